@@ -1,7 +1,7 @@
-"""The loop over a task that runs, and how its group is kept whole; what is said of both.
+"""The loop over a running task, the healing of the process group, and the lines about both.
 
-On IPython's own thread, or that of the script which made the world; all acts on `Workers`.
-`TaskRun.next_steps` decides what is done here.
+Runs in the notebook's process, on the thread that made the world.  `Session` calls it; the
+functions act on its `Workers`.  `TaskRun.next_steps` decides what the loop does.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from nbdist.world.running import News, Step, TaskRun
 from nbdist.world.states import Event, State, size_text
 from nbdist.world.workers import Workers
 
-TICK = 0.25  # seconds between two yields when nothing is said: enough for a clock that people read
-EAGER_SECONDS, EAGER_TICK = 0.2, 0.05  # the same at first, for a first drawing when it is due
-LEAVE_SECONDS = 0.3  # until Stop is known to begin a restart of the kernel: Jupyter sends both
-SPARE_SECONDS = 0.6  # until it is known, before control is given back, which ranks are not ended
-LEFTOVERS_GRACE = 1.5  # for GPUs to end collectives that all have joined, and nccl2 to notice that
-SLOW_GRACE = 5.0  # for a rank to answer that has finished: a busy machine, or a thread with its GIL
-HEAL_TIMEOUT = 150.0  # longer than an agent takes when ranks do not meet, one after the other
-HEAL_AFTER_STOP = 8.0  # the same after Stop: control is given back, and the next cell tries again
-SCALE_TIMEOUT = 200.0  # longer than an agent takes that tries it, then goes back to what there was
+TICK = 0.25  # seconds between two yields without output: often enough for a clock that runs
+EAGER_SECONDS, EAGER_TICK = 0.2, 0.05  # a shorter tick at first, so that the panel appears in time
+LEAVE_SECONDS = 0.3  # after Stop: a kernel restart sends SIGINT too, and announces its end by then
+SPARE_SECONDS = 0.6  # seconds before control is returned, to learn which ranks are spared
+LEFTOVERS_GRACE = 1.5  # seconds for GPUs to complete collectives, and for nccl2 to notice that
+SLOW_GRACE = 5.0  # seconds for a finished rank to answer: its machine may be busy, or its GIL held
+HEAL_TIMEOUT = 150.0  # must exceed the agent's time if every rank in turn fails to join the group
+HEAL_AFTER_STOP = 8.0  # seconds; then control is returned, and the next cell tries again
+SCALE_TIMEOUT = 200.0  # must exceed the agent's time to try a new size and to restore the old one
 
 Following: TypeAlias = Generator[News, float | None, None]
-"""What is sent to it is how long it may take to come round again, in seconds; None for `TICK`."""
+"""What `follow` returns.  Send it the longest time until the next yield, in seconds; see there."""
 
 LASTING = {events.NAME_PROBLEM, events.LEFT_DEBUGGER, "KeyboardInterrupt", "SyntaxError"}
 LASTING |= {"IndentationError", "TabError"}
-"""Failures that another attempt would meet again, or that were wanted."""
+"""Names of failures after which a task is not restarted: it would fail again, or was stopped."""
 
 # --- one task, to its end ---------------------------------------------------------------------
 
@@ -58,10 +58,11 @@ def follow(workers: Workers, running: TaskRun, *, answers: bool = False) -> Foll
             with running.counting_stops():
                 draw(news)
 
-    The first Stop (KeyboardInterrupt) interrupts the ranks and goes on; the second, or the end of
-    `Patience.control_timeout`, gives control back with ranks unfinished.  Neither raises:
-    `running.stops` counts them.  At the end the group is whole again, as far as the policy says.
-    The end of this process ends it at once, where the workers outlive that.
+    After the first Stop (KeyboardInterrupt) the ranks are interrupted and the loop goes on.  After
+    the second, or after `Patience.control_timeout`, the loop ends while ranks are unfinished.  Stop
+    does not raise: `running.stops` counts it.  When all ranks have finished, the group is healed as
+    the policy says.  If this process is about to end and the workers outlive it, the loop ends at
+    once.
 
     With `answers` the caller has to `reply` to prompts; otherwise ranks get an error.  Send the
     generator the longest time in seconds that it may block, at most `TICK`; 0.0 polls.
@@ -69,7 +70,7 @@ def follow(workers: Workers, running: TaskRun, *, answers: bool = False) -> Foll
     before, longest = running.stops_met, TICK
     while running.unfinished:
         with running.counting_stops():
-            # Stop first: it may have come as the task was sent, or to the consumer.
+            # Handle Stop first: Stop may have come while the task was sent, or in the consumer.
             is_stopped = running.stops > running.stops_met
             is_first = is_stopped and not running.is_stopping
             if workers.outlives_kernel(LEAVE_SECONDS if is_first else 0.0):
@@ -80,20 +81,20 @@ def follow(workers: Workers, running: TaskRun, *, answers: bool = False) -> Foll
                 is_waited_for = running.patience.control_timeout is not None
                 if number == 1 or not (running.is_stopping and is_waited_for):
                     interrupt(workers, running)
-                if number > 1 and is_waited_for:  # else the second only interrupts them again
+                if number > 1 and is_waited_for:  # else each Stop only interrupts the ranks again
                     running.give_up_at = 0.0
             if time.monotonic() >= running.give_up_at - SPARE_SECONDS:
                 _spare(workers, running)
                 if running.unfinished:
                     workers.advance(Event.GAVE_UP)
                     return
-            # Then what comes up, for as long as there is nothing to ask the ranks for.
+            # Then wait for messages, until the ranks have to be located again.
             now = time.monotonic()
             tick = min(longest, TICK if running.age > EAGER_SECONDS else EAGER_TICK)
             left = running.give_up_at - SPARE_SECONDS - now
             wait = min(tick, left, running.seconds_to_look(now))
             workers.receive(max(0.0, wait))
-            # Then what these facts make necessary.
+            # Then act on the new state.
             for step in running.next_steps(time.monotonic()):
                 _take(workers, running, step)
         sent = yield running.take_news()
@@ -107,7 +108,10 @@ def follow(workers: Workers, running: TaskRun, *, answers: bool = False) -> Foll
 
 
 def interrupt(workers: Workers, running: TaskRun) -> None:
-    """Interrupt the ranks that still run it; only wait, the first time, if the task holds Stop."""
+    """Interrupt the ranks that still run a task.
+
+    If the task holds Stop (`Patience.holds_stop`), the first Stop is only recorded.
+    """
     if not running.unfinished:
         return
     waits = running.patience.holds_stop and not running.is_stopping
@@ -118,21 +122,25 @@ def interrupt(workers: Workers, running: TaskRun) -> None:
 
 
 def _spare(workers: Workers, running: TaskRun) -> None:
-    """Let ranks that have not stopped be ended only if Stop is pressed again."""
+    """Tell the agent to kill ranks that have not stopped only if Stop is pressed again.
+
+    `running.spared` are then the ranks that were still alive after the message.  Does nothing if
+    the ranks were interrupted more than once: then the agent may kill them.
+    """
     if running.interrupts > 1:
         return
     workers.link.send(Spare(running.unfinished))
-    # A rank that answers after that is still alive: its agent takes both in this order.
+    # The agent handles both messages in this order, so a rank that is located now is spared.
     running.spared = frozenset(_locate(workers, running))
 
 
 def _take(workers: Workers, running: TaskRun, step: Step) -> None:
-    # Collectives are aborted on all ranks: a connection is ended by the one that accepted it,
-    # wherever it is, and a rank that is busy now must not wait later for one of these.
+    # Collectives are aborted on all ranks: only the rank that accepted a connection can close it,
+    # and a rank that is busy now must not wait later for a rank that was released.
     match step:
         case Step.LOCATE:
-            # All: with nccl a rank can have finished the task before its collectives have
-            # ended, with gloo what it began shows whether the others can meet.
+            # Finished ranks too.  With nccl their collectives may still run; with gloo, the
+            # collectives that they began show whether those of the other ranks can complete.
             workers.link.send(Locate(workers.everyone, time.monotonic()))
         case Step.ABORT | Step.ABORT_FOR_DEAD:
             if step is Step.ABORT:
@@ -163,14 +171,17 @@ def _locate(workers: Workers, running: TaskRun) -> dict[int, Place]:
 
 
 def _end(workers: Workers, running: TaskRun) -> None:
-    """Do what is left to do once all ranks have finished a task, and keep with it what it was."""
+    """Do the work after all ranks have finished a task: heal the group, and explain the result.
+
+    The sentences about it become attributes of `running`, and the task is added to `Past`.
+    """
     _abort_leftovers(workers, running)
     if running.members.heals and running.explains_death({}):
-        # The survivors are asked what they were in as long as they know.
+        # Locate the survivors before healing: after it they no longer know their last collectives.
         places = {**running.unwoken, **_locate(workers, running)}
         running.why_died = running.explains_death(places)
-    # In a stalled network they could not meet now, and the next cell has them do so.  Where they
-    # do, some may be restarted for it.
+    # In a stalled network the ranks could not form a group now; the next cell heals instead.
+    # Healing may restart further ranks, which is why `again` is added to the deaths.
     again = () if running.was_stalled else heal(workers)
     if lost := sorted({*running.deaths, *again}):
         running.fate = healing_text(workers, lost)
@@ -186,20 +197,23 @@ def _end(workers: Workers, running: TaskRun) -> None:
 
 
 def _abort_leftovers(workers: Workers, running: TaskRun) -> None:
-    """End collectives of a failed task that no rank completes: the next task's would meet them."""
+    """Abort collectives that a failed task has left incomplete on any rank.
+
+    The next task's collectives would be matched with them.
+    """
     members = running.members
     if not running.transcript.errors or workers.state is not State.READY or not members.has_group:
         return
     now = time.monotonic()
     enough, until = now + (LEFTOVERS_GRACE if members.runs_ahead else 0.0), now + SLOW_GRACE
     looks = 0
-    known: dict[int, Place] = {}  # the last answer of each rank
+    known: dict[int, Place] = {}  # the last place of each rank
     while looks < 2 or time.monotonic() < enough:
         places = _locate(workers, running)
         answers = {rank: place for rank, place in places.items() if not place.holds_gil}
         known.update(answers)
         running.differing = differing(known)
-        # What a finished rank had ended stays so; whether the others have, they are asked again.
+        # A rank without unfinished collectives stays so: only the others have to answer again.
         ended = {rank for rank, place in known.items() if not place.unfinished}
         if not {*answers, *ended}.issuperset(workers.everyone) and time.monotonic() < until:
             continue
@@ -213,7 +227,7 @@ def _abort_leftovers(workers: Workers, running: TaskRun) -> None:
 
 
 def _lacking_text(workers: Workers, running: TaskRun) -> str:
-    """Name the ranks that have the variable, or say where the module is, that a rank lacked."""
+    """Say which ranks have the variable that a rank lacks, or where a missing module is; or ""."""
     rank, failure = running.transcript.root_cause() or (0, None)
     if not isinstance(failure, Failure):
         return ""
@@ -230,7 +244,7 @@ def _lacking_text(workers: Workers, running: TaskRun) -> str:
 
 
 def _replicas_text(workers: Workers, running: TaskRun) -> str:
-    """Say which ranks of a stopped or failed training ended at another step than others."""
+    """Say which ranks of a stopped or failed training ended at another step than others; or ""."""
     if not (running.is_stopping or running.transcript.errors):
         return ""
     source, names = running.task.source, workers.names
@@ -251,31 +265,31 @@ def undefined_name(error: RankError) -> str:
     return found[1] if found else ""
 
 
-# --- from one group to another ----------------------------------------------------------------
+# --- healing and scaling of the group ---------------------------------------------------------
 
-# A group is broken once a rank has died or its connections have ended, and the state says so.
-# What is done about it is one request to the agent, `Heal`: new workers in the place of the
-# dead, then one group of all, in place; `Scale` and `Grow` have another size.  `regroup` takes in
-# what the agent has then, advances the state, and runs the set-up cells in what is new.
+# The state is BROKEN once a rank has died or connections of the group were closed.  The remedy is
+# the request `Heal`: the agent starts workers in place of the dead, and all ranks form a group
+# again.  `Scale` and `Grow` change the size too.  `regroup` sends the request, updates the tables
+# and the state from the reply, and runs the set-up cells in the new workers.
 
 
 def heal(workers: Workers) -> tuple[int, ...]:
-    """Do about deaths and broken collectives what `on_failure` says; return the new ranks.
+    """Repair a broken group as the `on_failure` policy says; return the ranks that were replaced.
 
-    The others keep variables, modules, meshes and subgroups, unless the policy is another.  Where
-    that cannot be done, the state stays BROKEN, and `problem` says why.
+    With the policy "heal", or without a death, the surviving ranks keep their variables, modules,
+    meshes and subgroups.  If that is impossible, the state stays BROKEN, and `problem` says why.
+    The other policies end all workers, or restart all, and this returns no ranks.
     """
-    if workers.state is State.HEALING:  # Stop came between a request and the note of it
+    if workers.state is State.HEALING:  # Stop came before `regroup` could record the result
         workers.advance(Event.HEAL_FAILED)
     if workers.state is not State.BROKEN:
         return ()
     if not workers.dead or workers.on_failure == "heal":
-        # Workers in the place of the dead, and a group of all.
         return regroup(workers, Heal())[0]
     if workers.on_failure == "stop":
         workers.shutdown()
         return ()
-    # All workers anew, as torchrun does.
+    # Policy "restart-all": restart all workers, as torchrun does.
     dead = workers.dead
     try:
         workers.start_anew()
@@ -289,7 +303,11 @@ def heal(workers: Workers) -> tuple[int, ...]:
 
 
 def regroup(workers: Workers, request: Heal | Scale | Grow) -> tuple[tuple[int, ...], str]:
-    """Form another group, set up its new ranks; return those replaced, and why not more."""
+    """Let the agent form the group again, and run the set-up cells in its new ranks.
+
+    Returns the ranks that were replaced, and why the group could not get the wanted size, or "".
+    If the ranks share no group afterwards, the state is BROKEN and `problem` says why.
+    """
     running, replaced, why = workers.running, tuple[int, ...](), ""
     event, timeout = Event.SCALE, SCALE_TIMEOUT
     if isinstance(request, Heal):
@@ -301,7 +319,7 @@ def regroup(workers: Workers, request: Heal | Scale | Grow) -> tuple[tuple[int, 
         patience = HEAL_AFTER_STOP if running and running.ends_after_stop else timeout
         healed = workers.link.call(request, timeout, patience)
         assert isinstance(healed, Healed)
-        # Ranks that have died meanwhile were replaced, too.
+        # Deaths during the request arrive before the reply: these ranks were replaced, too.
         workers.receive_waiting()
         workers.take_healed(healed)
         if again := {r for r, died in workers.dead.items() if died.pid == healed.pids[r]}:
@@ -315,7 +333,8 @@ def regroup(workers: Workers, request: Heal | Scale | Grow) -> tuple[tuple[int, 
     finally:
         workers.advance(outcome)
     if isinstance(request, Scale):
-        workers.told(workers.renumbering.new)  # as new ones: those that died were none yet
+        # Ranks that were being added and died are new to the user: no line about their restart.
+        workers.told(workers.renumbering.new)
     new = {*replaced, *workers.renumbering.new}
     if new:
         note_changes(workers, [rank for rank in workers.everyone if rank not in new])
@@ -325,7 +344,10 @@ def regroup(workers: Workers, request: Heal | Scale | Grow) -> tuple[tuple[int, 
 
 
 def note_changes(workers: Workers, ranks: Collection[int]) -> None:
-    """Ask these ranks which objects of the notebook they have changed, and note it."""
+    """Ask these ranks which objects of the notebook they have changed, and record the answers.
+
+    Does nothing if there are no such objects, or if the state is not READY.
+    """
     objects, before = workers.names.objects, workers.running
     keys = set[int]().union(*map(objects.of, ranks))
     names = workers.names.assigned_again()
@@ -351,9 +373,10 @@ def note_changes(workers: Workers, ranks: Collection[int]) -> None:
 
 
 def replay(workers: Workers, ranks: Collection[int]) -> NbdistError | None:
-    """Run the set-up cells on those of these ranks that ran them, until one fails or is stopped.
+    """Run the set-up cells on new workers; each cell on those of `ranks` that it is for.
 
-    A set-up cell that ends its worker is not run again in the one after it.
+    Ends at the first cell that fails, and returns its error; raises KeyboardInterrupt after Stop.
+    If a set-up cell kills its worker, the worker's replacement does not run the cells again.
     """
     setup, before = workers.setup, workers.running
     if setup.is_replaying or workers.state is not State.READY:
@@ -377,11 +400,11 @@ def replay(workers: Workers, ranks: Collection[int]) -> NbdistError | None:
     return None
 
 
-# --- what it means for the next task -----------------------------------------------------------
+# --- texts about deaths and new sizes ----------------------------------------------------------
 
 
 def death(workers: Workers, dead: Mapping[int, Died]) -> WorkerDied:
-    """Return the error of ranks that died while no task ran, with what became of them."""
+    """Return the error of ranks that died while no task ran, and what was done about them."""
     rank, died = next(iter(dead.items()))
     host, pid = workers.machines.name(rank), died.pid or workers.pids.get(rank, 0)
     error = WorkerDied(Blame(rank, host, pid, {**dead}), None, died.exit_code, died.end)
@@ -390,7 +413,7 @@ def death(workers: Workers, dead: Mapping[int, Died]) -> WorkerDied:
 
 
 def _restart_text(workers: Workers, running: TaskRun) -> str:
-    """Write `rank 2 was killed by SIGKILL: restart 1 of 3`; "" for no further attempt."""
+    """Write `rank 2 was killed by SIGKILL: restart 1 of 3`; "" if the task is not restarted."""
     done, most = running.task.attempt.number, running.task.attempt.most
     cause = running.transcript.root_cause()
     if done >= most or cause is None or running.stops or workers.state is not State.READY:
@@ -410,7 +433,10 @@ def _restart_text(workers: Workers, running: TaskRun) -> str:
 
 
 def healing_text(workers: Workers, dead: Iterable[int]) -> str:
-    """Describe what became of a world some of whose workers have died."""
+    """Say what was done about dead ranks, and which variables are lost.
+
+    If the group is still broken, say how to repair it.
+    """
     if workers.state is State.BROKEN:
         if not workers.problem:
             return "`%dist_restart` restarts all workers; their variables are lost."
@@ -448,7 +474,10 @@ def stop_text(workers: Workers, killed: Iterable[int]) -> str:
 
 
 def late_stop_text(running: TaskRun) -> str:
-    """Write `Stop came too late: ranks 0-1 have bound x`; "" where it did not."""
+    """Write `Stop came too late: ranks 0-1 have bound x`; "" for other tasks.
+
+    Only for a task that holds Stop and has succeeded on all ranks.
+    """
     if not running.patience.holds_stop or running.unfinished or running.transcript.errors:
         return ""
     ranks, names = running.task.ranks, {*running.shipped_names(), *running.made}
@@ -457,7 +486,7 @@ def late_stop_text(running: TaskRun) -> str:
 
 
 def scaled_text(workers: Workers) -> str:
-    """Write `now 4 workers`, which ranks are others now, and what the new ones lack."""
+    """Write `now 4 workers`, the ranks that have new numbers, and the variables new ranks lack."""
     found = workers.renumbering
     new, text = found.new, size_text(found.after, found.moved)
     if not new:

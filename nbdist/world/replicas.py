@@ -1,7 +1,8 @@
-"""Lines about what a stopped or failed task has left wrong on its ranks.
+"""Sentences about the damage that a stopped or failed task has left on its ranks.
 
-Pure.  Ranks of one training may have made different numbers of optimizer steps, and variables may
-hold a part of the result of an aborted collective.
+Ranks of one training may have made different numbers of optimizer steps, and variables may hold a
+part of the result of an aborted collective.  `nbdist.world.recovery` calls these functions in the
+notebook's process at the end of a task.  They do no I/O.
 """
 
 from __future__ import annotations
@@ -14,14 +15,17 @@ from nbdist.output.wording import fold_ranks
 from nbdist.wire.control import MAX_STEPS_APART
 from nbdist.words import name_ranks
 
-MAX_NAMES = 4  # variables that the commands name
+MAX_NAMES = 4  # modules, and also optimizers, that a suggested command names
 
 FIRST_STEPS = 2
 """A rank without a step still counts as part of the training if no rank has made more steps."""
 
 
 def find_training(done: Mapping[int, Done]) -> dict[int, Done]:
-    """Return the ranks that train one model together; none if MAX_STEPS_APART is exceeded."""
+    """Return the ranks that train one model together, as their numbers of steps suggest.
+
+    Returns none if the numbers differ by more than MAX_STEPS_APART, or if no rank made a step.
+    """
     most = max((each.steps for each in done.values()), default=0)
     found = {rank: each for rank, each in done.items() if each.steps or most <= FIRST_STEPS}
     is_one = most > 0 and most - min(each.steps for each in found.values()) <= MAX_STEPS_APART
@@ -29,7 +33,7 @@ def find_training(done: Mapping[int, Done]) -> dict[int, Done]:
 
 
 def ends_differ(done: Mapping[int, Done], *, were_cut: bool) -> bool:
-    """Return True if ranks ended at different steps, or were cut inside of a step.
+    """Return True if ranks ended at different optimizer steps, or were cut inside of a step.
 
     If all ranks raise by themselves inside of the same step, they raise at the same line: False.
     """
@@ -46,12 +50,12 @@ def differing_text(
     sharded: Container[str] = (),
     were_cut: bool = True,
 ) -> str:
-    """Say at which step which ranks ended, and two commands; "" if replicas cannot differ.
+    """Say at which step which ranks ended, with two commands; "" if replicas cannot differ.
 
-    A module that is `sharded` cannot be copied from one rank: then the remedy is another.
-
-    `were_cut` is True if Stop, a release or a death ended the task, not the ranks' own errors.
     Write `Replicas may differ: ranks 0-1,3 ended after optimizer step 42, rank 2 after step 41.`.
+    The commands compare `modules`, and copy them and `optimizers` from one rank.  Modules in
+    `sharded` cannot be copied like that, and get another remedy.  `were_cut` is True if Stop, an
+    abort of collectives or a death ended the task, and not the ranks' own errors.
     """
     done = find_training(done)
     if not ends_differ(done, were_cut=were_cut):
@@ -99,12 +103,12 @@ def _place(is_in_step: bool) -> str:  # noqa: FBT001
 
 
 def _source(done: Mapping[int, Done]) -> int:
-    """Return the rank to copy from: one that has ended outside of steps, with most of them."""
+    """Return the rank to copy from: preferably outside of a step, then with the most steps."""
     return min(done, key=lambda rank: (done[rank].is_in_step, -done[rank].steps, rank))
 
 
 def names_in(source: str, names: Iterable[str]) -> list[str]:
-    """Return those of the names that a source has, or all if it has none of them."""
+    """Return the names that occur in the source code, or all if none does."""
     known = [*names]
     words = set(re.findall(r"\w+", source))
     return [name for name in known if name in words] or known

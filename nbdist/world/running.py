@@ -1,6 +1,7 @@
-"""A task that ranks have been given: what they say, what is to be done, what became of it.
+"""The state of one task in progress: its output, where its ranks are, what to do next, its result.
 
-No I/O: `Workers` feeds it with what comes up, `nbdist.world.recovery` takes its next steps.
+Runs in the notebook's process and does no I/O.  `Workers` passes in the messages of the agent, and
+`nbdist.world.recovery` carries out `TaskRun.next_steps`.
 """
 
 from __future__ import annotations
@@ -32,12 +33,14 @@ from nbdist.world.sent_objects import NOTHING_SENT, Parcel
 from nbdist.world.states import Machines, Prompts
 
 GPU_UNCHANGED = 1.5
-"""Seconds without a change after which ranks are taken to wait on their GPUs for one that has
-failed; what a GPU does cannot be seen, and nccl2 looks once a second what has ended."""
+"""Seconds without a change after which ranks count as waiting on their GPUs for a failed rank.
+
+The progress of a GPU is not visible, and nccl2 checks once a second which collectives completed.
+"""
 
 
 class Step(Enum):
-    """What is to be done about a task that runs."""
+    """An action that `nbdist.world.recovery` takes while a task runs."""
 
     LOCATE = "ask all ranks where they are"
     ABORT = "abort collectives that can never end"
@@ -48,11 +51,15 @@ class Step(Enum):
 
 
 News = list[tuple[int, Output]]
+"""New outputs with their ranks, in the order of their arrival."""
 
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """The workers when the task was sent; `heals`: the dead are to be replaced."""
+    """The workers at the time when a task was sent.
+
+    With `heals`, workers that die are replaced when the task ends.
+    """
 
     size: int
     backend: str
@@ -63,22 +70,23 @@ class Members:
 
     @property
     def has_group(self) -> bool:
-        """Whether there is a group whose collectives can be aborted."""
+        """Whether the workers share a process group, whose collectives can be aborted."""
         return self.backend != "none"
 
     @property
     def runs_ahead(self) -> bool:
-        """With nccl a rank can have finished the task before its collectives have ended."""
+        """Whether a rank can finish a task before its collectives complete, as with nccl."""
         return "nccl" in self.backend
 
 
 class TaskRun:
-    """A task from the time when it was sent: what its ranks have said, and where they are.
+    """A task that was sent to its ranks: their output, their places, and how the task ended.
 
-    `transcript` has all that they have shown so far, `shipped` says what its names are.  When it
-    is over, `fate` says what was done about ranks that died (`fated`), and `restart` why it is to
-    be run again, "" where it is not.  `shows_value`: a rank has shown what its last line gave.
-    `was_stalled`: when Stop came a network between them was.
+    `shipped` has by rank the names and objects that the task has brought.  `is_over` is True when
+    the work after the end of all ranks, such as healing, is done.  From then on `fate` says what
+    was done about the ranks that died or were restarted (`fated`), and `restart` why the task has
+    to run again; it is "" if it does not.  `why_died`, `differing`, `lacking`, `replicas` and
+    `incomplete` are sentences for the user, "" for nothing to say.
     """
 
     def __init__(
@@ -90,40 +98,43 @@ class TaskRun:
         started: tuple[float, int] | None = None,
         ended: Mapping[int, float] | None = None,
     ) -> None:
-        """Take note of a task that is being sent.
+        """Start the clock of a task that is being sent.
 
-        Or that another notebook has `started`, at these times of the monotonic and the wall clock;
-        `ended` are the ranks that have finished it meanwhile, and when.
+        For a task that another notebook sent, `started` is when: in monotonic seconds, and in
+        nanoseconds of the wall clock.  `ended` is when its finished ranks ended, in monotonic
+        seconds.
         """
         self.task = task
         self.shipped: Mapping[int, Parcel] = shipped or {}
-        self.sent_at: int | None = None  # by the clock of the table of names
+        self.sent_at: int | None = None  # see `NameTable.sent`
         self.patience = patience
         self.transcript = Transcript(task.ranks)
         self.prompts = Prompts()
         self.members = members
         self.aborted: dict[int, Place] = {}
         self.places: dict[int, Place] = {}
-        self.unwoken: dict[int, Place] = {}  # where ranks waited that gloo did not wake
-        self.asked = 0.0  # answers to what was asked before that come too late
+        self.unwoken: dict[int, Place] = {}  # of ranks that were killed, as no abort woke them
+        self.asked = 0.0  # monotonic seconds; places that were requested before are ignored
         self.moved: dict[int, events.Moved] = {}
         self.usage: Mapping[int, Usage] = {}
         self.silent = Silent((), 0.0)
         self.stops = 0
-        self.stops_met = 0  # of these, so many have been acted on
-        self.raises_stops = False  # one that comes now ends what is being done
+        self.stops_met = 0  # stops that `follow` has acted on
+        self.raises_stops = False  # True while Stop ends a block: see `counting_stops`
         self.interrupts = 0
-        self.spared: frozenset[int] = frozenset()  # these are ended only if Stop comes again
-        self.give_up_at = float("inf")
+        self.spared: frozenset[int] = frozenset()  # ranks that are killed only if Stop comes again
+        self.give_up_at = float("inf")  # monotonic seconds; when a stopped cell returns control
+        # `shows_value`: a rank has displayed the value of the last line.  `was_stalled`: a network
+        # between ranks was stalled when Stop came.
         self.is_stopping = self.is_over = self.shows_value = self.was_stalled = False
         self.lost: errors.AgentLost | None = None
         self.fate = self.restart = self.why_died = self.differing = self.lacking = ""
-        self.replicas = ""  # which ranks of a training ended at another step, and how to mend that
+        self.replicas = ""  # which ranks of a training ended at another step, and the remedy
         self.incomplete = ""  # which variables may hold a part of a collective's result
         self.fated: tuple[int, ...] = ()
-        self.timed_out: str | None = None  # where its ranks were
+        self.timed_out: str | None = None  # where the ranks were when the timeout expired
         self._why_aborted = ""
-        # Of ranks whose connections another rank has ended, what torch said.
+        # Torch's own errors of ranks whose connections another rank has closed.
         self._released: dict[int, Failure] = {}
         self._news: News = []
         self._has_met_death = False
@@ -137,69 +148,75 @@ class TaskRun:
 
     @classmethod
     def found(cls, there: Attached, members: Members) -> Self:
-        """Make the task that ranks were given by another notebook, as it was then."""
+        """Make the run of a task that another notebook has sent, with the original start time."""
         assert there.run is not None
         patience = there.memory.patience
-        if patience.control_timeout is None:  # a cell waits for it now
+        if patience.control_timeout is None:  # ran in the background; now a cell waits for the task
             patience = replace(patience, control_timeout=CONTROL_TIMEOUT)
         started, task = (there.started, there.started_ns), task_from(there.run.task)
         return cls(task, patience, members, started=started, ended=there.ended)
 
-    # --- what is known --------------------------------------------------------------------
+    # --- state ----------------------------------------------------------------------------
 
     @property
     def unfinished(self) -> tuple[int, ...]:
-        """The ranks that still run it."""
+        """The ranks that still run the task."""
         return tuple(track.rank for track in self.transcript if track.finished is None)
 
     @property
     def bytes_moved(self) -> tuple[int, int]:
-        """How many bytes of how many its ranks have packed, as far as they have said."""
+        """How many bytes of the ranks' values are packed so far, and in total, as reported."""
         moved = self.moved.values()
         return sum(each.done for each in moved), sum(each.total for each in moved)
 
     @property
     def next_to_ask(self) -> int | None:
-        """The rank that is to be answered now, if any."""
+        """The rank whose prompt the user should answer next; None if there is none."""
         return self.prompts.next(time.monotonic(), self.unfinished)
 
     @property
     def age(self) -> float:
-        """Seconds since it was sent, without those in which a rank waited for input."""
+        """Seconds since the task was sent, without the time in which a rank waited for input."""
         now = time.monotonic()
         return now - self._started - self.prompts.seconds(now)
 
     def seconds_until(self, time_ns: int) -> float:
-        """Count from when it was sent to a time on the clock."""
+        """Return the seconds from the sending of the task to a time of the wall clock."""
         return max(0.0, (time_ns - self._started_ns) / 1e9)
 
     @property
     def deaths(self) -> dict[int, Died]:
-        """The ranks whose processes have ended, and how."""
+        """The deaths of ranks during the task, by rank."""
         return {each.rank: each.died for each in self.transcript if each.died is not None}
 
     @property
     def killed_by_stop(self) -> tuple[int, ...]:
-        """The ranks that Stop did not end; none where others have died for another reason."""
+        """The ranks that were killed because they ignored Stop.
+
+        Empty if any rank died for another reason.
+        """
         deaths = self.deaths
         return tuple(deaths) if all(died.by_stop for died in deaths.values()) else ()
 
     @property
     def waits(self) -> str:
-        """Which machine or network is silent, and which ranks wait; "" for neither."""
+        """Machines that do not respond, stalled networks and ranks that wait; "" for none."""
         stalled = hangs.stalled_text(self.places, self.members.machines)
         return " · ".join(filter(None, [hangs.silent_text(self.silent), stalled, self._waiting]))
 
     @property
     def _waiting(self) -> str:
-        """Which ranks wait in which collective, and where the others are; "" if none waits."""
-        if self.prompts.ranks:  # all others may wait for the input
+        """Which ranks wait in which collective, and where the others are; "" if none waits.
+
+        For a task on all ranks, "" also until `Patience.hang_timeout` has passed.
+        """
+        if self.prompts.ranks:  # the other ranks may wait for the rank that waits for input
             return ""
         unfinished = self.unfinished
         places = {rank: self._watch.places.get(rank, Place()) for rank in unfinished}
         waiting = any(place.operation for place in places.values())
         others = set(range(self.members.size)) - set(self.task.ranks)
-        # A rank in a cell for some ranks may wait for those that do not run it.
+        # In a cell for some ranks, a rank may wait for ranks that do not run the cell.
         if not waiting or (self.age < self.patience.hang_timeout and not others):
             return ""
         said = hangs.waits_text(places, self.task.source)
@@ -213,32 +230,33 @@ class TaskRun:
 
     @property
     def doing(self) -> str:
-        """Where those are that have not finished, as far as is known."""
+        """Where the unfinished ranks are, as far as known."""
         places, unfinished = self._watch.places, self.unfinished
         known = {rank: places[rank] for rank in unfinished if rank in places}
         return hangs.waits_text(known, self.task.source)
 
     @property
     def not_stopped(self) -> errors.RanksNotStopped:
-        """The error that names the ranks that have not left it, and if they may lose variables."""
+        """The error that names the unfinished ranks, and says whether they may lose variables."""
         return errors.RanksNotStopped(self.unfinished, self.doing, is_safe=self._is_safe)
 
     @property
     def _is_safe(self) -> bool:
         return self.spared.issuperset(self.unfinished)
 
-    # Ranks that wait in collectives are located again and again.  They wait in vain where the
-    # others have finished, or where all wait and do not meet: then collectives are aborted, on
-    # all ranks.  A death needs no proof: the survivors are released from it at once, or ended.
+    # While the task runs, its ranks are located again and again.  If some of them wait in
+    # collectives that cannot complete, because the other ranks have finished or because the calls
+    # do not match, collectives are aborted on all ranks.  A death needs no such proof: collectives
+    # are aborted, or the survivors killed, at once.
 
     def next_steps(self, now: float) -> Iterator[Step]:
-        """Yield what is to be done now, while it runs."""
+        """Yield the steps that are necessary now; nothing once all ranks have finished."""
         unfinished = self.unfinished
         if not unfinished:
             return
         if self._seconds_left(now) <= 0:
             yield Step.TIME_OUT
-        # Survivors may wait for one another without a connection to the dead.
+        # Survivors without a connection to the dead rank would wait for each other for ever.
         if self.deaths and not self._has_met_death:
             self._has_met_death = True
             if not self.members.heals:
@@ -247,10 +265,10 @@ class TaskRun:
                 yield Step.ABORT_FOR_DEAD
         if not self._is_watched:
             return
-        # Ranks that do not run the task will not join either.
+        # Ranks that have finished, or do not run the task, will not join a collective.
         if len(unfinished) < self.members.size:
             self._watch.poll_fast(now)
-        # Stop aborts collectives too, which their agent sees to.
+        # After Stop the agent aborts collectives.
         aborts = self.patience.aborts and not self.is_stopping
         if aborts and self._can_never_go_on(unfinished, now):
             yield Step.END_UNWAKEABLE if self.unwakeable else Step.ABORT
@@ -260,51 +278,53 @@ class TaskRun:
 
     @property
     def unwakeable(self) -> tuple[int, ...]:
-        """The ranks that wait in what has been aborted, and that nothing wakes."""
-        # With nccl the rank's own agent sees to that.
+        """The ranks that still wait in a collective although it was aborted again and again."""
+        # With nccl the agent of the rank handles such ranks.
         return () if self.members.runs_ahead else self._watch.aborted_in_vain(self.unfinished)
 
     def seconds_to_look(self, now: float) -> float:
-        """Return for how many seconds there is nothing to ask the ranks, and nothing to do."""
+        """Return the seconds until `next_steps` has something to do, if no message arrives."""
         until_look = self._watch.wait(now) if self._is_watched else float("inf")
         return max(0.0, min(until_look, self._seconds_left(now)))
 
     @property
     def _is_watched(self) -> bool:
-        """Whether ranks that wait in collectives are located, and released if they wait in vain.
+        """Whether ranks are located, and collectives that cannot complete are aborted.
 
-        A rank that waits for another rank, which is in the debugger, does not wait in vain.
+        Not while a rank waits for input, as in a debugger: the others may wait for that rank.
         """
         return self.members.has_group and not self.prompts.ranks
 
     def _seconds_left(self, now: float) -> float:
         if self.patience.timeout is None or self.is_stopping:
             return float("inf")
-        # Input takes as long as it takes.
+        # The timeout does not include the time in which a rank waits for input.
         return self._started + self.patience.timeout + self.prompts.seconds(now) - now
 
     def _can_never_go_on(self, unfinished: tuple[int, ...], now: float) -> bool:
         ahead, has_failed = self.members.runs_ahead, bool(self.transcript.errors)
         if len(unfinished) == self.members.size:
-            # With gloo ranks whose sizes differ meet, and get what is wrong.
+            # With gloo, collectives of different sizes complete, with a wrong result.
             differ = ahead and bool(hangs.differing(self.places))
             known = differ or hangs.never_meet(self.places)
             return self._watch.is_dead_end(unfinished, now, is_known=known, runs_ahead=ahead)
-        # The sooner the better where the task has failed anyway.
+        # A failed task gains nothing by a longer wait.
         unchanged = GPU_UNCHANGED if has_failed and ahead else hangs.UNCHANGED
         if not self._watch.is_deadlocked(unfinished, now, unchanged):
             return False
         finished = (place for rank, place in self.places.items() if rank not in unfinished)
-        # Their GPUs may still do what is waited for; or wait too, where a rank has failed.
+        # The GPU of a finished rank may still run the collective; not if a rank has failed.
         return has_failed or not any(place.operation for place in finished)
 
-    # --- what happens ---------------------------------------------------------------------
+    # --- events ---------------------------------------------------------------------------
 
     @contextmanager
     def counting_stops(self, *, raises: bool = False) -> Iterator[None]:
-        """Count a Stop (KeyboardInterrupt) that comes inside, for the loop to act on.
+        """Catch and count a Stop (KeyboardInterrupt) in this block, for `follow` to act on.
 
-        Consumers need it while they show news; it `raises` where it is to end what is done there.
+        Consumers of `follow` use this while they show output.  A handler of SIGINT counts a Stop
+        without an exception, so that the block runs to its end; with `raises` it raises instead
+        (`Session.meet_stop`).
         """
         self.raises_stops = raises
         try:
@@ -315,27 +335,30 @@ class TaskRun:
             self.raises_stops = False
 
     def stop(self, now: float) -> None:
-        """Note that its ranks are being interrupted, and when control is wanted back."""
+        """Record that the ranks are being interrupted, and until when control has to be returned.
+
+        `recovery.interrupt` sends the message to the ranks.
+        """
         wait = self.patience.control_timeout
         self.is_stopping = True
         self.was_stalled = any(place.stalled for place in self.places.values())
         self.interrupts, self.spared = self.interrupts + 1, frozenset()
-        for rank in self.prompts.ranks:  # their answers come too late
+        for rank in self.prompts.ranks:  # an answer would come too late
             self.prompts.drop(rank, now)
         self.give_up_at = float("inf") if wait is None else now + wait
         self._watch.poll_fast(now)
 
     @property
     def ends_after_stop(self) -> bool:
-        """Whether Stop was pressed in a cell that waits for what is done at its end."""
+        """Whether Stop came in the work after the task's end, such as healing, and a cell waits."""
         return self.raises_stops and self.stops > 0 and self.patience.control_timeout is not None
 
     def wants_control(self, before: int) -> bool:
-        """Return True if Stop came twice since `before`, to a cell that waits for control."""
+        """Return True if a cell waits, and Stop came twice since `stops` was `before`."""
         return self.patience.control_timeout is not None and self.stops > before + 1
 
     def take(self, news: Located | Aborted | Silent | Used, now: float) -> None:
-        """Take in what its agent says of it."""
+        """Update the state from a message of the agent."""
         match news:
             case Located(places, asked) if asked >= self.asked:
                 self.places, unfinished = dict(places), self.unfinished
@@ -347,10 +370,10 @@ class TaskRun:
             case Silent():
                 self.silent = news
             case Used(usage):
-                self.usage = {**self.usage, **usage}  # those of one machine
+                self.usage = {**self.usage, **usage}  # a message covers the ranks of one machine
 
     def abort(self, now: float) -> None:
-        """Note that its ranks can never go on, and that their collectives are being aborted."""
+        """Record that the ranks are deadlocked, and that their collectives are being aborted."""
         unfinished, places = self.unfinished, self.places
         self.take(Aborted({rank: self._watch.places[rank] for rank in unfinished}), now)
         ran, failed, size = (
@@ -362,19 +385,19 @@ class TaskRun:
         self._why_aborted = hangs.why_aborted(self.aborted, places, ran, failed, size)
 
     def explains_death(self, places: Mapping[int, Place]) -> str:
-        """Return why gloo has ended a rank, by where the others were; "" for other deaths."""
+        """Return why gloo killed a rank, given the places of the survivors; "" if it did not."""
         said = (hangs.why_died(rank, died, places) for rank, died in sorted(self.deaths.items()))
         return next(filter(None, said), "")
 
     def take_loss(self, lost: errors.AgentLost) -> None:
-        """Note that the agent has ended, and so have the ranks."""
+        """Record that the agent has ended, and all unfinished ranks with it."""
         self.lost = lost
         for rank in self.unfinished:
             self.receive(rank, Died(-signal.SIGKILL, time.time_ns()))
 
     def receive(self, rank: int, output: Output) -> None:
-        """Take in an output of the task."""
-        # An abort leads to it: gloo raises, with nccl a worker interrupts itself.
+        """Add an output of a rank to the transcript and to the news, and update the state by it."""
+        # An abort causes this error: gloo raises, and with nccl a worker interrupts itself.
         was_interrupted = rank in self.aborted and not self.is_stopping
         leads = {"KeyboardInterrupt"} if was_interrupted else ()
         if isinstance(output, Failure) and (output.connections == "ended" or output.name in leads):
@@ -402,60 +425,63 @@ class TaskRun:
         return hangs.in_one_line(failure, aborted, self.task.script, errors)
 
     def _explain_released(self) -> None:
-        """Say of released ranks for whom they waited: news of that rank may come after theirs."""
+        """Rewrite the errors of released ranks: why the other rank failed may be known only now."""
         for rank, failure in self._released.items():
             track, explained = self.transcript[rank], self._in_one_line(rank, failure)
             if track.failure is not None and track.failure.message != explained.message:
                 track.failure, track.version = explained, track.version + 1
 
     def take_news(self) -> News:
-        """Return what ranks have shown since this was last asked."""
+        """Return the outputs that ranks have sent since the last call."""
         news, self._news = self._news, []
         return news
 
     def waits_after(self, rank: int) -> bool:
-        """Return True if this rank is done with the task, and others are not."""
+        """Return True if this rank has finished the task and others have not."""
         return bool(self.unfinished) and rank in set(self.task.ranks) - set(self.unfinished)
 
     def is_of_another(self, rank: int, output: Output) -> bool:
-        """Return True if it changes what an earlier task has shown."""
+        """Return True if the output updates a display of an earlier task."""
         has = self.transcript[rank].has_display
         return isinstance(output, events.Update) and not has(output.display_id)
 
     @property
     def damage(self) -> str:
-        """Which variables its end has left incomplete or different on its ranks; "" for none."""
+        """Which variables the end of the task has left incomplete or different; "" for none."""
         return " ".join(filter(None, (self.incomplete, self.replicas)))
 
-    # --- what became of it ----------------------------------------------------------------
+    # --- result ---------------------------------------------------------------------------
 
     def received(self, rank: int) -> Parcel:
-        """Return what of `shipped` this rank has, as far as is known."""
+        """Return the names and objects of `shipped` that this rank has, as far as known."""
         error = self.transcript[rank].error
         was_refused = isinstance(error, Failure) and error.name == events.NAME_PROBLEM
         return NOTHING_SENT if was_refused else self.shipped.get(rank, NOTHING_SENT)
 
     def shipped_names(self) -> dict[str, Sent]:
-        """Return the records of the variables that went to any rank."""
+        """Return the records of all variables that were sent to any rank."""
         return {n: record for each in self.shipped.values() for n, record in each.names.items()}
 
     def gained(self, rank: int) -> tuple[int, ...]:
-        """Return the keys of the notebook's objects that a rank has got from elsewhere."""
+        """Return the keys of the notebook's objects that a rank has read from a rank or a file."""
         done = self.done().get(rank)
         return () if done is None else done.gained
 
     @property
     def made(self) -> frozenset[str]:
-        """Names that it bound on any rank, without what it imported."""
+        """The names that the task has bound on any rank, without the names that it imported."""
         return frozenset().union(*(done.made for done in self.done().values()))
 
     def result(self) -> CellResult[Any]:
-        """Return what has become of it so far; last values are read one by one, by `value`."""
+        """Return the result so far.
+
+        If the task `keeps` its last values, they are not in it: `value` reads them one by one.
+        """
         done = {rank: each for rank, each in self.done().items() if each.status == "ok"}
         if self.task.brings_small:
             values = dict[int, Any]()
             for rank, each in done.items():
-                # Nobody has asked for it: a value that cannot be read here is no error.
+                # The user has not asked for the last value: failing to read it is no error.
                 with suppress(Exception):
                     values |= {rank: self.value(each)} if each.kept is None else {}
         else:
@@ -465,7 +491,7 @@ class TaskRun:
         return CellResult(self.task, told, seconds, told.errors, values, hosts)
 
     def error(self) -> NbdistError | None:
-        """Return the one error that a failed or unfinished task raises; None when all went well."""
+        """Return the error that a failed or unfinished task raises; None if all ranks succeeded."""
         if self.lost is not None:
             return self.lost
         cause = self.transcript.root_cause()
@@ -517,16 +543,19 @@ class TaskRun:
         return as_raised(error, first.kinds, contents)
 
     def payloads(self) -> dict[int, Payload]:
-        """Return the values that were fetched, as they came."""
+        """Return the values that the ranks have sent back, still packed, by rank."""
         found = {rank: done.values for rank, done in self.done().items()}
         return {rank: each for rank, each in found.items() if isinstance(each, Payload)}
 
     def done(self) -> dict[int, Done]:
-        """Return what the ranks have said at their end."""
+        """Return the `Done` message of each rank that has sent it."""
         return {track.rank: track.done for track in self.transcript if track.done is not None}
 
     def value(self, done: Done) -> Any:
-        """Read what a rank has brought back."""
+        """Unpickle the values that a rank has sent back; of a single fetched name, only its value.
+
+        None if the rank sent no values.
+        """
         if not isinstance(done.values, Payload):
             return None
         values = as_read(unpickle(open_payload(done.values), self.members.namespace), done.values)
