@@ -1,7 +1,8 @@
-"""The processes that serve worlds: which of them are started here, found, asked and attached to.
+"""The agent and head processes that serve worlds: start, find, query and attach to them.
 
-A link leads to this machine's agent, or to the head of agents on several: an `AgentProcess` that
-is started for it, or an `AttachedAgent` that another process has started.
+Runs in the notebook's process and in the `nbdist` command.  A `Link` uses an `AgentProcess` that
+was started for it, or an `AttachedAgent` that another process has started.  Either is this
+machine's agent, or the head of agents on several machines.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from nbdist.wire.spec import difference, versions_here
 from nbdist.wire.views import DOOR, WorldInfo
 from nbdist.words import one_line
 
-NEEDED = 20  # what a link opens in the notebook's process, 16, and what is read now and then
+NEEDED = 20  # files: a link keeps 16 open in the notebook's process, and a few are read at times
 
 
 def require_open_files() -> None:
@@ -50,16 +51,16 @@ def require_open_files() -> None:
 
 
 AGENT, HEAD = "nbdist.agent", "nbdist.cluster"
-"""What is started on this machine: its agent, or the head of agents on several."""
+"""The modules that are started on this machine: its agent, or the head of agents on several."""
 
 
 def launcher_names() -> list[str]:
-    """List what `--launcher` can be."""
+    """List the values that `--launcher` accepts."""
     return sorted({LOCAL, *plugins.entry_points(plugins.LAUNCHERS)})
 
 
 def module_of(launcher: str) -> str:
-    """Return the module to start here for a launcher; UsageError names those there are."""
+    """Return the module to start on this machine for a launcher; UsageError for an unknown one."""
     names = launcher_names()
     if launcher not in names:
         raise UsageError(f"`--launcher {launcher}`: available: {', '.join(names)}.")
@@ -70,15 +71,15 @@ def module_of(launcher: str) -> str:
     return HEAD
 
 
-ANSWER_TIMEOUT = 15.0  # seconds; what is only slow, on a busy machine, is not to be missing
-ADMIT_TIMEOUT = 30.0  # seconds; longer than a notebook has to wait while workers start or heal
-MOST_LISTED = 6  # worlds that an error names
+ANSWER_TIMEOUT = 15.0  # seconds; a world on a busy machine must not be missing from a list
+ADMIT_TIMEOUT = 30.0  # seconds; must exceed the agent's own wait for workers that start or heal
+MOST_LISTED = 6  # worlds that an error names before it only counts the others
 READ_SIZE = 1 << 18
 
 
 @dataclass(frozen=True)
 class Found:
-    """A world that runs: its folder, the process that serves its notebook, and whose it is."""
+    """A running world: its runtime folder, the process id of its agent, and its description."""
 
     folder: Path
     agent: int
@@ -86,26 +87,29 @@ class Found:
 
     @property
     def name(self) -> str:
-        """What it is called, in messages too: its name, and its pool where that has one."""
+        """The world's name for messages, with its pool unless that is the default pool."""
         pool = "" if self.info.pool == DEFAULT_POOL else f" (pool {self.info.pool})"
         return f"`{self.info.name}`{pool}"
 
     @property
     def is_detached(self) -> bool:
-        """Whether no notebook has it."""
+        """Whether no notebook uses the world."""
         return not self.info.notebook
 
     def refusal(self, why: object) -> UsageError:
-        """Return the error of one that cannot be attached to."""
+        """Return the error that says why this world cannot be attached to."""
         return UsageError(f"World {self.name} cannot be attached to: {why}.")
 
     def is_called(self, name: str) -> bool:
-        """Whether this is its name, its pool's, or the number of its process."""
+        """Return True if `name` is the world's name, its pool, or its agent's process id."""
         return name in (self.info.name, self.info.pool, str(self.agent))
 
 
 class Asking:
-    """A question to a world, and its answer; raises OSError where none is there for this user."""
+    """A connection to a world's query socket with one question; raises OSError if no world answers.
+
+    `process` is the id of the process at the other end.
+    """
 
     def __init__(self, folder: Path, question: views.Said, timeout: float = ANSWER_TIMEOUT) -> None:
         self._socket = views.connect_to(folder / DOOR, timeout)
@@ -117,7 +121,7 @@ class Asking:
             raise
 
     def answer(self, timeout: float) -> views.Said:
-        """Wait for the answer; raises OSError where it is late, and BadFrame for what is none."""
+        """Wait for the answer; raises OSError if it is late, and BadFrame if it is not valid."""
         deadline, said = time.monotonic() + timeout, bytearray()
         while not said.endswith(b"\n"):
             self._socket.settimeout(max(0.0, deadline - time.monotonic()))
@@ -128,21 +132,21 @@ class Asking:
         return views.from_line(bytes(said))
 
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
         self._socket.close()
 
 
 def ask_all(question: views.Describe | views.Look, timeout: float) -> list[Found]:
-    """Ask all worlds of this user, and wait `timeout` seconds for all answers."""
+    """Ask all worlds of this user; return those that answer within `timeout` seconds."""
     found = []
     with ExitStack() as opened:
         asked: dict[Path, Asking] = {}
         for folder in runtime_folders():
-            with suppress(OSError):  # it has ended
+            with suppress(OSError):  # the world has ended
                 asked[folder] = opened.enter_context(closing(Asking(folder, question, timeout)))
         deadline = time.monotonic() + timeout
         for folder, asking in asked.items():
-            with suppress(OSError, BadFrame):  # it is silent, or has ended
+            with suppress(OSError, BadFrame):  # the world does not answer, or has ended
                 info = asking.answer(deadline - time.monotonic())
                 if isinstance(info, WorldInfo):
                     found.append(Found(folder, asking.process, info))
@@ -150,14 +154,17 @@ def ask_all(question: views.Describe | views.Look, timeout: float) -> list[Found
 
 
 def worlds(timeout: float = ANSWER_TIMEOUT) -> list[Found]:
-    """Find all that have workers, in the order of their names; those that answer in time."""
+    """Find this user's worlds that have workers and answer in time, in the order of their names."""
     asked = ask_all(views.Describe(), timeout)
     found = [each for each in asked if each.info.name and each.info.workers]
     return sorted(found, key=lambda each: (each.info.name, each.agent))
 
 
 def named(found: Sequence[Found], name: str, asked: str, *, to_attach: bool = False) -> Found:
-    """Choose the world of that name, rather a detached one `to_attach`; UsageError for none."""
+    """Return the world of this name; UsageError if there is none, or if there are several.
+
+    With `to_attach`, detached worlds of the name go first.  `asked` is the command for the message.
+    """
     chosen = [each for each in found if each.is_called(name)]
     if to_attach:
         chosen = [each for each in chosen if each.is_detached] or chosen
@@ -174,7 +181,10 @@ def named(found: Sequence[Found], name: str, asked: str, *, to_attach: bool = Fa
 
 
 def to_attach(found: Sequence[Found], name: str | None) -> Found:
-    """Choose the world of that name, or the only detached one; UsageError for none."""
+    """Return the world of this name, or without a name the only detached world.
+
+    Raises UsageError if there is no such world, or if this process cannot take it over.
+    """
     free, asked = [each for each in found if each.is_detached], "%dist_attach"
     if name is not None:
         free, asked = [named(found, name, asked, to_attach=True)], f"{asked} {name}"
@@ -190,7 +200,7 @@ def to_attach(found: Sequence[Found], name: str | None) -> Found:
 
 
 def _why_not(found: Found) -> str:
-    """Return why this process cannot take it over, and what to do; "" if it can."""
+    """Return why this process cannot take the world over, with the remedy; "" if it can."""
     info, world = found.info, f"world {found.name}"
     if info.version != __version__:
         kill = f"`nbdist kill {info.name}` in a terminal ends it"
@@ -209,13 +219,16 @@ def _why_not(found: Found) -> str:
 
 
 def listed(found: Sequence[Found]) -> str:
-    """Write `exp (process 9)` of each, of very many the first."""
+    """Write `exp (process 9), run2 (process 11)`, of many worlds the first."""
     more = f" and {len(found) - MOST_LISTED} more" if len(found) > MOST_LISTED else ""
     return ", ".join(f"{each.name} (process {each.agent})" for each in found[:MOST_LISTED]) + more
 
 
 def runtime_folders() -> list[Path]:
-    """Find those of worlds; none that another user could have put there."""
+    """Find the runtime folders of this user's worlds.
+
+    Folders that another user could have made are left out.
+    """
     found = set()
     for folder in _possible_folders():
         with suppress(OSError):
@@ -229,7 +242,8 @@ def _possible_folders() -> Iterator[Path]:
     for place in (Path(f"/run/user/{os.geteuid()}"), *folders.places()):
         with suppress(OSError):
             yield from place.glob(f"{folders.PREFIX}*")
-    # A notebook can have another environment than this process.
+    # A notebook with another environment, such as TMPDIR, has its folders elsewhere: the command
+    # lines of agents name them.
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if process.stat().st_uid == os.geteuid():
@@ -239,10 +253,10 @@ def _possible_folders() -> Iterator[Path]:
 
 
 class AttachedAgent:
-    """An agent that another process has started: it is this one's while a connection lasts."""
+    """An agent that another process has started, and that serves this process now."""
 
     def __init__(self, found: Found, socket: str) -> None:
-        """Ask at the door of this world to connect to `socket`; UsageError where it refuses."""
+        """Ask the world to connect to the notebook's `socket`; UsageError if it refuses."""
         self.host, self.command = found.info.host, f"the agent of world {found.name}"
         try:
             with ExitStack() as opened:
@@ -251,9 +265,9 @@ class AttachedAgent:
                 answer = asking.answer(ADMIT_TIMEOUT)
                 if not isinstance(answer, views.Accepted):
                     raise found.refusal(getattr(answer, "why", "its agent says something else"))
-                log = found.folder / "agent.log"  # also once it has gone
+                log = found.folder / "agent.log"  # opened now, to be readable after its removal
                 self._log = opened.enter_context(open(log if log.exists() else os.devnull, "rb"))
-                self._guard = os.pidfd_open(answer.guard)  # which is the last to end
+                self._guard = os.pidfd_open(answer.guard)  # the guard ends after the agent
                 opened.callback(os.close, self._guard)
                 self._agent = os.pidfd_open(answer.agent)
                 opened.callback(os.close, self._agent)
@@ -269,7 +283,7 @@ class AttachedAgent:
         return self._guard
 
     def exit_code(self) -> int | None:
-        return None  # only a parent learns of it
+        return None  # only a parent process can read it
 
     def last_lines(self) -> list[str]:
         return last_lines_of(self._log)
@@ -286,7 +300,10 @@ class AttachedAgent:
 
 
 class AgentProcess(Child):
-    """A process, `AGENT` or `HEAD`, that connects to our socket, and ends with its stdin."""
+    """The process of an agent or head that this process starts.
+
+    It connects to the socket in the folder `runtime`, and ends when its stdin is closed.
+    """
 
     def __init__(self, runtime: Path, module: str = AGENT, *, fork_server: bool = True) -> None:
         command = [sys.executable, *MODULE, module, str(runtime), str(os.getpid())]
@@ -299,15 +316,18 @@ class AgentProcess(Child):
         self._oom_kills = OomKills(self.pid)
 
     def last_lines(self) -> list[str]:
-        """Return the end of its log, and that the kernel has killed it for its memory."""
+        """Return the end of its log, and a line if the kernel killed it because memory ran out."""
         return [*super().last_lines(), *self._oom_kills.text(self.exit_code() or 0).splitlines()]
 
     def end(self, timeout: float) -> None:
-        """End it; by force, a step every `timeout` seconds.  `fileno` stays valid."""
+        """End the process: close its stdin, after `timeout` seconds kill the agent, then the guard.
+
+        `fileno` stays valid.
+        """
         self._end_stdin()
         if self._ends_in(timeout):
             return
-        # What was started is the agent's guard, which ends all that a killed agent has left.
+        # The child is the agent's guard, which ends all processes that a killed agent has left.
         for agent in children_of(self.pid):
             with suppress(ProcessLookupError):
                 os.kill(agent, signal.SIGKILL)

@@ -1,6 +1,7 @@
-"""The one bridge between the notebook's thread and the agents: the link's thread owns the socket.
+"""The connection from the notebook's process to the agent or head of a world.
 
-The notebook's thread waits on queues and futures, and is the only one that meets KeyboardInterrupt.
+`Workers` and `Session` use it.  A thread of the link owns the socket, and other threads wait for
+queues and futures: so KeyboardInterrupt, which comes in the main thread, never hits socket code.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ from nbdist.world.agents import AGENT, AgentProcess, AttachedAgent, require_open
 log = logging.getLogger("nbdist.world")
 
 HELLO_TIMEOUT = 30.0
-CALL_TIMEOUT = 240.0  # longer than an agent takes for its slowest answer, a start
-LEAVE_TIMEOUT = 12.0  # seconds; longer than a head takes whose Slurm does not answer
+CALL_TIMEOUT = 240.0  # seconds; must exceed the agent's time for its slowest reply, a start
+LEAVE_TIMEOUT = 12.0  # seconds; must exceed a head's time to end if Slurm does not answer
 THREAD_TIMEOUT = 60.0
 CLOSED = -1
-DETACH_LINGER = 500  # milliseconds that the last messages may take to reach an agent that stays
+DETACH_LINGER = 500  # milliseconds to deliver the last messages to an agent that stays
 
 TICK = 0.25
-SHORTEST_WAIT = 0.001  # a queue's `get` can find microseconds negative, and waits for ever
+SHORTEST_WAIT = 0.001  # seconds; below, `SimpleQueue.get` can compute a negative, endless wait
 
 Agent = AgentProcess | AttachedAgent
-"""What serves the world: this machine's agent, or the head of agents on several."""
+"""The process that serves the world: this machine's agent, or the head of agents on several."""
 
 Item = tuple[int, str, Output]
 News = messages.Located | messages.Aborted | messages.Used | messages.NodeJoined | messages.Silent
@@ -51,10 +52,11 @@ Arrived = Item | Received | News | AgentLost
 
 
 class Link:
-    """A connection to the agents of a world, from their start to their end.
+    """A connection to the agent or head of a world, from its start to its end.
 
-    `asides` can be read when something has come while no task runs; with `tells_all` whenever
-    something has come.
+    `arrived` has the messages that the consumer has yet to handle.  `asides` is a descriptor for an
+    event loop: it becomes readable if a message came that does not belong to a running cell.  With
+    `tells_all` it becomes readable at every message.
     """
 
     def __init__(
@@ -74,8 +76,8 @@ class Link:
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.linger = 0
         self._socket.sndhwm = self._socket.rcvhwm = 0
-        # With a domain libzmq refuses old protocols: by ZMTP 1.0 any byte makes a peer of a process
-        # that connects, and every other message would go there.
+        # With a ZAP domain libzmq refuses old protocols.  By ZMTP 1.0 any process that connects and
+        # sends a byte would be a peer, and DEALER would send it every other message.
         self._socket.zap_domain = b"nbdist"
         # Bound before the agent is started: no port is guessed, no connection retried.
         self.address = f"ipc://{self._folder.path}/{self._folder.socket}"
@@ -101,8 +103,12 @@ class Link:
         self._thread = threading.Thread(target=self._run, name="nbdist-link", daemon=True)
 
     def open(self) -> None:
-        """Start the agents; the caller has to call `close`, also where this was interrupted."""
-        # In the link's thread no KeyboardInterrupt can come between a process and its owner.
+        """Start the agent, or connect to one; does not wait for that.
+
+        The caller has to call `close` afterwards, also if this was interrupted.
+        """
+        # The link's thread starts the process, so that no KeyboardInterrupt can come between the
+        # start and the assignment to `_agent`.
         self._opened = True
         self._thread.start()
 
@@ -111,26 +117,30 @@ class Link:
         return f"<Link {state} {self._agent} {len(self._answers)} calls open>"
 
     def check_process(self) -> None:
-        """Raise ForkedProcess in a fork of the process that made it: its thread is not there."""
+        """Raise ForkedProcess in a fork of this process: a fork lacks the thread of the link."""
         if os.getpid() != self.pid:
             raise ForkedProcess("nbdist")
 
     @property
     def agent(self) -> Agent:
-        """What serves the world, once it was started."""
+        """The process that serves the world; only after its start."""
         assert self._agent is not None
         return self._agent
 
     @property
     def is_up(self) -> bool:
-        """Whether calls can be made."""
+        """Whether the link is neither lost nor closed."""
         return self._lost is None and not self._closing
 
     def call(
         self, request: Request, timeout: float = CALL_TIMEOUT, patience: float = float("inf")
     ) -> Reply:
-        """Return the reply; AgentLost, StartError, KeyboardInterrupt after `patience` seconds."""
-        # Stop is not met by a wait that begins just as it comes, but by the next one.
+        """Send a request and return the reply.
+
+        Raises StartError if the agent did not start, AgentLost if it has ended or did not reply
+        within `timeout`, and KeyboardInterrupt after `patience` seconds.
+        """
+        # Wait in ticks: a wait that begins just as Stop comes is not interrupted, the next one is.
         calling = self.calling(request, timeout, tick=min(TICK, patience))
         end = time.monotonic() + patience
         while time.monotonic() < end:
@@ -144,12 +154,12 @@ class Link:
     def calling(
         self, request: Request, timeout: float = CALL_TIMEOUT, tick: float = TICK
     ) -> Generator[Starting, None, Reply]:
-        """Do as `call`, but yield every `tick` seconds how far the workers' start is."""
+        """Do as `call`, but yield the progress of the workers' start every `tick` seconds."""
         self.check_process()
         self._starting = Starting(0)
         yield from self._wait_for_hello(tick)
         answer = self.ask(request)
-        if self._lost is not None:  # it may have ended before there was an answer to fail
+        if self._lost is not None:  # the agent may have ended before `ask` registered the future
             raise self._lost
         try:
             yield from self._until_done(answer, timeout, tick)
@@ -158,7 +168,10 @@ class Link:
             raise _lost(self.agent) from None
 
     def take_over(self, agent: AttachedAgent) -> Attached:
-        """Open it to an agent that is there; return what that says.  Raises as `call`."""
+        """Open the link to a running agent; return its description of the world.
+
+        Raises as `call`.
+        """
         self._launch = lambda: agent
         self.open()
         for _ in self._wait_for_hello(HELLO_TIMEOUT):
@@ -171,7 +184,10 @@ class Link:
         return attached
 
     def ask(self, request: Request) -> Future[Reply]:
-        """Ask an agent that has said hello, from any thread; wait for the reply with a bound."""
+        """Send a request from any thread and return a future of its reply.
+
+        Wait for the future with a timeout.  The agent has to be up, see `call`.
+        """
         self.check_process()
         answer: Future[Reply] = Future()
         if self._lost is not None:
@@ -184,15 +200,16 @@ class Link:
         return answer
 
     def send(self, message: messages.Down) -> None:
-        """Send a message that has no reply; what it leads to arrives in `arrived`."""
+        """Send a message that has no reply; its consequences arrive in `arrived`."""
         self._is_remembered |= isinstance(message, messages.Remember)
         self._waiting.append(message)
         _write_to(self._wake_end)
 
     def wait(self, timeout: float) -> None:
-        """Wait until something is in `arrived`, at most `timeout` seconds.
+        """Wait until `arrived` has an item or `wake` is called, at most `timeout` seconds.
 
-        Stop may come here; nothing is lost, as the consumer removes an item after taking it in.
+        Stop may raise KeyboardInterrupt here.  No item is lost by that, since the consumer removes
+        an item only after it was handled.
         """
         deadline = time.monotonic() + timeout
         while not (self.arrived or self._is_woken) and (left := deadline - time.monotonic()) > 0:
@@ -201,15 +218,16 @@ class Link:
         self._is_woken = False
 
     def wake(self) -> None:
-        """End `wait`, now or the next time; a handler of signals may call it."""
+        """Make the current or the next `wait` return; a signal handler may call this."""
         self._is_woken = True
         self._bell.put(None)
 
     def received(self, batch: Received) -> None:
-        """Acknowledge this batch, once, also where Stop has the caller do it again.
+        """Acknowledge a batch of outputs; a second call for the same batch, after Stop, is ignored.
 
-        One may wait for the next message, down or up: the agent may have several under way.
-        But not where the next notebook is to be shown what this one has not seen.
+        A single acknowledgement waits until another message is sent or received, since the agent
+        may have several batches in flight.  But in a world that can be detached it is sent at once:
+        batches that were not acknowledged are replayed to the next notebook.
         """
         if batch is not self._last_received:
             self._last_received = batch
@@ -218,8 +236,11 @@ class Link:
             _write_to(self._wake_end)
 
     def close(self) -> str:
-        """End the agents and all they hold; return what they could not end elsewhere, or ""."""
-        if self._closing or os.getpid() != self.pid:  # a fork of the notebook owns nothing here
+        """End the agent and all of its processes, then close the link.
+
+        Returns a sentence about processes that it could not end on other machines, "" for none.
+        """
+        if self._closing or os.getpid() != self.pid:  # a fork does not own the link's resources
             return ""
         self._closing = True
         self.send(messages.Shutdown())
@@ -234,7 +255,7 @@ class Link:
         return left
 
     def detach(self) -> None:
-        """End the link alone: agents that outlive their notebook go on, and others end."""
+        """Close the link alone: an agent with the `detach` option keeps running, another ends."""
         if self._closing or os.getpid() != self.pid:
             return
         self._closing = self._is_detached = True
@@ -245,15 +266,16 @@ class Link:
         self._folder.release()
 
     def _end(self) -> None:
-        if self._thread.is_alive():  # all that it waits for has ended
+        if self._thread.is_alive():  # ends soon: the agent has ended, or the link is detached
             self._thread.join(THREAD_TIMEOUT)
-        # First: what was said last is to come before the end.
+        # Close the socket before the agent's descriptors, so that the last messages come before the
+        # end of this notebook.
         self._socket.close(DETACH_LINGER if self._is_detached else 0)
         self._context.term()
         if self._agent is not None:
             self._agent.close()
         ends = (self._wake, self._wake_end, self.asides, self._asides_end)
-        # A later wake-up is not to write to what has these numbers then.
+        # A later wake-up must not write to a file that has got one of these numbers.
         self._wake_end = self._asides_end = CLOSED
         for end in ends:
             os.close(end)
@@ -272,7 +294,10 @@ class Link:
             raise self._start_error(f"is nbdist {hello.version}, the notebook {__version__}")
 
     def _until_done(self, future: Future[Any], timeout: float, tick: float) -> Iterator[Starting]:
-        """Come round until it is done; TimeoutError after `timeout` seconds."""
+        """Yield the progress of the start every `tick` seconds until the future is done.
+
+        Raises TimeoutError after `timeout` seconds.
+        """
         deadline = time.monotonic() + timeout
         while wait([future], min(tick, deadline - time.monotonic())).not_done:
             if time.monotonic() >= deadline:
@@ -297,7 +322,7 @@ class Link:
         try:
             self._serve(agent)
         except Exception:
-            # A fault of ours; callers that wait must not do so for ever.
+            # A bug in nbdist.  Fail all calls, so that their callers do not wait for ever.
             log.exception("the link to %s has failed", agent.host)
             self._fail(agent)
 
@@ -322,7 +347,7 @@ class Link:
                 return
 
     def _write(self) -> None:
-        with suppress(zmq.Again):  # the agent has just gone
+        with suppress(zmq.Again):  # the agent has just ended
             while self._waiting and self._hello.done():
                 self._socket.send(pack(self._waiting.popleft()), zmq.NOBLOCK)
 
@@ -341,7 +366,7 @@ class Link:
                 if (answer := self._answers.get(number)) is not None:
                     answer.set_result(reply)
             case messages.Outputs(items):
-                # What ends a batch is to be sent back.
+                # `Received` marks the end of the batch; the consumer passes it to `received`.
                 self._arrive(*items, Received())
             case Starting() as starting:
                 self._starting = starting
@@ -369,14 +394,17 @@ def _lost(agent: Agent) -> AgentLost:
 
 
 def _write_to(end: int) -> None:
-    """Make a pipe readable, unless it is closed; a full one is readable."""
+    """Make a pipe readable, unless it is closed; a full pipe is readable already."""
     if end != CLOSED:
         with suppress(BlockingIOError):
             os.write(end, b"x")
 
 
 def _is_aside(item: Arrived) -> bool:
-    """Return True if it can come while no cell runs: a death, or output after a cell."""
+    """Return True if an item can come while no cell runs.
+
+    Such items are deaths, output outside of tasks, and the end of the agent.
+    """
     if isinstance(item, tuple):
         return not item[1] or isinstance(item[2], Died)
     return isinstance(item, AgentLost)
