@@ -1,11 +1,14 @@
-"""Whether ranks that wait in collectives can ever go on, and what is said of it; pure.
+"""Detection of deadlocks: whether ranks that wait in collectives can ever go on, and texts on that.
 
-They cannot where some ranks have finished the task, all others wait in collectives, and nothing
-moves among them.  Nor where all wait, in collectives that do not meet.  As long as a rank computes,
-which may still join, nothing is aborted.
+`TaskRun` and `nbdist.world.recovery` call this in the notebook's process; nothing here does I/O.
 
-In gloo the collectives of a group meet by their number: the fifth of one rank with the fifth
-of the others, if it is the same one, on as many elements of the same dtype.
+There are two kinds of deadlock.  Some ranks have finished the task, all others wait in
+collectives, and nothing moves among them.  Or all ranks wait, in collectives that do not match, or
+where nothing moves any more.  As long as a rank computes, nothing is aborted: that rank may still
+join a collective.
+
+Gloo matches the collectives of a group by their number: the fifth of one rank with the fifth of
+the others.  They have to be the same operation, on as many elements of the same dtype.
 """
 
 from __future__ import annotations
@@ -31,19 +34,21 @@ from nbdist.words import name_ranks, one_line
 from nbdist.world.states import Machines
 
 Who = Callable[[Iterable[int]], str]
-"""Names ranks, and their machines where there are several."""
+"""A function that names ranks, with their machines if there are several."""
 
-FIRST_LOOK = LOOK_EVERY = 1.0
-SOON, FAST_SECONDS = 0.1, 2.0  # once a rank has finished, and so long: others may go on for hours
+FIRST_LOOK = LOOK_EVERY = 1.0  # seconds between two requests for the ranks' places
+SOON, FAST_SECONDS = 0.1, 2.0  # after a rank has finished: the interval, and for how long it holds
 ANSWER_TIMEOUT = 1.0
 LONGEST_CODE = 60
-UNCHANGED = 3.0  # seconds after which nothing moves, though some thread has something to do
-ALL_UNCHANGED = 1.0  # the same where all wait, and no thread has anything to do
+UNCHANGED = 3.0  # seconds without a change before a rank with active gloo threads counts as stuck
+ALL_UNCHANGED = 1.0  # the same if all ranks wait
 
 ABORTS = 3
-"""Times that gloo's collectives were aborted, after which a rank that waits in the same one still
-is never woken.  Gloo forgets a message that it could not write as the other end had gone, where its
-own thread has yet to notice that (torch 2.13; its Pair::signalException passes over such messages).
+"""How many aborts a rank has to outlast in the same collective to count as impossible to wake.
+
+Gloo can lose an abort: it forgets a message that it could not write because the other end had
+closed the connection, if its own thread has not noticed that yet (torch 2.13; its
+Pair::signalException skips such messages).
 """
 
 ABORTED = "Released"  # `Failure.name` of a rank whose collective was aborted
@@ -54,11 +59,14 @@ DTYPES = {
     **{"Int": "int32", "Short": "int16", "Char": "int8", "Byte": "uint8"},
     **{"ComplexFloat": "complex64", "ComplexDouble": "complex128"},
 }
-"""Those whose names in C++ are others; of the rest capitals are the difference."""
+"""The dtypes with another name in C++ than in Python.  Others only differ by capital letters."""
 
 
 class Watch:
-    """The last two places of each rank of a cell, and when to look again."""
+    """Watches the unfinished ranks of a task: their last two places, and when to locate them again.
+
+    Times are monotonic seconds.
+    """
 
     def __init__(self, started: float, hang_timeout: float = HANG_TIMEOUT) -> None:
         self.places: dict[int, Place] = {}
@@ -72,26 +80,29 @@ class Watch:
         self._fast_since: float | None = None
 
     def poll_fast(self, now: float) -> None:
-        """Look soon, and often: some ranks have finished, or shall."""
+        """Locate soon and often for `FAST_SECONDS`: some ranks have finished, or will soon."""
         if self._fast_since is None:
             self._fast_since = now
             self._next = min(self._next, now + SOON)
 
     def finished(self) -> None:
-        """Look again: a rank has finished, and the others may have gone on with it since."""
+        """Start the observation again: a rank has finished, and others may have moved since."""
         self._looks = 0
         self._since.clear()
 
     def wait(self, now: float) -> float:
-        """Return seconds until it is time to look."""
+        """Return the seconds until the ranks have to be located again."""
         return max(0.0, self._next - now)
 
     def asked(self, now: float) -> None:
-        """Look no more before the ranks have answered, or should have: they are being asked."""
+        """Record that the ranks are being located; do not repeat that before `ANSWER_TIMEOUT`."""
         self._next = now + ANSWER_TIMEOUT
 
     def take(self, places: Mapping[int, Place], now: float, in_flight: int = 0) -> None:
-        """Take in where ranks are; `in_flight` counts what all have sent, finished ones too."""
+        """Store the places of the unfinished ranks, and choose when to locate them again.
+
+        `in_flight` counts the packets of all ranks, also of finished ones, that have not arrived.
+        """
         self._before, self.places = self.places, dict(places)
         self._in_flight = in_flight
         self._looks += 1
@@ -99,7 +110,8 @@ class Watch:
             if rank not in self._since or not _is_same(place, self._before.get(rank)):
                 self._since[rank] = now
         is_fast = self._fast_since is not None and now - self._fast_since < FAST_SECONDS
-        # Where all wait since a moment ago, one look more shows whether they do for ever.
+        # If all ranks began to wait a moment ago, locate them once more, soon: that can show
+        # already that they are deadlocked.
         all_wait = bool(places) and all(place.operation for place in places.values())
         is_new = all_wait and now - max(self._since.values()) < FAST_SECONDS
         self._was_soon = is_fast or (is_new and not self._was_soon)
@@ -108,26 +120,28 @@ class Watch:
     def is_deadlocked(
         self, unfinished: Iterable[int], now: float, unchanged: float = UNCHANGED
     ) -> bool:
-        """Return True if all of these wait, and can never go on without the others.
+        """Return True if all of these ranks wait in collectives, and nothing moves among them.
 
-        They have rested for `unchanged` seconds, where they cannot be seen to be calm.
+        If gloo's threads in a rank seem active, its place must not have changed for `unchanged`
+        seconds.
         """
         ranks = tuple(unfinished)
         rest = self._looks >= 2 and all(self._is_idle(rank, now, unchanged) for rank in ranks)
-        # What is on its way may bring them on.  TCP sends it again and again, for minutes, after
-        # twice as long each time; where it gives up, gloo raises.
+        # A packet in flight may let a rank go on.  TCP repeats it for minutes, each time after
+        # twice the interval; if TCP gives up, gloo raises.
         return rest and not self._in_flight
 
     def is_dead_end(
         self, ranks: Iterable[int], now: float, *, is_known: bool, runs_ahead: bool = False
     ) -> bool:
-        """Return True if these ranks, all there are, wait for one another in vain.
+        """Return True if these ranks, which are all ranks, wait for each other for ever.
 
-        That some of them can never meet may be known; else nothing has moved for `ALL_UNCHANGED`
-        seconds, and no other thread or GPU is there that could bring one of them on.
+        `is_known` means that their calls are known not to match.  Otherwise nothing must have moved
+        for `ALL_UNCHANGED` seconds, and no rank may have another thread or a GPU that could let it
+        go on.  With `runs_ahead` a rank can finish before its collectives do.
         """
         ranks = tuple(ranks)
-        # Of what runs ahead no rank can be seen to be calm.
+        # With nccl no rank is ever seen to be calm, so the time has to decide.
         unchanged = ALL_UNCHANGED if is_known and runs_ahead else math.inf
         if not self.is_deadlocked(ranks, now, unchanged):
             return False
@@ -140,12 +154,12 @@ class Watch:
         if place is None or not place.operation or not _is_same(place, before):
             return False
         assert before is not None
-        # One of the two will do: gloo's threads wake up now and then for nothing.
+        # A single calm place is enough: gloo's threads wake up now and then without a reason.
         is_calm = place.is_calm or before.is_calm
         return is_calm or now - self._since[rank] >= unchanged
 
     def aborted_in_vain(self, ranks: Iterable[int]) -> tuple[int, ...]:
-        """Return those that wait where they did when collectives were aborted `ABORTS` times."""
+        """Return the ranks that still wait in a collective that was aborted `ABORTS` times."""
 
         def is_one(rank: int) -> bool:
             place, (before, times) = self.places.get(rank), self._aborts.get(rank, (None, 0))
@@ -154,7 +168,10 @@ class Watch:
         return tuple(filter(is_one, ranks))
 
     def start_over(self, now: float) -> None:
-        """Begin again while collectives are aborted: look in a while which ranks still wait."""
+        """Forget all places and count the abort of the collectives that the ranks wait in.
+
+        The ranks are located again in a while, to see which of them still wait.
+        """
         before, self._aborts = self._aborts, {}
         for rank, place in self.places.items():
             met, times = before.get(rank, (place, 0))
@@ -168,17 +185,20 @@ def _is_same(place: Place, before: Place | None) -> bool:
     return before is not None and facts(place) == facts(before)
 
 
-# --- whether collectives meet -------------------------------------------------------------
+# --- whether collectives match ------------------------------------------------------------
 
 
 def never_meet(places: Mapping[int, Place]) -> bool:
-    """Return True if some of these wait in the place of one another for different collectives."""
+    """Return True if a rank waits in a collective that is another one on other ranks.
+
+    The collectives of all ranks are compared by their number in the group.
+    """
     met = _first(places, lambda each: each.name)
     return any(not each.is_done and places[rank].operation for rank, each in met.items())
 
 
 def verdict(places: Mapping[int, Place]) -> str:
-    """Say what these ranks, all that there are, wait for that can never come.
+    """Say why these ranks, which are all ranks, wait for each other for ever.
 
     `ranks 1-2 are in barrier (line 2), rank 0 in all_reduce (line 3): these calls do not ...`.
     """
@@ -192,7 +212,7 @@ def verdict(places: Mapping[int, Place]) -> str:
 
 
 def differing(places: Mapping[int, Place]) -> str:
-    """Return the first collective whose sizes or dtypes differ over the ranks; "" where none do.
+    """Describe the first collective whose sizes or dtypes differ between ranks; "" if none do.
 
     `all_reduce (line 2), sizes differ: rank 0 [2], rank 1 [3]; the result on rank 0 is wrong`.
     """
@@ -210,7 +230,7 @@ def differing(places: Mapping[int, Place]) -> str:
         differ = f"sizes and dtypes differ: {_each(met, _worded)}"
     said = f"{name}{line}, {differ}"
     if done := [rank for rank, each in met.items() if each.is_done]:
-        # Which rank is the root, whose own is right, is not known.
+        # Except for an `all_` collective the root's result may be right, and the root is not known.
         verb = "is" if name.startswith("all_") else "may be"
         said += f"; the result on {name_ranks(done)} {verb} wrong"
     return said
@@ -223,7 +243,11 @@ def why_aborted(
     failed: Collection[int],
     world_size: int,
 ) -> str:
-    """Say why ranks had waited in vain; `seen` are all ranks' places at that time."""
+    """Say why the collectives of some ranks were aborted.
+
+    `aborted` are the places of these ranks, and `seen` those of all ranks at that time.  `ran` are
+    the ranks of the task, and `failed` those of them that did not finish it well.
+    """
     finished = set(ran) - set(failed)
     if len(aborted) == world_size or never_meet(seen):
         also = f"; {name_ranks(finished)} finished the cell" if finished else ""
@@ -240,7 +264,10 @@ def why_aborted(
 
 
 def why_died(rank: int, died: Died, survivors: Mapping[int, Place]) -> str:
-    """Say why gloo ended this rank's process, by what the others were in; "" for other deaths."""
+    """Say why gloo killed this rank's process: a received tensor was too large.
+
+    The collectives of the `survivors` show the sizes.  Returns "" for other deaths.
+    """
     if not died.received_too_much:
         return ""
     said = f"Rank {rank} received more than its tensor holds: sizes or dtypes differ between ranks"
@@ -252,7 +279,10 @@ def why_died(rank: int, died: Died, survivors: Mapping[int, Place]) -> str:
 
 
 def _first(places: Mapping[int, Place], kind: Callable[[Begun], Hashable]) -> Mapping[int, Begun]:
-    """Return what each rank began in the place in which they first are not of one kind."""
+    """Return by rank the first collective, by its number in a group, whose `kind` differs.
+
+    Empty if no two ranks differ.
+    """
     met: defaultdict[tuple[int, str], dict[int, Begun]] = defaultdict(dict)
     for rank, place in places.items():
         for each in place.begun:
@@ -293,7 +323,7 @@ def _spot(place: Place) -> str:
     return f"{place.operation} ({line})" if line else place.operation
 
 
-# --- what is said -------------------------------------------------------------------------
+# --- texts --------------------------------------------------------------------------------
 
 
 def waits_text(places: Mapping[int, Place], source: str = "") -> str:
@@ -314,9 +344,9 @@ def silent_text(silent: Silent) -> str:
 
 
 def stalled_text(places: Mapping[int, Place], machines: Machines) -> str:
-    """Write `the network between hosta and hostb is stalled`; "" where none is.
+    """Write `the network between hosta and hostb is stalled`; "" if no network is.
 
-    An address that no rank has called its own is written as it is.
+    An address is replaced by its machine's name, if a rank has reported it as its own.
     """
     pairs = {rank: place.stalled for rank, place in places.items() if place.stalled}
     names = {own: machines.name(rank) for rank, each in pairs.items() for own, _ in each}
@@ -338,10 +368,10 @@ def _was(ranks: Collection[int]) -> str:
 def in_one_line(
     failure: Failure, aborted: Place | None, script: Script | None, errors: Iterable[RankError]
 ) -> Failure:
-    """Shorten what torch says of connections that an abort, or another rank, has ended.
+    """Shorten torch's error about connections that an abort, or another rank, has closed.
 
-    In the place `aborted`: `Released: it waited in all_reduce (cell line 7)`.  Without an abort
-    the traceback says where the rank was, and the `errors` of other ranks say why.
+    After an abort in the place `aborted`: `Released: it waited in all_reduce (cell line 7)`.
+    Otherwise the line comes from the traceback, and the reason from the `errors` of other ranks.
     """
     if aborted is not None:
         file, number, said = aborted.file or "cell", aborted.line, f"in {aborted.operation}"
@@ -386,13 +416,20 @@ def _doing(place: Place, source: str = "") -> str:
 
 
 def doing_of(ranks: Sequence[int], place: Place, code: str) -> str:
-    """Write what these ranks do, `waits in all_reduce, line 6`; `code` is the text of that line."""
+    """Write the activity of ranks: `waits in all_reduce, line 6`.
+
+    `code` is the source text of the line in `place`.
+    """
     doing = _doing(place, "\n" * (place.line - 1) + code)
     return _verb(ranks, doing).removeprefix("is ").removeprefix("are ")
 
 
 class Alike(NamedTuple):
-    """Ranks whose stacks are equal but for addresses, what they do, and their calls as lines."""
+    """Ranks whose stacks are equal except for addresses.
+
+    `doing` is their activity, `lines` are the calls of the stack, `first` is the first rank's
+    stack.
+    """
 
     ranks: tuple[int, ...]
     doing: str
@@ -405,7 +442,7 @@ class Alike(NamedTuple):
 
 
 def alike(stacks: Iterable[Stack]) -> list[Alike]:
-    """Group the stacks that are equal."""
+    """Group the ranks whose stacks are equal except for addresses and process ids."""
     same: dict[str, list[Stack]] = {}
     for stack in sorted(stacks, key=attrgetter("rank")):
         text = "\n".join([_title(stack, (stack.rank,)), *_calls(stack)])
@@ -421,7 +458,7 @@ def stacks_text(groups: Iterable[Alike], who: Who = name_ranks) -> list[str]:
 
 
 def _title(stack: Stack, ranks: tuple[int, ...]) -> str:
-    """Write `wait in all_reduce, line 7`."""
+    """Write the activity of a stack's ranks, `wait in all_reduce, line 7`, or another state."""
     if stack.state == "busy" or stack.place.is_stopped or stack.place.holds_gil:
         code = stack.frames[0].code if stack.frames and stack.frames[0].is_cell else ""
         return doing_of(ranks, stack.place, code)

@@ -1,8 +1,9 @@
-"""Which rank has which name: one table of a world.
+"""The table of variables: which rank has which name, and from where.
 
-A name is the notebook's until a task binds it on the workers; then it is theirs until the
-notebook binds it again.  What was imported on a rank is not lost with it: it is imported again.
-Nothing here keeps a big value alive.
+Runs in the notebook's process; a world has one table, in `Workers.names`.  A name belongs to the
+notebook until a task binds it on the workers; then it belongs to the workers until the notebook
+binds it again.  Names that were imported on a rank are imported again if the rank is replaced.  The
+table keeps no big value alive.
 """
 
 from __future__ import annotations
@@ -19,24 +20,25 @@ from nbdist.values.payload import OTHER, Identity, is_atomic, kind_of
 from nbdist.world.sent_objects import Parcel, SentObjects
 
 WORKERS_OWN = frozenset({"rank", "world_size", "local_rank", "device"})
-"""Names that every worker binds to its own from its start."""
+"""Names that every worker binds at its start to a value of its own."""
 
 WORKERS_MODULES = {"torch": "torch", "dist": "torch.distributed"}
-"""Modules that every worker has imported from its start, by the names that it has them under."""
+"""Modules that every worker imports at its start, by the names under which it binds them."""
 
 MOST_NAMES = 6  # names that a message lists before it only counts the others
 
-_NOTHING = type("_Nothing", (), {})  # stands for the value of a name that the notebook lacks
+_NOTHING = type("_Nothing", (), {})  # the value of a name that the notebook does not have
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
     """A variable of the notebook as it was sent to a rank.
 
-    `version` differs if the contents do; `token` tells the object from all others if it has an
-    identity that can be noticed (`nbdist.values.states`).  `identity` is None once the notebook
-    has assigned the variable again.  `needs` are the variables that its functions use, `size` is
-    in bytes.  Without `is_last` other ranks have been sent another object since.
+    `version` is different for different contents.  `token` identifies the object; it is None for a
+    value whose identity cannot be noticed, such as a number (`nbdist.values.states`).  `identity`
+    is None once the notebook has assigned the variable again.  `needs` are the variables that its
+    functions use, `size` is in bytes.  `is_last` is False once the notebook has sent another object
+    under the name to any rank.
     """
 
     version: Hashable
@@ -48,7 +50,7 @@ class Sent:
 
     @property
     def bound_to(self) -> Hashable:
-        """What the variable was bound to: an object, or a value without an identity."""
+        """The token of the object that the variable was bound to, or the version of a value."""
         return self.version if self.token is None else self.token
 
 
@@ -56,9 +58,10 @@ class Sent:
 class BoundByWorker:
     """A variable that a task has bound on a rank.
 
-    `import_path` says what was imported, None for nothing.  `identity` is what the notebook had
-    under the name then, None if the notebook has assigned it again since.  `was_sent` is True if
-    the notebook had sent the variable before.
+    `import_path` is the path of an import, None if the task has not imported the name.  `identity`
+    is of the notebook's object of that name at the time; None if the notebook has assigned the name
+    since.  `kind` tells modules, optimizers and tensors.  `was_sent` is True if the notebook had
+    sent the variable before.
     """
 
     identity: Identity | None
@@ -69,7 +72,10 @@ class BoundByWorker:
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """A task had bound the name, but the rank is a new process; the rest as before."""
+    """A variable that a rank lacks because it is a new process, and that a task had bound before.
+
+    `import_path` and `kind` are as in `BoundByWorker`.
+    """
 
     import_path: str | None = None
     kind: int = OTHER
@@ -80,7 +86,7 @@ E = TypeVar("E", Sent, BoundByWorker)
 
 
 class NameTable:
-    """Which ranks have a name from the notebook, or bound it themselves, or have lost it."""
+    """Knows for each rank which names the notebook has sent, tasks have bound, and it has lost."""
 
     def __init__(self, namespace: dict[str, Any]) -> None:
         self.namespace = namespace
@@ -97,7 +103,10 @@ class NameTable:
         """Names that functions and classes of cells on the ranks read when they are called."""
 
     def copy(self) -> NameTable:
-        """Copy it as it is now; a notice that is given by one is given by both."""
+        """Return a copy whose entries later changes of the original do not affect.
+
+        The given notices, and what is known of the notebook's assignments, stay shared.
+        """
         copied = copy(self)
         copied._ranks = {rank: dict(has) for rank, has in self._ranks.items()}
         copied.objects = self.objects.copy()
@@ -106,7 +115,10 @@ class NameTable:
     def found(
         self, bound: Mapping[int, Mapping[str, str | None]], ranks: Iterable[int] = ()
     ) -> None:
-        """Note what tasks of another notebook have bound on the ranks, with what they imported."""
+        """Fill the table of a world that was taken over from another notebook.
+
+        `bound` has by rank the names that tasks have bound, with the path of an import or None.
+        """
         self._is_found = True
         self._ranks = {
             rank: {
@@ -117,7 +129,10 @@ class NameTable:
         }
 
     def sent(self, records: Mapping[str, Sent]) -> int:
-        """Note that a task goes out with these records; return the time of it, for `finished`."""
+        """Record that a task with these variables is being sent.
+
+        Returns a time, by a clock that counts events, which the caller passes to `finished`.
+        """
         for name, record in records.items():
             for has in self._ranks.values():
                 entry = has.get(name)
@@ -126,9 +141,10 @@ class NameTable:
         return next(self._clock)
 
     def finished(self, rank: int, done: Done, received: Parcel, since: int | None = None) -> None:
-        """Note what a rank has received with a task, and what this has bound there.
+        """Record the names and objects that a rank has received and bound by a finished task.
 
-        A variable that the notebook has assigned since the task was sent is the notebook's.
+        `since` is the time when the task was sent, from `sent`: a variable that the notebook has
+        assigned later belongs to the notebook.
         """
         has = self._ranks.setdefault(rank, {})
         has.update(received.names)
@@ -143,7 +159,7 @@ class NameTable:
             was_sent = getattr(before, "was_sent", isinstance(before, Sent))
             has[name] = BoundByWorker(identity, done.imported.get(name), kind, was_sent)
         for name in received.binds - done.bound if done.status == "ok" else ():
-            # A rank does not notice that it has assigned what was there already.
+            # `Done.bound` lacks a variable that the task has assigned to the object that it had.
             entry = has.get(name)
             is_later = since is not None and self._bound_at.get(name, -1) > since
             if isinstance(entry, Sent | BoundByWorker) and entry.identity is None and not is_later:
@@ -151,11 +167,12 @@ class NameTable:
                 has[name] = BoundByWorker(Identity(self._value(name)), path, was_sent=True)
 
     def bound_in_notebook(self, names: Iterable[str], surely: Container[str] = ()) -> None:
-        """Note that a cell of the notebook may have bound these names: they are its own again.
+        """Record that a cell of the notebook may have bound these names: they are the notebook's.
 
-        An object with an identity counts only if it is another one now (`if False: model = Net()`),
-        or if the name is among those that were `surely` bound.  Variables that the notebook lacks
-        now count too: the cell has deleted them by `%xdel`, `%reset_selective` or `globals()`.
+        If the notebook still has the same object, and the object has an identity, the name counts
+        as bound only if it is in `surely`: the cell may be `if False: model = Net()`.  Variables
+        that the notebook lacks now count too: the cell has deleted them by `%xdel`,
+        `%reset_selective` or `globals()`.
         """
         self.objects.runs += 1
         for name in {*names, *self._deleted()}:
@@ -176,7 +193,10 @@ class NameTable:
         return [name for name in sent if name not in self.namespace]
 
     def take_deleted(self, ranks: Collection[int]) -> dict[int, tuple[str, ...]]:
-        """Return by rank the variables that were sent there and that the notebook has deleted."""
+        """Return by rank the variables that the rank was sent and the notebook has deleted.
+
+        Each is returned once: from then on the table lists it as the rank's own.
+        """
         found = {}
         for rank in ranks:
             has = self._ranks.get(rank, {})
@@ -185,14 +205,18 @@ class NameTable:
                 for name, entry in has.items()
                 if isinstance(entry, Sent) and entry.identity is None and name not in self.namespace
             ]
-            for name in gone:  # the rank says whether it has kept its own
+            for name in gone:  # if the rank deletes it too, `Done.gone` removes the entry
                 has[name] = BoundByWorker(Identity(_NOTHING), was_sent=True)
             if gone:
                 found[rank] = tuple(gone)
         return found
 
     def gathered(self, name: str, ranks: Collection[int] = ()) -> None:
-        """Note that the notebook has bound what these ranks have; what any rank bound stays its."""
+        """Record that the notebook has bound a name to values that it has fetched from workers.
+
+        The name still belongs to the ranks where a task has bound it, and now also to `ranks`: the
+        notebook only has a copy.
+        """
         identity = Identity(self._value(name))
         for rank, has in self._ranks.items():
             entry = has.get(name)
@@ -202,7 +226,11 @@ class NameTable:
                 has[name] = BoundByWorker(identity)
 
     def replaced(self, ranks: Iterable[int], made: Iterable[str] = ()) -> None:
-        """Note that these ranks are new processes, without what the last cell `made` either."""
+        """Record that ranks are new processes.
+
+        Each lacks the variables that tasks had bound there, those that ranks have changed, and the
+        names that the last cell `made` on any rank.
+        """
         kinds = {
             name: [own.kind for own in self._of(name, BoundByWorker).values()] for name in made
         }
@@ -218,7 +246,10 @@ class NameTable:
         self.objects.replaced(ranks)
 
     def note_lost(self, ranks: Iterable[int]) -> None:
-        """Note that these new ranks lack the variables that other ranks have changed."""
+        """Record that new ranks lack the notebook's variables that other ranks have changed.
+
+        A rank that has replaced another process lacks only those that the other process had.
+        """
         kind = {name: kind_of(self._value(name)) for name in self.changed_names()}
         for rank in ranks:
             has, had = self._ranks.setdefault(rank, {}), self._had.pop(rank, kind.keys())
@@ -226,9 +257,9 @@ class NameTable:
                 has[name] = Missing(kind=kind[name])
 
     def renumbered(self, was: Mapping[int, int], after: int) -> None:
-        """Note that there are `after` ranks now; `was` has the old numbers of those that stay.
+        """Record the new numbers of `after` ranks; `was` has the old numbers of those that stay.
 
-        The others are new, and lack what any rank has had.
+        The others are new, and lack all variables that any rank has bound.
         """
         losses, had = _losses(self._ranks.values()), self._ranks
         self.objects.renumbered(was, after)
@@ -237,13 +268,19 @@ class NameTable:
         }
 
     def taken_over(self, ranks: Iterable[int], now: NameTable) -> None:
-        """Take over what these ranks have `now`, which were restarted since this was copied."""
+        """Copy the entries of some ranks from the table `now`.
+
+        The ranks were restarted after this table was copied from that one.
+        """
         for rank in ranks:
             self._ranks[rank] = dict(now._ranks.get(rank, {}))
             self.objects.known[rank] = dict(now.objects.known.get(rank, {}))
 
     def take_lost_imports(self, ranks: Iterable[int]) -> dict[int, dict[str, str]]:
-        """Return, once, what had been imported where these ranks are new, and from where."""
+        """Return by rank the names that were imported before the rank was replaced, with the paths.
+
+        Each is returned once.
+        """
         found: dict[int, dict[str, str]] = {}
         for rank in ranks:
             for name, entry in [*self._ranks.get(rank, {}).items()]:
@@ -253,36 +290,40 @@ class NameTable:
         return found
 
     def ranks_that_own(self, name: str) -> frozenset[int]:
-        """Find the ranks where a task bound this name itself; none when it is the notebook's."""
+        """Return the ranks where a task has bound this name; none if it is the notebook's again."""
         return frozenset(self._current(name, BoundByWorker))
 
     def holders(self, name: str) -> frozenset[int]:
-        """Find the ranks to which this or another notebook has sent an object under a name."""
+        """Return the ranks to which this or an earlier notebook has sent an object of this name."""
         if self.is_of_another(name):
             return frozenset(self._ranks)
         sent = self._of(name, Sent).items()
         return frozenset(rank for rank, entry in sent if entry.token is not None)
 
     def is_of_another(self, name: str) -> bool:
-        """Return True if only a notebook before this one can have sent a variable.
+        """Return True if ranks can have this variable only from an earlier notebook.
 
-        Not if this notebook has assigned it since it took the ranks over.
+        That is, this notebook took the world over, has not assigned the variable since, and no rank
+        has an entry for it.
         """
         is_known = name in self.assigned or any(name in has for has in self._ranks.values())
         return self._is_found and not is_known
 
     def keep_theirs(self, name: str) -> None:
-        """Note that a variable which a notebook before this one has sent is the ranks' own."""
+        """Record that a variable which an earlier notebook has sent belongs to the ranks."""
         identity = Identity(self._value(name))
         for has in self._ranks.values():
             has[name] = BoundByWorker(identity, was_sent=True)
 
     def ranks_that_bound(self, name: str) -> frozenset[int]:
-        """Find the ranks where a task bound this name, whoever has bound it since."""
+        """Return the ranks where a task has bound this name.
+
+        Unlike `ranks_that_own`, also those where the notebook has bound the name since.
+        """
         return frozenset(self._of(name, BoundByWorker))
 
     def is_older(self, name: str, ranks: Container[int]) -> bool:
-        """Return True if one of these ranks has what the notebook sent before it bound it again."""
+        """Return True if a rank has another object of a variable than the notebook has now."""
         sent, value = self._of(name, Sent).items(), self._value(name)
         had = (each.identity for rank, each in sent if rank in ranks)
         return not all(identity and identity.is_still(value) for identity in had)
@@ -301,11 +342,11 @@ class NameTable:
         )
 
     def is_missing(self, name: str, rank: int) -> bool:
-        """Return True if a rank is a new process, and others had bound or changed a variable."""
+        """Return True if a rank lacks a variable because the rank is a new process."""
         return isinstance(self._ranks.get(rank, {}).get(name), Missing)
 
     def assigned_again(self) -> list[str]:
-        """List variables that ranks were sent, and that are another object in the notebook now."""
+        """List the variables that the notebook has bound to another object after they were sent."""
         key_of = self.objects.links.key_of
         return [
             name
@@ -317,11 +358,11 @@ class NameTable:
         ]
 
     def keep_changed(self, name: str, rank: int) -> None:
-        """Note that a rank has changed a variable that the notebook has assigned again since."""
+        """Record that a rank has changed a variable that the notebook has assigned again since."""
         self._ranks[rank][name] = BoundByWorker(None, was_sent=True)
 
     def others_of(self, name: str) -> frozenset[int]:
-        """Find the ranks to which a variable was sent, and that have assigned it since."""
+        """Return the ranks to which a variable was sent and that have assigned it since."""
         own = self._current(name, BoundByWorker).items()
         return frozenset(rank for rank, each in own if each.was_sent)
 
@@ -336,16 +377,20 @@ class NameTable:
         return sorted(filter(is_one, self._all()))
 
     def ranks_with(self, name: str) -> tuple[int, ...]:
-        """Find the ranks that have something under this name, whosever it is."""
+        """Return the ranks that have a variable of this name, from the notebook or their own."""
         return tuple(sorted({*self._of(name, Sent), *self._of(name, BoundByWorker)}))
 
     def import_path(self, name: str) -> str | None:
-        """Return what the name was imported from on the ranks, None if it was not."""
+        """Return the path from which the ranks have imported a name, None if they have not."""
         found = (entry.import_path for entry in self._of(name, BoundByWorker).values())
         return next(filter(None, found), None)
 
     def ranks_that_have(self, name: str, token: Hashable = None) -> frozenset[int]:
-        """Find the ranks that have the object of this token under a name, or the last one sent."""
+        """Return the ranks to which the notebook has sent the object of this token under a name.
+
+        Without a token: the ranks that have the object which was sent last, if the notebook has not
+        assigned the name since.
+        """
         return frozenset(
             rank
             for rank, entry in self._of(name, Sent).items()
@@ -353,12 +398,12 @@ class NameTable:
         )
 
     def record(self, name: str) -> Sent | None:
-        """Return how the name was when it was last shipped to a rank that has it."""
+        """Return the record of the variable as it was last sent; None if no rank has it so."""
         shipped = self._of(name, Sent).values()
         return max(shipped, key=lambda each: bool(each.identity and each.is_last), default=None)
 
     def owners(self) -> dict[str, tuple[Literal["notebook", "workers"], frozenset[int]]]:
-        """List the names that were shipped or bound on workers: whose each is, and its ranks."""
+        """Return for each known name its owner, and the ranks that have the owner's value."""
         found: dict[str, tuple[Literal["notebook", "workers"], frozenset[int]]] = {}
         for name in self._all():
             if ranks := self.ranks_that_own(name):
@@ -375,7 +420,7 @@ class NameTable:
         )
 
     def theirs(self, rank: int) -> list[str]:
-        """List the variables that are a rank's own: that tasks have bound there, or changed."""
+        """List the variables that are a rank's own: tasks have bound or changed them there."""
         sent = (name for name in self._of_rank(rank, Sent) if self.is_changed(name))
         return sorted({*self.bound(rank), *sent})
 
@@ -384,12 +429,15 @@ class NameTable:
         return [name for name, entry in has.items() if isinstance(entry, kind)]
 
     def lacking(self, ranks: Iterable[int]) -> str:
-        """List what these ranks lack since they are new: `model, x and 3 more`; modules first."""
+        """Write which variables new ranks lack: `model, x and 3 more`, modules first."""
         lost = self._lacking(ranks)
         return list_names(lost, order=lost)
 
     def sources_of_lacking(self, ranks: Iterable[int]) -> dict[int, list[str]]:
-        """Return all that these new ranks lack, by the first rank that has it, if any has."""
+        """Return the variables that new ranks lack, by the first rank that has them.
+
+        Variables that no rank has are left out.
+        """
         found: dict[int, list[str]] = {}
         for name in sorted(self._lacking(ranks)):
             if has := self.ranks_with(name):
@@ -397,7 +445,7 @@ class NameTable:
         return found
 
     def _lacking(self, ranks: Iterable[int]) -> dict[str, int]:
-        # A new worker has its own `rank`, also where a cell has bound that.
+        # A new worker has a `rank` of its own, even if a cell had bound that name.
         own = WORKERS_OWN | WORKERS_MODULES.keys()
         return {
             name: entry.kind
@@ -408,7 +456,7 @@ class NameTable:
         }
 
     def is_first_notice(self, name: str) -> bool:
-        """Return True, once, until the name is bound again."""
+        """Return True the first time after the notebook has bound the name; for notices."""
         is_first = name not in self._noticed
         self._noticed.add(name)
         return is_first
@@ -420,12 +468,16 @@ class NameTable:
         return self.namespace.get(name, _NOTHING)
 
     def _of(self, name: str, kind: type[E]) -> dict[int, E]:
-        """Return the entries of this kind that ranks have for a name."""
+        """Return by rank the entries of this kind for a name."""
         found = ((rank, has.get(name)) for rank, has in self._ranks.items())
         return {rank: entry for rank, entry in found if isinstance(entry, kind)}
 
     def _current(self, name: str, kind: type[E]) -> dict[int, E]:
-        """Return those of them that are of the object that the notebook has under the name."""
+        """Return by rank the entries of this kind that the notebook has not replaced since.
+
+        The entry's `identity` still has to be the notebook's present object, or absence, of the
+        name.
+        """
         found, value = self._of(name, kind).items(), self._value(name)
         return {
             rank: each for rank, each in found if each.identity and each.identity.is_still(value)
@@ -433,19 +485,25 @@ class NameTable:
 
 
 def _is_kept(identity: Identity | None, value: Any) -> bool:
-    """Return True if the notebook's value is what it was, as far as that can be seen."""
+    """Return True if the notebook's value certainly is the same object as before."""
     return identity is not None and not is_atomic(value) and identity.is_still(value)
 
 
 def _losses(had: Iterable[Mapping[str, Entry]]) -> dict[str, Missing]:
-    """List what is lost with processes that had this; what one has made goes before an import."""
+    """Return the names that are lost with processes that had these entries.
+
+    A name that one process has bound and another has imported counts as bound.
+    """
     bound = ((n, e) for has in had for n, e in has.items() if not isinstance(e, Sent))
     ordered = sorted(bound, key=lambda each: each[1].import_path is None)
     return {name: Missing(entry.import_path, entry.kind) for name, entry in ordered}
 
 
 def check_are_free(names: Iterable[str], line: str) -> None:
-    """Raise UsageError where one of these names is each worker's own: none can be put there."""
+    """Raise UsageError if a name, such as `rank`, has a value of its own on each worker.
+
+    `line` is the command for the message.
+    """
     if meant := [each for each in names if each in WORKERS_OWN or each in WORKERS_MODULES]:
         raise UsageError(f"{line}: each worker has its own `{meant[0]}`; choose another name.")
 
@@ -453,7 +511,7 @@ def check_are_free(names: Iterable[str], line: str) -> None:
 def list_names(
     names: Iterable[str], most: int = MOST_NAMES, order: Mapping[str, int] | None = None
 ) -> str:
-    """Write `a, b and c`, or `a, b, c, d, e, f and 3 more`; those first that `order` says."""
+    """Write `a, b and c`, or `a, b, c, d, e, f and 3 more`; names with a low `order` first."""
     ordered = sorted(names, key=lambda name: ((order or {}).get(name, 0), name))
     shown, more = ordered[:most], len(ordered) - most
     if more > 0:
