@@ -1,7 +1,7 @@
-"""Values on their way to ranks: which objects in them a rank lacks, and which have changed.
+"""Prepares values for sending: which of their objects a rank lacks, and which have changed.
 
-In the notebook's process.  `nbdist.notebook.shipping` sends a cell's variables by it, and
-`nbdist.world.calling` the arguments of a call.
+Runs in the notebook's process.  `nbdist.notebook.shipping` uses it for the variables of a cell, and
+`nbdist.world.calling` for the arguments of a call.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from nbdist.wire.ops import Inspected
 from nbdist.world.sent_objects import Parcel, SentObjects
 
 MAX_RENEWALS = 8
-"""How often objects get other keys for one task: an object that is replaced can be part of another
-that has to be replaced for it."""
+"""How often objects can get new keys for one task.
+
+An object that is replaced can be part of another object, which then has to be replaced too.
+"""
 
 
 def _has_hidden_contents(tool: str, part: Token) -> bool:
@@ -36,8 +38,8 @@ def _has_hidden_contents(tool: str, part: Token) -> bool:
 class Question:
     """A question to ranks before a task is sent: `nbdist.worker.ops.values.inspect` answers it.
 
-    `objects` are keys with the parts that the notebook has changed, None for whole objects;
-    `names` are variables that would be bound to another object.
+    `objects` maps keys to the parts that the notebook has changed, None for the whole object.
+    `names` are variables that the task would bind to another object.
     """
 
     ranks: tuple[int, ...]
@@ -51,12 +53,12 @@ class Question:
 
 
 class Outgoing:
-    """Compares the objects that values lead to with what ranks have been sent.
+    """Compares the objects that values lead to with the states in which ranks were sent them.
 
         outgoing = Outgoing(objects, namespace, ranks)
         token = outgoing.look(value)
         outgoing.compare()
-        asked = outgoing.asked()  # if there are any: ask the ranks, and `answer`
+        asked = outgoing.asked()  # if not empty: ask the ranks, and pass the replies to `answer`
         outgoing.renew_replaced()
         message, states = outgoing.message({"x": value}, rank)
 
@@ -75,9 +77,10 @@ class Outgoing:
         self.ranks = ranks
         self.states: dict[int, State] = {}
         self.changed: dict[int, dict[int, Parts]] = {}
-        # By key the parts in which the notebook put another object for one that ranks have changed.
+        # By key the parts where the notebook has put a new object in place of an object that ranks
+        # have changed.
         self.replaced_parts: dict[int, set[Token]] = {}
-        # Objects that the notebook has changed after they have ended on a rank.
+        # Keys of objects that the notebook has changed and that have ended on a rank before.
         self.unreached: set[int] = set()
         self._dropped: dict[int, dict[Token, set[int]]] = {}
         self.forces = forces
@@ -87,9 +90,9 @@ class Outgoing:
     # --- looking --------------------------------------------------------------------------
 
     def look(self, value: Any) -> Token:
-        """Read the states of all objects that a value leads to; return what stands for the value.
+        """Read the states of all objects that a value leads to; return the token of the value.
 
-        Raises what a class's own `__reduce__` raises, and PicklingError.
+        Raises PicklingError, and any exception of a class's own `__reduce__`.
         """
         try:
             with without_cycles():
@@ -101,7 +104,7 @@ class Outgoing:
         return token
 
     def look_again(self) -> None:
-        """Forget all states that were read: objects have other keys now."""
+        """Forget all states that were read; call `look` again, since objects have new keys."""
         self._scan = None
 
     @property
@@ -124,7 +127,7 @@ class Outgoing:
         return self.scan.reach([token])
 
     def leads_to(self, top: int, key: int) -> bool:
-        """Return True if an object leads to another, as both are now."""
+        """Return True if the object with the key `top` now leads to the object with `key`."""
         return key in reached(self.states, [top])
 
     def _new_scan(self, **options: Any) -> Scan:
@@ -133,14 +136,14 @@ class Outgoing:
     # --- comparing ------------------------------------------------------------------------
 
     def compare(self) -> None:
-        """Find which objects of the ranks are others now, in which parts."""
+        """Find the objects, with their parts, that have changed since ranks were sent them."""
         self.states = dict(self.scan.states)
         if not self.forces and self.objects.may_differ(self.ranks):
             self._look_at_others()
         self.changed = {rank: self._changed_on(rank) for rank in self.ranks}
 
     def _look_at_others(self) -> None:
-        """Look at objects that ranks have and no value leads to: a cell can reach them there."""
+        """Read also objects that ranks have and no value leads to: a cell can reach them there."""
         known = self._known
         left = [
             entry
@@ -174,20 +177,23 @@ class Outgoing:
         return found
 
     def _note_unreached(self, parent: State, ended: Mapping[int, State]) -> None:
-        """Note objects in `parent` that a rank has dropped and the notebook has changed."""
+        """Record objects in `parent` that a rank has dropped and the notebook has changed."""
         for key in parent.children:
             if key in ended and key in self.states and self.states[key] != ended[key]:
                 self.unreached.add(key)
 
     def asked(self) -> dict[int, Parts]:
-        """Return the objects that ranks are asked about: whether they have changed the same."""
+        """Return the objects and parts about which to ask ranks whether they have changed them.
+
+        These are the objects that would be changed on a rank, and objects that would be dropped.
+        """
         asked: dict[int, Parts] = {}
         for rank, changed in self.changed.items():
             for key, parts in changed.items():
                 for part, dropped in self._dropped_by(key, parts, self.objects.of(rank)):
                     self._dropped.setdefault(key, {}).setdefault(part, set()).update(dropped)
                     asked |= dict.fromkeys(dropped)
-                # An object that takes the place of another would end all changes of the rank.
+                # A new object in place of the rank's would discard all changes of the rank.
                 if parts is None or HEAD in parts or asked.get(key, parts) is None:
                     asked[key] = None
                 else:
@@ -199,9 +205,9 @@ class Outgoing:
     ) -> Iterator[tuple[Token, set[int]]]:
         """Yield each part with the keys of the objects that it no longer leads to.
 
-        The ranks may have changed these objects: `model.half()` gives each weight new memory, and
-        the ranks may have trained the old memory.  A visible object that the notebook still has
-        elsewhere is left out: the ranks keep that object too, with its changes.
+        The ranks may have changed such objects: `model.half()` gives each weight new memory, and
+        the ranks may have trained the old memory.  An object that the notebook still has elsewhere
+        is left out, unless it is hidden: the ranks keep that object too, with its changes.
         """
         before, now, links = known[key], self.states[key], self.objects.links
         entry = links.by_key.get(key)
@@ -219,7 +225,7 @@ class Outgoing:
                 yield part, dropped
 
     def answer(self, found: Mapping[int, Inspected]) -> None:
-        """Use the answers of ranks: objects that both sides have changed stay the ranks'."""
+        """Use the replies of ranks: an object that both sides have changed stays the ranks' own."""
         links = self.objects.links
         for inspected in found.values():
             for key, by_part in self._dropped.items():
@@ -244,7 +250,10 @@ class Outgoing:
         self.changed = {rank: self._changed_on(rank) for rank in self.ranks}
 
     def kept(self) -> dict[int, Parts]:
-        """Return the objects of which ranks keep their own, and no line has said so yet."""
+        """Return the changed objects and parts that ranks keep in their own state, for a notice.
+
+        An object is returned once for each state: `SentObjects.told` has the states of notices.
+        """
         found: dict[int, Parts] = {}
         for key in self.states.keys() & self.objects.theirs.keys():
             state, theirs = self.states[key], self.objects.theirs[key]
@@ -266,9 +275,9 @@ class Outgoing:
         return found
 
     def renew_replaced(self) -> bool:
-        """Give another key to objects that no counterpart can be changed into.
+        """Give a new key to objects whose counterpart on a rank cannot be changed in place.
 
-        Return True if there were any: then all values have to be looked at again.
+        Returns True if there were any: then all values have to be looked at again.
         """
         links = self.objects.links
         replaced = {
@@ -286,7 +295,7 @@ class Outgoing:
     # --- sending --------------------------------------------------------------------------
 
     def groups(self, lacks: Mapping[int, Collection[str]]) -> list[tuple[int, ...]]:
-        """Group the ranks that lack the same names and objects."""
+        """Group the ranks that lack the same names and have the same states of objects."""
         found: dict[Hashable, list[int]] = {}
         for rank in sorted(self.ranks):
             known = self.objects.of(rank)
@@ -295,9 +304,9 @@ class Outgoing:
         return [tuple(ranks) for ranks in found.values()]
 
     def message(self, values: Mapping[str, Any], rank: int) -> tuple[Message, dict[int, State]]:
-        """Pickle values, and changes of objects, for a rank; return also the states that it gets.
+        """Pickle values, and changes of objects, for a rank; return also the states it will have.
 
-        Raises what pickling raises.
+        Raises any exception of pickling.
         """
         known, links = self.objects.of(rank), self.objects.links
         updates: list[Update] = []
@@ -315,7 +324,7 @@ class Outgoing:
         return message, states
 
     def whole(self, values: Mapping[str, Any]) -> tuple[Message, dict[int, State]]:
-        """Pickle values for a rank that has no object at all."""
+        """Pickle values for a rank that has none of the notebook's objects."""
         links = self.objects.links
         message = write(values, [], links, self.states, (), self._namespace)
         return message, self._registered(message)
@@ -326,7 +335,7 @@ class Outgoing:
     def parcels(
         self, sent: Iterable[tuple[Iterable[int], Parcel]], binds: frozenset[str] = frozenset()
     ) -> dict[int, Parcel]:
-        """Return by rank the parcel with which a rank has received the packets `sent` to it.
+        """Return the parcel of each rank, also of ranks to which nothing was `sent`.
 
         `binds` are variables that the task assigns in any case.
         """
@@ -338,7 +347,7 @@ class Outgoing:
 
 
 def merged(now: State, before: State, parts: Parts) -> State:
-    """Return the state of a counterpart that has got these parts of an object as it is now."""
+    """Return the state of a rank's counterpart of an object after it has got `parts` of `now`."""
     if parts is None or now.parts is None or before.parts is None:
         return now
     if parts >= (now.changed_since(before) or frozenset()):

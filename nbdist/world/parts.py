@@ -1,6 +1,7 @@
-"""Values cut into parts, one for each rank, and put together again from what ranks have.
+"""Splits a value into parts, one for each rank, and joins the values of ranks again.
 
-The notebook imports none of the libraries of tensors, arrays and tables itself.
+`nbdist.world.exchange` calls it in the notebook's process, for scatter and gather.  No library of
+tensors or tables is imported here: a value of its classes exists only if it was imported already.
 """
 
 from __future__ import annotations
@@ -19,31 +20,35 @@ from nbdist.words import name_ranks, one_line
 Joining = Literal["stack", "cat"]
 
 Part = Callable[[int, int], Any]
-"""Returns the elements from one number to another, the latter not among them."""
+"""A function that returns the elements from one index up to another, without the latter."""
 
 
 def bounds(length: int, parts: int) -> list[int]:
-    """Return where parts begin and end: as torch.tensor_split, the first may have one more."""
+    """Return the indices at which parts begin, and the length: as torch.tensor_split.
+
+    If the length is not divisible, the first parts have one element more.
+    """
     each, more = divmod(length, parts)
     return [number * each + min(number, more) for number in range(parts + 1)]
 
 
 def split(name: str, value: Any, parts: int, dim: int | None = None) -> list[Any]:
-    """Cut a value along a dimension, by default the first; UsageError for what has none.
+    """Split a value into parts along a dimension, by default the first.
 
-    Tensors' and arrays' parts are views of them; a table's rows are cut, and a data set's.
+    The parts of tensors and arrays are views where possible; tables and data sets are split by
+    rows.  Raises UsageError for a value that cannot be split, or without such a dimension.
     """
     length, part = _cutter(name, value, dim)
     return [part(start, end) for start, end in pairwise(bounds(length, parts))]
 
 
 def length_of(part: Any, dim: int | None = None) -> int:
-    """Count the elements of a part, along the dimension that was cut."""
+    """Return the number of elements of a part, along the dimension that was split."""
     return int(part.shape[dim or 0]) if _is_array(part) else len(part)
 
 
 def unit_of(value: Any, dim: int | None = None) -> str:
-    """Name what `length_of` counts."""
+    """Return the unit in which `length_of` counts, such as `rows`."""
     if _is_array(value):
         return f"along dimension {dim or 0}"
     return "elements" if isinstance(value, list | tuple) else "rows"
@@ -60,7 +65,7 @@ def _is_sparse_array(value: Any) -> bool:
 
 
 def _cutter(name: str, value: Any, dim: int | None) -> tuple[int, Part]:
-    """Return the number of elements, and what returns some of them."""
+    """Return the number of elements, and a function that returns a range of them."""
     if _is_array(value):
         return _cutter_of_array(name, value, dim or 0)
     if dim:
@@ -91,11 +96,11 @@ def _cutter_of_array(name: str, value: Any, dim: int) -> tuple[int, Part]:
         return int(value.shape[dim]), lambda start, end: _sparse_part(name, value, dim, start, end)
     before = (slice(None),) * (dim % dims)
     if _is_sparse_array(value):
-        rows = value.tocsr()  # of which parts can be taken
+        rows = value.tocsr()  # other formats cannot be sliced
         return value.shape[dim], lambda start, end: rows[(*before, slice(start, end))].asformat(
             value.format
         )
-    # What numpy has in pieces would be copied into the pickle, and from there again.
+    # Pickling an array that is not contiguous copies it into the pickle, and a second copy follows.
     is_copied = bool(before) and _is_a(value, "numpy", "ndarray")
 
     def part(start: int, end: int) -> Any:
@@ -124,7 +129,7 @@ def _laid_out_as(value: Any, sparse: Any) -> Any:
 
 
 def _arrow_copy(table: Any) -> Any:
-    """Copy rows of a table of pyarrow's, whose pickle has all that they are a part of."""
+    """Copy rows of a pyarrow table, since the pickle of a slice contains the whole table."""
     arrow = sys.modules["pyarrow"]
     sink = arrow.BufferOutputStream()
     with arrow.ipc.new_stream(sink, table.schema) as stream:
@@ -133,12 +138,15 @@ def _arrow_copy(table: Any) -> Any:
 
 
 def _rows_of(data: Any, start: int, end: int) -> Any:
-    """Select rows of a data set; copied where it is in memory, as pyarrow would send all of it."""
+    """Select rows of a data set.
+
+    Rows of a data set in memory are copied, since the pickle would contain the whole data set.
+    """
     rows = data.select(range(start, end))
-    if rows.cache_files:  # its pickle names the file
+    if rows.cache_files:  # the pickle of a data set on the disk only names the file
         return rows
     datasets = sys.modules["datasets"]
-    table = rows.with_format("arrow")[:].combine_chunks()  # of shuffled rows each is one
+    table = rows.with_format("arrow")[:].combine_chunks()  # each shuffled row is a chunk of its own
     copy = datasets.table.InMemoryTable(_arrow_copy(table))
     looks = {**rows.format}
     looks |= looks.pop("format_kwargs", {})
@@ -146,10 +154,10 @@ def _rows_of(data: Any, start: int, end: int) -> Any:
 
 
 def join(how: Joining, name: str, values: Mapping[int, Any], dim: int = 0) -> Any:
-    """Make one of the ranks' values, in their order: stacked along a new dimension, or end to end.
+    """Join the values of ranks in rank order: stacked along a new dimension, or concatenated.
 
-    Tensors make a tensor, tables a table, lists end to end a list, numbers an array.
-    UsageError where they do not fit together.
+    Tensors become a tensor, tables a table, concatenated lists a list, numbers an array.  Raises
+    UsageError if the values do not fit together.
     """
     kinds = fold_ranks({rank: _shape_text(value) for rank, value in values.items()})
     polars = getattr(sys.modules.get("polars"), "exceptions", None)
@@ -201,11 +209,11 @@ def _joined_tensors(how: Callable[[list[Any], int], Any], values: Sequence[Any],
 
 
 def _array(how: Literal["stack", "concatenate"], values: Sequence[Any], dim: int) -> Any:
-    """Make one array; TypeError where that would be an array of objects."""
-    import numpy as np  # torch needs it too
+    """Make one array of the values; TypeError if that would be an array of objects."""
+    import numpy as np  # installed, since torch needs numpy
 
     if any(isinstance(value, np.ma.MaskedArray) for value in values):
-        return getattr(np.ma, how)([*values], dim)  # which keeps what is masked
+        return getattr(np.ma, how)([*values], dim)  # keeps the mask, unlike the functions of `np`
     made = getattr(np, how)([*values], dim)
     if made.dtype == object and not any(isinstance(value, np.ndarray) for value in values):
         raise TypeError(f"{type_name(values[0])} makes no array")
@@ -213,14 +221,14 @@ def _array(how: Literal["stack", "concatenate"], values: Sequence[Any], dim: int
 
 
 def _library_of(library: str, kind: str, values: Sequence[Any]) -> ModuleType | None:
-    """Return the library where all values are of this kind of it."""
+    """Return the library if all values are of this class of the library; else None."""
     if all(_is_a(value, library, kind) for value in values):
         return sys.modules[library]
     return None
 
 
 def _is_a(value: Any, library: str, *kinds: str) -> bool:
-    """Return True if it is of one of these classes of a library that was imported."""
+    """Return True if the value is of one of these classes of a library that was imported."""
     module = sys.modules.get(library)
     return any(isinstance(value, getattr(module, kind, ())) for kind in kinds)
 

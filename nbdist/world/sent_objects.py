@@ -1,6 +1,7 @@
-"""Which objects of the notebook each rank has, in which state, and which ranks have changed.
+"""The table of objects: which objects of the notebook each rank has, and in which state.
 
-In the notebook's process, one table of a world; `NameTable` has the names.
+Runs in the notebook's process; a world has one table, in `NameTable.objects`.  `NameTable` has the
+names, and `Outgoing` compares the states with the present objects before a task is sent.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class Parcel:
     """The names and objects that a task brings to a rank, in the states that are sent.
 
     `compared` is `SentObjects.runs` at the time when all objects of the rank were compared.
-    `binds` are variables that the task has assigned if it ends well, be it to what they were.
+    `binds` are variables that the task assigns if it succeeds, even to the object that they had.
     """
 
     names: Mapping[str, Any] = field(default_factory=dict)
@@ -35,11 +36,12 @@ NOTHING_SENT = Parcel()
 class SentObjects:
     """The notebook's objects by key, and for each rank the states in which it was sent them.
 
-    `have_run` is True once ranks have run a task since they were last asked what they have changed.
-    `theirs` has objects, or parts of them, that ranks have changed and the notebook too: the ranks
-    keep their own; `told` has by key the state of which a line has said so.  `changed` has what
-    ranks are known to have changed, whether the notebook has changed it or not.
-    `runs` counts how often code of the notebook has run: it may have changed any object.
+    `known` has these states by rank and key.  `theirs` has objects, or parts of objects, that both
+    ranks and the notebook have changed: the ranks keep their own.  `told` has by key the digest of
+    the state for which a notice has said that.  `changed` has objects that ranks are known to have
+    changed, whether the notebook has changed them or not.  `runs` counts how often code of the
+    notebook has run, which may have changed any object.  `have_run` is True if ranks have run a
+    task since they were last asked what they have changed.
     """
 
     def __init__(self) -> None:
@@ -50,10 +52,10 @@ class SentObjects:
         self.told: dict[int, bytes] = {}
         self.runs = 1
         self.have_run = False
-        # Objects that have ended on a rank, memory that its tensors have left among them, and how
-        # they were sent.
+        # By rank and key, the states in which objects were sent that have ended on the rank.  Among
+        # them is memory that the rank's tensors have left.
         self.ended: dict[int, dict[int, State]] = {}
-        # Keys of objects that a rank had changed and that have ended there.
+        # By rank, the keys of objects that the rank had changed and that have ended there.
         self.lost_changes: dict[int, set[int]] = {}
         self._compared: dict[int, int] = {}
         self._last: dict[int, State] = {}  # states that were sent to workers before a restart
@@ -70,14 +72,14 @@ class SentObjects:
         return copied
 
     def follow(self, before: SentObjects) -> None:
-        """Go on with the keys of a table whose workers were restarted."""
+        """Take over the keys of the table of the workers before a restart."""
         self.links = before.links
         self._last = dict(before._last)
         for states in before.known.values():
             self._last |= states
 
     def gained(self, rank: int, keys: Iterable[int]) -> None:
-        """Note that a rank has got objects of these keys from a file, or from its old process."""
+        """Record that a rank has got the objects of these keys from a file or its old process."""
         found = {key: self._last[key] for key in keys if key in self._last}
         for states in self.known.values():
             found |= {key: states[key] for key in keys if key in states}
@@ -88,15 +90,16 @@ class SentObjects:
         return self.known.setdefault(rank, {})
 
     def may_differ(self, ranks: Iterable[int]) -> bool:
-        """Return True if objects may have changed since they were compared for these ranks."""
+        """Return True if code of the notebook has run since the ranks' objects were compared."""
         return any(self._compared.get(rank) != self.runs for rank in ranks)
 
     def finished(
         self, rank: int, received: Parcel, dead: Iterable[int], lost: Iterable[int] = ()
     ) -> None:
-        """Note a parcel that a rank has received, and which of its objects have ended.
+        """Record the parcel that a rank has received with a finished task, and its ended objects.
 
-        `lost` are the keys of ended objects that the rank had changed.
+        `dead` are the keys of objects that have ended on the rank, and `lost` the keys of those of
+        them that the rank had changed.
         """
         known = self.of(rank)
         self.lost_changes[rank] = self.lost_on(rank) - received.states.keys() | {*lost}
@@ -112,34 +115,37 @@ class SentObjects:
         return self.lost_changes.get(rank, set())
 
     def drop(self, rank: int, keys: Iterable[int]) -> None:
-        """Note that objects have ended on a rank."""
+        """Record that objects have ended on a rank."""
         for key in keys:
             if (state := self.of(rank).pop(key, None)) is not None:
                 self.ended.setdefault(rank, {})[key] = state
 
     def copied_from(self, source: int, rank: int, keys: Iterable[int]) -> None:
-        """Note that a rank has got the objects of these keys as another rank has them."""
+        """Record that a rank has got copies of these objects of another rank, in its states."""
         known, there = self.of(rank), self.of(source)
         known.update({key: there[key] for key in keys if key in there})
 
     def keep_theirs(self, key: int, parts: Parts) -> None:
-        """Note that ranks keep an object, or these parts of it, as they have changed it."""
+        """Record that ranks keep an object, or these parts of it, as they have changed it."""
         self.theirs[key] = _together(self.theirs.get(key, frozenset()), parts)
 
     def note_changed(self, changed: Changed) -> None:
-        """Note objects that ranks have changed, whether the notebook has changed them or not."""
+        """Record objects that ranks have changed, whether the notebook has changed them or not."""
         for key, parts in changed.items():
             self.changed[key] = _together(self.changed.get(key, frozenset()), parts)
 
     def overwrite(self, keys: Iterable[int]) -> None:
-        """Note that ranks get the notebook's state of these objects, whatever they have done."""
+        """Record that ranks get the notebook's state of these objects, instead of their own."""
         for key in keys:
             self.theirs.pop(key, None)
             self.told.pop(key, None)
             self.changed.pop(key, None)
 
     def left_to_send(self, key: int, parts: Parts) -> Parts | bool:
-        """Return which changed parts of an object may be sent; False for none."""
+        """Return which changed parts of an object may be sent.
+
+        False for none, and True for the whole object.
+        """
         if key not in self.theirs:
             return True if parts is None else parts
         kept = self.theirs[key]
@@ -148,7 +154,7 @@ class SentObjects:
         return parts - kept or False
 
     def replaced(self, ranks: Iterable[int]) -> None:
-        """Note that ranks are new processes, which have no object of the notebook."""
+        """Record that ranks are new processes, which have no object of the notebook."""
         for rank in ranks:
             self.known[rank] = {}
             self.ended.pop(rank, None)
@@ -156,7 +162,7 @@ class SentObjects:
             self._compared.pop(rank, None)
 
     def renumbered(self, was: Mapping[int, int], after: int) -> None:
-        """Note the new numbers of ranks; `was` has the old numbers of those that stay."""
+        """Record the new numbers of ranks; `was` has the old numbers of those that stay."""
         before, self._compared = self.known, {}
         ended, lost = self.ended, self.lost_changes
         self.ended = {r: ended[was[r]] for r in range(after) if was.get(r) in ended}
@@ -164,7 +170,7 @@ class SentObjects:
         self.known = {r: before.get(was[r], {}) if r in was else {} for r in range(after)}
 
     def reach(self, rank: int, token: Token) -> set[int]:
-        """Return the keys of the objects that a value led to, as it was sent to a rank."""
+        """Return the keys of all objects that a value led to when it was sent to a rank."""
         return reached(self.of(rank), keys_in(token))
 
     def ranks_with(self, key: int) -> frozenset[int]:
@@ -172,7 +178,10 @@ class SentObjects:
         return frozenset(rank for rank, states in self.known.items() if key in states)
 
     def take_forgotten(self, ranks: Collection[int]) -> dict[int, tuple[int, ...]]:
-        """Return by rank the keys of objects that have ended in the notebook, once for each."""
+        """Return by rank the keys of its objects that have ended in the notebook.
+
+        Each key is returned once for each rank, and removed from the table.
+        """
         if self.links.has_dead:
             self.links.drop_unused()
         self._dead.update(self.links.take_dead())
