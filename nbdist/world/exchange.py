@@ -1,8 +1,10 @@
-"""Values that ranks exchange with the notebook, each other and the disk (`snapshot_store`).
+"""Transfer of values: gather, scatter, sync, and snapshots on the disk (`snapshot_store`).
 
-What ranks are to bind, all of them bind, or none does, in two tasks.  With the first they take the
-values, which takes long, can fail, and is ended by Stop.  With the second, which Stop comes too
-late for, they bind them.
+`World` and the notebook's magics call it, in the notebook's process.
+
+Either all ranks bind new values or none does.  Two tasks ensure that.  In the first, the ranks
+receive the values and keep them aside: it may take long, it can fail, and Stop interrupts it.  In
+the second they bind the values: Stop comes too late for that.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from nbdist.world.snapshot_store import Snapshot, SnapshotStore
 
 
 def check_expressions(expressions: Sequence[str]) -> None:
-    """Raise UsageError where one is no expression; before the workers are asked."""
+    """Raise UsageError if a text is not a Python expression; call it before asking the workers."""
     for text in expressions:
         try:
             compile(text, "<gather>", "eval")
@@ -43,7 +45,7 @@ def check_expressions(expressions: Sequence[str]) -> None:
 
 
 def variable_in(expression: str) -> str:
-    """Return `model` for `model.head` and `model[0]`; "" for another expression."""
+    """Return `model` for `model.head` and `model[0]`; "" for other expressions."""
     found = re.match(r"(\w+)[.\[]", expression)
     return found[1] if found and found[1].isidentifier() else ""
 
@@ -58,9 +60,11 @@ def gather(
     how: Joining | None = None,
     dim: int = 0,
 ) -> list[Any]:
-    """Return the values of checked expressions on these ranks, by default all; as `World.gather`.
+    """Return the values of expressions on these ranks, by default all; see `World.gather`.
 
-    `bring` runs a task and returns what each rank has brought.
+    The expressions have been checked.  `bring` runs a task and returns its result by rank.  The
+    result has a list for each expression; with `rank` that rank's value, with `how` the joined
+    value.
     """
     arguments: dict[str, Any] = {"expressions": tuple(expressions)}
     task = session.task(Call("values.gather", arguments), ranks=ranks)
@@ -78,7 +82,10 @@ def gather(
 
 
 def _check_spread(found: Mapping[int, Brought], asked: Sequence[int]) -> None:
-    """Raise UsageError unless all ranks of a value that is spread are asked, and have it alike."""
+    """Raise UsageError unless a sharded value can be assembled.
+
+    All ranks that hold a part of it have to be asked, and to have the same sharding of it.
+    """
     for brought in found.values():
         for number, part in enumerate(brought.spread):
             there = {rank: each.spread[number : number + 1] for rank, each in found.items()}
@@ -96,7 +103,7 @@ def _check_spread(found: Mapping[int, Brought], asked: Sequence[int]) -> None:
 
 
 def _read(session: Session, task: Task, found: Mapping[int, Brought]) -> list[dict[int, Any]]:
-    """Return for each expression its values by rank; UsageError where a rank has none."""
+    """Unpickle the values, by rank for each expression; UsageError if a rank has no value."""
     try:
         if error := refusal(session, found):
             raise error
@@ -113,7 +120,7 @@ def _read(session: Session, task: Task, found: Mapping[int, Brought]) -> list[di
 
 
 def refusal(session: Session, found: Mapping[int, Brought]) -> UsageError | None:
-    """Return the error of ranks that lack a value; None where all have one."""
+    """Return the error that names ranks without a value; None if all ranks have one."""
     lacking = {rank: each for rank, each in found.items() if each.packed is None}
     if not lacking:
         return None
@@ -142,14 +149,15 @@ def _missing_text(session: Session, name: str, found: Mapping[int, Brought]) -> 
 def binding(
     session: Session, take: Task, work: Work, shipped: Mapping[int, Parcel] | None = None
 ) -> Iterator[TaskRun]:
-    """Yield the two tasks, each to be followed; the second only where nothing ended the first.
+    """Send the two tasks and yield each; the caller has to wait for it before the next.
 
         for running in binding(session, take, Call("values.bind_scattered")):
             session.wait(running)
         session.check(running)
 
-    `shipped` is by rank what the names and objects are, if they are the notebook's.  Raises as
-    `Session.submit`.
+    The second task, with `work`, is sent only if the first has succeeded and was not stopped.
+    `shipped` has by rank the names and objects that are bound, if they are the notebook's.  Raises
+    the errors of `Session.submit` and `commit`.
     """
     taken, bound = session.submit(take), None
     try:
@@ -164,7 +172,11 @@ def binding(
 
 
 def commit(session: Session, work: Work, shipped: Mapping[int, Parcel] | None = None) -> TaskRun:
-    """Let the ranks of the last task bind what they have taken; raises with nothing bound."""
+    """Let the ranks of the last task bind the values that they have received.
+
+    Raises an error, with nothing bound, if a rank has died or was replaced since, or if no task can
+    be sent.  Stop does not interrupt the returned task.
+    """
     taken = session.running
     assert taken is not None
     session.receive_waiting()
@@ -182,7 +194,7 @@ def commit(session: Session, work: Work, shipped: Mapping[int, Parcel] | None = 
 
 
 def bind(session: Session, take: Task, work: Work) -> TaskRun:
-    """Wait for both, and return the last; raises its error, or KeyboardInterrupt after Stop."""
+    """Run both tasks and return the last one; raise its error, or KeyboardInterrupt after Stop."""
     for running in binding(session, take, work):
         session.wait(running)
     session.check(running)
@@ -190,14 +202,15 @@ def bind(session: Session, take: Task, work: Work) -> TaskRun:
 
 
 class Scatter:
-    """Parts on their way to ranks; owns their shared memory.
+    """A value that is split into a part for each rank; owns the parts' shared memory.
 
         with closing(Scatter(session, "x", value)) as scatter:
             for copied in scatter.packing():
                 ...
             bind(session, *scatter.tasks())
 
-    Raises UsageError for what cannot be cut, VariableNotSent for what cannot be sent.
+    Raises UsageError for a value that cannot be split or a name that cannot be used, and
+    VariableNotSent for a part that cannot be pickled.
     """
 
     def __init__(
@@ -231,14 +244,14 @@ class Scatter:
         self.bytes = sum(map(size_of, self._frames.values()))
 
     def __str__(self) -> str:
-        """`x: 10 rows, 3 to each of ranks 0-1, 2 to each of ranks 2-3`."""
+        """Write `x: 10 rows, 3 to each of ranks 0-1, 2 to each of ranks 2-3`."""
         shares = fold_ranks(self._sizes).items()
         said = (f"{n} to {'each of ' if len(r) > 1 else ''}{name_ranks(r)}" for n, r in shares)
         return f"{self.name}: {sum(self._sizes.values())} {self._unit}, {', '.join(said)}"
 
     def packing(self) -> Generator[int, None, None]:
-        """Copy each part to where its rank will find it; yields how many bytes are done."""
-        # What is small goes in the message, which all ranks get.
+        """Copy each part to shared memory, if it is not small; yield the bytes copied so far."""
+        # Small parts are in the message itself, which all ranks get.
         limit, done = INLINE_LIMIT // len(self.ranks), 0
         for rank, frames in self._frames.items():
             with closing(Steps(packing(frames, limit))) as steps:
@@ -250,20 +263,26 @@ class Scatter:
             done += size_of(frames)
 
     def tasks(self) -> tuple[Task, Call]:
-        """Return the task with which each rank takes its part, and what binds it, for `bind`."""
+        """Return the arguments of `bind`: the task in which ranks receive, the work that binds.
+
+        Call it after `packing`.
+        """
         arguments = {"name": self.name, "parts": self._payloads}
         take = self._session.task(Call("values.scatter", arguments), ranks=self.ranks)
         return take, Call("values.bind_scattered")
 
     def close(self) -> None:
-        """Release the memory of the parts, which the ranks have mapped by then."""
+        """Release the shared memory of the parts; call it after the ranks have mapped them."""
         self._memory.close()
 
 
 def sync(
     session: Session, names: Sequence[str], source: int, ranks: Sequence[int] | None
 ) -> tuple[int, ...]:
-    """Copy names to all ranks that are to have them, or to none; return those that got them."""
+    """Copy variables from the rank `source` to others; see `World.sync`.
+
+    Returns the ranks that received them.  Either all receivers bind the variables or none does.
+    """
     if not names:
         raise UsageError("`%dist_sync`: which names? `%dist_sync model opt --from 0`.")
     if bad := [name for name in names if not name.isidentifier()]:
@@ -304,7 +323,7 @@ def sync(
 
 @dataclass(frozen=True)
 class Restored:
-    """`names` have been bound on `ranks`."""
+    """The result of `restore`: the `names` of `snapshot` that were bound on `ranks`."""
 
     snapshot: Snapshot
     names: tuple[str, ...]
@@ -317,7 +336,11 @@ def save(
     names: Sequence[str] | None = None,
     name: str | None = None,
 ) -> Snapshot:
-    """Write these variables of each rank, by default all that cells have bound; or UsageError."""
+    """Write variables of each rank to a new snapshot; see `World.snapshot`.
+
+    By default all variables that cells have bound or changed.  Raises UsageError if that is
+    impossible or a variable is on no rank; then no snapshot is left.
+    """
     name = store.default_name if name is None else name
     if names is None:
         recovery.note_changes(session, session.everyone)
@@ -351,11 +374,12 @@ def restore(
     ranks: Sequence[int] | None = None,
     from_rank: int | None = None,
 ) -> Restored:
-    """Bind names of a snapshot, by default all, on these ranks, by default all; or UsageError.
+    """Bind variables of a snapshot, by default all, on these ranks, by default all.
 
-    Each rank reads its own file and goes on with its own random numbers, or reads that of
-    `from_rank` and keeps its random states; what is sharded is then put together from all
-    files, and sharded over this world.  Nothing is bound where any file is damaged.
+    Each rank reads its own file, and gets the saved states of its random number generators.  With
+    `from_rank` all ranks read that rank's file and keep their random states; sharded values are
+    then assembled from all files, and sharded over this world.  Raises UsageError, with nothing
+    bound, if a file is damaged or the snapshot does not fit.
     """
     if snapshot.distrust:
         raise store.distrusted(snapshot, snapshot.distrust)
@@ -409,7 +433,7 @@ def _problem(parts: Mapping[int, Written | Loaded]) -> str:
 def _sources(
     snapshot: Snapshot, size: int, ranks: Sequence[int] | None, from_rank: int | None
 ) -> dict[int, int]:
-    """Return from which rank's file each rank takes its variables, in a world of this size."""
+    """Return by rank the rank of the snapshot whose file it reads, in a world of this size."""
     on, before = range(size) if ranks is None else ranks, len(snapshot.parts)
     of = count(before, "rank") + (f" (0-{before - 1})" if before > 1 else "")
     if from_rank is not None:

@@ -1,6 +1,7 @@
-"""What the workers of a world have run: cells to run again, and all of them for `%dist_export`.
+"""The history of a world's tasks: set-up cells for new workers, and all tasks for `%dist_export`.
 
-`recovery.follow` adds to the one `Past` of `Workers`, which is bounded and keeps no values.
+Runs in the notebook's process.  `Workers` has one `Setup` and one `Past`; `nbdist.world.recovery`
+runs the set-up cells and adds each task that has ended.  The history is bounded and has no values.
 """
 
 from __future__ import annotations
@@ -20,23 +21,29 @@ from nbdist.world.sent_objects import Parcel
 from nbdist.world.states import Renumbering
 
 ANY = -1
-"""The number under which a set-up cell has what goes to each new rank."""
+"""The key in `Task.names` of a set-up cell for the names that each new rank gets."""
 
 
 class Setup:
-    """The `--setup` cells in their order; `problem` says what went wrong in new workers, or ""."""
+    """The `--setup` cells in their order.
+
+    `problem` is a sentence about a cell that failed in new workers, "" for none.
+    """
 
     def __init__(self) -> None:
         self.problem = ""
         self.is_replaying = False
         self.tasks: dict[str, Task] = {}
         self._parcels: dict[str, Parcel] = {}
-        self._segments: dict[str, Segment] = {}  # with the names of a cell, open as long as it is
+        self._segments: dict[str, Segment] = {}  # shared memory with the names of the kept cells
 
     def keep(
         self, key: str, task: Task, segment: Segment | None, parcel: Parcel | None = None
     ) -> None:
-        """Run this cell too from now on, in place of the one with the same key."""
+        """Keep a cell for new workers, in place of a cell with the same key.
+
+        Closes `segment`, which has the names of the cell, when the cell is not kept any more.
+        """
         self.tasks[key] = replace(task, attempt=Attempt())
         self._parcels.pop(key, None)
         if parcel is not None:
@@ -47,7 +54,7 @@ class Setup:
             self._segments[key] = segment
 
     def on(self, key: str, ranks: tuple[int, ...]) -> tuple[Task, dict[int, Parcel]]:
-        """Return a cell for new workers, and by rank what they get with it."""
+        """Return a task that runs the cell on new `ranks`, and by rank what the task brings."""
         task = self.tasks[key]
         names = dict.fromkeys(ranks, task.names[ANY]) if ANY in task.names else {}
         parcel = self._parcels.get(key)
@@ -55,23 +62,26 @@ class Setup:
         return replace(task, id=uuid.uuid4().hex, ranks=ranks, names=names), parcels
 
     def forget(self) -> None:
-        """Run none any more."""
+        """Forget all set-up cells, and close their shared memory."""
         for segment in self._segments.values():
             segment.close()
         self._segments.clear()
         self.tasks.clear()
 
     def renumber(self, ranks: Renumbering) -> None:
-        """Move the ranks of cells along; a cell for all ranks is for all that there are now."""
+        """Change the ranks of the cells to their new numbers.
+
+        A cell for all ranks is for all ranks of the new size.
+        """
         for key, task in self.tasks.items():
             if task.ranks == tuple(range(ranks.before)):
                 self.tasks[key] = replace(task, ranks=tuple(range(ranks.after)))
-            elif ranks.moved:  # else there may be ranks again of which there are none now
+            elif ranks.moved:  # else keep ranks that are gone: they may exist again later
                 self.tasks[key] = replace(task, ranks=ranks.of(task.ranks))
 
 
 MOST_TASKS, MOST_SENT = 2_000, 10_000
-MOST_CHARACTERS = 8_000_000  # of all texts
+MOST_CHARACTERS = 8_000_000  # of the texts of all tasks together
 
 Kind = Literal["cell", "push", "script", "call"]
 Status = Literal["ok", "failed", "interrupted"]
@@ -79,12 +89,13 @@ Status = Literal["ok", "failed", "interrupted"]
 
 @dataclass(frozen=True, slots=True)
 class PastTask:
-    """A task that has ended: what it was, and what it has left on its ranks.
+    """A task that has ended, with the names that it has bound.
 
-    `text` is a cell's source, a script's name and arguments, or an op's name.  `first` and
-    `last` number all tasks: a cell that was run again (`runs`) has its last form, and both.
-    `number` is the notebook's, `In [5]`; `made` what it bound and did not import.  `shows_value`:
-    its last line's value was shown; `draws`: figures were; `on_all`: it ran on all ranks.
+    `text` is a cell's source, a script's name and arguments, or an op's name.  `number` is the
+    cell's in the notebook, `In [5]`.  `on_all` is True if the task ran on all ranks.  `made` are
+    the names that it bound and did not import.  `shows_value` is True if the value of its last
+    line was shown, `draws` if figures were.  All tasks are numbered: `first` and `last` are the
+    numbers of a cell's first and last run, if it was run more than once (`runs`).
     """
 
     kind: Kind
@@ -104,7 +115,7 @@ class PastTask:
 
 @dataclass(frozen=True, slots=True)
 class SentName:
-    """A name of the notebook that went to workers with the task of this number."""
+    """A variable of the notebook that was sent to workers with the task of this number."""
 
     task: int
     name: str
@@ -112,7 +123,12 @@ class SentName:
 
 
 class Past:
-    """The tasks that made what is there; `forgotten` counts others, `gathered` names went home."""
+    """The tasks that have ended since the start of the workers, the oldest dropped beyond limits.
+
+    `forgotten` counts the tasks that were dropped, or that ran before this notebook took the world
+    over.  `gathered` are the expressions that were fetched, and `sent` the variables that were
+    sent.
+    """
 
     def __init__(self) -> None:
         self.forgotten = 0
@@ -124,11 +140,15 @@ class Past:
 
     @property
     def tasks(self) -> list[PastTask]:
-        """All that are kept, in the order in which they first ran."""
+        """The tasks that are kept, in the order in which they first ran."""
         return sorted(self._tasks.values(), key=lambda each: each.first)
 
     def add(self, running: TaskRun) -> None:
-        """Keep a task that has ended, in place of an earlier run of the cell that ended alike."""
+        """Add a task that has ended.
+
+        A successful run of a cell replaces all earlier runs of the cell.  A failed run replaces
+        only a failed one.
+        """
         self._count += 1
         now = self._count
         for name, shipped in running.shipped_names().items():
@@ -155,7 +175,10 @@ class Past:
             self.forgotten += 1
 
     def renumber(self, ranks: Renumbering) -> None:
-        """Move the ranks of tasks along; drop tasks that ran on none that is left."""
+        """Change the ranks of tasks to their new numbers; drop tasks whose ranks are all gone.
+
+        Does nothing if all ranks that are left have kept their numbers.
+        """
         if ranks.moved:
             now = {
                 key: replace(task, ranks=ranks.of(task.ranks)) for key, task in self._tasks.items()
@@ -164,12 +187,12 @@ class Past:
             self._characters = sum(len(task.text) for task in self._tasks.values())
 
     def knows(self, task: Task) -> bool:
-        """Return True if this cell has run before, as a set-up cell has where a rank is new."""
+        """Return True if the history has this cell already, as when a set-up cell is replayed."""
         same = (each.text == task.source for each in self._tasks.values() if each.kind == "cell")
         return task.key in self._tasks or any(same)
 
     def sent_before(self, task: int) -> Mapping[str, SentName]:
-        """Return how each name of the notebook was last sent, up to this task."""
+        """Return for each variable of the notebook how it was last sent, up to this task."""
         return {each.name: each for each in self.sent if each.task <= task}
 
     def _drop(self, key: str) -> PastTask | None:
@@ -179,7 +202,7 @@ class Past:
 
 
 def _past(running: TaskRun, now: int) -> PastTask | None:
-    """Note what a task was, and what became of it; None for what leaves nothing on the workers."""
+    """Return the entry of a task that has ended; None if the task leaves nothing on the workers."""
     task = running.task
     kind: Kind
     match task.work:
