@@ -1,4 +1,8 @@
-"""What comes from ranks, as this process has it: results, exceptions, the status, log records."""
+"""Data of ranks in the form of this process: results, exceptions, status tables, log records.
+
+Runs in the notebook's process.  `TaskRun` makes the results and exceptions, `Workers` passes on the
+log records, and the notebook's magics show the tables.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +31,15 @@ from nbdist.world.hangs import Who, doing_of
 if TYPE_CHECKING:
     from IPython.lib.pretty import RepresentationPrinter
 
-Names = dict[str, Any]  # the `__main__` in which what ranks send back finds its classes
+Names = dict[str, Any]  # the namespace of `__main__`, where unpickled values find their classes
 
 
 @dataclass(frozen=True)
 class Contents:
-    """The arguments and attributes of what a rank raised; `whole` is all of it, None mostly."""
+    """The arguments and attributes of an exception of a rank.
+
+    `whole` is the exception itself if the rank could send it, which is rare.
+    """
 
     args: tuple[Any, ...] = ()
     attributes: Mapping[str, Any] = field(default_factory=dict)
@@ -40,7 +47,7 @@ class Contents:
 
     @classmethod
     def read(cls, packed: object, names: Names) -> Contents:
-        """Read what the rank has packed, as far as it can be read here."""
+        """Unpickle the parts that the rank has packed; a part that cannot be read is left out."""
         if not isinstance(packed, Payload):
             return cls()
         args, attributes, whole = unpickle(open_payload(packed), names)
@@ -50,7 +57,7 @@ class Contents:
 
 
 _UNREAD = type("_Unread", (), {"__repr__": lambda _: "<not sent>"})()
-"""In place of what cannot be read here, or was not sent."""
+"""The placeholder for a part of an exception that was not sent, or cannot be read here."""
 
 
 def _read(frames: Sequence[bytes] | None, names: Names) -> Any:
@@ -63,11 +70,11 @@ def _read(frames: Sequence[bytes] | None, names: Names) -> Any:
 def as_raised(
     error: WorkerError, kinds: Iterable[str], contents: Contents | None = None
 ) -> WorkerError:
-    """Return the error, of a class that is also the first of `kinds` that is known here.
+    """Return the error as an instance of a class that also derives from the rank's exception class.
 
-    `kinds` are the classes of what the rank raised, as `module:qualified.name`, its own first;
-    nothing is imported for them.  So `except ValueError` catches it.  Where no class can be both,
-    `error.original` is what the rank raised, with our line as a note.
+    So `except ValueError` catches it.  `kinds` are the exception's class and its bases, as
+    `module:qualified.name`; the first that is known here is used, and nothing is imported for that.
+    If no class can derive from both, `error.original` is a copy of the rank's exception.
     """
     contents = contents or Contents()
     for original in map(_known, kinds):
@@ -84,7 +91,7 @@ def as_raised(
 
 
 def raised(error: WorkerError) -> BaseException:
-    """Return what is to be raised of it: itself, or what the rank raised, with notes."""
+    """Return the exception to raise: the error, or its `original` with the error as a note."""
     if (original := error.original) is None:
         return error
     # The class may refuse to have attributes set.
@@ -94,7 +101,7 @@ def raised(error: WorkerError) -> BaseException:
 
 
 def _known(name: str) -> type[Exception] | None:
-    """Return the exception class `module:qualified.name`, of a module that was imported."""
+    """Return the exception class `module:qualified.name`; None unless its module was imported."""
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in path.split("."):
@@ -103,22 +110,22 @@ def _known(name: str) -> type[Exception] | None:
 
 
 def _also(error: WorkerError, original: type[Exception], contents: Contents) -> WorkerError | None:
-    """Return the error as one of `original` too; None if no class can be both."""
+    """Return the error as an instance of `original` too; None if no class can be both."""
     kind, said = type(error), str(error)
     own = {
         "__module__": kind.__module__,
-        # What the other class has of these may want attributes that only it sets.
+        # The methods of the other class may need attributes that only its constructor sets.
         "__setattr__": Exception.__setattr__,
         **{name: getattr(object, name) for name in ("__eq__", "__hash__", "__getattribute__")},
         "__str__": lambda _: said,
         "__repr__": lambda _: f"{kind.__name__}({said!r})",
         "__bool__": lambda _: True,
         "__reduce__": lambda _: (rebuild, (kind, (said,)), {**vars(error)}),
-        **vars(error),  # it may have properties of these names
+        **vars(error),  # the other class may have properties of these names
     }
     try:
         both: type[WorkerError] = type(kind.__name__, (kind, original), own)
-        # A constructor in Python would want arguments that are not known.
+        # Without the constructor, which may need arguments that are not known.
         made = bare(both, said)
     except Exception:  # noqa: BLE001 (a metaclass, or `__init_subclass__`, can raise anything)
         return None
@@ -129,11 +136,11 @@ def _also(error: WorkerError, original: type[Exception], contents: Contents) -> 
 def _as_it_is(
     error: WorkerError, original: type[Exception], contents: Contents
 ) -> Exception | None:
-    """Return what the rank raised, with what ours says as a note; None if it cannot be made."""
+    """Return a copy of the rank's exception, with the error's attributes; None if impossible."""
     try:
         whole = contents.whole
         made = whole if isinstance(whole, original) else bare(original, *contents.args)
-    except Exception:  # noqa: BLE001 (a class without a constructor raises what it likes)
+    except Exception:  # noqa: BLE001 (a user's class can raise anything while it is made)
         return None
     # The class may refuse to have attributes set.
     own: dict[str, Any] = object.__getattribute__(made, "__dict__")
@@ -144,7 +151,7 @@ def _as_it_is(
 
 
 def _fill(made: BaseException, contents: Contents, ours: Mapping[str, Any]) -> None:
-    """Set the arguments and attributes, except those that are ours."""
+    """Set the arguments and attributes of an exception; those in `ours` go first."""
     BaseException.args.__set__(made, contents.args)  # type: ignore[attr-defined]
     own: dict[str, Any] = object.__getattribute__(made, "__dict__")
     for name, value in contents.attributes.items():
@@ -152,7 +159,7 @@ def _fill(made: BaseException, contents: Contents, ours: Mapping[str, Any]) -> N
             continue
         try:
             Exception.__setattr__(made, name, value)
-        except (AttributeError, TypeError):  # it has a property of this name
+        except (AttributeError, TypeError):  # the class has a property of this name
             own[name] = value
     own |= ours
 
@@ -164,10 +171,11 @@ R_co = TypeVar("R_co", covariant=True)
 
 @dataclass(frozen=True)
 class CellResult(Generic[R_co]):
-    """What each rank brought back: `result[1]`, `items()`; UsageError if there are no values.
+    """The values that ranks have sent back: `result[1]`, `items()`.
 
-    A mapping from rank to value, but that iteration gives the values in rank order.  Ranks that
-    failed are in `errors` instead; `hosts` has the machine of each rank, and its number there.
+    A mapping from rank to value, except that iteration yields the values in rank order.  Reading
+    values raises UsageError if the task has none.  Ranks that failed are in `errors` instead.
+    `hosts` has the machine of each rank, and the rank's number on it.
     """
 
     task: Task
@@ -182,7 +190,7 @@ class CellResult(Generic[R_co]):
         return f"<{self._title}{clip(values, LONGEST_REPR)}>"
 
     def _repr_pretty_(self, printer: RepresentationPrinter, cycle: bool) -> None:  # noqa: FBT001
-        """Show the values, each as a notebook shows it: called by IPython for a last value."""
+        """Show each value as a notebook shows it; IPython calls this for a cell's last value."""
         printer.text(f"<{self._title}")
         if self._has_values and not cycle:
             printer.text(":")
@@ -207,7 +215,7 @@ class CellResult(Generic[R_co]):
         return bool(task.keeps or task.fetch or not isinstance(task.work, Source))
 
     def _check_values(self) -> None:
-        """Raise UsageError if ranks have values that did not come, or none were asked for."""
+        """Raise UsageError if a rank's value was not sent back, or if the task has no values."""
         remedy = '`world.execute("x = 1", fetch=("x",))`, or `world.gather("x")`.'
         ended_well = (track.rank for track in self.transcript if track.state == "ok")
         if missing := [rank for rank in ended_well if rank not in self.by_rank]:
@@ -227,11 +235,14 @@ class CellResult(Generic[R_co]):
         return not self.errors
 
     def rank(self, number: int) -> R_co:
-        """Return the value of one rank; KeyError when it failed or did not run the cell."""
+        """Return the value of one rank; KeyError if it failed or did not run the task."""
         return self[number]
 
     def index(self, hostname: str, local_rank: int) -> R_co:
-        """Return the value of local rank `local_rank` on a machine, which can be `localhost`."""
+        """Return the value of a machine's local rank; `localhost` is this machine.
+
+        Raises UsageError if there is no such value.
+        """
         wanted = socket.gethostname() if hostname == "localhost" else hostname
         for rank, value in self.items():
             if self.hosts.get(rank) == (wanted, local_rank):
@@ -267,22 +278,22 @@ class CellResult(Generic[R_co]):
 
     @property
     def stdout(self) -> dict[int, str]:
-        """What each rank has written, as a terminal would show it: `result.stdout[1]`."""
+        """The text that each rank has written to stdout, as in a terminal: `result.stdout[1]`."""
         return {track.rank: track.written() for track in self.transcript}
 
     @property
     def stderr(self) -> dict[int, str]:
-        """The same of what it has written to stderr."""
+        """The text that each rank has written to stderr, as in a terminal."""
         return {track.rank: track.written(stderr=True) for track in self.transcript}
 
 
-# --- what workers do and use, in a line and as a table ----------------------------------------
+# --- the status of workers, in a line and as a table ------------------------------------------
 
 GIB = 2**30
 
 
 def usage_text(used: Collection[Usage]) -> str:
-    """Write `cpu 2.1-2.4 GiB · gpu 61/80 GiB · 97 %` of all ranks; "" where nothing is known."""
+    """Write `cpu 2.1-2.4 GiB · gpu 61/80 GiB · 97 %` of all ranks; "" if nothing is known."""
     memory = [each.memory for each in used if each.memory]
     parts = [f"cpu {size_range(memory)}"] if memory else []
     if gpus := [each.gpu for each in used if each.gpu]:
@@ -291,7 +302,7 @@ def usage_text(used: Collection[Usage]) -> str:
 
 
 def _gpus_text(gpus: Collection[Gpu], between: str = " ") -> str:
-    """Write `61/80 GiB 97 %`, `3.5-12/80 GiB`: used of total, and how busy they are."""
+    """Write `61/80 GiB 97 %`, `3.5-12/80 GiB`: used and total memory, and how busy GPUs are."""
     used, total = ([getattr(gpu, name) / GIB for gpu in gpus] for name in ("used", "total"))
     busy = [gpu.busy for gpu in gpus if gpu.busy is not None]
     return f"{_range(used)}/{_range(total)} GiB" + (f"{between}{_range(busy)} %" if busy else "")
@@ -303,7 +314,7 @@ def _range(numbers: Collection[float]) -> str:
 
 
 ALWAYS = {"rank", "state", "pid", "device", "memory"}
-"""Columns of the status that are shown though no rank has an entry."""
+"""Columns of the status that are shown even if no rank has an entry."""
 
 
 def rows(
@@ -311,7 +322,10 @@ def rows(
     cpu: Mapping[int, float] | None = None,
     lines: Mapping[int, str] | None = None,
 ) -> list[tuple[str, ...]]:
-    """Lay out headings and a row per rank; `cpu` is in per cent of a core, `lines` are the last."""
+    """Return the headings and a row for each rank, as texts.
+
+    `cpu` has by rank the use in per cent of a core, `lines` the last line that the rank printed.
+    """
     cpu, lines = cpu or {}, lines or {}
     has_several = len({each.host for each in workers}) > 1
     table = [
@@ -339,14 +353,16 @@ def rows(
 
 
 def log_lines(log: LogTail, pattern: re.Pattern[str] | None) -> list[str]:
-    """Return the lines of a log that match, without colours, as they were seen last."""
-    # What a progress bar has overwritten was never seen.
+    """Return the lines of a log that match the pattern, without colours.
+
+    Of a line that a progress bar has overwritten, only the last state counts.
+    """
     lines = (strip(line).rstrip("\r").rpartition("\r")[2] for line in log.lines)
     return [line for line in lines if pattern is None or pattern.search(line)]
 
 
 def logs_text(logs: Iterable[LogTail], who: Who = name_ranks) -> list[str]:
-    """Write the lines of logs, equal ones once, below `── ranks 0-1 (same) · stderr ──`."""
+    """Write the lines of logs, equal logs once, below `── ranks 0-1 (same) · stderr ──`."""
     same: dict[tuple[str, tuple[str, ...]], list[int]] = {}
     for each in logs:
         if each.lines:
@@ -359,20 +375,22 @@ def logs_text(logs: Iterable[LogTail], who: Who = name_ranks) -> list[str]:
     return text
 
 
-# --- what workers log -------------------------------------------------------------------------
+# --- log records of workers -------------------------------------------------------------------
 
-# A record of local rank 0 on node1 goes to the logger `nbdist.node1.0`, so that handlers and levels
-# that the user has set there, on `nbdist` or on the root logger, apply.  Where output is shown,
-# handlers of the root logger that write to the same place, as that of `logging.basicConfig`, do
-# not: they would say it twice, and without its rank.
+# A record of local rank 0 on node1 goes to the logger `nbdist.node1.0`.  So the handlers and levels
+# apply that the user has set there, on `nbdist` or on the root logger.  If output is shown,
+# handlers of the root logger that write to stdout or stderr, as that of `logging.basicConfig`, are
+# skipped: they would print the record a second time, without its rank.
 
 
 def wanted_level(*, is_shown: bool) -> int | None:
-    """Return the level from which on records are handled here; None where there is no handler."""
-    # Without a handler logging itself would print them, which the worker's has done.
+    """Return the lowest level of records that this process handles; None if it has no handler.
+
+    Without a handler here, the worker's own logging prints the record.
+    """
     loggers = [logging.getLogger("nbdist")]
     for name, each in [*logging.Logger.manager.loggerDict.items()]:
-        # A logger that has neither a level nor handlers is as the one above it.
+        # A logger that has neither a level nor handlers behaves like its parent.
         if name.startswith("nbdist.") and isinstance(each, logging.Logger):
             loggers += [each] if each.handlers or each.level else []
     listening = (each for each in loggers if any(_handlers(each, is_shown)))
@@ -392,18 +410,21 @@ def hand_over(record: Record, *, is_shown: bool) -> None:
                 if logged.levelno >= handler.level:
                     handler.handle(logged)
     except Exception:  # noqa: BLE001 (a user's handler or filter can raise anything)
-        # As logging does about a handler's error: it must not end a cell that it has no part in.
+        # As logging treats a handler's error: it must not end a cell that did not cause it.
         if logging.raiseExceptions:
             traceback.print_exc(file=sys.stderr)
 
 
 def _handlers(logger: logging.Logger, is_shown: bool) -> Iterator[logging.Handler]:  # noqa: FBT001
-    """Yield those of a logger and of those above it, as logging finds them."""
+    """Yield the handlers of a logger and its parents, as logging finds them.
+
+    If output `is_shown`, handlers of the root logger that write to stdout or stderr are left out.
+    """
     ours = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
     each: logging.Logger | None = logger
     while each is not None:
         for handler in each.handlers:
-            console = getattr(handler, "console", None)  # rich's has one
+            console = getattr(handler, "console", None)  # the handler of the `rich` package has it
             stream = getattr(handler, "stream", getattr(console, "file", None))
             writes_here = stream is not None and any(stream is own for own in ours)
             if not (each.parent is None and is_shown and writes_here):
@@ -412,7 +433,7 @@ def _handlers(logger: logging.Logger, is_shown: bool) -> Iterator[logging.Handle
 
 
 def as_logged(record: Record) -> logging.LogRecord:
-    """Return it as logging has it, with the worker's `host`, `rank` and `local_rank`."""
+    """Return the record as a `LogRecord`, with the worker's `host`, `rank` and `local_rank`."""
     logged = logging.getLogRecordFactory()(
         *(record.name, record.level, record.pathname, record.line, record.message),
         *(None, None, record.function, record.stack or None),

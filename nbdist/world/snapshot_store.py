@@ -1,11 +1,13 @@
-"""Where snapshots lie: a folder for each, which has its name only when it is complete.
+"""The folders of snapshots on the disk: find, write, publish and remove them.
 
     ROOT/NAME/20260131-120301/{manifest.json, rank0.frames, rank1.frames, ...}
 
-What is being written lies beside it under a name that begins with a dot.  Each folder is private,
-and has a marker of ours without which it is never removed (`nbdist.system.folders`); its lock
-distinguishes a writer's folder from one that was left behind.  What is restored is a pickle, which
-can run anything: it is read only where only this user can have written it.
+Runs in the notebook's process; the ranks write and read the `.frames` files themselves
+(`nbdist.worker.ops.snapshot`).  A snapshot gets its name only when it is complete: until then its
+folder has a name that begins with a dot.  Each folder is private, and has a marker file; a folder
+without the marker is never removed (`nbdist.system.folders`).  A lock on the marker distinguishes a
+writer's folder from one that a killed writer has left.  A snapshot is a pickle, which can run any
+code: it is read only if nobody but this user can have written it.
 """
 
 from __future__ import annotations
@@ -30,11 +32,14 @@ from nbdist.system import folders, processes
 from nbdist.wire.ops import Mesh, Written
 
 ELSEWHERE_SECONDS = 7 * 86_400
-"""For so long a run on another machine, whose processes cannot be seen, counts as not ended."""
+"""Age from which on another run's snapshot may be removed, even if that run may still go on.
 
-KEPT = 3  # snapshots of one name that a notebook keeps; it removes its older ones
+Whether a run on another machine has ended cannot be checked.
+"""
+
+KEPT = 3  # snapshots of a name that a notebook keeps; publishing removes its older snapshots
 MANIFEST = "manifest.json"
-FORMAT = 2  # of the manifest and the ranks' files
+FORMAT = 2  # the version of the manifest's and the ranks' file formats
 UNFINISHED = ".part-"
 NAME = re.compile(r"[\w][\w.-]*", re.ASCII)
 STAMP = re.compile(r"[0-9]{8}-[0-9]{6}(\.[0-9]+)?", re.ASCII)
@@ -46,11 +51,12 @@ NO_FILE = f"process {uuid.uuid4().hex}"
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One that lies in its folder; `problem` says what is wrong with it, as far as is seen.
+    """A snapshot on the disk, as its manifest describes it.
 
-    `meshes` have to be there before anything of it is unpickled.  `owner` is the notebook that
-    wrote it, in this `process` and with these `versions`.  `distrust` says who else could have:
-    then nothing was read.
+    `parts` are the ranks' files.  `meshes` are device meshes that ranks need before they unpickle
+    it.  `owner` is the notebook that wrote it, in `process` and with `versions`.  `problem` says
+    what is damaged, as far as the manifest and the files' sizes show.  `distrust` says why another
+    user could have written it: then nothing was read.
     """
 
     name: str
@@ -68,40 +74,47 @@ class Snapshot:
 
     @property
     def key(self) -> str:
-        """Its full name, by which `%dist_restore` finds it though there are newer ones."""
+        """The full name `NAME@STAMP`, by which `%dist_restore` finds also an older snapshot."""
         return f"{self.name}@{self.stamp}"
 
     @property
     def names(self) -> list[str]:
-        """The variables that any rank has in it."""
+        """The variables that the snapshot has of any rank."""
         return sorted({name for part in self.parts.values() for name in part.names})
 
     @property
     def size(self) -> int:
-        """Bytes on the disk."""
+        """The size of all ranks' files, in bytes."""
         return sum(part.size for part in self.parts.values())
 
     @property
     def clock(self) -> str:
-        """`12:03`; with the day where that is another."""
+        """The time `12:03`; of another day `2026-01-31 12:03`."""
         today = time.strftime("%Y%m%d") == self.stamp[:8]
         return time.strftime("%H:%M" if today else "%Y-%m-%d %H:%M", time.localtime(self.time))
 
 
 def root_folder(log_dir: str | None) -> Path:
-    """Return `$NBDIST_SNAPSHOT_DIR`, or one beside the log files or in the state folder."""
+    """Return the folder of all snapshots.
+
+    By default `snapshots` in the log folder or, without log files, in the user's state folder;
+    NBDIST_SNAPSHOT_DIR in the environment names another.
+    """
     chosen = os.environ.get("NBDIST_SNAPSHOT_DIR")
     usual = os.path.join(log_dir or folders.state_folder(), "snapshots")
     return folders.current_folder() / Path(chosen or usual).expanduser()
 
 
 def owner_of(pool: str) -> str:
-    """Identify a pool by the file of its notebook or script, else by the kernel or process."""
+    """Return the owner of a pool's snapshots: the file of its notebook or script, if it is known.
+
+    Otherwise the owner is the notebook kernel, or this process.
+    """
     main = vars(sys.modules["__main__"])
     # JupyterLab and VS Code tell a kernel its file.
     in_jupyter = os.environ.get("JPY_SESSION_NAME") if "ipykernel" in sys.modules else None
     file = main.get("__vsc_ipynb_file__") or in_jupyter or main.get("__file__")
-    if isinstance(file, str) and not file.endswith(os.sep):  # a nameless notebook has a folder
+    if isinstance(file, str) and not file.endswith(os.sep):  # an unnamed notebook has a folder here
         program = os.path.normpath(os.path.join(folders.current_folder(), file))
     else:
         program = _kernel() or NO_FILE
@@ -109,7 +122,10 @@ def owner_of(pool: str) -> str:
 
 
 def _kernel() -> str:
-    """Identify the notebook kernel, also after it was restarted; "" if this process is none."""
+    """Return a text that identifies the notebook kernel, the same after a restart of the kernel.
+
+    Returns "" if this process is no kernel.
+    """
     if "ipykernel" not in sys.modules:
         return ""
     from ipykernel.connect import get_connection_file
@@ -122,31 +138,35 @@ def _kernel() -> str:
 
 
 class SnapshotStore:
-    """All snapshots under one folder; those of `owner` come first."""
+    """The snapshots in one folder, of all notebooks; `owner` is this notebook.
+
+    Without a full name, this notebook's snapshots go before those of others.
+    """
 
     def __init__(self, root: Path, owner: str = NO_FILE) -> None:
         self.root, self.owner = root, owner
 
     def all(self) -> list[Snapshot]:
-        """Return the newest first, also within one second."""
+        """Return all snapshots, the newest first."""
         found = [each for folder in _folders(self.root) for each in self.of(folder.name)]
         found.sort(key=lambda each: (each.time or float("inf"), each.stamp), reverse=True)
         return sorted(found, key=lambda each: each.stamp.partition(".")[0], reverse=True)
 
     def of(self, name: str) -> list[Snapshot]:
-        """Return those of one name, the newest first."""
+        """Return the snapshots of a name, the newest first."""
         return [_read(name, folder) for folder in _stamped(self.root / name)]
 
     @property
     def default_name(self) -> str:
-        """The name of a snapshot that is given none: that of the notebook's file."""
+        """The name of a snapshot if the user gives none: that of the notebook's file."""
         stem = Path(self.owner).stem if self.owner.startswith("/") else ""
         return "-".join(re.findall(r"[\w.-]+", stem, re.ASCII)).lstrip(".-") or "snapshot"
 
     def mine(self) -> list[Snapshot]:
-        """Return those that this notebook has written, the newest first.
+        """Return the snapshots that this notebook has written, the newest first.
 
-        One that cannot be read is taken for its, where it has others of that name.
+        A snapshot whose manifest cannot be read counts as the notebook's, if the notebook has
+        others of that name.
         """
         found = self.all()
         names = {each.name for each in found if each.owner == self.owner}
@@ -154,7 +174,11 @@ class SnapshotStore:
         return [each for each in found if each.owner == self.owner or each in lost]
 
     def find(self, key: str | None) -> Snapshot:
-        """Return this notebook's newest, that of a name, or `NAME@STAMP`; UsageError for none."""
+        """Return the newest snapshot of this notebook, or of a name, or the one of `NAME@STAMP`.
+
+        Of a name, this notebook's snapshots go before those of others.  Raises UsageError if there
+        is none.
+        """
         name, _, stamp = (key or "").partition("@")
         mine = self.mine()
         found = self.of(name) if _is_name(name) else [] if key else mine
@@ -175,7 +199,10 @@ class SnapshotStore:
         raise UsageError(said)
 
     def damaged(self, snapshot: Snapshot, problem: str) -> UsageError:
-        """Return the error that names the next older one of its notebook that looks intact."""
+        """Return the error about a damaged snapshot.
+
+        It names the next older snapshot of the same notebook that looks intact.
+        """
         owner = snapshot.owner or self.owner
         alike = (each for each in self.of(snapshot.name) if each.owner == owner)
         older = (each for each in alike if each.stamp < snapshot.stamp)
@@ -185,7 +212,7 @@ class SnapshotStore:
         return UsageError(f"The snapshot `{snapshot.key}` is damaged: {problem}. {remedy}")
 
     def distrusted(self, snapshot: Snapshot, why: str) -> UsageError:
-        """Return the error that says how to restore it all the same."""
+        """Return the error about a snapshot that others could have written, with the remedy."""
         return UsageError(
             f"`{snapshot.key}` was not restored, because {why}: restoring a snapshot can run "
             "code. If you trust everyone who could have written it, copy it to a folder of your "
@@ -194,9 +221,10 @@ class SnapshotStore:
 
     @contextmanager
     def writing(self, name: str) -> Iterator[Path]:
-        """Make a folder to write into, which is gone afterwards unless it was published.
+        """Make a folder for the files of a new snapshot; remove it afterwards unless published.
 
-        Folders of killed writers are removed first.  UsageError while another writes this name.
+        Folders of killed writers are removed first.  Raises UsageError if the folder cannot be
+        written, or while another notebook writes a snapshot of this name.
         """
         if not _is_name(name):
             forms = "letters, digits and `_.-`, such as `epoch-3`"
@@ -223,9 +251,9 @@ class SnapshotStore:
                     if claim is not None:
                         os.close(claim)
                     if not folders.remove(folder, _what(name), CONTENTS):
-                        with suppress(OSError):  # Stop has come before it was claimed
+                        with suppress(OSError):  # Stop came before the folder got its marker
                             folder.rmdir()
-        except NbdistError:  # what a rank has raised may be an OSError too
+        except NbdistError:  # an error of a rank may be an OSError too: see `as_raised`
             raise
         except BlockingIOError:
             raise UsageError(
@@ -243,10 +271,10 @@ class SnapshotStore:
             ) from None
 
     def publish(self, folder: Path, name: str, parts: Mapping[int, Written]) -> Snapshot:
-        """Name a snapshot that `writing` has completed, and remove the oldest of its notebook.
+        """Complete a snapshot in the folder of `writing`: add the manifest, rename the folder.
 
-        What others have saved under this name stays, also what another run of this file has
-        saved that has not ended.
+        Then remove this notebook's older snapshots of the name.  Snapshots of other notebooks stay,
+        and those of another run of this notebook that has not ended (`_may_go`).
         """
         now = time.time()
         stamp = _next_stamp(self.root / name, now)
@@ -277,7 +305,11 @@ class SnapshotStore:
         return _read(name, self.root / name / stamp)
 
     def _may_go(self, snapshot: Snapshot) -> bool:
-        """Return False for a folder that is not ours, and while another run may need a snapshot."""
+        """Return True if an old snapshot may be removed.
+
+        False if its folder lacks the marker, and up to the age of `ELSEWHERE_SECONDS` while the run
+        that wrote it may still need it.
+        """
         is_of_this_run = snapshot.process == processes.identify(os.getpid())
         is_recent = time.time() - snapshot.time < ELSEWHERE_SECONDS
         is_needed = not is_of_this_run and is_recent and processes.may_run(snapshot.process)
@@ -300,14 +332,14 @@ class SnapshotStore:
             raise UsageError(f"`{key}` was not removed: there are files in it that are not ours.")
         folder = found.folder.parent
         if not _stamped(folder):
-            with suppress(OSError):  # there may be a writer
+            with suppress(OSError):  # another notebook may be writing a snapshot there
                 (folder / ".lock").unlink()
                 folder.rmdir()
         return removed
 
 
 def _remove(snapshot: Snapshot) -> bool:
-    # First out of its name: half of one must never look like one.
+    # Rename the folder first: a snapshot that is half removed must never look like a snapshot.
     going = snapshot.folder.with_name(f"{UNFINISHED}{uuid.uuid4().hex}")
     return folders.remove(snapshot.folder, _what(snapshot.name), CONTENTS, aside=going)
 
@@ -332,7 +364,7 @@ def _stamped(folder: Path) -> list[Path]:
 
 
 def _read(name: str, folder: Path) -> Snapshot:
-    """Return a snapshot as its manifest has it, compared with the files' sizes."""
+    """Return a snapshot as its manifest describes it, after comparing the files' sizes."""
     try:
         with os.fdopen(folders.open_trusted(folder / MANIFEST), "rb") as file:
             manifest = json.load(file)
@@ -366,7 +398,7 @@ def _problem_of(path: Path, part: Written) -> str:
 
 
 def _next_stamp(folder: Path, now: float) -> str:
-    """Return the time as a folder's name that sorts after all others, whatever the clock says."""
+    """Return the time as a folder name that sorts after all others, even if the clock went back."""
     newest = next((each.name for each in _stamped(folder)), "")
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
     if stamp > newest:
