@@ -1,6 +1,7 @@
-"""Functions and scripts on all ranks of a world: what goes there, and what comes back.
+"""Runs functions and scripts on all ranks of a world, and prints their output line by line.
 
-Prompts of ranks are answered on the thread that follows the task, by this process's `input`.
+`World` calls it in a script's or notebook's process; the notebook's magics show panels instead.
+Prompts of ranks are answered by this process's `input`, on the thread that follows the task.
 """
 
 from __future__ import annotations
@@ -44,7 +45,10 @@ log = logging.getLogger("nbdist.world")
 def find_script(
     kind: Kind, name: str, args: Iterable[Any] = (), *, local_rank: bool = False
 ) -> Script:
-    """Return the script; UsageError where there is none.  Imports nothing: that may be torch."""
+    """Find a script, module or executable; UsageError if there is none.
+
+    Imports nothing here, since the program may import torch.
+    """
     find = {"file": _find_file, "module": _find_module, "executable": _find_executable}[kind]
     file, root = find(name)
     near = os.path.relpath(file, current_folder()) if file else ""
@@ -78,7 +82,7 @@ def _find_file(name: str) -> tuple[str, str]:
 
 
 def _find_module(name: str) -> tuple[str, str]:
-    """Return its file, and the folder that its outermost package is in."""
+    """Return a module's file, and the folder that its outermost package is in."""
     if name.endswith(".py") or os.sep in name:
         module = name.removesuffix(".py").strip("./").replace(os.sep, ".")
         raise UsageError(
@@ -104,14 +108,15 @@ def _find_module(name: str) -> tuple[str, str]:
 
 
 def _find_spec(name: str) -> ModuleSpec | None:
-    """Do as `importlib.util.find_spec`, without importing the packages that it is in."""
+    """Do as `importlib.util.find_spec`, without importing the packages that the module is in."""
     first, *others = name.split(".")
     spec = PathFinder.find_spec(first, [current_folder()])
     if spec is None:
-        with suppress(ValueError):  # no name, or `__main__`
+        with suppress(ValueError):  # an empty name, or `__main__`
             spec = find_spec(first)  # also by the finders of editable installations
     for part in others:
-        # By the last part of its name, as a namespace package looks for its parent if it has one.
+        # By the last part of the name alone: with the full name, a namespace package looks for its
+        # parent among the imported modules.
         path = spec.submodule_search_locations if spec else None
         spec = PathFinder.find_spec(part, [*path] if path else [])
     return spec
@@ -129,7 +134,7 @@ def _find_executable(name: str) -> tuple[str, str]:
 
 
 def ask(session: Session, running: TaskRun, rank: int) -> None:
-    """Ask the user for the input of this rank and send it; an error where there is no input."""
+    """Ask the user for a rank's input and send it; send an error if this process has no input."""
     request, prompt = running.prompts[rank], running.prompts.prompt(rank)
     while True:
         try:
@@ -140,7 +145,7 @@ def ask(session: Session, running: TaskRun, rank: int) -> None:
             continue
         except EOFError:
             session.reply(running, {rank: None})
-        # Without a box IPython raises NotImplementedError, without a stdin Python these.
+        # Without an input box IPython raises NotImplementedError, without stdin Python the others.
         except (NotImplementedError, OSError, RuntimeError, ValueError):
             session.refuse(running)
         else:
@@ -149,7 +154,7 @@ def ask(session: Session, running: TaskRun, rank: int) -> None:
 
 
 SCRIPT_NAMES = frozenset({"__file__"})
-"""Names of Python's own in `__main__` that functions of a script read."""
+"""Names that Python itself binds in `__main__`, and that are sent since functions may read them."""
 
 TRACEBACK_HEAD = "Traceback (most recent call last)"
 
@@ -157,7 +162,7 @@ TRACEBACK_HEAD = "Traceback (most recent call last)"
 def run_call(
     session: Session, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> CellResult[Any]:
-    """Call the function on all ranks at once, and wait; raises what a cell raises."""
+    """Call a function on all ranks at once and wait; see `World.run`."""
     names = _names_of_call(session.namespace, function, args, kwargs)
     values = {"call": (function, args, kwargs), "names": names}
     with sending(session, values, session.everyone) as (payloads, parcels):
@@ -170,12 +175,14 @@ def run_call(
 def sending(
     session: Session, values: Mapping[str, Any], ranks: Iterable[int]
 ) -> Iterator[tuple[dict[int, Payload], dict[int, Parcel]]]:
-    """Pack values for ranks, which get references to objects that they have; open until sent.
+    """Pack values for ranks, with references to objects that the ranks already have.
 
-    Gives the payloads by rank, and what each rank has with them.  Raises what pickling raises.
+    Yields the payloads by rank, and the parcel that each rank receives with them.  The shared
+    memory of the payloads is closed at the end of the block: wait for the task in it.  Raises any
+    exception of pickling.
     """
     objects = session.names.objects
-    objects.runs += 1  # a script changes what it likes between two calls
+    objects.runs += 1  # a script may have changed any object since the last call
     outgoing = Outgoing(objects, session.namespace, frozenset(ranks))
     for _ in range(MAX_RENEWALS):
         for value in values.values():
@@ -204,15 +211,15 @@ def sending(
 
 
 def run(session: Session, task: Task, most: int = 0) -> CellResult[Any]:
-    """Run a task, again at most `most` times where it fails; raises as `outcome`."""
+    """Run a task, and run it again if it fails, at most `most` times; raises as `outcome`."""
     return outcome(session, map(session.submit, session.attempts(task, most)))
 
 
 def outcome(session: Session, attempts: Iterable[TaskRun]) -> CellResult[Any]:
-    """Wait for each attempt; raises the last one's error, with the first traceback of it.
+    """Wait for each attempt, and return the result of the last one or raise its error.
 
-    With the config's `show` output goes to stdout line by line: `[0-1] epoch 3`.  Raises
-    KeyboardInterrupt after Stop.
+    With the config's `show` option, output is printed line by line: `[0-1] epoch 3`.  The error
+    shows the traceback of the rank that failed first.  Raises KeyboardInterrupt after Stop.
     """
     for running in attempts:
         _follow(session, running)
@@ -227,7 +234,7 @@ def outcome(session: Session, attempts: Iterable[TaskRun]) -> CellResult[Any]:
 
 
 def _follow(session: Session, running: TaskRun) -> None:
-    """Print what ranks print until all have finished, and answer what they ask."""
+    """Print the output of ranks until all have finished, and let the user answer their prompts."""
     lines, bars = PlainLines(running.task.ranks), MovingLine(sys.stdout)
     for news in session.follow(running, answers=True):
         with running.counting_stops():
@@ -258,13 +265,13 @@ def _rank_lines(error: RankError | None) -> Sequence[str]:
     if not isinstance(error, Failure):
         return error.last_lines if error else ()
     lines = strip("\n".join([*error.traceback, *error.account])).splitlines()
-    # IPython begins with a rule, and with the exception's name, which comes again.
+    # Drop IPython's first lines: a rule, and the exception's name, which the last line repeats.
     heads = [i for i, line in enumerate(lines[:2]) if line.endswith(TRACEBACK_HEAD)]
     return lines[heads[0] + 1 :] if heads else lines
 
 
 def title_of(function: Callable[..., Any]) -> str:
-    """Write `train`, as people call it."""
+    """Write a function's name as users know it, such as `train`."""
     inner = getattr(function, "func", function)  # of a partial
     return getattr(inner, "__qualname__", type(inner).__name__).rpartition("<locals>.")[2]
 
@@ -275,7 +282,10 @@ def _names_of_call(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> dict[str, Any]:
-    """Return the names of `__main__` that a call uses; VariableNotSent if it cannot be sent."""
+    """Return the variables of `__main__` that a call uses, also by functions among them.
+
+    Raises VariableNotSent if the call or a variable cannot be pickled.
+    """
 
     def sketch(name: str, value: Any) -> Pickled:
         try:
@@ -294,9 +304,9 @@ def _names_of_call(
         try:
             return pickle((function, args, kwargs, names), namespace, reduce=reduce_to_file)
         except Exception as problem:  # noqa: BLE001 (a user's __reduce__ can raise anything)
-            # The parts have the names that people know them by.
+            # Find the argument that cannot be sent, under the name that the user knows.
             parts = {f"argument {index}": value for index, value in enumerate(args, 1)} | kwargs
-            with suppress(TypeError, ValueError):  # no signature, or it does not fit
+            with suppress(TypeError, ValueError):  # no signature, or the arguments do not fit
                 parts = inspect.signature(function).bind(*args, **kwargs).arguments
             for name, value in {title_of(function): function, **parts}.items():
                 sketch(name, value)

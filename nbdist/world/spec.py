@@ -1,6 +1,7 @@
-"""What all workers of a world have in common, worked out from its options and the notebook.
+"""Makes the specification of a world's workers, from its options and the notebook's surroundings.
 
-A task brings what has changed in the notebook's folder, `sys.path` and environment since then.
+Runs in the notebook's process; `Workers` calls it before a start.  Later changes of the notebook's
+folder, `sys.path` and environment are sent with each task (`NotebookSurroundings`).
 """
 
 from __future__ import annotations
@@ -46,7 +47,10 @@ _ESCAPED = {"n": "\n", "t": "\t", "r": "\r"}
 
 
 def read_env_file(path: str) -> dict[str, str]:
-    """Read what a `.env` file sets, with nothing run or expanded; UsageError with file and line."""
+    """Return the variables that a `.env` file sets; nothing in it is run or expanded.
+
+    Raises UsageError that names the file and the line.
+    """
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -57,13 +61,16 @@ def read_env_file(path: str) -> dict[str, str]:
         try:
             found.update(parse_line(line.strip()))
         except ValueError as why:
-            shown = one_line(line, 40).partition("=")[0]  # what follows may be a secret
+            shown = one_line(line, 40).partition("=")[0]  # the value may be a secret
             raise UsageError(f"{path}, line {number} (`{shown}`): {why}.") from None
     return found
 
 
 def parse_line(line: str) -> dict[str, str]:
-    """Read the variable that a line of a `.env` file sets, or none; ValueError with the reason."""
+    """Return the variable that a line of a `.env` file sets, if it sets one.
+
+    Raises ValueError with the reason if the line is not valid.
+    """
     if not line or line.startswith("#"):
         return {}
     if not (found := _LINE.fullmatch(line)):
@@ -76,7 +83,7 @@ def parse_line(line: str) -> dict[str, str]:
 
 
 DEFAULT_LOG_LIMIT = "200M"
-LEAST_MEMORY = 20 << 20  # bytes of its own that a worker has at least, of some 45 MB
+LEAST_MEMORY = 20 << 20  # bytes; a lower bound, since a worker has about 45 MB of its own
 
 _SIZE = re.compile(r"([0-9]{1,9})\s*([MG])(?:i?B)?", re.IGNORECASE)
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -87,9 +94,10 @@ _CONNECTION_FILE = re.compile(r"(-f|--f|--IPKernelApp.connection_file)[ =].*\.js
 
 @dataclass(frozen=True)
 class Here:
-    """This process now, as far as new workers take after it: a cell may have changed all of it.
+    """The attributes of this process that new workers inherit, as they are now.
 
-    `prefixes` are the folders of its interpreter, whose packages no other one has.
+    Cells may have changed any of them.  `prefixes` are the folders of its interpreter, whose
+    packages other interpreters cannot import.
     """
 
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
@@ -104,7 +112,11 @@ class Here:
 def make_spec(
     config: WorldConfig, run: str = "", here: Here | None = None
 ) -> tuple[WorldSpec, str]:
-    """Return the spec, by default named `run`, and a warning; UsageError for what cannot be."""
+    """Return the spec of a world with these options, and a warning or "".
+
+    Unless the options have a name, the world's name is `run`, or a new one.  Raises UsageError if
+    the options are not possible here.
+    """
     here, launcher, layout = here or Here(), config.launched_by, config.shape
     given = given_environ(config)
     first, is_here = given.get("PYTHONPATH", ""), launcher == LOCAL
@@ -119,14 +131,14 @@ def make_spec(
     of = "" if config.pool == DEFAULT_POOL else f"-{config.pool}"
     usual = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}{of}"
     pairs = (" ".join(here.argv[at : at + 2]) for at in range(1, len(here.argv)))
-    is_kernel = any(map(_CONNECTION_FILE.fullmatch, pairs))  # whose arguments are Jupyter's
+    is_kernel = any(map(_CONNECTION_FILE.fullmatch, pairs))  # a kernel's arguments are Jupyter's
     config = replace(
         config,
         launcher=launcher,
         name=config.name or run or usual,
         log_dir=log_dir,
         fork=config.fork and can_fork,
-        python=config.python if is_here else config.python or sys.executable,  # a path there
+        python=config.python if is_here else config.python or sys.executable,  # of other machines
     )
     spec = WorldSpec(
         world_size=config.workers or (layout.world_size if layout else 1),
@@ -146,13 +158,13 @@ def make_spec(
         if log_dir:
             _check_log_folder(log_dir, spec.name)
         return _on_this_machine(spec, here)
-    # The size, slots and backend follow when machines have come, and each one's GPUs and cores.
+    # The head determines size, slots and backend when machines have come, from GPUs and cores.
     backend = config.backend or topology.GPU_BACKEND
     return spec, check_nvls(backend, given, shared=config.share_gpus)
 
 
 def _check_log_folder(log_dir: str, name: str) -> None:
-    """Raise UsageError for a log folder that another user has led elsewhere."""
+    """Raise UsageError if another user has redirected the log folder by a link."""
     root = Path(log_dir)
     try:
         folders.check_links(root, root / name)
@@ -183,17 +195,17 @@ def _on_this_machine(spec: WorldSpec, here: Here) -> tuple[WorldSpec, str]:
 def scaled(
     spec: WorldSpec, size: int, cores: int | None = None, keep: Sequence[int] | None = None
 ) -> tuple[WorldSpec, str]:
-    """Return the spec of `size` workers, otherwise the same, and a warning or "".
+    """Return the spec changed to `size` workers, and a warning or "".
 
-    The ranks in `keep`, or all, keep their slots, which other machines find themselves.  Raises
-    NotEnoughGpus, and UsageError where hosts have no room.
+    The ranks in `keep`, by default all, keep their slots; on other machines the head assigns the
+    slots.  Raises NotEnoughGpus or BadTopology, and UsageError if the hosts have no room.
     """
     config = spec.config
     if config.launched_by != LOCAL:
         config.but(n=size)
         return replace(spec, world_size=size), ""
     for found in memory_limits():
-        if size * LEAST_MEMORY > found.limit:  # a slip of the finger
+        if size * LEAST_MEMORY > found.limit:  # the number must be a typing error
             why = f"{size:,} workers take more than the {size_text(found.limit)} of {found.where}"
             raise BadTopology("-n", str(size), why, topology.WORKERS_FORMS)
     cores = topology.usable_cores() if cores is None else cores
@@ -203,15 +215,15 @@ def scaled(
     )
     shared = config.share_gpus or any(map(topology.is_slice, spec.gpus))
     more = check_nvls(spec.backend or "none", spec.environ, shared=shared)
-    # `OMP_NUM_THREADS=4,2` is for nested regions; torch has the outer ones.
+    # `OMP_NUM_THREADS=4,2` is for nested regions; torch uses the outer number.
     asked = spec.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     share = config.cpus or max(1, cores // size)
     threads = max(1, int(asked)) if asked.isdigit() else share
     room = spec.room
-    while room and sum(room) < size:  # as many simulated nodes as it takes
+    while room and sum(room) < size:  # add simulated nodes until all workers have room
         room = (*room, room[-1])
     slots = spec.slots
-    # With GPUs each rank that stays keeps its own, and so LOCAL_RANK.
+    # With GPUs each rank that stays keeps its GPU, and so its LOCAL_RANK.
     if keep is not None and [*keep] != [*range(len(keep))] and (slots or spec.gpus):
         slots = tuple(slots[rank] if slots else Position(0, rank) for rank in keep)
     slots = place_more(slots, room, size)
@@ -220,7 +232,10 @@ def scaled(
 
 
 def parse_size(n: int | str, size: int) -> int:
-    """Count the workers that `n` means for a world of `size`; UsageError for none."""
+    """Return the number of workers that `n`, such as 4 or "+2", means for a world of `size`.
+
+    Raises UsageError if `n` is no number, or if no worker would be left.
+    """
     text = str(n).strip()
     if not _WORKERS.fullmatch(text):
         raise UsageError(f"`%dist_scale {text}`: that is not a number of workers. {_SIZE_FORMS}")
@@ -236,7 +251,10 @@ def parse_size(n: int | str, size: int) -> int:
 
 
 def given_environ(config: WorldConfig) -> dict[str, str]:
-    """Return what the workers have besides the notebook's environment; UsageError for bad names."""
+    """Return the variables that the options add to the notebook's environment.
+
+    Raises UsageError for names that cannot be in an environment or that nbdist sets itself.
+    """
     file = config.env_file
     in_file = read_env_file(file) if file else {}
     for option, environ in ((f"--env-file {file}", in_file), ("--env", config.env)):
@@ -250,7 +268,7 @@ def given_environ(config: WorldConfig) -> dict[str, str]:
 
 
 def copied(patterns: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables with such names, but for those that say which rank a worker is."""
+    """Return the variables that match the patterns, without those that nbdist sets itself."""
     wanted = [pattern.strip() for pattern in patterns.split(",")]
     return {
         name: value
@@ -260,7 +278,10 @@ def copied(patterns: str, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def find_python(config: WorldConfig, environ: Mapping[str, str]) -> str:
-    """Find the interpreter that is asked for; "" where none is."""
+    """Return the path of the interpreter that the options or PYTHON_EXEC name; "" if none do.
+
+    Raises UsageError if it cannot be executed.
+    """
     text = config.python or environ.get("PYTHON_EXEC")
     if not text:
         return ""
@@ -272,12 +293,16 @@ def find_python(config: WorldConfig, environ: Mapping[str, str]) -> str:
             f"`--python {text}`: {why}. The path of an interpreter that has torch and nbdist, "
             "such as `/path/to/venv/bin/python`; PYTHON_EXEC in the environment sets it too."
         )
-    # Not resolved: a virtual environment's is a link to one that knows nothing of it.
+    # Links are not resolved: a virtual environment's interpreter is a link to another one, which
+    # does not use that environment.
     return os.path.abspath(found)
 
 
 def default_log_dir(*, is_here: bool = True) -> str:
-    """Return `$NBDIST_LOG_DIR` (empty for no log files), else the user's state folder there."""
+    """Return the log folder: NBDIST_LOG_DIR (empty for no log files), or the user's state folder.
+
+    For other machines, `is_here` is False, and the path is expanded there.
+    """
     if "NBDIST_LOG_DIR" in os.environ:
         return os.environ["NBDIST_LOG_DIR"]
     if is_here or os.environ.get("XDG_STATE_HOME"):
@@ -286,7 +311,10 @@ def default_log_dir(*, is_here: bool = True) -> str:
 
 
 def log_limit(environ: Mapping[str, str]) -> int:
-    """Read `$NBDIST_LOG_LIMIT`, the most bytes of each stream in a rank's log; 0 for no limit."""
+    """Read NBDIST_LOG_LIMIT: the most bytes of a stream in a rank's log; 0 for no limit.
+
+    Raises UsageError if it is not valid.
+    """
     text = environ.get("NBDIST_LOG_LIMIT", "").strip() or DEFAULT_LOG_LIMIT
     found = _SIZE.fullmatch(text)
     if text != "0" and (not found or not int(found[1])):
@@ -298,9 +326,10 @@ def log_limit(environ: Mapping[str, str]) -> int:
 
 
 def path_for(here: Here, given: str, *, is_foreign: bool) -> tuple[str, ...]:
-    """Put `--env PYTHONPATH=` before the notebook's path, which is of use to its interpreter alone.
+    """Return the workers' `sys.path`: `given`, from `--env PYTHONPATH=`, and then the notebook's.
 
-    Another one has packages of its own, and gets what was added to the notebook's by hand.
+    If `is_foreign`, the workers have another interpreter with packages of its own: then the folders
+    of the notebook's interpreter are left out.
     """
     first = [entry for entry in given.split(os.pathsep) if entry]
     if not is_foreign:
@@ -317,11 +346,14 @@ S = TypeVar("S")
 def takes_options(
     config: Callable[P, WorldConfig],
 ) -> Callable[[Callable[[S, WorldConfig], None]], Callable[Concatenate[S, P], None]]:
-    """Let a method that wants a `WorldConfig` take its fields: `help()` and editors show them."""
+    """Decorate a method with a `WorldConfig` argument: callers pass the config's fields instead.
+
+    `help()` and editors show the fields as its arguments.
+    """
 
     def decorate(method: Callable[[S, WorldConfig], None]) -> Callable[Concatenate[S, P], None]:
         def taking(self: S, /, *args: P.args, **options: P.kwargs) -> None:
-            if len(args) > 1:  # all but `n` have names
+            if len(args) > 1:  # all options but `n` are keyword arguments
                 raise UnknownArgument(f"nbdist.{type(self).__name__}", repr(args[1]))
             if unknown := next((name for name in options if name not in OPTIONS), None):
                 raise UnknownArgument(f"nbdist.{type(self).__name__}", unknown, OPTIONS)
@@ -341,26 +373,26 @@ def takes_options(
     return decorate
 
 
-# --- what has changed since the workers were described --------------------------------------
+# --- changes after the spec was made ---------------------------------------------------------
 
 
-MOST_NAMES = 6  # variables that one line names
+MOST_NAMES = 6  # environment variables that a line names before it only counts the others
 
 
 class NotebookSurroundings:
-    """Compares the notebook's surroundings with those that the workers were described with."""
+    """Finds changes of the notebook's folder, `sys.path` and environment after a spec was made."""
 
     def __init__(self, spec: WorldSpec) -> None:
         self._config, self._spec = spec.config, spec
         self._start = self._seen = Here()
         self._said: Mapping[str, str | None] = {}
-        self._new = dict[str, bool]()  # changed variables, and whether the ranks have them too
-        self._here = self._compare()  # a notebook that takes a world over may be elsewhere
+        self._new = dict[str, bool]()  # changed variables, and whether ranks get the changes too
+        self._here = self._compare()  # at once: the spec may be of a world that was taken over
 
     def now(self) -> Surroundings | None:
-        """Return what has changed since the workers were described; None for nothing."""
+        """Return the changes since the spec was made; None for none."""
         seen = self._seen
-        with suppress(FileNotFoundError):  # the folder was removed: the last one stays
+        with suppress(FileNotFoundError):  # the folder was removed: keep the last state
             folder, path, environ = os.getcwd(), (*sys.path,), dict(os.environ)
             if (folder, path, environ) != (seen.cwd, seen.sys_path, seen.environ):
                 self._seen = replace(seen, cwd=folder, sys_path=path, environ=environ)
@@ -368,9 +400,10 @@ class NotebookSurroundings:
         return self._here
 
     def take_note(self, cells: Iterable[str]) -> str:
-        """Return a line about variables that have changed since the last one, or "".
+        """Return a line about environment variables that have changed since the last line, or "".
 
-        Only those that a cell of the notebook names: imports set others.
+        It names only variables that occur in `cells`: imports set others, which nobody wants to
+        read about.
         """
         new, self._new = self._new, {}
         named = {*re.findall(r"\w+", " ".join(cells))} if new else set[str]()
@@ -386,7 +419,7 @@ class NotebookSurroundings:
     def _compare(self) -> Surroundings | None:
         now, path = self._seen, None
         given: Mapping[str, str] = self._config.env
-        with suppress(UsageError):  # the file of `--env-file` has gone
+        with suppress(UsageError):  # the file of `--env-file` was removed
             given = given_environ(self._config)
         if now.sys_path != self._start.sys_path:
             path = path_for(now, given.get("PYTHONPATH", ""), is_foreign=self._spec.own_path)
@@ -394,7 +427,7 @@ class NotebookSurroundings:
         names = {n for n in {**before, **now.environ} if not n.startswith("NBDIST_")}
         changes = {n: v for n in names if before.get(n) != (v := now.environ.get(n))}
         followed = {name: "" for name in {**self._said, **changes} if name not in own}
-        if self._config.launched_by != LOCAL:  # what is right here need not be on others
+        if self._config.launched_by != LOCAL:  # values of this machine may be wrong on others
             followed = copied(self._config.copy_env or "", followed)
         sent = {name: value for name, value in changes.items() if name in followed}
         self._new |= self._changed_since_said(changes, followed)
@@ -406,7 +439,11 @@ class NotebookSurroundings:
     def _changed_since_said(
         self, changes: Mapping[str, str | None], followed: Collection[str]
     ) -> dict[str, bool]:
-        """Return the variables that were not said to be so; what nbdist decides is never so."""
+        """Return the variables that have changed since the last comparison.
+
+        The value says whether running ranks get the change.  Variables that nbdist sets itself,
+        such as RANK, are left out.
+        """
         said, absent = self._said, object()
         names = {**said, **changes}.keys() - NBDIST_DECIDES
         new = [name for name in names if said.get(name, absent) != changes.get(name, absent)]

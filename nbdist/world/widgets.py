@@ -1,7 +1,8 @@
-"""The widgets of ranks as the notebook's page is to have them: their models, and what they capture.
+"""The widgets of ranks, as the notebook's page shows them: their models, and captured outputs.
 
-Pure, in the notebook's process, made at the first message of a widget.  Its news are passed on by
-`nbdist.notebook.rich_output`; a page may speak in another thread while a cell runs: hence the lock.
+Runs in the notebook's process and does no I/O.  `Workers` makes the table at the first message of a
+widget and passes outputs through it; `nbdist.notebook.rich_output` passes messages to the page and
+from the page.  While a cell runs, the page's messages may come in another thread: hence the lock.
 """
 
 from __future__ import annotations
@@ -29,12 +30,16 @@ NOT_ITS_OWN = "(a message was dropped: it is for a widget of another rank)"
 UNKNOWN = "(this page does not have this widget: run the cell again that makes it)"
 
 MOST_OUTPUTS, MOST_TEXT = 500, 200_000
-"""The numbers of an `Output` widget's last outputs, and of a text's last characters, to keep."""
+"""How many outputs an `Output` widget keeps, and how many characters of a text; the last ones."""
 
 
 @dataclass
 class Model:
-    """A widget's model: its rank, and its state now; `buffers` are parts of that by path."""
+    """The model of a widget: its rank and its present state.
+
+    `buffers` are the binary parts of the state, by their path in it.  `clears_next` is True if an
+    `Output` widget has to be cleared before its next output (`clear_output(wait=True)`).
+    """
 
     rank: int
     state: dict[str, Any] = field(default_factory=dict)
@@ -43,18 +48,21 @@ class Model:
 
     @property
     def captures(self) -> bool:
-        """Whether it is an `Output`, which shows what is printed inside of it."""
+        """Whether the widget is an `Output`, which captures what is printed in its context."""
         return self.state.get("_model_name") == "OutputModel"
 
     @property
     def outputs(self) -> list[dict[str, Any]]:
-        """A list of what an `Output` shows, without parts that no page could show."""
+        """The outputs that an `Output` widget shows, as a notebook file has them.
+
+        Items that are not valid are left out.
+        """
         found = self.state.get("outputs")
         parts = found if isinstance(found, list | tuple) else ()
         return [each for each in parts if isinstance(each, dict)]
 
     def change(self, comm: Comm) -> None:
-        """Take in the state that a message has, or a part of it."""
+        """Update the state from a message, which has the whole state or a part of it."""
         state = comm.data.get("state")
         if not isinstance(state, Mapping):
             return
@@ -64,28 +72,32 @@ class Model:
         self.buffers.update(zip(map(tuple, paths), comm.buffers, strict=False))
 
     def whole(self) -> tuple[dict[str, Any], tuple[bytes, ...]]:
-        """Return the state with the places of its buffers, as messages have it; and these."""
+        """Return the state with the paths of its buffers, as in messages; and the buffers."""
         data = {"state": self.state, "buffer_paths": [[*path] for path in self.buffers]}
         return data, (*self.buffers.values(),)
 
 
 class Widgets:
-    """All models of the ranks of one world."""
+    """The models of all widgets of a world's ranks."""
 
     def __init__(self) -> None:
         self.models: dict[str, Model] = {}
         self.gone: dict[str, int] = {}
-        """By id the ranks of widgets that have ended with these, until the notebook shows that."""
+        """By id the ranks of widgets whose rank has ended, until the notebook has shown that."""
         self._news: list[Comm] = []
-        self._capturing: dict[int, list[str]] = {}  # by rank the `Output`s, the innermost last
-        self._written: dict[str, None] = {}  # the `Output`s with other outputs than pages have
+        self._capturing: dict[int, list[str]] = {}  # by rank the ids of `Output`s, innermost last
+        self._written: dict[str, None] = {}  # ids of `Output`s whose new outputs pages lack
         self._lock = threading.RLock()
 
     def __repr__(self) -> str:
         return f"<Widgets {len(self.models)} models, {len(self._news)} messages wait>"
 
     def take(self, rank: int, output: Output) -> Output | None:
-        """Take in what a rank has said; return what of it is for the cell, None for nothing."""
+        """Handle an output of a rank; return the output that the cell shows, or None.
+
+        Messages of widgets update their models.  Output in the context of an `Output` widget goes
+        there.
+        """
         with self._lock:
             match output:
                 case Comm(id=name):
@@ -95,7 +107,7 @@ class Widgets:
                     return None
                 case Died():
                     self.end([rank])
-                case Done():  # what it does later is in no `Output` of its cell
+                case Done():  # output after the cell is in no `Output` of the cell
                     self._capturing.pop(rank, None)
                 case Text() | Display() | Clear() | Failure(connections="") if inside := (
                     self._capturing.get(rank)
@@ -110,7 +122,7 @@ class Widgets:
         if comm.kind == "comm_open":
             self.models[comm.id] = model = Model(rank)
             model.change(comm)
-        elif (known := self.models.get(comm.id)) is None:  # another notebook has seen it opened
+        elif (known := self.models.get(comm.id)) is None:  # opened while another notebook had it
             return
         elif comm.kind == "comm_close":
             self._forget(comm.id)
@@ -122,7 +134,7 @@ class Widgets:
         self._news.append(comm)
 
     def _begin_or_end(self, model: Model, comm: Comm) -> None:
-        """Note whether what its rank shows from now on is shown inside of this `Output`."""
+        """Begin or end the capturing of the rank's outputs, if the message says so by `msg_id`."""
         inside = self._capturing.setdefault(model.rank, [])
         begins = bool(model.state.pop("msg_id", ""))
         if "msg_id" in (comm.data.get("state") or {}):
@@ -153,7 +165,7 @@ class Widgets:
         self._written[name] = None
 
     def _shown(self, output: Display | Update) -> Display | Update:
-        """Return it, or its text and what to do where no page has its model."""
+        """Return the display; or its text with a remedy, if its model is not known here."""
         view = output.data[WIDGET]
         name = str(view.get("model_id", "")) if isinstance(view, Mapping) else ""
         if name in self.models:
@@ -164,9 +176,9 @@ class Widgets:
     # --- for pages ------------------------------------------------------------------------
 
     def news(self) -> list[tuple[int, Comm]]:
-        """Return what pages have to know since this was last asked; and what the ranks have to.
+        """Return the messages for pages, and for ranks, since the last call.
 
-        Each with its rank, which is -1 for pages.
+        Each has the rank that it is for, or -1 if it is for pages.
         """
         with self._lock:
             said, self._news = merged(map(self._for_page, self._news)), []
@@ -175,13 +187,16 @@ class Widgets:
                 if model := self.models.get(name):
                     data = {"method": "update", "state": {"outputs": model.state["outputs"]}}
                     comm = Comm("comm_msg", name, {**data, "buffer_paths": []}, {})
-                    # As a page would that shows it: the rank's own has them too.
+                    # The rank's own widget gets the outputs too, as from a page that shows it.
                     found += [(-1, comm), (model.rank, comm)]
             self._written.clear()
             return found
 
     def _for_page(self, comm: Comm) -> Comm:
-        """Leave out by what an `Output` finds its outputs, and these: they are shown from here."""
+        """Return a message without the parts by which a page would capture outputs itself.
+
+        An `Output` gets its outputs from here: `msg_id` and echoes of outputs are left out.
+        """
         model = self.models.get(comm.id)
         state = comm.data.get("state")
         if model is None or not model.captures or not isinstance(state, Mapping):
@@ -191,7 +206,10 @@ class Widgets:
         return comm._replace(data={**comm.data, "state": own})
 
     def from_page(self, comm: Comm) -> int | None:
-        """Take in what a page says; return the rank that it is for, None where that is gone."""
+        """Update a model by a message of a page; return the rank that has to get the message.
+
+        None if the widget does not exist any more.
+        """
         with self._lock:
             if (model := self.models.get(comm.id)) is None:
                 return None
@@ -209,10 +227,10 @@ class Widgets:
             data, buffers = model.whole()
             return Comm("comm_msg", name, {"method": "update", **data}, {}, buffers)
 
-    # --- what becomes of the ranks --------------------------------------------------------
+    # --- ends and new numbers of ranks ----------------------------------------------------
 
     def end(self, ranks: Collection[int] | None = None) -> None:
-        """Close the widgets of ranks that have ended, or of all."""
+        """Close the widgets of ranks that have ended, by default of all ranks."""
         with self._lock:
             for name, model in [*self.models.items()]:
                 if ranks is None or model.rank in ranks:
@@ -221,7 +239,7 @@ class Widgets:
                     self._news.append(Comm("comm_close", name, {}, {}))
 
     def renumber(self, became: Mapping[int, int]) -> None:
-        """Note which number each rank has now; one that has none has ended."""
+        """Change the models' ranks to their new numbers; close the widgets of ranks without one."""
         with self._lock:
             self.end({model.rank for model in self.models.values()} - became.keys())
             self._capturing.clear()
@@ -236,19 +254,20 @@ class Widgets:
                 del self._capturing[model.rank]
 
 
-REFERENCE = "IPY_MODEL_"  # begins what in a state stands for another model
+REFERENCE = "IPY_MODEL_"  # the prefix of an id in a state that refers to another model
 
 
 def merged(said: Iterable[Comm]) -> list[Comm]:
-    """Join the changes of a widget's state that follow one another, and those of one just opened.
+    """Join successive changes of a widget's state, and changes of a widget that was just opened.
 
-    A loop that moves a slider would take the page a message for each step, times the ranks; and
-    the server drops what exceeds 1,000 a second.  What is no number or text is not left out: for
-    plotly a value is a call, and the None after it its end.  But a page that has not drawn it yet
-    gets a widget as it is: anywidget loses messages that come while a page loads its code.
+    A loop that moves a slider would send the page a message for each step and rank; and Jupyter's
+    server drops messages beyond 1,000 a second.  Only numbers and texts are replaced by later
+    values: for plotly another value is a call, and the None after it the end of the call.  But
+    changes that follow the opening of a widget go into the message that opens it: anywidget loses
+    messages that come while a page loads its code.
     """
     found: list[Comm] = []
-    fresh: dict[str, int] = {}  # by id, the places of those that can take changes in
+    fresh: dict[str, int] = {}  # by id, the index in `found` of an opening message without buffers
     joined: dict[tuple[str, str], Comm] = {}
     for comm in said:
         state = comm.data.get("state")
@@ -278,7 +297,7 @@ def _changed(comm: Comm, new: Mapping[str, Any]) -> Comm:
 
 
 def as_saved(output: Display | Failure) -> dict[str, Any]:
-    """Return it as a notebook file has outputs."""
+    """Return an output in the format of a notebook file."""
     if isinstance(output, Failure):
         trace = [*output.traceback]
         said = {"ename": output.name, "evalue": output.message, "traceback": trace}
