@@ -1,1 +1,1 @@
-"""What crosses between processes: messages, frames, pickling, shared memory."""
+"""Everything that is sent between processes: messages, frames, and pieces of shared memory."""

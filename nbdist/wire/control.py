@@ -1,7 +1,8 @@
-"""What an agent asks of a worker's control thread, whatever its task does, and the answers.
+"""Requests to a worker's control thread, which answers them while a task runs, and the answers.
 
-They are pickles in messages on the kernel's control channel.  The agent makes of a worker's bytes
-nothing but these answers, since users' code runs there.
+Agents send the requests (`nbdist.agent.worker`), `nbdist.worker.control` answers them.
+Requests and answers are pickles in messages on the kernel's control channel.  Users' code runs in
+the worker, so the agent unpickles nothing but the classes of `Answer` (`answer_from`).
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from nbdist.wire.spec import WorldSpec
 from nbdist.wire.views import Collective, Place, StackFrame
 
 TYPES = "_jupyter_types_experimental"
-"""Where a reply to a front end says of what kind each completion is, and its signature."""
+"""The key in a reply's metadata under which front ends find completions' types and signatures."""
 
 
 class Complete(NamedTuple):
-    """What can stand at the cursor?  `cursor` counts characters of the code."""
+    """Which completions are there at the cursor?  `cursor` counts characters of the code."""
 
     code: str
     cursor: int
@@ -34,11 +35,11 @@ class Inspect(NamedTuple):
 
 
 Question = Complete | Inspect
-"""What a front end asks of a worker's variables while the user types."""
+"""A request of a front end about a worker's variables, made while the user types."""
 
 
 class Candidate(NamedTuple):
-    """What could stand there, and of what kind that is: `function`, `instance`, ..."""
+    """One completion; `type` is jedi's word for what it names: `function`, `instance`, ..."""
 
     text: str
     type: str = ""
@@ -47,7 +48,7 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Completions:
-    """Each of these can stand in place of the characters from `start` to `end`."""
+    """Completions, each of which replaces the characters of the code from `start` to `end`."""
 
     candidates: tuple[Candidate, ...]
     start: int
@@ -84,7 +85,7 @@ class Completions:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """Text by media type; empty where there is no such name."""
+    """A description of the name at the cursor, by media type; empty for an unknown name."""
 
     data: Mapping[str, str]
 
@@ -97,49 +98,53 @@ class Description:
 
 
 REQUEST, REPLY = "nbdist_request", "nbdist_reply"
-"""The kinds of these messages."""
+"""The message types of requests and answers on the kernel's control channel."""
 
 
 class Locate(NamedTuple):
-    """Where is the main thread?  Answered by `Place`, `briefly` with what people read of it."""
+    """Where is the main thread?  Answered by `Place`.
+
+    `briefly` leaves out the fields that only the detection of hangs needs: each system call for
+    them may cost milliseconds.
+    """
 
     briefly: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Through which calls did it come there?  Answered by `Traced`."""
+    """Where is the main thread, and through which calls did it get there?  Answered by `Traced`."""
 
 
 @dataclass(frozen=True, slots=True)
 class LastCollective:
-    """Which collective was begun last?  Answered by `Collective`, or `Ok` for none."""
+    """Which collective did the rank begin last?  Answered by `Collective`, or `Ok` for none."""
 
 
 @dataclass(frozen=True, slots=True)
 class ListGroups:
-    """Which groups are there?  Answered by `HeldGroups`."""
+    """Which process groups does the rank belong to?  Answered by `HeldGroups`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ListSecrets:
-    """Which values of its environment are secrets?  Answered by these values."""
+    """Which values of the rank's environment variables are secrets?  Answered by these values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What do torch and IPython lack?  Answered by a sentence for each thing."""
+    """Which names that nbdist needs do torch and IPython lack?  Answered by a sentence for each."""
 
 
 class ReleaseValues(NamedTuple):
-    """Keep no longer what this task brought back: it has been read."""
+    """Release the values that this task returned: the notebook has read them."""
 
     task_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Abort whatever collective the main thread waits in."""
+    """Abort the pending collectives of the rank, so that its main thread no longer waits."""
 
 
 MAX_STEPS_APART = 10
@@ -168,7 +173,11 @@ class ReleaseSteps(NamedTuple):
 
 
 class Regroup(NamedTuple):
-    """Reconnect the world's group and these, as this generation; then take this `environ`."""
+    """Reconnect the world's group and the groups of `members`, which keep their sizes.
+
+    `members` has the ranks of each group besides the world's own, by its name, as all survivors
+    together report them.  Then apply the environment variables in `environ`.
+    """
 
     generation: int
     members: Mapping[str, tuple[int, ...]]
@@ -177,7 +186,10 @@ class Regroup(NamedTuple):
 
 
 class Resize(NamedTuple):
-    """Join a group of another size as this rank, with these newcomers; `environ` follows."""
+    """Form a world's group of another size, in which the worker has the number `rank`.
+
+    The worker first waits until all `newcomers` have started, and at last applies `environ`.
+    """
 
     generation: int
     rank: int
@@ -193,7 +205,7 @@ Request = Look | ReleaseValues | Abort | StepRequest | Regroup | Resize
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """The calls from the innermost out, and where they have led."""
+    """The place of the main thread and its calls, the innermost first."""
 
     place: Place
     frames: tuple[StackFrame, ...]
@@ -215,7 +227,10 @@ class StepCount:
 
 @dataclass(frozen=True, slots=True)
 class HeldGroups:
-    """Which rank it is of how many of the world's group, 0 for none; those of others by name."""
+    """The groups of a worker: its rank in the world's group, and the other groups by name.
+
+    `world_size` is 0 if the worker's last attempt to form the world's group failed.
+    """
 
     rank: int
     world_size: int
@@ -224,7 +239,7 @@ class HeldGroups:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """It could not be done; `unfit` where only another process could do it."""
+    """The request failed; if `unfit`, the cause is in the worker itself, which its agent ends."""
 
     error: str
     unfit: bool
@@ -232,7 +247,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Ok:
-    """It is done, or there is none of what was asked for."""
+    """The request is done, or what it asks for does not exist."""
 
 
 Said = Completions | Description
@@ -240,7 +255,7 @@ Answer = Place | Traced | Collective | StepCount | HeldGroups | tuple[str, ...] 
 
 
 def answer_from(buffers: Sequence[bytes | memoryview]) -> Answer:
-    """Return what a worker has answered; raises BadFrame."""
+    """Unpack a worker's answer; raises BadFrame for anything that is not an `Answer`."""
     if not buffers:
         raise BadFrame("it is empty")
     answer: Answer = object_from(bytes(buffers[0]), Answer)

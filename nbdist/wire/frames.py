@@ -1,4 +1,8 @@
-"""Messages as bytes: pickles, cut into frames; from where users' code runs they are checked."""
+"""Turns messages into bytes and back: pickles, frames with their length, and JSON.
+
+Every process of nbdist uses it.  Pickles that come from a worker, where users' code runs, are read
+with `object_from`, which makes no class that is not expected.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +20,11 @@ _LENGTH = struct.Struct("!Q")
 _MISSING = object()
 
 NOTHING: Mapping[str, Any] = {}
-"""What a field is by default; nothing is ever put in."""
+"""The default of fields that are mappings; nobody may add to it."""
 
 
 class BadFrame(Exception):
-    """Bytes that are not what they should be; the message says in what."""
+    """The bytes are no valid message; the error's text says why."""
 
 
 def pack(message: object) -> bytes:
@@ -29,15 +33,18 @@ def pack(message: object) -> bytes:
 
 
 def unpack(frame: bytes | memoryview) -> Any:
-    """Return what `pack` has packed, in a process that this one trusts: code in it would run."""
+    """Return the message that `pack` packed.
+
+    The sender must be trusted: unpickling can run any code.
+    """
     return pickle.loads(frame)
 
 
 def object_from(frame: bytes, kind: Any, *parts: type) -> Any:
-    """Return what was pickled, if it is of this kind: a record, or a union; raises BadFrame.
+    """Unpickle an object of this kind, a record or a union of records; raises BadFrame.
 
-    Nothing runs, and no class but those in the annotations of `kind`, and `parts`, is made;
-    every field has the type that its annotation says.
+    Only `kind`, `parts` and the records in their annotations can be unpickled, so no other code
+    runs.  Every field of the returned object has the type that its annotation says.
     """
     try:
         found = _Unpickler(frame, _classes_by_name(kind, *parts)).load()
@@ -66,7 +73,7 @@ def _is_record(kind: Any) -> bool:
 
 @cache
 def _parts_of(kind: Any) -> tuple[Any, tuple[Any, ...], Mapping[str, Any]]:
-    """Return the origin of an annotation, its arguments, and the fields of a record."""
+    """Return an annotation's origin and arguments, and the annotations of a record's fields."""
     hints: dict[str, Any] = {}
     if _is_record(kind):
         known = get_type_hints(kind)
@@ -91,7 +98,7 @@ def _classes_by_name(*kinds: Any) -> Mapping[tuple[str, str], type]:
 
 
 def fits(value: Any, kind: Any) -> bool:
-    """Return True for a value that is what an annotation says, all the way down."""
+    """Return True if a value, and all that it contains, has the type of an annotation."""
     origin, inner, held = _parts_of(kind)
     if kind is Any:
         return True
@@ -113,7 +120,7 @@ def fits(value: Any, kind: Any) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """Return what JSON can say of a value, with records as mappings; `built` reads it."""
+    """Return a value as JSON can express it: records as mappings.  `built` is the inverse."""
     kind: Any = type(value)
     if _is_record(kind):
         return {name: plain(getattr(value, name)) for name in _parts_of(kind)[2]}
@@ -121,13 +128,13 @@ def plain(value: Any) -> Any:
 
 
 def built(value: Any, kind: Any) -> Any:
-    """Return what JSON says of such a value: lists as tuples, mappings as records.
+    """Return the value of this kind that `plain` turned into JSON: records and tuples again.
 
-    Fields that are not known are left out: another version may say more.  Raises TypeError where
-    some are missing; whether all have their types, `fits` says.
+    Unknown fields are dropped: another version of nbdist may send more of them.  Raises TypeError
+    if a field is missing.  The caller checks the types of the fields with `fits`.
     """
     origin, inner = get_origin(kind), get_args(kind)
-    if origin in (Union, types.UnionType):  # of records it is the first with such fields
+    if origin in (Union, types.UnionType):  # the first record that has no other required fields
         for each in inner:
             with suppress(TypeError):
                 return built(value, each)
@@ -140,19 +147,19 @@ def built(value: Any, kind: Any) -> Any:
 
 
 def framed(data: bytes) -> bytes:
-    """Return the bytes with their length before them."""
+    """Return the bytes with their length before them, as `FrameCutter` reads them."""
     return _LENGTH.pack(len(data)) + data
 
 
 class FrameCutter:
-    """Cuts what is read into frames; one of more than `most` bytes raises BadFrame."""
+    """Cuts a stream of bytes into frames; raises BadFrame for a frame of more than `most` bytes."""
 
     def __init__(self, most: int | None = None) -> None:
         self._data = bytearray()
         self._most = most
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Yield the frames that are complete by now."""
+        """Add bytes that were read, and yield the frames that are now complete."""
         self._data += data
         while len(self._data) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._data)

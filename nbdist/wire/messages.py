@@ -1,6 +1,7 @@
-"""What crosses between the notebook and an agent; what ranks show is in `nbdist.output.events`.
+"""The messages between a notebook and its agent, or head; `nbdist.output.events` has the outputs.
 
-Both run the same version of nbdist, so these are pickles, on a socket that only this user can open.
+Messages are pickles on a socket that only this user can open: both processes run the same version
+of nbdist.  `nbdist.world.link` is the notebook's end, `nbdist.agent.notebook_link` the agent's.
 """
 
 from __future__ import annotations
@@ -24,16 +25,21 @@ from nbdist.wire.work import InputReply, Task
 # --- the notebook's code ----------------------------------------------------------------------
 
 PART = 4 << 20
-"""Bytes of files after which a message has enough: other messages need not wait for more."""
+"""Bytes of files in one `PutCode` message, beyond which the next message begins.
+
+Smaller messages let other messages through in between.
+"""
 
 MANIFEST, NEW_FILE = ".nbdist-files", ".nbdist-new"
-"""Names all files that a node was sent, so that nothing else is removed; is being written there."""
+"""Two files in a node's copy of the code: the list of all files that the node was sent, by which
+they are removed later, and the file that is being written.
+"""
 
 OWN_NAMES = (MARKER, MANIFEST, NEW_FILE)
 
 
 class CodeFile(NamedTuple):
-    """What is in a file; a program or not."""
+    """The content of a file, and whether its owner may execute it."""
 
     content: bytes
     is_program: bool = False
@@ -46,7 +52,10 @@ class CodeFile(NamedTuple):
 
 
 def landmark(path: str) -> tuple[int, int] | None:
-    """Return by which machines know the very same file, inode and ctime; None for no file."""
+    """Return a file's inode and ctime, or None if there is no file.
+
+    If they are the same on two machines, the machines share the file.
+    """
     with suppress(OSError):
         found = os.stat(path)
         return found.st_ino, found.st_ctime_ns
@@ -57,41 +66,45 @@ def landmark(path: str) -> tuple[int, int] | None:
 
 
 class StartWorld(NamedTuple):
-    """Start all workers and form their group; answered by `WorldStarted`."""
+    """Start all workers and form their group; answered by `WorldStarted` or `StartFailure`."""
 
     spec: WorldSpec
 
 
 class StopWorld(NamedTuple):
-    """End all workers, politely for `grace` seconds, then by force."""
+    """End all workers: ask them to exit, and kill those that are left after `grace` seconds."""
 
     grace: float
 
 
 @dataclass(frozen=True, slots=True)
 class GetStatus:
-    """Answered by a tuple of `WorkerStatus`."""
+    """What is the status of each worker?  Answered by a tuple of `WorkerStatus`."""
 
 
 @dataclass(frozen=True, slots=True)
 class GetRefused:
-    """Notebook to head: how many connections it refused; answered by a number."""
+    """Notebook to head: how many connections did the head refuse?  Answered by a number."""
 
 
 class GetStacks(NamedTuple):
-    """Answered by a tuple of `Stack`."""
+    """Which calls are these ranks in?  Answered by a tuple of `Stack`."""
 
     ranks: tuple[int, ...]
 
 
 class GetSecrets(NamedTuple):
-    """Answered by a tuple of `RankSecrets`."""
+    """Which secrets are in the environments of these ranks?  A tuple of `RankSecrets` answers."""
 
     ranks: tuple[int, ...]
 
 
 class Consult(NamedTuple):
-    """Ask one of these ranks, an idle one if there is any; None where none answers in time."""
+    """Ask an idle one of these ranks; answered by its answer.
+
+    The answer is None if no rank is idle, or if neither of the first two idle ranks answers in
+    time.
+    """
 
     ranks: tuple[int, ...]
     question: Question
@@ -99,27 +112,32 @@ class Consult(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Heal:
-    """Replace dead workers and form the group anew in all; answered by `Healed`."""
+    """Replace dead workers and connect the group of all workers again; answered by `Healed`."""
 
 
 class Scale(NamedTuple):
-    """Change the number of workers; answered by `Healed`.  The ranks of `keep` become the first."""
+    """Change the number of workers; answered by `Healed`.
+
+    The ranks in `keep` stay, and are numbered 0, 1, ... in this order; all other ranks end.
+    """
 
     spec: WorldSpec
     keep: tuple[int, ...]
 
 
 class Kill(NamedTuple):
-    """End these ranks' processes now; `Died` follows for each, and says `why`."""
+    """Kill these ranks' processes; a `Died` with the reason `why` follows for each."""
 
     ranks: tuple[int, ...]
     why: str = ""
 
 
 class GetCode(NamedTuple):
-    """Have a copy of a folder with these files alone, unless the `landmarks` are the very same.
+    """Compare the notebook's folder with the one on the node; answered by `CodeHeld`.
 
-    Answered by `CodeHeld`; where the folder is not shared, `PutCode` follows.
+    If the node has the very same `landmarks`, it shares the folder and needs no copy.  If it has a
+    copy already, it removes those of the sent files that `paths` does not name; files that user
+    code has written stay.  Unless the folder is shared, `PutCode` follows.
     """
 
     landmarks: Mapping[str, tuple[int, int]]
@@ -127,14 +145,17 @@ class GetCode(NamedTuple):
 
 
 class PutCode(NamedTuple):
-    """Write some of the files that are new or have changed; answered by `CodeHeld`."""
+    """Write these files, which are new or have changed, into the copy; answered by `CodeHeld`.
+
+    `is_last` is True in the last message of a `GetCode`.
+    """
 
     files: Mapping[str, CodeFile]
     is_last: bool
 
     @classmethod
     def of(cls, files: Iterable[tuple[str, CodeFile]]) -> Iterator[PutCode]:
-        """Divide files among messages, none much larger than what one file needs."""
+        """Divide files among messages: each ends with the file that exceeds `PART` bytes."""
         part, size = dict[str, CodeFile](), 0
         for path, file in files:
             part[path] = file
@@ -147,11 +168,11 @@ class PutCode(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Grow:
-    """Take in the machines that have come since the start; answered by `Healed`."""
+    """Add ranks on machines that have joined since the world started; answered by `Healed`."""
 
 
 OfEachRank = GetStacks | GetSecrets | GetLogs
-"""Answered by rows, each of which has its `rank`."""
+"""Requests that are answered by a tuple of rows, each of which has a `rank`."""
 
 Look = GetStatus | GetRefused | OfEachRank | Consult
 Change = StartWorld | StopWorld | Heal | Scale | Grow | Kill
@@ -160,10 +181,12 @@ Request = Look | Change | GetCode | PutCode
 
 @dataclass(frozen=True, slots=True)
 class WorldStarted:
-    """All ranks are up and share a group; `logs` are their log folders ("" for none).
+    """All ranks are running and share a group.
 
-    `missing` says what their libraries lack, a sentence each.  Of several machines `hosts` has that
-    of each rank.  `spec` is what the world became; a part of one has none.
+    The mappings are by rank.  `logs` has log folders, "" for none.  `missing` has a sentence for
+    each name that the workers' libraries lack, and one for machines that have not come.  `hosts`
+    is empty on a single machine.  `spec` is the world as it was started; it is None if this
+    answers for one machine of several.
     """
 
     pids: Mapping[int, int]
@@ -175,7 +198,7 @@ class WorldStarted:
 
 @dataclass(frozen=True, slots=True)
 class StartFailure:
-    """A rank, or with None an agent, could not start; nothing of the half-started world is left."""
+    """A rank could not start, or an agent if `rank` is None; all other workers have been ended."""
 
     rank: int | None
     host: str
@@ -186,10 +209,11 @@ class StartFailure:
 
 @dataclass(frozen=True, slots=True)
 class Healed:
-    """All ranks share a group again; `problem` says why they do not, "" when they do.
+    """The group was formed again: all ranks share it unless `problem` says why they do not.
 
-    `spec` is what the world became; `not_scaled` says why it has as many ranks as before.  `hosts`
-    are as in `WorldStarted`; `rejoin_hint` brings back lost machines.
+    `spec` is the world as it is now.  `not_scaled` says why the number of ranks did not change as
+    asked, "" if it did.  `hosts` are as in `WorldStarted`; `rejoin_hint` tells the user how lost
+    machines can join again.
     """
 
     pids: Mapping[int, int]
@@ -203,7 +227,11 @@ class Healed:
 
 @dataclass(frozen=True, slots=True)
 class CodeHeld:
-    """The notebook's folder is there, itself where it `is_shared`, or a `problem` prevents that."""
+    """The state of the notebook's folder on a node.
+
+    If it `is_shared`, workers use the folder itself, else the node's copy.  `problem` says why
+    there is no complete copy, "" if there is.
+    """
 
     host: str
     is_shared: bool = False
@@ -211,7 +239,7 @@ class CodeHeld:
 
 
 Reply = Any
-"""What the request says that it is answered by."""
+"""The answer to a request; the docstring of the request's class says which type it has."""
 
 
 # --- what goes over the link ----------------------------------------------------------------
@@ -220,14 +248,20 @@ R = TypeVar("R")
 
 
 class Ask(NamedTuple, Generic[R]):
-    """Notebook or head to agent, or of its store agent to head: do this, and `Answer`."""
+    """A request that is answered by an `Answer` with the same id.
+
+    Sent by the notebook or a head to an agent, and by an agent to the head for the head's store.
+    """
 
     id: int
     request: R
 
 
 class Run(NamedTuple):
-    """Notebook to agent: pass the packed task, which refers to `segments`, on to its ranks."""
+    """Notebook to agent: run this packed task on these ranks.
+
+    `segments` are the segments of shared memory that the task refers to.
+    """
 
     id: str
     ranks: tuple[int, ...]
@@ -236,55 +270,56 @@ class Run(NamedTuple):
 
 
 class Locate(NamedTuple):
-    """Notebook to agent: say where these ranks are; answered by `Located`, with this time."""
+    """Notebook to agent: where are these ranks?  Answered by a `Located` with the same `asked`."""
 
     ranks: tuple[int, ...]
     asked: float
 
 
 class Abort(NamedTuple):
-    """Notebook to agent: abort whatever collectives these ranks wait in."""
+    """Notebook to agent: abort the pending collectives of these ranks."""
 
     ranks: tuple[int, ...]
 
 
 class Interrupt(NamedTuple):
-    """Notebook to agent: stop what these ranks run (`nbdist.agent.stopping`)."""
+    """Notebook to agent: interrupt the tasks of these ranks (`nbdist.agent.stopping`)."""
 
     ranks: tuple[int, ...]
 
 
 class Spare(NamedTuple):
-    """Notebook to agent: end none of these for Stop unless that is pressed again."""
+    """Notebook to agent: kill none of these ranks for ignoring Stop until Stop is pressed again."""
 
     ranks: tuple[int, ...]
 
 
 class ReleaseValues(NamedTuple):
-    """Notebook to agent: what these ranks sent back of a task has been read."""
+    """Notebook to agent: the values that these ranks returned from a task have been read."""
 
     task_id: str
     ranks: tuple[int, ...]
 
 
 class SendInput(NamedTuple):
-    """Notebook to agent: pass on to this rank what was typed for it."""
+    """Notebook to agent: pass this reply to an input request on to the rank."""
 
     rank: int
     reply: InputReply
 
 
 class ToWidget(NamedTuple):
-    """Notebook to agent: pass on to this rank what a page says to one of its widgets."""
+    """Notebook to agent: pass a page's message on to one of the rank's widgets."""
 
     rank: int
     comm: Comm
 
 
 class Remember(NamedTuple):
-    """Notebook to agent: what the next notebook needs that takes the world over.
+    """Notebook to agent: keep this for the next notebook that attaches to the world.
 
-    `patience` is that of the next task, `setup` are the set-up cells with their keys.
+    `patience` is the one of the last task that was sent, or the world's own.  `setup` has the
+    set-up cells with their keys.
     """
 
     config: WorldConfig = WorldConfig()
@@ -294,16 +329,16 @@ class Remember(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """Notebook to agent: one more batch of outputs has been taken in."""
+    """Notebook to agent: acknowledge one batch of outputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shutdown:
-    """Notebook to agent: end everything and go."""
+    """Notebook to agent: end all workers and exit."""
 
 
 class Hello(NamedTuple):
-    """Agent to notebook, once, first."""
+    """Agent to notebook: the first message on a connection."""
 
     version: str
     pid: int
@@ -312,32 +347,36 @@ class Hello(NamedTuple):
 
 @dataclass(slots=True)
 class Attached:
-    """Agent to notebook, after the hello, where it takes a world over; `Outputs` follow.
+    """Agent to notebook: the world that the notebook attaches to.
 
-    `run` is the task that no notebook has seen to its end, None for none; it was sent at
-    `started`, monotonic, and ranks ended it at `ended`.  `bound` has by rank the names that
-    tasks have bound, with what they imported; `dead` are ranks that were not replaced.
-    Unless `is_whole` the group has to be formed anew; machines that `came` could have ranks.
-    Calls are numbered from `next_call` on, `forgotten` counts tasks that have ended before,
-    `since` is when the notebook before was gone.  Its agent keeps it up to date.
+    Sent after the `Hello`; the `Outputs` that no notebook has seen follow.  The agent keeps this
+    object up to date while it runs (`nbdist.agent.world_record`), so it is not frozen.
     """
 
     memory: Remember
     spec: WorldSpec | None = None
+    # By rank, as in `WorldStarted`.
     pids: Mapping[int, int] = field(default_factory=dict)
     logs: Mapping[int, str] = field(default_factory=dict)
     hosts: Mapping[int, str] = field(default_factory=dict)
+    # Machines that have joined, and could have ranks.
     came: tuple[str, ...] = ()
-    missing: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()  # as in `WorldStarted`
+    # If False, collectives were aborted or connections lost: the group must be formed again.
     is_whole: bool = True
-    dead: dict[int, Died] = field(default_factory=dict)
+    dead: dict[int, Died] = field(default_factory=dict)  # ranks that have not been replaced
+    # By rank: the names that tasks have bound; for imported ones their module as in
+    # `Done.imported`, for others None.
     bound: dict[int, dict[str, str | None]] = field(default_factory=dict)
+    # The task whose end no notebook has seen, or None.
     run: Run | None = None
-    started: float = 0.0
-    started_ns: int = 0
+    started: float = 0.0  # when `run` was sent, on the monotonic clock
+    started_ns: int = 0  # the same in nanoseconds since 1970
+    # By rank: when it finished `run`, on the monotonic clock.
     ended: dict[int, float] = field(default_factory=dict)
-    next_call: int = 1
-    forgotten: int = 0
+    next_call: int = 1  # the id that the notebook's next `Ask` must have
+    forgotten: int = 0  # tasks before `run`, whose outputs are gone
+    # When the previous notebook detached, in seconds since 1970.
     since: float = 0.0
 
 
@@ -350,7 +389,7 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Starting:
-    """Agent to notebook: `up` of the workers have started; `text` says which machines have come."""
+    """Agent to notebook: `up` workers have started; `text` says which machines have come."""
 
     up: int
     text: str = ""
@@ -358,7 +397,7 @@ class Starting:
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """Agent to notebook: where the ranks are that a `Locate` asked for."""
+    """Agent to notebook: the places of the live ranks that a `Locate` asked for."""
 
     places: Mapping[int, Place]
     asked: float = 0.0
@@ -366,21 +405,21 @@ class Located:
 
 @dataclass(frozen=True, slots=True)
 class Used:
-    """Agent to notebook, every few seconds while a task runs: what its workers use, by rank."""
+    """Agent to notebook: memory and GPU of busy ranks, sent every few seconds while a task runs."""
 
     usage: Mapping[int, Usage]
 
 
 @dataclass(frozen=True, slots=True)
 class NodeJoined:
-    """Agent to notebook: this machine has come, and there could be more ranks: `Grow`."""
+    """Head to notebook: this machine has joined, so `Grow` could add ranks."""
 
     host: str
 
 
 @dataclass(frozen=True, slots=True)
 class Silent:
-    """Agent to notebook: these machines do not respond; each is lost after `timeout` seconds."""
+    """Head to notebook: these machines do not respond; each is lost after `timeout` seconds."""
 
     hosts: tuple[str, ...]
     timeout: float
@@ -388,13 +427,13 @@ class Silent:
 
 @dataclass(frozen=True, slots=True)
 class Aborted:
-    """Agent to notebook: the collectives are being aborted in which these ranks wait."""
+    """Agent to notebook: Stop is about to abort the collectives in which these ranks wait."""
 
     places: Mapping[int, Place]
 
 
 class Outputs(NamedTuple):
-    """Agent to notebook: rank, task ("" for none) and output, since the last batch, in order."""
+    """Agent to notebook: a batch of outputs in order, each with its rank and task ("" for none)."""
 
     items: tuple[tuple[int, str, Output], ...]
 

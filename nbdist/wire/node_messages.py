@@ -1,8 +1,8 @@
-"""What crosses between the head of a world and its agents besides what any agent is told.
+"""The messages between the head of a world and its agents, besides those of `nbdist.wire.messages`.
 
-An agent takes the head for its notebook: `nbdist.wire.messages`.  What there is more is what
-several machines have to agree on: `nbdist.agent.forming` asks, `nbdist.agent.worker_group` answers,
-in one process where all workers are on one machine, else over a link.
+An agent serves the head as it would serve a notebook.  The messages here are about what several
+machines must agree on: `nbdist.agent.forming` sends a `PartRequest` and `nbdist.agent.worker_group`
+answers.  With several machines it crosses a link; on a single machine both are in the agent.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ Groups = Mapping[str, tuple[int, ...]]
 """The ranks of each group besides the world's own, by its name."""
 
 Processes = Mapping[int, tuple[int, int]]
-"""By rank: the number of its node, and of its process there."""
+"""By rank: the number of its node, and its process id there."""
 
 
 class Held(NamedTuple):
-    """Which ranks of a part live, and the groups that each holds; None where it did not say."""
+    """The live ranks of a machine with the groups of each; None for a rank that did not answer."""
 
     ranks: Mapping[int, HeldGroups | None]
 
 
 class Formed(NamedTuple):
-    """What a part has after a `Form`: process, log folder and life of each of its ranks.
+    """A machine's ranks after a `Form`: process id and log folder by rank, and which are `alive`.
 
-    `problem` says what kept them from forming the group, "" for nothing.
+    `problem` says why the ranks could not form the group, "" if they did.
     """
 
     pids: Mapping[int, int]
@@ -50,7 +50,7 @@ class Formed(NamedTuple):
 
 
 def processes(pids: Mapping[int, int], slots: Slots) -> Processes:
-    """Say which process each rank is: on several machines two can have one number."""
+    """Return each rank's node and process id: processes on two machines can have the same id."""
     return {rank: (slots[rank].node if slots else 0, pid) for rank, pid in pids.items()}
 
 
@@ -58,30 +58,25 @@ def processes(pids: Mapping[int, int], slots: Slots) -> Processes:
 
 
 class NodeFacts(NamedTuple):
-    """A machine that has come into a world, as its agent sees it.
-
-    `number` orders the nodes where what has started the agent knows one, else -1; `address` is
-    that by which it has reached the head, and others can reach it; on `port` nothing listens,
-    and nothing else will; `gpus` are named as CUDA_VISIBLE_DEVICES names them.
-    """
+    """A machine that has joined a world, as its agent describes it."""
 
     name: str
-    number: int
-    address: str
-    port: int
+    number: int  # by which nodes are ordered; -1 if the launcher gave the agent none
+    address: str  # from which the agent reached the head, and at which other machines reach it
+    port: int  # reserved by the agent: nothing listens on it
     cores: int
-    gpus: tuple[str, ...]
+    gpus: tuple[str, ...]  # as CUDA_VISIBLE_DEVICES names them
     python: str
     versions: Versions
 
     @property
     def torch(self) -> str:
-        """The version of torch there, "" for none."""
+        """The version of torch on that machine, "" if it has none."""
         return self.versions.get("torch", "")
 
 
 class NodeHello(NamedTuple):
-    """Agent to head, once, first."""
+    """Agent to head: the first message, sent once."""
 
     version: str
     pid: int
@@ -95,27 +90,33 @@ R = TypeVar("R")
 
 
 class PartRequest(Generic[R]):
-    """What is asked of a machine of a world; answered within `timeout` seconds by an `R`."""
+    """A request to one machine of a world, which answers with an `R`.
+
+    If the machine is lost, or does not answer in time, `lost` makes the answer.
+    """
 
     __slots__ = ()
 
     @property
     def timeout(self) -> float:
-        """Longer than an agent takes."""
+        """Seconds for the answer: longer than an agent takes, but for a fault."""
         return 5.0
 
     def lost(self, why: str) -> R:
-        """Return the answer of a machine that is lost: no worker lives there."""
+        """Return the answer for a machine that cannot answer, as if it had no live workers.
+
+        `why` says what happened: the machine is lost, or was too slow.
+        """
         return None  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, slots=True)
 class GetClock(PartRequest[int]):
-    """Answered by the time there, in nanoseconds since 1970."""
+    """What time is it on the machine?  Answered in nanoseconds since 1970."""
 
 
 class Target(NamedTuple):
-    """A port of another machine, on which nothing listens, but which answers all the same."""
+    """A port of another machine on which nothing listens: a refused connection proves a route."""
 
     name: str
     address: str
@@ -124,7 +125,10 @@ class Target(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Reach(PartRequest[str]):
-    """Can these be reached from there?  Answered by which one cannot and why, "" for none."""
+    """Can the machine reach these targets?
+
+    Answered by one that it cannot reach, and why; "" if it reaches all.
+    """
 
     targets: tuple[Target, ...]
     timeout = 10.0
@@ -132,7 +136,7 @@ class Reach(PartRequest[str]):
 
 @dataclass(frozen=True, slots=True)
 class LocateRanks(PartRequest[Mapping[int, Place]]):
-    """Where are these ranks, as far as they are alive?"""
+    """Where are these ranks?  Answered by a place for each live one."""
 
     ranks: tuple[int, ...]
     timeout = 10.0
@@ -143,9 +147,9 @@ class LocateRanks(PartRequest[Mapping[int, Place]]):
 
 @dataclass(frozen=True, slots=True)
 class HoldRanks(PartRequest[Mapping[int, StepCount | None]]):
-    """Hold ranks at the beginning of their next optimizer step; return their counts by rank.
+    """Hold these ranks at the beginning of their next optimizer step; answered by step counts.
 
-    Ranks of the machine that have finished the same task are in the answer too.
+    The answer also has the machine's ranks that have finished the same task.
     """
 
     ranks: tuple[int, ...]
@@ -156,7 +160,10 @@ class HoldRanks(PartRequest[Mapping[int, StepCount | None]]):
 
 @dataclass(frozen=True, slots=True)
 class StartPart(PartRequest[WorldStarted | StartFailure]):
-    """Start these ranks; when one fails, or it is called off, end the others of them."""
+    """Start these ranks.
+
+    If one of them fails, or a `CallOff` comes, the machine ends all of them.
+    """
 
     spec: WorldSpec
     ranks: tuple[int, ...]
@@ -169,7 +176,7 @@ class StartPart(PartRequest[WorldStarted | StartFailure]):
 
 @dataclass(frozen=True, slots=True)
 class GetHeld(PartRequest[Held]):
-    """Which ranks live, and what groups do they hold?"""
+    """Which ranks are alive, and which groups do they belong to?"""
 
     timeout = 35.0
 
@@ -179,7 +186,10 @@ class GetHeld(PartRequest[Held]):
 
 @dataclass(frozen=True, slots=True)
 class Prepare(PartRequest[str]):
-    """Make ready what starts these ranks; answered by what keeps it from that, else ""."""
+    """Prepare to start these ranks: make folders, start the fork server.
+
+    Answered by the reason why they cannot be started, or "".
+    """
 
     spec: WorldSpec
     ranks: tuple[int, ...]
@@ -191,19 +201,19 @@ class Prepare(PartRequest[str]):
 
 @dataclass(frozen=True, slots=True)
 class Form(PartRequest[Formed]):
-    """Form the next generation of the group: `ranks` are the part's own.
+    """Form this generation of the world's group together with all other machines.
 
-    `missing` are the ranks that are started anew, of all parts.  `groups` are made whole
-    together with the world's own; None where that one is of another size, since `sized_in`,
-    and none made from it can stay.  `attempt` counts the starts of the world.
+    The machine starts those of its ranks that are `missing`; the others reconnect.
     """
 
     spec: WorldSpec
-    ranks: tuple[int, ...]
-    attempt: int
+    ranks: tuple[int, ...]  # all ranks of the machine
+    attempt: int  # counts the starts of the world
     generation: int
-    sized_in: int
-    missing: tuple[int, ...]
+    sized_in: int  # the generation in which the world's group got its present size
+    missing: tuple[int, ...]  # ranks of all machines that must be started
+    # The other groups to reconnect; None if the world's group gets another size, so that no group
+    # that was made from it can stay.
     groups: Groups | None
     timeout = 60.0
 
@@ -213,16 +223,19 @@ class Form(PartRequest[Formed]):
 
 @dataclass(frozen=True, slots=True)
 class CallOff(PartRequest[None]):
-    """Stop ranks from waiting for this generation; at once, whatever else is under way."""
+    """Call the forming of this generation off, so that no rank waits for it any longer.
+
+    Sent while the `StartPart` or `Form` is still in progress.
+    """
 
     generation: int
 
 
 @dataclass(frozen=True, slots=True)
 class EndRanks(PartRequest[None]):
-    """End these ranks: politely for `grace` seconds, then by force.
+    """End these ranks: ask them to exit, and kill those that are left after `grace` seconds.
 
-    With `drops` nothing more is sent of what they have said: no rank of the world stays.
+    `drops` is set if no rank of the world stays: the agent discards their pending outputs.
     """
 
     ranks: tuple[int, ...]
@@ -236,16 +249,17 @@ class EndRanks(PartRequest[None]):
 
 @dataclass(frozen=True, slots=True)
 class Renumber(PartRequest[None]):
-    """Call each of these ranks by another number, of which itself learns with the next `Form`."""
+    """Give ranks new numbers, by their old ones; each worker gets its own with the next `Form`."""
 
     became: Mapping[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Bring(PartRequest[str]):
-    """Have these segments there: `Fetch` them.  Answered by why there is no room, "" for nothing.
+    """Copy these segments of shared memory to the machine.
 
-    It takes as long as the line does; an agent that says nothing any more counts as lost before.
+    Its agent sends a `Fetch` for each piece.  Answered by the reason if the machine has no room,
+    else "".  The long timeout is for slow networks; a silent machine is lost long before.
     """
 
     refs: tuple[SegmentRef, ...]
@@ -268,18 +282,18 @@ class InterruptAt(NamedTuple):
 
 NodeDown = Down | InterruptAt | Ask[Any] | Answer | Fetch | Piece | Drop
 NodeUp = Up | NodeHello | Ask[Operation] | Fetch | Piece
-"""The ranks of all nodes meet in the head's store."""
+"""Messages from an agent to the head; an `Ask` is an operation on the head's store."""
 
 
 def node_frames(message: NodeDown | NodeUp) -> list[bytes | memoryview]:
-    """Pack the message; the bytes of a `Piece` are a frame of their own, which is not copied."""
+    """Pack a message; the data of a `Piece` is a second frame, so that it is not copied."""
     if isinstance(message, Piece):
         return [pack(message._replace(data=b"")), message.data]
     return [pack(message)]
 
 
 def node_message_from(*frames: bytes | memoryview) -> Any:
-    """Unpack what `node_frames` has packed; raises BadFrame for anything else."""
+    """Unpack the frames of `node_frames`; raises BadFrame for anything that is no message."""
     if not 1 <= len(frames) <= 2:
         raise BadFrame(f"a message of {len(frames)} frames")
     frame, *data = frames

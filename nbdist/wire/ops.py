@@ -1,4 +1,4 @@
-"""What ops of a worker return: `nbdist.worker.ops` makes these, the notebook reads them."""
+"""The values that ops return: made by `nbdist.worker.ops` and tools, read in the notebook."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from nbdist.words import count
 
 
 class Cleaned(NamedTuple):
-    """A worker's bytes before and after it released what is not needed; `memory` is PSS.
+    """A worker's bytes before and after it released unused memory.
 
-    `on_gpu` is what tensors take of its GPU, `held_on_gpu` also what torch keeps; 0 without one.
+    `memory` is PSS, `on_gpu` the memory of tensors, `held_on_gpu` all that torch has reserved,
+    its cache included; both are 0 without a GPU.
     """
 
     memory: tuple[int, int]
@@ -28,7 +29,10 @@ class Cleaned(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Memory that a name leads to: of a tensor or array, all that a view is of, or of `count`."""
+    """Memory that a variable holds: of one tensor or array, or of `count` tensors.
+
+    `size` is that of the whole storage, also if the tensor is a view of a part.
+    """
 
     name: str
     size: int
@@ -39,20 +43,26 @@ class Held:
 
     @property
     def kind(self) -> str:
-        """What it is: `(1024, 64) float32`, `24 tensors`."""
+        """A description of the object: `(1024, 64) float32`, `24 tensors`."""
         several = count(self.count, "tensor") if self.count > 1 else ""
         return " ".join(filter(None, [several, str(self.shape or ""), self.dtype]))
 
 
 class Peak(NamedTuple):
-    """The most bytes used at a time; `is_bound` where it may have been before the last cell."""
+    """The most bytes in use at a time; `is_bound` if that may have been before the last cell.
+
+    In that case the peak of the last cell is at most `size`.
+    """
 
     size: int
     is_bound: bool = False
 
 
 class GpuMemory(NamedTuple):
-    """Bytes of the rank's GPU: of all processes, then of this rank's tensors, and its peak."""
+    """Memory of the rank's GPU in bytes.
+
+    All processes together use `used` of `total`; `tensors` are this rank's, with their `peak`.
+    """
 
     device: str
     used: int
@@ -62,26 +72,22 @@ class GpuMemory(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """What a rank's memory is used for, in bytes; not `is_whole` where there was no time for all.
-
-    `limit` is what leaves least: the machine's, its control group's or `ulimit -v`.  `held` are
-    the largest tensors and arrays that names lead to, `kept` those of the last traceback and `Out`
-    alone; `tensors` and `kept_size` are all of them.
-    """
+    """What a rank's memory is used for, in bytes."""
 
     pss: int
     peak: Peak
+    # The tightest of the machine's memory, its control group's and `ulimit -v`.
     limit: MemoryLimit | None
     gpu: GpuMemory | None
-    held: tuple[Held, ...]
-    tensors: int
-    kept: tuple[Held, ...]
-    kept_size: int
-    is_whole: bool = True
+    held: tuple[Held, ...]  # the largest tensors and arrays in variables
+    tensors: int  # bytes of all tensors and arrays in variables, in `held` or not
+    kept: tuple[Held, ...]  # the largest that only the last traceback or `Out` holds
+    kept_size: int  # bytes of all that only they hold
+    is_whole: bool = True  # False if the time did not suffice to search everything
 
 
 class Met(NamedTuple):
-    """A collective that a rank began: that of this `number` of its `group`; `size` is bytes."""
+    """A collective that a rank has begun: number `number` in its `group`, with `size` bytes."""
 
     group: str
     number: int
@@ -91,24 +97,28 @@ class Met(NamedTuple):
 
 
 class RankTimes(NamedTuple):
-    """A rank's last cell in nanoseconds of the clock: its waits for others, and what it began.
+    """A rank's last cell: when it ran, waited for other ranks and began collectives.
 
-    `waits` are those of Python code, `waited_ns` in all; what C++ code waits for (a DDP module's
-    backward) is in `met` alone, if `is_recorded` by Flight Recorder.  If not `is_whole`, the last.
+    Times are in nanoseconds since 1970.
     """
 
-    began_ns: int
+    began_ns: int  # 0 if no cell has run
     ended_ns: int
+    # Waits in Python code.  Waits in C++ code, as in a DDP module's backward, show in `met` alone.
     waits: tuple[tuple[int, int], ...]
-    waited_ns: int
+    waited_ns: int  # the sum of all waits in Python code
     met: tuple[Met, ...]
-    is_recorded: bool = True
-    is_whole: bool = True
+    is_recorded: bool = True  # False if torch's Flight Recorder does not record gloo
+    is_whole: bool = True  # False if there were too many; `waits` and `met` are not all of them
 
 
 @dataclass(frozen=True, slots=True)
 class TracePart:
-    """A rank's first events of a profile, JSON with commas between, compressed; or a `problem`."""
+    """A rank's part of a profile, or the `problem` that prevents it.
+
+    `events` has the first `count` events as compressed JSON, separated by commas, `size` bytes
+    uncompressed; `dropped` counts the events after them.
+    """
 
     events: bytes = b""
     size: int = 0
@@ -118,18 +128,21 @@ class TracePart:
 
 
 class Spread(NamedTuple):
-    """A part of a value that is spread over these ranks, and what it is: shape and placements."""
+    """A DTensor in a value, of which each of these ranks has a part only.
+
+    `what` describes it: shape, dtype and placements.
+    """
 
     ranks: tuple[int, ...]
     what: str
 
 
 Changed = Mapping[int, Parts]
-"""By an object's key, which of its parts a rank has changed since they were sent to it."""
+"""By an object's key: the parts of it that a rank has changed since they were sent to the rank."""
 
 
 def type_text(value: object) -> str:
-    """Return the name of a value's type; of a module its own name: `module numpy`."""
+    """Return the name of a value's type, or for a module `module numpy`."""
     if isinstance(value, ModuleType):
         return f"module {value.__name__}"
     return type(value).__qualname__
@@ -137,10 +150,11 @@ def type_text(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Replaced:
-    """What a rank has under a name that the notebook has assigned again.
+    """A rank's value of a variable that the notebook has assigned again.
 
-    `kind` is its type; it `is_changed` if the rank has bound or changed it since it was sent.
-    `others` are variables of the rank that hold it, or parts of it.
+    `kind` is the value's type; `is_changed` tells whether the rank has bound the variable or
+    changed the value since it was sent.  `others` are the rank's other variables that hold the
+    value or parts of it.
     """
 
     kind: str
@@ -150,9 +164,9 @@ class Replaced:
 
 @dataclass(frozen=True, slots=True)
 class Inspected:
-    """A rank's answer to what it has changed: objects by key, and what it has under names.
+    """What a rank has changed of the objects and names that the notebook asked about.
 
-    The objects of `gone` have ended on the rank.
+    `gone` has the keys of objects that no longer exist on the rank.
     """
 
     changed: Changed = field(default_factory=dict)
@@ -161,9 +175,11 @@ class Inspected:
 
 
 class Brought(NamedTuple):
-    """A rank's values of some expressions; with parts `spread` over ranks nothing is packed yet.
+    """A rank's values of some expressions, `packed` together unless one of them has no value.
 
-    The expression `of` has no value: the name `missing` is, or there is another `problem`.
+    In that case `of` is that expression, and it needs the undefined name `missing`, or has another
+    `problem`.  If parts are `spread` over ranks, all ranks must first put them together, so nothing
+    is packed yet.
     """
 
     of: str = ""
@@ -175,9 +191,10 @@ class Brought(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A tensor, array or plain value within a value: `kind` is its type, dtype and shape.
+    """A tensor, array or plain value inside a value, for comparing ranks.
 
-    `digest` is "" where contents cannot be compared; a short value is the `text`; `size` is bytes.
+    `kind` has type, dtype and shape, `text` a short value itself, `size` its bytes.  `digest` is
+    "" if the contents cannot be compared.
     """
 
     kind: str
@@ -188,7 +205,7 @@ class Part:
 
 
 class Looked(NamedTuple):
-    """A rank's value in parts, by their paths; or the name that it lacks, or another problem."""
+    """The parts of a rank's value by path; else the undefined name `missing`, or a `problem`."""
 
     parts: Mapping[str, Part] = NOTHING
     missing: str = ""
@@ -196,7 +213,10 @@ class Looked(NamedTuple):
 
 
 class Distance(NamedTuple):
-    """How far two tensors are apart, in `differing` elements; of `odd` ones one has NaN or inf."""
+    """The difference of two tensors: `differing` elements, at `most` so far apart.
+
+    In `odd` of them one tensor has NaN or infinity; `most` leaves these out.
+    """
 
     most: float
     differing: int
@@ -204,7 +224,7 @@ class Distance(NamedTuple):
 
 
 class Input(NamedTuple):
-    """What a watched module's forward got in a step of training: a digest, and its shapes."""
+    """The input of a watched module's forward in a step of training: its digest and shapes."""
 
     step: int
     digest: int
@@ -212,10 +232,10 @@ class Input(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """What can differ on a rank before its parts do, after a step.
+    """What may already differ between ranks after a step whose parameters are still equal.
 
-    `generators` are digests of random states, `ran` the modules whose forward ran in this step;
-    `collectives` counts those of gloo that the rank has begun.
+    `generators` has digests of random states, `ran` the modules whose forward ran in the step;
+    `collectives` counts the collectives of gloo that the rank has begun.
     """
 
     step: int
@@ -225,29 +245,27 @@ class Facts(NamedTuple):
 
 
 class Watched(NamedTuple):
-    """What a rank has noted of what is watched: `parts` by expression and path.
+    """A rank's notes of a watch (`--watch`).
 
-    They are of the step `found`, the first after which ranks differ, before it or in its buffers;
-    0 where they are of the end, after all `steps`.  `facts` and `inputs` are the last ones until
-    then.  `times` is the number of comparisons, `sharded` that of parts left out; `refused` has the
-    reasons by expression.  `names` are those of parameters, by the start of a path in an optimizer.
+    `parts` has the watched values by expression and path.  They are of step `found`, or if no
+    difference was found, of the end.
     """
 
     steps: int
-    times: int
-    found: int
+    times: int  # comparisons with other ranks
+    found: int  # the first compared step after which ranks differ, 0 for none
     parts: Mapping[str, Mapping[str, Part]]
-    sharded: int = 0
-    facts: tuple[Facts, ...] = ()
-    inputs: tuple[Input, ...] = ()
-    refused: Mapping[str, str] = NOTHING
-    names: Mapping[str, str] = NOTHING
-    problem: str = ""
+    sharded: int = 0  # parts that were left out because they are sharded
+    facts: tuple[Facts, ...] = ()  # of the last comparisons until `found`
+    inputs: tuple[Input, ...] = ()  # of the last forwards until `found`
+    refused: Mapping[str, str] = NOTHING  # by expression: why it cannot be watched
+    names: Mapping[str, str] = NOTHING  # of parameters, by the beginning of an optimizer's path
+    problem: str = ""  # what ended the watch early
 
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """A device mesh in a snapshot: its ranks, the last dimension changing fastest."""
+    """A device mesh in a snapshot; `ranks` are in the order of a flattened array of this shape."""
 
     device: str
     shape: tuple[int, ...]
@@ -256,14 +274,14 @@ class Mesh:
 
     @classmethod
     def read(cls, found: Mapping[str, Any]) -> Mesh:
-        """Read it as it is in a manifest."""
+        """Read a mesh from a snapshot's manifest."""
         names = found["names"] and tuple(found["names"])
         return cls(found["device"], tuple(found["shape"]), tuple(found["ranks"]), names)
 
     def fitted(self, before: int, after: int) -> Mesh | None:
-        """Return the same in a world of another size: its first dimension has another length.
+        """Return the mesh for a world of another size, with a first dimension of another length.
 
-        None for a mesh of some ranks only, or where the ranks do not divide.
+        None if the mesh does not have all ranks, or if their number cannot be divided so.
         """
         if before == after:
             return self
@@ -278,10 +296,11 @@ class Mesh:
 
 
 class Written(NamedTuple):
-    """A rank's file of a snapshot, or a `problem`; restoring it needs the `meshes`.
+    """A rank's file of a snapshot, or the `problem` that prevented it.
 
-    It has `names`, and also what they need (`also`); `left_out` says what it lacks, and why;
-    `versions` are those of the process that wrote it.
+    The file has the variables `names`, and those that they need (`also`); `left_out` has the
+    reasons for others by name.  `versions` are of the process that wrote the file; restoring it
+    needs device meshes like `meshes`.
     """
 
     problem: str = ""
@@ -295,9 +314,10 @@ class Written(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """A rank has read its file, unless there is one of these, for the user.
+    """The result of reading a rank's file of a snapshot: success if all three texts are empty.
 
-    `distrust` is because another user could have written it.
+    Each text is a message to the user.  `distrust`: another user could have written the file;
+    `damage`: the file cannot be read, or is not as it was written.
     """
 
     problem: str = ""

@@ -1,4 +1,8 @@
-"""What a world is to be (`WorldSpec`), and what each worker process starts with (`WorkerStart`)."""
+"""The description of a world (`WorldSpec`) and of one worker process in it (`WorkerStart`).
+
+The notebook makes the spec, agents make from it what their workers start with, and workers read
+both.  The environment variables that nbdist sets are here too.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +21,11 @@ from nbdist.system.processes import MODULE
 from nbdist.topology import Slot, Slots, is_slice, uses_nccl
 
 Versions = Mapping[str, str]
-"""By what it is the version of; "" where it is not there."""
+"""The versions of Python and packages by name; "" for a package that is not installed."""
 
 
 class Difference(NamedTuple):
-    """What differs, and its two versions."""
+    """Python, or a package, whose version in another process (`there`) does not match `here`."""
 
     what: str
     there: str
@@ -29,13 +33,16 @@ class Difference(NamedTuple):
 
     @property
     def why(self) -> str:
-        """Why that cannot be; Python's functions crash another one, not only fail there."""
+        """The reason why the versions must match.
+
+        A function of another Python version can crash the process, not only fail there.
+        """
         return f"functions and values go to the same minor version of {self.what} only"
 
 
 @cache
 def versions_here() -> Versions:
-    """Look at this interpreter; nothing is imported."""
+    """Return the versions of this interpreter and its packages, without importing any."""
     found = {"Python": platform.python_version()}
     for package in ("torch", "cloudpickle"):
         try:
@@ -46,7 +53,10 @@ def versions_here() -> Versions:
 
 
 def difference(there: Versions, here: Versions) -> Difference | None:
-    """Find the first that is not of the same minor version in both, where both have it."""
+    """Return the first of `here` with another minor version `there`; None if there is none.
+
+    Packages that only one side has are not compared.
+    """
     for what, ours in here.items():
         theirs = there.get(what, "")
         if theirs and ours and theirs.split(".")[:2] != ours.split(".")[:2]:
@@ -55,13 +65,13 @@ def difference(there: Versions, here: Versions) -> Difference | None:
 
 
 LAST_LINE_SAYS = 78
-"""The exit code of a worker that cannot start, for a reason that its last line says in full."""
+"""The exit code of a worker that cannot start, and whose last line of output says fully why."""
 
 
 class TorchStore(NamedTuple):
-    """A store of torch's own rendezvous, `--rdzv-backend` and `--rdzv-endpoint`.
+    """A rendezvous backend of torch's own in which ranks meet: `--rdzv-backend`, `--rdzv-endpoint`.
 
-    Ranks of one world have a `name` there that no other has.
+    `name` is unique to the world, so that worlds can share an endpoint.
     """
 
     backend: str
@@ -71,50 +81,51 @@ class TorchStore(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WorldSpec:
-    """What every rank of a world has in common.
+    """What all ranks of a world have in common.
 
-    `environ` is the notebook's whole environment, on other machines what was asked for: with
-    secrets.  `threads` is how many each rank may use for one operation; `backend` is None for no
-    process group.  `slots` has where each rank sits, () on one node, `room` for how many each
-    simulated node has room; `node` is the one that this spec is for, with its own `gpus`, None on
-    one machine, whose nodes are simulated.  `log_limit` is bytes for each stream of a rank, 0 for
-    no limit.  `sys_path` and `argv` are the notebook's; with `own_path` the interpreter's own path
-    follows.  gloo connects ranks by the `interface`; user code's own rank 0 can listen at
-    `master_addr` and `master_port`, 0 for one that the agent holds.  With `torch_store` the ranks
-    meet there.  `versions` are the notebook's where the user names an interpreter or a wrapper.
-    `config` is what was asked for, with what the notebook chose where nothing was said: launcher,
-    name, log folder, interpreter elsewhere, and whether workers are forked.
+    With several machines each agent replaces the fields that depend on the machine: environment,
+    folder, interpreter, GPUs, threads, network interface (`nbdist.agent.worker_group.spec_here`).
     """
 
     world_size: int
-    backend: str | None
+    backend: str | None  # None for no process group
+    # The notebook's whole environment, secrets included; for other machines only the variables
+    # that the user asked for, to which each agent adds its own environment.
     environ: Mapping[str, str] = field(repr=False)
-    cwd: str
-    sys_path: tuple[str, ...]
-    threads: int
-    python: str
-    gpus: tuple[str, ...] = ()
-    log_limit: int = 0
-    slots: Slots = ()
-    room: tuple[int, ...] = ()
+    cwd: str  # the notebook's folder
+    sys_path: tuple[str, ...]  # the notebook's
+    threads: int  # that a rank may use for one operation; 0 leaves the choice to each agent
+    python: str  # the interpreter; "" until the agent of another machine puts its own
+    gpus: tuple[str, ...] = ()  # of one machine, as CUDA_VISIBLE_DEVICES names them
+    log_limit: int = 0  # bytes of each log file, 0 for no limit
+    slots: Slots = ()  # by rank; () on a single node
+    room: tuple[int, ...] = ()  # how many ranks each simulated node takes, () without such nodes
+    # The node that this spec is for; None if all nodes are on one machine, and so simulated.
     node: int | None = None
-    own_path: bool = False
+    own_path: bool = False  # if True, the interpreter's own `sys.path` follows `sys_path`
+    # Where rank 0 of user code can listen; port 0 stands for the port that each agent holds.
     master_addr: str = "localhost"
     master_port: int = 0
-    interface: str = "lo"
-    argv: tuple[str, ...] = ("",)
-    torch_store: TorchStore | None = None
+    interface: str = "lo"  # the network interface by which gloo connects ranks
+    argv: tuple[str, ...] = ("",)  # the notebook's
+    torch_store: TorchStore | None = None  # if not None, ranks meet there and not in nbdist's store
+    # The notebook's, if workers may have other ones: the user named an interpreter or a wrapper.
     versions: Versions = field(default_factory=dict)
+    # What the user asked for, completed by the notebook: launcher, name, log folder, interpreter
+    # on other machines, and whether workers are forked.
     config: WorldConfig = field(default_factory=WorldConfig)
 
     @property
     def name(self) -> str:
-        """The name of the world, which the notebook has chosen if the user has not."""
+        """The name of the world, chosen by the user or the notebook."""
         return self.config.name or ""
 
     @property
     def wrap(self) -> tuple[str, ...]:
-        """What stands before each worker's command; on other machines agents are wrapped."""
+        """The command prefix of each worker (`--wrap`).
+
+        It is empty on a cluster, whose agents have the prefix instead.
+        """
         return self.config.wrapper if self.node is None else ()
 
     @property
@@ -128,21 +139,21 @@ class WorldSpec:
         return [each.node for each in self.slots] or [0] * self.world_size
 
     def slot(self, rank: int) -> Slot:
-        """Return a rank's slot; as torchrun does it counts nodes that have ranks, without a gap."""
+        """Return a rank's slot; nodes without ranks are not counted, as with torchrun."""
         node, local_rank = self.slots[rank] if self.slots else (0, rank)
         there = sorted({*self.nodes})
         return Slot(local_rank, self.nodes.count(node), there.index(node), len(there))
 
     @property
     def here(self) -> tuple[int, ...]:
-        """The ranks of the node that this is for."""
+        """The ranks of the node that this spec is for."""
         return tuple(rank for rank, node in enumerate(self.nodes) if self.node in (None, node))
 
     def gpus_of(self, rank: int) -> tuple[str, ...]:
-        """Choose what CUDA shows the rank: all GPUs of its node, or its own MIG slice.
+        """Return the GPUs that the rank sees: all of its node, or only its own MIG slice.
 
-        Simulated nodes have some each, as CUDA_VISIBLE_DEVICES, so that LOCAL_RANK is a valid
-        index on each; where there are too few GPUs, nodes share some.
+        Simulated nodes divide the machine's GPUs, so that LOCAL_RANK is a valid index on each
+        node; if there are too few GPUs, nodes share some.
         """
         gpus, nodes = self.gpus, self.nodes
         if gpus and self.node is None and len({*nodes}) > 1:
@@ -155,38 +166,34 @@ class WorldSpec:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStart:
-    """What one worker process needs before its first import of user code.
-
-    `token` marks the escape sequences for its agent in its stdout.  The ranks of this machine find
-    one another through the file `store_path`, or those of all machines through `store_socket`.
-    Names of a `cancel_file` begin with `cancel_path`.  With `joins` a worker is replaced or added,
-    and joins these groups, the ranks of each by name, besides the world's own.  `gpus` are those
-    that it sees; `sized_in` is the generation in which the world's group got its size.
-    """
+    """What one worker process gets from its agent at its start."""
 
     rank: int
     world: WorldSpec
     connection_file: str
-    token: str
-    store_path: str
-    cancel_path: str
+    token: str  # in the marks that the worker writes to its stdout for the agent
+    store_path: str  # the file of the store in which ranks meet, unless there is a `store_socket`
+    cancel_path: str  # the beginning of the path of each `cancel_file`
     generation: int
-    environ: Mapping[str, str]
+    environ: Mapping[str, str]  # the variables of this rank, besides those of `world`
+    # None in a new world.  A rank that was restarted or added joins the world's own group and
+    # the groups in this mapping, which has the ranks of each by its name.
     joins: Mapping[str, tuple[int, ...]] | None = None
-    gpus: tuple[str, ...] = ()
-    sized_in: int = 1
-    store_socket: str = ""
+    gpus: tuple[str, ...] = ()  # that the rank sees
+    sized_in: int = 1  # the generation in which the world's group got its present size
+    store_socket: str = ""  # the agent's socket to the store of all machines, "" on one machine
 
     @property
     def local_rank(self) -> int:
-        """Its number among the ranks of its node."""
+        """The rank's number among the ranks of its node."""
         return self.world.slot(self.rank).local_rank
 
     @property
     def device(self) -> str:
-        """Its own GPU as torch names it; shared where there are fewer than workers.
+        """The rank's own device as torch names it; ranks share GPUs if there are too few.
 
-        Intel's are not counted: with their backend each rank has the one of its number.
+        nbdist does not count Intel's GPUs: with the backend xccl each rank gets the one with its
+        local rank as index.
         """
         if "xccl" in (self.world.backend or ""):
             return f"xpu:{self.local_rank}"
@@ -194,47 +201,47 @@ class WorkerStart:
 
     @property
     def gpu(self) -> str:
-        """Its own GPU as CUDA_VISIBLE_DEVICES names it, "" for none."""
+        """The rank's own GPU as CUDA_VISIBLE_DEVICES names it, "" for none."""
         return self.gpus[self.local_rank % len(self.gpus)] if self.gpus else ""
 
     @property
     def has_slice(self) -> bool:
-        """Whether that is a MIG slice, of a GPU of which other ranks may have others."""
+        """Whether the rank's GPU is a MIG slice; other ranks may have other slices of this GPU."""
         return is_slice(self.gpu)
 
     @property
     def log_folder(self) -> Path | None:
-        """Where the rank's log files are; torch's error file is beside them."""
+        """The folder of the rank's log files, beside torch's error file; None without logs."""
         has_logs = self.world.config.log_dir
         return Path(self.environ["TORCHELASTIC_ERROR_FILE"]).parent if has_logs else None
 
     @property
     def stack_file(self) -> str:
-        """Into which it writes where its stack is, and its C code the stack when it crashes."""
+        """The file for stacks of crashes; its first line tells the agent where calls are stored."""
         return self.connection_file.removesuffix(".json") + ".stack"
 
     @property
     def task_socket(self) -> str:
-        """On which it waits for its agent's tasks."""
+        """The unix socket on which the worker waits for tasks from its agent."""
         return self.connection_file.removesuffix(".json") + ".tasks"
 
 
 def cancel_file(path: str | Path, generation: int) -> Path:
-    """Name the file that is there once forming this generation has been called off."""
+    """Return the path of the file whose existence calls the forming of this generation off."""
     return Path(f"{path}.over{generation}")
 
 
 def moved_path(path: str, here: str, there: str) -> str:
-    """Return the path below `there` where it lies below `here`; else the path itself."""
+    """Return the path with `there` in place of the folder `here`; unchanged outside of `here`."""
     if path == here or path.startswith(f"{here}/"):
         return there + path[len(here) :]
     return path
 
 
 LINK_TIMEOUT = 10.0
-"""Seconds without a link after which a machine counts as lost, by default.
+"""Seconds of silence on a link after which the machine counts as lost, by default.
 
-TCP sends what was lost again after 0.2, 0.6, 1.4, 3.0 and 6.2 s: a cable that is out for a second
+TCP sends lost packets again after 0.2, 0.6, 1.4, 3.0 and 6.2 s: a cable that was out for a second
 may be silent for nearly three.
 """
 
@@ -250,31 +257,32 @@ NBDIST_DECIDES = frozenset(
         *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE"),
     }
 )
-"""What a user cannot set for the workers, because it says which rank each is."""
+"""Variables that users cannot set for workers: most of them tell a worker which rank it is."""
 
 WITH_NCCL: Mapping[str, str] = {
-    # Else torch's watchdog ends a worker whose communicator was aborted or whose context is
-    # corrupt, before a cell can say so.
+    # Otherwise torch's watchdog ends a worker whose communicator was aborted or whose context is
+    # corrupt, before the cell can report the error.
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
-    # Else a first abort writes Flight Recorder's trace to a file, for up to 15 s.
+    # Otherwise a first abort writes Flight Recorder's trace to a file, for up to 15 s.
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    # Else the watchdog sleeps for four times as many milliseconds where a rank has died, as if it
-    # had written one: a minute, for which the end of its group waits (seen with torch 2.11).
+    # Otherwise, if a rank has died, the watchdog sleeps for four times this number of milliseconds,
+    # as if it had written a trace: a minute, for which the end of its group waits (torch 2.11).
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
-    # What it sets up in NVLink's switches does not survive an abort, so healing demands it
-    # (NVIDIA's in-process restart does too).
+    # NVLS keeps state in NVLink's switches that does not survive an abort, so the group could not
+    # be rebuilt with it (NVIDIA's in-process restart turns it off too).
     "NCCL_NVLS_ENABLE": "0",
-    # Else a rank connects with its first collective of a kind, where it waits for the others in
-    # C++ before Flight Recorder has that (NCCL from 2.22 on).
+    # Otherwise a rank connects in its first collective of a kind: it waits for the other ranks in
+    # C++ before Flight Recorder has an entry of the collective (NCCL from 2.22 on).
     "NCCL_RUNTIME_CONNECT": "0",
-    # nccl's own monitor listens on TCP and answers everybody; like Flight Recorder it counts what
-    # a rank has launched, and knows neither what has ended nor send and recv.
+    # nccl's own monitor listens on TCP and answers everybody.  It would not help: like Flight
+    # Recorder it counts launched operations, but neither their ends nor send and recv.
     "NCCL_RAS_ENABLE": "0",
 }
-"""What ranks whose backend uses nccl have besides; and NCCL_SOCKET_IFNAME.
+"""Further variables of ranks whose backend uses nccl, unless the user sets them.
 
-Read in torch 2.13's and 2.15's headers and libraries.  TORCH_NCCL_DESYNC_DEBUG is never set: torch
-then takes TORCH_NCCL_ASYNC_ERROR_HANDLING=0 for 3.
+NCCL_SOCKET_IFNAME is added to them.  The meanings were read in the headers and libraries of torch
+2.13 and 2.15.  TORCH_NCCL_DESYNC_DEBUG is never set: with it torch takes
+TORCH_NCCL_ASYNC_ERROR_HANDLING=0 for 3.
 """
 
 NBDIST_SETS = NBDIST_DECIDES | {
@@ -282,7 +290,7 @@ NBDIST_SETS = NBDIST_DECIDES | {
     *("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING", "MPLBACKEND"),
     *(*WITH_NCCL, "NCCL_SOCKET_IFNAME"),
 }
-"""All names of `torchrun_variables`."""
+"""The names of all variables that `torchrun_variables` may return."""
 
 
 DEBUG_VARIABLES: Mapping[str, str] = {
@@ -291,16 +299,17 @@ DEBUG_VARIABLES: Mapping[str, str] = {
     "TORCH_SHOW_CPP_STACKTRACES": "1",
     "PYTHONFAULTHANDLER": "1",
 }
-"""torchx's `--debug`; the last is for processes that a worker starts, it has its own.
+"""The variables that `--debug` sets: those of torchx's option, except for NCCL_DESYNC_DEBUG.
 
-But for NCCL_DESYNC_DEBUG, with which torch ends a worker whose collective waits too long.
+With that one torch ends a worker whose collective waits too long.  PYTHONFAULTHANDLER is for
+processes that a worker starts; the worker enables faulthandler itself.
 """
 
 SET_ON_IMPORT = re.compile(
     r"KMP_(DUPLICATE_LIB_OK|INIT_AT_FORK)|PYTORCH_NVML_BASED_CUDA_CHECK|TORCHINDUCTOR_CACHE_DIR"
     r"|QT_QPA_.*|PYDEVD_.*|WANDB_SERVICE|_.*"
 )
-"""Variables that sklearn, torch, Lightning, polars and others set in each process they are in.
+"""Variables that sklearn, torch, Lightning, polars and others set in each process that uses them.
 
 A rank that has its own value keeps it when the notebook's value changes.
 """
@@ -309,16 +318,17 @@ READ_AT_START = re.compile(
     r"(LD|MALLOC|KMP|GOMP|MKL|OPENBLAS|GLIBC)_.*|PYTHON(?!_EXEC|FAULTHANDLER|PATH).*"
     r"|TORCH_(LOGS|LOGS_.*|CPP_LOG_LEVEL|SHOW_CPP_STACKTRACES)"
 )
-"""What an interpreter, or a library on import, reads once: too late for a fork of either."""
+"""Variables that Python or a library reads once, at its start: forked workers would ignore them."""
 
 MULTI_RANK_NCCL = (2, 30)
-"""The first version of NCCL that takes several ranks on one GPU by itself."""
+"""The first version of NCCL that has an option for several ranks on one GPU."""
 
 
 def check_nvls(backend: str, environ: Mapping[str, str], *, shared: bool) -> str:
-    """Return a line on what the user's NCCL_NVLS_ENABLE costs, "" where it is not set.
+    """Return a warning about the user's NCCL_NVLS_ENABLE; "" if it is off or nccl is not used.
 
-    UsageError where ranks share a GPU, or have slices of one: NCCL would refuse to connect them.
+    Raises UsageError if it is 1 and ranks share a GPU or have slices of one (`shared`): NCCL would
+    refuse to connect them.
     """
     value = environ.get("NCCL_NVLS_ENABLE", "0")
     if value == "0" or not uses_nccl(backend):
@@ -337,13 +347,15 @@ def check_nvls(backend: str, environ: Mapping[str, str], *, shared: bool) -> str
 def sharing_variables(
     rank: int, version: tuple[int, ...], environ: Mapping[str, str], *, slices: bool = False
 ) -> Mapping[str, str]:
-    """Choose what lets NCCL of this version have several ranks on one GPU, before its first use.
+    """Return the variables with which NCCL of this version accepts several ranks on one GPU.
 
-    MIG `slices` of one GPU count as that GPU (NCCL to 2.31), but have multiprocessors of their own.
-    Older ones recognise two ranks on one GPU by host and bus: each rank gets a host of its own, and
-    meets the others through sockets of the loopback interface.  All else that the user set stays.
+    They must be set before NCCL is first used.  NCCL up to 2.31 takes MIG `slices` of one GPU for
+    that GPU, but each slice has its own multiprocessors.  Versions before `MULTI_RANK_NCCL`
+    recognise two ranks on one GPU by host and bus, so each rank gets its own NCCL_HOSTID, and
+    the ranks connect by sockets of the loopback interface.  Values that the user set stay, except
+    for NCCL_HOSTID, which gets the rank appended.
     """
-    wanted = {"NCCL_NVLS_ENABLE": "0"}  # which adds up in the switch between GPUs
+    wanted = {"NCCL_NVLS_ENABLE": "0"}  # it reduces in the switch between GPUs
     if not slices:
         wanted["NCCL_MAX_CTAS"] = "1"  # the kernels of all ranks have to fit on it
     if version >= MULTI_RANK_NCCL:
@@ -359,26 +371,28 @@ def sharing_variables(
 def torchrun_variables(
     spec: WorldSpec, rank: int, port: int, error_file: str = ""
 ) -> Mapping[str, str]:
-    """Work out the rank's part of the environment.
+    """Return the environment variables of one rank, as torchrun would set them, and nbdist's own.
 
-    `port` is one that nothing listens on yet; `error_file` is what `@record` writes to.  Names and
-    meanings are torch.distributed.elastic's (agent/server/local_elastic_agent.py), as Accelerate
-    and Lightning read them; a test compares them with a real torchrun's.  There is no
-    TORCHELASTIC_SIGNALS_TO_HANDLE, which is for torchrun's own process.
+    `port` is MASTER_PORT unless the spec has one; nothing listens on it yet.  `@record` writes to
+    `error_file`.  Names and meanings are those of torch.distributed.elastic
+    (agent/server/local_elastic_agent.py), which Accelerate and Lightning read; a test compares them
+    with those of a real torchrun.  TORCHELASTIC_SIGNALS_TO_HANDLE is missing because it is for
+    torchrun's own process.
     """
     slot, size = spec.slot(rank), str(spec.world_size)
     gpus = spec.gpus_of(rank)
     unless_set = {
-        # gloo would ask the host's name for an address, and listen on that one.
+        # Otherwise gloo would resolve the host's name, and listen on the address that it gets.
         "GLOO_SOCKET_IFNAME": spec.interface,
-        # torchrun's 1 ends a worker ten minutes into a wait, also in a debugger; nbdist itself
-        # aborts collectives that wait in vain.
+        # With torchrun's 1, torch ends a worker that has waited for ten minutes, even if a debugger
+        # holds it; nbdist itself aborts collectives that wait in vain.
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-        "TORCH_NCCL_ENABLE_MONITORING": "0",  # which ends a worker that waits, too
+        "TORCH_NCCL_ENABLE_MONITORING": "0",  # it would end waiting workers, too
         "MPLBACKEND": "module://matplotlib_inline.backend_inline",  # figures are the cell's outputs
     }
     if uses_nccl(spec.backend or ""):
-        # nccl would choose an interface itself; without the = also one whose name begins so.
+        # Otherwise nccl would choose an interface itself.  Without the "=", nccl would also take
+        # interfaces whose names only begin with this one.
         unless_set |= {"NCCL_SOCKET_IFNAME": f"={spec.interface}", **WITH_NCCL}
     return {
         "RANK": str(rank),
@@ -398,11 +412,11 @@ def torchrun_variables(
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_RUN_ID": spec.name,
         "TORCHELASTIC_ERROR_FILE": error_file,
-        # torchrun's 1 leaves the other cores idle.
+        # torchrun sets 1, with which the other cores would be idle.
         "OMP_NUM_THREADS": spec.environ.get("OMP_NUM_THREADS") or str(spec.threads),
         "PYTHON_EXEC": spec.python,  # for a torchrun in a cell
         "NBDIST_WORLD": spec.name,
         **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}),
-        "PYDEVD_DISABLE_FILE_VALIDATION": "1",  # a debugger's warning that none can heed
+        "PYDEVD_DISABLE_FILE_VALIDATION": "1",  # without a warning that users cannot act on
         **{name: spec.environ.get(name, value) for name, value in unless_set.items()},
     }

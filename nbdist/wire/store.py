@@ -1,7 +1,8 @@
-"""The store in which the ranks of a world meet: what is asked of it, and itself (`HostedStore`).
+"""The store in which the ranks of several machines meet: its operations, and the store itself.
 
-A worker sends an `Operation` to its agent's socket in the runtime folder, one at a time, and reads
-its `Answer`; of several machines the head has the store.  Both ends check what they read.
+The head has the `HostedStore`.  A worker sends one `Operation` at a time to its agent's socket in
+the runtime folder; the agent passes it on to the head, and the `Answer` back.  Both check what they
+read.  The ranks of a world on a single machine meet in a file of torch's instead.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ from typing import NamedTuple
 from nbdist.wire.frames import BadFrame, framed, object_from, pack
 
 SOCKET = "store.sock"
-"""Its name in the runtime folder."""
+"""The name of the agent's socket in the runtime folder."""
 
 MOST_BYTES, LONGEST_WAIT = 64 << 20, 20.0
-"""Of one operation or answer (addresses take some kilobytes, user code may keep more), and seconds
-that one operation may wait: for longer ones a rank asks again."""
+"""The bytes of one operation or answer, and the seconds that one operation may wait.
+
+Addresses of ranks take some kilobytes; user code may store more.  For longer waits a rank asks
+again.
+"""
 
 
 class Set(NamedTuple):
@@ -28,30 +32,30 @@ class Set(NamedTuple):
 
 
 class Get(NamedTuple):
-    """Answered by the values, once all are there; by None where they do not come in time."""
+    """Wait for all these keys; answered by their values, or by None after `seconds` seconds."""
 
     keys: tuple[str, ...]
     seconds: float
 
 
 class Wait(NamedTuple):
-    """Answered by whether all keys are there, at the latest after so many seconds."""
+    """Wait for all these keys for at most `seconds` seconds; answered by whether they exist."""
 
     keys: tuple[str, ...]
     seconds: float = 0.0
 
 
 class Add(NamedTuple):
-    """Add to the number, 0 where there is none; answered by the sum."""
+    """Add to the number under the key, 0 if the key is missing; answered by the sum."""
 
     key: str
     amount: int
 
 
 class CompareSet(NamedTuple):
-    """Store the value `desired` where it is `expected`, or where none is there and none expected.
+    """Replace the value by `desired` if it is `expected`; a missing key counts as b"".
 
-    Answered by the value then, where there is none by `expected`, as in torch.
+    Answered by the value that is stored then, or by `expected` if there is none, as in torch.
     """
 
     key: str
@@ -60,26 +64,26 @@ class CompareSet(NamedTuple):
 
 
 class Append(NamedTuple):
-    """Add bytes at the end of the value; answered by None."""
+    """Append bytes to the value; answered by None."""
 
     key: str
     value: bytes
 
 
 class Delete(NamedTuple):
-    """Answered by whether it was there."""
+    """Delete the key; answered by whether it existed."""
 
     key: str
 
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """Answered by how many keys there are."""
+    """Count the keys; answered by their number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Instead of an answer: why there can be none, a sentence."""
+    """Answers an operation that failed; `why` is a sentence."""
 
     why: str
 
@@ -90,12 +94,12 @@ Answer = None | bool | int | bytes | tuple[bytes, ...] | Refused
 
 
 def to_frame(said: Operation | Answer) -> bytes:
-    """Pack it as one frame of a stream."""
+    """Pack an operation or answer as one frame of a stream."""
     return framed(pack(said))
 
 
 def operation_from(frame: bytes) -> Operation:
-    """Return what a rank asks for; raises BadFrame."""
+    """Unpack a rank's operation; raises BadFrame for anything else, and for too long a wait."""
     operation: Operation = object_from(frame, Operation)
     if isinstance(operation, Get | Wait) and not 0 <= operation.seconds <= LONGEST_WAIT:
         raise BadFrame(f"a wait of {operation.seconds} s")
@@ -103,7 +107,7 @@ def operation_from(frame: bytes) -> Operation:
 
 
 def answer_from(frame: bytes) -> Answer:
-    """Return what a rank is answered; raises BadFrame."""
+    """Unpack the answer to a rank; raises BadFrame for anything else."""
     answer: Answer = object_from(frame, Answer)
     return answer
 
@@ -112,7 +116,10 @@ _Values = tuple[bytes, ...]
 
 
 class HostedStore:
-    """Answers any number of ranks at once; operations mean what they do to torch's own stores."""
+    """A store in memory whose operations mean the same as those of torch's own stores.
+
+    Any number of operations may wait at the same time.
+    """
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
@@ -123,7 +130,7 @@ class HostedStore:
         return f"<HostedStore {len(self._values)} keys, {len(waiting)} wait>"
 
     async def ask(self, operation: Operation) -> Answer:
-        """Return the answer, within the time that the operation gives."""
+        """Apply an operation and return its answer; `Get` and `Wait` wait as long as they say."""
         match operation:
             case Get(keys, seconds):
                 return await self._wait_for(keys, seconds)
@@ -144,7 +151,7 @@ class HostedStore:
                 self._put(key, b"%d" % total)
                 return total
             case CompareSet(key, expected, desired):
-                # What is not there is as empty.
+                # As in torch, a missing key counts as an empty value.
                 if self._values.get(key, b"") == expected:
                     self._put(key, desired)
                 return self._values.get(key, expected)
@@ -155,12 +162,12 @@ class HostedStore:
         return None
 
     def begin_world(self) -> None:
-        """Forget all keys; the ranks of the world before have ended, and so have their waits."""
+        """Delete all keys: the ranks of the previous world have ended, and so have their waits."""
         self._values.clear()
         self._waits.clear()
 
     async def _wait_for(self, keys: tuple[str, ...], seconds: float) -> _Values | None:
-        """Return the values once all are there; None where they do not come in time."""
+        """Return the values once all keys exist; None if one is missing after `seconds`."""
         if (found := self._found(keys)) is not None or not seconds:
             return found
         wait: asyncio.Future[_Values] = asyncio.get_running_loop().create_future()
@@ -183,7 +190,7 @@ class HostedStore:
                 wait.set_result(found)
 
     def _found(self, keys: tuple[str, ...]) -> _Values | None:
-        """Return the values, None unless all are there."""
+        """Return the values, or None if a key is missing."""
         if all(key in self._values for key in keys):
             return tuple(self._values[key] for key in keys)
         return None

@@ -1,21 +1,22 @@
-"""What goes over a link between machines: messages, each once, and shared memory in pieces.
+"""The link between the head and the agents of other machines: messages, and shared memory.
 
-Each end has a `Numbered`.  A message has the next number, and says up to which number its sender
-has read; what the other end has not read yet is kept.  On a new connection both send again what
-they have kept, and each takes the next number alone.
+Each end of a link has a `Numbered`, so that each message arrives exactly once although connections
+are lost.  Messages are numbered; each also says up to which number its sender has read.  Messages
+that the other end has not read yet are kept.  On a new connection both ends send them again, and
+each end accepts only the message with the next number.
 
-Head and agents carry shared memory over their link, once for all ranks of a node, into segments of
-their own, and pass on what refers to it with the `SegmentRef` that is good there
-(`nbdist.values.payload.moved`).  A process without a segment asks for it, a piece at a time
-(`Receiving`); the other reads the piece, and remembers nothing (`piece_of`).
+Shared memory crosses a link once for all ranks of a node.  The receiving process copies it into
+segments of its own, and replaces the `SegmentRef` in what it passes on
+(`nbdist.values.payload.moved`).  The process that lacks a segment asks for one piece after the
+other (`Receiving`); the other process reads the piece and keeps no state (`piece_of`).
 
 How long a segment is kept:
 
-- What goes down is on a node for as long as the notebook has it open; the head looks after that
-  (`nbdist.values.payload.is_there`), and says `Drop`.
-- What comes up stays until the notebook has read it (`ReleaseValues`), the rank gets its next task,
-  or the world ends.
-- What is under way is dropped with its link, and where nothing waits for it any more.
+- A segment from the notebook stays on a node as long as the notebook has it open.  The head checks
+  that (`nbdist.values.payload.is_there`) and sends `Drop`.
+- A segment from a rank stays until the notebook has read it (`ReleaseValues`), the rank gets its
+  next task, or the world ends.
+- An incomplete segment is dropped when its link is lost, or when no task waits for it any more.
 """
 
 from __future__ import annotations
@@ -38,26 +39,28 @@ from nbdist.wire.frames import BadFrame
 Frame = bytes | memoryview
 
 HEADER = struct.Struct("<cQQ")
-"""The kind, the number of a message or 0, and that up to which its sender has read."""
+"""The kind, the number of the message (0 for other kinds), and the number of the last message that
+the sender has read."""
 
 
 class Kind(Enum):
-    """What follows the header: a message, or nothing but for `ENDED`."""
+    """The kind of a transmission.  Only after MESSAGE and an agent's ENDED more frames follow."""
 
     MESSAGE = b"m"
     BEAT = b"b"
     AGAIN = b"a"
-    """This is a new connection of an agent that was here before."""
+    """From an agent that has connected again: the head sends its kept messages again."""
     ENDED = b"e"
-    """The agent of this identity has ended, which follows; to one: it has been given up."""
+    """From an agent: the agent with the identity that follows has ended.  To an agent: the head
+    counts it as lost."""
 
 
 class Mismatch(Exception):
-    """The other end has read what this one never sent: here its link was given up."""
+    """The other end has read messages that this end never sent: this end has given the link up."""
 
 
 class Numbered:
-    """What one end has sent and the other may not have read, and how far itself has read."""
+    """One end of a link: numbers messages, and keeps them until the other end has read them."""
 
     def __init__(self) -> None:
         self._kept: deque[Sequence[Frame]] = deque()
@@ -67,29 +70,30 @@ class Numbered:
 
     @property
     def has_read(self) -> bool:
-        """Whether anything has come of which the other end has not been told."""
+        """Whether this end has read a message since it last sent anything."""
         return self._told < self._read
 
     def message(self, frames: Sequence[Frame]) -> list[Frame]:
-        """Return a message with the next number, and keep it."""
+        """Return the frames with a header that has the next number, and keep them."""
         self._last += 1
         self._kept.append(frames)
         return [self._header(Kind.MESSAGE, self._last), *frames]
 
     def sign(self, kind: Kind) -> bytes:
-        """Make one of the other kinds."""
+        """Return a header of a kind that has no number."""
         return self._header(kind, 0)
 
     def again(self) -> Iterator[list[Frame]]:
-        """Yield all that the other end may not have."""
+        """Yield all kept messages, for a new connection."""
         first = self._last - len(self._kept) + 1
         for number, frames in enumerate([*self._kept], first):
             yield [self._header(Kind.MESSAGE, number), *frames]
 
     def take(self, header: bytes) -> Kind | None:
-        """Take in what comes; None for a message that is not the next one.
+        """Read the header of a transmission, and drop the kept messages that it acknowledges.
 
-        Raises Mismatch, and BadFrame for a header that cannot be read, of which nothing is taken.
+        Return its kind, or None for a message that must be ignored: it is not the next one.
+        Raises Mismatch, and BadFrame for an unreadable header; both leave the state as it was.
         """
         try:
             sign, number, read = HEADER.unpack(header)
@@ -114,19 +118,22 @@ class Numbered:
 # --- segments of shared memory ----------------------------------------------------------------
 
 PIECE, FIRST_WINDOW, MOST_WINDOW, MOST_DELAY = 1 << 20, 4, 16, 0.25
-"""Bytes in a message, for some of which others wait at most; pieces that may be under way; seconds
-that a piece may wait for others on the link: beyond it fewer are asked for at a time."""
+"""The bytes of a piece; how many pieces are asked for at a time, at first and at most; and the
+seconds by which a piece may be slower than the fastest one before fewer are asked for at a time.
+
+Other messages wait behind the pieces that are in flight.
+"""
 
 
 class Fetch(NamedTuple):
-    """Send a piece of this segment, from `offset` on; answered by exactly one `Piece`."""
+    """Request a piece of a segment, which begins at `offset`; answered by exactly one `Piece`."""
 
     ref: SegmentRef
     offset: int
 
 
 class Piece(NamedTuple):
-    """Bytes of the segment that the sender knows by this path; none where it is gone."""
+    """Bytes of the segment that has this path on the sender's machine; b"" if it is gone."""
 
     path: str
     offset: int
@@ -134,13 +141,13 @@ class Piece(NamedTuple):
 
 
 class Drop(NamedTuple):
-    """What has come of this segment, or all of it, is used no more."""
+    """Head to agent: release your copy of this segment, complete or not."""
 
     path: str
 
 
 def piece_of(fetch: Fetch) -> Piece:
-    """Read the piece that is asked for."""
+    """Read the requested piece; its data is b"" if the segment is gone."""
     data = b""
     with suppress(SegmentGone), open(open_file(fetch.ref), "rb", buffering=0) as file:
         data = os.pread(file.fileno(), PIECE, fetch.offset)
@@ -149,7 +156,10 @@ def piece_of(fetch: Fetch) -> Piece:
 
 @dataclass
 class _Coming:
-    """A segment of which `asked` bytes have been asked for; `end` has what went wrong, or ""."""
+    """An incomplete segment: `asked` bytes have been asked for.
+
+    `end` gets the problem, or "" once the segment is complete, gone or dropped.
+    """
 
     ref: SegmentRef
     blank: Blank
@@ -158,9 +168,9 @@ class _Coming:
 
 
 class Receiving:
-    """What comes over one link, put into segments of this process, some pieces at a time.
+    """Copies segments of the process at the other end of a link into segments of this process.
 
-    `send` asks the other end; `take` is to be called with what it answers, in order.
+    `send` sends a `Fetch` to the other end; the caller passes the answers to `take`, in order.
     """
 
     def __init__(self, send: Callable[[Fetch], None]) -> None:
@@ -168,7 +178,7 @@ class Receiving:
         self._coming: dict[str, _Coming] = {}
         self._segments: dict[str, Segment] = {}
         self._under_way: deque[float] = deque()
-        """When each piece was asked for that has not come."""
+        """When each piece in flight was asked for; answers come in the same order."""
         self._window = FIRST_WINDOW
         self._least_delay = float("inf")
 
@@ -177,9 +187,9 @@ class Receiving:
         return f"<Receiving {len(self._coming)} segments, {pieces}, has {len(self._segments)}>"
 
     async def bring(self, refs: Iterable[SegmentRef]) -> str:
-        """Bring these here; return why there is no room for one, else "".
+        """Copy these segments to this process; return why there is no room for one, or "".
 
-        One that is gone, or dropped meanwhile, is not here then (`places`).
+        A segment that is gone, or was dropped meanwhile, is no reason: `places` lacks it then.
         """
         ends = []
         for ref in refs:
@@ -199,14 +209,14 @@ class Receiving:
         return next(filter(None, (end.result() for end in ends)), "")
 
     def take(self, piece: Piece) -> None:
-        """Put it where it belongs, and ask for more."""
+        """Store a piece in its segment, and ask for more pieces."""
         delay = time.monotonic() - self._under_way.popleft()
-        # Fewer at a time where pieces wait for one another: they are in the way of Stop.
+        # A slow piece has waited for others on the link, as a message of Stop would: ask for fewer.
         self._least_delay = min(self._least_delay, delay)
         step = 1 if delay - self._least_delay < MOST_DELAY else -1
         self._window = min(max(1, self._window + step), MOST_WINDOW)
         coming = self._coming.get(piece.path)
-        # A segment that was dropped and is asked for again comes twice, in part.
+        # Other pieces answer an earlier request: the segment was dropped, and requested again.
         if coming is not None and piece.offset == coming.blank.filled:
             self._fill(coming, piece)
         self._go_on()
@@ -223,7 +233,7 @@ class Receiving:
         try:
             for _ in blank.writing(memoryview(piece.data), piece.offset):
                 pass
-        except OSError as error:  # the machine is out of it all the same
+        except OSError as error:  # memory ran out although `Blank` had checked it
             problem = f"{blank.total:,} bytes of shared memory could not be filled: "
             problem += error.strerror or str(error)
         if blank.filled == blank.total:
@@ -237,7 +247,7 @@ class Receiving:
         coming.end.set_result(problem)
 
     def count(self, refs: Iterable[SegmentRef]) -> int:
-        """Count the bytes of these that have come."""
+        """Return how many bytes of these segments have arrived."""
         total = 0
         for ref in refs:
             if coming := self._coming.get(ref.path):
@@ -247,13 +257,16 @@ class Receiving:
         return total
 
     def places(self, refs: Iterable[SegmentRef]) -> dict[str, SegmentRef]:
-        """Return for those of these that have come where they can be opened here."""
+        """Return by path the copies of these segments that are complete."""
         return {
             ref.path: self._segments[ref.path].ref for ref in refs if ref.path in self._segments
         }
 
     def drop(self, paths: Iterable[str]) -> None:
-        """Let go of these, whole or not; a process that has mapped one keeps that."""
+        """Release the copies of these segments, complete or not.
+
+        A process that has mapped one can still use it.
+        """
         for path in paths:
             if coming := self._coming.get(path):
                 self._end(coming)
@@ -261,11 +274,11 @@ class Receiving:
                 segment.close()
 
     def abandon(self) -> None:
-        """Let go of all that is not whole: nothing more comes."""
+        """Release all incomplete copies: the link is lost."""
         self.drop([*self._coming])
         self._under_way.clear()
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Release all copies."""
         self.abandon()
         self.drop([*self._segments])

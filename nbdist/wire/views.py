@@ -1,7 +1,8 @@
-"""What can be seen of a world from outside while ranks run anything: place, stack, status, logs.
+"""What can be seen of a world from outside while its ranks are busy: place, stack, status, logs.
 
-And what other processes of the user ask of a world, at one socket in the runtime folder: one
-question a connection, one answer, each a line of JSON that other versions of nbdist can read, too.
+Agents make these records; the notebook and the terminal's commands show them.  The last part is the
+protocol in which other processes of the user ask a world at a socket in its runtime folder: one
+question and one answer a connection, each a line of JSON that other versions of nbdist can read.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from nbdist.wire.spec import Versions
 RankState = Literal["starting", "idle", "busy", "dead"]
 
 PACKAGES = re.compile(r"^.*/(?:site|dist)-packages/|^.*/lib/python3\.\d+/(?=[^/]+)")
-"""What stands before a library's own path."""
+"""The beginning of a path in a library's folder, which is not shown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """`number` counts the collectives of its group."""
+    """A collective: number `number` of its group; `began_ns` is in nanoseconds since 1970."""
 
     name: str
     number: int
@@ -43,10 +44,10 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A collective that a rank has begun in its cell: the one with this `number` of its `group`.
+    """A collective that a rank has begun in its cell: number `number` of its `group`.
 
-    `sizes`, `dtypes` (torch's in C++: "Float") and `elements`, which counts them, are of the
-    tensors of which all ranks of the group have to have the same: `[2] [3, 4]`, `2 12`.
+    Only tensors that must be alike on all ranks of the group are described: `sizes` as in
+    `[2] [3, 4]`, `dtypes` by torch's names in C++ ("Float"), `elements` as in `2 12`.
     """
 
     group: str
@@ -60,48 +61,44 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rank that runs a cell is.
+    """Where a rank is in its cell or script, and what tells whether it can go on.
 
-    `line` of the cell, or of a script's `file` with its text in `code`, 0 where unknown;
-    `operation` is the collective it waits for, "" if it does something else; `counts` has by group
-    how many collectives it has begun, `moved` the bytes that its connections have carried,
-    `in_flight` the packets that have yet to arrive; `stalled` the pairs of addresses, the own one
-    first, between which none of these arrives.  `is_calm`: none of gloo's threads has anything to
-    do.  `unfinished` counts collectives that seem to have begun and not ended.  `holds_gil`: C code
-    does, so nothing more is known, unless the line is.  `is_stopped`: by SIGSTOP or such.  `begun`
-    are a waiting or idle rank's last collectives; `has_help`: another thread or a GPU may act for
-    it.  `is_cleaning_up`: an `except` or `finally` runs because of Stop.  `has_taken_sigint`: the
-    code has got a SIGINT since it began, and is not stuck in C code.  `asks`: for typed input.
+    Made by the worker's probe, or by its agent for a worker that does not answer.
     """
 
-    line: int = 0
-    operation: str = ""
-    counts: Mapping[str, int] = field(default_factory=dict)
-    moved: int = 0
-    in_flight: int = 0
+    line: int = 0  # of the cell, or of the script's `file`; 0 if unknown
+    operation: str = ""  # the collective that the rank waits in, "" if it does something else
+    counts: Mapping[str, int] = field(default_factory=dict)  # by group: collectives begun
+    moved: int = 0  # bytes that gloo's connections have carried
+    in_flight: int = 0  # packets of gloo that the other end has not acknowledged
+    # Connections on which packets do not arrive: pairs of addresses, the rank's own one first.
     stalled: tuple[tuple[str, str], ...] = ()
-    is_calm: bool = False
-    unfinished: int = 0
-    holds_gil: bool = False
-    is_stopped: bool = False
-    file: str = ""
-    code: str = ""
-    begun: tuple[Begun, ...] = ()
+    is_calm: bool = False  # True if none of gloo's threads is running
+    unfinished: int = 0  # collectives that seem to have begun and not ended
+    holds_gil: bool = False  # C code holds the GIL: at most `line`, `operation`, `file` are known
+    is_stopped: bool = False  # the process is stopped, as by SIGSTOP
+    file: str = ""  # the name of the script, "" for a cell
+    code: str = ""  # the text of `line` in the script
+    begun: tuple[Begun, ...] = ()  # the last collectives, of a waiting or idle rank only
+    # True if another thread or a GPU, and not only another rank, may end the rank's wait.
     has_help: bool = False
-    is_cleaning_up: bool = False
-    has_taken_sigint: bool = False
-    asks: bool = False
+    is_cleaning_up: bool = False  # an `except` or `finally` runs because of Stop
+    has_taken_sigint: bool = False  # the task has got a SIGINT, or has a handler of its own for it
+    asks: bool = False  # the rank waits for input
 
     @property
     def is_in_code(self) -> bool:
-        """Whether it is, or may be, in what it was given to run; else it reports its end."""
+        """Whether the rank may be in the user's code; else its task is beginning or ending."""
         known = self.line or self.file or self.operation
         return bool(known) or self.holds_gil or self.is_stopped
 
 
 @dataclass(frozen=True, slots=True)
 class StackFrame:
-    """One call; `file` as people know it (`Cell In[5]`), `code` the line's source if known."""
+    """One call of a stack.
+
+    `file` is a path or `Cell In[5]`; `code` is the source of the line, "" if unknown.
+    """
 
     file: str
     line: int
@@ -110,7 +107,7 @@ class StackFrame:
 
     @property
     def lines(self) -> list[str]:
-        """As Python's tracebacks show a call."""
+        """The lines with which Python's tracebacks show the call."""
         where = f"  {PACKAGES.sub('', self.file)}, line {self.line}"
         if self.function != "<module>":
             where += f", in {self.function}"
@@ -118,13 +115,16 @@ class StackFrame:
 
     @property
     def is_cell(self) -> bool:
-        """Whether it is in a cell of the notebook."""
+        """Whether the call is in a cell of the notebook."""
         return self.file.startswith("Cell In[")
 
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """The main thread's calls from the cell inwards, innermost last; or a busy rank's `problem`."""
+    """The calls of a rank's main thread, the cell's first and the innermost last.
+
+    `problem` says why there are no calls to show, "" if there are, or the rank runs nothing.
+    """
 
     rank: int
     pid: int
@@ -136,7 +136,10 @@ class Stack:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU's memory in bytes, of all processes, and per cent of the time that it is at work."""
+    """A GPU's memory in bytes, used by all processes, and its utilisation in per cent.
+
+    `busy` is None if the driver does not tell, as for a MIG slice.
+    """
 
     used: int
     total: int
@@ -145,7 +148,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What one worker uses: memory in bytes (PSS), and its GPU where that can be read."""
+    """The resources of one worker: memory in bytes (PSS), and its GPU, None if unknown."""
 
     memory: int
     gpu: Gpu | None = None
@@ -153,45 +156,42 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """One worker as its agent sees it; memory in bytes (PSS: shared pages count in part).
-
-    A busy one has a `place` and its line's `code`, and its `cell`'s number; `collective` is its
-    last, None if unknown; `cpu_seconds` are of all of its threads, `last_line` is as written.
-    """
+    """A row of `%dist_status`: one worker as its agent sees it."""
 
     rank: int
     pid: int
     host: str
     state: RankState
-    busy_seconds: float
-    memory: int
+    busy_seconds: float  # since its task began, 0.0 if idle
+    memory: int  # bytes, as PSS: of a page that n processes share 1/n
     device: str
-    place: Place | None = None
-    code: str = ""
-    collective: Collective | None = None
+    place: Place | None = None  # of a busy rank, or of an idle one that is stuck or stopped
+    code: str = ""  # the source of the place's line
+    collective: Collective | None = None  # the last one, None if unknown
     gpu: Gpu | None = None
-    cpu_seconds: float = 0.0
-    cell: int | None = None
-    last_line: str = ""
+    cpu_seconds: float = 0.0  # of all threads since the process started
+    cell: int | None = None  # the execution count of a busy rank's cell
+    last_line: str = ""  # the last line of output, unchanged
 
 
 # --- the ends of ranks' logs ------------------------------------------------------------------
 
-# Agents read them for notebooks on other machines; a notebook reads those of its own machine, which
-# outlive the agent.
+# Agents read log files for notebooks on other machines.  A notebook reads those of its own machine
+# itself, since log files outlive the agent.
 
 MOVED, ATTEMPT = "[nbdist: what stood before this line was moved to ", "attempt_"
-"""Begin the first line of a file whose earlier lines are in another, and the name of a folder with
-the files of one start of the workers."""
+"""The beginning of the first line of a log file whose earlier lines were moved to another file, and
+the beginning of the name of a folder with the files of one start of the workers."""
 
 BLOCK, PAGE, LONGEST = 1 << 16, 1 << 20, 1 << 14
-"""Bytes that are read at once, that are enough for one answer, and of a line that are shown."""
+"""Bytes that are read at once, bytes of lines that end an answer, and bytes kept of a line."""
 
 
 class GetLogs(NamedTuple):
-    """Read the last `most` lines of these ranks' logs, fewer long ones; a tuple of `LogTail`.
+    """Read the last `most` lines of these ranks' logs; answered by a tuple of `LogTail`.
 
-    `attempt` is None for the present one; `end` is where an earlier answer began, or None.
+    Long lines are fewer: `PAGE` bytes end an answer.  `attempt` is None for the present start of
+    the workers.  With `end`, the `start` of an earlier answer, the lines before it are read.
     """
 
     ranks: tuple[int, ...]
@@ -202,10 +202,11 @@ class GetLogs(NamedTuple):
 
 
 class LogTail(NamedTuple):
-    """Lines of a rank's log, the first of which begins at `start`; without files `file` is "".
+    """Lines of a rank's log; `file` is "" if the rank has no log files.
 
-    Bytes count from where the file with the earlier lines begins.  `attempts` are the starts of
-    the workers that there are files of.  With `is_cut` the rank wrote more than its files have.
+    `start` is where the first line begins, in bytes from the beginning of the file with the earlier
+    lines.  `attempts` are the starts of the workers of which there are files.  `is_cut` is True if
+    the rank wrote more than its files contain.
     """
 
     rank: int
@@ -218,11 +219,11 @@ class LogTail(NamedTuple):
 
 
 CUT_MARK = "cut"
-"""An empty file beside a rank's log, once that could not be written, such as on a full disk."""
+"""The name of an empty file beside a log that could not be written, as on a full disk."""
 
 
 def read_logs(folders_of: Mapping[int, Path | None], get: GetLogs) -> tuple[LogTail, ...]:
-    """Read what is asked for of ranks with these folders."""
+    """Read the requested log lines; `folders_of` has the log folder of each rank, None for none."""
     found = []
     for rank, stream in product([rank for rank in get.ranks if rank in folders_of], get.streams):
         if (folder := folders_of[rank]) is None:
@@ -241,7 +242,10 @@ def read_logs(folders_of: Mapping[int, Path | None], get: GetLogs) -> tuple[LogT
 
 
 def last_lines(file: Path, most: int, end: int | None = None) -> tuple[list[str], int]:
-    """Read the last lines of a log before `end`, and say where the first of them begins."""
+    """Return the last lines of a log before `end`, and where the first of them begins.
+
+    Lines of the earlier file count too.
+    """
     earlier = earlier_file(file)
     moved = earlier.stat().st_size if earlier.exists() else 0
     own = _backwards(file, None if end is None else end - moved)
@@ -259,7 +263,10 @@ def last_lines(file: Path, most: int, end: int | None = None) -> tuple[list[str]
 
 
 def _backwards(file: Path, end: int | None) -> Iterator[tuple[int, bytes]]:
-    """Read lines from the last to the first, long ones cut at their beginning; and their places."""
+    """Yield the offset and bytes of each line before `end`, from the last to the first.
+
+    Long lines lose their beginning (`LONGEST`).
+    """
     with suppress(FileNotFoundError), file.open("rb") as opened:
         position = opened.seek(0, os.SEEK_END)
         position = position if end is None else max(0, min(position, end))
@@ -281,18 +288,18 @@ def _backwards(file: Path, end: int | None) -> Iterator[tuple[int, bytes]]:
 
 
 def moved_line(earlier: Path, limit: int) -> str:
-    """Write the first line of a file that was begun because the one before was full."""
+    """Return the first line of a log file that follows a full one, now named `earlier`."""
     allowed = f"NBDIST_LOG_LIMIT allows {limit >> 20} MiB"
     return f"{MOVED}{earlier.name}, in the place of what had been moved there: {allowed}]\n"
 
 
 def renumbered_line(earlier: Path, rank: int) -> str:
-    """Write the first line of a file of what was another rank before."""
+    """Return the first line of the log file of a worker whose rank has changed."""
     return f"[nbdist: this was rank {rank} until now, and wrote to {earlier}]\n"
 
 
 def earlier_file(file: Path) -> Path:
-    """Name the file that has what was said before a log file begins."""
+    """Return the path of the file with the lines before those of a log file."""
     return file.with_name(f"{file.name}.1")
 
 
@@ -343,40 +350,40 @@ class CallLayout(NamedTuple):
 
 
 class RankSecrets(NamedTuple):
-    """The values of a rank's environment variables whose names say that they are secrets."""
+    """The values of a rank's environment variables that are secrets, judged by their names."""
 
     rank: int
     values: tuple[str, ...]
 
 
-# --- what other processes ask of a world ------------------------------------------------------
+# --- questions of other processes to a world --------------------------------------------------
 
 DOOR = "world.sock"
-"""The socket's name in the runtime folder."""
+"""The name of the socket for these questions in the runtime folder."""
 
 SOCKET = re.compile(r"notebook-[0-9]{1,10}\.sock")
-"""What the socket of a notebook may be called that takes a world over."""
+"""The names that the socket of an attaching notebook may have."""
 
 LONGEST_QUESTION, MOST_BYTES = 1 << 16, 16 << 20
-"""Of an answer: 1,024 ranks have about one MB."""
+"""The most bytes of a question and of an answer; an answer about 1,024 ranks has about one MB."""
 
 
 @dataclass(frozen=True, slots=True)
 class Describe:
-    """What is the world, and what is it doing?  Answered by `WorldInfo`."""
+    """Which world is it, and what is it doing?  Answered by `WorldInfo`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """The same, and what is each of its ranks doing?  Answered by `WorldInfo`."""
+    """What are the world and each of its ranks doing?  Answered by a complete `WorldInfo`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Inquire:
-    """More of these ranks, or all where there are none named.  Answered by `Findings`.
+    """What is known about these ranks, or about all ranks if `ranks` is empty?
 
-    `about` their stacks, the last `most` lines of their logs, the tasks that run and failed, or the
-    secrets in their environment.
+    Answered by `Findings`: the ranks' stacks, the last `most` lines of their logs, the secrets in
+    their environments, or the last tasks, which are always those of all ranks.
     """
 
     about: Literal["stacks", "logs", "tasks", "secrets"]
@@ -386,7 +393,11 @@ class Inquire:
 
 @dataclass(frozen=True, slots=True)
 class Attach:
-    """A notebook, which has bound this socket, wants the world while this connection lasts."""
+    """A notebook asks for the world, for as long as it keeps this connection open.
+
+    The notebook has bound `socket` in the runtime folder, to which the agent then connects.
+    Answered by `Accepted` or `Refused`.
+    """
 
     version: str
     pid: int
@@ -395,37 +406,33 @@ class Attach:
 
 @dataclass(frozen=True, slots=True)
 class WorldInfo:
-    """A world: the process `notebook` has it, 0 for none, since `since` on the clock.
+    """A world, or one machine's part of it.
 
-    `cell` is the line that it runs, "" for nothing; `began` is when that was sent, or the world was
-    started.  Before the first start, and for a part of a world, there are no `workers` and no
-    `name`.  `guard` is the process that ends last.  `versions` are those of its interpreter.
-
-    The last four answer `Look` alone.  `at` is the agent's monotonic clock, in seconds, by which
-    `cpu_seconds` of two answers can be compared; `notebook_name` is Jupyter's, "" for none.
+    Before the first start, and for a part, there are no `workers` and no `name`.  The last four
+    fields are set in the answer to `Look` only.
     """
 
-    version: str
+    version: str  # of nbdist
     host: str
     pool: str = ""
     name: str = ""
     workers: int = 0
     state: str = ""
-    cell: str = ""
-    began: float = 0.0
-    notebook: int = 0
-    since: float = 0.0
-    detach: bool = False
-    guard: int = 0
-    versions: Versions = field(default_factory=dict)
-    notebook_name: str = ""
+    cell: str = ""  # the title of the running task, "" for none
+    began: float = 0.0  # when the last task was sent or the world was started, since 1970
+    notebook: int = 0  # the process id of the notebook that has the world, 0 for none
+    since: float = 0.0  # when that notebook attached or the last one detached, since 1970
+    detach: bool = False  # whether the world outlives its notebook
+    guard: int = 0  # the process that ends after all others of the world
+    versions: Versions = field(default_factory=dict)  # of the agent's interpreter
+    notebook_name: str = ""  # as Jupyter's server calls it, "" if unknown
     backend: str = ""
-    at: float = 0.0
+    at: float = 0.0  # the monotonic clock, for comparing the `cpu_seconds` of two answers
     ranks: tuple[WorkerStatus, ...] = ()
 
 
 class Trouble(NamedTuple):
-    """How a task ended on a rank, with its last lines; or, if `is_idle`, its process later."""
+    """A failure of a task on a rank; if `is_idle`, the rank's process died later without a task."""
 
     rank: int
     error: RankError
@@ -434,10 +441,10 @@ class Trouble(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TaskSeen:
-    """A task of these ranks, in a world of `size`, and how ranks failed in it or after it.
+    """A task in a world of `size` ranks, and the failures of ranks in it or after it.
 
-    `places` are where ranks were when a notebook asked last, `aborted` those that were released
-    from a collective.
+    `places` has where ranks were when a notebook last asked, `aborted` where ranks were that were
+    released from a collective.  Their `Stack`s have no frames.
     """
 
     title: str
@@ -452,7 +459,10 @@ class TaskSeen:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What an `Inquire` asked for; the last task, and the last one that failed, if there is any."""
+    """The answer to an `Inquire`; only the fields that it asked about are set.
+
+    `last` is the task that runs or ran last, `failed` the last one in or after which a rank failed.
+    """
 
     stacks: tuple[Stack, ...] = ()
     logs: tuple[LogTail, ...] = ()
@@ -463,7 +473,7 @@ class Findings:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """The world is this notebook's; `guard` as in `WorldInfo`."""
+    """The world belongs to the notebook that asked; `agent` and `guard` are process ids."""
 
     agent: int
     guard: int
@@ -471,7 +481,7 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Another notebook has the world, or none can have it now; `why` says it in a sentence."""
+    """The notebook cannot have the world; the error to the user ends with the reason `why`."""
 
     why: str
 
@@ -482,12 +492,12 @@ _KINDS: dict[str, Any] = {each.__name__: each for each in get_args(Said)}
 
 
 def to_line(said: Said) -> bytes:
-    """Write it as one line."""
+    """Return a question or answer as one line of JSON."""
     return json.dumps({type(said).__name__: plain(said)}).encode() + b"\n"
 
 
 def from_line(line: bytes) -> Said:
-    """Read what was said; raises BadFrame."""
+    """Return the question or answer in a line of JSON; raises BadFrame for anything else."""
     try:
         ((name, values),) = json.loads(line).items()
         said: Said = built(values, _KINDS[name])
@@ -499,7 +509,10 @@ def from_line(line: bytes) -> Said:
 
 
 def connect_to(path: Path, timeout: float) -> socket.socket:
-    """Connect to a socket of this user's, for at most `timeout` seconds a use; raises OSError."""
+    """Connect to a socket that this user's process listens on; raises OSError.
+
+    Each later operation on the socket may take `timeout` seconds too.
+    """
     end = socket.socket(socket.AF_UNIX)
     try:
         end.settimeout(timeout)
@@ -513,12 +526,15 @@ def connect_to(path: Path, timeout: float) -> socket.socket:
 
 
 def user_at(end: socket.socket) -> int:
-    """Return the user whose process has the other end, as the kernel says (unix(7))."""
+    """Return the user id of the process at the other end, from the kernel (unix(7))."""
     return _peer(end)[1]
 
 
 def process_at(end: socket.socket) -> int:
-    """Return the process that has the other end, or listened there; 0 in another pid namespace."""
+    """Return the id of the process that connected, or listened, at the other end.
+
+    It is 0 for a process in another pid namespace.
+    """
     return _peer(end)[0]
 
 

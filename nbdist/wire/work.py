@@ -1,11 +1,13 @@
-"""What ranks are to do and what they say of it: tasks, and marks in a worker's stdout.
+"""Tasks for ranks, the messages of workers about them, and marks in a worker's stdout.
 
-A worker writes text to its stdout, a pipe that the agent reads: what it wrote before it died is
-there, and C code, child processes and Python share one order.  Figures and errors travel over
-iopub; the worker first writes a mark with the message's number where it belongs in the text.
+The notebook makes tasks, agents pass them on to workers.  A worker's text goes to its stdout, a
+pipe that the agent reads.  So text that was written before a death is not lost, and text of Python,
+C code and child processes keeps its order.  Figures and errors go through iopub; before each of
+these messages the worker writes a mark with the message's number to stdout, where it belongs in the
+text.
 
-A mark is an APC escape sequence (ECMA-48 8.3.2), which terminals ignore, with a token that no
-output has by chance.  It is shorter than PIPE_BUF: the kernel writes it in one piece.
+A mark is an APC escape sequence (ECMA-48 8.3.2), which terminals ignore.  It contains a token that
+no output has by chance, and is shorter than PIPE_BUF, so the kernel writes it in one piece.
 """
 
 from __future__ import annotations
@@ -25,42 +27,42 @@ Kind = Literal["file", "module", "executable"]
 
 
 BLANK_HEAD = re.compile(r"\A(?:[ \t\f]*\n)+")
-"""Blank lines at the beginning of a cell: IPython drops them, and counts from the next."""
+"""Blank lines at the beginning of a cell: IPython removes them before it counts lines."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What a cell holds; "" where names are only bound, or values asked for."""
+    """The source of a cell; "" for a task that only binds variables or fetches values."""
 
     text: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """A script, module or executable; `name` is how it was called: `train.py`, `pkg.mod`.
-
-    `file` is where the notebook has found it ("" for a module that is no file), `near` where it
-    lies below the notebook's folder ("" outside of it), which other machines can have elsewhere.
-    `root` is the folder of the script's own code; with `local_rank` it gets `--local-rank=N` first.
-    """
+    """A script, module or executable that a rank runs in place of a cell: `train.py`, `pkg.mod`."""
 
     kind: Kind
-    name: str
+    name: str  # as the user wrote it
     args: tuple[str, ...] = ()
-    file: str = ""
-    root: str = ""
-    local_rank: bool = False
+    file: str = ""  # its path on the notebook's machine; "" for a module that is no file
+    root: str = ""  # the folder of the script's own code
+    local_rank: bool = False  # if True, the first argument is `--local-rank=N`
+    # The path relative to the notebook's folder, which may be elsewhere on other machines; "" for
+    # a file outside of that folder.
     near: str = ""
     op: ClassVar[str] = "run.script"
 
     @property
     def arguments(self) -> Mapping[str, Any]:
-        """What that gets."""
+        """The arguments of the op that runs it."""
         return {"program": self}
 
 
 class Call(NamedTuple):
-    """Call `snapshot.write` or another op; `arguments` are plain data, the user's a `Payload`."""
+    """A call of `snapshot.write` or another op.
+
+    Its arguments are plain data; values of the user are in a `Payload`.
+    """
 
     op: str
     arguments: Mapping[str, Any] = NOTHING
@@ -70,9 +72,10 @@ Work = Source | Script | Call
 
 
 class Surroundings(NamedTuple):
-    """What has changed around the notebook since the start: its `folder`, which was `first`.
+    """What has changed in the notebook's process since the world started, for ranks to follow.
 
-    `sys_path` is None where it is the same; `environ` has None for variables that were removed.
+    Its current folder is `folder` and was `first`.  `sys_path` is None if it has not changed.
+    `environ` has the changed environment variables, with None for removed ones.
     """
 
     folder: str
@@ -83,7 +86,7 @@ class Surroundings(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """How often the same has been run before, and how often it may be run again in all."""
+    """The attempt of a task with `--max-restarts`: `number` from 0 on, `most` restarts in all."""
 
     number: int = 0
     most: int = 0
@@ -91,50 +94,46 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Work for some ranks at once.
-
-    `names` has by rank what the notebook sends it: variables to bind first, and changes of objects
-    (`nbdist.values.linked`).  `plain` is a pickled mapping to bind instead.  `forget` has by rank
-    the keys of objects that have ended in the notebook, `deleted` variables that it has deleted.
-    The values of the expressions in `fetch`, or what an op returns, become `Done.values`.
-    From `log_level` on the notebook handles records of the ranks' `logging`, None for none.
-    `imports` has for new ranks what others have imported, as `Done.imported`.  By
-    `execution_count` tracebacks say `Cell In[5]`; `key` is the front end's id of the cell, "" for
-    none.  With `keeps` the last value comes back, or stays there under the task's `id` where it is
-    big; with `brings_small` it comes back only if it is small.  `around` is None where nothing has
-    changed around the notebook.
-    """
+    """Work that the notebook sends to some ranks at once."""
 
     id: str
     ranks: tuple[int, ...]
     work: Work = Source()
+    # By rank: the notebook's variables to bind before the work, and changes of objects that the
+    # rank has already (`nbdist.values.linked`).
     names: Mapping[int, Payload] = field(default_factory=dict)
+    # A pickled mapping of variables to bind on all ranks, which stay unlinked to the notebook.
     plain: Payload | None = None
-    fetch: tuple[str, ...] = ()
+    fetch: tuple[str, ...] = ()  # expressions, whose values become `Done.values`
     attempt: Attempt = Attempt()
+    # From this level on the ranks' `logging` sends records to the notebook; None for no records.
     log_level: int | None = None
+    # By new rank: what other ranks have imported, as in `Done.imported`.
     imports: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
+    # By rank: keys of objects that no longer exist in the notebook.
     forget: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    # By rank: variables that the notebook has deleted.
     deleted: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
-    execution_count: int | None = None
-    key: str = ""
+    execution_count: int | None = None  # as in the `Cell In[5]` of tracebacks
+    key: str = ""  # the front end's id of the cell, "" for none
+    # If True, the cell's last value is returned; a big one stays on the rank under the task's id.
     keeps: bool = False
-    brings_small: bool = False
-    around: Surroundings | None = None
+    brings_small: bool = False  # if True, the cell's last value is returned only if it is small
+    around: Surroundings | None = None  # None if nothing has changed
 
     @property
     def source(self) -> str:
-        """The text of a cell, "" where it is none; its lines are counted as IPython does."""
+        """The text of a cell without leading blank lines, as IPython counts lines; else ""."""
         return BLANK_HEAD.sub("", self.work.text) if isinstance(self.work, Source) else ""
 
     @property
     def script(self) -> Script | None:
-        """The script, where it is one."""
+        """The script that the task runs, or None."""
         return self.work if isinstance(self.work, Script) else None
 
     @property
     def title(self) -> str:
-        """The first line of it that says something; a script's name, an op's."""
+        """One line for messages: a cell's first line (not a magic's), a script's call, or an op."""
         match self.work:
             case Source(text):
                 lines = (line.strip() for line in text.splitlines())
@@ -146,12 +145,12 @@ class Task:
 
     @property
     def segments(self) -> tuple[SegmentRef, ...]:
-        """The shared memory that has its big values."""
+        """The segments of shared memory to which the task refers."""
         given = self.work.arguments if isinstance(self.work, Call) else None
         return refs_in((self.names, self.plain, given))
 
     def moved(self, places: Places) -> Task:
-        """Return it for workers for whom that memory is in these places."""
+        """Return the task with its segments at other places, for the workers of another machine."""
         work = self.work
         if isinstance(work, Call):
             work = work._replace(arguments=moved(work.arguments, places))
@@ -160,13 +159,16 @@ class Task:
 
 
 def task_from(frame: bytes) -> Task:
-    """Unpack a task."""
+    """Unpack a task that the notebook packed."""
     task: Task = unpack(frame)
     return task
 
 
 class InputReply(NamedTuple):
-    """What was typed for this `InputRequest`, None for the end of input; or why there is none."""
+    """The reply to the `InputRequest` or `CatchUp` with this number.
+
+    `text` is the typed line, or None for the end of input; `problem` says why nobody can type.
+    """
 
     number: int
     text: str | None = None
@@ -175,25 +177,28 @@ class InputReply(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SigintSent:
-    """SIGINT was sent before this, and is for no task that comes after it."""
+    """Agent to worker: SIGINT was sent before this message, and is not meant for later tasks."""
 
 
 @dataclass(frozen=True, slots=True)
 class CommSent:
-    """What a page says to a widget went by the kernel's own channel before the next task."""
+    """Agent to worker: a page's message to a widget was sent on the kernel's shell channel.
+
+    The worker handles that message before its next task.
+    """
 
 
 def failure_in_words(name: str, message: str) -> Failure:
-    """Return a failure from outside the cell's code, as one line."""
+    """Return a failure with this error as its one line, for errors outside of the cell's code."""
     return Failure(name, message, (error_line(name, message),), time.time_ns())
 
 
 MOST_BYTES = 64 << 20
-"""Of what a worker says of a task; what it brings back goes through shared memory."""
+"""The bytes of one message of a worker about a task; big values go through shared memory."""
 
 
 class Finished(NamedTuple):
-    """Worker to agent: the end of a task, and its number among the messages with marks."""
+    """Worker to agent: a task has finished; `number` is in the mark of this message."""
 
     number: int
     task_id: str
@@ -201,17 +206,17 @@ class Finished(NamedTuple):
 
 
 class CatchUp(NamedTuple):
-    """Worker to agent: an `InputReply` is wanted once all has been taken in that came before."""
+    """Worker to agent: send an `InputReply` once you have read all output before this mark."""
 
     number: int
 
 
 Said = Finished | InputRequest | CatchUp
-"""What a worker says of its tasks, by its number among what has marks."""
+"""A message of a worker about its task; `number` is the one in its mark."""
 
 
 def said_from(frame: bytes) -> Said:
-    """Return what a worker has said of its task; raises BadFrame."""
+    """Unpack a worker's message about its task; raises BadFrame for anything else."""
     said: Said = object_from(frame, Said, Payload)
     if isinstance(said, Finished) and not fits(said.done.values, Payload | None):
         raise BadFrame("what it brings back is no payload")
@@ -221,31 +226,34 @@ def said_from(frame: bytes) -> Said:
 # --- marks ------------------------------------------------------------------------------------
 
 Mark = int | Literal["up", "ready", "stdout", "stderr"]
-"""A message's number; or `up`: the worker's kernel is bound; `ready`: and its group formed; or
-the stream that the text which follows belongs to."""
+"""The value of a mark.
+
+A number is that of a message.  `up` says that the worker's kernel has bound its sockets, `ready`
+that its group is formed too.  The name of a stream says that the text after the mark belongs to it.
+"""
 
 
 def mark(token: str, value: Mark) -> bytes:
-    """Make the bytes to write to stdout."""
+    """Return the mark as bytes for stdout."""
     return f"\x1b_{token};{value}\x1b\\".encode()
 
 
 def mark_pattern(token: str) -> re.Pattern[bytes]:
-    """Make a pattern that finds marks; group 1 is the value."""
+    """Return a pattern that finds marks with this token; group 1 is the value."""
     return re.compile(rb"\x1b_" + token.encode() + rb";([a-z]{1,6}|[0-9]{1,18})\x1b\\")
 
 
 LONGEST_MARK = 80
-"""Bytes; what is held back at most of a read that ends in the middle of a mark."""
+"""The most bytes of a mark: if a read ends in the middle of one, so many are held back."""
 
 
 def cut_off_pattern(token: str) -> re.Pattern[bytes]:
-    """Make a pattern that finds the beginning of a mark at the end of a read."""
+    """Return a pattern that finds an incomplete mark at the end of a read."""
     start = f"_{token};"
     begun = "".join(f"(?:{letter}" for letter in start)
     return re.compile(rf"\x1b{begun}[a-z0-9]{{0,18}}\x1b?{')?' * len(start)}\Z".encode())
 
 
 def mark_value(text: bytes) -> Mark:
-    """Read the value of a mark from what `mark_pattern` found."""
+    """Return the value of a mark from group 1 of `mark_pattern`."""
     return int(text) if text.isdigit() else cast("Mark", text.decode())
