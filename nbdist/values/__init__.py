@@ -1,1 +1,1 @@
-"""Python values that cross between processes: pickled, in shared memory, or why they cannot."""
+"""Sends Python values between processes: pickled, in shared memory; or explains why it cannot."""

@@ -1,6 +1,7 @@
-"""Functions and classes of `__main__` between a rank and what multiprocessing starts there.
+"""Sends functions and classes of `__main__` between a rank and its multiprocessing children.
 
-In a worker: `run_worker` calls `share_definitions_with_children` once.
+Runs in workers: `run_worker` calls `share_definitions_with_children` once.  The children, such as
+those of a DataLoader, use the same functions.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ _marks: weakref.WeakKeyDictionary[types.FunctionType, str] = weakref.WeakKeyDict
 """The marks of functions; classes have those that cloudpickle gives them in all processes."""
 
 _marked: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
-"""The worker's own definitions by their marks, and those that its forked children have of it."""
+"""The worker's own definitions by their marks; forked children have inherited this table."""
 
 
 def share_definitions_with_children() -> None:
-    """Let multiprocessing children of this process use what was defined in cells, and return it.
+    """Let multiprocessing children of this process use functions and classes of cells, both ways.
 
     A spawned child, such as a DataLoader's, cannot import a worker's `__main__`, so definitions
     are pickled by value.  A forked child has them and takes its own, and so does the worker when
     they come back: a copy would have other globals, and be another class to `isinstance`.
     """
     _pickle_by_value()
-    # What a script's spawned children call the script, whose `__main__` is multiprocessing's.
+    # A script's spawned children have another `__main__`, and import the script as this module.
     sys.modules["__mp_main__"] = sys.modules["__main__"]
     os.register_at_fork(before=_mark_all)
 
@@ -53,10 +54,10 @@ def _reduce(_pickler: ForkingPickler, value: Any) -> Any:
 
 def _receive(mark: str, pickled: bytes) -> Any:
     if mark not in _marked and parent_process() is None:
-        _mark_all()  # it can have been sent as a part of another definition
+        _mark_all()  # a definition that was sent inside of another one has no mark yet
     if (known := _marked.get(mark)) is not None:
         return known
-    _pickle_by_value()  # a spawned child sends instances of it back
+    _pickle_by_value()  # for instances of the definition that a spawned child sends back
     return by_value.loads(pickled)
 
 
@@ -65,7 +66,7 @@ def _is_definition(value: Any) -> bool:
 
 
 def _is_found_by_name(value: Any) -> bool:
-    """Return True if the receiver has it under the name that it has here, as without nbdist."""
+    """Return True if the receiver finds the definition by its name, so that pickle's way works."""
     first, *others = value.__qualname__.split(".")
     is_sent_to_parent = parent_process() is not None and get_spawning_popen() is None
     if not is_sent_to_parent and first not in script_names:
@@ -87,7 +88,7 @@ def _mark(value: Any) -> str:
 
 
 def _mark_all(kind: type | None = None) -> None:
-    """Mark all definitions of `__main__`, or those in a class of it."""
+    """Give a mark to each definition of `__main__`, or only to those inside of one class."""
     names = vars(kind) if kind else sys.modules["__main__"].__dict__
     prefix = f"{kind.__qualname__}." if kind else ""
     for name, value in [*names.items()]:

@@ -1,6 +1,7 @@
-"""Ids of classes that every rank has made of the same cell: gathered, they are one class.
+"""Gives a class that each rank has defined by the same cell one id on all ranks.
 
-In a worker: its kernel calls `name_classes` after each task.
+So the notebook gets one class if it gathers its instances from several ranks.  Runs in workers: the
+kernel calls `name_classes` after each task.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from nbdist.values.definitions import Variable
 def name_classes(names: Mapping[str, Any], of: str) -> None:
     """Give the classes that a task has bound ids that are equal on all ranks.
 
-    By its id the receiver recognises a class: objects that come from several ranks are then of
-    one class.  `of` is the task's id, `names` what it has bound.  A class that has an id, since
-    it came from the notebook or was pickled before, keeps that id.  Classes that differ from rank
-    to rank, in code or in plain values, get different ids.
+    A receiver of pickles recognises a class by its id.  `of` is the task's id, `names` has the
+    variables that it has bound.  A class that already has an id, because it came from the notebook
+    or was pickled before, keeps that id.  Classes that differ from rank to rank, in code or in
+    plain values, get different ids.
     """
     for name, kind in _classes_in(names, ""):
         if kind in by_value._DYNAMIC_CLASS_TRACKER_BY_CLASS:

@@ -1,6 +1,7 @@
-"""Copies from another rank or from a file, made into what a rank has there already.
+"""Copies values from another rank, the notebook or a file into the objects that a rank already has.
 
-What is there keeps its identity, so that optimizers, wrappers and containers of it stay linked.
+The rank's objects keep their identity, so that optimizers, wrappers and containers still refer to
+them.  Runs in workers, called by `nbdist.worker.counterparts`.
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ _UNPAIRED = object()
 def copy_into(
     there: Mapping[str, tuple[Any, Any]], others: Iterable[tuple[Any, Any]], *tops: Any
 ) -> tuple[dict[int, Any], set[str]]:
-    """Make the first object of each pair equal to the second, in place, with all they lead to.
+    """Make the first object of each pair equal to the second, in place, with all their parts.
 
-    `there` has pairs by the name of a variable, `others` further pairs.  What the `tops` lead to is
-    what is there from then on, if it was paired.  Return by id of each second object which object
-    is in its place, and the names of which a tensor or a module has another structure than the one
-    that is there: these stay as they are, and so do variables that share a tensor with them.
+    `there` has the pair of each variable by its name, `others` has further pairs.  In the new
+    values `tops` each paired object is replaced by its old partner.
+
+    Return which object has replaced each new object, by the new object's id, and the names of
+    variables that could not be changed in place because a tensor or module has another structure.
+    Their old objects stay as they are.  A variable that shares a tensor or module with one of them
+    is among them too.
     """
     failed, kept = set[str](), set[int]()
     while True:
@@ -177,7 +181,7 @@ class _Copying:
                 old[:] = new
             case _:
                 own = {name: sub(part) for name, part in vars(new).items()}
-                # A class that says itself what is copied may have more attributes.
+                # A class with a `__getstate__` of its own may have more attributes than it copies.
                 kind: Any = type(old)
                 if kind.__getstate__ is object.__getstate__ and not self._is_module(old):
                     for name in vars(old).keys() - own.keys():
@@ -185,7 +189,10 @@ class _Copying:
                 vars(old).update(own)
 
     def _substitute(self, value: Any) -> Any:
-        """Return the object that took the place of a part, also within the part's containers."""
+        """Return the old partner of a new object.
+
+        An object without a partner is returned itself, after the same was done to its parts.
+        """
         found = self.instead.get(id(value), _UNPAIRED)
         if found is not _UNPAIRED:
             return found
@@ -204,7 +211,7 @@ class _Copying:
 
 
 def _how_it_lies(tensor: Any) -> tuple[Any, ...]:
-    """Return the structure of a tensor, and of a DTensor how it is spread over ranks."""
+    """Return the structure of a tensor, and for a DTensor its mesh and placements."""
     mesh = getattr(tensor, "device_mesh", None)
     spread = None if mesh is None else (mesh, tensor.placements)
     return tensor.shape, tensor.dtype, tensor.layout, spread
@@ -221,7 +228,10 @@ def _is_definition(value: Any) -> bool:
 
 
 def _parts_of_definition(value: Any) -> dict[Any, Any]:
-    """Return what a class or function holds: attributes, defaults, and by number its variables."""
+    """Return the attributes of a class, or a function's attributes, defaults and closure.
+
+    The values of captured variables have their number in the closure as name.
+    """
     if isinstance(value, type):
         return {name: part for name, part in vars(value).items() if not name.startswith("__")}
     found: dict[Any, Any] = dict(vars(value))
@@ -241,7 +251,7 @@ def _set_part(value: Any, name: Any, part: Any) -> None:
 
 def _have_same_parts(old: Any, new: Any) -> bool:
     if any(kind.__name__ == "FSDPModule" for kind in type(new).__mro__):
-        return False  # its groups hold parameters of their own
+        return False  # FSDP's parameter groups keep their own references to the parameters
     return all(
         getattr(old, name).keys() == getattr(new, name).keys()
         for name in ("_parameters", "_buffers", "_modules")

@@ -1,6 +1,7 @@
-"""Functions and classes of `__main__`: taken apart in the sender, made anew in the receiver.
+"""Pickles functions and classes of `__main__` in the sender, and rebuilds them in the receiver.
 
-The source of their cells follows them, to where `inspect`, tracebacks and IPython look for it.
+The sources of their cells are sent too, so that `inspect`, tracebacks and IPython find them.  The
+notebook and workers use this file through `nbdist.values.pickling`.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from typing import Any, NamedTuple
 import cloudpickle.cloudpickle as by_value
 
 SYSTEM_NAMES = re.compile(r"_+|_i+|_i?\d+|_[dio]h|_exit_code|__\w+__|In|Out|exit|quit|get_ipython")
-"""What Python and IPython keep in `__main__` for themselves."""
+"""The names that Python and IPython bind in `__main__`."""
 
 PYTHON = sys.version_info[:2]
-"""The code of functions is of one minor version."""
+"""The minor version of Python, which must be the same where a function's code is used."""
 
 _JUMPS = frozenset(dis.hasjrel + dis.hasjabs)
 
@@ -35,7 +36,7 @@ _SPECIAL_SLOTS = {"__dict__", "__weakref__"}
 
 _receiver: ContextVar[dict[str, Any] | None] = ContextVar("nbdist_receiver", default=None)
 
-# Classes that came from another process: the others are this one's to change.
+# Classes that came from another process.  Classes of this process are never changed by a pickle.
 _received: weakref.WeakSet[type] = weakref.WeakSet()
 
 _names_of_code: weakref.WeakKeyDictionary[types.CodeType, frozenset[str]] = (
@@ -46,20 +47,26 @@ _names_of_code: weakref.WeakKeyDictionary[types.CodeType, frozenset[str]] = (
 
 
 REFERENCE = 2
-"""Items in which cloudpickle takes apart a class that is known by its name; others have a state."""
+"""The number of items to which cloudpickle reduces a class that the receiver finds by its name.
+
+Classes that are sent by value have more items, among them a state.
+"""
 
 DETAILS = (
     *("__qualname__", "__kwdefaults__", "__defaults__", "__module__", "__doc__"),
     "__type_params__",  # from Python 3.12 on
 )
-"""What a function has besides its code, closure and annotations."""
+"""The attributes of a function that are sent besides its code, closure and annotations."""
 
 _OF_ANNOTATIONS = {"__annotate__", "__annotate_func__", "__annotations_cache__"}
 """Where a class of Python 3.14 keeps its annotations, and the function that evaluates them."""
 
 
 def details_of(function: types.FunctionType) -> dict[str, Any]:
-    """Return what a function has besides its code and closure; that may lead to the function."""
+    """Return a function's defaults, annotations and other details, by attribute name.
+
+    They may refer to the function itself, so they are set once the function exists.
+    """
     details = {name: getattr(function, name) for name in DETAILS if hasattr(function, name)}
     return {**details, "__annotations__": annotations_of(function)}
 
@@ -78,9 +85,9 @@ def annotations_of(value: types.FunctionType | type) -> Any:
 
 
 def take_annotations(kind: type, attributes: dict[str, Any]) -> None:
-    """Leave of a class's annotations, among its attributes, `__annotations__` unless it is empty.
+    """Put a class's evaluated annotations into its attributes, or nothing if it has none.
 
-    cloudpickle leaves out the function of Python 3.14 that evaluates them.
+    Python 3.14 keeps a function that evaluates them, which cloudpickle leaves out.
     """
     for name in _OF_ANNOTATIONS:
         attributes.pop(name, None)
@@ -97,7 +104,7 @@ def class_attributes(state: Any) -> dict[str, Any]:
 
 
 class MadeBy:
-    """Stands in a pickle for what a function makes of these arguments in the receiver."""
+    """Stands in a pickle for the value that `make(*args)` returns in the receiver."""
 
     def __init__(self, make: Callable[..., Any], *args: Any) -> None:
         self.reduced = make, args
@@ -107,13 +114,16 @@ class MadeBy:
 
 
 class Variable:
-    """Stands for a variable that closures capture: one in the receiver for one here."""
+    """Stands in a pickle for a variable that closures capture (a cell of Python).
+
+    The receiver gets one variable for it, also if several closures share it.
+    """
 
     def __init__(self, cell: types.CellType) -> None:
         self.cell = cell
 
     def contents(self) -> tuple[Any, ...]:
-        """Return its value, alone; nothing if it has none yet."""
+        """Return a tuple of the variable's value, or an empty one if it has no value yet."""
         with suppress(ValueError):  # the cell is empty
             return (self.cell.cell_contents,)
         return ()
@@ -124,18 +134,18 @@ class Variable:
 
 
 class Import(MadeBy):
-    """Stands for a module, and for submodules that are reached through it."""
+    """Stands in a pickle for a module, with submodules that the receiver must import too."""
 
     def __init__(self, module: types.ModuleType, submodules: frozenset[str]) -> None:
         super().__init__(with_submodules, module, *sorted(submodules))
 
 
 def require_importable(module: types.ModuleType) -> str:
-    """Find the name to import a module by; PicklingError where it cannot be imported."""
+    """Return the name by which a module can be imported; raises PicklingError if there is none."""
     name = module.__name__
     if sys.modules.get(name) is not module:
         raise pickle.PicklingError(f"module {name!r} cannot be imported by its name")
-    # A module that was made by hand has no spec; but its package may make it.
+    # A module without a spec was made by hand.  A submodule may be made by its package, though.
     if module.__spec__ is None and name != "__main__" and "." not in name:
         raise pickle.PicklingError(f"module {name!r} does not come from a file")
     return name
@@ -160,7 +170,7 @@ def global_names(code: types.CodeType) -> frozenset[str]:
                 stored.add(name)
             case "DELETE_NAME":
                 stored.discard(name)
-            # The body of a class looks in itself first.
+            # The body of a class looks for a name among its own first.
             case "LOAD_NAME" if name not in stored:
                 found.add(name)
     inner = (global_names(each) for each in code.co_consts if isinstance(each, types.CodeType))
@@ -171,7 +181,7 @@ def global_names(code: types.CodeType) -> frozenset[str]:
 def imported_submodules(
     function: types.FunctionType, names: frozenset[str]
 ) -> list[types.ModuleType]:
-    """Return submodules that a function reaches by a package: `xml` alone has no `xml.dom`."""
+    """Return submodules that a function uses through a package: `import xml` gives no `xml.dom`."""
     used = (function.__globals__.get(name) for name in sorted(names))
     modules = (each for each in used if isinstance(each, types.ModuleType))
     paths = [each.__name__ for each in modules if hasattr(each, "__path__")]
@@ -185,17 +195,18 @@ def imported_submodules(
 
 
 def take_slots(kind: type, state: dict[str, Any]) -> tuple[str, ...] | None:
-    """Take out the slots that a class has itself, to make it with; None without `__slots__`.
+    """Return the slots that a class itself defines; None if it has no `__slots__`.
 
-    And for a `NamedTuple`, which is always made with none.  What Python made of the slots is
-    taken out of its state: it cannot be pickled, and a class made with them has it.
+    Also None for a `NamedTuple`, whose class is always made with empty slots.  The descriptors that
+    Python made for the slots are removed from `state`: they cannot be pickled, and the receiver
+    gets them when it makes the class with these slots.
     """
     if "__slots__" not in kind.__dict__ or NamedTuple in kind.__dict__.get("__orig_bases__", ()):
         return None
     own = kind.__dict__.items()
     slots = [(name, value) for name, value in own if isinstance(value, types.MemberDescriptorType)]
     members = [name for name, value in slots if value.__objclass__ is kind]
-    for name in members:  # cloudpickle looks for those that begin with __ under another name
+    for name in members:  # cloudpickle does not remove mangled names, of slots like `__x`
         state.pop(name, None)
     made = {name for name, value in own if isinstance(value, types.GetSetDescriptorType)}
     return (*members, *sorted(made & _SPECIAL_SLOTS))
@@ -218,11 +229,11 @@ DISPATCHER = {
     for each in functools.singledispatch.__code__.co_consts
     if isinstance(each, types.CodeType)
 }.get("wrapper")
-"""The code of all functions that `functools.singledispatch` has made."""
+"""The code object that all functions made by `functools.singledispatch` share."""
 
 
 def parts_of_dispatcher(function: Any) -> tuple[Any, dict[type, Any], dict[str, Any]]:
-    """Return the default of a `singledispatch` function, all by type, and attributes set on it."""
+    """Return a `singledispatch` function's default, its registry, and attributes set on it."""
     own = vars(functools.singledispatch(len))
     attributes = {name: value for name, value in vars(function).items() if name not in own}
     return function.registry[object], dict(function.registry), attributes
@@ -239,9 +250,12 @@ def is_importable(value: Any) -> bool:
 
 
 def other_name(kind: type) -> str | None:
-    """Find the name that a class has in its module where it calls itself otherwise, as in torch."""
+    """Return the name of a class in its module if its `__qualname__` is another, as in torch.
+
+    None if the class can be imported by its `__qualname__`, or has no name in its module.
+    """
     module = sys.modules.get(kind.__module__)
-    # What is made in a function is given names at run time, which others lack.
+    # A class made in a function gets its name at run time, which other processes lack.
     if module is None or kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
         return None
     if is_importable(kind):
@@ -251,7 +265,7 @@ def other_name(kind: type) -> str | None:
 
 # --- objects that know which process they are in ---------------------------------------------
 
-is_rank = False  # a worker sets it: what a rank pickles does not go from a notebook to ranks
+is_rank = False  # True in workers: only a notebook may not send process-bound objects to ranks
 
 _OF_ONE_PROCESS = frozenset(
     {
@@ -270,11 +284,14 @@ _OF_ONE_PROCESS = frozenset(
         "wandb.sdk.wandb_run.Run",
     }
 )
-"""Classes by module and name.  A rank with the notebook's object would be process 0 of 1."""
+"""Classes of process-bound objects, which know how many processes there are, and their own number.
+
+On a rank, the notebook's object would say that it is process 0 of 1.
+"""
 
 
 def process_bound_name(kind: type) -> str | None:
-    """Return the name of the class if its objects know their process, and would go to ranks."""
+    """Return the name of a class whose objects are process-bound; None for others, and in ranks."""
     names = (f"{each.__module__}.{each.__qualname__}" for each in kind.__mro__)
     if is_rank or _OF_ONE_PROCESS.isdisjoint(names):
         return None
@@ -282,7 +299,7 @@ def process_bound_name(kind: type) -> str | None:
 
 
 def refuse_process_bound(kind: type) -> None:
-    """Raise PicklingError for a class whose objects know their process."""
+    """Raise PicklingError if a class's objects are process-bound, unless this process is a rank."""
     if name := process_bound_name(kind):
         raise pickle.PicklingError(f"{name} {KNOWS_ITS_PROCESS}")
 
@@ -296,7 +313,7 @@ KNOWS_ITS_PROCESS = (
 
 @contextmanager
 def receiving(namespace: dict[str, Any] | None) -> Iterator[None]:
-    """Make functions of the sender's `__main__` in this namespace, while it lasts."""
+    """Within this context, unpickled functions of `__main__` get this namespace as globals."""
     token = _receiver.set(namespace)
     try:
         yield
@@ -305,24 +322,27 @@ def receiving(namespace: dict[str, Any] | None) -> Iterator[None]:
 
 
 def receiving_namespace() -> dict[str, Any]:
-    """Return the globals for functions of `__main__`."""
+    """Return the globals for unpickled functions of `__main__`."""
     namespace = _receiver.get()
     return sys.modules["__main__"].__dict__ if namespace is None else namespace
 
 
 MAIN = MadeBy(receiving_namespace)
-"""Stands for them in a pickle."""
+"""Stands in a pickle for the receiver's `receiving_namespace`."""
 
 
 def with_submodules(module: types.ModuleType, *submodules: str) -> types.ModuleType:
-    """Import these submodules of a module too."""
+    """Import these submodules, and return the module."""
     for submodule in submodules:
         importlib.import_module(submodule)
     return module
 
 
 def make_code(python: tuple[int, int], filename: str, *parts: Any) -> types.CodeType:
-    """Make a function's code; that of another Python would crash this one when it is called."""
+    """Make a function's code; raises UnpicklingError if it is of another Python version.
+
+    Such code would crash this process when it is called.
+    """
     if python != PYTHON:
         there, here = (".".join(map(str, each)) for each in (python, PYTHON))
         raise pickle.UnpicklingError(f"a function of Python {there} cannot be used in {here}")
@@ -341,7 +361,7 @@ def fill_function(function: types.FunctionType, state: Any) -> None:
 
 
 def fill_dispatcher(dispatcher: Any, state: Any) -> None:
-    """Register with a new `singledispatch` function what the sender's has registered."""
+    """Register the implementations and attributes of the sender's `singledispatch` function."""
     registry, attributes = state
     for kind, function in registry.items():
         dispatcher.register(kind, function)
@@ -354,9 +374,9 @@ def dead_reference() -> weakref.ref[Any]:
 
 
 def make_class(maker: Callable[..., type], args: tuple[Any, ...], qualname: str) -> type:
-    """Return the class that came under this id before, or a new one for `fill_class`."""
-    # cloudpickle looks afterwards, when the new one has been made and registered with
-    # its bases already.
+    """Return the class that was received with this id before, or a new one for `fill_class`."""
+    # cloudpickle looks for a known class only once it has made the new one, which its bases have
+    # registered by then.
     *_, tracker_id, _ = args
     known: type | None = by_value._DYNAMIC_CLASS_TRACKER_BY_ID.get(tracker_id)
     if known is not None:
@@ -377,12 +397,12 @@ _HOOKS = ("__init_subclass__", "__prepare__", "__new__", "__init__")
 
 @contextmanager
 def _without_hooks(args: tuple[Any, ...], of: Container[type] | None = None) -> Iterator[None]:
-    """Keep methods of these classes from running when a class with these bases is made.
+    """Within this context, making a class with these arguments runs none of its bases' hooks.
 
-    Without `of`, keep methods of all classes of `__main__` from running.  The methods have run in
-    the sender, and what they did there arrives with the classes: in the receiver a registry would
-    have the class twice, or the method's globals would be missing.  Bases of libraries are not
-    received, so a library registers the class here too.
+    Only hooks of classes in `of` are kept from running, or without `of`, hooks of all classes of
+    `__main__`.  These hooks have run in the sender, and their effects are sent with the classes: if
+    they ran again, a registry would have the class twice, or the hook's globals would be missing.
+    Hooks of libraries do run, since a library must know the class in this process too.
     """
     metaclass, bases = args[0], args[2]
     if isinstance(metaclass, tuple):  # the arguments of an Enum begin with its bases
@@ -405,7 +425,7 @@ def _without_hooks(args: tuple[Any, ...], of: Container[type] | None = None) -> 
 
 
 def fill_class(kind: type, state: Any) -> None:
-    """Set on a class that came from another process what it has there."""
+    """Set the sender's attributes on a class that `make_class` has made."""
     if kind in _received:
         attributes, slots, *of_members = state
         by_value._class_setstate(kind, (attributes, slots))
@@ -417,17 +437,17 @@ def fill_class(kind: type, state: Any) -> None:
 
 
 class CellSource(NamedTuple):
-    """A cell as it was run: its text, and the number that IPython showed beside it."""
+    """The text of a cell as it ran, and its execution count."""
 
     text: str
     number: int | None
 
 
 def cell_source(filename: str) -> CellSource | None:
-    """Find the cell that was compiled under this file name; None if it was a real file."""
+    """Return the cell that was compiled under this file name; None for a real file."""
     match linecache.cache.get(filename):
-        # Without a time of modification: put there by what compiled it, not read from
-        # disk.  IPython 7 gives one, of a file that is not there.
+        # An entry without a modification time was added by a compiler, not read from disk.
+        # IPython 7 adds one with a time, for a file that does not exist.
         case (_, time, list(lines), _) if time is None or not os.path.exists(filename):
             source = "".join(lines)
             return CellSource(source, _number_of(filename, source))
@@ -435,7 +455,7 @@ def cell_source(filename: str) -> CellSource | None:
 
 
 def keep_cell_sources(sources: dict[str, CellSource]) -> None:
-    """Make cells of another process known to this one, by file name."""
+    """Register cells of another process here, by file name, for tracebacks and `inspect`."""
     numbers = cell_numbers()
     for filename, cell in sources.items():
         lines = cell.text.splitlines(keepends=True)
@@ -445,15 +465,16 @@ def keep_cell_sources(sources: dict[str, CellSource]) -> None:
 
 
 def function_name(name: str) -> str:
-    """Name a function as people know it: IPython 7 calls a cell's own lines `<cell line: 1>`."""
+    """Return a function's name for tracebacks: `<module>` for IPython 7's `<cell line: 1>`."""
     return "<module>" if name.startswith("<cell line: ") else name
 
 
 def cell_numbers() -> MutableMapping[str, int]:
-    """Return IPython's table of numbers by file name; a new one where there is none.
+    """Return IPython's table of execution counts by file name; an empty dict if it has none.
 
-    IPython 8 and later have it in any process, IPython 7 in workers (worker/compat/ipython.py).
-    Its other ways in are for names that it has made itself, and these are another process's.
+    IPython 8 and later have the table in any process, IPython 7 only in workers
+    (worker/compat/ipython.py).  Its public functions take only file names that it has made itself,
+    and file names here come from other processes.
     """
     numbers: MutableMapping[str, int]
     numbers = getattr(getattr(_shell(), "compile", None), "_filename_map", {})
@@ -464,7 +485,7 @@ def _number_of(filename: str, source: str) -> int | None:
     numbers = cell_numbers()
     if filename in numbers:
         return numbers[filename]
-    # In a notebook with IPython 7, which remembers the cells alone.
+    # A notebook with IPython 7, which keeps the cells' texts only.
     history = getattr(getattr(_shell(), "history_manager", None), "input_hist_parsed", [])
     same = (number for number in reversed(range(len(history))) if history[number] == source)
     return next(same, None)

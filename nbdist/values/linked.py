@@ -1,8 +1,8 @@
-"""Pickles that refer to objects which the receiver has: the notebook sends them, a rank reads them.
+"""Messages with variables, whose pickles refer to objects that the receiver already has.
 
-One such message has values by name, changes of objects that the receiver has, and the keys of the
-objects that are new to it.  Every pickle of a message shares one memo, so that an object which two
-of the values share arrives once.
+The notebook writes them (`write`), a rank reads them (`read`).  A message has values by name,
+updates of objects that the receiver has, and the keys of the objects that are new to the receiver.
+All pickles of a message share one memo, so an object in two of the values arrives once.
 """
 
 from __future__ import annotations
@@ -36,11 +36,14 @@ from nbdist.values.tensors import Reduced, TensorReducer, set_attributes
 from nbdist.values.updates import Update
 
 READ_FROM = 1 << 20
-"""Bytes of a pickle that take some 10 ms to be read: Stop is met between two pieces of them."""
+"""Bytes of a pickle from which on it is read in pieces, so that Stop can interrupt the reading.
+
+So many bytes take some 10 ms.
+"""
 
 
 class Message(NamedTuple):
-    """A message for a rank: `frames` of memory, and the `keys` of objects that are new there."""
+    """A message for a rank: `frames` of memory, and the `keys` of objects that are new to it."""
 
     frames: Sequence[Buffer]
     size: int
@@ -48,15 +51,12 @@ class Message(NamedTuple):
 
 
 class Arrived(NamedTuple):
-    """A message as a rank has read it: `values` by name, `updates`, new objects with their keys.
+    """A message as a rank has read it."""
 
-    `blocks` has the roots of new memory with their keys and digests.
-    """
-
-    values: dict[str, Any]
+    values: dict[str, Any]  # by the name of the variable
     updates: list[Update]
-    objects: list[tuple[int, str, Any]]
-    blocks: list[tuple[int, str, Any]]
+    objects: list[tuple[int, str, Any]]  # new objects: key, tool, object
+    blocks: list[tuple[int, str, Any]]  # new memory: key, digest, array or storage
 
 
 _DEFINED = (types.FunctionType, type, definitions.Import)
@@ -71,7 +71,7 @@ class NotThere(LookupError):
 
 
 class CannotRebuild(Exception):
-    """A value could not be rebuilt: its name, and as `__cause__` what was raised."""
+    """The value of the variable `name` could not be rebuilt; `__cause__` is the error."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -79,7 +79,7 @@ class CannotRebuild(Exception):
 
 
 def reducer_for(namespace: dict[str, Any]) -> Reducer:
-    """Return how objects of a process are taken apart, where `namespace` is its `__main__`."""
+    """Return the `Reducer` of this process, whose `__main__` is `namespace`."""
     scout = Pickler(namespace, TensorReducer(sketch=True, back_to_device=False, exact=False), None)
 
     def content(value: Any) -> str:
@@ -100,7 +100,7 @@ def reducer_for(namespace: dict[str, Any]) -> Reducer:
 
 
 class _Memory(TensorReducer):
-    """Pickles tensors as views of blocks, by the keys that the blocks have."""
+    """Pickles tensors and arrays as views of blocks; refers to blocks that the receiver has."""
 
     def __init__(self, links: Links, refs: dict[int, int], known: Collection[int]) -> None:
         super().__init__(sketch=False, back_to_device=False, exact=False)
@@ -180,7 +180,7 @@ class _Memory(TensorReducer):
         return contents, tuple(new if old else 0 for old, new in kept)
 
     def contents_of(self, block: Block, owner: Any = None) -> Any:
-        """Return the bytes of a block, as a buffer of the memory itself if it is the CPU's."""
+        """Return the bytes of a block: its memory itself on the CPU, or a copy from a device."""
         if block.device != "cpu":
             flat = flat_tensor(owner)[block.start - owner.data_ptr() :][: block.size]
             host: Any = self._on_host(flat).numpy()
@@ -210,7 +210,10 @@ class _BlockPiece:
 
 
 class _LinkedPickler(Pickler):
-    """Pickles values and the memory that they share; enough for a receiver without objects."""
+    """Pickles values and the memory that they share.
+
+    It does not look for objects that the receiver has: `_ReferringPickler` does.
+    """
 
     def __init__(
         self, namespace: dict[str, Any], links: Links, refs: dict[int, int], known: Collection[int]
@@ -239,7 +242,7 @@ class _LinkedPickler(Pickler):
         return variable
 
     def contents_of(self, variable: Any) -> tuple[Any, ...]:
-        """Leave a variable that the receiver has as it is there."""
+        """Return no value for a variable that the receiver has, so that it stays as it is."""
         return () if id(variable) in self._refs else super().contents_of(variable)
 
 
@@ -264,7 +267,8 @@ def write(
 ) -> Message:
     """Pickle values and updates for ranks that have the objects of the keys in `known`.
 
-    All objects of `states` that are met get registered there.  Raises what pickling raises.
+    The receiver registers the objects of `states` that are in the message and new to it.  Raises
+    any error that pickling raises.
     """
     refs = {number: entry.key for number, entry in links.by_id.copy().items() if entry.key in known}
     kind = _ReferringPickler if known else _LinkedPickler
@@ -343,7 +347,7 @@ def read(
         file = io.BytesIO(frames[0])
         source: Any = file
         if memoryview(frames[0]).nbytes >= READ_FROM:
-            # A piece at a time: between two pieces Stop is met, which C code alone never does.
+            # In pieces: C code would read it all at once, and Stop could not interrupt that.
             source = types.SimpleNamespace(
                 read=lambda size: file.read(size),
                 readline=lambda: file.readline(),
@@ -356,7 +360,7 @@ def read(
         try:
             for name in unpickler.load():
                 values[name] = unpickler.load()
-                # A class that says itself how it is rebuilt may need what came before.
+                # A class's own way of rebuilding may use variables that came before in the message.
                 if namespace is not None and name not in namespace:
                     namespace[name] = values[name]
                     early.append(name)
@@ -375,7 +379,7 @@ def read(
 
 
 def block_from(contents: Any) -> Any:
-    """Make a block of this memory: an array of its bytes, of which all views are made."""
+    """Return memory as an array of bytes, of which all views of the block are made."""
     import numpy as np
 
     view = memoryview(contents).cast("B")
@@ -389,7 +393,7 @@ _storages: dict[int, Any] = {}
 
 
 def storage_on(root: Any) -> Any:
-    """Return the storage of a block, as one object for as long as a tensor uses it."""
+    """Return the storage of a block: the same object as long as a tensor uses it."""
     import torch
 
     if isinstance(root, torch.UntypedStorage):
@@ -438,7 +442,7 @@ def array_on(
     """Make a numpy array, of this class, that is a view of a block."""
     import numpy as np
 
-    if not isinstance(root, np.ndarray):  # the storage of a tensor that uses the block now
+    if not isinstance(root, np.ndarray):  # the storage of a tensor on this rank
         root = bytes_of_storage(root)
     array = np.ndarray(shape, dtype, root, offset, strides)
     array = array if kind is np.ndarray else array.view(kind)
@@ -447,7 +451,7 @@ def array_on(
 
 
 def set_own_attributes(value: Any, attributes: dict[str, Any]) -> None:
-    """Set the attributes that Python code has put on an array of a class of its own."""
+    """Set the attributes of an array whose class the user has made."""
     value.__dict__.update(attributes)
 
 

@@ -1,9 +1,9 @@
-"""Which object of the notebook and which object of a rank are counterparts: one key for both.
+"""Tables of objects by key: an object of the notebook and its counterpart on a rank have one key.
 
 The notebook gives a key to each object that it sends and that can be told from an equal one; each
-rank keeps its own object under the same key.  A table keeps no object alive that Python can refer
-to weakly.  Lists, dicts and other objects that it cannot refer to weakly are held until
-`drop_unused` finds that nothing else refers to them.
+rank keeps its own object under the same key.  Both processes use this file.  A table keeps no
+object alive that Python can refer to weakly.  Lists, dicts and other objects that it cannot refer
+to weakly are held until `drop_unused` finds that nothing else refers to them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ALIGNMENT = 64
 
 
 class _WeakEntry(weakref.ref):  # type: ignore[type-arg]
-    """An object under its key; `tool` is the name of the way in which its state is read."""
+    """An object under its key, weakly referred to; `tool` names how its state is read."""
 
     __slots__ = ("key", "number", "tool")
 
@@ -54,10 +54,10 @@ class _StrongEntry:
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Block:
-    """Memory of tensors and arrays, as far as it is sent: the bytes from `start` to `end`.
+    """The part of tensors' and arrays' memory that is sent: the bytes from `start` to `end`.
 
     `owner` returns the object that keeps the memory alive, or None once the memory is free.
-    `copied` is set for a few elements that lie far apart: they were copied together.
+    `copied` is set if only a few elements that lie far apart are sent: it tells which.
     """
 
     key: int
@@ -87,7 +87,7 @@ class Block:
 
     @property
     def size(self) -> int:
-        """The number of its bytes."""
+        """The number of bytes of the block."""
         return self.end - self.start
 
 
@@ -97,7 +97,7 @@ Entry = _WeakEntry | _StrongEntry
 class Links:
     """The objects of this process by key, and the key of each object.
 
-    The keys of two tables never meet: each table begins at a random number.
+    The keys of two tables never collide: each table begins at a random number.
     """
 
     def __init__(self) -> None:
@@ -105,7 +105,7 @@ class Links:
         self.by_key: dict[int, Entry] = {}
         self._strong: dict[int, _StrongEntry] = {}
         self.blocks = Blocks(self)
-        self.has_dead = False  # an object has ended: `drop_unused` may find more that can go
+        self.has_dead = False  # an object has ended, so `drop_unused` may find unused ones
         self._next = itertools.count(random.SystemRandom().getrandbits(40) << 22)
         self._dead: list[int] = []
 
@@ -147,12 +147,12 @@ class Links:
         return entry
 
     def find(self, key: int) -> Any:
-        """Return the object with this key; None if it has ended, or was never here."""
+        """Return the object with this key, or the owner of the block; None if there is none."""
         entry = self.by_key.get(key)
         return self.blocks.owner_of(key) if entry is None else entry()
 
     def renew(self, entry: Entry) -> None:
-        """Give an object another key: its counterparts cannot be changed into what it is now."""
+        """Give an object another key, because its counterparts cannot be changed in place."""
         self.by_key.pop(entry.key, None)
         self._dead.append(entry.key)
         entry.key = next(self._next)
@@ -172,9 +172,9 @@ class Links:
         return tuple(dead)
 
     def drop_unused(self, look: Callable[[Sequence[Entry]], None] | None = None) -> None:
-        """Drop objects that nothing but this table refers to; called when some may have ended.
+        """Drop objects to which nothing but this table refers; called if `has_dead` is set.
 
-        `look` is called with the entries of objects before they are dropped.
+        `look` is called with the entries of these objects before they are dropped.
         """
         self.has_dead = False
         while True:
@@ -194,7 +194,7 @@ class Links:
             self._remove(entry)
 
     def entries(self) -> list[Entry]:
-        """List the entries of all objects that are here."""
+        """List the entries of all objects."""
         return [*self.by_key.values()]
 
     def _remove(self, entry: Entry) -> None:
@@ -215,7 +215,7 @@ class Links:
 
 
 def _count_alone() -> int:
-    """Return the count of references to an object that only the entry of a table refers to."""
+    """Return the reference count of an object to which only the entry of a table refers."""
     held = [_StrongEntry([])]
     return max([sys.getrefcount(each.value) for each in held])
 
@@ -243,7 +243,7 @@ class Blocks:
         return self._by_key.get(key)
 
     def known(self, start: int, end: int, root: int, device: str) -> Block | None:
-        """Return the block that has these bytes of the memory at `root` in it; None if none has."""
+        """Return the block that contains these bytes of the memory at `root`; None if none does."""
         for block in self._around(start, root, device):
             if block.owner() is None:
                 self._links._dead.append(block.key)
@@ -253,14 +253,14 @@ class Blocks:
         return None
 
     def filled(self, start: int, size: int, device: str) -> Block | None:
-        """Return the block that has these bytes of memory and no others; None if none has."""
+        """Return the block of exactly these bytes of memory; None if there is none."""
         block = self.known(start, start + size, start, device)
         return block if block is not None and block.size == size else None
 
     def find(
         self, start: int, end: int, root: tuple[int, int], own: Callable[[], Any], device: str
     ) -> Block:
-        """Return the block that has the bytes of a view in it, which may be a new block.
+        """Return the block that contains the bytes of a view; make one if there is none.
 
         `root` are the bounds of all the memory that the view is of; `own` returns a new block's
         `owner`.
@@ -285,7 +285,7 @@ class Blocks:
         return block
 
     def add(self, block: Block) -> Block:
-        """Keep a block, under its key."""
+        """Add a block to the table, and return it."""
         self._by_key[block.key] = block
         insort(self._sorted, block, key=attrgetter("start"))
         return block

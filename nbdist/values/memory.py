@@ -1,6 +1,7 @@
-"""Where tensors and arrays lie in memory: their bounds, and the memory that they are views of.
+"""The addresses of tensors and arrays: their bounds, and the memory that they are views of.
 
-It needs neither torch nor numpy: it is called for objects of the library that is there.
+The notebook and workers use it.  Neither torch nor numpy must be installed for it: callers have an
+object of the library.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def is_plain_array(value: Any) -> bool:
 
 
 def attributes_of_array(value: Any) -> dict[str, Any]:
-    """Return the attributes of an array whose class the user has made."""
+    """Return an array's own attributes if the user has made its class, else none."""
     return dict(getattr(value, "__dict__", {})) if type(value).__module__ == "__main__" else {}
 
 
@@ -77,7 +78,10 @@ def is_scattered(data: Any, root: tuple[int, int], start: int, end: int) -> bool
 def root_of_array(
     torch: Any, array: Any, span: tuple[int, int]
 ) -> tuple[tuple[int, int], Callable[[], Any]]:
-    """Return the bounds of the memory that an array is a view of, and how to find its owner."""
+    """Return the bounds of the memory of which an array is a view, and a function for its owner.
+
+    The function returns a weak reference to the object that keeps the memory alive.
+    """
     numpy, owner = sys.modules["numpy"], array
     while isinstance(owner.base, numpy.ndarray):
         owner = owner.base
@@ -170,7 +174,10 @@ def map_file(
 
 
 def _shared_file_at(start: int, end: int) -> tuple[int, int] | None:
-    """Return the inode of the file that is mapped there, shared, and the offset in it."""
+    """Return inode and offset of the file that is mapped as shared memory at these addresses.
+
+    None if there is none, or if the addresses are not all in one mapping.
+    """
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as lines:
         for line in lines:
             addresses, access, offset, _, inode, *_ = line.split(maxsplit=5)

@@ -1,8 +1,9 @@
-"""Python values on their way between processes: pickled, in messages or in shared memory.
+"""Pickled values that are sent between processes, in messages or in shared memory.
 
-A segment is memory that one process fills once and others of the same user on the machine map.  It
-has no name in any file system: it is a descriptor of its owner, which others reach through
-`/proc/<pid>/fd`, so it ends with its last user whatever happens to the owner.
+Notebook, agents and workers use this file.  A segment is memory that one process fills once, and
+other processes of the same user on the machine map.  It has no name in any file system: it is a
+descriptor of its owner, which others open through `/proc/<pid>/fd`.  So the kernel frees it after
+its last user, whatever happens to the owner.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ Value = TypeVar("Value")
 
 # --- segments --------------------------------------------------------------------------------
 
-# What tensors and vector instructions like; also a cache line.
+# As vector instructions and torch's allocator prefer; also the size of a cache line.
 ALIGNMENT = 64
 
 PIECE = 32 << 20
-"""Bytes that are copied at a time, in some 10 to 50 ms."""
+"""Bytes that are copied between two yields; copying them takes some 10 to 50 ms."""
 
 # linux/fcntl.h and linux/memfd.h; the fcntl module has these names on few versions.
 _F_ADD_SEALS = 1033
@@ -39,7 +40,7 @@ _SEALS = 0x1 | 0x2 | 0x4 | 0x8  # no further seals, no shrinking, no growing, no
 
 
 class SegmentGone(OSError):
-    """A segment that cannot be opened any more, or that this process may not open."""
+    """A segment cannot be opened: its owner has closed it, or this process has no permission."""
 
 
 class SegmentRef(NamedTuple):
@@ -58,7 +59,7 @@ class _Open:
     _fd: int
 
     def close(self) -> None:
-        """Let go of the memory; the kernel frees it when no process has it mapped."""
+        """Close the descriptor; the kernel frees the memory once no process has it mapped."""
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
             os.close(fd)
@@ -70,17 +71,20 @@ class _Open:
         self.close()
 
     def __del__(self) -> None:
-        # A segment that nothing refers to can never be closed: its memory would stay
-        # for as long as the process.
+        # Nobody can close a segment to which nothing refers: its memory would stay as long as the
+        # process.
         if not sys.is_finalizing():
             self.close()
 
 
 class Segment(_Open):
-    """Some frames in shared memory while this is open; what processes have mapped they keep."""
+    """Frames in shared memory, which other processes can open until this object is closed.
+
+    A process that has mapped them can use them for longer.
+    """
 
     def __init__(self, fd: int, sizes: tuple[int, ...]) -> None:
-        """Takes the descriptor over; `filling` makes segments."""
+        """Own this descriptor from now on.  To make a new segment, use `filling`."""
         self._fd = fd
         self.ref = SegmentRef(f"/proc/{os.getpid()}/fd/{fd}#{os.fstat(fd).st_ino}", sizes)
 
@@ -88,9 +92,9 @@ class Segment(_Open):
     def filling(cls, frames: Sequence[Buffer]) -> Generator[int, None, Segment]:
         """Make a new segment with a copy of the frames, each copied once.
 
-        Yields how many bytes have been copied, every `PIECE` bytes; it can be closed before its
-        end.  Raises NotEnoughMemory, or OSError where memory runs out all the same; nothing is
-        left behind then.
+        Yields the number of bytes copied so far, every `PIECE` bytes.  Raises NotEnoughMemory, or
+        OSError if memory runs out in spite of that check.  If it raises, or is closed before its
+        end, nothing is left behind.
         """
         views = [memoryview(frame).cast("B") for frame in frames]
         with Blank([view.nbytes for view in views]) as blank:
@@ -103,12 +107,12 @@ class Segment(_Open):
 
     @classmethod
     def of_another(cls, ref: SegmentRef) -> Segment:
-        """Open another process's segment, for when that closes it; raises `SegmentGone`."""
+        """Open another process's segment, to keep it after its owner; raises `SegmentGone`."""
         return cls(open_file(ref), ref.sizes)
 
 
 class Blank(_Open):
-    """Memory for frames of these sizes, in all `total` bytes, that is still being `filled`."""
+    """A segment of `total` bytes for frames of these sizes, of which `filled` bytes are written."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._fd = -1
@@ -120,7 +124,7 @@ class Blank(_Open):
         os.ftruncate(self._fd, self.total)
 
     def writing(self, view: memoryview, offset: int) -> Iterator[int]:
-        """Write these bytes there; yields how many are, every `PIECE` bytes."""
+        """Write bytes at an offset; yield how many are written so far, every `PIECE` bytes."""
         # Nine times as fast as copying into a mapping, which takes a page fault, and clears
         # the page, for every 4 KiB (1 GiB: 0.33 s against 3.0 s; one memcpy of it 0.44 s).
         done = 0
@@ -131,8 +135,8 @@ class Blank(_Open):
             yield done
 
     def sealed(self) -> Segment:
-        """Make the segment of it; nothing is written to it any more."""
-        # No process can change or cut what others have mapped: cutting it would kill
+        """Return the filled segment; from now on no process can write to it."""
+        # Nobody may change or truncate memory that others have mapped: truncating it would kill
         # them with SIGBUS.
         fcntl.fcntl(self._fd, _F_ADD_SEALS, _SEALS)
         fd, self._fd = self._fd, -1
@@ -171,7 +175,7 @@ def open_file(ref: SegmentRef) -> int:
 
 
 def is_there(ref: SegmentRef) -> bool:
-    """Return True while its owner has it open."""
+    """Return True as long as the owner has the segment open."""
     path, _, inode = ref.path.partition("#")
     with suppress(OSError):
         return str(os.stat(path).st_ino) == inode
@@ -179,12 +183,12 @@ def is_there(ref: SegmentRef) -> bool:
 
 
 def length_of(ref: SegmentRef) -> int:
-    """Return how many bytes it is, with what lies between its frames."""
+    """Return the bytes of a segment, with the gaps between its frames."""
     return _layout(ref.sizes)[1]
 
 
 class Steps(Generic[Made]):
-    """Something that is made a step at a time: iterate, then take what was `made`; or close it."""
+    """A value that is made in steps: iterate to the end, then read `made`; or close it before."""
 
     made: Made
 
@@ -192,11 +196,11 @@ class Steps(Generic[Made]):
         self._steps = steps
 
     def __iter__(self) -> Iterator[int]:
-        """Yield how many bytes are done."""
+        """Yield the number of bytes done so far; set `made` at the end."""
         self.made = yield from self._steps
 
     def close(self) -> None:
-        """Make no more of it."""
+        """Stop making the value."""
         self._steps.close()
 
 
@@ -209,7 +213,7 @@ def to_end(steps: Generator[int, None, Made]) -> Made:
 
 
 def _layout(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Work out where each frame begins, and the size of it all."""
+    """Return where each frame begins, and the size of the whole segment."""
     offsets, end = [], 0
     for size in sizes:
         offsets.append(end)
@@ -224,12 +228,11 @@ INLINE_LIMIT = 64 * 1024
 
 
 class Payload(NamedTuple):
-    """Frames of one pickle (the first) and its out-of-band buffers (the others).
+    """A pickled value: frames of the pickle (the first) and its out-of-band buffers (the others).
 
-    Small ones travel in the message; big ones stay in a segment that the sender owns.
-
-    `within` is for payloads that were pickled with what is in the frames: by the path that
-    their segments have in there, where these are for the reader.
+    Small values have `frames`, which are part of the message; big ones are in a `segment` that the
+    sender owns.  `within` is for values that contain payloads themselves: it has the segments of
+    these, by the path in the pickle, at the places where the reader can open them.
     """
 
     frames: tuple[bytes, ...] = ()
@@ -242,14 +245,17 @@ Packed = tuple[Payload, Segment | None]
 
 
 def pack_frames(frames: Sequence[Buffer]) -> Packed:
-    """Make a payload of these frames, at once."""
+    """Make a payload of these frames, in one go (see `packing`)."""
     return to_end(packing(frames))
 
 
 def packing(
     frames: Sequence[Buffer], inline_limit: int = INLINE_LIMIT
 ) -> Generator[int, None, Packed]:
-    """Make a payload of these frames; yields how many bytes have been copied.  It can be closed."""
+    """Make a payload of these frames, in shared memory from `inline_limit` bytes on.
+
+    Yields the number of bytes copied so far; it can be closed before its end.
+    """
     if size_of(frames) < inline_limit:
         return Payload(frames=tuple(bytes(memoryview(frame)) for frame in frames)), None
     segment = yield from Segment.filling(frames)
@@ -257,14 +263,17 @@ def packing(
 
 
 def size_of(frames: Iterable[Buffer]) -> int:
-    """Count the bytes of all frames."""
+    """Return the bytes of all frames."""
     return sum(memoryview(frame).nbytes for frame in frames)
 
 
 def pack_names(
     names: Mapping[str, Any] | None, namespace: dict[str, Any]
 ) -> tuple[Payload | None, Segment | None]:
-    """Pickle and pack a mapping so; UsageError where a function in it needs another name."""
+    """Pickle and pack variables by name; None if there are none.
+
+    Raises UsageError if a function among them uses a name that is not among them.
+    """
     if not names:
         return None, None
     check_needs(names, namespace)
@@ -280,18 +289,18 @@ def check_needs(names: Mapping[str, Any], namespace: dict[str, Any]) -> None:
 
 
 def open_payload(payload: Payload) -> list[Buffer]:
-    """Return the frames, a segment's as writable copies; raises `SegmentGone`."""
+    """Return the frames; those of a segment can be written to privately.  Raises `SegmentGone`."""
     return [*(payload.frames if payload.segment is None else open_segment(payload.segment))]
 
 
 # --- where segments are ----------------------------------------------------------------------
 
 Places = Mapping[str, SegmentRef]
-"""By a segment's path where it can be opened: on another machine it has been filled anew."""
+"""By a segment's path: where its copy can be opened, as on another machine."""
 
 
 def refs_in(value: object) -> tuple[SegmentRef, ...]:
-    """Find the segments of the payloads in mappings, lists and tuples, each once."""
+    """Return the segments of all payloads in mappings, lists and tuples, each once."""
     refs: list[SegmentRef] = []
 
     def note(payload: Payload) -> Payload:
@@ -304,7 +313,7 @@ def refs_in(value: object) -> tuple[SegmentRef, ...]:
 
 
 def moved(value: Value, places: Places) -> Value:
-    """Return the value with its payloads' segments where they are now; itself without places."""
+    """Return the value with the segments of its payloads replaced by their copies in `places`."""
 
     def now(ref: SegmentRef) -> SegmentRef:
         return places.get(ref.path, ref)
@@ -313,7 +322,7 @@ def moved(value: Value, places: Places) -> Value:
         within = tuple((path, now(ref)) for path, ref in payload.within)
         return payload._replace(segment=payload.segment and now(payload.segment), within=within)
 
-    # Without places nothing is looked into: it may be the user's, and of any shape.
+    # Without places the value is not searched: it may be the user's, and of any shape.
     return _with_payloads(value, move) if places else value
 
 
@@ -332,11 +341,11 @@ def _with_payloads(value: Any, change: Callable[[Payload], Payload]) -> Any:
 
 
 def as_read(value: Value, payload: Payload) -> Value:
-    """Return what was pickled in this payload with its own payloads' segments where they are."""
+    """Return a value unpickled from a payload, with the segments in it as `payload.within` says."""
     return moved(value, {path: ref for path, ref in payload.within if path != ref.path})
 
 
-# --- what a name is bound to ------------------------------------------------------------------
+# --- the value of a variable ------------------------------------------------------------------
 
 _SMALL, _FEW = 4096, 16
 _ATOMIC = (int, float, complex, bool, str, bytes, type(None), type(...))
@@ -353,17 +362,18 @@ def is_atomic(value: Any) -> bool:
 
 
 def _is_light(value: Any) -> bool:
-    """Return True for what may be kept: it is atomic, or holds a few values that are."""
+    """Return True for a value that may be kept: an atomic one, or a container of a few of them."""
     if type(value) not in (list, tuple, dict) or len(value) > _FEW:
         return is_atomic(value)
-    # Copies: another thread may change it meanwhile.
+    # Check copies, since another thread may change the container meanwhile.
     return all(map(is_atomic, [*value, *value.values()] if type(value) is dict else [*value]))
 
 
 class Identity:
-    """Tells whether a name is still bound to the very same object.
+    """Tells whether a variable is still bound to the very same object.
 
-    Another one can get the id of one that is gone: this keeps a weak reference, or a light object.
+    An id alone does not tell, since a new object can get the id of one that has ended.  So this
+    keeps a weak reference, or the object itself if it is light.
     """
 
     def __init__(self, value: Any) -> None:
@@ -378,7 +388,7 @@ class Identity:
             self._id = id(value), type(value)
 
     def is_still(self, value: Any) -> bool:
-        """Return True if `value` is what this was made from."""
+        """Return True if `value` is the object that this was made from."""
         if self._weak is not None:
             return self._weak() is value
         if self._id is not None:
@@ -387,7 +397,7 @@ class Identity:
 
 
 SHARDED, MODULE, OPTIMIZER, TENSOR, OTHER = range(5)
-"""In the order in which people want to hear of them; SHARDED is a module after `fully_shard`."""
+"""Kinds of values, the most interesting one first; SHARDED is a module after `fully_shard`."""
 
 _KINDS = (
     ("torch.distributed.fsdp", "FSDPModule"),
@@ -395,11 +405,11 @@ _KINDS = (
     ("torch.optim.optimizer", "Optimizer"),
     ("torch", "Tensor"),
 )
-"""A class, and the package in whose modules torch defines it."""
+"""By kind: a package of torch, and the name of the class that one of its modules defines."""
 
 
 def kind_of(value: Any) -> int:
-    """Return which of these it is, without importing torch."""
+    """Return the kind of a value, SHARDED to OTHER, without importing torch."""
     for kind, (package, name) in enumerate(_KINDS):
         found = (each for each in type(value).__mro__ if each.__qualname__ == name)
         if any(f"{each.__module__}.".startswith(f"{package}.") for each in found):

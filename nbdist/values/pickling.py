@@ -1,7 +1,8 @@
-"""Python values as frames: one pickle, and its big contents beside it, not copied.
+"""Pickles Python values into frames: one pickle, and the big contents beside it, not copied.
 
-It is cloudpickle, but functions of the sender's `__main__` become functions of the receiver's:
-the names that they use there are not in the pickle, but reported (`Pickled.needs`).
+The notebook and workers use it.  It is cloudpickle, but functions of the sender's `__main__` become
+functions of the receiver's `__main__`: the global names that they use are not in the pickle, but
+reported (`Pickled.needs`).
 """
 
 from __future__ import annotations
@@ -34,33 +35,36 @@ from nbdist.values.states import optimizer_hooks
 from nbdist.values.tensors import Reduced, TensorReducer, reduce_constant
 
 LONG, READ_FROM, AT_ONCE = 1 << 20, 1 << 20, 64 << 20
-"""Bytes of a text that a sketch leaves out, of a pickle that takes some 10 ms to be read, and of
-memory that is read between two looks for Stop."""
+"""Bytes: of a text from which on a sketch leaves it out; of a pickle from which on it is read in
+pieces, some 10 ms each; and of memory that is read between two chances for Stop."""
 
 Buffer = bytes | bytearray | memoryview | plain_pickle.PickleBuffer
-"""What frames are, and the memory that is pickled beside them."""
+"""A frame, or memory that is pickled out of band."""
 
 Reduce = Callable[[Any], Reduced]
 
 
 class Pickled:
-    """A value as frames of its own memory, to be packed before it changes, and what was learnt."""
+    """A pickled value, and facts about it.
+
+    The frames show the value's own memory, so pack them before the value changes.
+    """
 
     def __init__(self, pickler: Pickler) -> None:
-        # It keeps every object that it met alive, so that ids stay theirs.
+        # The pickler keeps all pickled objects alive, so that no other object gets their ids.
         self._pickler = pickler
         self.frames: list[Buffer] = [pickler.file.getvalue(), *pickler.buffers]
         left_out = pickler.file.left_out
         self.size = sum(memoryview(each).nbytes for each in self.frames) + left_out
-        """The bytes of its frames, with those of texts that a sketch has left out."""
+        """The bytes of all frames, and of the texts that a sketch has left out."""
         self.is_sketch = left_out > 0 or pickler.tensors.sketched
-        """It can be compared with, but not loaded: some of its contents were left out."""
+        """Whether contents were left out: then the frames can be compared, but not loaded."""
         self.needs = frozenset(pickler.needs)
         """Names that the value's functions will look for in the receiver's `__main__`."""
 
     @property
     def objects(self) -> list[Any]:
-        """All that was met on the way and can be met again, in that order."""
+        """All objects in pickle's memo, in the order in which they were pickled."""
         memo = self._pickler.memo.copy().values()
         return [met for _, met in sorted(memo, key=operator.itemgetter(0))]
 
@@ -74,12 +78,13 @@ def pickle(
     exact: bool = False,
     reduce: Reduce | None = None,
 ) -> Pickled:
-    """Pickle `value` for another process, where `namespace` is the `__main__` of this one.
+    """Pickle `value` for another process; `namespace` is the `__main__` of this one.
 
-    Raises what pickling raises; a class's own `__reduce__` can raise anything.  A `sketch` has no
-    tensors on a device, nor long texts, but tells whether they changed.  With `back_to_device`
-    tensors arrive on the receiver's own device, with `exact` nothing beside what they show.
-    `reduce` is asked first how to take an object apart; NotImplemented for as usual.
+    Raises what pickling raises; a class's own `__reduce__` can raise anything.  A `sketch` leaves
+    out contents of tensors on a device and long texts, but differs if they changed.  With
+    `back_to_device` tensors are restored on the receiver's own device.  With `exact` no memory is
+    sent that tensors do not show.  `reduce` is asked first how to reduce each object, and returns
+    NotImplemented for the usual way.
     """
     tensors = TensorReducer(sketch=sketch, back_to_device=back_to_device, exact=exact)
     pickler = Pickler(namespace, tensors, reduce)
@@ -91,9 +96,10 @@ def pickle(
 
 
 def unpickle(frames: Sequence[Buffer], namespace: dict[str, Any] | None = None) -> Any:
-    """Make the value of `pickle`'s frames; writable frames are used as memory, not copied.
+    """Return the value of frames from `pickle`; writable frames become its memory, uncopied.
 
-    Functions of the sender's `__main__` get `namespace`, or this process's, as their globals.
+    Functions of the sender's `__main__` get `namespace`, or by default this process's `__main__`,
+    as their globals.
     """
     # Arrays and tensors would otherwise be read-only.
     buffers = [bytearray(frame) if isinstance(frame, bytes) else frame for frame in frames[1:]]
@@ -102,7 +108,7 @@ def unpickle(frames: Sequence[Buffer], namespace: dict[str, Any] | None = None) 
 
 
 class _FirstFrame(io.BytesIO):
-    """The pickle itself: strings, bytes and small things, of which there can be much too."""
+    """The file for the pickle itself, which can get big too: it has all strings and bytes."""
 
     def __init__(self, *, sketch: bool) -> None:
         super().__init__()
@@ -111,7 +117,7 @@ class _FirstFrame(io.BytesIO):
         self._looked = 0
 
     def write(self, data: Any) -> int:
-        """Keep the bytes, of long ones in a sketch a digest; NotEnoughMemory for too many."""
+        """Append bytes, or in a sketch the digest of long ones; raises NotEnoughMemory."""
         size = memoryview(data).nbytes
         if self._sketch and size >= LONG:
             self.left_out += size
@@ -123,13 +129,13 @@ class _FirstFrame(io.BytesIO):
 
 
 class Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no types.
-    """Takes objects apart for another process: cloudpickle's way, but for what is named here."""
+    """cloudpickle's pickler, with other ways for the types that are named here."""
 
     dispatch_table: Mapping[type, Any] = ChainMap(
         {
             functools.cached_property: lambda it: (type(it), (it.func,), {"attrname": it.attrname}),
             types.CodeType: lambda code: _reduce_code(code),
-            # What is weakly referred to is there afterwards if something else holds it.
+            # Entries of weak containers survive in the receiver if something else there holds them.
             weakref.WeakKeyDictionary: lambda it: (type(it), (), None, None, iter([*it.items()])),
             weakref.WeakValueDictionary: lambda it: (type(it), (), None, None, iter([*it.items()])),
             weakref.WeakSet: lambda it: (type(it), (), [*it], None, None, type(it).update),
@@ -145,8 +151,8 @@ class Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no typ
         self.dispatch_table = dict(type(self).dispatch_table)
         self.file = _FirstFrame(sketch=tensors.sketch)
         self.buffers: list[Buffer] = []
-        # Nothing that it holds may refer to it: what it met would be kept alive until
-        # Python looks for cycles.  `raw` flattens what is contiguous in Fortran's order.
+        # Nothing that the pickler holds may refer to it: pickled objects would be kept alive until
+        # Python collects cycles.  `raw` flattens memory that is contiguous in Fortran's order.
         take = self.buffers.append
         super().__init__(self.file, 5, buffer_callback=lambda buffer: take(buffer.raw()))
         self.needs: set[str] = set()
@@ -158,11 +164,11 @@ class Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no typ
         self._kinds: set[type] = set()  # types of objects that were met and may be pickled
 
     def dump_with_cells(self, value: Any) -> None:
-        """Pickle the value, and after it the cells in it, which are all known by then."""
+        """Pickle the value, and then the sources of its cells, all of which are known by then."""
         self.dump((value, MadeBy(definitions.keep_cell_sources, self.sources)))
 
     def reducer_override(self, value: Any) -> Reduced:
-        """Take apart what is not a plain built-in.  Called by pickle."""
+        """Reduce an object that is no plain built-in.  Called by pickle."""
         if self._reduce is not None:
             reduced = self._reduce(value)
             if reduced is not NotImplemented:
@@ -182,10 +188,10 @@ class Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no typ
         if isinstance(value, io.TextIOBase):
             return _reduce_stream(value)
         if isinstance(value, ctypes.CDLL):
-            # Its handle is a number, which pickle would take along as one.
+            # Its handle is a number, which pickle would send, although it means nothing elsewhere.
             raise plain_pickle.PicklingError("a loaded library cannot be pickled")
-        # Looked for here because the C code asks an object's `__reduce__` before the
-        # table when that gives a name.
+        # Not in the table, since pickle's C code prefers an object's `__reduce__` to the table if
+        # that returns a name.
         if kind is _CACHED and not definitions.is_importable(value):
             wrap = MadeBy(functools.lru_cache, *value.cache_parameters().values())
             return operator.call, (wrap, value.__wrapped__)
@@ -214,8 +220,8 @@ class Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no typ
             return reduced  # by its name
         module = sys.modules.get(own.get("__name__", ""))
         if module is not None and module.__dict__ is own:
-            # A closure that a library made, for instance by decorating: it belongs to the
-            # library's module there as here.
+            # A closure that a library made, as by a decorator: in the receiver its globals are the
+            # library's module too.
             there = MadeBy(vars, MadeBy(importlib.import_module, module.__name__))
             return self._rebuild_in(there, function)
         self._keep_source(function.__code__)
@@ -225,7 +231,7 @@ class Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no typ
         self, namespace: object, function: types.FunctionType, names: frozenset[str] = frozenset()
     ) -> Reduced:
         self._keep_source(function.__code__)
-        # They get their values after the function is there, because these may lead to it.
+        # Captured variables get their values after the function exists: a value may refer to it.
         closure = [self.variable_of(cell) for cell in function.__closure__ or ()]
         details = definitions.details_of(function)
         submodules = definitions.imported_submodules(function, names)
@@ -253,22 +259,22 @@ class Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no typ
             slots = definitions.take_slots(kind, state[0])
         if slots is not None:
             args = (*args[:3], {**args[3], "__slots__": slots}, *args[4:])
-        # Python puts these there when they are first asked for: that is no change.
+        # Python adds this attribute when it is first read, which is no change of the class.
         state[0].pop("__slotnames__", None)
         definitions.take_annotations(kind, state[0])
         made = maker, args, kind.__qualname__
         return definitions.make_class, made, state, None, None, definitions.fill_class
 
     def variable_of(self, cell: types.CellType) -> Variable:
-        """Return what stands for a variable that closures capture: one for each."""
+        """Return the stand-in of a variable that closures capture: always the same one."""
         return self._variables.setdefault(id(cell), Variable(cell))
 
     def contents_of(self, variable: Variable) -> tuple[Any, ...]:
-        """Return the value that a variable gets in the receiver, alone; nothing to leave it."""
+        """Return a tuple of the value for a variable, or an empty one to leave it as it is."""
         return variable.contents()
 
     def known_variable(self, cell: types.CellType) -> Variable | None:
-        """Return what stands for a variable, None if the pickle has not met it."""
+        """Return the stand-in of a variable; None if the variable was not pickled."""
         return self._variables.get(id(cell))
 
     def _keep_source(self, code: types.CodeType) -> None:
@@ -280,7 +286,7 @@ class Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no typ
 _CACHED = type(functools.lru_cache(lambda: None))
 
 _SENTINELS = {
-    # `dataclasses` compares with these by identity.
+    # `dataclasses` compares these two objects by identity.
     id(getattr(sys.modules["dataclasses"], name)): name
     for name in ("MISSING", "_HAS_DEFAULT_FACTORY")
 }
@@ -306,7 +312,8 @@ def _reduce_reference(reference: weakref.ref[Any]) -> Reduced:
 
 def _reduce_code(code: types.CodeType) -> Reduced:
     _, parts = by_value.Pickler.dispatch_table[types.CodeType](code)
-    # cloudpickle drops the file's name from 3.1.3 on; a copy, as it makes one of each text.
+    # cloudpickle drops the file's name from 3.1.3 on.  The name is copied, because cloudpickle
+    # copies each text, and pickles must not differ by shared texts.
     return definitions.make_code, (definitions.PYTHON, "".join(code.co_filename), *parts)
 
 
@@ -315,7 +322,7 @@ def load(first: Buffer, buffers: Sequence[Buffer]) -> Any:
     if memoryview(first).nbytes < READ_FROM:
         return plain_pickle.loads(first, buffers=buffers)
     file = io.BytesIO(first)
-    # A piece at a time: between two pieces Stop is met, which C code alone never does.
+    # In pieces: C code would read it all at once, and Stop could not interrupt that.
     reading = types.SimpleNamespace(
         read=lambda size: file.read(size),
         readline=lambda: file.readline(),
@@ -326,9 +333,9 @@ def load(first: Buffer, buffers: Sequence[Buffer]) -> Any:
 
 
 def digest_of(data: Buffer) -> str:
-    """Return the digest of bytes: of length and CRC-32, which no value here is made to meet."""
+    """Return the digest of bytes: their number and CRC-32, no protection against forgery."""
     view, found = memoryview(data).cast("B"), 0
-    # The fastest that Python has: 2.6 to 6 GB/s on a core, hashlib's SHA-1 0.9.
+    # CRC-32 is the fastest in the standard library: 2.6 to 6 GB/s on a core, SHA-1 has 0.9.
     for start in range(0, view.nbytes, AT_ONCE):
         found = zlib.crc32(view[start : start + AT_ONCE], found)
     return f"{view.nbytes:x}-{found:08x}"
@@ -336,7 +343,10 @@ def digest_of(data: Buffer) -> str:
 
 @contextmanager
 def without_cycles() -> Iterator[None]:
-    """Look for no cycles meanwhile, which takes longer than to make millions of objects."""
+    """Turn garbage collection off within this context.
+
+    While millions of objects are made, it would take longer than making them.
+    """
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -1,6 +1,6 @@
-"""Reads the states of objects: of those that a value leads to, each once.
+"""Reads the states of a value's object and of all objects to which it leads, each once.
 
-The notebook scans what it sends, a rank what it has received.
+The notebook scans the values that it sends; a rank scans the values that it has received.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _VALUES: tuple[type, ...] = (
     *(pathlib.PurePath, re.Pattern, datetime.date, datetime.time, datetime.timedelta),
     *(datetime.tzinfo, decimal.Decimal, fractions.Fraction, uuid.UUID, os.PathLike),
 )
-"""Types of which equal values cannot be told apart."""
+"""Types whose equal values cannot be told apart, so that they need no key."""
 
 _VALUES_BY_NAME = (("numpy", "dtype"), ("numpy", "generic"))
 _TEXTS_BY_NAME = tuple(("torch", name) for name in ("dtype", "device", "layout", "memory_format"))
@@ -94,10 +94,10 @@ class Scan:
         scan.run()
         scan.states  # by key
 
-    With `adds=False` no object gets a key: a part that has none is only known by its type.
-    `before` returns the known state of a key: unchanged tensors and memory get that very object,
-    which is faster.  With `trusts_samples` big memory that has its old sample counts as unchanged.
-    Raises what a class's own `__reduce__` or `__getstate__` raises, and PicklingError.
+    With `adds=False` no object gets a key: of a part without a key only the type is known.
+    `before` returns the known state of a key: unchanged tensors and memory get that very state,
+    which is faster.  With `trusts_samples` big memory with its old sample counts as unchanged.
+    Raises PicklingError, and any error of a class's own `__reduce__` or `__getstate__`.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Scan:
         return how(value)
 
     def run(self) -> None:
-        """Read the states of all objects that were met and not read yet."""
+        """Read the states of all objects to which tokens refer, and which were not read yet."""
         while self._waiting:
             entry = self._waiting.pop()
             value = entry()
@@ -165,14 +165,14 @@ class Scan:
         self._read_blocks()
 
     def read(self, entries: Iterable[Any]) -> None:
-        """Read the states of the objects of some entries."""
+        """Read the states of the objects of these entries, and of all objects in them."""
         self._waiting += entries
         self.run()
 
     def read_all(self, entries: Iterable[Any]) -> None:
-        """Read the states of the objects of entries; leave out objects that cannot be read.
+        """Read the states of the objects of these entries; skip objects that cannot be read.
 
-        A value that cannot be sent any more is an error once a cell names it.
+        Such a value can no longer be sent, which is an error only when a cell uses it.
         """
         entries = [*entries]
         try:
@@ -207,7 +207,7 @@ class Scan:
     # --- which kind of object -------------------------------------------------------------
 
     def _how(self, kind: type, value: Any) -> Callable[[Any], Token]:
-        """Choose how values of a type are looked at."""
+        """Choose the function that returns the tokens of values of a type."""
         simple = _TOOLS.get(kind)
         if simple is not None:
             return self._track(simple)
@@ -317,8 +317,8 @@ class Scan:
         if type(value) in (dict, OrderedDict) and not value:
             return _EMPTY
         token = self.token
-        # Of a copy: another thread may change it meanwhile.
-        # A class of the user's may show other items than it has.
+        # A copy of the items, because another thread may change them meanwhile; not by the methods
+        # of the user's class, which may show other items.
         items = OrderedDict.items if isinstance(value, OrderedDict) else dict.items
         parts = {token(k): token(v) for k, v in [*items(value)]}
         if isinstance(value, defaultdict):
@@ -425,10 +425,10 @@ class Scan:
         return reduced
 
     def _read_opaque(self, value: Any, entry: Any) -> State:
-        own = getattr(value, "__dict__", None)  # first: some objects make theirs when it is read
+        own = getattr(value, "__dict__", None)  # first: some objects make it on first access
         first = listed(self.reduced(value))
-        # Objects that a second reduction has too belong to the value; other objects are made
-        # for each reduction.
+        # Objects that are in a second reduction too belong to the value.  All others are made for
+        # each reduction, so their identity means nothing.
         second = first if _is_plain(first) else listed(self.reduced(value))
         self._inlined = {id(own), *self._own_containers(value, first)}
         make, args, state, items, pairs, _ = first
@@ -441,7 +441,7 @@ class Scan:
         return self._state(parts)
 
     def _own_containers(self, value: Any, reduced: tuple[Any, ...]) -> set[int]:
-        """Return the ids of containers that are sent with an object, as parts of it."""
+        """Return the ids of containers that count as parts of an object, not as objects."""
         own = set[int]()
         kind = type(value)
         if kind not in copyreg.dispatch_table and not has_python_reduce(kind):  # made in C
@@ -451,7 +451,11 @@ class Scan:
         return own
 
     def _pair(self, first: Any, second: Any) -> Token:
-        """Return the token of a part of a reduced object; `second` is of a second reduction."""
+        """Return the token of a part of a reduced object.
+
+        `second` is the same part in a second reduction.  Only if both are one object, the token may
+        refer to the object by its key.
+        """
         kind = type(first)
         if first is second and kind is not MadeBy and id(first) not in self._inlined:
             return self.token(first)
@@ -592,7 +596,7 @@ class Scan:
         self.blocks[block.key] = block
 
     def _read_blocks(self) -> None:
-        """Read the memory of the tensors and arrays that were met, several blocks at a time."""
+        """Read the memory of all tensors and arrays of the scan, several blocks at a time."""
         if not self._adds:  # a rank compares memory only if it is asked to
             return
         new = [each for key, each in self.blocks.items() if key not in self.states]
@@ -623,9 +627,9 @@ class Scan:
 
 QUICK_BYTES = 4 << 20
 WHOLE_LIMIT = 4 << 30
-"""Bytes of memory up to which its contents are compared whole; of more, samples are."""
+"""The most bytes of memory whose contents are compared whole; of more only samples are."""
 
-_AT_ONCE = 1 << 20  # bytes of memory that are worth a thread
+_AT_ONCE = 1 << 20  # bytes of memory from which on a thread is worth its start
 
 _TOOLS: dict[type, str] = {
     dict: "dict",

@@ -1,8 +1,8 @@
-"""How an object is by itself: what changes when the object changes, with references to its parts.
+"""The state of one object without the objects to which it refers, to notice changes of the object.
 
-The notebook and each rank read the states of the objects that they share.  Two states of one object
-that were read in one process are equal as long as nobody has changed the object itself; a change of
-an object that it refers to changes the state of that object alone.
+The notebook and each rank read the states of the objects that they share (`nbdist.values.scan`).
+Two states of an object, read in one process, are equal as long as nobody has changed the object
+itself.  A change of an object to which it refers only changes that object's state.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 Token = Any
-"""What stands for a value in a state: a plain value for itself, `(..., key)` for an object that has
-a key, and tuples that begin with a short text for all else."""
+"""The stand-in of a value in a state: a plain value itself, `(..., key)` for an object that has a
+key, and a tuple that begins with a short text for any other value."""
 
 Parts = frozenset[Token] | None
-"""Parts of an object that are compared one by one; None for the whole object."""
+"""The changed ones of an object's parts; None for an object that is compared as a whole."""
 
 MAX_TEXT, MAX_PARTS, MAX_DIGEST = 256, 4096, 48
-"""Characters up to which a text stands for itself; entries up to which each entry of a dict is
-compared by itself; bytes up to which a state is kept as it is and not as its digest."""
+"""Characters up to which a text is its own token; parts up to which the parts of an object are
+compared one by one; bytes up to which a token is its own digest."""
 
 HEAD = "head"
-"""The part of a state that cannot be changed in place: another object has to take the place."""
+"""The part of a state that cannot be changed in place: if it differs, another object is needed."""
 
 CLASS = "__class__"
 FACTORY = ("default_factory",)
@@ -38,9 +38,11 @@ MISSING: Token = ("missing",)
 
 
 class State:
-    """How an object was; `parts` has the parts that can be changed one by one, None for others.
+    """The state of an object at a time.
 
-    `digest` differs if anything does.  `children` are the keys of the objects that it refers to.
+    `parts` has the parts that are compared one by one, None for an object that is compared as a
+    whole.  `digest` differs if anything differs.  `children` are the keys of the objects to which
+    the object refers.
     `sample` of memory is a quick digest: if it differs, the memory has changed.  `sample` of a
     tensor is its address and layout: if they are equal, the tensor itself has not changed.
     """
@@ -76,7 +78,7 @@ class State:
         )
 
     def with_parts(self, now: State, names: Iterable[Token]) -> State:
-        """Return this state after the object got its parts of these names as they are in `now`."""
+        """Return this state with the parts of these names replaced by those in `now`."""
         parts = dict(self.parts or {})
         for name in names:
             if name in (now.parts or {}):
@@ -92,7 +94,10 @@ def is_other(token: Token, before: Token) -> bool:
 
 
 def digest_of_token(token: Token) -> bytes:
-    """Return the bytes of a token, or their digest.  Version 2 of marshal knows no references."""
+    """Return a token as bytes, or their digest if they are many.
+
+    marshal's version 2 writes no references, so equal tokens have equal bytes.
+    """
     data = marshal.dumps(token, 2)
     return data if len(data) <= MAX_DIGEST else hashlib.blake2b(data, digest_size=16).digest()
 
@@ -104,10 +109,11 @@ HEAP_TYPE = 1 << 9
 
 
 class Reducer(NamedTuple):
-    """How objects are taken apart: `reduce` as `__reduce_ex__`, `content` a digest of a value.
+    """The functions with which a process reduces objects, as for a pickle.
 
-    `reduce` returns NotImplemented for what is found by its name, and for Python's own way.
-    `table` has functions that take apart the objects of some types.
+    `reduce` is like `__reduce_ex__`; it returns NotImplemented for an object that the receiver
+    finds by its name, and for Python's own way.  `content` returns a digest of all that a value
+    contains.  `table` has the functions that reduce objects of some types.
     """
 
     reduce: Callable[[Any], Any]
@@ -116,7 +122,7 @@ class Reducer(NamedTuple):
 
 
 def reached(states: Mapping[int, State], keys: Iterable[int]) -> set[int]:
-    """Return these keys, and the keys of all objects that their objects lead to."""
+    """Return these keys, and the keys of all objects to which their objects lead."""
     found, waiting = set[int](), [*keys]
     while waiting:
         key = waiting.pop()
@@ -156,7 +162,7 @@ def optimizer_hooks(value: Any) -> dict[str, Any]:
 
 
 def own_attributes(value: Any) -> list[tuple[str, Any]]:
-    """List the attributes of a container of a class of its own, with its class."""
+    """List the attributes and the class of a container whose class the user has made."""
     return [(CLASS, type(value)), *getattr(value, "__dict__", {}).items()]
 
 
@@ -171,7 +177,7 @@ def slots_of(kind: type) -> list[tuple[str, Any]]:
 
 
 def listed(reduced: Any) -> tuple[Any, ...]:
-    """Return the six parts of what an object is reduced to, with iterators as lists."""
+    """Return the six items of a reduced object, with lists instead of iterators."""
     make, args, *more = reduced
     state, items, pairs, setter = (*more, None, None, None, None)[:4]
     listed = None if items is None else [*items]
@@ -179,12 +185,12 @@ def listed(reduced: Any) -> tuple[Any, ...]:
 
 
 def _has_getstate(kind: type) -> bool:
-    """Return True if a class says itself what its instances are pickled with."""
+    """Return True if a class has its own `__getstate__`."""
     return getattr(kind, "__getstate__", None) is not getattr(object, "__getstate__", None)
 
 
 def is_made_of_attributes(kind: Any) -> bool:
-    """Return True if Python code has made a class, and Python's own way of pickling is used."""
+    """Return True for a class made by Python code whose instances Python pickles in its own way."""
     return (
         all(base.__flags__ & HEAP_TYPE for base in kind.__mro__[:-1])
         and kind.__reduce_ex__ is object.__reduce_ex__
@@ -195,7 +201,7 @@ def is_made_of_attributes(kind: Any) -> bool:
 
 
 def has_python_reduce(kind: Any) -> bool:
-    """Return True if Python code of a class says how its instances are pickled."""
+    """Return True if a class has a method in Python that determines how instances are pickled."""
     names = ("__reduce__", "__reduce_ex__", "__getstate__")
     return any(isinstance(getattr(kind, name, None), types.FunctionType) for name in names)
 

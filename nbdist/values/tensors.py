@@ -1,4 +1,7 @@
-"""torch tensors as pickles with their contents out of band; `nbdist.values.pickling` calls it."""
+"""Pickles torch tensors with their contents out of band, and rebuilds them.
+
+`nbdist.values.pickling` calls it in the notebook and in workers.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,18 @@ if TYPE_CHECKING:
     import torch
 
 Reduced = Any
-"""What an object's `__reduce__` returns, or NotImplemented."""
+"""The return value of an object's `__reduce__`, or NotImplemented."""
 
 PINNED_MOST = 1 << 30
-"""Bytes of a piece that go from a GPU through pinned memory at most: torch keeps that."""
+"""The most bytes of a piece that are copied from a GPU by pinned memory, which torch keeps."""
 
 
 @dataclass(eq=False)
 class _Piece:
-    """Some bytes of a storage, which it keeps: another one could get the address of a copy."""
+    """The stand-in in a pickle of some bytes of a storage.
+
+    It keeps the storage alive, so that no other storage gets its address meanwhile.
+    """
 
     storage: torch.UntypedStorage
     contents: Any
@@ -34,12 +40,13 @@ class _Piece:
 
 @dataclass(kw_only=True, eq=False)
 class TensorReducer:
-    """How tensors and their storages are pickled, for the length of one pickle.
+    """Pickles the tensors and storages of one pickle.
 
-    Contents are passed as buffers of the tensor's own memory, without copying.  Of a storage only
-    the part that a tensor shows goes along, unless another tensor in the same pickle overlaps it:
-    then the pickle has to be made again with the storages that are `overlapping` as the `whole`
-    ones.  With `exact` only memory that a tensor shows is sent.
+    Contents are buffers of the tensor's own memory, without a copy.  Of a storage only the part
+    that a tensor shows is sent, or all of it if that is at most twice as much; with `exact` never
+    more than is shown.  If tensors show parts of a storage that overlap, the caller must pickle
+    again with the `overlapping` storages as `whole`.  For `sketch` and `back_to_device` see
+    `nbdist.values.pickling.pickle`; `sketched` tells whether a sketch has left out contents.
     """
 
     sketch: bool
@@ -55,12 +62,12 @@ class TensorReducer:
 
     def __post_init__(self) -> None:
         self._torch = torch = cast(Any, sys.modules.get("torch"))
-        if hasattr(torch, "TypedStorage"):  # not while it is still being imported
+        if hasattr(torch, "TypedStorage"):  # it lacks the class while it is being imported
             self.types = (torch.Tensor, torch.UntypedStorage, torch.TypedStorage)
 
     @property
     def overlapping(self) -> frozenset[int]:
-        """The storages of which different parts were taken that overlap."""
+        """The addresses of storages of which overlapping parts were taken."""
         found, last_address, last_end = set(), 0, 0
         for address, start, end, _ in sorted(self._pieces):
             if address == last_address and start < last_end:
@@ -70,13 +77,14 @@ class TensorReducer:
         return frozenset(found)
 
     def reduce(self, value: Any) -> Reduced:
-        """Choose what to pickle for one of `types`, or NotImplemented: then torch's own way."""
+        """Reduce an object of `types`; NotImplemented for torch's own way."""
         if isinstance(value, self.types[2]):
             return rebuild_typed_storage, (untyped_storage_of(value), value.dtype)
         if isinstance(value, self.types[1]):
             if value.device.type != "cpu":
                 return NotImplemented
-            # The storage of tensors on it, which pickle makes once.
+            # One item of a tuple with the piece: pickle makes the piece's storage once, so that
+            # tensors in the same pickle share it.
             return operator.getitem, ((self._piece(value, 0, value.nbytes()),), 0)
         return self._reduce_tensor(value)
 
@@ -86,7 +94,7 @@ class TensorReducer:
             is_sparse = type(tensor) is self._torch.Tensor and "sparse" in str(tensor.layout)
             if grad is None and not is_sparse:
                 return NotImplemented
-            # mypy: the class has it from Python.
+            # The cast is for mypy, which does not know this method.
             make, args = cast(Any, tensor).__reduce_ex__(5)
             if is_sparse:
                 device = tensor.device.type if self.back_to_device else "cpu"
@@ -116,7 +124,7 @@ class TensorReducer:
         )
 
     def _place(self, data: torch.Tensor) -> tuple[_Piece, int, tuple[int, ...]]:
-        """Find the piece that a tensor's contents are in, and where in it: offset and strides."""
+        """Return the piece with a tensor's contents, and the tensor's offset and strides in it."""
         storage, width = data.untyped_storage(), data.element_size()
         stride = data.stride()
         steps = (step * (size - 1) for size, step in zip(data.shape, stride, strict=True))
@@ -124,20 +132,20 @@ class TensorReducer:
         offset = int(data.storage_offset())
         start = offset * width
         end = start + (int(sum(steps)) + 1) * width if data.numel() else start
-        # What is expanded is there once.
+        # Expanded dimensions are in memory once.
         once = data[tuple(slice(1) if step == 0 else slice(None) for step in stride)]
         shown = once.numel() * width
         share = 1 if self.exact else 2
-        # Half a storage or more: the rest costs little, and all of its views stay one.
+        # If half a storage or more is shown, the rest costs little, and all views stay linked.
         if storage.data_ptr() in self.whole or share * shown >= storage.nbytes():
             return self._piece(storage, 0, storage.nbytes()), offset, stride
-        # A sketch takes nothing from a device.
+        # A sketch copies nothing from a device.
         stays = self.sketch and storage.device.type != "cpu"
         if stays or share * shown >= end - start:
             return self._piece(storage, start, end), 0, stride
-        # Few elements, far apart: copied together, in the order in which they lie there.
+        # Few elements that lie far apart are copied together, in the order of their addresses.
         copy = once.clone(memory_format=self._torch.preserve_format)
-        # A tensor that overlaps this one is noticed, and one that shows the same shares it.
+        # By this key `overlapping` sees them, and tensors that show the same elements share a copy.
         key = storage.data_ptr(), start, end, (*once.shape, *stride)
         known = self._pieces.get(key)
         piece = known or self._piece(copy.untyped_storage(), 0, copy.untyped_storage().nbytes())
@@ -146,7 +154,7 @@ class TensorReducer:
         return piece, 0, tuple(new if old else 0 for old, new in kept)
 
     def _piece(self, storage: torch.UntypedStorage, start: int, end: int) -> _Piece:
-        # Storages without contents have no address of their own, and one of them may grow.
+        # Empty storages all have the address 0, but must stay apart, since one of them may grow.
         address = storage.data_ptr() if end > start else id(storage)
         known = self._pieces.get((address, start, end, ()))
         if known is None:
@@ -167,11 +175,11 @@ class TensorReducer:
             storage = self._on_host(flat).untyped_storage()
             start, end = 0, end - start
         memory = (ctypes.c_char * (end - start)).from_address(storage.data_ptr() + start)
-        memory.storage = storage  # type: ignore[attr-defined]  # Whose memory it is.
+        memory.storage = storage  # type: ignore[attr-defined]  # keeps the memory
         return PickleBuffer(memory)
 
     def _on_host(self, flat: torch.Tensor) -> torch.Tensor:
-        """Copy to the CPU's memory, pinned where that can be had: the GPU writes it itself."""
+        """Copy to the CPU's memory, pinned if possible: a GPU writes to pinned memory directly."""
         if flat.device.type != "cuda" or flat.numel() > PINNED_MOST:
             return flat.cpu()
         try:
@@ -203,7 +211,10 @@ def count_hooks(tensor: torch.Tensor) -> int:
 
 
 def reduce_constant(value: Any) -> Reduced:
-    """Choose what to pickle for what torch and numpy have one of, and pickle does not find."""
+    """Reduce an operator, memory format or `finfo` of torch or numpy, which pickle cannot find.
+
+    NotImplemented for any other object.
+    """
     kind = type(value)
     match kind.__module__, kind.__name__:
         case ("torch", "memory_format") | ("torch._ops", "OpOverload" | "OpOverloadPacket"):
@@ -217,7 +228,7 @@ def reduce_constant(value: Any) -> Reduced:
 
 
 def rebuild_storage(contents: Any, device: str = "cpu") -> torch.UntypedStorage:
-    """Make a storage of this memory; a copy if it is read-only, or for the receiver's `device`."""
+    """Return a storage that uses this memory, or a copy if it is read-only or on another device."""
     import torch
 
     view = memoryview(contents)
@@ -229,7 +240,7 @@ def rebuild_storage(contents: Any, device: str = "cpu") -> torch.UntypedStorage:
 
 
 def rebuild_typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> Any:
-    """Make the `TypedStorage` around a storage."""
+    """Return the `TypedStorage` that wraps a storage."""
     import torch
 
     make: Any = torch.TypedStorage
@@ -245,7 +256,7 @@ def rebuild_tensor(
     requires_grad: bool,  # noqa: FBT001 (arguments of a pickle have no names)
     is_parameter: bool,  # noqa: FBT001
 ) -> torch.Tensor:
-    """Make a leaf tensor, or parameter, that shows this storage."""
+    """Return a leaf tensor, or a parameter, that is a view of this storage."""
     import torch
 
     tensor = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
@@ -255,7 +266,7 @@ def rebuild_tensor(
 
 
 def rebuild_sparse(make: Any, args: Any, device: str) -> Any:
-    """Make a sparse tensor as torch does, but where its parts are: not on the default device."""
+    """Return a sparse tensor on this device, instead of the user's default device."""
     import torch
 
     with torch.device(device):
@@ -266,12 +277,12 @@ def set_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> None:
     """Set a tensor's gradient, and the attributes that Python code had put on it."""
     for name, value in attributes.items():
         if name == "grad" and value.dtype != tensor.dtype:
-            tensor.grad_dtype = value.dtype  # else torch refuses it
+            tensor.grad_dtype = value.dtype  # otherwise torch refuses the gradient
         setattr(tensor, name, value)
 
 
 def torch_name(path: str) -> Any:
-    """Return what torch calls so: a constant by `torch.` and its name, else an operator."""
+    """Return the constant `torch.NAME`, or the operator `NAMESPACE.NAME` of `torch.ops`."""
     import torch
 
     start, _, name = path.partition(".")

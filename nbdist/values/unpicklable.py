@@ -1,4 +1,7 @@
-"""Why a value could not be pickled: the part of it that is to blame, and what to do instead."""
+"""Explains why a value could not be pickled: which part is to blame, and what to do instead.
+
+The notebook and workers call `blame` after pickling has failed.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ DEEPEST = 12
 WIDEST = 1000
 
 PICKLING_ERRORS = (Exception,)
-"""What pickling raises: `__reduce__` and `__getstate__` of a class can raise anything."""
+"""The errors that pickling raises: a class's `__reduce__` and `__getstate__` can raise anything."""
 
 _WITHOUT_NAME = (pickle.PicklingError, TypeError, AttributeError)
 """Errors of pickling itself, whose texts say enough."""
@@ -96,11 +99,11 @@ _KINDS: tuple[_Kind, ...] = (
      "load or compile it inside the cell"),
 )
 # fmt: on
-"""Which objects stay where they are, and of each kind a name, why, and the way out."""
+"""Kinds of objects that cannot be sent: a test, the kind's name, the reason, and the remedy."""
 
 
 def fails_in(namespace: dict[str, Any]) -> Callable[[Any], bool]:
-    """Make a question to ask of values: whether one cannot be pickled for this namespace."""
+    """Return a function that tells whether a value cannot be pickled from this namespace."""
 
     def fails(value: Any) -> bool:
         try:
@@ -117,10 +120,10 @@ def fails_in(namespace: dict[str, Any]) -> Callable[[Any], bool]:
 def blame(
     name: str, value: Any, fails: Callable[[Any], bool], problem: BaseException
 ) -> tuple[str, str, str, str]:
-    """Find the path from the name to the culprit, its type, why it cannot travel, what to do.
+    """Return the path from the name to the culprit, its type, why it cannot be sent, and a remedy.
 
-    Pickling the value raised `problem`; `fails` tries to pickle a part.  The search ends after
-    about a second, with what it has found by then.
+    Pickling the value raised `problem`; `fails` tries to pickle a part.  After about a second the
+    search ends with the innermost part that it has found by then.
     """
     path, culprit = _find_culprit(name, value, fails)
     if kind := _kind_of(culprit):
@@ -131,7 +134,7 @@ def blame(
 
 
 def _words_of(problem: BaseException) -> str:
-    """Return the first line of an error's text, after its name unless pickling itself raised it."""
+    """Return the first line of an error's text; unless pickling itself raised it, with its name."""
     name, text = type(problem).__name__, ""
     with suppress(Exception):  # a user's __str__ can raise anything
         text = str(problem).partition("\n")[0].rstrip(".")
@@ -141,25 +144,25 @@ def _words_of(problem: BaseException) -> str:
 
 
 def type_name(value: Any) -> str:
-    """Name the type of a value as one would write it."""
+    """Return the name of a value's type, with its module unless people leave it out."""
     kind = type(value)
     plain = kind.__module__ in ("builtins", "__main__")
     return kind.__qualname__ if plain else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _kind_of(value: Any) -> tuple[str, str, str] | None:
-    """Return what people call it, why it stays where it is, and the way out; None if unknown."""
+    """Return name, reason and remedy for a kind of object that cannot be sent; None for others."""
     if name := definitions.process_bound_name(type(value)):
         return name, f"it {definitions.KNOWS_ITS_PROCESS}", "make it inside the cell"
     return next((kind[1:] for kind in _KINDS if kind[0](value)), None)
 
 
 def _find_culprit(name: str, value: Any, fails: Callable[[Any], bool]) -> tuple[str, Any]:
-    """Find the innermost part that fails, and how to get to it from the name."""
+    """Return the path to the innermost part that cannot be pickled, and that part."""
     path, deadline, seen = name, time.monotonic() + SEARCH_TIMEOUT, {id(value)}
     for _ in range(DEEPEST):
         if _kind_of(value):
-            break  # What it is made of explains nothing.
+            break  # the parts of such an object explain nothing
         for more, part in itertools.islice(_parts_until_error(value), WIDEST):
             if time.monotonic() > deadline:
                 return path, value
@@ -181,7 +184,7 @@ _HARMLESS = (str, bytes, int, float, complex, bool, type(None))
 
 
 def parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """List what a value is made of, each with the text that leads to it."""
+    """Yield the parts of a value, each with the text to write after the value to get there."""
     match value:
         case types.FunctionType():
             yield from _parts_of_function(value)
@@ -205,7 +208,7 @@ def parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 def _parts_of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with suppress(ValueError):  # It has no value yet.
+        with suppress(ValueError):  # the variable has no value yet
             yield f".<closure>.{name}", cell.cell_contents
     arguments = function.__code__.co_varnames[: function.__code__.co_argcount]
     defaults = function.__defaults__ or ()

@@ -1,7 +1,7 @@
-"""Changes of objects in place: what the notebook changed, written for the rank's counterparts.
+"""Writes changes of the notebook's objects, and applies them to a rank's counterparts in place.
 
 An update never makes another object: aliases, wrappers and optimizers of the object stay linked.
-The sender calls `update_of`, a rank calls `apply`.
+The notebook calls `update_of`, a rank calls `apply`.
 """
 
 from __future__ import annotations
@@ -28,10 +28,16 @@ from nbdist.values.states import (
 )
 
 Update = tuple[int, str, Any]
-"""The key of an object, the name of the way in which it is changed, and its new contents."""
+"""The key of an object, the name of its tool, and its new contents.
+
+The tool says how the object is read, written (`_WRITERS`) and changed (`_APPLIERS`).
+"""
 
 COPY = "copy"
-"""Contents for a tensor wherever it has its memory now, in the place of `data`."""
+"""The part that takes the place of `data` if a tensor's contents are sent, and not its memory.
+
+The rank copies them into the memory that its tensor has now.
+"""
 _PLAIN = (dict, OrderedDict, defaultdict, list, set, deque)
 
 
@@ -66,7 +72,7 @@ def _write_dict(
     names = [name for name in state.parts if name != FACTORY and not is_attribute(name)]
     items = {*names}
     kept = [name for name in before.parts if name in items]
-    # Without an order new keys stand behind the others.
+    # If no order is sent, the rank appends new keys.
     is_in_order = names[: len(kept)] == kept
     order = None if is_in_order else names
     factory = (value.default_factory,) if FACTORY in changed else None
@@ -76,12 +82,12 @@ def _write_dict(
 
 
 def items_of(value: Any) -> list[tuple[Any, Any]]:
-    """List the items that a dict has; a class of the user's may show others."""
+    """List the items of a dict, not those that the user's subclass may show."""
     return [*(OrderedDict.items if isinstance(value, OrderedDict) else dict.items)(value)]
 
 
 def iter_of(value: Any) -> Iterable[Any]:
-    """Iterate over the items that a list, a set or a deque has."""
+    """Iterate over the items of a list, set or deque, not those that a subclass may show."""
     kind: Any = next(each for each in (list, set, deque) if isinstance(value, each))
     return kind.__iter__(value)  # type: ignore[no-any-return]
 
@@ -187,13 +193,13 @@ _WRITERS: dict[str, Callable[..., Any]] = {
 
 
 def apply(value: Any, tool: str, data: Any, token: Callable[[Any], Token]) -> None:
-    """Change an object in place, by what `update_of` has written; `token` is a scan's."""
+    """Change an object in place by an update; `token` is the method of a `Scan` on this rank."""
     _APPLIERS[tool](value, data, token)
 
 
 def _apply_dict(value: Any, data: Any, token: Callable[[Any], Token]) -> None:
     is_by_part, pairs, drops, order, factory, own = data
-    # A class of the user's may do more than store an item.
+    # The methods of a user's class may do more than store an item.
     kind: Any = OrderedDict if isinstance(value, OrderedDict) else dict
     if not is_by_part:
         kind.clear(value)
@@ -214,7 +220,7 @@ def _apply_dict(value: Any, data: Any, token: Callable[[Any], Token]) -> None:
 
 
 def _set_own(value: Any, own: Iterable[tuple[str, Any]] | None, drops: Iterable[Any] = ()) -> None:
-    """Set attributes of a container of a class of its own."""
+    """Set and remove attributes of a container whose class the user has made."""
     for name, part in own or ():
         if name != CLASS:
             value.__dict__[name] = part
@@ -322,7 +328,7 @@ def _apply_tensor(value: Any, data: Any, token: Callable[[Any], Token]) -> None:
 
 
 def _drop_own(value: Any, drops: Iterable[str]) -> None:
-    """Remove attributes that Python code has put on a tensor or array."""
+    """Remove attributes that Python code had put on a tensor or array."""
     for name in drops:
         if name.startswith("."):
             value.__dict__.pop(name[1:], None)
@@ -363,7 +369,7 @@ def _apply_opaque(value: Any, data: Any, token: Callable[[Any], Token]) -> None:
 
 
 def set_state(value: Any, state: Any, setter: Callable[..., Any] | None = None) -> None:
-    """Give an object a state, as pickle does; attributes that the state has not are removed."""
+    """Give an object a state, as pickle does, but remove attributes that the state lacks."""
     if setter is not None:
         setter(value, state)
         return
