@@ -1,1 +1,4 @@
-"""Magics with their ops that few use, found by entry points as another package's would be."""
+"""Magics and options that few people use, with their ops.
+
+They are found by entry points, as those of another package would be.
+"""

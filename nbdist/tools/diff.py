@@ -1,6 +1,7 @@
-"""`%dist_diff`: which ranks have the same of a value, part by part, and how far others are from it.
+"""`%dist_diff`: compares a value over the ranks, part by part.
 
-`Comparison` is pure; the op of the same name looks at the values, on the ranks.
+Runs in the notebook.  The op `diff` (`nbdist.tools.diff_op`) describes the values on the ranks;
+`Comparison`, which is pure, finds what differs.  `--watch` uses it too.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from nbdist.world.exchange import check_expressions, refusal
 MOST_ROWS, MOST_DISTANCES = 50, 3
 
 MOST_COMPARED = 128 << 20
-"""Bytes of parts whose numbers are compared; of the others it is only said that they differ."""
+"""The most bytes of parts whose numbers are compared; of further parts only the digests are."""
 
 Group = tuple[Part | None, list[int]]
-"""A part that some ranks have alike; None where they have no such part."""
+"""A part and the ranks on which it is equal; None and the ranks without this part."""
 
 
 @command(
@@ -70,13 +71,16 @@ def _compared(line: Line, expression: str) -> Shown | str:
 def distances(
     line: Line, expression: str, reference: int, others: Sequence[int], paths: Sequence[str]
 ) -> Mapping[int, Mapping[str, Distance]]:
-    """Compare these parts of the others with those of `reference`, through shared memory."""
+    """Return by rank and path how far these parts of `others` are from those of `reference`.
+
+    The parts of `reference` are sent to the others through shared memory.
+    """
     pool, world = line.pool, line.world
     wanted = {"expression": expression, "paths": tuple(paths)}
     lending = world.task(Call("diff.lend", wanted), ranks=(reference,))
     try:
         lent: Brought = bring(pool, world, lending)[reference]
-        # The rank that lends does nothing else meanwhile: its next task would end that.
+        # Send nothing else to the lending rank meanwhile: its next task would release the parts.
         given = {"expression": expression, "packed": lent.packed}
         return bring(pool, world, world.task(Call("diff.compare", given), ranks=tuple(others)))
     finally:
@@ -85,9 +89,10 @@ def distances(
 
 @dataclass
 class Comparison:
-    """What ranks have under `title`, and how far they are apart.
+    """The value called `title` on each rank, and how far the ranks are apart.
 
-    `distances` has by part and rank how far this one is from the first of the ranks that agree.
+    `distances` has by path and rank how far the rank's part is from that of the largest group of
+    equal ranks.
     """
 
     title: str
@@ -96,20 +101,24 @@ class Comparison:
 
     @property
     def have(self) -> list[int]:
-        """The ranks that have the value at all."""
+        """The ranks that have the value."""
         return [rank for rank, each in self.looked.items() if not each.missing]
 
     @property
     def paths(self) -> list[str]:
-        """All parts that any rank has, as they come."""
+        """The paths of all parts that any rank has."""
         return [*dict.fromkeys(path for each in self.looked.values() for path in each.parts)]
 
     def groups(self, path: str) -> list[Group]:
-        """Group ranks by what they have of a part, the largest group first."""
+        """Group the ranks with equal parts at this path, the largest group first."""
         return _grouped({rank: self.looked[rank].parts.get(path) for rank in self.have})
 
     def to_compare(self) -> dict[int, tuple[list[int], list[str]]]:
-        """Say by rank which others are to compare which parts with its own."""
+        """Return by reference rank which other ranks must compare which paths with it.
+
+        The reference is the first rank of the largest group of equal ranks.  Parts of another kind,
+        and parts beyond `MOST_COMPARED` bytes, are left out.
+        """
         left = MOST_COMPARED
         found: dict[int, tuple[list[int], list[str]]] = {}
         for path in self.paths:
@@ -126,13 +135,13 @@ class Comparison:
         return found
 
     def take(self, distances: Mapping[int, Mapping[str, Distance]]) -> None:
-        """Take in how far these ranks are from the one that they have been compared with."""
+        """Add distances of ranks from their reference, by rank and path."""
         for rank, by_path in distances.items():
             for path, distance in by_path.items():
                 self.distances.setdefault(path, {})[rank] = distance
 
     def head(self, differing: int) -> str:
-        """Write how much there is, and which agree: `model: 6 parts, 1.2 MiB · ranks 0-3 agree`."""
+        """Return the heading: `model: 6 parts, 1.2 MiB · ranks 0-3 agree`."""
         have = self.have
         parts = self.looked[have[0]].parts.values()
         size = sum(part.size for part in parts)
@@ -150,10 +159,10 @@ class Comparison:
         return " · ".join(said)
 
     def rows(self) -> Iterator[tuple[str, str, str]]:
-        """Yield a part that differs, of which kind it is, and in which ranks."""
+        """Yield path, kind and differences of each part that differs between ranks."""
         for path in self.paths:
             groups, apart = self.groups(path), self.distances.get(path, {})
-            # Equal but for bits: the sign of a zero, or which NaN it is.
+            # These ranks have equal numbers with other bits: -0.0 for 0.0, or another NaN.
             equal = {rank for rank, distance in apart.items() if not distance.differing}
             parts = {rank: part for part, ranks in groups for rank in ranks}
             groups = _grouped({r: groups[0][0] if r in equal else p for r, p in parts.items()})
@@ -170,7 +179,7 @@ def _grouped(parts: Mapping[int, Part | None]) -> list[Group]:
 
 
 def _difference(groups: list[Group], apart: Mapping[int, Distance]) -> str:
-    """Say `ranks 0-2 agree, rank 3 differs by at most 0.0312 (12 of 4,096)`."""
+    """Return a text like `ranks 0-2 agree, rank 3 differs by at most 0.0312 (12 of 4,096)`."""
     if len({part.kind if part else "" for part, _ in groups}) > 1:
         return _listed((part.kind if part else "nothing", ranks) for part, ranks in groups)
     if all(part and part.text for part, _ in groups):

@@ -1,10 +1,11 @@
-"""What a value is made of on this rank, and how far it is from what another rank has.
+"""The op of `%dist_diff`: describes a rank's value, and measures how far it is from another rank's.
 
-A value is taken apart into leaves: of modules parameters and buffers, of optimizers and whatever
-else has a `state_dict` that, of containers their items, of other objects their attributes.
+Runs in workers.  A value is divided into leaves: a module into parameters and buffers, an optimizer
+and any other object with a `state_dict` into that, a container into its items, other objects into
+their attributes.
 
-Equal digests are equal values, but for one time in four thousand million; what differs in the
-sign of a zero, or in which NaN it is, has another digest, and `distance` finds it equal.
+Values with equal digests are equal, except once in four thousand million.  Numbers that differ in
+the sign of a zero, or in which NaN they are, have other digests; `distance` finds them equal.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def diff(context: Context, expression: str) -> Looked:
-    """Describe each part of the value, with a digest of its contents."""
+    """Evaluate the expression, and describe each part of its value with a digest."""
     try:
         found = leaves(eval(expression, context.names))
         return Looked({path: part_of(leaf) for path, leaf in found.items()})
@@ -45,13 +46,16 @@ def diff(context: Context, expression: str) -> Looked:
 
 
 def lend(context: Context, expression: str, paths: Sequence[str]) -> Brought:
-    """Pack these parts for other ranks to compare theirs with."""
+    """Pack the parts at these paths, for `compare` on other ranks."""
     found = leaves(eval(expression, context.names))
     return Brought(packed=context.lend({path: comparable(found.get(path)) for path in paths}))
 
 
 def compare(context: Context, expression: str, packed: Payload) -> dict[str, Distance]:
-    """Measure how far this rank's parts are from those."""
+    """Return by path how far this rank's parts are from the packed ones of `lend`.
+
+    Parts that are no numbers, or have another shape, are left out.
+    """
     found, theirs = leaves(eval(expression, context.names)), context.namespace.open(packed)
     both = {path: (comparable(found.get(path)), tensor) for path, tensor in theirs.items()}
     return {
@@ -64,13 +68,13 @@ def compare(context: Context, expression: str, packed: Payload) -> dict[str, Dis
 ROW, ROWS = 1 << 16, 64
 
 COMPARED_AT_ONCE = 1 << 18
-"""Elements, so that what is made of them on the way stays in a processor's cache."""
+"""Elements that are compared at a time: the intermediate tensors fit into a processor's cache."""
 
 LONGEST_TEXT = 60
 
 
 def part_of(leaf: Any) -> Part:
-    """Describe a leaf with its digest; no digest for what cannot be compared."""
+    """Describe a leaf with its digest, which is "" if the leaf cannot be compared."""
     if isinstance(leaf, np.ndarray):
         data = np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
         kind = f"{leaf.dtype} {leaf.shape}"
@@ -79,7 +83,7 @@ def part_of(leaf: Any) -> Part:
 
 
 def comparable(leaf: Any) -> torch.Tensor | None:
-    """Return the tensor that can be subtracted from another rank's; None where there is none."""
+    """Return the leaf as a dense tensor of numbers; None if it has no such form."""
     if isinstance(leaf, np.ndarray):
         try:
             return torch.from_numpy(np.array(leaf))
@@ -113,7 +117,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Return True for a DTensor of which ranks have different parts."""
+    """Return True for a DTensor that is not replicated, so that each rank has another part."""
     return not all(place.is_replicate() for place in getattr(tensor, "placements", ()))
 
 
@@ -123,21 +127,21 @@ def _local(tensor: Any) -> torch.Tensor:
 
 
 def digest_of(tensor: torch.Tensor) -> str:
-    """Return the digest of a tensor's contents, in their order; on a device it is made there."""
+    """Return the digest of a tensor's contents in logical order, computed on its device."""
     data = bytes_of(tensor)
     return digest_of_data(data.numpy().data) if data.is_cpu else digest_on_device(data)
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's contents, in their order, where they are."""
+    """Return a tensor's contents in logical order as bytes, on the same device."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def digest_on_device(data: torch.Tensor) -> str:
-    """Return a digest of bytes that is computed where they are: of a sum of each row of words.
+    """Return a digest of bytes on a device, of which only one sum for each row of words is copied.
 
-    Each word has an odd factor of its own, modulo 2**64: no other word alone, and hardly any
-    others together, give the same sum.
+    Each word of a row is multiplied by its own odd factor, modulo 2**64.  So a change of one word
+    always changes the sum, and changes of several words hardly ever cancel.
     """
     whole = data.numel() // 4 * 4
     words, rest = data[:whole].view(torch.int32), data[whole:]
@@ -158,7 +162,7 @@ def digest_on_device(data: torch.Tensor) -> str:
 
 
 def distance(ours: torch.Tensor, theirs: torch.Tensor) -> Distance:
-    """Compare two of one shape and dtype; NaN is equal to NaN, and -0.0 to 0.0."""
+    """Compare two tensors of one shape and dtype; NaN is equal to NaN, and -0.0 to 0.0."""
     flat, other = ours.reshape(-1), theirs.reshape(-1)
     most, differing, odd = 0.0, 0, 0
     for start in range(0, flat.numel(), COMPARED_AT_ONCE):
@@ -166,7 +170,7 @@ def distance(ours: torch.Tensor, theirs: torch.Tensor) -> Distance:
         b = other[start : start + COMPARED_AT_ONCE].to(a.device)
         if torch.equal(a, b):
             continue
-        if a.dtype.is_floating_point and a.element_size() < 4:  # torch cannot compare them all
+        if a.dtype.is_floating_point and a.element_size() < 4:  # torch lacks `!=` for some
             a, b = a.float(), b.float()
         differs = (a != b) & ~((a != a) & (b != b))
         wide = torch.complex128 if a.is_complex() else torch.float64
@@ -199,11 +203,11 @@ def _part_of_plain(leaf: Any) -> Part:
         text = repr(leaf + 0.0 if isinstance(leaf, float) else leaf)  # -0.0 is 0.0
         return Part(kind, _digest_of_text(text), one_line(text, LONGEST_TEXT))
     pickler = pickle.Pickler(file := BytesIO(), 5)
-    pickler.fast = True  # equal values are equal, whatever their parts share
+    pickler.fast = True  # without a memo, shared parts make no difference
     try:
         pickler.dump(leaf)
     except Exception:  # noqa: BLE001 (a user's __reduce__ can raise anything)
-        return Part(kind, "")  # which cannot be compared
+        return Part(kind, "")
     return Part(kind, digest_of_data(file.getbuffer()))
 
 
@@ -214,23 +218,23 @@ def _digest_of_text(text: str) -> str:
 MOST_LEAVES, DEEPEST = 100_000, 60
 
 LONG = 32
-"""From this many numbers on a list is compared as one array."""
+"""The length from which on a list of numbers is compared as one array."""
 
 ATOMS = (type(None), bool, int, float, complex, str, bytes, bytearray, range, slice, enum.Enum)
 WHOLE = (torch.dtype, torch.device, torch.Size, np.dtype, np.generic, type, types.ModuleType)
 CALLABLE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 LEAVES = (torch.Tensor, np.ndarray, *ATOMS, *WHOLE, *CALLABLE, frozenset, set)
-"""What is compared as it is."""
+"""Types that are not divided further."""
 
 
 class TooManyLeaves(Exception):
-    """More than anybody would compare one by one."""
+    """The value has more than `MOST_LEAVES` leaves."""
 
 
 def leaves(value: Any) -> dict[str, Any]:
-    """Find all leaves by their paths, such as "layer1.weight" or "['lr']"; "" for the value itself.
+    """Return all leaves by their paths, such as "layer1.weight", "['lr']", "" for the value itself.
 
-    Raises TooManyLeaves, and what users' classes raise.
+    Raises TooManyLeaves, and any error of a user's class.
     """
     found: dict[str, Any] = {}
     for path, leaf in _walk(value, "", ()):
@@ -241,7 +245,7 @@ def leaves(value: Any) -> dict[str, Any]:
 
 
 class Again:
-    """Stands for a container that holds itself: what it leads to is being looked at already."""
+    """The stand-in of a container inside of itself, where the search ends."""
 
 
 def _walk(value: Any, path: str, above: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
@@ -258,12 +262,12 @@ def _walk(value: Any, path: str, above: tuple[int, ...]) -> Iterator[tuple[str, 
         return
     above = *above, id(value)
     for step, part in steps:
-        # `.weight` of what is at the top is `weight`.
+        # The path of an attribute of the value itself begins without the dot: `weight`.
         yield from _walk(part, path + step if path else step.removeprefix("."), above)
 
 
 def _steps(value: Any) -> list[tuple[str, Any]] | None:
-    """List what is in a value, with what leads there; None where nothing is known to be."""
+    """List the parts of a value, each with the step that leads to it; None if it has none."""
     match value:
         case torch.nn.Module():
             named = [*value.named_parameters(), *value.named_buffers()]
@@ -296,7 +300,7 @@ def _key(key: Any) -> str:
 
 
 def _as_numbers(value: Any) -> np.ndarray[Any, Any] | None:
-    """Make an array of a long list of numbers of one type."""
+    """Return a long list of numbers of one type as an array; None for other values."""
     if type(value) not in (list, tuple) or len(value) < LONG:
         return None
     kinds = {*map(type, value)}

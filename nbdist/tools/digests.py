@@ -1,7 +1,8 @@
-"""What a rank has of watched modules and optimizers: digests that cost one read of the memory.
+"""Digests of watched modules and optimizers on a rank, for `--watch`, and their exchange.
 
-And what may differ on a rank before those do: random states, what forward got, which modules ran;
-and how ranks compare their digests beside the training, in the store where their group has met.
+Runs in workers, called by `nbdist.tools.watch_op`.  A digest costs one read of the memory.  There
+are also digests of what may differ before parameters do: random states, inputs, modules that ran.
+`Exchange` compares the ranks' digests during the training, in the store where their group has met.
 """
 
 from __future__ import annotations
@@ -30,61 +31,67 @@ from nbdist.worker.compat import accelerator, models
 from nbdist.worker.compat import torch as seam
 
 ROW = 1024
-"""Words of eight bytes that are summed before their sum gets a factor of its own."""
+"""Words of eight bytes that are added up to one sum, which then gets its own factor."""
 
 FACTOR = 0x5851F42D4C957F2D
 
 SMALL = 1 << 14
-"""Bytes up to which one call for all of them costs less than the sums."""
+"""Bytes of a tensor on the CPU up to which one call of a digest costs less than the sums."""
 
 MOST_SAMPLED = 1024
-"""Elements of a tensor that forward got which are looked at."""
+"""The elements that are read, at most about, of a tensor that a forward has got."""
 
 MASK = (1 << 64) - 1
 
 Parts = dict[str, dict[str, Part]]
-"""By expression and path."""
+"""Parts by expression and path."""
 
 
 class Target(NamedTuple):
-    """What an expression leads to: a module with the DDP module around it, or an optimizer."""
+    """The value of a watched expression: a module, perhaps a DDP module, or an optimizer."""
 
     expression: str
     value: Any
 
     @property
     def is_module(self) -> bool:
-        """Whether it is a module, and no optimizer."""
+        """Whether the value is a module, not an optimizer."""
         return isinstance(self.value, torch.nn.Module)
 
     @property
     def inner(self) -> Any:
-        """The module whose forward runs once DDP has sent rank 0's buffers."""
+        """The user's module inside of a DDP module, or the module itself.
+
+        DDP sends rank 0's buffers before it runs this module's forward.
+        """
         model = self.value
         return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def check(value: Any) -> str:
-    """Say what it is, if it can be no target; "" where it can."""
+    """Return "" for a module or an optimizer, and the name of the type for any other value."""
     is_optimizer = callable(getattr(value, "step", None)) and hasattr(value, "param_groups")
     return "" if isinstance(value, torch.nn.Module) or is_optimizer else type(value).__qualname__
 
 
 def parts_of(target: Target) -> tuple[dict[str, Part], int]:
-    """Describe its parameters or states by path, and count those that are sharded."""
+    """Describe a module's parameters or an optimizer's states by path.
+
+    Also return the number of sharded ones, which are left out.
+    """
     value = target.value
     return _described(value.named_parameters() if target.is_module else _states(value))
 
 
 def buffers_of(target: Target) -> dict[str, Part]:
-    """Describe a module's buffers likewise."""
+    """Describe a module's buffers by path."""
     return _described(target.value.named_buffers(), "buffer ")[0]
 
 
 def has_buffers(target: Target) -> bool:
     """Return True for a module with buffers that can be compared.
 
-    Where DDP sends them in code that is compiled no hook sees it.
+    False for a compiled DDP module: no hook can see when it sends rank 0's buffers.
     """
     if not target.is_module:
         return False
@@ -93,7 +100,7 @@ def has_buffers(target: Target) -> bool:
 
 
 def share_parameters(targets: Iterable[Target], optimizer: Any) -> bool:
-    """Return True if a step of this optimizer changes any of them."""
+    """Return True if the optimizer has a parameter of one of these targets."""
     watched = set[int]()
     for each in targets:
         found = each.value.parameters() if each.is_module else _parameters(each.value)
@@ -102,7 +109,10 @@ def share_parameters(targets: Iterable[Target], optimizer: Any) -> bool:
 
 
 def names_of(targets: Iterable[Target]) -> dict[str, str]:
-    """Name parameters by the expression and path under which optimizers keep their states."""
+    """Return names of parameters by where a watched optimizer keeps their state.
+
+    So `optimizer state[3]` becomes the name that a watched module has for the parameter.
+    """
     targets = [*targets]
     modules = (each.value.named_parameters() for each in targets if each.is_module)
     names = {id(parameter): name for found in modules for name, parameter in found}
@@ -116,7 +126,7 @@ def names_of(targets: Iterable[Target]) -> dict[str, str]:
 
 
 def digest_of_all(parts: Parts) -> str:
-    """Return one digest of what ranks are to have alike."""
+    """Return one digest of all parts, which is equal on ranks with equal parts."""
     by_path = [(e, p, x.kind, x.digest) for e, of in parts.items() for p, x in of.items()]
     return digest_of(repr(by_path).encode())
 
@@ -130,14 +140,14 @@ def _states(optimizer: Any) -> Iterator[tuple[str, Any]]:
     for path, leaf in leaves(optimizer).items():
         if "['params']" not in path:
             yield path, leaf
-    # Numbers of parameters look the same whichever they are.
+    # An optimizer's state has only numbers for the parameters, so compare their shapes instead.
     for number, group in enumerate(optimizer.param_groups):
         shapes = " ".join(str(tuple(each.shape)) for each in group["params"])
         yield f"param_groups[{number}]['params']", f"{len(group['params'])}: {shapes}"
 
 
 def _described(found: Iterable[tuple[str, Any]], kind: str = "") -> tuple[dict[str, Part], int]:
-    """Make digests, those of all tensors of a device with one look at it."""
+    """Describe parts with their digests; wait only once for those on a device."""
     parts: dict[str, Part] = {}
     sums: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
     sharded = 0
@@ -162,9 +172,9 @@ def _described(found: Iterable[tuple[str, Any]], kind: str = "") -> tuple[dict[s
 
 
 def fold(tensor: torch.Tensor) -> torch.Tensor:
-    """Sum up the words of a tensor where it is, row by row, each row with its own odd factor.
+    """Return a sum of a tensor's words, on its device, in which each row has its own odd factor.
 
-    No change of one word alone gives the same sum; those of several words of a row might cancel.
+    A change of one word always changes the sum; changes of several words of a row may cancel.
     """
     data = bytes_of(tensor)
     if data.storage_offset() % 8:
@@ -198,9 +208,10 @@ def collectives() -> int:
 
 
 def sampled(args: Any) -> tuple[torch.Tensor | int, str]:
-    """Return a digest of what forward got, still on its device, and its shapes.
+    """Return a digest of a forward's arguments, and the shapes of their first tensors.
 
-    Of large tensors it has some elements, as far apart as they can be.
+    For tensors on a device the digest stays on the device.  Of a large tensor the digest has only
+    some elements, evenly spaced.
     """
     digests, shapes, plain = list[torch.Tensor](), list[str](), 0
     for leaf in leaves(args).values():
@@ -227,18 +238,23 @@ def sampled(args: Any) -> tuple[torch.Tensor | int, str]:
 # --- how ranks compare them ---------------------------------------------------------------------
 
 MOST_TIMES = 100_000
-"""Comparisons in a cell; the file in which local ranks meet grows by some 300 bytes with each."""
+"""The most comparisons in a cell: each adds some 300 bytes to the file where local ranks meet."""
 
 MEET_TIMEOUT, LOOK_EVERY = 600.0, 0.5
-"""Seconds that a rank waits for others which have not ended their cell, and between two looks."""
+"""Seconds that a rank waits for ranks whose cell is running, and between two checks whether one's
+cell has ended."""
 
 
 class RanksDiffer(Exception):
-    """What is watched differs, as `--stop-on-difference` wants to know at once."""
+    """Ends the cell for `--stop-on-difference`: ranks differ, or one has not come to compare."""
 
 
 class Exchange:
-    """One rank's side; `when` a comparison takes place is the same text on all ranks."""
+    """One rank's side of the comparisons in a cell.
+
+    A comparison has a name `when`, the same on all ranks.  If `waits`, each rank waits for the
+    others in each comparison (`--stop-on-difference`); else the last rank to come compares.
+    """
 
     def __init__(
         self, key: str, ranks: Sequence[int], rank: int, warn: Callable[[str], None], *, waits: bool
@@ -250,7 +266,10 @@ class Exchange:
         self.times = 0
 
     def compare(self, when: str, digest: str) -> str:
-        """Leave a digest; return when ranks have differed first, as far as is known, or ""."""
+        """Store this rank's digest; return the first comparison that is known to differ, or "".
+
+        If the exchange `waits`, raise RanksDiffer instead.
+        """
         if len(self._ranks) < 2:
             return ""
         if self.times >= MOST_TIMES:
@@ -271,23 +290,27 @@ class Exchange:
         return self.found()
 
     def found(self) -> str:
-        """Return when they have differed, if the last one to come has seen it; or ""."""
+        """Return the name of the comparison in which ranks were found to differ, or ""."""
         key = f"{self._key}/found"
         if self._store is None or not self._store.check([key]):
             return ""
         return str(self._store.get(key).decode())
 
     def end(self) -> None:
-        """End the wait of other ranks for this one, whose cell has ended."""
+        """Release ranks that wait for this one, whose cell has ended."""
         if self._waits and self._store is not None:
             self._store.set(f"{self._key}/ended", str(self._rank))
 
     def _compare_together(self, key: str, when: str) -> str:
-        """Wait until all ranks are here; RanksDiffer, on all of them, where they differ."""
+        """Wait for all ranks, and raise RanksDiffer on each of them if they differ.
+
+        Return "" if they agree, or if another rank's cell has ended.  Also raise RanksDiffer if a
+        rank does not come within `MEET_TIMEOUT`.
+        """
         until = time.monotonic() + MEET_TIMEOUT
         keys = {f"{key}/{rank}": rank for rank in self._ranks}
         while True:
-            try:  # a wait that ends where a rank has died
+            try:  # this wait raises another error if a rank dies
                 self._store.wait([*keys], timedelta(seconds=LOOK_EVERY))
                 break
             except DistStoreError:
@@ -298,7 +321,7 @@ class Exchange:
                 why = f"{name_ranks(late)} did not come to step {when} in {MEET_TIMEOUT:.0f} s"
                 raise RanksDiffer(why)
         said = self._difference(key, when)
-        # All have read what they left the time before the last.
+        # Before this comparison all ranks have read the digests of the one before the last.
         self._left.append(f"{key}/{self._rank}")
         if len(self._left) > 2:
             self._forget(self._left.popleft())
@@ -308,11 +331,11 @@ class Exchange:
         return ""
 
     def _difference(self, key: str, when: str) -> str:
-        """Say which ranks differ from the most that agree; "" where all do."""
+        """Return which ranks differ from the largest group that agrees; "" if all agree."""
         said = difference({rank: self._store.get(f"{key}/{rank}") for rank in self._ranks})
         return said and f"{said} at step {when}"
 
     def _forget(self, *keys: str) -> None:
-        with suppress(NotImplementedError, RuntimeError):  # etcd's cannot
+        with suppress(NotImplementedError, RuntimeError):  # etcd's store cannot delete
             for each in keys:
                 self._store.delete_key(each)

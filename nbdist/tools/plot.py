@@ -1,6 +1,7 @@
-"""`%dist_plot`, curves of what ranks have tracked, and `%%distributed --plot` for what they log.
+"""`%dist_plot` shows curves of tracked numbers; `%%distributed --plot` tracks logged numbers.
 
-TensorBoard's event files are written by its own package.
+Runs in the notebook.  The op for `--plot` is `nbdist.tools.plot_op`.  Event files for TensorBoard
+are written by TensorBoard's own package.
 """
 
 from __future__ import annotations
@@ -43,15 +44,15 @@ def dist_plot(line: Line) -> Shown | str:
     names = chosen(curves, line.options.names)
     if line.options.tensorboard is not None:
         return write_events(curves, names, line.options.tensorboard)
-    # `%load_ext` loads this file for its option.
+    # Imported late: `%load_ext`, which must be fast, loads this file for its option.
     from nbdist.output.chart import curves_html, curves_text
 
     return Shown(panel(curves_html(curves, names)), curves_text(curves, names))
 
 
 def chosen(curves: Curves, words: Sequence[str]) -> list[str]:
-    """Read which names are meant, by default all; UsageError for what was not tracked."""
-    # `loss,lr` are two, unless that is a name itself.
+    """Return the names of the wanted curves, by default all; raises UsageError for unknown ones."""
+    # `loss,lr` stands for two names, unless a curve is called so.
     parts = ([word] if word in curves.by_name else word.split(",") for word in words)
     names = [name for each in parts for name in each if name]
     for name in names:
@@ -60,7 +61,10 @@ def chosen(curves: Curves, words: Sequence[str]) -> list[str]:
 
 
 def write_events(curves: Curves, names: Sequence[str], folder: str) -> str:
-    """Write event files, a folder for each rank; return what was written."""
+    """Write event files, in a folder for each rank and run; return a line about them.
+
+    Raises UsageError if the folder is not empty or cannot be written, or without TensorBoard.
+    """
     try:
         from tensorboard.summary import Writer
     except ImportError:
@@ -101,7 +105,7 @@ def write_events(curves: Curves, names: Sequence[str], folder: str) -> str:
 
 @contextmanager
 def _plotted(line: Line) -> Iterator[None]:
-    """Track what bars and logs of the cell have under these names, and nothing after it."""
+    """While the cell runs, track numbers with the names of `--plot` in its bars and logs."""
     if line.options.plot is None:
         yield
         return
@@ -123,7 +127,7 @@ def _plotted(line: Line) -> Iterator[None]:
 
 
 def _end(line: Line, names: Sequence[str]) -> str:
-    """Stop reading logs; say which names nothing has logged, "" for none."""
+    """Stop reading logs; return a line about names that were never logged, or ""."""
     try:
         found = line.call("plot.end")
     except NbdistError as error:

@@ -1,6 +1,7 @@
-"""Numbers of tqdm's postfix and of logs of transformers and Lightning, tracked while a cell runs.
+"""The ops of `--plot`: track numbers in tqdm's postfix and in logs of transformers and Lightning.
 
-Their methods are wrapped from `begin` to `end`, also in modules that the cell itself imports.
+Runs in workers; the notebook calls `begin` before a cell and `end` after it.  Meanwhile the methods
+of these libraries that log are wrapped, also in modules that the cell itself imports.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ if TYPE_CHECKING:
 
 MOST_SEEN = 50
 ALSO = {"learning_rate": "lr"}
-"""What transformers calls a number that people ask for by a shorter name."""
+"""Names of transformers for which people also write a shorter name."""
 
 Numbers = tuple[float | None, Mapping[str, Any]]
-"""A step, None where calls are to be counted, and what was logged."""
+"""The step, or None to count calls instead, and the logged values by name."""
 
 
 def begin(context: Context, names: Sequence[str]) -> None:
-    """Track these names from now on."""
+    """Start tracking logged numbers with these names."""
     _stop()
     _begun.append(Taps(frozenset(names)))
 
 
 def end(context: Context) -> tuple[str, ...]:
-    """Track them no more; return the names of all numbers that were logged."""
+    """Stop tracking; return the names of numbers that were logged, whether tracked or not."""
     return _stop()
 
 
@@ -49,7 +50,7 @@ def _of_postfix(
     _: Any, ordered_dict: Mapping[str, Any] | None = None, *__: Any, **numbers: Any
 ) -> Numbers:
     numbers.pop("refresh", None)
-    # Bars begin again in each epoch, and their steps with them.
+    # Calls are counted, since a bar's own steps begin again in each epoch.
     return None, {**(ordered_dict or {}), **numbers}
 
 
@@ -74,11 +75,14 @@ READERS: dict[str, tuple[str, dict[str, Reader]]] = {
     "lightning.pytorch.core.module": ("LightningModule", {"log": _of_module}),
     "pytorch_lightning.core.module": ("LightningModule", {"log": _of_module}),
 }
-"""By module: a class, its methods that log, and how what they are given is read."""
+"""By module: a class, and by its methods that log a reader of the method's arguments."""
 
 
 class Taps(MetaPathFinder):
-    """Wraps these methods, until `stop`; finds modules only to wrap what is in them."""
+    """Wraps the methods in `READERS` until `stop` is called.
+
+    It is a finder on `sys.meta_path`, to wrap methods of modules that are imported later.
+    """
 
     def __init__(self, names: frozenset[str]) -> None:
         self._names = names
@@ -90,7 +94,10 @@ class Taps(MetaPathFinder):
         sys.meta_path.insert(0, self)
 
     def stop(self) -> tuple[str, ...]:
-        """Put the methods back; what others have wrapped meanwhile does nothing more of this."""
+        """Restore the methods, and return the names of logged numbers.
+
+        If other code has wrapped a method meanwhile, our wrapper stays inside, but does nothing.
+        """
         self._names = frozenset()
         sys.meta_path.remove(self)
         for owner, name, before, ours in self._wrapped:
@@ -101,7 +108,7 @@ class Taps(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find a module of `READERS` as Python does, and wrap its methods once it is there."""
+        """Find a module of `READERS` as Python does, but wrap its methods once it is loaded."""
         if fullname not in READERS or not (found := PathFinder.find_spec(fullname, path)):
             return None
         loader: Any = found.loader
@@ -136,7 +143,7 @@ class Taps(MetaPathFinder):
         return log
 
     def _take(self, step: float | None, logged: Mapping[str, Any]) -> None:
-        """Track those that are wanted and numbers."""
+        """Track the logged values that are numbers and have a wanted name."""
         for name, value in _numbers(logged.items()):
             if (also := ALSO.get(name)) in self._names and also not in logged:
                 name = str(also)
@@ -144,13 +151,14 @@ class Taps(MetaPathFinder):
             if len(self._seen) < MOST_SEEN or is_wanted:
                 self._seen.setdefault(name)
             if is_wanted:
-                # No number of its own, such as part of a tensor; or a step that is too large.
+                # `track` refuses values that are no numbers, such as some subclasses of tensors,
+                # and steps that are too large.
                 with suppress(TypeError, ValueError):
                     track(step=step, **{name: value})
 
 
 _begun: list[Taps] = []
-"""Those that are in place: one, or none."""
+"""The taps in place: one or none."""
 
 
 def _numbers(logged: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:

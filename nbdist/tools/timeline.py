@@ -1,10 +1,10 @@
-"""`%dist_timeline`, the last cell's time on each rank, and `%%distributed --profile`, a trace.
+"""`%dist_timeline` shows where ranks spent the last cell; `%%distributed --profile` writes a trace.
 
-Worked out of what each rank has noted (`nbdist.tools.timeline_op`): a rank waits from when it
-begins a collective until the last rank does, unless it does something else meanwhile.  Python
-code's waits are measured, with the communication itself.  C++ code's are taken to last from the
-rank's arrival to the last one's where nothing else of the rank is noted in between: a backward
-that goes on after its last collective counts as waiting until then.
+Runs in the notebook, from the records of each rank (`nbdist.tools.timeline_op`).  There are two
+kinds of waits.  Waits in Python code are measured, and include the communication itself.  A wait in
+C++ code is assumed from the time a rank begins a collective until the last rank begins it, if the
+rank has no other record in between.  So a backward that computes on after its last collective
+counts as waiting until then.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from nbdist.wire.ops import Met, RankTimes, TracePart
 from nbdist.words import count, one_line, size_text
 
 SLICES, MOST_BARS = 60, 32
-"""Characters of a bar; ranks that have one, of more those that stand out."""
+"""Characters of a bar; ranks with a bar at most: of more ranks, those that stand out."""
 
 Span = tuple[float, float]
 
@@ -58,7 +58,7 @@ def dist_timeline(line: Line) -> Shown | str:
 
 
 def headline(found: Timeline) -> str:
-    """Say how long it took, and which rank kept the others waiting."""
+    """Return a line with the time of the cell, and the rank that kept the others waiting."""
     met = count(found.met, "collective")
     if not found.is_recorded:
         met = "which rank came last is not recorded before torch 2.11"
@@ -85,7 +85,7 @@ def _table(found: Timeline) -> Shown:
 
 
 def _bars(found: Timeline) -> Shown:
-    """Draw a bar for each rank, and below them what they have met in."""
+    """Draw a bar for each rank, and below the bars a legend and the collectives."""
     bars = {row.rank: bar_of(row, found.seconds) for row in _shown(found)}
     width = max(len(str(rank)) for rank in bars)
     both = f"  {MIXED} both" if any(MIXED in bar for bar in bars.values()) else ""
@@ -97,13 +97,13 @@ def _bars(found: Timeline) -> Shown:
 
 
 def _shown(found: Timeline) -> list[Row]:
-    """Choose the ranks that are shown: the most awaited and the slowest, where there are many."""
+    """Return the rows to show: of many ranks, the most awaited and then the slowest."""
     order = sorted(found.rows, key=lambda row: (-row.awaited, -row.computing))
     return sorted(order[:MOST_BARS], key=lambda row: row.rank)
 
 
 def bar_of(row: Row, seconds: float, slices: int = SLICES) -> str:
-    """Cut `seconds` into equal slices: a character for each, a space where no cell ran."""
+    """Draw `seconds` as equal slices: a character each, a space while the rank ran no cell."""
     step, bar = seconds / slices or 1.0, ""
     for number in range(slices):
         begin, end = number * step, (number + 1) * step
@@ -117,64 +117,57 @@ def bar_of(row: Row, seconds: float, slices: int = SLICES) -> str:
 
 
 def _seconds(seconds: float, whole: float) -> str:
-    """Write `0.99 s`, or `45 ms` where the whole is short: a column has one unit."""
+    """Return `0.99 s`, or `45 ms` if the `whole` is short, so that a column has one unit."""
     if whole < 1:
         return f"{seconds * 1000:.0f} ms"
     return f"{seconds:.1f} s" if whole >= 100 else f"{seconds:.2f} s"
 
 
 LATE = 0.001
-"""Seconds: a rank that comes so much after the first is counted as the last."""
+"""Seconds after the first rank from which on the last rank of a collective counts as late."""
 
 LEAST, LEAST_SHARE = 0.01, 0.02
-"""Seconds that others wait for a rank, and of the cell, before it is called the straggler."""
+"""How long others must wait for a rank until it is called the straggler: seconds, and share of the
+cell."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One rank's cell in seconds: how long, waiting with others or for them, and at what times.
-
-    `spans` are its waits, from the first rank's begin on.  It `came_last` to so many
-    collectives, and every other rank `awaited` it so long, on average.
-    """
+    """One rank's cell; times are in seconds since the first rank began."""
 
     rank: int
     begin: float
-    seconds: float
-    waiting: float
-    spans: tuple[Span, ...]
-    came_last: int = 0
-    awaited: float = 0.0
+    seconds: float  # how long the cell took
+    waiting: float  # how much of that the rank waited in collectives
+    spans: tuple[Span, ...]  # when it waited
+    came_last: int = 0  # how many collectives it began late, after all other ranks
+    awaited: float = 0.0  # how long each other rank waited for it, on average
 
     @property
     def computing(self) -> float:
-        """What is not waiting."""
+        """The seconds in which the rank did not wait."""
         return max(0.0, self.seconds - self.waiting)
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """A cell on all ranks that ran it.
-
-    `straggler` is the rank that others waited for, None where none stands out; `met` counts
-    the collectives that more than one rank began.
-    """
+    """A cell on all ranks that ran it."""
 
     rows: tuple[Row, ...]
-    met: int
-    straggler: Row | None
-    operations: tuple[str, ...]
-    is_recorded: bool
+    met: int  # the number of collectives that more than one rank began
+    straggler: Row | None  # the rank for which others waited, None if no rank stands out
+    operations: tuple[str, ...]  # such as `all_reduce x 3 (3 KiB)`
+    is_recorded: bool  # as in `RankTimes`, for all ranks
     is_whole: bool
 
     @property
     def seconds(self) -> float:
-        """From the first begin to the last end."""
+        """The time from the first rank's begin to the last rank's end."""
         return max(row.begin + row.seconds for row in self.rows)
 
 
 def timeline_of(times: Mapping[int, RankTimes]) -> Timeline | None:
-    """Work it out; None where no rank has run a cell."""
+    """Return the timeline of the ranks' records; None if no rank has run a cell."""
     times = {rank: each for rank, each in times.items() if each.began_ns}
     if not times:
         return None
@@ -214,7 +207,10 @@ def timeline_of(times: Mapping[int, RankTimes]) -> Timeline | None:
 
 
 def _waits(times: RankTimes, last: Mapping[tuple[str, int], int]) -> list[tuple[int, int]]:
-    """Find when a rank waited: the spans that it has measured, and those of C++ code."""
+    """Return when a rank waited: measured spans and assumed ones of C++ code, merged.
+
+    `last` has by group and number when the last rank began the collective.
+    """
     spans = [*times.waits]
     begins = sorted([*(met.at_ns for met in times.met), *(a for a, _ in times.waits)])
     begins.append(times.ended_ns)
@@ -236,10 +232,10 @@ def _lateness(
     meetings: Mapping[tuple[str, int], Mapping[int, int]],
     spans: Mapping[int, list[tuple[int, int]]],
 ) -> tuple[dict[int, float], dict[int, int]]:
-    """Add up how long all others waited for each rank, in ns, and how often it came last."""
+    """Return by rank how many nanoseconds all others waited for it, and how often it was last."""
     awaited: dict[int, float] = dict.fromkeys(spans, 0.0)
     came_last: dict[int, int] = dict.fromkeys(spans, 0)
-    done: dict[int, int] = defaultdict(int)  # until when a rank's waiting is accounted for
+    done: dict[int, int] = defaultdict(int)  # by rank: until when its waits are counted
     for at in sorted(meetings.values(), key=lambda at: max(at.values())):
         late = max(at, key=lambda rank: at[rank])
         came_last[late] += at[late] - min(at.values()) >= LATE * 1e9
@@ -252,7 +248,7 @@ def _lateness(
 
 
 def _overlap(spans: Sequence[Span], begin: float, end: float) -> float:
-    """Add up what of the time from `begin` to `end` is in these spans."""
+    """Return how much of the time from `begin` to `end` is in these spans."""
     total = 0.0
     for at in range(max(0, bisect_left(spans, (begin, 0)) - 1), len(spans)):
         first, last = spans[at]
@@ -263,7 +259,10 @@ def _overlap(spans: Sequence[Span], begin: float, end: float) -> float:
 
 
 def _operations(ranks: Iterable[tuple[Met, ...]]) -> tuple[str, ...]:
-    """Write `all_reduce x 3 (3 KiB)` for the rank that began most, the most bytes first."""
+    """Return texts like `all_reduce x 3 (3 KiB)`, the most bytes first.
+
+    They are of the rank that began the most collectives.
+    """
     sizes: dict[str, list[int]] = defaultdict(list)
     for each in max(ranks, key=len, default=()):
         sizes[each.name].append(each.size)
@@ -277,16 +276,16 @@ def _operations(ranks: Iterable[tuple[Met, ...]]) -> tuple[str, ...]:
 # --- a profile ---------------------------------------------------------------------------
 
 HEAD = b'{"nbdist": 1, "displayTimeUnit": "ms", "traceEvents": [\n'
-"""Every trace begins so, and nothing else is written over."""
+"""The beginning of every trace: only a file that begins so is overwritten."""
 
 SUFFIXES = (".json", ".json.gz")
 
 
 @contextmanager
 def _profiled(line: Line) -> Iterator[None]:
-    """Run torch's profiler around the cell, where `--profile` asks for it.
+    """Run torch's profiler around a cell with `--profile`.
 
-    The trace is written also where the cell fails; where it cannot be, a line says so.
+    The trace is written even if the cell fails.  If the trace cannot be written, a line says so.
     """
     if line.options.profile is None:
         yield
@@ -305,7 +304,7 @@ def _profiled(line: Line) -> Iterator[None]:
 
 
 def _collect(line: Line, path: Path, origin: int) -> str:
-    """Collect the ranks' events and write them; return the line to show."""
+    """Fetch the ranks' events and write the trace; return the line to show."""
     try:
         found = line.call("timeline.end_profile", origin_ns=origin)
         parts = {rank: part or TracePart() for rank, part in found.items()}
@@ -329,7 +328,7 @@ PROFILE = CellOption(
 
 
 def check_path(text: str) -> Path:
-    """Read where a trace is to be written; UsageError where it cannot be."""
+    """Return the path for a trace; raises UsageError if the trace cannot be written there."""
     path = Path(text).expanduser()
     if not text.endswith(SUFFIXES):
         raise UsageError(
@@ -346,7 +345,7 @@ def check_path(text: str) -> Path:
 
 
 def write_trace(path: Path, parts: Mapping[int, TracePart]) -> None:
-    """Write what ranks have brought, whole or not at all; raises UsageError where it cannot be."""
+    """Write the ranks' parts as one trace; on an OSError raise UsageError and write nothing."""
     try:
         with whole_file(path) as opened, ExitStack() as stack:
             is_packed = path.suffix == ".gz"
@@ -360,7 +359,7 @@ def write_trace(path: Path, parts: Mapping[int, TracePart]) -> None:
 
 
 def _is_trace(path: Path) -> bool:
-    """Return True if it begins as traces do that were written here."""
+    """Return True if the file is a trace that nbdist has written."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             return bool(file.read(len(HEAD)) == HEAD)

@@ -1,6 +1,7 @@
-"""When a worker computed and when it waited in its last cell, and which collectives it began.
+"""The ops of `%dist_timeline` and `--profile`.
 
-And a profile of a cell by torch: begun with one task, ended with another after the cell.
+Runs in workers.  `timeline` returns when the rank waited in its last cell, and which collectives it
+began.  `begin_profile` and `end_profile` are called before and after a cell, each by its own task.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ if TYPE_CHECKING:
     from nbdist.worker.namespace import Context
 
 MOST_MET = 2_000
-"""Collectives; Flight Recorder keeps no more by default."""
+"""The most collectives that are returned; Flight Recorder keeps no more by default."""
 
 BYTES = {
     **{"Double": 8, "Long": 8, "ComplexFloat": 8, "ComplexDouble": 16, "Float": 4, "Int": 4},
     **{"Half": 2, "BFloat16": 2, "Short": 2},
 }
-"""Of an element, by torch's name in C++; others have one."""
+"""The bytes of an element by torch's name of its dtype in C++; other dtypes count as one byte."""
 
 
 def timeline(context: Context) -> RankTimes:
-    """Read the last cell's; with `began_ns` 0 where none has run."""
+    """Return the times of the last cell; `began_ns` is 0 if none has run."""
     cell = CELL_TIMES
     newest = takewhile(
         lambda entry: entry["time_created_ns"] >= cell.began_ns, seam.recorded_collectives()
@@ -69,7 +70,7 @@ MOST_TRACE_BYTES = 256_000_000
 MOST_EVENTS = 400_000
 
 _profilers: list[Any] = []
-"""The one that runs: from `begin_profile` to `end_profile`, or the next that begins."""
+"""The profiler that runs, if any: until `end_profile`, or the next `begin_profile`."""
 
 
 def begin_profile(context: Context) -> None:
@@ -81,7 +82,10 @@ def begin_profile(context: Context) -> None:
 
 
 def end_profile(context: Context, origin_ns: int) -> TracePart | None:
-    """End it, and bring its events, in microseconds since `origin_ns`; None where none runs."""
+    """Stop the profiler and return its events; None if none runs.
+
+    Times of events are in microseconds since `origin_ns`.
+    """
     if not (profiler := _stop()):
         return None
     with tempfile.TemporaryDirectory() as folder:
@@ -101,9 +105,10 @@ def end_profile(context: Context, origin_ns: int) -> TracePart | None:
 def trace_events(
     events: list[dict[str, Any]], rank: int, pid: int, shift: float
 ) -> Iterator[dict[str, Any]]:
-    """Yield a rank's events as those of process number `rank`, a GPU's as threads of it.
+    """Yield the events of a rank as those of a process with the number `rank`.
 
-    `shift` is added to their times; what the profiler says of itself is left out.
+    Streams of GPUs become threads of that process.  `shift` is added to all times.  Events of other
+    processes, and the profiler's own, are left out.
     """
     yield _meta(rank, "process_name", 0, {"name": f"rank {rank}"})
     yield _meta(rank, "process_sort_index", 0, {"sort_index": rank})
@@ -121,7 +126,7 @@ def trace_events(
             continue
         event["pid"] = rank
         event["ts"] = round(event.get("ts", 0.0) + shift, 3)
-        if "id" in event:  # an arrow, which must not lead to another rank
+        if "id" in event:  # arrows connect events with equal ids: keep ranks apart
             event["id"] = f"{rank}.{event['id']}"
         if event["ph"] == "M":
             yield event
@@ -138,12 +143,12 @@ def _meta(rank: int, name: str, tid: int, args: dict[str, Any]) -> dict[str, Any
 
 
 def _tid(device: int, stream: int) -> int:
-    """Number a GPU's stream as a thread; Linux has no thread of such a number."""
+    """Return a thread number for a GPU's stream, larger than any thread's on Linux."""
     return 10_000_000 + 10_000 * device + stream
 
 
 def _stop() -> Any:
-    """Stop the profiler that runs, and return it; None where none does."""
+    """Stop the profiler that runs, and return it; None if there is none."""
     if not _profilers:
         return None
     profiler = _profilers.pop()

@@ -1,7 +1,8 @@
-"""`%%distributed --watch model,optimizer`: the first step after which ranks differ, and in what.
+"""`%%distributed --watch model,optimizer` finds the first step after which ranks differ.
 
-And what differed before, which is where to look for the cause.  In training with data in parallel
-ranks have their own data and random states: what differed all the time is not told as news.
+Runs in the notebook; ranks compare themselves (`nbdist.tools.watch_op`).  It shows which parts
+differ, and what began to differ before them, where users can look for the cause.  Ranks that train
+with data parallelism have their own data and random states, so what always differed is left out.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _KEY = "[']"
 DATA = "the data that forward got"
 
 Stepped = tuple[int, Mapping[int, Any]]
-"""A step, and what each rank had then."""
+"""A step, and a value of each rank at this step."""
 
 
 def _number(text: str) -> int:
@@ -65,7 +66,7 @@ def _add(magic: Magic) -> Magic:
 
 @contextmanager
 def _watched(line: Line) -> Iterator[None]:
-    """Watch what `--watch` names while the cell runs, and show what was found after it."""
+    """While a cell runs, watch the values of `--watch`; show the result after the cell."""
     options = line.options
     if options.watch is None:
         if options.every or options.stop_on_difference:
@@ -86,7 +87,7 @@ def _watched(line: Line) -> Iterator[None]:
     every = options.every or EVERY
     refused = line.call("watch.begin", wanted=wanted, every=every, exchange=exchange)
     if any(refused.values()):
-        line.call("watch.end")  # on ranks that have begun
+        line.call("watch.end")  # for ranks that did not refuse, and have begun to watch
         expression, why = next((e, w) for each in refused.values() for e, w in each.items())
         raise UsageError(
             f"`--watch {expression}`: `{expression}` is of type {why}. Name modules and "
@@ -102,7 +103,7 @@ WATCH = CellOption(_add, _watched)
 
 
 def _show(line: Line, wanted: Sequence[str]) -> None:
-    """Bring what ranks have noted of the cell that has ended, and show what it means."""
+    """Fetch the ranks' notes of the cell, and show the first difference or that there is none."""
     display, ran = line.pool.display(), line.pool.last
     try:
         found = {r: each for r, each in line.call("watch.end").items() if each is not None}
@@ -111,7 +112,7 @@ def _show(line: Line, wanted: Sequence[str]) -> None:
         return
     divergence = Divergence(wanted, found)
     if divergence.differs:
-        if divergence.is_of_the_end and ran is not None:  # ranks have not said so themselves
+        if divergence.is_of_the_end and ran is not None:  # no rank has warned while the cell ran
             ran.transcript.warn(divergence.head())
             line.display.end_again(ran.transcript, line.pool.log_files())
         _drawn(line, divergence).on(display)
@@ -120,7 +121,7 @@ def _show(line: Line, wanted: Sequence[str]) -> None:
 
 
 def _drawn(line: Line, divergence: Divergence) -> Shown:
-    """Draw the first difference; how far parts are apart is measured now."""
+    """Draw the first difference; how far parts are apart is measured now, after the cell."""
     from nbdist.tools.diff import distances
 
     rows: list[tuple[str, str, str]] = []
@@ -128,7 +129,7 @@ def _drawn(line: Line, divergence: Divergence) -> Shown:
         try:
             for reference, (others, paths) in each.to_compare().items():
                 apart = distances(line, each.title, reference, others, paths)
-                # What is equal by now was not when ranks were compared.
+                # Parts that are equal by now did differ when ranks compared them.
                 each.take({r: {p: d for p, d in by.items() if d.differing}
                            for r, by in apart.items()})  # fmt: skip
         except NbdistError:  # the rank is gone, or the name
@@ -142,25 +143,28 @@ def _drawn(line: Line, divergence: Divergence) -> Shown:
 
 @dataclass
 class Divergence:
-    """What ranks have of what was `wanted`, after the first step where they differ."""
+    """The ranks' notes of the watched expressions (`wanted`), up to the first difference if any."""
 
     wanted: Sequence[str]
     noted: Mapping[int, Watched]
 
     @property
     def step(self) -> int:
-        """The step after which they differ, or the last one that all have made."""
+        """The step after which ranks differ, or the last step that all ranks have made."""
         found = [each.found for each in self.noted.values() if each.found]
         return min(found) if found else min(each.steps for each in self.noted.values())
 
     @property
     def is_of_the_end(self) -> bool:
-        """Whether no comparison on the way has found anything."""
+        """Whether no comparison while the cell ran has found a difference."""
         return not any(each.found for each in self.noted.values())
 
     @property
     def differs(self) -> bool:
-        """Whether they differ at all; at the end only those that made as many steps compare."""
+        """Whether ranks differ.
+
+        At the end of the cell they are compared only if all made the same number of steps.
+        """
         if not self.noted or not self.is_of_the_end:
             return bool(self.noted)
         steps = {each.steps for each in self.noted.values()}
@@ -175,7 +179,7 @@ class Divergence:
         }
 
     def head(self) -> str:
-        """Say `watch: after step 50 rank 2 differs from ranks 0-1,3`."""
+        """Return a line like `watch: after step 50 rank 2 differs from ranks 0-1,3`."""
         when = "at the end, after" if self.is_of_the_end else "after"
         digests = [self._digests(each) for each in self.wanted]
         alike = {rank: tuple(each[rank] for each in digests) for rank in self.noted}
@@ -183,8 +187,8 @@ class Divergence:
         return f"watch: {when} step {self.step} {said}"
 
     def comparisons(self) -> Iterator[Comparison]:
-        """Yield what differs of each thing that was watched."""
-        # `%load_ext` loads this file for its option.
+        """Yield the comparison of each watched expression whose parts are known."""
+        # Imported late: `%load_ext`, which must be fast, loads this file for its option.
         from nbdist.tools.diff import Comparison
 
         for expression in self.wanted:
@@ -193,7 +197,10 @@ class Divergence:
                 yield Comparison(expression, {rank: Looked(of) for rank, of in parts.items()})
 
     def name(self, expression: str, path: str) -> str:
-        """Name a part: an optimizer's state by its parameter, where that is watched too."""
+        """Return the name of a part for people.
+
+        A state of an optimizer gets its parameter's name if the parameter's module is watched too.
+        """
         state, _, key = path.partition("]")
         names = next(iter(self.noted.values())).names
         if parameter := names.get(f"{expression} {state}]"):
@@ -201,7 +208,7 @@ class Divergence:
         return f"{expression}: {path}"
 
     def agreement(self) -> str:
-        """Say that all was equal, where and how often, and what was left out."""
+        """Return a line that says how often ranks were equal, and what was left out."""
         if not self.noted:
             return "watch: nothing was watched on any rank"
         steps = {rank: each.steps for rank, each in self.noted.items()}
@@ -234,14 +241,14 @@ class Divergence:
         for expression in self.wanted:
             refused = {r: n.refused[expression] for r, n in self.noted.items()
                        if expression in n.refused}  # fmt: skip
-            if refused:  # which ranks word in their own way
+            if refused:  # ranks may have different reasons: the first stands for all
                 why = one_line(next(iter(refused.values())), 90)
                 yield f"`{expression}` on {name_ranks(refused)} was not compared: {why}"
 
     # --- what differed before ------------------------------------------------------------------
 
     def before(self) -> Iterator[str]:
-        """Yield a line for each thing that ranks had alike until some step, and then not."""
+        """Yield lines about what began to differ before the parts did, and at which step."""
         compared = [step for step, _ in self._facts]
         equal = [step for step in compared if step < self.step]
         told = [*self._inputs(), *self._generators(), *self._modules(), *self._collectives()]
@@ -259,7 +266,7 @@ class Divergence:
 
     @cached_property
     def _facts(self) -> list[tuple[int, dict[int, Facts]]]:
-        """The facts of steps that all ranks have noted, the oldest first."""
+        """The facts of each step for which all ranks have some, by rank; the oldest step first."""
         by_step: dict[int, dict[int, Facts]] = {}
         for rank, each in self.noted.items():
             for facts in each.facts:
@@ -267,9 +274,9 @@ class Divergence:
         return [(s, by_step[s]) for s in sorted(by_step) if len(by_step[s]) == len(self.noted)]
 
     def _first(self, values: Iterable[Stepped]) -> Stepped | None:
-        """Find the first step where ranks differ that have not differed all the time before.
+        """Return the first value in which ranks differ after they were equal; None if none.
 
-        Where this is the first comparison nothing is known of before.
+        If there was no earlier comparison, ranks do not count as equal at the beginning.
         """
         was_equal = not any(step < self.step for step, _ in self._facts)
         for step, by_rank in values:
@@ -310,7 +317,7 @@ class Divergence:
             (min(new.values()) - min(old.values())) / (step - before)
             for (before, old), (step, new) in pairwise(counts)
         ]
-        # The first steps of DDP have some more.
+        # rates[0] is left out: DDP's first steps begin more collectives.
         if len(rates) > 2 and rates[-1] < min(rates[1:-1]):
             yield (
                 f"all ranks began fewer collectives: {rates[-1]:.3g} a step in the last "

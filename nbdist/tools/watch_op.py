@@ -1,6 +1,7 @@
-"""The op of `--watch`: counts a rank's steps while a cell runs, and looks at some of them.
+"""The ops of `--watch`: count a rank's steps while a cell runs, and compare ranks at some of them.
 
-What DDP sends of buffers it sends before a forward: they are compared in the forward after a step.
+Runs in workers; the notebook calls `begin` before the cell and `end` after it.  DDP sends rank 0's
+buffers before a forward, so buffers are compared in the first forward after a compared step.
 """
 
 from __future__ import annotations
@@ -29,26 +30,31 @@ if TYPE_CHECKING:
     from nbdist.worker.namespace import Context
 
 KEPT_FACTS, KEPT_PARTS = 64, 20_000
-"""Comparisons of which facts are kept, and parts that are: ranks may be so far apart."""
+"""Comparisons whose facts are kept, and parts that are kept: ranks may be some steps apart."""
 
 MOST_INPUTS = 2_000
-"""Calls of forward of which it is kept what they got: twice as many as there are between looks."""
+"""The most forwards whose inputs are kept; usually those since the comparison before the last."""
 
 _watches: list[Watch] = []
-"""The one there is: from `begin` to `end`, or the next that begins."""
+"""The watch that runs, if any: until `end`, or the next `begin`."""
 
 
 def begin(
     context: Context, wanted: Sequence[str], every: int, exchange: Sequence[Any]
 ) -> dict[str, str]:
-    """Watch from now on, until the next cell has ended; return what can be no target, and why."""
+    """Start a watch that lasts until the next cell has ended.
+
+    `every` is the number of steps between comparisons; `exchange` has its key, the ranks, and
+    whether ranks wait for each other.  Return by expression the types of values that cannot be
+    watched; if there is one, no watch starts.
+    """
     while _watches:
         _watches.pop().close()
     refused = {}
     for expression in wanted:
         try:
             why = digests.check(eval(expression, context.names))
-        except Exception:  # noqa: BLE001 (the cell may make it)
+        except Exception:  # noqa: BLE001 (the cell may make the value later)
             continue
         if why:
             refused[expression] = why
@@ -62,7 +68,7 @@ def begin(
 
 
 def end(context: Context) -> Watched | None:
-    """End it, and bring what this rank has noted."""
+    """End the watch, and return this rank's notes; None if there is no watch."""
     if not _watches:
         return None
     watch = _watches.pop()
@@ -71,7 +77,7 @@ def end(context: Context) -> Watched | None:
 
 
 class Watch:
-    """One rank's side of a watch; all of it runs on the main thread."""
+    """One rank's side of a watch; all methods run on the main thread."""
 
     def __init__(
         self, context: Context, wanted: Sequence[str], every: int, exchange: Exchange
@@ -94,7 +100,7 @@ class Watch:
         return f"<Watch of {', '.join(self._wanted)}, step {self.step}>"
 
     def open(self) -> None:
-        """Hook into optimizers, and into modules that are there already."""
+        """Add hooks to all optimizers, and to watched modules that exist already."""
         self._hooks.append(register_optimizer_step_pre_hook(self._begins_step))
         self._hooks.append(register_optimizer_step_post_hook(self._stepped))
         tracking.watching.append(self._counted)
@@ -116,7 +122,7 @@ class Watch:
         self._exchange.end()
 
     def result(self) -> Watched:
-        """Return what was noted; parts as they are now where no difference was found."""
+        """Return the notes of this rank; with the present parts if no difference was found."""
         if not self._problem:
             self._guarded(self._look_at_the_end)
         found = int(self._found.split()[0]) if self._found else 0
@@ -143,13 +149,13 @@ class Watch:
     # --- steps --------------------------------------------------------------------------------
 
     def _begins_step(self, optimizer: Any, *_: object) -> None:
-        # One that is there already has failed the last time.
+        # If this optimizer is in the list, its last step has raised an error: drop that step.
         self._within[:] = [*takewhile(lambda each: each is not optimizer, self._within), optimizer]
 
     def _stepped(self, optimizer: Any, *_: object) -> None:
-        """Count a step of the first optimizer that changes what is watched.
+        """Count the step if it is of the first optimizer that changes a watched parameter.
 
-        One may use another, as ZeroRedundancyOptimizer does, and go on after its step.
+        A step inside of another optimizer's step does not count, as in ZeroRedundancyOptimizer.
         """
         self._within[:] = takewhile(lambda each: each is not optimizer, self._within)
         if self._within:
@@ -162,7 +168,7 @@ class Watch:
             self._next()
 
     def _counted(self) -> None:
-        """Count a step of `nbdist.watch()`, where no optimizer has made one before."""
+        """Count a step of `nbdist.watch()`, unless steps of an optimizer are counted."""
         if self._clock is None:
             self._clock = tracking.watch
         if self._clock is tracking.watch:
@@ -182,7 +188,10 @@ class Watch:
         return bool(self._found or self._problem)
 
     def _guarded(self, look: Callable[[], None]) -> None:
-        """Do it; what goes wrong ends the watch and not the training."""
+        """Call `look`; an error in it ends the watch, and not the training.
+
+        Raise RanksDiffer, and ConnectionResetError after a release, since these end the cell.
+        """
         try:
             look()
         except RanksDiffer:
@@ -205,7 +214,7 @@ class Watch:
         self._times += 1
 
     def _described(self) -> Parts:
-        """Describe all but what cannot be, such as an optimizer whose state is spread."""
+        """Describe all targets; drop a target that cannot be described, and note why."""
         parts: Parts = {}
         self._sharded = 0
         for expression, target in [*self._targets.items()]:
@@ -219,7 +228,10 @@ class Watch:
         return parts
 
     def look_at_buffers(self) -> None:
-        """Compare them, if a step was looked at since the last time: DDP has just sent rank 0's."""
+        """Compare buffers if a step was compared since the last call.
+
+        Called in a forward, when DDP has just sent rank 0's buffers.
+        """
         if self._buffers_are_due and not self._is_over:
             self._buffers_are_due = False
             self._guarded(self._look_at_buffers)
@@ -239,7 +251,7 @@ class Watch:
     # --- what is watched ----------------------------------------------------------------------
 
     def _resolve(self) -> None:
-        """Find what the expressions lead to now, and hook into new modules."""
+        """Evaluate the expressions again, and add hooks to new modules."""
         for expression in self._wanted:
             try:
                 value = eval(expression, self._names)
@@ -257,16 +269,19 @@ class Watch:
                 self._seen.hook(self._targets[expression], self._names, self.look_at_buffers)
 
     def _prepare(self) -> None:
-        """Note which modules run in the next step, if that one is looked at."""
+        """Let the modules that run be noted in the next step if that will be compared."""
         is_next = self.step == 0 or (self.step + 1) % self._every == 0
         self._seen.note_modules(on=is_next and not self._is_over)
 
 
-# --- what runs forward, and what it gets ----------------------------------------------------------
+# --- forwards and their inputs --------------------------------------------------------------------
 
 
 class Seen:
-    """Hooks into the forward of watched modules; `step` is how many steps have ended."""
+    """Notes the inputs of watched modules' forwards, and which modules run.
+
+    `step` is the number of steps that have ended.
+    """
 
     def __init__(self, every: int) -> None:
         self.step = 0
@@ -275,7 +290,7 @@ class Seen:
         self._inputs: deque[tuple[int, Any, str]] = deque(maxlen=min(MOST_INPUTS, 2 * every + 64))
         self._names: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()
         self.ran: set[str] = set()
-        """The modules that have run since the last call of `note_modules`."""
+        """The names of modules that have run since `note_modules` was last turned on."""
         self._wrapped: set[int] = set()
         self._within = 0  # calls of DDP modules
 
@@ -286,9 +301,10 @@ class Seen:
             self._hooks.pop().remove()
 
     def hook(self, target: Target, names: Mapping[str, Any], begins: Callable[[], None]) -> None:
-        """Hook into a module; `begins` is called when its forward does, within DDP's if it has one.
+        """Add hooks to a module; `begins` is called when its forward begins.
 
-        DDP modules around it are those that the user's names lead to.
+        If a variable of the user in `names` is a DDP module around it, `begins` is only called
+        within a forward of the DDP module.
         """
         if not target.is_module:
             return
@@ -304,7 +320,7 @@ class Seen:
                 return
             if module.training and torch.is_grad_enabled():
                 self._inputs.append((self.step + 1, *sampled((args, kwargs))))
-            # What DDP is around may be called beside it, with buffers that it has not sent.
+            # The user may call the inner module directly, when DDP has not sent buffers.
             if self._within or id(inner) not in self._wrapped:
                 begins()
 
@@ -322,13 +338,13 @@ class Seen:
         self._within -= 1
 
     def inputs_until(self, last: int) -> tuple[Input, ...]:
-        """Return what forward got until this step, the oldest first."""
+        """Return the inputs of forwards until this step, the oldest first."""
         return tuple(
             Input(s, int(digest), shapes) for s, digest, shapes in self._inputs if s <= last
         )
 
     def note_modules(self, *, on: bool) -> None:
-        """Note from now on which modules run, or do so no more; not in code that is compiled."""
+        """Start or stop noting which modules run; modules in compiled code are not noted."""
         while self._of_step:
             self._of_step.pop().remove()
         if on:
