@@ -1,1 +1,1 @@
-"""Runs in each rank: the kernel, torchrun's environment, the process group."""
+"""The process of a rank: its kernel, torchrun's environment, and the process group."""

@@ -1,7 +1,8 @@
-"""`python -m nbdist.worker`: a worker that was spawned, not forked, by its `WorkerStart` on stdin.
+"""Entry point of a worker that the agent spawns instead of forking it, such as with `--no-fork`.
 
-`python -m nbdist.worker about`: what only torch knows of a machine, as JSON.  `nbdist doctor` runs
-it, in a process that ends at once: torch may load CUDA here.
+`python -m nbdist.worker` reads a pickled `WorkerStart` from stdin and becomes the worker.
+`python -m nbdist.worker about` prints facts about torch and the GPUs as JSON. `nbdist doctor` runs
+it as a process of its own, because importing torch may load CUDA.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 
 def spawned() -> None:
-    """Become the worker; users' code finds stdin empty."""
+    """Become the worker that stdin describes; user code then finds stdin empty."""
     from nbdist.worker.main import become_worker
     from nbdist.worker.process import die_with_parent
 
@@ -28,10 +29,10 @@ def spawned() -> None:
 
 
 def about() -> dict[str, Any]:
-    """Import torch, and look.
+    """Import torch, and return what this build of torch can do, and on which GPUs.
 
-    `device` is what this build is for, such as `CUDA 12.8`; `nccl` is "" where there is none;
-    `said` is what torch has warned of.
+    `device` is what the build is for, such as `CUDA 12.8` or `CPU`; `nccl` is "" if it has no nccl;
+    `said` are the warnings of torch while it was imported.
     """
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

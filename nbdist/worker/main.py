@@ -1,4 +1,7 @@
-"""The life of a worker: its kernel, its group, its cells, its end."""
+"""The main function of a worker: starts the kernel and the process group, then runs tasks.
+
+Called in each rank's process, by the fork server after a fork or by `nbdist.worker.__main__`.
+"""
 
 from __future__ import annotations
 
@@ -54,17 +57,22 @@ from nbdist.worker.tracebacks import why_not_started
 
 
 def run_worker(start: WorkerStart, agent_pid: int) -> None:
-    """Bind the kernel, join the group, mark both, and run cells until the worker is to end."""
+    """Start the kernel, form the group, and run tasks until the kernel shuts down; never returns.
+
+    Two marks on stdout tell the agent how far the start is: "up" once the kernel's sockets are
+    bound, "ready" once the group is formed and the kernel reads from its sockets.
+    """
     own_path = list(sys.path)
     prepare_torch(start)
     import_ops()
     with threads_without_sigint():
         app = make_app(start)
-    # Lightning refuses to run several processes where it finds a prompt.
+    # Lightning refuses to run several processes if Python has a prompt, as in an interactive
+    # session.
     for prompt in ("ps1", "ps2"):
         if hasattr(sys, prompt):
             delattr(sys, prompt)
-    # Leaving by exit() is not how a worker ends.
+    # IPython warns how to leave the kernel after `exit()`; its advice is wrong for a worker.
     warnings.filterwarnings("ignore", message="To exit: use")
     reserve_addresses()
     write_stacks_to(start.stack_file)
@@ -84,8 +92,9 @@ def run_worker(start: WorkerStart, agent_pid: int) -> None:
     if group is not None:
         group.form()
     app.kernel.around = Around(start, own_path)
-    # Once the kernel reads from its sockets: the agent then writes to them, and until then they are
-    # this thread's, which zmq does not let two threads use at once.
+    # The agent writes to the kernel's sockets after this mark, so the kernel must be reading by
+    # then. Until then the sockets belong to this thread: zmq sockets must not be used by two
+    # threads at once.
     asyncio.get_event_loop().call_soon(write_all, mark(start.token, "ready"))
     app.start()
     tasks.close()
@@ -93,7 +102,7 @@ def run_worker(start: WorkerStart, agent_pid: int) -> None:
         group.end()
     elif dist.is_initialized():
         dist.destroy_process_group()
-    # What exit handlers do is wanted; taking the interpreter apart would take 0.15 s more.
+    # Run the exit handlers, but do not finalize the interpreter: that would take 0.15 s more.
     atexit._run_exitfuncs()
     flush_c_streams()
     os._exit(0)
@@ -103,7 +112,10 @@ def run_worker(start: WorkerStart, agent_pid: int) -> None:
 
 
 def become_worker(start: WorkerStart, agent_pid: int = 0) -> None:
-    """Run the worker of this rank until its kernel ends; `agent_pid` is 0 in one not forked."""
+    """Make this process the worker of one rank, and exit when its kernel ends; never returns.
+
+    `agent_pid` is 0 if the process was spawned and not forked: it has its environment already.
+    """
     set_limit()
     wanted = {**start.world.environ, **start.environ}
     if agent_pid:
@@ -111,20 +123,23 @@ def become_worker(start: WorkerStart, agent_pid: int = 0) -> None:
         os.environ.clear()
         os.environ.update(wanted)
     elif os.environ.get("PYTHONPATH", "") == safe_path(wanted, start.world.cwd):
-        # A worker that was spawned has them, and what a wrapper has made of them, but for this one.
+        # A spawned worker was started with these variables, which a wrapper of Python may have
+        # changed. Only PYTHONPATH is set again: entries that are unsafe at the start were left out
+        # of it.
         os.environ.update({k: v for k, v in wanted.items() if k == "PYTHONPATH"})
     os.environ[WORKER_PID] = str(os.getpid())
     folder = nearest_folder(start.world.cwd)
     os.chdir(folder)
     if folder != start.world.cwd:
         sys.stderr.write(f"the folder {start.world.cwd} was removed: this rank is in {folder}\n")
-    # The notebook could not send its functions to another Python or torch.
+    # Functions of the notebook cannot be sent to another version of Python or torch.
     if start.world.versions and (found := difference(versions_here(), start.world.versions)):
         has = f"{sys.executable} has {found.what} {found.there}, the notebook {found.here}"
         end(f"{has}: {found.why}. `--python` names another one", LAST_LINE_SAYS)
     try:
         if agent_pid:
-            # What the fork server's children share is to be each one's own.
+            # State that all children of the fork server have in common must differ from rank to
+            # rank.
             torch.default_generator.seed()
             if (random := sys.modules.get("numpy.random")) is not None:
                 random.seed()
@@ -140,7 +155,10 @@ def become_worker(start: WorkerStart, agent_pid: int = 0) -> None:
 
 
 def end(why: str, code: int = 1) -> None:
-    """End without taking the interpreter apart, which could wait for ever for open sockets."""
+    """Print the reason on stderr and exit at once.
+
+    The interpreter is not finalized: that could wait for ever for open sockets.
+    """
     try:
         sys.stderr.write(f"{why}\n")
         sys.stderr.flush()
@@ -148,20 +166,20 @@ def end(why: str, code: int = 1) -> None:
         os._exit(code)
 
 
-# --- takes the tasks that come from the agent, and has the main thread do them in turn --------
+# --- tasks from the agent, done in turn on the main thread ----------------------------------------
 
 READ_SIZE = 1 << 18
-LOOK_EVERY_MS = 200  # after which a thread that waits looks whether another has read its reply
-HEAR_SECONDS = 2.0  # for widgets to take what pages said before a task
-CATCH_UP_SECONDS = 60.0  # for an agent that is not paused itself to take in all that was shown
+LOOK_EVERY_MS = 200  # for a thread that waits to see whether another has read its reply
+HEAR_SECONDS = 2.0  # for widgets to handle what pages sent them before a task
+CATCH_UP_SECONDS = 60.0  # for the agent to read all output; a paused agent takes longer
 IN_CHILD = "a process forked by the rank cannot read input: use `num_workers=0` for a `DataLoader`"
 
 
 class Tasks:
     """The worker's end of the socket for tasks, and for replies to `InputRequest` and `CatchUp`.
 
-    But for `ask` and `catch_up` it runs on the main thread's loop.  ipykernel's shell channel, with
-    its thread and signatures, would cost more than a short cell.
+    Everything but `ask` and `catch_up` runs on the main thread's loop. ipykernel's shell channel,
+    with a thread and signatures of its own, would take longer than a short cell.
     """
 
     def __init__(self, path: str, kernel: WorkerKernel, session: MarkingSession) -> None:
@@ -170,7 +188,8 @@ class Tasks:
         self._pid = os.getpid()
         self._loop = asyncio.get_event_loop()
         self._waiting: deque[tuple[Task, int]] = deque()
-        self._said = self._heard = 0  # messages of pages to widgets: sent, and taken by the kernel
+        #  Messages from pages to widgets: sent by the agent, and handled by the kernel.
+        self._said = self._heard = 0
         self._news = asyncio.Event()
         for kind in COMMS:
             kernel.shell_handlers[kind] = self._counted(kernel.shell_handlers[kind])
@@ -184,19 +203,19 @@ class Tasks:
         self._listener.bind(path)
         self._listener.listen(1)
         self._loop.add_reader(self._listener, self._accept)
-        # One for all: what a cell sets in the context is there for the next.
+        # One asyncio task runs all cells, so that context variables that a cell sets stay set.
         self._serving = self._loop.create_task(self._serve())
         self._serving.add_done_callback(_end_unless_closed)
 
     def close(self) -> None:
-        """Take no more: the worker ends."""
+        """Close the sockets and read no more tasks; called when the worker ends."""
         self._serving.cancel()
         for end in (self._listener, self._agent):
             if end is not None:
                 end.close()
 
     def ask(self, prompt: str, *, secret: bool, by_debugger: bool) -> InputReply:
-        """Return what is typed after this prompt, or why nothing can be; any thread may ask."""
+        """Ask the notebook for a line; return its text, or a problem.  Any thread may call this."""
         if self._agent is None or os.getpid() != self._pid:
             return InputReply(0, problem=IN_CHILD)
         flush_streams()
@@ -204,7 +223,7 @@ class Tasks:
         return self._reply_to(InputRequest(number, prompt, secret, by_debugger))
 
     def catch_up(self) -> None:
-        """Wait until the agent has taken in all that was shown; any thread may."""
+        """Wait until the agent has read all output, or `CATCH_UP_SECONDS`; on any thread."""
         if self._agent is not None:
             self._reply_to(CatchUp(self._session.place()), CATCH_UP_SECONDS)
 
@@ -216,13 +235,13 @@ class Tasks:
             self._send(said)
             while (reply := self._replies[number]) is None and time.monotonic() < deadline:
                 if is_ready(agent, LOOK_EVERY_MS) and not self._read(agent):
-                    break  # this process is about to end
+                    break  # the agent has closed the connection: this process is about to end
             return reply or InputReply(number)
         finally:
             del self._replies[number]
 
     def _has_more(self) -> bool:
-        """Return True while a task has come that has not begun, read or not."""
+        """Return True if a task has arrived that has not begun, whether it was read or not."""
         return bool(self._waiting) or is_ready(self._agent or self._listener, 0)
 
     def _accept(self) -> None:
@@ -232,13 +251,13 @@ class Tasks:
         self._loop.add_reader(self._agent, self._read_more, self._agent)
 
     def _read(self, agent: socket.socket) -> bool:
-        """Take what has come; False at the end of the connection."""
+        """Read and handle what has arrived; return False if the agent has closed the connection."""
         with self._reading:
             try:
                 data = agent.recv(READ_SIZE, socket.MSG_DONTWAIT)
-            except BlockingIOError:  # another thread was first
+            except BlockingIOError:  # another thread has read it
                 return True
-            if not data:  # it closes the connection before it ends this process
+            if not data:  # the agent closes the connection before it ends this process
                 self._loop.call_soon_threadsafe(self._loop.remove_reader, agent)
             for frame in self._cutter.feed(data):
                 self._take(unpack(frame))
@@ -264,7 +283,7 @@ class Tasks:
         try:
             self._read(agent)
         except MemoryError as error:
-            # What has come stays there, and the loop would call this again for ever.
+            # The data stays in the socket, so the loop would call this method again and again.
             end(f"a task could not be read: {error!r}")
 
     async def _serve(self) -> None:
@@ -276,12 +295,13 @@ class Tasks:
                 task, _ = self._waiting.popleft()
                 try:
                     done = await self._kernel.run(task, self._interrupts)
-                except KeyboardInterrupt:  # a second one, while the first was being reported
+                except KeyboardInterrupt:  # a second Stop, while the first one was being reported
                     self._interrupts.end()
                     done = Done("error", 0.0)
                 if os.getpid() != self._pid:
-                    os._exit(0)  # a child that the cell has forked: the rest is its parent's
-                # First the mark: the agent reads it when it gets the other.
+                    os._exit(0)  # a child that the cell forked: only the parent reports the end
+                # `place` writes a mark before `Finished` is sent: the agent reads text up to that
+                # mark first.
                 self._send(Finished(self._session.place(), task.id, done))
 
     def _counted(self, take: Callable[..., Any]) -> Callable[..., Any]:
@@ -295,7 +315,10 @@ class Tasks:
         return counted
 
     async def _hear_pages(self, said: int) -> None:
-        """Let widgets take what pages have said before a task, which came by another way."""
+        """Wait, at most `HEAR_SECONDS`, until widgets have handled `said` messages of pages.
+
+        The messages reach the kernel by its own channel, and may be later there than the task.
+        """
         with suppress(TimeoutError):
             async with asyncio.timeout(HEAR_SECONDS):
                 while self._heard < said:
@@ -309,6 +332,6 @@ class Tasks:
 
 
 def _end_unless_closed(serving: asyncio.Task[None]) -> None:
-    """End a process that can report the end of no task: the notebook would wait for ever."""
+    """Exit if no further task could be reported as finished: the notebook would wait for ever."""
     if not serving.cancelled():
         end(f"the end of a cell could not be reported: {serving.exception()!r}")

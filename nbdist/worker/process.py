@@ -1,4 +1,7 @@
-"""A worker as a process: parent, descriptors, signals, children, streams, its cells' times."""
+"""The worker as a process: its parent, descriptors, signals, children, times and output streams.
+
+Functions and tables that the other files of `nbdist.worker` use, most of them once at the start.
+"""
 
 from __future__ import annotations
 
@@ -27,18 +30,25 @@ from nbdist.system.processes import await_end, signal_on_parents_end
 from nbdist.wire.work import Mark, mark
 
 PLENTY = 65536
-"""Descriptors: enough for any data loader, and few for programs that go through all of them."""
+"""Limit of descriptors: enough for any data loader.
 
-RESERVE = 48  # for reading /proc, and for gloo's sockets while a group is formed
+Programs that loop over all possible descriptors would take long with a higher limit.
+"""
+
+RESERVE = 48  # descriptors kept for reading /proc, and for gloo's sockets while a group is formed
 DATA_LOADER = "torch.utils.data.dataloader"
 
 
 class BadEnvironment(Exception):
-    """A variable of the user's keeps the worker from starting; the message is one line."""
+    """A variable of the user keeps the worker from starting; the message is one line."""
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """End by the kernel's SIGKILL when the agent ends, whose child a fork becomes in a moment."""
+    """Wait until the agent is this process's parent, and let Linux kill this process when it ends.
+
+    The agent adopts a forked worker a moment after the fork, when the fork between them has exited.
+    If that does not happen, this process exits.
+    """
     await_end(lambda: os.getppid() == parent_pid)
     if not signal_on_parents_end(signal.SIGKILL, parent_pid):
         os._exit(1)
@@ -48,7 +58,7 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def set_limit() -> None:
-    """Set a limit that leaves some: a rank without any more can still be stopped and healed."""
+    """Lower the limit of descriptors to `PLENTY`, or to `RESERVE` below the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY:
         hard = PLENTY + RESERVE
@@ -56,8 +66,8 @@ def set_limit() -> None:
 
 
 def is_ready(end: socket.socket | int, ms: float | None = None, event: int = select.POLLIN) -> bool:
-    """Wait at most `ms` milliseconds for this event; return True if it has come."""
-    # Not `select`, which knows no descriptors from 1,024 on.
+    """Wait at most `ms` milliseconds, or for ever, for an event; return True if it came."""
+    # `select` fails with descriptors from 1,024 on.
     waiting = select.poll()
     waiting.register(end, event)
     return bool(waiting.poll(ms))
@@ -65,7 +75,7 @@ def is_ready(end: socket.socket | int, ms: float | None = None, event: int = sel
 
 @contextmanager
 def reserve() -> Iterator[None]:
-    """Allow more descriptors, as far as the hard limit does; called on the control thread."""
+    """Allow `RESERVE` more descriptors in this context; used on the control thread."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     more = soft + RESERVE if hard == resource.RLIM_INFINITY else min(hard, soft + RESERVE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (more, hard))
@@ -79,12 +89,12 @@ def reserve() -> Iterator[None]:
 
 
 class Interrupts:
-    """Lets SIGINT reach the task that runs, or one that is on its way, and nothing else.
+    """Delivers SIGINT to the running task, or to a task that has arrived but not begun.
 
-    Stop can come when the task is in the worker's socket and has not been read: were it ignored,
-    the task would run on, and the worker be killed.  `has_more` returns True while a task has come
-    that has not begun, read or not; `handle` is the handler of SIGINT while a task runs.  All of
-    it runs on the main thread.
+    Else SIGINT has no effect. Stop can come while a task is still unread in the worker's socket. If
+    SIGINT were ignored then, the task would run on, and the worker would be killed. `has_more`
+    returns True if a task has arrived that has not begun; `handle` is the handler of SIGINT while a
+    task runs. Everything here runs on the main thread.
     """
 
     def __init__(
@@ -101,32 +111,34 @@ class Interrupts:
         return f"<Interrupts {'one kept' if self._is_kept else 'none'}>"
 
     def begin(self) -> None:
-        """Take them for the task that begins; KeyboardInterrupt if one came before it."""
+        """Deliver SIGINT to the task that begins; raise KeyboardInterrupt if one came before it."""
         signal.signal(signal.SIGINT, self._handle)
         if self._is_kept:
             self._is_kept = False
             raise KeyboardInterrupt
 
     def end(self) -> None:
-        """Take them for no task, now that this one is over."""
+        """Deliver SIGINT to no task: the last one is over."""
         signal.signal(signal.SIGINT, self._keep)
 
     def _keep(self, *_: object) -> None:
         self._is_kept = True
-        # In the turn after the next: what arrived before the signal has been read by then, or
-        # is seen to wait; then the mark that follows it decides.
+        # Forget the SIGINT in the loop's turn after the next. By then tasks that arrived before it
+        # have been read or are seen by `_has_more`. If there is such a task, the `SigintSent` that
+        # follows decides.
         self._loop.call_soon_threadsafe(self._loop.call_soon, self._forget)
 
     def _forget(self) -> None:
         self._is_kept = self._is_kept and self._has_more()
 
     def take_sent(self, *, is_for_task: bool) -> None:
-        """Take one that was sent before this: for the task read before this, or for none.
+        """Keep a SIGINT that has come for a task that was read before `SigintSent`, or drop it.
 
-        Taken later, as by a process that had no processor for a while, it would hit the next task.
+        A process that had no processor for a while would else get the SIGINT later, in the next
+        task.
         """
         if signal.getsignal(signal.SIGINT) != self._keep:
-            return  # a task runs, and it is for that
+            return  # the running task gets it
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         is_there = bool(signal.sigtimedwait([signal.SIGINT], 0)) or self._is_kept
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -135,10 +147,10 @@ class Interrupts:
 
 @contextmanager
 def threads_without_sigint() -> Iterator[None]:
-    """Start threads inside that leave SIGINT to the main thread.
+    """Threads that are started in this context leave SIGINT to the main thread.
 
-    In a process that goes on after SIGSTOP any thread may get it, and note it only when the main
-    thread has read that it was sent before.
+    After SIGSTOP and SIGCONT any thread that does not block SIGINT may get it. Python would then
+    learn of it only after the main thread has read the `SigintSent` that the agent sent later.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
@@ -151,16 +163,18 @@ def threads_without_sigint() -> Iterator[None]:
 
 
 def leave_world_in_children(leave: Callable[[], None] | None) -> None:
-    """Call `leave` in each child that user code forks, before it does anything else.
+    """Call `leave` first in each child that user code forks, unless a data loader forks it.
 
-    It is outside the world: in it `init_process_group` is torch's own, for groups of such children,
-    as in torch's tutorial "Writing distributed applications" and Lightning's `ddp_notebook`.
+    The child is outside the world: `init_process_group` is torch's own there, for groups of such
+    children, as in torch's tutorial "Writing distributed applications" and Lightning's
+    `ddp_notebook`.
     """
 
     def leave_world() -> None:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        # A data set asks there for its rank, as it can under torchrun, and for nothing else.
+        # In a data loader's worker a data set may ask for its rank, as under torchrun, and nothing
+        # else.
         calls = (frame.f_globals for frame, _ in traceback.walk_stack(inspect.currentframe()))
         if leave is not None and all(each.get("__name__") != DATA_LOADER for each in calls):
             leave()
@@ -168,15 +182,18 @@ def leave_world_in_children(leave: Callable[[], None] | None) -> None:
     os.register_at_fork(after_in_child=leave_world)
 
 
-# --- when this worker's last cell ran, and when its main thread waited for other ranks meanwhile --
+# --- times of the last cell, and of its waits for other ranks -------------------------------------
 
-MOST_WAITS = 4_000  # kept one by one, the newest; all are counted
+MOST_WAITS = 4_000  # the newest waits, kept one by one; all are counted
 
 
 class CellTimes:
-    """The last cell's, script's or call's; in nanoseconds on the clock of this machine."""
+    """Times of the last cell, script or call, and of its waits for other ranks.
 
-    # Not a generator's: contextlib sets attributes of what is raised, which a class can refuse.
+    All are nanoseconds on this machine's clock. The cell runs inside of this context.
+    """
+
+    # A class, as contextlib would set attributes of an exception, whose class can refuse that.
 
     def __init__(self) -> None:
         self.began_ns = self.ended_ns = 0
@@ -195,7 +212,7 @@ class CellTimes:
         self._ident = 0
 
     def waited(self, since_ns: int) -> None:
-        """Note a wait that ends now; of another thread than the cell's not."""
+        """Record a wait that ends now, if this is the thread that runs the cell."""
         if threading.get_ident() == self._ident:
             now = time.time_ns()
             self.waits.append((since_ns, now))
@@ -203,45 +220,45 @@ class CellTimes:
             self.waited_ns += now - since_ns
 
 
-CELL_TIMES = CellTimes()  # the worker's: there is one main thread
+CELL_TIMES = CellTimes()  # one for the process, as only its main thread runs cells
 
 
-# --- sys.stdout and sys.stderr: straight to the pipes that its agent reads --------------------
+# --- sys.stdout and sys.stderr, which write to the pipe that the agent reads ----------------------
 
 _libc = ctypes.CDLL(None)
 _c_stdout = ctypes.c_void_p.in_dll(_libc, "stdout")
-_count_buffered = ctypes.PyDLL(None)["__fpending"]  # it only reads: the GIL is kept
+_count_buffered = ctypes.PyDLL(None)["__fpending"]  # PyDLL keeps the GIL: the function only reads
 _count_buffered.restype = ctypes.c_size_t
 _write_lock = threading.RLock()
 
 
 def flush_c_stdout() -> None:
-    """Write out what C code has printed to stdout before."""
+    """Write out what C code has printed to stdout."""
     if _count_buffered(_c_stdout):
         _libc.fflush(_c_stdout)
 
 
 def _before_fork() -> None:
-    flush_c_stdout()  # else each child would print it once more
+    flush_c_stdout()  # else each child would print the same text again
     _write_lock.acquire()
 
 
-# A child that was forked while another thread wrote would find the lock held for ever; so the
-# thread that forks, which is the child's only one, holds it meanwhile.
+# A child forked while another thread writes would find the lock held for ever. So the thread that
+# forks, which is the child's only thread, holds the lock during the fork.
 os.register_at_fork(
     before=_before_fork,
     after_in_parent=_write_lock.release,
     after_in_child=_write_lock.release,
 )
 
-FIRST_PRIVATE = 200  # above the descriptors that people count through to close or to write to them
+FIRST_PRIVATE = 200  # above those that programs close or write to by counting through them
 
-_kept = {1: 1, 2: 2}  # by descriptor: ours of the same pipe, whatever a cell does to that one
+_kept = {1: 1, 2: 2}  # duplicates of 1 and 2 for nbdist alone: cells may close those
 _own: dict[StreamName, io.TextIOWrapper] = {}
 
 
 def _is_elsewhere(fd: int) -> bool:
-    """Return True if a cell has redirected it."""
+    """Return True if a cell has redirected the descriptor, and not closed it."""
     try:
         return not os.path.sameopenfile(fd, _kept[fd])
     except OSError:  # closed
@@ -249,48 +266,48 @@ def _is_elsewhere(fd: int) -> bool:
 
 
 def write_all(data: bytes, fd: int = 1) -> None:
-    """Write all of it, by default to the real stdout; blocks while the agent is behind."""
+    """Write all data to a descriptor, by default the real stdout; blocks if the agent is slow."""
     view = memoryview(data)
     while view:
         try:
             view = view[os.write(fd, view) :]
-        except BlockingIOError:  # user code has made it so, as asyncio and Node.js do
+        except BlockingIOError:  # user code has set it to non-blocking, as asyncio and Node.js do
             is_ready(fd, event=select.POLLOUT)
 
 
 def write_mark(token: str, value: Mark) -> None:
-    """Mark this place of the output for the agent."""
+    """Write a mark to stdout, by which the agent recognizes this place in the output."""
     with _write_lock:
         write_all(mark(token, value), _kept[1])
 
 
 def flush_streams() -> None:
-    """Write out what Python's streams, which may be the user's, and C's still buffer."""
+    """Flush the streams of Python, which may be the user's, and of C; reopen what a cell closed."""
     for name, own in _own.items():
-        if getattr(sys, name) is None:  # no cell could run any more
+        if getattr(sys, name) is None:  # a cell has removed it: no further cell could run
             setattr(sys, name, own)
         with suppress(Exception):
             getattr(sys, name).flush()
     flush_c_streams()
-    # What a cell has closed: else the next file that it opens would be in its place.
+    # Reopen what a cell has closed: else the next file that is opened would get that number.
     for fd, kept in _kept.items():
         try:
             os.fstat(fd)
         except OSError:
-            with suppress(OSError):  # ours has been closed too
+            with suppress(OSError):  # the duplicate has been closed too
                 os.dup2(kept, fd)
 
 
 def flush_c_streams() -> None:
-    """Write out what C code has printed: libc buffers 4 KiB if stdout is a pipe."""
+    """Write out what C code has printed to any stream: libc buffers 4 KiB if stdout is a pipe."""
     _libc.fflush(None)
 
 
 class _Bytes(io.RawIOBase):
-    """The bytes of one of the two streams, unbuffered, in one order with everything else.
+    """The unbuffered bytes of `sys.stdout` or `sys.stderr`, in order with all other output.
 
-    Both go down the same pipe, stderr between two marks: two pipes have no common order.
-    Where a cell has redirected the stream's descriptor, they go there.
+    Both are written to the same pipe, stderr between two marks, because two pipes have no common
+    order. If a cell has redirected descriptor 1 or 2, that stream's bytes go there.
     """
 
     def __init__(self, name: StreamName, token: str) -> None:
@@ -317,21 +334,21 @@ class _Bytes(io.RawIOBase):
         return len(data)
 
     def close(self) -> None:
-        """Do nothing: it is the worker's own, and what follows is to be seen."""
+        """Do nothing: user code must not close the worker's stream, to which later output goes."""
 
 
 def rank_stream(name: StreamName, token: str) -> io.TextIOWrapper:
-    """Make the text of one of the two streams, written through; as its bytes it stays open."""
+    """Return a text stream for stdout or stderr that writes through and cannot be closed."""
     stream: Any = _Bytes(name, token)
     return io.TextIOWrapper(stream, "utf-8", "backslashreplace", newline="\n", write_through=True)
 
 
 def install(token: str) -> None:
-    """Replace the process's streams; before a user's code runs."""
+    """Replace the process's `sys.stdout` and `sys.stderr`; called before user code runs."""
     for fd in _kept:
         try:
             _kept[fd] = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, FIRST_PRIVATE)
-        except OSError:  # the limit is below
+        except OSError:  # the limit is below FIRST_PRIVATE
             _kept[fd] = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0)
     sys.stdout = _own["stdout"] = rank_stream("stdout", token)
     sys.stderr = _own["stderr"] = rank_stream("stderr", token)
