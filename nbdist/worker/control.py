@@ -1,4 +1,8 @@
-"""What a worker does when its agent asks, on the control thread, whatever its task does."""
+"""Answers requests of the agent on ipykernel's control thread, while a task runs or not.
+
+Requests ask where the rank is, or for completions, or to abort collectives, or to change the group
+or the size of the world. `nbdist.worker.main` starts it in each rank.
+"""
 
 from __future__ import annotations
 
@@ -28,17 +32,17 @@ from nbdist.worker.probe import Probe
 from nbdist.worker.process import reserve
 from nbdist.worker.steps import STEPS
 
-THREADS = 5  # as many as a new gloo backend starts, that which waits for it, and one more
+THREADS = 5  # threads that a new gloo backend starts, the one that waits for it, and one more
 
 
 class ControlThread:
-    """Answers the requests of `nbdist.wire.control`, on this thread."""
+    """Answers the requests of `nbdist.wire.control`; ipykernel calls it on the control thread."""
 
     def __init__(self, kernel: WorkerKernel, start: WorkerStart) -> None:
         self._kernel = kernel
         self._start = start
         self._group: Group | None = kernel.group
-        self._loop = asyncio.get_event_loop()  # the main thread's, which makes this
+        self._loop = asyncio.get_event_loop()  # the main thread's: it makes this object
         self._probe = Probe(kernel.group)
         self._consulting: asyncio.Future[control.Answer] | None = None
         self._has_jedi = False
@@ -47,7 +51,7 @@ class ControlThread:
         kernel.control_handlers[control.REQUEST] = self.answer
 
     def answer(self, stream: Any, ident: Any, message: dict[str, Any]) -> None:
-        """Answer a request; called by ipykernel."""
+        """Answer a request; called by ipykernel on the control thread."""
 
         def send(answer: control.Answer) -> None:
             session, buffers = self._kernel.session, [pack(answer)]
@@ -56,7 +60,8 @@ class ControlThread:
         with reserve():
             request = unpack(message["buffers"][0])
             if isinstance(request, Question):
-                # That takes a while: what comes next, to free this rank for one, does not wait.
+                # Completions take a while. Later requests, such as an abort that frees this rank,
+                # must not wait.
                 return self._answer_later(self._consult(request, send))
             if isinstance(request, control.Abort) and self._probe.uses_nccl:
                 return self._answer_later(self._abort(request, send))
@@ -71,7 +76,7 @@ class ControlThread:
     async def _abort(
         self, request: control.Request, send: Callable[[control.Answer], None]
     ) -> None:
-        """Abort, for which nccl can take seconds; questions where this rank is do not wait."""
+        """Abort on another thread: nccl can take seconds, and other requests must not wait."""
         if self._aborting is None or self._aborting.done():
             loop = asyncio.get_running_loop()
             self._aborting = loop.run_in_executor(None, self._tried, request)
@@ -84,7 +89,11 @@ class ControlThread:
             return control.Failed(str(error) or repr(error), unfit=not is_of_others(error))
 
     async def _consult(self, question: Question, send: Callable[[control.Answer], None]) -> None:
-        """Answer as IPython does, which no two threads can ask; no other one meanwhile."""
+        """Answer a completion or inspection on another thread.
+
+        Two threads cannot ask IPython at once: while a question is being answered, the next gets
+        `Ok`.
+        """
         if self._consulting is not None and not self._consulting.done():
             return send(control.Ok())
         loop = asyncio.get_running_loop()
@@ -95,11 +104,11 @@ class ControlThread:
         kernel: Any = self._kernel
         completer = kernel.shell.Completer
         if completer.use_jedi and not self._has_jedi:
-            self._has_jedi, completer.use_jedi = True, False  # IPython does without it meanwhile
+            self._has_jedi, completer.use_jedi = True, False  # `prepare_jedi` turns it on again
             prepare = ipython.prepare_jedi
             threading.Thread(target=prepare, args=(completer,), daemon=True).start()
         found = Completions.read(kernel.do_complete(code, cursor))
-        # Without jedi IPython repeats the dot, or all before it: front ends would show that.
+        # Without jedi, IPython repeats the dot or all before it, and front ends would show that.
         cut = code[found.start : cursor].rfind(".") + 1
         candidates = tuple(each._replace(text=each.text[cut:]) for each in found.candidates)
         return replace(found, candidates=candidates, start=found.start + cut)
@@ -123,7 +132,7 @@ class ControlThread:
             case control.LastCollective():
                 return probe.last_collective() or control.Ok()
             case control.ListGroups():
-                # No ranks share a group that could not be formed.
+                # A group that could not be formed has no ranks in common.
                 size = self._start.world.world_size if group is None or group.is_whole else 0
                 members = {} if group is None else group.held()
                 return control.HeldGroups(self._start.rank, size, members)
@@ -145,9 +154,9 @@ class ControlThread:
                 return STEPS.release(task_id)
             case control.Abort() if group is not None:
                 if probe.waits_for_nccl:
-                    # What waited for an aborted collective goes on, with results of no meaning:
-                    # it must not get as far as to use them, and with them the cell could end
-                    # before this.
+                    # Once a collective is aborted, code that waited for it goes on with meaningless
+                    # results. Interrupt it first, so that it does not use them, and the cell does
+                    # not end with them.
                     STEPS.raise_at_once()
                     _thread.interrupt_main()
                 group.abort()
@@ -158,7 +167,7 @@ class ControlThread:
         return control.Ok()
 
     def _form_again(self, request: control.Regroup | control.Resize) -> None:
-        """Reconnect the group, and update what cells see; no task runs meanwhile."""
+        """Connect or resize the group, and update what cells see; no task runs meanwhile."""
         before, world, number = self._start, request.world, request.generation
         after = replace(before, world=world, environ=request.environ)
         if isinstance(request, control.Resize):
@@ -169,7 +178,7 @@ class ControlThread:
             else:
                 self._group.regroup(number, request.members)
         self._start = after
-        # CUDA reads it once.
+        # CUDA has read CUDA_VISIBLE_DEVICES once and for all, so this process keeps its value.
         follows = {k: v for k, v in after.environ.items() if k != "CUDA_VISIBLE_DEVICES"}
         change_environ(before.environ, follows)
         for name in ("rank", "local_rank", "world_size"):
@@ -177,19 +186,19 @@ class ControlThread:
         self._kernel.session.large.folder = after.log_folder
         if after.rank != before.rank:
             share_gpu(after)
-        # Threads are a matter of the thread that starts an operation.  What the loop is
-        # given now it does before it takes the next cell.
+        # torch keeps the number of threads for each thread that starts operations, so the main
+        # thread has to set it. Its loop does so before it reads the next task.
         self._loop.call_soon_threadsafe(change_threads, before.world.threads, world.threads)
 
 
 def change_threads(before: int, after: int) -> None:
-    """Change torch's number of threads, unless the user has."""
+    """Change torch's number of threads, unless the user has changed it."""
     if torch.get_num_threads() == before:
         torch.set_num_threads(after)
 
 
 def check_room_for_threads() -> None:
-    """Raise RuntimeError where gloo could start no threads, and would end the process."""
+    """Raise RuntimeError if `THREADS` threads cannot be started: gloo would end the process."""
     over = threading.Event()
     with ThreadPoolExecutor(THREADS) as pool:
         try:

@@ -1,4 +1,7 @@
-"""The worker's kernel: a real ipykernel that takes names along and orders its output."""
+"""The kernel of a rank: an ipykernel that runs the agent's tasks and reports their outcome.
+
+`nbdist.worker.main` makes it and passes it each task, on the main thread.
+"""
 
 from __future__ import annotations
 
@@ -56,12 +59,12 @@ from nbdist.worker.tracebacks import contents_of, failure_of, remedies, unfit_af
 
 without_debugger()
 
-USERS_CODE = ("run.call", "run.script")  # ops that run it, as cells do
+USERS_CODE = ("run.call", "run.script")  # ops that run user code, as cells do
 LONGEST_PROMPT = 10_000
 
 
 class WorkerKernel(LeavesChildren):
-    """Runs cells with the names that came with them, and reports what they bound."""
+    """Runs tasks with the names that came with them, and reports which names they bound."""
 
     session: MarkingSession
     namespace: Namespace
@@ -79,7 +82,11 @@ class WorkerKernel(LeavesChildren):
         return str(app.rank)
 
     async def run(self, task: Task, interrupts: Interrupts) -> Done:
-        """Bind the task's names, do its work, which Stop interrupts, and report what came of it."""
+        """Bind the task's names, do its work, and return its outcome; SIGINT interrupts the work.
+
+        An exception becomes the `failure` of the outcome. Only a second KeyboardInterrupt, while
+        the first one is being reported, is raised.
+        """
         started, began = time.perf_counter(), time.time_ns()
         done = Done("error", 0.0, received=False)
         error: BaseException | None = None
@@ -119,15 +126,15 @@ class WorkerKernel(LeavesChildren):
         if isinstance(task.work, Call) and done.status != "ok":
             forget_errors(self.shell, error)
             error = None
-            gc.collect()  # what looked at the frames refers to them in cycles
-        # Objects that they hold must not end once the notebook has been told which have ended.
+            gc.collect()  # code that inspected the frames has left reference cycles to them
+        # Release them before `take_dead`, which tells the notebook which objects have ended.
         error = value = None
         changed = self.own_modules.news(began, reloads=reloads_modules(self.shell))
         self.records.end_task()
         tracking.flush()
         flush_streams()
         counterparts = self.namespace.counterparts
-        with without_cycles():  # a collection would hold, as an idle rank does, what ends now
+        with without_cycles():  # a collection in here could end objects that go unreported
             dead, lost = counterparts.take_dead(), counterparts.take_lost()
             counterparts.begin_idle()
         return replace(
@@ -156,9 +163,12 @@ class WorkerKernel(LeavesChildren):
         keep_crashes()
 
     async def _work(self, work: Work, context: Context) -> tuple[BaseException | None, Any]:
-        """Return the exception that ended it, which has been shown, or what an op returns."""
+        """Do the work; return the exception that ended it, or None, and the value.
+
+        The value of a cell is its last expression, that of an op is what its function returns.
+        """
         if not (isinstance(work, Call) and "packed" in work.arguments):
-            self.namespace.counterparts.end_idle()  # else once the values have been received
+            self.namespace.counterparts.end_idle()  # else `receive_values` calls it
         if isinstance(work, Source):
             return await self._run_source(work.text, context), context.shell.displayhook.take()
         is_users = work.op in USERS_CODE
@@ -174,17 +184,17 @@ class WorkerKernel(LeavesChildren):
             return error, None
 
     async def _run_source(self, text: str, context: Context) -> BaseException | None:
-        if not text:  # values are bound, or asked for
+        if not text:  # the task only binds or fetches values
             return None
         shell: Any = self.shell
         shell.last_execution_result = None
-        shell.displayhook.take()  # of a cell that Stop has ended
+        shell.displayhook.take()  # drop the last value of a cell that Stop has ended
         PEAKS.begin()
         with context.noting(), CELL_TIMES:
             try:
                 reply: Any = await self.do_execute(text, silent=False, allow_stdin=True)
             except KeyboardInterrupt:
-                # Of a cell with an `await` ipykernel makes a task, which would begin all the same.
+                # ipykernel runs a cell with an `await` as an asyncio task, which would still begin.
                 for task in asyncio.all_tasks():
                     if getattr(task.get_coro(), "__name__", "") == RUNS_CELLS:
                         task.cancel()
@@ -194,7 +204,8 @@ class WorkerKernel(LeavesChildren):
                 return None
         ran = shell.last_execution_result
         raised = (ran.error_before_exec, ran.error_in_exec) if ran is not None else ()
-        # What kept the last value from being shown is only there; each can be falsy.
+        # An exception raised while the last value was shown is in `session.shown` alone. Compare
+        # with None: an exception can be falsy.
         shown = self.session.shown[0]
         found = (error for error in (*raised, shown) if error is not None)
         return next(found, RuntimeError(reply["evalue"]))
@@ -206,7 +217,7 @@ class WorkerKernel(LeavesChildren):
     def _brought(
         self, task: Task, context: Context, error: BaseException | None, value: Any, done: Done
     ) -> Done:
-        """Add what the task brings back, or what ended it."""
+        """Return the outcome with the task's packed values, or with the failure that ended it."""
         if error is not None:
             number = self.session.number_of(error)
             said = [] if number else remedies(context.shell, context.rank, error)
@@ -231,22 +242,25 @@ class WorkerKernel(LeavesChildren):
         return replace(done, status="ok", values=values, kept=kept)
 
     def get_parent(self, *channel: Any) -> dict[str, Any]:
-        """Return a parent also for a cell, which is no message here: `Output` asks for its id."""
+        """Return the parent message, or a header alone for a cell, which is no message in a worker.
+
+        `ipywidgets.Output` reads the id in that header.
+        """
         return super().get_parent(*channel) or {"header": {"msg_id": self.ident}}
 
     def raw_input(self, prompt: object = "") -> str:
-        """Return what is typed in the notebook: `input`, also in scripts and functions."""
+        """Ask the notebook for a line.  It replaces `input`, also in scripts and functions."""
         return self._typed(str(prompt), secret=False)
 
     def getpass(self, prompt: object = "Password: ", *_: object, **__: object) -> str:
-        """Return it without showing it: `getpass.getpass`."""
+        """Ask the notebook for a line that is not shown.  It replaces `getpass.getpass`."""
         return self._typed(str(prompt), secret=True)
 
     def _typed(self, prompt: str, *, secret: bool) -> str:
         frame = inspect.currentframe()
         asker = frame.f_back.f_back if frame is not None and frame.f_back is not None else None
         *before, prompt = prompt.splitlines() or [""]
-        sys.stdout.write("".join(f"{line}\n" for line in before))  # the box has one line
+        sys.stdout.write("".join(f"{line}\n" for line in before))  # the input box shows one line
         reply = self.ask(prompt[-LONGEST_PROMPT:], secret=secret, by_debugger=is_debugger(asker))
         if reply.problem:
             raise StdinNotImplementedError(reply.problem)
@@ -255,19 +269,19 @@ class WorkerKernel(LeavesChildren):
         return reply.text
 
     def publish(self, kind: str, content: dict[str, Any]) -> None:
-        """Publish a message; any thread may, and each that logs does."""
+        """Publish a message on iopub; any thread may call it, as each thread that logs does."""
         self.session.send(self.iopub_socket, kind, content)
 
 
 class WorkerApp(IPKernelApp):
-    """ipykernel's application with our kernel, streams and session."""
+    """ipykernel's application with the kernel, streams and session of a worker."""
 
     name = "nbdist-worker"
     kernel_class = WorkerKernel
     rank, token = 0, ""
 
     def parse_command_line(self, argv: Any = None) -> None:
-        """Parse nothing; to build a parser for it takes a tenth of a kernel's start."""
+        """Parse no arguments: building the parser would take a tenth of the kernel's start."""
 
     @default("session")
     def _marking_session(self) -> Session:
@@ -276,31 +290,31 @@ class WorkerApp(IPKernelApp):
         return session
 
     def init_iopub(self, context: Any) -> None:
-        """Never drop output: zmq would from the thousandth waiting message on."""
+        """Let zmq queue any number of messages: by default it drops output when 1,000 wait."""
         context.sndhwm = 0
         publish_without_port()
         super().init_iopub(context)
 
     def init_io(self) -> None:
-        """Write text to the agent's pipes instead of to iopub."""
+        """Write text to the agent's pipe instead of iopub."""
         install(self.token)
         self.displayhook = ZMQDisplayHook(self.session, self.iopub_socket)
         sys.displayhook = self.displayhook
         self.patch_io()
 
     def init_poller(self) -> None:
-        """Do not poll for a lost parent: the kernel's PDEATHSIG is there at once."""
+        """Do not poll for the parent's end: Linux kills the worker then, see `die_with_parent`."""
 
     def init_code(self) -> None:
-        """Run no start-up files: they are the notebook's, and what they bind is shipped."""
+        """Run no start-up files: the notebook runs them, and sends the names that they bind."""
 
 
 def make_app(start: WorkerStart) -> WorkerApp:
-    """Return the worker's kernel, bound to its sockets and ready to start."""
-    # A forked process may hold its parent's idea of a running loop.
+    """Return the application of the worker's kernel, with bound sockets and ready to start."""
+    # A forked process may have inherited its parent's running loop.
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
-    # Every signal is to wake the loop.  ipykernel's handler for SIGINT during a top-level `await`
+    # Every signal must wake the loop. ipykernel's handler for SIGINT during a top-level `await`
     # only queues a callback, which a loop that sleeps in the selector does not notice.
     wake, wake_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wake_end, warn_on_full_buffer=False)
@@ -311,10 +325,11 @@ def make_app(start: WorkerStart) -> WorkerApp:
     app.config.HistoryManager.enabled = False
     app.initialize([])
     shell: Any = app.shell
-    # What `x?` and `%psource` show is output like any other: there is no pager here.
+    # Print what `x?` and `%psource` show like any other output: a worker has no pager.
     shell.set_hook("show_in_pager", as_hook(display_page), 0)
-    # By this tqdm and transformers ask whether bars can be widgets or HTML that changes; those of
-    # ranks are text, which is compared.  `is_notebook()` of others asks for the shell's class.
+    # tqdm and transformers look for this key to decide whether bars can be widgets or changing
+    # HTML. A rank's bars must be text, which the notebook compares. Other libraries look at the
+    # shell's class.
     shell.config.pop("IPKernelApp", None)
     number_cells(shell)
     shell.shorten_tracebacks()
@@ -334,9 +349,9 @@ def make_app(start: WorkerStart) -> WorkerApp:
     tracking.connect(partial(kernel.publish, TRACKED))
     kernel.own_modules, kernel.syncs_code = OwnModules(), start.world.config.sync_code
     sys.meta_path.insert(0, kernel.own_modules)
-    # So that `%autoreload 2` is all that has to be said.
+    # Makes `%autoreload 2` work without `%load_ext autoreload`.
     shell.magics_manager.register_lazy("autoreload", "IPython.extensions.autoreload")
-    # Also outside of cells, for which ipykernel puts them in this place.
+    # ipykernel sets them only while it runs a cell; scripts and functions need them too.
     builtins.input, getpass.getpass = kernel.raw_input, kernel.getpass
     use_debugger()
     draw_bars_as_text()

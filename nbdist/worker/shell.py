@@ -1,4 +1,7 @@
-"""The shell of a rank: IPython's, whose events, exits, warnings and tracebacks are a worker's."""
+"""The shell of a rank: IPython's, with events, exits, warnings and tracebacks that fit a worker.
+
+`nbdist.worker.kernel` makes the shell; scripts and calls show their exceptions by it too.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ from nbdist.worker.tracebacks import (
 
 
 class CellExit(IPyAutocall):
-    """`exit` and `quit`: end the cell on this rank; the worker stays."""
+    """The names `exit` and `quit` in a cell: end the cell on this rank, but not the worker."""
 
     rewrite = False
 
@@ -56,10 +59,10 @@ class CellExit(IPyAutocall):
 
 
 class CellEvents(EventManager):
-    """IPython's events of a cell; Stop in what they call ends the cell, where IPython goes on."""
+    """IPython's events around a cell.  Stop in a callback ends the cell, unlike in IPython."""
 
     def trigger(self, event: str, *args: Any, **kwargs: Any) -> None:
-        """Call what is registered for this event, and show what it raises."""
+        """Call the callbacks of this event; show the exceptions that they raise, and go on."""
         for function in [*self.callbacks[event]]:
             try:
                 function(*args, **kwargs)
@@ -69,7 +72,7 @@ class CellEvents(EventManager):
 
 
 class NotingHook(ZMQShellDisplayHook):
-    """A display hook that notes the last value of a cell, also that of `x;`."""
+    """A display hook that keeps the last value of a cell, also that of `x;`."""
 
     _last: object = None
 
@@ -79,34 +82,35 @@ class NotingHook(ZMQShellDisplayHook):
         super().__call__(result)
 
     def take(self) -> object:
-        """Return the value that was noted last, None for none, and hold it no longer."""
+        """Return the last value, or None, and keep it no longer."""
         last, self._last = self._last, None
         return last
 
 
 class WorkerShell(AnnouncesErrors):
-    """The shell of a rank; `ready` is what cells find also after `%reset`."""
+    """The shell of a rank; `ready` are names that cells find even after `%reset`."""
 
     ready: Mapping[str, Any] = MappingProxyType({})
     displayhook_class = Type(NotingHook)
 
     def init_events(self) -> None:
-        """Let Stop end a cell at its events too; called by IPython at the start."""
+        """Let Stop end a cell in its events too; called by IPython at the start."""
         super().init_events()
         callbacks = self.events.callbacks
         self.events = CellEvents(self, callbacks)
         self.events.callbacks = callbacks
 
     def init_user_ns(self) -> None:
-        """Bind what is always there: called by IPython at the start and by `%reset`."""
+        """Bind the names of `ready`; called by IPython at the start and by `%reset`."""
         super().init_user_ns()
         self.user_ns.update(self.ready)
 
     def run_cell(self, *args: Any, **kwargs: Any) -> ExecutionResult:
-        """Run it, and keep its result where IPython has kept no error.
+        """Run a cell; set `last_execution_result`, unless IPython has stored a failed result there.
 
-        Stop came before the first line of the cell, or after its last.  Where it has kept one,
-        the result may have another: of what kept IPython from showing that.
+        IPython stores none if Stop comes before the first line of the cell or after its last. A
+        failed result that it has stored stays: the returned one may have the error of drawing a
+        traceback instead.
         """
         result: ExecutionResult = super().run_cell(*args, **kwargs)
         if self.last_execution_result is None or self.last_execution_result.success:
@@ -114,7 +118,10 @@ class WorkerShell(AnnouncesErrors):
         return result
 
     async def run_code(self, code: Any, result: Any = None, *, async_: bool = False) -> bool:
-        """Go on where a traceback cannot be drawn: what was raised is known by then."""
+        """Run code; return True if it failed, even if its traceback cannot be drawn.
+
+        By the time a traceback is drawn, `result` has the exception.
+        """
         try:
             failed: bool = await super().run_code(code, result, async_=async_)
         except Exception:
@@ -124,36 +131,40 @@ class WorkerShell(AnnouncesErrors):
         return failed
 
     def set_next_input(self, text: str, replace: bool = False) -> None:  # noqa: FBT001, FBT002
-        """Show the cell that something wants to put into the notebook, which is not a rank's."""
+        """Print text that code wants to put into a cell of the notebook, which a rank cannot do."""
         where = "replaced this cell" if replace else "become a new cell"
         sys.stdout.write(f"This text would have {where}; ranks cannot write cells:\n{text}\n")
 
     @property
     def debugger_cls(self) -> type[Debugger]:
-        """The one of `%debug`, `%pdb` and ipdb."""
+        """The class of debugger that `%debug`, `%pdb` and ipdb use."""
         return Debugger
 
-    # --- how it shows exceptions ------------------------------------------------------------------
+    # --- tracebacks -------------------------------------------------------------------------------
 
     def showtraceback(self, exc_tuple: Any = None, *args: Any, **options: Any) -> None:
-        """Show exception groups as all others.
+        """Show an exception; publish exception groups as errors too.
 
-        IPython prints them like text, by which no notebook would know that the cell has failed.
+        IPython prints exception groups as text, from which no notebook learns that the cell has
+        failed.
         """
         kind, error, tb = exc_tuple or sys.exc_info()
-        group = error  # or it was raised while one was handled
+        group = error  # or the exception was raised while a group was handled
         while group is not None and not isinstance(group, BaseExceptionGroup):
             group = group.__context__
         if group is None:
             super().showtraceback(exc_tuple, *args, **options)
             return
-        # For debuggers, as IPython does.
+        # Debuggers read these; IPython sets them too.
         vars(sys).update(last_type=kind, last_value=error, last_exc=error, last_traceback=tb)
         self.publish_error(kind, error, group_traceback(kind, error, tb))
 
     @contextmanager
     def announcing(self, kind: type[BaseException], error: BaseException) -> Iterator[None]:
-        """Send with the error message what is known besides its words."""
+        """Add what is known of an exception to error messages sent in this context.
+
+        That is its classes, the state of the connections to other ranks, and remedies.
+        """
         session: Any = self.kernel.session
         session.announced = (
             error,
@@ -169,7 +180,10 @@ class WorkerShell(AnnouncesErrors):
             session.announced = None, {}
 
     def shorten_tracebacks(self) -> None:
-        """Format Stop, lost connections and syntax errors without what is not the user's."""
+        """Make IPython leave calls of nbdist and IPython out of tracebacks.
+
+        Stop and lost connections get a line for each call, without colours and source.
+        """
         calls_shower: Any = self.InteractiveTB
         syntax_shower: Any = self.SyntaxTB
         whole, of_syntax = calls_shower.structured_traceback, syntax_shower.structured_traceback
@@ -177,7 +191,7 @@ class WorkerShell(AnnouncesErrors):
         def structured_traceback(
             kind: Any, error: Any, tb: Any = None, *args: Any, **options: Any
         ) -> Any:
-            if isinstance(tb, tuple):  # by which IPython's mode Plain shows what led to an error
+            if isinstance(tb, tuple):  # as IPython's mode Plain does to show an error's cause
                 return whole(kind, error, tb, *args, **options)
             if said := stale_group_of(error, tb):
                 error.args = (said,)
@@ -186,9 +200,9 @@ class WorkerShell(AnnouncesErrors):
             is_stop = issubclass(kind, KeyboardInterrupt)
             if is_stop or connections_after(message_of(error)) == "ended":
                 return [*short_traceback(own_part(tb)), error_line(kind.__name__, str(error))]
-            # `inspect` is to know the cells' files as it knows others.  For each frame of another
-            # file it looks at all modules, 4 ms where torch has been imported: IPython asks it for
-            # each frame.
+            # Register the cells' files with `inspect`, which IPython asks for the module of each
+            # frame's file. For a file that it does not know it searches all modules: 4 ms once
+            # torch has been imported.
             for file in cell_numbers():
                 inspect.modulesbyfile[os.path.normcase(os.path.abspath(file))] = "__main__"
             for each in led_to(error.__cause__ or error.__context__):
@@ -209,20 +223,20 @@ class WorkerShell(AnnouncesErrors):
         syntax_shower.structured_traceback = without_ipython
 
 
-# By these a library finds out whether it is in a notebook: plotly sends what a page draws (7 kB)
-# and not itself (4.9 MB), and sympy writes LaTeX.
+# Libraries compare these names to find out whether they run in a notebook: plotly then sends what a
+# page draws (7 kB) and not itself (4.9 MB), and sympy writes LaTeX.
 WorkerShell.__name__ = WorkerShell.__qualname__ = ZMQInteractiveShell.__name__
 WorkerShell.__module__ = ZMQInteractiveShell.__module__
 
 
 def show(shell: Any, *args: Any, **options: Any) -> None:
-    """Show an exception; where the shell cannot, the notebook learns of it all the same."""
-    with suppress(Exception):  # what draws is the user's, or lacks something that he used up
+    """Show an exception.  Ignore errors of drawing it: the task reports the exception anyway."""
+    with suppress(Exception):  # the user's code may draw it, or the cell has used up memory
         shell.showtraceback(*args, **options)
 
 
 def show_cell_lines() -> None:
-    """Name in warnings the cell's line that led to them; where none did, nothing changes."""
+    """Name in warnings the cell's line that led to them; other warnings stay as they are."""
     usual = warnings.formatwarning
 
     def formatwarning(
