@@ -1,7 +1,8 @@
-"""What the kernel sends: marked with its place among the text, and no larger than a page takes.
+"""The messages that the kernel publishes: marked with their place in the text, and limited in size.
 
-Jupyter's server drops what exceeds some megabytes, and Stop would wait behind it.  So what is too
-large goes into the rank's log folder instead.
+Jupyter's server drops messages of more than some megabytes, and Stop would wait behind them. So
+displays and errors that are too large go to files in the rank's log folder. Records of `logging`
+are published from here too.
 """
 
 from __future__ import annotations
@@ -27,31 +28,31 @@ from nbdist.worker.process import write_mark
 
 DISPLAYS = ("display_data", "execute_result", "update_display_data")
 ORDERED = {*DISPLAYS, *COMMS, "clear_output", "error", MOVED, RECORD, TRACKED, WARNED}
-"""Messages whose place among the text matters."""
+"""Types of messages whose place in the text matters."""
 
-LARGEST = 10_000_000  # characters of one kind of data of a display that are passed on
+LARGEST = 10_000_000  # characters of one mime type of a display that are sent
 
 MOST_IN_A_TASK = 30_000_000
-"""Characters of a task's displays; after so many those above `SMALL` go into files."""
+"""Characters of a task's displays; after so many, data of more than `SMALL` goes to files."""
 
 SMALL = 1_000_000
 
 LONGEST_ERROR = 1 << 17
-"""Characters of an error's message, and of a frame of its traceback, that are passed on."""
+"""Characters of an error's message, and of a frame of its traceback, that are sent."""
 
-MOST_AHEAD = 2 << 20  # bytes after which a rank waits until its agent has taken in all of them
+MOST_AHEAD = 2 << 20  # bytes sent after which a rank waits until its agent has read them all
 
 OF_MESSAGE = 4 << 10
-"""Bytes that each message counts for besides: small ones take the agent time too."""
+"""Bytes that each message counts as in addition to its size: small messages take time too."""
 
-MOST_IN_FILES = 200_000_000  # characters that are kept in files of a rank, from its start on
+MOST_IN_FILES = 200_000_000  # characters that a rank may write to such files while it lives
 _SUFFIXES = {"text/html": "html", "image/svg+xml": "svg", "image/png": "png.base64"}
 
 
 class LargeOutputs:
-    """Replaces what is too large by a line that says where it is; `folder` None keeps nothing.
+    """Replaces large data by a line that names a file with it; without a `folder` it is not kept.
 
-    `host` is the machine's name where the notebook may be on another one.
+    `host` is the machine's name if the notebook may be on another one.
     """
 
     def __init__(self, folder: Path | None, host: str = "") -> None:
@@ -59,10 +60,10 @@ class LargeOutputs:
         self.folder = folder
         self._room, self._files = MOST_IN_FILES, 0
         self.left = MOST_IN_A_TASK
-        """Characters that the task may still show."""
+        """Characters that the task may still display before the limit of each display is lower."""
 
     def fitting(self, kind: str, content: Any) -> Any:
-        """Return the content itself, or one with less in it; cells can publish anything."""
+        """Return a message's content, or a copy with less in it; cells can publish anything."""
         fit = self._fitting_error if kind == "error" else self._fitting_display
         is_limited = isinstance(content, dict) and (kind == "error" or kind in DISPLAYS)
         return fit(content) if is_limited else content
@@ -99,7 +100,7 @@ class LargeOutputs:
         return {**content, "evalue": message, "traceback": [*frames, note]}
 
     def _keep(self, name: str, suffix: str, text: str) -> str:
-        """Write a file, if there is room; `: PATH`, or "" where it is nowhere."""
+        """Write text to a new file; return `: PATH`, or "" without a folder or room for it."""
         self._room -= len(text)
         if self.folder is None or self._room < 0:
             return ""
@@ -113,42 +114,42 @@ class LargeOutputs:
 
 
 def _as_text(said: object) -> str:
-    """Return what is sent of data of a display: it may be JSON, such as plotly's."""
+    """Return data of a display as the text that is sent: data such as plotly's becomes JSON."""
     if isinstance(said, str):
         return said
     try:
         return json.dumps(said)
     except (TypeError, ValueError):
-        return ""  # the session knows what to do with it
+        return ""  # the session sends or refuses it
 
 
 def _cut(text: str) -> str:
-    """Return the text, or its beginning and end."""
+    """Return the text, or its beginning and end if it is longer than `LONGEST_ERROR`."""
     left = len(text) - LONGEST_ERROR
     if left <= 0:
         return text
-    # Ranks whose texts differ in what is left out are not to look the same.
+    # The digest keeps texts different whose difference is in the part left out.
     digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=4).hexdigest()
     half = LONGEST_ERROR // 2
     return f"{text[:half]} … {left:,} characters left out, digest {digest} … {text[-half:]}"
 
 
 class MarkingSession(Session):
-    """Marks in stdout where each ordered message belongs, and numbers the message alike."""
+    """Writes a mark to stdout for each ordered message, and gives the message the mark's number."""
 
     token = ""
     announced: tuple[BaseException | None, Mapping[str, object]] = None, {}
-    """While an exception is shown: itself, and more fields of the `Failure` in its message."""
+    """While an exception is shown: itself, and more fields for the `Failure` in its message."""
     large = LargeOutputs(None)
     catch_up: Callable[[], None] | None = None
-    """Waits until the agent has taken in all that was sent, which nothing else limits."""
+    """Waits until the agent has read all messages: iopub's queue has no limit of its own."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._sent = 0
-        self._ahead = 0  # bytes since that was last waited for
+        self._ahead = 0  # bytes sent since `catch_up` was last called
         self.shown: tuple[BaseException | None, int] = (None, 0)
-        # The mark and its message must not be parted by another thread's.
+        # No other thread may write between a mark and its message.
         self._in_order = threading.RLock()
 
     def send(
@@ -163,7 +164,7 @@ class MarkingSession(Session):
         header: Any = None,
         metadata: Any = None,
     ) -> Any:
-        """Send as any kernel does; called from every thread that publishes."""
+        """Send a message as any kernel does, and mark its place; any thread may call this."""
         if os.getpid() != self.pid:
             return None  # a forked child would wait for a lock that another thread held
         msg = msg_or_type
@@ -182,10 +183,10 @@ class MarkingSession(Session):
             except zmq.ZMQError as error:
                 if error.errno != zmq.ENOTSOCK:
                     raise
-                return None  # the main thread has closed it meanwhile, as the process ends
+                return None  # the main thread has closed the socket, as the process ends
             if is_ordered:
                 self._ahead += OF_MESSAGE + sum(memoryview(each).nbytes for each in buffers or ())
-                # Afterwards: a message that cannot be written as JSON has raised by now.
+                # The mark comes last: a message that cannot be written as JSON has raised by now.
                 self.place()
                 if kind == "error":
                     self.shown = self.announced[0], self._sent
@@ -195,38 +196,38 @@ class MarkingSession(Session):
         return sent
 
     def serialize(self, msg: Any, ident: Any = None) -> list[bytes]:
-        """Count the bytes too."""
+        """Return the frames of a message, as any session does, and count their bytes."""
         frames: list[bytes] = super().serialize(msg, ident)
         self._ahead += sum(map(len, frames))
         return frames
 
     def place(self) -> int:
-        """Mark a place in the text, and return its number."""
+        """Write a mark to stdout for this place in the text, and return its number."""
         with self._in_order:
             self._sent += 1
             write_mark(self.token, self._sent)
             return self._sent
 
     def begin_task(self) -> None:
-        """Forget the error that was shown, and allow as much to be shown again."""
+        """Forget the error that was shown, and reset the limit of displays."""
         self.shown = None, 0
         self.large.left = MOST_IN_A_TASK
 
     def number_of(self, error: BaseException | None) -> int:
-        """Return the number of the message about what ended the task, 0 for none."""
-        (of, number), self.shown = self.shown, (None, 0)  # it must not be kept alive here
+        """Return the number of the message that showed this error, 0 if none did."""
+        (of, number), self.shown = self.shown, (None, 0)  # drop the reference to the error
         return number if of is error else 0
 
 
-# --- records of `logging` on their way to the notebook, while a logger there wants them -------
+# --- records of `logging` for the notebook -------------------------------------------------------
 
-MOST = 10_000  # records of one cell; of more it is only said how many there were
+MOST = 10_000  # records of one cell that are sent; further ones are only counted
 
 
 class Records:
-    """Sends what this process's loggers handle, from every thread.
+    """Sends the records of this process's loggers to the notebook, from every thread.
 
-    But for `own_logger`, to which the kernel writes each of its messages.
+    Records of `own_logger` are not sent: the kernel logs each of its messages by it.
     """
 
     def __init__(self, send: Callable[[dict[str, Any]], None], own_logger: str) -> None:
@@ -241,7 +242,7 @@ class Records:
         return f"<Records from level {self._level}, {self._sent} sent, {self._dropped} dropped>"
 
     def watch(self) -> None:
-        """Wrap the method that all loggers call, once."""
+        """Wrap the method through which all loggers handle records; called once."""
         handle = logging.Logger.callHandlers
 
         def relay_and_handle(logger: logging.Logger, record: logging.LogRecord) -> None:
@@ -251,19 +252,22 @@ class Records:
         logging.Logger.callHandlers = relay_and_handle  # type: ignore[assignment, method-assign]
 
     def begin_task(self, level: int | None) -> None:
-        """Send records from this level on; none for None."""
+        """Send records of this level and above from now on; with None send none."""
         self.end_task()
         self._level, self._sent = level, 0
 
     def end_task(self) -> None:
-        """Send how many records were left out."""
+        """Send a record that says how many were left out, if any."""
         dropped, self._dropped = self._dropped, 0
         if dropped:
             said = f"{dropped:,} records more were not sent: {MOST:,} a cell and rank are"
             self._pass_on(logging.makeLogRecord({"name": "nbdist", "msg": said, "levelno": 30}))
 
     def take(self, record: logging.LogRecord) -> None:
-        """Send a record, if the notebook wants it; a forked child sends nothing."""
+        """Send a record if its level is high enough and the limit allows it.
+
+        A forked child sends nothing.
+        """
         level = self._level
         if level is None or record.levelno < level or record.name == self._own_logger:
             return
@@ -280,7 +284,7 @@ class Records:
 
 
 def plain(record: logging.LogRecord, host: str) -> Record:
-    """Return the record with its text made here: what it is made of need not be sendable."""
+    """Return the record with its text formatted here: its arguments may not be sendable."""
     try:
         message = record.getMessage()
     except Exception as error:  # noqa: BLE001 (arguments that do not fit, or have a bad __str__)

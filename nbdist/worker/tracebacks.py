@@ -1,9 +1,9 @@
-"""What a worker says of exceptions: what ended a task, and what to do about it.
+"""What a worker reports about exceptions: the failure that ended a task, tracebacks, and remedies.
 
-That is taken from what was raised, however it was drawn, if it was at all: users replace what draws
-tracebacks (`rich.traceback.install()`, `set_custom_exc`), which can also fail.  IPython colours the
-source of every frame, 50 to 100 ms a rank: too long for Stop and lost connections, which all ranks
-have at once, and the notebook shows in one line.
+The failure is made from the exception itself, not from the traceback that was drawn: users replace
+the code that draws tracebacks (`rich.traceback.install()`, `set_custom_exc`), which can also fail.
+IPython colours the source of every frame, 50 to 100 ms a rank. That is too long for Stop and lost
+connections, which all ranks have at once and the notebook shows in one line.
 """
 
 from __future__ import annotations
@@ -38,17 +38,20 @@ from nbdist.worker.namespace import Problem
 from nbdist.worker.ops.memory import account
 
 MOST_CHARACTERS = 1 << 16
-"""Of a message; all of it is in the error message that the kernel sends, where it sends one."""
+"""Characters of a failure's message; the kernel's error message, if one is sent, has all of it."""
 
 PACKAGE = os.path.dirname(os.path.dirname(__file__))
 OURS = tuple(os.path.join(PACKAGE, room) + os.sep for room in ("worker", "tools"))
 IN_IPYTHON = f"{os.sep}IPython{os.sep}"
 DEBUGGERS = (bdb.__file__, pdb.__file__)
-"""Files whose calls a debugger has put between those of the user."""
+"""Files of the calls that a debugger adds to those of the user."""
 
 
 def failure_of(error: BaseException, said: Sequence[str] = ()) -> Failure:
-    """Return the failure with its account `said`, and a traceback of the names of files alone."""
+    """Return the failure for an exception, with a traceback of plain lines.
+
+    `said` are remedies and lines on memory for a failure whose traceback was not shown.
+    """
     if isinstance(error, Problem):
         return failure_in_words(error.kind, str(error))
     if isinstance(error, bdb.BdbQuit):
@@ -67,7 +70,7 @@ def failure_of(error: BaseException, said: Sequence[str] = ()) -> Failure:
 
 
 def message_of(error: BaseException) -> str:
-    """Return as much of its message as people read."""
+    """Return the exception's message, cut to `MOST_CHARACTERS`."""
     try:
         text = str(error)
     except Exception as problem:  # noqa: BLE001 (the class is the user's)
@@ -77,23 +80,23 @@ def message_of(error: BaseException) -> str:
 
 
 def sendable(text: str) -> str:
-    """Return the text without half characters, for which no kernel's message has a place."""
+    """Return the text without lone surrogates, which no message of a kernel can hold."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def classes_of(kind: type[BaseException]) -> tuple[str, ...]:
-    """Name the class and its bases, by which others may catch it."""
+    """Name the exception's class and its bases, as `module:qualified.name`."""
     return tuple(f"{base.__module__}:{base.__qualname__}" for base in kind.__mro__)
 
 
 def short_traceback(tb: TracebackType | None) -> list[str]:
-    """Return a line for each call, with its code where that is a cell's."""
+    """Return a line for each call, with its code if it is a cell's, without nbdist's own calls."""
     cells = cell_numbers()
     lines = []
     for frame, number in traceback.walk_tb(tb):
         file, function = frame.f_code.co_filename, frame.f_code.co_name
         if file in cells:
-            # Where IPython keeps it: functions of linecache's may be replaced.
+            # Read IPython's entry directly: user code may have replaced linecache's functions.
             match linecache.cache.get(file):
                 case (_, _, list(known), _) if 0 < number <= len(known):
                     code = str(known[number - 1]).strip()
@@ -112,14 +115,14 @@ def short_traceback(tb: TracebackType | None) -> list[str]:
 # --- recursion: calls that repeat the ones before ---------------------------------------------
 
 LONGEST_CYCLE, FEWEST_REPEATS = 8, 4
-"""Of how many calls a cycle is looked for, and how often it is repeated before that is folded."""
+"""Calls of the longest cycle that is looked for, and how often one must repeat to be folded."""
 
 FOLDED = re.compile(r"<(… [\d,]+ calls of the same (?:line|\d lines))>")
-"""The file name of a call that stands for others."""
+"""The file name of a call that stands for folded calls."""
 
 
 def recursions(calls: Sequence[Hashable]) -> Iterator[tuple[int, int, str]]:
-    """Yield where calls begin and end that only repeat those before, and a line that says so."""
+    """Yield start and end of each run of calls that only repeat those before, and a line for it."""
     at = 0
     while at < len(calls):
         for period in range(1, LONGEST_CYCLE + 1):
@@ -136,7 +139,7 @@ def recursions(calls: Sequence[Hashable]) -> Iterator[tuple[int, int, str]]:
 
 
 def without_recursion(tb: TracebackType | None) -> TracebackType | None:
-    """Put one call in the place of those that repeat others, which `said_in_a_line` words.
+    """Replace repeated calls of a traceback by one call each, for `said_in_a_line`.
 
     IPython takes seconds for a thousand calls, and shows them all.
     """
@@ -149,13 +152,13 @@ def without_recursion(tb: TracebackType | None) -> TracebackType | None:
 
 
 def said_in_a_line(part: str) -> str:
-    """Return a formatted call, or the line that says how many calls it stands for."""
+    """Return a formatted call, or the line for folded calls if the call stands for some."""
     found = FOLDED.search(part)
     return f"{found[1]}\n" if found else part
 
 
 def _call_in(file: str) -> TracebackType:
-    """Return the traceback of one call, in a file that does not exist."""
+    """Return a traceback of a single call, in a file that does not exist."""
     names: dict[str, Any] = {}
     exec(compile("import sys; frame = sys._getframe()", file, "exec"), names)
     return TracebackType(None, names.pop("frame"), 0, 1)
@@ -177,11 +180,11 @@ def _chained(calls: Sequence[TracebackType]) -> TracebackType | None:
 
 
 IN_FILE = re.compile(r'File "([^"\n]+)", line (\d+), in (\S+)')
-"""A call as Python writes it, which names a cell by a file that each process calls otherwise."""
+"""A call as Python prints it.  A cell's file has another name in each process."""
 
 
 def group_traceback(kind: Any, error: Any, tb: TracebackType | None) -> list[str]:
-    """Return the traceback of an exception group as Python writes it, but with the cells' lines."""
+    """Return an exception group's traceback as Python prints it, but with cells as `Cell In[5]`."""
     cells = cell_numbers()
 
     def place(found: re.Match[str]) -> str:
@@ -196,20 +199,20 @@ def group_traceback(kind: Any, error: Any, tb: TracebackType | None) -> list[str
 
 
 def without_ours(tb: TracebackType | None) -> TracebackType | None:
-    """Leave out nbdist's own calls, which stand for torch's: `init_process_group`, `Work.wait`."""
+    """Return a traceback without the calls of nbdist, such as its own `init_process_group`."""
     calls = _calls_of(tb)
     return _chained([c for c in calls if not c.tb_frame.f_code.co_filename.startswith(OURS)])
 
 
 def own_part(tb: TracebackType | None) -> TracebackType | None:
-    """Cut off what comes before the cell's own line."""
+    """Return the traceback from the cell's line on, without IPython's calls before it."""
     while tb is not None and IN_IPYTHON in tb.tb_frame.f_code.co_filename:
         tb = tb.tb_next
     return tb
 
 
 def in_few_words(kind: Any, error: Any) -> tuple[Any, Any]:
-    """Return an exception and its class, or shorter ones where IPython would colour megabytes."""
+    """Return an exception and its class, or stand-ins if its message is too long to draw."""
     said = message_of(error)
     if len(said) <= MOST_CHARACTERS:
         return kind, error
@@ -219,7 +222,7 @@ def in_few_words(kind: Any, error: Any) -> tuple[Any, Any]:
     return type(shown), shown
 
 
-# --- what there is to do about an error, or where a worker cannot start with its GPU ----------
+# --- remedies --------------------------------------------------------------------------------
 
 NO_GPU = re.compile(
     r"not compiled with (CUDA|cuda) enabled|No CUDA GPUs are available|Found no NVIDIA driver"
@@ -227,10 +230,10 @@ NO_GPU = re.compile(
 )
 
 DDP_ON_CPU = re.compile(r"device_ids and output_device arguments only work with .*'cpu'", re.DOTALL)
-"""What torch says to `DDP(net, device_ids=[local_rank])` of a model that is on the CPU."""
+"""What torch says to `DDP(net, device_ids=[local_rank])` if the model is on the CPU."""
 
 LAUNCHERS = {"notebook_launcher", "debug_launcher"}
-"""Functions of accelerate that start processes of their own."""
+"""Functions of accelerate that start further processes."""
 
 OTHERS = "`--gpus` chooses others"
 ON_CPU = "`--env CUDA_VISIBLE_DEVICES=` uses the CPU"
@@ -274,21 +277,21 @@ OF_GPUS = {
         f"another rank has it too: {OTHERS}, `--share-gpus` allows it"
     ),
 }
-"""What to do where a GPU cannot be used, by what torch, CUDA or NCCL say then."""
+"""Remedies for a GPU that cannot be used, by a pattern of the message of torch, CUDA or NCCL."""
 
 NO_ROOM = re.compile(r"(CUDA|Cuda|HIP)\b.*out of memory", re.DOTALL)
 FULL = (
     "its memory is full before anything has run: `nvidia-smi` lists the processes that use it; "
     f"end them, or {OTHERS}"
 )
-"""What to do where a worker finds no room at its start, and what torch and NCCL say then."""
+"""Remedy for a GPU that has no room when a worker starts; `NO_ROOM` is the message then."""
 
 
 HAS_NO_GPU = (AssertionError, RuntimeError, AttributeError)
 
 
 def remedies(shell: Any, rank: int, error: BaseException) -> list[str]:
-    """Return lines that say what to do about an error; none for most."""
+    """Return lines with advice on an error; an empty list for most errors."""
     lines, names = account(shell, rank, error), shell.user_ns
     if type(error) is NameError and error.name:
         near = did_you_mean(error.name, [*names, *vars(builtins)]).strip()
@@ -310,12 +313,13 @@ def remedies(shell: Any, rank: int, error: BaseException) -> list[str]:
 
 
 def why_not_started(gpu: str, error: Exception) -> str:
-    """Return a line on what keeps a worker from starting with this GPU; "" if it is not the GPU."""
+    """Return a line on why a worker cannot start with this GPU; "" if the GPU is not the reason."""
     why = FULL if NO_ROOM.search(str(error)) else _of_gpu(error)
     return f"GPU {gpu} of {socket.gethostname()}: {why}" if why else ""
 
 
 def _of_gpu(error: BaseException) -> str:
+    """Return the remedy for an error of a GPU; "" for any other error."""
     said = str(error) if isinstance(error, AssertionError | RuntimeError) else ""
     found = next((why for sign, why in OF_GPUS.items() if re.search(sign, said)), "")
     return found.format(torch=torch.__version__, cuda=torch.version.cuda)
@@ -323,9 +327,9 @@ def _of_gpu(error: BaseException) -> str:
 
 # --- GPU errors that last ---------------------------------------------------------------------
 
-ASK_TIMEOUT = 3.0  # seconds for the GPU's driver to answer, which takes microseconds
+ASK_TIMEOUT = 3.0  # seconds for the GPU's driver to answer; usually it takes microseconds
 
-# By the words of cudaGetErrorString (CUDA 13), which are HIP's too.
+# Messages of cudaGetErrorString (CUDA 13), which are HIP's too.
 LASTING = re.compile(
     r"(?:Triton Error \[)?(?:CUDA|HIP)\b[^:\n]*: ("
     r"an illegal memory access was encountered"  # 700
@@ -345,21 +349,22 @@ LASTING = re.compile(
     re.I,
 )
 
-# What torch raises for them, the second from 2.8 on.
+# Classes that torch raises for these errors, the second from torch 2.8 on.
 KINDS = {RuntimeError, getattr(torch, "AcceleratorError", RuntimeError)}
 
 
 def lasting_error(error: BaseException) -> str:
-    """Return the words of it, or of what led to it, where that is an error that lasts; else ""."""
+    """Return CUDA's message if this error or its cause is a GPU error that lasts; else ""."""
     args = (arg for each in led_to(error) if type(each) in KINDS for arg in each.args)
     matches = (LASTING.match(arg) for arg in args if isinstance(arg, str))
     return next((found[1] for found in matches if found), "")
 
 
 def unfit_after(rank: int, error: BaseException) -> str:
-    """Return why this process is of no more use, by its error or by its GPU; "" where it is of use.
+    """Return why this process cannot be used any more after the error; "" if it can.
 
-    A GPU can fail later than the code that uses it, when the cell has failed for another reason.
+    The GPU is asked too: it can fail later than the code that uses it, and the cell for another
+    reason.
     """
     found = lasting_error(error)
     if not found:
@@ -371,19 +376,20 @@ def unfit_after(rank: int, error: BaseException) -> str:
     return f"A GPU error ({found}) made the process of rank {rank} unusable" if found else ""
 
 
-# --- what led to an exception, and its arguments and attributes, for the notebook -------------
+# --- the exception itself, for the notebook ---------------------------------------------------
 
 MOST_BYTES = 1 << 14
-"""Of one argument or attribute; what is larger is no message but data, and stays here."""
+"""Bytes of an argument or attribute that is sent: a larger one is data and not a message."""
 
 NOT_SENT = {"__dict__", "__weakref__", "__notes__", "obj"}
-"""Attributes that are not its own, or, with AttributeError, the whole object that lacks one."""
+"""Attributes that every exception has, and the `obj` of AttributeError, which may be large."""
 
 
 def contents_of(error: BaseException, namespace: dict[str, Any]) -> Payload:
-    """Pack those arguments and attributes of an exception that can be sent, and of others the text.
+    """Pack the arguments and attributes of an exception, for the notebook.
 
-    One of a class that is not written in Python comes whole too.
+    An argument that cannot be sent becomes text; such an attribute is left out. An exception whose
+    class is not written in Python is packed whole too.
     """
     args = [_packed(arg, namespace) or _packed(_text(arg), namespace) for arg in error.args]
     state = {name: _packed(value, namespace) for name, value in _attributes(error)}
@@ -397,7 +403,7 @@ def contents_of(error: BaseException, namespace: dict[str, Any]) -> Payload:
 
 
 def led_to(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an exception, and those that led to it."""
+    """Yield an exception, then its cause or context, then theirs."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         yield error
@@ -423,11 +429,14 @@ def _text(value: object) -> str:
 
 
 def _attributes(error: BaseException) -> Iterator[tuple[str, object]]:
-    """Yield its own, and those that its builtin class or slots keep; no user's code is called."""
+    """Yield the attributes of an exception, also those in slots or of a builtin class.
+
+    No code of the user is called.
+    """
     own = {**object.__getattribute__(error, "__dict__")}
     for base in type(error).__mro__:
         for name, kept in vars(base).items() if base not in (BaseException, object) else ():
             if isinstance(kept, MemberDescriptorType | GetSetDescriptorType):
-                with suppress(AttributeError):  # it has none
+                with suppress(AttributeError):  # this one is not set
                     own.setdefault(name, kept.__get__(error))
     yield from ((name, each) for name, each in own.items() if name not in NOT_SENT)

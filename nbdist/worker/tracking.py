@@ -1,7 +1,7 @@
-"""`track`: a rank's numbers by step, sent to the notebook at most twice a second; and `watch`.
+"""`nbdist.track` and `nbdist.watch`: numbers of a rank by step, sent at most twice a second.
 
-Imported by workers, and by `nbdist.track` everywhere else, where it does nothing.  What comes
-faster than it is sent is aggregated: every message is small, whatever a loop tracks.
+In a worker the kernel connects it to iopub; in all other processes both functions do nothing.
+Numbers that come faster than they are sent are aggregated, so every message is small.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from typing import Any
 
 from nbdist.output.events import MAX_STEP, MIN_STEP_WIDTH
 
-EVERY = 0.5  # seconds between two messages
-MOST_WAITING = 4_096  # calls that are kept one by one
-MOST_SENT, FEWEST_SENT = 256, 4  # points of a message for all names, and of one name
+EVERY = 0.5  # seconds from one message to the next
+MOST_WAITING = 4_096  # calls that are kept before they are aggregated
+MOST_SENT, FEWEST_SENT = 256, 4  # most points of a message, and fewest of one name in it
 MOST_NAMES, LONGEST_NAME = 64, 100
 
 Call = tuple[float | None, dict[str, Any]]
 
 Point = tuple[float, float, float, float, float, float]
-"""Its step, the finite numbers in it, the lowest, the highest, their mean, and others."""
+"""A step; the count, lowest, highest and mean of its finite numbers; the count of its others."""
 
 _waiting: list[Call] = []
 _counts: dict[str, int] = {}
-"""How often the task has tracked each name, without a step."""
+"""How often the task has tracked each name without a step."""
 
 _points: dict[str, list[Point]] = {}
-"""By name, what is sent next: of steps that follow one another."""
+"""By name, the points that are sent next."""
 
 _counted: set[str] = set()
 _lasts: dict[str, float] = {}
-"""The last step that was sent of each name."""
+"""By name, the last step that was sent."""
 
-_refused: list[str] = []  # the first name too many
+_refused: list[str] = []  # the first name beyond MOST_NAMES
 
 _lock = threading.RLock()
 _send: Callable[[dict[str, Any]], None] | None = None
@@ -75,20 +75,20 @@ def track(*, step: float | None = None, **numbers: Any) -> None:
 
 
 watching: list[Callable[[], None]] = []
-"""What wants to know of each step, while a cell with `--watch` runs in this process."""
+"""Functions that are called at each step while a cell with `--watch` runs in this process."""
 
 
 def watch() -> None:
     """Count a step of a loop without an optimizer, for `%%distributed --watch model`.
 
-    Does nothing where no cell with `--watch` runs, as in a script under torchrun.
+    Does nothing if no cell with `--watch` runs, as in a script under torchrun.
     """
     for each in watching:
         each()
 
 
 def connect(send: Callable[[dict[str, Any]], None] | None) -> None:
-    """Send by this from now on; with None nothing is tracked."""
+    """Send messages by this function from now on; with None nothing is tracked."""
     global _send
     _send = send
     _waiting.clear()
@@ -96,7 +96,7 @@ def connect(send: Callable[[dict[str, Any]], None] | None) -> None:
 
 
 def begin_task() -> None:
-    """Count from 0 again."""
+    """Send what is left of the last task, then count steps from 0 again."""
     flush()
     for each in (_counts, _counted, _lasts):
         each.clear()
@@ -104,7 +104,7 @@ def begin_task() -> None:
 
 
 def flush() -> None:
-    """Send what there is; called at the end of a task too, from the thread that has run it."""
+    """Send all numbers that were not sent; also called at the end of a task, on its thread."""
     global _due
     if not (_waiting or _points) or _send is None:
         return
@@ -119,17 +119,17 @@ def flush() -> None:
             return
         try:
             _send({"curves": curves, "counted": counted})
-        except (OSError, TypeError, ValueError) as error:  # the end of a task must be reported
+        except (OSError, TypeError, ValueError) as error:  # the task must still be reported
             names = ", ".join(f"`{name}`" for name in curves)
             _warn(f"the numbers of {names} were not sent: {error!r:.200}")
 
 
-# A child of a worker is no rank: its data loaders would send under its parent's name.
+# A child of a worker is no rank: a data loader would send numbers under its parent's name.
 os.register_at_fork(after_in_child=lambda: connect(None))
 
 
 def _number(name: str, value: Any) -> Any:
-    """Return it as a float, or a copy on its GPU; TypeError for what is no number."""
+    """Return a number as a float, or as a copy on its GPU; TypeError if it is no number."""
     if hasattr(value, "full_tensor"):  # each rank would wait for the others, at its own time
         raise TypeError(f"track({name}=...): a DTensor; track its `.full_tensor()`")
     device = value.device if hasattr(value, "detach") and hasattr(value, "device") else None
@@ -153,7 +153,7 @@ def _number(name: str, value: Any) -> Any:
 
 
 def _step(value: Any) -> float:
-    """Return it as a number; TypeError for what is none, ValueError beyond `MAX_STEP`."""
+    """Return a step as a float; TypeError if it is no number, ValueError beyond `MAX_STEP`."""
     number = _number("step", value)
     if abs(found := float(number)) <= MAX_STEP:  # NaN is not
         return found
@@ -173,7 +173,7 @@ def _check_name(name: str) -> None:
 
 
 def _aggregate() -> None:
-    """Make points of the calls that wait, as many as a message may have."""
+    """Make points of the calls that wait, and merge them to what a message may have."""
     calls = _waiting[:]
     del _waiting[: len(calls)]
     for step, numbers in calls:
@@ -198,7 +198,7 @@ def _point(step: float, value: Any) -> Point:
         number = float(value)
     except OverflowError:
         number = math.inf
-    except RuntimeError:  # its GPU has failed, which the cell says
+    except RuntimeError:  # its GPU has failed, which the cell will report
         number = math.nan
     if math.isfinite(number):
         return step, 1, number, number, number, 0
@@ -206,7 +206,7 @@ def _point(step: float, value: Any) -> Point:
 
 
 def _refuse(name: str) -> None:
-    """Say once that there are too many names."""
+    """Warn, once a task, that there are more names than `MOST_NAMES`."""
     if not _refused:
         _refused.append(name)
         _warn(
@@ -222,11 +222,12 @@ def _warn(text: str) -> None:
 
 
 def _merged(points: list[Point], most: int, last: float | None) -> Iterator[Point]:
-    """Yield at most `most`, each of as many steps; twice as many where steps go back and forth.
+    """Merge points, in order, to at most `most`, or twice as many if steps go back and forth.
 
-    They begin at multiples of that, so at the same steps on all ranks.  What begins below the
-    `last` step that was sent belongs to that point.  In addition a point begins with the first
-    number that is NaN or infinite: the notebook names its step.
+    All have the same width and begin at multiples of it, so at the same steps on all ranks. A point
+    that would begin below the `last` step that was sent begins there. In addition a point begins at
+    the first number that is NaN or infinite: the notebook names its step. If steps go back and
+    forth more often, all points have the first step.
     """
     first, span = points[0][0], abs(points[-1][0] - points[0][0])
     least = max(MIN_STEP_WIDTH, span / (most - 1))
