@@ -1,6 +1,7 @@
 """The rank's counterparts of the notebook's objects: received, changed in place, and compared.
 
-In each worker, on its main thread; `Namespace` calls it for what comes with a task.
+In each worker, on its main thread. `Namespace` calls it for values that come with a task, and ops
+call it to find out what the rank has changed.
 """
 
 from __future__ import annotations
@@ -34,13 +35,14 @@ MAX_SEARCH_SECONDS = 0.1
 """Seconds for which variables are searched for parts of an object that was replaced."""
 
 PAGES_FROM_BYTES = 4 << 20
-"""Bytes of memory from which on its pages are looked at before its contents are read."""
+"""Size of memory from which on `are_written` is asked before the contents are read."""
 
 
 class Keyed(NamedTuple):
-    """An object with its key, on its way to another rank or to a file, and how it was received.
+    """An object with its key and the state in which it was received, for another rank or a file.
 
-    A tensor that fills its memory brings the key and digest of that memory too.
+    `tool` is the way in which its state is read. A tensor that fills its memory brings the key and
+    digest of that memory too.
     """
 
     key: int
@@ -52,7 +54,10 @@ class Keyed(NamedTuple):
 
 
 class Counterparts:
-    """The objects that the notebook has sent to this rank; they end as without this table."""
+    """The objects that the notebook has sent to this rank, by key, with their states as received.
+
+    The table keeps no object alive, but for those that the notebook may send again (`_kept`).
+    """
 
     def __init__(self, names: dict[str, Any]) -> None:
         self.links = Links()
@@ -61,17 +66,22 @@ class Counterparts:
         self._digests: dict[int, str] = {}
         self._given: dict[str, Identity] = {}
         self._orphans: set[int] = set()  # keys of objects that have ended in the notebook
-        # What the notebook has taken out of variables and objects here, and still has itself.
+        # Objects that the notebook has removed from variables and objects here, and still has
+        # itself.
         self._kept: dict[int, Any] = {}
         self._pinned: list[Any] | None = None
-        self._versions: dict[int, int] = {}  # by key, a tensor's version when it was received
-        self._altered: set[int] = set()  # keys of memory and containers that this rank has changed
+        self._versions: dict[int, int] = {}  # by key, a tensor's version when received
+        self._altered: set[int] = set()  # keys of memory and containers changed in place here
         self._lost: list[int] = []  # keys of altered objects that have ended
 
-    # --- what comes -----------------------------------------------------------------------
+    # --- receiving ----------------------------------------------------------------------------
 
     def read(self, frames: Sequence[Buffer]) -> Arrived:
-        """Make the values that have come, and change nothing; raises NotThere, CannotRebuild."""
+        """Rebuild the values of a message without changing anything here.
+
+        Raises NotThere if the message refers to an object that has ended here, CannotRebuild if a
+        value cannot be made.
+        """
         arrived = read(frames, self._find, self._names)
         for key, tool, _ in arrived.updates:
             if tool != "block" and self._find(key) is None:
@@ -79,7 +89,7 @@ class Counterparts:
         return arrived
 
     def accept(self, arrived: Arrived) -> None:
-        """Keep the objects that have come under their keys, and change those that were here."""
+        """Register the objects of a message by key, and apply its changes to older objects."""
         for key, digest, root in arrived.blocks:
             address = root.__array_interface__["data"][0]
             block = Block(key, address, address + root.nbytes, weakref.ref(root))
@@ -96,7 +106,7 @@ class Counterparts:
         self._record_versions(tensors)
 
     def give(self, values: Mapping[str, Any]) -> None:
-        """Bind variables as the notebook has bound them."""
+        """Bind variables to the notebook's values, and remember that it has bound them."""
         for name, value in values.items():
             if (old := self._names.get(name)) is not value:
                 self._keep(self._keys_of(old))
@@ -119,10 +129,10 @@ class Counterparts:
             self._keep(gone)
             self._states[key] = _received(after, before.get(key), self._states.get(key))
 
-        del parts  # until here they cannot have ended
+        del parts  # held until here, so that no part ends during the update
 
     def _keep(self, keys: Iterable[int]) -> None:
-        """Hold objects that the notebook has no longer here, for as long as it has them itself.
+        """Hold objects that the notebook has removed here, as long as it has them itself.
 
         The ranks may have changed them, and the notebook may send them again under another name.
         """
@@ -131,9 +141,9 @@ class Counterparts:
                 self._kept[key] = value
 
     def _write(self, key: int, contents: Any) -> None:
-        """Write new contents into the memory of a block, wherever its tensors have it now."""
+        """Write new contents into the memory of a block, where its tensors have it now."""
         root = self._find(key)
-        if root is None:  # its tensors have other memory now, which an update of them copies to
+        if root is None:  # its tensors have other memory, to which an update copies
             return
         new = np.frombuffer(contents, np.uint8)
         if isinstance(root, torch.UntypedStorage):
@@ -156,12 +166,13 @@ class Counterparts:
         block = self.links.blocks.get(key)
         return None if block is None else block.users_storage()
 
-    # --- what goes ------------------------------------------------------------------------
+    # --- releasing ----------------------------------------------------------------------------
 
     def forget(self, keys: Iterable[int]) -> None:
         """Hold objects no longer that have ended in the notebook.
 
-        As long as they are here they keep their keys: what refers to them has not changed by that.
+        While they live here they keep their keys: the state of an object that refers to them stays
+        as is.
         """
         gone = {*keys}
         self._orphans |= gone
@@ -170,7 +181,10 @@ class Counterparts:
         self.links.has_dead = True
 
     def delete(self, names: Iterable[str]) -> list[str]:
-        """Delete variables that the notebook has deleted, unless this rank has changed them."""
+        """Delete variables that the notebook has deleted, unless this rank has changed them.
+
+        Return the names that were deleted.
+        """
         gone = []
         for name in names:
             if name in self._names and not self.is_changed(name):
@@ -181,9 +195,12 @@ class Counterparts:
         return gone
 
     def take_dead(self) -> tuple[int, ...]:
-        """Return the keys of objects that have ended here since this was last asked."""
+        """Return the keys of objects that have ended here since the last call.
+
+        Those that had ended in the notebook before are left out.
+        """
         self._record_altered_memory()
-        # Nothing tells that a list or a dict is not referred to any more.
+        # Lists and dicts have no weak references: look which of them nothing else refers to.
         self.links.drop_unused(self._record_altered_containers)
         dead = self.links.take_dead()
         for key in dead:
@@ -218,22 +235,22 @@ class Counterparts:
                 self._altered.update(state.children)
 
     def _record_altered_containers(self, entries: Iterable[Any]) -> None:
-        """Record which of these containers, soon dropped, this rank has changed."""
+        """Record which of these containers, about to be dropped, this rank has changed."""
         for key, state in self._read(entries).items():
             if key in self._states and self._states[key] != state:
                 self._altered.add(key)
 
     def begin_idle(self) -> None:
-        """Keep garbage that refers to itself until the next task has received its values.
+        """Keep garbage in reference cycles until the next task has received its values.
 
-        The notebook learns at the end of a task which objects have ended, and refers to all others
-        in the next task.
+        At the end of a task the notebook learns which objects have ended, and in the next task it
+        refers to all others: so no object may end in between.
         """
         if self._pin not in gc.callbacks:
             gc.callbacks.append(self._pin)
 
     def end_idle(self) -> None:
-        """Let garbage that refers to itself be collected again."""
+        """Allow garbage in reference cycles to be collected again."""
         if self._pin in gc.callbacks:
             gc.callbacks.remove(self._pin)
         self._pinned = None
@@ -242,10 +259,10 @@ class Counterparts:
         if phase == "start" and self._pinned is None:
             self._pinned = [entry() for entry in self.links.entries()]
 
-    # --- what was changed -----------------------------------------------------------------
+    # --- comparing ----------------------------------------------------------------------------
 
     def inspect(self, objects: Mapping[int, Parts], names: Iterable[str]) -> Inspected:
-        """Say what of these objects this rank has changed, and what it has under these names."""
+        """Return which parts of objects this rank has changed, and what variables hold here."""
         changed, gone = self._changed(objects)
         found = {}
         for name in names:
@@ -256,7 +273,7 @@ class Counterparts:
         return Inspected(changed, found, tuple(gone))
 
     def is_changed(self, name: str) -> bool:
-        """Return True if a variable is not what the notebook has bound it to and sent."""
+        """Return True if a variable is bound to another object than was sent, or a changed one."""
         value, given = self._names.get(name), self._given.get(name)
         if given is None or not given.is_still(value):
             return True
@@ -264,7 +281,7 @@ class Counterparts:
         return bool(self._changed(dict.fromkeys(keys))[0])
 
     def _keys_of(self, value: Any) -> list[int]:
-        """Return the key of an object, or the keys of the objects in a value that has no key."""
+        """Return the key of an object; if it has none, the keys of the objects in it."""
         if is_atomic(value):
             return []
         key = self.links.key_of(value)
@@ -294,7 +311,7 @@ class Counterparts:
         return changed, gone
 
     def _is_written(self, key: int) -> bool:
-        """Return True if the contents of a block are not what was received."""
+        """Return True if the contents of a block differ from what was received, or it has ended."""
         root = self._find(key)
         if root is None:
             return True
@@ -331,10 +348,13 @@ class Counterparts:
             if not SYSTEM_NAMES.fullmatch(other) and _leads_to(held, wanted, self._names, until)
         ]
 
-    # --- from rank to rank ----------------------------------------------------------------
+    # --- between ranks, and from files -------------------------------------------------------
 
     def keyed(self, values: Iterable[Any], *, adds: bool = False) -> list[Keyed]:
-        """List those of these objects that have a key; with `adds` others get one if they can."""
+        """Return a `Keyed` for each of these objects that has a key.
+
+        With `adds`, tensors, modules and optimizers without a key get one.
+        """
         found = []
         for value in values:
             entry = self.links.by_id.get(id(value))
@@ -356,9 +376,9 @@ class Counterparts:
         return self.links.blocks.filled(storage.data_ptr(), storage.nbytes(), "cpu")
 
     def register(self, keyed: Iterable[Keyed], instead: Mapping[int, Any]) -> tuple[int, ...]:
-        """Keep objects that came from a rank or a file under their keys; return the keys.
+        """Register objects that came from a rank or a file under their keys; return the keys.
 
-        `instead` has by id what took the place of an object.
+        `instead` has, by id, the object that took the place of another one.
         """
         keys = []
         for each in keyed:
@@ -373,7 +393,7 @@ class Counterparts:
         return tuple(keys)
 
     def move_keys(self, instead: Mapping[int, Any]) -> None:
-        """Give the keys of objects to the objects that took their place, by id of the former."""
+        """Give the keys of objects to the objects that took their place, which are given by id."""
         moved = []
         for number, value in instead.items():
             entry = self.links.by_id.get(number)
@@ -388,7 +408,7 @@ class Counterparts:
         self._states |= self._read(moved)
 
     def _block_of(self, value: Any) -> Block | None:
-        """Return the block that a tensor or array fills."""
+        """Return the block that a tensor or array fills; None if there is none."""
         if isinstance(value, torch.Tensor):
             return self._whole_block(value)
         if not isinstance(value, np.ndarray) or not value.size or not value.flags.forc:
@@ -397,7 +417,7 @@ class Counterparts:
         return self.links.blocks.filled(start, value.nbytes, "cpu")
 
     def _link_memory(self, key: int, value: Any, digest: str) -> None:
-        """Keep the memory of a tensor or array under the key of a block."""
+        """Register the memory of a tensor or array under the key of a block."""
         if isinstance(value, torch.Tensor):
             storage = value.untyped_storage()
             start, size = storage.data_ptr(), storage.nbytes()
@@ -415,9 +435,10 @@ class Counterparts:
     def replace(
         self, values: Mapping[str, Any], keyed: Iterable[Keyed] = ()
     ) -> tuple[dict[int, Any], dict[str, Replaced]]:
-        """Make variables equal to these values: in place if what is there has the same structure.
+        """Make variables equal to these values: in place if the old value has the same structure.
 
-        Return by id of each new object what has taken its place, and by name what was replaced.
+        Return, by id of each new object, the old one that took its place; and by name the old
+        values that could not be changed in place.
         """
         there = {
             name: (self._names[name], value)
@@ -449,7 +470,7 @@ def _is_named(value: Any) -> bool:
 
 
 def _bytes_of(owner: weakref.ref[Any], show: Callable[[Any], Any]) -> Any:
-    """Return the bytes of a storage or of an array, None once that object has ended."""
+    """Return the bytes of a storage or an array; None once that object has ended."""
     found = owner()
     return None if found is None else show(found)
 
@@ -459,14 +480,18 @@ def _bytes_of_array(array: Any) -> Any:
 
 
 def _received(after: State, before: State | None, was: State | None) -> State:
-    """Return how an object was received, once an update has changed parts of it."""
+    """Return the state as received of an object, after an update has changed parts of it.
+
+    Only those parts are taken from the state `after` the update: parts that the rank has changed
+    itself still differ from what `was` received.
+    """
     if before is None or was is None or after.parts is None or was.parts is None:
         return after
     return was.with_parts(after, after.changed_since(before) or ())
 
 
 def _leads_to(top: Any, wanted: Collection[int], names: dict[str, Any], until: float) -> bool:
-    """Return True if an object leads to another; what classes and modules hold does not count."""
+    """Return True if an object leads to a `wanted` one; not through classes and modules."""
     seen, waiting = {id(names)}, [top]
     while waiting and time.monotonic() < until:
         value = waiting.pop()
@@ -487,10 +512,10 @@ _PRESENT, _SWAPPED, _OF_A_FILE = (np.uint64(1 << bit) for bit in (63, 62, 61))
 
 
 def are_written(address: int, size: int) -> bool:
-    """Return True if any page of this memory may have been written to by this process.
+    """Return True if this process may have written to a page of this memory since it was mapped.
 
-    Memory that was mapped from a file is this process's own, page by page, once it is written to.
-    True also where the kernel does not say, and for memory of which not all pages are whole.
+    A page of a private mapping of a file becomes the process's own once it is written to. Also True
+    if the kernel does not say, or if other data on the first or last page was written.
     """
     first, last = address // mmap.PAGESIZE, -(-(address + size) // mmap.PAGESIZE)
     try:

@@ -1,4 +1,8 @@
-"""What user code finds in a worker: variables, names, threads, bars, `sys.path`."""
+"""What user code finds around it in a worker: ready names, threads, bars as text, folder and path.
+
+Runs in each rank: at its start, and before and after each task, when the kernel follows changes of
+the notebook's surroundings and looks for edited modules.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +31,14 @@ from nbdist.worker.compat import accelerator
 from nbdist.worker.compat import torch as seam
 from nbdist.worker.tracking import track
 
-WIDGET_BARS = "tqdm.notebook"  # `tqdm.autonotebook` takes text where this lacks its other names
+WIDGET_BARS = "tqdm.notebook"  # without its other names, `tqdm.autonotebook` falls back to text
 RICH_CONSOLE = "rich.console"
 _NAMES = {"tqdm": "tqdm", "trange": "trange", "tqdm_notebook": "tqdm", "tnrange": "trange"}
 
 
 def prepare_torch(start: WorkerStart) -> None:
-    """Set the rank's GPU, and torch's number of threads."""
-    # A forked worker's torch and OpenMP have read OMP_NUM_THREADS and TORCH_DISTRIBUTED_DEBUG in
+    """Set the rank's GPU, and torch's number of threads and debug level."""
+    # torch and OpenMP of a forked worker have read OMP_NUM_THREADS and TORCH_DISTRIBUTED_DEBUG in
     # the fork server, which does not have the world's environment.
     torch.set_num_threads(start.world.threads)
     seam.read_debug_level()
@@ -45,14 +49,14 @@ def prepare_torch(start: WorkerStart) -> None:
 
 
 def share_gpu(start: WorkerStart) -> None:
-    """Allow NCCL several ranks on one GPU, where they share it or have slices of it."""
+    """Allow NCCL to use one GPU for several ranks, if they share it or have slices of it."""
     if start.gpus and (start.has_slice or start.world.config.share_gpus):
         version, slices = accelerator.nccl_version(), start.has_slice
         os.environ.update(sharing_variables(start.rank, version, os.environ, slices=slices))
 
 
 def ready_names(start: WorkerStart) -> dict[str, Any]:
-    """Return what a cell finds without importing anything."""
+    """Return the names that a cell finds without importing anything."""
     return {
         "rank": start.rank,
         "world_size": start.world.world_size,
@@ -68,7 +72,7 @@ def ready_names(start: WorkerStart) -> dict[str, Any]:
 
 
 class _TextBars(MetaPathFinder, Loader):
-    """Finds tqdm's module of widgets, with ordinary bars in it, and rich's console of text."""
+    """Imports text bars as tqdm's module of widgets, and lets rich's console write text."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -96,26 +100,26 @@ def _write_text(rich_console: ModuleType) -> None:
 
 
 def draw_bars_as_text() -> None:
-    """Draw tqdm's and rich's bars as lines, which the notebook shows for each rank.
+    """Make tqdm and rich draw bars as lines of text, which the notebook shows for each rank.
 
-    With ipywidgets both take widgets in an ipykernel, and a worker's would never move.
+    In an ipykernel with ipywidgets both draw widgets, and a worker's widgets would never move.
     """
     sys.meta_path.insert(0, _TextBars())
     if rich_console := sys.modules.get(RICH_CONSOLE):
         _write_text(rich_console)
-    # Rich draws a bar that moves only where it is said that a moving cursor is understood.
+    # Without it rich does not move a bar, as it sees no terminal that understands a moving cursor.
     os.environ.setdefault("TTY_COMPATIBLE", "1")
 
 
-# --- the notebook's folder, `sys.path`, `sys.argv` and environment, followed task by task -----
+# --- the notebook's folder, `sys.path`, `sys.argv` and environment --------------------------------
 
 
 class Around:
-    """Follows the notebook's surroundings from task to task.
+    """Makes a rank follow the notebook's folder, `sys.path` and environment from task to task.
 
-    What a rank has changed itself stays until the notebook changes the same thing again.
-
-    Made after the worker's own imports: a `random.py` in the notebook's folder is for cells alone.
+    What the rank has changed itself stays until the notebook changes the same thing again. Made
+    after the worker's own imports, so that a `random.py` in the notebook's folder is for cells
+    alone.
     """
 
     def __init__(self, start: WorkerStart, own_path: Sequence[str]) -> None:
@@ -129,11 +133,11 @@ class Around:
         self._path = self._path_with(start.world.sys_path)
         sys.path[:] = self._path
         sys.argv[:] = start.world.argv
-        # What "" on the path is for processes that multiprocessing spawns.
+        # Processes that multiprocessing spawns put this folder in the place of "" on the path.
         process.ORIGINAL_DIR = self._folder  # type: ignore[attr-defined]
 
     def follow(self, around: Surroundings | None) -> None:
-        """Change what has changed in the notebook since the last task; None for as at the start."""
+        """Apply what has changed in the notebook since the last task; None is as at the start."""
         if around == self._told:
             return
         self._told, world = around, self._at_start
@@ -143,15 +147,16 @@ class Around:
         if around.sys_path is not None:
             path = tuple(moved_path(each, around.first, world.cwd) for each in around.sys_path)
         before, self._path = self._path, self._path_with(path)
-        # A rank that has entries of its own keeps them.
+        # If the rank has changed its path, keep its own entries.
         is_own = sys.path != before
         sys.path[:] = merged(sys.path, before, self._path) if is_own else self._path
         self._take_environ(around.environ)
 
     def _take_environ(self, now: Mapping[str, str | None]) -> None:
-        """Change the variables that the notebook has changed, also those that this rank has set.
+        """Change variables that the notebook has changed, even if this rank has set them too.
 
-        Variables that libraries set in each process stay if this rank has its own.
+        Only variables that libraries set in each process (`SET_ON_IMPORT`) keep the rank's own
+        value.
         """
         last, self._changes = self._changes, now
         given, absent = self._given, object()
@@ -169,13 +174,13 @@ class Around:
         return [*path, *(entry for entry in self._own_path if entry not in path)]
 
     def _go_to(self, folder: str, first: str) -> None:
-        """Change to the folder, or to the one in its place on this machine, if it is another."""
+        """Change to the notebook's folder, or its counterpart here, if it is another one."""
         wanted, now = moved_path(folder, first, self._at_start.cwd), _folder_now()
         if wanted == self._wanted and now is not None:
-            return  # the notebook has not moved: a rank that has stays where it is
+            return  # the notebook has not changed its folder: the rank may have
         there = next(filter(os.path.isdir, (wanted, folder)), None)
         if there is None:
-            self._wanted = ""  # it may be made later
+            self._wanted = ""  # look again at the next task: the folder may be made later
             why = f"{socket.gethostname()} has no folder {folder}: this rank stays in"
             sys.stderr.write(f"{why} {now}\n")
             return
@@ -191,7 +196,7 @@ class Around:
 
 
 def change_environ(before: Mapping[str, str | None], after: Mapping[str, str | None]) -> None:
-    """Change variables, or remove those that are None `after`; those set meanwhile stay."""
+    """Set variables, or remove those that are None in `after`; keep what this rank has set."""
     for name, value in after.items():
         if os.environ.get(name) != before.get(name):
             continue  # this rank has a value of its own
@@ -202,9 +207,9 @@ def change_environ(before: Mapping[str, str | None], after: Mapping[str, str | N
 
 
 def merged(own: Sequence[str], before: Sequence[str], after: Sequence[str]) -> list[str]:
-    """Return this process's `own` path, which was `before`, with the notebook's changes to `after`.
+    """Return a rank's `own` path with the changes that the notebook made from `before` to `after`.
 
-    New entries go to the front if the notebook has them before all that it had; else last.
+    New entries go to the front if the notebook has them before all that it had; else to the end.
     """
     new = [entry for entry in after if entry not in before and entry not in own]
     old = next((at for at, entry in enumerate(after) if entry in before), len(after))
@@ -214,14 +219,14 @@ def merged(own: Sequence[str], before: Sequence[str], after: Sequence[str]) -> l
 
 
 def _folder_now() -> str | None:
-    """Return the working directory; None where it was removed."""
+    """Return the working directory; None if it was removed."""
     try:
         return os.getcwd()
     except FileNotFoundError:
         return None
 
 
-# --- which of the user's own modules have been edited since this worker has imported them -----
+# --- edited modules of the user -----------------------------------------------------------------
 
 OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 CLOCKS = 2 * 10**9  # nanoseconds by which the clock of a file server may be ahead of this machine's
@@ -229,10 +234,10 @@ CLOCKS = 2 * 10**9  # nanoseconds by which the clock of a file server may be ahe
 
 @dataclass
 class Source:
-    """A module's file: its time and contents when it was imported, and the time last reported.
+    """A module's file, with its time and contents when it was imported, and the time last reported.
 
-    `shown` is the end of its path that names its package too: `pkg/__init__.py`.  `contents` is a
-    digest, empty if the file may have been edited before it could be made.
+    `shown` is the end of its path from its outermost package on: `pkg/__init__.py`. `contents` is a
+    digest; it is empty if the file may have been edited before the digest could be made.
     """
 
     file: str
@@ -242,39 +247,43 @@ class Source:
     told: int = 0
 
     def is_edited(self, at: int) -> bool:
-        """Return True if the file, whose time is `at` now, has other contents than imported."""
+        """Return True if the file, of modification time `at`, differs from what was imported."""
         if at in (0, self.imported):
             return False
         if self.contents and _contents(self.file) == self.contents:
-            self.imported = at  # it was only touched, or written again as it was
+            self.imported = at  # the file was only touched, or written again with the same contents
             return False
         return True
 
     def reloaded(self, at: int) -> None:
-        """Note that the module has been imported again from the file of this time."""
+        """Record that the module was imported again from the file, of modification time `at`."""
         self.imported, self.contents = at, _contents(self.file)
 
 
 class OwnModules(MetaPathFinder):
-    """Notes what is imported, also anew; finds nothing itself."""
+    """Finds out which modules of the user were edited since their import; reloads them if asked.
+
+    Stands first in `sys.meta_path` to see each import, also a repeated one, but finds no module.
+    """
 
     def __init__(self) -> None:
-        self._begun: dict[str, int] = {}  # when, of those that have not been looked at
+        self._begun: dict[str, int] = {}  # by name, when an import began that was not looked at yet
         self._sources: dict[str, Source] = {}
         self._is_reloading = False
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Note the time; called by the import system before it reads a module's file."""
+        """Record when an import begins; called by the import system before it reads the file."""
         self._begun[fullname] = time.time_ns()
         return None
 
     def news(self, before: int, *, reloads: bool) -> tuple[str, ...]:
-        """Name the files that were edited after their import and `before` this time; each once.
+        """Name files edited between their import and the time `before`; report each edit once.
 
-        `before` is when the task began, in nanoseconds.  Where `%autoreload` is on (`reloads`),
-        it reloads them, but for what was edited before it was turned on, which is reloaded here.
+        `before` is when the task began, in nanoseconds. If `reloads`, `%autoreload` is on and has
+        reloaded them, and none is named. It does not reload what was edited before it was turned
+        on: that is done here.
         """
         if reloads and not self._is_reloading:
             self.reload(before)
@@ -289,9 +298,9 @@ class OwnModules(MetaPathFinder):
         return tuple(told)
 
     def reload(self, before: int) -> None:
-        """Reload what was edited before this time as `%autoreload` does, in the order of import.
+        """Reload the modules that were edited before this time, in the order of their import.
 
-        What other modules have imported from it is the new one too.
+        As with `%autoreload`, other modules that have imported names from them get the new ones.
         """
         for name, (source, edited) in self._edited(before).items():
             autoreload = import_module("IPython.extensions.autoreload")
@@ -302,7 +311,10 @@ class OwnModules(MetaPathFinder):
             source.reloaded(edited)
 
     def forget_edited(self, is_own: Callable[[str], bool]) -> None:
-        """Have a script's own modules imported again if one was edited: they import one another."""
+        """Let a script import its own modules again if one of them was edited.
+
+        All of them, because they import one another.
+        """
         edited = self._edited(sys.maxsize)
         own = [name for name, source in self._sources.items() if is_own(source.file)]
         if not edited.keys().isdisjoint(own):
@@ -319,7 +331,7 @@ class OwnModules(MetaPathFinder):
             is_other = PACKAGES.match(file) or file.startswith(OURS)
             if file.endswith(".py") and not is_other:
                 edited = _time_of(file)
-                # It may have been edited while the task still ran that has imported it.
+                # The file may have been edited after the import, while the task still ran.
                 is_as_imported = edited <= begun + CLOCKS
                 contents = _contents(file) if is_as_imported else b""
                 imported = edited if is_as_imported else begun
@@ -335,12 +347,12 @@ class OwnModules(MetaPathFinder):
 def _time_of(file: str) -> int:
     try:
         return os.stat(file).st_mtime_ns
-    except OSError:  # it is gone, or being written
+    except OSError:  # the file was removed, or is being written
         return 0
 
 
 def _contents(file: str) -> bytes:
-    """Return a digest of a file; empty if it cannot be read."""
+    """Return a digest of a file's contents; empty if the file cannot be read."""
     try:
         with open(file, "rb") as opened:
             return blake2b(opened.read(), digest_size=16).digest()
@@ -349,6 +361,6 @@ def _contents(file: str) -> bytes:
 
 
 def _shown(module: str, file: str) -> str:
-    """Return the last parts of a module's path, from its outermost package on."""
+    """Return the end of a module's path, from its outermost package on."""
     parts = module.count(".") + 1 + (os.path.basename(file) == "__init__.py")
     return os.sep.join(file.split(os.sep)[-parts:])

@@ -1,4 +1,7 @@
-"""The worker's `__main__`: names that come with a cell, names it binds, values that go back."""
+"""The worker's `__main__`: binds what comes with a task, finds what it has bound, packs results.
+
+In each worker, on the main thread; the kernel and the ops use it. Ops are found here too.
+"""
 
 from __future__ import annotations
 
@@ -40,14 +43,14 @@ from nbdist.worker import ops
 from nbdist.worker.counterparts import Counterparts, Keyed
 from nbdist.worker.received import Homeward, KeptValues, SpreadValue
 
-MOVED_EVERY = 0.25  # seconds after which it is said how far a big value has been packed
+MOVED_EVERY = 0.25  # seconds between two messages on how much of a big value has been packed
 
 
 @dataclass
 class Taken:
-    """Variables that have come and are not bound yet; `keyed` are objects in them with a key.
+    """Variables that have been received and not bound, with the objects in them that have a key.
 
-    `arrived` is the message of the notebook that they came with.
+    `arrived` is the message of the notebook that they came with, if they came from it.
     """
 
     values: dict[str, Any]
@@ -57,7 +60,7 @@ class Taken:
 
 @dataclass(frozen=True)
 class Bound:
-    """What was bound: the variables, the keys of their objects, and which objects were replaced."""
+    """The names that were bound, the keys of their objects, and the values that were replaced."""
 
     names: frozenset[str]
     gained: tuple[int, ...]
@@ -65,13 +68,13 @@ class Bound:
 
 
 class Problem(Exception):
-    """What ended a task, where a traceback would show no more; the message is for the user."""
+    """Ends a task with a message for the user, where a traceback would tell no more."""
 
     kind = ""  # the name of its `Failure`
 
 
 class VariableError(Problem):
-    """A name could not be bound or brought back."""
+    """A variable could not be bound, or its value not be sent to the notebook."""
 
     kind = NAME_PROBLEM
 
@@ -91,13 +94,13 @@ class Namespace:
         self._identities: dict[str, Identity] = {}
 
     def start_with(self, names: Mapping[str, Any]) -> None:
-        """Bind what every worker has from its start, and keep it in `ready`."""
+        """Bind names that every worker has from its start, and keep them in `ready`."""
         self.ready.update(names)
         self._names.update(names)
 
     def change(self, name: str, value: object) -> None:
-        """Bind one of these to another value, unless a cell has bound it."""
-        # What a cell has bound may be anything: to compare a tensor raises.
+        """Give a name of `ready` another value; bind it unless a cell has bound it."""
+        # Compare identity: a cell may have bound a tensor, whose comparison would raise.
         if self._names.get(name) is self.ready[name]:
             self._names[name] = value
         self.ready[name] = value
@@ -105,13 +108,13 @@ class Namespace:
     def receive(self, task: Task, rank: int) -> list[str]:
         """Bind the variables that came with a task, and change the objects that it has changes of.
 
-        All of it, or nothing if a variable cannot be rebuilt: then VariableError is raised.  Return
-        the variables that the notebook has deleted, and that were deleted here too.
-        What every worker has from its start is there again if a cell has deleted it.
+        All of it is done, or nothing if a variable cannot be rebuilt: then VariableError is raised.
+        Return the variables that the notebook has deleted, and that were deleted here too. Names of
+        `ready` that a cell has deleted are bound again.
         """
         for name in self.ready.keys() - self._names.keys():
             self._names[name] = self.ready[name]
-        # What the last task brought back has been read by now.
+        # The notebook has read what the last task lent to it.
         for task_id in list(self._lent):
             self.release_values(task_id)
         self.counterparts.forget(task.forget.get(rank, ()))
@@ -127,7 +130,7 @@ class Namespace:
         return deleted
 
     def receive_values(self, payload: Payload) -> dict[str, Any]:
-        """Return values of the notebook without binding them, once their objects are linked."""
+        """Return the values of a call's message, without binding them; register their objects."""
         try:
             arrived = self.read(payload)
             self._commit(arrived)
@@ -136,7 +139,7 @@ class Namespace:
         return arrived.values
 
     def read(self, payload: Payload) -> Arrived:
-        """Return what the notebook has sent; VariableError if it cannot be rebuilt."""
+        """Rebuild the values of a message; VariableError if one cannot be rebuilt."""
         try:
             return self.counterparts.read(open_payload(payload))
         except CannotRebuild as problem:
@@ -160,7 +163,7 @@ class Namespace:
             ) from error
 
     def open(self, payload: Payload) -> Any:
-        """Return what the notebook has pickled; VariableError where it cannot be rebuilt."""
+        """Unpickle a value of the notebook; VariableError if it cannot be rebuilt."""
         try:
             return unpickle(open_payload(payload), self._names)
         except Exception as error:  # a user's class can raise anything while it is rebuilt
@@ -170,17 +173,17 @@ class Namespace:
             ) from error
 
     def take(self, taken: Taken, task_id: str) -> None:
-        """Keep what came with this task for `pop_taken`, until its release or the next `take`."""
+        """Keep received values for `pop_taken`, until the task is released or the next `take`."""
         self._taken = {task_id: taken}
 
     def pop_taken(self) -> Taken:
-        """Return what was taken last; VariableError if nothing was."""
+        """Return the values that `take` keeps, and drop them; VariableError if there are none."""
         if not self._taken:
             raise VariableError("there is nothing to bind: this rank has received no values")
         return self._taken.popitem()[1]
 
     def bind_taken(self) -> Bound:
-        """Bind what was taken last: into what is there, if it has the same structure."""
+        """Bind the values that `take` keeps; change variables of the same structure in place."""
         taken = self.pop_taken()
         if taken.arrived is not None:
             self._commit(taken.arrived)
@@ -192,7 +195,7 @@ class Namespace:
         return Bound(frozenset(taken.values), gained, replaced)
 
     def release_values(self, task_id: str) -> None:
-        """Release what this task took, sent back or has kept; also on the control thread."""
+        """Release what this task has received, lent or kept; also called on the control thread."""
         self._taken.pop(task_id, None)
         self.last_values.release_values(task_id)
         for segment in self._lent.pop(task_id, ()):
@@ -200,7 +203,7 @@ class Namespace:
 
     def snapshot(self) -> dict[str, Identity]:
         """Return which object each name is bound to, for `changes_since`."""
-        # There are many names, and from task to task few are bound to something else.
+        # Reuse the entries of the last snapshot: there are many names, and few are bound again.
         known, now = self._identities, self._of_users()
         self._identities = {
             name: known[name] if _is_still(known, name, value) else Identity(value)
@@ -209,28 +212,31 @@ class Namespace:
         return self._identities
 
     def changes_since(self, before: Mapping[str, Identity]) -> tuple[set[str], set[str]]:
-        """Return names bound to another object now, and names bound to nothing any more."""
+        """Return names bound to another object than `before`, and names that were deleted."""
         now = self._of_users()
         bound = {name for name, value in now if not _is_still(before, name, value)}
         return bound, before.keys() - self._names.keys()
 
     def _of_users(self) -> list[tuple[str, Any]]:
-        """List all names without IPython's own `_`, `_i3` and Python's `__name__`."""
-        # Of a copy: cells' threads may bind more meanwhile.
+        """List names and values without those of IPython, as `_` and `_i3`, and of Python."""
+        # A copy, as threads of cells may bind names meanwhile.
         return [each for each in dict(self._names).items() if not _is_of_system(each[0])]
 
     def imported(self, names: Iterable[str]) -> dict[str, str]:
-        """Return those that are modules, or functions and classes of modules, and whose."""
+        """Return by name where modules, functions and classes come from, for `import_again`.
+
+        A path is such as `torch.nn:Linear`; "" if the object is not found there.
+        """
         found = ((name, _whence(self._names.get(name))) for name in names)
         return {name: import_path for name, import_path in found if import_path is not None}
 
     def kinds(self, names: Iterable[str]) -> dict[str, int]:
-        """Return which of these are modules, optimizers or tensors."""
+        """Return by name the kind of those values that are modules, optimizers or tensors."""
         kinds = {name: kind_of(self._names.get(name)) for name in names}
         return {name: kind for name, kind in kinds.items() if kind != OTHER}
 
     def covered(self, names: Iterable[str]) -> frozenset[str]:
-        """Return those of `ready` that are bound to something else now, which looks different."""
+        """Return the names of `ready` to which a cell has bound a value that reads differently."""
         return frozenset(
             name
             for name in self.ready.keys() & names
@@ -240,9 +246,9 @@ class Namespace:
         )
 
     def import_again(self, imports: Mapping[str, str]) -> frozenset[str]:
-        """Bind what `imported` gave in the worker before this one; return the names.
+        """Bind names that `imported` listed in the worker before this one; return those bound.
 
-        What cannot be imported any more is said on stderr: the cell may do without.
+        An import that fails is reported on stderr: the cell may not need it.
         """
         bound = set()
         for name, import_path in imports.items():
@@ -260,9 +266,9 @@ class Namespace:
         return frozenset(bound)
 
     def fetch(self, expressions: Sequence[str], task_id: str) -> Payload:
-        """Pack the values of names, or expressions; CUDA tensors come from the CPU.
+        """Pack the values of names or expressions for the notebook; CUDA tensors come from the CPU.
 
-        A big payload is memory of this process until `release_values`, or its next cell.
+        A big payload is memory of this process until `release_values`, or until its next task.
         """
         values = {}
         for expression in expressions:
@@ -292,9 +298,9 @@ class Namespace:
             raise VariableError(f"{part} ({kind}) cannot be sent back: {why}.") from error
 
     def lend(self, value: Any, task_id: str, home: Homeward | None = None) -> Payload:
-        """Pack a value; what is too big for a message stays in memory, until `release_values`.
+        """Pack a value; if it is too big for a message it stays in memory until `release_values`.
 
-        `home` takes apart what is of the ranks' group, which cannot be pickled without.
+        `home` pickles values that have a meaning only among ranks.
         """
         payload, segment = self._packed(value, home)
         if segment is not None:
@@ -302,15 +308,15 @@ class Namespace:
         return payload
 
     def blame(self, name: str, value: Any, error: Exception) -> tuple[str, str, str]:
-        """Return the path to what cannot be sent to the notebook, its type, and why."""
+        """Return the path to the part of a value that cannot be sent, its type, and why."""
         if isinstance(error, SpreadValue):
             return name, type_name(value), str(error)
         return blame(name, value, fails_in(self._names), error)[:3]
 
     def keep(self, value: object, task_id: str) -> tuple[Payload | None, int | None]:
-        """Pack the last value of a cell: return a small one, or the size of one that stays here.
+        """Pack the last value of a cell; return a small one, keep a big one and return its size.
 
-        What cannot be packed is no error of the cell's: `lend_kept` says why.
+        A value that cannot be packed is no error of the cell: `lend_kept` says why.
         """
         if value is None:
             return None, None
@@ -327,7 +333,10 @@ class Namespace:
         return None, sum(segment.ref.sizes)
 
     def pack_small(self, value: object) -> tuple[Payload | None, int | None]:
-        """Pack the last value of a cell if it is small; nothing of a bigger value is copied."""
+        """Pack the last value of a cell if it is small; nothing of a bigger one is copied.
+
+        Return None and 0 if it is not packed.
+        """
         if value is None:
             return None, None
         try:
@@ -341,10 +350,10 @@ class Namespace:
         return payload, None
 
     def lend_kept(self, of: str, task_id: str) -> Brought:
-        """Lend what was kept of a task, or say why there is nothing."""
+        """Lend the value that was kept for the task `of`, or say why there is none."""
         if isinstance(found := self.last_values.find(of), str):
             return Brought(problem=found)
-        # It stays until the notebook has read it: it could be stopped meanwhile.
+        # The kept value stays too: Stop may come before the notebook has read this one.
         lent = Segment.of_another(found.ref)
         self._lent.setdefault(task_id, []).append(lent)
         return Brought(packed=Payload(segment=lent.ref))
@@ -360,13 +369,13 @@ class Namespace:
         return steps.made
 
 
-@lru_cache(maxsize=1 << 16)  # each cell asks this of all names, twice
+@lru_cache(maxsize=1 << 16)  # each cell asks this twice for every name
 def _is_of_system(name: str) -> bool:
     return SYSTEM_NAMES.fullmatch(name) is not None
 
 
 def _whence(value: Any) -> str | None:
-    """Return `numpy`, `torch.nn:Linear`; "" if it is not found there, None if not imported."""
+    """Return `numpy` or `torch.nn:Linear`; "" if it is not found there, None if not imported."""
     if isinstance(value, ModuleType):
         return value.__name__ if sys.modules.get(value.__name__) is value else ""
     if not isinstance(value, type | FunctionType | BuiltinFunctionType):
@@ -390,11 +399,11 @@ def _is_still(known: Mapping[str, Identity], name: str, value: object) -> bool:
 
 @dataclass
 class Context:
-    """What a task works with, and what it says of itself besides its value.
+    """What an op or a cell works with, and what it reports besides its value.
 
-    `bound` are the names that it has bound, `gone` the names that it has deleted, `gained` the
-    keys of objects of the notebook that it has got from elsewhere.  `title` is what people call
-    it.  What `at_end` has is closed once the value has been packed.
+    `bound` are the names that it has bound, `gone` the names that it has deleted, `gained` the keys
+    of objects of the notebook that it has got from another rank or a file. `title` is its name for
+    the user. `at_end` is closed once the value has been packed.
     """
 
     shell: Any
@@ -408,7 +417,7 @@ class Context:
 
     @property
     def rank(self) -> int:
-        """The worker's, whatever cells have bound to the name."""
+        """The worker's rank, whatever cells have bound to the name."""
         return int(self.namespace.ready["rank"])
 
     @property
@@ -418,11 +427,11 @@ class Context:
         return names
 
     def lend(self, value: Any, home: Homeward | None = None) -> Payload:
-        """Pack a value, to be read before the notebook lets go of the task."""
+        """Pack a value, to be read by the notebook before it releases the task."""
         return self.namespace.lend(value, self.task_id, home or Homeward())
 
     def noting(self) -> ExitStack:
-        """Note in `bound` and `gone` what users' code binds and deletes until it is closed."""
+        """Return a context that adds what user code binds and deletes to `bound` and `gone`."""
         before = self.namespace.snapshot()
 
         def note() -> None:
@@ -430,7 +439,8 @@ class Context:
             self.bound |= bound
             self.gone |= gone
 
-        # No generator: contextlib sets attributes of what is raised, which a class can refuse.
+        # An ExitStack, as `contextmanager` sets attributes of exceptions, whose class can refuse
+        # that.
         noting = ExitStack()
         noting.callback(note)
         return noting
@@ -438,9 +448,9 @@ class Context:
 
 @cache
 def import_ops() -> Mapping[str, ModuleType | Exception]:
-    """Return all by name, or why one cannot be imported.
+    """Import and return all modules of ops by name, or the exception that a plugin's import raised.
 
-    Called before users' code, which may leave no descriptor to import with.
+    Called before user code runs, which may leave no descriptor to import with.
     """
     found: dict[str, ModuleType | Exception] = {}
     for name, point in plugins.entry_points(plugins.OPS).items():
@@ -454,7 +464,10 @@ def import_ops() -> Mapping[str, ModuleType | Exception]:
 
 
 def find_op(name: str) -> Callable[..., Any]:
-    """Find the function: `memory` of the module `memory`, `write` for `snapshot.write`."""
+    """Return an op's function: `write` of the module `snapshot` for the name "snapshot.write".
+
+    A name without a dot is that of the module and of the function.
+    """
     module, _, function = name.partition(".")
     found = import_ops().get(module)
     if not isinstance(found, ModuleType):

@@ -1,4 +1,7 @@
-"""What goes back from a rank to the notebook, as something that the notebook can use."""
+"""Values of a rank on their way to the notebook: unsharded while pickled, or kept until asked for.
+
+Runs in each rank, on the main thread; `Namespace` and the ops for values use it.
+"""
 
 from __future__ import annotations
 
@@ -18,31 +21,32 @@ from nbdist.words import name_ranks, size_text
 from nbdist.worker.compat import models as seam
 
 DEFINITIONS = (types.FunctionType, type, types.ModuleType)
-"""Types of what `%dist_sync` sends along with the values that use it."""
+"""Types of values that `%dist_sync` copies too if another value uses them."""
 
 
-# --- what has a meaning only among ranks, as something that the notebook can use --------------
+# --- values that have a meaning only among ranks ----------------------------------------------
 
 
 class SpreadValue(PicklingError):
-    """It is spread over ranks, which have not been asked to put it together."""
+    """A value is spread over ranks, or connects them, and cannot be pickled for the notebook."""
 
 
 class Homeward:
-    """Takes apart what goes to the notebook, for the length of one pickle.
+    """Pickles values for the notebook that have a meaning only among ranks; made for one pickle.
 
-    With `notes` it only lists what is `spread`; with `joins` it puts that together, which all ranks
-    that it is spread over must do in the same order.
+    DDP modules become the module inside, FSDP2 modules what they were before `fully_shard`. A
+    DTensor raises `SpreadValue`; with `notes` it is listed in `spread`; with `joins` it is put
+    together, which all ranks that it is spread over must do in the same order.
     """
 
     def __init__(self, *, notes: bool = False, joins: bool = False) -> None:
         self.spread: list[Spread] = []
         self._notes, self._joins = notes, joins
-        # With the tensors, so that ids stay theirs: a pickle can be made twice.
+        # With the DTensors, so that no id is used again: a pickle may be made twice.
         self._wholes: dict[int, tuple[Any, Any]] = {}
 
     def reduce(self, value: Any) -> tuple[Any, ...]:
-        """Return how to pickle it; NotImplemented for what means the same in the notebook."""
+        """Return how to pickle a value; NotImplemented if the notebook can use it as it is."""
         kind = type(value)
         if kind is DistributedDataParallel:
             return _itself(value.module)
@@ -94,21 +98,21 @@ class Homeward:
 
 
 def _itself(value: Any) -> tuple[Any, ...]:
-    """Pickle this in the place of another value."""
+    """Return how to pickle this value in the place of another."""
     return getitem, ((value,), 0)
 
 
 def known(package: str, name: str) -> Any:
-    """Return a class of torch.distributed if it was imported; else one without instances."""
+    """Return a class of torch.distributed, or a class without instances if it was not imported."""
     return getattr(sys.modules.get(f"torch.distributed.{package}"), name, Homeward)
 
 
 def as_before_fsdp(module: Any) -> tuple[type, dict[str, Any] | None]:
-    """Return a module's class and state as before `fully_shard`; None if it pickles itself."""
+    """Return a module's class and state before `fully_shard`; no state if it pickles itself."""
     kind = type(module)
     if isinstance(module, known("fsdp", "FSDPModule")):
         kind = seam.class_before_fsdp(kind)
-        # A parameter that was gathered for a forward is no DTensor.
+        # Until it is sharded again, a parameter gathered for a forward is no DTensor.
         module.reshard()
     make, _, state, *more = module.__reduce_ex__(2)
     if make is not copyreg.__newobj__ or any(more) or not isinstance(state, dict):  # type: ignore[attr-defined]
@@ -116,22 +120,22 @@ def as_before_fsdp(module: Any) -> tuple[type, dict[str, Any] | None]:
     return kind, seam.without_fsdp(state)
 
 
-# --- last values of cells whose results have a name in the notebook ---------------------------
+# --- last values of cells, kept until the notebook asks for them ------------------------------
 
 MOST = 16
-MOST_BYTES = 1 << 30  # of all copies that a rank keeps; the newest one stays, however big it is
+MOST_BYTES = 1 << 30  # of all kept values of a rank; the newest one stays, whatever its size
 REPLACED = f"is gone: a rank keeps the newest {MOST} big results, {size_text(MOST_BYTES)} in all"
 CLEANED = "is gone: `%dist_memory --free` released it"
 
 
 class KeptValues:
-    """Big last values by task, packed, or why one cannot be had."""
+    """Big last values of cells, packed, by the id of the task; or why a value is not available."""
 
     def __init__(self) -> None:
         self._kept: dict[str, Segment | str] = {}
 
     def keep(self, task_id: str, value: Segment | str) -> None:
-        """Keep a value, or why it cannot be had; the oldest ones make room."""
+        """Keep a value, or why it is not available; release the oldest values beyond the limits."""
         self._kept[task_id] = value
         count = size = 0
         for of, each in reversed([*self._kept.items()]):
@@ -143,16 +147,16 @@ class KeptValues:
             self.release_values(next(iter(self._kept)))
 
     def find(self, task_id: str) -> Segment | str:
-        """Return one, to be read before it is let go; or why it cannot be had."""
+        """Return a value, which stays here until it is released; or why it is not available."""
         return self._kept.get(task_id, REPLACED)
 
     def release_values(self, task_id: str) -> None:
-        """Release a value that has been read."""
+        """Release the value of a task, which the notebook has read."""
         if isinstance(found := self._kept.pop(task_id, None), Segment):
             found.close()
 
     def clean(self) -> None:
-        """Release all of them."""
+        """Release all values."""
         for of, each in self._kept.items():
             if isinstance(each, Segment):
                 each.close()
