@@ -1,7 +1,8 @@
-"""Variables that may hold a part of a result, since the collective that writes it was aborted.
+"""Finds variables that may hold a part of a result, because the collective was aborted.
 
-Gloo writes a result piece by piece into the tensor of the call.  The tensor is found in the call
-of `torch.distributed` that has raised, and compared with the variables by its memory.
+Gloo writes a result piece by piece into the tensor of the call. The tensor is found in the call of
+`torch.distributed` that has raised, and its memory is compared with that of the variables. The
+kernel of a rank calls `find_incomplete` after a task that failed.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ WRITTEN: dict[Callable[..., Any], str] = {
     dist.reduce_scatter_tensor: "output",
     dist.scatter: "tensor",
 }
-"""The parameters into which collectives write."""
+"""The parameter into which each collective writes."""
 
 _PARAMETERS = {inspect.unwrap(each).__code__: name for each, name in WRITTEN.items()}
 
-MOST_PARTS = 100_000  # objects of a variable that are looked at
+MOST_PARTS = 100_000  # objects of a variable that are searched
 
 Span = tuple[int, int]
 """The first address of a piece of memory, and the first address after it."""
@@ -65,7 +66,8 @@ def _find(error: BaseException, names: Mapping[str, Any]) -> Incomplete | None:
     chain = [*led_to(error)]
     if not any(connections_after(message_of(each)) for each in chain):
         return None
-    # Stop replaces the exception of an aborted collective: its own has the calls of the cell.
+    # KeyboardInterrupt may replace the exception of the aborted collective, which has the cell's
+    # calls.
     calls = [call for each in chain for call in traceback.walk_tb(each.__traceback__)]
     cells = cell_numbers()
     lines = [line for frame, line in calls if frame.f_code.co_filename in cells]
@@ -76,7 +78,7 @@ def _find(error: BaseException, names: Mapping[str, Any]) -> Incomplete | None:
 def _find_parts(
     frames: Iterable[FrameType], names: Mapping[str, Any]
 ) -> tuple[str, list[tuple[str, str]]]:
-    """Return the operation that was aborted, and which part of which variables it writes."""
+    """Return the aborted operation's name, and a part and name for each variable it writes to."""
     is_in_torch = False
     for frame in frames:
         if parameter := _PARAMETERS.get(frame.f_code):
@@ -104,7 +106,7 @@ def _result_of(work: dist.Work) -> object:
 
 def _parts_in(names: Mapping[str, Any], spans: list[Span]) -> Iterator[tuple[str, str]]:
     """Yield a part and the name of each variable that shares memory with the spans."""
-    seen: set[int] = set()  # modules: a wrapper has the parameters of the module inside of it
+    seen: set[int] = set()  # ids of parameters: a wrapper has those of the module inside of it
     for name, value in names.items():
         if name.startswith("_"):
             continue
@@ -125,7 +127,7 @@ def _share(spans: Iterable[Span], others: Iterable[Span]) -> bool:
 
 
 def _spans_of(value: object) -> Iterator[Span]:
-    """Yield where the memory of a tensor or an array is, or of those in lists, tuples and dicts."""
+    """Yield the memory of each tensor and array in a value, also in lists, tuples and dicts."""
     waiting, seen = [value], set[int]()
     for _ in range(MOST_PARTS):
         if not waiting:

@@ -1,4 +1,7 @@
-"""Where the main thread is, as the control thread asks: in which line, waiting for what."""
+"""Finds out where the main thread is: in which line, and which collective it waits for.
+
+Runs in each rank on the control thread, which asks for it while the main thread runs a task.
+"""
 
 from __future__ import annotations
 
@@ -42,16 +45,16 @@ POINT_TO_POINT = {inspect.unwrap(each).__code__ for each in (dist.send, dist.rec
 FUTEX = 202 if os.uname().machine == "x86_64" else 98
 LIBRARIES = (PACKAGES.pattern, "<frozen ", re.escape(os.path.dirname(os.path.dirname(__file__))))
 IN_LIBRARY = re.compile("|".join(LIBRARIES))
-# `tcpi_retransmits`, `tcpi_unacked`, `tcpi_bytes_acked`, `tcpi_bytes_received` (linux/tcp.h).
+# `tcpi_retransmits`, `tcpi_unacked`, `tcpi_bytes_acked`, `tcpi_bytes_received` of linux/tcp.h.
 TCP_INFO, TCP_INFO_FIELDS = 11, struct.Struct("=2xB21xI92xQQ")
-STALLED = 3  # times that TCP has sent the same again, all in vain: after 0.2, 0.6 and 1.4 s
+STALLED = 3  # retransmissions in vain: TCP makes them after 0.2, 0.6 and 1.4 s
 
 
 class Probe:
-    """Locates the main thread; cheap enough for ten times a second."""
+    """Locates the main thread; cheap enough for ten calls a second."""
 
     def __init__(self, group: Group | None) -> None:
-        self._loop = asyncio.get_event_loop()  # the main thread's, which makes this
+        self._loop = asyncio.get_event_loop()  # the main thread's: it makes this object
         self._group = group
         self._ident = threading.main_thread().ident or 0
         # Not `native_id`, which a forked process takes over from its parent (Python 3.11).
@@ -61,7 +64,7 @@ class Probe:
         self._nccl = UnderWay(is_used=self.uses_nccl)
 
     def locate(self) -> Place:
-        """Return where it is, with all that tells whether it can go on."""
+        """Return where the main thread is, with all that tells whether it can go on."""
         frames = list(frames_of(self._ident))
         shown = frames if self._line(frames) else self._stack()
         counts, nccl = self._recording.counts(), self._nccl.pending()
@@ -72,34 +75,35 @@ class Probe:
         return replace(
             spot,
             operation=operation,
-            # Reading them takes a while, which a rank that waits or is idle does not miss.
+            # Reading them takes a while, which does no harm to a rank that waits or is idle.
             begun=self._begun(counts) if operation or is_idle else (),
             has_help=bool(operation) and self._has_help(frames),
             is_cleaning_up=handles_stop(self._ident),
             has_taken_sigint=STEPS.has_taken_sigint,
-            # A rank in the next one of the same name has moved on.
+            # A rank that waits in another collective of the same name has another number.
             counts={**begun, "nccl": nccl.number} if self.uses_nccl else begun,
             moved=moved,
             in_flight=in_flight,
             stalled=stalled,
-            # The kernel's own threads often have something to do; nccl's, on a GPU, cannot be seen.
+            # Only gloo's threads are looked at: ipykernel's are often busy, and nccl's work is on
+            # the GPU.
             is_calm=not (self.uses_nccl or any(map(_is_at_work, os.listdir("/proc/self/task")))),
             unfinished=sum(each.unfinished for each in counts.values()) + nccl.count,
         )
 
     def locate_briefly(self) -> Place:
-        """Return what people read of that; each system call can cost 5 ms for the GIL."""
+        """Return only the line and the collective: a system call can take 5 ms for the GIL."""
         return self._located(self._stack())
 
     def trace(self) -> Traced:
-        """Return the same, and the calls from the innermost out."""
+        """Return the line, the collective and the main thread's calls, the innermost first."""
         frames = self._stack()
         shown = [frame for frame in frames if frame.f_code is not wait.__code__]
         cells = cell_numbers()
         return Traced(self._located(frames), tuple(described(frame, cells) for frame in shown))
 
     def last_collective(self) -> Collective | None:
-        """Return the one that was begun last; None if none was."""
+        """Return the collective that was begun last; None if none was."""
         found = filter(None, [self._recording.last(), self._nccl.last()])
         return max(found, key=lambda each: each.began_ns, default=None)
 
@@ -120,7 +124,7 @@ class Probe:
 
     @property
     def waits_for_nccl(self) -> bool:
-        """True while a cell runs whose collectives of nccl's have not ended, or have failed."""
+        """True while a cell runs and nccl's collectives have not ended, or have failed."""
         if not self.uses_nccl or self._group is None:
             return False
         frames = list(frames_of(self._ident))
@@ -131,7 +135,7 @@ class Probe:
         return is_pending or is_calling(frames[0].f_code)
 
     def _stack(self) -> list[FrameType]:
-        """Return the thread's frames, or those of a cell that awaits something."""
+        """Return the main thread's frames, or those of a cell that awaits something."""
         frames, cells = list(frames_of(self._ident)), cell_numbers()
         if any(frame.f_code.co_filename in cells for frame in frames):
             return frames
@@ -141,7 +145,7 @@ class Probe:
         return run.spot(frames) or Place(line=self._line(frames))
 
     def _line(self, frames: list[FrameType]) -> int:
-        """Find the line of the cell that runs, or of a function that is called; 0 for neither."""
+        """Return the line of the running cell or called function; 0 if neither runs."""
         cells, inner = cell_numbers(), None
         for frame in frames:
             if frame.f_code is run.call.__code__ and inner is not None:
@@ -154,10 +158,10 @@ class Probe:
     def _operation(
         self, frames: list[FrameType], counts: Mapping[str, Counts], nccl: Pending
     ) -> str:
-        """Name what the thread waits for: a collective, as torch does; "" when it does not wait.
+        """Return torch's name of the collective that the main thread waits for; "" if for none.
 
-        It waits in the store for a group, or in a futex: with a collective begun, or (sends are
-        not recorded) in a function of torch.distributed.
+        It waits if it is in the store of a group, or in a futex: with a collective begun, or in a
+        function of torch.distributed, as sends are not recorded.
         """
         if self._group is None:
             return ""
@@ -173,18 +177,19 @@ class Probe:
             return begun
         callers = [outer for inner, outer in pairwise(frames) if inner.f_code is wait.__code__]
         if callers:
-            # In `dist.recv`, or in a `wait` of the user's own.
+            # User code is in `dist.recv`, or in a `wait` of its own.
             is_known = not seam.RECORDS_GLOO or callers[0].f_code in POINT_TO_POINT
             return (is_known and _called(frames)) or WAITS
         if (called := _called(frames)) or seam.RECORDS_GLOO:
             return called
-        # Where autograd waits in C++, as it does for what a DDP module reduces.
+        # Autograd waits in C++ for the gradients that a DDP module reduces.
         return "backward" if any(f.f_code.co_name == seam.BACKWARD for f in frames) else ""
 
     def _has_help(self, frames: list[FrameType]) -> bool:
-        """Return True if something else than other ranks may end its wait.
+        """Return True if something other than the other ranks may end the main thread's wait.
 
-        That is a GPU, or a thread that runs user code or communicates; or it waits for anything.
+        That is a GPU in use, or another thread that runs user code or communicates. It is also True
+        if the main thread waits for something other than ranks.
         """
         threads = set(uncollected(sys._current_frames)) - {self._ident, threading.get_ident()}
         has_gpu = accelerator.is_in_use()
@@ -198,7 +203,7 @@ class Probe:
             return False
 
     def _carried(self) -> tuple[int, int, tuple[tuple[str, str], ...]]:
-        """Return gloo's packets under way, bytes carried, addresses of stalled connections."""
+        """Return gloo's packets in flight, bytes carried, and addresses of stalled connections."""
         in_flight = moved = 0
         stalled = set()
         for connection in self._group.connections() if self._group is not None else ():
@@ -207,7 +212,7 @@ class Probe:
             in_flight += unacked
             moved += acked + received
             if unacked and again >= STALLED:
-                with suppress(OSError):  # TCP has given up just now
+                with suppress(OSError):  # TCP has just closed the connection
                     stalled.add((connection.getsockname()[0], connection.getpeername()[0]))
         return in_flight, moved, tuple(sorted(stalled))
 
@@ -224,7 +229,7 @@ def _waits_for_ranks(frames: list[FrameType]) -> bool:
 def is_calling(code: CodeType | None) -> bool:
     """Return True if a thread with this innermost call is in C++ that a collective has called.
 
-    There nccl connects ranks, before it has anything on the GPU or in Flight Recorder.
+    nccl connects ranks there, before there is anything on the GPU or in Flight Recorder.
     """
     if code is None or not code.co_filename.endswith(CALLING):
         return False
@@ -237,7 +242,7 @@ def _is_of_user(ident: int) -> bool:
 
 
 def _called(frames: list[FrameType]) -> str:
-    """Name the function of torch.distributed that user code called, preferably a public one."""
+    """Return the function of torch.distributed that user code called, preferably a public one."""
     names = [f.f_code.co_name for f in frames if IN_TORCH in f.f_code.co_filename]
     names = [name for name in names if name != "wrapper"]
     public = [name for name in names if not name.startswith("_")]
@@ -245,27 +250,27 @@ def _called(frames: list[FrameType]) -> str:
 
 
 def _is_at_work(tid: str) -> bool:
-    """Return True if the thread is one of gloo's (`gloo_tcp_loop`, `pt_gloo_runloop`), and runs."""
+    """Return True if a thread is one of gloo's (`gloo_tcp_loop`, `pt_gloo_runloop`) and runs."""
     try:
         with open(f"/proc/self/task/{tid}/stat", mode="rb") as file:
             name, _, rest = file.read().rpartition(b") ")
     except OSError:
-        return False  # it has ended
+        return False  # the thread has ended
     return b"gloo" in name and rest[:1] in (b"R", b"D")
 
 
 # --- stacks of this worker's threads ----------------------------------------------------------
 
-RUNS_CELLS = "run_cell_async"  # IPython's coroutine in whose chain of awaits the cell is
+RUNS_CELLS = "run_cell_async"  # IPython's coroutine, which awaits the cell's
 Result = TypeVar("Result")
-_open: list[IO[bytes]] = []  # faulthandler has the descriptor alone; it must not be closed
+_open: list[IO[bytes]] = []  # keeps files open, of which faulthandler has only the descriptors
 
 
 def uncollected(get: Callable[[], Result]) -> Result:
-    """Make an object of another thread's frame, with no garbage collected meanwhile.
+    """Call `get`, which makes objects of another thread's frame, without collecting garbage.
 
-    In Python 3.11 a collection can begin then, in which a destructor may release the GIL: the
-    thread's call ends, and the object is of memory that has become something else.
+    In Python 3.11 making such an object can start a collection, in which a destructor may release
+    the GIL. Then the other thread's call may end, and the frame's memory become something else.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -277,7 +282,7 @@ def uncollected(get: Callable[[], Result]) -> Result:
 
 
 def frames_of(ident: int) -> Iterator[FrameType]:
-    """Yield the frames of a thread, from the innermost out."""
+    """Yield the frames of a thread, the innermost first."""
     frame = uncollected(sys._current_frames).get(ident)
     while frame is not None:
         yield frame
@@ -285,7 +290,7 @@ def frames_of(ident: int) -> Iterator[FrameType]:
 
 
 def awaited(loop: asyncio.AbstractEventLoop, cells: Mapping[str, int]) -> list[FrameType]:
-    """Return the frames of a cell that awaits something, from the innermost out, or none."""
+    """Return the frames of a cell that awaits something, the innermost first; empty if none."""
     for task in asyncio.all_tasks(loop):
         frames = list(_awaits(task.get_coro()))
         names = {frame.f_code.co_name for frame in frames}
@@ -295,7 +300,7 @@ def awaited(loop: asyncio.AbstractEventLoop, cells: Mapping[str, int]) -> list[F
 
 
 def _awaits(coroutine: Any) -> Iterator[FrameType]:
-    """Yield its frames, from the outermost in."""
+    """Yield the frames of a coroutine and of those that it awaits, the outermost first."""
     while coroutine is not None:
         frame = getattr(coroutine, "cr_frame", None) or getattr(coroutine, "gi_frame", None)
         if frame is None:
@@ -306,7 +311,7 @@ def _awaits(coroutine: Any) -> Iterator[FrameType]:
 
 
 def described(frame: FrameType, cells: Mapping[str, int]) -> StackFrame:
-    """Describe a frame, with its source line if it is a cell's: the agent can read others too."""
+    """Describe a frame, with its source line if it is a cell's: the agent can read other files."""
     file, line = frame.f_code.co_filename, frame.f_lineno or 0
     name = function_name(frame.f_code.co_name)
     if file not in cells:
@@ -316,7 +321,7 @@ def described(frame: FrameType, cells: Mapping[str, int]) -> StackFrame:
 
 
 def handles_stop(ident: int) -> bool:
-    """Return True if it is in an `except` or `finally` that KeyboardInterrupt has led to."""
+    """Return True if a thread is in an `except` or `finally` that KeyboardInterrupt has led to."""
     found: Any = sys._current_exceptions().get(ident)
     error: BaseException | None = found[1] if isinstance(found, tuple) else found  # Python 3.11
     while error is not None:
@@ -330,9 +335,9 @@ def handles_stop(ident: int) -> bool:
 
 
 def write_stacks_to(path: str) -> None:
-    """Append stacks of crashes to a new file; its first line is the main thread's `CallLayout`.
+    """Let faulthandler append stacks of crashes to a new file, which this function begins.
 
-    The line is empty where that is not known.
+    Its first line is the main thread's `CallLayout`, or empty for an unknown Python.
     """
     file = open(path, "ab", buffering=0)  # noqa: SIM115 (for as long as the process lives)
     _open.append(file)
@@ -342,7 +347,7 @@ def write_stacks_to(path: str) -> None:
 
 
 def keep_crashes() -> None:
-    """Append them there again: torch's `@record`, for one, changes it."""
+    """Let faulthandler write to that file again: torch's `@record`, for one, changes the file."""
     if _open:
         faulthandler.enable(file=_open[-1], all_threads=False)
 

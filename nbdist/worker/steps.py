@@ -34,7 +34,7 @@ class Steps:
     """Counts the steps of all optimizers of a task; a step inside of a step does not count."""
 
     def __init__(self) -> None:
-        self._ident = 0  # of the main thread, once the hooks are there
+        self._ident = 0  # the main thread's, once the hooks are registered
         self._lock = threading.Lock()
         self._deferral: threading.Timer | None = None
         self.begin_task("")
@@ -43,7 +43,7 @@ class Steps:
         return f"<Steps {self.begun} begun{', inside of one' if self.is_inside else ''}>"
 
     def watch(self) -> None:
-        """Have torch call the hooks from now on; called on the main thread."""
+        """Register the hooks with torch; called once, on the main thread."""
         self._ident = threading.get_ident()
         register_optimizer_step_pre_hook(self.before_step)
         register_optimizer_step_post_hook(self.after_step)
@@ -53,7 +53,7 @@ class Steps:
         self._task_id = task_id
         self.begun = self._nested = 0
         self.is_inside = False
-        """Whether a step has begun and not ended; an exception may have left it since."""
+        """Whether a step has begun and not ended; still True if an exception has left the step."""
         self._began, self._interval = 0.0, 0.0
         self._is_held = self._is_waiting = self._has_stopped = False
         self._held_until, self._stop_at = 0.0, 0
@@ -61,7 +61,7 @@ class Steps:
         self._drop_deferral()
 
     def end_task(self) -> None:
-        """Hold and defer nothing any more; the numbers stay until the next task begins."""
+        """Hold the task and defer SIGINT no longer; the counts stay until the next task begins."""
         self._task_id, self._is_held = "", False
         self._drop_deferral()
 
@@ -92,7 +92,7 @@ class Steps:
         self._began, self._interval = now, now - self._began if self._began else 0.0
 
     def after_step(self, *_: Any) -> None:
-        """Note the end of a step; raise the KeyboardInterrupt that has waited for it."""
+        """Record the end of a step; raise KeyboardInterrupt if SIGINT came during the step."""
         if torch.compiler.is_compiling() or threading.get_ident() != self._ident:
             return
         if self._nested:
@@ -121,7 +121,7 @@ class Steps:
         raise KeyboardInterrupt
 
     def handle_sigint(self, _: int, frame: FrameType | None) -> None:
-        """Raise KeyboardInterrupt; inside of a step wait for its end.
+        """Raise KeyboardInterrupt, or inside of a step let `after_step` raise it at the step's end.
 
         A second SIGINT, and the end of MAX_DEFERRAL, interrupt the step.
         """
@@ -149,9 +149,9 @@ class Steps:
 
     @property
     def has_taken_sigint(self) -> bool:
-        """Whether the code of the task has got a SIGINT: as KeyboardInterrupt, or by a handler.
+        """Whether the task's code has got a SIGINT: as KeyboardInterrupt, or by its own handler.
 
-        Code that has a handler of its own for SIGINT gets each of them.
+        Also True if it has only set such a handler, which gets every SIGINT.
         """
         return self._has_interrupted or signal.getsignal(signal.SIGINT) != self.handle_sigint
 
@@ -168,7 +168,7 @@ class Steps:
         if task_id != self._task_id:
             return StepCount()
         self._stop_at, self._held_until = 0, time.monotonic() + MAX_HOLD_SECONDS
-        # First: a step that begins after it was counted here waits.
+        # Set before `begun` is read: a step that begins after the count must wait.
         self._is_held = True
         if not self.begun:
             self._is_held = False
@@ -199,4 +199,4 @@ def _count_steps(frame: FrameType | None) -> int:
     return number
 
 
-STEPS = Steps()  # the worker's: there is one main thread
+STEPS = Steps()  # one for the process, as only its main thread runs steps
