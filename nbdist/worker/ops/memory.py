@@ -1,4 +1,7 @@
-"""What a rank's memory is used for, by name, how much there is, and what can be released."""
+"""Measures what uses a rank's memory, by name, and releases what can be released.
+
+Runs in each rank: as ops of `%dist_memory`, and after a cell that ran out of memory.
+"""
 
 from __future__ import annotations
 
@@ -33,37 +36,41 @@ MOST_SHOWN = 12
 
 
 class Peaks:
-    """Remembers how high the counters of most memory were when the last cell began.
+    """Remembers how high the counters of peak memory were when the last cell began.
 
-    They are not reset, as user code may read them; so a cell's peak is known if it is the highest.
+    The counters are not reset, as user code may read them. So the peak of a cell is known only if
+    it is higher than all before; else it is a bound.
     """
 
     def __init__(self) -> None:
         self._rss = self._on_gpu = 0
 
     def begin(self) -> None:
-        """Note them: a cell begins."""
+        """Remember the counters; called when a cell begins."""
         self._rss, self._on_gpu = _most_rss(), accelerator.most_allocated()
 
     def memory(self, pss: int) -> Peak:
-        """Return the peak of memory, which is `pss` now; what comes and goes is not shared."""
+        """Return the peak of this process's memory, which is `pss` bytes now.
+
+        Memory that was in use at the peak, and is not now, counts as not shared.
+        """
         most = _most_rss()
         return Peak(
             pss + max(0, most - psutil.Process().memory_info().rss), is_bound=most <= self._rss
         )
 
     def on_gpu(self) -> Peak:
-        """Return the peak of tensors on the rank's GPU, which is in use."""
+        """Return the peak of tensors on the rank's GPU; the GPU must be in use."""
         most = accelerator.most_allocated()
         return Peak(most, is_bound=most <= self._on_gpu)
 
 
-PEAKS = Peaks()  # the worker's
+PEAKS = Peaks()  # of this process
 
 
 # --- measuring --------------------------------------------------------------------------
 
-SEARCH_SECONDS = 2.0  # for names: of a list of a million tensors what was found until then
+SEARCH_SECONDS = 2.0  # to search; of a list of a million tensors, those found by then are shown
 
 
 def memory(context: Context) -> Memory:
@@ -72,9 +79,9 @@ def memory(context: Context) -> Memory:
 
 
 def measure(shell: Any, seconds: float, raised: BaseException | None = None) -> Memory:
-    """Measure memory, and search what holds it for at most `seconds`; also in what was `raised`."""
+    """Measure memory, and search for `seconds` what holds it, also the traceback of `raised`."""
     search, hidden, kept = Search(seconds), shell.user_ns_hidden, list[Held]()
-    # Without IPython's own names and what it has shown, which comes later.
+    # Leave out IPython's own names; values that it has shown are searched last.
     names = {
         name: value
         for name, value in [*shell.user_ns.items()]
@@ -108,7 +115,7 @@ def measure(shell: Any, seconds: float, raised: BaseException | None = None) -> 
 
 
 def pss_now() -> int:
-    """Read PSS in bytes from proc(5), smaps_rollup."""
+    """Return this process's PSS in bytes, from smaps_rollup; see proc(5)."""
     with open("/proc/self/smaps_rollup", encoding="ascii") as rollup:
         return next(int(line.split()[1]) * 1024 for line in rollup if line.startswith("Pss:"))
 
@@ -121,33 +128,33 @@ def _most_rss() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-# --- what is said of errors that say that memory is full --------------------------------------
+# --- errors because memory is full ----------------------------------------------------------------
 
-ACCOUNT_SECONDS = 0.2  # to search names, while a cell waits for its end
+ACCOUNT_SECONDS = 0.2  # to search names, before the cell is reported as finished
 MOST_NAMED = 5
-LEAST_LISTED = 1 << 20  # bytes: to delete a smaller tensor does not help
+LEAST_LISTED = 1 << 20  # bytes: deleting a smaller tensor would not help
 
-# What a RuntimeError of torch's says then.
+# What a RuntimeError of torch says if an allocation failed.
 ALLOCATION_FAILED = re.compile(
     r"out of memory|not enough memory|can't allocate memory|CUBLAS_STATUS_ALLOC_FAILED", re.I
 )
 
 RESERVE = 16 << 20
-"""Bytes of addresses, not of memory, that are given up while a MemoryError is accounted for.
+"""Bytes of addresses, not of memory, that are released while a MemoryError is explained.
 
-With no room CPython 3.11 searches for ever for what handles it (exception_unwind of ceval.c).
+If nothing is free, CPython 3.11 searches for ever for the handler (exception_unwind of ceval.c).
 """
 _reserved: list[mmap.mmap] = []
 
 
 def reserve_addresses() -> None:
-    """Set them aside, if there is room for that."""
+    """Reserve `RESERVE` bytes of addresses, if that many are free."""
     with suppress(OSError, MemoryError):
         _reserved.append(mmap.mmap(-1, RESERVE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return True if an allocation failed, on the CPU or a GPU, or it came from such an error."""
+    """Return True if an allocation failed on the CPU or a GPU, in this exception or in a cause."""
     while error is not None:
         if isinstance(error, MemoryError | torch.OutOfMemoryError):
             return True
@@ -158,7 +165,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def account(shell: Any, rank: int, error: BaseException) -> list[str]:
-    """Return lines on what uses the memory that was not enough; none for other errors."""
+    """Return lines on what uses the memory that was not enough; an empty list for other errors."""
     if not is_out_of_memory(error):
         return []
     while _reserved:
@@ -166,13 +173,13 @@ def account(shell: Any, rank: int, error: BaseException) -> list[str]:
     try:
         return account_lines(rank, measure(shell, ACCOUNT_SECONDS, error))
     except (MemoryError, OSError, RuntimeError):
-        return []  # there is no room for that either
+        return []  # memory is not enough to measure it either
     finally:
         reserve_addresses()
 
 
 def account_lines(rank: int, memory: Memory) -> list[str]:
-    """Write how much is used, by what, and what could be released."""
+    """Return lines on how much memory is used, by what, and what could be released."""
     lines = [f"rank {rank}: {', '.join(_figures(memory))}"]
     lines += _listed(memory.held)
     if not memory.is_whole:
@@ -204,23 +211,24 @@ def _listed(held: Sequence[Held]) -> list[str]:
     return [*(f"  {size.rjust(width)}  {what}" for size, what in shown), *more]
 
 
-# --- what names lead to: tensors, arrays and other large things, each storage once ------------
+# --- search: tensors, arrays and other large values that names lead to, each storage once ---------
 
-# Calls no code of the user's but what classes of tensors and modules override.
+# The search calls no code of the user, but for methods that classes of tensors and modules
+# override.
 
 LAST_VALUE = re.compile(r"_+|_\d+")  # names under which IPython keeps what cells have shown
-MOST_LOOKED_AT = 100_000  # values, so that a list of a million numbers ends the search soon
-MOST_OF_A_CONTAINER = 10_000  # in a second; to begin with these takes time that others need
-SEVERAL = 8  # a container of more tensors than that is shown as one
+MOST_LOOKED_AT = 100_000  # values searched, so that a list of a million numbers ends it soon
+MOST_OF_A_CONTAINER = 10_000  # entries of a container that are searched; fewer if time is short
+SEVERAL = 8  # tensors in a container above which it is shown as one
 DEEPEST = 8
 LEAST_INSIDE = 1 << 10
-"""Bytes of an array inside of an object that is named: libraries have many of their own."""
+"""Bytes of an array inside of an object above which it is shown: libraries have many small ones."""
 
-LARGE_BYTES = 1 << 20  # of plain bytes, which need not be named below that
+LARGE_BYTES = 1 << 20  # size of a `bytes` object from which on it is shown
 
 
 class _Several(list[Any]):
-    """Tensors of one container, or an optimizer's, to be shown as one."""
+    """The tensors of a container or an optimizer, which are shown as one."""
 
 
 NOT_LOOKED_INTO = (
@@ -230,7 +238,10 @@ NOT_LOOKED_INTO = (
 
 
 class Search:
-    """Searches what holds memory, for some seconds of a processor; `held` is what was found."""
+    """Searches what holds memory, for some seconds of processor time; `held` is what it has found.
+
+    `is_whole` is False if not everything was searched.
+    """
 
     def __init__(self, seconds: float) -> None:
         self.held: list[Held] = []
@@ -242,7 +253,10 @@ class Search:
         self._seen: set[int] = set()
 
     def take(self, names: Mapping[str, Any], where: str = "") -> list[Held]:
-        """Look at what names lead to, nearest first; return what is new, named with `where`."""
+        """Search what these names lead to, nearest first; return what was not found before.
+
+        `where` is appended to the names that are shown.
+        """
         known = len(self.held)
         waiting = deque((name, value, 0) for name, value in dict(names).items())
         while waiting and self._has_time():
@@ -263,7 +277,7 @@ class Search:
         return self._looked_at < MOST_LOOKED_AT
 
     def _look(self, name: str, value: Any, depth: int) -> None:
-        """Note what it holds itself, or several tensors as one."""
+        """Record the memory that a value holds itself, or that of several tensors as one."""
         if isinstance(value, _Several):
             self._note_several(name, value)
         elif (found := self._new(name, value)) is not None:
@@ -272,7 +286,7 @@ class Search:
                 self.held.append(found)
 
     def _note_several(self, name: str, tensors: _Several) -> None:
-        """Note tensors as one, as many as there is time for, unless none of them is new."""
+        """Record new tensors as one, as many as there is time for."""
         found: list[Held] = []
         for each in tensors:
             self._looked_at += 1
@@ -291,7 +305,7 @@ class Search:
             self.held += found
 
     def _new(self, name: str, value: Any) -> Held | None:
-        """Return what it holds; None if that is nothing, or known already."""
+        """Return the memory that a value holds; None if that is nothing, or was found before."""
         found, place = _measured(name, value) or (None, 0)
         if found is None or not found.size or (found.device, place) in self._storages:
             return None
@@ -299,7 +313,7 @@ class Search:
         return found
 
     def _in(self, value: Any) -> Iterator[tuple[str, Any]]:
-        """Yield what can be reached from it, with what is written to get there."""
+        """Yield the values that a value leads to, each with what is written to reach it."""
         if isinstance(value, NOT_LOOKED_INTO):
             return
         self._seen.add(id(value))
@@ -317,7 +331,7 @@ class Search:
             tensors = _Several(_tensors_in(value))
             has_several = len(tensors) > SEVERAL
             if has_several:
-                # After what is as near as this: there may be a million of them.
+                # They are searched after all that is as near: there may be a million of them.
                 yield "", tensors
             if isinstance(value, set | frozenset):
                 return
@@ -332,7 +346,7 @@ class Search:
 
 
 def _tensors_in(value: Any, depth: int = 1) -> Iterator[Any]:
-    """Yield the tensors of a container, and of those in it down to this depth."""
+    """Yield the tensors of a container, and of containers in it down to this depth."""
     if isinstance(value, torch.Tensor):
         yield value
     elif depth and isinstance(value, list | tuple | set | frozenset | deque | dict):
@@ -342,7 +356,7 @@ def _tensors_in(value: Any, depth: int = 1) -> Iterator[Any]:
 
 
 def own_attributes(value: Any) -> dict[str, Any]:
-    """Return an instance's attributes without calling anything of its class."""
+    """Return the attributes of an instance without calling anything of its class."""
     try:
         found = object.__getattribute__(value, "__dict__")
     except AttributeError:
@@ -351,16 +365,16 @@ def own_attributes(value: Any) -> dict[str, Any]:
 
 
 def _measured(name: str, value: Any) -> tuple[Held, int] | None:
-    """Return what it holds itself, and the address of that; None for what holds no memory."""
+    """Return the memory that a value holds itself, and its address; None for other types."""
     if isinstance(value, torch.Tensor):
         return _tensor(name, value)
     if isinstance(value, bytes | bytearray):
         return Held(name, len(value) if len(value) >= LARGE_BYTES else 0, dtype="bytes"), id(value)
     if isinstance(value, np.ndarray):
-        whole: Any = value  # it may be a view
+        whole: Any = value  # the value may be a view
         while isinstance(whole.base, np.ndarray):
             whole = whole.base
-        size = 0 if isinstance(whole, np.memmap) else whole.nbytes  # which is a file's
+        size = 0 if isinstance(whole, np.memmap) else whole.nbytes  # a file's memory
         address = whole.__array_interface__["data"][0]
         return Held(name, size, value.shape, str(value.dtype)), address
     pandas: Any = sys.modules.get("pandas")
@@ -372,7 +386,7 @@ def _measured(name: str, value: Any) -> tuple[Held, int] | None:
 
 
 def _tensor(name: str, tensor: torch.Tensor) -> tuple[Held, int]:
-    """Measure a tensor's storage; a sharded one's part that is here."""
+    """Measure the storage of a tensor; of a sharded tensor the part on this rank."""
     part: Any = tensor
     if hasattr(type(part), "to_local"):
         with torch.no_grad():
@@ -384,13 +398,13 @@ def _tensor(name: str, tensor: torch.Tensor) -> tuple[Held, int]:
     return Held(name, storage.nbytes(), shape, dtype, str(part.device)), storage.data_ptr()
 
 
-# --- what is held unseen, and its release -----------------------------------------------
+# --- releasing: tracebacks, shown values and caches -------------------------------------
 
 
 def last_errors(shell: Any, raised: BaseException | None = None) -> Iterator[BaseException]:
-    """Yield `raised`, the exceptions that IPython and Python keep, and those they came from."""
+    """Yield `raised`, exceptions that IPython and Python keep, and their causes and contexts."""
     result = shell.last_execution_result
-    # What ended the last cell; then what IPython has shown: it shows nothing of BdbQuit.
+    # First the exceptions of the last cell, then those that were shown: BdbQuit is not shown.
     of_cell = [] if result is None else [result.error_in_exec, result.error_before_exec]
     shown = [getattr(sys, name, None) for name in ("last_exc", "last_value")]
     waiting, seen = [raised, *of_cell, *shown], set()
@@ -405,16 +419,16 @@ def last_errors(shell: Any, raised: BaseException | None = None) -> Iterator[Bas
 
 
 def locals_of(error: BaseException) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield where each call in its traceback is, the outermost first, and its variables."""
+    """Yield place and variables of each function call in a traceback, the outermost first."""
     for frame, line in traceback.walk_tb(error.__traceback__):
-        if frame.f_code.co_flags & 0x1:  # a function's; a cell's are the namespace
+        if frame.f_code.co_flags & 0x1:  # a function: the variables of a cell are in the namespace
             yield f" in {frame.f_code.co_name}(), line {line}", {**frame.f_locals}
 
 
 def clean(context: Context) -> Cleaned:
     """Drop tracebacks, IPython's `Out` and `_`, last values, cycles, torch's cached GPU memory.
 
-    And give what is free then back to the machine, pinned memory too.
+    Then free memory, also pinned memory, is given back to the machine.
     """
     before, shell = _memory(), context.shell
     context.namespace.last_values.clean()
@@ -434,15 +448,15 @@ def clean(context: Context) -> Cleaned:
 
 
 def forget_errors(shell: Any, raised: BaseException | None = None) -> None:
-    """Drop the last exception wherever Python and IPython keep it, and what its calls hold.
+    """Drop the last exception wherever Python and IPython keep it, with the variables of its calls.
 
-    That of `raised` too, also where a variable or another thread keeps the exception or a frame.
+    Those of `raised` too, even if a variable or another thread keeps the exception or a frame.
     """
     for error in [*last_errors(shell, raised)]:
         for frame, _ in traceback.walk_tb(error.__traceback__):
-            with suppress(RuntimeError):  # it still runs
+            with suppress(RuntimeError):  # the call still runs
                 frame.clear()
-                # A copy of them that a reader has asked for is renewed by asking again.
+                # Reading `f_locals` replaces a copy of the variables that somebody has read before.
                 _ = frame.f_locals
     for name in ("last_type", "last_value", "last_traceback", "last_exc"):
         if hasattr(sys, name):
@@ -454,5 +468,5 @@ def forget_errors(shell: Any, raised: BaseException | None = None) -> None:
 
 
 def _memory() -> tuple[int, int, int]:
-    """Return the fields of `Cleaned`."""
+    """Return PSS and the GPU memory that is allocated and reserved: the fields of `Cleaned`."""
     return pss_now(), accelerator.allocated(), accelerator.reserved()

@@ -1,6 +1,6 @@
-"""What runs in a cell's place: a script, an executable, a function of the notebook, the debugger.
+"""Ops that run user code as a cell does: a script, an executable, a function, the debugger.
 
-Scripts run in the namespace of the cells, otherwise as `python` would run them.
+They run in each rank. Scripts run in the namespace of the cells, else as `python` runs them.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ from nbdist.worker.tracebacks import message_of
 
 OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 PYTHONS = tuple({prefix + os.sep for prefix in (sys.prefix, sys.base_prefix)})
-# Files whose calls come before a script's own.
+# Files of the calls before a script's own, which are left out of tracebacks.
 RUNNERS = (__file__, runpy.__file__, "<frozen runpy>", "<frozen importlib._bootstrap>")
-STOP_GRACE = 1.0  # seconds for an executable to end after SIGINT, less than this worker itself has
-_UNBOUND = object()  # stands for what is bound to nothing
+STOP_GRACE = 1.0  # seconds for an executable to end after SIGINT: fewer than this worker has itself
+_UNBOUND = object()  # the value of a name that is bound to nothing
 
 
 class ScriptProblem(Problem):
-    """It ended otherwise than well, without an exception."""
+    """A script or executable could not run, or its exit code is not 0."""
 
     kind = SCRIPT_FAILED
 
 
 def script(context: Context, program: Script) -> None:
-    """Run it to its end; raises what ended it, which has been shown, or ScriptProblem."""
+    """Run a program to its end; raise its exception, which has been shown, or ScriptProblem."""
     first = (f"--local-rank={os.environ.get('LOCAL_RANK', '0')}",) if program.local_rank else ()
     args = (*first, *program.args)
     program = _as_it_is_here(program)
@@ -70,7 +70,7 @@ def script(context: Context, program: Script) -> None:
 
 
 def _as_it_is_here(program: Script) -> Script:
-    """Return it with its place on this machine; ScriptProblem if it has none."""
+    """Return the program with its path on this machine; ScriptProblem if it has none."""
     if not program.file or os.path.exists(program.file):
         return program
     if program.near and os.path.exists(program.near):
@@ -83,13 +83,17 @@ def _as_it_is_here(program: Script) -> Script:
     )
 
 
-# --- what runs now, for other threads ----------------------------------------------------
+# --- the program that runs now, for other threads ----------------------------------------
 
-_running: list[Script] = []  # one, or none
+_running: list[Script] = []  # has one program at most
 
 
 def spot(frames: Sequence[FrameType]) -> Place | None:
-    """Return the innermost line of the script that runs, or of a module beside it."""
+    """Return the innermost line of the running script, or of a module beside it.
+
+    None if no script runs. For an executable, or in other code, the place has the program's name
+    alone.
+    """
     program = next(iter(_running), None)
     if program is None:
         return None
@@ -104,7 +108,7 @@ def spot(frames: Sequence[FrameType]) -> Place | None:
 
 
 def _is_own(file: str, program: Script) -> bool:
-    """Return True if it is the script's file, or in its folder and no installed package's."""
+    """Return True for the script's file, and for files in its folder but those of packages."""
     if file == program.file:
         return True
     below = file.removeprefix(program.root + os.sep)
@@ -116,8 +120,8 @@ def _is_own(file: str, program: Script) -> bool:
 
 
 def _run_python(shell: Any, program: Script, args: Sequence[str]) -> None:
-    """Run it between IPython's events of a cell; raises what ended it, after showing it."""
-    shell.last_execution_result = None  # `%dist_debug` is to find what ends this
+    """Run Python code between IPython's events of a cell; show the exception that ends it."""
+    shell.last_execution_result = None  # so that `%dist_debug` finds the script's exception
     shell.events.trigger("pre_execute")
     try:
         shell.kernel.own_modules.forget_edited(partial(_is_own, program=program))
@@ -128,9 +132,9 @@ def _run_python(shell: Any, program: Script, args: Sequence[str]) -> None:
             how = f" with code {int(end.code)}" if isinstance(end.code, int) else f": {end.code}"
             raise ScriptProblem(f"{program.name} exited{how}") from None
     except BdbQuit:
-        raise  # all is said of it in one line
-    except BaseException as error:  # also Stop: shown as a cell's would be
-        _running.clear()  # what follows only shows it
+        raise  # the notebook says it in one line
+    except BaseException as error:  # KeyboardInterrupt too: shown as in a cell
+        _running.clear()  # from here on the exception is only shown
         tb = error.__traceback__
         while tb is not None and tb.tb_frame.f_code.co_filename in RUNNERS:
             tb = tb.tb_next
@@ -141,8 +145,8 @@ def _run_python(shell: Any, program: Script, args: Sequence[str]) -> None:
 
 
 def _load(program: Script) -> tuple[CodeType, str, dict[str, Any]]:
-    """Return its code, its source, and what python binds in `__main__` before; raises as python."""
-    importlib.invalidate_caches()  # modules may have been written since the last look
+    """Return a program's code, its source, and names for its `__main__`; raises as python does."""
+    importlib.invalidate_caches()  # modules may have been written since the last import
     if program.kind == "file":
         with open(program.file, "rb") as file:
             data = file.read()
@@ -152,19 +156,19 @@ def _load(program: Script) -> tuple[CodeType, str, dict[str, Any]]:
     _, spec, code = runpy._get_module_details(program.name)  # type: ignore[attr-defined]
     sys.argv[0] = spec.origin
     source = getattr(spec.loader, "get_source", lambda _: None)(spec.name) or ""
-    if source:  # a compiled file can be older by less than a second
+    if source:  # a compiled file can be out of date by less than a second
         code = compile(source, spec.origin, "exec", dont_inherit=True)
     names = {"__file__": spec.origin, "__package__": spec.parent, "__spec__": spec}
     return code, source, names
 
 
 def _execute(code: CodeType, source: str, names: dict[str, Any], namespace: dict[str, Any]) -> None:
-    """Execute it as `__main__`; tracebacks show what ran, also of a file edited meanwhile."""
+    """Execute code as `__main__`; tracebacks show this source, even if the file is edited later."""
     file, lines = code.co_filename, source.splitlines(keepends=True)
     names |= {"__name__": "__main__", "__doc__": None}
     before = {name: namespace.get(name, _UNBOUND) for name in names}
     namespace.update(names)
-    # Without a time of modification it is not compared with the file.
+    # linecache does not compare an entry without a modification time with the file.
     linecache.cache[file] = (len(source), None, lines, file)
     stored = (each.argval for each in dis.get_instructions(code) if each.opname == "STORE_NAME")
     script_names.update(stored)
@@ -179,12 +183,12 @@ def _execute(code: CodeType, source: str, names: dict[str, Any], namespace: dict
                 namespace[name] = value
 
 
-# --- what python has around a script -----------------------------------------------------
+# --- what python sets up for a script ----------------------------------------------------
 
 
 @contextmanager
 def _command_line(program: Script, args: Sequence[str]) -> Iterator[None]:
-    """Set `sys.argv` and the first entry of `sys.path` as python does; the rest stays."""
+    """Set `sys.argv` and the first entry of `sys.path` as python does for a program."""
     argv = sys.argv
     folder = os.path.dirname(program.file) if program.kind == "file" else os.getcwd()
     sys.argv = [program.name, *args]
@@ -199,10 +203,10 @@ def _command_line(program: Script, args: Sequence[str]) -> Iterator[None]:
 
 @contextmanager
 def _as_in_a_new_process() -> Iterator[None]:
-    """Let a script set multiprocessing's start method, which is allowed once, and `asyncio.run`."""
+    """Let a script call `asyncio.run`, and set multiprocessing's start method, which works once."""
     before = multiprocessing.get_start_method(allow_none=True)
     ours, its = asyncio.get_running_loop(), asyncio.new_event_loop()
-    # From Python 3.14 on a thread has one current task, whatever loop it is of.
+    # From Python 3.14 on a thread has one current task, for all of its loops.
     if (task := asyncio.current_task()) is not None:
         asyncio._leave_task(ours, task)
     asyncio._set_running_loop(None)
@@ -222,7 +226,10 @@ def _as_in_a_new_process() -> Iterator[None]:
 
 
 def _run_executable(program: Script, args: Sequence[str]) -> None:
-    """Wait for its end; Stop, whose SIGINT it got too, ends it and all that it has started."""
+    """Run an executable to its end.  Stop kills what is left of it and of all it has started.
+
+    It has got Stop's SIGINT too, and has `STOP_GRACE` to end.
+    """
     before, argv = _group(), [program.name, *args]
     try:
         child = subprocess.Popen(argv, executable=program.file, stdin=subprocess.DEVNULL)
@@ -237,13 +244,13 @@ def _run_executable(program: Script, args: Sequence[str]) -> None:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         child.wait()
-        raise error.with_traceback(None) from None  # without the calls that waited for it
+        raise error.with_traceback(None) from None  # without the frames that waited for it
     if code != 0:
         raise ScriptProblem(f"{program.name} {word_exit(code)}")
 
 
 def _group() -> set[int]:
-    """Return the processes of this worker's group, itself included."""
+    """Return the processes of this worker's process group, with the worker."""
     own, found = os.getpgrp(), set()
     for pid in psutil.pids():
         with suppress(ProcessLookupError):
@@ -254,17 +261,20 @@ def _group() -> set[int]:
 
 # --- functions of the notebook, and the debugger -----------------------------------------
 
-READY_MODULES = ("torch", "dist")  # ready in every worker, but the caller's take their place
-_left: dict[str, Any] = {}  # what earlier calls have left behind
+READY_MODULES = ("torch", "dist")  # names of every worker that the caller's modules replace
+_left: dict[str, Any] = {}  # names that earlier calls have left bound, with their values
 
 
 def call(context: Context, title: str, packed: Mapping[int, Payload]) -> Any:
-    """Call a function, with its arguments and the names of the caller's `__main__` that it uses."""
+    """Call a function of the notebook, with its arguments and the names that it uses.
+
+    `packed` has both by rank; the names are those of the caller's `__main__`.
+    """
     context.title = title
     arrived = context.namespace.receive_values(packed[context.rank])
     (function, args, kwargs), names = arrived["call"], arrived["names"]
     context.at_end.enter_context(lent_names(context, names))
-    del names, arrived  # so that all of it ends with the call, unless it is kept
+    del names, arrived  # so that the values end with the call, unless something keeps them
     shell = context.shell
     with context.noting():
         try:
@@ -273,20 +283,22 @@ def call(context: Context, title: str, packed: Mapping[int, Payload]) -> Any:
             show(shell, exception_only=True)
             raise
         except BdbQuit:
-            raise  # all is said of it in one line
-        except BaseException as error:  # also Stop: shown as a cell's would be
+            raise  # the notebook says it in one line
+        except BaseException as error:  # KeyboardInterrupt too: shown as in a cell
             tb = error.__traceback__
             show(shell, (type(error), error, (tb and tb.tb_next) or tb), tb_offset=0)
             raise
         finally:
-            shell.events.trigger("post_execute")  # matplotlib shows its figures
+            shell.events.trigger("post_execute")  # matplotlib shows its figures in this event
 
 
 @contextmanager
 def lent_names(context: Context, names: Mapping[str, Any]) -> Iterator[None]:
-    """Bind names that a call's functions find in `__main__` meanwhile; those of the workers stay.
+    """Bind names of the caller's `__main__` during a call, but keep names that the worker has.
 
-    They stay too where the call has bound names itself, by `global`, which may use them.
+    Only `torch` and `dist` of the caller replace the worker's, until the call ends. Names stay
+    bound if the call has bound names itself, by `global`, which may use them. The next call may
+    replace them.
     """
     namespace, bound = context.names, {*context.bound}
     covered = {n: namespace[n] for n in READY_MODULES if n in names and n in namespace}
@@ -295,7 +307,7 @@ def lent_names(context: Context, names: Mapping[str, Any]) -> Iterator[None]:
         for name, value in names.items()
         if name in covered
         or name not in namespace
-        # What an earlier call has left is replaced for good.
+        # Values that an earlier call has left may be replaced.
         or namespace[name] is _left.get(name, _UNBOUND)
     }
     namespace.update(lent)
@@ -312,7 +324,7 @@ def lent_names(context: Context, names: Mapping[str, Any]) -> Iterator[None]:
 
 
 def debug(context: Context) -> bool:
-    """Debug the last exception, until the user or Stop leaves; False if there is none any more."""
+    """Debug the last exception, until the user or Stop leaves; return False if there is none."""
     error = next(last_errors(context.shell), None)
     if error is None or error.__traceback__ is None:
         return False

@@ -1,7 +1,8 @@
-"""A rank's part of a snapshot: its variables and random states, in one file of its own.
+"""A rank's part of a snapshot: its variables and random states, in a file of its own.
 
-The file has the frames of a pickle.  `nbdist.world.exchange` says what to write, and keeps the
-digests; nothing of the contents goes through the notebook.
+Ops in each rank, for `%dist_snapshot` and `%dist_restore`. The file has the frames of a pickle.
+`nbdist.world.exchange` says which names to write, and keeps the files' digests; no value goes
+through the notebook.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ from nbdist.worker.namespace import Context
 from nbdist.worker.ops import sharded
 
 MAGIC = b"nbdist frames 1\n"
-CHUNK = 1 << 24  # bytes after which Stop is heard while a file is written or read
+CHUNK = 1 << 24  # bytes that are read or written before Stop is noticed
 
 
 class Damaged(Exception):
-    """A file that is not as it was written; the message says what is wrong with it."""
+    """A file differs from what was written; the message says how."""
 
 
 def write_frames(path: Path, frames: Sequence[Buffer]) -> tuple[int, str]:
-    """Write a new file, on the disk when this returns; its size and digest.  Raises OSError.
+    """Write frames to a new file; return its size and digest.  Raises OSError.
 
-    Only this user can read it.
+    When this returns the file is on the disk, and only this user can read it.
     """
     views = [memoryview(frame).cast("B") for frame in frames]
     sizes = json.dumps([view.nbytes for view in views]).encode()
@@ -60,10 +61,10 @@ def write_frames(path: Path, frames: Sequence[Buffer]) -> tuple[int, str]:
 
 
 def map_frames(path: Path, digest: str) -> list[memoryview]:
-    """Return the frames of a file in its own pages, of which all readers share one copy.
+    """Return the frames of a file as mapped memory, which all readers of the file share.
 
-    They can be written to, and are not aligned.  Raises Damaged where the file is not the one
-    that was written, Untrusted where another user could have written it, and OSError.
+    The frames can be written to, and are not aligned. Raises Damaged if the file has another
+    digest, Untrusted if another user could have written it, and OSError.
     """
     with os.fdopen(folders.open_trusted(path), "rb") as file:
         if hashlib.file_digest(file, "sha256").hexdigest() != digest:
@@ -79,7 +80,7 @@ def map_frames(path: Path, digest: str) -> list[memoryview]:
 
 
 def read_frames(path: Path, digest: str) -> list[memoryview]:
-    """Return the same in memory of their own, aligned as torch's; raises as `map_frames`.
+    """Return a file's frames in memory of their own, aligned as torch's; raises as `map_frames`.
 
     Some of torch's sums depend on the alignment: training would go on with other last bits.
     """
@@ -107,13 +108,13 @@ INSTEAD = "new_group makes another one, torch.distributed.checkpoint writes mode
 def write(
     context: Context, *, folder: str, wanted: Mapping[int, Sequence[str]], leave_out: bool
 ) -> Written:
-    """Write the wanted names that there are; with `leave_out` without what cannot be pickled."""
+    """Write the rank's `wanted` variables; with `leave_out` skip those that cannot be pickled."""
     namespace, rank = context.names, context.rank
-    # First those of all ranks, so that each meets their sharded tensors in the same order.
+    # Names that all ranks have come first, so that all find their sharded tensors in one order.
     names = sorted(wanted[rank], key=lambda n: not all(n in each for each in wanted.values()))
     values = {name: namespace[name] for name in names if name in namespace}
     left_out = {}
-    if _why_not(dict(values), namespace):  # looked for one by one, after a try with all
+    if _why_not(dict(values), namespace):  # try each value alone only if all together fail
         reasons = {name: _why_not(value, namespace) for name, value in values.items()}
         left_out = {name: why for name, why in reasons.items() if why}
     if left_out and not leave_out:
@@ -134,7 +135,7 @@ def write(
     writer = sharded.Writer()
     frames = pickle(contents, namespace, back_to_device=True, reduce=writer.reduce).frames
     shards = pickle(writer.shards, namespace, back_to_device=True).frames
-    # How many frames after the first one are the variables'; the others are shards.
+    # The first frame has the number of the variables' frames, which follow; the others are shards.
     first = len(frames).to_bytes(8, "little")
     if problem := _lacks(folder):
         return Written(problem)
@@ -162,7 +163,7 @@ def _file(folder: str, rank: int) -> Path:
 
 
 def _why_not(value: Any, namespace: dict[str, Any]) -> str:
-    """Return why it cannot be written; "" where it can."""
+    """Return why a value cannot be written; "" if it can."""
     try:
         _sketch(value, namespace)
     except Exception as error:  # noqa: BLE001 (a user's __reduce__ can raise anything)
@@ -176,9 +177,9 @@ def _sketch(value: Any, namespace: dict[str, Any], writer: sharded.Writer | None
 
 
 def _also(values: Mapping[str, Any], namespace: dict[str, Any]) -> dict[str, Any]:
-    """Return what functions and classes among the values look for by name, and what these look for.
+    """Return the values that functions and classes look up by name, and those that these look up.
 
-    Values that are big stay out: they are data, which the notebook ships again.
+    Big values stay out: they are data, which the notebook sends again.
     """
     found: dict[str, Any] = {}
     waiting = set(_sketch(values, namespace).needs)
@@ -188,7 +189,7 @@ def _also(values: Mapping[str, Any], namespace: dict[str, Any]) -> dict[str, Any
             continue
         try:
             pickled = _sketch(namespace[name], namespace, writer := sharded.Writer())
-        except Exception:  # noqa: BLE001 (a user's __reduce__; what needs it will say so)
+        except Exception:  # noqa: BLE001 (a user's __reduce__; its user will fail by name)
             continue
         if size_of(pickled.frames) <= ALSO_LIMIT and not writer.shards:
             found[name] = namespace[name]
@@ -197,7 +198,7 @@ def _also(values: Mapping[str, Any], namespace: dict[str, Any]) -> dict[str, Any
 
 
 def random_states() -> dict[str, Any]:
-    """Return the states of Python, torch, the rank's GPU, and numpy, where each is in use."""
+    """Return the random states of Python and torch, and of numpy and the GPU if they are in use."""
     states = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if numpy := sys.modules.get("numpy"):
         states["numpy"] = numpy.random.get_state()
@@ -208,17 +209,17 @@ def random_states() -> dict[str, Any]:
 
 # --- restore ----------------------------------------------------------------------------
 
-File = tuple[int, str]  # of which rank, and its digest
-_loaded: dict[str, Any] = {}  # what `load` has read, for `bind`
+File = tuple[int, str]  # the rank that has written it, and its digest
+_loaded: dict[str, Any] = {}  # contents that `load` has read, for `bind`
 
 
 def load(
     context: Context, folder: str, parts: Mapping[int, File], everyones: Sequence[File] = ()
 ) -> Loaded:
-    """Read the file of the rank that `parts` has for this one; `bind` binds what is in it.
+    """Read the file of the rank that `parts` names for this one; `bind` binds what is in it.
 
-    In two steps, so that no rank binds anything where another one's file is damaged.  With
-    `everyones` files sharded tensors are put together from these, and sharded over this world.
+    Two steps, so that no rank binds anything if another one's file is damaged. With the files of
+    `everyones` ranks, sharded tensors are put together and sharded again for this world.
     """
     of_rank, digest = parts[context.rank]
     _loaded.clear()
@@ -227,11 +228,11 @@ def load(
     try:
         contents, shards = _pair(read_frames(_file(folder, of_rank), digest))
         if everyones:
-            shards = []  # its memory is free before there is that of the others
+            shards = []  # free its memory before the others' files take theirs
         mapped = {rank: map_frames(_file(folder, rank), each) for rank, each in everyones}
     except Untrusted as error:
         return Loaded(distrust=str(error))
-    except (Damaged, OSError, RuntimeError) as error:  # the last where there is no memory
+    except (Damaged, OSError, RuntimeError) as error:  # RuntimeError if memory is full
         return Loaded(damage=str(error))
     names = context.names
     try:
@@ -248,16 +249,16 @@ def load(
 
 
 def _pair(frames: list[memoryview]) -> tuple[list[memoryview], list[memoryview]]:
-    """Part the frames of the variables from those of the shards."""
+    """Return the frames of the variables, and those of the shards."""
     end = 1 + int.from_bytes(frames[0], "little")
     return frames[1:end], frames[end:]
 
 
 def bind(context: Context, *, names: Sequence[str] | None, with_random: bool) -> tuple[str, ...]:
-    """Bind what was loaded, or these names of it; which they were."""
+    """Bind the names that `load` has read, or these of them; return the names."""
     namespace, contents = context.names, {**_loaded}
     _loaded.clear()
-    # By these numbers modules keep their hooks: a new one must not take a restored one's place.
+    # Modules keep hooks by these numbers: a new hook must not take the place of a restored one.
     RemovableHandle.next_id = max(RemovableHandle.next_id, contents["hooks"])
     sharded.shard_modules()
     found = {n: value for n, value in contents["names"].items() if names is None or n in names}
@@ -265,7 +266,7 @@ def bind(context: Context, *, names: Sequence[str] | None, with_random: bool) ->
         tensor.grad = grad
     for name, value in contents["also"].items():
         namespace.setdefault(name, value)
-    # With the variables that are restored: others of the snapshot must not change what is there.
+    # Register only objects in the restored variables: others must not change what is here.
     keyed = contents.get("keyed", [])
     if names is not None:
         inside = {id(each) for each in _sketch(found, namespace).objects}
@@ -281,7 +282,7 @@ def bind(context: Context, *, names: Sequence[str] | None, with_random: bool) ->
 
 
 def set_random_states(states: Mapping[str, Any]) -> None:
-    """Go on with the numbers that would have come next."""
+    """Set random states: the next numbers are those that would have followed the snapshot."""
     random.setstate(states["python"])
     torch.set_rng_state(states["torch"])
     if "numpy" in states:
@@ -293,6 +294,6 @@ def set_random_states(states: Mapping[str, Any]) -> None:
 
 
 def forget(_: Context) -> None:
-    """Bind nothing of what was loaded."""
+    """Drop what `load` has read, without binding it."""
     _loaded.clear()
     sharded.forget()

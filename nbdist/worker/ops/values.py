@@ -1,6 +1,7 @@
-"""Values between the notebook and a rank, and from one rank to others through the group.
+"""Ops for values: between the notebook and a rank, and from one rank to others by the group.
 
-An op that takes values binds none; another one binds them when all ranks have taken theirs.
+They run in each rank, for `%dist_gather`, `push`, `%dist_sync` and restarts. An op that receives
+values binds none: another op binds them once all ranks have received theirs.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ REMEDY = (
 
 
 def gather(context: Context, expressions: Sequence[str], *, joins: bool = False) -> Brought:
-    """Pack the values of names, or expressions, together: what they share stays shared.
+    """Pack the values of names or expressions in one pickle: parts that they share stay shared.
 
-    What is spread over ranks is listed, and with `joins` put together by all of them.  A value that
-    cannot be sent is no error of the task's: the notebook collects what all ranks say.
+    DTensors are only listed, or with `joins` put together, which all ranks do at once. A value that
+    cannot be sent is no error of the task: the notebook collects what all ranks report.
     """
     values = []
     for expression in expressions:
@@ -68,45 +69,46 @@ def last_value(context: Context, of: str) -> Brought:
 
 
 def push(context: Context, packed: Mapping[int, Payload]) -> None:
-    """Take this rank's values by their names, for `bind_pushed`."""
+    """Receive this rank's values by name, and keep them for `bind_pushed`."""
     arrived = context.namespace.read(packed[context.rank])
     context.namespace.take(Taken(arrived.values, arrived=arrived), context.task_id)
 
 
 def bind_pushed(context: Context) -> Mapping[str, Replaced]:
-    """Bind them; they are the notebook's.  Return what could not be changed in place."""
+    """Bind the values of `push`, which the notebook owns; return what was not changed in place."""
     return context.namespace.bind_taken().replaced
 
 
 def scatter(context: Context, name: str, parts: Mapping[int, Payload]) -> None:
-    """Take this rank's part, for `bind_scattered`; those of others are not even opened."""
+    """Receive this rank's part, and keep it for `bind_scattered`; leave others unopened."""
     part = context.namespace.open(parts[context.rank])
     context.namespace.take(Taken({name: part}), context.task_id)
 
 
 def bind_scattered(context: Context) -> None:
-    """Bind the name to the part, which is the rank's own from now on."""
+    """Bind the name to the part, which belongs to the rank from now on."""
     values = context.namespace.pop_taken().values
     context.names.update(values)
     context.bound |= values.keys()
 
 
 def inspect(context: Context, objects: Mapping[int, Parts], names: Sequence[str] = ()) -> Inspected:
-    """Say what of these objects this rank has changed, and what it has under these names."""
+    """Return which parts of objects this rank has changed, and what variables hold here."""
     return context.namespace.counterparts.inspect(objects, names)
 
 
 def keep(context: Context, names: Sequence[str]) -> Payload:
-    """Lend the values of these names, with the keys of their objects, for `give_back`."""
+    """Lend values with the keys of their objects; `give_back` binds them in the next process."""
     values = {name: eval(name, context.names) for name in names}
     keyed = context.namespace.counterparts.keyed(_pickled(context, values).objects)
     return context.namespace.lend((values, keyed), context.task_id)
 
 
 def sync(context: Context, wanted: Sequence[str], source: int, to: Sequence[int] | None) -> None:
-    """Copy names of the rank `source` to ranks in `to`, or those that lack any; all ranks call it.
+    """Copy variables of the rank `source` to the ranks in `to`, or to ranks that lack any of them.
 
-    In one pickle, so that what is shared stays shared.  VariableError on the rank with the problem.
+    All ranks call it at the same time. The values are in one pickle, so parts that they share stay
+    shared. VariableError is raised on the rank that has a problem; `bind_synced` binds the values.
     """
     names, rank = context.names, dist.get_rank()
     is_source = rank == source
@@ -128,17 +130,17 @@ def sync(context: Context, wanted: Sequence[str], source: int, to: Sequence[int]
 
 
 def bind_synced(context: Context, wanted: Sequence[str]) -> None:
-    """Bind what was taken; at the source too the names are the workers' own now."""
+    """Bind the values of `sync`; on the source too they belong to the workers from now on."""
     bound = context.namespace.bind_taken()
     context.bound |= bound.names & {*wanted}
     context.gained |= {*bound.gained}
     if _any(bool(bound.names)):
-        # Ranks that had the model have its buckets in another order than those new to it.
+        # Ranks that had the model have its buckets in another order than ranks that got it now.
         begin_models_anew()
 
 
 def give_back(context: Context, packed: Payload) -> None:
-    """Bind what the process before this one had."""
+    """Bind variables that `keep` has packed in this rank's process before this one."""
     values, keyed = context.namespace.open(packed)
     context.names.update(values)
     context.bound |= values.keys()
@@ -169,7 +171,7 @@ def _send(context: Context, wanted: Sequence[str], source: int) -> Sequence[Buff
 
 
 class _OnlyAPart(Exception):
-    """Of a value that is to be copied this rank has only a part."""
+    """A value that `sync` should copy is sharded: this rank has only a part of it."""
 
 
 def _check_is_whole(values: Iterable[Any]) -> None:
@@ -185,9 +187,9 @@ class _Objects(NamedTuple):
 
 
 def _pickled(context: Context, values: dict[str, Any]) -> _Objects:
-    """Add the definitions that values use, and list all objects in them.
+    """Add the functions, classes and modules that values use, and list all objects in them.
 
-    Data that they use has to be named.
+    Other values that they use are copied only if they are named.
     """
     names = context.names
     while True:
@@ -214,7 +216,7 @@ def _receive(source: int) -> Sequence[Buffer]:
 
 def _rebuilt(names: dict[str, Any], wanted: Sequence[str], frames: Sequence[Buffer]) -> Taken:
     if not frames:
-        return Taken({})  # the source says why
+        return Taken({})  # the source reports the problem
     try:
         values, keyed = unpickle(frames, names)
     except Exception as error:  # a user's class can raise anything while it is rebuilt
@@ -222,7 +224,7 @@ def _rebuilt(names: dict[str, Any], wanted: Sequence[str], frames: Sequence[Buff
             f"`{', '.join(wanted)}` could not be rebuilt: {type(error).__name__}: {error}; "
             "nothing was copied"
         ) from error
-    # What goes along only with them must not take the place of what is there.
+    # A definition that was only added must not replace the one of this rank.
     values = {name: each for name, each in values.items() if name in wanted or name not in names}
     return Taken(values, keyed)
 
@@ -244,14 +246,14 @@ def _broadcast_header(sizes: list[int] | None, source: int) -> list[int]:
 
 
 def _broadcast(frame: torch.Tensor, source: int) -> torch.Tensor:
-    """Return the contents of the source's; in place if the group takes CPU tensors."""
+    """Return the source's contents; fill the tensor itself if the group takes CPU tensors."""
     there = frame.to(_device())
     dist.broadcast(there, src=source)
     return there.cpu()
 
 
 def _device() -> torch.device:
-    """Return a device whose tensors the group takes."""
+    """Return a device whose tensors the default group takes."""
     group = dist.group.WORLD
     assert group is not None
     return seam.CPU if seam.takes_cpu(group) else seam.CUDA
