@@ -1,7 +1,7 @@
-"""The rank's accelerator, of whatever kind; ROCm's are `cuda` to torch.  Run with CUDA alone.
+"""The rank's accelerator, of whatever kind; torch calls ROCm's `cuda`.  Run with CUDA alone.
 
-By `torch.accelerator` where torch 2.7 has the function; what is newer there (memory, random
-numbers) by the device's own module, which all kinds name alike.
+Uses `torch.accelerator` if torch 2.7 has the function there. Newer functions (memory, random
+numbers) come from the device's own module, in which all kinds give them the same names.
 """
 
 from __future__ import annotations
@@ -14,37 +14,46 @@ from torch.profiler import ProfilerActivity
 
 
 def graph() -> type:
-    """Return its class; asked late, as `nbdist doctor` imports this with any torch."""
+    """Return torch's class of CUDA graphs.
+
+    A function, because `nbdist doctor` imports this file with any torch.
+    """
     return torch.cuda.CUDAGraph
 
 
 def use(device: torch.device) -> None:
-    """Make it this process's current one; RuntimeError where torch cannot use it."""
+    """Make the device this process's current one; RuntimeError if torch cannot use it."""
     torch.accelerator.set_device_index(device)
 
 
 def synchronize() -> None:
-    """Wait for all that runs on it; nothing but its end ends that."""
+    """Wait until all work on the accelerator is done; nothing else ends this wait."""
     torch.accelerator.synchronize()
 
 
 def is_in_use() -> bool:
-    """Return True if this process has a context; looking must not make one."""
+    """Return True if this process has a context on the accelerator; does not make one."""
     return bool(_module().is_initialized())
 
 
 def asks_context() -> Callable[[], bool] | None:
-    """Return what raises a lasting error, in any thread and at once; None if none is in use."""
+    """Return a function that raises a lasting GPU error, at once and in any thread.
+
+    None if the accelerator is not in use.
+    """
     return torch.accelerator.current_stream().query if is_in_use() else None
 
 
 def nccl_version() -> tuple[int, ...]:
-    """Read which NCCL torch brings; makes no context."""
+    """Return the version of torch's NCCL; makes no context."""
     return torch.cuda.nccl.version()  # type: ignore[no-untyped-call, no-any-return]
 
 
 def names() -> list[str]:
-    """Name those that torch can use; warns, as torch words it, why it cannot, or not well."""
+    """Return the names of all accelerators that torch can use.
+
+    torch warns if it cannot use them, or not well.
+    """
     kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if kind is None:
         return []
@@ -55,54 +64,54 @@ def names() -> list[str]:
 
 
 def index() -> int:
-    """Return the number of the current one."""
+    """Return the number of the current accelerator."""
     return torch.accelerator.current_device_index()
 
 
 def room() -> tuple[int, int]:
-    """Return how much is free of all processes' use, and how much there is."""
+    """Return how much memory is free of all processes' use, and how much there is."""
     free, total = _module().mem_get_info()
     return free, total
 
 
 def allocated() -> int:
-    """Return what this process's tensors take; 0 if none is in use, as of the next two."""
+    """Return the memory of this process's tensors; 0 if the accelerator is not in use."""
     return int(_module().memory_allocated()) if is_in_use() else 0
 
 
 def most_allocated() -> int:
-    """Return what they have taken at most."""
+    """Return the peak memory of this process's tensors; 0 if the accelerator is not in use."""
     return int(_module().max_memory_allocated()) if is_in_use() else 0
 
 
 def reserved() -> int:
-    """Return that and what torch keeps for the next tensors."""
+    """Return the memory of tensors and of torch's cache; 0 if the accelerator is not in use."""
     return int(_module().memory_reserved()) if is_in_use() else 0
 
 
 def release_cached() -> None:
-    """Release what torch keeps for the next tensors, pinned memory of the CPU too."""
+    """Release the memory that torch caches for later tensors, also pinned memory of the CPU."""
     if not is_in_use():
         return
     _module().empty_cache()
-    # CUDA's alone; and what tensors were gathered through, in newer versions of torch.
+    # `ipc_collect` is CUDA's alone; newer versions of torch have `empty_host_cache`.
     for holder, name in ((_module(), "ipc_collect"), (torch.accelerator, "empty_host_cache")):
         getattr(holder, name, lambda: None)()
 
 
 def random_state() -> torch.Tensor | None:
-    """Return its generator's state, None where none is in use."""
+    """Return the state of the random generator; None if the accelerator is not in use."""
     return _module().get_rng_state() if is_in_use() else None
 
 
 def set_random_state(state: torch.Tensor) -> None:
-    """Go on from there, if there is an accelerator."""
+    """Set the state of the random generator; do nothing if there is no accelerator."""
     if torch.accelerator.is_available():
         _module().set_rng_state(state)
 
 
 def profiled() -> list[ProfilerActivity]:
-    """Return what a profile can have here; torch's own choice warns without a GPU."""
+    """Return the activities that a profile can record; torch's own choice warns without a GPU."""
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     kinds = ["CPU", *([] if found is None else [found.type.upper()])]
     return [getattr(ProfilerActivity, kind) for kind in kinds]

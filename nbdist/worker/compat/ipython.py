@@ -1,7 +1,7 @@
-"""Private names of IPython, ipykernel and pdb, each as a function in our words; in the workers.
+"""Private names of IPython, ipykernel and pdb, each behind a function of our own; in the workers.
 
-Tried with IPython 7.34 to 9.18 and ipykernel 6.17 to 7.4; `check` says what a version lacks.  The
-prompt of the debugger goes to the notebook as `input()` does, since pdb reads by `input`.
+Tried with IPython 7.34 to 9.18 and ipykernel 6.17 to 7.4; `check` says what a version lacks. The
+debugger's prompt goes to the notebook as that of `input()` does, since pdb reads by `input`.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from nbdist.system.folders import whole_file
 from nbdist.values.definitions import cell_numbers, function_name
 
 SHOW = "_showtraceback"
-"""IPython's method that is given a finished traceback; ipykernel's publishes it."""
+"""IPython's method that gets a finished traceback; ipykernel's publishes the traceback."""
 
-# How IPython 7 begins a frame, the file and the call in colours, and its mark at the line.
+# Beginning of a frame in IPython 7, with file and call in colours, and its mark at the line.
 COLOURS = r"((?:\x1b\[[\d;]*m)*)"
 FRAME = re.compile(rf"{COLOURS}([^\x1b\n]+?){COLOURS} in ([^\n]*)")
 FRAME_LINE = re.compile(r"-> (\d+)")
@@ -44,7 +44,7 @@ END_CHILDREN = "_progressively_terminate_all_children"
 
 
 def check() -> tuple[str, ...]:
-    """Return what this IPython and ipykernel lack, a sentence each with what is lost by it."""
+    """Return a sentence on each name that this IPython or ipykernel lacks, and what is lost."""
     said = []
     if not hasattr(ZMQInteractiveShell, SHOW):
         said.append(
@@ -65,9 +65,9 @@ def check() -> tuple[str, ...]:
 
 
 def without_debugger() -> None:
-    """Import ipykernel without its debugger, which takes 70 ms and 7 MB a worker.
+    """Import ipykernel without debugpy, which takes 70 ms and 7 MB in each worker.
 
-    No front end attaches to a worker.  `import debugpy` in a cell works as ever.
+    No front end attaches to a worker. `import debugpy` in a cell works as usual.
     """
     wanted = sys.modules.get("debugpy.server", sys)
     sys.modules["debugpy.server"] = None  # type: ignore[assignment]
@@ -84,7 +84,7 @@ class _IOPubThread(IOPubThread):
 
 
 def publish_without_port() -> None:
-    """Do without the TCP port by which children of a kernel would reach its OutStream.
+    """Make ipykernel open no TCP port, by which children of a kernel would reach its OutStream.
 
     Called before the application makes its iopub thread.
     """
@@ -93,29 +93,30 @@ def publish_without_port() -> None:
 
 
 class LeavesChildren(IPythonKernel):
-    """A kernel that leaves its children to the agent, which ends the whole process group.
+    """A kernel that does not end its child processes: the agent ends the whole process group.
 
-    ipykernel (6.10 and later) would wait for multiprocessing's resource tracker, which ignores
-    signals and ends after us, until the agent kills all; named semaphores would be left behind.
+    ipykernel (6.10 and later) would wait for multiprocessing's resource tracker. That ignores
+    signals and ends after the kernel, so the agent would kill all, and named semaphores would stay
+    behind.
     """
 
     async def _progressively_terminate_all_children(self) -> None:
-        """Leave them alone; called by ipykernel when the kernel shuts down."""
+        """Do nothing; called by ipykernel when the kernel shuts down."""
 
 
 def reloads_modules(shell: Any) -> bool:
-    """Return True if `%autoreload` is on; for IPython 7 to 9."""
+    """Return True if `%autoreload` is on; works with IPython 7 to 9."""
     magics = shell.magics_manager.registry.get("AutoreloadMagics")
     return bool(getattr(getattr(magics, "_reloader", None), "enabled", False))
 
 
 class AnnouncesErrors(ZMQInteractiveShell):
-    """A shell that enters a context around each traceback that it shows, for IPython 7 to 9."""
+    """A shell that shows each traceback inside of the context `announcing`; IPython 7 to 9."""
 
     def announcing(
         self, kind: type[BaseException], error: BaseException
     ) -> AbstractContextManager[None]:
-        """Make that context."""
+        """Return the context to enter while this exception's traceback is shown."""
         raise NotImplementedError
 
     def _showtraceback(self, etype: type[BaseException], evalue: Any, stb: Any) -> None:
@@ -123,7 +124,7 @@ class AnnouncesErrors(ZMQInteractiveShell):
             super()._showtraceback(etype, evalue, stb)
 
     def publish_error(self, kind: Any, error: Any, lines: list[str]) -> None:
-        """Show a finished traceback as that of an exception."""
+        """Publish a finished traceback as an exception's; print it if IPython lacks the method."""
         if hasattr(ZMQInteractiveShell, SHOW):
             self._showtraceback(kind, error, lines)
         else:
@@ -131,7 +132,7 @@ class AnnouncesErrors(ZMQInteractiveShell):
 
 
 def number_cells(shell: Any) -> None:
-    """Make IPython 7 keep the numbers of cells and show them, as IPython 8 and later do."""
+    """Make IPython 7 keep and show the numbers of cells, as IPython 8 and later do."""
     compiler, shower = shell.compile, shell.InteractiveTB
     if hasattr(compiler, "_filename_map"):
         return
@@ -151,7 +152,7 @@ def number_cells(shell: Any) -> None:
 
 
 def _with_number(part: str, numbers: Mapping[str, int]) -> str:
-    """Return a part of IPython 7's traceback, its first line as IPython 8 and later have it."""
+    """Return a part of IPython 7's traceback with a first line as in IPython 8 and later."""
     begins, line = FRAME.match(part), FRAME_LINE.search(part)
     if begins is None or line is None:
         return part
@@ -165,12 +166,12 @@ def _with_number(part: str, numbers: Mapping[str, int]) -> str:
     return f"{place}{called}{part[begins.end() :]}"
 
 
-# --- jedi, with which IPython completes, as it has to be in a process that may be killed ------
+# --- jedi, by which IPython completes ---------------------------------------------------------
 
 
 def prepare_jedi(completer: Any) -> None:
-    """Have IPython's completer use jedi once that has read what it needs, which takes seconds."""
-    # It raises the limit of recursion; users' code keeps the one it has.
+    """Import what jedi needs, which takes seconds, then let IPython's completer use jedi."""
+    # jedi raises the limit of recursion; keep the limit for the user's code.
     limit = sys.getrecursionlimit()
     jedi = import_module("jedi")
     write_whole(import_module("parso.cache"))
@@ -180,13 +181,14 @@ def prepare_jedi(completer: Any) -> None:
 
 
 def write_whole(cache: Any) -> None:
-    """Make files of parso's cache appear under their names only when they are whole."""
+    """Make parso write its cache files whole, even if a process is killed: rename them last."""
     if not hasattr(cache, "_save_to_file_system") or not hasattr(cache, "_get_hashed_path"):
         return
 
     def save(hashed_grammar: str, path: object, item: object, cache_path: object = None) -> None:
         name = cache._get_hashed_path(hashed_grammar, path, cache_path=cache_path)
-        # What a killed process leaves there, parso removes with what was not read for 30 days.
+        # parso removes what a killed process leaves there, with files that were not read for 30
+        # days.
         with whole_file(Path(name)) as file:
             pickle.dump(item, file, pickle.HIGHEST_PROTOCOL)
 
@@ -196,19 +198,19 @@ def write_whole(cache: Any) -> None:
 # --- the debugger --------------------------------------------------------------------------
 
 PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
-# Packages whose calls come before those of a cell or script, and after its end.
+# Packages whose calls are around those of a cell or script.
 AROUND = ("IPython", "ipykernel", "tornado", "asyncio", "traitlets", "zmq", "jupyter_client")
 IN_PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in AROUND)
 RUNPY = f"{os.sep}runpy.py"
 
-# Methods of IPython 8 that keep up to 1,024 calls with all that these hold.
+# Methods of IPython 8 that cache up to 1,024 frames, with all that the frames hold.
 CACHES = ("_cachable_skip", "_cached_one_parent_frame_debuggerskip")
-LAST = "_last_pdb_instance"  # which Python 3.14 keeps, with the calls that it has shown
+LAST = "_last_pdb_instance"  # Python 3.14 keeps the debugger, with frames that it has shown
 Stack = list[tuple[FrameType, int]]
 
 
 def is_around(frame: FrameType) -> bool:
-    """Return True if a call is not the user's, but nbdist's own or IPython's."""
+    """Return True if a call is nbdist's or IPython's, and not the user's."""
     file = frame.f_code.co_filename
     if file.startswith((PACKAGE, "<frozen ")) or file.endswith(RUNPY):
         return True
@@ -222,17 +224,20 @@ def is_called_by_us(frame: FrameType) -> bool:
 
 
 def is_statement(frame: FrameType) -> bool:
-    """Return True if it is a statement of a cell, which IPython runs by itself, or a script."""
+    """Return True for the frame of a script, or of one of the statements that IPython runs.
+
+    IPython runs each statement of a cell alone.
+    """
     return function_name(frame.f_code.co_name) == "<module>" and is_called_by_us(frame)
 
 
 class Debugger(InterruptiblePdb):
-    """IPython's, which shows and steps through the user's calls alone, and lets Stop through."""
+    """IPython's debugger, but it shows and steps through the user's calls alone, and obeys Stop."""
 
     was_used = False
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        # After `continue` pdb would have Stop come back into the debugger.
+        # After `continue`, pdb would handle SIGINT by coming back into the debugger.
         super().__init__(*args, **{"nosigint": True, **options})
         Debugger.was_used = True
         self._stopped: KeyboardInterrupt | None = None
@@ -240,13 +245,13 @@ class Debugger(InterruptiblePdb):
         self._entered: FrameType | None = None
 
     def set_trace(self, frame: FrameType | None = None, **options: Any) -> None:
-        """Follow what runs from this call, or the caller's, on."""
+        """Debug from the frame on, by default the caller's."""
         caller = inspect.currentframe()
         self._entered = frame or (caller and caller.f_back)
         super().set_trace(self._entered, **options)
 
     def interaction(self, *args: Any, **options: Any) -> None:
-        """Talk to the user, until he goes on; KeyboardInterrupt where Stop was pressed."""
+        """Prompt the user until the program goes on; KeyboardInterrupt if Stop was pressed."""
         super().interaction(*args, **options)
         stopped, self._stopped = self._stopped, None
         if stopped is not None:
@@ -254,14 +259,14 @@ class Debugger(InterruptiblePdb):
             raise KeyboardInterrupt
 
     def cmdloop(self, intro: Any = None) -> None:
-        """Read and do commands; IPython's own would go on with the program after Stop."""
+        """Read and do commands; remember Stop, which IPython's own would not pass on."""
         try:
             super(InterruptiblePdb, self).cmdloop(intro)
         except KeyboardInterrupt as stop:
             self._stopped = stop.with_traceback(None)
 
     def user_return(self, frame: FrameType, value: Any) -> None:
-        """Stop at the end of a call; after a statement of a cell, at the cell's next statement."""
+        """Stop at the end of a call; for a statement of a cell, at the cell's next statement."""
         if is_statement(frame):
             self._is_between = True
             self.set_step()
@@ -270,12 +275,16 @@ class Debugger(InterruptiblePdb):
             forget_in(frame)
 
     def user_call(self, frame: FrameType, arguments: Any) -> None:
-        """Stop at the beginning of a call, but not at that of a statement of a cell."""
+        """Stop at the beginning of a call, unless the call is a statement of a cell."""
         if not is_statement(frame):
             super().user_call(frame, arguments)
 
     def user_exception(self, frame: FrameType, info: Any) -> None:
-        """Stop where one is raised, but for Stop's, and for the end of a statement that awaits."""
+        """Stop where an exception is raised, but not for Stop's KeyboardInterrupt.
+
+        An exception in IPython's code is the end of a statement that awaits: go on to the next
+        statement.
+        """
         if is_around(frame):
             self._is_between = True
             self.set_step()
@@ -284,24 +293,25 @@ class Debugger(InterruptiblePdb):
             forget_in(frame)
 
     def stop_here(self, frame: FrameType) -> bool:
-        """Return True if stepping ends in this call."""
+        """Return True if stepping stops in this frame."""
         if self._is_between or (is_called_by_us(frame) and frame is not self._entered):
-            # What IPython calls for a cell, also between its statements, may be anybody's.
+            # Between statements IPython may call anybody's code, so stop only at the next
+            # statement.
             if not is_statement(frame):
                 return False
             self._is_between = False
         return not is_around(frame) and bool(super().stop_here(frame))
 
     def get_stack(self, *args: Any, **options: Any) -> tuple[Stack, int]:
-        """Return the user's calls, the innermost last, and which of them is looked at."""
+        """Return the user's frames, the innermost last, and the number of the one that is shown."""
         stack, index = super().get_stack(*args, **options)
-        # All but what is around them at both ends; else all.
+        # Cut off the frames around the user's at both ends; without any of the user's, keep all.
         users = [n for n, (frame, _) in enumerate(stack) if not is_around(frame)]
         first, last = (users[0], users[-1]) if users else (0, len(stack) - 1)
         return stack[first : last + 1], max(0, min(index, last) - first)
 
     def format_stack_entry(self, *args: Any, **options: Any) -> str:
-        """Write where a call is: `Cell In[5](3)` for a cell, whose file people do not know."""
+        """Return the place of a call: `Cell In[5](3)` for a cell, whose file users do not know."""
         frame: FrameType = args[0][0]
         text: str = super().format_stack_entry(*args, **options)
         file = frame.f_code.co_filename
@@ -311,14 +321,14 @@ class Debugger(InterruptiblePdb):
 
 
 def forget_in(frame: FrameType) -> None:
-    """Remove from a cell's names what pdb has bound there to show it."""
+    """Remove the names that pdb has bound in a cell's namespace to show a result or exception."""
     if frame.f_locals is frame.f_globals:
         for name in ("__return__", "__exception__"):
             frame.f_globals.pop(name, None)
 
 
 def leave_debugger() -> None:
-    """Let the next task run without the debugger of this one, which then keeps nothing alive."""
+    """Turn debugging off for the next task, and drop what the debugger keeps alive."""
     if not Debugger.was_used:
         return
     Debugger.was_used = False
@@ -337,25 +347,25 @@ def leave_debugger() -> None:
 
 
 def post_mortem(error: BaseException) -> None:
-    """Debug where an exception came from; pdb's `exceptions`, if it has that, those before it."""
+    """Debug where an exception was raised; `exceptions` of newer versions of pdb shows causes."""
     found = Debugger()
     found.reset()
-    # IPython's own (8.15 and later) until Python 3.13 has it.
+    # IPython 8.15 and later has its own until Python 3.13 has it.
     knows_chains = getattr(debugger, "CHAIN_EXCEPTIONS", False) or sys.version_info >= (3, 13)
     found.interaction(None, error if knows_chains else error.__traceback__)
 
 
 # --- `breakpoint()` and all other ways into a debugger, on a rank -----------------------------
 
-LEFT = "`q` left the debugger and ended the cell on this rank"  # BdbQuit has no words of its own
+LEFT = "`q` left the debugger and ended the cell on this rank"  # BdbQuit has no message
 
 
 def use_debugger() -> None:
-    """Make every way into a debugger lead to this one, after IPython has put its own there."""
+    """Make every way into a debugger lead to `Debugger`; called after IPython has set its own."""
     for module in (pdb, debugger):
         vars(module)["Pdb"] = Debugger
     pdb.set_trace = debugger.set_trace
-    # `torch.distributed.breakpoint`'s own would read a terminal; torch before 2.10 makes it early.
+    # torch's own would read from a terminal; before torch 2.10 it is made on import.
     if hasattr(torch.distributed, "_DistributedPdb"):
         torch.distributed._DistributedPdb = Debugger
     # In an ipykernel `breakpoint()` does nothing once debugpy has been imported.
@@ -363,7 +373,7 @@ def use_debugger() -> None:
 
 
 def stop_at_breakpoint(*args: Any, **options: Any) -> Any:
-    """Do what PYTHONBREAKPOINT says, by default debug."""
+    """Do what PYTHONBREAKPOINT says; by default start the debugger in the caller's frame."""
     if os.environ.get("PYTHONBREAKPOINT"):
         return sys.__breakpointhook__(*args, **options)
     frame = inspect.currentframe()
@@ -375,7 +385,7 @@ def stop_at_breakpoint(*args: Any, **options: Any) -> Any:
 
 
 def is_debugger(frame: FrameType | None) -> bool:
-    """Return True if a call that reads a line is a debugger's."""
+    """Return True if a frame that reads a line is a debugger's command loop."""
     if frame is None or frame.f_code is not cmd.Cmd.cmdloop.__code__:
         return False
     return isinstance(frame.f_locals.get("self"), bdb.Bdb)

@@ -1,4 +1,4 @@
-"""Every private name of torch's modules, DDP and FSDP2, each behind a function in our own words."""
+"""Private names of torch's modules, DDP and FSDP2, each behind a function of our own."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-COMPOSED = "__composable_api_state_key"  # begins names of what `fully_shard` puts on a module
+COMPOSED = "__composable_api_state_key"  # `fully_shard` sets attributes that begin so
 
 
 def parts_of(held: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the layers, parameters and buffers of a module, by what its `__dict__` holds."""
+    """Return a module's layers, parameters and buffers by name, from what `__dict__` holds."""
     tables = [held.get(name, {}) for name in ("_parameters", "_buffers", "_modules")]
     return {name: part for table in tables for name, part in {**table}.items()}
 
 
 def compiles_hooks(model: Any) -> bool:
-    """Return True if `model.compile()` was called, and its hooks are compiled with it."""
+    """Return True if `model.compile()` was called: hooks of the model are compiled too."""
     return getattr(model, "_compiled_call_impl", None) is not None
 
 
 def compiled_in(model: Any) -> Any:
-    """Return the module that `torch.compile` has made this one of; None for any other."""
+    """Return the module that `torch.compile` has wrapped in this one; None for any other module."""
     return getattr(model, "_orig_mod", None)
 
 
@@ -31,30 +31,31 @@ def compiled_in(model: Any) -> Any:
 
 
 def forget_ddp_step(model: Any) -> None:
-    """Make a DDP module forget a step that was broken off."""
+    """Reset a DDP module after a step that was interrupted."""
     model._update_process_group(model.process_group)
 
 
 def give_reducer_anew(model: Any, group: ProcessGroup) -> None:
-    """Make a new reducer for a DDP module, on this group, as unpickling does."""
+    """Give a DDP module a new reducer on this group, as unpickling does."""
     model.process_group = group
     if model.device_ids:
-        # A copy from another rank still says which was that one's GPU.
+        # A copy from another rank still has the number of that rank's GPU.
         model.device = next(model.parameters()).device
         model.device_ids, model.output_device = [model.device.index], model.device.index
     state = model.__getstate__()
-    # First, or each parameter would have two that wait for its gradient.
+    # Delete the old one first, or two would wait for each parameter's gradient.
     del model.reducer, model.logger
     model.__setstate__(state)
     if model.static_graph:
-        # Its first step finds out in which order gradients come; torch forgets to say so.
+        # The first step finds out the order of gradients; torch does not reset this when
+        # unpickling.
         model._static_graph_delay_allreduce_enqueued = False
     for hook, argument in getattr(model, "_comm_hooks", ()):
         dist._register_comm_hook(model.reducer, argument, hook)  # type: ignore[attr-defined]
 
 
 def buckets_of(model: Any) -> list[list[int]] | None:
-    """Return the numbers of the parameters in DDP's buckets; None before its second step."""
+    """Return the numbers of the parameters in each DDP bucket; None before the second step."""
     logged = model._get_ddp_logging_data()
     if not logged.get("has_rebuilt_buckets"):
         return None
@@ -63,14 +64,14 @@ def buckets_of(model: Any) -> list[list[int]] | None:
 
 
 def set_buckets(model: Any, buckets: Sequence[Sequence[int]]) -> bool:
-    """Make it reduce in these; False if they are not those of its parameters."""
+    """Make a DDP module reduce in these buckets; False if they do not fit its parameters."""
     parameters, are_sparse = model._build_params_for_reducer()
     if sorted(number for bucket in buckets for number in bucket) != [*range(len(parameters))]:
         return False
     names = model._build_debug_param_to_name_mapping(parameters)
     torch_dist: Any = dist
     compute = torch_dist._compute_bucket_assignment_by_size
-    # The caller turns both round.
+    # torch's caller reverses both lists.
     given = [*map(list, buckets)][::-1], [model.bucket_bytes_cap] * len(buckets)
     torch_dist._compute_bucket_assignment_by_size = lambda *_: given
     try:
@@ -87,13 +88,13 @@ def set_buckets(model: Any, buckets: Sequence[Sequence[int]]) -> bool:
 
 
 def forget_fsdp_step(module: Any) -> None:
-    """Make an FSDP2 module forget it, if it is the root one; from torch 2.13 on."""
+    """Reset a root FSDP2 module after a step that was interrupted; works from torch 2.13 on."""
     if hasattr(module, "reset_iter_state") and module._get_fsdp_state()._is_root:
         module.reset_iter_state()
 
 
 def root_of(mesh: Any) -> Any:
-    """Find the mesh that this one is a part of, or itself."""
+    """Return the mesh that this one is a part of, or this one."""
     if hasattr(mesh, "_get_root_mesh"):
         return mesh._get_root_mesh()
     from torch.distributed import device_mesh  # up to torch 2.9
@@ -102,17 +103,17 @@ def root_of(mesh: Any) -> Any:
 
 
 def is_of_fsdp(module: Any) -> bool:
-    """Return True if `fully_shard` has been called on this module or on one that it is in."""
+    """Return True if `fully_shard` was called on this module or on one that contains it."""
     return "_is_fsdp_managed_module" in vars(module)
 
 
 def class_before_fsdp(kind: type) -> type:
     """Return the class that a module had before `fully_shard`."""
-    return kind.__mro__[2]  # behind its own and FSDPModule
+    return kind.__mro__[2]  # after the class that `fully_shard` has made, and FSDPModule
 
 
 def without_fsdp(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a module's state was before `fully_shard`, but for its parameters."""
+    """Return a module's state without what `fully_shard` has added; parameters stay sharded."""
     ours = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
     state = {k: v for k, v in state.items() if k not in ours and not k.startswith(COMPOSED)}
     hooks = {name: each for name, each in state.items() if "_hooks" in name and each}
@@ -127,16 +128,16 @@ def without_fsdp(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sharding_of(module: Any) -> tuple[int, Any, dict[str, Any], dict[str, Any]]:
-    """Return what `fully_shard` was given for an FSDP2 module, and what was set on it since.
+    """Return the arguments of `fully_shard` for an FSDP2 module, and what was set on it since.
 
-    That is a number of that call, the mesh (of a module inside where it has no parameters), the
+    These are an id of that call, the mesh (of a module inside if this one has no parameters), the
     options and the settings.
     """
     state = module._get_fsdp_state()
     inside = [group for inner in module.modules() for group in _fsdp_groups(inner)]
     options = {"mp_policy": state._mp_policy}
     settings: dict[str, Any] = {}
-    # The root one's is set to False by its first forward, where nothing was given.
+    # The first forward sets the root module's to False if the user has given none.
     is_given = not getattr(state, "_auto_reshard_after_forward", False)
     for group in _fsdp_groups(module):
         options |= {"offload_policy": group.offload_policy}
@@ -150,13 +151,13 @@ def sharding_of(module: Any) -> tuple[int, Any, dict[str, Any], dict[str, Any]]:
 
 
 def set_on_fsdp(module: Any, settings: Mapping[str, Any]) -> None:
-    """Set what `sharding_of` has found to be set."""
+    """Apply settings that `sharding_of` has returned."""
     for group in _fsdp_groups(module):
         vars(group).update(settings)
 
 
 def why_only_here(module: Any) -> str:
-    """Return what of an FSDP2 module `sharding_of` does not have, "" if it has all."""
+    """Return what `sharding_of` does not tell of an FSDP2 module, as a text; "" if nothing."""
     from torch.distributed._composable.contract import _get_registry
 
     groups, state = _fsdp_groups(module), _fsdp_state(module)

@@ -1,10 +1,10 @@
-"""The two classes that "nccl" has been in torch, behind one protocol.
+"""The two classes that "nccl" has been in torch, behind one protocol; in the workers.
 
-`Legacy` is what "nccl" means up to torch 2.14, "nccl-legacy" from then on, and where
-TORCH_DIST_USE_NCCL2=0: it was run on an H200 with torch 2.11.  `Nccl2`, which was not run on a GPU
-yet, is what it means from 2.15 on.  Which of them a backend is follows from its name, and never
-from the version of torch.  With nccl2 on 2.14, which is not its default, groups heal too, but no
-rank could be said to wait: torch does not record its collectives.
+`Legacy` is what "nccl" means up to torch 2.14, "nccl-legacy" from then on, and "nccl" again with
+TORCH_DIST_USE_NCCL2=0. It was run on an H200 with torch 2.11. `Nccl2` is what "nccl" means from
+2.15 on; it was not run on a GPU yet. The name of a backend says which class it is, never the
+version of torch. With nccl2 on 2.14, where it is not the default, groups heal too, but no rank is
+seen to wait: torch does not record its collectives.
 """
 
 from __future__ import annotations
@@ -34,15 +34,18 @@ from nbdist.worker.compat.torch import (
     exchange_handles,
 )
 
-# Whether Flight Recorder has entries of nccl2 that end when the collective does.
+# Whether Flight Recorder has nccl2's collectives, and marks them when they have ended.
 RECORDS_NCCL2 = VERSION >= (2, 15)
-# In what NCCL and torch say of a GPU of this process, and not of what is between ranks.
+# Found in messages of NCCL and torch about a GPU of this process, not about other ranks.
 OF_OWN_GPU = re.compile(r"\bcuda\b", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """Where the rank at a `position` of a group meets the others, by a new `number`."""
+    """One rank's place in a group that connects: its `position`, and the store where ranks meet.
+
+    `number` has not been used in this store before.
+    """
 
     store: Any
     members: Sequence[int]
@@ -52,30 +55,31 @@ class Seat:
 
 
 class Adapter(ABC):
-    """What nbdist asks of nccl."""
+    """What nbdist needs of nccl, for either class."""
 
     most_renewals: int | None
-    """How often a group can be connected anew; None where there is no limit."""
+    """How often a group can be connected again; None if there is no limit."""
 
-    counts_on: bool  # whether the numbers of a group's collectives go on where it is renewed
+    counts_on: bool  # whether a group's collectives are numbered on after a renewal
 
     @abstractmethod
     def connect(self, backend: Any, seat: Seat, timeout: timedelta) -> Callable[[], None]:
-        """Wait for the other ranks in the store; return what connects then, and waits in C++."""
+        """Wait for the other ranks in the store; return a function that then connects in C++."""
 
     @abstractmethod
     def renew(self, group: ProcessGroup, seat: Seat, timeout: timedelta) -> Any:
-        """Return what is to be connected: the group's backend, or another one in its place."""
+        """Return the backend to connect: the group's own, or a new one that takes its place."""
 
     @abstractmethod
     def new(self, name: str, seat: Seat, timeout: timedelta) -> Any:
-        """Make one, for a group of this name, to be connected."""
+        """Return a new backend for a group of this name, which is not connected yet."""
 
     def abort(self, backends: Sequence[Any]) -> None:
-        """End their collectives, from any thread; it can take for ever.
+        """End the collectives of these backends, from any thread; that can take for ever.
 
-        All at once: one after the other two could wait for each other, as each waits for all that
-        runs on the GPU.  NCCL's group calls are no help, as torch aborts in a thread of its own.
+        They are aborted at the same time: one after the other, two could wait for each other, as
+        each waits for all that runs on the GPU. NCCL's group calls do not help: torch aborts in a
+        thread of its own.
         """
         with ThreadPoolExecutor(len(backends)) as pool:
             for _ in pool.map(lambda backend: backend.abort(), backends):
@@ -83,36 +87,37 @@ class Adapter(ABC):
 
     @abstractmethod
     def dump(self, *, active: bool) -> bytes:
-        """Read Flight Recorder's entries, or only those of what has not ended."""
+        """Return Flight Recorder's entries as JSON, or only the `active` ones, not yet ended."""
 
     def pending(self) -> list[dict[str, Any]]:
-        """Return its entries of collectives that have not ended."""
+        """Return the entries of collectives that have not ended."""
         entries: list[dict[str, Any]] = json.loads(self.dump(active=True)).get("entries", [])
         return entries
 
     def recorded(self) -> Iterator[dict[str, Any]]:
-        """Yield all of its entries, the newest first."""
+        """Yield all entries of Flight Recorder, the newest first."""
         return entries_in(self.dump(active=False))
 
     def error(self, backend: Any) -> str:
-        """Return what has ended its collectives; "" for nothing."""
+        """Return the kind of error that has ended the backend's collectives; "" if none has."""
         kind = backend.get_error()
         return "" if kind == c10d.ErrorType.SUCCESS else kind.name.lower()
 
     def end_calls(self, backend: Any) -> None:  # noqa: B027 (one class leaves none)
-        """End what a broken off call has left open on this thread."""
+        """End group calls of NCCL that an interrupted call has left open on this thread."""
 
 
 class Legacy(Adapter):
-    """torch's first class: aborted, and then replaced by another one in its group."""
+    """torch's first class: it is aborted, then a new backend takes its place in the group."""
 
     most_renewals: int | None = MOST_RENEWALS // 2
     counts_on = False
 
     def connect(self, backend: Any, seat: Seat, timeout: timedelta) -> Callable[[], None]:
-        """Meet in the store, and connect then, instead of with the first collective.
+        """Meet in the store, then connect, instead of with the first collective.
 
-        torch cannot abort a wait there: it has no communicator yet.  Sends and receives use it too.
+        In the first collective torch could not abort a wait, as there is no communicator yet. Sends
+        and receives use this communicator too.
         """
         store, size = seat.store, len(seat.members)
         store.set(f"connects{seat.number}/{seat.position}", "")
@@ -120,11 +125,11 @@ class Legacy(Adapter):
         return lambda: backend.eager_connect_single_device(seat.device)
 
     def renew(self, group: ProcessGroup, seat: Seat, timeout: timedelta) -> Any:
-        """Give the group a new backend."""
-        # Asked of one of the backends, which can be another one in a moment.
+        """Put a new backend in the group, and return it."""
+        # Ask for them now: the group takes them from a backend, which is another one in a moment.
         name, description = group.group_name, group.group_desc
         backend = self.new(name, seat, timeout)
-        # A group takes a backend in another's place where it has not seen its type.
+        # A group takes another backend only if it has not seen the backend's type before.
         kind = ProcessGroup.BackendType(LAST_TYPE - seat.number)
         group._register_backend(torch.device("cuda"), kind, backend)
         group._set_group_name(name)
@@ -132,26 +137,26 @@ class Legacy(Adapter):
         return backend
 
     def new(self, name: str, seat: Seat, timeout: timedelta) -> Any:
-        """Make one as torch 2.13's `_new_process_group_helper` does."""
+        """Return a new backend, made as torch 2.13's `_new_process_group_helper` does."""
         options: Any = dist.ProcessGroupNCCL.Options()
         options.is_high_priority_stream = False
         options._timeout = timeout
         options.group_name = name
         options.global_ranks_in_group = list(seat.members)
         backend = dist.ProcessGroupNCCL(seat.store, seat.position, len(seat.members), options)
-        if VERSION < (2, 14):  # from then on it does nothing, and warns
+        if VERSION < (2, 14):  # from 2.14 on the call does nothing, and warns
             backend._set_sequence_number_for_group()
         return backend
 
     def error(self, backend: Any) -> str:
-        # Of a collective that is late its watchdog says so for ever, and ends nothing.
+        # Once a collective is late, its watchdog says so for ever, and ends nothing.
         said = super().error(backend)
         return "" if said == "timeout" else said
 
     def end_calls(self, backend: Any) -> None:
-        # `batch_isend_irecv` begins a group call of NCCL's and ends it, which can fail, and then
-        # torch still counts it: making a communicator would end it once more, and fail.  Where
-        # it was left out, all that comes after would wait for it.
+        # `batch_isend_irecv` begins a group call of NCCL and ends it. If the end fails, torch still
+        # counts the call as open: making a communicator would end the call again, and fail. If the
+        # end was left out, all later operations would wait for it.
         calls = open_calls()
         while calls is not None and calls.value:
             try:
@@ -165,14 +170,17 @@ class Legacy(Adapter):
 
 
 class Nccl2(Adapter):
-    """torch's other class, reconfigured to connect; its watchdog never ends the process."""
+    """torch's newer class: reconfiguring it connects it; its watchdog never ends the process."""
 
     most_renewals: int | None = None
     counts_on = True
 
     def connect(self, backend: Any, seat: Seat, timeout: timedelta) -> Callable[[], None]:
-        """Connect on the rank's device; that is bounded, raises DistError, and can be repeated."""
-        # Else it takes the device of the thread, and each thread has its own.
+        """Return a function that connects on the rank's device, in bounded time, also repeatedly.
+
+        The function raises DistError if the ranks do not connect.
+        """
+        # Else it would use the device of the thread that calls it, and each thread has its own.
         backend.bound_device_id = seat.device
         size = len(seat.members)
         options = exchange_handles(backend, seat.store, seat.position, size, seat.number, timeout)
@@ -181,7 +189,7 @@ class Nccl2(Adapter):
             try:
                 backend.reconfigure(options).wait()
             except RuntimeError as error:
-                # What NCCL itself says comes as any error does: of a rank that has died, too.
+                # NCCL reports errors between ranks, such as a dead rank, as a plain RuntimeError.
                 if type(error) is not RuntimeError or OF_OWN_GPU.search(str(error)):
                     raise
                 raise dist.DistBackendError(str(error)) from error
@@ -189,7 +197,10 @@ class Nccl2(Adapter):
         return ready
 
     def renew(self, group: ProcessGroup, seat: Seat, timeout: timedelta) -> Any:
-        """Return the group's own, without what compares first over connections that have ended."""
+        """Return the group's own backend; remove the one around it that compares collectives first.
+
+        That would compare over connections that have ended.
+        """
         device, backend = _found_in(group)
         if group._get_backend(device) is not backend:
             kind = ProcessGroup.BackendType(LAST_TYPE - seat.number)
@@ -211,22 +222,23 @@ class Nccl2(Adapter):
         return bytes(c10d._dump_fr_trace_json(True, active, "nccl2"))  # type: ignore[attr-defined]  # noqa: FBT003
 
     def pending(self) -> list[dict[str, Any]]:
-        # One that does not tell the hook when a collective ends has them retired at once.
+        # A collective that does not report its end to the hook is retired at once.
         return [entry for entry in super().pending() if not entry["retired"]]
 
 
 ADAPTERS: Mapping[str, Adapter] = {"nccl": Legacy(), "nccl2": Nccl2()}
-"""By the name that a backend has for itself, whatever it was asked for by."""
+"""Adapters by the backend's own name, whatever name user code has asked for."""
 
 
 def nccl_of(group: ProcessGroup) -> Any:
-    """Return the group's nccl backend of either class, None if it has none."""
+    """Return the group's nccl backend, of either class; None if it has none."""
     return _found_in(group)[1]
 
 
 def _found_in(group: ProcessGroup) -> tuple[Any, Any]:
     for device in group._device_types:
-        # With debug level DETAIL it is in one that compares first, which has no abort of its own.
+        # With debug level DETAIL it is inside of a backend that compares collectives, without an
+        # abort.
         backend: Any = group._get_backend(device)
         backend = getattr(backend, "wrapped_pg", backend)
         if backend.name() in ADAPTERS:
@@ -235,12 +247,15 @@ def _found_in(group: ProcessGroup) -> tuple[Any, Any]:
 
 
 def adapter_of(backend: Any) -> Adapter:
-    """Return what speaks to this nccl backend."""
+    """Return the adapter for this nccl backend."""
     return ADAPTERS[backend.name()]
 
 
 def when_nccl2_is_made(make: Callable[[Callable[[Any], Any], Any], Any]) -> None:
-    """Have `make(create, options)` make each; `create(options)` makes one without connecting it."""
+    """Let `make(create, options)` make each nccl2 backend.
+
+    `create(options)` makes one without connecting it.
+    """
     for name in ("nccl", "nccl2"):
         if plugin := _plugin_of_nccl2(name):
             creator = _creator(plugin.creator_fn, make)
@@ -249,7 +264,10 @@ def when_nccl2_is_made(make: Callable[[Callable[[Any], Any], Any], Any]) -> None
 
 
 def when_legacy_is_made(made: Callable[[Any, Any, int, int, timedelta], None]) -> None:
-    """Call `made(backend, store, rank, size, timeout)` after each; not where torch splits one."""
+    """Call `made(backend, store, rank, size, timeout)` after a legacy backend was made.
+
+    It is not called for a backend that torch splits from another.
+    """
     kind: Any = getattr(dist, "ProcessGroupNCCL", None)
     if kind is None:  # torch for the CPU
         return
@@ -276,7 +294,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 def open_calls() -> ctypes.c_uint64 | None:
-    """Return how many group calls of NCCL's torch has open on this thread; None if unknown."""
+    """Return torch's counter of NCCL's group calls open on this thread; None if not found."""
     try:
         return ctypes.c_uint64.in_dll(library, OPEN_CALLS) if (library := _library()) else None
     except ValueError:  # a version without it
@@ -284,12 +302,12 @@ def open_calls() -> ctypes.c_uint64 | None:
 
 
 def plain_class() -> str:
-    """Name the class that "nccl" is here."""
+    """Return the name of the class that "nccl" means here."""
     return "ProcessGroupNCCL2" if _plugin_of_nccl2("nccl") else "ProcessGroupNCCL"
 
 
 def _plugin_of_nccl2(name: str) -> Any:
-    """Return torch's plugin of this name, None where that is the legacy class or nothing."""
+    """Return torch's plugin of this name if it makes nccl2 backends, else None."""
     torchs: Any = distributed_c10d
     if not hasattr(c10d, "ReconfigureOptions"):  # before torch 2.14
         return None
@@ -301,7 +319,7 @@ def _plugin_of_nccl2(name: str) -> Any:
 
 def _creator(original: Callable[..., Any], make: Callable[..., Any]) -> Callable[..., Any]:
     def create(options: Any, backend_options: Any) -> Any:
-        if options.enable_reconfigure:  # user code's own
+        if options.enable_reconfigure:  # user code connects it itself
             return original(options, backend_options)
         options.enable_reconfigure = True
         return make(lambda changed: original(changed, backend_options), options)

@@ -1,7 +1,7 @@
-"""Every private name of torch's groups and backends, each behind a function in our own words.
+"""Private names of torch's groups and backends, each behind a function of our own; in the workers.
 
-Run with torch 2.7 to 2.15.  Where versions differ a function says which; `check` says what the
-installed one lacks.
+Run with torch 2.7 to 2.15. If versions differ, the function says which; `check` says what the
+installed version lacks.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 VERSION = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
 
 RECORDS_GLOO = VERSION >= (2, 11) and hasattr(c10d, "_dump_fr_trace_json")
-"""Whether Flight Recorder has gloo's collectives; before 2.8 it cannot be asked for any."""
+"""Whether Flight Recorder has gloo's collectives; before torch 2.8 nothing can read it."""
 
 SETS_TIMEOUTS = VERSION >= (2, 9)
-"""Whether gloo's collectives take a timeout that is set when the group is there already."""
+"""Whether the timeout of gloo's collectives can be changed once the group exists."""
 
 RENEWS_GLOO = hasattr(ProcessGroupGloo, "reconfigure")
-"""Whether a gloo backend can connect again, from torch 2.14 on; else another takes its place."""
+"""Whether a gloo backend can connect again, from torch 2.14 on; else a new one takes its place."""
 
-FIRST_TYPE, LAST_TYPE = 20, 255  # types of backends are a byte; torch 2.15 names less than ten
+FIRST_TYPE, LAST_TYPE = 20, 255  # a backend's type is a byte, and torch 2.15 names less than ten
 
 MOST_RENEWALS = LAST_TYPE - FIRST_TYPE
-"""How often a group can be given another backend; half as often where nccl takes types too."""
+"""How often a group can get another backend; half as often if nccl needs types too."""
 
 OPERATIONS = (
     *("allgather", "allgather_coalesced", "allgather_into_tensor_coalesced", "_allgather_base"),
@@ -48,22 +48,22 @@ OPERATIONS = (
     *("reduce_scatter_tensor_coalesced", "_reduce_scatter_base", "scatter", "send"),
     "_start_coalescing",
 )
-"""What a ProcessGroup can be asked to do."""
+"""Methods of ProcessGroup that start an operation."""
 
-BACKWARD = "_engine_run_backward"  # the function in which a thread runs a backward, in C++
+BACKWARD = "_engine_run_backward"  # the function in which a thread runs a backward pass, in C++
 
 STEP_CODE = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
 """Code of the function around each optimizer's `step`; on the stack while a step runs."""
 
 TABLES = (
     *("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag"),
-    "pg_flight_recorder_hooks",  # from torch 2.15 on, and it lasts as long as a reference to it
+    "pg_flight_recorder_hooks",  # from torch 2.15 on; a hook ends when nothing refers to it
 )
-"""Where torch has something under a group."""
+"""Tables in which torch keeps something for each group."""
 
 
 def check() -> tuple[str, ...]:
-    """Return what this torch lacks, a sentence each; the start goes on without."""
+    """Return a sentence on each ability that this torch lacks; workers start without it."""
     lacks = []
     if not RECORDS_GLOO:
         lacks.append("ranks that wait in an asynchronous collective are shown without its name")
@@ -88,18 +88,18 @@ def subgroups_of(default: ProcessGroup) -> dict[str, ProcessGroup]:
 
 
 def default_store() -> Any:
-    """Return the store in which the default group has met."""
+    """Return the store in which the ranks of the default group have met."""
     return distributed_c10d._get_default_store()
 
 
 def entries_of(group: ProcessGroup) -> dict[str, Any]:
-    """Return what torch has under this group, for `put_back`."""
+    """Return what torch's tables have for this group, for `put_back`."""
     tables = [table for table in TABLES if group in getattr(distributed_c10d._world, table, ())]
     return {table: getattr(distributed_c10d._world, table)[group] for table in tables}
 
 
 def put_back(group: ProcessGroup, entries: Mapping[str, Any]) -> None:
-    """Make it the default group; there must be none."""
+    """Make a group the default group; there must be none before."""
     tables = distributed_c10d._world
     for table, entry in entries.items():
         getattr(tables, table)[group] = entry
@@ -111,12 +111,18 @@ def put_back(group: ProcessGroup, entries: Mapping[str, Any]) -> None:
 
 
 def spare(group: ProcessGroup) -> None:
-    """Keep the next `destroy_process_group` from shutting it down; it empties all tables."""
+    """Keep the next `destroy_process_group` from shutting this group down.
+
+    The group is taken out of the one table that torch shuts down by; all tables are emptied then.
+    """
     del distributed_c10d._world.pg_names[group]
 
 
 def forget_all(destroy: Callable[[], None]) -> list[ProcessGroup]:
-    """Make torch forget all groups, and shut none down; they are not to be collected."""
+    """Remove all groups from torch's tables without shutting any down; return them.
+
+    The caller must keep them from being collected.
+    """
     groups = [*distributed_c10d._world.pg_names]
     if groups:
         distributed_c10d._world.pg_names.clear()
@@ -125,7 +131,7 @@ def forget_all(destroy: Callable[[], None]) -> list[ProcessGroup]:
 
 
 def end_coalescing() -> None:
-    """Forget what a `_coalescing_manager` that an exception has left still collects.
+    """Drop what a `_coalescing_manager` that an exception has left still collects.
 
     torch would only add each later collective of the group to that, and do none of them.
     """
@@ -133,23 +139,23 @@ def end_coalescing() -> None:
 
 
 def check_timeout(timeout: object) -> None:
-    """Raise torch's TypeError if it is no timedelta."""
+    """Raise torch's TypeError if this is no timedelta."""
     distributed_c10d._check_valid_timeout(timeout)
 
 
 def set_timeout(group: ProcessGroup, timeout: timedelta) -> None:
-    """Set the timeout of all its collectives from now on."""
+    """Set the timeout of all collectives of a group from now on."""
     distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def name_groups(choose: Callable[[str, Sequence[int], bool], str]) -> None:
-    """Let `choose(torch's name, ranks, is_hashed)` name each group that is made."""
+    """Let `choose(torch's name, ranks, is_hashed)` name each new group."""
     if not hasattr(distributed_c10d, "_process_group_name"):
         return
     original = distributed_c10d._process_group_name
 
     def name(ranks: Sequence[int], use_hashed_name: bool) -> str:  # noqa: FBT001
-        # torch's own in any case: it counts.
+        # Call torch's function in any case: it counts.
         return choose(str(original(ranks, use_hashed_name)), ranks, use_hashed_name)
 
     distributed_c10d._process_group_name = name  # type: ignore[assignment]
@@ -159,7 +165,7 @@ def name_groups(choose: Callable[[str, Sequence[int], bool], str]) -> None:
 
 
 def gloo_of(group: ProcessGroup) -> Any:
-    """Return the group's gloo backend, None if it has none."""
+    """Return the group's gloo backend; None if it has none."""
     for device in group._device_types:
         backend = group._get_backend(device)
         if backend.name() == "gloo":
@@ -168,12 +174,15 @@ def gloo_of(group: ProcessGroup) -> Any:
 
 
 def takes_cpu(group: ProcessGroup) -> bool:
-    """Return True if it works on tensors of the CPU."""
+    """Return True if the group's collectives take tensors on the CPU."""
     return any(device.type == "cpu" for device in group._device_types)
 
 
 def when_gloo_is_made(make: Callable[..., None]) -> Callable[..., None]:
-    """Let `make(backend, store, rank, size, ...)` replace their `__init__`, which is returned."""
+    """Let `make(backend, store, rank, size, ...)` replace the `__init__` of gloo backends.
+
+    Return the original `__init__`.
+    """
     original = ProcessGroupGloo.__init__
 
     def init(self: ProcessGroupGloo, *args: Any, **options: Any) -> None:
@@ -184,7 +193,7 @@ def when_gloo_is_made(make: Callable[..., None]) -> Callable[..., None]:
 
 
 def gloo_options(device: Any, threads: int, timeout: timedelta | None, *, renewable: bool) -> Any:
-    """Return options of a gloo backend; a `renewable` one connects when it is renewed first."""
+    """Return options of a gloo backend.  A `renewable` one connects only when it is renewed."""
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices, options._threads = [device], threads
     if timeout is not None:
@@ -195,9 +204,9 @@ def gloo_options(device: Any, threads: int, timeout: timedelta | None, *, renewa
 
 
 def renew(backend: Any, store: Any, rank: int, size: int, number: int, timeout: timedelta) -> None:
-    """Connect it to ranks that do the same, in a store where this `number` is used once.
+    """Connect a gloo backend to ranks that do the same, in a store where `number` is used once.
 
-    Raises RuntimeError if they do not meet; then it is as before.
+    Raises RuntimeError if they do not meet; the backend stays as it was.
     """
     options = exchange_handles(backend, store, rank, size, number, timeout)
     backend.reconfigure(options).wait()
@@ -206,7 +215,7 @@ def renew(backend: Any, store: Any, rank: int, size: int, number: int, timeout: 
 def exchange_handles(
     backend: Any, store: Any, rank: int, size: int, number: int, timeout: timedelta
 ) -> Any:
-    """Wait in the store for all ranks, and return the options to connect to them."""
+    """Wait in the store until all ranks have come; return the options to connect to them."""
     store.set(f"handle{number}/{rank}", backend.get_reconfigure_handle())
     options = c10d.ReconfigureOptions()  # type: ignore[attr-defined]
     options.uuid, options.timeout = number, timeout
@@ -216,11 +225,11 @@ def exchange_handles(
 
 
 def replace_gloo(group: ProcessGroup, backend: Any, number: int) -> None:
-    """Make the group use this backend in the place of its gloo backend; `number` counts.
+    """Put this backend in the place of the group's gloo backend; `number` is new each time.
 
-    A ProcessGroup keeps a backend whose type it knows, and takes one of a new type as default.
+    A ProcessGroup keeps a backend of a type that it knows, and takes a new type as the default.
     """
-    # Both are asked of the backend, which is another one in a moment.
+    # The group takes both from a backend, which is another one in a moment.
     name, description = group.group_name, group.group_desc
     kind = ProcessGroup.BackendType(FIRST_TYPE + number)
     for device in group._device_types:
@@ -231,7 +240,7 @@ def replace_gloo(group: ProcessGroup, backend: Any, number: int) -> None:
 
 
 def prepare_gloo(backend: Any, group: ProcessGroup, members: Sequence[int]) -> None:
-    """Name its group and members in a backend that torch has not made itself."""
+    """Set the group's name and members on a backend that torch has not made itself."""
     if hasattr(backend.options, "group_name"):  # from torch 2.8 on
         backend.options.group_name = group.group_name
         backend.options.global_ranks_in_group = list(members)
@@ -239,13 +248,13 @@ def prepare_gloo(backend: Any, group: ProcessGroup, members: Sequence[int]) -> N
 
 
 def comparing(backend: Any, helper: Any) -> Any:
-    """Make a backend that compares collectives over the helper first: debug level DETAIL."""
+    """Return a backend that compares collectives over the helper first: debug level DETAIL."""
     return c10d._ProcessGroupWrapper(backend, helper)
 
 
 @contextmanager
 def without_comparing() -> Iterator[None]:
-    """Keep torch from making such backends meanwhile."""
+    """In this context torch makes no backends that compare collectives first."""
     level = c10d.get_debug_level()
     c10d.set_debug_level(c10d.DebugLevel.OFF)
     try:
@@ -255,12 +264,12 @@ def without_comparing() -> Iterator[None]:
 
 
 def read_debug_level() -> None:
-    """Take TORCH_DISTRIBUTED_DEBUG as it is now; torch reads it when it is imported."""
+    """Apply TORCH_DISTRIBUTED_DEBUG as it is now; torch has read it on import."""
     c10d.set_debug_level_from_env()
 
 
 def compares() -> bool:
-    """Return True if each collective is compared over the ranks first: debug level DETAIL."""
+    """Return True if ranks compare each collective before it runs: debug level DETAIL."""
     return bool(c10d.get_debug_level() == c10d.DebugLevel.DETAIL)
 
 
@@ -268,7 +277,7 @@ def compares() -> bool:
 
 
 def recorded_groups() -> dict[str, dict[str, str]]:
-    """Return what Flight Recorder has counted for each backend, by its number; 0.05 ms."""
+    """Return Flight Recorder's counters of each backend, by its number; takes 0.05 ms."""
     if not RECORDS_GLOO:
         return {}
     dump = c10d._dump_fr_trace_json(False, False)  # type: ignore[attr-defined]  # noqa: FBT003
@@ -277,13 +286,16 @@ def recorded_groups() -> dict[str, dict[str, str]]:
 
 
 def recorded_collectives() -> Iterator[dict[str, Any]]:
-    """Yield its entries from the newest to the oldest; 8 ms if it is full, and more for each."""
+    """Yield Flight Recorder's entries, the newest first; 8 ms if it is full, and more for each."""
     if RECORDS_GLOO:
         yield from entries_in(c10d._dump_fr_trace_json(True, False))  # type: ignore[attr-defined]  # noqa: FBT003
 
 
 def entries_in(written: bytes) -> Iterator[dict[str, Any]]:
-    """Parse Flight Recorder's entries from the newest back: all 2,000 take ten times as long."""
+    """Yield Flight Recorder's entries, parsed from the newest back.
+
+    To parse all 2,000 would take ten times as long.
+    """
     dump = written.decode()
     decoder, end = json.JSONDecoder(), len(dump)
     while (start := dump.rfind('{"collective_seq_id"', 0, end)) >= 0:
@@ -292,25 +304,25 @@ def entries_in(written: bytes) -> Iterator[dict[str, Any]]:
         end = start
 
 
-# --- the end of gloo's waits for a message ----------------------------------------------------
+# --- ending gloo's waits for a message --------------------------------------------------------
 
-# No connection's end reaches a wait for a message from any rank.  torch exports a method for it,
-# `RecvWork::abort`, which Python's `Work` lacks (torch 2.14).  It is called only if the table of
-# virtual methods of the object behind a `Work` is that of a `RecvWork`.
+# Closing connections does not end a wait for a message from any rank. torch exports a method for
+# that, `RecvWork::abort`, which Python's `Work` lacks (torch 2.14). It is called only if the object
+# behind a `Work` has the table of virtual methods of a `RecvWork`.
 
 LIBRARY = os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so")
 ABORT_RECEIVE = "_ZN4c10d16ProcessGroupGloo8RecvWork5abortEv"
 RECEIVES = "_ZTVN4c10d16ProcessGroupGloo8RecvWorkE"
 
-# Where an object that pybind11 has made holds the address of the one in C++, which points there
-# into its class's table: first come an offset and the type.
+# HEAD is where an object of pybind11 has the address of its C++ object, which begins with the
+# address of its table of methods. The table has an offset and the type before FIRST_METHOD.
 HEAD = object.__basicsize__
 FIRST_METHOD = 2 * ctypes.sizeof(ctypes.c_void_p)
 
 
 @cache
 def _receives() -> tuple[ctypes._NamedFuncPointer, int] | None:
-    """Return `RecvWork::abort`, and what every `RecvWork` begins with; None if missing."""
+    """Return `RecvWork::abort`, and the address each `RecvWork` begins with; None if missing."""
     try:
         library = ctypes.CDLL(LIBRARY)
         table = ctypes.addressof(ctypes.c_char.in_dll(library, RECEIVES))
@@ -327,7 +339,10 @@ def can_end_receives() -> bool:
 
 
 def end_receive(work: dist.Work) -> bool:
-    """Make a wait for a receive of gloo's return False; from any thread.  False if it is none."""
+    """Make a wait for a receive of gloo return False, from any thread.
+
+    Return False if `work` is no such wait.
+    """
     if (found := _receives()) is None:
         return False
     abort, begin = found
