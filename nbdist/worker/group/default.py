@@ -1,8 +1,9 @@
-"""The world's group as torch's default group; DDP and FSDP2 models on it, and groups' names.
+"""Keeps the world's group as torch's default group; names groups, and moves DDP and FSDP2 models.
 
 Nearly every tutorial calls `init_process_group` in its first lines and `destroy_process_group` in
-its last ones, and in a notebook both run again and again.  So in a worker a destroyed group is only
-taken out of torch's tables: putting it back needs no word with other ranks, which may have it.
+its last ones, and in a notebook both run again and again. So in a worker a destroyed group is only
+taken out of torch's tables. Putting it back needs no message to other ranks, which may have it.
+Runs in each rank; `Group` calls it.
 """
 
 from __future__ import annotations
@@ -34,10 +35,13 @@ ID_LENGTH = 12  # characters of a task's id: enough for all tasks that a world e
 
 
 class DefaultGroup:
-    """Takes the group out of its place, and puts it back, as user code asks; names new groups."""
+    """The world's group as torch's default group, which user code may destroy and initialise.
+
+    It also names new groups, so that the names are the same on all members.
+    """
 
     def __init__(self, timeout: timedelta) -> None:
-        self.group: ProcessGroup  # once it is formed
+        self.group: ProcessGroup  # set by `form`
         self.timeout = self._own_timeout = timeout
         self._has_said = False
         self._left: list[ProcessGroup] | None = None
@@ -49,15 +53,18 @@ class DefaultGroup:
 
     @property
     def is_in_place(self) -> bool:
-        """Whether it is the default group now."""
+        """Whether the world's group is the default group now."""
         return dist.group.WORLD is self.group
 
     def subgroups(self) -> dict[str, ProcessGroup]:
-        """Return the groups made from it, by name; they are gone when it is out of its place."""
+        """Return the groups made from the world's group, by name; none while it is not in place."""
         return seam.subgroups_of(self.group) if self.is_in_place else {}
 
     def put_back(self) -> bool:
-        """Make it the default group; return True if one of user code's ended for it."""
+        """Make the world's group the default group again.
+
+        Return True if another default group, made by user code, was destroyed for it.
+        """
         if self.is_in_place:
             return False
         if is_other := dist.is_initialized():
@@ -67,7 +74,7 @@ class DefaultGroup:
         return is_other
 
     def begin_task(self, task_id: str) -> None:
-        """Put the world's group in its place, whatever the last task did with it."""
+        """Put the world's group in place, whatever the last task has done with it."""
         seam.end_coalescing()
         self.name_after(task_id)
         if self.put_back():
@@ -77,18 +84,18 @@ class DefaultGroup:
             )
 
     def end(self) -> None:
-        """Shut it down, at the end of the worker."""
+        """Shut the group down, at the end of the worker."""
         self.put_back()
         self._destroy()
 
     def leave(self) -> None:
-        """Go without a group, and with torch's own functions, in a forked child."""
-        # The objects stay: their ends would wait for threads that are not there.
+        """Forget all groups, and use torch's own functions; called in a forked child."""
+        # Keep the objects: their destructors would wait for threads that the child does not have.
         self._left = [*seam.forget_all(self._destroy), self.group]
         self.name_after("")
 
     def form(self, start: WorkerStart, meeting: Any) -> None:
-        """Form it in this store; the one before has been taken out."""
+        """Form the group in this store.  `take_out` has removed the one before."""
         # init_process_group wraps sys.excepthook each time it is called.
         excepthook = sys.excepthook
         self._backend, self._has_gpu = start.world.backend or "", start.device != "cpu"
@@ -109,30 +116,31 @@ class DefaultGroup:
         self._entries = seam.entries_of(self.group)
 
     def take_out(self) -> list[ProcessGroup]:
-        """Take it and all groups made from it out of torch's tables; return them."""
+        """Remove the group and all groups made from it from torch's tables; return them."""
         if not dist.is_initialized():
-            return [self.group]  # by user code, or when its successor could not be formed
+            return [self.group]  # user code has destroyed it, or its successor could not be formed
         assert dist.group.WORLD is not None
-        default = dist.group.WORLD  # perhaps one that user code initialised
+        default = dist.group.WORLD  # user code may have initialised it
         groups = {self.group, default, *seam.subgroups_of(default).values()}
         self._destroy()
         return [*groups]
 
     def name_after(self, task_id: str) -> None:
-        """Name all groups that are made from now on after this task; as torch does after ""."""
+        """Name new groups after this task from now on; for "" name them as torch does."""
         self._task = task_id[:ID_LENGTH]
         self._made.clear()
 
     def _name(self, torchs: str, ranks: Sequence[int], use_hashed_name: bool) -> str:  # noqa: FBT001
         if not self._task:
             return torchs
-        # A hashed name is one that its members alone agree on: others make no such group.
+        # Only the members of a group make one with a hashed name, so it is counted among its
+        # members.
         of = f"{self._task}.{'_'.join(map(str, ranks))}" if use_hashed_name else self._task
         self._made[of] += 1
         return f"{of}.{self._made[of]}"
 
     def _wrap(self) -> None:
-        """Replace the functions that user code calls."""
+        """Replace functions of torch that user code calls."""
         signature = inspect.signature(self._init)
 
         @functools.wraps(self._init)
@@ -155,7 +163,7 @@ class DefaultGroup:
         if self._left is not None:
             return self._init(*call.args, **call.kwargs)
         is_there = self.is_in_place
-        # What all ranks of a group give alike says that it is another one.
+        # These arguments are the same on all ranks of a group, so all of them decide the same.
         is_another = (
             dist.is_initialized()
             or asked.get("store") is not None
@@ -177,7 +185,7 @@ class DefaultGroup:
         return None
 
     def _contradiction(self, asked: Mapping[str, Any]) -> str:
-        """Return how the world's group differs and what to do; "" if it is as asked for."""
+        """Return how a call asks for another group than the world's, with a remedy; else ""."""
         size, rank = asked.get("world_size", -1), asked.get("rank", -1)
         if size not in (-1, self._size):
             return (
@@ -203,7 +211,7 @@ class DefaultGroup:
 
 
 def lacking(asked: str, own: str) -> set[str]:
-    """Name the backends asked for that are not `own`; "nccl" is either class of it."""
+    """Return the backends asked for that are not among `own`; "nccl" means either class."""
     wanted, there = (
         {part.rpartition(":")[2].strip() for part in backend.lower().split(",") if part}
         for backend in (asked, own)
@@ -212,7 +220,7 @@ def lacking(asked: str, own: str) -> set[str]:
 
 
 def warn_of_own_groups() -> None:
-    """Print a line when user code makes its first group on a worker of `--backend none`.
+    """Print a line when user code makes its first group in a worker of `--backend none`.
 
     nbdist neither shows nor releases ranks that wait in such a group.
     """
@@ -238,7 +246,7 @@ def _say(text: str) -> None:
 
 
 def _checking_peer(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `dist.send` or one like it that refuses a rank which is not there.
+    """Return a function like `dist.send` that raises if the world has no such rank.
 
     torch would wait for that rank for ever.
     """
@@ -248,7 +256,7 @@ def _checking_peer(function: Callable[..., Any]) -> Callable[..., Any]:
     def checked(*args: Any, **options: Any) -> Any:
         given = dict(zip(("tensor", name, "group"), args, strict=False)) | options
         peer = given.get(name, given.get(f"group_{name}"))
-        # Of another group torch knows the ranks by their number in the world.
+        # In other groups torch itself looks up the rank by its number in the world.
         is_of_all = given.get("group") in (None, dist.group.WORLD) and dist.is_initialized()
         if is_of_all and isinstance(peer, int):
             ranks = range(dist.get_world_size())
@@ -261,7 +269,7 @@ def _checking_peer(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _replace_everywhere(function: Callable[..., Any], by: Callable[..., Any]) -> None:
-    """Put `by` wherever torch has it: `init_device_mesh`, for one, has an import of its own."""
+    """Replace a function in all modules of torch: `init_device_mesh` has an import of its own."""
     name = function.__name__
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", {})
@@ -269,32 +277,32 @@ def _replace_everywhere(function: Callable[..., Any], by: Callable[..., Any]) ->
             setattr(module, name, by)
 
 
-# --- models on a group whose collectives were aborted, or that has ended; or restored ones ----
+# --- DDP and FSDP2 models ---------------------------------------------------------------------
 
-# Of restored modules, which keep them; DDP's log has only what it found out itself.
+# Layouts of restored modules. DDP's log has only the layouts that DDP found out itself.
 _given_layouts: WeakKeyDictionary[Any, list[list[int]]] = WeakKeyDictionary()
 
 
 def forget_broken_off_steps() -> None:
-    """Make DDP and FSDP2 forget a forward or backward that was broken off; on all ranks.
+    """Reset DDP and FSDP2 models after a forward or backward that was interrupted, on all ranks.
 
     DDP would take the next backward for a second one of the same iteration, and its buckets would
-    differ over the ranks; FSDP2 keeps parameters gathered on some ranks alone.
+    differ between ranks; FSDP2 keeps parameters gathered on some ranks alone.
     """
     for model in ddp_models():
         models_seam.forget_ddp_step(model)
     fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     for module in instances_of(fsdp) if fsdp else ():
-        with suppress(RuntimeError):  # what it still waited for has failed
+        with suppress(RuntimeError):  # a collective that it waited for has failed
             models_seam.forget_fsdp_step(module)
 
 
 def move_models(before: ProcessGroup, after: ProcessGroup) -> None:
-    """Move DDP modules from the one group to the other, the default group.
+    """Move DDP modules from the group `before` to `after`, the new default group.
 
-    With new reducers: the buckets of a model that has run differ from those of one that has not,
-    and ranks would add up what does not belong together.  Modules on stale groups raise from now
-    on: their reducer asks the group in C++.
+    They get new reducers: a model that has run has other buckets than one that has not, and ranks
+    would add gradients of different parameters. Modules on stale groups raise from now on in their
+    forward, because their reducer calls the group in C++, where it is not checked.
     """
     for model in ddp_models():
         if model.process_group is before:
@@ -308,7 +316,7 @@ def _raise(why: str, *_: Any) -> None:
 
 
 def begin_models_anew() -> None:
-    """Make new reducers for DDP modules, as copies from another rank have; on all ranks."""
+    """Give DDP modules new reducers, as copies from another rank have; call it on all ranks."""
     default = dist.group.WORLD
     for model in ddp_models():
         if default is not None and model.process_group is default:
@@ -316,40 +324,40 @@ def begin_models_anew() -> None:
 
 
 def ddp_models() -> Iterator[Any]:
-    """Yield those of DDP whose `__init__` has not failed."""
+    """Yield all DDP modules whose `__init__` has succeeded."""
     return (model for model in instances_of(DistributedDataParallel) if "reducer" in vars(model))
 
 
 def instances_of(kind: type) -> Iterator[Any]:
-    """Yield all objects of this kind that there are."""
+    """Yield all objects of this class, and of its subclasses, in the process."""
     return (found for found in gc.get_objects() if issubclass(type(found), kind))
 
 
 def bucket_layout(net: Any) -> list[list[int]]:
-    """Return the numbers of the parameters in each of DDP's buckets; none before its second step.
+    """Return the numbers of the parameters in each DDP bucket; empty before the second step.
 
-    They decide about the last bits of gradients' sums over three ranks or more.
+    With three ranks or more, the buckets decide the last bits of gradients.
     """
     found = models_seam.buckets_of(net)
     return _given_layouts.get(net, []) if found is None else found
 
 
 def set_bucket_layout(net: Any, layout: list[list[int]]) -> None:
-    """Set the buckets in which a DDP module that was unpickled reduces its gradients."""
+    """Set the buckets of a DDP module that was unpickled."""
     if models_seam.set_buckets(net, layout):
         _given_layouts[net] = layout
 
 
 # --- stale groups -----------------------------------------------------------------------------
 
-# What torch says where a mesh, or a functional collective, names a group that it lacks.
+# torch's message if a mesh or a functional collective names a group that is not there.
 UNKNOWN = re.compile(r"Could not resolve the process group registered under the name (\S+)")
-_stale: dict[str, str] = {}  # why, by the group's name
+_stale: dict[str, str] = {}  # by a group's name, the message of the error
 
 
 def refuse_stale(groups: Iterable[ProcessGroup], before: int, after: int) -> None:
-    """Make every operation of these groups raise RuntimeError; from any thread."""
-    if not _stale:  # only once there are such: each call takes longer
+    """Make every operation of these groups raise RuntimeError, in every thread."""
+    if not _stale:  # wrap torch's methods only now, as each call then takes longer
         for name in seam.OPERATIONS:
             if (operation := getattr(ProcessGroup, name, None)) is not None:
                 setattr(ProcessGroup, name, _checked(operation))
@@ -362,9 +370,9 @@ def refuse_stale(groups: Iterable[ProcessGroup], before: int, after: int) -> Non
 
 
 def stale_group_of(error: BaseException, tb: TracebackType | None) -> str:
-    """Return what to recreate if torch's error means a stale group; "" if it does not.
+    """Return what to recreate if an error of torch comes from a stale group; else "".
 
-    torch names the group, or checks it in the function that raised.
+    torch's message names the group, or the function that raised has it as a variable.
     """
     if not _stale or not isinstance(error, RuntimeError | ValueError):
         return ""

@@ -1,15 +1,15 @@
-"""All gloo backends of this worker: on one device, known by its port, connected where we say.
+"""All gloo backends of this worker: made on one device, connected again, and aborted.
 
 Gloo has no abort: a rank in a collective ignores signals for up to half an hour, and `abort` of
-ProcessGroupGloo ends no wait (2.13 and later).  The end of its connections does.  So all of its
-backends share one device with one listening port, by which their connections are known;
-shutting these down wakes every rank within milliseconds, with an error.
+ProcessGroupGloo ends no wait (torch 2.13 and later). Closing its connections does. So all backends
+share one device with one listening port, by which their connections are recognised. Shutting these
+down wakes every rank within milliseconds, with an error.
 
-From torch 2.14 on a backend can be connected again, so all are made to be: 260 times in a row
+From torch 2.14 on a backend can be connected again, so all are made that way: 260 times in a row
 (torch 2.15, n=2) without another thread or descriptor.
 
-A wait for a message from any rank belongs to no connection.  So importing this has `Work.wait` go
-through `wait`, which knows all of them, whose frame shows each, and which times them.
+A wait for a message from any rank belongs to no connection. So importing this file replaces
+`Work.wait` by `wait`, which knows all waits, shows each by its frame, and times them.
 """
 
 from __future__ import annotations
@@ -37,28 +37,30 @@ from nbdist.worker.group.stores import AbortableStore, Meeting, until_over
 from nbdist.worker.process import CELL_TIMES, BadEnvironment
 
 COLLECTIVE_TIMEOUT = 24 * 60 * 60.0
-"""Seconds for one collective, or to make a group: other ranks wait while one is in the debugger.
+"""Seconds for a collective, and to make a group: ranks wait while one is in the debugger.
 
-Torch's 30 minutes are for what `nbdist.world.hangs` finds within seconds, or Stop ends.
+torch's 30 minutes guard against hangs, which `nbdist.world.hangs` finds within seconds.
 """
 
 RENEWAL_TIMEOUT = 5.0
-"""Seconds for a backend to connect again, once all ranks are there: gloo takes five times as many,
-which are less than agents wait."""
+"""Seconds for a backend to connect again, once all ranks are there.
 
-THREADS = 2  # of each backend, as torch's: with one a small all_reduce takes 1.7 times as long
+gloo takes up to five times as many, which are still fewer than agents wait.
+"""
+
+THREADS = 2  # of a backend, as in torch: with one a small all_reduce takes 1.7 times as long
 
 ENDED = re.compile(
     r"gloo/\S+\] .*(Connection (closed|reset) by peer|Broken pipe)"
     r"|waited (in the store|for a message) and was released"
 )
-"""What gloo says on a rank whose connections have ended, and we where we end a wait."""
+"""Messages of gloo if connections have ended, and of nbdist if a wait was ended."""
 
 LACKS = re.compile(
     "out of memory|bad_alloc|"
     + "|".join(map(os.strerror, (errno.EMFILE, errno.ENFILE, errno.ENOMEM)))
 )
-"""What C code and Python say where this process has reached a limit of its own."""
+"""Messages of C code and Python if this process has reached a limit of its own."""
 
 NO_THREAD = re.compile(f"can't start new thread|{os.strerror(errno.EAGAIN)}")
 
@@ -66,48 +68,48 @@ TIMED_OUT = re.compile(
     r"gloo/transport/.* Timed out waiting|timeout caused pair closure"
     r"|gloo/\S+\] .*(Connection timed out|No route to host|Network is unreachable)"
 )
-"""What gloo says where a collective took too long, or TCP has given up: its connections end."""
+"""Messages of gloo if a collective took too long, or TCP has given up: connections end then."""
 
 ABORTED = "Connection closed by peer: it waited for a message and was released"
 _OF_GLOO = (RuntimeError, dist.DistBackendError, dist.DistNetworkError)
-_PLACE = re.compile(r"/\S*/gloo/")  # where gloo's sources were when it was built
+_PLACE = re.compile(r"/\S*/gloo/")  # the folder of gloo's sources when it was built
 
 
 def connections_after(message: str) -> Connections:
-    """Return what an exception with this message means for the connections to other ranks."""
+    """Return what a message of an exception means for the connections to other ranks."""
     if ENDED.search(message):
         return "ended"
     return "timed out" if TIMED_OUT.search(message) else ""
 
 
 def is_of_others(error: Exception) -> bool:
-    """Return True if the cause lies between the ranks, and not in this process."""
+    """Return True if the cause of an error is between the ranks, and not in this process."""
     said = str(error)
     if NO_THREAD.search(said):
-        # All ranks share the number of threads; where that is not it, each has its addresses.
+        # Ranks share the limit of threads. Only a limit of addresses is this process's own.
         return resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
     is_between = isinstance(error, ConnectionError | dist.DistError | BadEnvironment)
     return (is_between or "gloo/" in said) and not LACKS.search(said)
 
 
 def reword(error: BaseException) -> None:
-    """Put our words into an exception of gloo's."""
-    # Of a user's class `str` can raise anything.
+    """Replace the message of an exception of gloo by a plainer one."""
+    # Check the type first: `str` of a user's exception can raise anything.
     said = str(error) if type(error) in _OF_GLOO else ""
     if "gloo/" in said:
         error.args = (ABORTED if ENDED.search(said) else _PLACE.sub("gloo/", said),)
 
 
 class Gloo:
-    """Makes gloo backends, connects them again, and ends their connections."""
+    """Makes gloo backends, connects them again, and closes their connections to abort."""
 
     def __init__(self) -> None:
         self._device, self._port = _make_device()
-        self._opened: set[int] = set()  # inodes of sockets
-        self.next_meeting: Meeting | None = None  # of the backend that is made next, if not torch's
-        # Of every backend that can be renewed, for life; it leads to where they meet just then.
+        self._opened: set[int] = set()  # inodes of connections that gloo has opened
+        self.next_meeting: Meeting | None = None  # of the backend that nbdist makes next
+        # Every renewable backend has this store for life; it leads to the meeting of the moment.
         self.store = AbortableStore(Meeting(None))
-        # A lazy device connects with the first collective, in the store as it is then.
+        # A lazy device connects only in the first collective, when the store leads elsewhere.
         is_lazy = os.environ.get("TORCH_GLOO_LAZY_INIT", "0").lower() in ("1", "y", "yes", "true")
         self.renews = seam.RENEWS_GLOO and not is_lazy
         self._init = seam.when_gloo_is_made(self._make)
@@ -121,7 +123,7 @@ class Gloo:
         return ProcessGroupGloo(meeting.store, rank, size, timeout)
 
     def renew(self, backend: Any, meeting: Meeting, rank: int, size: int) -> None:
-        """Connect one again that can be renewed; RuntimeError where the others do not come."""
+        """Connect a renewable backend again; RuntimeError if the other ranks do not come."""
         seconds = meeting.timeout if meeting.over is None else RENEWAL_TIMEOUT
         timeout = timedelta(seconds=seconds)
         with self.store.at(meeting), self._noting_opened():
@@ -138,12 +140,12 @@ class Gloo:
         options: Any = None,
         enable_reconfigure: bool = False,  # from torch 2.14 on
     ) -> None:
-        """Stand for ProcessGroupGloo's `__init__`."""
-        # The first alone: TORCH_DISTRIBUTED_DEBUG=DETAIL makes a helper besides.
+        """Make a backend in the place of ProcessGroupGloo's `__init__`, and connect it."""
+        # Only the first backend: with TORCH_DISTRIBUTED_DEBUG=DETAIL torch makes a helper too.
         meeting, self.next_meeting = self.next_meeting, None
         if timeout is not None and not isinstance(timeout, timedelta):
             options = timeout
-        if options is not None:  # user code's own
+        if options is not None:  # of user code, which torch's own `__init__` obeys
             self._init(backend, store, rank, size, options)
             return
         if meeting is None:
@@ -159,8 +161,8 @@ class Gloo:
         self.renew(backend, meeting, rank, size)
 
     def _connect(self, connect: Callable[[Any], None], meeting: Meeting) -> None:
-        """Connect a backend; ConnectionResetError where that is called off meanwhile."""
-        # Nothing else ends a rank's wait in gloo for one that fails after it has given its address.
+        """Connect a backend; ConnectionResetError if the meeting is called off meanwhile."""
+        # Else a rank would wait in gloo for a rank that has failed after it gave its address.
         with self._noting_opened():
             if meeting.over is None:
                 connect(meeting.store)
@@ -170,7 +172,7 @@ class Gloo:
 
     @contextmanager
     def _noting_opened(self) -> Iterator[None]:
-        """Take connections that are opened in these milliseconds for gloo's."""
+        """Record connections that are opened in this context, for milliseconds, as gloo's."""
         before = {*_sockets()}
         self._opened &= {inode for _, inode in before}
         try:
@@ -182,34 +184,40 @@ class Gloo:
                         self._opened.add(inode)
 
     def abort(self) -> int:
-        """End all waits by ending all connections; return how many there were.  From any thread."""
+        """End all waits by closing all connections; return how many there were.
+
+        May be called from any thread.
+        """
         self.store.abort()
         ended = 0
         for connection in self.connections():
-            with suppress(OSError):  # the other rank was quicker
+            with suppress(OSError):  # the other rank has closed it
                 connection.shutdown(socket.SHUT_RDWR)
                 ended += 1
-        # Waits for a message, also from any rank, which no connection's end reaches.
+        # Waits for a message from any rank: closing connections does not end these.
         for each in tuple(_waits):
             each.is_over = True
             seam.end_receive(each.work)
         return ended
 
     def leave(self) -> None:
-        """In a forked child hold none of the rank's sockets, and make backends as torch does."""
+        """Close the rank's listener and accepted connections in a forked child.
+
+        The child then makes backends as torch does.
+        """
         seam.when_gloo_is_made(self._init)
         nothing = os.open(os.devnull, os.O_RDWR)
         for fd, inode in [*_sockets()]:
             with suppress(OSError), _borrowed(fd, inode) as found:
                 if found.getsockname()[1] == self._port:
-                    os.dup2(nothing, fd)  # gloo's objects still have the number
+                    os.dup2(nothing, fd)  # not closed, as gloo's objects still use the number
         os.close(nothing)
 
     def connections(self) -> Iterator[socket.socket]:
-        """Yield the connections that gloo accepted, and those that it opened.
+        """Yield the connections that gloo has accepted or opened; use each before the next one.
 
-        Both ends are shut down: the rank at the other end may hold its GIL, or its machine may be
-        lost.  Each is valid until the next one.
+        Both ends are shut down by an abort: the rank at the other end may hold its GIL, or its
+        machine may be lost.
         """
         for fd, inode in _sockets():
             with suppress(OSError), _borrowed(fd, inode) as found:
@@ -219,7 +227,7 @@ class Gloo:
 
 
 def _make_device() -> tuple[Any, int]:
-    """Make gloo's device as torch would; return the port that it listens on, too."""
+    """Make gloo's device as torch does; return it, and the port that it listens on."""
     before = set(_sockets())
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     try:
@@ -232,7 +240,7 @@ def _make_device() -> tuple[Any, int]:
         why = f"gloo cannot use it ({one_line(str(error))})"
         if interface and interface not in there:
             why = "this network interface does not exist"
-        # Gloo does not name the variable.
+        # gloo's message does not name the variable.
         raise BadEnvironment(
             f"GLOO_SOCKET_IFNAME={interface}: {why}. This machine has {', '.join(there)}; "
             "without the variable workers use lo."
@@ -259,7 +267,7 @@ def _sockets() -> Iterator[tuple[int, int]]:
 
 @contextmanager
 def _borrowed(fd: int, inode: int) -> Iterator[socket.socket]:
-    """Open the internet socket behind a descriptor; OSError if it is none, or none any more."""
+    """Open the internet socket behind a descriptor; OSError if it is another kind, or closed."""
     with socket.socket(fileno=os.dup(fd)) as found:
         if found.family not in (socket.AF_INET, socket.AF_INET6):
             raise OSError("no internet socket")
@@ -282,7 +290,7 @@ _waits: list[_Wait] = []
 
 
 def wait(self: dist.Work, *args: Any, **options: Any) -> Any:
-    """Stand for `Work.wait`; ConnectionResetError where it was aborted."""
+    """Replace `Work.wait`; raise ConnectionResetError if the wait was aborted."""
     own, began = _Wait(self), time.time_ns()
     _waits.append(own)
     try:

@@ -1,8 +1,9 @@
-"""The process group that all ranks of a world share: formed, aborted, formed again.
+"""The process group that all ranks of a world share: formed, aborted and formed again.
 
-When its connections have ended, its backend connects again, before torch 2.14 another one in its
-place.  The group's object stays the same, and with it DDP modules, subgroups and meshes.  Called on
-the main thread to form the group and when a task begins, and on the control thread for all else.
+If its connections have ended, its backend connects again; before torch 2.14 another backend takes
+its place. The group's object stays the same, so DDP modules, subgroups and meshes live on. Runs in
+each rank: on the main thread when the group is formed and a task begins, else on the control
+thread.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ from nbdist.worker.group.stores import (
     TorchRendezvous,
 )
 
-ARRIVED = "arrived"  # where in the store a rank that is new says that it has come to the group
-WORLD = "world"  # the world's own group in the store; others have names that torch gave them
-OF_NCCL = "/is "  # and nccl's class follow a group's name where that, not its gloo, is meant
+ARRIVED = "arrived"  # the part of the store where a rank that joins later reports that it has come
+WORLD = "world"  # the world's group in the store; other groups have the names that torch gave them
+OF_NCCL = "/is "  # stands between a group's name and nccl's class, if its nccl backend is meant
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """This rank's side of one group; `group` None where only others have an object for it."""
+    """This rank's side of a group; `group` is None if only other members have an object for it."""
 
     name: str
     members: Sequence[int]
@@ -64,7 +65,7 @@ class Group:
         if self._agent is None:
             self._file = seam.FileStore(start.store_path, start.world.world_size)
             self._file.set_timeout(timedelta(seconds=FORM_TIMEOUT))
-        # The same in all generations: `new_group` meets there.
+        # One store for all generations, as `new_group` of user code meets there.
         self._shared = AbortableStore(Meeting(self._store_of(0, WORLD)))
         self._stand_ins: list[Any] = []
         self.is_whole = True
@@ -80,27 +81,30 @@ class Group:
         return f"<Group of {self._start.world.world_size}, {self._gloo}>"
 
     def begin_task(self, task_id: str) -> None:
-        """Put the world's group in its place, and name new groups after this task."""
+        """Put the world's group in place, and name new groups after this task."""
         self.task_began_ns = time.time_ns()
         self._default.begin_task(task_id)
         if self._nccl is not None and (backend := nccl.nccl_of(self._default.group)) is not None:
             nccl.adapter_of(backend).end_calls(backend)
 
     def end(self) -> None:
-        """Shut everything down, at the end of the worker."""
+        """Shut down all groups, at the end of the worker."""
         self._default.end()
         if self._agent is not None:
             self._agent.close()
 
     def leave(self) -> None:
-        """Take no part in it any more, in a forked child."""
+        """Leave all groups, in a forked child."""
         self._default.leave()
         self._gloo.leave()
         if self._agent is not None:
             self._agent.close()
 
     def held(self) -> dict[str, tuple[int, ...]]:
-        """Return the ranks of each group that this one holds besides the world's, by its name."""
+        """Return the ranks of each group, besides the world's, that this rank has an object for.
+
+        The keys are the groups' names; a group with gloo and nccl has two.
+        """
         found = {}
         for name, group in self._default.subgroups().items():
             ranks = tuple(dist.get_process_group_ranks(group))
@@ -112,19 +116,20 @@ class Group:
 
     @property
     def uses_nccl(self) -> bool:
-        """Whether the world's group, and so others too, may have nccl for CUDA tensors."""
+        """Whether the world's group, and so other groups too, may use nccl for CUDA tensors."""
         return "nccl" in (self._start.world.backend or "")
 
     @property
     def nccl_error(self) -> str:
-        """What has gone wrong between ranks, as nccl says; "" for nothing."""
+        """The error between ranks that nccl reports; "" if there is none."""
         backends = self._nccl_backends()
         return next(filter(None, (nccl.adapter_of(each).error(each) for each in backends)), "")
 
     def wait_for_nccl(self, line: int) -> None:
-        """Wait at a cell's end, in its last line, for the collectives that it has begun.
+        """Wait at the end of a cell for nccl's collectives that it has begun.
 
-        Raises DistBackendError where nccl has ended them because of an error.
+        `line`, the cell's last one, is shown meanwhile. Raises DistBackendError if nccl has ended
+        them because of an error.
         """
         adapters = {nccl.adapter_of(each) for each in self._nccl_backends()}
         entries = (entry for adapter in adapters for entry in adapter.pending())
@@ -135,24 +140,25 @@ class Group:
 
     @property
     def waits_to_meet(self) -> bool:
-        """Whether a thread waits for ranks that have not come to make a group."""
+        """Whether a thread waits to make a group, for ranks that have not come yet."""
         return any(store.is_waited_in for store in self._waited_in)
 
     @property
     def _world(self) -> Side:
-        """This side of the world's own group, also while user code has destroyed it."""
+        """This rank's side of the world's group, even while user code has destroyed it."""
         ranks = range(self._start.world.world_size)
         return Side(WORLD, ranks, self._default.group, self._default.timeout)
 
-    # --- form ---------------------------------------------------------------------------------
+    # --- forming ------------------------------------------------------------------------------
 
-    # Torch makes the default group; its gloo backend is ours, and meets in keys of this generation.
-    # A newcomer then connects the groups that the others hold, as they do, in the same order.
+    # torch makes the default group, with our gloo backend, which meets in keys of this generation.
+    # A newcomer then connects the groups that the other ranks hold, as they do, in the same order.
 
     def form(self) -> None:
-        """Join the world's group, waiting until every rank has.
+        """Join the world's group, and wait until every rank has joined.
 
-        The ranks of one machine meet in a file of this user's: no port, and it outlives rank 0.
+        The ranks of one machine meet in a file of this user: that needs no port, and outlives rank
+        0.
         """
         generation, joins = self._start.generation, self._start.joins
         self._meet(generation, self._start)
@@ -163,16 +169,18 @@ class Group:
             self._connect_others(generation, joins)
 
     def _form_default(self, meeting: Meeting) -> None:
-        """Make it torch's default group; its gloo connects in `meeting`."""
+        """Make torch's default group of all ranks; its gloo backend connects in `meeting`."""
         start = self._start
         if start.sized_in > 1:
-            # Its name is in the store's keys, and a mesh of the size before must not find it.
+            # The name is in the store's keys, and a mesh of the size before must not find this
+            # group.
             self._default.name_after(f"sized{start.sized_in}")
         is_first = start.generation == 1
-        # torch puts prefixes of its own before; survivors of a death meet without them.
+        # torch would add prefixes to the keys, without which survivors of a death meet.
         self._gloo.next_meeting = meeting
         try:
-            # What torch would wrap a later one in meets where earlier generations did.
+            # Without comparing: torch's wrapper would meet in the store's keys of earlier
+            # generations.
             later = nullcontext() if self._nccl is None else self._nccl.connecting_later()
             with later, nullcontext() if is_first else seam.without_comparing():
                 self._default.form(start, self._shared)
@@ -180,22 +188,22 @@ class Group:
             self._gloo.next_meeting = None
         backend = None if is_first or not seam.compares() else seam.gloo_of(self._default.group)
         if backend is not None:
-            # torch made it without comparing collectives, which all others do.
+            # torch made this one without comparing collectives; the other ranks' backends compare.
             comparing = self._comparing(backend, self._world, start.generation)
             seam.replace_gloo(self._default.group, comparing, start.generation)
         self._connect_own_nccl(start.generation)
 
     def resize(self, start: WorkerStart, newcomers: Sequence[int]) -> None:
-        """Form a default group of another size; torch's objects keep theirs for life.
+        """Form a default group of another size, as groups of torch keep their size for life.
 
-        What was made from the one before is stale, but for DDP modules.  Until all newcomers have
-        started nothing happens to it, and it can be called off.
+        Groups made from the one before become stale; DDP modules are moved. Until all newcomers
+        have come nothing is changed, and the resize can be called off.
         """
         over = cancel_file(start.cancel_path, start.generation)
         self._meet(start.generation, start)
         arrivals = Meeting(self._store_of(start.generation, ARRIVED), over=over)
         AbortableStore(arrivals).wait([str(rank) for rank in newcomers])
-        # From here on the group before is gone, whether the ranks meet or not.
+        # From here on the old group is gone, whether the ranks meet or not.
         self.abort()
         sizes = self._start.world.world_size, start.world.world_size
         default.refuse_stale(self._default.take_out(), *sizes)
@@ -207,28 +215,29 @@ class Group:
         self.is_whole = True
         default.move_models(before, self._default.group)
 
-    # --- abort, and form again ----------------------------------------------------------------
+    # --- aborting, and forming again ----------------------------------------------------------
 
     def abort(self) -> int:
-        """End all waits, in collectives and for others to make a group; from any thread.
+        """End all waits, in collectives and for ranks to make a group, from any thread.
 
-        Returns how many connections of gloo's and groups of nccl's it ended.  Raises AbortHangs.
+        Returns the number of gloo's connections and nccl's groups that were ended. Raises
+        AbortHangs.
         """
         self._shared.abort()
         return self._gloo.abort() + self._abort_nccl()
 
     def regroup(self, generation: int, held: Mapping[str, tuple[int, ...]]) -> None:
-        """Connect every group again in place; all its members do so at once.
+        """Connect every group again in place; all of its members do so at the same time.
 
-        `held` are the groups of all ranks together.  Raises RuntimeError when they do not meet.
+        `held` are the groups of all ranks together. Raises RuntimeError if the ranks do not meet.
         """
         most = self._most_generations()
         if most is not None and generation > most:
             why = f"the group was rebuilt {most} times, which is all torch takes"
             raise dist.DistBackendError(why)
-        # What they hold on the device; they may not have been aborted.
+        # Frees what nccl's groups hold on the GPU; they may not have been aborted before.
         self._abort_nccl()
-        # First, so that what is made anew here can be waited for, and aborted.
+        # Before new connections are made, so that waits for them can be aborted.
         self._start_over()
         self._meet(generation, self._start)
         self._connect(self._world, generation)
@@ -236,15 +245,15 @@ class Group:
         self._connect_others(generation, held)
         default.forget_broken_off_steps()
         if self._nccl is not None:
-            # A step whose collectives were aborted went on to its end, on some ranks alone, and
-            # may have put their gradients into other buckets.
+            # On some ranks alone, a step whose collectives were aborted went on to its end, and may
+            # have put gradients into other buckets.
             default.begin_models_anew()
-            # A communicator's 34 MB on the CPU are of the arena of whatever thread made it, which
+            # A communicator's 34 MB on the CPU are of the arena of the thread that made it, which
             # keeps them once it is aborted (NCCL 2.28): 9 MB more with each death.
             trim_memory()
 
     def _most_generations(self) -> int | None:
-        """Return how often a group can be rebuilt; None where there is no limit."""
+        """Return how often a group can be formed; None if there is no limit."""
         renews = self._gloo.renews and not seam.compares()
         backend = nccl.nccl_of(self._default.group)
         if backend is None:
@@ -257,10 +266,10 @@ class Group:
             store.start_over()
 
     def _connect_others(self, generation: int, held: Mapping[str, tuple[int, ...]]) -> None:
-        """Connect the rest, in one order on all ranks, or they would wait for one another.
+        """Connect the other groups, in one order on all ranks: else ranks wait for each other.
 
-        Where this rank does not hold the group, an unused backend stands in for it: the others
-        connect to all members.
+        If this rank has no object for a group, an unused backend stands in: the others connect to
+        all members.
         """
         own = self._default.subgroups()
         self._stand_ins.clear()
@@ -271,12 +280,12 @@ class Group:
                 connect(side, generation)
 
     def _connect(self, side: Side, generation: int) -> None:
-        """Connect gloo's backend of one group again, or give the group a new one."""
+        """Connect the gloo backend of a group again, or give the group a new one."""
         backend = None if side.group is None else seam.gloo_of(side.group)
         if side.group is not None and backend is None:
-            return  # nccl's alone
+            return  # a group of nccl alone
         meeting, rank = self._meeting_of(side.name, generation), self._rank_in(side)
-        # Not one that compares first (debug level DETAIL).
+        # A backend that compares first (debug level DETAIL) does not support it.
         if self._gloo.renews and getattr(backend, "supports_reconfigure", False):
             self._gloo.renew(backend, meeting, rank, len(side.members))
             return
@@ -289,7 +298,7 @@ class Group:
         seam.replace_gloo(side.group, comparing, generation)
 
     def _comparing(self, backend: Any, side: Side, generation: int) -> Any:
-        """Return the backend, with debug level DETAIL in one that compares first over a helper."""
+        """Return the backend, or with debug level DETAIL one around it that compares first."""
         if not seam.compares():
             return backend
         meeting = self._meeting_of(f"{side.name}/check", generation)
@@ -306,7 +315,7 @@ class Group:
             self._connect_nccl(side, generation)
 
     def _connect_nccl(self, side: Side, generation: int) -> None:
-        """Connect nccl's backend of one group in keys of this generation."""
+        """Connect the nccl backend of a group in keys of this generation."""
         if self._nccl is None:
             return
         meeting = self._meeting_of(side.name, generation)
@@ -320,7 +329,7 @@ class Group:
             self._nccl.renew(side.group, meeting, seat, side.timeout)
 
     def _abort_nccl(self) -> int:
-        """Abort collectives of all groups; return how many groups there were.  From any thread."""
+        """Abort the collectives of all groups, from any thread; return the number of groups."""
         if self._nccl is None:
             return 0
         found = self._nccl_backends()
@@ -328,19 +337,19 @@ class Group:
         return len(found)
 
     def _nccl_backends(self) -> list[Any]:
-        """Return those of all groups, and what stands in for one."""
+        """Return the nccl backends of all groups, and those that stand in for one."""
         groups = chain([self._default.group], self._default.subgroups().values())
         found = chain(map(nccl.nccl_of, groups), self._stand_ins)
         return [each for each in found if each is not None and each.name() in nccl.ADAPTERS]
 
-    # --- where ranks meet ---------------------------------------------------------------------
+    # --- stores where ranks meet --------------------------------------------------------------
 
     def _meet(self, generation: int, start: WorkerStart) -> None:
-        """Take the store of this generation, where each has its own."""
+        """Use the store of this generation, if torch's rendezvous gives each one of its own."""
         if self._rendezvous is not None:
             self._rendezvous.rank = start.rank
             self._file = self._rendezvous.meet(generation, start.world.world_size)
-            # To connect a backend anew, torch has ranks compare and set.
+            # A renewal needs a store that can compare and set.
             self._gloo.renews = self._gloo.renews and self._rendezvous.compares
             self._shared.meeting = Meeting(self._store_of(0, WORLD))
 
@@ -348,7 +357,7 @@ class Group:
         return side.members.index(self._start.rank)
 
     def _meeting_of(self, name: str, generation: int) -> Meeting:
-        """Return where they meet; it can be called off, when one of them has died meanwhile."""
+        """Return where a group's members meet; called off if one of them has died meanwhile."""
         over = cancel_file(self._start.cancel_path, generation)
         return Meeting(self._store_of(generation, name), generation, over)
 
@@ -356,6 +365,6 @@ class Group:
         prefix = f"generation{generation}/{name}"
         if self._agent is not None:
             new = AgentStore(self._agent, prefix, FORM_TIMEOUT)
-            # C++ that has a store keeps alive what it is there, and not what it is in Python.
+            # C++ keeps its own object of a store alive, but not the Python object: keep that here.
             return self._stores.setdefault(prefix, new)
         return seam.PrefixStore(prefix, self._file)

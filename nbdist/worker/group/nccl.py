@@ -1,8 +1,9 @@
-"""How nccl's backends are made, connected and aborted, and what Flight Recorder says of them.
+"""Makes, connects and aborts nccl's backends, and reads collectives from Flight Recorder.
 
-nccl has an abort: its kernels end, and what waits for their stream goes on with results that mean
-nothing, so the main thread has to be interrupted as well.  torch's own
-watchdog must not act (`TORCH_NCCL_ASYNC_ERROR_HANDLING=0`, which workers start with).
+nccl has an abort: its kernels end, and code that waits for their stream goes on with meaningless
+results, so the main thread has to be interrupted too. torch's own watchdog must not act
+(`TORCH_NCCL_ASYNC_ERROR_HANDLING=0`, which workers start with). Runs in each rank; `Group` and the
+probe use it, also for gloo's entries.
 """
 
 from __future__ import annotations
@@ -31,27 +32,29 @@ from nbdist.worker.group.default import instances_of
 from nbdist.worker.group.stores import AbortableStore, Meeting, until_over
 
 START_TIMEOUT, RENEWAL_TIMEOUT = 100.0, 25.0
-"""Seconds for all ranks to connect: agents wait 180 s for a start, and 30 s for healing."""
+"""Seconds for all ranks to connect; agents wait 180 s for a start, and 30 s for healing."""
 
 ABORT_TIMEOUT, LONGEST_ABORT = 10.0, 60.0
-"""Seconds in which a kernel ends while communicators are aborted, and for all of them: aborts have
-been seen to take for ever (NCCL 2.25).  One takes 0.5 s, and for each kernel in the queue what it
-takes to copy its data: on an H200 that ranks share 0.2 s for a gigabyte, and more where others use
-it too."""
+"""Seconds until the next kernel must end during an abort, and for the whole abort.
 
-ABORT_STEP = 1.0  # seconds between two looks whether kernels end
+Aborts have been seen to take for ever (NCCL 2.25). An abort takes 0.5 s, and for each kernel in the
+queue the time to copy its data: 0.2 s for a gigabyte on an H200 that ranks share, and more if
+others use it too.
+"""
+
+ABORT_STEP = 1.0  # seconds until it is checked again whether kernels end
 
 
 class AbortHangs(RuntimeError):
-    """An abort did not end in time; only another process can take part in the group again."""
+    """An abort did not end in time; only a new process can take part in the group again."""
 
 
 class Nccl:
-    """Makes nccl2 backends so that they can be renewed, connects all, and aborts all."""
+    """Makes nccl2 backends that can be renewed; connects and aborts backends of both classes."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # Of every nccl2 backend, for life; it leads to where they meet just then.
+        # Every nccl2 backend has this store for life; it leads to the meeting of the moment.
         self.store = _Claimed(Meeting(None))
         self._is_put_off = False
         self._aborting = threading.Lock()
@@ -60,7 +63,7 @@ class Nccl:
 
     @contextmanager
     def connecting_later(self) -> Iterator[None]:
-        """Leave it to `connect` to connect what is made meanwhile."""
+        """Backends that are made in this context are not connected: `connect` does that later."""
         self._is_put_off = True
         try:
             yield
@@ -69,7 +72,7 @@ class Nccl:
 
     def _make(self, create: Callable[[Any], Any], options: Any) -> Any:
         store, size, timeout = options.store, options.group_size, options.timeout
-        # Torch splits another one where user code has bound its group to a device.
+        # torch splits a backend from another one if user code has bound its group to a device.
         is_split = options.split_from is not None
         options.store = self.store
         with self.store.at(Meeting(store, timeout=timeout.total_seconds())):
@@ -85,13 +88,14 @@ class Nccl:
             self.connect(backend, meeting, seat, START_TIMEOUT)
 
     def seat(self, meeting: Meeting, members: Sequence[int], position: int) -> Seat:
-        """Return where the rank at this position meets the other members of a group."""
+        """Return the place where the rank at this position of a group meets the other members."""
         return Seat(meeting.store, members, position, meeting.number, self._device)
 
     def connect(self, backend: Any, meeting: Meeting, seat: Seat, timeout: float) -> None:
-        """Connect, once all ranks have come to the meeting; an abort or calling it off ends that.
+        """Connect a backend once all ranks have come to the meeting.
 
-        In a first collective, ranks that wait for one that has failed could not be aborted.
+        An abort, or calling the meeting off, ends the wait. Connecting in the first collective
+        instead, as torch does, could not be aborted while ranks wait for one that has failed.
         """
         with self.store.at(meeting):
             at_store = replace(seat, store=self.store)
@@ -105,7 +109,7 @@ class Nccl:
         self.connect(backend, replace(meeting, timeout=RENEWAL_TIMEOUT), seat, RENEWAL_TIMEOUT)
 
     def stand_in(self, kind: str, meeting: Meeting, seat: Seat, timeout: timedelta) -> Any:
-        """Make and connect one of this kind for a group that this rank does not hold."""
+        """Make and connect a backend for a group that this rank has no object for."""
         own = replace(seat, store=self.store)
         with self.connecting_later():
             backend = seam.ADAPTERS[kind].new("stand-in", own, timeout)
@@ -113,7 +117,7 @@ class Nccl:
         return backend
 
     def abort(self, backends: Sequence[Any]) -> None:
-        """End waits for one another, and collectives, from any thread.  Raises AbortHangs."""
+        """End waits for ranks, and collectives, from any thread.  Raises AbortHangs."""
         self.store.abort()
         with self._aborting:
             for adapter in {seam.adapter_of(backend) for backend in backends}:
@@ -126,7 +130,10 @@ class Nccl:
 
 
 def _ends(adapter: seam.Adapter) -> Callable[[], bool]:
-    """Return what says, time and again, whether it is worth to wait for an abort."""
+    """Return a function that says, again and again, whether to wait longer for an abort.
+
+    It is worth it while kernels end now and then, for `LONGEST_ABORT` at most.
+    """
     left, ended = len(adapter.pending()), time.monotonic()
     end = ended + LONGEST_ABORT
 
@@ -136,7 +143,7 @@ def _ends(adapter: seam.Adapter) -> Callable[[], bool]:
         if left < before:
             ended = now
         elif not left:
-            # A communicator lasts as long as a graph that has captured one of its collectives.
+            # A graph that has captured one of its collectives keeps a communicator.
             for graph in instances_of(accelerator.graph()):
                 graph.reset()
         return now < min(end, ended + ABORT_TIMEOUT)
@@ -145,9 +152,9 @@ def _ends(adapter: seam.Adapter) -> Callable[[], bool]:
 
 
 class _Claimed(AbortableStore):
-    """Lets nccl2 claim a number where torch's rendezvous has no compare and set (etcd).
+    """Lets nccl2 claim a number in stores without compare and set (etcd).
 
-    Only rank 0 does, and each number once.
+    Not atomic, which is enough: only rank 0 calls it, once for each number.
     """
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
@@ -155,14 +162,17 @@ class _Claimed(AbortableStore):
         return self.get(key)
 
 
-def wait_for_device(line: int) -> None:  # the probe reads it
-    """Wait for all that runs on the GPU, in this line of a cell."""
+def wait_for_device(line: int) -> None:  # the probe reads `line`
+    """Wait until all work on the GPU is done; `line` of the cell is shown meanwhile."""
     accelerator.synchronize()
 
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """How many collectives nccl has begun and not ended, and the newest of them."""
+    """The number of nccl's collectives that have begun and not ended, and the newest of them.
+
+    `number` is when the newest was begun, in nanoseconds: no other one has it.
+    """
 
     count: int = 0
     number: int = 0
@@ -170,14 +180,14 @@ class Pending:
 
 
 class UnderWay:
-    """nccl's collectives since the groups were last formed."""
+    """Collectives that nccl has begun since the groups were last formed."""
 
     def __init__(self, *, is_used: bool = True) -> None:
         self._first = dict.fromkeys(seam.ADAPTERS if is_used else (), 0)
-        self._before: dict[str, int] = {}  # by group, the last number there until then
+        self._before: dict[str, int] = {}  # by group, the last number before the groups were formed
 
     def pending(self) -> Pending:
-        """Return what is under way now, on the GPU or in its queue."""
+        """Return the collectives that have not ended, on the GPU or in its queue."""
         found = [
             entry
             for name, first in self._first.items()
@@ -190,7 +200,10 @@ class UnderWay:
         return Pending(len(found), int(newest["time_created_ns"]), operation_of(newest))
 
     def begun(self, since_ns: int) -> tuple[Begun, ...]:
-        """Return the last collectives since then, the oldest first; not sends and receives."""
+        """Return the last collectives since this time, the oldest first.
+
+        Sends and receives are left out.
+        """
         found: list[Begun] = []
         for name in self._first:
             of_cell = takewhile(lambda e: e["time_created_ns"] >= since_ns, self._together(name))
@@ -198,7 +211,7 @@ class UnderWay:
         return tuple(found[::-1])
 
     def last(self) -> Collective | None:
-        """Return the one that was begun last; None if none was."""
+        """Return the collective that was begun last; None if none was."""
         newest = [each for name in self._first for each in islice(self._together(name), 1)]
         if not newest:
             return None
@@ -207,7 +220,7 @@ class UnderWay:
         return Collective(begun.name, begun.number, begun.is_done, entry["time_created_ns"])
 
     def _together(self, name: str) -> Iterator[Mapping[str, Any]]:
-        """Yield the collectives of one class, the newest first."""
+        """Yield the collectives of one class of nccl, without sends and receives, newest first."""
         recorded = seam.ADAPTERS[name].recorded()
         new = takewhile(lambda entry: entry["record_id"] >= self._first[name], recorded)
         return (entry for entry in new if not entry["is_p2p"])
@@ -223,28 +236,28 @@ class UnderWay:
                     self._before[group] = max(self._before.get(group, 0), number)
 
     def _begun(self, entry: Mapping[str, Any]) -> Begun:
-        """Count a group's nccl backend by itself, from one in each generation."""
+        """Return an entry as `Begun`, numbered from 1 in each generation, for nccl alone."""
         begun = begun_of(entry)
         number = begun.number - self._before.get(begun.group, 0)
-        # What has ended on the GPU is retired once a watchdog has looked.
+        # An entry is retired only after a watchdog has seen that it was completed on the GPU.
         is_done = begun.is_done or entry["state"] == "completed"
         return replace(begun, group=f"{begun.group} nccl", number=number, is_done=is_done)
 
 
-# --- which collectives this worker has begun and not ended, by torch's Flight Recorder --------
+# --- gloo's collectives, by torch's Flight Recorder -----------------------------------------------
 
 MOST_BEGUN = 64
-"""Collectives of a task that are reported: ranks that do not meet are rarely further apart."""
+"""Collectives of a task that are reported: mismatched ranks are rarely further apart."""
 
-# Collectives in which ranks may differ in size; the second is nccl2's.
+# Collectives in which sizes may differ between ranks; the second is nccl2's name.
 UNEVEN = {"all_to_all", "all_to_all_single"}
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """How many collectives a backend has begun, and how many of these seem not to have ended.
+    """The numbers of collectives that a backend has begun, and that seem not to have ended.
 
-    Some may have: when two end at once, the number of the earlier one can be written last.
+    `unfinished` may be too high: if two end at once, the earlier number can be written last.
     """
 
     begun: int = 0
@@ -252,10 +265,11 @@ class Counts:
 
 
 class Recording:
-    """What gloo's backends have done since the groups were last formed.
+    """Collectives of gloo's backends since the groups were last formed.
 
-    Torch counts what begins or ends before it records that, and may wait for the GIL in between:
-    what is read then lacks the newest.  So it is kept only where all that was counted has ended.
+    torch counts a collective before it records it, and may wait for the GIL in between: what is
+    read then lacks the newest. So a result is kept for later only if all counted collectives have
+    ended.
     """
 
     def __init__(self) -> None:
@@ -266,13 +280,13 @@ class Recording:
 
     def start_over(self) -> None:
         """Forget what has begun so far: the groups are being rebuilt."""
-        # Flight Recorder keeps the numbers, and never takes what failed for completed (2.13).
+        # Flight Recorder goes on counting, and never marks a failed collective as completed (2.13).
         self._last = self._seen = None
         self._before = torch_seam.recorded_groups()
         self._first = next((e["record_id"] + 1 for e in torch_seam.recorded_collectives()), 0)
 
     def counts(self) -> dict[str, Counts]:
-        """Count for each backend in use, by its number."""
+        """Return counts for each backend in use, by its number."""
         found, unknown = {}, set()
         for number, status in torch_seam.recorded_groups().items():
             before, begun = self._before.get(number), int(status["last_enqueued_collective"])
@@ -281,7 +295,8 @@ class Recording:
             if before is None:
                 found[number] = counts
             elif torch_seam.RENEWS_GLOO:
-                # Counters are right again once the reconnected backend has completed something.
+                # The counters are right again once the reconnected backend has completed a
+                # collective.
                 if status[done] != before[done] and counts.unfinished >= 0:
                     found[number] = counts
                 else:
@@ -294,13 +309,13 @@ class Recording:
         return found
 
     def waited_for(self, counts: Mapping[str, Counts]) -> str:
-        """Name the newest collective that has not ended; "" for none."""
+        """Return the name of the newest collective that has not ended; "" if there is none."""
         if _have_ended(counts):
             return ""  # asking for all entries takes a thousand times as long
         return next((operation_of(entry) for entry in self._entries() if not entry["retired"]), "")
 
     def begun(self, counts: Mapping[str, Counts], since_ns: int) -> tuple[Begun, ...]:
-        """Return the last collectives since then, the oldest first."""
+        """Return the last collectives since this time, the oldest first."""
         if self._seen is None or self._seen[0] != (counts, since_ns):
             of_cell = takewhile(lambda e: e["time_created_ns"] >= since_ns, self._entries())
             found = tuple(begun_of(entry) for entry in islice(of_cell, MOST_BEGUN))[::-1]
@@ -310,7 +325,7 @@ class Recording:
         return self._seen[1]
 
     def last(self) -> Collective | None:
-        """Return the one that was begun last, or None; 8 ms where Flight Recorder is full."""
+        """Return the collective that was begun last, or None; 8 ms if Flight Recorder is full."""
         counts = self.counts()
         if self._last is None or self._last[0] != counts:
             found, entry = None, next(self._entries(), None)
@@ -325,7 +340,7 @@ class Recording:
         return self._last[1]
 
     def _entries(self) -> Iterator[dict[str, Any]]:
-        """Return those of this generation, from the newest back."""
+        """Yield the entries of this generation, the newest first."""
         entries = torch_seam.recorded_collectives()
         return takewhile(lambda entry: entry["record_id"] >= self._first, entries)
 
@@ -335,16 +350,16 @@ def _have_ended(counts: Mapping[str, Counts]) -> bool:
 
 
 def operation_of(entry: Mapping[str, Any]) -> str:
-    """Name the collective without its backend, `all_reduce`; without the other rank, `recv`."""
+    """Return a collective's name without backend and other rank: `all_reduce`, `recv`."""
     return re.sub(r"^\w+:| .*", "", entry["profiling_name"])
 
 
 def begun_of(entry: Mapping[str, Any]) -> Begun:
-    """Return what other ranks compare of it."""
+    """Return the fields of an entry that are compared between ranks."""
     name = operation_of(entry)
-    # What the root of a scatter has is its own affair, as is where a gather ends.
+    # Only the root has the input of a scatter, and the output of a gather.
     side = "output" if name == "scatter" else "input"
-    # nccl gathers also what is not of one size.
+    # nccl's all_gather allows tensors of different sizes.
     is_uneven = name == "all_gather" and len({*map(tuple, entry["output_sizes"])}) > 1
     sizes = [] if is_uneven or name in UNEVEN else entry[f"{side}_sizes"]
     return Begun(

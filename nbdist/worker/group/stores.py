@@ -1,9 +1,9 @@
-"""The stores where ranks meet: a wait in one can be aborted, whichever other one it leads to.
+"""The stores in which ranks meet, with waits that can be aborted, whatever store is behind them.
 
-`new_group`, for one, waits in the store until the other members have come.  FileStore waits in
-C++, where nothing reaches it.  C++ also calls a store that is written in Python, whose wait ends
-with what it raises, and which polls more often: a `new_group` of four ranks takes 9 ms less (2
-cores, torch 2.13).
+`new_group`, for one, waits in the store until the other members have come. FileStore waits in C++,
+which cannot be interrupted. But C++ also calls a store that is written in Python, whose exception
+ends the wait. A store in Python can poll more often too: a `new_group` of four ranks takes 9 ms
+less (2 cores, torch 2.13). Runs in each rank, on the thread that makes a group.
 """
 
 from __future__ import annotations
@@ -34,26 +34,25 @@ from nbdist.worker.compat.torch import PrefixStore, Store
 from nbdist.worker.process import BadEnvironment, is_ready
 
 FIRST_STEP, LONGEST_STEP = 0.001, 0.02
-"""Seconds between two polls: as short as the others are quick, but no burden for long."""
+"""Seconds between two polls: short at first, as ranks often come at once, then longer."""
 
-LOOK_EVERY = 0.02  # seconds after which what waits looks whether it is to go on
+LOOK_EVERY = 0.02  # seconds after which a wait checks whether it was ended
 
 FORM_TIMEOUT = 120.0
-"""Seconds for all ranks to form a group of the world's; torch's own default is ten to thirty
-minutes."""
+"""Seconds for all ranks to form the world's group; torch's own default is 10 to 30 minutes."""
 
-LookOver = Callable[[], None]  # raises what is to end a wait
+LookOver = Callable[[], None]  # raises an exception to end a wait
 
 ABORTED = "Connection closed by peer: it waited in the store and was released"
-"""Words that gloo has for the same."""
+"""The message if a wait in the store is aborted, in words that gloo has for the same."""
 
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """In which store a group's members find one another, and for how many seconds they wait.
+    """The store in which the members of a group meet, and how many seconds they wait there.
 
-    `number` was not used in this store before; once the file `over` is there, waiting is
-    called off.
+    `number` was not used in this store before. Once the file `over` exists the meeting is called
+    off.
     """
 
     store: Any
@@ -69,10 +68,11 @@ def until_over(
     look: LookOver = lambda: None,
     still: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Do what waits in C++ for other ranks; DistBackendError once it takes too long.
+    """Call `connect`, which waits in C++ for other ranks; DistBackendError if it takes too long.
 
-    It may take as long again, and again, where `still` allows that.  What `look` raises ends it
-    too.  A thread waits, and is left behind.
+    After `timeout` seconds it may take as long again if `still` returns True, and so on. An
+    exception of `look` ends the wait too. `connect` runs on a thread of its own, which is left
+    behind then.
     """
     done: Future[None] = Future()
 
@@ -80,7 +80,7 @@ def until_over(
         try:
             connect()
             done.set_result(None)
-        except BaseException as error:  # noqa: BLE001 (it is raised where it is waited for)
+        except BaseException as error:  # noqa: BLE001 (`done.result` raises it)
             done.set_exception(error)
 
     began = time.monotonic()
@@ -96,12 +96,12 @@ def until_over(
 
 
 class _PythonStore(Store):
-    """A store of which C++ asks all that waits by one method, `awaited`."""
+    """A store that answers all calls of C++ that wait by one method, `awaited`."""
 
     def awaited(
         self, keys: Sequence[str], timeout: timedelta | None, *, values: bool
     ) -> list[bytes]:
-        """Return their `values` once all are there; DistStoreError where they do not come."""
+        """Wait for all keys, and return their `values` if asked; DistStoreError at the timeout."""
         raise NotImplementedError
 
     def get(self, key: str) -> bytes:
@@ -113,7 +113,7 @@ class _PythonStore(Store):
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         self.awaited(keys, timeout, values=False)
 
-    # C++ calls two of them by these names (torch 2.13).
+    # C++ calls these two methods by such names (torch 2.13).
 
     def deleteKey(self, key: str) -> bool:
         return self.delete_key(key)
@@ -130,7 +130,7 @@ def _passed_on(name: str) -> Any:
 
 
 class AbortableStore(_PythonStore):
-    """Passes all on to the store of a meeting, and waits for it."""
+    """Passes calls on to a meeting's store, but waits itself, so that waits can be aborted."""
 
     set: Any = _passed_on("set")
     append: Any = _passed_on("append")
@@ -153,7 +153,7 @@ class AbortableStore(_PythonStore):
         return f"<AbortableStore {state if self._awaited else 'at rest'}>"
 
     def abort(self) -> None:
-        """Make each wait raise ConnectionResetError, also later ones; from any thread."""
+        """Make each wait raise ConnectionResetError, later ones too; from any thread."""
         self._aborted.set()
 
     def start_over(self) -> None:
@@ -162,7 +162,7 @@ class AbortableStore(_PythonStore):
 
     @contextmanager
     def at(self, meeting: Meeting) -> Iterator[None]:
-        """Take part in this meeting meanwhile; one thread at a time."""
+        """Lead to this meeting in the context, for one thread at a time."""
         if not self._turn.acquire(timeout=meeting.timeout):
             raise RuntimeError("another thread is making a group, and does not come to an end")
         before, self.meeting = self.meeting, meeting
@@ -174,14 +174,14 @@ class AbortableStore(_PythonStore):
 
     @property
     def is_waited_in(self) -> bool:
-        """Whether a thread waits for what is not there; from any thread."""
+        """Whether a thread waits for keys that are not there; from any thread."""
         awaited = self._awaited
         return bool(awaited) and not self.check(awaited)
 
     def awaited(
         self, keys: Sequence[str], timeout: timedelta | None, *, values: bool
     ) -> list[bytes]:
-        """Wait for them, and return their `values`; the probe looks for calls of this function."""
+        """Wait for all keys, and return their `values`; the probe looks for frames of this."""
         store = self.meeting.store
         allowed = timedelta(seconds=self.meeting.timeout) if timeout is None else timeout
         self._awaited = keys
@@ -191,7 +191,8 @@ class AbortableStore(_PythonStore):
             inner = store
             while isinstance(inner, PrefixStore):
                 inner = inner.underlying_store
-            # One that leads to an agent waits itself, and is aborted together with this one.
+            # Another AbortableStore that leads to an agent waits itself, and is aborted with this
+            # one.
             if not (isinstance(inner, AbortableStore) and inner.has_extended_api()):
                 self._poll(keys, allowed)
             elif not values:
@@ -205,7 +206,7 @@ class AbortableStore(_PythonStore):
             self._awaited = ()
 
     def _poll(self, keys: Sequence[str], allowed: timedelta) -> None:
-        # torch's kNoTimeout is 0.
+        # torch's kNoTimeout is 0: wait for ever.
         end, step = time.monotonic() + (allowed.total_seconds() or math.inf), FIRST_STEP
         while not self.check(keys):
             self._aborted.wait(step)
@@ -215,9 +216,9 @@ class AbortableStore(_PythonStore):
             step = min(1.5 * step, LONGEST_STEP)
 
     def look(self) -> None:
-        """End a wait where that has been aborted, or the meeting called off."""
+        """Raise ConnectionResetError if the store was aborted, or the meeting called off."""
         over = self.meeting.over
-        # Not a RuntimeError, as the end of a wait is: torch waits again after some.
+        # No RuntimeError: after some of these torch waits again.
         if self._aborted.is_set() or (over is not None and over.exists()):
             raise ConnectionResetError(ABORTED)
 
@@ -229,28 +230,28 @@ class AbortableStore(_PythonStore):
             self.set(key, value)
 
     def pass_on(self, name: str, *args: Any) -> Any:
-        """Call this method of the other store."""
+        """Call this method of the meeting's store."""
         return getattr(self.meeting.store, name)(*args)
 
 
-# --- the store in which ranks of several machines meet ----------------------------------------
+# --- the agent's store, for ranks of several machines ---------------------------------------------
 
 ANSWER_TIMEOUT = 30.0
-"""Seconds for an answer, besides those for which it may wait; then the agent is taken for lost."""
+"""Seconds for an answer, besides the time that it may wait; then the agent counts as lost."""
 
-KEPT = 2  # connections that are kept for the next question
+KEPT = 2  # idle connections that are kept for later
 READ_SIZE = 1 << 18
 LOST = "the agent that serves the world's store cannot be reached"
 IN_CHILD = "a process forked by the rank cannot use the world's store"
 
 
 class Connections:
-    """To the agent's socket: one for each thread that asks.
+    """Connections to the agent's socket, one for each thread that asks.
 
-    Once one is lost the agent is, and each question raises ConnectionError.
+    If the agent is lost, each call of `ask` raises ConnectionError.
     """
 
-    # No lock: in a forked child one may be held by a thread that is not there.
+    # No lock: in a forked child, a thread that is not there may hold it.
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -261,7 +262,10 @@ class Connections:
         return f"<Connections to {self._path}, {len(self._free)} free>"
 
     def ask(self, operation: wire.Operation, look: LookOver = lambda: None) -> Any:
-        """Return the answer; ValueError where it is refused.  What `look` raises ends the wait."""
+        """Return the agent's answer; ValueError if it refuses.
+
+        An exception of `look` ends the wait.
+        """
         if os.getpid() != self._pid:
             raise ConnectionError(IN_CHILD)
         try:
@@ -270,7 +274,7 @@ class Connections:
             connection = self._connect()
         try:
             answer = self._ask(connection, operation, look)
-        except BaseException:  # also Stop's, in whichever line: an answer may be on its way
+        except BaseException:  # KeyboardInterrupt too: an answer may be on its way
             connection.close()
             raise
         if len(self._free) < KEPT:
@@ -282,7 +286,7 @@ class Connections:
         return answer
 
     def close(self) -> None:
-        """End those that are free, at the end of the worker, or in a forked child."""
+        """Close idle connections, at the end of the worker or in a forked child."""
         with suppress(IndexError):
             while True:
                 self._free.pop().close()
@@ -319,7 +323,7 @@ class Connections:
 
 
 class AgentStore(_PythonStore):
-    """Its keys begin with `prefix`, as a PrefixStore's do."""
+    """A store that asks the agent; all its keys begin with `prefix`, as in a PrefixStore."""
 
     def __init__(self, agent: Connections, prefix: str, timeout: float) -> None:
         super().__init__()
@@ -334,9 +338,9 @@ class AgentStore(_PythonStore):
         *,
         values: bool = True,
     ) -> list[bytes]:
-        """Wait for them; what `look` raises meanwhile ends that."""
+        """Wait for all keys; an exception of `look` ends the wait."""
         allowed = self._timeout if timeout is None else timeout
-        # torch's kNoTimeout is 0.
+        # torch's kNoTimeout is 0: wait for ever.
         end = time.monotonic() + (allowed.total_seconds() or math.inf)
         asked = tuple(map(self._key, keys))
         while True:
@@ -390,12 +394,12 @@ def _as_bytes(value: str | bytes) -> bytes:
     return value.encode() if isinstance(value, str) else bytes(value)
 
 
-# --- the store where `--rdzv-backend` names one of torch's own rendezvous ---------------------
+# --- the store of torch's own rendezvous, with `--rdzv-backend` -----------------------------------
 
-# torch's registry makes the handler, also one of the user's packages (entry points
-# `torchrun.handlers`).  Each rank takes part, under another name whenever the group is formed, so
-# that a new rank finds the others.  torch's limits hold: c10d's store ends with the rank that has
-# it; nothing there is secret; a wait for ranks cannot be aborted, but ends after `JOIN_TIMEOUT`.
+# torch's registry makes the handler, which may be of the user's packages (entry points
+# `torchrun.handlers`). Each rank takes part, under another name whenever the group is formed, so
+# that a new rank finds the others. torch's limits hold: c10d's store ends with the rank that hosts
+# it; nothing in it is secret; a wait for ranks cannot be aborted, but ends after `JOIN_TIMEOUT`.
 
 JOIN_TIMEOUT = 25  # seconds for all ranks to come; agents wait 30 s for healing
 ETCD = {"etcd", "etcd-v2"}
@@ -403,26 +407,26 @@ ETCD_TIMEOUT = 3  # seconds for an etcd to answer; its client asks four times
 
 
 class NoStore(BadEnvironment, RuntimeError):
-    """There is none; the message, one line, says why."""
+    """The rendezvous has no store; the message, one line, says why."""
 
 
 class TorchRendezvous:
-    """One rank's part in a rendezvous of torch's."""
+    """One rank's part in a rendezvous of torch."""
 
     def __init__(self, where: TorchStore, rank: int) -> None:
         self.compares = True
-        """Whether the store can compare a value and set another one, which etcd's cannot."""
+        """Whether the store can compare and set a value; etcd's cannot."""
         self._where, self.rank = where, rank
-        # C++ that has a store keeps alive what it is there, and not what it is in Python; that
-        # of etcd-v2, below the one that the handler gives, is the handler's.
+        # C++ keeps its own object of a store alive, but not the Python object: keep that here. The
+        # handler of etcd-v2 has a store below the one that it gives.
         self._kept: list[Any] = []
 
     def meet(self, generation: int, size: int) -> Any:
         """Return the store of this generation once all ranks have come.  Raises NoStore."""
-        # Here, as few worlds have one, and the import takes its time.
+        # Imported here: few worlds need it, and the import takes its time.
         from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
 
-        # torch would open another port, for a store that is never used.
+        # Else torch would open another port, for a store that is never used.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         where = self._where
         try:
@@ -442,14 +446,15 @@ class TorchRendezvous:
                 )
             )
             store = handler.next_rendezvous().store
-            # The handler would watch over the ranks: it ends once all have what it is for.
+            # Else the handler would watch over the ranks: shut it down once all ranks have the
+            # store.
             if store.add("nbdist/parted", 1) == size:
                 store.set("nbdist/all", "")
             store.wait(["nbdist/all"])
             handler.shutdown()
             if where.backend in ETCD:
                 store = _EtcdStore(store, where)
-        except Exception as error:  # whatever package the handler is of
+        except Exception as error:  # the handler may be of any package
             why = one_line(str(error.__cause__ or error)) or type(error).__name__
             raise _no_store(where, why) from error
         self._kept.append((handler, store))
@@ -461,7 +466,7 @@ class TorchRendezvous:
 
 
 class _EtcdStore(AbortableStore):
-    """The store that user code makes groups in, whose errors name its etcd."""
+    """The store in which user code makes groups; its errors name the etcd."""
 
     def __init__(self, store: Any, where: TorchStore) -> None:
         super().__init__(Meeting(store))
@@ -480,7 +485,7 @@ def _no_store(where: TorchStore, why: str) -> NoStore:
 
 
 def _ask_etcd(endpoint: str) -> None:
-    """Raise ConnectionError where none answers: torch's client would ask for minutes."""
+    """Raise ConnectionError if no etcd answers: torch's client would ask for minutes."""
     connection = HTTPConnection(endpoint, timeout=ETCD_TIMEOUT)
     try:
         connection.request("GET", "/version")
