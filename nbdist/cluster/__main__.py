@@ -1,7 +1,7 @@
 """The head's process: `python -m nbdist.cluster RUNTIME_FOLDER NOTEBOOK_PID`.
 
-Started by the notebook with a pipe as stdin, which ends when the notebook does.  A head whose
-world is to be detached goes on then, and is what the next notebook attaches to.
+The notebook starts it with a pipe as stdin, which is closed when the notebook ends. If its world is
+detached the head goes on then, and the next notebook attaches to it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ from pathlib import Path
 from nbdist.agent.fork_server import begin
 
 COMMANDS_GRACE = 3.0
-"""Seconds for `srun` and the like to end when a head was killed: agents leave, and so do they;
-and after a SIGTERM.  A head that leaves waits as long for an allocation to be gone."""
+"""Seconds for `srun` and similar commands to end, with their agents, after a head was killed.
+
+They have as long again after a SIGTERM. A head that leaves waits as long for its allocation to be
+gone.
+"""
 
 
 def main() -> None:

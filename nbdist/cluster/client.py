@@ -1,7 +1,8 @@
-"""The end of the link to the head of a world, of an agent on one of several machines.
+"""The link of an agent, on one of several machines, to the head of its world.
 
-When the connection is lost it is made again, and both sides repeat what the other may have missed.
-When the head is gone, or stdin ends, the agent leaves.
+If the connection is lost libzmq connects again, and both sides repeat what the other may have
+missed. If the head is gone, or stdin ends, the agent leaves. Finding an address of the head is here
+too.
 """
 
 from __future__ import annotations
@@ -63,12 +64,12 @@ from nbdist.wire.transfer import (
 )
 from nbdist.wire.work import task_from
 
-TICKET_TIMEOUT = 60.0  # seconds for the ticket to come; a person may have to type it
-LINK_LINGER = 500  # milliseconds that the last messages may take to reach the head
+TICKET_TIMEOUT = 60.0  # seconds for the ticket to come; a user may have to type it
+LINK_LINGER = 500  # milliseconds for the last messages to reach the head
 
 
 def read_ticket() -> Ticket:
-    """Read the line from stdin, without anything after it; raises BadTicket."""
+    """Read a ticket's line from stdin, and nothing after the line; raises BadTicket."""
     line, end = b"", time.monotonic() + TICKET_TIMEOUT
     while not line.endswith(b"\n"):
         left = max(0.0, end - time.monotonic())
@@ -82,9 +83,9 @@ def read_ticket() -> Ticket:
 
 
 class HeadLink:
-    """Sends typed messages to the head, and hands on those that come from there.
+    """Sends messages to the head, and passes the head's messages to the agent.
 
-    `problem` says why the link has ended before the head did, "" where nothing was wrong.
+    `problem` says why the link has ended before the head did; "" if it has not.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class HeadLink:
         leave: Callable[[], None],
         guard: Guard | None = None,
     ) -> None:
-        """`port` is the MASTER_PORT that is held here."""
+        """`port` is the MASTER_PORT that is bound here."""
         self._way = way
         place = endpoint(way.address, way.ticket.port)
         self._place = place.removeprefix("tcp://")
@@ -129,7 +130,7 @@ class HeadLink:
         self._link.on_recv(self._receive, copy=False)
 
     async def open(self) -> None:
-        """Say which agent this is; leave when the link is lost, stdin ends, or at a SIGTERM."""
+        """Introduce this agent; leave if the link is lost, stdin ends, or a SIGTERM comes."""
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._leave)
         loop.add_signal_handler(signal.SIGINT, lambda: None)
@@ -149,11 +150,14 @@ class HeadLink:
         self.send(NodeHello(__version__, os.getpid(), facts))
 
     def send(self, message: NodeUp) -> None:
-        """Send a message."""
+        """Send a message to the head."""
         self._link.send_multipart(self._talk.message(node_frames(message)), copy=False)
 
     async def ask_store(self, operation: Operation) -> Answer:
-        """Return what the head's store answers; ConnectionError where the head is gone."""
+        """Return the answer of the head's store.
+
+        If the head is gone there is none: the agent leaves then, which ends this wait.
+        """
         number = next(self._numbers)
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._answers[number] = answer
@@ -188,7 +192,7 @@ class HeadLink:
                 self._link.send_multipart(frames, copy=False)
 
     def _begin_giving_up(self) -> None:
-        """Leave if libzmq cannot connect again in time, at once where nothing listens there."""
+        """Leave if libzmq does not connect again in time, or at once if nothing listens there."""
         loop = asyncio.get_running_loop()
         if self._giving_up is None:
             timeout = self._way.ticket.link_timeout
@@ -208,7 +212,7 @@ class HeadLink:
         self._leave()
 
     async def close(self) -> None:
-        """End the link; what was sent has `LINK_LINGER` to arrive."""
+        """Close the link; sent messages have `LINK_LINGER` to arrive."""
         if self._giving_up is not None:
             self._giving_up.cancel()
         if self._looking is not None:
@@ -248,7 +252,7 @@ class HeadLink:
             case Drop(path):
                 self.memory.drop([path])
             case Run() as run:
-                # It refers to what has come here of the notebook's memory, before it.
+                # Let the task refer to memory of the notebook that was received here before it.
                 if places := self.memory.places(run.segments):
                     run = run._replace(task=pack(task_from(run.task).moved(places)))
                 self._hand_on(run)
@@ -258,8 +262,8 @@ class HeadLink:
 
 
 WAY_TIMEOUT = 5.0  # seconds for one of the head's addresses to answer
-ORDER_GRACE = 0.2  # seconds more for one that comes before the quickest in order
-REACH_TIMEOUT = 4.0  # seconds for a machine to answer: two lost packets are sent again by then
+ORDER_GRACE = 0.2  # further seconds for an address that is before the quickest in order
+REACH_TIMEOUT = 4.0  # seconds for a machine to answer: enough for two lost packets
 
 
 class NoWay(OSError):
@@ -268,9 +272,9 @@ class NoWay(OSError):
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How an agent comes to its head: at this address, of the ticket's, from an own one.
+    """How an agent reaches its head: by this `address` of the ticket, from its `own` address.
 
-    `number` is that of the node, -1 where it was not told.
+    `number` is that of the node, -1 if it has none yet.
     """
 
     ticket: Ticket
@@ -280,10 +284,10 @@ class Way:
 
 
 def find_way(ticket: Ticket, number: int = -1) -> Way:
-    """Connect to all addresses at once, and take the first, in their order, that answers.
+    """Connect to all addresses at once, and choose the first in their order that answers.
 
-    An earlier one has `ORDER_GRACE` seconds more than the quickest: on the head's own machine
-    all answer, also those by which no other can be reached.  Raises NoWay after
+    An earlier address has `ORDER_GRACE` seconds more than the quickest: on the head's own machine
+    all answer, also those by which no other machine can be reached. Raises NoWay after
     `WAY_TIMEOUT` seconds, or as soon as all have refused.
     """
     return asyncio.run(_find_way(ticket, number))
@@ -309,17 +313,17 @@ async def _find_way(ticket: Ticket, number: int) -> Way:
 
 
 async def first_unreached(targets: Sequence[Target], timeout: float = REACH_TIMEOUT) -> str:
-    """Try all at once; return which could not be reached, where and why, "" for none."""
+    """Try to reach all targets at once; return one that was not reached, and why, or ""."""
     tried = await asyncio.gather(*(_connect(to.address, to.port, timeout) for to in targets))
     for to, error in zip(targets, tried, strict=True):
-        # A machine that refuses is there; nothing listens on that port.
+        # A machine that refuses was reached; nothing listens on that port.
         if isinstance(error, OSError) and not isinstance(error, ConnectionRefusedError):
             return f"{to.name} at {to.address}:{to.port}: {_why(error, timeout)}"
     return ""
 
 
 async def _connect(address: str, port: int, timeout: float) -> str | OSError:
-    """Connect there, and return the own address that leads there, or what is in the way."""
+    """Connect once; return this machine's address on that route, or the error."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_STREAM) as attempt:
@@ -335,5 +339,5 @@ def _why(error: OSError, timeout: float) -> str:
     if isinstance(error, TimeoutError):
         return f"no answer within {timeout:.0f} s"
     number = error.errno or 0
-    # A name that cannot be resolved has a number of its own, below 0.
+    # The error of a name that cannot be resolved has a negative number.
     return os.strerror(number) if number > 0 else error.strerror or str(error)

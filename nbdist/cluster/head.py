@@ -1,6 +1,7 @@
-"""The head: to the notebook it is one agent, behind which there are those of several machines.
+"""The head of a world of several machines: the notebook talks to it as to a single agent.
 
-What all machines have to agree on, `Forming` asks of their agents as it does of one.
+Runs in a process of its own on the notebook's machine. `Forming` decides what all machines have to
+agree on, here as in the agent of a single machine.
 """
 
 from __future__ import annotations
@@ -52,9 +53,9 @@ ToRanks = messages.Abort | InterruptAt | messages.ReleaseValues | messages.Spare
 
 
 class Head:
-    """Passes on what the notebook says to the agents that it concerns, and back what they say.
+    """Passes the notebook's messages on to the agents that they concern, and theirs back.
 
-    It starts the world on its nodes, heals it, and makes it another size: one call at a time.
+    It starts the world on its nodes, heals it and changes its size, one call at a time.
     """
 
     def __init__(self, runtime: Path, notebook_pid: int, guard: Guard) -> None:
@@ -66,7 +67,7 @@ class Head:
         self._up: dict[int, int] = {}
         self._coming = ""
         self._task_of: dict[int, str] = {}
-        self._stopped: dict[int, str] = {}  # by rank, the last task that Stop was pressed in
+        self._stopped: dict[int, str] = {}  # by rank, the last task in which Stop was pressed
         self._batches: deque[Node | None] = deque()
         self._serving = Serving(self._answer, self._send)
         self._transfers = BulkTransfers(
@@ -88,7 +89,7 @@ class Head:
         return f"<Head {os.getpid()} of {len(self._node_of)} ranks, {self._pool}>"
 
     async def serve(self) -> None:
-        """Work until the notebook leaves or ends, then leave nothing behind."""
+        """Serve until the notebook leaves or ends, then end all agents and remove all files."""
         asyncio.get_running_loop().set_exception_handler(self._serving.fail)
         await self._listener.open()
         await self._notebook.open()
@@ -115,7 +116,7 @@ class Head:
         return {rank: self._nodes[number].name for rank, number in self._node_of.items()}
 
     def _parts(self, ranks: Iterable[int]) -> dict[Node, tuple[int, ...]]:
-        """Return the nodes on which these ranks are, with those of each."""
+        """Return the nodes of these ranks, each with those of the ranks that it has."""
         parts = shares(ranks, self._node_of)
         return {self._nodes[number]: part for number, part in parts.items()}
 
@@ -167,7 +168,8 @@ class Head:
                 return await self._start(spec)
             case messages.StopWorld(grace):
                 if self._pool is not None:
-                    # First what would go to ranks that end, then what they have said meanwhile.
+                    # First drop messages to ranks that end; later, messages that these have sent
+                    # meanwhile.
                     self._transfers.forget_tasks()
                     await self._pool.forming.stop(grace)
                     self._transfers.forget_tasks()
@@ -198,7 +200,7 @@ class Head:
                 self._report_dead(node, part)
 
     def _stop(self, ranks: Collection[int]) -> None:
-        """Stop these ranks: at one step if all of them train, at once the second time."""
+        """Interrupt ranks: at a common step if all train, or at once if Stop is pressed again."""
         tasks = {rank: self._task_of.get(rank, "") for rank in ranks}
         if any(task and self._stopped.get(rank) == task for rank, task in tasks.items()):
             self._pass_on(InterruptAt(()), ranks)
@@ -234,7 +236,7 @@ class Head:
     def _take(self, node: Node, message: NodeUp) -> None:
         match message:
             case _ if self._pool is None:
-                pass  # they are leaving
+                pass  # the agents are leaving
             case messages.Outputs() if node.lost:
                 self._show(last_words(message), node)
             case _ if node.lost:
@@ -260,7 +262,7 @@ class Head:
         node.send(messages.Answer(number, await self._store.ask(operation)))
 
     def _show(self, outputs: messages.Outputs, node: Node | None) -> None:
-        """Pass on a batch, and note whose it is: the notebook acknowledges them in this order."""
+        """Pass a batch on, and remember its sender: batches are acknowledged in this order."""
         for rank, task, output in outputs.items:
             if isinstance(output, Done | Died) and self._task_of.get(rank) == task:
                 del self._task_of[rank]
@@ -279,7 +281,7 @@ class Head:
             self._show(messages.Outputs(items), None)
 
     def _admit(self, node: Node) -> None:
-        """Tell the notebook of a machine that could have ranks."""
+        """Tell the notebook of a new machine, if the world can have more ranks with it."""
         spec = self._pool.forming.spec if self._pool else None
         if spec and self._pool and full_size(self._pool.wanted, self._there) > spec.world_size:
             self._send(messages.NodeJoined(node.name))
@@ -287,7 +289,7 @@ class Head:
     # --- the world: its start and end -------------------------------------------------------
 
     async def _start(self, spec: WorldSpec) -> messages.Reply:
-        """Gather agents, and start the workers there; return that world, or the failure."""
+        """Gather agents, and start their workers; return the world, or why it did not start."""
         wanted = spec.config
         try:
             pool = await self._gather(wanted)
@@ -299,7 +301,7 @@ class Head:
                 error = CannotStart(wanted.launched_by, str(error))
             return error.failure
         if wanted.rdzv_backend and wanted.rdzv_endpoint:
-            # A new place in the user's own rendezvous.
+            # A place of its own in the user's rendezvous.
             place = f"nbdist-{wanted.name}-{secrets.token_hex(8)}"
             where = wanted.rdzv_backend, wanted.rdzv_endpoint
             spec = replace(spec, torch_store=TorchStore(*where, place))
@@ -315,7 +317,7 @@ class Head:
         return replace(started, hosts=self._hosts, missing=missing)
 
     async def _gather(self, wanted: WorldConfig) -> NodePool:
-        """Start agents on the machines that are wanted, unless those that are there will do."""
+        """Return a pool with agents on the wanted machines: the present one if it will do."""
         if self._pool is None or not self._pool.will_do(wanted):
             await self._dismiss()
             self._pool = NodePool(
@@ -330,14 +332,14 @@ class Head:
             self._send(messages.Starting(0, text))
 
     async def _bring_code(self) -> None:
-        """Bring the notebook's folder to nodes that have come since; raises CannotStart."""
+        """Send the notebook's folder to nodes that lack it; raises CannotStart."""
         held = await self._code.bring(self._there)
         if held.problem:
             why = f"{held.host} could not be sent the notebook's folder: {held.problem}"
             raise CannotStart(held.host, why)
 
     async def _dismiss(self) -> None:
-        """Make all agents leave; they stay for the workers that may be started next until then."""
+        """Make all agents leave.  Until then they stay, for workers that may be started next."""
         pool, self._pool = self._pool, None
         self._node_of.clear()
         self._transfers.close()
@@ -349,7 +351,7 @@ class Head:
     async def _change(
         self, request: messages.Heal | messages.Scale | messages.Grow
     ) -> messages.Reply:
-        """Make it whole, or as large as is asked, or as it can be now; None where there is none."""
+        """Heal or resize the world; return None if there is none."""
         if (pool := self._pool) is None or (spec := pool.forming.spec) is None:
             return None
         if isinstance(request, messages.Heal):
@@ -357,18 +359,18 @@ class Head:
         else:
             healed = await self._resize(request, pool, spec)
         self._node_of = nodes_of(healed.spec)
-        # Also where it says why it is not what was asked.
+        # The hosts are reported too if the world could not be changed as asked.
         return replace(healed, hosts=self._hosts, rejoin_hint=pool.word_rejoin_hint())
 
     async def _heal(self, pool: NodePool, spec: WorldSpec) -> messages.Healed:
-        """Form a group of all ranks that can be, also where nodes are lost meanwhile."""
+        """Form a group of all ranks that can be had, even if further nodes are lost meanwhile."""
         forming = pool.forming
-        for _ in range(1 + len(pool.nodes)):  # each may be lost in one; more may come
+        for _ in range(1 + len(pool.nodes)):  # a node may be lost in each round
             there = pool.there
             spec = forming.spec or spec
             size = spec.world_size
             spec, keep = without(spec, pool.wanted, there)
-            with suppress(CannotStart):  # workers there say what they lack
+            with suppress(CannotStart):  # workers on that node will report what they lack
                 await self._bring_code()
             if not keep:
                 known = *forming.whereabouts(), forming.spec or spec
@@ -385,7 +387,7 @@ class Head:
     async def _resize(
         self, request: messages.Scale | messages.Grow, pool: NodePool, before: WorldSpec
     ) -> messages.Healed:
-        """Change the number of ranks as asked, or to take in machines that have come since."""
+        """Change the number of ranks as asked, or to use machines that have come since."""
         size, keep = before.world_size, tuple(range(before.world_size))
         try:
             if isinstance(request, messages.Scale):
@@ -398,20 +400,20 @@ class Head:
             whereabouts = pool.forming.whereabouts()
             return messages.Healed(*whereabouts, before, not_scaled=str(error))
         if isinstance(request, messages.Scale):
-            # Machines that come later do not make it another one.
+            # Machines that come later do not change this size.
             pool.wanted = pool.wanted.of_size(size)
             spec = led_by_first(spec, pool.there)
         return await pool.forming.scale(spec, keep)
 
 
-LOOK_TIMEOUT = 10.0  # seconds for nodes to say how their ranks are; longer than an agent takes
+LOOK_TIMEOUT = 10.0  # seconds for nodes to describe their ranks: longer than an agent takes
 
 Parts = Mapping[Node, tuple[int, ...]]
-"""Nodes, and ranks of each."""
+"""Nodes, with the ranks that are asked about on each."""
 
 
 async def ask(node: Node, request: messages.Request) -> Any:
-    """Return what a node answers, None where it is lost."""
+    """Return a node's answer, or None if the node is lost."""
     try:
         return await node.ask(request, LOOK_TIMEOUT)
     except NodeLost:
@@ -421,14 +423,14 @@ async def ask(node: Node, request: messages.Request) -> Any:
 async def rows_of(
     nodes: Iterable[Node], request: messages.GetStatus | messages.OfEachRank
 ) -> tuple[Any, ...]:
-    """Return the rows of all ranks, in their order; those of lost nodes are missing."""
+    """Return the rows of all ranks, sorted by rank; those of lost nodes are missing."""
     found = await asyncio.gather(*(ask(node, request) for node in nodes))
     rows = (row for rows in found for row in rows or ())
     return tuple(sorted(rows, key=lambda row: int(row.rank)))
 
 
 async def first_answer(parts: Parts, consult: messages.Consult) -> Any:
-    """Ask all nodes that have one of the ranks; return what one of them knows, None for nothing."""
+    """Ask each node of these ranks; return the first answer that is not empty, or None."""
     asked = [ask(node, consult._replace(ranks=ranks)) for node, ranks in parts.items()]
     answer = None
     for each in asyncio.as_completed(asked):
@@ -437,7 +439,7 @@ async def first_answer(parts: Parts, consult: messages.Consult) -> Any:
 
 
 def in_time_of_head(outputs: messages.Outputs, offset_ns: int) -> messages.Outputs:
-    """Give failures the time of this machine's clock, by which those of all nodes are ordered."""
+    """Change the times of failures to this machine's clock, by which all nodes' are ordered."""
     return messages.Outputs(
         tuple(
             (rank, task, output._replace(time_ns=output.time_ns - offset_ns))
@@ -449,6 +451,6 @@ def in_time_of_head(outputs: messages.Outputs, offset_ns: int) -> messages.Outpu
 
 
 def last_words(outputs: messages.Outputs) -> messages.Outputs:
-    """Return what ranks had shown before their machine was lost; they count as dead already."""
+    """Return only what ranks have shown: their machine is lost, so they count as dead already."""
     shown = Text | Display | Update | Clear
     return messages.Outputs(tuple(each for each in outputs.items if isinstance(each[2], shown)))

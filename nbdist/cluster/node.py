@@ -1,4 +1,7 @@
-"""One machine of a world as the head sees it: what is asked of it, and which ranks sit there."""
+"""One machine of a world as the head sees it, and the placing of ranks on machines.
+
+`Node` is the link to its agent; the functions decide which ranks are placed where.
+"""
 
 from __future__ import annotations
 
@@ -41,20 +44,20 @@ from nbdist.wire.node_messages import (
 from nbdist.wire.spec import Versions, WorldSpec, difference
 from nbdist.words import count
 
-CLOCK_TRIES = 3  # times that a clock is read; the answer that came quickest says most
+CLOCK_TRIES = 3  # times that a clock is read; the quickest answer is the most exact
 
 T = TypeVar("T")
 
 
 class NodeLost(Exception):
-    """The node is not there any more; the message says how that was noticed."""
+    """The node was lost; the message says how that was noticed."""
 
 
 class Node:
-    """The link to one agent: as a part of the world, and for all else that is asked of it.
+    """A node of a world: sends messages to its agent, asks it, and keeps what is known of it.
 
-    `number` is its place among the nodes, `name` what the user calls it, `offset_ns` how far
-    its clock is ahead of this machine's.
+    `number` is its place among the nodes, `name` what the user calls it, `offset_ns` how far its
+    clock is ahead of this machine's. `lost` says how it was lost, or is "".
     """
 
     def __init__(
@@ -76,12 +79,12 @@ class Node:
         return f"<Node {self.number} {self.name} {state}>"
 
     def send(self, message: NodeDown) -> None:
-        """Send a message; one to a node that is lost goes nowhere."""
+        """Send a message to the agent; drop it if the node is lost."""
         if not self.lost:
             self._send(message)
 
     async def ask(self, request: Request | PartRequest[Any], timeout: float) -> Any:
-        """Return the reply to what a notebook, or only a head, can ask; raises NodeLost."""
+        """Send a request, of a notebook or a head, and return the reply; raises NodeLost."""
         if self.lost:
             raise NodeLost(self.lost)
         number = next(self._numbers)
@@ -96,20 +99,20 @@ class Node:
             del self._answers[number]
 
     def answered(self, number: int, reply: Reply) -> None:
-        """Take in a reply."""
+        """Pass a reply on to the request that waits for it."""
         answer = self._answers.get(number)
         if answer is not None and not answer.done():
             answer.set_result(reply)
 
     def lose(self, why: str) -> None:
-        """Note that it is not there any more; all that wait for its answers learn of it."""
+        """Record why the node was lost; its waiting requests raise NodeLost."""
         self.lost = self.lost or why
         for answer in [*self._answers.values()]:
             if not answer.done():
                 answer.set_exception(NodeLost(self.lost))
 
     async def set_clock(self) -> None:
-        """Find out how far its clock is ahead."""
+        """Measure how far the node's clock is ahead; raises NodeLost."""
         best, request = float("inf"), GetClock()
         for _ in range(CLOCK_TRIES):
             before, began = time.time_ns(), time.monotonic_ns()
@@ -119,7 +122,11 @@ class Node:
                 best, self.offset_ns = took, there - before - took // 2
 
     async def do(self, request: PartRequest[T]) -> T:
-        """Ask it of the workers there: for `nbdist.agent.forming`."""
+        """Let the node do its part of a change of the world; return its reply.
+
+        `nbdist.agent.forming` calls it. If the node is lost, the reply is what the request has for
+        that.
+        """
         match request:
             case StartPart() | Form():
                 self.ranks = request.ranks
@@ -139,15 +146,15 @@ class Node:
         return reply  # type: ignore[no-any-return]
 
 
-# --- where ranks sit, and what is checked of machines before ----------------------------------
+# --- placing ranks, and checks of machines before -------------------------------------------------
 
 
 class NoSlots(ValueError):
-    """There are not enough of them; the message says how many there are where."""
+    """Machines have too few slots for the ranks; the message says how many each has."""
 
 
 def room_of(wanted: WorldConfig, nodes: Sequence[Node]) -> dict[int, int]:
-    """Return for how many workers each node has room."""
+    """Return, by node, the number of workers for which it has room."""
     slots = dict(enumerate(host.slots for host in wanted.named_hosts))
     return {
         node.number: slots.get(node.number)
@@ -157,7 +164,7 @@ def room_of(wanted: WorldConfig, nodes: Sequence[Node]) -> dict[int, int]:
 
 
 def _gpus(wanted: WorldConfig, node: Node) -> tuple[str, ...]:
-    """List its GPUs that are to be used; raises NoSlots where one of them is not there."""
+    """Return the node's GPUs that may be used; raises NoSlots if a named one is missing."""
     try:
         gpus = node.facts.gpus
         return topology.parse_gpus(wanted.gpus, gpus) if wanted.gpus else gpus
@@ -166,21 +173,21 @@ def _gpus(wanted: WorldConfig, node: Node) -> tuple[str, ...]:
 
 
 def _has_cuda(node: Node) -> bool:
-    """Return False where torch's version tells that it is a build for CPUs alone."""
+    """Return False if torch's version tells that it is a build for CPUs alone."""
     return not node.facts.torch.endswith("+cpu")
 
 
 def _usable_slots(wanted: WorldConfig, nodes: Sequence[Node]) -> Slots:
-    """Return all slots that a world may have on these nodes."""
+    """Return all slots that the world may use on these nodes."""
     room = room_of(wanted, nodes)
-    # A host may have room for more than it is to have: ranks of lost ones find it there.
+    # A host may have more room than its share: ranks of lost nodes are placed there.
     most = wanted.per_node if isinstance(wanted.per_node, int) else max(room.values())
     there = {node: min(room[node], most) for node in sorted(room)[: wanted.max_nodes]}
     return tuple(free_slots(there))
 
 
 def placed(spec: WorldSpec, wanted: WorldConfig, nodes: Sequence[Node]) -> WorldSpec:
-    """Place the ranks of a new world on the nodes that have come; raises NoSlots."""
+    """Place the ranks of a new world on these nodes; raises NoSlots."""
     room, free = room_of(wanted, nodes), _usable_slots(wanted, nodes)
     size = len(free) if wanted.workers is None else wanted.workers
     if size > len(free):
@@ -198,7 +205,7 @@ def placed(spec: WorldSpec, wanted: WorldConfig, nodes: Sequence[Node]) -> World
 
 
 def _check_nccl(wanted: WorldConfig, nodes: Sequence[Node], ranks: Mapping[int, int]) -> None:
-    """Raise NoSlots where a node has no GPU for each of its ranks, or a torch without nccl."""
+    """Raise NoSlots if a node lacks GPUs for its ranks, or its torch lacks nccl."""
     for node in nodes:
         number, gpus, name = ranks.get(node.number, 0), len(_gpus(wanted, node)), node.facts.name
         if number and not _has_cuda(node):
@@ -209,7 +216,7 @@ def _check_nccl(wanted: WorldConfig, nodes: Sequence[Node], ranks: Mapping[int, 
 
 
 def led_by_first(spec: WorldSpec, nodes: Sequence[Node]) -> WorldSpec:
-    """Set MASTER_ADDR to the machine of rank 0."""
+    """Set MASTER_ADDR and its port to those of rank 0's machine."""
     first = next(node for node in nodes if node.number == spec.slots[0].node)
     return replace(spec, master_addr=first.facts.address, master_port=first.facts.port)
 
@@ -217,9 +224,9 @@ def led_by_first(spec: WorldSpec, nodes: Sequence[Node]) -> WorldSpec:
 def without(
     spec: WorldSpec, wanted: WorldConfig, nodes: Sequence[Node]
 ) -> tuple[WorldSpec, tuple[int, ...]]:
-    """Place the ranks of lost nodes on the others, or leave them out; return the ranks that stay.
+    """Place ranks of lost nodes on the others, or leave them out; return the ranks that stay.
 
-    They all are placed where there is room for all, else none is; () where no node is left.
+    If there is not room for all of them, none is placed. No rank stays if no node is left.
     """
     lost = {slot.node for slot in spec.slots} - {node.number for node in nodes}
     keep = tuple(range(spec.world_size))
@@ -235,13 +242,13 @@ def without(
 
 
 def full_size(wanted: WorldConfig, nodes: Sequence[Node]) -> int:
-    """Count the ranks that a world is to have, as far as these nodes have room for them."""
+    """Return the number of ranks that the world wants, as far as these nodes have room."""
     there = len(_usable_slots(wanted, nodes))
     return there if wanted.workers is None else min(there, wanted.workers)
 
 
 def resized(spec: WorldSpec, size: int, keep: Sequence[int], room: Mapping[int, int]) -> WorldSpec:
-    """Place the ranks that stay, in this order, and more where there is room; raises NoSlots."""
+    """Place the ranks of `keep`, in this order, then new ones if there is room; raises NoSlots."""
     slots = tuple(spec.slots[rank] for rank in keep)
     new = tuple(islice(free_slots(room, slots), size - len(slots)))
     if len(slots) + len(new) < size:
@@ -249,11 +256,11 @@ def resized(spec: WorldSpec, size: int, keep: Sequence[int], room: Mapping[int, 
     return replace(spec, world_size=size, slots=(*slots, *new))
 
 
-REACHED = 16  # machines that each machine tries to reach, at most; the others try the rest
+REACHED = 16  # machines that each one tries to reach at most; others try the rest
 
 
 def mismatch(name: str, hello: NodeHello, here: Versions) -> str:
-    """Word the version in which a machine differs from the notebook's, and the remedy."""
+    """Return how a machine's versions differ from the notebook's, with a remedy; else ""."""
     facts = hello.facts
     own = f"{facts.python} on {name}"
     if hello.version != __version__:
@@ -276,7 +283,7 @@ def mismatch(name: str, hello: NodeHello, here: Versions) -> str:
 
 
 def targets(nodes: Sequence[Node]) -> Mapping[int, tuple[Target, ...]]:
-    """Choose for each machine, by its number, which others it is to try to reach."""
+    """Choose, by node, which other machines each one tries to reach."""
     everyone = [Target(node.name, node.facts.address, node.facts.port) for node in nodes]
     return {
         node.number: (*everyone[at + 1 :], *everyone[:at])[:REACHED]
@@ -286,11 +293,11 @@ def targets(nodes: Sequence[Node]) -> Mapping[int, tuple[Target, ...]]:
 
 # --- the notebook's folder --------------------------------------------------------------------
 
-CODE_TIMEOUT = 60.0  # seconds for a node to take some megabytes, perhaps over a slow line
+CODE_TIMEOUT = 60.0  # seconds for a node to receive some megabytes, perhaps over a slow line
 
 
 class KeptCode:
-    """The notebook's files, for each node that has not got them: also one that comes later."""
+    """The files of the notebook's folder, kept for nodes that lack them or come later."""
 
     def __init__(self) -> None:
         self._get: GetCode | None = None
@@ -298,7 +305,7 @@ class KeptCode:
         self._sent = weakref.WeakKeyDictionary[Node, dict[str, CodeFile]]()
 
     def take(self, request: GetCode | PutCode) -> bool:
-        """Take in which files there are, or some of them; return True once all are here."""
+        """Keep a list of files, or contents of files; return True once all contents are here."""
         match request:
             case GetCode():
                 self._get, known = request, self._files.items()
@@ -309,7 +316,7 @@ class KeptCode:
                 return is_last
 
     async def bring(self, nodes: Iterable[Node]) -> CodeHeld:
-        """Bring nodes the files that they lack; return the first problem."""
+        """Send nodes the files that they lack; return the first problem, or the result."""
         get = self._get
         held = await asyncio.gather(*(self._bring_to(node, get) for node in nodes if get))
         problem = next((each for each in held if each.problem), None)

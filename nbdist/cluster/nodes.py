@@ -1,4 +1,7 @@
-"""The machines of a world: a launcher starts their agents, which come here; some are lost."""
+"""The machines of a world, from when a launcher starts their agents until they leave or are lost.
+
+Runs in the head, which makes a `NodePool` for each world with other machines.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +25,15 @@ from nbdist.words import count, word_exit
 
 log = logging.getLogger("nbdist.cluster")
 
-LAST_CALL = 1.0  # seconds after the last node until a start with fewer than could come
-AGAIN_INTERVAL = 5.0  # seconds between two attempts to start a missing agent
+LAST_CALL = 1.0  # seconds after the last node has come until a start with fewer than possible
+AGAIN_INTERVAL = 5.0  # seconds between two attempts to start missing agents
 
 LAST_WORD_TIMEOUT, LAST_WORD_STEP = 3.0, 0.1
-LEAVE_TIMEOUT = 5.0  # seconds for an agent that was told to leave to have ended all that it has
+LEAVE_TIMEOUT = 5.0  # seconds for an agent to end all that it has started, once told to leave
 
 
 class CannotStart(Exception):
-    """There is no agent where there should be one."""
+    """An agent could not be started, or did not come."""
 
     def __init__(
         self, host: str, why: str, command: str = "", last_lines: tuple[str, ...] = ()
@@ -40,10 +43,10 @@ class CannotStart(Exception):
 
 
 class NodePool:
-    """All nodes by their numbers, those that are lost included.
+    """All nodes of a world by number, with those that were lost.
 
-    `receive` gets what each says, `lose` is called with one that is lost, `admit` with one that
-    has come once the world had begun, `tell` with what the notebook is to hear.
+    `receive` is called with each message of a node, `lose` with a node that was lost, `admit` with
+    one that has come after the start, `tell` with messages for the notebook.
     """
 
     def __init__(
@@ -81,14 +84,20 @@ class NodePool:
         return [node for _, node in sorted(self.nodes.items()) if not node.lost]
 
     def will_do(self, wanted: WorldConfig) -> bool:
-        """Return True if a restart can have these nodes: enough, and as many as can be."""
+        """Return True if a world of this configuration can use the present nodes.
+
+        They must be enough, and as many as are possible if no further node can come.
+        """
         if _who(wanted) != self._who:
             return False
         self.wanted = wanted
         return len(self.there) >= wanted.min_nodes and not (self._is_final and self._is_short)
 
     def word_rejoin_hint(self) -> str:
-        """Word what makes missing nodes come; "" for none, and where they do by themselves."""
+        """Return how the user can let missing nodes come; "" if none are missing.
+
+        Also "" if they come by themselves.
+        """
         if not self._is_short:
             return ""
         if self._is_final:
@@ -101,18 +110,21 @@ class NodePool:
 
     @property
     def _is_final(self) -> bool:
-        """Whether no further node can come, nor one that was lost."""
+        """Whether no further node can come, and no lost one again."""
         return self._launched.again is None and not self._launched.invitation
 
     @property
     def _is_short(self) -> bool:
-        """Whether there are fewer nodes than there could be, or have been."""
-        # An allocation of fewer than could be is not given up for another one.
+        """Whether there are fewer nodes than are possible, or than there were."""
+        # Never give up an allocation for another one because it has fewer nodes than possible.
         most = None if self.wanted.salloc else self.wanted.max_nodes
         return len(self.there) < (most or len(self.nodes))
 
     async def fill(self, report: Callable[[str], None]) -> None:
-        """Start agents and wait until they have come, which `report` hears; raises CannotStart."""
+        """Start agents and wait until they have come; raises CannotStart.
+
+        `report` is called with a line on the progress.
+        """
         wanted = self.wanted
         try:
             seconds = wanted.link_timeout or LINK_TIMEOUT
@@ -142,7 +154,7 @@ class NodePool:
         task.add_done_callback(self._late.discard)
 
     async def close(self) -> None:
-        """Make all agents leave, and end what was started for them."""
+        """Make all agents leave, and end the processes that were started for them."""
         self._is_leaving = True
         for node in self.there:
             node.send(Shutdown())
@@ -163,11 +175,11 @@ class NodePool:
             node.lose("the world has ended")
         await self.server.close()
 
-    # --- coming ---------------------------------------------------------------------------
+    # --- nodes that come -----------------------------------------------------------------------
 
     async def _until_all_came(self, report: Callable[[str], None]) -> None:
         launched, wanted = self._launched, self.wanted
-        # Without a number of nodes all that there are were asked for.
+        # Without a number of nodes, all nodes that exist were asked for.
         least = wanted.min_nodes if wanted.max_nodes and wanted.min_nodes < launched.nodes else 0
         awaited = Awaited(launched.nodes, wanted.workers, launched.invitation, least)
         end = asyncio.get_running_loop().time() + launched.arrive_timeout
@@ -190,7 +202,7 @@ class NodePool:
         report(awaited.text(room))
 
     def _room(self) -> dict[str, int]:
-        """Return for how many workers each node that has come has room, by its name."""
+        """Return, by node name, the number of workers for which each present node has room."""
         room, found = room_of(self.wanted, self.there), dict[str, int]()
         names = [node.name for node in self.there]
         for node in self.there:
@@ -199,7 +211,7 @@ class NodePool:
         return found
 
     async def _check_ways(self) -> None:
-        """Let machines try to reach one another; raises CannotStart."""
+        """Check that machines can reach one another; raises CannotStart."""
         there = self.there
         tried = targets(there)
         asked = (node.do(Reach(tried[node.number])) for node in there)
@@ -215,7 +227,7 @@ class NodePool:
                 raise CannotStart(node.name, why)
 
     async def _try_again(self) -> None:
-        """Start agents again where some were lost, or could not be started."""
+        """Try for ever to start agents on hosts whose agent was lost, or could not be started."""
         launched = self._launched
         assert launched.again is not None
         while True:
@@ -254,7 +266,7 @@ class NodePool:
             self._do_late(self._take_late(node))
 
     def _number_for(self, hello: NodeHello) -> int:
-        """Choose the number of a node: that which it had before it was lost, or a new one."""
+        """Return the number for a node: the one that it had before it was lost, or a new one."""
         number, name = hello.facts.number, hello.facts.name
         lost = {each.facts.name: each.number for each in self.nodes.values() if each.lost}
         if number < 0:
@@ -263,10 +275,10 @@ class NodePool:
             number = next(each for each in range(len(self.nodes) + 1) if each not in self.nodes)
         return number
 
-    # --- going ----------------------------------------------------------------------------
+    # --- nodes that are lost -------------------------------------------------------------------
 
     async def last_word(self) -> str:
-        """Return what the command of all nodes says of their end, soon after it; else ""."""
+        """Return why the command that runs all nodes has ended, if it ends soon; else ""."""
         loop = asyncio.get_running_loop()
         of_all = [process for process in self._processes if not process.host]
         end = loop.time() + LAST_WORD_TIMEOUT
@@ -323,7 +335,7 @@ class NodePool:
 
 
 def _who(wanted: WorldConfig) -> tuple[object, ...]:
-    """Return what decides which machines there are and what runs there, but not how many ranks."""
+    """Return the options that decide which machines a world has, but not those for its ranks."""
     started_by = wanted.launched_by, wanted.named_hosts, wanted.salloc, wanted.wrap
     size, python = (wanted.min_nodes, wanted.max_nodes), (wanted.python, wanted.fork)
     return *started_by, *size, *python, wanted.address, wanted.link_timeout
@@ -340,10 +352,10 @@ def _complaint(processes: Sequence[AgentProcess]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Awaited:
-    """The nodes that are waited for; where their number is not known, the room for `workers`.
+    """The nodes that a start waits for; with an `invitation`, also room for `workers`.
 
-    `invitation` is the command that brings another one, "" where a launcher does that.  `least`
-    nodes are enough where the others do not come at the same time.
+    `invitation` is the command by which a user lets a machine join, "" if a launcher starts them.
+    `least` nodes are enough if the others do not come at the same time.
     """
 
     nodes: int
@@ -352,17 +364,17 @@ class Awaited:
     least: int = 0
 
     def will_do(self, room: Mapping[str, int]) -> bool:
-        """Return True if it can be begun without the others."""
+        """Return True if the world can start without the nodes that are missing."""
         return 0 < self.least <= len(room) and not self.invitation
 
     def are_enough(self, room: Mapping[str, int]) -> bool:
-        """Return True if these are enough; `room` is for how many workers each has it, by name."""
+        """Return True if no further node is needed; `room` has the workers of each by name."""
         if len(room) < self.nodes:
             return False
         return not self.invitation or self.workers is None or sum(room.values()) >= self.workers
 
     def text(self, room: Mapping[str, int]) -> str:
-        """Write `1 of 2 nodes: a (4)`, and what to do for the others."""
+        """Return `1 of 2 nodes: a (4)`, and what the user has to do for the others."""
         hosts = ", ".join(f"{name} ({number})" for name, number in room.items())
         text = f"{len(room)} of {count(self.nodes, 'node')}"
         if self.invitation and self.workers is not None:

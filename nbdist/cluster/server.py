@@ -1,7 +1,7 @@
-"""Where agents of other machines come in: one port, which takes only this world's keys.
+"""The head's server for agents of other machines: one port that accepts only this world's keys.
 
-libzmq's own threads send signs of life, so that a busy interpreter is not taken for a dead one; the
-kernel knows when the last one came.  libzmq's monitor tells which connections were refused.
+libzmq's own threads send heartbeats, so a busy interpreter does not look dead; the kernel knows
+when the last byte came. libzmq's monitor reports connections that were refused.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from nbdist.wire.transfer import Frame, Kind, Mismatch, Numbered
 
 log = logging.getLogger("nbdist.cluster")
 
-ROUNDS = 5  # of the event loop until nothing waits any more for sockets that are to be closed
-LINGER = 500  # milliseconds that the last messages may take to reach agents
-SILENT_AFTER = 2.5  # seconds without a sign of life until that is said, at most half the timeout
+ROUNDS = 5  # rounds of the event loop until nothing waits for closed sockets
+LINGER = 500  # milliseconds for the last messages to reach agents
+SILENT_AFTER = 2.5  # seconds of silence until the notebook is told, at most half the timeout
 
 TCP_INFO, LAST_RECEIVED = 11, struct.Struct("=52xI")
 """`tcpi_last_data_recv` of tcp_info (linux/tcp.h): milliseconds since the last byte has come."""
@@ -47,10 +47,11 @@ TCP_INFO, LAST_RECEIVED = 11, struct.Struct("=52xI")
 
 @dataclass(slots=True)
 class _Line:
-    """The link to an agent, and what was said: its connection is libzmq's descriptor.
+    """The link to one agent: its numbered messages, and the descriptor of its connection.
 
-    That may be another's once it is closed.  For how many seconds it is lost is counted while this
-    process runs: after a pause it has not read yet which agents are back.
+    The descriptor belongs to libzmq, and may be another connection's once this one is closed.
+    `lost_for` are the seconds since the connection was lost; they are counted while this process
+    runs, because after a pause it has not yet read which agents have come back.
     """
 
     talk: Numbered = field(default_factory=Numbered)
@@ -59,13 +60,13 @@ class _Line:
     _peer: object = None
 
     def comes_by(self, frame: zmq.Frame) -> None:
-        """Note the connection by which a frame has come."""
+        """Remember the connection by which a frame has come."""
         self._fd, self._peer, self.lost_for = int(frame.get("__fd")), None, None
         with suppress(OSError), socket.socket(fileno=os.dup(self._fd)) as found:
             self._peer = found.getpeername()
 
     def silence(self) -> float:
-        """Return how many seconds ago the last byte has come; 0.0 where it is just closed."""
+        """Return the seconds since the last byte has come; 0.0 if the connection is just closed."""
         if self.lost_for is not None:
             return self.lost_for
         with suppress(OSError), socket.socket(fileno=os.dup(self._fd)) as found:
@@ -76,10 +77,10 @@ class _Line:
 
 
 class NodeServer:
-    """The head's side of the links to all agents, which come back by their identities.
+    """The head's side of the links to all agents.  An agent that reconnects keeps its identity.
 
-    `receive` gets what an agent says; `lose` is called when it has ended, or nothing comes from
-    there for `link_timeout` seconds, and `miss` repeatedly with all that are silent.
+    `receive` is called with each message of an agent, `lose` when an agent has ended or was silent
+    for `link_timeout` seconds, and `miss` repeatedly with all agents that are silent.
     """
 
     def __init__(
@@ -91,8 +92,8 @@ class NodeServer:
         self.port = 0
         self.link_timeout = LINK_TIMEOUT
         self.refused = 0
-        """How many connections had not the right keys."""
-        self.unreadable = 0  # messages of holders of the keys
+        """How many connections had wrong keys."""
+        self.unreadable = 0  # messages with the right keys
         self._receive = receive
         self._lose = lose
         self._miss = miss
@@ -111,7 +112,7 @@ class NodeServer:
         return f"<NodeServer port {self.port}, {len(self._known)} agents, {self.refused} refused>"
 
     def open(self, *addresses: str, link_timeout: float = LINK_TIMEOUT) -> None:
-        """Listen from now on, at these or at all, on a port that the kernel chooses."""
+        """Listen from now on, at these addresses or at all, on a port that the kernel chooses."""
         self.link_timeout = link_timeout
         listen_with(self._socket, self._own, link_timeout)
         self._monitor = self._socket.get_monitor_socket(
@@ -133,12 +134,12 @@ class NodeServer:
             task.add_done_callback(_report_fault)
 
     def ticket(self, addresses: tuple[str, ...], *, fork: bool) -> Ticket:
-        """Make what an agent needs to come in."""
+        """Return what an agent needs to connect."""
         keys = self._own.public, self._theirs
         return Ticket(addresses, self.port, *keys, fork, self.link_timeout)
 
     def send(self, identity: bytes, message: NodeDown) -> None:
-        """Send a message to one agent; it is lost where the agent is."""
+        """Send a message to one agent; drop it if the agent is lost."""
         if line := self._known.get(identity):
             self._send_frames(identity, line.talk.message(node_frames(message)))
 
@@ -151,8 +152,8 @@ class NodeServer:
             self._socket.disable_monitor()
             self._monitor.close(0)
             self._auth.stop()
-        # What waited for these sockets takes its leave of the loop in the next rounds, by
-        # descriptors that the sockets of the next server could have by then.
+        # Tasks that waited for these sockets remove their descriptors from the loop in its next
+        # rounds. The next server's sockets could have the same descriptors by then.
         for _ in range(ROUNDS):
             await asyncio.sleep(0)
         self._socket.close()
@@ -160,7 +161,7 @@ class NodeServer:
 
     def _send_frames(self, identity: bytes, frames: Sequence[Frame]) -> None:
         sent: Any = self._socket.send_multipart([identity, *frames], zmq.DONTWAIT, copy=False)
-        # It is done at once: there is no mark above which it would have to wait.
+        # The future is done at once: without a high-water mark nothing has to wait.
         if sent.done() and isinstance(sent.exception(), zmq.ZMQError):
             line = self._known.get(identity)
             if line is not None and line.lost_for is None:
@@ -183,7 +184,7 @@ class NodeServer:
         header, *data = [each.buffer for each in frames] or [memoryview(b"")]
         try:
             kind = line.talk.take(bytes(header))
-        except BadFrame as error:  # of an agent that is known the next message is read all the same
+        except BadFrame as error:  # the next message of a known agent is read all the same
             self._note_unreadable(error)
             return
         except Mismatch:
@@ -195,7 +196,8 @@ class NodeServer:
                     message = node_message_from(*data)
                 except BadFrame as error:
                     self._note_unreadable(error)
-                    # Without it no later message of this agent is right: it has to leave.
+                    # Later messages of this agent would be wrong without it, so the agent has to
+                    # leave.
                     self._send_frames(identity, [line.talk.sign(Kind.ENDED)])
                     if self._known.pop(identity, None):
                         self._lose(identity)
@@ -211,12 +213,12 @@ class NodeServer:
 
     def _note_unreadable(self, error: BadFrame) -> None:
         self.unreadable += 1
-        # As for refused connections: few lines, however many come.
+        # One line for the first, the second, the fourth, so that messages cannot fill the log.
         if self.unreadable.bit_count() == 1:
             log.warning("dropped an unreadable message, %d by now: %s", self.unreadable, error)
 
     async def _beat(self) -> None:
-        """Find agents that have gone: libzmq says so only to what sends there."""
+        """Send heartbeats, and find lost agents: libzmq reports a loss only to a sender."""
         silent: set[bytes] = set()
         while True:
             await asyncio.sleep(BEAT_INTERVAL)
@@ -237,28 +239,28 @@ class NodeServer:
         while True:
             event = parse_monitor_message(await self._monitor.recv_multipart())
             self.refused += 1
-            # No stranger can fill the log: one line for the first, the second, the fourth...
+            # One line for the first, the second, the fourth, so that strangers cannot fill the log.
             if self.refused.bit_count() == 1:
                 name = zmq.Event(event["event"]).name
                 log.warning("refused a connection, %d by now: %s", self.refused, name)
 
 
 def _report_fault(task: asyncio.Task[None]) -> None:
-    """Have the loop's handler end the head: without this task it would wait for ever."""
+    """Let the loop's handler end the head: without this task it would wait for ever."""
     if not task.cancelled() and (error := task.exception()) is not None:
         context = {"message": "the link to the agents has failed", "exception": error}
         task.get_loop().call_exception_handler(context)
 
 
 OUTSIDE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
-"""Addresses of no machine (RFC 5737, RFC 3849): nothing is sent there."""
+"""Addresses that no machine has (RFC 5737, RFC 3849); nothing is sent to them."""
 
 
 def addresses(asked: str | None) -> tuple[str, ...]:
-    """List them, the likeliest first; `asked` is an address or an interface of this machine.
+    """Return addresses of this machine, the likeliest first; `asked` is one, or an interface.
 
-    That is the one with which packets leave for elsewhere: others may be bridges of
-    containers, by which no other machine can be reached.
+    The likeliest is that of packets to other networks: others may be bridges of containers, by
+    which no other machine can be reached.
     """
     found = psutil.net_if_addrs()
     if asked and asked not in found:
@@ -276,21 +278,21 @@ def addresses(asked: str | None) -> tuple[str, ...]:
 
 
 def listened_at(asked: str | None) -> tuple[str, ...]:
-    """List where to listen: what was asked, if this machine has that address; () for everywhere."""
+    """Return the addresses to listen at: those asked for if this machine has them; () for all."""
     found = addresses(asked) if asked else ()
     return found if own_addresses().issuperset(found) else ()
 
 
 def _leaving(family: socket.AddressFamily, outside: str) -> str:
-    """Return the own address of packets that leave for there, "" where there is no way."""
+    """Return this machine's address for packets to that address; "" if there is no route."""
     with socket.socket(family, socket.SOCK_DGRAM) as tried:
         try:
-            tried.connect((outside, 9))  # it is only looked up: a datagram would be sent later
+            tried.connect((outside, 9))  # only looks up the route: UDP sends nothing here
         except OSError:
             return ""
         return str(tried.getsockname()[0])
 
 
 def _is_local(address: str) -> bool:
-    """Return True if it means another machine to each, or needs an interface besides."""
+    """Return True if an address reaches only this machine, or needs an interface too."""
     return address.startswith(("127.", "169.254.", "fe80:")) or address == "::1"
