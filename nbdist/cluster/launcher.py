@@ -1,7 +1,8 @@
-"""What starts one agent on each machine, and knows when it ends: ssh, or `nbdist join` there.
+"""Launchers start one agent on each machine and notice when it ends: by ssh, or `nbdist join`.
 
-Launchers run in the head, found among the entry points `nbdist.launchers`.  To start an agent is to
-run `agent_command` there with the ticket on stdin; it ends with that, and comes by itself.
+They run in the head, which finds them among the entry points `nbdist.launchers`. A launcher runs
+`agent_command` on a machine with the ticket on stdin; the agent then connects to the head by
+itself, and ends when its stdin is closed.
 """
 
 from __future__ import annotations
@@ -32,21 +33,21 @@ from nbdist.cluster.ticket import (
 from nbdist.config import WorldConfig, read_memory
 from nbdist.errors import UsageError
 from nbdist.system.processes import MODULE, Child
-from nbdist.system.processes import agent_command as agent_command  # launchers find all here
+from nbdist.system.processes import agent_command as agent_command  # launchers import it from here
 from nbdist.topology import Host, parse_layout
 
-ARRIVE_TIMEOUT = 60.0  # seconds for a started agent to come: Python starts first
-KILL_TIMEOUT = 2.0  # seconds for a process that was killed to be gone
+ARRIVE_TIMEOUT = 60.0  # seconds for a started agent to connect: Python has to start first
+KILL_TIMEOUT = 2.0  # seconds for a killed process to be gone
 
 
 class LaunchError(Exception):
-    """No agent can be started; the message says why, and what to do."""
+    """No agent can be started; the message says why, and the remedy."""
 
 
 class AgentProcess(ABC):
-    """The local end of agents elsewhere, whose life is tied to theirs.
+    """A local process whose end is the end of agents on other machines, and the other way round.
 
-    `command` has started those of `host`, "" for several hosts.
+    `command` has started the agent of `host`; `host` is "" if the process stands for several hosts.
     """
 
     host = ""
@@ -54,37 +55,37 @@ class AgentProcess(ABC):
 
     @abstractmethod
     def fileno(self) -> int:
-        """Return a descriptor that turns readable when it has ended."""
+        """Return a descriptor that becomes readable when the process has ended."""
 
     def exit_code(self) -> int | None:
-        """Return how it ended; None while it runs."""
+        """Return the exit code; None while it runs."""
         return None
 
     def last_lines(self) -> list[str]:
-        """Return the end of what it has written."""
+        """Return the last lines that it has written."""
         return []
 
     def complaint(self) -> str:
-        """Word in one line why it has ended, "" where its last lines say it."""
+        """Return in one line why it has ended; "" if its last lines say it."""
         return ""
 
     @abstractmethod
     def end(self, timeout: float) -> None:
-        """End its stdin at once, it by force after `timeout` seconds; called in a thread."""
+        """Close its stdin, and kill it after `timeout` seconds; called in a thread."""
 
     @abstractmethod
     def close(self) -> None:
-        """Close all descriptors, after `end`."""
+        """Close all descriptors; called after `end`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """What a launcher has started: processes, and how many agents will come of them.
+    """What a launcher has started: processes, and the number of agents that will come from them.
 
-    `hosts` are their names as the user knows them, by the node's number, where that is known.
-    They come within `arrive_timeout` seconds; `invitation` is a command for each machine, where
-    somebody else is to start them.  `again` starts that of one node once more, which has ended
-    or was lost; None where that cannot be.
+    `hosts` are the agents' names by node number, if they are known. The agents come within
+    `arrive_timeout` seconds. `invitation` is a command to run on each machine if the user has to
+    start them. `again` starts the agent of one node again, after it has ended or was lost; None if
+    that is not possible.
     """
 
     processes: Sequence[AgentProcess]
@@ -94,20 +95,20 @@ class Launched:
     arrive_timeout: float = ARRIVE_TIMEOUT
     again: Callable[[int], AgentProcess] | None = None
     news: Callable[[], str] = str
-    """Says what they wait for meanwhile, "" for nothing."""
+    """Returns what the agents wait for meanwhile, "" for nothing."""
     close: Callable[[], object] = str
-    """Removes what is left of them at the end; called in a thread."""
+    """Removes what is left at the end; called in a thread."""
 
 
 class Launcher(Protocol):
-    """Starts agents; made anew for each world."""
+    """Starts agents; a new one is made for each world."""
 
     def launch(self, wanted: WorldConfig, ticket: Ticket, folder: Path) -> Launched:
-        """Start one agent on each machine, with logs in `folder`; LaunchError, or OSError."""
+        """Start an agent on each machine, with logs in `folder`; LaunchError, or OSError."""
 
 
 def find_launcher(name: str) -> Launcher:
-    """Make the launcher of that name; raises LaunchError where its module cannot be imported."""
+    """Return a new launcher of that name; raises LaunchError if its module cannot be imported."""
     try:
         made = plugins.entry_points(plugins.LAUNCHERS)[name].load()
     except (ImportError, AttributeError) as error:
@@ -116,7 +117,7 @@ def find_launcher(name: str) -> Launcher:
 
 
 class AgentCommand(Child, AgentProcess):
-    """Agents that end with the stdin of a command that runs here: `ssh`, `srun`, an interpreter."""
+    """Agents that end with the stdin of a local command, as `ssh`, `srun` or an interpreter."""
 
     def __init__(
         self,
@@ -126,10 +127,10 @@ class AgentCommand(Child, AgentProcess):
         folder: Path,
         environ: Mapping[str, str] | None = None,
     ) -> None:
-        """Raises OSError where it cannot be started."""
+        """Start the command and write the ticket to its stdin; OSError if it cannot start."""
         super().__init__(host, command, folder / f"{host.replace('/', '_')}.log", environ)
         assert self._process.stdin is not None
-        # Where it has ended at once, its exit code and last lines say why.
+        # If it has ended at once, its exit code and last lines say why.
         with suppress(BrokenPipeError):
             self._process.stdin.write(ticket.to_line())
             self._process.stdin.flush()
@@ -146,17 +147,17 @@ class AgentCommand(Child, AgentProcess):
 
 CONNECT_TIMEOUT = 5  # seconds for a host to answer
 ALIVE_EVERY = 15
-"""Seconds of silence after which ssh asks whether the host is there; three times, then it ends.
+"""Seconds of silence after which ssh asks whether the host is there; after three times it ends.
 
-As many as the link timeout where that is longer: a machine that is waited for keeps its ssh.
+A longer link timeout replaces it, so that a machine that is waited for keeps its ssh.
 """
 
 
 class SshLauncher:
-    """`--launcher ssh`."""
+    """The launcher of `--launcher ssh`, and of `--hosts`."""
 
     def launch(self, wanted: WorldConfig, ticket: Ticket, folder: Path) -> Launched:
-        """Start an agent on each host, on this machine without ssh: it may have no ssh server."""
+        """Start an agent on each host; here without ssh, as there may be no ssh server."""
         hosts = wanted.named_hosts
 
         def start(number: int) -> AgentCommand:
@@ -172,9 +173,9 @@ class SshLauncher:
 
 
 def is_this_machine(host: Host) -> bool:
-    """Return True for a name or an address of this machine; no name server is asked.
+    """Return True for a name or an address of this machine, without asking a name server.
 
-    A host with a user is reached by ssh, which logs in as that user.
+    A host with a user is another machine: ssh logs in as that user.
     """
     name = socket.gethostname().lower()
     names = {"localhost", name, name.partition(".")[0]}
@@ -182,7 +183,7 @@ def is_this_machine(host: Host) -> bool:
 
 
 def ssh_command(host: str, number: int, wanted: WorldConfig) -> list[str]:
-    """Return the command that starts an agent there."""
+    """Return the command that starts an agent on a host by ssh."""
     options = {
         "BatchMode": "yes",
         "ConnectTimeout": str(CONNECT_TIMEOUT),
@@ -200,12 +201,12 @@ WAIT_TIMEOUT = 3600.0  # seconds for all machines to come; Stop ends the wait
 
 
 class JoinLauncher:
-    """`--launcher join`."""
+    """The launcher of `--launcher join`."""
 
     def launch(self, wanted: WorldConfig, ticket: Ticket, folder: Path) -> Launched:
-        """Wait for as many machines as there shall be at least.
+        """Write the world's key for `nbdist join`, and wait for `min_nodes` machines.
 
-        The world's key is in the user's state folder, as long as the world is there.
+        The key is in the user's state folder while the world exists.
         """
         drop_dead_join_keys()
         key, invitation = write_join_key(ticket), f"nbdist join {place_of(ticket)}"
@@ -232,15 +233,15 @@ _KNOWN = {
     r"(?:exec: )?(\S+): Permission denied": "{0} cannot be executed there: {named_by}",
     r"^nbdist: (.*)": "{0}",
 }
-"""What ssh, a shell and Python say, and what is said of it; the first that is found."""
+"""What ssh, a shell and Python print, and the reason that users read; the first match counts."""
 
 
 def why_refused(host: str, lines: Sequence[str], command: str = "") -> str:
-    """Word the first known reason in what `command` wrote last, and the remedy; "" for none."""
+    """Return the first known reason in the last lines of `command`, with a remedy; else ""."""
     text = "\n".join(lines)
     for pattern, said in _KNOWN.items():
         if found := re.search(pattern, text, re.MULTILINE):
-            # What wraps the interpreter comes before it.
+            # In the command, the words of `--wrap` are before the interpreter.
             *wrapper, _ = re.split(r"[\s'\"]+", command.partition(f" {' '.join(MODULE)} ")[0])
             is_wrapper = not {*wrapper}.isdisjoint(found.groups())
             named_by = "`--wrap` names it" if is_wrapper else "`--python` names the interpreter"

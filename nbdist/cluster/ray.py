@@ -1,8 +1,8 @@
-"""`--launcher ray`: one agent on each node of a Ray cluster that is there, below an actor of Ray's.
+"""The launcher of `--launcher ray`: one agent on each node of a running Ray cluster.
 
-Ray's library has threads and handlers of signals, and ends its process with the cluster.  So the
-head starts a process that speaks with Ray (`python -m nbdist.cluster.ray`), which Ray calls the
-driver of the actors, and both exchange pickled messages.
+Ray's library has threads and signal handlers, and ends its process with the cluster. So the head
+starts a process that talks to Ray (`python -m nbdist.cluster.ray`), the *driver* of the actors, and
+exchanges pickled messages with it. Each agent is the child of an actor.
 """
 
 from __future__ import annotations
@@ -31,13 +31,15 @@ from nbdist.config import WorldConfig
 from nbdist.system.processes import MODULE, Child
 from nbdist.words import count
 
-PLACED_TIMEOUT = 60.0  # seconds for Ray to be imported, and to place all actors
+PLACED_TIMEOUT = 60.0  # seconds for importing Ray, and for Ray to place all actors
 
-LEAVE_TIMEOUT = 5.0  # seconds for the driver to take its leave of Ray
+LEAVE_TIMEOUT = 5.0  # seconds for the driver to disconnect from Ray
 
 ARRIVE_TIMEOUT = 180.0
-"""Seconds for the agents to come then: on each node Ray starts an interpreter before, which imports
-Ray; beside four spinning processes on two cores that took more than 60.
+"""Seconds for the agents to come once they are placed.
+
+On each node Ray first starts an interpreter, which imports Ray; beside four spinning processes on
+two cores that took more than 60.
 """
 
 TOKEN = re.compile("authentication token", re.IGNORECASE)
@@ -45,17 +47,17 @@ TOKEN_WANTED = (
     "the Ray cluster takes only whom it knows by its token: set RAY_AUTH_MODE=token before the "
     "notebook begins, and have the token in ~/.ray/auth_token or in RAY_AUTH_TOKEN"
 )
-"""What Ray says of that is for its log, or longer than a line."""
+"""Said in the place of Ray's own message, which is only in its log, or longer than a line."""
 
 Ended = tuple[int, int, list[str]]
-"""The number of an agent that has ended, or its actor: the exit code, and what it wrote last."""
+"""The number of an agent that has ended, its exit code, and the last lines that it has written."""
 
 
 class RayLauncher:
-    """`--launcher ray`."""
+    """The launcher of `--launcher ray`."""
 
     def launch(self, wanted: WorldConfig, ticket: Ticket, folder: Path) -> Launched:
-        """Let Ray place an actor on each node; raises OSError with what keeps it from that."""
+        """Let Ray place an actor on each node; raises OSError if it cannot."""
         if importlib.util.find_spec("ray") is None:
             raise OSError(f"Ray is not installed here: {sys.executable} -m pip install nbdist[ray]")
         driver = Driver(folder / "ray.log")
@@ -65,11 +67,11 @@ class RayLauncher:
 
 
 class Driver(Child):
-    """The process that speaks with Ray, and the thread that hears what it says.
+    """The process that talks to Ray, and the thread that reads from it.
 
-    It is sent what to place, and answers with a list of the hosts on which actors are about to
-    start agents, else why there are none.  Then it is sent the number of each agent that is to end,
-    and says each `Ended`.
+    The process gets what to place, and answers with the hosts on which actors are about to start
+    agents, or with the reason why there are none. Then it gets the number of each agent that must
+    end, and sends an `Ended` for each agent.
     """
 
     def __init__(self, log: Path) -> None:
@@ -79,7 +81,7 @@ class Driver(Child):
         self._listener = threading.Thread(target=self._listen, name="ray", daemon=True)
 
     def place(self, wanted: WorldConfig, ticket: Ticket) -> Sequence[RayAgent]:
-        """Place all actors, and note from then on when they end; OSError, with nothing left."""
+        """Place all actors, and begin to record their ends; raises OSError, with nothing left."""
         too_long = threading.Timer(PLACED_TIMEOUT, self._process.kill)
         too_long.start()
         try:
@@ -101,17 +103,17 @@ class Driver(Child):
         raise OSError(said or slow)
 
     def end_agent(self, number: int) -> None:
-        """End the stdin of an agent."""
+        """Close the stdin of an agent, which makes it leave."""
         send(self._process.stdin, number)
 
     def leave(self) -> None:
-        """End with all that is its own, the actors too."""
+        """End the process, and with it all actors."""
         self._end(LEAVE_TIMEOUT)
         self._listener.join(KILL_TIMEOUT)
         self.close()
 
     def close(self) -> None:
-        """Close all, after its end."""
+        """Close all files, after the process has ended."""
         super().close()
         assert self._process.stdout is not None
         self._process.stdout.close()
@@ -132,7 +134,7 @@ class Driver(Child):
 
 
 class RayAgent(AgentProcess):
-    """An agent that is the child of an actor; `host` is the node that Ray chose."""
+    """An agent that is the child of an actor; `host` is the node that Ray has chosen."""
 
     def __init__(self, driver: Driver, number: int, host: str, wanted: WorldConfig) -> None:
         self.host = host
@@ -143,7 +145,7 @@ class RayAgent(AgentProcess):
         self._exit_code: int | None = None
         self._last_lines: list[str] = []
         self._is_over = threading.Event()
-        # Its reading end turns readable when the other is closed.
+        # The reading end becomes readable when the writing end is closed.
         self._reader, self._writer = os.pipe()
 
     def fileno(self) -> int:
@@ -156,7 +158,10 @@ class RayAgent(AgentProcess):
         return self._last_lines
 
     def end(self, timeout: float) -> None:
-        """End its stdin at once; what has not ended after `timeout` seconds the driver ends."""
+        """Close the agent's stdin, and wait at most `timeout` seconds.
+
+        `Driver.leave` ends what is left.
+        """
         self._driver.end_agent(self._number)
         self._is_over.wait(timeout)
 
@@ -164,7 +169,7 @@ class RayAgent(AgentProcess):
         os.close(self._reader)
 
     def note_end(self, code: int, lines: list[str]) -> None:
-        """Count it as ended; the first word holds."""
+        """Record how the agent has ended; only the first call counts."""
         if self._exit_code is None:
             self._exit_code, self._last_lines = code, lines
             self._is_over.set()
@@ -172,12 +177,12 @@ class RayAgent(AgentProcess):
 
 
 def actor_name(wanted: WorldConfig, number: int) -> str:
-    """Name the actor of a node, as Ray's dashboard lists it."""
+    """Return the name of a node's actor, which Ray's dashboard shows."""
     return f"nbdist:{wanted.name}/{number}"
 
 
 def read_message(stream: IO[bytes] | None) -> Any:
-    """Read what the other side has sent next; None after its end."""
+    """Return the next message of the other process; None if it has ended."""
     assert stream is not None
     try:
         return pickle.load(stream)
@@ -186,36 +191,36 @@ def read_message(stream: IO[bytes] | None) -> Any:
 
 
 def send(stream: IO[bytes] | None, message: object) -> None:
-    """Send the other side a message at once; one that it is too late for goes nowhere."""
+    """Send a message to the other process; drop it if that has ended."""
     assert stream is not None
     with suppress(OSError, ValueError):
         pickle.dump(message, stream)
         stream.flush()
 
 
-# --- what is asked of the cluster's nodes ---------------------------------------------------------
+# --- resources of the cluster's nodes -----------------------------------------------------------
 
-CPU, GPU, MEMORY = "CPU", "GPU", "memory"  # Ray's names of them; memory is in bytes
+CPU, GPU, MEMORY = "CPU", "GPU", "memory"  # Ray's names for resources; memory is in bytes
 MOST_TOLD = 6  # nodes whose resources an error lists
-_BYTES = {"M": 1 << 20, "G": 1 << 30, "T": 1 << 40}  # what a number in `--memory` counts
+_BYTES = {"M": 1 << 20, "G": 1 << 30, "T": 1 << 40}  # units in `--memory`
 _DIGITS = re.compile(r"([0-9]+)")
 
 Bundle = Mapping[str, float]
 
 
 class RayNode(NamedTuple):
-    """A node of the cluster, with all that it has, used by others or not."""
+    """A node of the cluster with all of its resources, in use or not."""
 
     name: str
     resources: Bundle
 
 
 class NoRoom(ValueError):
-    """The cluster has not what is asked for; the message names what, and what there is."""
+    """The cluster lacks resources that are asked for; the message says which, and what it has."""
 
 
 def bundles_of(wanted: WorldConfig, nodes: Sequence[RayNode]) -> list[Bundle]:
-    """Return what to ask of each node: as many as are wanted and there are; raises NoRoom."""
+    """Return the resources to reserve on each node; raises NoRoom if the cluster has too few."""
     per_node, workers = wanted.per_node, wanted.workers
     has_gpus = any(node.resources.get(GPU) for node in nodes) and wanted.backend != "gloo"
     one: dict[str, float] = {CPU: wanted.cpus or 1}
@@ -223,7 +228,7 @@ def bundles_of(wanted: WorldConfig, nodes: Sequence[RayNode]) -> list[Bundle]:
         one[GPU] = 1
     if wanted.memory:
         one[MEMORY] = int(wanted.memory[:-1]) * _BYTES[wanted.memory[-1]]
-    # For how many workers there is room while no other program uses it.
+    # Workers for which each node has room while no other program uses it.
     each = (min(node.resources.get(n, 0) // much for n, much in one.items()) for node in nodes)
     rooms = sorted(map(int, each), reverse=True)
     if isinstance(per_node, int):
@@ -231,7 +236,7 @@ def bundles_of(wanted: WorldConfig, nodes: Sequence[RayNode]) -> list[Bundle]:
         is_enough, of = len(shares) >= wanted.min_nodes, per_node
         asked = count(wanted.min_nodes, "node")
     else:
-        if GPU not in one and per_node != "cpu":  # that was left open
+        if GPU not in one and per_node != "cpu":  # the user has left it open
             rooms = [min(room, topology.AUTO_LIMIT) for room in rooms]
         shares, of = [room for room in rooms if room], 1
         if workers is not None:
@@ -245,7 +250,7 @@ def bundles_of(wanted: WorldConfig, nodes: Sequence[RayNode]) -> list[Bundle]:
 
 
 def word_bundle(bundle: Bundle) -> str:
-    """Word what is asked of a node, or what it has: `2 CPU, 1 GPU, 3.0 GiB of memory`."""
+    """Return resources in words: `2 CPU, 1 GPU, 3.0 GiB of memory`."""
     words = [f"{bundle[name]:g} {name}" for name in (CPU, GPU) if name in bundle]
     memory = bundle.get(MEMORY)
     words += [f"{memory / (1 << 30):.1f} GiB of memory"] if memory else []
@@ -263,7 +268,7 @@ def _word_nodes(nodes: Sequence[RayNode]) -> str:
 
 
 def distinct(names: Sequence[str], addresses: Sequence[str]) -> list[str]:
-    """Name nodes so that no two have one name: with the address, and then the number, besides."""
+    """Return names without duplicates: with the address appended, then with a number."""
     for ends in (addresses, [f"{number}" for number in range(len(names))]):
         pairs = zip(names, ends, strict=True)
         names = [name if names.count(name) == 1 else f"{name}-{end}" for name, end in pairs]
@@ -275,18 +280,20 @@ def in_order(name: str) -> list[int | str]:
     return [int(part) if part.isdigit() else part for part in _DIGITS.split(name)]
 
 
-# --- the driver ---------------------------------------------------------------------------------
+# --- the driver: what runs in its process -----------------------------------------------------
 
 REACH_TIMEOUT = 5.0  # seconds for the cluster's address to answer
-REACH_TRIES = ("RAY_NUM_REDIS_GET_RETRIES", "3")  # a second apart; by itself Ray tries 20 times
+REACH_TRIES = ("RAY_NUM_REDIS_GET_RETRIES", "3")  # tries, a second apart; Ray's default is 20
 
 PLACE_TIMEOUT = 20.0
-"""Seconds for nodes that have what is wanted to have it free: a world that has just ended gives it
-back by and by, beside other work over 5 s after its end."""
+"""Seconds until nodes must have the wanted resources free.
+
+A world that has ended gives them back little by little; beside other work, more than 5 s later.
+"""
 
 REMEDY = "`ray start` makes it one, and RAY_ADDRESS names another"
 CURRENT = "ray_current_cluster"
-"""The file in Ray's folder that has the address of the cluster that this machine is a node of."""
+"""The file in Ray's folder with the address of the cluster that this machine is a node of."""
 
 APART = """
 import os, subprocess, sys
@@ -299,25 +306,28 @@ if code < 0:
     os.kill(os.getpid(), -code)
 sys.exit(code)
 """
-# Ray kills an actor's children with it, and the process above an agent is to stay until it has
-# ended what a killed one has left: so this is between them.
+# Ray kills the children of an actor with it. The guard above an agent must outlive that, to end
+# what a killed agent has left: so this process stands between them.
 
 
 class Agent:
-    """What Ray places on a node, and its dashboard shows: the agent is its child.
+    """The actor that Ray places on a node, and shows in its dashboard; its child is the agent.
 
-    It is pickled with what it names of this module, which is nothing of nbdist: only the agent's
-    interpreter need have that.  It ends when the agent does, and the agent when it does, as that
-    ends the agent's stdin.
+    Ray pickles the class with all that it uses of this module, which is nothing of nbdist: only the
+    agent's interpreter needs nbdist. If one of actor and agent ends, so does the other: the end of
+    the actor closes the agent's stdin.
     """
 
     def __init__(self) -> None:
         self._child: Any = None
 
     def run(self, command: Sequence[str], guess: str, ticket: bytes) -> tuple[int, list[str]]:
-        """Run it, or this interpreter for a missing `guess`; return its end and last lines."""
+        """Run the agent, and return its exit code and last lines.
+
+        If the interpreter `guess` is not on this node, use the actor's own.
+        """
         own = {guess: sys.executable} if guess and not os.path.exists(guess) else {}
-        # The node's environment, without what Ray has set for the code of its actors.
+        # The node's environment, without variables that Ray has set for its actors.
         mine = {"SPT_NOENV", "PYTHONBREAKPOINT", "OMP_NUM_THREADS"}
         environ = {
             name: value
@@ -348,15 +358,15 @@ class Agent:
         return self._child.returncode, [*last]
 
     def end(self) -> None:
-        """End the agent's stdin."""
+        """Close the agent's stdin, which makes it leave."""
         if self._child is not None:
             with suppress(BrokenPipeError):
                 self._child.stdin.close()
 
 
 def drive() -> None:
-    """Place what is wanted, and stay until stdin ends."""
-    # What Ray prints is not for the head to read.
+    """Place actors as the head asks, and serve it until stdin ends."""
+    # Ray's prints must not reach the head: they go to stderr.
     told = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     wanted, ticket = read_message(sys.stdin.buffer)
@@ -369,11 +379,11 @@ def drive() -> None:
     from ray.exceptions import RayError
 
     try:
-        # By "auto", not by an address, Ray finds out that the cluster of this machine has a token.
+        # With "auto", unlike an address, Ray finds the token of this machine's cluster.
         ray.init(address=asked, log_to_driver=False, logging_level="WARNING")
         bundles, names = place(wanted)
     except (NoRoom, OSError, RuntimeError, ValueError, RayError) as error:
-        # Of a token Ray speaks in the cause alone.
+        # Ray names a missing token only in the cause.
         send(told, " ".join(f"{error} {error.__cause__ or ''}".split()))
         return
     agents = start(wanted, ticket, bundles)
@@ -382,13 +392,13 @@ def drive() -> None:
 
 
 def word_no_cluster(asked: str) -> str:
-    """Word why no cluster is there; "" where one may be: Ray takes seconds to be imported."""
+    """Return why no cluster can be there, or "": asking here is quicker than importing Ray."""
     address = current() if asked == "auto" else asked
     if not address:
         return f"this machine is no node of a Ray cluster; {REMEDY}"
     host, _, port = address.rpartition("://")[2].rpartition(":")
     try:
-        if port.isdigit():  # Ray would look for it for a minute
+        if port.isdigit():  # Ray would try for a minute
             socket.create_connection((host.strip("[]"), int(port)), REACH_TIMEOUT).close()
     except OSError as error:
         return f"no Ray cluster answers at {address}: {error.strerror or error}; {REMEDY}"
@@ -396,7 +406,7 @@ def word_no_cluster(asked: str) -> str:
 
 
 def current() -> str:
-    """Return the address that `ray start` has noted on this machine, "" for none."""
+    """Return the address that `ray start` has written on this machine; "" if there is none."""
     try:
         return Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", CURRENT).read_text().strip()
     except OSError:
@@ -404,11 +414,11 @@ def current() -> str:
 
 
 Reserved = tuple[Any, int, Bundle]
-"""A placement group, a place in it, and the bundle that a node keeps there for the world."""
+"""A placement group, an index in it, and the resources that are reserved there."""
 
 
 def place(wanted: WorldConfig) -> tuple[list[Reserved], list[str]]:
-    """Reserve a bundle on each node; returns them and the nodes' names, in the order of these."""
+    """Reserve resources on each node; return them and the nodes' names, sorted by name."""
     import ray
     from ray.util.placement_group import placement_group, placement_group_table
 
@@ -429,7 +439,7 @@ def place(wanted: WorldConfig) -> tuple[list[Reserved], list[str]]:
 
 
 def word_busy(bundles: Sequence[Bundle], free: Bundle, there: Bundle) -> str:
-    """Word that others use what is wanted, and how much of each is free."""
+    """Return a message that the resources are used by others, with what is free."""
     asked = f"{count(len(bundles), 'node')} with {word_bundle(bundles[0])}"
     return (
         f"{asked} each: the cluster has that, but it was not free within {PLACE_TIMEOUT:.0f} s; "
@@ -438,7 +448,7 @@ def word_busy(bundles: Sequence[Bundle], free: Bundle, there: Bundle) -> str:
 
 
 def start(wanted: WorldConfig, ticket: bytes, places: Sequence[Reserved]) -> list[tuple[Any, Any]]:
-    """Make the actors, which run agents; return each with what its run will return."""
+    """Start the actors, which run agents; return each with Ray's reference to its result."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -463,7 +473,7 @@ def start(wanted: WorldConfig, ticket: bytes, places: Sequence[Reserved]) -> lis
 
 
 def serve(agents: Sequence[tuple[Any, Any]], told: IO[bytes]) -> None:
-    """Say how agents end, from a thread of Ray's, and end those that the head names."""
+    """Report agents that end, from a thread of Ray, and end agents that the head names."""
     for number, (_, result) in enumerate(agents):
         result.future().add_done_callback(lambda of, at=number: send(told, ended(at, of)))
     while (number := read_message(sys.stdin.buffer)) is not None:
@@ -471,7 +481,7 @@ def serve(agents: Sequence[tuple[Any, Any]], told: IO[bytes]) -> None:
 
 
 def ended(number: int, result: Future[tuple[int, list[str]]]) -> Ended:
-    """Return how an agent ended; where its actor is gone, as Ray tells it."""
+    """Return how an agent has ended; if its actor is gone, with Ray's message."""
     error = result.exception()
     if error is None:
         return number, *result.result()

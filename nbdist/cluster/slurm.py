@@ -1,9 +1,9 @@
-"""`--launcher slurm`: one agent on each node of an allocation, by a single `srun`.
+"""The launcher of `--launcher slurm`: one agent on each node of an allocation, by one `srun`.
 
-The allocation is that of SLURM_JOB_ID, or with `--salloc` one that ends with the world, by
-`python -m nbdist.cluster.slurm SALLOC ...`, which owns it: `salloc` leaves its allocation behind
-when it is killed, and in the queue when the head is.  Ranks are no tasks: Slurm could not start a
-single one again.
+The allocation is that of SLURM_JOB_ID, or with `--salloc` a new one that ends with the world. A
+process of its own, `python -m nbdist.cluster.slurm SALLOC ...`, owns a new one: a killed `salloc`
+leaves its allocation behind, and if the head is killed, `salloc` stays in the queue. Ranks are no
+tasks of Slurm, which could not start a single one again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from nbdist.config import WorldConfig
 from nbdist.system.processes import LEFT, MODULE, left_behind
 from nbdist.words import count, one_line, word_exit
 
-ASK_TIMEOUT = 10.0  # seconds for Slurm's controller to say something of an allocation
+ASK_TIMEOUT = 10.0  # seconds for Slurm's controller to answer a question on an allocation
 QUEUE_TIMEOUT = 86_000.0  # seconds that an allocation may wait in Slurm's queue; Stop ends the wait
 
 OF_ALLOCATION = (
@@ -38,16 +38,16 @@ OF_ALLOCATION = (
     *("SLURM_CPUS_PER_TASK", "SLURM_CPUS_PER_GPU", "SLURM_GPUS_PER_TASK", "SLURM_DISTRIBUTION"),
     *("SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU", "SLURM_MEM_PER_NODE", "SLURM_THREADS_PER_CORE"),
 )
-"""What `salloc` sets of that kind for the command it runs."""
+"""Variables on tasks, processors and memory that `salloc` sets for the command it runs."""
 
 OF_TASK = (
     *("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"),
     *("SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE", "SLURM_STEP_NUM_TASKS"),
     *("SLURM_STEP_TASKS_PER_NODE", "SLURM_STEPID", "SLURM_STEP_ID", "SLURM_GTIDS"),
 )
-"""What would tell a library in a worker, Lightning first, that its rank is the node's number."""
+"""Variables that would tell a library in a worker, such as Lightning, that the node is its rank."""
 
-# An agent's number is in a variable of its own: the first node's task is the first.
+# The agent gets its number as an argument: the first node runs the first task.
 NUMBERED = f'number=$SLURM_PROCID; unset {" ".join(OF_TASK)}; exec "$@" --node "$number"'
 CLUSTERS = "SALLOC_CLUSTERS"
 
@@ -76,10 +76,10 @@ class Job:
 
 
 class SlurmLauncher:
-    """`--launcher slurm`."""
+    """The launcher of `--launcher slurm`."""
 
     def launch(self, wanted: WorldConfig, ticket: Ticket, folder: Path) -> Launched:
-        """Start an agent on each node of the allocation, or of a new one."""
+        """Start an agent on each node of the present allocation, or of a new one."""
         needed = ("salloc", "srun") if wanted.salloc else ("scontrol", "srun")
         if missing := [name for name in needed if shutil.which(name) is None]:
             raise LaunchError(
@@ -100,7 +100,7 @@ class SlurmLauncher:
 
 
 class SlurmCommand(AgentCommand):
-    """A `srun`, or what runs one; `of` says of which allocation, for messages."""
+    """An `srun`, or a command that runs one; `of` names its allocation in messages."""
 
     of = ""
 
@@ -109,7 +109,7 @@ class SlurmCommand(AgentCommand):
 
 
 class Allocation(SlurmCommand):
-    """What owns a `salloc`, and ends its job."""
+    """The process that owns a `salloc`, and ends its job."""
 
     def __init__(self, wanted: WorldConfig, ticket: Ticket, folder: Path) -> None:
         command = salloc_command(wanted)
@@ -118,7 +118,7 @@ class Allocation(SlurmCommand):
         self.of, self.command = f"`--salloc {wanted.salloc}`", shlex.join(command)
 
     def end(self, timeout: float) -> None:
-        """End it; the notebook reads in the head's log what Slurm has not ended."""
+        """End the job; report on stderr, the head's log, what Slurm has not ended."""
         super().end(timeout + CANCEL_TIMEOUT)
         if left := left_behind(self.last_lines()):
             sys.stderr.write(f"{LEFT}{left}\n")
@@ -128,7 +128,7 @@ class Allocation(SlurmCommand):
 
 
 def srun_command(job: str, nodes: int, wanted: WorldConfig) -> list[str]:
-    """Return the command that starts an agent on each of so many nodes of an allocation."""
+    """Return the command that starts an agent on each of `nodes` nodes of an allocation."""
     return ["srun", f"--jobid={job}", f"--nodes={nodes}", f"--ntasks={nodes}", *_step(wanted)]
 
 
@@ -145,7 +145,7 @@ def salloc_command(wanted: WorldConfig) -> list[str]:
 
 
 def _step(wanted: WorldConfig) -> list[str]:
-    """Return what makes a step of one task, an agent, on each node, with all that the job has."""
+    """Return arguments for a step with an agent on each node, and all of the job's resources."""
     memory = _memory(wanted) or "0"
     return [
         *("--ntasks-per-node=1", "--overlap", "--kill-on-bad-exit=0", "--wait=0"),
@@ -156,11 +156,11 @@ def _step(wanted: WorldConfig) -> list[str]:
 
 
 def _resources(wanted: WorldConfig) -> list[str]:
-    """Return what `--cpus` and `--memory`, which are for each worker, mean to salloc."""
+    """Return salloc's options for `--cpus` and `--memory`, which count for each worker."""
     per_node, options = wanted.per_node, []
     least, most = nodes_asked(wanted)
     if isinstance(per_node, int) and least < most:
-        # With a number of tasks Slurm grants no node that these do not need.
+        # With a number of tasks, Slurm would grant only the nodes that these need.
         options.append(f"--mincpus={per_node * (wanted.cpus or 1)}")
     elif isinstance(per_node, int):
         options.append(f"--ntasks-per-node={per_node}")
@@ -174,7 +174,7 @@ def _resources(wanted: WorldConfig) -> list[str]:
 
 
 def _memory(wanted: WorldConfig) -> str:
-    """Return the memory of all workers of a node, "" where it is not known or not said."""
+    """Return the memory of all workers of a node; "" if it or their number is not given."""
     per_node = wanted.per_node
     if wanted.memory is None or not isinstance(per_node, int):
         return ""
@@ -195,7 +195,7 @@ def _split(text: str) -> list[str]:
 
 
 def nodes_asked(wanted: WorldConfig) -> tuple[int, int]:
-    """Return how many nodes a new allocation has, at least and at most: by `-j`, or salloc's -N."""
+    """Return the least and largest number of nodes of a new allocation, by `-j` or salloc's -N."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("-N", "--nodes", default="")
     try:
@@ -218,9 +218,9 @@ def nodes_asked(wanted: WorldConfig) -> tuple[int, int]:
 
 
 def find_job(environ: Mapping[str, str]) -> Job:
-    """Look at the allocation that this process is in; LaunchError for none, or one that ended.
+    """Return the allocation of this process; LaunchError if there is none, or it has ended.
 
-    OSError where Slurm does not say.
+    OSError if Slurm does not answer.
     """
     number = environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID")
     if not number:
@@ -245,14 +245,14 @@ def find_job(environ: Mapping[str, str]) -> Job:
 
 
 def read_job(number: str, text: str) -> Job:
-    """Read what `scontrol show --oneliner job` has said."""
+    """Read the output of `scontrol show --oneliner job`."""
     found = dict(word.partition("=")[::2] for word in text.split())
     nodes = found.get("NumNodes", "0").partition("-")[0]
     return Job(number, found.get("JobState", ""), int(nodes), found.get("NodeList", ""))
 
 
 def nodes_of(job: Job, wanted: WorldConfig) -> int:
-    """Return on how many nodes of an allocation there are agents; LaunchError for too few."""
+    """Return the number of agents in an allocation; LaunchError if it has too few nodes."""
     if job.nodes < wanted.min_nodes:
         raise LaunchError(
             f"allocation {job.number} has {count(job.nodes, 'node')} ({job.names}), and "
@@ -262,7 +262,7 @@ def nodes_of(job: Job, wanted: WorldConfig) -> int:
 
 
 def word_complaint(of: str, lines: Sequence[str]) -> str:
-    """Word why Slurm ended or refused an allocation or a step, "" if it was not Slurm."""
+    """Return why Slurm has ended or refused an allocation or a step; "" if it was not Slurm."""
     if own := [found[1] for line in lines if (found := _OWN.fullmatch(line))]:
         return f"{of}: {own[0]}"
     reasons = [line for line in lines if _REASON.match(line) and not _NOT_SLURMS.search(line)]
@@ -274,7 +274,7 @@ def word_complaint(of: str, lines: Sequence[str]) -> str:
 
 
 def word_queue(lines: Sequence[str]) -> str:
-    """Word that salloc waits for an allocation, "" where it has it."""
+    """Return that salloc waits for an allocation, and why; "" if it has it."""
     text = "\n".join(lines)
     found = _NUMBER.findall(text) if GRANTED not in text else []
     reason = next((line for line in reversed(lines) if line.startswith(REASON)), REASON)
@@ -284,59 +284,62 @@ def word_queue(lines: Sequence[str]) -> str:
 
 # --- the process that owns an allocation of `--salloc` ------------------------------------
 
-END_TIMEOUT = 3.0  # seconds for agents to leave, and for salloc to give its allocation back
-CANCEL_TIMEOUT, CANCEL_STEP = 4.0, 0.1  # seconds for Slurm to have ended a job, between looks
+END_TIMEOUT = 3.0  # seconds for agents to leave, and for salloc to release its allocation
+CANCEL_TIMEOUT, CANCEL_STEP = 4.0, 0.1  # seconds for Slurm to end a job, and between two looks
 
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds between looks at why a job waits; they double
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds between questions why a job waits; they double
 
 LONGEST_LOG = 1 << 20
 
 CARRIED = frozenset(
     ("PATH", "LD_LIBRARY_PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TZ")
 )
-"""What goes from this environment to the nodes, whose own Slurm would replace by all of it."""
+"""Variables that nodes get; a node's own Slurm would replace them if all were sent."""
 
 OF_SLURM = frozenset(("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_CLUSTER_NAME", "SLURM_JWT"))
-"""What Slurm's commands need.  What else an allocation or a step has set asks for tasks,
-memory or nodes of its own: `srun` would start four agents instead of two."""
+"""Variables that Slurm's commands need.
+
+Other variables of an allocation or a step ask for tasks, memory or nodes themselves: with them
+`srun` would start four agents instead of two.
+"""
 
 GRANTED = "Granted job allocation"
 REASON, NO_REASON = "nbdist: the queue: ", "None"
-"""Begins a line of the log with why a job waits; what squeue says before Slurm has looked at it."""
+"""The beginning of a log line on why a job waits, and squeue's reason before Slurm has looked."""
 _NUMBER = re.compile(r"(?:Granted|Pending) job allocation ([0-9]+)")
 _ENDS = frozenset(("", "COMPLETING"))
 _FORGOTTEN = "Invalid job id"
 
 
 def step_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what Slurm's commands have, and hand on to the nodes."""
+    """Return the variables for Slurm's commands, which pass them on to the nodes."""
     return {name: value for name, value in environ.items() if name in CARRIED | OF_SLURM}
 
 
 def salloc_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the same with the user's own defaults of salloc, which `--salloc` can override."""
+    """Return these variables with the user's defaults of salloc, which `--salloc` can override."""
     own = {name: value for name, value in environ.items() if name.startswith("SALLOC_")}
-    own.pop("SALLOC_NO_SHELL", None)  # there would be no agents
+    own.pop("SALLOC_NO_SHELL", None)  # salloc would run no agents
     return step_environ(environ) | own
 
 
 def own_allocation() -> None:
-    """Run salloc until it ends, or stdin does; then let its job be gone, or say that it is not.
+    """Run salloc until it or stdin ends; then end its job, or report that it may still run.
 
-    stderr is a log, from which it learns the job's number.
+    stderr is a log file, from which this process reads the job's number.
     """
     salloc = subprocess.Popen(sys.argv[1:], env=salloc_environ(os.environ))
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # its sender has ended stdin before
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # whoever sends SIGTERM has closed stdin before
     ends = select.poll()
     ends.register(os.pidfd_open(salloc.pid), select.POLLIN)
-    ends.register(0, 0)  # a pipe's hang-up
+    ends.register(0, 0)  # with no event asked for, only the end of the pipe is reported
     _await_end(ends)
     salloc.poll()
     said = os.pread(2, LONGEST_LOG, 0).decode(errors="replace")
     number = found[-1] if (found := _NUMBER.findall(said)) else ""
     if salloc.returncode is None:
         if GRANTED not in said:
-            salloc.terminate()  # in the queue, where it reads no stdin
+            salloc.terminate()  # in the queue salloc does not read stdin
         with suppress(subprocess.TimeoutExpired):
             salloc.wait(END_TIMEOUT)
     elif salloc.returncode < 0:
@@ -352,7 +355,7 @@ def own_allocation() -> None:
 
 
 def _await_end(ends: select.poll) -> None:
-    """Wait until one of them ends; write into the log why the job waits, whenever that changes."""
+    """Wait until salloc or stdin ends; meanwhile log why the job waits, whenever that changes."""
     written, pause = "", FIRST_PAUSE
     while not ends.poll(pause * 1000):
         said = os.pread(2, LONGEST_LOG, 0).decode(errors="replace")
@@ -367,7 +370,7 @@ def _await_end(ends: select.poll) -> None:
 
 
 def cancel(number: str) -> str:
-    """End a job of Slurm's; return what keeps it from that, "" once it is gone."""
+    """Cancel a job; return a message if it may still run, "" once it is gone."""
     end = time.monotonic() + CANCEL_TIMEOUT
     while (state := _asked_of(number, "%T")) not in _ENDS:
         with suppress(OSError):
@@ -379,7 +382,7 @@ def cancel(number: str) -> str:
 
 
 def _asked_of(number: str, form: str) -> str:
-    """Return what Slurm says of a job, or its complaint; "" once it has forgotten it."""
+    """Return squeue's answer on a job, or its complaint; "" once Slurm has forgotten the job."""
     command = ("squeue", "--noheader", f"--format={form}", f"--jobs={number}")
     try:
         return one_line(ask(*command, timeout=CANCEL_TIMEOUT / 2))
@@ -388,7 +391,7 @@ def _asked_of(number: str, form: str) -> str:
 
 
 def ask(*command: str, timeout: float) -> str:
-    """Return what one of Slurm's commands prints; OSError with its complaint, or for silence."""
+    """Return the output of a command of Slurm; OSError if it fails or does not answer."""
     try:
         done = subprocess.run(
             command,

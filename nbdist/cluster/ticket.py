@@ -1,7 +1,7 @@
-"""How a machine comes to a world: by a ticket, and `nbdist join`, which finds one.
+"""How a machine joins a world: the ticket that lets an agent in, and the command `nbdist join`.
 
 A ticket goes to an agent's stdin, never into an argument or a variable, which other users can read.
-For `nbdist join` the head writes it into a file of the user's state folder.
+For `nbdist join` the head writes it to a file in the user's state folder.
 """
 
 from __future__ import annotations
@@ -31,38 +31,40 @@ from nbdist.wire.spec import LINK_TIMEOUT, NBDIST_DECIDES
 from nbdist.wire.transfer import Kind, Numbered
 
 LONGEST_TICKET = 1 << 16
-KEY_LENGTH = 40  # letters of a key in Z85
-BEAT_INTERVAL = 0.5  # seconds between two signs of life that libzmq sends, from a thread of its own
-RECONNECT_INTERVAL = 0.2  # seconds between two tries of an agent to connect again
+KEY_LENGTH = 40  # characters of a key in Z85
+BEAT_INTERVAL = 0.5  # seconds between two heartbeats of libzmq, which has a thread for them
+RECONNECT_INTERVAL = 0.2  # seconds between an agent's tries to connect again
 AGENTS_WAIT = 4
-"""Times the link timeout that an agent waits for a silent head: that may be paused and go on, and
-with it all machines."""
+"""How many link timeouts an agent waits for a silent head.
+
+The head may be paused and go on, and with it all machines.
+"""
 
 
 class BadTicket(ValueError):
-    """Text that is no ticket; the message says what is wrong with it."""
+    """A text is no ticket; the message says what is wrong with it."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeyPair:
-    """A public key and its secret one, in Z85."""
+    """A public key and its secret key, in Z85."""
 
     public: str
     secret: str = field(repr=False)
 
     @classmethod
     def new(cls) -> KeyPair:
-        """Make a new, random one."""
+        """Make a random pair."""
         public, secret = zmq.curve_keypair()
         return cls(public.decode(), secret.decode())
 
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """Where a world's head listens, its public key, and the keys that it lets in (RFC 26).
+    """Where a world's head listens, its public key, and the keys that it accepts (RFC 26).
 
-    The keys are new for each world: with them both sides know one another, and encrypt all.
-    `addresses` are tried in this order; `fork` says whether workers are to be forked;
+    The keys are new for each world. Both sides recognise each other by them, and encrypt
+    everything. `addresses` are tried in this order; `fork` says whether workers are forked;
     `link_timeout` is how many seconds the head waits for a silent agent.
     """
 
@@ -74,12 +76,12 @@ class Ticket:
     link_timeout: float = LINK_TIMEOUT
 
     def to_line(self) -> bytes:
-        """Write it as one line of JSON."""
+        """Return the ticket as one line of JSON."""
         return json.dumps(asdict(self)).encode() + b"\n"
 
 
 def ticket_from(line: bytes) -> Ticket:
-    """Read the line; raises BadTicket."""
+    """Read a ticket from its line; raises BadTicket."""
     try:
         ticket: Ticket = built(json.loads(line), Ticket)
     except (ValueError, TypeError) as error:
@@ -94,12 +96,12 @@ def ticket_from(line: bytes) -> Ticket:
 
 
 def endpoint(address: str, port: int) -> str:
-    """Write a TCP endpoint as ZeroMQ does; IPv6 addresses in brackets."""
+    """Return a TCP endpoint as ZeroMQ writes it, with IPv6 addresses in brackets."""
     return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
 
 
 def listen_with(socket: zmq.Socket[Any], keys: KeyPair, link_timeout: float = LINK_TIMEOUT) -> None:
-    """Let a socket accept only connections that have the keys."""
+    """Make a socket accept only connections that have these keys."""
     _beat(socket, link_timeout)
     socket.curve_server = True
     socket.curve_publickey = keys.public.encode()
@@ -107,7 +109,7 @@ def listen_with(socket: zmq.Socket[Any], keys: KeyPair, link_timeout: float = LI
 
 
 def come_with(socket: zmq.Socket[Any], ticket: Ticket) -> None:
-    """Let a socket connect with the keys of a ticket, and again where the connection is lost."""
+    """Make a socket connect with the keys of a ticket, and again if the connection is lost."""
     _beat(socket, ticket.link_timeout)
     socket.reconnect_ivl = round(RECONNECT_INTERVAL * 1000)
     socket.curve_serverkey = ticket.server_key.encode()
@@ -118,11 +120,13 @@ def come_with(socket: zmq.Socket[Any], ticket: Ticket) -> None:
 def _beat(socket: zmq.Socket[Any], link_timeout: float) -> None:
     socket.ipv6 = True
     socket.heartbeat_ivl = round(BEAT_INTERVAL * 1000)
-    # After a pause of its own libzmq looks at the clock before it reads what has come meanwhile.
-    # So this is how agents miss a head; the head looks at its connections (`NodeServer`), earlier.
+    # After a pause of its own, libzmq looks at the clock before it reads what has come meanwhile.
+    # So only agents notice a lost head by this; the head looks at its connections (`NodeServer`),
+    # and earlier.
     socket.heartbeat_timeout = round(AGENTS_WAIT * link_timeout * 1000)
-    # No beat is sent, and none missed, while a message stands half in the kernel's buffer: a big
-    # value is on its way when the cable is pulled.  TCP_USER_TIMEOUT is for that.
+    # While a message is half in the kernel's buffer, heartbeats are neither sent nor missed, as
+    # when the cable is pulled during a big value. TCP_USER_TIMEOUT, set here, ends such a
+    # connection.
     socket.setsockopt(zmq.TCP_MAXRT, round(AGENTS_WAIT * link_timeout * 1000))
     socket.sndhwm = socket.rcvhwm = 0
 
@@ -133,7 +137,7 @@ LOOK_TIMEOUT = 1.0  # seconds for an address of this machine to answer
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a head listens, as it is typed: `10.0.0.1:4321`, `[fe80::1]:4321`."""
+    """Where a head listens, as the user types it: `10.0.0.1:4321`, `[fe80::1]:4321`."""
 
     host: str
     port: int
@@ -144,12 +148,12 @@ class Place:
 
 
 def place_of(ticket: Ticket) -> Place:
-    """Return the place that is typed for a ticket: the first of its addresses."""
+    """Return the place to type for a ticket: the first of its addresses."""
     return Place(ticket.addresses[0], ticket.port)
 
 
 def place_from(text: str, command: str) -> Place:
-    """Read the place that was typed for a command, `nbdist join`; raises UsageError."""
+    """Read a place that was typed for a command, such as `nbdist join`; raises UsageError."""
     host, sign, port = text.strip().rpartition(":")
     in_brackets = host[:1] + host[-1:] == "[]"
     if ":" in host and not in_brackets:
@@ -164,17 +168,17 @@ def place_from(text: str, command: str) -> Place:
 
 
 def join_keys_folder() -> Path:
-    """Return the folder of the keys."""
+    """Return the folder of the files that `nbdist join` looks for."""
     return Path(folders.state_folder(), "joins")
 
 
 def join_key_file(place: Place) -> Path:
-    """Return the file of the world at this place."""
+    """Return the file with the ticket of the world at this place."""
     return join_keys_folder() / f"{place.host.replace(':', '_')}-{place.port}{SUFFIX}"
 
 
 def write_join_key(ticket: Ticket) -> Path:
-    """Write the ticket where `nbdist join` finds it, in place of an old one; raises OSError."""
+    """Write a ticket where `nbdist join` finds it, replacing an old one; raises OSError."""
     path = join_key_file(place_of(ticket))
     folders.make_private(path.parent)
     with folders.whole_file(path, folders.PRIVATE_FILE) as file:
@@ -183,7 +187,7 @@ def write_join_key(ticket: Ticket) -> Path:
 
 
 def find_join_key(place: Place) -> Ticket | None:
-    """Find the ticket of the world at this place: by address, or by port if only one has it."""
+    """Return the ticket of the world at this place: by address, or by port if only one has it."""
     by_port = [ticket for _, ticket in _join_keys() if ticket.port == place.port]
     by_address = [ticket for ticket in by_port if place.host in ticket.addresses]
     found = by_address or by_port
@@ -191,7 +195,10 @@ def find_join_key(place: Place) -> Ticket | None:
 
 
 def read_key_file(path: Path) -> Ticket:
-    """Read a ticket; raises OSError, PermissionError where others can read it, and BadTicket."""
+    """Read a ticket from a file.
+
+    Raises OSError, PermissionError if users outside of its group have access to it, and BadTicket.
+    """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     with os.fdopen(fd, "rb") as file:
         if os.fstat(fd).st_mode & 0o007:
@@ -200,7 +207,7 @@ def read_key_file(path: Path) -> Ticket:
 
 
 def drop_dead_join_keys() -> None:
-    """Remove the keys of worlds of this machine whose head was killed before it could."""
+    """Remove files of worlds on this machine whose head was killed before it could remove them."""
     own = own_addresses()
     for path, ticket in _join_keys():
         if own.issuperset(ticket.addresses) and not any(
@@ -210,12 +217,12 @@ def drop_dead_join_keys() -> None:
 
 
 def own_addresses() -> set[str]:
-    """Return the addresses of this machine, at all of its network interfaces."""
+    """Return the addresses of all network interfaces of this machine."""
     return {each.address for on in psutil.net_if_addrs().values() for each in on}
 
 
 def _is_heard_at(address: str, port: int) -> bool:
-    with suppress(OSError):  # another error says neither yes nor no
+    with suppress(OSError):  # another error does not tell: count as alive
         try:
             socket.create_connection((address, port), LOOK_TIMEOUT).close()
         except ConnectionRefusedError:
@@ -234,12 +241,12 @@ LONGEST_SAYING = 1000  # milliseconds
 
 
 def what_to_say(identity: bytes, ticket: Ticket, address: str) -> bytes:
-    """Write for an agent's guard which agent that is, and where the head listens."""
+    """Return a line for an agent's guard: the agent's identity, and where the head listens."""
     return identity.hex().encode() + b" " + replace(ticket, addresses=(address,)).to_line()
 
 
 def say_ended(line: bytes) -> None:
-    """Tell the head, if it can be reached, that an agent was killed: called by its guard."""
+    """Tell the head, if it can be reached, that an agent was killed; the agent's guard calls it."""
     identity, _, written = line.partition(b" ")
     ticket = ticket_from(written)
     ended = bytes.fromhex(identity.decode())
@@ -252,16 +259,16 @@ def say_ended(line: bytes) -> None:
 
 # --- the command nbdist join ------------------------------------------------------------------
 
-REACH_TIMEOUT = 5.0  # seconds for the place to answer, which its machine's kernel does
-ENDED = 128 + signal.SIGTERM  # the exit code of what was ended, as a shell has it
-LEAVE_TIMEOUT = 15.0  # seconds for the agent to have ended its workers; it takes 10 at most
+REACH_TIMEOUT = 5.0  # seconds for the kernel of the other machine to answer
+ENDED = 128 + signal.SIGTERM  # the exit code of a shell for a process that SIGTERM has ended
+LEAVE_TIMEOUT = 15.0  # seconds for the agent to end its workers, which takes 10 at most
 
 
 def join(text: str, key_file: str | None = None, node: int | None = None) -> int:
-    """Be the agent of this machine until the world ends; return an exit code.
+    """Run an agent on this machine until its world ends; return an exit code.
 
-    `text` is the place that the notebook shows.  Raises UsageError.  Where a launcher such as
-    torchrun or srun runs this several times on a node, the first process joins, the others end.
+    `text` is the place that the notebook shows. Raises UsageError. If a launcher such as torchrun
+    or srun runs this several times on a node, only the first process joins, and the others exit.
     """
     place = place_from(text, "nbdist join")
     leads, own = part_of(os.environ)
@@ -279,13 +286,14 @@ def _come(place: Place, key_file: str | None, number: int) -> int:
     address = _reach(place)
     ticket = replace(_find_key(place, key_file), addresses=(address,), port=place.port)
     environ = safe_environ(without_starters(os.environ), folders.current_folder())
-    # A session of its own: Ctrl-C ends the agent through its stdin, with its workers.
+    # A session of its own: at Ctrl-C the agent leaves with its workers, because its stdin is
+    # closed.
     agent = subprocess.Popen(
         agent_command("", number), stdin=subprocess.PIPE, env=environ, start_new_session=True
     )
     assert agent.stdin is not None
     try:
-        with suppress(BrokenPipeError):  # its own last line says why
+        with suppress(BrokenPipeError):  # the agent has printed why it ended
             agent.stdin.write(ticket.to_line())
             agent.stdin.flush()
         sys.stderr.write(f"nbdist: {socket.gethostname()} joins the world at {place}\n")
@@ -293,16 +301,16 @@ def _come(place: Place, key_file: str | None, number: int) -> int:
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         with suppress(BrokenPipeError):
-            agent.stdin.close()  # when that has ended it leaves nothing behind
+            agent.stdin.close()  # the agent then leaves nothing behind
         with suppress(subprocess.TimeoutExpired):
             agent.wait(LEAVE_TIMEOUT)
-        agent.kill()  # the process above it ends what is left
+        agent.kill()  # its guard, the process above it, ends what is left
         agent.wait()
     return code if code >= 0 else 1
 
 
 def _find_key(place: Place, key_file: str | None) -> Ticket:
-    """Find the key of the world at this place; raises UsageError where there is none."""
+    """Return the ticket of the world at this place; raises UsageError if there is none."""
     try:
         if key_file == "-":
             return ticket_from(sys.stdin.buffer.readline())
@@ -324,7 +332,7 @@ def _find_key(place: Place, key_file: str | None) -> Ticket:
 
 
 def _reach(place: Place) -> str:
-    """Return the address that answers there; UsageError for none: the world has ended, say."""
+    """Return the numeric address that answers at this place; raises UsageError if none does."""
     try:
         with socket.create_connection((place.host, place.port), REACH_TIMEOUT) as reached:
             return socket.getnameinfo(reached.getpeername(), socket.NI_NUMERICHOST)[0]
@@ -341,30 +349,30 @@ LOCAL_RANKS = (
     "SLURM_LOCALID",
 )
 NODE_NUMBERS = ("GROUP_RANK", "SLURM_NODEID", "JOB_COMPLETION_INDEX")
-"""The variables by which torchrun, MPI, Slurm and Kubernetes number processes on a node, and nodes.
+"""Variables in which torchrun, MPI, Slurm and Kubernetes number a node's processes, and nodes.
 
-Several may be set: mpirun and torchrun run in Slurm's jobs.
+Several may be set: mpirun and torchrun run in jobs of Slurm.
 """
 
 OF_STARTERS = (
     *("TORCHELASTIC_", "OMPI_", "PMIX_", "PMI_", "PRTE_", "MPI_LOCAL", "PALS_", "HYDI_"),
     *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_TASK_PID"),
 )
-"""What begins so is for the process that was started, and would mislead libraries in workers."""
+"""Beginnings of variables that are for the started process alone, and would mislead workers."""
 
 
 def part_of(environ: Mapping[str, str]) -> tuple[bool, int]:
-    """Return whether the process with this environment leads its node, and which that is, or -1."""
+    """Return whether the process with these variables leads its node, and the node, or -1."""
     leads = all(_number(environ, name) <= 0 for name in LOCAL_RANKS)
     numbers = (_number(environ, name) for name in NODE_NUMBERS)
     return leads, next((number for number in numbers if number >= 0), -1)
 
 
 def without_starters(environ: Mapping[str, str]) -> dict[str, str]:
-    """Leave out what has started this process said to it, and is not for the agent."""
+    """Return the environment without variables that are for this process, and not for an agent."""
     left_out = set(NBDIST_DECIDES)
     if "TORCHELASTIC_RUN_ID" in environ and environ.get("OMP_NUM_THREADS") == "1":
-        left_out.add("OMP_NUM_THREADS")  # torchrun sets it unless it is set
+        left_out.add("OMP_NUM_THREADS")  # torchrun sets it to 1 unless the user has set it
     return {
         name: value
         for name, value in environ.items()
