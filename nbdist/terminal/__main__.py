@@ -1,4 +1,7 @@
-"""The command `nbdist`, also `python -m nbdist.terminal` where that is not on the path."""
+"""The command `nbdist`: parses its arguments, and calls the file that does the work.
+
+Also started as `python -m nbdist.terminal`, if the command is not on the path.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from nbdist.terminal.doctor import doctor
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit code."""
+    """Run the command with these words, by default the command line's; return the exit code."""
     options = _parser().parse_args(words)
     try:
         code: int = options.do(options)
@@ -26,14 +29,14 @@ def main(words: Sequence[str] | None = None) -> int:
     except UsageError as error:
         sys.stderr.write(f"nbdist: {error}\n")
         return 2
-    except BrokenPipeError:  # `nbdist top | head` has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what Python flushes last
+    except BrokenPipeError:  # the reader has closed the pipe, as in `nbdist top | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's last flush
         return 0
     return code
 
 
 def _join(options: argparse.Namespace) -> int:
-    # ZeroMQ is imported for the key.
+    # Imported here, because it imports ZeroMQ.
     from nbdist.cluster.ticket import join
 
     return join(options.place, options.key_file, options.index)
@@ -47,7 +50,7 @@ def _k8s(options: argparse.Namespace) -> int:
 
 
 def _worlds(options: argparse.Namespace) -> int:
-    # Packages are imported for it, of which `nbdist doctor` may find that they are missing.
+    # Imported here: packages that it imports may be missing, which `nbdist doctor` would report.
     from nbdist.terminal import worlds
 
     match options.command:
@@ -103,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     joining = add("join", _join, "join a world that is waiting for machines")
     found = "the world's key, - for stdin; by default that in the user's state folder"
     joining.add_argument("--key-file", metavar="FILE", help=found)
-    # Not --node: torchrun takes that for a beginning of options of its own.
+    # No `--node`: torchrun takes that for an abbreviation of its own options.
     index = "the machine's number, for the order of ranks"
     joining.add_argument("--index", metavar="N", type=int, help=index)
     pods = add("k8s", _k8s, "write a Kubernetes Job whose pods join a world")
@@ -133,19 +136,20 @@ def _seconds(text: str) -> float:
 
 EXTENSION = "nbdist"
 SECTION, TRAIT = "MagicsManager", "lazy_magics"
-"""Where IPython looks for them."""
+"""Class and trait of IPython's configuration that name extensions by magic."""
 
 _SET_IN_PYTHON = re.compile(rf"^[^#\n]*\b{TRAIT}\b", re.MULTILINE)
 
 
 def enable(profile: str, *, is_sure: bool) -> int:
-    """Write them into a profile, after asking; returns the command's exit code."""
-    # All magics are imported for this alone, and IPython in `config_file`.
+    """Write nbdist's magics into a profile's configuration, after asking; return the exit code."""
+    # Imported here, because it imports all magics; `config_file` imports IPython.
     from nbdist.notebook.command import find_commands
 
     file = config_file(profile)
     config = read(file)
-    # Also what IPython makes of `%%distributed` below other lines, so that this is said.
+    # Below other lines IPython takes `%%distributed` for a line magic called `%distributed`. It is
+    # named too, so that nbdist is loaded and says what is wrong.
     found = [*find_commands()]
     below = {f"%{each.name}" for each in found if each.kind == "cell"}
     names = sorted(below | {each.name for each in found})
@@ -174,7 +178,7 @@ def enable(profile: str, *, is_sure: bool) -> int:
 
 
 def disable(profile: str) -> int:
-    """Take out of the profile what `enable` has written; returns the command's exit code."""
+    """Remove what `enable` has written from a profile; return the exit code."""
     file = config_file(profile)
     config = read(file)
     magics: dict[str, str] = config.get(SECTION, {}).get(TRAIT, {})
@@ -188,7 +192,7 @@ def disable(profile: str) -> int:
 
 
 def config_file(profile: str) -> Path:
-    """Name the file of a profile that programs write; people write the one that ends in .py."""
+    """Return a profile's configuration file for programs; users write the one that ends in .py."""
     from IPython.paths import get_ipython_dir
 
     if not re.fullmatch(r"\w[\w.-]*", profile):
@@ -197,7 +201,7 @@ def config_file(profile: str) -> Path:
 
 
 def read(file: Path) -> dict[str, Any]:
-    """Read it; UsageError where it is not what IPython could read."""
+    """Return the configuration in a file; UsageError if IPython could not read the file."""
     if not file.exists():
         return {}
     try:
@@ -211,9 +215,9 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def write(file: Path, config: dict[str, Any], magics: Mapping[str, str | None]) -> None:
-    """Write a file with these magics besides, or without those that are None, in one step.
+    """Add magics to a configuration, or remove those that are None, and write the file whole.
 
-    It is removed where nothing is left in it.
+    If nothing is left, the file is removed.
     """
     from traitlets.config.manager import recursive_update
 

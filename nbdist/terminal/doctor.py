@@ -1,7 +1,7 @@
-"""`nbdist doctor`: whether workers can run on this machine, and what to do where they cannot.
+"""The command `nbdist doctor`: says whether workers can run on this machine, with remedies.
 
-Packages may be missing, so nothing is imported that needs one; and no torch: what it alone knows is
-asked of a process that ends at once, `nbdist.worker about`.
+Packages may be missing, so nothing is imported that needs one. torch is not imported either: a
+process of its own, `python -m nbdist.worker about`, says what torch can do.
 """
 
 from __future__ import annotations
@@ -39,17 +39,19 @@ from nbdist.topology import (
 from nbdist.words import count, one_line, size_text
 
 IMPORT_TIMEOUT = 120.0
-"""Seconds for torch, which a slow shared file system and busy processors can delay as long."""
+"""Seconds for importing torch, which a slow shared file system and busy processors can delay."""
 
 CONNECT_TIMEOUT = 2.0
 
 SHARED, LEAST_SHARED = "/dev/shm", 256 << 20
-"""Bytes with which a DataLoader's processes and nccl work; Docker gives 64 MiB."""
+"""The folder of shared memory, and bytes that a DataLoader and nccl need; Docker gives 64 MiB."""
 
 AGENT_THREADS, THREADS_OF_RANK = 20, 15
 AGENT_MEMORY, MEMORY_OF_RANK = 300 << 20, 80 << 20
-"""What an agent has with its guard and fork server, and each rank that has no variable yet: seen
-were 5 and 12 threads, 120 and 75 MB, and what a first training step imports is 200 MB."""
+"""Threads and bytes of an agent with its guard and fork server, and of a rank without variables.
+
+Measured were 5 and 12 threads, 120 and 75 MB; a first training step imports another 200 MB.
+"""
 
 PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 
@@ -57,7 +59,7 @@ LEVELS = ("problem", "warning", "ok")
 
 
 class Finding(NamedTuple):
-    """What will not work or may not, and what to do; or what is there."""
+    """Something that will not work or may not, with a remedy; or, at level "ok", a fact."""
 
     level: str
     text: str
@@ -68,7 +70,7 @@ Findings = Iterator[Finding]
 
 
 def doctor(workers: str) -> int:
-    """Print what was found for as many workers as `-n` says; 1 where something will not work."""
+    """Print findings for as many workers as `-n` says; return 1 if something will not work."""
     found = sorted(_examine(workers), key=lambda each: LEVELS.index(each.level))
     sys.stdout.write("".join(f"{level}: {text}\n" for level, text in found))
     return int(found[0].level == "problem")
@@ -100,7 +102,7 @@ def _examine(workers: str) -> Findings:
 
 
 def _packages() -> Findings:
-    """Look at all but torch, which the workers' interpreter has to have."""
+    """Check all packages but torch, which the workers' interpreter needs."""
     found = {each for each in requirements() if each.name != "torch"}
     wrong = {each for each in found if not each.found}
     if "packaging" not in (each.name for each in wrong):
@@ -116,7 +118,7 @@ def _packages() -> Findings:
 
 
 def ask(python: str, timeout: float = IMPORT_TIMEOUT) -> Mapping[str, Any]:
-    """Return what `nbdist.worker about` says there; LookupError says why it cannot."""
+    """Return what `nbdist.worker about` prints with this Python; LookupError says why it fails."""
     try:
         done = subprocess.run(
             [python, *MODULE, "nbdist.worker", "about"], stdin=subprocess.DEVNULL,
@@ -142,7 +144,7 @@ def ask(python: str, timeout: float = IMPORT_TIMEOUT) -> Mapping[str, Any]:
 
 def _torch(python: str, about: Mapping[str, Any]) -> Findings:
     version, wanted = about["torch"], ""
-    with suppress(ImportError, StopIteration):  # packaging is missing; nbdist is not installed
+    with suppress(ImportError, StopIteration):  # packaging is missing, or nbdist is not installed
         wanted = next(each.wanted for each in requirements() if each.name == "torch")
         if not is_within(version, wanted):
             remedy = f"`{python} -m pip install 'torch{wanted}'`"
@@ -163,7 +165,7 @@ def _gpus(gpus: Sequence[str], about: Mapping[str, Any]) -> Findings:
         yield ok("no GPU is visible: ranks use gloo on the CPU")
         return
     driver, used = driver_version() or "not known", about["gpus"]
-    # Of several slices CUDA shows a process the first alone.
+    # CUDA shows a process only the first of several slices.
     if len(used) < (1 if is_slice(gpus[0]) else len(gpus)):
         remedy = "update the driver, or install a torch for an older CUDA"
         if about["device"] == "CPU":
@@ -211,12 +213,12 @@ def _kernel(size: int) -> Findings:
 
 
 def _unreadable() -> str:
-    """Return why the memory of a process of this user cannot be read, "" if it can."""
+    """Return why the memory of this user's processes cannot be read; "" if it can."""
     try:
         process = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
-    except OSError:  # none can be started
+    except OSError:  # no process can be started
         return ""
-    with process:  # which ends with its stdin
+    with process:  # `cat` ends when its stdin is closed
         try:
             os.close(os.open(f"/proc/{process.pid}/mem", os.O_RDONLY))
         except OSError as error:

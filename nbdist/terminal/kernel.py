@@ -1,8 +1,8 @@
-"""A notebook's kernel, asked beside its page: for what only the notebook can do on its workers.
+"""Asks a notebook's kernel, beside its page, for what only the notebook can do on its workers.
 
-It is the process that has the world; its connection file is named on its command line, and is
-this user's alone.  What is asked runs between the cells of the user, and never later than it was
-asked for.
+`nbdist mcp` calls it. The kernel is the process that has the world; its connection file is named on
+its command line, and belongs to this user. What is asked runs between the user's cells; if the
+kernel is busy for too long it does not run at all.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from nbdist.errors import UsageError
 from nbdist.output.ansi import strip
 
 FREE_TIMEOUT = 4.0
-"""Seconds for a kernel to be free: what it has not begun by then it will not begin."""
+"""Seconds for a kernel to be free: a request that it has not begun by then will not run."""
 
 STEP = 0.5
 
@@ -32,7 +32,7 @@ GUEST = "nbdist.notebook.guest"
 
 
 def connection_file(pid: int) -> Path:
-    """Find that of a notebook's kernel; UsageError where the process is none."""
+    """Return the connection file of a notebook's kernel; UsageError if the process is none."""
     with suppress(OSError):
         words = os.fsdecode(Path(f"/proc/{pid}/cmdline").read_bytes()).split("\0")
         for word in words:
@@ -48,22 +48,22 @@ def connection_file(pid: int) -> Path:
 
 
 def interrupt(pid: int) -> None:
-    """Do as the Stop button does; UsageError where the process is no kernel."""
-    connection_file(pid)  # another program would end
+    """Interrupt the kernel as the Stop button does; UsageError if the process is no kernel."""
+    connection_file(pid)  # raises if it is another program, which SIGINT could end
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGINT)
 
 
 @contextmanager
 def connected(pid: int) -> Iterator[BlockingKernelClient]:
-    """Connect to the kernel of that process; UsageError unless it is free."""
+    """Connect to the kernel of that process; UsageError if it does not become free."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
     client = BlockingKernelClient(connection_file=str(connection_file(pid)), context=context)
     client.load_connection_file()
     client.start_channels(stdin=False, hb=False, control=False)
     try:
         until = time.monotonic() + FREE_TIMEOUT
-        # Its answers are seen, too: what it publishes arrives from now on.
+        # Once an answer is seen, iopub is connected too, and no later message is missed.
         while not any(_messages(client, client.kernel_info(), STEP)):
             if time.monotonic() > until:
                 raise UsageError(
@@ -76,16 +76,16 @@ def connected(pid: int) -> Iterator[BlockingKernelClient]:
 
 
 def ask(pid: int, function: str, *arguments: object, timeout: float) -> str:
-    """Call a function of `nbdist.notebook.guest` there; return what it shows.
+    """Call a function of `nbdist.notebook.guest` in the kernel; return what it shows as text.
 
-    All of it is text without colours, of a display that changes the last.  It raises UsageError
-    where the kernel is not free, or for longer than that.
+    The text has no colours, and the last state of a display that changes. Raises UsageError if the
+    kernel does not become free, or the call takes longer than `timeout`.
     """
     shown: dict[str, str] = {}
     with connected(pid) as client:
         given = ", ".join(map(repr, (time.time() + FREE_TIMEOUT, *arguments)))
         code = f"__import__({GUEST!r}, fromlist=['_']).{function}({given})"
-        # The user's cells that wait behind it run in any case.
+        # If it fails, cells of the user that wait behind it run all the same.
         way = {"silent": True, "store_history": False, "stop_on_error": False}
         number = client.execute(code, **way, allow_stdin=False)
         is_over = False
@@ -111,9 +111,9 @@ def ask(pid: int, function: str, *arguments: object, timeout: float) -> str:
 def _messages(
     client: BlockingKernelClient, number: str, timeout: float
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield what the kernel publishes until it is done with this request, that last.
+    """Yield what the kernel publishes for a request; its last message is that the kernel is idle.
 
-    What it shows meanwhile under a cell of the user is of this request, too.
+    Output that appears meanwhile under a cell of the user belongs to the request too.
     """
     until, has_begun = time.monotonic() + timeout, False
     while (left := until - time.monotonic()) > 0:

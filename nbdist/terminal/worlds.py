@@ -1,4 +1,7 @@
-"""The worlds of this user on this machine: `nbdist status`, `top`, `ps`, `kill`; text for `mcp`."""
+"""The commands `nbdist status`, `top`, `ps` and `kill`, and texts on worlds for `nbdist mcp`.
+
+They ask the sockets of this user's worlds on this machine.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ from nbdist.world.result import log_lines, logs_text, rows, usage_text
 # --- `nbdist ps` and `nbdist kill` ------------------------------------------------------------
 
 KILL_TIMEOUT = 10.0
-"""Seconds for an agent to end in order, and again after it was killed for what is left."""
+"""Seconds for a world to end in order, and again for what is left once its agent was killed."""
 
 HEADINGS = ("name", "pool", "ranks", "state", "cell", "since", "notebook", "process")
 
@@ -35,7 +38,7 @@ LONGEST_CELL = 40
 
 
 def show_worlds() -> int:
-    """Print all worlds, a line each; 1 where there is none."""
+    """Print all worlds, a line each; return 1 if there is none."""
     found = worlds()
     if not found:
         sys.stdout.write("none of your worlds is running on this machine\n")
@@ -45,12 +48,12 @@ def show_worlds() -> int:
 
 
 def worlds_text(found: Sequence[Found]) -> str:
-    """List worlds, a line each."""
+    """Return a table of worlds, a line each."""
     return "\n".join(aligned([HEADINGS, *map(row_of, found)]))
 
 
 def row_of(found: Found) -> tuple[str, ...]:
-    """Write what is said of one world, as `HEADINGS`."""
+    """Return a world's row for `HEADINGS`."""
     info = found.info
     notebook = f"detached since {_clock(info.since)}" if found.is_detached else str(info.notebook)
     cell = info.cell[:LONGEST_CELL]
@@ -59,7 +62,7 @@ def row_of(found: Found) -> tuple[str, ...]:
 
 
 def kill_world(name: str) -> int:
-    """End a world and all that belongs to it; UsageError where none, or several, are called so."""
+    """End a world and all that belongs to it; UsageError if none, or several, have this name."""
     found = named(worlds(), name, "nbdist kill")
     is_over = _end(found.agent, found.info.guard)
     sys.stdout.write(f"{found.name} {'ended' if is_over else 'does not end'}\n")
@@ -67,7 +70,7 @@ def kill_world(name: str) -> int:
 
 
 def _end(agent: int, guard: int) -> bool:
-    """End an agent with all that is its own, by force if need be; return True if all has ended."""
+    """End an agent and all that it has started, at last by SIGKILL; return True if all ended."""
     with ExitStack() as stack:
         try:
             last = os.pidfd_open(guard)
@@ -79,20 +82,20 @@ def _end(agent: int, guard: int) -> bool:
         for number in (signal.SIGTERM, signal.SIGKILL):
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(process, number)
-            # The guard ends once nothing is left.
+            # The guard ends when nothing is left.
             if select.select([last], [], [], KILL_TIMEOUT)[0]:
                 return True
     return False
 
 
 def _clock(seconds: float) -> str:
-    """Write a time of today as `14:05`, else with its day."""
+    """Return a time of today as `14:05`, or another one with its day."""
     at = time.localtime(seconds)
     is_today = at[:3] == time.localtime()[:3]
     return time.strftime("%H:%M" if is_today else "%d %b %H:%M", at)
 
 
-# --- how a world looks in a terminal ----------------------------------------------------------
+# --- the table of ranks ---------------------------------------------------------------------------
 
 NONE = (
     "none of your worlds runs on this machine: `%%distributed -n 4` in a notebook starts one,"
@@ -103,11 +106,14 @@ MADE_UP = re.compile(r"\d{8}-\d{6}-\d+|world|")
 """Names that nbdist gives worlds without `--name`."""
 
 Before = dict[tuple[str, int], tuple[float, float]]
-"""When each process was looked at last, by its host and number, and its seconds by then."""
+"""By host and pid, when a process was looked at last, and its processor seconds by then."""
 
 
 def cpu_since(before: Before, seen: WorldInfo) -> dict[int, float]:
-    """Return by rank the per cent of a core since the last look; none for new processes."""
+    """Return by rank the per cent of a core since the last look, which `before` keeps.
+
+    Processes that were not there before have none.
+    """
     found = {}
     for worker in seen.ranks:
         key, now = (seen.host, worker.pid), (seen.at, worker.cpu_seconds)
@@ -121,11 +127,11 @@ def cpu_since(before: Before, seen: WorldInfo) -> dict[int, float]:
 LOOK_TIMEOUT = 3.0
 
 Picture = Sequence[tuple[WorldInfo, Mapping[int, float]]]
-"""Worlds, and the processor time of each one's ranks."""
+"""Worlds, and the processor time of each world's ranks."""
 
 
 def looks() -> Generator[Picture, None, None]:
-    """Look at all worlds again and again, in the order of their notebooks."""
+    """Look at all worlds each time that the generator is resumed, sorted by their notebooks."""
     before: Before = {}
     while True:
         found = [each.info for each in ask_all(Look(), LOOK_TIMEOUT)]
@@ -134,7 +140,7 @@ def looks() -> Generator[Picture, None, None]:
 
 
 def title(seen: WorldInfo) -> str:
-    """Say which world it is: `4 workers · gloo · train.ipynb (pid 123) · cell 7`."""
+    """Return a world's title, such as `4 workers · gloo · train.ipynb (pid 123) · cell 7`."""
     cells = sorted({each.cell for each in seen.ranks if each.cell is not None})
     notebook = os.path.basename(seen.notebook_name)
     place = f"pid {seen.notebook}" if seen.notebook else "detached"
@@ -151,19 +157,19 @@ def title(seen: WorldInfo) -> str:
 
 
 def table(seen: WorldInfo, cpu: Mapping[int, float]) -> list[tuple[str, ...]]:
-    """Lay out headings, and a row per rank."""
+    """Return the headings of a world's table, and a row for each rank."""
     lines = {each.rank: printable(each.last_line).strip() for each in seen.ranks}
     found = rows(seen.ranks, cpu, lines)
     return [tuple(map(printable, row)) for row in found]
 
 
 def printable(text: str) -> str:
-    """Return it without what a terminal would obey: it may be what a worker has written."""
+    """Return text without control characters: a worker may have written what a terminal obeys."""
     return "".join(sign if sign.isprintable() else " " for sign in strip(text))
 
 
 def fitted(rows: Sequence[Sequence[str]], width: int) -> list[list[str]]:
-    """Cut columns of texts, the longest first, until a line is no longer than `width`."""
+    """Cut texts in columns, the widest column first, until a line is at most `width` long."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     texts = [at for at, heading in enumerate(rows[0]) if heading not in WHOLE_WIDTH] if rows else []
     while sum(widths) + 2 * len(widths) - 2 > width:
@@ -175,12 +181,12 @@ def fitted(rows: Sequence[Sequence[str]], width: int) -> list[list[str]]:
 
 
 def cut(text: str, width: int) -> str:
-    """Cut a text that is longer, and show that."""
+    """Cut a text that is longer than `width`, and end it with `…`."""
     return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
 def as_lines(found: Picture, width: int) -> Iterator[str]:
-    """Write all worlds, no line longer than that."""
+    """Yield the lines for all worlds, none longer than `width`."""
     if not found:
         yield NONE[:width]
     for index, (seen, cpu) in enumerate(found):
@@ -195,11 +201,11 @@ def _printed(found: Picture, width: int) -> str:
 
 
 BETWEEN_LOOKS = 0.5
-"""Seconds in which `nbdist status` counts processor time; longer than an answer is kept."""
+"""Seconds for which `nbdist status` measures processor time: agents keep an answer less long."""
 
 
 def show_status() -> int:
-    """Print all worlds once; 1 where there is none."""
+    """Print all worlds once; return 1 if there is none."""
     with closing(looks()) as seen:
         next(seen)
         time.sleep(BETWEEN_LOOKS)
@@ -209,24 +215,24 @@ def show_status() -> int:
     return 0 if found else 1
 
 
-# --- draws what runs again and again ----------------------------------------------------------
+# --- `nbdist top` ---------------------------------------------------------------------------------
 
 STATE = re.compile(r"(?<=  )(?:(idle)|(busy)|(dead)|(starting))\b.*?(?=  |$)")
 COLOURS = (32, 34, 31, 33)
-"""Green, blue, red and yellow, for the states in this order."""
+"""Codes of green, blue, red and yellow, for the states of STATE in this order."""
 
 WHOLE_WIDTH = ("rank", "state", "pid", "device", "memory", "cpu", "gpu")
-"""Columns that are not cut where a line is too long."""
+"""Columns that are never cut."""
 
 LEAST_WIDTH = 8
-"""Of the others."""
+"""Characters to which other columns are cut at most."""
 
 ON, OFF = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
-"""Another screen without a cursor, and back."""
+"""Switch to another screen without a cursor, and back."""
 
 
 def show_top(every: float, times: int = 0) -> int:
-    """Draw all worlds every `every` seconds, until `q` or Ctrl-C, or `times` times."""
+    """Draw all worlds every `every` seconds, `times` times or until `q` or Ctrl-C."""
     is_screen = sys.stdout.isatty()
     has_keys = is_screen and sys.stdin.isatty()
     with suppress(KeyboardInterrupt), closing(looks()) as seen, ExitStack() as stack:
@@ -258,7 +264,7 @@ def _quits_within(seconds: float, *, has_keys: bool) -> bool:
 
 
 def _redrawn(found: Picture) -> str:
-    """Draw over what is there, which does not flicker as a cleared screen would."""
+    """Return text that draws over the last picture: clearing the screen first would flicker."""
     size = shutil.get_terminal_size()
     lines = map(coloured, [*as_lines(found, size.columns)][: size.lines - 1])
     text = "".join(f"{line}\x1b[K\r\n" for line in lines)
@@ -272,13 +278,13 @@ def coloured(line: str) -> str:
     return STATE.sub(lambda it: f"\x1b[{COLOURS[(it.lastindex or 1) - 1]}m{it[0]}\x1b[0m", line, 1)
 
 
-# --- what `nbdist mcp` tells an assistant of a world --------------------------------------------
+# --- texts for `nbdist mcp` -----------------------------------------------------------------------
 
 MOST_ROWS, NO_LINES = 64, "no lines"
 
 
 def status_text(seen: WorldInfo, cpu: Mapping[int, float]) -> str:
-    """Say which world it is, what each rank does, and for whom ranks wait."""
+    """Return a world's title and table, and for whom ranks wait."""
     headings, *lines = table(seen, cpu) or [("no workers yet",)]
     more = [f"({count(len(lines) - MOST_ROWS, 'more rank')})"] if len(lines) > MOST_ROWS else []
     places = {each.rank: each.place for each in seen.ranks if each.place is not None}
@@ -295,7 +301,7 @@ def status_text(seen: WorldInfo, cpu: Mapping[int, float]) -> str:
 
 
 def _waits(places: Mapping[int, Place], idle: Collection[int]) -> Iterator[str]:
-    """Say for whom ranks wait, where some do."""
+    """Yield lines on the ranks that wait, and for which others, if any do."""
     if any(place.operation for place in places.values()):
         said = hangs.waits_text(places)
         if idle:
@@ -308,7 +314,7 @@ def _waits(places: Mapping[int, Place], idle: Collection[int]) -> Iterator[str]:
 
 
 def stacks_text(stacks: Iterable[Stack]) -> str:
-    """Write the Python stack of each rank, equal ones once."""
+    """Return the Python stack of each rank, equal ones once."""
     stacks = [*stacks]
     pids = {stack.rank: str(stack.pid) for stack in stacks}
 
@@ -319,7 +325,7 @@ def stacks_text(stacks: Iterable[Stack]) -> str:
 
 
 def last_lines(logs: Sequence[LogTail], pattern: re.Pattern[str] | None, most: int) -> str:
-    """Write the last lines of each rank, equal ones once; without colours."""
+    """Return the last lines of each rank, equal ones once, without colours."""
     if logs and not any(each.file for each in logs):
         return "these workers have no log files (NBDIST_LOG_DIR is empty)"
     ends = (each._replace(lines=tuple(log_lines(each, pattern)[-most:])) for each in logs)
@@ -327,7 +333,7 @@ def last_lines(logs: Sequence[LogTail], pattern: re.Pattern[str] | None, most: i
 
 
 def success_text(task: TaskSeen) -> str:
-    """Say that a task has ended well, as far as is known."""
+    """Return a line on a task that has not failed, as far as is known, above the last failure."""
     return f"{_named(task)} did not fail; the last failure was before it:"
 
 
@@ -337,7 +343,7 @@ def _named(task: TaskSeen) -> str:
 
 
 def failure_text(task: TaskSeen) -> str:
-    """Say which rank failed first, when and why, and what followed from it on the others."""
+    """Return which rank of a task failed first, when and why, and what followed on the others."""
     errors = {each.rank: each.error for each in task.troubles}
     released = {stack.rank: stack.place for stack in task.aborted if stack.rank in errors}
     places = {**{stack.rank: stack.place for stack in task.places}, **released}
