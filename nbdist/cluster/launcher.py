@@ -204,7 +204,7 @@ class JoinLauncher:
     """The launcher of `--launcher join`."""
 
     def launch(self, wanted: WorldConfig, ticket: Ticket, folder: Path) -> Launched:
-        """Write the world's key for `nbdist join`, and wait for `min_nodes` machines.
+        """Write the world's key for `nbdist join`; the head waits for `min_nodes` machines.
 
         The key is in the user's state folder while the world exists.
         """

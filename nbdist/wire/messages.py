@@ -72,7 +72,7 @@ class StartWorld(NamedTuple):
 
 
 class StopWorld(NamedTuple):
-    """End all workers: ask them to exit, and kill those that are left after `grace` seconds."""
+    """End all workers: idle workers have `grace` seconds to exit, all others are killed at once."""
 
     grace: float
 

@@ -233,7 +233,7 @@ class CallOff(PartRequest[None]):
 
 @dataclass(frozen=True, slots=True)
 class EndRanks(PartRequest[None]):
-    """End these ranks: ask them to exit, and kill those that are left after `grace` seconds.
+    """End these ranks: idle workers have `grace` seconds to exit, all others are killed at once.
 
     `drops` is set if no rank of the world stays: the agent discards their pending outputs.
     """
