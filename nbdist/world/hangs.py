@@ -388,7 +388,9 @@ def in_one_line(
 
 def _end_of_peer(errors: Iterable[RankError]) -> str:
     own = [each for each in errors if isinstance(each, Died) or each.connections != "ended"]
-    if not own or any(isinstance(each, Died) for each in own):
+    if not own:  # such as a rank that has destroyed its process group
+        return "had closed its connection"
+    if any(isinstance(each, Died) for each in own):
         return "died"
     timed_out = any(isinstance(each, Failure) and each.connections == "timed out" for each in own)
     return "had timed out" if timed_out else "had failed"

@@ -65,15 +65,20 @@ class Outcome:
         return (self.updates or self.displays)[-1]["data"]
 
     @property
+    def texts(self) -> list[str]:
+        """The text of each display, with its last content."""
+        newest = {each["transient"]["display_id"]: each for each in self.updates}
+        last = (newest.get(each["transient"].get("display_id"), each) for each in self.displays)
+        return [each["data"].get("text/plain", "") for each in last]
+
+    @property
     def seen(self) -> str:
         """All that a person sees of it, without colours."""
         # A panel of an earlier cell can change meanwhile; it is above that cell.
-        newest = {each["transient"]["display_id"]: each for each in self.updates}
-        last = (newest.get(each["transient"].get("display_id"), each) for each in self.displays)
-        shown = [each["data"] for each in (*last, *self.figures)] + self.results
-        texts = [data.get("text/plain", "") for data in shown]
+        figures = [each["data"] for each in self.figures]
+        others = [data.get("text/plain", "") for data in figures + self.results]
         errors = ("\n".join(error["traceback"]) for error in self.errors)
-        return strip("\n".join([*self.streams, *texts, *errors]))
+        return strip("\n".join([*self.streams, *self.texts, *others, *errors]))
 
     @property
     def text(self) -> str:

@@ -185,8 +185,7 @@ def test_stop_ends_the_waiting(notebook: Notebook) -> None:
     )
     # The panel of the cell that runs may be drawn beside these.
     status, output, stopped = (
-        notebook.run(f"%dist_{word}").displays[-1]["data"]["text/plain"]
-        for word in ("status", "output", "interrupt")
+        notebook.run(f"%dist_{word}").texts[-1] for word in ("status", "output", "interrupt")
     )
     assert "running a cell" in status
     assert output.endswith("── ranks 0-1 (same) ──\nbegun")
@@ -352,7 +351,7 @@ def test_a_cell_that_runs_here_too(two: Notebook) -> None:
     """What it binds it binds on both sides; what fails here fails the cell; `await` is refused."""
     ran = two.run("%%distributed --here-too -o there\nx = sum(range(10))\nprint('said')\nx")
     assert (ran.errors, ran.streams, ran.results) == ([], ["said\n"], [{"text/plain": "45"}])
-    assert ran.displays[-1]["data"]["text/plain"].endswith("said\n45")
+    assert ran.texts[-1].endswith("said\n45")
     assert two.value("x, there.rank(1)") == (45, 45)
     two.run("%%distributed\nx = rank")
     assert two.run("%%distributed --here-too\ny = x").errors == []
@@ -366,7 +365,7 @@ def test_a_cell_that_runs_here_too(two: Notebook) -> None:
     said = ran.errors[1]["evalue"]
     assert said.startswith("the cell raised in the notebook: NameError: ")
     assert said.endswith(" 2 ranks ran it.")
-    assert ran.displays[-1]["data"]["text/plain"].endswith("── ranks 0-1 (same) ──\n2")
+    assert ran.texts[-1].endswith("── ranks 0-1 (same) ──\n2")
 
 
 @pytest.mark.skipif(not HAS_SUBSHELLS, reason="ipykernel 6 has no subshells")

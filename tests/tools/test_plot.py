@@ -62,7 +62,7 @@ def test_curves_of_cells(kernel: Notebook) -> None:
 def test_logs(kernel: Notebook) -> None:
     """Bars give theirs with all digits, where they are asked to; afterwards they do not."""
     shown = kernel.run(LOGS)
-    panel, note = (each["data"]["text/plain"] for each in shown.displays[-2:])
+    panel, note = shown.texts[-2:]
     panel = shown.updates[-1]["data"]["text/plain"] if shown.updates else panel
     assert "err 3.5 · step 5 · 2 ranks 3 to 4" in panel
     assert "acc 0.5 · step 5 · 2 ranks equal" in panel

@@ -68,7 +68,7 @@ def test_a_profile(kernel: Notebook, tmp_path: Path) -> None:
     shown = kernel.run(f"%%distributed -n 2 --profile {path}\n{WORK}")
     assert shown.errors == []
     assert shown.streams == []
-    said = shown.displays[-1]["data"]["text/plain"]
+    said = shown.texts[-1]
     assert said.startswith(f"{path} · ")
     assert said.endswith(" events of 2 ranks · ui.perfetto.dev opens it")
     events = json.loads(path.read_text())["traceEvents"]

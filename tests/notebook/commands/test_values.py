@@ -203,7 +203,7 @@ def test_every(notebook: Notebook) -> None:
     notebook.run("%%distributed\npass")
     failed = notebook.run("%%distributed\npass")
     assert failed.errors == []
-    line = failed.displays[-1]["data"]["text/plain"]
+    line = failed.texts[-1]
     assert line.startswith("no snapshot `auto` after this cell: No snapshot was written: ")
     assert "\n" not in line
     folder.unlink()
