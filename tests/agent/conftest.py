@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,10 +24,14 @@ def bench() -> Iterator[Source]:
 
 @pytest.fixture
 def program(tmp_path: Path) -> Program:
-    """Makes a program for workers to run."""
+    """Makes a program for workers to run, in a file of its own.
+
+    A shell that has not begun to read its program would otherwise run the next one.
+    """
+    numbers = itertools.count()
 
     def make(text: str) -> Path:
-        path = tmp_path / "worker.sh"
+        path = tmp_path / f"worker{next(numbers)}.sh"
         path.write_text(f"#!/bin/sh\n{text}\n")
         path.chmod(0o755)
         return path
