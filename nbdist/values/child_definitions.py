@@ -6,6 +6,7 @@ those of a DataLoader, use the same functions.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import types
@@ -17,6 +18,8 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import cloudpickle.cloudpickle as by_value
+
+from nbdist.values.definitions import REFERENCE, class_attributes, take_annotations
 
 script_names: set[str] = set()
 """Names that a running script binds: a spawned child imports the script, so it has them too."""
@@ -49,7 +52,20 @@ def _pickle_by_value() -> None:
 def _reduce(_pickler: ForkingPickler, value: Any) -> Any:
     if not _is_definition(value) or _is_found_by_name(value):
         return NotImplemented
-    return _receive, (_mark(value), by_value.dumps(value))
+    file = io.BytesIO()
+    _Pickler(file).dump(value)
+    return _receive, (_mark(value), file.getvalue())
+
+
+class _Pickler(by_value.Pickler):  # type: ignore[misc]  # it has no types
+    """Pickles classes with their annotations, which cloudpickle leaves out on Python 3.14."""
+
+    def reducer_override(self, value: Any) -> Any:
+        reduced = super().reducer_override(value)
+        is_by_value = reduced is not NotImplemented and len(reduced) > REFERENCE
+        if isinstance(value, type) and is_by_value:
+            take_annotations(value, class_attributes(reduced[2]))
+        return reduced
 
 
 def _receive(mark: str, pickled: bytes) -> Any:
