@@ -12,7 +12,6 @@ import enum
 import fractions
 import functools
 import logging
-import marshal
 import os
 import pathlib
 import pickle
@@ -55,6 +54,7 @@ from nbdist.values.states import (
     State,
     Token,
     attributes_of,
+    bytes_of_code,
     digest_of_token,
     has_python_reduce,
     is_its_attributes,
@@ -218,7 +218,7 @@ class Scan:
             types.FunctionType: self._of_function,
             types.BuiltinFunctionType: self._of_builtin,
             types.ModuleType: lambda v: ("mod", definitions.require_importable(v)),
-            types.CodeType: lambda v: ("code", marshal.dumps(v, 2)),
+            types.CodeType: lambda v: ("code", bytes_of_code(v)),
             staticmethod: lambda v: ("sm", self.token(v.__func__)),
             classmethod: lambda v: ("cm", self.token(v.__func__)),
             property: lambda v: ("pr", *map(self.token, (v.fget, v.fset, v.fdel, v.__doc__))),
@@ -386,7 +386,7 @@ class Scan:
         token = self.token
         parts = {
             HEAD: (where, *map(token, value.__closure__ or ())),
-            "__code__": ("code", digest_bytes(marshal.dumps(value.__code__, 2))),
+            "__code__": ("code", digest_bytes(bytes_of_code(value.__code__))),
         }
         for name, part in definitions.details_of(value).items():
             parts[name] = ("d", *_flat(token, part)) if type(part) is dict else token(part)

@@ -102,6 +102,25 @@ def digest_of_token(token: Token) -> bytes:
     return data if len(data) <= MAX_DIGEST else hashlib.blake2b(data, digest_size=16).digest()
 
 
+def bytes_of_code(code: types.CodeType) -> bytes:
+    """Return bytes that are equal if the code is."""
+    try:
+        return marshal.dumps(code, 2)
+    except ValueError:  # it has slices, which are constants from Python 3.14 on
+        return marshal.dumps(_without_slices(code), 2)
+
+
+def _without_slices(constant: Any) -> Any:
+    match constant:
+        case slice(start=start, stop=stop, step=step):
+            return "slice", start, stop, step
+        case tuple():
+            return tuple(map(_without_slices, constant))
+        case types.CodeType(co_consts=constants):
+            return constant.replace(co_consts=_without_slices(constants))
+    return constant
+
+
 ATOMIC = frozenset({type(None), bool, int, float, complex, str, bytes, type(...)})
 
 HEAP_TYPE = 1 << 9

@@ -30,6 +30,11 @@ CASES = {
         "B().m()",
         [3, 1],
     ),
+    "a function with slices": (
+        "def f(x):\n    return (lambda y: y[1:])(x[:-1]), x[::2]",
+        "f([1, 2, 3, 4])",
+        ([2, 3], [1, 3]),
+    ),
     "a class that its base knows": (
         "class Base:\n    kinds = []\n"
         "    def __init_subclass__(cls): Base.kinds.append(cls)\n"
