@@ -82,7 +82,8 @@ class Rule(NamedTuple):
         What lies in a folder that is sent is sent too; of one that stays nothing is looked at.
         """
         sends, name = line.startswith("!"), line.removeprefix("!")
-        pattern = translate(name.strip("/")).removesuffix(r"\Z")
+        # Its end is `\z` from Python 3.14 on.
+        pattern = translate(name.strip("/")).removesuffix(r"\Z").removesuffix(r"\z")
         if "/" not in name.rstrip("/"):  # wherever it is
             pattern = "(?:.*/)?" + pattern.replace(".*", "[^/]*")
         below = ".*" if sends else ""
