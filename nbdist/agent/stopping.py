@@ -175,6 +175,7 @@ class Stopping:
         self._abort_all = abort_all
         self._report = report
         self._stopped: dict[int, _Stopped] = {}
+        self._is_aborting = False  # whether `_abort` runs, or will run soon
 
     def is_stopping(self, ranks: Iterable[Worker]) -> bool:
         """Return True if any of these ranks has been interrupted in the task that it still runs."""
@@ -189,7 +190,6 @@ class Stopping:
         The caller must exhaust the generator, because it sends the signals while it is iterated.
         Ranks that `have_stopped` get no SIGINT: they have raised KeyboardInterrupt at their step.
         """
-        is_aborting = bool(self._stopped)
         for rank in ranks:
             if rank in have_stopped:
                 rank.refuse_input()
@@ -201,7 +201,9 @@ class Stopping:
             elif rank.task_id:
                 stopped = self._stopped[rank.rank] = _Stopped(rank, rank.task_id)
                 yield self._follow(stopped)
-        if self._stopped and not is_aborting:
+        # After an earlier Stop `_abort` may still sleep; then it also serves these ranks.
+        if self._stopped and not self._is_aborting:
+            self._is_aborting = True
             yield self._abort()
 
     def spare(self, ranks: Iterable[int]) -> None:
@@ -232,17 +234,21 @@ class Stopping:
 
     async def _abort(self) -> None:
         """Abort all collectives again and again while an interrupted rank waits in one, or may."""
-        while self._stopped:
-            await asyncio.sleep(LOCATE_EVERY)
-            found = {number: stopped.waits for number, stopped in self._stopped.items()}
-            waits = {number: place for number, place in found.items() if place is not None}
-            if not (waits or any(stopped.may_wait for stopped in self._stopped.values())):
-                continue
-            self._report(waits)
-            if await self._abort_all():
-                for number in waits.keys() & self._stopped.keys():
-                    self._stopped[number].count_abort()
-            await asyncio.sleep(ABORT_EVERY)
+        try:
+            while self._stopped:
+                await asyncio.sleep(LOCATE_EVERY)
+                found = {number: stopped.waits for number, stopped in self._stopped.items()}
+                waits = {number: place for number, place in found.items() if place is not None}
+                if not (waits or any(stopped.may_wait for stopped in self._stopped.values())):
+                    continue
+                self._report(waits)
+                waiting = [self._stopped[number] for number in waits]
+                if await self._abort_all():
+                    for stopped in waiting:
+                        stopped.count_abort()
+                await asyncio.sleep(ABORT_EVERY)
+        finally:
+            self._is_aborting = False
 
 
 async def _place_of(rank: Worker) -> Place:

@@ -1,11 +1,17 @@
-"""Which ranks Stop kills: those that will provably not leave what they run."""
+"""Which ranks Stop kills, and how long it goes on with its work."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
-from nbdist.agent.stopping import ABORTS, C_GRACE, IGNORES_GRACE, Sight, is_stuck
+from nbdist.agent.stopping import ABORTS, C_GRACE, IGNORES_GRACE, Sight, Stopping, is_stuck
 from nbdist.wire.views import Place
+from tests.agent.sources import Source
+from tests.agent.test_worker import Watched
 
 LONG = 60.0
 IN_PYTHON = Place(line=3)
@@ -49,3 +55,51 @@ KILLED = [
 def test_who_is_killed(sight: Sight) -> None:
     """Nobody else is."""
     assert is_stuck(sight) == (sight in KILLED)
+
+
+@pytest.fixture
+def runner(bench: Source) -> asyncio.Runner:
+    """The loop of the fork server's owner."""
+    return bench.runner
+
+
+@pytest.fixture
+def watched(bench: Source, runner: asyncio.Runner) -> Iterator[Watched]:
+    """A rank that is ready for tasks."""
+
+    async def start() -> Watched:
+        # A thread of the pool reads the memory of a rank that does not answer in time.
+        asyncio.get_running_loop().set_default_executor(pool)
+        watched = Watched(bench, 0)
+        await watched.worker.start()
+        return watched
+
+    with ThreadPoolExecutor() as pool:
+        watched = runner.run(start())
+        yield watched
+        runner.run(watched.worker.stop(0.0))
+
+
+SLEEPS = "import time; time.sleep(600)"
+
+
+async def abort_nothing() -> bool:
+    """Answer as all ranks do that have no collective to abort."""
+    return True
+
+
+@pytest.mark.world
+async def test_one_loop_aborts(watched: Watched) -> None:
+    """Also if Stop is pressed again just after the ranks have left their tasks."""
+    stopping = Stopping(abort_nothing, lambda places: None)
+    running = set[asyncio.Task[None]]()
+    aborts: list[asyncio.Task[None]] = []
+    for name in "abcd":
+        watched.begin(SLEEPS, name)
+        follow, *others = map(asyncio.ensure_future, stopping.begin([watched.worker]))
+        running |= {follow, *others}
+        assert len(others) == all(each.done() for each in aborts)
+        aborts += others
+        await follow
+    await asyncio.gather(*running)
+    assert not stopping.is_stopping([watched.worker])
