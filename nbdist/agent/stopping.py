@@ -174,13 +174,14 @@ class Stopping:
     ) -> None:
         self._abort_all = abort_all
         self._report = report
-        self._stopped: dict[int, _Stopped] = {}
+        # By worker, because a rank gets another number when the world is scaled.
+        self._stopped: dict[Worker, _Stopped] = {}
         self._is_aborting = False  # whether `_abort` runs, or will run soon
 
     def is_stopping(self, ranks: Iterable[Worker]) -> bool:
         """Return True if any of these ranks has been interrupted in the task that it still runs."""
-        found = ((rank, self._stopped.get(rank.rank)) for rank in ranks)
-        return any(each and each.rank is rank and not each.is_over for rank, each in found)
+        found = map(self._stopped.get, ranks)
+        return any(stopped and not stopped.is_over for stopped in found)
 
     def begin(
         self, ranks: Iterable[Worker], have_stopped: Collection[Worker] = ()
@@ -195,11 +196,11 @@ class Stopping:
                 rank.refuse_input()
             else:
                 rank.interrupt()
-            before = self._stopped.get(rank.rank)
-            if before is not None and before.rank is rank and not before.is_over:
+            before = self._stopped.get(rank)
+            if before is not None and not before.is_over:
                 before.interrupt_again()
             elif rank.task_id:
-                stopped = self._stopped[rank.rank] = _Stopped(rank, rank.task_id)
+                stopped = self._stopped[rank] = _Stopped(rank, rank.task_id)
                 yield self._follow(stopped)
         # After an earlier Stop `_abort` may still sleep; then it also serves these ranks.
         if self._stopped and not self._is_aborting:
@@ -208,9 +209,9 @@ class Stopping:
 
     def spare(self, ranks: Iterable[int]) -> None:
         """Do not kill these ranks unless they are interrupted again."""
-        for rank in ranks:
-            if rank in self._stopped:
-                self._stopped[rank].is_spared = True
+        spared = {*ranks}
+        for rank, stopped in self._stopped.items():
+            stopped.is_spared |= rank.rank in spared
 
     async def _follow(self, stopped: _Stopped) -> None:
         """Wait until the rank has left its task; kill it if it is stuck.
@@ -229,22 +230,21 @@ class Stopping:
             elif not stopped.is_reminded and has_missed_it(sight):
                 stopped.is_reminded = True
                 rank.interrupt()
-        if self._stopped.get(rank.rank) is stopped:
-            del self._stopped[rank.rank]
+        if self._stopped.get(rank) is stopped:
+            del self._stopped[rank]
 
     async def _abort(self) -> None:
         """Abort all collectives again and again while an interrupted rank waits in one, or may."""
         try:
             while self._stopped:
                 await asyncio.sleep(LOCATE_EVERY)
-                found = {number: stopped.waits for number, stopped in self._stopped.items()}
-                waits = {number: place for number, place in found.items() if place is not None}
-                if not (waits or any(stopped.may_wait for stopped in self._stopped.values())):
+                found = {stopped: stopped.waits for stopped in self._stopped.values()}
+                waits = {stopped: place for stopped, place in found.items() if place is not None}
+                if not (waits or any(stopped.may_wait for stopped in found)):
                     continue
-                self._report(waits)
-                waiting = [self._stopped[number] for number in waits]
+                self._report({stopped.rank.rank: place for stopped, place in waits.items()})
                 if await self._abort_all():
-                    for stopped in waiting:
+                    for stopped in waits:
                         stopped.count_abort()
                 await asyncio.sleep(ABORT_EVERY)
         finally:

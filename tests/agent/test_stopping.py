@@ -103,3 +103,15 @@ async def test_one_loop_aborts(watched: Watched) -> None:
         await follow
     await asyncio.gather(*running)
     assert not stopping.is_stopping([watched.worker])
+
+
+@pytest.mark.world
+async def test_a_rank_that_gets_another_number(watched: Watched) -> None:
+    """Its Stop ends with its task, and nothing is aborted any more."""
+    stopping = Stopping(abort_nothing, lambda places: None)
+    watched.begin(SLEEPS)
+    running = [*map(asyncio.ensure_future, stopping.begin([watched.worker]))]
+    watched.worker.renumber(1, None)
+    assert stopping.is_stopping([watched.worker])
+    await asyncio.gather(*running)
+    assert not stopping.is_stopping([watched.worker])
