@@ -19,8 +19,18 @@ from typing import NamedTuple
 
 from nbdist.words import LACKED_MEMORY
 
-SIGNS = ("can't start new thread", os.strerror(errno.EAGAIN), "pthread_create")
-"""Parts of the messages of C code and Python if a thread could not be started."""
+_AGAIN = re.escape(os.strerror(errno.EAGAIN))
+
+SIGNS = re.compile(
+    r"can't start new thread"  # Python
+    r"|pthread_create|Thread creation failed"  # OpenBLAS, libgomp
+    rf"|{_AGAIN} \(src/thread\.cpp"  # libzmq
+    rf"|(^|RuntimeError: |what\(\):  ){_AGAIN}$"  # std::thread, as torch uses it
+    rf"|fork: (retry: )?{_AGAIN}"  # shells
+)
+"""The messages of a process that could not start a thread or process.
+
+The text of EAGAIN alone is no such message: a locked file or a socket has it too."""
 
 NOT_RUNNABLE = (errno.ENOENT, errno.EACCES, errno.ENOEXEC)
 """Errors that mean a wrong program, not a limit."""
@@ -61,8 +71,7 @@ def word_lack(code: int | None) -> str:
 
 def lack_in(last_lines: Iterable[str]) -> str:
     """Return the message about a reached limit if the last lines of a process show one, else ""."""
-    has_lacked = any(sign in line for line in last_lines for sign in SIGNS)
-    return word_lack(errno.EAGAIN) if has_lacked else ""
+    return word_lack(errno.EAGAIN) if any(map(SIGNS.search, last_lines)) else ""
 
 
 def process_limits() -> list[tuple[str, int, int]]:

@@ -153,10 +153,38 @@ def test_a_program_that_cannot_be_run() -> None:
         word_lack(errno.EAGAIN),
     )
     assert found
-    # As it is where the last lines of a process tell of it.
-    for line in ("RuntimeError: can't start new thread", "fork: pthread_create"):
+
+
+LACKS = (
+    "RuntimeError: can't start new thread",
+    "can't start new thread",
+    "OpenBLAS blas_thread_init: pthread_create failed for thread 1 of 4: Resource temporarily "
+    "unavailable",
+    "libgomp: Thread creation failed: Resource temporarily unavailable",
+    "Resource temporarily unavailable (src/thread.cpp:241)",
+    "RuntimeError: Resource temporarily unavailable",
+    "Resource temporarily unavailable",
+    "rank 1 could not start: it exited with code 1 RuntimeError: Resource temporarily unavailable",
+    "  what():  Resource temporarily unavailable",
+    "bash: fork: retry: Resource temporarily unavailable",
+)
+"""Messages of Python, OpenBLAS, libgomp, libzmq, torch and a shell at the limit of processes."""
+
+LACKS_NONE = (
+    "hello",
+    "BlockingIOError: [Errno 11] Resource temporarily unavailable: 'model.lock'",
+    "BlockingIOError: [Errno 11] Resource temporarily unavailable",
+    "zmq.error.Again: Resource temporarily unavailable",
+    "wandb: Resource temporarily unavailable, trying again",
+)
+
+
+def test_last_lines_of_a_process() -> None:
+    """They tell of a limit if a thread or process could not be started, not if a file is locked."""
+    for line in LACKS:
         assert lack_in(["hello", line]) == word_lack(errno.EAGAIN)
-    assert lack_in(["hello"]) == ""
+    for line in LACKS_NONE:
+        assert lack_in([line]) == ""
 
 
 ASKS = """
