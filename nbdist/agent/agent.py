@@ -205,7 +205,8 @@ class Agent:
             case node_messages.LocateRanks(ranks):
                 return await self._locate(ranks)
             case node_messages.HoldRanks(ranks):
-                return await self._step_stops.hold(self._workers.alive(ranks))
+                asked = (self._workers.all[rank] for rank in ranks if rank in self._workers.all)
+                return await self._step_stops.hold(asked)
             case node_messages.Bring(refs) if self._head:
                 return await self._head.memory.bring(refs)
         reply = await self._workers.do(request)

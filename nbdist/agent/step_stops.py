@@ -124,16 +124,19 @@ class StepStops:
     async def hold(self, ranks: Iterable[Worker]) -> dict[int, StepCount | None]:
         """Hold ranks at the beginning of their next step; return the number of steps by rank.
 
-        A rank that has finished the same task also counts, so that the other ranks can finish it.
-        None: a rank did not answer, waits for input, or its task has failed.
+        A rank that has finished the same task also counts, so that the other ranks can finish it,
+        but not if it made no step.  An idle rank has finished its task while Stop was on its way.
+        None: a rank did not answer, has died, waits for input, or its task has failed.
         """
-        tasks = {rank: rank.task_id for rank in ranks}
-        counts = await collect_counts({each.rank: _hold(each, tasks[each]) for each in tasks})
+        ranks = [*ranks]
+        busy = {rank: rank.task_id for rank in ranks if rank.task_id}
+        tasks = {rank.task_id or rank.finished[0] for rank in ranks} - {""}
+        counts = await collect_counts({each.rank: _hold(each, busy[each]) for each in busy})
         for rank in self._all_ranks():
             task_id, count = rank.finished
-            if task_id in tasks.values() and (count is None or count.begun):
+            if task_id in tasks and (count is None or count.begun):
                 counts.setdefault(rank.rank, count)
-        return counts
+        return counts | {rank.rank: None for rank in ranks if rank.state == "dead"}
 
     def _was_stopped(self, busy: Mapping[Worker, str]) -> bool:
         is_pending = any(self._pending.get(rank) == task_id for rank, task_id in busy.items())
@@ -173,7 +176,7 @@ class StepStops:
 
 
 async def _hold(rank: Worker, task_id: str) -> StepCount | None:
-    if not task_id or rank.asks:  # a person may take long to answer an input request
+    if rank.asks:  # a person may take long to answer an input request
         return None
     said = await rank.ask(HoldSteps(task_id), ANSWER_TIMEOUT)
     return said if isinstance(said, StepCount) else None

@@ -212,10 +212,11 @@ class Head:
         deadline = time.monotonic() + STEP_TIMEOUT
         parts = self._parts(tasks).items()
         asked = asyncio.gather(*(node.do(HoldRanks(part)) for node, part in parts))
-        counts = dict[int, StepCount | None].fromkeys(tasks)
+        counts: dict[int, StepCount | None] = dict.fromkeys(tasks)
         with suppress(TimeoutError):
-            for found in await asyncio.wait_for(asked, NODE_TIMEOUT):
-                counts.update(found)
+            answers = await asyncio.wait_for(asked, NODE_TIMEOUT)
+            # No answer has the ranks that have finished the task without a step.
+            counts = {rank: count for found in answers for rank, count in found.items()}
         left = [rank for rank, task in tasks.items() if self._task_of.get(rank, "") == task]
         seconds = deadline - time.monotonic()
         self._pass_on(InterruptAt((), find_stop_step(counts.values()), seconds), left)

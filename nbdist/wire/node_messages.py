@@ -149,13 +149,14 @@ class LocateRanks(PartRequest[Mapping[int, Place]]):
 class HoldRanks(PartRequest[Mapping[int, StepCount | None]]):
     """Hold these ranks at the beginning of their next optimizer step; answered by step counts.
 
-    The answer also has the machine's ranks that have finished the same task.
+    The answer also has the machine's ranks that have finished the same task.  Ranks that have
+    finished it without a step are missing.
     """
 
     ranks: tuple[int, ...]
 
     def lost(self, why: str) -> Mapping[int, StepCount | None]:
-        return {}
+        return dict.fromkeys(self.ranks)
 
 
 @dataclass(frozen=True, slots=True)

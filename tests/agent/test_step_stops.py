@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 
 import pytest
 
-from nbdist.agent.step_stops import STEP_TIMEOUT, collect_counts, find_stop_step
+from nbdist.agent.step_stops import STEP_TIMEOUT, StepStops, collect_counts, find_stop_step
+from nbdist.agent.stopping import Stopping
 from nbdist.wire.control import MAX_STEPS_APART, StepCount
+from tests.agent.sources import Source
+from tests.agent.test_worker import Watched
 
 NOW, SLOW = StepCount(7, 0.1, 0.2), STEP_TIMEOUT + 1.0
 
@@ -45,3 +49,64 @@ async def test_counts_are_not_waited_for_in_vain() -> None:
     assert await collect_counts({0: answer(NOW), 1: answer(NOW)}) == {0: NOW, 1: NOW}
     for count in (None, StepCount()):
         assert await collect_counts({0: never(), 1: answer(count)}) == {0: None, 1: count}
+
+
+TRAINS = """
+import torch
+weight = torch.nn.Parameter(torch.ones(1))
+weight.grad = torch.ones(1)
+optimizer = torch.optim.SGD([weight], lr=0.1)
+"""
+
+STEPS = (
+    "while True: optimizer.step()",
+    "for _ in range(3): optimizer.step()",
+    "",
+    "optimizer.step(); 1 / 0",
+    "optimizer.step(); import os; os._exit(1)",
+)
+"""Of the ranks of a task: only the first one goes on."""
+
+
+@pytest.fixture
+def runner(bench: Source) -> asyncio.Runner:
+    """The loop of the fork server's owner."""
+    return bench.runner
+
+
+@pytest.fixture
+def ranks(bench: Source, runner: asyncio.Runner) -> Iterator[list[Watched]]:
+    """A rank for each of `STEPS`, and one more that has run no task."""
+
+    async def start() -> list[Watched]:
+        ranks = [Watched(bench, rank) for rank in range(len(STEPS) + 1)]
+        await asyncio.gather(*(each.worker.start() for each in ranks))
+        return ranks
+
+    async def stop() -> None:
+        await asyncio.gather(*(each.worker.stop(0.0) for each in ranks))
+
+    ranks = runner.run(start())
+    yield ranks
+    runner.run(stop())
+
+
+@pytest.mark.world
+async def test_ranks_that_are_no_longer_busy(ranks: list[Watched]) -> None:
+    """What they have done counts, and the busy rank is asked all the same."""
+    for each, steps in zip(ranks, STEPS, strict=False):
+        each.begin(TRAINS + steps)
+    await asyncio.gather(*(each.ends() for each in ranks[1 : len(STEPS)]))
+    workers = [each.worker for each in ranks]
+
+    async def abort_nothing() -> bool:
+        return True
+
+    stopping = Stopping(abort_nothing, lambda places: None)
+    stops = StepStops(stopping, lambda: workers, lambda work: None)
+    busy = None
+    while busy is None or not busy.begun:  # it may have no processor for a while
+        counts = await stops.hold(workers)
+        busy = counts.pop(0)
+        assert counts == {1: StepCount(3), 3: None, 4: None}
+    assert await stops.hold(workers[1:3]) == {1: StepCount(3), 3: None}

@@ -26,12 +26,20 @@ from nbdist.system.processes import Guard
 from nbdist.terminal import mcp
 from nbdist.wire import messages
 from nbdist.wire.control import Candidate, Complete, Completions
-from nbdist.wire.messages import CodeFile, CodeHeld, GetCode, Outputs, PutCode, Received
+from nbdist.wire.messages import (
+    CodeFile,
+    CodeHeld,
+    GetCode,
+    Interrupt,
+    Outputs,
+    PutCode,
+    Received,
+)
 from nbdist.wire.node_messages import GetHeld, Held, NodeDown, Renumber
 from nbdist.wire.store import SOCKET
 from nbdist.wire.views import WorkerStatus
 from nbdist.world.world import World
-from tests.cells import run_for, stop
+from tests.cells import follow, run_for, stop
 from tests.cluster.test_node import SPEC, wanted
 from tests.cluster.test_node import node as node_that
 from tests.faults.step_stops import ADAM, BEGIN, PLAIN
@@ -122,6 +130,41 @@ def test_stop_in_a_training(world: World) -> None:
     stop(world, running)  # the second time nobody is waited for
     assert running.deaths == {}
     assert world.gather("int(rank)") == [0, 1, 2, 3]
+
+
+TRAINS_BUT_ONE = """
+where = ""
+if rank != 3:
+    try:
+        while True:
+            optimizer.step()
+            dist.barrier(group)
+    except KeyboardInterrupt as error:
+        while error.__traceback__.tb_next:
+            error.__traceback__ = error.__traceback__.tb_next
+        where = error.__traceback__.tb_frame.f_code.co_name
+"""
+
+
+def test_stop_when_a_rank_has_just_finished(world: World) -> None:
+    """The others stop at a step all the same, though Stop is for all ranks."""
+    world.execute(
+        "import torch, torch.distributed as dist\ngroup = dist.new_group([0, 1, 2])\n"
+        "optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)])"
+    )
+    found = list[list[str]]()
+    for _ in range(5):  # a busy machine may have no time for the answers
+        running = world.submit(world.task(TRAINS_BUT_ONE))
+        for _ in world.follow(running):
+            if running.unfinished == (0, 1, 2) and running.age > 0.5:
+                break
+        world.session.link.send(Interrupt((0, 1, 2, 3)))
+        assert follow(world, running).error is None
+        found.append(world.gather("where"))
+        if found[-1] == [*["_wait_for_stop_step"] * 3, ""]:
+            break
+    else:
+        pytest.fail(f"ranks were interrupted between steps: {found}")
 
 
 class StopsOnce(deque[Any]):
