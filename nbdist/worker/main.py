@@ -197,6 +197,9 @@ class Tasks:
         self._arrived = asyncio.Event()
         self._cutter = FrameCutter()
         self._reading = threading.Lock()
+        # No other thread may write into a frame. A signal handler of the user's may send too, on
+        # the thread that is sending.
+        self._sending = threading.RLock()
         self._replies: dict[int, InputReply | None] = {}
         self._agent: socket.socket | None = None
         self._listener = socket.socket(socket.AF_UNIX)
@@ -328,7 +331,9 @@ class Tasks:
 
     def _send(self, said: Said) -> None:
         assert self._agent is not None
-        self._agent.sendall(framed(pack(said)))
+        frame = framed(pack(said))
+        with self._sending:
+            self._agent.sendall(frame)
 
 
 def _end_unless_closed(serving: asyncio.Task[None]) -> None:

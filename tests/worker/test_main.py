@@ -323,6 +323,30 @@ async def test_what_somebody_types(agent: Agent) -> None:
     assert sorted(reply.text or "" for reply in replies) == ["2", "3"]
 
 
+async def test_threads_that_send_at_once(agent: Agent) -> None:
+    """Each message arrives whole, however large: the agent drops a worker whose messages mix."""
+    agent.end.sendall(task("first"))
+    await agent.hear(1)
+    prompts = [letter * 8_000_000 for letter in "abcd"]
+    place, all_are_here = agent.kernel.place, threading.Barrier(len(prompts))
+
+    def place_with_others() -> int:
+        all_are_here.wait(SOON)
+        return int(place())
+
+    def ask(prompt: str) -> None:
+        agent.tasks.ask(prompt, secret=False, by_debugger=False)
+
+    agent.kernel.place = place_with_others
+    asking = [threading.Thread(target=ask, args=(prompt,)) for prompt in prompts]
+    for each in asking:
+        each.start()
+    asked = await agent.hear(len(prompts))
+    assert sorted(each.prompt for each in asked) == prompts
+    agent.end.sendall(b"".join(framed(pack(InputReply(each.number, ""))) for each in asked))
+    await until(lambda: not any(map(threading.Thread.is_alive, asking)))
+
+
 async def test_catching_up(agent: Agent) -> None:
     """A thread that has shown much goes on when the agent says so, or has ended."""
     agent.end.sendall(task("first"))
