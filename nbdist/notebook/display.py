@@ -22,7 +22,7 @@ from nbdist.output.html import all_show_widgets, figures, panel_html
 from nbdist.output.layout import Panel, final_layout, live_layout
 from nbdist.output.text import PlainLines, curves_lines, failures_text, head_text, panel_text
 from nbdist.output.transcript import Transcript
-from nbdist.output.wording import dim, panel
+from nbdist.output.wording import INDENT, dim, panel
 from nbdist.values.payload import Made, Steps
 from nbdist.words import aligned, size_text
 from nbdist.world.running import News
@@ -311,7 +311,9 @@ def is_of_magic(cell: str) -> bool:
 
 _CELL = "padding:0 16px 0 0;text-align:left;border:none;font-family:monospace"
 _SHORT = 24  # characters that stay in one line, such as `busy 7.5 s`, also on a narrow page
-_BLOCK = "font-family:monospace;font-size:13px;white-space:pre-wrap;margin:0;padding:0"
+_BLOCK = (
+    f"font-family:monospace;font-size:13px;white-space:pre-wrap;margin:0;padding:0 0 0 {INDENT}"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,7 +338,7 @@ def table(
 
     The first column has room for at least `first_width` characters.
     """
-    html = f'<div style="font-family:monospace"><b>{escape(head)}</b>'
+    html = f"<div><b>{escape(head)}</b></div>"
     if rows:
         first, *others = rows
         headings = "".join(f'<th style="{_CELL}">{heading}</th>' for heading in first)
@@ -347,7 +349,7 @@ def table(
         )
         html += f'<table style="border:none;margin:4px 0"><tr>{headings}</tr>{body}</table>'
         rows = [(first[0].ljust(first_width), *first[1:]), *others]
-    return Shown(f"{html}</div>", "\n".join([head, *aligned(rows)]))
+    return Shown(panel(html), "\n".join([head, *aligned(rows)]))
 
 
 def block(text: str) -> Shown:

@@ -67,7 +67,7 @@ _SQUARE = (
     "text-align:center"
 )
 _SQUARES = "color:#ffffff;font-size:10px;line-height:1.5;margin:2px 0"
-_VALUE = "padding:1px 12px 1px 0;border:none;vertical-align:top;text-align:left"
+_VALUE = "padding:1px 12px 1px 0;border:none;vertical-align:top;text-align:left;line-height:1.4"
 # The reversed column makes the box start at its end, where the newest lines are.
 _TALL = "display:flex;flex-direction:column-reverse;max-height:546px;overflow:auto"
 

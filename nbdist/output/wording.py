@@ -120,7 +120,13 @@ def clip(text: str, width: int) -> str:
 # --- the parts that panels and tables are drawn from.  Pure -----------------------------------
 
 GREEN, BLUE, RED, AMBER, GREY = "#2a9d4a", "#2f7fe6", "#d43a3a", "#b7791f", "#868e96"
-_PANEL = "font-family:monospace;font-size:13px;line-height:1.4;text-align:left;margin:0"
+INDENT = "0.6em"
+"""What JupyterLab has to the left of printed text: one character, but it allows no `ch`."""
+
+_PANEL = (
+    "font-family:monospace;font-size:13px;line-height:1.4;text-align:left;margin:0;"
+    f"padding:0 0 0 {INDENT}"
+)
 _STDERR = "background-color:rgba(255,80,80,0.1)"
 _LEFT = "border-left:3px solid {};padding-left:8px;margin:3px 0"
 _TABLE = (

@@ -72,6 +72,27 @@ EDIT = """index => {
     content.activeCell.editor.focus();
 }"""
 
+# Where the first letter of each cell's output stands: its left edge, and the line under it.
+FIRST_LETTERS = """() => window.jupyterapp.shell.currentWidget.content.widgets.map(cell => {
+    const input = cell.node.querySelector(".jp-Cell-inputArea").getBoundingClientRect();
+    const area = cell.node.querySelector(".jp-Cell-outputArea");
+    const texts = document.createTreeWalker(area, NodeFilter.SHOW_TEXT);
+    let text = texts.nextNode();
+    while (!text.data.trim() || !text.parentElement.closest(".jp-OutputArea-output")) {
+        text = texts.nextNode();
+    }
+    const letter = document.createRange();
+    letter.setStart(text, 0);
+    letter.setEnd(text, 1);
+    const left = letter.getBoundingClientRect().left - input.left;
+    const mark = document.createElement("span");
+    mark.style.display = "inline-block";
+    text.before(mark);
+    const base = mark.getBoundingClientRect().bottom - input.bottom;
+    mark.remove();
+    return [left, base];
+})"""
+
 TAG = """index => {
     const content = window.jupyterapp.shell.currentWidget.content;
     content.widgets[index].model.setMetadata("tags", ["distributed"]);
@@ -96,6 +117,28 @@ def notebook(lab: Lab, request: pytest.FixtureRequest) -> Iterator[Notebook]:
     yield notebook
     if request.session.testsfailed > failures:
         lab.close()
+
+
+BESIDE_PRINTED = (
+    "print('printed by the notebook')",
+    "%%distributed\nprint('printed', 'by a rank' * (rank + 1))",
+    "%%distributed\npass",
+    "%%rank 1\nraise ValueError",
+    "%dist_status",
+    "%dist_help",
+    "%dist_output -r 1",
+)
+
+
+def test_where_outputs_begin(notebook: Notebook) -> None:
+    """All that nbdist shows begins where a page puts printed text, in height and to the side."""
+    notebook.fill(BESIDE_PRINTED)
+    for number in range(len(BESIDE_PRINTED)):  # the one that fails ends a "Run All"
+        notebook.start(number)
+        notebook.ended()
+    notebook.screenshot("beside-printed")
+    printed, *others = notebook.page.evaluate(FIRST_LETTERS)
+    assert others == [pytest.approx(printed, abs=0.5)] * len(others)
 
 
 def type_in(notebook: Notebook, index: int, text: str) -> Page:
