@@ -258,8 +258,8 @@ class PlainDisplay:
         sys.stdout.flush()
 
     def again(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
-        shown = _titled(final_layout(transcript, logs, now=time.monotonic()), self._title)
-        self.say(panel_text(shown))
+        whole = final_layout(transcript, logs, now=time.monotonic(), is_on_page=False)
+        self.say(panel_text(_titled(whole, self._title)))
         self._write(save_figures(transcript, logs))
 
     def end_again(self, transcript: Transcript, logs: Mapping[int, str]) -> None:

@@ -19,7 +19,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.display import display, update_display
 from packaging.version import Version
 
-from nbdist.output.events import Comm, CommKind, Display, MimeBundle
+from nbdist.output.events import Comm, CommKind, Display, MimeBundle, plain_of
 from nbdist.output.html import MOST_BELOW, leftovers
 from nbdist.output.transcript import Transcript
 from nbdist.output.wording import bold, panel
@@ -145,12 +145,17 @@ def below_panel(transcript: Transcript, of: Collection[int] | None = None) -> li
     most = MOST_BELOW if of is None else len(found)
     shown: list[Display] = []
     for ranks, run in groupby(found[:most], key=itemgetter(0)):
-        shown += [_caption(name_ranks(ranks)), *(each for _, each in run)]
+        shown += [_caption(name_ranks(ranks)), *(_readable(each) for _, each in run)]
     if left := found[most:]:
         ranks = sorted({rank for those, _ in left for rank in those})
         again = f"`%dist_output -r {format_ranks(ranks)}` shows them"
         shown.append(_caption(f"… {len(left)} more displays of {name_ranks(ranks)}: {again}"))
     return shown
+
+
+def _readable(shown: Display) -> Display:
+    """Give a display a text that says what it holds, and not the name of its class."""
+    return shown._replace(data={**shown.data, "text/plain": plain_of(shown.data)})
 
 
 def _caption(text: str) -> Display:

@@ -6,7 +6,7 @@ import operator
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import filterfalse, groupby
+from itertools import groupby
 
 from nbdist.output.ansi import strip
 from nbdist.output.bars import bars_html
@@ -86,10 +86,7 @@ class _Room:
 
 
 def panel_html(shown: Panel) -> str:
-    """Write the panel; its text says the same, and what the page shows below the panel."""
-    if not shown.is_live:
-        blocks, rest = (tuple(filterfalse(_is_below, part)) for part in (shown.blocks, shown.rest))
-        shown = shown._replace(blocks=blocks, rest=rest)
+    """Write the panel; its text says the same."""
     most = MOST_LIVE_BYTES if shown.is_live else MOST_BYTES
     room = _Room(most, len(shown.blocks) + len(shown.rest), shown.is_live)
     failed, others = shown.parted
@@ -112,13 +109,6 @@ def panel_html(shown: Panel) -> str:
     runs = tiled(others) if is_calm else ([block] for block in others)
     parts += [_side_by_side(run, room) for run in runs]
     return panel(*parts, rows, _rest(shown.rest, room) if shown.rest else "", last)
-
-
-def _is_below(block: Block) -> bool:
-    """Return True for a block with nothing but displays that the page shows below the panel."""
-    if block.group.shown.state != "ok" or not block.items:
-        return False
-    return all(isinstance(each, Shown) and is_leftover(each.display.data) for each in block.items)
 
 
 def _curves(shown: Panel) -> str:

@@ -6,7 +6,7 @@ A live layout is bounded, and drawn as a whole a few times a second; a final one
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
+from itertools import filterfalse, groupby
 from typing import NamedTuple, TypeAlias, TypeVar
 
 from nbdist.output.ansi import strip
@@ -27,6 +27,7 @@ from nbdist.output.wording import (
     error_text,
     fold_ranks,
     in_log_only,
+    is_leftover,
     lines_text,
     ranks_text,
     seconds_text,
@@ -233,8 +234,14 @@ def final_layout(
     logs: Mapping[int, str] | None = None,
     note: str = "",
     now: float | None = None,
+    *,
+    is_on_page: bool = True,
 ) -> Panel:
-    """Lay out a finished cell, or one broken off at `now`; `logs` has the names of log files."""
+    """Lay out a finished cell, or one broken off at `now`; `logs` has the names of log files.
+
+    A page shows below the panel what a panel cannot show: blocks that hold nothing else are left
+    out if the panel `is_on_page`.
+    """
     logs = logs or {}
     shown = _of_all(transcript, now)._replace(pace=_pace(transcript), note=note)
     bars = final_table(transcript)
@@ -253,6 +260,8 @@ def final_layout(
         seen = {transcript.ranks[0], *unlike_most(others)}
         rest = [each for each in others if each.ranks[0] not in seen and len(each.ranks) == 1]
         others = [group for group in others if group not in rest]
+    if is_on_page:
+        others, rest = ([*filterfalse(_is_below, part)] for part in (others, rest))
     return shown._replace(
         spread=spread(transcript) if len(groups) > 1 else "",  # of one group all numbers are seen
         bars=bars,
@@ -261,6 +270,13 @@ def final_layout(
         rest=_final_blocks(transcript, rest, logs, 0),
         silent=tuple(sorted({r for group in silent for r in group.ranks}.difference(with_bars))),
     )
+
+
+def _is_below(group: Group) -> bool:
+    """Return True for ranks that have shown nothing but what a page shows below the panel."""
+    if group.shown.state != "ok" or not (said := group.shown.said):
+        return False
+    return all(isinstance(each, Shown) and is_leftover(each.display.data) for each in said)
 
 
 def _values(groups: Sequence[Group]) -> tuple[Row, ...]:

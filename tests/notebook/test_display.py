@@ -295,4 +295,4 @@ def test_what_changes_later(monkeypatch: pytest.MonkeyPatch) -> None:
         transcript.receive(rank, Update(markdown("two").data, {}, "a"), 2.0)
     below.change(transcript)
     plain = [data["text/plain"] for data in page.values()]
-    assert plain == ["ranks 0-1", "<IPython.core.display.Markdown object>", "", ""]
+    assert plain == ["ranks 0-1", "two", "", ""]

@@ -146,9 +146,14 @@ def test_any_kind_reaches_the_page(notebook: Notebook) -> None:
     # Blocks that hold nothing else would say nothing: they are left out.
     outcome = notebook.run(CHANGED)
     assert len(below_of(outcome)) == 8
-    html = (outcome.updates or outcome.displays[:1])[-1]["data"]["text/html"]
-    assert "4 ranks" in html
-    assert not re.search("shown below|>ranks? ", html)
+    panel = (outcome.updates or outcome.displays[:1])[-1]["data"]
+    assert "4 ranks" in panel["text/html"]
+    assert not re.search("shown below|>ranks? ", panel["text/html"])
+    # What cannot draw them reads each below the panel, and not a second time in it.
+    assert panel["text/plain"] == "4 ranks · ✓ 4"
+    assert [each["data"]["text/plain"] for each in outcome.displays[2::2]] == [
+        f"**two** {rank}" for rank in range(4)
+    ]
 
 
 def test_updates_and_clear_output(notebook: Notebook) -> None:

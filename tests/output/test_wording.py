@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from nbdist.output.ansi import strip
 from nbdist.output.events import IGNORES_STOP, Died, Display, Failure, plain_of
 from nbdist.output.html import leftovers
+from nbdist.output.layout import final_layout
 from nbdist.output.screen import Line
+from nbdist.output.text import panel_text
 from nbdist.output.wording import (
     clip,
     error_text,
@@ -26,7 +28,7 @@ from nbdist.output.wording import (
     traceback_rows,
     traceback_text,
 )
-from tests.output.lab import Panel, failure, figure, final_html, make, out
+from tests.output.lab import Panel, failure, figure, final_html, final_text, make, out
 
 
 def test_seconds_and_errors() -> None:
@@ -158,6 +160,9 @@ def test_leftovers(data: dict[str, Any], kind: str) -> None:
     # A block that would say nothing else is left out; while the cell runs it is there.
     transcript = make(4, lambda rank: [shown] if rank else [out("x\n")])
     assert Panel(final_html(transcript)).lines[1:] == ["rank 0 ✓", "x"]
+    assert final_text(transcript).splitlines()[1:] == ["── rank 0 ──", "x"]
+    in_terminal = panel_text(final_layout(transcript, is_on_page=False))
+    assert in_terminal.splitlines()[1:] == ["── rank 0 ──", "x", "── ranks 1-3 (same) ──", "Figure"]
     transcript = make(4, lambda rank: [shown, *([failure()] if rank == 2 else [])])
     assert f"{kind}, shown below" in Panel(final_html(transcript)).lines
     # HTML and images are in the panel, whatever else says the same.
