@@ -36,7 +36,7 @@ _LOOK_BACK = 24
 """Lines below an unfinished bar, after which it counts as left."""
 
 _MOST_AROUND = 3
-_LONGEST_NAME = 40
+_LONGEST_NAME = 32  # of which the percentage is seen on a page of 700 pixels, too
 # A rank is behind that is so far from the first, in parts of the whole and of the way so far.
 _BEHIND, _BEHIND_SHARE = 0.02, 0.05
 # Bars that began so many seconds apart, or such a part of their time, are not the same.
@@ -346,6 +346,8 @@ def _short(name: str) -> str:
 _CELL = "padding:0 10px 0 0;border:none;vertical-align:middle;text-align:left;white-space:nowrap"
 _RIGHT = _CELL.replace("text-align:left", "text-align:right")
 _REST = f"{_CELL};width:100%;max-width:0;overflow:hidden"
+_SLOWEST = "slowest"
+_MARK = f"{_CELL};min-width:{0.62 * len(_SLOWEST):.1f}em"
 _FILL = "display:inline-block;vertical-align:middle;height:10px;border-radius:2px"
 _TRACK = f"{_FILL};width:100px;background-color:rgba(128,128,128,0.25);line-height:0"
 _LONGEST_REST = 120
@@ -354,7 +356,9 @@ _CELLS, _PARTS = 20, " ▏▎▍▌▋▊▉"
 
 def bars_html(shown: BarTable) -> str:
     """Draw a row for each bar, below a line that says where all ranks are if there are more."""
-    rows = table(map(_row_html, _rows(shown)))
+    # The mark of the slowest rank has its room from the start, so that nothing moves aside.
+    has_mark = len(shown.rows) > 1
+    rows = table(_row_html(row, has_mark=has_mark) for row in _rows(shown))
     return line(dim(" · ".join(_above(shown)))) + rows
 
 
@@ -364,25 +368,24 @@ def _above(shown: BarTable) -> list[str]:
     return [*filter(None, [more, shown.summary])]
 
 
-def _row_html(row: _Row) -> list[tuple[str, str]]:
+def _row_html(row: _Row, *, has_mark: bool) -> list[tuple[str, str]]:
+    """Write the cells of a row; those on the right are cut if the page is too narrow."""
     drawn = ""
     if row.share is not None:
         colour = GREEN if row.is_finished else AMBER if row.is_slowest else BLUE
         fill = f"{_FILL};width:{100 * row.share:.0f}%;background-color:{colour}"
         drawn = f'<span style="{_TRACK}"><span style="{fill}"></span></span>'
-    slowest = coloured("slowest", AMBER) if row.is_slowest else ""
+    mark = coloured(_SLOWEST, AMBER) if row.is_slowest else ""
     return [
         (_CELL, bold(name_ranks(row.ranks))),
         (_CELL, dim(row.name)),
         (_CELL, drawn),
         (_RIGHT, row.percent),
+        *([(_MARK, mark)] if has_mark else ()),
         (_RIGHT, dim(row.amount)),
         (_CELL, dim(row.times)),
         (_RIGHT, dim(row.rate)),
-        (
-            _REST,
-            slowest + (" " if slowest and row.rest else "") + dim(clip(row.rest, _LONGEST_REST)),
-        ),
+        (_REST, dim(clip(row.rest, _LONGEST_REST))),
     ]
 
 
@@ -395,14 +398,13 @@ def left_line(left: LeftBar) -> str:
 
 def bars_text(shown: BarTable) -> list[str]:
     """Write the same in lines of which each names its ranks, its columns below one another."""
-    rows, found = [], [*_rows(shown)]
-    for row in found:
+    rows = []
+    for row in _rows(shown):
         whole, part = divmod(round((row.share or 0.0) * _CELLS * 8), 8)
         blocks = ("█" * whole + _PARTS[part].strip()).ljust(_CELLS)
         drawn = "" if row.share is None else f"|{blocks}|"
-        cells = (row.percent.rjust(4), row.amount, row.times, row.rate, row.rest)
+        mark = _SLOWEST if row.is_slowest else ""
+        cells = (row.percent.rjust(4), mark, row.amount, row.times, row.rate, row.rest)
         rows.append([name_ranks(row.ranks), row.name, drawn, *cells])
     columns = filter(any, zip(*rows, strict=True))
-    lines = aligned([*zip(*columns, strict=True)])
-    marks = ("  slowest" if row.is_slowest else "" for row in found)
-    return [*_above(shown), *map("".join, zip(lines, marks, strict=True))]
+    return [*_above(shown), *aligned([*zip(*columns, strict=True)])]

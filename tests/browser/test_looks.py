@@ -167,7 +167,7 @@ def test_looks(lab: Lab) -> None:
     assert in_a_row(rows) == [1] * 4
     assert "loading shards" in live  # below the table
     assert len({round(bar["left"]) for bar in bars}) == 1
-    assert re.search(r"rank 3\s+train\s+\d+%\s+\d+/60\s+\d\d:\d\d<\d\d:\d\d.*slowest", live)
+    assert re.search(r"rank 3\s+train\s+\d+%\s+slowest\s+\d+/60\s+\d\d:\d\d<\d\d:\d\d", live)
 
     notebook.page.wait_for_function(HAS_CURVES, arg=number_of("curves"), polling=LOOK_MS)
     notebook.page.evaluate(SCROLL, number_of("curves"))
