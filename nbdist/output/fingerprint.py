@@ -260,6 +260,15 @@ def end_of_bar(text: str) -> int:
     return end if read_row(text[:end], is_edited=False) else 0
 
 
+def is_cut(text: str) -> bool:
+    """Return True for a bar of tqdm's without its end, for which its line had no room.
+
+    Text may follow behind it.
+    """
+    begins = _METER.search(text)
+    return begins is not None and not _end_of_brackets(text, begins.end())
+
+
 def _end_of_brackets(text: str, start: int = 0) -> int:
     """Return where a bracket has been closed that was opened before `start`; 0 if it is not."""
     depth = 1

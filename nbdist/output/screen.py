@@ -21,6 +21,7 @@ from nbdist.output.fingerprint import (
     Digest,
     Key,
     end_of_bar,
+    is_cut,
     read_row,
 )
 
@@ -45,8 +46,9 @@ _TOKEN = re.compile(
     r"|."
 )
 _UNFINISHED = re.compile(r"\x1b(?:\[[0-?]*[ -/]*|[\]P^_X][^\x07\x1b]*\x1b?|[ -/]*)\Z")
-# Flags of a row: `_DRAWN` if it was written from its start on after a carriage return or the like.
-_STDERR, _EDITED, _DRAWN = 1, 2, 4
+# Flags of a row: `_DRAWN` if it was written from its start on after a carriage return or the like,
+# `_ENDED` if the stream that has written in it last has ended it with a newline.
+_STDERR, _EDITED, _DRAWN, _ENDED = 1, 2, 4, 8
 
 
 class Line(NamedTuple):
@@ -142,8 +144,14 @@ class Screen:
         self._settled = 0
         self._bars: dict[int, Bar] = {}  # by their rows, without the cursor's
         self._forgotten = 0  # rows of older bars
-        # Bars that were taken out of their rows and not drawn again, by name and total.
-        self._left: dict[object, tuple[int, Bar]] = {}
+        # Bars that were taken out of their rows and not drawn again, by name and total: the row,
+        # the bar, and how many characters it had.
+        self._left: dict[object, tuple[int, Bar, int]] = {}
+        # Of rows of bars: which bar was drawn there first, and how far it was then.
+        self._began: dict[int, tuple[tuple[str, str], float]] = {}
+        self._wiped = set[int]()  # rows of bars that their programs have wiped out elsewhere
+        self._read: tuple[str, Bar | None] = "", None  # the last row that was read, and its bar
+        self._drawn_before = 0  # how many characters were drawn in this row the time before
         self._is_redrawing = False  # a carriage return or the like has come in this row
         self._drawn_to = (
             0  # the column up to which this row was written since the cursor came to it
@@ -164,6 +172,8 @@ class Screen:
     def end(self) -> int:
         """One past the last row that is shown: trailing rows without a character are not."""
         count = len(self._rows)
+        while count - 1 > self._row and not self._shown(count - 1):
+            count -= 1
         if not self._shown(count - 1):
             count -= 1
             while count and self._flags[count - 1] & _EDITED and not self._shown(count - 1):
@@ -224,18 +234,31 @@ class Screen:
 
         Of a bar that was drawn again in another row, below a line of text, the last row counts.
         """
-        found = dict(self._bars)
+        found = {row: bar for row, bar in self._bars.items() if row not in self._wiped}
         if at_cursor := self._bar_at_cursor():
             found[self.cursor] = at_cursor
-        rows = sorted([*self._left.values(), *found.items()], key=lambda each: each[0])
-        later: dict[tuple[str, str], Bar] = {}
+        left = ((row, bar) for row, bar, _ in self._left.values())
+        rows = sorted([*left, *found.items()], key=lambda each: each[0])
+        later: dict[tuple[str, str], tuple[int, Bar]] = {}
         kept = []
         for row, bar in reversed(rows):
             again = later.get(key := (bar.name, bar.total))
-            if again is None or not bar.is_before(again):
+            if again is None or not bar.is_before(again[1]) or self._is_over(row, bar, again[0]):
                 kept.append((row, bar))
-            later[key] = bar
+            later[key] = row, bar
         return kept[::-1]
+
+    def _is_over(self, row: int, bar: Bar, later: int) -> bool:
+        """Return True if a bar was broken off, and the bar of its name in a later row is another.
+
+        The program began a new line behind the first, and the second bar began before the place
+        that the first had reached.
+        """
+        goes_on = row >= self._first and self._bars.get(row) == bar
+        if goes_on and not self._flags[row - self._first] & _ENDED:
+            return False
+        key, position = self._began.get(later, (None, 0.0))
+        return key == (bar.name, bar.total) and position < bar.position
 
     def _rows_of_bars(self) -> Collection[int]:
         is_at_bar = self._bar_at_cursor() is not None
@@ -247,8 +270,10 @@ class Screen:
             return self._bars.get(self.cursor)
         if self._open.width > LONGEST_BAR:
             return None
+        if (plain := self._open.plain) == self._read[0]:
+            return self._read[1]
         is_drawn = bool(self._flags[self._row] & (_EDITED | _DRAWN))
-        return read_row(self._open.plain, is_edited=is_drawn)
+        return read_row(plain, is_edited=is_drawn)
 
     def _note_bar(self, row: int, bar: Bar | None) -> None:
         """Record whether a row that the cursor leaves holds a bar."""
@@ -258,11 +283,47 @@ class Screen:
         self._bars[row] = bar
         self._left.pop((bar.name, bar.total), None)
 
-    def _take_bar_out(self, bar: Bar) -> None:
-        """Keep a bar whose row is about to hold text."""
-        self._left[bar.name, bar.total] = self.cursor, bar
+    def _take_bar_out(self, bar: Bar, width: int) -> None:
+        """Keep a bar of so many characters whose row is about to hold text.
+
+        A row below can show what has become of the bar: then nothing is to be kept.
+        """
+        below = map(self._bars.get, range(self.cursor + 1, self._first + len(self._rows)))
+        key = bar.name, bar.total
+        if any(each and (each.name, each.total) == key and bar.is_before(each) for each in below):
+            return
+        self._left[key] = self.cursor, bar, width
         if len(self._left) > _MOST_BARS:
             del self._left[next(iter(self._left))]
+
+    def _drop_wiped(self, width: int) -> None:
+        """Drop the last bar of so many characters: its program has wiped it out.
+
+        It was not in the row that was wiped, as lines have moved the rows of nested bars.
+        """
+        found: list[tuple[int, object]] = [
+            (row, key) for key, (row, _, of_left) in self._left.items() if of_left == width
+        ]
+        first = max(self._first, self.cursor - _UNSETTLED)
+        rows = (row for row in self._bars if row >= first and row not in self._wiped)
+        found += [(row, row) for row in rows if len(self._text(row - self._first)) == width]
+        _, key = max(found, key=lambda each: each[0], default=(0, None))
+        if isinstance(key, int):
+            self._wiped.add(key)
+        else:
+            self._left.pop(key, None)
+
+    def _note_begin(self, key: tuple[str, str], position: float) -> None:
+        """Record how far a bar was when it was drawn in this row for the first time.
+
+        A bar that a line has moved to this row began where it was drawn before.
+        """
+        if key in self._left:
+            row, left, _ = self._left[key]
+            began_as, began = self._began.get(row, (None, 0.0))
+            if began_as == key and position >= left.position:
+                position = began
+        self._began[self.cursor] = key, position
 
     def _part_from_bar(self, row: _OpenRow) -> None:
         """Keep a bar apart if a program has printed text behind it: the row then holds the text.
@@ -270,15 +331,32 @@ class Screen:
         Characters behind the bar that are older than the bar are erased.
         """
         plain = row.plain[: self._drawn_to]
-        end = end_of_bar(plain)
-        if row.width > len(plain) and (end or read_row(plain, is_edited=False)):
-            row.cut(len(plain))
-        if not end:
+        end, is_first = end_of_bar(plain), self.cursor not in self._began
+        is_cut_longer = not end and len(plain) > self._drawn_before and is_cut(plain)
+        if not (end or is_first or is_cut_longer or row.width > len(plain)):
+            return  # as nearly always: reading a bar takes long
+        bar = read_row(plain[: end or None], is_edited=False)
+        if bar is None:
             return
-        bar = read_row(plain[:end], is_edited=False)
-        assert bar is not None
-        self._take_bar_out(bar)
-        end += len(plain[end:]) - len(plain[end:].lstrip(" "))  # of what was longer before
+        if row.width > len(plain):
+            row.cut(len(plain))
+        key = bar.name, bar.total
+        width = 0
+        if is_first:
+            self._note_begin(key, bar.position)
+        if not end:
+            self._read = plain, bar
+        if key in self._left:
+            _, _, width = self._left[key]
+        before = self._drawn_before or width
+        if is_cut_longer and 0 < before < len(plain.rstrip(" ")):
+            # All draws of a bar that has no room are as long as the room is.
+            end, bar = before, read_row(plain[:before], is_edited=False)
+        if not end or bar is None:
+            return
+        self._take_bar_out(bar, end)
+        if not plain[end:before].strip(" "):
+            end = max(end, before)  # tqdm erases with spaces what was longer before
         row.cut_start(end)
         self._column = max(0, self._column - end)
         self._flags[self._row] = self._last_flag
@@ -412,10 +490,20 @@ class Screen:
                 case "newline":
                     self._newline()
                 case "back":
+                    if token[0] == "\r":
+                        self._drawn_before = self._drawn_width()
                     self._is_redrawing, self._drawn_to = True, 0
                     self._column = 0 if token[0] == "\r" else max(0, self._column - 1)
                 case "command":
                     self._obey(token["command"], token["parameters"])
+
+    def _drawn_width(self) -> int:
+        """Return how many characters were drawn in this row; 0 if they are too many for a bar."""
+        if self._open is None:
+            return len(self._rows[self._row]) if self.cursor in self._bars else 0
+        if self._open.width > LONGEST_BAR:
+            return 0
+        return _width(self._open.plain[: self._drawn_to or None])
 
     def _put(self, text: str, flag: int) -> None:
         if not text:
@@ -424,14 +512,18 @@ class Screen:
         # A stream may write a row in several pieces: only the first piece can be beside a bar.
         has_come = not self._drawn_to and not self._is_redrawing
         if row.width and has_come and (bar := self._bar_at_cursor()):
-            self._take_bar_out(bar)
+            self._take_bar_out(bar, _width(row.plain))
             row.cut(0)
             self._column, self._flags[self._row] = 0, 0
         elif has_come and self._column and not row.plain.strip():
             row.cut(0)  # The cursor came up from a bar, behind which it stood.
             self._column, self._flags[self._row] = 0, 0
-        elif text.isspace() and not self._column and self._left and (bar := self._bar_at_cursor()):
-            self._left.pop((bar.name, bar.total), None)  # its program has wiped it out
+        elif text.isspace() and not self._column and self._is_redrawing:
+            if bar := self._bar_at_cursor():
+                self._left.pop((bar.name, bar.total), None)
+            elif not row.plain.strip():
+                self._drop_wiped(len(text))
+            self._flags[self._row] |= _EDITED
         if self._column < row.width:
             self._flags[self._row] |= _EDITED
             if self._column == 0 and len(text) >= row.width:
@@ -446,6 +538,8 @@ class Screen:
             self._newline()
 
     def _newline(self) -> None:
+        if self._open is not None and self._drawn_to:
+            self._flags[self._row] |= _ENDED
         self._move_to(self._row + 1)
         self._column = 0
         if self._row == len(self._rows):
@@ -456,6 +550,8 @@ class Screen:
         self.changed_from = min(self.changed_from, self.cursor)
         if self._open is None:
             self._bars.pop(self.cursor, None)  # it is read again when the cursor leaves it
+            self._wiped.discard(self.cursor)
+            self._flags[self._row] &= ~_ENDED
             self._open = _OpenRow(self._rows[self._row])
             self._characters -= len(self._rows[self._row])
         return self._open
@@ -464,7 +560,7 @@ class Screen:
         if self._first + row < self._settled:
             # What is about to change was counted in already: count anew what is left.
             self._digest, self._settled = Digest(), self._first
-        self._is_redrawing, self._drawn_to = False, 0
+        self._is_redrawing, self._drawn_to, self._drawn_before = False, 0, 0
         if self._open is not None:
             self._note_bar(self.cursor, self._bar_at_cursor())
             self._rows[self._row] = text = self._text(self._row)
@@ -528,7 +624,7 @@ class Screen:
         new._row = len(lines)
         new._settled = sum(each.line_count for each in screens)
         new._first = new._settled - len(lines)
-        new._left = {number: (new._first, bar) for number, bar in enumerate(bars)}
+        new._left = {number: (new._first, bar, 0) for number, bar in enumerate(bars)}
         return new
 
     def forget(self, count: int) -> None:
@@ -543,10 +639,19 @@ class Screen:
             del self._rows[:count], self._flags[:count]
             self._first += count
             self._row -= count
+            for row in [row for row in self._began if row < self._first]:
+                del self._began[row]
+            self._wiped -= {row for row in self._wiped if row not in self._bars}
             gone = sorted(row for row in self._bars if row < self._first)
             for row in gone[: max(0, len(self._bars) - _MOST_BARS)]:
                 del self._bars[row]
                 self._forgotten += 1
+
+
+def _width(plain: str) -> int:
+    """Count the characters of a drawn bar, without the spaces that erase what was there before."""
+    ends_with_space = plain[-1:] == " "
+    return len(plain.rstrip(" ")) if ends_with_space and not is_cut(plain) else len(plain)
 
 
 _ORIGINS = bytes(flag & _STDERR for flag in range(256))

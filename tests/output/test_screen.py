@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Callable
+from itertools import groupby
+from operator import itemgetter
 from typing import IO
 
 import pytest
@@ -210,20 +212,29 @@ def test_cut(parts: list[str], width: int) -> None:
 # --- progress bars ------------------------------------------------------------------------------
 
 
-def written(program: Callable[[IO[str], IO[str]], None]) -> Screen:
-    """The screen after a program, of which each stream gives what it has written at once."""
-    screen = Screen()
+def written(program: Callable[[IO[str], IO[str]], None], *, in_pieces: bool = True) -> Screen:
+    """The screen after a program, of which each stream gives what it has written at once.
+
+    Unless its text comes `in_pieces`, all that one stream has written comes at once, until the
+    other stream writes.
+    """
+    pieces: list[tuple[str, str]] = []
 
     class Stream(io.StringIO):
         name = "stdout"
 
         def write(self, text: str) -> int:
-            screen.write(self.name, text)
+            pieces.append((self.name, text))
             return len(text)
 
     out, err = Stream(), Stream()
     err.name = "stderr"
     program(out, err)
+    screen = Screen()
+    for name, run in groupby(pieces, key=itemgetter(0)):
+        texts = [text for _, text in run]
+        for text in texts if in_pieces else ["".join(texts)]:
+            screen.write(name, text)
     return screen
 
 
@@ -270,6 +281,72 @@ def test_a_bar_that_is_broken_off() -> None:
     screen.write("stdout", "done")
     assert [(line.text, line.stderr) for line in screen.tail(9)] == [("done", False)]
     assert bars_in(screen) == [("", "1/2")]
+
+
+def test_bars_of_one_name_that_are_broken_off() -> None:
+    """Each loop has a bar; none goes on where the one before it was broken off."""
+
+    def program(out: IO[str], err: IO[str]) -> None:
+        for epoch in range(3):
+            for step in tqdm(range(9), desc="train", file=err, mininterval=0):
+                if epoch != 1:
+                    print(step, file=out)
+                if step == 3:
+                    break
+
+    screen = written(program)
+    assert [line.text for line in screen.tail(99)] == [*"0123"] * 2
+    assert bars_in(screen) == [("train", "3/9")] * 3
+
+
+@pytest.mark.parametrize("in_pieces", [True, False])
+def test_text_behind_a_bar_without_room(*, in_pieces: bool) -> None:
+    """It is a line, though tqdm has cut the bar and written no end of it."""
+
+    def program(out: IO[str], err: IO[str]) -> None:
+        for step in (bar := tqdm(range(4), desc="cut", ncols=60, file=err, mininterval=0)):
+            bar.set_postfix(loss=1.2345, accuracy=0.123456, lr=1e-4)
+            print("  behind", step, file=err)
+
+    screen = written(program, in_pieces=in_pieces)
+    assert screen.tail(99) == [Line(f"  behind {step}", stderr=True) for step in range(4)]
+    ((_, bar),) = screen.bars()
+    assert (bar.name, bar.amount, bar.rest) == ("cut", "4/4", "accuracy=0.123,")
+
+
+@pytest.mark.parametrize("in_pieces", [True, False])
+def test_spaces_behind_a_bar(*, in_pieces: bool) -> None:
+    """They belong to the line that begins with them, unless they erase a bar that was longer."""
+
+    def program(out: IO[str], err: IO[str]) -> None:
+        for step in (bar := tqdm(range(3), desc="train", file=err, mininterval=0)):
+            for width in (9 - 3 * step, 7 - 2 * step):
+                bar.set_postfix_str("x" * width)
+            print("    indented", step, file=err)
+
+    screen = written(program, in_pieces=in_pieces)
+    assert [line.text for line in screen.tail(99)] == [f"    indented {n}" for n in range(3)]
+    assert bars_in(screen) == [("train", "3/3")]
+
+
+@pytest.mark.parametrize("stream", ["out", "err", "no"])
+@pytest.mark.parametrize("every", [0, 99])
+def test_three_levels_of_bars(stream: str, every: int) -> None:
+    """Of bars that wipe themselves out nothing is left, however seldom they are drawn."""
+    lines = [f"{a} {b} {c}" for a in range(2) for b in range(2) for c in range(3)]
+
+    def program(out: IO[str], err: IO[str]) -> None:
+        left = iter(lines)
+        inner = {"file": err, "mininterval": every, "leave": False}
+        for _ in tqdm(range(2), desc="a", file=err, mininterval=every):
+            for _ in tqdm(range(2), desc="b", **inner):
+                for _ in tqdm(range(3), desc="c", **inner):
+                    if stream != "no":
+                        print(next(left), file=out if stream == "out" else err)
+
+    screen = written(program)
+    assert [line.text for line in screen.tail(99)] == lines * (stream != "no")
+    assert bars_in(screen) == [("a", "2/2")]
 
 
 def test_lines_after_nested_bars() -> None:
