@@ -224,8 +224,9 @@ def is_same(low: float | None, high: float | None) -> bool:
 
 
 def headline(name: str, run: Run, bands: Bands) -> str:
-    """Say how far it has come: `loss 0.12 · step 99 · 4 ranks 0.11 to 0.13`.
+    """Say how far it has come: `loss 0.12 · step 99 · 0.11 to 0.13 on 4 ranks`.
 
+    It does not end in a number, which would look like one of those beside the picture below it.
     The numbers are of the last step that the ranks have in common; of steps that were merged into
     one point, it is said that they are means.
     """
@@ -255,7 +256,8 @@ def headline(name: str, run: Run, bands: Bands) -> str:
     if len(there) > 1:
         low, high = min(means), max(means)
         equal = " equal" if len(there) == len(run) else ", equal"
-        ranks += equal if is_same(low, high) else f" {number_text(low)} to {number_text(high)}"
+        ends = f"{number_text(low)} to {number_text(high)}"
+        ranks = f"{ranks}{equal}" if is_same(low, high) else f"{ends} on {ranks}"
     return f"{shown_name(name)} {number_text(_median(means))} · {when} · {ranks}"
 
 
@@ -265,8 +267,9 @@ def remarks(bands: Bands) -> list[str]:
     for far in bands.far:
         begin = f"from {'' if far.is_exact else 'about '}step {step_text(far.step)}"
         when = f"{begin} to {step_text(far.until)}, and came back" if far.is_back else f"{begin} on"
-        numbers = f"{number_text(far.mean)} at step {step_text(far.until)}"
-        theirs = f"the others {number_text(far.median)}"
+        has = "had" if far.is_back else "has"
+        numbers = f"at step {step_text(far.until)} it {has} {number_text(far.mean)}"
+        theirs = f"beside {number_text(far.median)} on the others"
         found.append(f"rank {far.rank} left the band {when}: {numbers}, {theirs}")
     ranks: dict[Odd, list[int]] = {}
     for rank, odd in bands.odd.items():
@@ -278,7 +281,7 @@ def odd_text(odd: Odd) -> str:
     """Say at which step a rank had its first NaN or infinity, and if it had others."""
     step = step_text(odd.step)
     if odd.numbers == 1:
-        return f"NaN or infinity at step {step}"
+        return f"NaN or infinity at step {step} only"
     if odd.goes_on:
         return f"NaN or infinity from step {step} on"
     return f"NaN or infinity first at step {step}, {odd.numbers:,.0f} numbers in all"

@@ -430,17 +430,17 @@ def test_slowest(ends: list[tuple[float, str]]) -> None:
 
 HEADLINE = re.compile(
     r"loss (?P<median>\S+) · (?:mean of (?P<of>\d+) from )?step (?P<step>[\d,]+)(?: on)? · "
-    r"(?:rank 0|(?:(?P<there>\d+) of )?\d+ ranks)"
-    r"(?P<equal>,? equal)?(?: (?P<low>\S+) to (?P<high>\S+))?"
+    r"(?:(?P<low>\S+) to (?P<high>\S+) on )?"
+    r"(?:rank 0|(?:(?P<there>\d+) of )?\d+ ranks)(?P<equal>,? equal)?"
 )
 LEFT = re.compile(
     r"rank (?P<rank>\d+) left the band from (?P<about>about )?step (?P<step>[\d,]+)"
-    r"(?: to (?P<until>[\d,]+), and came back| on): (?P<own>\S+) at step (?P<at>[\d,]+), "
-    r"the others (?P<others>\S+)"
+    r"(?: to (?P<until>[\d,]+), and came back| on): "
+    r"at step (?P<at>[\d,]+) it ha[sd] (?P<own>\S+), beside (?P<others>\S+) on the others"
 )
 ODD = re.compile(
     r"(?P<ranks>ranks? [\d,-]+): NaN or infinity (?:first )?(?:at|from) step (?P<step>[\d,]+)"
-    r"(?P<on> on)?(?:, (?P<numbers>[\d,]+) numbers in all)?"
+    r"(?: only|(?P<on> on))?(?:, (?P<numbers>[\d,]+) numbers in all)?"
 )
 
 
@@ -510,6 +510,9 @@ def test_curves(ranks: list[list[float]], sent: set[tuple[int, int]]) -> None:
     left = [found.groupdict() for line in said if (found := LEFT.fullmatch(line))]
     odd = [found.groupdict() for line in said if (found := ODD.fullmatch(line))]
     assert len(left) + len(odd) == len([line for line in said if "rank" in line and ":" in line])
+    # Nor does a sentence end like one of the numbers beside the picture below it.
+    sentences = [head, *(each.group() for line in said if (each := re.match(".*:.*", line)))]
+    assert not [each for each in sentences if re.search(r"(?<!rank )\b\d[\d,.e+-]*$", each)]
     finite = [[each for each in numbers if math.isfinite(each)] for numbers in ranks]
     if any(finite):
         found = HEADLINE.fullmatch(head)
