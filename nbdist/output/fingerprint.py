@@ -11,6 +11,16 @@ from typing import NamedTuple
 from nbdist.output.ansi import strip
 from nbdist.output.events import Failure, MimeBundle, RankError
 
+TIME = (
+    r"(?<![\w:.])(?:[A-Z]\d{4} |(?:\d{4}[-/]\d\d[-/]\d\d|\d\d[-/]\d\d[-/]\d{4})[ T])?"
+    r"\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?(?![\w:])(?: \d+(?= \S+:\d+\]))?"
+)
+"""A time of day as loggers write it, with its date if there is one; torch's with the process id."""
+
+_TIME = re.compile(TIME)
+# A search for this is fast, as it begins with a character; a time can begin so far before it.
+_PART_OF_TIME, _BEFORE_PART = re.compile(r":\d\d:\d\d"), (13, 8, 2)
+
 _VARIES = re.compile(
     r"(?P<address>\b0x)[0-9a-fA-F]{6,16}\b"
     r"|(?P<device>\b(?:cuda|xpu|npu|hpu|mps):|\bGPU )\d+\b"
@@ -18,8 +28,8 @@ _VARIES = re.compile(
     r"|(?P<nccl>:)\d+:\d+ \[\d+\](?= NCCL)"
 )
 _HINTS = ("0x", "cuda:", "xpu:", "npu:", "hpu:", "mps:", "GPU ", "pid", "PID", "rocess", " NCCL")
-# Stands for what varies; a character that text may have as well, and then twice.
-_MARK, _PLACE = "\0", "\0n"
+# Stand for what varies, and for times; text may have this character as well, and then twice.
+_MARK, _PLACE, _OF_TIME = "\0", "\0n", "\0t"
 _CELL_LINE = re.compile(r"Cell In\[\d+\], line \d+")
 # An error's text that is longer counts as it is.
 _MOST_COMPARED = 100_000
@@ -35,43 +45,78 @@ def normal(text: str) -> str:
     return _VARIES.sub(lambda found: f"{found[found.lastgroup or 0]}{_PLACE}", text)
 
 
+def may_have_time(text: str) -> bool:
+    """Return False if no time of day is in the text; fast."""
+    return _PART_OF_TIME.search(text) is not None
+
+
+def without_times(text: str) -> str:
+    """Put a placeholder for each time of day."""
+    if _MARK in text:
+        text = text.replace(_MARK, 2 * _MARK)
+    parts, done, match = list[str](), 0, _TIME.match
+    for part in _PART_OF_TIME.finditer(text):
+        inside = part.start()
+        for before in _BEFORE_PART:
+            start = inside - before
+            if start >= done and (time := match(text, start)) and time.end() > inside:
+                parts += text[done:start], _OF_TIME
+                done = time.end()
+                break
+    return "".join([*parts, text[done:]]) if parts else text
+
+
 class Key(NamedTuple):
-    """Equal if two outputs are alike, and if they are the same to the letter."""
+    """Equal if two outputs are alike, the same to the letter, and the same but for times."""
 
     alike: bytes
     exact: bytes
+    timeless: bytes
 
 
 class Digest:
     """A running `Key` of text that comes in blocks of whole lines."""
 
-    __slots__ = ("_hashes",)
+    __slots__ = ("_hashes", "_timeless")
 
     def __init__(self) -> None:
-        # One for each part of the key, and one of the lines' origins.
+        # What is alike, what is exact, and the lines' origins.
         self._hashes = [hashlib.blake2b(digest_size=16) for _ in range(3)]
+        self._timeless: hashlib.blake2b | None = None  # as what is exact, until a time comes
 
     def add(self, text: str, origins: bytes = b"") -> None:
         """Take in the next lines; `origins` has a byte for each (stdout or stderr)."""
         alike, exact, of_origins = self._hashes
+        timeless = without_times(text)
+        if self._timeless is None and timeless != text:
+            self._timeless = exact.copy()
+        if self._timeless is not None:
+            self._timeless.update(_bytes(timeless))
         exact.update(_bytes(text))
-        alike.update(_bytes(normal(text)))
+        alike.update(_bytes(normal(timeless)))
         of_origins.update(origins)
 
     def add_key(self, key: Key) -> None:
         """Take in what another one has taken in."""
-        for own, others in zip(self._hashes, key, strict=False):
-            own.update(others)
+        alike, exact, _ = self._hashes
+        if self._timeless is None and key.timeless != key.exact:
+            self._timeless = exact.copy()
+        if self._timeless is not None:
+            self._timeless.update(key.timeless)
+        alike.update(key.alike)
+        exact.update(key.exact)
 
     def copy(self) -> Digest:
         twin = Digest.__new__(Digest)
         twin._hashes = [each.copy() for each in self._hashes]
+        twin._timeless = self._timeless and self._timeless.copy()
         return twin
 
     @property
     def key(self) -> Key:
-        *digests, origins = (each.digest() for each in self._hashes)
-        return Key(*(digest + origins for digest in digests))
+        alike, exact, origins = (each.digest() for each in self._hashes)
+        timeless = exact if self._timeless is None else self._timeless.digest()
+        return Key(alike + origins, exact + origins, timeless + origins)
 
 
 def key_of(text: str) -> Key:
@@ -120,7 +165,7 @@ def _place(failure: Failure) -> str:
 
 def _compared(text: str) -> str:
     if len(text) <= _MOST_COMPARED:
-        return normal(strip(text))
+        return normal(without_times(strip(text)))
     return hashlib.blake2b(_bytes(text), digest_size=16).hexdigest()
 
 

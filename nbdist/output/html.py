@@ -148,7 +148,10 @@ def _rows(rows: Sequence[Row], most: int, room: _Room) -> str:
     for row in rows:
         fitted, _ = _fitted(row.line, most // len(rows), room)
         shown = lines_html([fitted], opens=not room.is_live)
-        found.append([(_VALUE, dim(name_ranks(row.ranks))), (_VALUE, shown)])
+        # Sets are seen in the line itself.
+        about = row.sameness if row.sameness == "same except for times" else ""
+        cells = dim(name_ranks(row.ranks)), shown, *filter(None, [dim(about)])
+        found.append([(_VALUE, cell) for cell in cells])
     return f'<div style="max-height:560px;overflow:auto">{table(found)}</div>'
 
 

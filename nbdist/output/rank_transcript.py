@@ -50,7 +50,7 @@ class Shown(NamedTuple):
             return cls(display, key_of(plain), content)
         # In figures and tables differing places cannot be shown.
         exact = content + plain.encode("utf-8", "surrogatepass")
-        return cls(display, Key(exact, exact), content)
+        return cls(display, Key(exact, exact, exact), content)
 
     @property
     def plain(self) -> str:

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, TypeAlias
 from nbdist.output.ansi import strip
 from nbdist.output.curves import Curves
 from nbdist.output.events import Died, Done, Failure, Output, RankError
-from nbdist.output.fingerprint import NUMBER, UNITS, error_keys
+from nbdist.output.fingerprint import NUMBER, TIME, UNITS, error_keys, may_have_time, without_times
 from nbdist.output.rank_transcript import (
     ENDED,
     FAILED,
@@ -98,7 +98,7 @@ class Transcript:
         return max(0.0, now - self.started)
 
     def groups(self, *, failed_first: bool = False, is_live: bool = False) -> list[Group]:
-        """Group alike ranks; if few rows differ, those that are the same to the letter.
+        """Group alike ranks; if few rows differ, those that are the same but for times of day.
 
         Ranks whose lines differ in some numbers are one group.  With `is_live` ranks that are some
         lines ahead of others stay with them: all print the same, one a moment after the other.
@@ -112,7 +112,7 @@ class Transcript:
         cause = self.root_cause()
         first = cause[0] if cause else None
         alike = set(self.alike_error(first)) if first is not None else set()
-        groups = [group_of(each, first, alike) for each in members]
+        groups = [group_of(each, first, alike, is_exact=is_exact) for each in members]
         if failed_first:
             groups.sort(key=lambda group: (not group.has_failed, group.part != "first"))
         return groups
@@ -121,7 +121,7 @@ class Transcript:
         members: list[list[RankTranscript]] = []
         known: dict[object, list[RankTranscript]] = {}
         for each in self:
-            body = each.body.exact if exactly else each.body.alike
+            body = each.body.timeless if exactly else each.body.alike
             alike = _alike_keys(each.error, each.error_keys)
             # Ranks that run stay with those that have ended well, or blocks would come and go.
             end = "failed" if each.state in FAILED else each.state == "aborted"
@@ -177,13 +177,23 @@ def follows(error: RankError) -> bool:
 
 # All places in which alike texts can differ; see `nbdist.output.fingerprint`.
 _PLACES = re.compile(rf"{NUMBER}|0x[0-9a-fA-F]+|\d+")
+_PLACES_AND_TIMES = re.compile(rf"{TIME}|{_PLACES.pattern}")
 _MOST_IN_A_SET, _MOST_NUMBERS = 64, 16
 
 Part = Literal["none", "first", "same", "other"]
 """What a group's error has to do with the first one of the cell."""
 
-Likeness = Literal["same", "same except for {…}", "stopped in the same line", "stopped"]
-"""As it is shown: numbers, addresses, devices and process ids that differ are sets."""
+Likeness = Literal[
+    "same",
+    "same except for times",
+    "same except for {…}",
+    "stopped in the same line",
+    "stopped",
+]
+"""As it is shown: numbers, addresses, devices and process ids that differ are sets.
+
+If nothing but times of day differs, those of one rank are shown.
+"""
 
 
 class Group(NamedTuple):
@@ -225,6 +235,8 @@ class Group(NamedTuple):
             own = [each for each in self.members if each.line_count - common >= number]
             entries = [each.tail(each.line_count - common)[number - 1] for each in own]
             lines = [entry for entry in entries if isinstance(entry, Line)]
+            if self.likeness == "same except for times":
+                del lines[1:]
             found.append((tuple(each.rank for each in own), fold_lines(lines)))
         return found
 
@@ -246,13 +258,27 @@ class Group(NamedTuple):
 
     @property
     def differing(self) -> tuple[RankTranscript, ...]:
-        """The members; one of them where all have said the same."""
-        same = len({each.body.exact for each in self.members}) == 1
-        return (self.shown,) if same else self.members
+        """The members; one of them if all have said the same, apart from times of day.
+
+        That is one with the fewest lines: some can be ahead of the others.
+        """
+        bodies = {each.body.timeless for each in self.members}
+        if len(bodies) > 1 and self.likeness not in {"same", "same except for times"}:
+            return self.members
+        return (min(self.members, key=lambda each: each.line_count),)
 
 
-def group_of(members: Sequence[RankTranscript], first: int | None, alike: Collection[int]) -> Group:
-    """Make them one; `first` is the rank that failed first, `alike` have its error."""
+def group_of(
+    members: Sequence[RankTranscript],
+    first: int | None,
+    alike: Collection[int],
+    *,
+    is_exact: bool,
+) -> Group:
+    """Make them one; `first` is the rank that failed first, `alike` have its error.
+
+    If the group `is_exact`, the lines that all of them have printed differ at most in times of day.
+    """
     # As long as one of them runs, that is the mark of all.
     runs = next((each for each in members if each.state not in ENDED), members[0])
     shown = next((each for each in members if each.rank == first), runs)
@@ -266,9 +292,20 @@ def group_of(members: Sequence[RankTranscript], first: int | None, alike: Collec
         # Of Stop in a script no line of the cell is known.
         has_line = not shown.error_keys[0].startswith("\n")
         likeness, error = "stopped in the same line" if has_line else "stopped", shown.error
-    elif len({(said_by(each.error), each.body.exact) for each in members}) == 1:
-        likeness = "same"
+    elif len({said_by(each.error) for each in members}) == 1:
+        if len({each.body.exact for each in members}) == 1:
+            likeness = "same"
+        elif len({each.body.timeless for each in members}) == 1:
+            likeness = "same except for times"
+        elif is_exact:
+            likeness = "same" if _begin_equally(members) else "same except for times"
     return Group(tuple(members), shown, likeness, error, part)
+
+
+def _begin_equally(members: Sequence[RankTranscript]) -> bool:
+    """Return True if the lines that all have printed are equal, to the letter."""
+    common = min(each.line_count for each in members)
+    return len({tuple(each.tail(each.line_count)[:common]) for each in members}) == 1
 
 
 _LONGEST_KNOWN = 400
@@ -304,7 +341,7 @@ _Words: TypeAlias = tuple[tuple[object, ...], tuple[tuple[str, bool], ...]]
 def _words(said: RankTranscript, *, is_exact: bool = False) -> _Words | None:
     """Return a rank's lines without their numbers; None for displays, and for too many lines.
 
-    With `is_exact` the lines keep their numbers.
+    With `is_exact` the lines keep their numbers, but not times of day.
     """
     count = said.line_count
     if said.displays or not 0 < count <= MOST_NUMBERED:
@@ -313,8 +350,8 @@ def _words(said: RankTranscript, *, is_exact: bool = False) -> _Words | None:
     texts = [(strip(line.text), line.stderr) for line in lines if isinstance(line, Line)]
     if len(texts) < count:
         return None
-    if not is_exact:
-        texts = [(_split_numbers(text)[0], is_stderr) for text, is_stderr in texts]
+    drop = without_times if is_exact else _without_numbers
+    texts = [(drop(text), is_stderr) for text, is_stderr in texts]
     end = "failed" if said.state in FAILED else said.state == "aborted"
     return (end, said.error_keys[0]), tuple(texts)
 
@@ -354,6 +391,10 @@ def _continues(words: _Words, longer: _Words) -> bool:
     return longer[0] == end and len(longer[1]) > len(said) and longer[1][: len(said)] == said
 
 
+def _without_numbers(text: str) -> str:
+    return _split_numbers(text)[0]
+
+
 def _split_numbers(text: str) -> tuple[str, tuple[str, ...]]:
     """Return a line without its numbers, and its numbers; short lines are remembered."""
     return (_split if len(text) <= _LONGEST_KNOWN else _split.__wrapped__)(text)
@@ -361,7 +402,8 @@ def _split_numbers(text: str) -> tuple[str, tuple[str, ...]]:
 
 @lru_cache(maxsize=1 << 15)
 def _split(text: str) -> tuple[str, tuple[str, ...]]:
-    return _PLACES.sub("0", text), tuple(_PLACES.findall(text))
+    places = _places_of(text)
+    return places.sub("0", text), tuple(places.findall(text))
 
 
 def _differs_much(members: Sequence[RankTranscript]) -> bool:
@@ -378,15 +420,20 @@ def _differs_much(members: Sequence[RankTranscript]) -> bool:
     return False
 
 
+def _places_of(text: str) -> re.Pattern[str]:
+    """Return what finds the places of a text; to look for times as well takes longer."""
+    return _PLACES_AND_TIMES if may_have_time(text) else _PLACES
+
+
 def fold(texts: Sequence[str]) -> str | None:
     """Make one of the texts of some ranks; None where they differ in more than numbers."""
     first = texts[0]
     if all(text == first for text in texts):
         return first
-    frames = [_PLACES.split(text) for text in texts]
+    frames = [_places_of(text).split(text) for text in texts]
     if any(frame != frames[0] for frame in frames):
         return None
-    places = zip(*(_PLACES.findall(text) for text in texts), strict=True)
+    places = zip(*(_places_of(text).findall(text) for text in texts), strict=True)
     sets = [*map(_set, places), ""]
     return "".join(fixed + differs for fixed, differs in zip(frames[0], sets, strict=True))
 
@@ -472,9 +519,14 @@ def _alike_keys(error: RankError | None, keys: Collection[str]) -> frozenset[str
 
 
 def _set(values: tuple[str, ...]) -> str:
-    """Write `7` if all are equal, else `{7,9}`; of many fractions `{0.1 to 0.7}`, the ends."""
+    """Write `7` if all are equal, else `{7,9}`; of many fractions `{0.1 to 0.7}`, the ends.
+
+    Of times of day, too, the first and the last are enough.
+    """
     if all(value == values[0] for value in values):
         return values[0]
+    if ":" in values[0]:
+        return f"{{{min(values)} to {max(values)}}}"
     is_address = any(value.startswith("0x") for value in values)
     if any("." in value for value in values) and not is_address:
         if len({*values}) <= _MOST_NUMBERS:

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nbdist.output.events import Died, Done, Failure, Update
+from nbdist.output.events import Died, Done, Failure, Output, Update
 from nbdist.output.fingerprint import normal
 from nbdist.output.screen import Line
 from nbdist.output.transcript import Transcript, fold, followed_text
-from tests.output.lab import drawing, failure, out, running, unfold
+from tests.output.lab import (
+    drawing,
+    err,
+    failure,
+    final_html,
+    final_text,
+    make,
+    out,
+    running,
+    unfold,
+)
 
 
 def groups(transcript: Transcript) -> list[tuple[int, ...]]:
@@ -69,6 +81,64 @@ def test_addresses_devices_processes() -> None:
     assert groups(transcript) == [(0, 2), (1, 3)]
     transcript.receive(1, Update({"text/plain": "?"}, {}, "no such id"), 1.0)
     assert groups(transcript) == [(0, 2), (1, 3)]
+
+
+LOGGED = {
+    "basic": ("%(asctime)s %(levelname)s %(message)s", None),
+    "hydra": ("[%(asctime)s][%(name)s][%(levelname)s] - %(message)s", None),
+    "transformers": ("%(asctime)s - %(levelname)s - %(message)s", "%m/%d/%Y %H:%M:%S"),
+    "ISO": ("%(asctime)s %(message)s", "%Y-%m-%dT%H:%M:%S+00:00"),
+    "clock": ("%(message)s at %(asctime)s.", "%H:%M:%S"),
+    "torch": ("W%(asctime)s.%(msecs)03d000 %(process)d t/run.py:7] %(message)s", "%m%d %H:%M:%S"),
+}
+
+
+def logged(style: str, message: str, seconds: float) -> str:
+    """What `logging` writes so many seconds after the epoch."""
+    record = logging.makeLogRecord({"msg": message, "levelname": "INFO", "process": int(seconds)})
+    record.created, record.msecs = seconds, 1000 * (seconds % 1)
+    return logging.Formatter(*LOGGED[style]).format(record) + "\n"
+
+
+@pytest.mark.parametrize("style", LOGGED)
+def test_times_of_loggers(style: str) -> None:
+    """Ranks whose lines differ in times alone are together, also while some are ahead."""
+
+    def lines(rank: int, count: int, message: str = "step {}") -> list[Output]:
+        # From one line to the next, and from one rank to the next, another second.
+        return [
+            err(logged(style, message.format(n), 9e8 + 1.1 * n + 3 * rank)) for n in range(count)
+        ]
+
+    for transcript in (
+        make(4, lambda rank: lines(rank, 3)),
+        running(4, lambda rank: lines(rank, 30)),
+    ):
+        (group,) = transcript.groups()
+        assert (group.ranks, group.likeness) == ((0, 1, 2, 3), "same except for times")
+        assert group.last == transcript[0].tail(1)[0]
+    ahead = running(4, lambda rank: lines(rank, 1 + rank % 2))
+    (group,) = ahead.groups(is_live=True)
+    assert (group.likeness, group.last) == ("same except for times", ahead[0].tail(1)[0])
+    assert group.ahead == [((1, 3), ahead[1].tail(1)[0])]
+    # What else differs is shown.
+    assert groups(make(4, lambda rank: lines(rank, 1, f"loss {rank}"))) == [(0,), (1,), (2,), (3,)]
+    (group,) = make(4, lambda rank: lines(rank, 9, f"loss {rank}")).groups()
+    assert group.likeness == "same except for {…}"
+    assert "loss {0-3}" in group.last.text
+    # It is said wherever they are shown, also of a single line.
+    for count in (1, 2):
+        said = make(4, lambda rank, count=count: lines(rank, count))
+        assert said[0].tail(1) != said[1].tail(1)
+        assert "── ranks 0-3 (same except for times) ──" in final_text(said)
+        assert "same except for times" in final_html(said)
+
+
+def test_what_is_no_time() -> None:
+    """Ranks that differ in it are shown apart: durations, ratios, addresses."""
+    for text in ("took 0:00:0{}", "1{}:16", "host:1{}:22:33", "[::{}:10:20]"):
+        said = make(4, lambda rank, text=text: [out(f"{text.format(rank)}\n")])
+        assert len(groups(said)) == 4, text
 
 
 @pytest.mark.parametrize(
