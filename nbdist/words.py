@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
@@ -77,6 +78,17 @@ def size_range(sizes: Iterable[float]) -> str:
     if low == high:
         return high
     return f"{low.removesuffix(high[high.index(' ') :])}-{high}"
+
+
+_MAGIC = re.compile(r"%dist_(?!auto|help|attach)\w+(?! --pool)\b")
+
+
+def in_pool(text: str, pool: str) -> str:
+    """Name the pool behind each magic in a text, as in `%dist_output --pool trainer -r 3`.
+
+    The text stays as it is for the default pool, which is "".
+    """
+    return _MAGIC.sub(rf"\g<0> --pool {pool}", text) if pool else text
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -37,7 +37,7 @@ from nbdist.notebook.shipping import Plan, plan
 from nbdist.output.transcript import Transcript
 from nbdist.topology import parse_ranks
 from nbdist.wire.work import Call, Source, Task, Work
-from nbdist.words import name_ranks, size_text
+from nbdist.words import in_pool, name_ranks, size_text
 from nbdist.world.calling import ask
 from nbdist.world.exchange import binding
 from nbdist.world.names import WORKERS_MODULES, WORKERS_OWN, NameTable
@@ -293,6 +293,8 @@ def check_end(pool: Pool, world: World, running: TaskRun, *, stopped: bool | Non
         raise Interrupted(running.task.ranks, fate, running.damage)
     if not running.lacking and cause and (name := undefined_name(cause[1])):
         running.lacking = _not_sent_text(pool, name)
+    for cure in ("fate", "differing", "lacking"):
+        setattr(running, cure, in_pool(getattr(running, cure), pool.own_name))
     if error := running.error():
         world.session.told(running.fated)
         _keep_why(pool, running)

@@ -20,7 +20,7 @@ from IPython.core.magic import no_var_expand
 from IPython.core.magic_arguments import magic_arguments
 
 from nbdist import plugins
-from nbdist.errors import Interrupted, UsageError, WorkerError, WorldNotStarted
+from nbdist.errors import Interrupted, NbdistError, UsageError, WorkerError, WorldNotStarted
 from nbdist.notebook import commands
 from nbdist.notebook.cell_text import without_comment
 from nbdist.notebook.cells import bring
@@ -40,7 +40,7 @@ from nbdist.notebook.pool import Pool, Pools
 from nbdist.topology import parse_ranks
 from nbdist.wire.messages import Request
 from nbdist.wire.work import Call
-from nbdist.words import one_line
+from nbdist.words import in_pool, one_line
 from nbdist.world.recovery import healing_text
 from nbdist.world.result import raised
 from nbdist.world.states import State
@@ -200,7 +200,11 @@ class Command:
             except KeyboardInterrupt as stop:
                 raise _stopped(stop, line.pool.world) from None
             except WorkerError as error:
+                _name_pool(error, line.pool)
                 raise raised(error) from None
+            except NbdistError as error:
+                _name_pool(error, line.pool)
+                raise
             match shown:
                 case Shown():
                     shown.on(line.display)
@@ -325,6 +329,12 @@ def _loaded(point: EntryPoint) -> Command:
 
     run.__name__, run.__doc__ = point.name, said
     return command(split=lambda _run, _line: ("", []))(run)
+
+
+def _name_pool(error: NbdistError, pool: Pool) -> None:
+    """Name the pool behind the magics that an error advises, unless it is the default pool."""
+    texts = (in_pool(each, pool.own_name) if isinstance(each, str) else each for each in error.args)
+    error.args = tuple(texts)
 
 
 def _stopped(stop: KeyboardInterrupt, world: World | None) -> KeyboardInterrupt:

@@ -19,12 +19,12 @@ from nbdist.notebook.options import NbDist
 from nbdist.notebook.rich_output import EMPTY, NOTHING, Below, save_figures
 from nbdist.output.bars import merged_line
 from nbdist.output.html import all_show_widgets, figures, panel_html
-from nbdist.output.layout import Panel, final_layout, live_layout
+from nbdist.output.layout import final_layout, live_layout
 from nbdist.output.text import PlainLines, curves_lines, failures_text, head_text, panel_text
 from nbdist.output.transcript import Transcript
 from nbdist.output.wording import INDENT, dim, panel
 from nbdist.values.payload import Made, Steps
-from nbdist.words import aligned, size_text
+from nbdist.words import aligned, in_pool, size_text
 from nbdist.world.running import News
 from nbdist.world.workers import MovingLine
 
@@ -38,7 +38,7 @@ class PanelDisplay:
     `can_change`: what has been shown can still be shown otherwise.
     `is_alone` says whether its cell shows nothing else; `notes` stand with what it shows;
     `seconds` is the setting of this name: with "none" it is drawn at the end alone.  The head of a
-    panel begins with `title`, such as `pool trainer · `.
+    panel names the `pool`, as do magics in notes, unless it is the default one: "".
     """
 
     can_change = True
@@ -49,21 +49,21 @@ class PanelDisplay:
         *,
         is_alone: bool = False,
         seconds: str = "page",
-        title: str = "",
+        pool: str = "",
     ) -> None:
-        self._title = title
+        self._pool = pool
         self._is_alone = is_alone
         self._seconds = seconds
         self._begin()
         self._was_asked = False
         self._above = ""  # the one that stands above what was typed last
-        self._below = Below()
+        self._below = Below(pool)
         self._draw_at = time.monotonic() + FIRST_DRAWING
         self._notes, self._passing = [*notes], list[str]()
 
     def note(self, text: str, *, at_once: bool = True, stays: bool = True) -> None:
         """Show a line beside the output; unless it `stays`, only while the cell runs."""
-        (self._notes if stays else self._passing).append(text)
+        (self._notes if stays else self._passing).append(in_pool(text, self._pool))
         if at_once:
             self.wait_for("")
 
@@ -125,7 +125,7 @@ class PanelDisplay:
         self._draw_at = now + REDRAW
         note = " · ".join(filter(None, [*self._notes, *self._passing, waits]))
         clock = time.strftime("%H:%M:%S")
-        shown = _titled(live_layout(transcript, now, note, usage, clock, turn), self._title)
+        shown = live_layout(transcript, now, note, usage, clock, turn, pool=self._pool)
         self._draw(panel_html(shown), panel_text(shown))
         if all_show_widgets(transcript):  # what moves is to be seen while it does
             self._below.add(transcript)
@@ -136,7 +136,7 @@ class PanelDisplay:
             # What was typed, and after Stop the box, which a page leaves there.  Not before: a
             # box that waits would go too.
             clear_output(wait=True)
-            self._above, self._is_there, self._below = "", False, Below()
+            self._above, self._is_there, self._below = "", False, Below(self._pool)
         self._draw_final(transcript, logs)
         self._below.end(transcript)
         # Pages show them in the panel; converters and other programs look for images.
@@ -157,7 +157,7 @@ class PanelDisplay:
 
     def _draw_final(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
         note = " · ".join(self._notes)
-        shown = _titled(final_layout(transcript, logs, note, time.monotonic()), self._title)
+        shown = final_layout(transcript, logs, note, time.monotonic(), pool=self._pool)
         timeless = shown._replace(seconds="", pace="")
         html = panel_html(timeless if self._seconds == "none" else shown)
         self._draw(html, panel_text(shown if self._seconds == "all" else timeless))
@@ -174,11 +174,6 @@ class PanelDisplay:
             self._above = ""
 
 
-def _titled(shown: Panel, title: str) -> Panel:
-    """Begin the head of a panel with a title."""
-    return shown._replace(ranks=f"{title}{shown.ranks}")
-
-
 def _encodable(text: str) -> str:
     """Escape halves of surrogate pairs, which cannot be sent to a page as UTF-8."""
     return text.encode("utf-8", "backslashreplace").decode()
@@ -189,10 +184,8 @@ class PlainDisplay:
 
     can_change = False
 
-    def __init__(
-        self, notes: Sequence[str] = (), *, colours: bool = False, title: str = ""
-    ) -> None:
-        self._title = title
+    def __init__(self, notes: Sequence[str] = (), *, colours: bool = False, pool: str = "") -> None:
+        self._pool = pool
         self._notes = notes
         self._colours = colours
         self._lines: PlainLines | None = None
@@ -202,7 +195,7 @@ class PlainDisplay:
         self._bars = MovingLine(self._stream)
 
     def note(self, text: str, *, at_once: bool = True, stays: bool = True) -> None:
-        self.say(text)
+        self.say(in_pool(text, self._pool))
 
     def wait_for(self, text: str) -> None:
         self.say(text)
@@ -248,7 +241,7 @@ class PlainDisplay:
         if self._lines is not None:
             self._write(self._lines.finish(time.monotonic()))
         self._warn(transcript)
-        shown = _titled(final_layout(transcript, logs, now=time.monotonic()), self._title)
+        shown = final_layout(transcript, logs, now=time.monotonic(), pool=self._pool)
         self._write(failures_text(shown, colours=self._colours))
         self._write(curves_lines(shown.curves) if shown.curves else ())
         self._write(save_figures(transcript, logs))
@@ -258,8 +251,9 @@ class PlainDisplay:
         sys.stdout.flush()
 
     def again(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
-        whole = final_layout(transcript, logs, now=time.monotonic(), is_on_page=False)
-        self.say(panel_text(_titled(whole, self._title)))
+        now = time.monotonic()
+        shown = final_layout(transcript, logs, now=now, is_on_page=False, pool=self._pool)
+        self.say(panel_text(shown))
         self._write(save_figures(transcript, logs))
 
     def end_again(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
@@ -285,14 +279,14 @@ def make_display(
     settings: NbDist,
     cell: str = "",
     notes: Sequence[str] = (),
-    title: str = "",
+    pool: str = "",
 ) -> CellDisplay:
     """Return a panel where the shell is a kernel that a page draws for, else plain lines."""
     if has_panels(shell, settings):
         is_alone = is_of_magic(cell)
-        return PanelDisplay(notes, is_alone=is_alone, seconds=settings.seconds, title=title)
+        return PanelDisplay(notes, is_alone=is_alone, seconds=settings.seconds, pool=pool)
     is_coloured = sys.stdout.isatty() and str(getattr(shell, "colors", "")).lower() != "nocolor"
-    return PlainDisplay(notes, colours=is_coloured, title=title)
+    return PlainDisplay(notes, colours=is_coloured, pool=pool)
 
 
 def has_panels(shell: InteractiveShell, settings: NbDist) -> bool:

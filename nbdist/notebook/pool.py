@@ -99,8 +99,13 @@ class Pool:
         return f"{self._title}{workers} ready · {self.world.session.backend}"
 
     @property
+    def own_name(self) -> str:
+        """Its name; "" of the default pool, which is not named in what is shown."""
+        return "" if self.name == DEFAULT_POOL else self.name
+
+    @property
     def _title(self) -> str:
-        return f"pool {self.name} · " if self.name != DEFAULT_POOL else ""
+        return f"pool {self.own_name} · " if self.own_name else ""
 
     @property
     def snapshot_store(self) -> SnapshotStore:
@@ -128,7 +133,7 @@ class Pool:
         auto = self._pools.auto
         cell = (auto.running or cells[-1]) if is_first else ""
         notes = (AUTO_NOTE,) if auto.pool else ()
-        return make_display(self.shell, self._pools.settings, cell, notes, self._title)
+        return make_display(self.shell, self._pools.settings, cell, notes, self.own_name)
 
     # --- life -----------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from nbdist.output.transcript import Transcript
 from nbdist.output.wording import bold, panel
 from nbdist.system.folders import PRIVATE_FILE, make_private, whole_file
 from nbdist.wire.messages import ToWidget
-from nbdist.words import format_ranks, name_ranks
+from nbdist.words import format_ranks, in_pool, name_ranks
 from nbdist.world.session import Session
 from nbdist.world.spec import default_log_dir
 
@@ -98,19 +98,20 @@ EMPTY = Display({"text/html": NOTHING, "text/plain": ""}, {})
 class Below:
     """The displays below one panel, under captions that name their ranks."""
 
-    def __init__(self) -> None:
+    def __init__(self, pool: str = "") -> None:
+        self._pool = pool
         self._id = f"nbdist-{uuid.uuid4().hex}"
         self._shown: list[Display] = []
 
     def add(self, transcript: Transcript, of: Collection[int] | None = None) -> None:
         """Show what ranks have that is new, below all else: nothing moves, as a page may draw."""
-        now = below_panel(transcript, of)
+        now = below_panel(transcript, of, self._pool)
         if now[: len(self._shown)] == self._shown:
             self._append(now)
 
     def end(self, transcript: Transcript) -> None:
         """Show those of all ranks, in the order of these."""
-        now = below_panel(transcript)
+        now = below_panel(transcript, pool=self._pool)
         self._change(now)
         self._append(now)
 
@@ -122,7 +123,7 @@ class Below:
     def change(self, transcript: Transcript) -> None:
         """Show what has changed in its place; there is no room for more displays than before."""
         if self._shown:
-            self._change(below_panel(transcript))
+            self._change(below_panel(transcript, pool=self._pool))
 
     def _change(self, now: Sequence[Display]) -> None:
         for number, before in enumerate(self._shown):
@@ -136,7 +137,9 @@ class Below:
         draw(data, metadata=metadata, display_id=f"{self._id}-{number}", raw=True)
 
 
-def below_panel(transcript: Transcript, of: Collection[int] | None = None) -> list[Display]:
+def below_panel(
+    transcript: Transcript, of: Collection[int] | None = None, pool: str = ""
+) -> list[Display]:
     """Return what the page has to render itself, each run of it below a caption.
 
     `MOST_BELOW` at most, unless it is `of` these ranks alone; a line says which have more.
@@ -148,7 +151,7 @@ def below_panel(transcript: Transcript, of: Collection[int] | None = None) -> li
         shown += [_caption(name_ranks(ranks)), *(_readable(each) for _, each in run)]
     if left := found[most:]:
         ranks = sorted({rank for those, _ in left for rank in those})
-        again = f"`%dist_output -r {format_ranks(ranks)}` shows them"
+        again = in_pool(f"`%dist_output -r {format_ranks(ranks)}` shows them", pool)
         shown.append(_caption(f"… {len(left)} more displays of {name_ranks(ranks)}: {again}"))
     return shown
 

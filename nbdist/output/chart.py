@@ -331,6 +331,8 @@ REDRAW, SHARE = 0.5, 20
 MOST_PICTURES, MOST_BYTES, MOST_LIVE_BYTES = 6, 300_000, 40_000
 MOST_RUNS_DRAWN = 3
 
+SHOWS_ONE = "`%dist_plot NAME` shows one"
+
 GRID, EARLIER = "rgba(134,142,150,0.27)", "rgba(134,142,150,0.67)"
 EXTREMES, BAND = "rgba(47,127,230,0.14)", "rgba(47,127,230,0.3)"
 FAR_COLOURS = ("#e67700", "#be4bdb", "#0ca678", "#f76707")
@@ -367,7 +369,7 @@ def curves_html(curves: Curves, names: Sequence[str] = (), most: int = MOST_BYTE
     for name in chosen[:MOST_PICTURES]:
         tiles.append(tile := _tile(name, curves.by_name[name], most))
         most -= size(tile)
-    more = [f"{count(len(chosen) - MOST_PICTURES, 'more name')}: `%dist_plot NAME` shows one"]
+    more = [f"{count(len(chosen) - MOST_PICTURES, 'more name')}: {SHOWS_ONE}"]
     notes = [*(more if len(chosen) > MOST_PICTURES else ()), more_text(curves)]
     foot = line(dim(" · ".join(filter(None, notes))))
     return f'<div style="{_TILES}">{"".join(tiles)}</div>{foot}'

@@ -39,7 +39,7 @@ from nbdist.output.wording import (
     traceback_html,
     traceback_text,
 )
-from nbdist.words import count, format_ranks, name_ranks
+from nbdist.words import count, format_ranks, in_pool, name_ranks
 
 MOST_BYTES, MOST_LIVE_BYTES = 1_000_000, 64_000
 FOOT_SECONDS = 10
@@ -114,9 +114,10 @@ def panel_html(shown: Panel) -> str:
 def _curves(shown: Panel) -> str:
     if shown.curves is None:
         return ""
-    from nbdist.output.chart import curves_html, live_curves  # most cells track nothing
+    from nbdist.output.chart import SHOWS_ONE, curves_html, live_curves  # most track nothing
 
-    return live_curves(shown.curves)[0] if shown.is_live else curves_html(shown.curves)
+    html = live_curves(shown.curves)[0] if shown.is_live else curves_html(shown.curves)
+    return html.replace(SHOWS_ONE, in_pool(SHOWS_ONE, shown.pool))
 
 
 def _head(shown: Panel) -> str:
@@ -176,7 +177,8 @@ def _rest(blocks: tuple[Block, ...], room: _Room) -> str:
     for run in tiled(blocks):
         if room.left < _SMALLEST_BLOCK * len(run):
             left = [rank for missing in blocks[done:] for rank in missing.group.ranks]
-            parts.append(line(dim(f"{name_ranks(left)}: %dist_output -r {format_ranks(left)}")))
+            again = in_pool(f"%dist_output -r {format_ranks(left)}", blocks[0].pool)
+            parts.append(line(dim(f"{name_ranks(left)}: {again}")))
             break
         parts.append(_side_by_side(run, room))
         done += len(run)

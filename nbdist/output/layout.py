@@ -32,7 +32,7 @@ from nbdist.output.wording import (
     ranks_text,
     seconds_text,
 )
-from nbdist.words import count, format_ranks, name_ranks
+from nbdist.words import count, format_ranks, in_pool, name_ranks
 
 MARKS: dict[Look, str] = {
     "waiting": "○",
@@ -86,12 +86,13 @@ class Block(NamedTuple):
     failed: str
     log: str | None = None
     is_open: bool = True
+    pool: str = ""
 
     def where_rest(self, hidden: Hidden) -> str:
         """Say `… 9,800 lines more: %dist_output -r 3 --all, or logs/rank3.log`."""
         if hidden.in_log_only:
             return in_log_only(hidden.lines, self.log)
-        command = f"%dist_output -r {format_ranks(self.group.ranks)} --all"
+        command = in_pool(f"%dist_output -r {format_ranks(self.group.ranks)} --all", self.pool)
         path = f", or {self.log}" if self.log else ""
         return f"… {lines_text(hidden.lines)} more: {command}{path}"
 
@@ -133,6 +134,7 @@ class Panel(NamedTuple):
     more: tuple[int, ...] = ()
     rest: tuple[Block, ...] = ()
     silent: tuple[int, ...] = ()
+    pool: str = ""
 
     @property
     def parted(self) -> tuple[list[Block], list[Block]]:
@@ -163,6 +165,8 @@ def live_layout(
     usage: str = "",
     clock: str = "",
     turn: int | None = None,
+    *,
+    pool: str = "",
 ) -> Panel:
     """Lay out a running cell; `note` is a line such as which ranks wait where.
 
@@ -186,12 +190,13 @@ def live_layout(
     each = max(2, lines // max(1, len(in_blocks)))
     shown = [(line, [*ranks]) for group in in_blocks for ranks, line in group.ahead]
     shown += rows.items()
+    foot = in_pool(_LIVE.format(clock), pool)
     left_out = [each.ranks for each in in_blocks[MOST_ROWS:]] + [of for _, of in shown[MOST_ROWS:]]
-    return _of_all(transcript, now)._replace(
+    return _of_all(transcript, now, pool)._replace(
         note=note,
         is_live=True,
         now=" · ".join(filter(None, [usage, bars.behind if bars else ""])),
-        foot=_LIVE.format(clock) if clock and transcript.elapsed(now) >= _CLOCK_FROM else "",
+        foot=foot if clock and transcript.elapsed(now) >= _CLOCK_FROM else "",
         bars=bars,
         blocks=tuple(_live_block(transcript, group, each) for group in in_blocks[:MOST_ROWS]),
         rows=tuple(Row(tuple(ranks), line) for line, ranks in shown[:MOST_ROWS]),
@@ -236,6 +241,7 @@ def final_layout(
     now: float | None = None,
     *,
     is_on_page: bool = True,
+    pool: str = "",
 ) -> Panel:
     """Lay out a finished cell, or one broken off at `now`; `logs` has the names of log files.
 
@@ -243,7 +249,7 @@ def final_layout(
     out if the panel `is_on_page`.
     """
     logs = logs or {}
-    shown = _of_all(transcript, now)._replace(pace=_pace(transcript), note=note)
+    shown = _of_all(transcript, now, pool)._replace(pace=_pace(transcript), note=note)
     bars = final_table(transcript)
     ended_well = all(each.state == "ok" for each in transcript)
     if transcript.is_silent and ended_well and not bars:
@@ -265,9 +271,9 @@ def final_layout(
     return shown._replace(
         spread=spread(transcript) if len(groups) > 1 else "",  # of one group all numbers are seen
         bars=bars,
-        blocks=_final_blocks(transcript, [*failed, *others], logs, _OPEN_LINES),
+        blocks=_final_blocks(transcript, [*failed, *others], logs, _OPEN_LINES, pool),
         rows=rows,
-        rest=_final_blocks(transcript, rest, logs, 0),
+        rest=_final_blocks(transcript, rest, logs, 0, pool),
         silent=tuple(sorted({r for group in silent for r in group.ranks}.difference(with_bars))),
     )
 
@@ -307,7 +313,11 @@ def _value(group: Group) -> Line | None:
 
 
 def _final_blocks(
-    transcript: Transcript, groups: Iterable[Group], logs: Mapping[int, str], room: int
+    transcript: Transcript,
+    groups: Iterable[Group],
+    logs: Mapping[int, str],
+    room: int,
+    pool: str,
 ) -> tuple[Block, ...]:
     """Make blocks: the first, the failed, short ones and those with `room` lines are open.
 
@@ -329,7 +339,8 @@ def _final_blocks(
             "aborted" if group.shown.state == "aborted" else "",
         ]
         failed, log = _failed_with(group, transcript), logs.get(group.ranks[0])
-        blocks.append(Block(group, tuple(filter(None, words)), items, failed, log, is_open))
+        about = tuple(filter(None, words))
+        blocks.append(Block(group, about, items, failed, log, is_open, pool))
     return tuple(blocks)
 
 
@@ -419,8 +430,11 @@ def state_counts(transcript: Transcript) -> tuple[tuple[Look, str], ...]:
     )
 
 
-def _of_all(transcript: Transcript, now: float | None) -> Panel:
-    """Begin a panel with what is said of all ranks; of many each, or each run, has a square."""
+def _of_all(transcript: Transcript, now: float | None, pool: str) -> Panel:
+    """Begin a panel with what is said of all ranks; of many each, or each run, has a square.
+
+    The head names the pool; the default one is "".
+    """
     squares = [(str(each.rank), each.look) for each in transcript]
     if len(squares) <= MANY_RANKS:
         squares = []
@@ -428,13 +442,14 @@ def _of_all(transcript: Transcript, now: float | None) -> Panel:
         runs = groupby(transcript, key=lambda each: each.look)
         squares = [(format_ranks(each.rank for each in run), look) for look, run in runs]
     return Panel(
-        ranks_text(transcript.ranks),
+        " · ".join(filter(None, [pool and f"pool {pool}", ranks_text(transcript.ranks)])),
         seconds_text(transcript.elapsed(now)),
         state_counts(transcript),
         squares=tuple(squares[:_MOST_SQUARES]),
         more_squares=max(0, len(squares) - _MOST_SQUARES),
         curves=transcript.curves if transcript.curves.by_name else None,
         warnings=tuple(transcript.warnings),
+        pool=pool,
     )
 
 

@@ -24,7 +24,7 @@ from nbdist.output.wording import (
     traceback_rows,
     traceback_text,
 )
-from nbdist.words import format_ranks, name_ranks
+from nbdist.words import format_ranks, in_pool, name_ranks
 
 MOST_CHARACTERS, _MOST_LIVE = 400_000, 16_000
 _WIDEST, _WIDTH, _LIVE_WIDTH = 100_000, 2000, 300
@@ -119,7 +119,8 @@ def _blocks(blocks: Sequence[Block], width: int) -> Iterator[list[str]]:
         left -= sum(len(part) + 1 for part in lines)
         if left < 0:
             ranks = [rank for missing in blocks[done:] for rank in missing.group.ranks]
-            yield [_header(ranks), f"%dist_output -r {format_ranks(ranks)}"]
+            again = in_pool(f"%dist_output -r {format_ranks(ranks)}", blocks[0].pool)
+            yield [_header(ranks), again]
             return
         yield lines
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,24 @@ print(t.item(), *(os.environ[name] for name in ("ROLE_NAME", "ROLE_RANK", "ROLE_
     assert pools.run("%dist_gather step --pool ps --as steps").errors == []
     assert pools.value("steps") == [8]
     assert "NameError" in pools.run("%%distributed --pool ps\nmine").error
+
+
+def test_hints_name_it(pools: Notebook) -> None:
+    """What a panel, a note or an error advises works as it is typed, also of another pool."""
+    printed = pools.run("%%distributed --pool trainer\nfor number in range(300): print(number)")
+    again = "%dist_output --pool trainer -r 0-1 --all"
+    assert f"… 100 lines more: {again}" in printed.text
+    assert again in printed.panel["text/html"]
+    assert len(pools.run(again).text.splitlines()) == 2 * 301
+    pools.run("%%rank 1 --pool trainer\nonly = 5\nprint(only)")
+    lacking = pools.run("%%distributed --pool trainer\nonly").error
+    (sync,) = re.findall("`(%dist_sync [^`]*)`", lacking)
+    assert sync == "%dist_sync --pool trainer only --from 1"
+    assert pools.run(sync).errors == []
+    assert body(pools.run("%%distributed --pool trainer\nonly"))[-1] == "5"
+    # Of a cell of other ranks there is nothing to show.
+    pools.run("%%rank 1 --pool trainer\nprint(only)")
+    assert "ran on rank 1 only" in pools.run("%dist_output --pool trainer -r 0").error
 
 
 def test_each_waits_for_its_own_alone(pools: Notebook, tmp_path: Path) -> None:

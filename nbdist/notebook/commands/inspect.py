@@ -43,7 +43,7 @@ from nbdist.system.processes import MODULE, safe_environ
 from nbdist.topology import parse_ranks
 from nbdist.wire.messages import GetRefused, GetStacks, GetStatus
 from nbdist.wire.views import GetLogs, LogTail, Stack, read_logs
-from nbdist.words import count, format_ranks, name_ranks
+from nbdist.words import count, format_ranks, in_pool, name_ranks
 from nbdist.world.hangs import Who, alike, stacks_text
 from nbdist.world.recovery import note_changes
 from nbdist.world.result import log_lines, logs_text, rows
@@ -302,13 +302,15 @@ def dist_output(line: Line) -> Shown | str | None:
         line.display.again(transcript, pool.log_files())
         return None
     ranks = [rank for rank in line.ranks if rank in transcript.ranks]
+    if not ranks:
+        raise UsageError(f"The cell ran on {name_ranks(transcript.ranks)} only.")
     lines = whole_text(transcript, ranks, pool.log_files()).splitlines()
     if not everything and (more := len(lines) - LINES_AGAIN) > 0:
-        rest = f"… {lines_text(more)} more: %dist_output -r {format_ranks(ranks)} --all"
-        lines[:more] = [rest]
+        again = in_pool(f"%dist_output -r {format_ranks(ranks)} --all", pool.own_name)
+        lines[:more] = [f"… {lines_text(more)} more: {again}"]
     block("\n".join(lines)).on(line.display)
     if line.display.can_change:
-        Below().add(transcript, ranks)
+        Below(pool.own_name).add(transcript, ranks)
     return None
 
 
