@@ -276,6 +276,10 @@ class ForkServer:
         and only the descriptors of the worker's own request are left open.
         """
         given = [[self._descriptors.popleft() for _ in range(DESCRIPTORS)] for _ in requests]
+        if any(request.start.world.for_training for request in requests):
+            # Workers that each import it on their own take turns on the cores.
+            while self._to_import:
+                import_if_possible(self._to_import.popleft())
         # Workers' garbage collections do not touch frozen objects, so their memory stays shared.
         gc.freeze()
         if requests and (between := self._fork(requests)) is not None:

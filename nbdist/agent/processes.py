@@ -303,7 +303,8 @@ class Forker:
             del self._asked[number]
             raise ChildProcessError(f"its fork server cannot be asked: {error}") from error
         try:
-            await self._wait(forked, FORK_TIMEOUT)
+            imports_first = start.world.for_training
+            await self._wait(forked, IMPORT_TIMEOUT if imports_first else FORK_TIMEOUT)
             return forked.result()
         finally:
             forked.cancel()  # `_add_worker` kills a worker that comes after this

@@ -216,6 +216,10 @@ REMEDIES = {
 }
 """What to do instead, by what Python says."""
 
+_TRAINING = re.compile(
+    r"\b(?:DistributedDataParallel|DDP|FullyShardedDataParallel|FSDP|fully_shard|optim)\b"
+)
+
 _WORD = re.compile(r"\s*([^\W\d]\w*)(?:[ \t]+[^=\s].*)?\s*")
 """A cell of one line that may be a magic without its `%`."""
 
@@ -255,6 +259,11 @@ def has_code(cell: str) -> bool:
     """Return False for a cell of comments and blank lines alone."""
     lines = map(str.strip, cell.splitlines())
     return any(line and not line.startswith("#") for line in lines)
+
+
+def names_training(cell: str) -> bool:
+    """Return True if a cell names DDP, FSDP or torch's optimizers, perhaps only to import them."""
+    return bool(_TRAINING.search(cell))
 
 
 def is_python(shell: InteractiveShell, cell: str) -> bool:

@@ -23,6 +23,7 @@ from nbdist.notebook.cell_text import (
     check_source,
     execution_count,
     in_notebook_lines,
+    names_training,
     page_of,
     request_of,
 )
@@ -87,7 +88,8 @@ def prepare(
     options: argparse.Namespace,
 ) -> tuple[Task, World]:
     """Make a task with the notebook's number, and its world, which is started if need be."""
-    world = pool.ensure(options, display)
+    for_training = isinstance(work, Source) and names_training(work.text)
+    world = pool.ensure(options, display, for_training=for_training)
     last, page, pool.request = pool.last, page_of(pool.request), request_of(pool.shell)
     now = page_of(pool.request)
     is_long = last is not None and last.transcript.elapsed() >= LONG_CELL

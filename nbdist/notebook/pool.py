@@ -6,6 +6,7 @@ import argparse
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
@@ -137,8 +138,13 @@ class Pool:
 
     # --- life -----------------------------------------------------------------------------
 
-    def ensure(self, options: argparse.Namespace, display: CellDisplay) -> World:
-        """Return the running world, or start one; UsageError when the options describe another."""
+    def ensure(
+        self, options: argparse.Namespace, display: CellDisplay, *, for_training: bool = False
+    ) -> World:
+        """Return the running world, or start one; UsageError when the options describe another.
+
+        With `for_training` new workers have what DDP, FSDP2 and optimizers import (`WorldSpec`).
+        """
         if (world := self.mended(display)) is not None:
             check_same(world, options)
             world.session.on_failure = options.on_failure or world.session.on_failure
@@ -147,6 +153,7 @@ class Pool:
                 world.session.remember()
             return world
         world = self._new_world(options)
+        world.session.spec = replace(world.session.spec, for_training=for_training)
         self._start(world, display)
         return world
 

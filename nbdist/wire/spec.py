@@ -114,6 +114,8 @@ class WorldSpec:
     # What the user asked for, completed by the notebook: launcher, name, log folder, interpreter
     # on other machines, and whether workers are forked.
     config: WorldConfig = field(default_factory=WorldConfig)
+    # The fork server imports what DDP, FSDP2 and optimizers need before it forks the workers.
+    for_training: bool = False
 
     @property
     def name(self) -> str:

@@ -199,6 +199,9 @@ def training(lab: Lab) -> Iterator[Figure]:
             values = tuple(peer(lab, wrap) for _ in runs)
             what = f"peer: {peer.__name__.strip('_')}, {kind}, its group is there"
             yield Figure("training", what, "s", values)
+    values = tuple(_start_and_step_once(lab) for _ in range(lab.runs))
+    what = f"start and first DDP step, right after %load_ext, n={TRAINING_RANKS}"
+    yield Figure("training", what, "s", values)
     what = f"PSS per worker with a DDP model, n={MODEL_RANKS}"
     yield Figure(
         "training", what, "MB", tuple(_model_memory_once(lab) for _ in range(lab.runs)), 80
@@ -211,6 +214,12 @@ def _step_once(lab: Lab, wrap: str) -> float:
         time.sleep(HEAD_START)  # this is what is measured: a user who types
         notebook.run(f"%dist_init -n {TRAINING_RANKS}")
         return notebook.run(f"%%distributed\n{MODEL}\n{wrap}\nmodel = step(wrap)").seconds
+
+
+def _start_and_step_once(lab: Lab) -> float:
+    with lab.notebook() as notebook:
+        cell = f"%%distributed -n {TRAINING_RANKS}\n{MODEL}\n{DDP}\nmodel = step(wrap)"
+        return notebook.run(LOAD, cell).seconds
 
 
 def _model_memory_once(lab: Lab) -> float:

@@ -12,6 +12,7 @@ from nbdist.notebook.extension import check_libraries, wrap
 from nbdist.output.ansi import strip
 from nbdist.plugins import is_within
 from tests.notebook.front_end import Notebook, body, lasting
+from tests.worlds import IDLE_IMPORTS
 
 pytestmark = pytest.mark.shared_world
 
@@ -168,6 +169,18 @@ def test_a_cell_that_loads_nbdist_and_goes_on_with_a_magic(fresh: Callable[..., 
     assert notebook.run("after = 1").errors == []
     assert notebook.value(names) == ["after", "before"]
     assert body(notebook.run("%%distributed\nhere"))[-1] == "1"
+
+
+@pytest.mark.own_agent
+def test_a_first_cell_that_trains(fresh: Callable[..., Notebook]) -> None:
+    """What DDP and optimizers need is imported once, before the ranks of such a cell are forked."""
+    notebook = fresh(env={IDLE_IMPORTS: "1"})
+    ran = notebook.run(
+        "%load_ext nbdist\n%%distributed -n 2\nimport sys\nhere = 'torch._dynamo' in sys.modules\n"
+        "from torch.nn.parallel import DistributedDataParallel\n%dist_gather here"
+    )
+    assert ran.errors == []
+    assert notebook.value("here") == [True, True]
 
 
 # --- a plain cell that uses a name of the workers -----------------------------------------------
