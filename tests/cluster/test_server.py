@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -319,6 +320,8 @@ def test_the_one_by_which_packets_leave_is_first() -> None:
     machine = ["unshare", "--net", "sh", "-c", f"{MACHINE} exec {sys.executable} -c '{LOOK}'"]
     if os.geteuid():
         pytest.skip("network namespaces need root")
+    if shutil.which("ip") is None:
+        pytest.skip("needs `ip` (iproute2)")
     shown = subprocess.run(machine, capture_output=True, text=True, timeout=SOON)
     if "Operation not permitted" in shown.stderr:
         pytest.skip("no network namespaces here")

@@ -126,12 +126,12 @@ def test_output(notebook: Notebook) -> None:
 
 
 def test_raise(notebook: Notebook) -> None:
-    """One rank raises, the others wait for it: freed, told in one line, and nothing is lost."""
+    """One rank raises, the others wait for it: they are released, and keep their variables."""
     cell = "%%distributed\nkept = rank\nif rank == 1: raise ValueError('bad')\ndist.all_reduce(t)"
     assert notebook.run(WORKS).errors == []
     error = notebook.run(cell).error
     assert "ValueError: bad" in error
-    assert "(line 4) and were released; no variables" in error
+    assert "Ranks 0,2-3 were waiting in all_reduce (line 4) and were released" in error
     goes_on(notebook)
 
 

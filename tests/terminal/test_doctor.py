@@ -113,7 +113,7 @@ def test_a_machine_on_which_all_is_well(examine: Examine) -> None:
     for text in (
         "ok: this is about 1 worker (`-n 1`)",
         f"· ipykernel {version('ipykernel')} · ipython {version('ipython')} · ",
-        f"ok: torch {version('torch')} for ",
+        f"ok: torch {version('torch')}",  # then `+cu132` if PyPI's build is for that CUDA
         "ok: open files: ",
         "ok: /dev/shm has ",
         f"ok: sockets of workers are in {os.environ['XDG_RUNTIME_DIR']}",
