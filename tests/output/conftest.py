@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 from hypothesis import settings
 from tqdm.std import tqdm
 
 settings.load_profile("ci")  # the same examples each time, however slow the machine is
+
+# Its own one is multiprocessing's too: with forkserver, the default of Python 3.14, that starts a
+# process, which would outlive the test.
+tqdm.set_lock(threading.RLock())
 
 
 @pytest.fixture(autouse=True)
