@@ -28,7 +28,7 @@ from torch.distributed import ProcessGroup, distributed_c10d
 
 from nbdist.worker.compat.torch import (
     LAST_TYPE,
-    MOST_RENEWALS,
+    MAX_GENERATIONS,
     VERSION,
     entries_in,
     exchange_handles,
@@ -57,8 +57,8 @@ class Seat:
 class Adapter(ABC):
     """What nbdist needs of nccl, for either class."""
 
-    most_renewals: int | None
-    """How often a group can be connected again; None if there is no limit."""
+    max_generations: int | None
+    """How often a group can be connected, with the first time; None if there is no limit."""
 
     counts_on: bool  # whether a group's collectives are numbered on after a renewal
 
@@ -110,7 +110,7 @@ class Adapter(ABC):
 class Legacy(Adapter):
     """torch's first class: it is aborted, then a new backend takes its place in the group."""
 
-    most_renewals: int | None = MOST_RENEWALS // 2
+    max_generations: int | None = MAX_GENERATIONS // 2
     counts_on = False
 
     def connect(self, backend: Any, seat: Seat, timeout: timedelta) -> Callable[[], None]:
@@ -172,7 +172,7 @@ class Legacy(Adapter):
 class Nccl2(Adapter):
     """torch's newer class: reconfiguring it connects it; its watchdog never ends the process."""
 
-    most_renewals: int | None = None
+    max_generations: int | None = None
     counts_on = True
 
     def connect(self, backend: Any, seat: Seat, timeout: timedelta) -> Callable[[], None]:

@@ -38,8 +38,8 @@ RENEWS_GLOO = hasattr(ProcessGroupGloo, "reconfigure")
 
 FIRST_TYPE, LAST_TYPE = 20, 255  # a backend's type is a byte, and torch 2.15 names less than ten
 
-MOST_RENEWALS = LAST_TYPE - FIRST_TYPE
-"""How often a group can get another backend; half as often if nccl needs types too."""
+MAX_GENERATIONS = LAST_TYPE - FIRST_TYPE
+"""How often a group can be formed, with the first time; half as often if nccl needs types too."""
 
 OPERATIONS = (
     *("allgather", "allgather_coalesced", "allgather_into_tensor_coalesced", "_allgather_base"),

@@ -231,9 +231,9 @@ class Group:
 
         `held` are the groups of all ranks together. Raises RuntimeError if the ranks do not meet.
         """
-        most = self._most_generations()
+        most = self._max_generations()
         if most is not None and generation > most:
-            why = f"the group was rebuilt {most} times, which is all torch takes"
+            why = f"the group was rebuilt {most - 1} times, which is all torch takes"
             raise dist.DistBackendError(why)
         # Frees what nccl's groups hold on the GPU; they may not have been aborted before.
         self._abort_nccl()
@@ -252,14 +252,14 @@ class Group:
             # keeps them once it is aborted (NCCL 2.28): 9 MB more with each death.
             trim_memory()
 
-    def _most_generations(self) -> int | None:
-        """Return how often a group can be formed; None if there is no limit."""
+    def _max_generations(self) -> int | None:
+        """Return how often a group can be formed, with the first time; None: without a limit."""
         renews = self._gloo.renews and not seam.compares()
         backend = nccl.nccl_of(self._default.group)
         if backend is None:
-            return None if renews else seam.MOST_RENEWALS
-        most = nccl.adapter_of(backend).most_renewals
-        return seam.MOST_RENEWALS if most is None and not renews else most
+            return None if renews else seam.MAX_GENERATIONS
+        most = nccl.adapter_of(backend).max_generations
+        return seam.MAX_GENERATIONS if most is None and not renews else most
 
     def _start_over(self) -> None:
         for store in self._waited_in:

@@ -196,3 +196,15 @@ def test_what_healing_leaves(world: World) -> None:
     for (descriptors, threads), (fewer, least) in zip(world.gather(held), before, strict=True):
         assert descriptors <= fewer + 2
         assert threads <= least or not seam.RENEWS_GLOO
+
+
+@pytest.mark.skipif(seam.RENEWS_GLOO, reason="with this torch a group can always be rebuilt")
+def test_a_group_that_was_rebuilt_too_often(world: World) -> None:
+    """A line says how often it was, and the first time that it was formed does not count."""
+    world.restart()
+    world.execute("from nbdist.worker.compat import torch as seam\nseam.MAX_GENERATIONS = 3")
+    heal(world, times=2)
+    world.execute("dist.barrier()\nassert seam.MAX_GENERATIONS == 3")
+    heal(world)
+    assert world.session.problem == "the group was rebuilt 2 times, which is all torch takes"
+    world.restart()
