@@ -34,7 +34,7 @@ from nbdist.world.workers import Workers
 TICK = 0.25  # seconds between two yields without output: often enough for a clock that runs
 EAGER_SECONDS, EAGER_TICK = 0.2, 0.05  # a shorter tick at first, so that the panel appears in time
 LEAVE_SECONDS = 0.3  # after Stop: a kernel restart sends SIGINT too, and announces its end by then
-SPARE_SECONDS = 0.6  # seconds before control is returned, to learn which ranks are spared
+SPARE_TIMEOUT = 0.6  # seconds before control is returned, to learn which ranks are spared
 LEFTOVERS_GRACE = 1.5  # seconds for GPUs to complete collectives, and for nccl2 to notice that
 SLOW_GRACE = 5.0  # seconds for a finished rank to answer: its machine may be busy, or its GIL held
 HEAL_TIMEOUT = 150.0  # must exceed the agent's time if every rank in turn fails to join the group
@@ -83,7 +83,7 @@ def follow(workers: Workers, running: TaskRun, *, answers: bool = False) -> Foll
                     interrupt(workers, running)
                 if number > 1 and is_waited_for:  # else each Stop only interrupts the ranks again
                     running.give_up_at = 0.0
-            if time.monotonic() >= running.give_up_at - SPARE_SECONDS:
+            if time.monotonic() >= running.give_up_at - SPARE_TIMEOUT:
                 _spare(workers, running)
                 if running.unfinished:
                     workers.advance(Event.GAVE_UP)
@@ -91,7 +91,7 @@ def follow(workers: Workers, running: TaskRun, *, answers: bool = False) -> Foll
             # Then wait for messages, until the ranks have to be located again.
             now = time.monotonic()
             tick = min(longest, TICK if running.age > EAGER_SECONDS else EAGER_TICK)
-            left = running.give_up_at - SPARE_SECONDS - now
+            left = running.give_up_at - SPARE_TIMEOUT - now
             wait = min(tick, left, running.seconds_to_look(now))
             workers.receive(max(0.0, wait))
             # Then act on the new state.
@@ -131,7 +131,7 @@ def _spare(workers: Workers, running: TaskRun) -> None:
         return
     workers.link.send(Spare(running.unfinished))
     # The agent handles both messages in this order, so a rank that is located now is spared.
-    running.spared = frozenset(_locate(workers, running))
+    running.spared = frozenset(_locate(workers, running, SPARE_TIMEOUT))
 
 
 def _take(workers: Workers, running: TaskRun, step: Step) -> None:
@@ -161,10 +161,12 @@ def _take(workers: Workers, running: TaskRun, step: Step) -> None:
             workers.link.call(Kill(ranks, why))
 
 
-def _locate(workers: Workers, running: TaskRun) -> dict[int, Place]:
+def _locate(
+    workers: Workers, running: TaskRun, timeout: float = ANSWER_TIMEOUT
+) -> dict[int, Place]:
     running.places, running.asked = {}, time.monotonic()
     workers.link.send(Locate(workers.everyone, running.asked))
-    deadline = running.asked + ANSWER_TIMEOUT
+    deadline = running.asked + timeout
     while not (running.places or running.lost) and (left := deadline - time.monotonic()) > 0:
         workers.receive(left)
     return running.places

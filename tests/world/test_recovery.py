@@ -362,6 +362,32 @@ def test_an_answer_to_an_earlier_question(ready: World) -> None:
     assert ready.gather("globals().get('kept')") == [0, None]
 
 
+def seconds_without_agent(world: World, timeout: float) -> float:
+    """Stop a cell, whose agent hangs; return the seconds until control is back."""
+    agent = psutil.Process(world.pids[0]).ppid()
+    for rank in world.pids:
+        Path(str(rank)).unlink(missing_ok=True)
+    running, stopped_at = world.submit(world.task(SLEEPS), Patience(control_timeout=timeout)), 0.0
+    for _ in world.follow(running):
+        with running.counting_stops():
+            if have_begun() and not running.stops:
+                os.kill(agent, signal.SIGSTOP)
+                stopped_at = time.monotonic()
+                raise KeyboardInterrupt
+    seconds = time.monotonic() - stopped_at
+    os.kill(agent, signal.SIGCONT)
+    world.session.wait_for_stop()
+    assert running.spared == frozenset()
+    return seconds
+
+
+def test_a_stop_while_the_agent_is_silent(ready: World) -> None:
+    """It gives control back in time, and does not wait for the agent to say who is spared."""
+    tries = (seconds_without_agent(ready, recovery.SPARE_TIMEOUT) for _ in range(9))
+    assert any(seconds < recovery.ANSWER_TIMEOUT - 0.05 for seconds in tries)  # some may be slow
+    assert ready.gather("kept") == [0, 1]
+
+
 def test_a_stop_while_a_rank_is_silent(ready: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """It gives control back though the group cannot be formed yet; the next cell does that."""
     monkeypatch.setattr(recovery, "HEAL_AFTER_STOP", 0.2)
