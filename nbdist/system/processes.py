@@ -504,7 +504,14 @@ class Child:
             self._log.close()
             raise
         self.pid = self._process.pid
-        self._pidfd = os.pidfd_open(self.pid)
+        try:
+            self._pidfd = os.pidfd_open(self.pid)
+        except OSError:  # the caller gets no object by which it could end the command
+            end_group(self.pid)
+            self._end_stdin()
+            self._ends_in(END_TIMEOUT)
+            self._log.close()
+            raise
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.pid} exit code {self.exit_code()}>"

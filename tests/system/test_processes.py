@@ -6,6 +6,7 @@ No interpreter looks for modules in the notebook's folder; the end of its stdin 
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import select
 import signal
@@ -73,6 +74,21 @@ def test_its_session_its_end_and_its_log(tmp_path: Path) -> None:
     assert repr(child) == f"<Child {child.pid} exit code 3>"
     child._end_stdin()
     child.close()
+
+
+def test_a_child_that_cannot_be_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is killed, and nothing of it is left open."""
+
+    def fail(pid: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    began, before = psutil.Process().children(), os.listdir("/proc/self/fd")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pidfd_open", fail)
+        with pytest.raises(OSError, match="Too many open files"):
+            Child("a", ["sleep", "600"], tmp_path / "log")
+    assert psutil.Process().children() == began
+    assert os.listdir("/proc/self/fd") == before
 
 
 PARENT = """
