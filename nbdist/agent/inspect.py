@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
@@ -400,9 +400,15 @@ class UsageWatch:
         self._reading: asyncio.Future[dict[str, Gpu]] | None = None
         self.is_on = False
 
-    async def watch(self, busy: Callable[[], Sequence[Worker]]) -> None:
-        """Report what the workers that `busy` returns use, until no worker is busy."""
+    def watch(self, busy: Callable[[], Sequence[Worker]]) -> Coroutine[Any, Any, None]:
+        """Return a coroutine that reports what workers use, until `busy` returns no worker.
+
+        `is_on` is True from now on, before the coroutine runs.
+        """
         self.is_on = True
+        return self._watch(busy)
+
+    async def _watch(self, busy: Callable[[], Sequence[Worker]]) -> None:
         try:
             await asyncio.sleep(FIRST_AFTER)
             while workers := busy():

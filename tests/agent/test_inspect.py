@@ -307,6 +307,16 @@ def test_a_rank_that_is_replaced_meanwhile() -> None:
     assert [(row.pid, row.memory) for row in rows] == [(os.getpid(), 0)]
 
 
+@pytest.mark.unit
+def test_only_one_watch_is_started() -> None:
+    """It counts as on before it has run for the first time."""
+    usage = UsageWatch(lambda used: None)
+    work = usage.watch(lambda: [])
+    assert usage.is_on
+    asyncio.run(work)
+    assert not usage.is_on
+
+
 # --- what they use ------------------------------------------------------------------------
 
 STAND_IN = """
