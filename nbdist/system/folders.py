@@ -16,7 +16,6 @@ import shutil
 import socket
 import stat
 import tempfile
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -96,8 +95,8 @@ def whole_file(path: Path, mode: int = 0o666, part: Path | None = None) -> Itera
 
     Until then it is the file `part`, or a hidden file beside `path`.  Raises OSError.
     """
-    # No other thread of this machine has this number.
-    part = part or path.with_name(f".{path.name}.{threading.get_native_id()}")
+    # Random, because processes of other containers or machines can have the same numbers.
+    part = part or path.with_name(f".{path.name}.{os.urandom(8).hex()}")
     try:
         part.unlink(missing_ok=True)  # left by a process that was killed
         with open(part, "xb", opener=partial(os.open, mode=mode)) as file:

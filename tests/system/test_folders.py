@@ -63,6 +63,17 @@ def test_a_file_is_whole_or_not_there(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == folders.PRIVATE_FILE
 
 
+def test_a_file_that_is_written_twice_at_once(tmp_path: Path) -> None:
+    """Neither disturbs the other, also if both have the same number, each in its container."""
+    path = tmp_path / "file"
+    with folders.whole_file(path) as first:
+        with folders.whole_file(path) as second:
+            second.write(b"second")
+        assert path.read_bytes() == b"second"
+        first.write(b"first")
+    assert (path.read_bytes(), [*tmp_path.iterdir()]) == (b"first", [path])
+
+
 @pytest.mark.world
 def test_it_goes_when_nobody_holds_it(ours: Path) -> None:
     """Whoever holds it keeps it, of several the last one; a holder that is killed holds nothing."""
