@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from nbdist.system.folders import current_folder
-from nbdist.system.limits import raise_file_limit, word_lack
+from nbdist.system.limits import raise_file_limit, word_start_error
 from nbdist.system.processes import MODULE, Guard, go_below_guard
 from nbdist.wire.frames import FrameCutter, framed, pack, unpack
 
@@ -46,7 +46,7 @@ def begin(
         guard = go_below_guard(runtime, notebook_pid, grace, _clean_up_after_kill)
         return guard, start_fork_server(runtime) if fork_server else None
     except OSError as error:
-        sys.exit(f"nbdist: {word_lack(error.errno)}")
+        sys.exit(f"nbdist: {word_start_error(error)}")
 
 
 def _clean_up_after_kill(last_word: bytes) -> None:
@@ -116,18 +116,22 @@ LOG = "fork_server.log"
 def start_fork_server(runtime: Path) -> ForkServerProcess:
     """Start a fork server and return without waiting for its imports; raises OSError."""
     ours, theirs = socket.socketpair()
-    with theirs, (runtime / LOG).open("wb") as log:
-        end = theirs.fileno()
-        popen = subprocess.Popen(
-            [sys.executable, *MODULE, "nbdist.agent.fork_server", str(end), str(runtime)],
-            pass_fds=[end],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            env={**FIT_FOR_FORKS, **os.environ},
-            cwd=current_folder(),
-            start_new_session=True,
-        )
+    try:
+        with theirs, (runtime / LOG).open("wb") as log:
+            end = theirs.fileno()
+            popen = subprocess.Popen(
+                [sys.executable, *MODULE, "nbdist.agent.fork_server", str(end), str(runtime)],
+                pass_fds=[end],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**FIT_FOR_FORKS, **os.environ},
+                cwd=current_folder(),
+                start_new_session=True,
+            )
+    except OSError:
+        ours.close()
+        raise
     return ForkServerProcess(popen, ours)
 
 

@@ -26,7 +26,7 @@ from typing import Any
 from nbdist.agent import fork_server
 from nbdist.system import processes
 from nbdist.system.folders import current_folder
-from nbdist.system.limits import Lack, word_lack
+from nbdist.system.limits import Lack, word_lack, word_start_error
 from nbdist.system.processes import (
     END_TIMEOUT,
     OwnTime,
@@ -262,7 +262,7 @@ class Forker:
             try:
                 self._server = fork_server.start_fork_server(self._runtime)
             except OSError as error:
-                raise Lack(word_lack(error.errno)) from error
+                raise Lack(word_start_error(error)) from error
             self._listen(self._server)
         await self._wait(self._imported, IMPORT_TIMEOUT)
         self._imported.result()

@@ -35,6 +35,9 @@ The text of EAGAIN alone is no such message: a locked file or a socket has it to
 NOT_RUNNABLE = (errno.ENOENT, errno.EACCES, errno.ENOEXEC)
 """Errors that mean a wrong program, not a limit."""
 
+OF_LIMITS = (errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""Errors that mean a limit of processes, open files or memory, whatever file they name."""
+
 AGENT_FILES, FILES_OF_RANK = 64, 20
 """Open files of an agent: without ranks, and more for each rank.
 
@@ -67,6 +70,13 @@ def word_lack(code: int | None) -> str:
     for name, most, there in process_limits()[:1]:
         which = f"{name} is {most}, and {there} processes and threads are there"
     return f"no further process or thread can be started: {which}. Raise it, or use fewer workers"
+
+
+def word_start_error(error: OSError) -> str:
+    """Return the message why a process could not be started, with the file that is in the way."""
+    if error.filename is None or error.errno in OF_LIMITS:
+        return word_lack(error.errno)
+    return f"{error.filename}: {error.strerror}"
 
 
 def lack_in(last_lines: Iterable[str]) -> str:

@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from nbdist.agent import fork_server
+from nbdist.system.limits import Lack
 from nbdist.system.processes import adopt_orphans
 from nbdist.wire.frames import FrameCutter, framed, pack
 from nbdist.wire.spec import WorkerStart
@@ -124,6 +125,20 @@ async def test_a_fork_server_whose_end_is_read_before_it_is_reaped(source: Sourc
     source.children.attach()
     signal.raise_signal(signal.SIGCHLD)
     assert not (await asked).exited.done()
+
+
+@pytest.mark.parametrize("source", ["fork"], indirect=True)
+async def test_a_log_that_cannot_be_written(source: Source) -> None:
+    """The line names the file, and nothing is left open."""
+    await source.source.prepare()
+    os.kill(source.server_pid, signal.SIGKILL)
+    await until(lambda: source.forker._server is None)
+    log = source.runtime / fork_server.LOG
+    log.unlink()
+    log.mkdir()
+    with pytest.raises(Lack, match=f"^{log}: Is a directory$"):
+        await source.source.prepare()
+    log.rmdir()
 
 
 def test_requests_and_the_end_of_a_fork_server(runtime: Path, adopting: None) -> None:
