@@ -79,15 +79,16 @@ class Forming:
     async def heal(self, spec: WorldSpec | None = None) -> Healed:
         """Start the ranks that have no live process, and form the group of all ranks again.
 
-        If more workers die meanwhile, it tries again, at most `HEAL_TRIES` times in all.  A given
-        `spec` replaces the world's.
+        If more workers die meanwhile, it tries again, at most `HEAL_TRIES` times in all.  If a
+        machine does not answer, no worker is started or ended.  A given `spec` replaces the
+        world's.
         """
         self.spec = spec or self.spec
         assert self.spec is not None
         problem = ""
         for _ in range(HEAL_TRIES):
-            problem, are_alive = await self._form_anew(self.spec)
-            if not problem or are_alive:
+            problem, is_final = await self._form_anew(self.spec)
+            if not problem or is_final:
                 break
         return Healed(*self.whereabouts(), self.spec, problem)
 
@@ -126,10 +127,14 @@ class Forming:
     async def _form_anew(self, spec: WorldSpec) -> tuple[str, bool]:
         """Form a new generation of the group.
 
-        Returns what prevented it, or "", and whether all ranks have a live process.
+        Returns what prevented it, or "", and False if another attempt may succeed, because a rank
+        has no live process.
         """
         on = self._ranks_on(spec)
         held = await self._all(dict.fromkeys(on, part.GetHeld()))
+        # Ranks of a machine that is only slow live, with their variables: never start them anew.
+        if problem := next((each.problem for each in held if each.problem), ""):
+            return problem, True
         alive = {rank: groups for each in held for rank, groups in each.ranks.items()}
         missing = tuple(rank for rank in range(spec.world_size) if rank not in alive)
         # First, so that no survivor waits for new ranks that cannot be started.

@@ -32,9 +32,13 @@ Processes = Mapping[int, tuple[int, int]]
 
 
 class Held(NamedTuple):
-    """The live ranks of a machine with the groups of each; None for a rank that did not answer."""
+    """The live ranks of a machine with the groups of each; None for a rank that did not answer.
+
+    `problem` says why the machine did not answer, "" if it did: its ranks may then be alive.
+    """
 
     ranks: Mapping[int, HeldGroups | None]
+    problem: str = ""
 
 
 class Formed(NamedTuple):
@@ -103,9 +107,9 @@ class PartRequest(Generic[R]):
         return 5.0
 
     def lost(self, why: str) -> R:
-        """Return the answer for a machine that cannot answer, as if it had no live workers.
+        """Return the answer for a machine that cannot answer.
 
-        `why` says what happened: the machine is lost, or was too slow.
+        `why` says what happened: the machine is lost, or was too slow. Its workers may be alive.
         """
         return None  # type: ignore[return-value]
 
@@ -182,7 +186,7 @@ class GetHeld(PartRequest[Held]):
     timeout = 35.0
 
     def lost(self, why: str) -> Held:
-        return Held({})
+        return Held({}, why)
 
 
 @dataclass(frozen=True, slots=True)

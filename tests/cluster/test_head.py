@@ -35,7 +35,7 @@ from nbdist.wire.messages import (
     PutCode,
     Received,
 )
-from nbdist.wire.node_messages import GetHeld, Held, NodeDown, Renumber
+from nbdist.wire.node_messages import Form, Formed, GetHeld, Held, NodeDown, Renumber
 from nbdist.wire.store import SOCKET
 from nbdist.wire.views import WorkerStatus
 from nbdist.world.world import World
@@ -43,7 +43,7 @@ from tests.cells import follow, run_for, stop
 from tests.cluster.test_node import SPEC, wanted
 from tests.cluster.test_node import node as node_that
 from tests.faults.step_stops import ADAM, BEGIN, PLAIN
-from tests.waiting import until
+from tests.waiting import SOON, until
 
 pytestmark = [pytest.mark.shared_world, pytest.mark.own_agent]
 
@@ -362,6 +362,43 @@ async def test_rows_and_answers() -> None:
     assert await answer == known
 
 
+async def test_a_node_that_answers_too_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its ranks may live, so none is started anew: the group waits for the next try."""
+    monkeypatch.setattr(GetHeld, "timeout", 0.05)
+    asked_of: dict[int, list[Any]] = {0: [], 1: []}
+    is_slow = True
+
+    def answer(message: NodeDown, number: int) -> None:
+        if not isinstance(message, messages.Ask):
+            return  # the end of the world
+        asked_of[number].append(message.request)
+        match message.request:
+            case GetHeld() if number and is_slow:
+                pass
+            case GetHeld():
+                nodes[number].answered(message.id, Held({number: None}))
+            case _:
+                formed = Formed({number: 100 + number}, {number: ""}, (number,))
+                nodes[number].answered(message.id, formed)
+
+    nodes = [node_that(n, lambda message, n=n: answer(message, n)) for n in (0, 1)]
+    asked, none = wanted(layout="2x1"), lambda *_: None
+    pool = NodePool(tmp_path, asked, none, none, none, none)
+    pool.nodes.update(enumerate(nodes))
+    pool.forming.spec = placed(SPEC, asked, nodes)
+    healed = await pool.forming.heal()
+    assert healed.problem == f"{nodes[1].name} did not answer within 0 s"
+    assert asked_of == {0: [GetHeld()], 1: [GetHeld()]}
+    is_slow = False
+    monkeypatch.setattr(GetHeld, "timeout", SOON)
+    healed = await pool.forming.heal()
+    await pool.close()
+    assert (healed.problem, dict(healed.pids)) == ("", {0: 100, 1: 101})
+    assert [each.missing for each in asked_of[1] if isinstance(each, Form)] == [()]
+
+
 async def test_nodes_that_are_lost_one_after_the_other(tmp_path: Path) -> None:
     """That none is left is found also where the last goes while the others' group is formed."""
 
@@ -377,7 +414,9 @@ async def test_nodes_that_are_lost_one_after_the_other(tmp_path: Path) -> None:
     pool = NodePool(tmp_path, asked, none, none, none, none)
     pool.nodes.update({0: first, 1: second})
     pool.forming.spec = spec = placed(SPEC, asked, [first, second])
-    healed = await Head(tmp_path, os.getpid(), Guard(-1))._heal(pool, spec)
+    head = Head(tmp_path, os.getpid(), Guard(-1))
+    healed = await head._heal(pool, spec)
     await pool.close()
+    await head._notebook.close()
     assert (first.lost, second.lost) == ("gone", "gone too")
     assert healed.problem == "all machines are lost"

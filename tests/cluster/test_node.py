@@ -237,7 +237,7 @@ async def test_one_that_is_lost() -> None:
     before = len(sent)
     nothing = messages.Formed({}, {}, (), there.lost)
     assert await there.do(messages.Form(SEATED, (0,), 1, 2, 1, (), {})) == nothing
-    assert await there.do(messages.GetHeld()) == messages.Held({})
+    assert await there.do(messages.GetHeld()) == messages.Held({}, there.lost)
     assert await there.do(messages.LocateRanks((0,))) == {}
     assert await there.do(messages.Prepare(SEATED, (0,))) == there.lost
     await there.do(messages.CallOff(2))
