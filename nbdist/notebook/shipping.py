@@ -53,7 +53,7 @@ from nbdist.world.names import (
     Sent,
     check_are_free,
 )
-from nbdist.world.outgoing import MAX_RENEWALS, Outgoing, Question
+from nbdist.world.outgoing import Outgoing, Question
 from nbdist.world.sent_objects import Parcel, SentObjects
 
 SMALL = 64 << 10
@@ -443,9 +443,7 @@ class Plan:
 
     def shipment(self) -> Shipment:
         """Make a packet for each group of ranks that lack the same variables and changes."""
-        for _ in range(MAX_RENEWALS):
-            if not self.outgoing.renew_replaced():
-                break
+        while self.outgoing.renew_replaced():
             for name in [*self._looks]:
                 self.look(name)
             self.outgoing.compare()

@@ -32,7 +32,7 @@ from nbdist.values.pickling import Pickled, pickle
 from nbdist.values.unpicklable import blame, fails_in
 from nbdist.wire.work import Call, Kind, Script, Task
 from nbdist.world.names import WORKERS_OWN
-from nbdist.world.outgoing import MAX_RENEWALS, Outgoing, Question
+from nbdist.world.outgoing import Outgoing, Question
 from nbdist.world.result import CellResult, raised
 from nbdist.world.running import TaskRun
 from nbdist.world.sent_objects import Parcel
@@ -184,7 +184,7 @@ def sending(
     objects = session.names.objects
     objects.runs += 1  # a script may have changed any object since the last call
     outgoing = Outgoing(objects, session.namespace, frozenset(ranks))
-    for _ in range(MAX_RENEWALS):
+    while True:
         for value in values.values():
             outgoing.look(value)
         outgoing.compare()

@@ -19,12 +19,6 @@ from nbdist.values.updates import Update, is_replaced, update_of
 from nbdist.wire.ops import Inspected
 from nbdist.world.sent_objects import Parcel, SentObjects
 
-MAX_RENEWALS = 8
-"""How often objects can get new keys for one task.
-
-An object that is replaced can be part of another object, which then has to be replaced too.
-"""
-
 
 def _has_hidden_contents(tool: str, part: Token) -> bool:
     """Return True if the contents of a part lie in hidden objects, such as a tensor's memory.
@@ -277,7 +271,10 @@ class Outgoing:
     def renew_replaced(self) -> bool:
         """Give a new key to objects whose counterpart on a rank cannot be changed in place.
 
-        Returns True if there were any: then all values have to be looked at again.
+        Returns True if there were any: then all values have to be looked at again, since an object
+        that has such an object as a part may have to be replaced too.  Call it until it returns
+        False.  That happens at the latest when all objects have new keys: no rank has an object
+        under a new key, so no object is replaced twice.
         """
         links = self.objects.links
         replaced = {

@@ -192,6 +192,39 @@ def test_nothing_is_kept(world: World, function: Callable[[torch.Tensor], Any]) 
 # --- errors -----------------------------------------------------------------------------
 
 
+class Link:
+    """A part of a chain; pickle makes it of its number and the next link."""
+
+    def __init__(self, number: int, following: Link | None) -> None:
+        self.number, self.following = number, following
+
+    def __reduce__(self) -> Any:
+        return Link, (self.number, self.following)
+
+    def numbers(self) -> list[int]:
+        return [self.number, *(self.following.numbers() if self.following else ())]
+
+
+def keep(link: Link) -> list[int]:
+    sys.kept = link  # type: ignore[attr-defined]
+    return link.numbers()
+
+
+@pytest.mark.parametrize("is_call", [True, False])
+def test_a_change_deep_in_objects_that_are_replaced(world: World, is_call: bool) -> None:  # noqa: FBT001
+    """Each object that contains the changed one is made anew on the ranks, however many are."""
+    chain = last = Link(0, None)
+    for number in range(1, 12):
+        chain = Link(number, chain)
+    for last.number in (0, 100):
+        if is_call:
+            there = world.run(keep, chain)
+        else:
+            world.execute("chain", names={"chain": chain})
+            there = world.gather("chain.numbers()")
+        assert [*there] == [[*range(11, 0, -1), last.number]] * 2
+
+
 def test_what_cannot_be_sent(world: World) -> None:
     """It is named before anything runs; of a result one line says which part it is, and why."""
     running, lock = world.session.running, threading.Lock()

@@ -332,3 +332,23 @@ def test_other_ranks_get_what_one_rank_has(house: Any) -> None:
         "`x` exists on rank 0 but not on rank 1: `%dist_sync x --from 0`",
         "`z` is rank 0's own, rank 1 has an older one: `%dist_sync z --from 0 -r 1`",
     ]
+
+
+def test_a_change_deep_in_objects_that_are_replaced(house: House) -> None:
+    """Each object that contains the changed one is made anew, however many are."""
+    house.cell(
+        "class Link:\n"
+        "    def __init__(self, number, following):\n"
+        "        self.number, self.following = number, following\n"
+        "    def __reduce__(self):\n"
+        "        return Link, (self.number, self.following)\n"
+        "    def numbers(self):\n"
+        "        return [self.number, *(self.following.numbers() if self.following else ())]\n"
+        "chain = first = Link(0, None)\n"
+        "for number in range(1, 12):\n"
+        "    chain = Link(number, chain)\n"
+    )
+    before = [*range(11, -1, -1)]
+    assert house.distributed("chain.numbers()") == before
+    house.cell("first.number = 100")
+    assert house.distributed("chain.numbers()") == [*before[:-1], 100]
