@@ -101,16 +101,19 @@ class LargeOutputs:
 
     def _keep(self, name: str, suffix: str, text: str) -> str:
         """Write text to a new file; return `: PATH`, or "" without a folder or room for it."""
-        self._room -= len(text)
-        if self.folder is None or self._room < 0:
+        if self.folder is None or len(text) > self._room:
             return ""
         path = self.folder / f"{name}-{self._files}.{suffix}"
         self._files += 1
-        with suppress(OSError):
+        try:
             with open(path, "wb", opener=open_private) as file:
                 file.write(text.encode("utf-8", "surrogatepass"))
-            return f": {self._host}{path}"
-        return ""
+        except OSError:
+            with suppress(OSError):
+                path.unlink()
+            return ""
+        self._room -= len(text)
+        return f": {self._host}{path}"
 
 
 def _as_text(said: object) -> str:

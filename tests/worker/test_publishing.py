@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import resource
 import stat
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,24 @@ def test_a_large_display_is_in_a_file(tmp_path: Path) -> None:
         content = large.fitting("display_data", data)
     assert content == LargeOutputs(None).fitting("display_data", data)
     assert content["data"]["text/plain"].endswith("too much for a page")
+
+
+def test_room_for_files_is_taken_by_files_alone(tmp_path: Path) -> None:
+    """A text that is too large, or that the disk does not take, leaves its room to smaller ones."""
+    large, small = LargeOutputs(tmp_path), display("text/html", LARGEST + 1)
+    large.fitting("display_data", display("text/html", MOST_IN_FILES + 1))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (SMALL, before[1]))
+    try:
+        for _ in range(MOST_IN_FILES // LARGEST):
+            large.fitting("display_data", small)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == []
+    content = large.fitting("display_data", small)
+    (file,) = tmp_path.iterdir()
+    assert content["data"]["text/plain"].endswith(f"too much for a page: {file}")
+    assert file.stat().st_size == LARGEST + 1
 
 
 def test_many_displays_of_a_task(tmp_path: Path) -> None:
