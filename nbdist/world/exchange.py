@@ -398,24 +398,32 @@ def restore(
     parts = {rank: files[source] for rank, source in sources.items()}
     everyones = [*files.values()] if meshes and from_rank is not None else []
     arguments = {"folder": str(snapshot.folder), "parts": parts, "everyones": everyones}
-    loaded: dict[int, Loaded] = _on_ranks(session, "load", on, **arguments)
-    damage = next((part.damage for part in loaded.values() if part.damage), "")
-    distrust = next((part.distrust for part in loaded.values() if part.distrust), "")
-    if damage or distrust or (problem := _problem(loaded)):
-        _on_ranks(session, "forget", on)
-        if distrust:
-            raise store.distrusted(snapshot, distrust)
-        if damage:
-            raise store.damaged(snapshot, damage)
-        if differs := difference(snapshot.versions, versions_here()):
-            problem += f" (written with {differs.what} {differs.there}, here is {differs.here})"
-        raise UsageError(f"The snapshot `{snapshot.key}` cannot be restored: {problem}.")
-    wanted = {"names": names and [*names], "with_random": from_rank is None}
-    running = commit(session, Call("snapshot.bind", wanted))
+    load, running = session.task(Call("snapshot.load", arguments), ranks=on), None
+    try:
+        _check_loaded(session.run(load).by_rank, store, snapshot)
+        wanted = {"names": names and [*names], "with_random": from_rank is None}
+        running = commit(session, Call("snapshot.bind", wanted))
+    finally:
+        if running is None and session.state.has_workers:
+            session.let_go_of(load, on)
     bound = session.finish(running).values()
     for rank in on:
         session.names.objects.gained(rank, running.gained(rank))
     return Restored(snapshot, tuple(sorted(set().union(*bound))), on)
+
+
+def _check_loaded(
+    loaded: Mapping[int, Loaded], store: SnapshotStore, snapshot: Snapshot
+) -> None:
+    """Raise UsageError if a rank could not load its file."""
+    if distrust := next((part.distrust for part in loaded.values() if part.distrust), ""):
+        raise store.distrusted(snapshot, distrust)
+    if damage := next((part.damage for part in loaded.values() if part.damage), ""):
+        raise store.damaged(snapshot, damage)
+    if problem := _problem(loaded):
+        if differs := difference(snapshot.versions, versions_here()):
+            problem += f" (written with {differs.what} {differs.there}, here is {differs.here})"
+        raise UsageError(f"The snapshot `{snapshot.key}` cannot be restored: {problem}.")
 
 
 def _on_ranks(

@@ -19,6 +19,7 @@ from nbdist.wire.spec import versions_here
 from nbdist.worker.ops.snapshot import write_frames
 from nbdist.world.snapshot_store import KEPT, MANIFEST, Snapshot, SnapshotStore, root_folder
 from nbdist.world.world import World
+from tests.waiting import once, press_stop, wait_until
 
 pytestmark = [pytest.mark.shared_world(2), pytest.mark.usefixtures("empty_snapshot_folder")]
 
@@ -326,6 +327,43 @@ def test_what_cannot_be_rebuilt(world: World) -> None:
     with pytest.raises(UsageError, match="cannot be restored: rank 1: ValueError: not now"):
         world.restore(name="a")
     assert world.gather("y") == ["now", "now"]
+
+
+WAITS = """
+import os, time, weakref
+made = []
+class Odd:
+    def __reduce__(self): return rebuilt, (other,)
+class Big: pass
+def rebuilt(other):
+    while rank and not os.path.exists({dies!r}):
+        open({waits!r}, "w").close()
+        time.sleep(0.05)
+    if rank: os.kill(os.getpid(), 9)
+    big = Big()
+    made.append(weakref.ref(big))
+    return big
+other, x = 1, Odd()
+"""
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_restore_that_ends_early(world: World, tmp_path: Path, dies: bool) -> None:  # noqa: FBT001
+    """After Stop, or the death of a rank, the others drop what they have read of the snapshot."""
+    dies_at, waits_at = tmp_path / "dies", tmp_path / "waits"
+    world.execute(WAITS.format(dies=str(dies_at), waits=str(waits_at)))
+    world.snapshot(["x"], name="a")
+
+    def is_due() -> bool:
+        running = world.session.running
+        is_read = running is not None and running.transcript[0].done is not None
+        return waits_at.exists() and is_read
+
+    end = dies_at.touch if dies else press_stop
+    with pytest.raises(WorkerDied if dies else KeyboardInterrupt), once(is_due, end, "rank 0 read"):
+        world.restore(name="a")
+    assert world.gather("len(made)", ranks=[0]) == [1]
+    wait_until(lambda: world.gather("made[0]() is None", ranks=[0]) == [True])
 
 
 BOMB = (

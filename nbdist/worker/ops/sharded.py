@@ -111,7 +111,8 @@ class Writer:
 # What is being unpickled: its meshes, its DTensors, and its modules that are to be sharded.
 _meshes: dict[Mesh, Any] = {}
 _tensors: list[Any] = []
-_unsharded: dict[int, tuple[Sharding, list[Any]]] = {}
+Unsharded = tuple[Sharding, list[Any]]  # what `fully_shard` is given, and for which modules
+_unsharded: dict[int, Unsharded] = {}
 
 
 def meshes(_: Context, instead: Mapping[Mesh, Mesh]) -> None:
@@ -125,12 +126,15 @@ def meshes(_: Context, instead: Mapping[Mesh, Mesh]) -> None:
 
 
 @contextmanager
-def restoring(tensors: Sequence[Any]) -> Iterator[None]:
-    """Let what is unpickled meanwhile find these DTensors by number."""
+def restoring(tensors: Sequence[Any]) -> Iterator[Mapping[int, Unsharded]]:
+    """Let values that are unpickled in this context find these DTensors by number.
+
+    Yields the modules that are unpickled, for `shard_modules`.
+    """
     _tensors[:] = tensors
     _unsharded.clear()
     try:
-        yield
+        yield _unsharded
     finally:
         _tensors.clear()
 
@@ -169,16 +173,14 @@ def own_tensors(shards: Sequence[Shard]) -> list[Any]:
     return found
 
 
-def shard_modules() -> None:
+def shard_modules(unsharded: Sequence[Unsharded]) -> None:
     """Shard the modules that were unpickled by `fully_shard`, as before; all ranks call it."""
-    waiting = [*_unsharded.values()]
-    forget()
-    for sharding, modules in waiting:
+    for sharding, modules in unsharded:
         _shard(sharding, modules)
 
 
 def forget() -> None:
-    """Shard nothing of what was unpickled, and keep none of the meshes."""
+    """Drop the meshes and the unpickled modules: values that were unpickled hold their own."""
     _meshes.clear()
     _unsharded.clear()
 

@@ -31,7 +31,7 @@ from nbdist.wire.spec import versions_here
 from nbdist.words import one_line
 from nbdist.worker.compat import accelerator
 from nbdist.worker.group.default import bucket_layout, set_bucket_layout
-from nbdist.worker.namespace import Context
+from nbdist.worker.namespace import Context, Taken
 from nbdist.worker.ops import sharded
 
 MAGIC = b"nbdist frames 1\n"
@@ -210,19 +210,24 @@ def random_states() -> dict[str, Any]:
 # --- restore ----------------------------------------------------------------------------
 
 File = tuple[int, str]  # the rank that has written it, and its digest
-_loaded: dict[str, Any] = {}  # contents that `load` has read, for `bind`
 
 
 def load(
     context: Context, folder: str, parts: Mapping[int, File], everyones: Sequence[File] = ()
 ) -> Loaded:
-    """Read the file of the rank that `parts` names for this one; `bind` binds what is in it.
+    """Read the file of the rank that `parts` names for this one, and keep its contents for `bind`.
 
     Two steps, so that no rank binds anything if another one's file is damaged. With the files of
     `everyones` ranks, sharded tensors are put together and sharded again for this world.
     """
-    of_rank, digest = parts[context.rank]
-    _loaded.clear()
+    try:
+        return _load(context, folder, parts[context.rank], everyones)
+    finally:
+        sharded.forget()
+
+
+def _load(context: Context, folder: str, part: File, everyones: Sequence[File]) -> Loaded:
+    of_rank, digest = part
     if problem := _lacks(folder):
         return Loaded(problem)
     try:
@@ -241,8 +246,10 @@ def load(
             tensors = sharded.assembled_tensors(files, of_rank)
         else:
             tensors = sharded.own_tensors(unpickle(shards, names))
-        with sharded.restoring(tensors):
-            _loaded.update(unpickle(contents, names))
+        with sharded.restoring(tensors) as unsharded:
+            found = unpickle(contents, names)
+            found["unsharded"] = [*unsharded.values()]
+        context.namespace.take(Taken(found), context.task_id)
     except Exception as error:  # noqa: BLE001 (so can a user's class while it is rebuilt)
         return Loaded(f"{type(error).__name__}: {one_line(str(error), 200)}")
     return Loaded()
@@ -256,11 +263,10 @@ def _pair(frames: list[memoryview]) -> tuple[list[memoryview], list[memoryview]]
 
 def bind(context: Context, *, names: Sequence[str] | None, with_random: bool) -> tuple[str, ...]:
     """Bind the names that `load` has read, or these of them; return the names."""
-    namespace, contents = context.names, {**_loaded}
-    _loaded.clear()
+    namespace, contents = context.names, context.namespace.pop_taken().values
     # Modules keep hooks by these numbers: a new hook must not take the place of a restored one.
     RemovableHandle.next_id = max(RemovableHandle.next_id, contents["hooks"])
-    sharded.shard_modules()
+    sharded.shard_modules(contents["unsharded"])
     found = {n: value for n, value in contents["names"].items() if names is None or n in names}
     for tensor, grad in contents["grads"]:
         tensor.grad = grad
@@ -291,9 +297,3 @@ def set_random_states(states: Mapping[str, Any]) -> None:
         np.random.set_state(states["numpy"])
     if "cuda" in states:
         accelerator.set_random_state(states["cuda"])
-
-
-def forget(_: Context) -> None:
-    """Drop what `load` has read, without binding it."""
-    _loaded.clear()
-    sharded.forget()
