@@ -117,7 +117,6 @@ class Scan:
         self.blocks: dict[int, Block] = {}
         self.with_graph: set[int] = set()  # keys of tensors with a graph, which is not sent
         self.with_hooks: set[int] = set()  # keys of tensors with hooks, which are not sent
-        self.unlinked: list[Any] = []  # tensors whose memory overlaps memory that was sent apart
         self._reducer, self._namespace, self._adds, self._before = reducer, namespace, adds, before
         self._trusts_samples = trusts_samples
         self._seen: set[int] = set()
