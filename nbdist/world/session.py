@@ -260,8 +260,8 @@ class Session(Workers):
     def restart(self, n: int | str | None = None, keep: Sequence[str] = (), **changes: Any) -> None:
         """End all workers and start new ones, with the variables in `keep`; see `World.restart`.
 
-        If the start fails with the new options, the old ones are valid again.  Raises the error of
-        a set-up cell that failed in the new workers.
+        If the start fails with the new options or is interrupted, the old ones are valid again.
+        Raises the error of a set-up cell that failed in the new workers.
         """
         kept = self.take(keep, self.everyone)
         # The notebook's environment, path and folder may have changed meanwhile.
@@ -272,8 +272,9 @@ class Session(Workers):
         self.configure(after, name=self.spec.name)
         try:
             self.start_anew(agent_too=is_moved)
-        except errors.StartError:
-            self.configure(before, name=self.spec.name)
+        except BaseException:  # Stop too
+            if not self.state.has_workers:
+                self.configure(before, name=self.spec.name)
             raise
         # Only now, since other machines determine the size during the start.
         self.setup.renumber(Renumbering(size, self.size, {}))

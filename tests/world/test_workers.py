@@ -132,6 +132,21 @@ def test_restart_interrupted() -> None:
         world.execute("assert 'atexit' not in globals()")
 
 
+@pytest.mark.own_agent
+def test_restart_with_other_options_interrupted() -> None:
+    """After Stop the old options are valid: they are those of the next restart."""
+    with World(1, log_dir="") as world:
+        world.start()
+        agent = psutil.Process(world.session.link.agent.pid)
+        agent.suspend()  # until Stop comes the workers do not end
+        restarts = once(lambda: world.state is State.STOPPING, press_stop)
+        with restarts, pytest.raises(KeyboardInterrupt):
+            world.restart(2)
+        agent.resume()
+        world.restart()
+        assert world.gather("rank") == [0]
+
+
 @pytest.mark.world
 def test_what_is_read_after_a_restart_was_interrupted() -> None:
     """A death that was not read before does not keep anything from being asked or begun."""
