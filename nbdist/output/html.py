@@ -191,7 +191,7 @@ def _block(block: Block, room: _Room, style: str = "") -> str:
     error = _error(block, share // 2, room)
     body, free = _output(block, share - size(error) - _BLOCK_BYTES, room)
     look = block.group.shown.look
-    colour, words = _COLOURS[look], dim(" · ".join(block.words))
+    colour, words = _COLOURS[look], dim(block.about)
     mark = coloured(MARKS[look], colour)
     title = " ".join(filter(None, [bold(name_ranks(block.group.ranks)), mark, words]))
     if block.failed:
@@ -219,8 +219,10 @@ def _output(block: Block, budget: int, room: _Room) -> tuple[str, int]:
                 html = _display(item, room)
                 is_free = _is_image(item) and not room.is_live
                 if (0 if is_free else size(html)) > budget:
-                    # While it runs its text is enough; then it is hidden like a line.
-                    html = _plain(item, room) if room.is_live else ""
+                    # While the cell runs a line is enough; at its end it is hidden like a line.
+                    later = line(dim("figure, shown at the end"))
+                    said = later if _is_image(item) else _plain(item, room)
+                    html = said if room.is_live else ""
                 budget -= 0 if is_free else size(html)
                 free += size(html) if is_free else 0
                 parts.append(html or Hidden(1, in_log_only=False))
@@ -350,7 +352,7 @@ def _side_by_side(blocks: list[Block], room: _Room) -> str:
 def _characters(block: Block) -> int:
     """Count the characters of the widest line of a block, its title included."""
     mark = MARKS[block.group.shown.look]
-    rows = [f"{name_ranks(block.group.ranks)} {mark} {' · '.join(block.words)}"]
+    rows = [f"{name_ranks(block.group.ranks)} {mark} {block.about}"]
     for item in block.items:
         if isinstance(item, Shown):
             rows += item.plain.split("\n")

@@ -87,6 +87,17 @@ class Block(NamedTuple):
     log: str | None = None
     is_open: bool = True
     pool: str = ""
+    earlier: int = 0  # lines that a live panel does not show
+
+    @property
+    def about(self) -> str:
+        """What stands behind the ranks in the title of the block."""
+        return " · ".join([*self.words, *self.above])
+
+    @property
+    def above(self) -> list[str]:
+        """Say `… 9,800 earlier`; nothing if all lines are shown."""
+        return [f"… {self.earlier:,} earlier"] if self.earlier else []
 
     def where_rest(self, hidden: Hidden) -> str:
         """Say `… 9,800 lines more: %dist_output -r 3 --all, or logs/rank3.log`."""
@@ -211,8 +222,8 @@ def _asks(group: Group) -> bool:
 def _live_block(transcript: Transcript, group: Group, most: int) -> Block:
     most = _LIVE_LINES_OF_ASKING if _asks(group) else most
     items, earlier = _items(group, most, is_live=True)
-    words = [sameness(group), f"… {earlier:,} earlier" if earlier else ""]
-    return Block(group, tuple(filter(None, words)), items, _failed_with(group, transcript))
+    words = tuple(filter(None, [sameness(group)]))
+    return Block(group, words, items, _failed_with(group, transcript), earlier=earlier)
 
 
 def _by_last_line(groups: Iterable[Group]) -> dict[Line, list[int]]:

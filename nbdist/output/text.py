@@ -114,7 +114,7 @@ def _blocks(blocks: Sequence[Block], width: int) -> Iterator[list[str]]:
     left = _MOST_LIVE if is_live else MOST_CHARACTERS
     for done, block in enumerate(blocks):
         share = left // (len(blocks) - done)
-        lines = [_block_header(block), *_output(block, share, width)]
+        lines = [_block_header(block), *block.above, *_output(block, share, width)]
         lines += _error(block, share, is_live=is_live)
         left -= sum(len(part) + 1 for part in lines)
         if left < 0:

@@ -50,12 +50,15 @@ def test_live_blocks() -> None:
     assert (panel.seconds, panel.note, panel.is_live) == ("12.3 s", "a note", True)
     assert ranks_of(panel.blocks) == [(1,), (0, 2)]
     assert [kinds(block.items) for block in panel.blocks] == [[12], [12]]
-    assert [block.words for block in panel.blocks] == [("… 28 earlier",), ("same", "… 18 earlier")]
+    assert [block.about for block in panel.blocks] == ["… 28 earlier", "same · … 18 earlier"]
     html = panel_html(panel)
     shown = Panel(html).lines
     assert shown[:3] == ["4 ranks · 12.3 s · ● 3 · ✗ 1", "a note", "rank 1 ✗ … 28 earlier"]
     assert shown[-13::12] == ["ranks 0,2 ● same · … 18 earlier", "29"]
     assert "details" not in html
+    text = panel_text(panel).splitlines()
+    assert text[text.index("── rank 1 ✗ ──") + 1] == "… 28 earlier"
+    assert text[text.index("── ranks 0,2 (same) ──") + 1] == "… 18 earlier"
     # The failed ranks that have no block are named.
     panel = live_layout(running(20, lambda rank: [out(f"{rank}\n"), failure(f"x{rank}")]), 1.0)
     assert len(panel.blocks) == 16
