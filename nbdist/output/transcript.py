@@ -526,7 +526,10 @@ def _set(values: tuple[str, ...]) -> str:
     if all(value == values[0] for value in values):
         return values[0]
     if ":" in values[0]:
-        return f"{{{min(values)} to {max(values)}}}"
+        date = values[0][: values[0].find(" ") + 1]
+        start = date if all(value.startswith(date) for value in values) else ""
+        first, last = (end(values).removeprefix(start) for end in (min, max))
+        return f"{start}{{{first} to {last}}}"
     is_address = any(value.startswith("0x") for value in values)
     if any("." in value for value in values) and not is_address:
         if len({*values}) <= _MOST_NUMBERS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 
 import pytest
 from hypothesis import given
@@ -126,6 +127,7 @@ def test_times_of_loggers(style: str) -> None:
     (group,) = make(4, lambda rank: lines(rank, 9, f"loss {rank}")).groups()
     assert group.likeness == "same except for {…}"
     assert "loss {0-3}" in group.last.text
+    assert re.search(r"\{([^{}]+) to (?!\1)[^{}]+\}", group.last.text)
     # It is said wherever they are shown, also of a single line.
     for count in (1, 2):
         said = make(4, lambda rank, count=count: lines(rank, count))
