@@ -412,9 +412,7 @@ def restore(
     return Restored(snapshot, tuple(sorted(set().union(*bound))), on)
 
 
-def _check_loaded(
-    loaded: Mapping[int, Loaded], store: SnapshotStore, snapshot: Snapshot
-) -> None:
+def _check_loaded(loaded: Mapping[int, Loaded], store: SnapshotStore, snapshot: Snapshot) -> None:
     """Raise UsageError if a rank could not load its file."""
     if distrust := next((part.distrust for part in loaded.values() if part.distrust), ""):
         raise store.distrusted(snapshot, distrust)

@@ -334,7 +334,7 @@ def test_other_ranks_get_what_one_rank_has(house: Any) -> None:
     ]
 
 
-def test_a_change_deep_in_objects_that_are_replaced(house: House) -> None:
+def test_a_change_deep_in_objects_that_are_replaced(house: Any) -> None:
     """Each object that contains the changed one is made anew, however many are."""
     house.cell(
         "class Link:\n"
