@@ -149,6 +149,7 @@ class Screen:
         self._left: dict[object, tuple[int, Bar, int]] = {}
         # Of rows of bars: which bar was drawn there first, and how far it was then.
         self._began: dict[int, tuple[tuple[str, str], float]] = {}
+        self._cut_at: dict[int, int] = {}  # rows of bars that were cut behind a space
         self._wiped = set[int]()  # rows of bars that their programs have wiped out elsewhere
         self._read: tuple[str, Bar | None] = "", None  # the last row that was read, and its bar
         self._drawn_before = 0  # how many characters were drawn in this row the time before
@@ -500,7 +501,8 @@ class Screen:
     def _drawn_width(self) -> int:
         """Return how many characters were drawn in this row; 0 if they are too many for a bar."""
         if self._open is None:
-            return len(self._rows[self._row]) if self.cursor in self._bars else 0
+            width = len(self._rows[self._row]) if self.cursor in self._bars else 0
+            return max(width, self._cut_at.get(self.cursor, 0))
         if self._open.width > LONGEST_BAR:
             return 0
         return _width(self._open.plain[: self._drawn_to or None])
@@ -521,6 +523,7 @@ class Screen:
         elif text.isspace() and not self._column and self._is_redrawing:
             if bar := self._bar_at_cursor():
                 self._left.pop((bar.name, bar.total), None)
+                row.cut(len(text))  # a longer bar may have stood there
             elif not row.plain.strip():
                 self._drop_wiped(len(text))
             self._flags[self._row] |= _EDITED
@@ -552,7 +555,8 @@ class Screen:
             self._bars.pop(self.cursor, None)  # it is read again when the cursor leaves it
             self._wiped.discard(self.cursor)
             self._flags[self._row] &= ~_ENDED
-            self._open = _OpenRow(self._rows[self._row])
+            width = self._cut_at.pop(self.cursor, 0)
+            self._open = _OpenRow(self._rows[self._row].ljust(width))
             self._characters -= len(self._rows[self._row])
         return self._open
 
@@ -563,6 +567,10 @@ class Screen:
         self._is_redrawing, self._drawn_to, self._drawn_before = False, 0, 0
         if self._open is not None:
             self._note_bar(self.cursor, self._bar_at_cursor())
+            if self._flags[self._row] & _DRAWN and self._open.width <= LONGEST_BAR:
+                plain = self._open.plain
+                if plain[-1:] == " " and is_cut(plain):
+                    self._cut_at[self.cursor] = len(plain)  # the row itself loses the space
             self._rows[self._row] = text = self._text(self._row)
             self._characters += len(text) + 1
             self._open = None
