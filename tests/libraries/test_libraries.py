@@ -224,7 +224,9 @@ trainer_with(RichProgressBar()).fit(module, loader)
 module.bar = "Epoch 0"
 trainer = trainer_with(TQDMProgressBar())
 trainer.fit(module, loader)
-children = len(psutil.Process().children())
+# Python 3.14 starts a tracker for tqdm's lock.
+commands = [" ".join(each.cmdline()) for each in psutil.Process().children()]
+children = len([each for each in commands if "resource_tracker" not in each])
 model = module.model
 """
         + SAME,
