@@ -134,9 +134,9 @@ _TABLE = (
     "text-align:left"
 )
 LINES = "white-space:pre-wrap;overflow-wrap:break-word"
-_TEXT = (
+_TEXT = (  # JupyterLab breaks lines of other <pre> in the middle of words
     "margin:0;padding:0;border:none;background-color:transparent;font-family:monospace;"
-    f"font-size:13px;line-height:1.4;{LINES}"
+    f"font-size:13px;line-height:1.4;word-break:normal;{LINES}"
 )
 _LONG, _THREE_ROWS = 600, 230
 """Characters from which on a line opens, and of those what is seen: three rows of a narrow page."""

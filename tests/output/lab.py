@@ -27,7 +27,7 @@ STYLES = {
     *("flex-direction", "flex-wrap", "font-family", "font-size", "font-style", "font-weight"),
     *("height", "line-height", "margin", "max-height", "max-width", "min-width", "opacity"),
     *("overflow", "overflow-wrap", "overflow-x", "padding", "padding-left", "table-layout"),
-    *("text-align", "text-decoration", "vertical-align", "white-space", "width"),
+    *("text-align", "text-decoration", "vertical-align", "white-space", "width", "word-break"),
 }
 
 
