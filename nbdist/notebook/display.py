@@ -20,6 +20,7 @@ from nbdist.notebook.rich_output import EMPTY, NOTHING, Below, save_figures
 from nbdist.output.bars import merged_line
 from nbdist.output.html import all_show_widgets, figures, panel_html
 from nbdist.output.layout import final_layout, live_layout
+from nbdist.output.tabs import final_tabs, live_by_rank
 from nbdist.output.text import PlainLines, curves_lines, failures_text, head_text, panel_text
 from nbdist.output.transcript import Transcript
 from nbdist.output.wording import INDENT, dim, panel
@@ -38,7 +39,8 @@ class PanelDisplay:
     `can_change`: what has been shown can still be shown otherwise.
     `is_alone` says whether its cell shows nothing else; `notes` stand with what it shows;
     `seconds` is the setting of this name: with "none" it is drawn at the end alone.  The head of a
-    panel names the `pool`, as do magics in notes, unless it is the default one: "".
+    panel names the `pool`, as do magics in notes, unless it is the default one: "".  With `tabs`, a
+    name for this cell, each rank has a tab.
     """
 
     can_change = True
@@ -50,8 +52,10 @@ class PanelDisplay:
         is_alone: bool = False,
         seconds: str = "page",
         pool: str = "",
+        tabs: str = "",
     ) -> None:
         self._pool = pool
+        self._tabs = tabs
         self._is_alone = is_alone
         self._seconds = seconds
         self._begin()
@@ -126,6 +130,7 @@ class PanelDisplay:
         note = " · ".join(filter(None, [*self._notes, *self._passing, waits]))
         clock = time.strftime("%H:%M:%S")
         shown = live_layout(transcript, now, note, usage, clock, turn, pool=self._pool)
+        shown = live_by_rank(shown, transcript, turn) if self._tabs else shown
         self._draw(panel_html(shown), panel_text(shown))
         if all_show_widgets(transcript):  # what moves is to be seen while it does
             self._below.add(transcript)
@@ -158,6 +163,7 @@ class PanelDisplay:
     def _draw_final(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
         note = " · ".join(self._notes)
         shown = final_layout(transcript, logs, note, time.monotonic(), pool=self._pool)
+        shown = final_tabs(shown, transcript, logs, self._tabs) if self._tabs else shown
         timeless = shown._replace(seconds="", pace="")
         html = panel_html(timeless if self._seconds == "none" else shown)
         self._draw(html, panel_text(shown if self._seconds == "all" else timeless))
@@ -283,8 +289,10 @@ def make_display(
 ) -> CellDisplay:
     """Return a panel where the shell is a kernel that a page draws for, else plain lines."""
     if has_panels(shell, settings):
-        is_alone = is_of_magic(cell)
-        return PanelDisplay(notes, is_alone=is_alone, seconds=settings.seconds, pool=pool)
+        tabs = f"nbdist-{shell.execution_count}" if settings.layout == "tabs" else ""
+        return PanelDisplay(
+            notes, is_alone=is_of_magic(cell), seconds=settings.seconds, pool=pool, tabs=tabs
+        )
     is_coloured = sys.stdout.isatty() and str(getattr(shell, "colors", "")).lower() != "nocolor"
     return PlainDisplay(notes, colours=is_coloured, pool=pool)
 

@@ -410,6 +410,13 @@ class NbDist(Configurable):
         " too.",
     ).tag(config=True)
 
+    layout = Enum(
+        ["merged", "tabs"],
+        help="How a finished cell's panel shows several ranks. merged: equal output once. tabs: a"
+        " row of ranks, of which a click shows one with all that it has printed, in order."
+        " NBDIST_LAYOUT sets it too.",
+    ).tag(config=True)
+
     prestart = Bool(
         help="Import torch in the background as soon as the extension is loaded, so that the"
         " first cell starts at once. NBDIST_PRESTART=0 turns it off."
@@ -424,6 +431,11 @@ class NbDist(Configurable):
     def _seconds_from_environment(self) -> str:
         chosen = os.environ.get("NBDIST_SECONDS", "page")
         return chosen if chosen in ("all", "none") else "page"
+
+    @default("layout")
+    def _layout_from_environment(self) -> str:
+        chosen = os.environ.get("NBDIST_LAYOUT", "merged")
+        return chosen if chosen == "tabs" else "merged"
 
     @default("prestart")
     def _prestart_from_environment(self) -> bool:

@@ -6,6 +6,7 @@ import operator
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from itertools import groupby
 
 from nbdist.output.ansi import strip
@@ -90,6 +91,7 @@ def panel_html(shown: Panel) -> str:
     most = MOST_LIVE_BYTES if shown.is_live else MOST_BYTES
     room = _Room(most, len(shown.blocks) + len(shown.rest), shown.is_live)
     failed, others = shown.parted
+    tabs, others = (others, []) if shown.tabs else ([], others)
     bars, rows = bars_html(shown.bars) if shown.bars else "", ""
     curves = _curves(shown)
     if shown.rows:
@@ -108,6 +110,7 @@ def panel_html(shown: Panel) -> str:
     parts = [head, *(_block(block, room) for block in failed), bars, curves]
     runs = tiled(others) if is_calm else ([block] for block in others)
     parts += [_side_by_side(run, room) for run in runs]
+    rows = _tabs(tabs, shown.tabs, room) + rows if tabs else rows
     return panel(*parts, rows, _rest(shown.rest, room) if shown.rest else "", last)
 
 
@@ -359,6 +362,43 @@ def _characters(block: Block) -> int:
         elif isinstance(item, list):
             rows += [strip(line.text) for line in item]
     return max(map(len, rows))
+
+
+# --- tabs -------------------------------------------------------------------------------
+
+_TAB_ROW = "display:flex;flex-wrap:wrap;align-items:flex-start;container-type:inline-size"
+_TAB = "order:-1;cursor:pointer;padding:1px 12px 1px 4px;border-bottom:2px solid {}"
+_OPENED = "max-width:100%;min-width:0;box-sizing:border-box;display:contents"
+_OUTPUT = "width:100cqw;padding:4px 0 4px 4px;box-sizing:border-box"
+_TAB_BYTES = len(_OPENED) + 80  # of a `<details>` with its name
+_BELOW_TABS = "order:-1;flex:0 0 100%;height:0"
+
+
+def _tabs(blocks: list[Block], name: str, room: _Room) -> str:
+    """Write a row of ranks; a click on one shows its output below the row, and no other output.
+
+    A page closes `<details>` of a name when another one is opened.  JupyterLab removes that name,
+    and `display:contents`, from a file that is not trusted: then each rank opens by itself.
+    """
+    written = []
+    for block in blocks:
+        share = room.left // room.blocks
+        room.blocks -= 1
+        error = _error(block, share // 2, room)
+        body, free = _output(block, share - size(error) - _BLOCK_BYTES, room)
+        colour = _COLOURS[look := block.group.shown.look]
+        title = f"{bold(name_ranks(block.group.ranks))} {coloured(MARKS[look], colour)}"
+        failed = coloured(clip(block.failed, 200), colour) if block.failed else ""
+        said = line(" ".join(filter(None, [dim(" · ".join(block.words)), failed])))
+        html = f'<summary style="{_TAB.format(colour)}">{title}</summary>'
+        html += f'<div style="{_OUTPUT}">{said}{body}{error}</div>'
+        written.append((block.is_open, html))
+        room.left -= size(html) - free + _TAB_BYTES
+    # The same output has the same name when it is shown again, so that saved notebooks are equal.
+    digest = blake2b("".join(html for _, html in written).encode(), digest_size=6).hexdigest()
+    start = f'<details name="{name}-{digest}" style="{_OPENED}"'
+    tabs = "".join(f"{start}{' open' * is_open}>{html}</details>" for is_open, html in written)
+    return f'<div style="{_TAB_ROW}">{tabs}<div style="{_BELOW_TABS}"></div></div>'
 
 
 # --- what is not part of the panel --------------------------------------------------------

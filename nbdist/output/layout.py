@@ -146,10 +146,13 @@ class Panel(NamedTuple):
     rest: tuple[Block, ...] = ()
     silent: tuple[int, ...] = ()
     pool: str = ""
+    tabs: str = ""  # a name of its own if the page shows one block at a time
 
     @property
     def parted(self) -> tuple[list[Block], list[Block]]:
-        """The blocks of failed ranks, and the others."""
+        """The blocks of failed ranks, and the others; tabs stay in the order of their ranks."""
+        if self.tabs:
+            return [], [*self.blocks]
         failed = [block for block in self.blocks if block.group.has_failed]
         return failed, [block for block in self.blocks if not block.group.has_failed]
 

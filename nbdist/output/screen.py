@@ -217,13 +217,14 @@ class Screen:
             if self._first + row not in left_out:
                 yield Line(self._text(row), bool(self._flags[row] & _STDERR))
 
-    def tail(self, count: int) -> list[Line]:
-        """Return the last `count` lines."""
+    def tail(self, count: int, *, bars: bool = False) -> list[Line]:
+        """Return the last `count` lines; with `bars` rows of progress bars are lines, too."""
         found = list[Line]()
-        bars, row, dropped = self._rows_of_bars(), self.end, self.dropped
+        left_out = () if bars else self._rows_of_bars()
+        row, dropped = self.end, self.dropped
         while len(found) < count and row > dropped:
             row -= 1
-            if row not in bars:
+            if row not in left_out:
                 index = row - self._first
                 found.append(Line(self._text(index), bool(self._flags[index] & _STDERR)))
         return found[::-1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -130,3 +131,20 @@ def test_stop_at_any_line_that_follows_it(two: Notebook) -> None:
             assert said in text, number
         assert "KeyboardInterrupt" in text.splitlines(), number  # it has no message
     assert body(two.run("%%distributed\nprint(rank)"))[-1] == "1"
+
+
+def test_tabs(two: Notebook) -> None:
+    """A setting gives each rank a tab from the next cell on, in each cell tabs of another name."""
+    names = []
+    two.run("%config NbDist.layout = 'tabs'")
+    try:
+        for _ in range(2):
+            data = two.run("%%distributed\nprint('the same')").displays[-1]["data"]
+            assert data["text/plain"].endswith("── rank 0 ──\nthe same\n── rank 1 ──\nthe same")
+            (first, second) = re.findall(r'<details name="([^"]+)"', data["text/html"])
+            assert first == second
+            names.append(first)
+    finally:
+        two.run("%config NbDist.layout = 'merged'")
+    assert names[0] != names[1]
+    assert "ranks 0-1 (same)" in two.run("%%distributed\nprint('the same')").text

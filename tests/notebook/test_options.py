@@ -227,6 +227,9 @@ def test_a_magic_that_is_not_there() -> None:
 
 def test_display(monkeypatch: pytest.MonkeyPatch):
     """NBDIST_DISPLAY chooses; what is no display is no reason to fail; NBDIST_PRESTART=0 is off."""
+    for value, layout in (("tabs", "tabs"), ("pink", "merged"), ("", "merged")):
+        monkeypatch.setenv("NBDIST_LAYOUT", value)
+        assert NbDist().layout == layout
     monkeypatch.delenv("NBDIST_DISPLAY", raising=False)
     monkeypatch.delenv("NBDIST_PRESTART", raising=False)
     assert (NbDist().display, NbDist().prestart) == ("auto", True)

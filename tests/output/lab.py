@@ -15,6 +15,8 @@ from tqdm.std import tqdm
 from nbdist.output.events import Died, Display, Done, Failure, Output, Text
 from nbdist.output.html import panel_html
 from nbdist.output.layout import Block, Item, final_layout, live_layout
+from nbdist.output.layout import Panel as Shown
+from nbdist.output.tabs import final_tabs
 from nbdist.output.text import panel_text
 from nbdist.output.transcript import Transcript
 
@@ -22,13 +24,18 @@ from nbdist.output.transcript import Transcript
 TAGS = {"div", "pre", "span", "details", "summary", "table", "tbody", "tr", "td", "img"}
 ATTRIBUTES = {"style", "open", "src", "width", "height"}
 STYLES = {
-    *("align-items", "background-color", "border", "border-collapse", "border-left"),
-    *("border-radius", "box-sizing", "color", "column-gap", "cursor", "display", "flex"),
-    *("flex-direction", "flex-wrap", "font-family", "font-size", "font-style", "font-weight"),
-    *("height", "line-height", "margin", "max-height", "max-width", "min-width", "opacity"),
-    *("overflow", "overflow-wrap", "overflow-x", "padding", "padding-left", "table-layout"),
-    *("text-align", "text-decoration", "vertical-align", "white-space", "width", "word-break"),
+    *("align-items", "background-color", "border", "border-bottom", "border-collapse"),
+    *("border-left", "border-radius", "box-sizing", "color", "column-gap", "cursor", "display"),
+    *("flex", "flex-direction", "flex-wrap", "font-family", "font-size", "font-style"),
+    *("font-weight", "height", "line-height", "margin", "max-height", "max-width", "min-width"),
+    *("opacity", "order", "overflow", "overflow-wrap", "overflow-x", "padding", "padding-left"),
+    *("table-layout", "text-align", "text-decoration", "vertical-align", "white-space", "width"),
+    "word-break",
 }
+
+
+# What JupyterLab removes from a file that is not trusted: there each tab opens by itself.
+TRUSTED_ATTRIBUTES, TRUSTED_STYLES = {"name"}, {"container-type"}
 
 
 class Panel(HTMLParser):
@@ -46,9 +53,9 @@ class Panel(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         assert tag in TAGS
-        assert {name for name, _ in attrs} <= ATTRIBUTES
+        assert {name for name, _ in attrs} <= ATTRIBUTES | TRUSTED_ATTRIBUTES
         rules = [each.partition(":") for each in str(dict(attrs).get("style", "color:")).split(";")]
-        assert {name for name, _, _ in rules} <= STYLES
+        assert {name for name, _, _ in rules} <= STYLES | TRUSTED_STYLES
         # Relative to these JupyterLab drops a value without a word.
         assert all("var(" not in value and "anywhere" not in value for *_, value in rules)
         if tag == "details":
@@ -168,6 +175,16 @@ def kinds(items: Iterable[Item]) -> list[object]:
 def final_html(transcript: Transcript, *options: Any) -> str:
     """What is seen of a finished cell."""
     return panel_html(final_layout(transcript, *options))
+
+
+def tabs_of(transcript: Transcript, name: str = "x") -> Shown:
+    """The panel of a finished cell whose ranks have tabs."""
+    return final_tabs(final_layout(transcript), transcript, {}, name)
+
+
+def tabs_html(transcript: Transcript) -> str:
+    """What is seen of it."""
+    return panel_html(tabs_of(transcript))
 
 
 def final_text(transcript: Transcript, *options: Any) -> str:

@@ -29,6 +29,7 @@ from tests.output.lab import (
     make,
     out,
     running,
+    tabs_html,
 )
 
 # --- final --------------------------------------------------------------------------------------
@@ -83,6 +84,32 @@ def test_values_cannot_break_out() -> None:
     Panel(live_html(running(2, lambda rank: said), 2.0, nasty))
 
 
+def test_tabs_are_of_one_name() -> None:
+    """A page opens one of them at a time; the same output has the same name, others have others."""
+    panels = [
+        tabs_html(make(3, lambda rank, last=last: [out(f"rank {rank} {last}\n")]))
+        for last in ("a", "a", "b")
+    ]
+    names = [set(re.findall(r'<details name="([^"]*)"', html)) for html in panels]
+    assert [len(each) for each in names] == [1, 1, 1]
+    assert names[0] == names[1] != names[2]
+    shown = Panel(panels[0])
+    assert shown.opened == [True, False, False]
+    parts = ["rank 0 ✓", "rank 0 a", "rank 1 ✓", "rank 1 a", "rank 2 ✓", "rank 2 a"]
+    assert shown.lines == ["3 ranks · 1.2 s · ✓ 3", *parts]
+
+
+def test_displays_below_the_panel_have_tabs() -> None:
+    """A rank that shows nothing else has a tab that names them."""
+    said = Display({"text/markdown": "**done**", "text/plain": "<Markdown>"}, {})
+    html = tabs_html(make(2, lambda rank: [said]))
+    assert Panel(html).lines[1:] == ["rank 0 ✓", MARKDOWN, "rank 1 ✓", MARKDOWN]
+    assert MARKDOWN not in final_html(make(2, lambda rank: [said]))
+
+
+MARKDOWN = "Markdown, shown below"
+
+
 # --- live ---------------------------------------------------------------------------------------
 
 
@@ -128,6 +155,7 @@ def test_bounds(case: str) -> None:
     for rank in range(ranks):
         transcript.receive(rank, Done("ok", 1.0), 1.0)
     assert len(final_html(transcript).encode()) <= MOST_BYTES == 1_000_000
+    assert len(tabs_html(transcript).encode()) <= MOST_BYTES
     text = final_text(transcript)
     assert len(text) < MOST_CHARACTERS + 10_000
     assert re.search(rf"── ranks? \S*\b{ranks - 1} ", text)

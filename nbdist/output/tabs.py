@@ -1,0 +1,135 @@
+"""A panel in which each rank has its own output, in the order in which it came.  Pure.
+
+In a finished cell each rank has a tab; in a running one a few ranks are below one another, since a
+page that draws the panel again would close what was opened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from nbdist.output.events import Failure, Skipped
+from nbdist.output.layout import MANY_RANKS, Block, Hidden, Item, Panel, merged
+from nbdist.output.rank_transcript import RankTranscript, Shown
+from nbdist.output.screen import Screen
+from nbdist.output.transcript import Group, Transcript, group_of, spread
+from nbdist.output.wording import error_text, lines_text
+
+MOST_TABS = 128
+_MOST_LINES, _FEWER_LINES, _FEWER_LINES_FROM = 200, 50, 64
+_LIVE_LINES = 24
+_LIVE_LINES_OF_ASKING = 60
+
+
+def live_by_rank(shown: Panel, transcript: Transcript, turn: int | None = None) -> Panel:
+    """Return the panel of a running cell with a block for each rank, if there are few ranks.
+
+    Ranks that wait for input come last, after them the rank whose `turn` it is: what is typed goes
+    below.
+    """
+    if len(transcript.ranks) > MANY_RANKS:
+        return shown
+    groups = [group for group in _each_rank(transcript) if _has_output(group)]
+    groups.sort(key=lambda group: (_asks(group), turn in group.ranks))
+    each = max(2, _LIVE_LINES // max(1, len(groups)))
+    blocks = []
+    for group in groups:
+        most = _LIVE_LINES_OF_ASKING if _asks(group) else each
+        items, left = _items(group.shown, most, is_live=True)
+        words = (f"… {left:,} earlier",) if left else ()
+        is_first = group.part == "first" and isinstance(group.error, Failure)
+        failed = "" if group.error is None or is_first else error_text(group.error)
+        blocks.append(Block(group, words, items, failed))
+    return shown._replace(bars=None, blocks=tuple(blocks), rows=(), more=())
+
+
+def final_tabs(shown: Panel, transcript: Transcript, logs: Mapping[int, str], name: str) -> Panel:
+    """Return the panel of a finished cell with a tab for each rank that has shown something.
+
+    The tab of the rank that failed first is open, else the first one.  No other panel may have
+    tabs of that `name`.
+    """
+    if not shown.states:  # it is one line
+        return shown
+    groups = [group for group in _each_rank(transcript) if _has_output(group)]
+    with_output = {group.ranks[0] for group in groups}
+    groups.sort(key=lambda group: not group.has_failed)
+    kept = sorted(groups[:MOST_TABS], key=lambda group: group.ranks)
+    opened = next((group for group in kept if group.part == "first"), kept[0])
+    most = _MOST_LINES if len(transcript.ranks) < _FEWER_LINES_FROM else _FEWER_LINES
+    blocks = [_tab(group, most, logs, shown.pool, is_open=group is opened) for group in kept]
+    return shown._replace(
+        squares=(),
+        more_squares=0,
+        spread=spread(transcript),
+        bars=None,
+        blocks=tuple(blocks),
+        rows=(),
+        rest=(),
+        more=tuple(sorted(group.ranks[0] for group in groups[MOST_TABS:])),
+        silent=tuple(rank for rank in transcript.ranks if rank not in with_output),
+        tabs=name if len(blocks) > 1 else "",
+    )
+
+
+def _tab(group: Group, most: int, logs: Mapping[int, str], pool: str, *, is_open: bool) -> Block:
+    items, _ = _items(group.shown, most)
+    hides = any(isinstance(item, Hidden) for item in items)
+    words = [lines_text(group.line_count) if hides else ""]
+    words += ["aborted"] if group.shown.state == "aborted" else []
+    if isinstance(group.error, Failure):  # whose traceback the tab has
+        group, failed = group._replace(part="first"), ""
+    else:
+        failed = error_text(group.error) if group.error else ""
+    log = logs.get(group.ranks[0])
+    return Block(group, tuple(filter(None, words)), items, failed, log, is_open, pool)
+
+
+def _each_rank(transcript: Transcript) -> list[Group]:
+    cause = transcript.root_cause()
+    first = cause[0] if cause else None
+    alike = set(transcript.alike_error(first)) if first is not None else set()
+    return [group_of([each], first, alike) for each in transcript]
+
+
+def _has_output(group: Group) -> bool:
+    said = group.shown
+    is_over = said.state in ("failed", "died", "aborted")
+    return is_over or not said.is_silent or bool(said.bars)
+
+
+def _asks(group: Group) -> bool:
+    return any(each.asks is not None for each in group.members)
+
+
+def _items(
+    said: RankTranscript, most: int, *, is_live: bool = False
+) -> tuple[tuple[Item, ...], int]:
+    """Take all displays and the last `most` lines, and count the lines that are left out.
+
+    Progress bars are lines in their places.  In a finished cell the lines left out are counted in
+    their places too.  In a running one a display takes the room of a line.
+    """
+    found: list[Item] = []
+    left = sum(screen.end for screen in said.screens)
+    left += sum(piece.lines for piece in said.pieces if isinstance(piece, Skipped))
+    for piece in reversed(said.pieces):
+        if is_live and most <= 0:
+            break
+        match piece:
+            case Shown():
+                found.append(piece)
+                most -= is_live
+            case Skipped(lines=lines):
+                found.append(Hidden(lines, in_log_only=True))
+                most, left = most - is_live, left - lines
+            case Screen():
+                rows = piece.tail(most, bars=True)
+                found += [rows] if rows else []
+                hidden = piece.end - piece.dropped - len(rows)
+                if not is_live and hidden:
+                    found.append(Hidden(hidden, in_log_only=False))
+                if not is_live and piece.dropped:
+                    found.append(Hidden(piece.dropped, in_log_only=True))
+                most, left = most - len(rows), left - len(rows)
+    return tuple(merged(found[::-1])), left
