@@ -186,7 +186,8 @@ def _rates(rates: Sequence[str]) -> str:
         return rates[0] if len({*rates}) == 1 else ""
     (low, unit), (high, _) = min(known), max(known)
     digits = ".3g" if high < 1000 else ".0f"
-    ends = dict.fromkeys(format(end, digits) for end in (low, high))
+    places = max(len(format(end, digits).partition(".")[2]) for end in (low, high))
+    ends = dict.fromkeys(f"{end:.{places}f}" for end in (low, high))
     return f"{' to '.join(ends)}{unit}"
 
 

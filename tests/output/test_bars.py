@@ -136,3 +136,12 @@ def test_postfixes_in_other_words() -> None:
     rows = [err(f"\r100%|##########| 5/5 [00:01<00:00, 4.0it/s, {each}]\n") for each in said]
     (row,) = final_table(make(3, lambda rank: [rows[rank]])).left
     assert (row.ranks, row.rest) == ((0, 1, 2), " | ".join(said))
+
+
+def test_both_ends_of_rates_have_as_many_digits() -> None:
+    """What ranks have left at other rates: `4.70 to 6.06it/s`."""
+    rates = {0: "6.06", 1: "4.70", 2: "5.00"}
+    left = "\rtrain: 100%|##########| 5/5 [00:01<00:00, {}it/s]\n"
+    for ranks, said in ((3, "4.70 to 6.06it/s"), (1, "6.06it/s")):
+        (row,) = final_table(make(ranks, lambda rank: [err(left.format(rates[rank]))])).left
+        assert row.rate == said
