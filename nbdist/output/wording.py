@@ -368,6 +368,11 @@ _LIBRARY = re.compile(
     rf"(?:{_PACKAGES}|lib/python\d[\d.]*/(?!{_PACKAGES})|<frozen )(?P<name>[\w-]+)"
 )
 _ARROW = re.compile(r"-+> ?\d*")
+_HEADER = re.compile(
+    r"-{75}((?:\x1b\[[\d;]*m)*\n[^\n]*?) {9}(?=Traceback \(most recent call last\))"
+)
+"""The first two rows of IPython's traceback, which are 75 characters wide."""
+
 _FEWEST_FOLDED = 3
 _MOST_LIBRARIES = 3
 
@@ -439,7 +444,8 @@ def shortened(text: str, most: int) -> list[Part]:
 def traceback_html(text: str, lines: int, width: int) -> str:
     """Write a coloured traceback in about this many lines, with library calls folded."""
     html = ""
-    for part in shortened(text, lines):
+    # On a page of 700 pixels 75 characters would be two rows.
+    for part in shortened(_HEADER.sub(rf"{'-' * 66}\1", text), lines):
         body = ansi_html("\n".join(clip(row, width) for row in part.rows))
         shown = text_html(body)
         title = opening(dim(part.folded))

@@ -243,6 +243,18 @@ def test_calls_in_libraries() -> None:
     ]
 
 
+def test_headers_fit_a_narrow_page() -> None:
+    """The first two rows of each traceback are less wide than IPython's, and nothing else is."""
+    name, words = "\x1b[31mValueError\x1b[39m", "Traceback (most recent call last)"
+    header = f"\x1b[31m{'-' * 75}\x1b[39m\n{name}{' ' * 32}{words}\nCell In[1], line 1"
+    text = f"{header}\n\nDuring handling of the above:\n\n{header}\n{'-' * 75}"
+    narrow = ["-" * 66, f"ValueError{' ' * 23}{words}", "Cell In[1], line 1"]
+    lines = Panel(traceback_html(text, 100, 1000)).lines
+    assert lines == [*narrow, "During handling of the above:", *narrow, "-" * 75]
+    long_name = f"{'-' * 75}\n{'E' * 60} {words}"
+    assert Panel(traceback_html(long_name, 100, 1000)).lines == long_name.split("\n")
+
+
 def test_long_ones() -> None:
     """Of errors that led to others each of them keeps the call that raised it."""
     one = traceback_of("cell", *["torch"] * 4)
