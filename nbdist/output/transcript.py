@@ -114,7 +114,7 @@ class Transcript:
         alike = set(self.alike_error(first)) if first is not None else set()
         groups = [group_of(each, first, alike, is_exact=is_exact) for each in members]
         if failed_first:
-            groups.sort(key=lambda group: (not group.has_failed, group.part != "first"))
+            groups.sort(key=lambda each: (not each.has_failed, each.part != "first", each.follows))
         return groups
 
     def _members(self, *, exactly: bool) -> list[list[RankTranscript]]:
@@ -216,6 +216,11 @@ class Group(NamedTuple):
     @property
     def has_failed(self) -> bool:
         return self.shown.state in FAILED
+
+    @property
+    def follows(self) -> bool:
+        """Whether another rank's failure, or Stop, has ended the cell on its ranks."""
+        return self.shown.error is not None and follows(self.shown.error)
 
     @property
     def pieces(self) -> list[tuple[Piece, ...]]:

@@ -147,6 +147,15 @@ def test_values() -> None:
     assert (panel.blocks, panel.silent) == ((), (1, 2, 3))
 
 
+def test_released_ranks_come_after_those_that_failed() -> None:
+    """Also if their numbers are lower, and those that Stop has ended."""
+    released = failure("it waited", 9)._replace(connections="ended")
+    said: Said = {2: [failure("late", 5, line=1)], 3: [failure("soon", 4)], 4: []}
+    said[1] = [failure("", 9, "KeyboardInterrupt")]
+    transcript = make(5, lambda rank: said.get(rank, [released]))
+    assert ranks_of(final_layout(transcript).blocks) == [(3,), (2,), (0,), (1,)]
+
+
 def test_what_is_open() -> None:
     """The first, the failed, and others as long as 60 lines are open together."""
     said: Said = {3: [lines(70, "d"), failure()], 4: []}
