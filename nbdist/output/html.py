@@ -64,10 +64,11 @@ _COLOURS: dict[Look, str] = {
     "aborted": GREY,
 }
 _SQUARE = (
-    "display:inline-block;min-width:19px;border-radius:3px;margin:1px;padding:0 2px;"
+    "display:inline-block;min-width:19px;border-radius:3px;margin:1px 0;padding:0 2px;"
     "text-align:center"
 )
-_SQUARES = "color:#ffffff;font-size:10px;line-height:1.5;margin:2px 0"
+# Between two squares is a space, which a page without styles needs, but which is wide.
+_SQUARES = "color:#ffffff;font-size:10px;line-height:1.5;margin:2px 0;word-spacing:-4px"
 _VALUE = "padding:1px 12px 1px 0;border:none;vertical-align:top;text-align:left;line-height:1.4"
 # The reversed column makes the box start at its end, where the newest lines are.
 _TALL = "display:flex;flex-direction:column-reverse;max-height:546px;overflow:auto"
@@ -138,7 +139,7 @@ def _head(shown: Panel) -> str:
     head = line(dim(" · ").join(filter(None, words))) + warned
     if not shown.squares:
         return head
-    chips = "".join(
+    chips = " ".join(
         f'<span style="{_SQUARE};background-color:{_COLOURS[look]}">{ranks}</span>'
         for ranks, look in shown.squares
     )

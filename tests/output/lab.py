@@ -30,7 +30,7 @@ STYLES = {
     *("font-weight", "height", "line-height", "margin", "max-height", "max-width", "min-width"),
     *("opacity", "order", "overflow", "overflow-wrap", "overflow-x", "padding", "padding-left"),
     *("table-layout", "text-align", "text-decoration", "vertical-align", "white-space", "width"),
-    "word-break",
+    *("word-break", "word-spacing"),
 }
 
 

@@ -137,7 +137,7 @@ def bad_shard(rank: int, time_ns: int = 1) -> Failure:
 
 def released(time_ns: int = 9) -> Failure:
     said = "it waited in all_reduce (cell line 4)"
-    return Failure("RanksReleased", said, (f"RanksReleased: {said}",), time_ns, (), "ended")
+    return Failure("Released", said, (f"Released: {said}",), time_ns, (), "ended")
 
 
 def stopped(line: int = 3) -> Failure:
@@ -572,7 +572,7 @@ def deadlock_final() -> Panel:
         text = f"it waited in {where}"
         return [
             out("before\n"),
-            Failure("RanksReleased", text, (f"RanksReleased: {text}",), rank + 1, (), "ended"),
+            Failure("Released", text, (f"Released: {text}",), rank + 1, (), "ended"),
         ]
 
     return final_layout(make(4, said), LOGS)
