@@ -53,11 +53,18 @@ def curves_lines(curves: Curves, *, is_live: bool = False) -> list[str]:
 
 
 def failures_text(shown: Panel, *, colours: bool) -> Iterator[str]:
-    """Write what ended a cell, below a header for each group of ranks: one traceback for all."""
+    """Write what ended a cell, below a header for all ranks that ended in the same way."""
+    found: dict[tuple[str, ...], list[Block]] = {}
     for block in (*shown.blocks, *shown.rest):
         if block.group.has_failed:
-            yield _block_header(block)
-            yield from _error(block, MOST_CHARACTERS, colours=colours)
+            said = tuple(_error(block, MOST_CHARACTERS, colours=colours))
+            found.setdefault((block.group.shown.look, *said), []).append(block)
+    for (_, *lines), blocks in found.items():
+        first, *others = blocks
+        ranks = sorted(rank for block in blocks for rank in block.group.ranks)
+        mark = MARKS[first.group.shown.look]
+        yield _header(ranks, mark=mark) if others else _block_header(first)
+        yield from lines
 
 
 def whole_text(

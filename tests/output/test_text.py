@@ -43,6 +43,17 @@ def test_failures_alone() -> None:
     assert head_text(shown) == "2 ranks · 1.2 s · ✓ 1 · ✗ 1"
 
 
+def test_ranks_that_ended_in_the_same_way_are_named_once() -> None:
+    """Also if they have printed something else before, which a terminal has shown."""
+    released = failure("it waited", 9)._replace(connections="ended")
+    said = {1: [out("1\n"), failure("bad", 1)], 4: [out("4\n")]}
+    ended = make(5, lambda rank: said.get(rank, [out(f"{rank}\n"), released]))
+    text = [*failures_text(final_layout(ended), colours=False)]
+    assert text[0] == "── rank 1 ✗ ──"
+    assert text[-2:] == ["── ranks 0,2-3 ⊘ ──", "E: it waited"]
+    assert len([row for row in text if row.startswith("── ")]) == 2
+
+
 def test_the_whole_has_the_error_of_each_rank() -> None:
     """Of any rank with its traceback; a process that ended has none."""
     said = [failure(), failure("worse", 2, line=3), Died(9, 3)]
