@@ -31,6 +31,15 @@ ENDED: frozenset[State] = frozenset({"ok", "failed", "died", "aborted"})
 FAILED: frozenset[State] = frozenset({"failed", "died"})
 
 
+def look_of(error: events.RankError) -> Look:
+    """Return how a rank looks whose cell this has ended."""
+    if isinstance(error, events.Died):
+        return "died"
+    if error.name == "KeyboardInterrupt":
+        return "stopped"
+    return "released" if error.connections == "ended" else "failed"
+
+
 class Shown(NamedTuple):
     """A rich display with its newest content, of which `content` is the key but for text/plain."""
 
@@ -98,10 +107,7 @@ class RankTranscript:
     def look(self) -> Look:
         """Its state as it is shown."""
         if self.state == "failed" and isinstance(error := self.error, events.Failure):
-            if error.name == "KeyboardInterrupt":
-                return "stopped"
-            if error.connections == "ended":
-                return "released"
+            return look_of(error)
         return self.state
 
     @property

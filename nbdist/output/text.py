@@ -13,7 +13,7 @@ from nbdist.output.bars import bars_left, bars_of_rank, bars_text, left_line
 from nbdist.output.curves import Curves
 from nbdist.output.fingerprint import Bar
 from nbdist.output.layout import MARKS, Block, Hidden, Panel, sameness
-from nbdist.output.rank_transcript import Entry, Shown
+from nbdist.output.rank_transcript import Entry, Shown, look_of
 from nbdist.output.screen import Line, Screen
 from nbdist.output.transcript import Transcript
 from nbdist.output.wording import (
@@ -224,7 +224,7 @@ class _Rank:
                 if lines:
                     self._say(in_log_only(lines), now)
             case events.Failure() | events.Died():
-                self._say(f"✗ {error_text(output)}", now)
+                self._say(f"{MARKS[look_of(output)]} {error_text(output)}", now)
             case events.Done() | events.InputRequest():
                 self.end_screen(now)
             case events.Typed() | events.Clear():

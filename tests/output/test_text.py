@@ -180,6 +180,8 @@ def test_other_outputs() -> None:
         Clear(wait=False),
         Skipped(100, 12, displays=2),
         failure(),
+        failure("it waited")._replace(connections="ended"),
+        failure("", name="KeyboardInterrupt"),
         Died(-9, 2),
     ):
         shown += lines.receive(3, output, 0.0)
@@ -191,6 +193,8 @@ def test_other_outputs() -> None:
         "[3] … 2 displays left out; the newest are kept",
         "[3] … 12 lines only in the log",
         "[3] ✗ E: bad",
+        "[3] ⊘ E: it waited",
+        "[3] ■ KeyboardInterrupt",
         "[3] ✗ killed (SIGKILL), often by the system for using too much memory",
     ]
 
