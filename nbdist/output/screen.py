@@ -147,8 +147,9 @@ class Screen:
         # Bars that were taken out of their rows and not drawn again, by name and total: the row,
         # the bar, and how many characters it had.
         self._left: dict[object, tuple[int, Bar, int]] = {}
-        # Of rows of bars: which bar was drawn there first, and how far it was then.
-        self._began: dict[int, tuple[tuple[str, str], float]] = {}
+        # Of rows of bars: which bar was drawn there first, how far the bar was when its program
+        # began to draw it, and the row from which a line has moved it, or -1.
+        self._began: dict[int, tuple[tuple[str, str], float, int]] = {}
         self._cut_at: dict[int, int] = {}  # rows of bars that were cut behind a space
         self._wiped = set[int]()  # rows of bars that their programs have wiped out elsewhere
         self._read: tuple[str, Bar | None] = "", None  # the last row that was read, and its bar
@@ -259,8 +260,8 @@ class Screen:
         goes_on = row >= self._first and self._bars.get(row) == bar
         if goes_on and not self._flags[row - self._first] & _ENDED:
             return False
-        key, position = self._began.get(later, (None, 0.0))
-        return key == (bar.name, bar.total) and position < bar.position
+        key, position, moved_from = self._began.get(later, (None, 0.0, -1))
+        return key == (bar.name, bar.total) and moved_from != row and position < bar.position
 
     def _rows_of_bars(self) -> Collection[int]:
         is_at_bar = self._bar_at_cursor() is not None
@@ -320,12 +321,13 @@ class Screen:
 
         A bar that a line has moved to this row began where it was drawn before.
         """
+        moved_from = -1
         if key in self._left:
             row, left, _ = self._left[key]
-            began_as, began = self._began.get(row, (None, 0.0))
+            began_as, began, _ = self._began.get(row, (None, 0.0, -1))
             if began_as == key and position >= left.position:
-                position = began
-        self._began[self.cursor] = key, position
+                position, moved_from = began, row
+        self._began[self.cursor] = key, position, moved_from
 
     def _part_from_bar(self, row: _OpenRow) -> None:
         """Keep a bar apart if a program has printed text behind it: the row then holds the text.

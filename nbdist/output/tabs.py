@@ -89,7 +89,7 @@ def _each_rank(transcript: Transcript) -> list[Group]:
     cause = transcript.root_cause()
     first = cause[0] if cause else None
     alike = set(transcript.alike_error(first)) if first is not None else set()
-    return [group_of([each], first, alike) for each in transcript]
+    return [group_of([each], first, alike, is_exact=True) for each in transcript]
 
 
 def _has_output(group: Group) -> bool:
