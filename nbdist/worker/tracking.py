@@ -227,7 +227,7 @@ def _merged(points: list[Point], most: int, last: float | None) -> Iterator[Poin
     All have the same width and begin at multiples of it, so at the same steps on all ranks. A point
     that would begin below the `last` step that was sent begins there. In addition a point begins at
     the first number that is NaN or infinite: the notebook names its step. If steps go back and
-    forth more often, all points have the first step.
+    forth more often, all points have as many numbers, and begin at the lowest of their steps.
     """
     first, span = points[0][0], abs(points[-1][0] - points[0][0])
     least = max(MIN_STEP_WIDTH, span / (most - 1))
@@ -239,8 +239,8 @@ def _merged(points: list[Point], most: int, last: float | None) -> Iterator[Poin
         wide = 0
     has_odd = False
     for group in groups:
-        step = group[0][0] // wide * wide if wide else first
-        step = last if last is not None and step < last <= first else step
+        step = group[0][0] // wide * wide if wide else min(point[0] for point in group)
+        step = last if wide and last is not None and step < last <= first else step
         odd = next((at for at, point in enumerate(group) if point[5]), 0)
         if odd and wide and not has_odd:
             yield _joined(step, group[:odd])

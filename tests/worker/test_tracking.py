@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import nbdist
-from nbdist.output.curves import Point, Series
+from nbdist.output.curves import Curve, Point, Series
 from nbdist.output.events import MAX_STEP, OF_POINT
 from nbdist.worker import tracking
 from nbdist.worker.tracking import MOST_NAMES, MOST_SENT, track
@@ -186,6 +186,20 @@ def test_steps_that_are_fractions(sent: list[dict[str, Any]]) -> None:
     steps = [each.step for each in points(sent, "loss")]
     assert 100 < len(steps) == len({*steps})
     assert steps == sorted(steps)
+
+
+def test_steps_that_begin_again_and_again(sent: list[dict[str, Any]]) -> None:
+    """Of fast epochs whose steps are counted anew, each is still a curve over all of its steps."""
+    tracking._due = math.inf
+    for number in range(3_000):
+        track(step=number % 50 * 1_000, loss=number)
+    found, curve = points(sent, "loss"), Curve()
+    assert len(found) <= MOST_SENT
+    assert sum(each.finite for each in found) == 3_000
+    curve.take(0, "task", found, 1)
+    for run in curve.runs.values():
+        steps = [each.step for each in run[0]]
+        assert (steps[0], steps[-1] > 25_000, len(steps) > 3) == (0, True, True)
 
 
 def test_too_many_names(sent: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
