@@ -119,6 +119,11 @@ def identify(pid: int) -> str:
     return f"{os.uname().nodename} {pid} {stat[19]}" if len(stat) > 19 else ""
 
 
+def is_of_this_machine(identity: str) -> bool:
+    """Return True if the process that `identify` described is, or was, on this machine."""
+    return identity.split()[:1] == [os.uname().nodename]
+
+
 def may_run(identity: str) -> bool:
     """Return True if the process that `identify` described is running, or is on another machine."""
     match identity.split():

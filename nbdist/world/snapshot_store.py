@@ -32,9 +32,9 @@ from nbdist.system import folders, processes
 from nbdist.wire.ops import Mesh, Written
 
 ELSEWHERE_SECONDS = 7 * 86_400
-"""Age from which on another run's snapshot may be removed, even if that run may still go on.
+"""Age from which on the snapshot of a run on another machine may be removed.
 
-Whether a run on another machine has ended cannot be checked.
+Whether such a run has ended cannot be checked.
 """
 
 KEPT = 3  # snapshots of a name that a notebook keeps; publishing removes its older snapshots
@@ -307,12 +307,14 @@ class SnapshotStore:
     def _may_go(self, snapshot: Snapshot) -> bool:
         """Return True if an old snapshot may be removed.
 
-        False if its folder lacks the marker, and up to the age of `ELSEWHERE_SECONDS` while the run
-        that wrote it may still need it.
+        False if its folder lacks the marker, and while another run that wrote it goes on.  A run on
+        another machine is taken to go on until the snapshot's age is `ELSEWHERE_SECONDS`.
         """
         is_of_this_run = snapshot.process == processes.identify(os.getpid())
         is_recent = time.time() - snapshot.time < ELSEWHERE_SECONDS
-        is_needed = not is_of_this_run and is_recent and processes.may_run(snapshot.process)
+        can_be_checked = processes.is_of_this_machine(snapshot.process)
+        may_run = (is_recent or can_be_checked) and processes.may_run(snapshot.process)
+        is_needed = may_run and not is_of_this_run
         return not is_needed and folders.is_ours(snapshot.folder, _what(snapshot.name))
 
     def remove(self, key: str) -> list[Snapshot]:

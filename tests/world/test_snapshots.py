@@ -6,9 +6,11 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +19,14 @@ from nbdist.system import folders
 from nbdist.wire.ops import Written
 from nbdist.wire.spec import versions_here
 from nbdist.worker.ops.snapshot import write_frames
-from nbdist.world.snapshot_store import KEPT, MANIFEST, Snapshot, SnapshotStore, root_folder
+from nbdist.world.snapshot_store import (
+    ELSEWHERE_SECONDS,
+    KEPT,
+    MANIFEST,
+    Snapshot,
+    SnapshotStore,
+    root_folder,
+)
 from nbdist.world.world import World
 from tests.waiting import once, press_stop, wait_until
 
@@ -119,6 +128,21 @@ RUN = (
 )
 
 
+def alter(snapshot: Snapshot, **fields: Any) -> None:
+    """Write other fields into the manifest."""
+    manifest = snapshot.folder / MANIFEST
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), **fields}))
+
+
+def test_a_run_on_another_machine(store: SnapshotStore) -> None:
+    """What it has saved stays for some days, since nobody can see here whether it goes on."""
+    recent, old = take(store, "a"), take(store, "a")
+    alter(recent, process="elsewhere 1 1")
+    alter(old, process="elsewhere 1 1", time=old.time - ELSEWHERE_SECONDS)
+    mine = [take(store, "a").key for _ in range(KEPT)]
+    assert [each.key for each in store.of("a")] == [*reversed(mine), recent.key]
+
+
 @pytest.mark.world
 def test_two_runs_of_one_script(store: SnapshotStore) -> None:
     """What a run has saved stays until it has ended; a later run finds it, and replaces it."""
@@ -129,6 +153,7 @@ def test_two_runs_of_one_script(store: SnapshotStore) -> None:
     ) as other:
         key = other.stdout.readline().strip()  # type: ignore[union-attr]
         assert own.find(None).key == key
+        alter(own.find(None), time=time.time() - 2 * ELSEWHERE_SECONDS)
         mine = [take(own, "a").key for _ in range(KEPT + 1)]
         assert [each.key for each in own.of("a")] == [*reversed(mine[1:]), key]
         other.communicate("\n")
