@@ -132,7 +132,8 @@ def _kernel() -> str:
 
     try:
         key = json.loads(Path(get_connection_file()).read_text())["key"]
-    except (RuntimeError, OSError):  # no kernel runs here, or its connection file was removed
+    # No kernel runs here, or its connection file was removed or is damaged.
+    except (RuntimeError, OSError, ValueError, KeyError):
         return ""
     return f"kernel {hashlib.sha256(key.encode()).hexdigest()[:32]}" if key else ""
 

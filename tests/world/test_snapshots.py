@@ -10,10 +10,12 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from nbdist.config import DEFAULT_POOL
 from nbdist.errors import UsageError, WorkerDied, WorkerError, WorldNotStarted
 from nbdist.system import folders
 from nbdist.wire.ops import Written
@@ -23,8 +25,10 @@ from nbdist.world.snapshot_store import (
     ELSEWHERE_SECONDS,
     KEPT,
     MANIFEST,
+    NO_FILE,
     Snapshot,
     SnapshotStore,
+    owner_of,
     root_folder,
 )
 from nbdist.world.world import World
@@ -240,6 +244,20 @@ def test_where_they_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 # --- of real ranks ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["", '{"key": "a', "{}"])
+def test_a_damaged_connection_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    """The kernel is not recognized after its restart, and snapshots can be saved all the same."""
+    (tmp_path / "kernel.json").write_text(text)
+    app = SimpleNamespace(connection_file=str(tmp_path / "kernel.json"), connection_dir="")
+    kernel = SimpleNamespace(initialized=lambda: True, instance=lambda: app)
+    monkeypatch.setattr("ipykernel.kernelapp.IPKernelApp", kernel)
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", None, raising=False)
+    monkeypatch.delenv("JPY_SESSION_NAME", raising=False)
+    assert owner_of(DEFAULT_POOL) == NO_FILE
 
 
 def test_names_that_some_ranks_have(world: World, tmp_path: Path) -> None:
