@@ -177,9 +177,9 @@ class Past:
     def renumber(self, ranks: Renumbering) -> None:
         """Change the ranks of tasks to their new numbers; drop tasks whose ranks are all gone.
 
-        Does nothing if all ranks that are left have kept their numbers.
+        Does nothing if all ranks are there and have kept their numbers.
         """
-        if ranks.moved:
+        if ranks.moved or len(ranks.became) < ranks.before:
             now = {
                 key: replace(task, ranks=ranks.of(task.ranks)) for key, task in self._tasks.items()
             }

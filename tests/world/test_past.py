@@ -147,6 +147,20 @@ def test_set_up_cells_are_kept_in_order() -> None:
     assert not past.knows(ended(Source("import sys")).task)
 
 
+def test_tasks_of_ranks_that_are_gone() -> None:
+    """They are dropped, also if no other rank gets another number; the rest keeps its ranks."""
+    past = Past()
+    for ranks in ((0, 1), (1,), (0,)):
+        past.add(ended(Source(f"x = {ranks}"), ranks=ranks))
+    past.renumber(Renumbering(2, 3, {0: 0, 1: 1}))
+    assert [task.ranks for task in past.tasks] == [(0, 1), (1,), (0,)]
+    past.renumber(Renumbering(3, 1, {0: 0}))
+    assert [(task.text, task.ranks) for task in past.tasks] == [
+        ("x = (0, 1)", (0,)),
+        ("x = (0,)", (0,)),
+    ]
+
+
 def is_gone(segment: Segment) -> bool:
     with suppress(SegmentGone):
         Segment.of_another(segment.ref).close()
