@@ -8,7 +8,7 @@ import inspect
 import pkgutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, wraps
 from importlib import import_module
@@ -24,8 +24,8 @@ from nbdist.errors import Interrupted, NbdistError, UsageError, WorkerError, Wor
 from nbdist.notebook import commands
 from nbdist.notebook.cell_text import without_comment
 from nbdist.notebook.cells import bring
-from nbdist.notebook.display import CellDisplay, Shown
-from nbdist.notebook.idle import command_stops, is_in_subshell
+from nbdist.notebook.display import CellDisplay, Shown, has_panels
+from nbdist.notebook.idle import command_stops, held_stops, is_in_subshell
 from nbdist.notebook.options import (
     Magic,
     flags_of,
@@ -36,6 +36,7 @@ from nbdist.notebook.options import (
     split_code,
     world_options,
 )
+from nbdist.notebook.output_count import OUTPUTS
 from nbdist.notebook.pool import Pool, Pools
 from nbdist.topology import parse_ranks
 from nbdist.wire.messages import Request
@@ -118,6 +119,12 @@ class Line:
         """Where this magic shows what it has to show."""
         return self.pool.display()
 
+    def end_display(self) -> None:
+        """Show what the magic has shown last also to clients that redraw no displays."""
+        if "display" in vars(self):
+            with held_stops():
+                self.display.close()
+
 
 @dataclass(frozen=True)
 class Value:
@@ -185,8 +192,17 @@ class Command:
 
         @wraps(self.run)  # so that `%dist_init?` shows its help, and the file that it is in
         def magic(text: str, cell: str = "") -> Any:
-            text = without_comment(text)
-            line = Line(self, pools, text, cell)
+            # A subshell's magics run beside others, in another thread, and clear no output.
+            is_panel = has_panels(pools.shell, pools.settings)
+            is_counted = is_panel and not is_in_subshell(pools.shell)
+            with OUTPUTS.counting() if is_counted else nullcontext():
+                line = Line(self, pools, without_comment(text), cell)
+                try:
+                    return run(line)
+                finally:
+                    line.end_display()
+
+        def run(line: Line) -> Any:
             only_looks = any(not each or getattr(line.options, each) for each in self.looks)
             if not only_looks and is_in_subshell(pools.shell):
                 looking = sorted(how for each in find_commands() for how in each.looking)

@@ -8,16 +8,19 @@ import uuid
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from html import escape
 from typing import TypeAlias
 
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.display import clear_output, display, update_display
 
-from nbdist.notebook.cell_text import cell_magic
+from nbdist.notebook.cell_text import CELL_MAGICS, cell_id, cell_magic, magic_at, request_of
 from nbdist.notebook.options import NbDist
+from nbdist.notebook.output_count import OUTPUTS
 from nbdist.notebook.rich_output import EMPTY, NOTHING, Below, save_figures
 from nbdist.output.bars import merged_line
+from nbdist.output.events import MimeBundle
 from nbdist.output.html import all_show_widgets, figures, panel_html
 from nbdist.output.layout import final_layout, live_layout
 from nbdist.output.tabs import final_tabs, live_by_rank
@@ -37,10 +40,12 @@ class PanelDisplay:
     """One display that is redrawn a few times a second and replaced at the end.
 
     `can_change`: what has been shown can still be shown otherwise.
-    `is_alone` says whether its cell shows nothing else; `notes` stand with what it shows;
-    `seconds` is the setting of this name: with "none" it is drawn at the end alone.  The head of a
-    panel names the `pool`, as do magics in notes, unless it is the default one: "".  With `tabs`, a
-    name for this cell, each rank has a tab.
+    `is_alone` says whether its cell is one magic, and `is_page` whether a page shows the cell.  A
+    page redraws displays; other clients may show new ones alone, so the last drawing is a new one.
+    `place` returns the request of the cell in which something is shown now.  `notes` stand with
+    what it shows; `seconds` is the setting of this name: with "none" it is drawn at the end alone.
+    The head of a panel names the `pool`, as do magics in notes, unless it is the default one: "".
+    With `tabs`, a name for this cell, each rank has a tab.
     """
 
     can_change = True
@@ -50,16 +55,21 @@ class PanelDisplay:
         notes: Sequence[str] = (),
         *,
         is_alone: bool = False,
+        is_page: bool = True,
+        place: Callable[[], object] = lambda: None,
         seconds: str = "page",
         pool: str = "",
         tabs: str = "",
     ) -> None:
         self._pool = pool
         self._tabs = tabs
-        self._is_alone = is_alone
+        self._is_alone, self._is_page = is_alone, is_page
+        self._find_place, self._place = place, place()
         self._seconds = seconds
+        self._shown: MimeBundle = {}
+        self._is_redrawn = False  # what is shown last went only to clients that redraw displays
+        self._displays = 0  # that it has made and that are there
         self._begin()
-        self._was_asked = False
         self._above = ""  # the one that stands above what was typed last
         self._below = Below(pool)
         self._draw_at = time.monotonic() + FIRST_DRAWING
@@ -74,7 +84,8 @@ class PanelDisplay:
     def wait_for(self, text: str) -> None:
         """Show a line until there is something else."""
         if not (text and self._seconds == "none"):
-            self.say(" · ".join(filter(None, [*self._notes, *self._passing, text])))
+            said = " · ".join(filter(None, [*self._notes, *self._passing, text]))
+            self._draw(panel(dim(said)), self._passing_text(said) if text else said)
 
     def say(self, text: str, html: str = "") -> None:
         """Show a line, or lines that look otherwise on a page, as all the output there is."""
@@ -104,7 +115,6 @@ class PanelDisplay:
 
         Below, if `is_here`, and not in a later cell.  `asks` says which ranks wait for one.
         """
-        self._was_asked = is_here
         self._draw_live(transcript, time.monotonic(), asks, turn=turn)
 
     def typed(self) -> None:
@@ -131,17 +141,13 @@ class PanelDisplay:
         clock = time.strftime("%H:%M:%S")
         shown = live_layout(transcript, now, note, usage, clock, turn, pool=self._pool)
         shown = live_by_rank(shown, transcript, turn) if self._tabs else shown
-        self._draw(panel_html(shown), panel_text(shown))
+        self._draw(panel_html(shown), self._passing_text(panel_text(shown)))
         if all_show_widgets(transcript):  # what moves is to be seen while it does
             self._below.add(transcript)
 
     def end(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
         """Show it as it stays; called once, last."""
-        if self._was_asked and self._is_alone:
-            # What was typed, and after Stop the box, which a page leaves there.  Not before: a
-            # box that waits would go too.
-            clear_output(wait=True)
-            self._above, self._is_there, self._below = "", False, Below(self._pool)
+        self._begin_last()
         self._draw_final(transcript, logs)
         self._below.end(transcript)
         # Pages show them in the panel; converters and other programs look for images.
@@ -152,12 +158,44 @@ class PanelDisplay:
 
     again = end
 
+    def close(self) -> None:
+        """Show once more what only clients that redraw displays have; later changes are for these.
+
+        Called when its magic has ended.
+        """
+        if self._is_redrawn and self._begin_last():
+            self._draw(self._shown["text/html"], self._shown["text/plain"])
+        self._is_alone, self._is_page = False, True
+
+    def _begin_last(self) -> bool:
+        """Make the next drawing a new display that takes the place of the one that is there.
+
+        Return False if that is redrawn instead: on a page, if its cell shows something else too.
+        A page on which somebody has cleared the cell's output shows new displays alone.
+        """
+        if not (self._is_there or self._above) or self._find_place() != self._place:
+            return False
+        is_alone = self._is_alone and OUTPUTS.number == self._displays + self._below.count
+        if is_alone and not (self._is_page and self._below.count):  # a page may draw in these
+            # What was typed goes too, and after Stop the box, which a page leaves there.  Not
+            # before: a box that waits would go.
+            clear_output(wait=True)
+            self._above, self._below = "", Below(self._pool)
+            self._displays = OUTPUTS.number = 0
+        elif self._is_page:
+            return False
+        elif self._is_there:
+            self._above = self._id
+        self._begin()
+        return True
+
     def pause(self) -> None:
         """Leave room for other output below it."""
 
     def end_again(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
         """Show what a rank has printed after the end, if it can change."""
         self._draw_final(transcript, logs)
+        self._is_redrawn = False  # clients that redraw nothing have the cell as it was at its end
         self._below.change(transcript)
 
     def _draw_final(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
@@ -168,13 +206,20 @@ class PanelDisplay:
         html = panel_html(timeless if self._seconds == "none" else shown)
         self._draw(html, panel_text(shown if self._seconds == "all" else timeless))
 
+    def _passing_text(self, text: str) -> str:
+        """End a text that is not the last: a client that redraws nothing shows the next behind."""
+        return text if self._is_page else f"{text}\n"
+
     def _draw(self, html: str, text: str) -> None:
-        bundle = {"text/html": _encodable(html), "text/plain": _encodable(text)}
+        bundle = self._shown = {"text/html": _encodable(html), "text/plain": _encodable(text)}
+        self._is_redrawn = self._is_there
         if self._is_there:
             update_display(bundle, display_id=self._id, raw=True)
         else:
             display(bundle, display_id=self._id, raw=True)
             self._is_there = True
+            self._displays += 1
+            OUTPUTS.number += 1
         if self._above:
             update_display(EMPTY.data, display_id=self._above, raw=True)
             self._above = ""
@@ -265,6 +310,9 @@ class PlainDisplay:
     def end_again(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
         pass
 
+    def close(self) -> None:
+        pass
+
     def _warn(self, transcript: Transcript) -> None:
         for text in transcript.warnings[self._warned :]:
             self.say(text)
@@ -291,7 +339,13 @@ def make_display(
     if has_panels(shell, settings):
         tabs = f"nbdist-{shell.execution_count}" if settings.layout == "tabs" else ""
         return PanelDisplay(
-            notes, is_alone=is_of_magic(cell), seconds=settings.seconds, pool=pool, tabs=tabs
+            notes,
+            is_alone=is_of_magic(cell),
+            is_page=bool(cell_id(shell)),
+            place=partial(request_of, shell),
+            seconds=settings.seconds,
+            pool=pool,
+            tabs=tabs,
         )
     is_coloured = sys.stdout.isatty() and str(getattr(shell, "colors", "")).lower() != "nocolor"
     return PlainDisplay(notes, colours=is_coloured, pool=pool)
@@ -303,10 +357,14 @@ def has_panels(shell: InteractiveShell, settings: NbDist) -> bool:
     return chosen == "panel" or (chosen == "auto" and hasattr(shell, "kernel"))
 
 
+_PANELS_OF = (*CELL_MAGICS, "debug")  # IPython's `%debug` leads to `%dist_debug`
+
+
 def is_of_magic(cell: str) -> bool:
-    """Return True if all that a cell shows is shown by one magic: it holds nothing else."""
+    """Return True if a cell is one magic of nbdist's: the magic shows all that the cell shows."""
     text = cell.strip()
-    return cell_magic(text) is not None or (text.startswith("%") and "\n" not in text)
+    found = cell_magic(text) or (magic_at(text, 0) if "\n" not in text else None)
+    return found is not None and (found.name.startswith("dist_") or found.name in _PANELS_OF)
 
 
 # --- what commands show that is more than a line ----------------------------------------------

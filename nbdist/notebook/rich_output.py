@@ -19,6 +19,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.display import display, update_display
 from packaging.version import Version
 
+from nbdist.notebook.output_count import OUTPUTS
 from nbdist.output.events import Comm, CommKind, Display, MimeBundle, plain_of
 from nbdist.output.html import MOST_BELOW, leftovers
 from nbdist.output.transcript import Transcript
@@ -103,6 +104,11 @@ class Below:
         self._id = f"nbdist-{uuid.uuid4().hex}"
         self._shown: list[Display] = []
 
+    @property
+    def count(self) -> int:
+        """How many displays there are."""
+        return len(self._shown)
+
     def add(self, transcript: Transcript, of: Collection[int] | None = None) -> None:
         """Show what ranks have that is new, below all else: nothing moves, as a page may draw."""
         now = below_panel(transcript, of, self._pool)
@@ -119,6 +125,7 @@ class Below:
         for shown in now[len(self._shown) :]:
             self._draw(display, len(self._shown), shown)
             self._shown.append(shown)
+            OUTPUTS.number += 1
 
     def change(self, transcript: Transcript) -> None:
         """Show what has changed in its place; there is no room for more displays than before."""

@@ -271,6 +271,39 @@ def test_a_page_that_is_reloaded_in_mid_cell(lab: Lab, notebook: Notebook) -> No
     assert "done 1" in notebook.wait_for(2, "done 0")
 
 
+UNTIL_GATE = """%%distributed
+import pathlib, time
+print("start", rank)
+while not pathlib.Path("{gate}").exists(): time.sleep(0.05)
+print("end", rank)"""
+
+COMMAND = """([command, number]) => {
+    window.jupyterapp.shell.currentWidget.content.activeCellIndex = number;
+    return window.jupyterapp.commands.execute(command);
+}"""
+
+
+@pytest.mark.parametrize(("command", "number"), [("clear-cell-output", 1), ("move-cell-up", 0)])
+def test_a_cell_that_is_cleared_or_moved_while_it_runs(
+    lab: Lab, notebook: Notebook, command: str, number: int
+) -> None:
+    """When it ends its whole output is there, once."""
+    notebook.fill(["'above'", UNTIL_GATE.format(gate=command), "'below'"])
+    notebook.start(1)
+    notebook.wait_for(1, "start 1")
+    notebook.page.evaluate(COMMAND, [f"notebook:{command}", 1])
+    if command == "clear-cell-output":
+        assert notebook.cells()[1].shown == ""
+    (lab.folder / command).touch()
+    said = notebook.wait_for(number, "end 1")
+    for text in ("start 0", "end 0", "start 1", "end 1", "2 ranks"):
+        assert said.count(text) == 1
+    notebook.wait_until_ready()
+    notebook.save()
+    saved = nbformat.read(lab.folder / "cells.ipynb", as_version=4)
+    assert sum(len(cell.outputs) for cell in saved.cells) == 1
+
+
 def test_notebook_7(notebook: Notebook) -> None:
     """The same cells run and are drawn there as in JupyterLab."""
     notebook.fill(

@@ -45,6 +45,7 @@ class Outcome:
     displays: list[dict[str, Any]] = field(default_factory=list)
     figures: list[dict[str, Any]] = field(default_factory=list)
     updates: list[dict[str, Any]] = field(default_factory=list)
+    drawn: list[str] = field(default_factory=list)  # all of these as text, also what is gone again
     streams: list[str] = field(default_factory=list)
     results: list[dict[str, Any]] = field(default_factory=list)
     errors: list[dict[str, Any]] = field(default_factory=list)
@@ -56,13 +57,15 @@ class Outcome:
         """The cell's one display, with its last content; checks that it is one as agreed."""
         assert self.streams == []
         assert self.results == []
-        (first,) = self.displays
+        emptied = [each["transient"] for each in self.updates if is_empty(each["data"])]
+        (first,) = (each for each in self.displays if each["transient"] not in emptied)
         assert first["transient"]["display_id"].startswith("nbdist-")
-        for shown in (first, *self.updates):
+        updates = [each for each in self.updates if each["transient"] not in emptied]
+        for shown in (first, *updates):
             assert shown["transient"] == first["transient"]
             assert shown["metadata"] == {}
             assert {*shown["data"]} == {"text/html", "text/plain"}
-        return (self.updates or self.displays)[-1]["data"]
+        return (updates or [first])[-1]["data"]
 
     @property
     def texts(self) -> list[str]:
@@ -99,6 +102,11 @@ class Outcome:
         assert "\n" not in said
         assert len(said) < 500
         return said
+
+
+def is_empty(data: dict[str, Any]) -> bool:
+    """Whether a page shows nothing of it."""
+    return data.get("text/html") == NOTHING
 
 
 def new_manager() -> KernelManager:
@@ -246,11 +254,17 @@ class Notebook:
             self.client.input(line)
 
     def _take(self, outcome: Outcome, kind: str, content: dict[str, Any]) -> None:
+        if kind.endswith("display_data"):
+            outcome.drawn.append(content["data"].get("text/plain", ""))
         match kind:
-            case "display_data" if content["data"].get("text/html") == NOTHING:
+            case "display_data" if is_empty(content["data"]):
                 outcome.figures.append(content)
             case "clear_output":  # the next display follows
-                for shown in (outcome.displays, outcome.updates):
+                gone = [each["transient"] for each in outcome.displays]
+                outcome.updates = [
+                    each for each in outcome.updates if each["transient"] not in gone
+                ]
+                for shown in (outcome.displays, outcome.streams):
                     shown.clear()
             case "display_data":
                 outcome.displays.append(content)

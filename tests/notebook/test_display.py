@@ -18,6 +18,7 @@ from nbdist.notebook.display import (
     is_of_magic,
     table,
 )
+from nbdist.notebook.output_count import OUTPUTS
 from nbdist.notebook.rich_output import NOTHING, Below, below_panel, save_figures
 from nbdist.output.ansi import strip
 from nbdist.output.events import Display, Done, Failure, Output, Text, Update
@@ -131,6 +132,7 @@ def test_a_fast_cell_does_not_flash(capsys: pytest.CaptureFixture[str]) -> None:
 def test_below_what_was_typed(capsys: pytest.CaptureFixture[str]) -> None:
     """It goes on in a display of its own, the one above is emptied; one stays, where it may."""
     for is_alone in (True, False):
+        OUTPUTS.number = 0  # as a magic's start sets it
         display = PanelDisplay(is_alone=is_alone)
         transcript, _ = took(Text("stdout", "a\n"))
         display.show_all(transcript, "rank 0 waits for your input", 0)
@@ -139,15 +141,52 @@ def test_below_what_was_typed(capsys: pytest.CaptureFixture[str]) -> None:
         display.end(transcript, {})
         said = capsys.readouterr().out
         above, below, emptied, last = displayed(said)
-        assert ("\x1b[2K" in said) == is_alone  # else it would take others' outputs away
+        assert (CLEARED in said) == is_alone  # else it would take others' outputs away
         assert "rank 0 waits" in above["text/plain"]
         assert "rank 0 waits" not in below["text/plain"]
         assert emptied == {"text/html": NOTHING, "text/plain": ""}
         assert "\na" in last["text/plain"]
-    # In a cell of one magic what is typed may be taken away from between its displays.
+
+
+CLEARED = "\x1b[2K"  # how IPython says it without a kernel
+
+
+@pytest.mark.parametrize("is_page", [True, False])
+@pytest.mark.parametrize("other", ["", "display", "cell", "magic"])
+def test_the_last_display(capsys: pytest.CaptureFixture[str], other: str, is_page: bool) -> None:  # noqa: FBT001
+    """It is a new one: the cell's only one, or in clients that redraw nothing a second one.
+
+    What else the cell shows stays, whoever shows it; below another cell nothing new is shown.
+    """
+    place = ["cell 1"]
+    transcript, _ = took(Text("stdout", "a\n"))
+    OUTPUTS.number = 0
+    display = PanelDisplay(
+        is_alone=other != "magic", is_page=is_page, place=lambda: place[0], seconds="all"
+    )
+    display.wait_for("starting")
+    if other == "display":
+        PanelDisplay().say("another")
+    elif other == "cell":
+        place[0] = "cell 2"
+    display.end(transcript, {})
+    said = capsys.readouterr().out
+    shown = [each["text/plain"].rstrip() for each in displayed(said) if each["text/plain"]]
+    assert [text for text in shown if text != "another"] == ["starting", shown[-1]]
+    assert (CLEARED in said) == (other == "")
+    is_new = not other or not (is_page or other == "cell")
+    display.close()
+    assert not capsys.readouterr().out  # its last drawing is a display already
+    assert display._is_redrawn != is_new
+
+
+def test_cells_of_one_magic() -> None:
+    """In them nobody but the magic shows anything."""
     assert all(map(is_of_magic, ("%%distributed\nx", "\n%%rank 0\nx", "%dist_run train.py")))
+    assert is_of_magic("%debug")
     assert not is_of_magic("print(1)\n%dist_run train.py")
     assert not is_of_magic("%dist_run a.py\n%dist_run b.py")
+    assert not any(map(is_of_magic, ("%run all.ipy", "%%time\n%dist_run a.py", "%%local\nx")))
 
 
 def test_figures_can_be_found(capsys: pytest.CaptureFixture[str]) -> None:

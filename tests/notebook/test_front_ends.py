@@ -18,6 +18,7 @@ import pytest
 from nbclient.exceptions import CellExecutionError
 from nbformat.v4 import new_code_cell, new_notebook
 
+from nbdist.output.ansi import strip
 from tests.notebook.front_end import Notebook, execute, nbclient_manager
 from tests.waiting import SOON
 
@@ -310,6 +311,82 @@ def test_papermill(tmp_path: Path) -> None:
         papermill.execute_notebook(source, target, {"scale": 10}, progress_bar=False, km=manager)
     said = nbformat.read(target, as_version=4).cells[-1].outputs[0].data["text/plain"]
     assert said.endswith("── rank 0 ──\nscaled 10\n── rank 1 ──\nscaled 20")
+
+
+# --- clients that leave `update_display_data` out -------------------------------------------------
+
+SLOW = "import time\nprint('first', rank)\ntime.sleep(0.6)\nprint('last', rank)"
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[Notebook]:
+    with closing(Notebook("%load_ext nbdist", "%%distributed -n 2\nx = rank")) as made:
+        yield made
+
+
+def printed(kernel: Notebook, source: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """What `execute_interactive` prints of a cell: each stream, each new display, and the error."""
+    kernel.client.execute_interactive(source, timeout=SOON, stop_on_error=False)
+    said = capsys.readouterr()
+    return strip(said.out + said.err)
+
+
+def test_the_whole_output_at_the_end(kernel: Notebook, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whoever sees new displays alone has all lines, also of a cell with several magics."""
+    said = printed(kernel, f"%%distributed\n{SLOW}", capsys)
+    whole = "── rank 0 ──\nfirst 0\nlast 0\n── rank 1 ──\nfirst 1\nlast 1"
+    assert said.endswith(f"2 ranks · ✓ 2\n{whole}")
+    ran = "get_ipython().run_cell_magic('distributed', '', code)\n"
+    said = printed(kernel, f"code = {SLOW!r}\n{ran}print('between')\n{ran}", capsys)
+    assert said.count(whole) == 2
+    assert said.count("between") == 1
+    said = printed(kernel, "one = 1\n%dist_scale 3\n%dist_scale 2", capsys)
+    assert said.count("now 3 workers") == said.count("now 2 workers") == 1
+
+
+def test_the_traceback_at_the_end(kernel: Notebook, capsys: pytest.CaptureFixture[str]) -> None:
+    """And the output before it, once, with the one line of the error."""
+    said = printed(kernel, f"%%distributed\n{SLOW}\nif rank: 1 / 0", capsys)
+    ended = said.partition("✓ 1 · ✗ 1")[2]
+    assert "first 1\nlast 1\n----" in ended
+    assert ended.count("Traceback (most recent call last)") == 1
+    assert "----> 6 if rank: 1 / 0\n" in ended
+    assert re.search(r"1 of 2 ranks failed \(1\); first: rank 1 after [\d.]+ s: ZeroDiv", ended)
+
+
+PRINTS = """class Prints:
+    def __reduce__(self):
+        print('packed'); warnings.warn('and warned'); return int, (7,)
+import warnings
+value = Prints()"""
+
+
+def test_what_the_notebook_prints_stays(kernel: Notebook) -> None:
+    """The cell's output is not cleared for its last display if the notebook itself has printed."""
+    kernel.run(PRINTS)
+    ran = kernel.run(f"%%distributed\n{SLOW}\nprint('value', value)")
+    assert "packed\n" in "".join(ran.streams)
+    assert "and warned" in "".join(ran.streams)
+    assert ran.seen.count("last 1\nvalue 7") == 1
+    assert kernel.run(f"%%distributed\n{SLOW}").text.endswith("last 1")
+
+
+def test_papermill_logs_all(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With `log_output` its log has the output of a cell when the cell has ended, and the file."""
+    import papermill
+
+    source, target = tmp_path / "in.ipynb", tmp_path / "out.ipynb"
+    nbformat.write(a_notebook(*CELLS, f"%%distributed\n{SLOW}"), source)
+    with (
+        closing(Notebook()) as kernel,
+        nbclient_manager(kernel) as manager,
+        caplog.at_level("INFO", "papermill"),
+    ):
+        papermill.execute_notebook(source, target, progress_bar=False, log_output=True, km=manager)
+    whole = "2 ranks · ✓ 2\n── rank 0 ──\nfirst 0\nlast 0\n── rank 1 ──\nfirst 1\nlast 1"
+    assert caplog.messages.count(whole) == 1
+    (output,) = nbformat.read(target, as_version=4).cells[-1].outputs
+    assert output.data["text/plain"] == whole
 
 
 def test_terminal_names(terminal: Terminal) -> None:

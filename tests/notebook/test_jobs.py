@@ -207,7 +207,7 @@ def test_a_cell_that_comes_meanwhile(notebook: Notebook) -> None:
     begin(notebook, "time.sleep(1.5); late = -1")
     waited = notebook.run("%%distributed\nlate, 'never' in globals()")
     assert waited.errors == []
-    assert "(-1, False)" in waited.updates[-1]["data"]["text/plain"]
+    assert "(-1, False)" in waited.drawn[-1]
 
 
 def test_workers_that_are_started_anew(notebook: Notebook) -> None:

@@ -306,8 +306,7 @@ def test_stop_in_the_middle(slow: Notebook, line: str, what: str):
         assert slow.value("there") == [("str", 0)] * 2
     outcome = slow.run(line)
     assert outcome.errors == []
-    drawn = [each["data"]["text/plain"] for each in (*outcome.displays, *outcome.updates)]
-    assert any(what in each and "MiB/s" in each for each in drawn)
+    assert any(what in each and "MiB/s" in each for each in outcome.drawn)
     if is_sent:
         slow.run("%dist_gather len(new) --as there")
         assert slow.value("there") == [5_000_001] * 2
