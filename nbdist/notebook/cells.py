@@ -263,8 +263,7 @@ def follow_steps(
             for text in notes_on(running.transcript, world.session.names):
                 display.note(text, at_once=False)
             display.end(running.transcript, pool.log_files())
-            pool.ended.add(running.transcript, display)
-            pool.show_late()
+            pool.end_cell(running, display)
 
 
 def _show_news(running: TaskRun, news: News, display: CellDisplay, *, is_attended: bool) -> None:

@@ -130,6 +130,7 @@ class FinishedCells:
         self._cells: deque[tuple[Transcript, CellDisplay | None]] = deque(maxlen=CELLS_KEPT)
         self._left: deque[tuple[int, Output]] = deque(maxlen=OUTPUTS_KEPT)
         self._changed = set[Transcript]()
+        self._last_update: tuple[Transcript, int] | None = None
         self._show_at = 0.0
 
     def add(self, transcript: Transcript, display: CellDisplay) -> None:
@@ -144,6 +145,7 @@ class FinishedCells:
         """Show nothing more in these cells: the workers are new."""
         self._cells = deque([(each, None) for each, _ in self._cells], CELLS_KEPT)
         self._changed.clear()
+        self._last_update = None
         self._left.clear()
 
     def receive(self, late: Iterable[tuple[int, Output]]) -> None:
@@ -167,6 +169,13 @@ class FinishedCells:
     def again(self, transcript: Transcript) -> None:
         """Show this one once more, with what changes next."""
         self._changed.add(transcript)
+
+    def update(self, transcript: Transcript) -> None:
+        """Show this one once more if its ranks have said something since the last `update`."""
+        state = transcript, sum(each.version for each in transcript)
+        if state != self._last_update:
+            self._last_update = state
+            self._changed.add(transcript)
 
     def show(self, logs: Mapping[int, str], *, at_once: bool = True) -> None:
         """Show the cells that have changed; unless `at_once`, a few times a second at most."""

@@ -65,7 +65,7 @@ class Pool:
         self._displayed_in = 0  # so many cells had been typed then
         self.prestarted: Link | None = None
         self._widgets: WidgetRelay | None = None
-        self._idle = IdleWatch(self._notice, lambda: self.job is not None)
+        self._idle = IdleWatch(self._notice, self._goes_on)
         self._job: Job | None = None
 
     def __repr__(self) -> str:
@@ -351,10 +351,29 @@ class Pool:
         if is_attended(self.shell):
             self.show_news()
 
+    def _goes_on(self) -> bool:
+        """Return True while a job runs, or ranks of a stopped cell that Stop has not ended yet."""
+        return self.job is not None or bool(self._stopped and self._stopped.unfinished)
+
+    @property
+    def _stopped(self) -> TaskRun | None:
+        """The cell of which ranks had not left it when Stop gave control back; None without one."""
+        return self.world.session.stopped_task if self.world and self.job is None else None
+
+    def end_cell(self, running: TaskRun, display: CellDisplay) -> None:
+        """Keep a cell that has ended, and from now on show what its ranks still say."""
+        self.ended.add(running.transcript, display)
+        self.show_late()
+        self._idle.update()
+
     def show_news(self) -> None:
         """Replace workers that have died since the last cell; show that, and late output."""
         world = self.world
-        if world is not None and world.session.is_idle and world.state.has_workers:
+        if world is not None and (stopped := self._stopped) is not None:
+            world.session.receive_waiting()
+            self.ended.update(stopped.transcript)
+            self.ended.show(self.log_files(), at_once=not stopped.unfinished)
+        elif world is not None and world.session.is_idle and world.state.has_workers:
             display = self.display()
             self._mend(world, display)
             self.show_late()

@@ -183,10 +183,14 @@ LATE = """import time
 def test_a_rank_that_leaves_late(notebook: Notebook) -> None:
     """If Stop gives control back first, the next cell says what the stopped cell has left wrong.
 
-    The stopped cell shows it too, with what the rank has printed since.
+    The stopped cell shows it too, with what the rank has printed since; that, and that the rank
+    has stopped, already before the next cell runs.
     """
     outcome = notebook.run(TRAINS.format(then=LATE), notebook.stop_at("waits"))
     assert outcome.error.startswith("RanksNotStopped: rank 2 has not stopped yet (")
+    assert " · ● 1" in outcome.displays[0]["data"]["text/plain"]
+    late = notebook.next_shown("saved", "■ 4 stopped")
+    assert late["transient"] == outcome.displays[0]["transient"]
     ran = notebook.run("%%distributed\nprint('next')")
     shown = [each["data"]["text/plain"] for each in (*ran.displays, *ran.updates)]
     (again,) = [text for text in shown if "saved" in text]
