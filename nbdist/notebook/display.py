@@ -21,7 +21,7 @@ from nbdist.notebook.output_count import OUTPUTS
 from nbdist.notebook.rich_output import EMPTY, NOTHING, Below, save_figures
 from nbdist.output.bars import merged_line
 from nbdist.output.events import MimeBundle
-from nbdist.output.html import all_show_widgets, figures, panel_html
+from nbdist.output.html import MOST_LIVE_BYTES, all_show_widgets, figures, panel_html
 from nbdist.output.layout import final_layout, live_layout
 from nbdist.output.tabs import final_tabs, live_by_rank
 from nbdist.output.text import PlainLines, curves_lines, failures_text, head_text, panel_text
@@ -136,12 +136,14 @@ class PanelDisplay:
         usage: str = "",
         turn: int | None = None,
     ) -> None:
-        self._draw_at = now + REDRAW
         note = " · ".join(filter(None, [*self._notes, *self._passing, waits]))
         clock = time.strftime("%H:%M:%S")
         shown = live_layout(transcript, now, note, usage, clock, turn, pool=self._pool)
         shown = live_by_rank(shown, transcript, turn) if self._tabs else shown
-        self._draw(panel_html(shown), self._passing_text(panel_text(shown)))
+        html = panel_html(shown)
+        # With figures as seldom as it takes for no more bytes a second than without.
+        self._draw_at = now + REDRAW * max(1.0, len(html) / MOST_LIVE_BYTES)
+        self._draw(html, self._passing_text(panel_text(shown)))
         if all_show_widgets(transcript):  # what moves is to be seen while it does
             self._below.add(transcript)
 

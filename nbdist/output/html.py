@@ -1,4 +1,4 @@
-"""A panel as HTML: at most 64 KB while its cell runs, then 1 MB without images.  Pure."""
+"""A panel as HTML: at most 64 KB while its cell runs, then 1 MB, both without images.  Pure."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from nbdist.output.transcript import Transcript
 from nbdist.output.wording import (
     AMBER,
     BLUE,
+    FIGURE_LATER,
     GREEN,
     GREY,
     RED,
@@ -29,6 +30,7 @@ from nbdist.output.wording import (
     details,
     dim,
     embed,
+    is_figure,
     is_leftover,
     kind_text,
     line,
@@ -43,6 +45,8 @@ from nbdist.output.wording import (
 from nbdist.words import count, format_ranks, in_pool, name_ranks
 
 MOST_BYTES, MOST_LIVE_BYTES = 1_000_000, 64_000
+MOST_LIVE_FIGURES = 640_000
+"""Bytes of all figures that a running cell shows; each block may have the same share of them."""
 FOOT_SECONDS = 10
 """So long nothing is drawn, in a page that was reloaded, before the foot of a panel is seen."""
 
@@ -81,6 +85,7 @@ class _Room:
     left: int
     blocks: int
     is_live: bool
+    figure: int = 0  # that a running cell shows
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -90,7 +95,9 @@ class _Room:
 def panel_html(shown: Panel) -> str:
     """Write the panel; its text says the same."""
     most = MOST_LIVE_BYTES if shown.is_live else MOST_BYTES
-    room = _Room(most, len(shown.blocks) + len(shown.rest), shown.is_live)
+    count_of_blocks = len(shown.blocks) + len(shown.rest)
+    most_of_figure = MOST_LIVE_FIGURES // max(1, count_of_blocks)
+    room = _Room(most, count_of_blocks, shown.is_live, most_of_figure)
     failed, others = shown.parted
     tabs, others = (others, []) if shown.tabs else ([], others)
     bars, rows = bars_html(shown.bars) if shown.bars else "", ""
@@ -211,14 +218,21 @@ def _block(block: Block, room: _Room, style: str = "") -> str:
 def _output(block: Block, budget: int, room: _Room) -> tuple[str, int]:
     """Write the items, the newest first into what room there is; also the bytes that are free.
 
-    Images of a finished cell are.
+    Images of a finished cell are, and the figure that is seen of a running one: the newest.
     """
     parts: list[str | Hidden] = []
-    free = 0
+    free, has_figure = 0, False
     for item in reversed(block.items):
         match item:
             case Hidden():
                 parts.append(item)
+            case Shown() if room.is_live and is_figure(item.display.data):
+                html = "" if has_figure else _display(item, room)
+                if not html or size(html) > room.figure:
+                    html = line(dim(FIGURE_LATER))
+                has_figure = True
+                free += size(html)
+                parts.append(html)
             case Shown():
                 html = _display(item, room)
                 is_free = _is_image(item) and not room.is_live

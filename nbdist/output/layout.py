@@ -13,7 +13,7 @@ from nbdist.output.ansi import strip
 from nbdist.output.bars import MOST_ROWS, BarTable, bar_table, final_table
 from nbdist.output.curves import Curves
 from nbdist.output.events import Failure, Skipped
-from nbdist.output.rank_transcript import FAILED, Look, RankTranscript, Shown
+from nbdist.output.rank_transcript import FAILED, Look, Piece, RankTranscript, Shown
 from nbdist.output.screen import Line, Screen
 from nbdist.output.transcript import (
     Group,
@@ -24,9 +24,11 @@ from nbdist.output.transcript import (
     unlike_most,
 )
 from nbdist.output.wording import (
+    FIGURE_LATER,
     error_text,
     fold_ranks,
     in_log_only,
+    is_figure,
     is_leftover,
     lines_text,
     ranks_text,
@@ -236,7 +238,8 @@ def _by_last_line(groups: Iterable[Group]) -> dict[Line, list[int]]:
             case Line() as line:
                 pass
             case Shown() as shown:
-                line = Line(shown.plain.split("\n")[0], stderr=False)
+                said = FIGURE_LATER if _is_figure(shown) else shown.plain.split("\n")[0]
+                line = Line(said, stderr=False)
             case Skipped(lines=lines):
                 line = Line(in_log_only(lines), stderr=False)
             case None:
@@ -402,13 +405,15 @@ def _items(group: Group, most: int, *, is_live: bool = False) -> tuple[tuple[Ite
     """Take all displays and the last `most` lines, and count the lines that are left out.
 
     In a finished cell the lines left out are counted in their places too.  In a running one a
-    display takes the room of a line, and nothing is shown of what came before.
+    display takes the room of a line; of what came before only the newest figure is shown.
     """
     found: list[Item] = []
-    left = group.line_count
+    left, has_figure = group.line_count, False
     for pieces in reversed(group.pieces):
-        if is_live and most <= 0:
-            break
+        is_newest_figure = not has_figure and _is_figure(pieces[0])
+        if is_live and most <= 0 and not is_newest_figure:
+            continue
+        has_figure |= is_newest_figure
         match pieces[0]:
             case Shown():
                 found.append(fold_shown([piece for piece in pieces if isinstance(piece, Shown)]))
@@ -425,6 +430,10 @@ def _items(group: Group, most: int, *, is_live: bool = False) -> tuple[tuple[Ite
                     found.append(Hidden(piece.dropped_lines, in_log_only=True))
                 most, left = most - len(rows), left - len(rows)
     return tuple(merged(found[::-1])), left
+
+
+def _is_figure(piece: Piece) -> bool:
+    return isinstance(piece, Shown) and is_figure(piece.display.data)
 
 
 def sameness(group: Group) -> str:

@@ -246,6 +246,7 @@ _KINDS = {
     "application/vnd.plotly.v1+json": "plotly figure",
     WIDGET: "widget",
 }
+FIGURE_LATER = "figure, shown at the end"
 _LONGEST_HTML = 200_000
 _BASE64 = re.compile(r"[A-Za-z0-9+/=]*\Z")
 # Nothing closes these, or HTML lets them end without a tag.
@@ -262,6 +263,12 @@ def kind_text(data: MimeBundle) -> str:
     own = [kind for kind in kinds if kind not in _EMBEDDED | _BESIDE]
     kind = (own or kinds)[0]
     return _KINDS.get(kind, kind)
+
+
+def is_figure(data: MimeBundle) -> bool:
+    """Return True for an image that panels can embed, without HTML of its own."""
+    kinds = ("image/svg+xml", *_IMAGES)
+    return "text/html" not in data and any(kind in data for kind in kinds) and not is_leftover(data)
 
 
 def is_leftover(data: MimeBundle) -> bool:

@@ -10,11 +10,18 @@ from pathlib import Path
 import pytest
 
 from nbdist.output.events import Display, Done, Failure, Output, Skipped
-from nbdist.output.html import MOST_BYTES, MOST_LIVE_BYTES, is_tile, panel_html, tiled
+from nbdist.output.html import (
+    MOST_BYTES,
+    MOST_LIVE_BYTES,
+    MOST_LIVE_FIGURES,
+    is_tile,
+    panel_html,
+    tiled,
+)
 from nbdist.output.layout import final_layout
 from nbdist.output.text import MOST_CHARACTERS
 from nbdist.output.transcript import Transcript
-from nbdist.output.wording import AMBER, RED
+from nbdist.output.wording import AMBER, FIGURE_LATER, RED
 from tests.output.lab import (
     STYLES,
     TAGS,
@@ -113,13 +120,27 @@ MARKDOWN = "Markdown, shown below"
 # --- live ---------------------------------------------------------------------------------------
 
 
-def test_live_figure() -> None:
-    """A figure that fits is seen while the cell runs, a bigger one is named."""
-    shown = figure("loss")
-    assert len(Panel(live_html(running(2, lambda rank: [shown]))).images) == 1
-    big = Display({"image/png": "A" * 100_000, "text/plain": "<Figure>"}, {})
-    lines = Panel(live_html(running(2, lambda rank: [big]))).lines
-    assert lines[-1] == "figure, shown at the end"
+def test_live_figures() -> None:
+    """The newest figure of each rank is seen while the cell runs, if it is not too big."""
+    old, new = ({"image/png": letter * 30_000, "text/plain": "<Figure>"} for letter in "AB")
+    said = [Display(old, {}), out("between\n"), Display(new, {}), out("later\n" * 100)]
+    shown = Panel(live_html(running(4, lambda rank: [out(f"{rank}\n"), *said])))
+    assert len(shown.images) == 4
+    assert all("B" * 30_000 in str(image["src"]) for image in shown.images)
+    assert shown.lines.count("later") > 8
+    html = live_html(running(2, lambda rank: [out(f"{rank}\n"), *said[:3]]))
+    assert [len(Panel(html).images), Panel(html).lines.count(FIGURE_LATER)] == [2, 2]
+    # Images of one rank may be as big as those of many.
+    for ranks, most in ((2, 300_000), (16, 30_000)):
+        for length, count in ((most, ranks), (2 * most, 0)):
+            figure = Display({"image/png": "A" * length, "text/plain": "<Figure>"}, {})
+            html = live_html(running(ranks, lambda rank, figure=figure: [out(f"{rank}\n"), figure]))  # type: ignore[misc]
+            assert len(Panel(html).images) == count
+            assert Panel(html).lines.count(FIGURE_LATER) == ranks - count
+            assert len(html) < MOST_LIVE_BYTES + MOST_LIVE_FIGURES
+    # Ranks with rows alone have no room for any.
+    many = Panel(live_html(running(20, lambda rank: [out(f"{rank}\n"), Display(new, {})])))
+    assert any(line.endswith(FIGURE_LATER) for line in many.lines)
 
 
 # --- bounds -------------------------------------------------------------------------------------
