@@ -136,9 +136,9 @@ class PanelDisplay:
         usage: str = "",
         turn: int | None = None,
     ) -> None:
-        note = " · ".join(filter(None, [*self._notes, *self._passing, waits]))
+        waits, note = " · ".join(filter(None, [*self._passing, waits])), " · ".join(self._notes)
         clock = time.strftime("%H:%M:%S")
-        shown = live_layout(transcript, now, note, usage, clock, turn, pool=self._pool)
+        shown = live_layout(transcript, now, waits, usage, clock, turn, note, pool=self._pool)
         shown = live_by_rank(shown, transcript, turn) if self._tabs else shown
         html = panel_html(shown)
         # With figures as seldom as it takes for no more bytes a second than without.

@@ -12,7 +12,7 @@ from itertools import groupby
 from nbdist.output.ansi import strip
 from nbdist.output.bars import bars_html
 from nbdist.output.events import Display, Failure, model_of
-from nbdist.output.layout import MARKS, Block, Hidden, Item, Panel, Row, merged
+from nbdist.output.layout import MARKS, TALL_LINES, Block, Hidden, Item, Panel, Row, merged
 from nbdist.output.rank_transcript import ENDED, Look, Shown
 from nbdist.output.screen import Line
 from nbdist.output.transcript import Transcript
@@ -54,7 +54,7 @@ _SMALLEST_BLOCK = 1500
 _BLOCK_BYTES = 600  # The tags of a block and the notes in it.
 # Wide enough for what people print; a line that does not fit in its block is cut.
 _WIDTHS, _LIVE_WIDTHS = (100_000, 4000, 400), (400, 200, 100, 40)
-_TALL_LINES, _LIVE_DISPLAY_LINES = 30, 8
+_LIVE_DISPLAY_LINES = 8
 _TRACEBACKS = ((100, 1000), (24, 400), (5, 200), (1, 100))  # lines, and their width
 
 _COLOURS: dict[Look, str] = {
@@ -67,6 +67,10 @@ _COLOURS: dict[Look, str] = {
     "stopped": GREY,
     "aborted": GREY,
 }
+# As wide as the sign that opens and closes a finished block, which has none while it runs.
+_TITLE = "padding-left:1.1em"
+_LONGEST_LAST = 80
+_HEAD, _FOOT = "display:flex;column-gap:14px", "flex:1 1 0%;min-width:0"
 _SQUARE = (
     "display:inline-block;min-width:19px;border-radius:3px;margin:1px 0;padding:0 2px;"
     "text-align:center"
@@ -107,17 +111,11 @@ def panel_html(shown: Panel) -> str:
     if shown.more:
         rows += line(dim(f"and {len(shown.more)} more: {name_ranks(shown.more)}"))
     last = line(dim(f"{name_ranks(shown.silent)}: no output" if shown.silent else ""))
-    last += line(shown_later(shown.foot, FOOT_SECONDS)) if shown.foot else ""
-    head, note = _head(shown) + line(dim(shown.spread)), line(dim(shown.note))
-    head, last = (head + note, last) if shown.is_live else (head, last + note)
+    last += line(dim(shown.note))
+    head = _head(shown) + line(dim(shown.waits)) + line(dim(shown.spread))
     room.left -= size(head + bars + rows + last + curves * shown.is_live) + _SMALLEST_BLOCK
-    # Lines go on coming, and would move what stands beside them.
-    is_calm = not shown.is_live or all(
-        any(isinstance(item, Shown) for item in block.items) for block in others
-    )
     parts = [head, *(_block(block, room) for block in failed), bars, curves]
-    runs = tiled(others) if is_calm else ([block] for block in others)
-    parts += [_side_by_side(run, room) for run in runs]
+    parts += [_side_by_side(run, room) for run in tiled(others)]
     rows = _tabs(tabs, shown.tabs, room) + rows if tabs else rows
     return panel(*parts, rows, _rest(shown.rest, room) if shown.rest else "", last)
 
@@ -143,7 +141,11 @@ def _head(shown: Panel) -> str:
     colours = {**_COLOURS, "ok": AMBER, "running": AMBER} if warned else _COLOURS
     states = [coloured(text, colours[look]) for look, text in shown.states]
     words = bold(shown.ranks), dim(shown.seconds), *states, dim(shown.pace), dim(shown.now)
-    head = line(dim(" · ").join(filter(None, words))) + warned
+    head = line(dim(" · ").join(filter(None, words)))
+    if shown.foot:  # it takes what room is left, so that nothing moves when it is gone
+        foot = shown_later(shown.foot, FOOT_SECONDS)
+        head = f'<div style="{_HEAD}">{head}<div style="{_FOOT}">{foot}</div></div>'
+    head += warned
     if not shown.squares:
         return head
     chips = " ".join(
@@ -200,6 +202,7 @@ def _block(block: Block, room: _Room, style: str = "") -> str:
     share = room.left // room.blocks
     room.blocks -= 1
     error = _error(block, share // 2, room)
+    block, last = _with_last_line(block) if room.is_live and not block.is_open else (block, "")
     body, free = _output(block, share - size(error) - _BLOCK_BYTES, room)
     look = block.group.shown.look
     colour, words = _COLOURS[look], dim(block.about)
@@ -208,11 +211,21 @@ def _block(block: Block, room: _Room, style: str = "") -> str:
     if block.failed:
         title += f" {coloured(clip(block.failed, 200), colour)}"
     if room.is_live:  # drawn again and again, it would close what was opened
-        html = barred(line(title) + body + error, colour, style)
+        title += dim(f" · {clip(last, _LONGEST_LAST)}" if last else "")
+        html = barred(f'<div style="{_TITLE}">{title}</div>{body}{error}', colour, style)
     else:
         html = details(title, body + error, colour, is_open=block.is_open, style=style)
     room.left -= size(html) - free
     return html
+
+
+def _with_last_line(block: Block) -> tuple[Block, str]:
+    """Take the last line out of a block of a running cell whose title alone stays at the end."""
+    for index, item in enumerate(block.items):
+        if isinstance(item, list):
+            rest = (*block.items[:index], *block.items[index + 1 :])
+            return block._replace(items=rest), strip(item[-1].text)
+    return block, ""
 
 
 def _output(block: Block, budget: int, room: _Room) -> tuple[str, int]:
@@ -238,8 +251,7 @@ def _output(block: Block, budget: int, room: _Room) -> tuple[str, int]:
                 is_free = _is_image(item) and not room.is_live
                 if (0 if is_free else size(html)) > budget:
                     # While the cell runs a line is enough; at its end it is hidden like a line.
-                    later = line(dim("figure, shown at the end"))
-                    said = later if _is_image(item) else _plain(item, room)
+                    said = line(dim(FIGURE_LATER)) if _is_image(item) else _plain(item, room)
                     html = said if room.is_live else ""
                 budget -= 0 if is_free else size(html)
                 free += size(html) if is_free else 0
@@ -269,7 +281,7 @@ def _newest(lines: list[Line], budget: int, room: _Room) -> tuple[str, Hidden | 
 
 def _text(lines: list[Line], room: _Room) -> str:
     html = lines_html(lines, opens=not room.is_live)
-    is_tall = len(lines) > _TALL_LINES and not room.is_live
+    is_tall = len(lines) > TALL_LINES and not room.is_live
     return f'<div style="{_TALL}"><div>{html}</div></div>' if is_tall else html
 
 
@@ -317,6 +329,7 @@ _ROW = "display:flex;flex-wrap:wrap;column-gap:14px;align-items:flex-start"
 # larger than it was.
 _FIGURE = "flex:1 1 {}%;max-width:620px;min-width:240px;box-sizing:border-box"
 _OTHER = "flex:0 1 {:.1f}em;min-width:0;box-sizing:border-box"
+_COLUMN_STEP = 4  # characters
 _EM = 0.62  # of a character, which is 0.6 of them wide in most fonts; JupyterLab allows no `ch`
 
 
@@ -361,8 +374,12 @@ def _side_by_side(blocks: list[Block], room: _Room) -> str:
         # In a last row that is not full these take the place of figures, and are not seen.
         rest = 2 * f'<div style="{style}"></div>'
     else:
-        # With room for the bar, and for the sign that opens a block.
-        style, rest = _OTHER.format(_EM * (max(map(_characters, blocks)) + 4)), ""
+        # With room for the bar, and for the sign that opens a block.  Of lines in steps: while the
+        # cell runs they become longer, and would move the columns each time.
+        most = max(map(_characters, blocks)) + 4
+        if all(isinstance(item, list) for each in blocks for item in each.items):
+            most += -most % _COLUMN_STEP
+        style, rest = _OTHER.format(_EM * most), ""
     tiles = "".join(_block(block, room, f";{style}") for block in blocks)
     return f'<div style="{_ROW}">{tiles}{rest}</div>'
 

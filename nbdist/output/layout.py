@@ -50,10 +50,13 @@ _WITH_WORDS: dict[Look, str] = {"released": "{} released", "stopped": "■ {} st
 MANY_RANKS = 16
 _MOST_SQUARES = 128
 
+TALL_LINES = 30
+"""Lines of a finished block that are seen at once, and the last ones of a running one."""
+
 # Of live layouts.
-_LIVE_LINES, _LIVE_LINES_OF_FAILED, _LIVE_LINES_OF_ASKING = 24, 8, 60
+_LIVE_LINES_OF_FAILED, _LIVE_LINES_OF_ASKING = 8, 60
 _FEW_GROUPS, _CLOCK_FROM = 4, 2.0
-_LIVE = "last updated at {}: `%dist_output` shows the rest"
+_LIVE = "last updated {} · rest: `%dist_output`"
 
 # Of final layouts.
 _MANY_GROUPS, _MOST_VALUES = 16, 256
@@ -125,7 +128,8 @@ class Panel(NamedTuple):
     have no block and no row; `rest` are blocks behind one line; `bars` come after the blocks of
     failed ranks, then the `curves`, if any; `warnings` are about ranks, and stand below the head;
     `spread` says how far numbers lie apart; `silent` are ranks without output; `now` is what ranks
-    use, `foot` a last line.  A panel without states is one dim line.
+    use, `waits` which wait where, `note` and `foot` are the last lines.  A panel without states is
+    one dim line.
     """
 
     ranks: str
@@ -135,6 +139,7 @@ class Panel(NamedTuple):
     squares: tuple[tuple[str, Look], ...] = ()
     more_squares: int = 0
     now: str = ""
+    waits: str = ""
     foot: str = ""
     note: str = ""
     is_live: bool = False
@@ -177,19 +182,21 @@ def merged(items: Iterable[_Item]) -> list[_Item]:
 def live_layout(
     transcript: Transcript,
     now: float,
-    note: str = "",
+    waits: str = "",
     usage: str = "",
     clock: str = "",
     turn: int | None = None,
+    note: str = "",
     *,
     pool: str = "",
 ) -> Panel:
-    """Lay out a running cell; `note` is a line such as which ranks wait where.
+    """Lay out a running cell as it will be laid out at its end, so that little moves then.
 
-    `usage` is what ranks use, `clock` the time of day for a page that is never drawn again.
-    Progress bars are in one table above the lines of text.  Of many ranks that differ only the
-    failed, and those that wait for your input, have blocks, the others a row for each last line.
-    Those that wait come last, after them the rank whose `turn` it is: what is typed goes below.
+    `waits` is a line such as which ranks wait where, `usage` is what ranks use, `clock` the time of
+    day for a page that is never drawn again.  Progress bars are in one table above the lines of
+    text.  Of many ranks that differ only the failed, and those that wait for your input, have
+    blocks, the others a row for each last line.  Those that wait come last, after them the rank
+    whose `turn` it is: what is typed goes below.
     """
     bars = bar_table(transcript)
     groups = [
@@ -198,24 +205,26 @@ def live_layout(
         if group.has_failed or not group.shown.is_silent
     ]
     groups.sort(key=lambda group: (_asks(group), turn in group.ranks))
-    in_blocks, lines, rows = groups, _LIVE_LINES, {}
-    if len(transcript.ranks) > MANY_RANKS and len(groups) > _FEW_GROUPS:
-        in_blocks = [group for group in groups if group.has_failed or _asks(group)]
-        lines = _LIVE_LINES_OF_FAILED
-        rows = _by_last_line(each for each in groups if each not in in_blocks)
-    each = max(2, lines // max(1, len(in_blocks)))
-    shown = [(line, [*ranks]) for group in in_blocks for ranks, line in group.ahead]
-    shown += rows.items()
+    own = [group for group in groups if group.has_failed or _asks(group)]
+    others = [group for group in groups if group not in own]
+    is_many = len(transcript.ranks) > MANY_RANKS and len(groups) > _FEW_GROUPS
+    values = () if any(group.ahead for group in groups) else _values(others, is_live=True)
+    in_blocks, rows = (own, values) if is_many or values else (groups, ())
+    if is_many:
+        rows = tuple(Row(tuple(ranks), line) for line, ranks in _by_last_line(others).items())
+    rows = (*(Row(ranks, line) for group in in_blocks for ranks, line in group.ahead), *rows)
+    left_out = [group.ranks for group in in_blocks[MOST_ROWS:]]
+    left_out += [row.ranks for row in rows[MOST_ROWS:]]
     foot = in_pool(_LIVE.format(clock), pool)
-    left_out = [each.ranks for each in in_blocks[MOST_ROWS:]] + [of for _, of in shown[MOST_ROWS:]]
     return _of_all(transcript, now, pool)._replace(
+        waits=waits,
         note=note,
         is_live=True,
         now=" · ".join(filter(None, [usage, bars.behind if bars else ""])),
         foot=foot if clock and transcript.elapsed(now) >= _CLOCK_FROM else "",
         bars=bars,
-        blocks=tuple(_live_block(transcript, group, each) for group in in_blocks[:MOST_ROWS]),
-        rows=tuple(Row(tuple(ranks), line) for line, ranks in shown[:MOST_ROWS]),
+        blocks=_live_blocks(transcript, in_blocks[:MOST_ROWS], is_many=is_many),
+        rows=rows[:MOST_ROWS],
         more=tuple(rank for ranks in left_out for rank in ranks),
     )
 
@@ -224,11 +233,22 @@ def _asks(group: Group) -> bool:
     return any(each.asks is not None for each in group.members)
 
 
-def _live_block(transcript: Transcript, group: Group, most: int) -> Block:
-    most = _LIVE_LINES_OF_ASKING if _asks(group) else most
-    items, earlier = _items(group, most, is_live=True)
-    words = tuple(filter(None, [sameness(group)]))
-    return Block(group, words, items, _failed_with(group, transcript), earlier=earlier)
+def _live_blocks(
+    transcript: Transcript, groups: Sequence[Group], *, is_many: bool
+) -> tuple[Block, ...]:
+    """Make blocks of running ranks; those that will be closed at the end have their last line."""
+    blocks, room = [], _OPEN_LINES
+    for group in groups:
+        lines = min(group.line_count, _MOST_LINES)
+        is_open = _is_open(group, transcript, lines, room) or _asks(group)
+        room -= lines if is_open else 0
+        most = _LIVE_LINES_OF_FAILED if is_many else TALL_LINES if is_open else 1
+        most = _LIVE_LINES_OF_ASKING if _asks(group) else most
+        items, earlier = _items(group, most, is_live=True)
+        said = tuple(filter(None, [sameness(group)]))
+        failed = _failed_with(group, transcript)
+        blocks.append(Block(group, said, items, failed, is_open=is_open, earlier=earlier))
+    return tuple(blocks)
 
 
 def _by_last_line(groups: Iterable[Group]) -> dict[Line, list[int]]:
@@ -302,21 +322,22 @@ def _is_below(group: Group) -> bool:
     return all(isinstance(each, Shown) and is_leftover(each.display.data) for each in said)
 
 
-def _values(groups: Sequence[Group]) -> tuple[Row, ...]:
+def _values(groups: Sequence[Group], *, is_live: bool = False) -> tuple[Row, ...]:
     """Make rows where every rank has shown one short line and nothing else; else none."""
     if len(groups) > _MOST_VALUES:
         return ()
     rows: list[Row] = []
     for group in groups:
-        if (value := _value(group)) is None:
+        if (value := _value(group, is_live=is_live)) is None:
             return ()
         rows.append(Row(group.ranks, value, sameness(group)))
     return tuple(rows)
 
 
-def _value(group: Group) -> Line | None:
+def _value(group: Group, *, is_live: bool) -> Line | None:
     """Find the single short line that is all a rank has shown."""
-    if group.shown.state != "ok" or len(group.shown.said) != 1:
+    is_well = group.shown.state == "ok" or (is_live and group.shown.state == "running")
+    if not is_well or len(group.shown.said) != 1:
         return None
     match group.shown.said[0], group.last:
         case Screen(line_count=1), Line() as line:
@@ -345,8 +366,7 @@ def _final_blocks(
     for group in groups:
         items, _ = _items(group, most)
         lines = sum(len(item) for item in items if isinstance(item, list))
-        is_first = group.ranks[0] == transcript.ranks[0]
-        is_open = is_first or group.has_failed or lines <= max(room, _SHORT)
+        is_open = _is_open(group, transcript, lines, room)
         room -= lines if is_open else 0
         hides = not is_open or any(isinstance(item, Hidden) for item in items)
         words = [
@@ -399,6 +419,12 @@ def _amount(said: RankTranscript) -> str:
 
 
 # --- parts of both ----------------------------------------------------------------------
+
+
+def _is_open(group: Group, transcript: Transcript, lines: int, room: int) -> bool:
+    """Return True for a block that is open: the first, the failed, short ones, others with room."""
+    is_first = group.ranks[0] == transcript.ranks[0]
+    return is_first or group.has_failed or lines <= max(room, _SHORT)
 
 
 def _items(group: Group, most: int, *, is_live: bool = False) -> tuple[tuple[Item, ...], int]:

@@ -33,7 +33,7 @@ _MOST_ROWS = 200
 
 def panel_text(shown: Panel) -> str:
     """Write the panel; its HTML says the same."""
-    before, after = (shown.note, shown.foot) if shown.is_live else (shown.spread, shown.note)
+    before, after = shown.waits or shown.spread, "\n".join(filter(None, [shown.note, shown.foot]))
     head = [head_text(shown), *shown.warnings, *filter(None, [before])]
     return "\n".join([*head, *_body(shown), *filter(None, [after])])
 

@@ -326,10 +326,12 @@ def shown_later(text: str, seconds: int) -> str:
     A page that draws the panel again begins anew: the line is seen where nothing is drawn any
     more.  It is a picture since panels can have neither scripts nor style sheets.
     """
-    width = 8 * len(text)
+    width = int(7.5 * len(text))
     drawn = _LATER.format(width=width, colour=GREY, text=escape(text), seconds=seconds)
     encoded = b64encode(drawn.encode()).decode()
-    return _image("image/svg+xml", encoded, {"width": width, "height": 16})
+    # No higher than the line of text in which it stands.
+    style = "max-width:100%;height:auto;vertical-align:middle"
+    return f'<img src="data:image/svg+xml;base64,{encoded}" width="{width}" style="{style}">'
 
 
 @lru_cache(maxsize=256)

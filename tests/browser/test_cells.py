@@ -10,7 +10,7 @@ import nbformat
 import pytest
 
 from nbdist.output.html import FOOT_SECONDS
-from tests.browser.conftest import NO_IDLE_IMPORTS, Lab, Notebook, in_folder
+from tests.browser.conftest import NO_IDLE_IMPORTS, WIDTH, Lab, Notebook, in_folder
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -302,6 +302,78 @@ def test_a_cell_that_is_cleared_or_moved_while_it_runs(
     notebook.save()
     saved = nbformat.read(lab.folder / "cells.ipynb", as_version=4)
     assert sum(len(cell.outputs) for cell in saved.cells) == 1
+
+
+IS_WHOLE = """([number, count]) => {
+    const cells = window.jupyterapp.shell.currentWidget.content.widgets;
+    const area = cells[number].node.querySelector(".jp-Cell-outputArea");
+    const names = [...area.querySelectorAll("span")].filter(
+        each => /^ranks? [0-9,-]+$/.test(each.textContent));
+    return names.length === count && area.querySelector("img[src^='data:image/svg+xml']") !== null;
+}"""
+
+WAITS = """
+import pathlib, time
+while not pathlib.Path("{gate}").exists(): time.sleep(0.05)"""
+
+# By what stands last in each panel, and how many names of ranks: a cell, which then waits.
+STEADY = {
+    ("loading", 1): 'print("loading")',
+    ("rank 1", 2): 'print("rank", rank)',
+    ("b 2", 2): 'for line in range(3): print("ab"[rank], line)',
+    ("b 39", 2): 'for line in range(40): print("ab"[rank], line)',
+    ("step 89", 1): 'for step in range(90): print("step", step, "loss", 1 / (1 + step + rank))',
+    ("rank 1", 2, "figures"): "import matplotlib.pyplot as plt\n"
+    "plt.figure(dpi=60); plt.plot(range(9)); plt.title(f'rank {rank}'); plt.show()",
+}
+
+# How high a cell's output is, and where the names of ranks stand in it.
+MEASURE = """number => {
+    const cells = window.jupyterapp.shell.currentWidget.content.widgets;
+    const area = cells[number].node.querySelector(".jp-Cell-outputArea");
+    const {top, height} = area.getBoundingClientRect();
+    const names = [...area.querySelectorAll("span")].filter(
+        each => /^ranks? [0-9,-]+$/.test(each.textContent));
+    const places = names.map(each => {
+        const place = each.getBoundingClientRect();
+        return [each.textContent, place.left, place.top - top];
+    });
+    return [...places, ["panel", height]];
+}"""
+
+
+@pytest.mark.parametrize("shown", STEADY, ids=[f"panel {number}" for number in range(6)])
+def test_nothing_moves_when_a_cell_ends(
+    lab: Lab, notebook: Notebook, shown: tuple[str, int]
+) -> None:
+    """The panel is as high as before, and blocks stay in their places, on pages of any width."""
+    last, count, gate = *shown[:2], f"gate {[*STEADY].index(shown)}"
+    notebook.fill([f"%%distributed\n{STEADY[shown]}{WAITS.format(gate=gate)}"])
+    notebook.start(0)
+    for text in (last, " · cpu "):
+        notebook.wait_for(0, text)
+    # With the picture for a page that is reloaded, which comes after 2 s.
+    notebook.page.wait_for_function(IS_WHOLE, arg=[0, count], polling=100)
+    live, final = [], []
+    for places, state in ((live, "live"), (final, "final")):
+        for width in (700, 900, 1280):
+            notebook.resize(width)
+            places.append(notebook.page.evaluate(MEASURE, 0))
+            notebook.picture(f"{gate}-{width}-{state}")
+        (lab.folder / gate).touch()
+        notebook.wait_for(0, "✓ 2")
+        notebook.wait_until_ready()
+    notebook.resize(WIDTH)
+    assert [[name for name, *_ in each] for each in live] == [
+        [name for name, *_ in each] for each in final
+    ]
+    moved = [
+        abs(was - now)
+        for before, after in zip(live, final, strict=True)
+        for (_, *places), (_, *later) in zip(before, after, strict=True)
+        for was, now in zip(places, later, strict=True)
+    ]
+    assert max(moved) <= 1  # as characters and lines are not as wide and high as whole pixels
 
 
 def test_notebook_7(notebook: Notebook) -> None:

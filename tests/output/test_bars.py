@@ -107,11 +107,11 @@ def test_who_has_a_row() -> None:
     assert panel.bars.ranks == (0, 1, 3)
     assert ranks_of(panel.blocks) == [(2,)]
     assert bar_table(make(2, lambda rank: [bar(100)])).rows == ()
-    # Libraries may show a bar on rank 0 alone; what others print has its blocks.
+    # Libraries may show a bar on rank 0 alone; what others print stands below.
     said = {0: [out("loading\n"), bar(30)], 2: [out("hello\n")]}
     panel = live_layout(running(4, lambda rank: said.get(rank, [])), 2.0)
     assert panel.bars.ranks == (0,)
-    assert ranks_of(panel.blocks) == [(0,), (2,)]
+    assert [row.ranks for row in panel.rows] == [(0,), (2,)]
 
 
 STEPS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 10)), min_size=8, max_size=40)
@@ -126,8 +126,8 @@ def test_ranks_keep_their_rows(steps: list[tuple[int, int]]) -> None:
         transcript.receive(rank, bar(done, 10), 1.0)
         panel = live_layout(transcript, 1.0)
         assert [row.rank for row in panel.bars.rows] == [0, 1, 2, 3]
-        assert ranks_of(panel.blocks) == [(0, 1, 2, 3)]
-        assert panel.rows == ()
+        assert [row.ranks for row in panel.rows] == [(0, 1, 2, 3)]
+        assert panel.blocks == ()
 
 
 def test_postfixes_in_other_words() -> None:

@@ -250,8 +250,8 @@ def test_tiles_as_html() -> None:
     transcript = make(5, lambda rank: [out("x" * 60 + "\ny\n" if rank == 2 else f"{rank}\ny\n")])
     runs = [*tiled(final_layout(transcript).blocks)]
     assert [[block.group.ranks[0] for block in run] for run in runs] == [[0, 1], [2], [3, 4]]
-    # Figures do while the cell runs too; lines, of which more come, do not.
-    for said, count in ((figure, 1), (table, 1), (lambda rank: out(f"{rank}\n"), 0)):
+    # While the cell runs they stand in the same places.
+    for said, count in ((figure, 1), (table, 1), (lambda rank: out(f"{'abc'[int(rank)]}\ny\n"), 1)):
         html = live_html(running(3, lambda rank, said=said: [said(f"{rank}")]))  # type: ignore[operator]
         assert html.count("flex-wrap:wrap") == count
         Panel(html)

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nbdist.output.events import Died, Failure, InputRequest, Output, Skipped, Text, Tracked
+from nbdist.output.events import Died, Done, Failure, InputRequest, Output, Skipped, Text, Tracked
 from nbdist.output.html import FOOT_SECONDS, panel_html
 from nbdist.output.layout import (
+    TALL_LINES,
     Hidden,
     Row,
     final_layout,
@@ -26,6 +27,7 @@ from tests.output.lab import (
     Panel,
     drawing,
     failure,
+    figure,
     final_html,
     kinds,
     lines,
@@ -46,19 +48,20 @@ def test_live_blocks() -> None:
     """Failed ranks first; the lines that there is room for are shared, silent ranks have none."""
     said: Said = {1: [lines(40), failure()], 3: []}
     transcript = running(4, lambda rank: said.get(rank, [lines(30)]))
-    panel = live_layout(transcript, 12.34, "a note")
-    assert (panel.seconds, panel.note, panel.is_live) == ("12.3 s", "a note", True)
+    panel = live_layout(transcript, 12.34, "rank 0 waits", note="a note")
+    assert (panel.seconds, panel.is_live) == ("12.3 s", True)
     assert ranks_of(panel.blocks) == [(1,), (0, 2)]
-    assert [kinds(block.items) for block in panel.blocks] == [[12], [12]]
-    assert [block.about for block in panel.blocks] == ["… 28 earlier", "same · … 18 earlier"]
+    assert [kinds(block.items) for block in panel.blocks] == [[30], [30]]
+    assert [block.about for block in panel.blocks] == ["… 10 earlier", "same"]
     html = panel_html(panel)
     shown = Panel(html).lines
-    assert shown[:3] == ["4 ranks · 12.3 s · ● 3 · ✗ 1", "a note", "rank 1 ✗ … 28 earlier"]
-    assert shown[-13::12] == ["ranks 0,2 ● same · … 18 earlier", "29"]
+    assert shown[:3] == ["4 ranks · 12.3 s · ● 3 · ✗ 1", "rank 0 waits", "rank 1 ✗ … 10 earlier"]
+    assert shown[-32::30] == ["ranks 0,2 ● same", "29"]
+    assert shown[-1] == "a note"
     assert "details" not in html
     text = panel_text(panel).splitlines()
-    assert text[text.index("── rank 1 ✗ ──") + 1] == "… 28 earlier"
-    assert text[text.index("── ranks 0,2 (same) ──") + 1] == "… 18 earlier"
+    assert text[text.index("── rank 1 ✗ ──") + 1] == "… 10 earlier"
+    assert text[text.index("── ranks 0,2 (same) ──") + 1] == "0"
     # The failed ranks that have no block are named.
     panel = live_layout(running(20, lambda rank: [out(f"{rank}\n"), failure(f"x{rank}")]), 1.0)
     assert len(panel.blocks) == 16
@@ -67,11 +70,50 @@ def test_live_blocks() -> None:
     asked = [lines(40), InputRequest(1, "> ")]
     panel = live_layout(running(3, lambda rank: asked if rank == 0 else [lines(30)]), 1.0)
     assert ranks_of(panel.blocks) == [(1, 2), (0,)]
-    assert [kinds(block.items) for block in panel.blocks] == [[12], [40]]
+    assert [kinds(block.items) for block in panel.blocks] == [[30], [40]]
     all_ask = running(3, lambda rank: [out(f"{rank}\n"), InputRequest(1, "> ")])
     assert ranks_of(live_layout(all_ask, 1.0, turn=0).blocks) == [(1,), (2,), (0,)]
     many = running(20, lambda rank: asked if rank == 5 else [out(f"{rank}\n")])
     assert ranks_of(live_layout(many, 1.0).blocks) == [(5,)]
+
+
+LIVE_AND_FINAL: dict[str, Said] = {
+    "a line": {rank: [out("loading\n")] for rank in range(4)},
+    "a line each": {rank: [out(f"rank {rank}\n")] for rank in range(4)},
+    "few lines": {rank: [out(f"{'abcd'[rank]} 1\n{'abcd'[rank]} 2\n")] for rank in range(4)},
+    "many lines": {rank: [lines(25, "abcd"[rank])] for rank in range(4)},
+    "one has many": {0: [lines(9)], 1: [lines(300, "b")], 2: [lines(9, "c")], 3: [lines(9, "d")]},
+    "figures": {rank: [figure(f"loss of {rank}")] for rank in range(4)},
+    "failed": {0: [lines(9)], 1: [lines(5, "b"), failure()], 2: [lines(9)], 3: [out("c\n")]},
+}
+
+
+@pytest.mark.parametrize("case", LIVE_AND_FINAL)
+def test_live_and_final_are_one_layout(case: str) -> None:
+    """When a cell ends the same blocks, open or closed, stand in the same order, and as many lines.
+
+    What a closed block has shown last stands in its title while it runs.
+    """
+    transcript = running(4, lambda rank: LIVE_AND_FINAL[case][rank])
+    live = live_layout(transcript, 1.0, note="a note")
+    before = Panel(panel_html(live))
+    for rank in range(4):
+        if transcript[rank].error is None:
+            transcript.receive(rank, Done("ok", 1.0), 1.0)
+    final = final_layout(transcript, note="a note")
+    after = Panel(panel_html(final))
+    assert [(b.group.ranks, b.is_open) for b in live.blocks] == [
+        (b.group.ranks, b.is_open) for b in final.blocks
+    ]
+    assert [row.ranks for row in live.rows] == [row.ranks for row in final.rows]
+    assert len(before.images) == len(after.images)
+    # Of a block with many lines 30 are seen, in a finished one those at its end.
+    hidden = [item for b in final.blocks if not b.is_open for item in b.items]
+    closed = sum(len(item) if isinstance(item, list) else 1 for item in hidden)
+    more = sum(max(0, b.group.line_count - TALL_LINES) for b in final.blocks if b.is_open)
+    assert len(before.lines) == len(after.lines) - closed - more
+    assert before.lines[-1] == after.lines[-1] == "a note"
+    assert any(not b.is_open for b in final.blocks) == (case in ("many lines", "one has many"))
 
 
 @pytest.mark.parametrize(
@@ -106,7 +148,7 @@ def test_what_a_running_cell_says_of_itself() -> None:
     last = live_layout(transcript, 5.0, "", "cpu 2 GiB", "17:33:05")
     assert first.now == last.now == "cpu 2 GiB"
     assert first.foot == ""
-    assert last.foot == "last updated at 17:33:05: `%dist_output` shows the rest"
+    assert last.foot == "last updated 17:33:05 · rest: `%dist_output`"
     assert panel_text(last).endswith(f"\n{last.foot}")
     # A page that is drawn again and again does not show it.
     assert "17:33:05" not in panel_html(last)
