@@ -10,6 +10,7 @@ import _thread
 import asyncio
 import os
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -32,6 +33,12 @@ from nbdist.worker.probe import Probe
 from nbdist.worker.process import reserve
 from nbdist.worker.steps import STEPS
 
+LATE_SECONDS, KEPT_SECONDS = 0.3, 5.0
+"""An answer to a front end that took longer is kept for so long: the front end may ask again.
+
+On a busy machine the agent, which waits for 0.4 s (`inspect.CONSULT_TIMEOUT`), never gets an answer
+that takes longer, however often somebody presses Tab."""
+
 THREADS = 5  # threads that a new gloo backend starts, the one that waits for it, and one more
 
 
@@ -45,6 +52,7 @@ class ControlThread:
         self._loop = asyncio.get_event_loop()  # the main thread's: it makes this object
         self._probe = Probe(kernel.group)
         self._consulting: asyncio.Future[control.Answer] | None = None
+        self._late: tuple[Question, int, float, control.Answer] | None = None
         self._has_jedi = False
         self._aborting: asyncio.Future[control.Answer] | None = None
         self._answering: set[asyncio.Task[None]] = set()
@@ -96,9 +104,18 @@ class ControlThread:
         """
         if self._consulting is not None and not self._consulting.done():
             return send(control.Ok())
+        late, self._late = self._late, None
+        # A cell that has run since may have changed the variables.
+        shell: Any = self._kernel.shell
+        cell, now = shell.execution_count, time.monotonic()
+        if late is not None and late[:2] == (question, cell) and now < late[2]:
+            return send(late[3])
         loop = asyncio.get_running_loop()
         self._consulting = loop.run_in_executor(None, self._tried, question)
-        return send(await asyncio.shield(self._consulting))
+        answer = await asyncio.shield(self._consulting)
+        if (over := time.monotonic()) > now + LATE_SECONDS:
+            self._late = question, cell, over + KEPT_SECONDS, answer
+        return send(answer)
 
     def _complete(self, code: str, cursor: int) -> Completions:
         kernel: Any = self._kernel

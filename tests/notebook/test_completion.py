@@ -85,6 +85,23 @@ def test_names_and_attributes(two: Notebook) -> None:
     assert two.value("'train_for' in globals()") is False
 
 
+SLOW = """%%distributed
+class Slow:
+    def __dir__(self):
+        import time
+        time.sleep(0.6)
+        return ["comes_late"]
+slow = Slow()"""
+
+
+def test_names_that_come_late(two: Notebook) -> None:
+    """A front end that asks again has what took a rank longer than one question may take."""
+    two.run(SLOW)
+    has(two, "%%distributed\nslow.", "comes_late")
+    two.run("%%distributed\nSlow.__dir__ = lambda self: ['other']")
+    wait_until(lambda: "other" in complete(two, "%%distributed\nslow."), "the cell has changed it")
+
+
 def test_signatures_and_help(two: Notebook) -> None:
     """What it is on the workers, not here; of the notebook's own names the notebook's."""
     told = ("train_for(net, steps=3)", "Train it for so many steps.", "\nRank:      0")
