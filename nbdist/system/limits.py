@@ -27,6 +27,7 @@ SIGNS = re.compile(
     rf"|{_AGAIN} \(src/thread\.cpp"  # libzmq
     rf"|(^|RuntimeError: |what\(\):  ){_AGAIN}$"  # std::thread, as torch uses it
     rf"|fork: (retry: )?{_AGAIN}"  # shells
+    rf"|gloo cannot use it \({_AGAIN}\)"  # nbdist, if gloo cannot start its thread
 )
 """The messages of a process that could not start a thread or process.
 
