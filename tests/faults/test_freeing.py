@@ -161,9 +161,12 @@ def test_variables_that_are_incomplete(world: World) -> None:
         left = f"{named} on ranks 0,2-3 may hold a part of the result (all_reduce, line {line})."
         assert str(error).endswith(f" and were released{f'. {left}' if named else KEPT + '.'}")
         world.execute("x = layer = same = base = apart = None")
-    running = run_for(
-        world, "x = torch.ones(3)\nif rank < 3: dist.all_reduce(x)\nelse: input()", 0.5
-    )
+    source = "x = torch.ones(3)\nif rank < 3: dist.all_reduce(x)\nelse: input()"
+    running = world.submit(world.task(source))
+    for _ in world.follow(running):
+        places = [stack.place.operation for stack in world.stacks([0, 1, 2])]
+        if places == ["all_reduce"] * 3:
+            break
     stop(world, running)
     assert running.damage.startswith("`x` on ranks 0-2 may hold")
 

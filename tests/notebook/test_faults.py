@@ -176,7 +176,7 @@ LATE = """import time
             print("waits" * (rank == 2))
             time.sleep(600 * (rank == 2))
         finally:
-            time.sleep(6 * (rank == 2))
+            time.sleep(12 * (rank == 2))
             print("saved" * (rank == 2))"""
 
 
