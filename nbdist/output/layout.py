@@ -241,7 +241,8 @@ def _live_blocks(
     for group in groups:
         lines = min(group.line_count, _MOST_LINES)
         is_open = _is_open(group, transcript, lines, room) or _asks(group)
-        room -= lines if is_open else 0
+        if is_open:
+            room -= lines
         most = _LIVE_LINES_OF_FAILED if is_many else TALL_LINES if is_open else 1
         most = _LIVE_LINES_OF_ASKING if _asks(group) else most
         items, earlier = _items(group, most, is_live=True)
