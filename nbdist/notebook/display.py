@@ -1,4 +1,8 @@
-"""A cell's output while it runs and when it has ended, and tables; on IPython's own thread."""
+"""Shows the output of cells and magics in the notebook: panels, plain lines, tables, progress.
+
+Runs in the notebook's process, on IPython's main thread.  `make_display` chooses between a panel
+and plain lines; cells and commands then draw on the display that it returns.
+"""
 
 from __future__ import annotations
 
@@ -37,18 +41,23 @@ REDRAW = 0.25  # seconds between drawings: the page rebuilds the whole panel at 
 
 
 class PanelDisplay:
-    """One display that is redrawn a few times a second and replaced at the end.
+    """The output panel of one cell, redrawn a few times a second and replaced at the end.
 
-    `can_change`: what has been shown can still be shown otherwise.
-    `is_alone` says whether its cell is one magic, and `is_page` whether a page shows the cell.  A
-    page redraws displays; other clients may show new ones alone, so the last drawing is a new one.
-    `place` returns the request of the cell in which something is shown now.  `notes` stand with
-    what it shows; `seconds` is the setting of this name: with "none" it is drawn at the end alone.
-    The head of a panel names the `pool`, as do magics in notes, unless it is the default one: "".
-    With `tabs`, a name for this cell, each rank has a tab.
+    A page in a browser redraws displays.  Other clients may show only new displays, so for them
+    the last drawing is a new display.
+
+    Args:
+        notes: lines that are shown below the output, also of the finished cell.
+        is_alone: whether the cell consists of one magic of nbdist and nothing else.
+        is_page: whether a page in a browser shows the cell.
+        place: returns the request of the cell that runs now.
+        seconds: the setting of this name; with "none" the panel is only drawn at the end.
+        pool: named in the head of the panel and in the magics that notes advise; "" for the
+            default pool.
+        tabs: an id for this cell; if it is given, each rank has a tab.
     """
 
-    can_change = True
+    can_change = True  # a panel that was drawn can be drawn again, with other content
 
     def __init__(
         self,
@@ -67,41 +76,41 @@ class PanelDisplay:
         self._find_place, self._place = place, place()
         self._seconds = seconds
         self._shown: MimeBundle = {}
-        self._is_redrawn = False  # what is shown last went only to clients that redraw displays
-        self._displays = 0  # that it has made and that are there
+        self._is_redrawn = False  # the last drawing reached only clients that redraw displays
+        self._displays = 0  # number of displays below the cell that this panel has made
         self._begin()
-        self._above = ""  # the one that stands above what was typed last
+        self._above = ""  # id of the display above the last typed input
         self._below = Below(pool)
         self._draw_at = time.monotonic() + FIRST_DRAWING
         self._notes, self._passing = [*notes], list[str]()
 
     def note(self, text: str, *, at_once: bool = True, stays: bool = True) -> None:
-        """Show a line beside the output; unless it `stays`, only while the cell runs."""
+        """Add a line below the output; unless `stays`, only while the cell runs."""
         (self._notes if stays else self._passing).append(in_pool(text, self._pool))
         if at_once:
             self.wait_for("")
 
     def wait_for(self, text: str) -> None:
-        """Show a line until there is something else."""
+        """Show the notes and this line until something else is drawn."""
         if not (text and self._seconds == "none"):
             said = " · ".join(filter(None, [*self._notes, *self._passing, text]))
             self._draw(panel(dim(said)), self._passing_text(said) if text else said)
 
     def say(self, text: str, html: str = "") -> None:
-        """Show a line, or lines that look otherwise on a page, as all the output there is."""
+        """Show this text as the whole output, with `html` as its form on a page."""
         self._draw(html or panel(dim(text)), text)
 
     def answer(self, text: str, html: str = "") -> None:
-        """Show what a command has to say at its end, with the notes below."""
+        """Show the final output of a command, with the notes below."""
         notes = " · ".join([*self._notes, *self._passing])
         below = panel(dim(notes)) if notes else ""
         self._draw((html or panel(dim(text))) + below, "\n".join(filter(None, [text, notes])))
 
     def show(self, transcript: Transcript, news: News, waits: str = "", usage: str = "") -> None:
-        """Show what has changed; called whenever ranks have said something, and every so often.
+        """Redraw the running cell's panel, unless it was drawn a moment ago.
 
-        `waits` is a line on ranks that wait for others, as long as they do; `usage` is what
-        memory and GPUs they use.
+        Called after each output of a rank, and periodically without output.  `waits` is a line
+        on ranks that wait for others; `usage` is a line on the memory and GPUs in use.
         """
         now = time.monotonic()
         if now < self._draw_at or self._seconds == "none":
@@ -111,20 +120,21 @@ class PanelDisplay:
     def show_all(
         self, transcript: Transcript, asks: str, turn: int, *, is_here: bool = True
     ) -> None:
-        """Show all that there is, now: an input box comes, for the rank whose `turn` it is.
+        """Redraw the panel at once, because an input box for the rank `turn` will open.
 
-        Below, if `is_here`, and not in a later cell.  `asks` says which ranks wait for one.
+        `asks` names the ranks that wait for input.  `is_here` is True if the box opens below
+        this panel, and False if it opens in a later cell.
         """
         self._draw_live(transcript, time.monotonic(), asks, turn=turn)
 
     def typed(self) -> None:
-        """Go on after input was typed there."""
-        # A page leaves there what was typed, which the panel says too: it goes on below that.
+        """Continue in a new display, after input was typed below this one."""
+        # A page keeps the typed text as output, so the panel moves below it.
         self._above = self._id
         self._begin()
 
     def _begin(self) -> None:
-        """Begin a display of its own with the next drawing."""
+        """Let the next drawing create a new display."""
         self._id = f"nbdist-{uuid.uuid4().hex}"
         self._is_there = False
 
@@ -141,18 +151,18 @@ class PanelDisplay:
         shown = live_layout(transcript, now, waits, usage, clock, turn, note, pool=self._pool)
         shown = live_by_rank(shown, transcript, turn) if self._tabs else shown
         html = panel_html(shown)
-        # With figures as seldom as it takes for no more bytes a second than without.
+        # Figures make a panel big: it is redrawn less often, which bounds the bytes per second.
         self._draw_at = now + REDRAW * max(1.0, len(html) / MOST_LIVE_BYTES)
         self._draw(html, self._passing_text(panel_text(shown)))
-        if all_show_widgets(transcript):  # what moves is to be seen while it does
+        if all_show_widgets(transcript):  # progress bars are of no use after the cell has ended
             self._below.add(transcript)
 
     def end(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
-        """Show it as it stays; called once, last."""
+        """Draw the final panel of a cell that has ended, and its figures; called once."""
         self._begin_last()
         self._draw_final(transcript, logs)
         self._below.end(transcript)
-        # Pages show them in the panel; converters and other programs look for images.
+        # A page shows figures in the panel; converters and other programs search for images.
         for caption, figure in figures(transcript):
             text = f"figure of {caption}, shown above"
             data = {**figure.data, "text/html": NOTHING, "text/plain": text}
@@ -161,26 +171,28 @@ class PanelDisplay:
     again = end
 
     def close(self) -> None:
-        """Show once more what only clients that redraw displays have; later changes are for these.
+        """Repeat the last drawing as a new display, for clients that do not redraw displays.
 
-        Called when its magic has ended.
+        Called when the magic has ended.  Later changes reach only clients that redraw displays.
         """
         if self._is_redrawn and self._begin_last():
             self._draw(self._shown["text/html"], self._shown["text/plain"])
         self._is_alone, self._is_page = False, True
 
     def _begin_last(self) -> bool:
-        """Make the next drawing a new display that takes the place of the one that is there.
+        """Let the next drawing create a display that replaces the present one, if possible.
 
-        Return False if that is redrawn instead: on a page, if its cell shows something else too.
-        A page on which somebody has cleared the cell's output shows new displays alone.
+        Return False if the next drawing will not replace one: nothing was drawn, another cell
+        runs now, or the cell has other output on a page, where the present display is updated.
+        A new display is also seen on a page where the user has cleared the cell's output.
         """
         if not (self._is_there or self._above) or self._find_place() != self._place:
             return False
         is_alone = self._is_alone and OUTPUTS.number == self._displays + self._below.count
-        if is_alone and not (self._is_page and self._below.count):  # a page may draw in these
-            # What was typed goes too, and after Stop the box, which a page leaves there.  Not
-            # before: a box that waits would go.
+        # On a page, displays below hold widgets, whose state on the page would be lost.
+        if is_alone and not (self._is_page and self._below.count):
+            # This removes typed text too, and the input box that a page keeps after Stop.  If it
+            # were done earlier, it would remove an input box that still waits.
             clear_output(wait=True)
             self._above, self._below = "", Below(self._pool)
             self._displays = OUTPUTS.number = 0
@@ -192,12 +204,12 @@ class PanelDisplay:
         return True
 
     def pause(self) -> None:
-        """Leave room for other output below it."""
+        """Prepare for output of another cell; a panel needs no preparation."""
 
     def end_again(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
-        """Show what a rank has printed after the end, if it can change."""
+        """Redraw the panel of a cell that has ended, with output that came later."""
         self._draw_final(transcript, logs)
-        self._is_redrawn = False  # clients that redraw nothing have the cell as it was at its end
+        self._is_redrawn = False  # `close` must not repeat it: other clients keep the first end
         self._below.change(transcript)
 
     def _draw_final(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
@@ -209,7 +221,7 @@ class PanelDisplay:
         self._draw(html, panel_text(shown if self._seconds == "all" else timeless))
 
     def _passing_text(self, text: str) -> str:
-        """End a text that is not the last: a client that redraws nothing shows the next behind."""
+        """Add a line break, as clients other than a page append the next text to this one."""
         return text if self._is_page else f"{text}\n"
 
     def _draw(self, html: str, text: str) -> None:
@@ -228,12 +240,15 @@ class PanelDisplay:
 
 
 def _encodable(text: str) -> str:
-    """Escape halves of surrogate pairs, which cannot be sent to a page as UTF-8."""
+    """Escape lone surrogates, which cannot be sent to a page as UTF-8."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 class PlainDisplay:
-    """Lines as they come, for terminals and logs; called as a `PanelDisplay` is."""
+    """Prints the output of one cell line by line, for terminals and logs.
+
+    Has the methods of `PanelDisplay`.
+    """
 
     can_change = False
 
@@ -270,7 +285,7 @@ class PlainDisplay:
         if waits and waits != self._waits:
             self.note(waits)
         self._waits = waits
-        # Else a prompt is open, which is drawn below all lines.
+        # If `sys.stdout` is another stream, a prompt is open, which would overwrite a bar.
         if sys.stdout is self._stream and self._bars.is_due(now):
             self._bars.show(merged_line(transcript), now)
 
@@ -283,7 +298,7 @@ class PlainDisplay:
         sys.stdout.flush()
 
     def typed(self) -> None:
-        """Say nothing: the terminal shows what was typed."""
+        """Do nothing, as the terminal itself shows the typed text."""
 
     def pause(self) -> None:
         self._bars.clear()
@@ -337,7 +352,11 @@ def make_display(
     notes: Sequence[str] = (),
     pool: str = "",
 ) -> CellDisplay:
-    """Return a panel where the shell is a kernel that a page draws for, else plain lines."""
+    """Return a panel if `has_panels` says so, else a display of plain lines.
+
+    `cell` is the source of the cell that runs; the panel replaces all its output at the end if
+    the cell is a magic alone.
+    """
     if has_panels(shell, settings):
         tabs = f"nbdist-{shell.execution_count}" if settings.layout == "tabs" else ""
         return PanelDisplay(
@@ -354,7 +373,7 @@ def make_display(
 
 
 def has_panels(shell: InteractiveShell, settings: NbDist) -> bool:
-    """Return True if cells are shown as panels: on a page, as far as is known."""
+    """Return True if cells are shown as panels: by default in kernels, not in terminals."""
     chosen = settings.display
     return chosen == "panel" or (chosen == "auto" and hasattr(shell, "kernel"))
 
@@ -363,16 +382,16 @@ _PANELS_OF = (*CELL_MAGICS, "debug")  # IPython's `%debug` leads to `%dist_debug
 
 
 def is_of_magic(cell: str) -> bool:
-    """Return True if a cell is one magic of nbdist's: the magic shows all that the cell shows."""
+    """Return True if a cell is one magic of nbdist, so that all its output is the magic's."""
     text = cell.strip()
     found = cell_magic(text) or (magic_at(text, 0) if "\n" not in text else None)
     return found is not None and (found.name.startswith("dist_") or found.name in _PANELS_OF)
 
 
-# --- what commands show that is more than a line ----------------------------------------------
+# --- tables and blocks of text that commands show ---------------------------------------------
 
 _CELL = "padding:0 16px 0 0;text-align:left;border:none;font-family:monospace"
-_SHORT = 24  # characters that stay in one line, such as `busy 7.5 s`, also on a narrow page
+_SHORT = 24  # characters; a shorter cell of a table, such as `busy 7.5 s`, is never wrapped
 _BLOCK = (
     f"font-family:monospace;font-size:13px;white-space:pre-wrap;margin:0;padding:0 0 0 {INDENT}"
 )
@@ -380,13 +399,13 @@ _BLOCK = (
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """One output in both of its forms."""
+    """An output of a command, as HTML for pages and as text for terminals."""
 
     html: str
     text: str
 
     def on(self, display: CellDisplay) -> None:
-        """Show it there."""
+        """Show this output on a display, as the answer of its command."""
         display.answer(self.text, self.html)
 
 
@@ -396,9 +415,10 @@ def table(
     colours: Mapping[str, str] | None = None,
     first_width: int = 0,
 ) -> Shown:
-    """Draw rows, headings first, below a line; `colours` are of cells by their first words.
+    """Return a table below the line `head`; the first of the `rows` has the headings.
 
-    The first column has room for at least `first_width` characters.
+    `colours` maps the first word of a cell to the cell's colour.  The first column is at least
+    `first_width` characters wide.
     """
     html = f"<div><b>{escape(head)}</b></div>"
     if rows:
@@ -415,12 +435,12 @@ def table(
 
 
 def block(text: str) -> Shown:
-    """Show lines as they are."""
+    """Return a text in a monospaced font, with its spaces and line breaks."""
     return Shown(f'<pre style="{_BLOCK}">{escape(text)}</pre>', text)
 
 
 def below(parts: Iterable[Shown]) -> Shown:
-    """Show several one below the other."""
+    """Join several outputs into one output, one below the other."""
     parts = [*parts]
     html, text = "".join(part.html for part in parts), "\n".join(part.text for part in parts)
     return Shown(html, text)
@@ -434,20 +454,23 @@ def _cell(text: str, colours: Mapping[str, str]) -> str:
     return f'<td style="{style}">{escape(text)}</td>'
 
 
-# --- how far values have come on their way, shown where it takes longer than a moment ---------
+# --- progress of transfers that take longer than a moment -------------------------------------
 
-FIRST_SHOWN = 1.0  # seconds that a transfer has taken before anything is said of it
+FIRST_SHOWN = 1.0  # seconds that a transfer takes before its progress is shown
 
 
 def progress(display: CellDisplay, what: str) -> Callable[[int, int], None]:
-    """Return what shows how many bytes of how many have come, and how fast, if it is time."""
+    """Return a function that shows the progress of a transfer, a few times a second at most.
+
+    The function is called with the number of bytes done, and the total.
+    """
     started = time.monotonic()
     due = started + FIRST_SHOWN
 
     def show(done: int, total: int) -> None:
         nonlocal due
         if (now := time.monotonic()) >= due:
-            # Where lines cannot take one another's place the time doubles.
+            # Lines in a terminal are not replaced: the time between them doubles.
             due = now + (REDRAW if display.can_change else now - started)
             display.wait_for(progress_text(what, done, total, now - started))
 
@@ -455,14 +478,15 @@ def progress(display: CellDisplay, what: str) -> Callable[[int, int], None]:
 
 
 def progress_text(what: str, done: int, total: int, seconds: float) -> str:
-    """Write `shipping data: 1.2 GiB of 4 GiB · 1.1 GiB/s`."""
+    """Write `sending data: 1.2 GiB of 4 GiB · 1.1 GiB/s`."""
     return f"{what}: {size_text(done)} of {size_text(total)} · {size_text(done / seconds)}/s"
 
 
 def moved(steps: Generator[int, None, Made], total: int, display: CellDisplay, what: str) -> Made:
-    """Take all steps of something that yields how many bytes are done, and return what it makes.
+    """Run a generator to its end, showing its progress, and return its result.
 
-    Stop ends it between two of them, and what it has made so far is released.
+    The generator yields the number of bytes that are done.  Stop ends it between two steps, and
+    the partial result is released.
     """
     show = progress(display, what)
     with closing(Steps(steps)) as found:

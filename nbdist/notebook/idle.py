@@ -1,4 +1,8 @@
-"""What workers do while no cell runs: seen on IPython's own thread, and added to past cells."""
+"""Shows what workers do while no cell runs, and handles Stop (SIGINT) in the notebook.
+
+Runs in the notebook's process, on IPython's main thread.  `pool.py` owns the classes: late output
+is added to the panels of cells that have ended, and deaths are reported.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +29,16 @@ from nbdist.output.wording import fold_ranks, traceback_text
 from nbdist.words import name_ranks
 from nbdist.world.link import Link
 
-PAUSE, LONGEST_PAUSE = 0.25, 1.0  # seconds between two times
-PAUSES_PER_NOTICE = 4  # what a drawing takes, four times as long is none
+PAUSE, LONGEST_PAUSE = 0.25, 1.0  # seconds between two calls of `notice`, at least and at most
+PAUSES_PER_NOTICE = 4  # after each call, `IdleWatch` pauses this many times as long as it took
 
 
 class IdleWatch:
-    """Calls `notice` on the event loop of the notebook's cells, at deaths and late output.
+    """Calls `notice` on the event loop of the notebook when a rank dies or prints between cells.
 
-    While `goes_on()` is true, for a task in the background, it does so at all other news too, and
-    every `PAUSE` seconds.  An ipykernel's loop runs between cells; in a terminal each prompt has
-    a loop of its own.
+    While `goes_on()` is true, because a task runs in the background, it also calls `notice` at
+    all other messages of ranks, and every `PAUSE` seconds.  The loop of an ipykernel runs between
+    cells; in a terminal each prompt has its own loop.
     """
 
     def __init__(self, notice: Callable[[], None], goes_on: Callable[[], bool]) -> None:
@@ -50,7 +54,10 @@ class IdleWatch:
         return f"<IdleWatch of {self._link}>"
 
     def follow(self, link: Link | None) -> None:
-        """Watch this link from now on, and none that was watched before."""
+        """Watch this link instead of the former one; None to watch no link.
+
+        Does nothing more than that without a running event loop, or outside the main thread.
+        """
         if link is self._link and not (self.loop and self.loop.is_closed()):
             return
         self.stop()
@@ -60,24 +67,28 @@ class IdleWatch:
             return
         if link is None or not is_main_thread():
             return
-        # A descriptor of our own, which stays ours when the link is closed.
+        # A duplicate stays open, and its number is not reused, when the link closes its own.
         self._link, self.loop, self._asides = link, loop, os.dup(link.asides)
-        # In no cell's context: what is shown belongs to the cell that ran last, not to this one.
+        # An empty context: in the context of this cell, later output would be shown below it.
         contextvars.Context().run(loop.add_reader, self._asides, self._wake)
 
     def update(self) -> None:
-        """Begin to look again and again, or end that; called where what `goes_on` has changed."""
+        """Start the periodic calls of `notice` if `goes_on()` is true now.
+
+        Called whenever the value of `goes_on()` may have changed.  The calls end by themselves
+        once it is false.
+        """
         if self._link is not None:
             self._link.tells_all = self._goes_on()
-        # The loop of a terminal's last prompt is closed while a cell runs; the next prompt follows.
+        # In a terminal the loop is closed while a cell runs; the next prompt has a new one.
         if self.loop is None or self.loop.is_closed():
             return
         if self._goes_on() and self._timer is None:
-            # In no cell's context, as in `follow`.
+            # An empty context, as in `follow`.
             self._timer = contextvars.Context().run(self.loop.call_later, PAUSE, self._notice_now)
 
     def stop(self) -> None:
-        """Watch nothing."""
+        """Stop watching: cancel the timer and close the descriptor."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -89,7 +100,7 @@ class IdleWatch:
 
     def _wake(self) -> None:
         is_closed = False
-        with suppress(BlockingIOError):  # read already
+        with suppress(BlockingIOError):  # the wake-up was already read
             is_closed = os.read(self._asides, 4096) == b""
         loop = self.loop
         if is_closed:
@@ -97,11 +108,11 @@ class IdleWatch:
         if loop is None or is_closed:
             self._notice()
         elif self._timer is None:
-            # A rank may write without end; each time what is shown is drawn anew.
+            # Each call redraws panels, and a rank may write without pause: keep the interval.
             wait = max(0.0, self._notice_at - time.monotonic())
             self._timer = loop.call_later(wait, self._notice_now)
         elif self._goes_on():
-            # It shows what there is as often as it should; more waits to be taken in.
+            # Messages wait to be received.  The panels limit by themselves how often they draw.
             self._timer.cancel()
             self._timer = loop.call_later(0.0, self._notice_now)
 
@@ -114,19 +125,19 @@ class IdleWatch:
         self.update()
 
 
-# --- what ranks say after their cell has ended, and later changes of what it has shown --------
+# --- output of ranks after their cell has ended, and later changes of its displays ------------
 
-OUTPUTS_KEPT = 1000
+OUTPUTS_KEPT = 1000  # outputs that belong to no cell; older ones are dropped
 
 CELLS_KEPT = 20  # cells whose displays can still change
-MOST_CHARACTERS = 300  # of what one rank has said, where it cannot be shown under its cell
+MOST_CHARACTERS = 300  # of one rank's late output, if it cannot be shown under its cell
 
 
 class FinishedCells:
-    """The cells that have ended, newest last, with the displays that they have."""
+    """The last cells that have ended, newest last, each with its display."""
 
     def __init__(self) -> None:
-        # Without a display those of workers before, which say nothing more.
+        # The display is None for cells of former workers, from which no output can come.
         self._cells: deque[tuple[Transcript, CellDisplay | None]] = deque(maxlen=CELLS_KEPT)
         self._left: deque[tuple[int, Output]] = deque(maxlen=OUTPUTS_KEPT)
         self._changed = set[Transcript]()
@@ -134,22 +145,22 @@ class FinishedCells:
         self._show_at = 0.0
 
     def add(self, transcript: Transcript, display: CellDisplay) -> None:
-        """Keep one more that has ended."""
+        """Add a cell that has ended; the oldest cell is dropped if there are too many."""
         self._cells.append((transcript, display))
 
     def past(self, last: Transcript) -> list[Transcript]:
-        """Return what cells have shown, also those of workers before; `last` is the newest."""
+        """Return the transcripts of past cells, also of former workers', and then `last`."""
         return [*(each for each, _ in self._cells if each is not last), last]
 
     def forget(self) -> None:
-        """Show nothing more in these cells: the workers are new."""
+        """Keep the transcripts, but change no display any more: the workers are new."""
         self._cells = deque([(each, None) for each, _ in self._cells], CELLS_KEPT)
         self._changed.clear()
         self._last_update = None
         self._left.clear()
 
     def receive(self, late: Iterable[tuple[int, Output]]) -> None:
-        """Take in what has come since; what belongs under no cell is for the next one."""
+        """Add late output to its cells; keep output without a cell for `take_texts`."""
         for rank, output in late:
             if not isinstance(output, Visible):
                 continue
@@ -160,25 +171,25 @@ class FinishedCells:
                 self._changed.add(cell)
 
     def lose_widgets(self, gone: Mapping[str, int]) -> None:
-        """Show a line where there was a widget of a rank that has ended; widgets are by id."""
+        """Replace widgets of ranks that have ended by a line; `gone` maps widget ids to ranks."""
         for transcript, _ in self._cells:
             lost = [each.lose_widgets(gone) for each in transcript]
             if any(lost):
                 self._changed.add(transcript)
 
     def again(self, transcript: Transcript) -> None:
-        """Show this one once more, with what changes next."""
+        """Redraw this cell at the next `show`."""
         self._changed.add(transcript)
 
     def update(self, transcript: Transcript) -> None:
-        """Show this one once more if its ranks have said something since the last `update`."""
+        """Redraw this cell at the next `show` if it has new output since the last `update`."""
         state = transcript, sum(each.version for each in transcript)
         if state != self._last_update:
             self._last_update = state
             self._changed.add(transcript)
 
     def show(self, logs: Mapping[int, str], *, at_once: bool = True) -> None:
-        """Show the cells that have changed; unless `at_once`, a few times a second at most."""
+        """Redraw the cells that have changed; unless `at_once`, a few times a second at most."""
         if self._changed and (at_once or time.monotonic() >= self._show_at):
             for transcript, display in self._cells:
                 if transcript in self._changed and display is not None:
@@ -187,7 +198,7 @@ class FinishedCells:
             self._show_at = time.monotonic() + REDRAW
 
     def take_texts(self) -> list[str]:
-        """Return what could not be shown under a cell: a line for all that said the same."""
+        """Remove and return late output without a cell: a line for all ranks with equal output."""
         left = [*self._left]
         self._left.clear()
         return late_texts(left)
@@ -202,7 +213,7 @@ class FinishedCells:
 
 
 def late_texts(late: Iterable[tuple[int, Output]]) -> list[str]:
-    """Write `ranks 0-1 printed after their last cell: bye`, where it cannot be shown there."""
+    """Write `ranks 0-1 printed after their last cell: bye`, a line for each different output."""
     said: dict[int, str] = {}
     for rank, output in late:
         said[rank] = said.get(rank, "") + _text_of(output)
@@ -230,20 +241,22 @@ def _text_of(output: Output) -> str:
 
 
 def is_in_subshell(shell: InteractiveShell) -> bool:
-    """Return True if the cell that asks runs in one."""
+    """Return True if the calling cell runs in a subshell of the kernel, beside other cells."""
     return request_of(shell).get("header", {}).get("subshell_id") is not None
 
 
-# --- stop (SIGINT) where it must not raise ----------------------------------------------------
+# --- stop (SIGINT) while it must not raise ----------------------------------------------------
 
-LOOK_AGAIN = 0.25  # seconds until it is looked again whether a cell still runs
+LOOK_AGAIN = 0.25  # seconds between checks whether a cell still runs
 
 
 class Stops:
-    """Handles Stop inside: it is counted, or `meet` is called, and False has it raised.
+    """A context manager in which Stop (SIGINT) raises no KeyboardInterrupt by itself.
 
-    A KeyboardInterrupt that comes between any two lines of a loop ends the loop: its ranks would
-    run on, and what they had shown be lost.  In other threads than the main one there are none.
+    Without `meet`, each Stop adds 1 to `count`.  With `meet`, the signal handler calls it, and
+    raises KeyboardInterrupt only if it returns False.  Otherwise a KeyboardInterrupt between any
+    two lines of a loop would end the loop: the ranks would keep running, and their output would
+    be lost.  Has no effect outside the main thread, where Stop never raises.
     """
 
     def __init__(self, meet: Callable[[], bool] | None = None) -> None:
@@ -268,24 +281,30 @@ class Stops:
 
 
 def command_stops() -> AbstractContextManager[object]:
-    """Let `met_stops` inside meet Stops, where these raise KeyboardInterrupt."""
+    """Install a handler that raises KeyboardInterrupt, and that `met_stops` can redirect.
+
+    Does nothing if SIGINT has another handler than Python's own.
+    """
     is_raised = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     return Stops(lambda: False) if is_raised else nullcontext()
 
 
 def raised_stops() -> AbstractContextManager[object]:
-    """Raise KeyboardInterrupt at Stop again, where `Stops` handle it."""
+    """Let Stop raise KeyboardInterrupt again, inside of a `Stops`."""
     return Stops(lambda: False) if _in_use() else nullcontext()
 
 
 @contextmanager
 def met_stops(meet: Callable[[], bool]) -> Iterator[None]:
-    """Call this at each Stop of a command inside, in its handler; False raises it after all."""
+    """Call `meet` in the signal handler at each Stop; False raises KeyboardInterrupt after all.
+
+    Does nothing unless a `Stops` with a `meet` is active, such as that of `command_stops`.
+    """
     stops = _in_use()
     if stops is None or stops.meet is None:
         yield
         return
-    # No handler of its own: a job's steps go on in later cells, which have theirs.
+    # The handler stays: a job's steps continue in later cells, which have their own handlers.
     before, stops.meet = stops.meet, meet
     try:
         yield
@@ -295,8 +314,8 @@ def met_stops(meet: Callable[[], bool]) -> Iterator[None]:
 
 @contextmanager
 def held_stops() -> Iterator[None]:
-    """Hold back a Stop that comes inside until this has been left."""
-    stops = Stops()  # it is there, should one come before they are counted
+    """Delay a Stop that comes inside: it is raised when the block is left."""
+    stops = Stops()  # before `try`, so that `finally` has it whenever the Stop comes
     try:
         with stops:
             yield
@@ -316,10 +335,10 @@ def is_main_thread() -> bool:
 
 
 class IdleStop:
-    """Calls `stop` at Stop while no cell runs, as long as that is wanted: ipykernel ignores it.
+    """Calls `stop` if Stop is pressed while no cell runs, as long as `is_wanted()` is true.
 
-    It has a handler of its own while it runs a cell, and puts back after it what was there
-    before; so ours is put in place, and taken away, by the event loop between cells.
+    ipykernel ignores SIGINT between cells.  For each cell it installs its own handler, and then
+    restores the former one.  So the event loop installs and removes our handler between cells.
     """
 
     def __init__(self, stop: Callable[[], None], is_wanted: Callable[[], bool]) -> None:
@@ -329,7 +348,11 @@ class IdleStop:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def update(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
-        """Be there or not, once no cell runs; not where SIGINT means something already."""
+        """Install or remove the handler, as `is_wanted()` says; `loop` is where `stop` runs.
+
+        A handler of somebody else is never replaced.  If a cell runs, so that the handler cannot
+        be removed yet, try again later.
+        """
         self._loop = loop or self._loop
         found, loop = signal.getsignal(signal.SIGINT), self._loop
         if self._is_wanted() and loop is not None:
@@ -343,5 +366,5 @@ class IdleStop:
             loop.call_later(LOOK_AGAIN, self.update)
 
     def _take(self, _number: int, _frame: FrameType | None) -> None:
-        if self._loop is not None:  # not here: it may come in the middle of a drawing
+        if self._loop is not None:  # on the loop, as the signal may interrupt a drawing
             self._loop.call_soon_threadsafe(self._stop)
