@@ -1,6 +1,7 @@
-"""Cells that were sent with `--no-wait`: what they do now, and how they ended.
+"""`Job`, the object for a cell that was sent with `--no-wait`: its state, its result, its end.
 
-The event loop takes their steps between cells, on IPython's own thread; else `wait` does.
+Runs in the notebook's process, on IPython's main thread.  Between cells, the event loop runs the
+job step by step (see `Pool.take_step`); in a cell, `wait` does.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ from nbdist.world.result import CellResult, raised
 from nbdist.world.running import TaskRun
 
 Steps: TypeAlias = Generator[TaskRun, float | None, CellResult[Any] | BaseException]
-"""A cell on its way: what is sent to it is how long its next step may take, as in `Following`.
+"""A generator that runs a cell.  The number sent to it limits the seconds of its next step.
 
-It leads to the result of the cell, or to what the cell raises.
+It yields the task after each step, and returns the result of the cell or the error to raise.
 """
 
 
 LONGEST_LOOK = 2.0
-"""Seconds in which `done` takes in what there is: ranks can write faster than it is shown."""
+"""Seconds after which `done` returns, as ranks can write faster than their output is shown."""
 
-AT_ONCE = 0.05  # seconds within which more comes, where there is more
-AWAITED_EVERY = 0.05  # seconds between two looks of code that awaits it
+AT_ONCE = 0.05  # seconds that `done` waits for more output
+AWAITED_EVERY = 0.05  # seconds between two steps while code awaits the job
 
 
 class Job:
@@ -57,7 +58,7 @@ class Job:
     """
 
     def __init__(self, steps: Steps, running: TaskRun, name: str, place: CellPlace) -> None:
-        """Take over the steps of a cell after the first, which has sent it."""
+        """Take over a cell whose first step has sent it to the workers."""
         self._steps = steps
         self.running = running
         self.title = f"`{name}`" if name else "the cell sent with --no-wait"
@@ -82,23 +83,23 @@ class Job:
         return f"<{' · '.join(filter(None, parts))}>"
 
     def _repr_pretty_(self, printer: RepresentationPrinter, cycle: bool) -> None:  # noqa: FBT001
-        self.done()  # what its panel says already, `running` is not to contradict
+        self.done()  # or it could say `running` of a job whose panel shows its end
         printer.text("<Job ...>" if cycle else repr(self))
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a job belongs to the notebook; what it returns can be sent: job.result()")
 
-    # --- what people ask of it ------------------------------------------------------------
+    # --- for users ------------------------------------------------------------------------
 
     def done(self) -> bool:
-        """Return True if it has ended, well or not; shows what its ranks have said meanwhile."""
+        """Return True if the job has ended, well or not; first show the new output of its ranks."""
 
-        def said() -> int:  # a number that grows
+        def said() -> int:  # grows with each output
             return sum(track.version for track in self.running.transcript)
 
         enough, before = time.monotonic() + LONGEST_LOOK, said()
         self.step()
-        # The end comes after all that its ranks have said, and they are made ready after that.
+        # A rank's end follows its last output, and the job ends some steps after the last rank.
         while self._can_step and time.monotonic() < enough:
             now = said()
             if now == before and self.running.unfinished:
@@ -119,15 +120,15 @@ class Job:
             self.step()
         try:
             return self.result()
-        except StopIteration as error:  # which no coroutine can raise
+        except StopIteration as error:  # Python turns it into a RuntimeError in a coroutine
             raise NbdistError(str(error)) from None
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until it has ended, for `timeout` seconds at most.
+        """Wait until the job has ended, for `timeout` seconds at most.
 
-        Raises what the cell would have raised: WorkerError, WorkerDied, CellTimeout,
-        KeyboardInterrupt after `interrupt`.  JobTimeout, a TimeoutError, where it runs on, and
-        KeyboardInterrupt after Stop, which ends the waiting alone.
+        Raises what the cell would have raised: WorkerError, WorkerDied, CellTimeout, or
+        KeyboardInterrupt after `interrupt`.  If the job still runs after `timeout` seconds, raises
+        JobTimeout, a TimeoutError.  Stop raises KeyboardInterrupt and ends only the waiting.
         """
         self._was_waited_for = True
         stops = self._step_on(float("inf") if timeout is None else timeout)
@@ -140,7 +141,7 @@ class Job:
             raise error.with_traceback(None)
 
     def _step_on(self, timeout: float, show: Callable[[], None] = lambda: None) -> int:
-        """Take steps until it has ended, or Stop is pressed; return how often it was."""
+        """Run the job until it ends, `timeout` is over or Stop is pressed; return the Stops."""
         deadline = time.monotonic() + timeout
         with Stops() as stops:
             while not (self.has_ended or stops.count) and time.monotonic() < deadline:
@@ -148,18 +149,21 @@ class Job:
                 longest = max(0.0, min(TICK, deadline - time.monotonic()))
                 if is_main_thread():
                     self.step(longest)
-                else:  # a subshell: the main thread takes the steps
+                else:  # in a subshell: only the main thread runs the job
                     self._ended.wait(longest)
         return stops.count
 
     def result(self, timeout: float | None = None) -> CellResult[Any]:
-        """Wait as `wait` does; return the last value of the cell by rank: `.rank(0)`."""
+        """Wait as `wait` does, then return the last value of the cell by rank: `.rank(0)`."""
         self.wait(timeout)
         assert self._result is not None
         return self._result
 
     def interrupt(self) -> None:
-        """Make its ranks leave it, as Stop does; again, with less patience.  Returns at once."""
+        """Interrupt the job's ranks, as Stop does in a cell, and return at once.
+
+        Each further call is like a further Stop: ranks that ignore it are given less time.
+        """
         if not self.has_ended:
             self.running.stops += 1
             self.step()
@@ -168,12 +172,15 @@ class Job:
 
     @property
     def runs_on(self) -> str:
-        """What is said where Stop has ended a wait for it."""
+        """A line for the error of an interrupted wait: the job keeps running, and what stops it."""
         again = "Stop again, or " if self._place.is_known else ""
         return f"{self.title} keeps running: {again}`%dist_interrupt` stops it"
 
     def wait_for_turn(self, display: CellDisplay) -> None:
-        """Wait until the workers are free; Stop ends the waiting, not what is waited for."""
+        """Wait until the job has ended, with a line on the display of the cell that waits.
+
+        Stop raises Interrupted and ends only the waiting.
+        """
         said = ""
 
         def show() -> None:
@@ -191,12 +198,12 @@ class Job:
 
     @property
     def seconds(self) -> float:
-        """How long it has run."""
+        """The seconds for which the job has run."""
         return self.running.transcript.elapsed(time.monotonic())
 
     @property
     def has_ended(self) -> bool:
-        """True if there are no more steps to take."""
+        """True if the job has a result or an error."""
         return self._ended.is_set()
 
     @property
@@ -204,25 +211,25 @@ class Job:
         return not (self.has_ended or self._is_stepping) and is_main_thread()
 
     def take_unheard(self) -> str:
-        """Say once that it failed, if `wait()` did not tell; else ""."""
+        """Return, once, a line on a failure that no `wait` or `await` has raised; else ""."""
         is_heard, self._was_waited_for = self._was_waited_for, True
         if is_heard or not isinstance(self._error, WorkerError | CellTimeout):
             return ""
         return f"{self.title} has failed: {one_line(str(self._error))}"
 
     def take_drawn_between(self) -> bool:
-        """Return True if something was shown between cells since this was last asked."""
+        """Return True if the job was drawn between cells since the last call."""
         was, self._was_drawn_between = self._was_drawn_between, False
         return was
 
     def step(self, longest: float = 0.0, *, in_its_cell: bool = False) -> None:
-        """Take in and show what there is, or wait for it `longest` seconds at most.
+        """Receive and show the job's news, waiting for them `longest` seconds at most.
 
-        With `in_its_cell` what is shown belongs to the cell that sent it.
+        If `in_its_cell`, the output belongs to the notebook cell that sent the job.
         """
         if not self._can_step:
             return
-        with held_stops():  # or Stop could leave it stepping for ever
+        with held_stops():  # a Stop in here could leave `_is_stepping` True for ever
             self._is_stepping = True
             self._was_drawn_between |= in_its_cell
             try:
@@ -238,7 +245,7 @@ class Job:
                 self._is_stepping = False
 
     def lose(self, why: str) -> None:
-        """Take no more steps: its workers are gone."""
+        """End the job with JobLost if it still runs: its workers have ended, `why` says how."""
         if not self.has_ended:
             self._end(JobLost(self.title, self.seconds, why))
             self._steps.close()
@@ -252,9 +259,9 @@ class Job:
 
 
 class CellPlace:
-    """Where the cell that runs now shows its output, for what comes later.
+    """Remembers which notebook cell runs now, so that later output can be shown below it.
 
-    `is_known` where a kernel has run it; a terminal's cells have no place but the last line.
+    `is_known` is False in a terminal, where output can only be added at the end.
     """
 
     def __init__(self, shell: InteractiveShell) -> None:
@@ -264,7 +271,7 @@ class CellPlace:
 
     @contextmanager
     def within(self, is_wanted: bool) -> Iterator[None]:  # noqa: FBT001
-        """Show what is shown inside in that cell, where a kernel shows it."""
+        """Let output inside belong to the remembered cell, if `is_wanted` and it is known."""
         if not (is_wanted and self.is_known):
             yield
             return

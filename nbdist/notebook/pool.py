@@ -1,4 +1,8 @@
-"""The pools of a notebook: for each its world, how that is kept alive, and its names."""
+"""The pools of a notebook: `Pool` starts, heals and ends the world of one name; `Pools` has all.
+
+Runs in the notebook's process, on IPython's main thread.  Commands, cells and IPython's events
+call it.
+"""
 
 from __future__ import annotations
 
@@ -41,11 +45,9 @@ from nbdist.world.world import World
 
 
 class Pool:
-    """The world that a pool's cells run in; only IPython's own thread uses it.
+    """One pool: the world in which its cells run, its past cells, and its job.
 
-    `last` is the cell that ran last, `ended` are the displays of earlier ones, `why` is the
-    last failure, `failed` the rank that was first in that of a cell, with its error, and when.
-    `prestarted` leads to the agent that `%load_ext` has started, until the first world has it.
+    Only IPython's main thread uses it.
     """
 
     def __init__(self, pools: Pools, name: str) -> None:
@@ -55,15 +57,16 @@ class Pool:
         self.pages = pools.pages
         self.name = name
         self.world: World | None = None
-        self.last: TaskRun | None = None
+        self.last: TaskRun | None = None  # the newest cell, also while it runs
         self.ended = FinishedCells()
-        self.why: Why | None = None
+        self.why: Why | None = None  # the last failure, for `%dist_why`
+        # The rank that failed first in the last cell that failed, with the time and its error.
         self.failed: tuple[float, int, RankError] | None = None
         self.routine = Routine()
-        self.request: dict[str, Any] = {}  # by which its page has run the last cell
-        self.shown_size = 0
-        self._displayed_in = 0  # so many cells had been typed then
-        self.prestarted: Link | None = None
+        self.request: dict[str, Any] = {}  # the Jupyter message that ran the last cell
+        self.shown_size = 0  # the number of workers that the user was last told
+        self._displayed_in = 0  # the length of IPython's history at the last `display`
+        self.prestarted: Link | None = None  # to the agent of `%load_ext`, until a world uses it
         self._widgets: WidgetRelay | None = None
         self._idle = IdleWatch(self._notice, self._goes_on)
         self._job: Job | None = None
@@ -71,18 +74,19 @@ class Pool:
     def __repr__(self) -> str:
         return f"<Pool {self.name} {self.world}>"
 
-    # --- what there is --------------------------------------------------------------------
+    # --- its state ------------------------------------------------------------------------
 
     @property
     def has_workers(self) -> bool:
-        """True if there are worker processes to look at or to end."""
+        """True if the pool has worker processes, in whatever state."""
         return self.world is not None and self.world.state.has_workers
 
     @property
     def headline(self) -> str:
-        """`4 workers on node01 · gloo · ready`, or that there are none.
+        """A line such as `4 workers on node01 · gloo · ready`, or how to start workers.
 
-        With its `--name` where it was given one, and `8 workers as 2x4` where nodes are simulated.
+        The line ends with the `--name` of the world if it has one, and has `8 workers as 2x4` if
+        there are several nodes.
         """
         world = self.world
         if world is None or not world.state.has_workers:
@@ -94,14 +98,14 @@ class Pool:
 
     @property
     def ready_text(self) -> str:
-        """`4 workers ready · gloo`, with the pool's name where it is not the default one."""
+        """A line such as `4 workers ready · gloo`, with the name of a pool that has one."""
         assert self.world is not None
         workers = count(self.world.size, "worker")
         return f"{self._title}{workers} ready · {self.world.session.backend}"
 
     @property
     def own_name(self) -> str:
-        """Its name; "" of the default pool, which is not named in what is shown."""
+        """The pool's name in texts for users; "" for the default pool, which is not named."""
         return "" if self.name == DEFAULT_POOL else self.name
 
     @property
@@ -110,13 +114,13 @@ class Pool:
 
     @property
     def snapshot_store(self) -> SnapshotStore:
-        """The place of its snapshots, also before it has workers."""
+        """The store of this pool's snapshots, also before it has workers."""
         if self.world is not None:
             return self.world.snapshot_store
         return SnapshotStore(root_folder(default_log_dir()), owner_of(self.name))
 
     def log_files(self) -> dict[int, str]:
-        """Name the log file of each rank that has one; of other machines as `node1:/...`."""
+        """Return the log file of each rank that has one, as `node1:/...` on other machines."""
         if self.world is None:
             return {}
         session = self.world.session
@@ -126,10 +130,10 @@ class Pool:
         return {rank: f"{session.machines.name(rank)}:{file}" for rank, file in logs.items()}
 
     def display(self) -> CellDisplay:
-        """Make a display for what the cell that runs now has to show."""
+        """Make a display for output of this pool below the notebook cell that runs now."""
         history: Any = getattr(self.shell, "history_manager", None)
         cells = getattr(history, "input_hist_raw", None) or [""]
-        # A cell that fails and is run again has several.
+        # Only the first display of a cell may replace the cell's output: a cell can have several.
         is_first, self._displayed_in = len(cells) != self._displayed_in, len(cells)
         auto = self._pools.auto
         cell = (auto.running or cells[-1]) if is_first else ""
@@ -141,9 +145,13 @@ class Pool:
     def ensure(
         self, options: argparse.Namespace, display: CellDisplay, *, for_training: bool = False
     ) -> World:
-        """Return the running world, or start one; UsageError when the options describe another.
+        """Return the running world, healed, or start a world with these options.
 
-        With `for_training` new workers have what DDP, FSDP2 and optimizers import (`WorldSpec`).
+        If `for_training`, new workers import in advance what DDP, FSDP2 and optimizers import
+        (`WorldSpec`).
+
+        Raises:
+            UsageError: the running world has other options.
         """
         if (world := self.mended(display)) is not None:
             check_same(world, options)
@@ -158,7 +166,11 @@ class Pool:
         return world
 
     def mended(self, display: CellDisplay) -> World | None:
-        """Mend the world for a cell, and note what was lost meanwhile; None where none runs."""
+        """Return the world, ready for a cell, or None if there are no workers.
+
+        Waits for the job and for ranks that are still in a stopped cell, and replaces dead
+        workers.  Notes on the display tell what was lost since the last cell.
+        """
         self.wait_for_job(display)
         job, self._job = self._job, None
         if job is not None and (said := job.take_unheard()):
@@ -179,7 +191,7 @@ class Pool:
         return self.world
 
     def _wait_for_stop(self, world: World, display: CellDisplay) -> None:
-        """Wait for ranks that Stop has not ended yet; show what they still did in their cell."""
+        """Wait for ranks that are still in a stopped cell, and redraw that cell with their end."""
         if (running := world.session.stopped_task) is None:
             return
         if running.unfinished:
@@ -191,14 +203,17 @@ class Pool:
         self.ended.again(running.transcript)
 
     def attach(self, world: World) -> None:
-        """Take a world that was there already, and not the agent that `%load_ext` started."""
+        """Use a world that already runs; the agent that `%load_ext` started is closed."""
         self._started(world)
         self._close_prestarted()
 
     def restart(
         self, options: argparse.Namespace, keep: Sequence[str], display: CellDisplay
     ) -> None:
-        """Start new workers, as the ones before but for what the options say."""
+        """Replace all workers by new ones with the former options, changed by `options`.
+
+        The variables in `keep` are kept.  Without a world, start one.
+        """
         world, changes = self.world, given(options)
         if world is None:
             self._start(self._new_world(options), display)
@@ -207,7 +222,7 @@ class Pool:
         display.wait_for("restarting")
         try:
             world.restart(keep=keep, **changes)
-        except BaseException:  # Stop's too
+        except BaseException:  # also KeyboardInterrupt, by Stop
             if not world.state.has_workers:
                 self._lose_job("its workers were ended")
             raise
@@ -218,19 +233,19 @@ class Pool:
             display.note(text)
 
     def shutdown(self) -> str:
-        """End the workers and the agent; say what became of them, "" where there were none."""
+        """End the workers and the agent; return a line on the result, "" if there were none."""
         had_workers = self.has_workers
         if self.world is not None and (widgets := self.world.session.widgets) is not None:
             widgets.end()
             self.show_late()
         self._end("its workers were shut down")
         left = self.world.session.shutdown() if self.world is not None else ""
-        # Not before: where Stop ends the wait, the next `%dist_shutdown` has to find it.
+        # Only after the wait: if Stop interrupts it, the next `%dist_shutdown` needs the world.
         self.world = None
         return f"workers ended, but {left}" if left else "workers ended" if had_workers else ""
 
     def close(self) -> None:
-        """End at once all that this pool has started, but for a world that is to stay."""
+        """End the workers at once, except those of a world with `--detach`, which are detached."""
         self._end("the notebook has ended")
         world, self.world = self.world, None
         if world is not None:
@@ -254,7 +269,7 @@ class Pool:
     def _new_world(self, options: argparse.Namespace) -> World:
         config = self.world.session.config if self.world else WorldConfig(pool=self.name)
         world = World(**vars(config.but(**given(options))))
-        world.session.namespace = self.shell.user_ns  # an embedded shell's is not `__main__`'s
+        world.session.namespace = self.shell.user_ns  # in an embedded shell it isn't `__main__`'s
         if self.prestarted is not None and world.session.config.launched_by == LOCAL:
             world.session.adopt(self.prestarted)
             self.prestarted = None
@@ -276,7 +291,7 @@ class Pool:
 
     def _started(self, world: World) -> None:
         if self.world is world:
-            self.show_late()  # the widgets of the workers before have ended
+            self.show_late()  # before `forget`: it marks the widgets of the former workers as lost
         self.world, self.shown_size = world, world.size
         is_page = hasattr(self.shell, "kernel") and has_panels(self.shell, self._pools.settings)
         world.session.shows_widgets = is_page
@@ -284,7 +299,10 @@ class Pool:
         self._watch_while_idle()
 
     def say_others(self, read: Collection[str]) -> None:
-        """Say which variables that a cell of the notebook has read the ranks have otherwise."""
+        """Tell the user once of each variable that a notebook cell read and ranks have otherwise.
+
+        `read` are the names that the cell used.  Does nothing while the workers are busy.
+        """
         names, session = self.world.session.names, self.world.session  # type: ignore[union-attr]
         ours = [n for n in read if n in self.shell.user_ns and n not in self.gathered]
         known = [name for name in ours if names.record(name) or names.others_of(name)]
@@ -310,7 +328,11 @@ class Pool:
     def bind_gathered(
         self, found: Mapping[str, Any], theirs: Sequence[str], ranks: Collection[int]
     ) -> None:
-        """Bind here what these ranks have, names of `theirs` under the same name."""
+        """Bind values that were gathered from these ranks, in the notebook.
+
+        `theirs` are the names that the ranks use for the same value.  Gathered names are not sent
+        back to the ranks by themselves.
+        """
         self.shell.user_ns.update(found)
         self.gathered.add(found)
         if self.world is not None:
@@ -318,7 +340,7 @@ class Pool:
                 self.world.session.names.gathered(name, ranks if name in theirs else ())
 
     def watch_prompt(self) -> None:
-        """Notice what workers do while a terminal's prompt is open; called on its loop."""
+        """Watch the workers while a terminal's prompt is open; called on the prompt's loop."""
         self._watch_while_idle()
         self._idle.update()
 
@@ -326,7 +348,7 @@ class Pool:
         self._idle.follow(self.world.session.link if self.world and self.has_workers else None)
 
     def show_widgets(self) -> None:
-        """Pass on to pages what the ranks' widgets have said since."""
+        """Pass the new messages of the ranks' widgets to the page, and mark lost widgets."""
         if self.world is None or (widgets := self.world.session.widgets) is None:
             return
         if self._widgets is None or self._widgets.widgets is not widgets:
@@ -339,7 +361,7 @@ class Pool:
             self.ended.lose_widgets(gone)
 
     def show_late(self, *, at_once: bool = True) -> None:
-        """Show what ranks have printed after their cells, below these; and their widgets."""
+        """Add output that came after the end of its cell to that cell, and update widgets."""
         if self.world is not None:
             self.show_widgets()
             self.ended.receive(self.world.session.take_late())
@@ -347,27 +369,30 @@ class Pool:
 
     def _notice(self) -> None:
         self.take_step()
-        # Programs that run notebooks drop everything that is displayed between two cells.
+        # Programs that run notebooks drop all output between two cells: show it in the next cell.
         if is_attended(self.shell):
             self.show_news()
 
     def _goes_on(self) -> bool:
-        """Return True while a job runs, or ranks of a stopped cell that Stop has not ended yet."""
+        """Return True while a job runs, or while ranks are still in a stopped cell."""
         return self.job is not None or bool(self._stopped and self._stopped.unfinished)
 
     @property
     def _stopped(self) -> TaskRun | None:
-        """The cell of which ranks had not left it when Stop gave control back; None without one."""
+        """The stopped cell in which ranks still were when Stop returned control, or None."""
         return self.world.session.stopped_task if self.world and self.job is None else None
 
     def end_cell(self, running: TaskRun, display: CellDisplay) -> None:
-        """Keep a cell that has ended, and from now on show what its ranks still say."""
+        """Record a cell that has ended, so that later output of its ranks is added to it."""
         self.ended.add(running.transcript, display)
         self.show_late()
         self._idle.update()
 
     def show_news(self) -> None:
-        """Replace workers that have died since the last cell; show that, and late output."""
+        """Replace workers that have died since the last cell; show their deaths and late output.
+
+        While ranks are still in a stopped cell, only that cell is redrawn.
+        """
         world = self.world
         if world is not None and (stopped := self._stopped) is not None:
             world.session.receive_waiting()
@@ -381,7 +406,7 @@ class Pool:
                 display.note(str(world.session.lost))
 
     def _mend(self, world: World, display: CellDisplay) -> None:
-        """Replace workers that died while no cell was running, take in machines, and say so."""
+        """Replace workers that died while no cell ran, add new machines, and note both."""
         world.session.receive_waiting()
         if not world.session.is_idle:
             return
@@ -397,7 +422,11 @@ class Pool:
     def tell_of_deaths(
         self, world: World, display: CellDisplay, machines: Machines, dead: Mapping[int, Died] = {}
     ) -> None:
-        """Say which ranks, on these machines, have died outside of a cell, and keep why."""
+        """Note on the display which ranks died outside of a cell and were replaced.
+
+        `machines` are those of the ranks before they were replaced.  The last of the deaths is
+        kept for `%dist_why`.
+        """
         dead = {**dead, **world.session.take_replaced()}
         for rank, died in dead.items():
             self.why = why_died(rank, machines.name(rank), died, self.log_files().get(rank, ""))
@@ -411,32 +440,35 @@ class Pool:
 
     @property
     def job(self) -> Job | None:
-        """The cell, while it runs."""
+        """The cell in the background while it runs, else None."""
         return self._job if self._job is not None and not self._job.has_ended else None
 
     def begin(self, job: Job) -> None:
-        """Let the event loop take its steps from now on, and Stop interrupt it."""
+        """Let the event loop run this job step by step from now on, and Stop interrupt it."""
         self._job = job
         self._idle.update()
 
     def wait_for_job(self, display: CellDisplay) -> None:
-        """Wait until the workers are free; Stop ends the waiting alone."""
+        """Wait until the job has ended; Stop ends only the waiting, not the job."""
         if (job := self.job) is not None:
             job.wait_for_turn(display)
 
     def show_job(self) -> None:
-        """Show what it has said meanwhile, as part of the cell that runs now."""
+        """Show the job's new output; called at the end of each notebook cell."""
         job = self._job
-        if job is None or is_in_subshell(self.shell):  # another thread, which draws nothing
+        if job is None or is_in_subshell(self.shell):  # subshells are other threads
             return
         job.step()
         if job.has_ended and job.take_drawn_between():
-            # nbclient gives updates between cells to no cell, so this is drawn again.
+            # nbclient ignores updates between cells, so the panel is drawn again in this cell.
             self.ended.again(job.running.transcript)
             self.show_late()
 
     def take_step(self) -> None:
-        """Take a step of the job, and let Stop reach it while no cell runs."""
+        """Run a step of the job between cells, and let Stop interrupt the job while no cell runs.
+
+        Once no job runs, Stop has no effect between cells again.
+        """
         if (job := self.job) is not None and self._idle.loop is not None:
             self._pools.idle_stop.update(self._idle.loop)
             job.step(in_its_cell=True)
@@ -450,7 +482,7 @@ class Pool:
 
 
 def _complete_shutdown(world: World) -> None:
-    """End workers whose end was being waited for when Stop came."""
+    """Complete a shutdown that Stop interrupted."""
     if world.state is State.STOPPING:
         world.shutdown()
 
@@ -459,7 +491,7 @@ def _complete_shutdown(world: World) -> None:
 
 
 class Pools:
-    """Those that have been named so far, and the default one."""
+    """All pools of a notebook: the default pool and each pool that was named so far."""
 
     def __init__(self, shell: InteractiveShell, settings: NbDist) -> None:
         self._pid = os.getpid()
@@ -476,11 +508,16 @@ class Pools:
 
     @property
     def default(self) -> Pool:
-        """The one of cells that name no pool."""
+        """The pool of cells without `--pool`."""
         return self._pools[DEFAULT_POOL]
 
     def at(self, name: str | None) -> Pool:
-        """Return the pool of this name, which may be new; UsageError for what is no name."""
+        """Return the pool of this name, or make it; None or "" is the default pool.
+
+        Raises:
+            UsageError: the name is not a word.
+            ForkedProcess: this process was forked from the notebook's.
+        """
         if os.getpid() != self._pid:
             raise ForkedProcess("`%%distributed` and nbdist's other magics")
         name = name or DEFAULT_POOL
@@ -491,23 +528,29 @@ class Pools:
         return self._pools[name]
 
     def known(self, name: str | None) -> Pool | None:
-        """Return the pool of this name if there is one; from any thread, to look alone."""
+        """Return the pool of this name or None; callable from any thread, which must only read."""
         return self._pools.get(name or DEFAULT_POOL)
 
     def world_of(self, name: str | None) -> World | None:
-        """Return the world of a pool that has workers; from any thread, to look alone."""
+        """Return the world of a pool that has workers, else None; any thread may read from it."""
         pool = self.known(name)
         return pool.world if pool and pool.has_workers else None
 
     def show_news(self, _info: object) -> None:
-        """Show, first in a cell, what has not been shown since the last; called by IPython."""
+        """Show in a cell that begins what happened since the last one; IPython calls it.
+
+        Only if a program runs the notebook; for people, the event loop shows it between cells.
+        """
         if not (is_attended(self.shell) or is_in_subshell(self.shell)):
             for pool in self:
                 pool.show_news()
 
     def notice_names(self, result: ExecutionResult) -> None:
-        """Count what a cell has bound as the notebook's; called by IPython after each."""
-        prompt: Any = getattr(self.shell, "pt_app", None)  # a terminal's
+        """Record the names that a cell has bound in the notebook; IPython calls it after each.
+
+        Also shows new output of jobs, and notes variables that the ranks have otherwise.
+        """
+        prompt: Any = getattr(self.shell, "pt_app", None)  # only in a terminal
         for pool in self:
             pool.show_job()
             if prompt is not None:
@@ -517,7 +560,7 @@ class Pools:
         is_theirs = cell.lstrip().startswith(("%%distributed", "%%rank"))
         has_worlds = any(pool.world is not None for pool in self)
         if not is_theirs and (has_worlds or self.gathered.has_any):
-            with suppress(SyntaxError):  # it has bound nothing
+            with suppress(SyntaxError):  # such a cell did not run, so it has bound no names
                 python = self.shell.transform_cell(cell)
                 bound = names_bound(python)
         if bound and result.success:
@@ -533,9 +576,10 @@ class Pools:
                     pool.say_others(names_used(python))
 
     def do_shutdown(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Stand around the kernel's method of this name, in its control thread.
+        """Wrap the kernel's method of this name, which runs in its control thread.
 
-        Cells that run are left, so that none is stopped that is to go on.
+        Sets `kernel_exiting` first: a running cell of a world with `--detach` then returns
+        control without stopping its ranks.
         """
         for pool in self:
             if pool.world is not None:
@@ -543,7 +587,7 @@ class Pools:
         return original(*args, **kwargs)
 
     def close(self) -> None:
-        """End at once all that the notebook has started; called when it ends."""
+        """Close all pools; called when the notebook's process ends."""
         for pool in self:
             pool.close()
 
