@@ -1,7 +1,7 @@
-"""What `nbdist mcp` asks of a notebook's kernel; imported there for it alone.
+"""Functions that `nbdist mcp` calls in a notebook's kernel, by code that it sends there.
 
-What it runs is shown under the user's last distributed cell, as what it is and by whom: people who
-read the notebook see all that has changed the workers.
+Each command that can change workers is shown under the user's last distributed cell, with the
+name of the program that sent it.  So readers of the notebook see everything that happened.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ TOO_LATE = "the notebook was busy for too long: nothing was run"
 
 
 def look(until: float, pool: str, magic: str, line: str = "") -> None:
-    """Run a command that only looks, for the asker alone."""
+    """Run a magic that changes nothing; its output goes to `nbdist mcp` and not to the page."""
     _do(until, pool, lambda shell, _: shell.run_line_magic(magic, line))
 
 
 def output(until: float, pool: str, number: int, ranks: str) -> None:
-    """Print what these ranks have shown in a cell: -1 is the last one, -2 the one before."""
+    """Print the output of these ranks in a past cell: -1 is the last cell, -2 the one before."""
 
     def show(_: Any, found: Pool) -> None:
         past = found.ended.past(found.last.transcript) if found.last else []
@@ -47,7 +47,7 @@ def output(until: float, pool: str, number: int, ranks: str) -> None:
 
 
 def run(until: float, pool: str, who: str, magic: str, line: str, cell: str = "") -> None:
-    """Run a magic, and show it in the notebook with all that it shows."""
+    """Run a magic, and show the magic and its output in the notebook."""
     command = f"{'%%' if cell else '%'}{magic} {line}".rstrip()
     head = f"{who} ran this by `nbdist mcp` at {time.strftime('%H:%M:%S')}:"
 
@@ -71,10 +71,10 @@ def note(until: float, pool: str, text: str) -> None:
 def _do(
     until: float, pool: str, do: Callable[[Any, Pool], object], *, is_seen: bool = False
 ) -> None:
-    """Do this with the shell and the pool, if it is not too late; show errors as cells do.
+    """Call `do` with the shell and the pool, unless `until` has passed; show errors as cells do.
 
-    What `is_seen` is shown under the last cell of the user's page.  What comes up later is shown
-    there in any case, and not to the asker, who has gone.
+    If `is_seen`, the output is shown under the last distributed cell of the user.  Output that
+    comes after this call is shown there in any case, as the caller no longer listens.
     """
     shell: Any = get_ipython()
     request: dict[str, Any] = {}

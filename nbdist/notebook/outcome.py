@@ -1,4 +1,8 @@
-"""How a cell ended: its last value on each rank, and what `%dist_why` shows of a failure."""
+"""The result of a cell: its last value on each rank, and the text of `%dist_why` on a failure.
+
+Runs in the notebook's process.  `cells.py` makes the values, and `Pool` keeps the last failure and
+the `Routine` of snapshots.
+"""
 
 from __future__ import annotations
 
@@ -43,10 +47,13 @@ Bring = Callable[[tuple[int, ...]], Mapping[int, Any]]  # brings the values of t
 
 
 class LastValues(Mapping[int, Any]):
-    """By rank; each is brought once, and all that are missing together where all are wanted."""
+    """The last values of a cell by rank; a value that is still on its rank is fetched on access.
+
+    `values` and `items` fetch all missing values together.  No value is fetched twice.
+    """
 
     def __init__(self, values: Mapping[int, Any], bring: Bring) -> None:
-        """Takes `Elsewhere` for those that are not here."""
+        """Take a value for each rank: an `Elsewhere` for a value that has yet to be fetched."""
         self._values = dict(sorted(values.items()))
         self._bring = bring
 
@@ -70,12 +77,12 @@ class LastValues(Mapping[int, Any]):
         return len(self._values)
 
     def values(self) -> ValuesView[Any]:
-        """Bring them all."""
+        """Fetch all missing values, then return the values."""
         self._want(self._values)
         return super().values()
 
     def items(self) -> ItemsView[int, Any]:
-        """Bring them all."""
+        """Fetch all missing values, then return pairs of rank and value."""
         self._want(self._values)
         return super().items()
 
@@ -86,7 +93,7 @@ class LastValues(Mapping[int, Any]):
 
 
 class Elsewhere(str):
-    """Shown as it is, without quotes, in place of a value that is not here."""
+    """A text in place of a value that is not in the notebook; shown without quotes."""
 
     __slots__ = ()
     __repr__ = str.__str__
@@ -98,7 +105,11 @@ class Elsewhere(str):
 def last_values(
     session: Session, running: TaskRun, bring: Callable[[Task], Mapping[int, Brought]]
 ) -> LastValues:
-    """Read those that came along with the end of a cell; `bring` runs a task for the others."""
+    """Return the last values of a cell that has ended.
+
+    Small values are in the cell's end messages.  For bigger ones `bring` runs a task, but only
+    when they are accessed.
+    """
     values: dict[int, Any] = {}
     unread: dict[int, str] = {}
     for track in running.transcript:
@@ -144,7 +155,7 @@ def _brought(
         session.let_go_of(running.task, packed)
 
 
-# --- the last failure, with all that is known of it -----------------------------------------------
+# --- the last failure -----------------------------------------------------------------------------
 
 TRACEBACK_LINES, WIDTH = 1000, 2000
 LAST_LINES = 20
@@ -152,7 +163,11 @@ LAST_LINES = 20
 
 @dataclass(frozen=True, slots=True)
 class Why:
-    """One failure: `title` says who, when and what; `body` is a traceback, or last lines."""
+    """One failure, for `%dist_why`.
+
+    `title` names the rank, the time and the error.  `body` is the traceback, or the last lines of
+    output.  `followed` are lines on failures of other ranks, and `log` is the rank's log file.
+    """
 
     title: str
     body: str = ""
@@ -161,7 +176,7 @@ class Why:
 
     @property
     def shown(self) -> Shown:
-        """As text, and for a page."""
+        """The failure as an output, for pages and for terminals."""
         log = f"all of its lines: {self.log}" if self.log else ""
         text = "\n".join(filter(None, [self.title, strip(self.body), *self.followed, log]))
         body = traceback_html(self.body, TRACEBACK_LINES, WIDTH) if self.body else ""
@@ -171,7 +186,10 @@ class Why:
 
 
 def why_of(running: TaskRun, error: NbdistError, logs: Mapping[int, str]) -> Why | None:
-    """Find why a cell failed; None where no rank did."""
+    """Describe why a cell failed, or return None if the error is not a failure of a rank.
+
+    If the agent was lost, only the title is known.
+    """
     if isinstance(error, AgentLost):
         return Why(f"{_clock(time.time())} · {error}")
     if not isinstance(error, WorkerError):
@@ -183,21 +201,21 @@ def why_of(running: TaskRun, error: NbdistError, logs: Mapping[int, str]) -> Why
     when = f"{running.seconds_until(first.time_ns):.1f} s into "
     when += f"Cell In[{number}]" if number else "the cell"
     title = f"{_clock(first.time_ns / 1e9)} · {where} · {when} · {error_text(first)}"
-    # A lost machine sends no last lines: those that were shown count.
+    # The agent of a lost machine cannot send the last lines: use the output that was shown.
     tail = running.transcript[rank].tail(LAST_LINES)
     body = body_text(first, (each.text for each in tail if isinstance(each, Line)))
     return Why(title, body, tuple(followed_text(errors, rank)), logs.get(rank, ""))
 
 
 def why_died(rank: int, host: str, died: Died, log: str) -> Why:
-    """Word why a rank was replaced that ran no cell."""
+    """Describe the death of a rank that was in no cell, for `%dist_why`."""
     who = f"rank {rank} on {host}" + (f" (pid {died.pid})" if died.pid else "")
     end = f"the process {idle_end(died)}"
     return Why(f"{_clock(died.time_ns / 1e9)} · {who} · {end}", body_text(died), (), log)
 
 
 def idle_end(died: Died) -> str:
-    """Word how a process ended whose rank ran no cell, or one that was stopped before."""
+    """Return how a process ended outside of a cell: by an earlier Stop, or else with the reason."""
     if died.by_stop:
         return died.end
     why = f": {died.why}" if died.why else ""
@@ -208,12 +226,15 @@ def _clock(seconds: float) -> str:
     return time.strftime("%H:%M:%S", time.localtime(seconds))
 
 
-# --- what a notebook does about snapshots by itself ---------------------------------------------
+# --- automatic snapshots --------------------------------------------------------------------------
 
 
 @dataclass
 class Routine:
-    """What `--every` has set up, and the newest snapshot of this notebook's session."""
+    """The plan for automatic snapshots that `--every` has set, and the session's newest snapshot.
+
+    `every` is the number of successful cells between two snapshots; 0 for no automatic snapshots.
+    """
 
     every: int = 0
     wanted: tuple[tuple[str, ...] | None, str | None] = (None, None)  # variables, name
@@ -221,13 +242,13 @@ class Routine:
     newest: Snapshot | None = field(default=None, repr=False)
 
     def is_due(self) -> bool:
-        """Count a cell that succeeded; return True if a snapshot is to be taken after it."""
+        """Count a cell that succeeded; return True if the caller should take a snapshot now."""
         self.cells += bool(self.every)
         return bool(self.every) and self.cells % self.every == 0
 
     @property
     def hint(self) -> str:
-        """How to bring back what was lost; "" where there is nothing to bring."""
+        """A line on how to restore the newest snapshot; "" if there is none."""
         newest = self.newest
         if newest is None or not newest.folder.exists():
             return ""

@@ -1,6 +1,6 @@
-"""Counts what a magic shows below its cell; on IPython's own thread.
+"""Counts the outputs below a notebook cell while a magic runs; on IPython's main thread.
 
-A cell's outputs are cleared only if they are those of one panel.
+`PanelDisplay` clears a cell's output only if the count says that all of it is the panel's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class OutputCount:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count from 0 on while a magic runs, also what other threads of the notebook write."""
+        """Count from 0 inside; writes of other threads of the notebook's process count too."""
         self.number = 0
         with ExitStack() as stack:
             for stream in (sys.stdout, sys.stderr):
@@ -27,7 +27,7 @@ class OutputCount:
             yield
 
     def _count_writes(self, stream: Any, stack: ExitStack) -> None:
-        # As IPython does that keeps a cell's outputs: handlers of `logging` hold the stream itself.
+        # Wrap the method and not the stream, since handlers of `logging` hold the stream itself.
         write: Callable[..., Any] = stream.write
 
         def counted(text: str) -> Any:
@@ -42,4 +42,4 @@ class OutputCount:
 
 
 OUTPUTS = OutputCount()
-"""Of the notebook's kernel, which runs one cell at a time."""
+"""The count of the notebook's kernel, which runs one cell at a time."""

@@ -1,4 +1,8 @@
-"""When pages have connected to the notebook's kernel: a page that did in mid-cell missed output."""
+"""Records when pages connect to the notebook's kernel, to tell the user about missed output.
+
+Runs in the notebook's process.  A page that is opened or reloaded while a cell runs misses what
+the cell has shown before.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +15,12 @@ from IPython.core.interactiveshell import InteractiveShell
 from nbdist.notebook.cell_text import execution_count, page_of
 from nbdist.world.running import TaskRun
 
-KIND = "kernel_info_request"  # with which every page connects
-QUEUED_SECONDS = 0.5  # after a cell, within which the kernel has handled what had to wait for it
+KIND = "kernel_info_request"  # the first message of every page
+QUEUED_SECONDS = 0.5  # after a cell; within it the kernel handles messages that waited for the cell
 
 
 class Connected(NamedTuple):
-    """A page connected at this monotonic time, or while the cell of this number ran, else 0."""
+    """When a page connected: a monotonic time, and the number of the cell that ran, 0 for none."""
 
     at: float
     cell: int
@@ -31,7 +35,7 @@ class Pages:
         self._cell_ended = float("-inf")
 
     def listen(self, kernel: Any) -> Callable[[], None]:
-        """Record what connects to this kernel; call what is returned to stop that."""
+        """Record each page that connects to this kernel; the returned function stops that."""
         handlers = getattr(kernel, "shell_handlers", {})
         original, is_on = handlers.get(KIND), True
         if original is None:  # a kernel that is no ipykernel
@@ -59,11 +63,11 @@ class Pages:
         self._connected.setdefault(page, Connected(now, cell))
 
     def end_cell(self) -> None:
-        """Record that a cell has ended: the kernel handles next what came while it ran."""
+        """Record that a cell has ended: a page that connects right after it connected during it."""
         self._cell_ended = time.monotonic()
 
     def has_missed(self, page: str, running: TaskRun) -> bool:
-        """Return True if a page has connected after a cell had begun, and before its end."""
+        """Return True if a page connected while this cell ran, so that it missed output."""
         found, transcript = self._connected.get(page), running.transcript
         if found is None or transcript.started is None or found.at < transcript.started:
             return False

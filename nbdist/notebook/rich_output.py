@@ -1,4 +1,7 @@
-"""Rich output of ranks beside their panel: figures in files, displays below it, and widgets."""
+"""Rich output of ranks outside of their panel: figures in files, displays below it, and widgets.
+
+Runs in the notebook's process.  `display.py` uses the first two, `Pool` the relay of widgets.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ from nbdist.world.spec import default_log_dir
 if TYPE_CHECKING:  # most notebooks have no widgets
     from nbdist.world.widgets import Widgets
 
-# --- figures where no page draws: each in a file of its own, beside the log of its rank ----------
+# --- figures in terminals: files beside the log of their rank -------------------------------------
 
 SUFFIXES = {
     "image/png": "png",
@@ -43,14 +46,14 @@ SUFFIXES = {
     "image/svg+xml": "svg",
 }
 
-FIGURES = "figures"  # in the log folder, where those of ranks on other machines go
+FIGURES = "figures"  # folder in the log folder, for figures of ranks on other machines
 
 
 def save_figures(transcript: Transcript, logs: Mapping[int, str]) -> Iterator[str]:
-    """Write each figure of a cell to a file, and say which: `figure of rank 0: PATH`.
+    """Write each figure of a cell to a file; yield a line for each: `figure of rank 0: PATH`.
 
-    One for ranks that have the same; its name is made of what is in it, so that it is written
-    once however often it is shown.  `logs` are the log files of ranks.
+    Ranks with equal figures share a file.  The file's name is a digest of the image, so that an
+    image is only written once.  `logs` are the log files of ranks.
     """
     for group in transcript.groups():
         for shown in group.displays:
@@ -74,7 +77,7 @@ def _saved(suffix: str, image: bytes, log: str | None) -> str:
     if log is None:
         return "not saved: there is no log folder (NBDIST_LOG_DIR)"
     digest = hashlib.blake2b(image, digest_size=6).hexdigest()
-    # `node1:/...` is a file of another machine's.
+    # A log file of another machine begins with the machine's name: `node1:/...`.
     is_here = log.startswith("/")
     folder = Path(log).parent if is_here else Path(default_log_dir(), FIGURES)
     path = folder / f"figure-{digest}.{suffix}"
@@ -89,9 +92,9 @@ def _saved(suffix: str, image: bytes, log: str | None) -> str:
     return str(path)
 
 
-# --- what a panel cannot embed, in displays of its own below it -------------------------------
+# --- displays below a panel, for content that the panel cannot embed --------------------------
 
-NOTHING = "<span></span>"  # what a page draws of a figure that the panel shows already
+NOTHING = "<span></span>"  # drawn for a figure that is in the panel already
 
 EMPTY = Display({"text/html": NOTHING, "text/plain": ""}, {})
 
@@ -106,17 +109,20 @@ class Below:
 
     @property
     def count(self) -> int:
-        """How many displays there are."""
+        """The number of displays, with the captions."""
         return len(self._shown)
 
     def add(self, transcript: Transcript, of: Collection[int] | None = None) -> None:
-        """Show what ranks have that is new, below all else: nothing moves, as a page may draw."""
+        """Append new displays of ranks; `of` selects ranks.
+
+        Does nothing if a display would change its place: a widget on the page would be rebuilt.
+        """
         now = below_panel(transcript, of, self._pool)
         if now[: len(self._shown)] == self._shown:
             self._append(now)
 
     def end(self, transcript: Transcript) -> None:
-        """Show those of all ranks, in the order of these."""
+        """Show the displays of all ranks, in the order of the ranks; the final state of a cell."""
         now = below_panel(transcript, pool=self._pool)
         self._change(now)
         self._append(now)
@@ -128,7 +134,7 @@ class Below:
             OUTPUTS.number += 1
 
     def change(self, transcript: Transcript) -> None:
-        """Show what has changed in its place; there is no room for more displays than before."""
+        """Update displays that have changed; further displays cannot be added any more."""
         if self._shown:
             self._change(below_panel(transcript, pool=self._pool))
 
@@ -147,9 +153,10 @@ class Below:
 def below_panel(
     transcript: Transcript, of: Collection[int] | None = None, pool: str = ""
 ) -> list[Display]:
-    """Return what the page has to render itself, each run of it below a caption.
+    """Return the displays that only the page can render, with captions that name the ranks.
 
-    `MOST_BELOW` at most, unless it is `of` these ranks alone; a line says which have more.
+    Returns all displays of the ranks in `of`.  Without `of` it returns `MOST_BELOW` displays at
+    most, and a caption that says which ranks have more.
     """
     found = leftovers(transcript, of)
     most = MOST_BELOW if of is None else len(found)
@@ -164,7 +171,7 @@ def below_panel(
 
 
 def _readable(shown: Display) -> Display:
-    """Give a display a text that says what it holds, and not the name of its class."""
+    """Replace the text form of a display, often a class name, by a description of its content."""
     return shown._replace(data={**shown.data, "text/plain": plain_of(shown.data)})
 
 
@@ -174,16 +181,18 @@ def _caption(text: str) -> Display:
 
 # --- widgets: messages from the ranks to their models on the page, and back -----------------------
 
-# Each model has a connection of the notebook's own kernel to the page, with the id that it has on
-# its rank.  What a page says is sent to the rank at once, from whichever thread the kernel hears it
-# in.
+# Each widget model has a comm from the notebook's kernel to the page, with the model's id on its
+# rank.  Messages of the page are sent to the rank at once, from the thread that receives them.
 
 CONTROL = "jupyter.widget.control"
-"""By which a page asks for the state of all widgets, once it was reloaded."""
+"""The comm target by which a reloaded page asks for the state of all widgets."""
 
 
 class WidgetRelay:
-    """Passes on what the ranks' `widgets` and the pages of this notebook say to one another."""
+    """Passes messages between the ranks' `widgets` and the pages of this notebook.
+
+    Also answers pages that ask for the state of all widgets, until it is closed.
+    """
 
     def __init__(self, shell: InteractiveShell, widgets: Widgets, session: Session) -> None:
         self.widgets = widgets
@@ -199,13 +208,16 @@ class WidgetRelay:
         return f"<WidgetRelay {len(self._open)} connections of {self.widgets}>"
 
     def show(self) -> None:
-        """Send pages what the ranks have said, and the ranks what pages would say of that."""
+        """Send the ranks' new messages to the pages.
+
+        The contents of Output widgets are sent to their ranks too, as a page would send them.
+        """
         for rank, comm in self.widgets.news():
             if rank >= 0:
                 self._send(rank, comm)
             elif comm.kind == "comm_open":
                 self._connect(comm)
-            elif (known := self._open.get(comm.id)) is None:  # a page has closed it
+            elif (known := self._open.get(comm.id)) is None:  # a page has closed the comm
                 continue
             elif comm.kind == "comm_msg":
                 known.send({**comm.data}, {**comm.metadata}, [*comm.buffers])
@@ -214,7 +226,7 @@ class WidgetRelay:
                 known.close()
 
     def close(self) -> None:
-        """Close all connections, and answer pages no more."""
+        """End the widgets, close their comms, and answer no more requests of pages for them."""
         self.widgets.end()
         self.show()
         _RELAYS.remove(self)
@@ -237,7 +249,7 @@ class WidgetRelay:
         self._open[comm.id] = opened
 
     def _hear(self, kind: CommKind, name: str, message: Mapping[str, Any]) -> None:
-        """Pass on what a page says; answer at once what can be answered here."""
+        """Pass a message of a page to its rank; answer a request for state from the copy here."""
         content = message["content"]
         data = content.get("data") or {}
         if data.get("method") == "request_state":  # of an older page, which was reloaded
@@ -257,7 +269,10 @@ class WidgetRelay:
             link.send(ToWidget(rank, comm))
 
     def _answer_pages(self, *_: object) -> None:
-        """Be asked for all widgets; `import ipywidgets` takes that for itself."""
+        """Register for requests of all widgets' state, again after each cell.
+
+        `import ipywidgets` registers itself instead, which would leave out the ranks' widgets.
+        """
         if self._manager.targets.get(CONTROL) is not answer_page:
             self._manager.register_target(CONTROL, answer_page)
 
@@ -266,7 +281,7 @@ _RELAYS: list[WidgetRelay] = []
 
 
 def answer_page(control: Any, _: Mapping[str, Any]) -> None:
-    """Answer a page that opens this connection to ask for the widgets that there are."""
+    """Answer requests for the state of all widgets on a comm that a page has opened."""
     control.on_msg(partial(_send_states, control))
 
 
@@ -291,7 +306,7 @@ def _send_states(control: Any, message: Mapping[str, Any]) -> None:
 
 
 def _states() -> Iterator[tuple[str, Mapping[str, Any], Mapping[tuple[Any, ...], bytes]]]:
-    """Yield id, state and buffers of all models: the ranks', and the notebook's own."""
+    """Yield id, state and buffers of each widget model, of the ranks and of the notebook."""
     for relay in _RELAYS:
         for name, model in [*relay.widgets.models.items()]:
             yield name, {**model.state}, {**model.buffers}
@@ -304,7 +319,7 @@ def _states() -> Iterator[tuple[str, Mapping[str, Any], Mapping[tuple[Any, ...],
 
 
 def create_comm(**options: Any) -> Any:
-    """Open a connection to the page, also with an ipykernel that is older than `comm`."""
+    """Open a comm to the page, also with an ipykernel that is older than the package `comm`."""
     if Version(version("ipykernel")) < Version("6.18"):
         from ipykernel.comm import Comm as OwnComm
 
