@@ -1,7 +1,7 @@
-"""A cell on its way through a pool: checked, sent with its names, followed, and run again.
+"""Runs a cell on a pool: checks it, sends it with its variables, follows it, and runs it again.
 
-Called by commands, on IPython's own thread.  A cell's way is a generator, which `through` runs
-to its end, and a `Job` a step at a time.
+Called by commands, on IPython's main thread.  A generator runs the cell: `through` runs the
+generator to its end, and a `Job` runs it step by step.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ from nbdist.world.world import World
 
 R = TypeVar("R")
 
-LONG_CELL = 2.0  # seconds: in the middle of a shorter one hardly anybody reloads
+LONG_CELL = 2.0  # seconds; hardly anybody reloads the page during a shorter cell
 
 Pack = Callable[[NameTable], Plan]
-"""Finds the variables to send, by which ranks have them; called before each attempt."""
+"""Plans which variables to send, from the table of names; called before each attempt."""
 
 
 def source_steps(
@@ -63,7 +63,7 @@ def source_steps(
     display: CellDisplay,
     options: argparse.Namespace,
 ) -> Steps:
-    """Run a cell on workers and show it; `options` start workers where there are none."""
+    """Run a cell on workers and show it; if there are no workers, start them with `options`."""
     cell = as_magic(pool.shell, cell, pool.world if pool.has_workers else None)
     python = check_source(pool.shell, first_line, cell)
     source = in_notebook_lines(first_line, cell)
@@ -87,7 +87,11 @@ def prepare(
     display: CellDisplay,
     options: argparse.Namespace,
 ) -> tuple[Task, World]:
-    """Make a task with the notebook's number, and its world, which is started if need be."""
+    """Return the task for a cell or other work, and its world, which is started if needed.
+
+    The task has the number of the notebook cell.  If the page was reloaded during the last
+    cell, a note says how to see the missed output.
+    """
     for_training = isinstance(work, Source) and names_training(work.text)
     world = pool.ensure(options, display, for_training=for_training)
     last, page, pool.request = pool.last, page_of(pool.request), request_of(pool.shell)
@@ -99,14 +103,14 @@ def prepare(
         page_text = "this page was opened or reloaded"
         display.note(f"{page_text} before {cell} had ended: `%dist_output -2` shows its output")
     on = parse_ranks("all" if options.ranks is None else options.ranks, world.size)
-    # With `--detach` another notebook may give it a name.
+    # With `--detach`, another notebook may later bind the cell's last value.
     keeps = options.out is not None or world.session.config.detach
     count, key = execution_count(pool.shell), cell_id(pool.shell)
     return world.session.task(work, ranks=on, execution_count=count, key=key, keeps=keeps), world
 
 
 def through(steps: Generator[Any, Any, R | BaseException]) -> R:
-    """Take all steps; return what they lead to, or raise it where it is an error."""
+    """Run a generator to its end; return its result, or raise it if it is an error."""
     while True:
         try:
             next(steps)
@@ -118,7 +122,7 @@ def through(steps: Generator[Any, Any, R | BaseException]) -> R:
     return led_to
 
 
-# --- sending, and again -----------------------------------------------------------------
+# --- sending, and running again ---------------------------------------------------------
 
 
 def attempt_steps(
@@ -130,13 +134,13 @@ def attempt_steps(
     options: argparse.Namespace,
     setup: str = "",
 ) -> Steps:
-    """Run a cell and show it; returns the error of its last attempt when that failed too.
+    """Run a cell and show it; return its result, or the error if the last attempt failed too.
 
-    Not raised: where a rank raised StopIteration it is one, which cannot leave a generator.
-    `setup` is its key where new workers are to run it too.
+    The error is returned and not raised: it is a StopIteration if a rank raised one, and a
+    generator cannot raise that.  `setup` is the key of a cell that new workers will run too.
 
-    What an attempt has bound is no matter to the next: so each has the names of the notebook
-    as the first one had them, and new ranks get those that they lack.
+    With `--max-restarts`, each attempt starts from the same table of names, whatever an attempt
+    before it has bound.  Restarted ranks get the variables that they lack.
     """
     patience = world.session.config.but(**at_once(options)).patience
     patience = replace(patience, timeout=options.timeout)
@@ -166,7 +170,7 @@ def outcome_of(
     try:
         check_end(pool, world, running)
     except (NbdistError, Interrupted) as error:
-        if running.patience.control_timeout is None:  # a job: there is no cell that shows it
+        if running.patience.control_timeout is None:  # a job: no cell shows its error
             display.note(str(error), at_once=False)
             display.end_again(running.transcript, pool.log_files())
         return error
@@ -174,7 +178,10 @@ def outcome_of(
 
 
 def settled(pool: Pool, world: World, names: NameTable, pack: Pack) -> Shipment:
-    """Pack what has to go along; what ranks have changed since it was sent stays theirs."""
+    """Decide which variables to send with a cell.
+
+    Ranks are asked first about values that they may have changed; changed ones are not replaced.
+    """
     found = pack(names)
     if (question := found.question) is not None:
         task = world.task(Call("values.inspect", question.arguments), ranks=question.ranks)
@@ -194,7 +201,7 @@ def _attempt(
     packed = shipment.packed(display)
     task = replace(task, names=packed.payloads)
     try:
-        # Ranks may run it before it is followed: a Stop meanwhile is met as one that comes later.
+        # Ranks may run the task before `follow_steps` begins: handle a Stop as it does.
         with met_stops(partial(world.session.meet_stop, task)):
             machines = world.session.machines
             running = pool.last = world.session.submit(task, patience, shipment.parcels)
@@ -221,12 +228,12 @@ def _attempt(
 def follow_steps(
     pool: Pool, world: World, running: TaskRun, display: CellDisplay | None
 ) -> Generator[TaskRun, float | None, None]:
-    """Show a task (or not) until it ends, or Stop has given control back; a step at a time.
+    """Follow a task step by step until it ends, or until Stop returns control.
 
-    What a rank wants typed is asked for below all that it has said, once the cell is waited for.
-    A Stop is met, wherever in a step it comes.
+    Shows its output if there is a display.  If a rank reads input, an input box opens below the
+    output, but only while a cell waits for the task.  A Stop is handled wherever it comes.
     """
-    is_here = True  # the cell that runs is the one whose output is shown
+    is_here = True  # the running notebook cell is the one that sent the task
     is_job = running.patience.control_timeout is None
     with met_stops(partial(world.session.meet_stop, running.task)):
         following, longest = world.follow(running, answers=True), None
@@ -240,7 +247,7 @@ def follow_steps(
                 is_here = is_here and is_attended
                 with running.counting_stops():
                     if display:
-                        pool.show_widgets()  # first the models, then what shows them
+                        pool.show_widgets()  # first the widget models, then displays of them
                         _show_news(running, news, display, is_attended=is_attended)
                         pool.show_late(at_once=False)
                     if is_attended and (rank := running.next_to_ask) is not None:
@@ -252,7 +259,7 @@ def follow_steps(
                             if display and is_here:
                                 display.typed()
                 longest = yield running
-        except GeneratorExit:  # with its workers
+        except GeneratorExit:  # `Job.lose`: the workers have ended
             if display:
                 running.transcript.abort(time.monotonic())
                 display.note("the workers ended before the cell had finished", at_once=False)
@@ -269,7 +276,7 @@ def follow_steps(
 def _show_news(running: TaskRun, news: News, display: CellDisplay, *, is_attended: bool) -> None:
     waits, asks = running.waits, running.prompts.text
     done, total = running.bytes_moved
-    # As lines below one another there would be too many.
+    # Only in a panel: in a terminal, each change would be another line.
     if not waits and display.can_change and done < total:
         waits = f"big values are being packed: {size_text(done)} of {size_text(total)}"
     if asks and not is_attended:
@@ -280,7 +287,11 @@ def _show_news(running: TaskRun, news: News, display: CellDisplay, *, is_attende
 
 
 def check_end(pool: Pool, world: World, running: TaskRun, *, stopped: bool | None = None) -> None:
-    """Raise the one error of a cell that failed, which says what became of dead ranks."""
+    """Raise the error of a cell that failed or was stopped, with the fate of dead ranks.
+
+    Returns if the cell succeeded.  `stopped` says whether Stop was pressed; by default the task
+    knows.  Records the failure for `%dist_why`.
+    """
     if running.unfinished and world.session.outlives_kernel():
         find = f"`%dist_attach {world.session.spec.name}` in the next one finds them"
         raise Interrupted((), fate=f"the kernel ends, and the workers keep running: {find}")
@@ -307,9 +318,9 @@ def check_end(pool: Pool, world: World, running: TaskRun, *, stopped: bool | Non
 
 
 def _not_sent_text(pool: Pool, name: str) -> str:
-    """Say why a name is not defined on a rank, and what to do; "" where that is not known."""
+    """Return why a name is not defined on a rank, and how to send it; "" if that is unknown."""
     if name in WORKERS_OWN or name in WORKERS_MODULES:
-        return ""  # each worker's own are never sent
+        return ""  # never sent: each worker has its own
     if name in pool.gathered:
         why = f"`{name}` was gathered from the ranks, so it is not sent by itself"
     elif name in pool.shell.user_ns:
@@ -322,7 +333,11 @@ def _not_sent_text(pool: Pool, name: str) -> str:
 def bring(
     pool: Pool, world: World, task: Task, display: CellDisplay | None = None, what: str = ""
 ) -> dict[int, Any]:
-    """Run a task without showing it, but for how far `what` it brings back has come; return it."""
+    """Run a task without showing its output, and return its results by rank.
+
+    With a display, the progress of the transfer is shown, with `what` as its name.  Waits for a
+    job first.
+    """
     pool.wait_for_job(pool.display())
     show = progress(display, what) if display else None
     with met_stops(partial(world.session.meet_stop, task)):
@@ -347,7 +362,10 @@ def bind(
     display: CellDisplay | None = None,
     shipped: Mapping[int, Parcel] | None = None,
 ) -> TaskRun:
-    """Bind what a task brings on all its ranks, or on none; shown where there is a display."""
+    """Run the task `take`, and bind its values on all its ranks, or on none if a rank fails.
+
+    The first step is shown if there is a display.
+    """
     machines = world.session.machines
     for running in binding(world.session, take, work, shipped):
         pool.tell_of_deaths(world, display or pool.display(), machines)
@@ -360,7 +378,7 @@ def bind(
 
 
 def result_of(pool: Pool, world: World, running: TaskRun) -> CellResult[Any]:
-    """Make the result of a cell: its last value on each rank, big ones brought when asked for."""
+    """Return the result of a cell with its last values; big values are fetched on access."""
     values = last_values(world.session, running, partial(bring, pool, world))
     return replace(running.result(), by_rank=values)
 
@@ -371,7 +389,7 @@ def _keep_why(pool: Pool, running: TaskRun) -> None:
 
 
 def notes_on(transcript: Transcript, table: NameTable) -> Iterator[str]:
-    """Say what ranks run that was edited, and which names of their own they gave other values."""
+    """Yield notes on a cell: files that were edited after their import, and rebound own names."""
     changed: dict[str, list[int]] = defaultdict(list)
     covered: dict[str, list[int]] = defaultdict(list)
     for track in transcript:

@@ -1,4 +1,8 @@
-"""`@command`: makes a magic of a function; a file in `nbdist.notebook.commands` is all it needs."""
+"""`@command` makes a magic from a function, and `Line` is what the function gets when it is typed.
+
+Runs in the notebook's process.  Every function with `@command` in a file of
+`nbdist.notebook.commands` becomes a magic when the extension is loaded.
+"""
 
 from __future__ import annotations
 
@@ -57,9 +61,10 @@ Split = Callable[[Magic, str], tuple[str, list[str]]]
 
 
 class Line:
-    """One use of a magic: what was typed, and the pool, world and display that it concerns.
+    """One call of a magic: the typed text, the parsed options, and the pool, world and display.
 
-    `pool` is the one that `--pool` names, or the default one; `pools` are all where none is named.
+    `pool` is the pool that `--pool` names, or the default pool.  `pools` has all pools if no
+    pool is named.
     """
 
     def __init__(self, command: Command, pools: Pools, text: str, cell: str = "") -> None:
@@ -77,50 +82,53 @@ class Line:
 
     @property
     def world(self) -> World:
-        """The pool's, once a cell that was sent with `--no-wait` has ended.
+        """The pool's world; first waits for a cell that was sent with `--no-wait`.
 
-        WorldNotStarted, in the magic's name, where there are no workers.
+        Raises WorldNotStarted, with the magic's name, if there are no workers.
         """
         self.pool.wait_for_job(self.display)
         return self.busy_world
 
     @property
     def busy_world(self) -> World:
-        """The same, also while it runs such a cell."""
+        """The pool's world, also while it runs a cell that was sent with `--no-wait`."""
         if self.pool.world is None or self.pool.world.state is State.STOPPED:
             raise WorldNotStarted(f"`{self.command.shown_name}`")
         return self.pool.world
 
     def look(self, pool: Pool, request: Request) -> Any:
-        """Ask a pool's agent for rows on its ranks, also beside a cell; none without workers."""
+        """Ask a pool's agent for rows on its ranks, also while a cell runs; () without a world."""
         if pool.world is None:
             return ()
         session = pool.world.session
-        # What has come up meanwhile is the running cell's, whose thread takes it in.
+        # In a subshell another thread may run a cell, and only that thread receives messages.
         is_beside = is_in_subshell(pool.shell)
         return session.look(request) if is_beside else session.ask(request)
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Those of `-r`, by default all."""
+        """The ranks of the option `-r`; all ranks by default."""
         return self.ranks_of(self.options.ranks)
 
     def ranks_of(self, text: str | None) -> tuple[int, ...]:
-        """Select ranks, also of workers that have ended; UsageError for what selects none."""
+        """Return the ranks that a text such as `0,2-3` selects; None selects all ranks.
+
+        The workers may have ended.  Raises UsageError for a text that selects no rank.
+        """
         return parse_ranks("all" if text is None else text, (self.pool.world or self.world).size)
 
     def call(self, op: str, **arguments: Any) -> dict[int, Any]:
-        """Call an op of `nbdist.worker.ops` on these ranks, and bring what it returns, by rank."""
+        """Call an op of `nbdist.worker.ops` on `ranks`, and return its results by rank."""
         task = self.world.task(Call(op, arguments), ranks=self.ranks)
         return bring(self.pool, self.world, task)
 
     @cached_property
     def display(self) -> CellDisplay:
-        """Where this magic shows what it has to show."""
+        """The display of this magic's output, made at the first use."""
         return self.pool.display()
 
     def end_display(self) -> None:
-        """Show what the magic has shown last also to clients that redraw no displays."""
+        """Repeat the last output for clients that redraw no displays, if the magic has any."""
         if "display" in vars(self):
             with held_stops():
                 self.display.close()
@@ -128,20 +136,21 @@ class Line:
 
 @dataclass(frozen=True)
 class Value:
-    """What `x = %magic` binds; the magic alone shows nothing of it."""
+    """A magic's result that `x = %magic` binds.  If it is not bound, it is not shown."""
 
     value: Any
 
 
 Returned = Shown | Value | str | None
-"""What a magic returns to be shown; None where it has shown it."""
+"""What the function of a magic returns: the output to show, a value to bind, or None."""
 
 
 @dataclass(frozen=True, repr=False)
 class Command:
-    """A magic: `run` gets its line.
+    """A magic of nbdist; the function `run` is called with a `Line`.
 
-    `looks` are the options with which it only looks, "" for none that is needed.
+    `looks` are the options with which the magic changes nothing, so that it may run beside a
+    cell; "" says that no option is needed.
     """
 
     run: Callable[[Line], Returned]
@@ -154,19 +163,19 @@ class Command:
 
     @property
     def name(self) -> str:
-        """As IPython knows it."""
+        """The name without `%`, under which IPython has the magic."""
         return self.run.__name__
 
     @property
     def shown_name(self) -> str:
-        """As people type it: `%dist_init`, `%%distributed`."""
+        """The name as it is typed: `%dist_init`, `%%distributed`."""
         return f"{'%%' if self.kind == 'cell' else '%'}{self.name}"
 
     def short(self, name: str, option: str) -> Command:
-        """Make a magic of this name, from an earlier version, that is this one with an option."""
+        """Make a magic with a name of an earlier version: this magic with an option added."""
         how = f"`{self.shown_name} {option}`"
 
-        @wraps(self.run)  # with its parser
+        @wraps(self.run)  # copies the parser
         def run(line: Line) -> Returned:
             return self.run(line)
 
@@ -184,15 +193,15 @@ class Command:
 
     @property
     def looking(self) -> list[str]:
-        """The ways to call it while a cell runs: `%dist_status`, `%dist_output --log`."""
+        """The calls that may run beside a cell: `%dist_status`, `%dist_output --log`."""
         return [f"{self.shown_name} --{name}" if name else self.shown_name for name in self.looks]
 
     def magic(self, pools: Pools) -> Callable[..., Any]:
         """Make the function that IPython calls with a line, and with a cell if there is one."""
 
-        @wraps(self.run)  # so that `%dist_init?` shows its help, and the file that it is in
+        @wraps(self.run)  # so that `%dist_init?` shows the help and the file of the function
         def magic(text: str, cell: str = "") -> Any:
-            # A subshell's magics run beside others, in another thread, and clear no output.
+            # Magics in a subshell run beside others in another thread: the count is not theirs.
             is_panel = has_panels(pools.shell, pools.settings)
             is_counted = is_panel and not is_in_subshell(pools.shell)
             with OUTPUTS.counting() if is_counted else nullcontext():
@@ -231,7 +240,10 @@ class Command:
         return magic
 
     def line_magic(self, pools: Pools) -> Callable[..., None]:
-        """Make the function for a cell that is one line, in which IPython replaces no `{x}`."""
+        """Make the line magic `%distributed x = 1` of a cell magic.
+
+        IPython does not fill in `{x}` in its line.
+        """
         magic = self.magic(pools)
 
         @wraps(self.run)
@@ -249,7 +261,10 @@ class Command:
 
 @dataclass(frozen=True)
 class CellOption:
-    """An option that `%%distributed` has besides its own: `around` is entered for each cell."""
+    """An option that a plugin adds to `%%distributed`.
+
+    `add` adds the option to the magic; `around` makes a context in which each cell runs.
+    """
 
     add: Callable[[Magic], Magic]
     around: Callable[[Line], AbstractContextManager[None]]
@@ -262,25 +277,26 @@ def command(
     looks: tuple[str, ...] = (),
     in_a_line: bool = False,
 ) -> Callable[[Callable[[Line], Returned]], Command]:
-    """Make a magic of a function that is called as it, and has its help as docstring.
+    """Make a magic from a function of the same name, whose docstring is the magic's help.
 
     Args:
-        options: in the order in which the help shows them; all magics have `--pool`.
-        kind: whether it stands before a cell.
-        split: for lines that are not options alone.
-        looks: the options with which it only looks, with `Line.look`, and may do so while a cell
-            runs; "" for none that is needed.
-        in_a_line: whether its cell can be one line, below no other: `%distributed x = 1`.
+        options: decorators that add options, in the order of the help; `--pool` is always added.
+        kind: "cell" for a magic on the first line of a cell.
+        split: divides a line that has more than options into options and other words.
+        looks: the options with which the magic changes nothing and only asks by `Line.look`, so
+            that it may run while a cell runs; "" says that no option is needed.
+        in_a_line: whether the cell magic is also a line magic: `%distributed x = 1`.
     """
 
     def decorate(run: Callable[[Line], Returned]) -> Command:
-        # Those of the world last: they are in groups, to which all that follows would belong.
+        # The world's options come last: they are in groups, and argparse would add any option
+        # that follows to the last group.
         own = [option for option in options if option is not world_options]
         shown = (*own, pool_option, *(set(options) - set(own)))
         for option in reversed(shown):
             option(run)
         said, run.__doc__ = cleandoc(run.__doc__ or ""), None
-        magic_arguments()(run)  # which makes a parser, and a docstring of usage and options
+        magic_arguments()(run)  # sets `run.parser`, and a docstring with usage and options
         made = _usage(run, shown)
         escape = "%%" if kind == "cell" else "%"
         run.__doc__ = f"{said}\n\n{made.replace('  %', f'  {escape}', 1)}\n"
@@ -290,7 +306,7 @@ def command(
 
 
 def _usage(run: Magic, options: Sequence[Callable[[Magic], Magic]]) -> str:
-    """Return IPython's text on these options; what describes workers is `%dist_init`'s alone."""
+    """Return IPython's help on these options; only `%dist_init` lists all options of a world."""
     if world_options not in options or {*options} == {pool_option, world_options}:
         return (run.__doc__ or "").strip()
 
@@ -305,7 +321,7 @@ def _usage(run: Magic, options: Sequence[Callable[[Magic], Magic]]) -> str:
 
 
 def find_commands() -> Iterator[Command]:
-    """Import the files in `nbdist.notebook.commands`, and give all commands: theirs and others'."""
+    """Yield all commands: of the files in `nbdist.notebook.commands`, and of plugins."""
     for found in sorted(pkgutil.iter_modules(commands.__path__), key=lambda each: each.name):
         module = import_module(f"{commands.__name__}.{found.name}")
         yield from (each for each in vars(module).values() if isinstance(each, Command))
@@ -315,7 +331,7 @@ def find_commands() -> Iterator[Command]:
 
 
 def cell_options() -> list[CellOption]:
-    """Load what `%%distributed` has besides its own options, but for what cannot be loaded."""
+    """Return the options that plugins add to `%%distributed`; broken plugins are left out."""
     found: list[CellOption] = []
     for point in _plugins().values():
         if point.group == plugins.CELL_OPTIONS:
@@ -330,7 +346,7 @@ def _plugins() -> Mapping[str, EntryPoint]:
 
 
 def _loaded(point: EntryPoint) -> Command:
-    """Load a magic; where that fails, one of the same name that says why."""
+    """Load a plugin's magic; if that fails, return a magic of the same name that says why."""
     try:
         found = point.load()
         if isinstance(found, Command):
@@ -348,13 +364,13 @@ def _loaded(point: EntryPoint) -> Command:
 
 
 def _name_pool(error: NbdistError, pool: Pool) -> None:
-    """Name the pool behind the magics that an error advises, unless it is the default pool."""
+    """Add `--pool` to the magics that an error advises, unless the pool is the default pool."""
     texts = (in_pool(each, pool.own_name) if isinstance(each, str) else each for each in error.args)
     error.args = tuple(texts)
 
 
 def _stopped(stop: KeyboardInterrupt, world: World | None) -> KeyboardInterrupt:
-    """Word a Stop that the command has not met itself: what it has left."""
+    """Return the error for a Stop during a command, with the state in which it left the workers."""
     if isinstance(stop, Interrupted) or world is None:
         return stop if isinstance(stop, Interrupted) else Interrupted(())
     if world.state is State.STOPPING:
@@ -368,14 +384,17 @@ def _stopped(stop: KeyboardInterrupt, world: World | None) -> KeyboardInterrupt:
 # --- whether a magic's value is used ----------------------------------------------------------
 
 BETWEEN = ("nbdist.", "IPython.")
-"""Modules whose calls stand between the cell's own code and the magic."""
+"""Modules whose frames are between the frame of the cell's code and the magic."""
 
 UNUSED = {("POP_TOP", ""), ("PRINT_EXPR", ""), ("CALL_INTRINSIC_1", "INTRINSIC_PRINT")}
-"""What CPython does next with a value that is dropped, or shown as the last one of a cell."""
+"""CPython's instructions after a call whose value is dropped, or shown as the cell's last value."""
 
 
 def is_used() -> bool:
-    """Return True if the code that has called IPython, or us, uses what that returns."""
+    """Return True if the cell's code uses the value of the magic, such as `x = %magic`.
+
+    Looks at the next instruction of the first frame outside of IPython and nbdist.
+    """
     frame = inspect.currentframe()
     while frame is not None and frame.f_globals.get("__name__", "").startswith(BETWEEN):
         frame = frame.f_back

@@ -1,4 +1,8 @@
-"""The options of the magics, the settings, and one line on what was meant by a wrong option."""
+"""The options of the magics, the notebook's settings, and hints on mistyped options and magics.
+
+Runs in the notebook's process.  Commands add options by the decorators here, and `Line` reads them
+with `parse`.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,7 @@ RANKS = re.compile(r"(?<!\S)(?:-r|--ranks)(?:\s*=\s*|\s+)(\[[^\]]*\]|\S+)")
 
 OPTION = re.compile(r"\s*(--?[A-Za-z][\w-]*)(?=[=\s]|$)")
 WORD = re.compile(r"""\s*((\w+=)?("[^"]*"|'[^']*'|\[[^\]]*\])(?!\S)|\S+)""")
-"""Also `"nice -n 5"`, `A="1 2"` and `[0, 2]`, which IPython would split at the spaces."""
+"""A word of a line; also `"nice -n 5"`, `A="1 2"` and `[0, 2]`, which IPython would split."""
 
 GROUPS = {
     "n": "which workers",
@@ -38,7 +42,7 @@ GROUPS = {
     "launcher": "on which machines",
     "on_failure": "when something goes wrong",
 }
-"""The groups of a world's options in the help of a magic, each by its first one."""
+"""The groups of a world's options in the help of a magic, by the first option of each group."""
 
 READ_LATE = {"env", "rdzv_endpoint"}
 """Options whose text `given` reads, not argparse.
@@ -50,9 +54,9 @@ Magic = Callable[..., Any]
 
 
 def world_options(magic: Magic) -> Magic:
-    """Add all that `WorldConfig` has flags for, as `%dist_init` and `%%distributed` have it."""
+    """Add all options of `WorldConfig` that have a flag; for magics that start workers."""
     for name, option in reversed([*OPTIONS.items()]):
-        if option.flag and name != "pool":  # which every magic has
+        if option.flag and name != "pool":  # every magic has `--pool` in any case
             magic = _add(name, option)(magic)
         if name in GROUPS:
             magic = argument_group(GROUPS[name])(magic)
@@ -60,7 +64,7 @@ def world_options(magic: Magic) -> Magic:
 
 
 def _add(name: str, option: Option) -> Callable[[Magic], Magic]:
-    """Make a decorator that gives a magic this option; None of what is not said."""
+    """Make a decorator that adds this option to a magic; its value is None if it is not typed."""
     how: dict[str, Any] = {"dest": name, "help": option.help.replace("%", "%%")}
     default = WorldConfig.__dataclass_fields__[name].default
     if isinstance(default, bool):
@@ -75,7 +79,7 @@ def _add(name: str, option: Option) -> Callable[[Magic], Magic]:
 
 
 size_option = _add("n", OPTIONS["n"])
-"""For help that leaves the others to `%dist_init`."""
+"""For magics whose help shows only this option of a world, and refers to `%dist_init`."""
 
 pool_option = _add("pool", OPTIONS["pool"])
 
@@ -83,7 +87,7 @@ ranks_option = argument(
     "-r", "--ranks", help="which ranks: 0  0,2-3  1:3  ::2  -1  all (the default)"
 )
 
-# As torchrun calls it.
+# The name is torchrun's.
 restarts_option = argument(
     "--max-restarts",
     metavar="N",
@@ -94,24 +98,24 @@ restarts_option = argument(
 
 
 def given(options: argparse.Namespace) -> dict[str, Any]:
-    """Take the arguments of `World` that were given; the pool is none, it is where they go."""
+    """Return the options for `World` that were typed, without `--pool`, which only names a pool."""
     found = {name: getattr(options, name, None) for name in OPTIONS if name != "pool"}
     found = {name: value for name, value in found.items() if value is not None}
     return found | {name: OPTIONS[name].read(found[name]) for name in READ_LATE & found.keys()}
 
 
 def at_once(options: argparse.Namespace) -> dict[str, Any]:
-    """Take those of them that workers can be given which exist already."""
+    """Return the options that were typed and that apply to running workers without a restart."""
     return {name: value for name, value in given(options).items() if OPTIONS[name].at_once}
 
 
 def check_same(world: World, options: argparse.Namespace) -> None:
-    """Raise UsageError where a cell's options are not true of the workers that run."""
+    """Raise UsageError if a cell has options that differ from those of the running workers."""
     asked = {name: value for name, value in given(options).items() if not OPTIONS[name].at_once}
     if "n" in asked and (size := world.session.resolve(asked.pop("n"))) != world.size:
         pool = world.session.config.pool
         raise WorldSizeMismatch(world.size, size, "" if pool == DEFAULT_POOL else pool)
-    # What was chosen for it, where nothing had been said.
+    # Options that were not typed at the start have the values that the start has chosen.
     session = world.session
     chosen = {"backend": session.backend, "name": session.spec.name}
     is_full = not isinstance(session.config.n, int)  # no fewer workers than `-j` has room for
@@ -144,7 +148,7 @@ def torchrun_options(magic: Magic) -> Magic:
 
 
 def _read_ignored(flag: str, only: Collection[str], value: str) -> str:
-    """Return the option as it was typed; UsageError for a value that asks for more."""
+    """Return the option as it was typed; UsageError for a value that cannot be ignored."""
     if only and value not in only:
         raise UsageError(f"`{flag}={value}`: {TORCHRUN[flag]}.")
     return f"{flag}={value}"
@@ -155,7 +159,7 @@ ARGPARSE = (
     (re.compile(r"^the following arguments are required: (.*)"), r"it needs \1"),
     (re.compile(r"^argument (?:\S+/)?(\S+): expected one argument"), r"`\1` needs a value"),
 )
-"""What it says, and how that is worded here."""
+"""Messages of argparse, and their wording here."""
 
 
 def parse(magic: Magic, name: str, line: str) -> argparse.Namespace:
@@ -173,10 +177,10 @@ def parse(magic: Magic, name: str, line: str) -> argparse.Namespace:
 
 
 def words_of(magic: Magic, line: str) -> Iterator[tuple[str, bool, int]]:
-    """Yield each word, whether it is an option, then with its value, and where it ends.
+    """Yield each word of a line, whether the word is an option, and the position of its end.
 
-    Options are written as ours, with `=`: `-r -1` would be read as an option without a value.
-    ValueError for a quote that is not closed.
+    An option includes its value, as `-r=-1`: argparse would take the value of `-r -1` for another
+    option.  Flags of other tools are replaced by ours.  ValueError if a quote is not closed.
     """
     flags, at = flags_of(magic), 0
     while line[at:].strip():
@@ -194,14 +198,14 @@ def words_of(magic: Magic, line: str) -> Iterator[tuple[str, bool, int]]:
 
 
 def _takes_value(flag: str, flags: Mapping[str, argparse.Action]) -> bool:
-    # It may be cut short, as argparse allows.
+    # A flag may be abbreviated, as argparse allows.
     known = flags.get(flag) or next((flags[each] for each in flags if each.startswith(flag)), None)
     theirs = _dashed(flag)
     return known.nargs != 0 if known else theirs in TORCHRUN and theirs not in _WITHOUT_VALUE
 
 
 def _word(line: str, at: int) -> tuple[str, int]:
-    """Return the word there, without quotes around it or its value, and where it ends."""
+    """Return the word at a position, without its quotes or those of its value, and its end."""
     found = WORD.match(line, at)
     if found is None:
         return "", len(line)
@@ -216,7 +220,7 @@ def _word(line: str, at: int) -> tuple[str, int]:
 def split_code(magic: Magic, line: str) -> tuple[str, str]:
     """Divide `-r 0 x = 1` into the options that come first and the code after them."""
     end = 0
-    with suppress(ValueError):  # what follows will be no code
+    with suppress(ValueError):  # an open quote: the rest counts as code, and fails there
         for _, is_option, after in words_of(magic, line):
             if not is_option:
                 break
@@ -225,24 +229,24 @@ def split_code(magic: Magic, line: str) -> tuple[str, str]:
 
 
 def names_in(words: Iterable[str]) -> list[str]:
-    """Divide what was typed at its commas too: `a b`, `a, b` and `a,b` are two names."""
+    """Split words at commas: `a b`, `a, b` and `a,b` are all two names."""
     return [name for word in words for name in word.split(",") if name]
 
 
-# --- what options and arguments a magic has ---------------------------------------------------
+# --- the options and arguments of a magic -----------------------------------------------------
 
 
 def arguments_of(magic: Magic) -> list[argparse.Action]:
-    """List what its parser knows, in the order in which the help has them."""
+    """Return the arguments and options of a magic, in the order of its help."""
     return magic.parser._actions  # type: ignore[attr-defined, no-any-return]
 
 
 def flags_of(magic: Magic) -> dict[str, argparse.Action]:
-    """Return its options by each of their flags."""
+    """Map each flag of a magic to its option."""
     return {flag: each for each in arguments_of(magic) for flag in each.option_strings}
 
 
-# --- what users of other tools type, or in haste ------------------------------------
+# --- flags of other tools, and typing errors ----------------------------------------
 
 SAME = {
     "--nproc-per-node": "-n",  # torchrun
@@ -254,10 +258,10 @@ SAME = {
     "--gpu_ids": "--gpus",  # accelerate
     "--targets": "-r",  # ipyparallel
 }
-"""Flags of others that mean what one of ours does: they are taken for it."""
+"""Flags of other tools that are accepted in place of our flag."""
 
 OLD = {"--rank": "-r", "--local": "--here-too"}
-"""Flags of ours as they were called before: they work, and a line says the new ones."""
+"""Former names of our flags.  They still work, with a line that names the new flag."""
 
 MEANT = {
     "--num-procs": "-n",
@@ -272,7 +276,7 @@ MEANT = {
     "-t": "-r",
     "--noblock": "--no-wait",
 }
-"""Flags that say roughly what one of ours says."""
+"""Flags that are refused with a hint: they are close to one of ours in meaning."""
 
 _PORT = "ranks meet without a port; `--rdzv-endpoint HOST:PORT` has them meet at a store"
 _LOGS = "all output of all ranks is shown and kept: `%dist_output --log`"
@@ -296,7 +300,7 @@ TORCHRUN = {
     "--run-path": "leave it out, as a script always runs by its path",
     "--use-env": "leave it out, as LOCAL_RANK is always in the environment",
 }
-"""Options of torchrun that have no flag here, and what there is in their place."""
+"""Options of torchrun that have no flag here, and a hint on what to use instead."""
 
 TORCHRUN_IGNORED: Mapping[tuple[str, ...], Collection[str]] = {
     ("--standalone",): (),
@@ -312,7 +316,7 @@ TORCHRUN_IGNORED: Mapping[tuple[str, ...], Collection[str]] = {
     ("--run-path",): (),
     ("--use-env",): (),
 }
-"""Those that `%dist_run` ignores, and the values that each may have, () for all."""
+"""Options of torchrun that `%dist_run` ignores, and the accepted values; () accepts all."""
 
 _WITHOUT_VALUE = ("--standalone", "--run-path", "--use-env")
 
@@ -332,23 +336,26 @@ MAGICS = {
     "parallel": "begin the cell with `%%distributed`",
     "torchrun": "`%dist_run -n 4 train.py` runs a script",
 }
-"""Magics of ipyparallel, nbdistributed and others, and what does the same here."""
+"""Magics of ipyparallel, nbdistributed and others, with a hint on what does the same here."""
 
 _NOT_FOUND = re.compile(r"^(?:Line magic function|Cell magic) `(%%?)(\S+?)` not found\b")
 _UNRECOGNIZED = re.compile(r"^unrecognized arguments: ((\S+).*)")
 _FLAG = re.compile(r"(?<!\S)--?[A-Za-z][\w-]*(?=[=\s]|$)")
 
-NEAR_FLAG, NEAR_MAGIC = 0.7, 0.75  # how alike, from 0 to 1, what was typed has to be
+NEAR_FLAG, NEAR_MAGIC = 0.7, 0.75  # similarity, from 0 to 1, above which a name is suggested
 
 
 def old_flags(line: str, flags: Collection[str]) -> list[str]:
-    """Say what old flags of ours in a magic's line are called now, a text for each."""
+    """Return a line for each former flag of ours in a magic's line, with the flag's new name."""
     typed = {*_FLAG.findall(line)}
     return [f"`{o}` is now `{now}`" for o, now in OLD.items() if o in typed and now in flags]
 
 
 def our_flag(flag: str, flags: Collection[str]) -> str:
-    """Return our flag for one of others', for an old one or with underscores; or the same flag."""
+    """Return our name for a flag: of another tool, of a former version, or with underscores.
+
+    Any other flag is returned unchanged.
+    """
     ours = SAME.get(flag) or OLD.get(flag) or _dashed(flag)
     return ours if ours in flags and flag not in flags else flag
 
@@ -358,7 +365,10 @@ def _dashed(flag: str) -> str:
 
 
 def meant_by(message: str, flags: Collection[str]) -> str:
-    """Say what was meant by what argparse has not recognized, by its message; "" for nothing."""
+    """Return a hint on the argument that argparse has not recognized, by argparse's message.
+
+    Returns "" for other messages and for words that are no options.
+    """
     found = _UNRECOGNIZED.match(message)
     if found is None:
         return ""
@@ -379,9 +389,12 @@ def meant_by(message: str, flags: Collection[str]) -> str:
 
 
 def hint_on_magic(message: str, shown_names: Iterable[str]) -> str:
-    """Say what was meant by a magic that IPython has not found; "" where that is not known."""
+    """Return a hint on a magic that IPython has not found; "" if no magic is similar.
+
+    `message` is IPython's error.
+    """
     found = _NOT_FOUND.match(message)
-    if found is None or " exists, " in message:  # IPython has said it
+    if found is None or " exists, " in message:  # IPython's message has a hint already
         return ""
     if answer := MAGICS.get(found[2]):
         return f"In nbdist {answer}."
@@ -390,7 +403,7 @@ def hint_on_magic(message: str, shown_names: Iterable[str]) -> str:
     return f"Did you mean `{ours[near[0]]}`?" if near else ""
 
 
-# --- what a user can set ----------------------------------------------------------------------
+# --- settings ---------------------------------------------------------------------------------
 
 
 class NbDist(Configurable):
