@@ -1,4 +1,8 @@
-"""The text of a cell while the user types it: where it runs, and its magic's line; pure."""
+"""Reads the text of cells: their magics, where a cell runs, and whether it is valid Python.
+
+Runs in the notebook's process; called for cells that run, and for completion while users type.
+Its functions ask the shell, but change neither the shell nor the workers.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,7 @@ if TYPE_CHECKING:
     from nbdist.world.world import World
 
 
-CELL_MAGICS = ("distributed", "rank")  # those whose cells the workers run
+CELL_MAGICS = ("distributed", "rank")  # the magics whose cells run on the workers
 
 _FIRST = re.compile(r"(?:[ \t]*(?:#[^\n]*)?\n)*[ \t]*%%(\w+)")
 _MAGIC_LINE = re.compile(r"[ \t]*%%?(\w+)(.*)")
@@ -33,27 +37,27 @@ _ROOT = re.compile(
     r"(?<![\w.)\]}'\"])([^\W\d]\w*)"
     r"((?:\.\w*|\[[^][]*\]|\([^()]*\))*(?:\[\s*[\"'][^\"'\]]*)?)$"
 )
-"""A name at the end of what is typed, and which attribute, item or key of it."""
+"""A name at the end of a text, followed by attributes, items or an unfinished key."""
 
 
-# What every panel says while auto mode is on.
+# The note in every panel while auto mode is on.
 AUTO_NOTE = "auto mode: `%%local` on the first line runs a cell here"
 
 
 @dataclass
 class AutoMode:
-    """What is known of it; it is on while `pool` says where plain cells run."""
+    """The state of auto mode, which is on while `pool` names the pool of plain cells."""
 
     pool: str | None = None
-    running: str = ""  # what the kernel runs in place of the last cell
-    typed: str = ""  # what that was
-    ran: dict[int, str] = field(default_factory=dict)  # in place of those in the history
+    running: str = ""  # the code that runs in place of the last cell; "" for the cell itself
+    typed: str = ""  # the last cell as the user typed it
+    ran: dict[int, str] = field(default_factory=dict)  # code that ran, by its number in the history
     loaded: set[str] = field(default_factory=set)  # packages of extensions on the ranks
 
 
 @dataclass(frozen=True, slots=True)
 class MagicLine:
-    """A line that begins with a magic: its name, what follows, where that begins in the cell."""
+    """A line that begins with a magic: the magic's name, and the rest with its position."""
 
     name: str
     text: str
@@ -61,13 +65,13 @@ class MagicLine:
 
     @property
     def pool(self) -> str | None:
-        """What it says after `--pool`."""
+        """The value of `--pool` in the line, or None."""
         found = POOL.search(self.text)
         return found[1] if found else None
 
     @property
     def ranks(self) -> str | None:
-        """What it says after `-r`; of `%%rank` all but the options."""
+        """The text that selects ranks: the value of `-r`, or the line of `%%rank` without pool."""
         if self.name == "rank":
             return "".join(POOL.sub(" ", self.text).split()) or None
         found = RANKS.search(self.text)
@@ -75,7 +79,7 @@ class MagicLine:
 
 
 def cell_magic(code: str) -> MagicLine | None:
-    """Find the cell magic that a cell begins with, below comments perhaps."""
+    """Return the cell magic at the beginning of a cell, also below comments, or None."""
     found = _FIRST.match(code)
     if found is None:
         return None
@@ -84,13 +88,13 @@ def cell_magic(code: str) -> MagicLine | None:
 
 
 def magic_at(code: str, cursor: int) -> MagicLine | None:
-    """Find the magic in whose line the cursor is."""
+    """Return the magic of the line in which the cursor is, or None."""
     found = _MAGIC_LINE.match(code, code.rfind("\n", 0, cursor) + 1)
     return MagicLine(found[1], found[2], found.start(2)) if found else None
 
 
 def as_comment(code: str) -> str:
-    """Return the cell as Python with each character in its place: the magic's line is a comment."""
+    """Turn the line of a cell magic into a comment; each other character keeps its position."""
     found = _FIRST.match(code)
     if found is None:
         return code
@@ -99,17 +103,21 @@ def as_comment(code: str) -> str:
 
 
 def root_at(code: str, cursor: int) -> tuple[str, bool]:
-    """Find the first name of what is typed before the cursor, and whether a part of it is."""
+    """Return the first name of the expression before the cursor.
+
+    Also return True if an attribute, item or call follows the name: "losses" and True for
+    `losses[0]`.  Return "" and False if there is no name.
+    """
     found = _ROOT.search(code[:cursor])
     return (found[1], bool(found[2])) if found else ("", False)
 
 
-# --- what may stand around a cell's magic besides what IPython itself understands -------------
+# --- lines that may stand above a cell's magic, which IPython itself does not allow -----------
 
 MAGICS = ("distributed", "rank", "local")
 
 AT = "at line "
-"""What comes before the number in the line that a cell with a misplaced magic becomes."""
+"""Begins the text of the line that replaces a cell with a misplaced magic; a number follows."""
 
 _MAGIC = re.compile(rf"[ \t]*%%({'|'.join(MAGICS)})(?=[\s\[]|$)(.*)", re.DOTALL)
 _BRACKETS = re.compile(r"\s*\[([^\]\n]*)\]")
@@ -120,16 +128,16 @@ _NOTEBOOKS = re.compile(r"(?:(\w+)\s*=\s*)?%(dist_\w+)(?:[ \t]+(.*))?")
 
 
 LineMagic = tuple[str, str, str]
-"""A line of a cell that is a magic: its name, its text, and what its value is bound to."""
+"""A line magic: its name, the text behind the name, and the variable on the left, or ""."""
 
 
 def transform_first_lines(lines: list[str], *, local_is_plain: bool = True) -> list[str]:
-    """Put the magic of a cell of ours first; all lines below keep their numbers.
+    """Move a cell magic of nbdist to the first line, as IPython requires.
 
-    Comments above it change places with it, and so does `%load_ext nbdist`, which has been done.
-    `%%rank[0,1]`, nbdistributed's, is `%%rank 0,1`.  A cell of `%%local` is a plain one, but not in
-    a terminal (`local_is_plain` False), which would take it for complete at the end of each line.
-    A cell with one of them elsewhere becomes a line that raises: nothing of it runs.
+    Comments and `%load_ext nbdist` above it move below it, as comments, so all other lines keep
+    their numbers.  `%%rank[0,1]` of nbdistributed becomes `%%rank 0,1`.  A `%%local` becomes a
+    comment, except in a terminal (`local_is_plain` False), which would run a plain cell at the
+    end of its first line.  A cell with a magic in the middle becomes a line that raises an error.
     """
     if place := misplaced(lines):
         name, number = place
@@ -149,7 +157,7 @@ def transform_first_lines(lines: list[str], *, local_is_plain: bool = True) -> l
 
 
 def misplaced(lines: Sequence[str]) -> tuple[str, int] | None:
-    """Find one of our cell magics that is not its cell's first line, and its line as typed."""
+    """Find a cell magic of nbdist below other code; return its name and line number, or None."""
     begin = _count_above(lines)
     is_first = begin < len(lines) and _MAGIC.fullmatch(lines[begin]) is not None
     begin += is_first
@@ -169,9 +177,9 @@ def misplaced(lines: Sequence[str]) -> tuple[str, int] | None:
 
 
 def divide(cell: str) -> tuple[str, list[LineMagic]]:
-    """Take the notebook's own magics off the end of a cell for the ranks: `%dist_gather loss`.
+    """Split a cell into the part for the ranks and the `%dist_...` magics at its end.
 
-    None where nothing else would be left, nor from the text of another cell magic.
+    A cell of such magics alone, or of another cell magic, is returned whole, without magics.
     """
     lines, found = cell.splitlines(keepends=True), list[LineMagic]()
     if cell.lstrip().startswith("%%"):
@@ -189,14 +197,14 @@ def divide(cell: str) -> tuple[str, list[LineMagic]]:
 
 
 def without_comment(line: str) -> str:
-    """Take a comment off the end of a magic's line: `#` after a space, outside of quotes."""
+    """Remove a comment from the end of a magic's line: `#` after a space, outside of quotes."""
     plain = _QUOTED.sub(lambda quoted: "_" * len(quoted[0]), line)
     found = _COMMENT.search(plain)
     return line[: found.start()] if found else line
 
 
 def _count_above(lines: Sequence[str]) -> int:
-    """Count the lines at the beginning that say nothing, or load nbdist."""
+    """Count the lines at the beginning that are blank, comments or `%load_ext nbdist`."""
     code = (at for at, line in enumerate(lines) if not (_is_comment(line) or _LOADS.match(line)))
     return next(code, len(lines))
 
@@ -214,18 +222,18 @@ REMEDIES = {
     "'return' outside function": "The last line of a cell is its value: leave `return` out.",
     "'yield' outside function": "`yield` belongs in a function: `print` shows values one by one.",
 }
-"""What to do instead, by what Python says."""
+"""Advice to users, by Python's message."""
 
 _TRAINING = re.compile(
     r"\b(?:DistributedDataParallel|DDP|FullyShardedDataParallel|FSDP|fully_shard|optim)\b"
 )
 
 _WORD = re.compile(r"\s*([^\W\d]\w*)(?:[ \t]+[^=\s].*)?\s*")
-"""A cell of one line that may be a magic without its `%`."""
+"""A cell of one line that may be a magic typed without `%`."""
 
 
 class CellSyntaxError(UsageError, SyntaxError):
-    """The cell is not Python; shown as IPython shows a syntax error, without a traceback."""
+    """The cell is not Python.  Shown as IPython shows a syntax error, without a traceback."""
 
     def __init__(self, error: SyntaxError, shown: list[str]) -> None:
         line = f" (line {error.lineno} of the cell)" if error.lineno else ""
@@ -238,14 +246,18 @@ class CellSyntaxError(UsageError, SyntaxError):
 
 
 def check_source(shell: InteractiveShell, first_line: str, cell: str) -> str:
-    """Return the cell as Python, magics transformed; raises before anything runs if it is none."""
+    """Return the cell as Python, with its magics transformed.
+
+    Raises CellSyntaxError if it is not Python, and UsageError if it has a magic that only the
+    notebook has; in both cases nothing has run.
+    """
     source = in_notebook_lines(first_line, cell)
     try:
         python: str = shell.transform_cell(source)
         module = _compiled(python)
     except SyntaxError as error:
         lines = source.splitlines()
-        error.filename = "<cell>"  # also where Python's tokenizer has found it
+        error.filename = "<cell>"  # Python's tokenizer sets another name
         if error.text is None and 0 < (error.lineno or 0) <= len(lines):
             error.text = lines[(error.lineno or 0) - 1]
         shown = shell.SyntaxTB.structured_traceback(type(error), error, None)
@@ -256,7 +268,7 @@ def check_source(shell: InteractiveShell, first_line: str, cell: str) -> str:
 
 
 def has_code(cell: str) -> bool:
-    """Return False for a cell of comments and blank lines alone."""
+    """Return False if the cell has only comments and blank lines."""
     lines = map(str.strip, cell.splitlines())
     return any(line and not line.startswith("#") for line in lines)
 
@@ -276,9 +288,9 @@ def is_python(shell: InteractiveShell, cell: str) -> bool:
 
 
 def as_magic(shell: Any, cell: str, world: World | None) -> str:
-    """Write `cd /tmp` as `%cd /tmp` where IPython takes it for that, and no rank has a `cd`.
+    """Turn `cd /tmp` into `%cd /tmp` if IPython would do so, and no rank has a variable `cd`.
 
-    IPython does that for cells of one line; a magic's line above would make it two.
+    IPython only does so in cells of one line; with a cell magic above, the cell has two.
     """
     found = _WORD.fullmatch(cell)
     if found is None or (world and world.session.names.ranks_with(found[1])):
@@ -292,7 +304,7 @@ def as_magic(shell: Any, cell: str, world: World | None) -> str:
 def check_commands(
     python: str, names: NameTable, ranks: Collection[int], ours: Container[str]
 ) -> None:
-    """Raise UsageError where a command would fill in a variable that one of the ranks lacks."""
+    """Raise UsageError if a command fills in a variable that some ranks have and others lack."""
     for name in names_in_commands(python):
         have = names.ranks_with(name)
         lacking = [rank for rank in ranks if rank not in have]
@@ -305,9 +317,12 @@ def check_commands(
 
 
 def _compiled(python: str) -> ast.Module:
-    """Compile all of it, as `return 5` parses; return it parsed."""
+    """Return the syntax tree of a cell; SyntaxError also for errors that only compiling finds.
+
+    For instance, `return 5` outside of a function can be parsed but not compiled.
+    """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the ranks give them
+        warnings.simplefilter("ignore")  # the ranks warn when they compile the cell
         flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
         module = compile(python, "<cell>", "exec", ast.PyCF_ONLY_AST | flags)
         compile(module, "<cell>", "exec", flags)
@@ -316,7 +331,7 @@ def _compiled(python: str) -> ast.Module:
 
 
 def check_magics(module: ast.Module) -> None:
-    """Raise UsageError where the cell has a magic that only the notebook has."""
+    """Raise UsageError if a cell for the ranks has a magic that only the notebook has."""
     for node in ast.walk(module):
         match node:
             case ast.Call(
@@ -334,15 +349,16 @@ def check_magics(module: ast.Module) -> None:
 
 
 def not_first(name: str, where: str) -> UsageError:
-    """Make the error of a cell magic that is below other lines; `name` begins with one `%`."""
+    """Return the error of a cell magic below other lines; `name` begins with one `%`."""
     return UsageError(f"%{name} must be the first line of its cell: split the cell {where}.")
 
 
 def refuse_place(shell: InteractiveShell, name: str, text: str) -> None:
-    """Raise that error, as the line magic `%distributed`, which IPython makes of such a line.
+    """Raise the error of a cell magic below other lines.
 
-    `text` says where, if `transform_first_lines` was there before the cell; else the cell does,
-    as where `nbdist enable` has this magic load the extension.
+    Registered as a line magic, as IPython takes `%%distributed` in the middle of a cell for the
+    line magic `%distributed`.  `text` has the line's number if `transform_first_lines` has seen
+    the cell.  Otherwise, if this cell loads the extension, the cell's text has it.
     """
     cell = [*shell.history_manager.input_hist_raw][-1]  # type: ignore[union-attr]
     found = misplaced(cell.splitlines(keepends=True))
@@ -351,11 +367,12 @@ def refuse_place(shell: InteractiveShell, name: str, text: str) -> None:
 
 
 def in_notebook_lines(first_line: str, cell: str) -> str:
-    """Make the source to send: the magic's line as a comment, so that lines have their numbers.
+    """Return the source to send: the cell below `first_line` as a comment.
 
-    Not where another cell magic comes next, which must be on the first line; nor where
-    `first_line` is "" in auto mode.  It is indented as the cell's first line is:
-    by so much IPython moves all lines of a cell that was cut out of a function.
+    With the comment, lines have the same numbers as in the notebook.  No comment is added if the
+    cell begins with another cell magic, which must be on the first line, or if `first_line` is
+    "", in auto mode.  The comment is indented like the cell's first line, because IPython
+    dedents a whole cell by the indentation of its first line.
     """
     is_whole = not first_line or cell.lstrip().startswith("%%")
     indent = re.match(r"\s*?([ \t]*)(?=\S|$)", cell)
@@ -363,23 +380,23 @@ def in_notebook_lines(first_line: str, cell: str) -> str:
 
 
 def execution_count(shell: InteractiveShell) -> int:
-    """Return the number of the cell that is running: IPython has stored its input already."""
+    """Return the number of the running cell, whose input IPython has stored already."""
     inputs = shell.history_manager.input_hist_parsed  # type: ignore[union-attr]
     return max(1, len(inputs) - 1)
 
 
 def cell_id(shell: InteractiveShell) -> str:
-    """Return the front end's id of the cell that is running; "" where it gives none."""
+    """Return the front end's id of the running cell; "" if the front end sends none."""
     return str(request_of(shell).get("metadata", {}).get("cellId") or "")
 
 
 def page_of(request: dict[str, Any]) -> str:
-    """Return the id of the page that the cell was run from, each load has its own; "" for none."""
+    """Return the id of the page that sent a request; "" for none.  Each reload has a new id."""
     return str(request.get("header", {}).get("session", ""))
 
 
 def request_of(shell: InteractiveShell) -> dict[str, Any]:
-    """Return the front end's request that the cell runs for; a terminal's shell has none."""
+    """Return the Jupyter message that runs the present cell; an empty dict in a terminal."""
     request: dict[str, Any] = getattr(shell, "get_parent", dict)()
     return request
 

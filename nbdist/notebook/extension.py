@@ -1,4 +1,7 @@
-"""Loads nbdist into an IPython shell, and takes all of it out again."""
+"""Loads nbdist into an IPython shell, and removes all of it again.
+
+Runs in the notebook's process; `%load_ext nbdist` and `%unload_ext nbdist` call it.
+"""
 
 from __future__ import annotations
 
@@ -36,16 +39,19 @@ if TYPE_CHECKING:
 
 
 _loaded: WeakKeyDictionary[InteractiveShell, tuple[Pools, ExitStack]] = WeakKeyDictionary()
-"""With what takes all of it out again."""
+"""The pools of each shell, and a stack of callbacks that remove nbdist from the shell."""
 
 
 def load(shell: InteractiveShell) -> None:
-    """Register magics and settings, and start to import torch; else raise UsageError."""
+    """Register nbdist's magics, settings and event handlers, and start to import torch.
+
+    Raises WrongVersion if an installed library is not in the supported range.
+    """
     check_libraries()
     settings = NbDist(parent=shell)
     link = Link() if settings.prestart else None
     if link is not None:
-        link.open()  # an agent, whose fork server imports torch meanwhile
+        link.open()  # starts an agent, whose fork server imports torch in the background
     # The rest of the extension is imported while the agent starts.
     from nbdist.notebook.command import find_commands
     from nbdist.notebook.pool import Pools
@@ -72,7 +78,7 @@ def load(shell: InteractiveShell) -> None:
 
 
 def pools_of(shell: InteractiveShell) -> Pools | None:
-    """Return the pools of a shell that has loaded the extension."""
+    """Return the pools of a shell, or None if the shell has not loaded the extension."""
     return _loaded[shell][0] if shell in _loaded else None
 
 
@@ -85,7 +91,7 @@ def unload(shell: InteractiveShell) -> None:
 def register(
     shell: InteractiveShell, pools: Pools, commands: Sequence[Command], stack: ExitStack
 ) -> None:
-    """Register the magics, and what refuses cell magics in the middle of a cell."""
+    """Register the magics, and line magics that refuse cell magics in the middle of a cell."""
     wanted: list[tuple[Callable[..., Any], str, str]] = [
         (each.magic(pools), each.kind, each.name) for each in commands
     ]
@@ -102,7 +108,10 @@ def register(
 def help_at_border(
     shell: InteractiveShell, pools: Pools, commands: Sequence[Command], stack: ExitStack
 ) -> None:
-    """Wrap methods of the shell, and of its kernel where it has one, until the stack is closed."""
+    """Wrap methods of the shell, and of its kernel if it has one, until the stack is closed.
+
+    The wrappers complete and inspect names of workers, run auto mode, and explain errors.
+    """
     from nbdist.notebook.auto_mode import AutoCells
     from nbdist.notebook.commands.run import debug_ranks
     from nbdist.notebook.completion import Completion, WhileBusy
@@ -133,7 +142,7 @@ def help_at_border(
     while_busy = WhileBusy(shell, completion)
     if while_busy.begin():
         stack.callback(while_busy.end)
-    # Before IPython takes leading blank lines away, and with them the numbers of all others.
+    # First of all, as IPython then removes leading blank lines, which changes line numbers.
     transform = partial(transform_first_lines, local_is_plain=kernel is not None)
     shell.input_transformers_cleanup.insert(0, transform)
     stack.callback(shell.input_transformers_cleanup.remove, transform)
@@ -143,21 +152,21 @@ def help_at_border(
 
 
 def keep_loaded(pools: Pools, original: Callable[[str], object], module_str: str) -> object:
-    """Keep nbdist as it is at `%reload_ext nbdist` if there are workers: unloading ends them."""
+    """Wrap IPython's reload: keep nbdist loaded if it has workers, which unloading would end."""
     if module_str != nbdist.__name__ or not any(pool.has_workers for pool in pools):
         return original(module_str)
     sys.stdout.write("nbdist stays loaded, with its workers: `%unload_ext nbdist` ends them\n")
     return None
 
 
-# --- methods of the shell and of its kernel, wrapped on the one object, and given back --------
+# --- wrapping methods of the shell and of its kernel, and restoring them ----------------------
 
 
 def wrap(holder: object, name: str, around: Callable[..., Any]) -> Callable[[], None]:
-    """Wrap a method of one object; call what is returned to have it as it was.
+    """Wrap a method of one object; return a function that restores the method.
 
-    `around` is called with the original method and its arguments.  If other code has wrapped it
-    since, ours stays inside and only passes calls on.
+    `around` is called with the original method and its arguments.  If other code has wrapped the
+    method since, the wrapper stays in place when it is undone, and only passes calls on.
     """
     was_its_own, original, is_on = name in vars(holder), getattr(holder, name), True
 
@@ -175,27 +184,29 @@ def wrap(holder: object, name: str, around: Callable[..., Any]) -> Callable[[], 
     return undo
 
 
-# --- refuses, before anything is started, libraries that nbdist does not run with -------------
+# --- refusing, before any start, libraries that nbdist does not support ------------------------
 
 
 @cache
 def check_libraries() -> None:
     """Raise WrongVersion for the first library that is out of the range of pyproject.toml.
 
-    One that is not there is not looked at; the workers' Python may be another one.
+    Libraries that are not installed here are ignored: workers may run in another Python.
     """
     for each in requirements():
         if each.found and not each.is_within:
             raise WrongVersion(each.name, each.found, each.wanted)
 
 
-# --- what stands below `%load_ext nbdist` in the same cell ------------------------------------
+# --- the lines below `%load_ext nbdist` in the same cell --------------------------------------
 
 
 def read_rest_of_cell(shell: Any) -> None:
-    """Run the statements below `%load_ext nbdist` as nbdist reads their cell, where that differs.
+    """Let nbdist transform the rest of the cell that has just loaded it.
 
-    IPython has split the cell before; each of its statements comes to `run_code`.
+    IPython has transformed and split the cell before nbdist was loaded, and runs each statement
+    by `run_code`.  If nbdist transforms the cell otherwise, the whole cell, transformed again,
+    runs in place of the next statement, and the other statements are skipped.
     """
     is_running = has_run = False
 
@@ -209,7 +220,7 @@ def read_rest_of_cell(shell: Any) -> None:
         cell = str(getattr(getattr(result, "info", None), "raw_cell", None) or "")
         lines = cell.splitlines(keepends=True)
         if has_run and not is_running:
-            return False  # what was a statement of its own is part of the rest
+            return False  # this statement is part of the cell that has run already
         if is_running or transform_first_lines(lines) == lines:
             return await original(code, result, **options)
         is_running = has_run = True
@@ -220,7 +231,7 @@ def read_rest_of_cell(shell: Any) -> None:
             is_running = False
 
     def end(*_: object) -> None:
-        if not is_running:  # the cell has ended, or nbdist was loaded outside of one
+        if not is_running:  # the cell has ended, or nbdist was loaded outside of a cell
             undo()
             for event in EVENTS:
                 shell.events.unregister(event, end)
@@ -233,27 +244,28 @@ def read_rest_of_cell(shell: Any) -> None:
 EVENTS = ("pre_run_cell", "post_run_cell")
 
 
-# --- what is said where a plain cell uses a name of the workers, or a magic is misspelt -----------
+# --- hints if a plain cell uses a name of the workers, or a magic is misspelt ---------------------
 
 OURS = os.path.dirname(nbdist.__file__) + os.sep
-OF_OURS = (NbdistError, KeyboardInterrupt, CancelledError)  # errors that come out of our calls
+OF_OURS = (NbdistError, KeyboardInterrupt, CancelledError)  # errors that nbdist itself raises
 
 
 class Border:
-    """Looks at an error before IPython shows it, and says where the name is, or what was meant."""
+    """Adds hints to errors before IPython shows them: where a name is, or which magic exists."""
 
     def __init__(self, pools: Pools, commands: Iterable[Command]) -> None:
         self._pools = pools
         self._names = [each.shown_name for each in commands]
 
     def show_traceback(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Stand around `InteractiveShell.showtraceback`: only what is said of the error changes."""
+        """Wrap `InteractiveShell.showtraceback`: add a hint to the error, and cut its traceback."""
         told = args[0] if args else kwargs.get("exc_tuple")
         error = told[1] if told else sys.exc_info()[1]
         _leave_out_insides(error)
         if isinstance(error, NbdistError):
             kwargs.pop("exc_tuple", None)
-            # Of a SyntaxError IPython shows all calls, and of what has met an exception group.
+            # IPython would show the whole traceback of a SyntaxError, or of an error whose
+            # context is an exception group.
             kind, error.__context__ = type(error), None
             if isinstance(error, SyntaxError):
                 kind = type(kind.__name__, (NbdistError,), {})
@@ -265,8 +277,8 @@ class Border:
         return original(*args, **kwargs)
 
     def expand(self, original: Callable[..., str], cmd: str, depth: int = 0, **how: Any) -> str:
-        """Stand around `InteractiveShell.var_expand`: refuse what only the ranks can fill in."""
-        # Names are those of the function that calls; two frames stand between.
+        """Wrap `InteractiveShell.var_expand`: UsageError for a name that only the ranks have."""
+        # IPython reads names in the frame at `depth`; the wrapper adds two frames.
         expanded = original(cmd, depth + 2, **how)
         left = names_filled_in(expanded)
         for name in names_filled_in(cmd):
@@ -276,13 +288,16 @@ class Border:
         return expanded
 
     def hint(self, name: str) -> str:
-        """Say where the name lives and how to come by it; "" where no worker has it."""
+        """Return on which ranks of which pool a name is and how to get it; "" if on none."""
         hints = (hint_of(pool, name) for pool in self._pools if pool.has_workers)
         return next(filter(None, hints), "")
 
 
 def _leave_out_insides(error: BaseException | None) -> None:
-    """Cut nbdist's calls off its errors' tracebacks, and off Stop's; others may lead to them."""
+    """Remove nbdist's frames from the tracebacks of its own errors and of Stop.
+
+    Also for errors that are the cause or the context of another error.
+    """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -295,7 +310,7 @@ def _leave_out_insides(error: BaseException | None) -> None:
 
 
 def hint_of(pool: Pool, name: str) -> str:
-    """Say which ranks of the pool have it, and what to do; "" where none has."""
+    """Return which ranks of the pool have a name, and what to do; "" if no rank has it."""
     world = pool.world
     if world is None or name in pool.shell.user_ns:
         return ""
