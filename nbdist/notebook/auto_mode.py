@@ -1,7 +1,8 @@
-"""Auto mode: which lines of a cell run here and which on the workers, and how they are sent there.
+"""Auto mode: decides which lines of a cell run in the notebook and which on the workers.
 
-A cell with the tag `distributed` is sent as well.  Around the kernel's `do_execute`, which sees
-what is silent, what is stored, and the cell's tags; in a terminal around the shell's `run_cell`.
+Runs in the notebook's process.  `AutoCells` wraps the kernel's `do_execute`, or `run_cell` of a
+terminal's shell, and replaces the cell by one that sends lines to the workers.  Also without auto
+mode, it does so for cells with the tag `distributed`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from nbdist.notebook.pool import Pools
 from nbdist.world.names import WORKERS_MODULES, WORKERS_OWN
 from nbdist.world.world import World
 
-# --- which lines of a cell in auto mode run here, and which on the ranks; pure ----------------
+# --- which lines of a cell in auto mode run in the notebook, and which on the ranks -----------
 
 Place = Literal["here", "there", "both", "command"]
 
@@ -50,10 +51,10 @@ REASONS: dict[Place, dict[str, str]] = {
         " ldir lx less more man"
     },
 }
-"""Line magics that are not for the ranks alone, with the reason; of nbdist's there are more.
+"""Line magics that do not run on the ranks alone, by the reason.  All `%dist_...` magics too.
 
-A command runs once, here: with each rank it would install, copy or download the same again.  On
-the ranks it runs where it fills in a variable of theirs.
+A command runs once, in the notebook: each rank would install, copy or download the same again.
+If it fills in a variable of the ranks, it runs on the ranks.
 """
 
 CELLS_HERE = {
@@ -64,10 +65,10 @@ CELLS_HERE = {
     " python2 python3 system sx cmd !",
     "has one client for all": "sql bigquery",
 }
-"""Cell magics that are the notebook's, with the reason."""
+"""Cell magics that run in the notebook, by the reason."""
 
-AROUND = ("time", "capture")  # cell magics that are wherever all lines below them are
-OWN_SETTINGS = re.compile(r"\s*(NbDist\b|$)")  # of `%config`: what only the notebook has, or shows
+AROUND = ("time", "capture")  # cell magics that run in the notebook if all lines below do
+OWN_SETTINGS = re.compile(r"\s*(NbDist\b|$)")  # texts of `%config` that only the notebook handles
 
 _PLACES = {
     name: place
@@ -84,7 +85,11 @@ _LINE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """What the notebook knows: `is_theirs` of a variable, `is_ours` of a magic in no table."""
+    """How to tell the sides apart.
+
+    `is_theirs` returns True for a variable of the ranks, and `is_ours` for a magic that is in
+    none of the tables and that only the notebook has.
+    """
 
     is_theirs: Callable[[str], bool] = lambda name: False
     is_ours: Callable[[str], bool] = lambda magic: False
@@ -92,7 +97,10 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Lines of a cell, from `first` on, that run here, or on the ranks."""
+    """Lines of a cell that run on the ranks, or in the notebook if `is_here`.
+
+    `first` is the number of the first line, from 0 on.
+    """
 
     first: int
     text: str
@@ -100,7 +108,7 @@ class Part:
 
 
 def parts_of(code: str, side: Side) -> list[Part]:
-    """Split a cell, but no block or string, in the order in which its parts run."""
+    """Split a cell into parts that run one after the other, between statements of its top level."""
     if (magic := cell_magic(code)) is not None or code.lstrip().startswith("%%!"):
         name = magic.name if magic else "!"
         is_here = name in _CELLS or (name not in _PLACES and side.is_ours(f"%%{name}"))
@@ -111,7 +119,7 @@ def parts_of(code: str, side: Side) -> list[Part]:
     lines = code.splitlines(keepends=True)
     parts: list[Part] = []
     begun = 0
-    kept = [*lines]  # for the ranks
+    kept = [*lines]  # the lines that ranks run
     for first, end, place in _magics(lines, side):
         text = "".join(lines[first:end])
         if place == "here":
@@ -122,7 +130,10 @@ def parts_of(code: str, side: Side) -> list[Part]:
 
 
 def in_one(code: str, parts: list[Part], magic: str) -> str:
-    """Write a cell that runs its parts in their order, each in the lines that it has here."""
+    """Return a cell that runs the parts in order, so that lines keep their numbers.
+
+    Parts for the ranks are passed to the cell magic `magic`, which includes its options.
+    """
     if len(parts) == 1:
         return code if parts[0].is_here else f"%%{magic}\n{code}"
     name, _, options = magic.partition(" ")
@@ -147,10 +158,10 @@ def _for_ranks(lines: list[str], first: int, end: int) -> list[Part]:
 
 
 def _magics(lines: list[str], side: Side) -> Iterator[tuple[int, int, Place]]:
-    """Find the magics and commands at the cell's own level that do not run on the ranks alone."""
+    """Yield first line, end and place of each top-level magic or command not for ranks alone."""
     left, end = [*lines], 0
     while True:
-        # One at a time: what stands behind it, such as `it's`, may be no tokens of Python.
+        # One magic at a time, then blank it: its text, such as `it's`, may not be valid tokens.
         for first in (row for row in _beginnings(left) if row >= end):
             if found := _LINE.match(left[first]):
                 break
@@ -182,7 +193,7 @@ def _place_of(found: re.Match[str], above: str, side: Side) -> Place:
 
 
 def _beginnings(lines: list[str]) -> Iterator[int]:
-    """Find the lines at which a statement at the cell's own level begins; none in no Python."""
+    """Yield the lines at which top-level statements begin; none if the indentation is wrong."""
     try:
         statements = make_tokens_by_line(lines)
     except SyntaxError:  # wrong indentation: reported when the cell is sent
@@ -195,15 +206,15 @@ def _beginnings(lines: list[str]) -> Iterator[int]:
                 break
 
 
-# --- around what runs a cell ----------------------------------------------------------------------
+# --- wrapping the methods that run a cell ---------------------------------------------------------
 
-TAG = "distributed"  # of a cell, in place of the magic: JupyterLab sends a cell's tags along
+TAG = "distributed"  # a cell's tag in place of the magic; JupyterLab sends tags with the cell
 
 _LOADS = re.compile(r"^%(?:re)?load_ext\s+([\w.]+)", re.MULTILINE)
 
 
 class AutoCells:
-    """Wraps the methods that run the cells of a person."""
+    """Wraps the methods of the kernel or shell that run a user's cells and store them."""
 
     def __init__(self, pools: Pools) -> None:
         self._shell: Any = pools.shell
@@ -211,7 +222,7 @@ class AutoCells:
         self._mode = pools.auto
 
     def sent(self, code: str, tags: Iterable[str] = ()) -> str:
-        """Return the cell that IPython is to run in place of a typed one."""
+        """Return the code that IPython runs in place of a typed cell, or the cell itself."""
         mode = self._mode
         pool = DEFAULT_POOL if mode.pool is None and TAG in tags else mode.pool
         if pool is None:
@@ -235,7 +246,7 @@ class AutoCells:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Stand around the kernel's method of this name."""
+        """Wrap the kernel's method of this name: replace cells that are stored in the history."""
         if store_history and not silent:
             metadata = self._shell.get_parent().get("metadata", {})
             tags = metadata.get("tags") if isinstance(metadata, dict) else None
@@ -251,7 +262,7 @@ class AutoCells:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Stand around a terminal's method of this name."""
+        """Wrap the method of this name of a terminal's shell, as `do_execute` does in a kernel."""
         if store_history and not silent:
             raw_cell = self._given(raw_cell)
         return original(raw_cell, store_history, silent, *args, **kwargs)
@@ -263,7 +274,7 @@ class AutoCells:
         source: str,
         source_raw: str | None = None,
     ) -> Any:
-        """Stand around the history's method of this name: it has what was typed."""
+        """Wrap the history's method of this name, so that the history has the typed cell."""
         mode = self._mode
         if source_raw is None or not mode.running or source_raw.rstrip() != mode.running.rstrip():
             return original(line_num, source, source_raw)
@@ -273,20 +284,20 @@ class AutoCells:
         return original(line_num, source, mode.typed)
 
     def _given(self, code: str, tags: Iterable[str] = ()) -> str:
-        """Do as `sent`, and note what becomes of which cell."""
+        """Return the result of `sent`, and record it with the typed cell for `store_inputs`."""
         self._mode.typed, sent = code, self.sent(code, tags)
         self._mode.running = sent if sent != code else ""
         return sent
 
 
 def runs_there(pools: Pools, code: str) -> bool:
-    """Return True if any of a cell runs on the ranks while auto mode is on."""
+    """Return True if auto mode is on and would run a part of this cell on the ranks."""
     pool = pools.auto.pool
     return pool is not None and not all(part.is_here for part in parts_for(pools, pool, code))
 
 
 def parts_for(pools: Pools, name: str, code: str) -> list[Part]:
-    """Split a cell by what the notebook knows of the pool's variables, and of its own magics."""
+    """Split a cell as `parts_of` does, by the pool's variables and the notebook's magics."""
     world, shell = pools.world_of(name), pools.shell
     is_ours = partial(_is_ours, shell, frozenset(pools.auto.loaded))
     side = Side(partial(_is_theirs, world, shell.user_ns), is_ours)
@@ -303,7 +314,7 @@ def _is_theirs(world: World | None, ours: dict[str, Any], name: str) -> bool:
 
 
 def _is_ours(shell: Any, loaded: frozenset[str], magic: str) -> bool:
-    """Return True if the notebook has a magic that is not IPython's, and the ranks have not."""
+    """Return True if only the notebook has a magic: not IPython's, not loaded on the ranks."""
     find = shell.find_cell_magic if magic.startswith("%%") else shell.find_line_magic
     found = find(magic.lstrip("%"))
     if found is None:

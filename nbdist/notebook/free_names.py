@@ -1,7 +1,8 @@
-"""Which global names the source of a cell reads, and which it binds; pure.
+"""Finds the global names that the source of a cell reads and binds, without running the cell.
 
-The answers are in the code that Python compiles.  The source has been through IPython's input
-transformer: magics and `!` lines are calls of `get_ipython()`, and names in their strings count.
+Called in the notebook's process, to decide which variables to send.  The functions read the
+bytecode that Python compiles from the source.  IPython has transformed the source before: magics
+and `!` lines are calls of `get_ipython()`, and names in their strings count as read.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from nbdist.values.payload import Identity, is_atomic
 
 _READS = ("LOAD_NAME", "LOAD_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS", "DELETE_NAME", "DELETE_GLOBAL")
 _OWN_READS = ("LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "DELETE_NAME")
-"""Of the reads, the instructions that look at the names of a class's body before the globals."""
+"""The reading instructions that search the names of a class's body before the globals."""
 _BINDS = ("STORE_NAME", "STORE_GLOBAL")
 _UNBINDS = ("DELETE_NAME", "DELETE_GLOBAL")
 _RETURNS = ("RETURN_VALUE", "RETURN_CONST")
@@ -31,14 +32,14 @@ _NO_NEXT = (*_RETURNS, *_JUMPS_AWAY, "RAISE_VARARGS", "RERAISE")
 _JUMPS = frozenset(dis.hasjrel + dis.hasjabs)
 _DOTS = ("LOAD_ATTR", "LOAD_METHOD")
 _GENERIC = "<generic parameters of "
-# Up to Python 3.11; later they have no code of their own.
+# Only up to Python 3.11 do comprehensions have their own code objects.
 _AT_ONCE = ("<listcomp>", "<dictcomp>", "<setcomp>")
 _PYTHONS_OWN = (
     *("__annotations__", "__doc__", "__name__"),
     *("__annotate__", "__conditional_annotations__"),  # from Python 3.14 on
 )
 
-# Magics whose text is no Python of the notebook: words in it must not be taken for names.
+# Magics whose text is not Python: words in it are not names of variables.
 _NOT_PYTHON = re.compile(
     "distributed|rank|bash|cmd|perl|ruby|script|sh|system|sx|html|javascript|js|latex|markdown|svg|"
     "writefile|cat|cd|cp|ls|man|mkdir|more|mv|pushd|rm|rmdir|alias|autoreload|bookmark|colors|"
@@ -50,8 +51,8 @@ _OPTION = re.compile(r"\s*(-\S+|\d+)")
 _MAGIC_LINE = re.compile(r"^[ \t]*[%!].*$", re.MULTILINE)
 
 _State = frozenset[str | int]
-"""What holds whenever an instruction is reached: the names that are bound, and the functions,
-by the index of the instruction that makes each, that are certainly not made yet."""
+"""What is certain whenever an instruction is reached: the names (str) that are bound, and the
+functions that are not made yet, by the index (int) of the instruction that makes each."""
 
 
 _Reads = dict[str, frozenset[str]]
@@ -63,8 +64,8 @@ _NONE: frozenset[str] = frozenset()
 def names_used(source: str) -> frozenset[str]:
     """Find the global names that a cell reads before it has certainly bound them.
 
-    In doubt a name counts as used: what depends on a condition may not have been bound,
-    and a function may be called as soon as something mentions it.  Raises SyntaxError.
+    In doubt a name counts as used: a name that is bound under a condition may be unbound, and a
+    function may be called wherever its name is read.  Raises SyntaxError.
     """
     return frozenset(_cell(source).used)
 
@@ -103,39 +104,45 @@ def names_certainly_bound(source: str) -> frozenset[str]:
 
 
 def dotted_names(source: str) -> frozenset[tuple[str, ...]]:
-    """Find what the cell reaches through dots from a name: `xml.dom.minidom` as three parts."""
+    """Find attributes that the cell reads, with the name: `xml.dom.minidom` as three parts."""
     return frozenset(_cell(source).chains)
 
 
 def names_in_commands(source: str) -> list[str]:
-    """Find the names that a cell's own commands, and not its functions', would fill in."""
+    """Find the names that a cell's commands, such as `!ls {path}`, fill in.
+
+    Commands inside of functions do not count.
+    """
     texts = _cell(source).commands
     return [*dict.fromkeys(name for text in texts for name in names_filled_in(text))]
 
 
 def names_filled_in(text: str) -> list[str]:
-    """Find the names that `{x}` and `$x` would fill into a command, but for the shell's own."""
+    """Find the names that `{x}` and `$x` fill into a command, except the shell's variables."""
     found = (name for source in _filled_in([text]) for name in sorted(names_used(source)))
     return [name for name in dict.fromkeys(found) if not _is_the_shells(name, text)]
 
 
 @functools.lru_cache(maxsize=64)
 def _cell(source: str) -> _Code:
-    # Several questions are asked about one source.
+    # Cached, as callers ask several questions about the same source.
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the ranks give them
+        warnings.simplefilter("ignore")  # the ranks warn when they compile the cell
         flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
         return _Code(compile(source, "<cell>", "exec", flags, dont_inherit=True, optimize=0))
 
 
 class _Code:
-    """What a cell, a class's body or a function does with global names.
+    """The global names that a code object (a cell, a class's body or a function) reads and binds.
 
-    `used` are those that it reads as soon as it runs, before it has certainly bound them, each
-    with the names that are bound whenever it is read;
-    `later` those that its functions will read when they are called, and a function itself;
-    `inner` all that is read by functions, classes and lambdas in it; `unbound` the globals that
-    they delete; `first` the instruction that names a variable first, whether it reads or binds.
+    - `used`: names that it reads as soon as it runs, before it has certainly bound them, each
+      with the names that are certainly bound at all these reads.
+    - `later`: names that are read when a function in it is called; of a function, also its own.
+    - `inner`: names that functions, classes and lambdas in it read.
+    - `certain`: names that are bound whenever a cell ends without an error.
+    - `bound`: names that it may bind or delete; `unbound`: globals deleted by `global` and `del`.
+    - `chains`: see `dotted_names`; `commands`: the texts of its magics and `!` lines.
+    - `first`: by name, the first instruction with the name, whether it reads or binds.
     """
 
     def __init__(self, code: types.CodeType) -> None:
@@ -168,7 +175,7 @@ class _Code:
     # --- what an instruction reads and binds ----------------------------------------------
 
     def _reads(self, index: int, step: dis.Instruction) -> _Reads:
-        """Find what one instruction reads; note what it binds, and what it reaches by dots."""
+        """Return the names that one instruction reads; record names it binds and attributes."""
         name = step.argval
         if step.opname in _DOTS:
             self._note_dots(index)
@@ -186,7 +193,10 @@ class _Code:
         return {name: _NONE} if step.opname in _READS else {}
 
     def _made(self, index: int, code: types.CodeType) -> _Reads:
-        """Note what a function or class will read when it is called; find what it reads now."""
+        """Return the names that are read when a function or class is made.
+
+        Records the names that are read later, when the function is called.
+        """
         inner = _Code(code)
         self.bound |= inner.bound
         self.unbound |= inner.unbound
@@ -202,11 +212,11 @@ class _Code:
             return inner.used | dict.fromkeys(inner.later, _NONE)
         before = [later for other, later in self._functions.values() if other == name]
         self._functions[index] = name, inner.later
-        # A decorator, whose line comes first, may call what it decorates.
+        # A decorator, which is above the function, may call the function at once.
         place = self._steps[index].positions
         is_plain = place is not None and place.lineno == code.co_firstlineno
         called = set() if is_plain else inner.later - {name}
-        if not is_plain and name in inner.later:  # still the function of before
+        if not is_plain and name in inner.later:  # the name still has the former function
             called = called.union(*before)
         return inner.used | dict.fromkeys(called, _NONE)
 
@@ -219,7 +229,7 @@ class _Code:
             self.chains.add((self._steps[index].argval, *chain))
 
     def _in_magic(self, index: int) -> _Reads:
-        """Find what `get_ipython().run_line_magic("time", "f(x)")` would read."""
+        """Return the names that a call `get_ipython().run_line_magic("time", "f(x)")` reads."""
         method, before = self._steps[index].argval, self._steps[max(0, index - 3) : index]
         if not any(step.argval == "get_ipython" for step in before):
             return {}
@@ -239,7 +249,10 @@ class _Code:
     # --- in which order -------------------------------------------------------------------
 
     def _follow(self, reads: list[_Reads], states: list[_State | None]) -> None:
-        """Find what is read before it is bound, in whatever order instructions can run."""
+        """Fill in `used` and `certain` from the reads and states of all instructions.
+
+        A name is in `used` if there is any path to a read on which the name may be unbound.
+        """
         for step, names, state in zip(self._steps, reads, states, strict=True):
             if state is not None:
                 # Comprehensions, functions and classes in a class do not see its names.
@@ -251,7 +264,7 @@ class _Code:
         at_end = frozenset.intersection(*ends) if ends else frozenset()
         self.certain = _names_in(at_end).difference(_PYTHONS_OWN)
         unbound = {step.argval for step in self._steps if step.opname in _UNBINDS}
-        for index, (_, later) in self._functions.items():  # they will be called after the cell
+        for index, (_, later) in self._functions.items():  # later cells may call the functions
             when_made = states[index] or frozenset()
             bound = _names_in(at_end | (when_made - unbound))
             _add(self.used, dict.fromkeys(later - bound, bound))
@@ -268,7 +281,7 @@ class _Code:
             if name not in state:
                 _add(self.used, {name: bound})
             for index, (function, later) in self._functions.items():
-                # What mentions a function may call it; methods do not see the class's names.
+                # A read of a function may be a call; methods do not see the class's names.
                 if function == name and index not in state:
                     called = dict.fromkeys(later, bound)
                     if self._is_cell:
@@ -277,7 +290,7 @@ class _Code:
                         _add(self.used, called)
 
     def _states(self, bytecode: dis.Bytecode) -> list[_State | None]:
-        """Find the state before each instruction; None for those that never run."""
+        """Return the state before each instruction; None for an instruction that never runs."""
         offsets = [step.offset for step in self._steps]
         handlers = {
             index: bisect_left(offsets, entry.target)
@@ -306,9 +319,10 @@ class _Code:
         return states
 
     def _after_with(self, handlers: dict[int, int]) -> dict[int, set[str]]:
-        """Find the jump past each `with` that has swallowed an error, and what its body binds.
+        """Map the jump behind each `with` that has suppressed an error to the names its body binds.
 
-        All of that counts as bound, as if no error had come, if none is known to swallow any.
+        The names count as bound there: almost no context manager suppresses errors.  Returns an
+        empty dict if the code names `suppress` or `raises`, which do.
         """
         found: dict[int, set[str]] = {}
         for start, step in enumerate(self._steps):
@@ -327,7 +341,7 @@ def _names_in(state: _State) -> frozenset[str]:
 
 
 def _add(reads: _Reads, more: Mapping[str, frozenset[str]]) -> None:
-    """Add reads; of a name that was read before, only what is bound at both places counts."""
+    """Add reads.  For a name that was read before, keep the names that are bound at both reads."""
     for name, bound in more.items():
         reads[name] = reads.get(name, bound) & bound
 
@@ -336,9 +350,10 @@ def _add(reads: _Reads, more: Mapping[str, frozenset[str]]) -> None:
 
 
 def code_in_magic(method: str, texts: list[str]) -> list[str]:
-    """Find what a call like `get_ipython().run_line_magic("time", "f(x)")` would run.
+    """Return the Python sources that a call `get_ipython().run_line_magic("time", "f(x)")` runs.
 
-    What `{x}` and `$x` would fill in comes as expressions.  Nothing for other methods.
+    `method` is the method's name and `texts` its arguments.  Each `{x}` and `$x` is a source of
+    its own.  The list is empty for methods that are not of magics or commands.
     """
     if method in ("system", "getoutput", "getoutput_all"):
         return _filled_in(texts)
@@ -351,12 +366,12 @@ def code_in_magic(method: str, texts: list[str]) -> list[str]:
 
 def _filled_in(texts: list[str]) -> list[str]:
     parts = [part for text in texts for part in (*_BRACES.findall(text), *_DOLLAR.findall(text))]
-    # Python's own way to part an expression from its format: `{x:.3f}`.
+    # As an f-string, so that Python separates an expression from its format: `{x:.3f}`.
     return [*filter(_is_python, (f"f{'{' + part + '}'!r}" for part in parts))]
 
 
 def _python(text: str) -> str:
-    """Return `text`, or what follows its options, if it is Python; else nothing."""
+    """Return the text of a magic, without leading options, if it is Python; else ""."""
     while True:
         found = next(filter(_is_python, (text, _MAGIC_LINE.sub("", text))), "")
         option = _OPTION.match(text)
@@ -374,18 +389,21 @@ def _is_python(text: str) -> bool:
 
 
 def _is_the_shells(name: str, text: str) -> bool:
-    """Return True if the command gives it a value itself: `for i in 1 2; do echo $i; done`."""
+    """Return True if the command itself sets the variable: `for i in 1 2; do echo $i; done`."""
     given = rf"(?:\bfor\s+{name}\s+in\b|\bread\s+(?:\w+\s+)*{name}\b|(?:^|[\s;]){name}=)"
     return re.search(given, text) is not None
 
 
-# --- which variables of the notebook are the ranks' values, as gather has bound them ----------
+# --- variables of the notebook that `%dist_gather` has bound ----------------------------------
 
 _NOTHING = object()
 
 
 class Gathered:
-    """Says `name in gathered` as long as the notebook has not bound the name itself."""
+    """The variables that hold values gathered from ranks: `name in gathered`.
+
+    A name is in it until the notebook binds the name to another object.
+    """
 
     def __init__(self, namespace: Mapping[str, Any]) -> None:
         self._namespace = namespace
@@ -398,19 +416,20 @@ class Gathered:
 
     @property
     def has_any(self) -> bool:
-        """True if there is anything to look after."""
+        """True if any name was gathered and was not bound by the notebook since."""
         return bool(self._values)
 
     def add(self, names: Iterable[str]) -> None:
-        """Note that these have been bound to what ranks have."""
+        """Record that these names were just bound to values of ranks."""
         for name in names:
             self._values[name] = Identity(self._namespace[name])
             self._of_this_cell.add(name)
 
     def bound_in_notebook(self, names: Iterable[str]) -> None:
-        """Note that a cell has ended that may have bound these names to something else.
+        """Forget names that the notebook has bound; called when a cell has ended.
 
-        That it bound one to an equal number or text counts too, unless it has gathered it.
+        `names` are those that the cell may have bound.  A name with a number or text is forgotten
+        even if the object is the same, as equal ones are, unless this cell has gathered the name.
         """
         for name in self._values.keys() & set(names):
             may_be_equal = is_atomic(self._namespace.get(name)) and name not in self._of_this_cell
@@ -423,7 +442,7 @@ GATHERS = "get_ipython().run_line_magic('dist_gather'"
 
 
 def assigned_in(source: str) -> frozenset[str]:
-    """Find the names of `x = %dist_gather y` in a cell, as IPython has made Python of it."""
+    """Return `x` for `x = %dist_gather y` in a cell that IPython has transformed to Python."""
     found: set[str] = set()
     if GATHERS in source:
         for node in ast.walk(ast.parse(source)):
