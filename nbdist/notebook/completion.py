@@ -1,6 +1,7 @@
-"""Completion and inspection in cells of the workers, beside what the notebook's kernel says.
+"""Completion and inspection in cells of the workers and in the lines of nbdist's magics.
 
-Front ends ask from several threads.  No name of the workers enters the notebook's namespace.
+Runs in the notebook's process; the kernel's methods are wrapped, and front ends may ask from
+several threads.  No name of the workers is bound in the notebook for it.
 """
 
 from __future__ import annotations
@@ -45,20 +46,20 @@ from nbdist.wire.control import (
 from nbdist.world.names import WORKERS_MODULES, WORKERS_OWN
 from nbdist.world.world import World
 
-TIMEOUT = 0.9  # seconds that the workers have: JupyterLab waits for one
+TIMEOUT = 0.9  # seconds for the workers' answer: JupyterLab waits for one second
 
 
 class Completion:
-    """Asks an idle rank of the pool that a cell is for; else says what the notebook knows."""
+    """Answers by asking an idle rank of the cell's pool, or else from the table of names."""
 
     def __init__(self, pools: Pools, commands: Iterable[Command]) -> None:
         self._pools = pools
         self._commands = {each.name: each for each in commands}
 
-    # --- around the kernel's methods ----------------------------------------------------------
+    # --- wrappers of the kernel's methods -----------------------------------------------------
 
     def complete(self, original: Callable[..., Any], code: str, cursor_pos: int | None) -> Any:
-        """Stand around a kernel's `do_complete`."""
+        """Wrap a kernel's `do_complete`: answer, or let the kernel answer."""
         cursor = len(code) if cursor_pos is None else cursor_pos
         found = self.answer(Complete(code, cursor))
         if found is None:
@@ -68,7 +69,7 @@ class Completion:
     def completions(
         self, original: Callable[..., Iterator[Any]], text: str, offset: int
     ) -> Iterator[Any]:
-        """Stand around the method of this name of a terminal's completer."""
+        """Wrap the method of this name of a terminal's completer."""
         found = self.answer(Complete(text, offset))
         if not isinstance(found, Completions):
             yield from original(self._plain_text(text, offset), offset)
@@ -86,7 +87,7 @@ class Completion:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Stand around `do_inspect`."""
+        """Wrap a kernel's `do_inspect`: answer, or let the kernel answer."""
         told = self.answer(Inspect(code, cursor_pos, detail_level))
         if told is not None:
             return told.reply()
@@ -96,13 +97,17 @@ class Completion:
     # --- without the notebook's kernel --------------------------------------------------------
 
     def is_ours(self, question: Question) -> bool:
-        """Return True if the question is about a cell of the workers or a magic of ours."""
+        """Return True if the question is about a cell of the workers or a magic of nbdist."""
         magic = magic_at(question.code, question.cursor)
         is_line = magic is not None and magic.name in self._commands
         return is_line or self._workers_cell(question) is not None
 
     def answer(self, question: Question) -> Completions | Description | None:
-        """Answer of a magic's line or as the workers do; None leaves it to the notebook."""
+        """Answer about a magic's line, or about a cell of the workers by asking a rank.
+
+        Returns None if the notebook's kernel should answer: for plain cells, without workers, and
+        for attributes of the notebook's own variables.
+        """
         cursor, line = question.cursor, None
         if isinstance(question, Complete):
             line = self._code_in_line(question.code, cursor)
@@ -124,12 +129,12 @@ class Completion:
             return None
         theirs = _asked(world, magic, question._replace(code=text))
         if needs_root:
-            # Of a name of the workers the notebook may have another object.
+            # The notebook must not answer: under this name it may have another object.
             return theirs or (nothing_for(question) if is_theirs else None)
         return self._with_known(world, theirs, root, text[:cursor])
 
     def _with_known(self, world: World, theirs: Any, root: str, text: str) -> Completions | None:
-        """Add the notebook's names; those of the workers too, where none of these has answered."""
+        """Add names of the notebook to a rank's answer; if it is None, of the workers too."""
         shell = self._pools.shell
         known = {**shell.user_ns}.keys() - shell.user_ns_hidden
         if theirs is None:
@@ -141,7 +146,7 @@ class Completion:
         return replace(found, candidates=(*found.candidates, *more)) or None
 
     def _in_line(self, question: Question) -> Completions | Description | None:
-        """Answer for the line of a magic of ours; None elsewhere, and for nothing."""
+        """Answer about the line of a magic of nbdist; None elsewhere, or without an answer."""
         magic = magic_at(question.code, question.cursor)
         command = self._commands.get(magic.name) if magic else None
         if magic is None or command is None:
@@ -169,19 +174,22 @@ class Completion:
             return None
         typed = code[magic.start : cursor].rstrip()
         _, found = split_code(command.run, typed)
-        if not found or found == "-":  # the latter begins an option
+        if not found or found == "-":  # `-` is the beginning of an option
             return None
         begin = magic.start + len(typed) - len(found)
         return magic, " " * begin + code[begin:].partition("\n")[0]
 
     def _plain_text(self, code: str, cursor: int) -> str:
-        """Return what IPython is asked about: of what the workers run the Python in it."""
+        """Return the text that IPython completes: a cell of the workers without its magic."""
         if line := self._code_in_line(code, cursor):
             return line[1]
         return as_comment(code) if workers_cell(code, cursor) else code
 
     def _workers_cell(self, question: Question) -> MagicLine | None:
-        """Find the magic of a cell that the workers run; of a plain one while auto mode is on."""
+        """Return the magic of a cell of the workers, or None for a cell of the notebook.
+
+        In auto mode, a plain cell that runs on the workers has a magic too.
+        """
         magic, auto = workers_cell(question.code, question.cursor), self._pools.auto
         if magic is None and runs_there(self._pools, question.code):
             return MagicLine(CELL_MAGICS[0], f"--pool {auto.pool}", 0)
@@ -189,7 +197,7 @@ class Completion:
 
 
 def _asked(world: World, magic: MagicLine, question: Question) -> Completions | Description | None:
-    """Ask an idle rank of the cell's, or another one; None where none is idle or fast enough."""
+    """Ask an idle rank of the cell's ranks, then of the others; None without a timely answer."""
     every = range(world.size)
     try:
         ranks = parse_ranks(magic.ranks or "all", world.size)
@@ -208,33 +216,34 @@ def _asked(world: World, magic: MagicLine, question: Question) -> Completions | 
 
 
 def nothing_for(question: Question) -> Completions | Description:
-    """Make the answer that says there is nothing."""
+    """Return an empty answer to the question."""
     is_inspect = isinstance(question, Inspect)
     return Description({}) if is_inspect else Completions((), question.cursor, question.cursor)
 
 
 def workers_cell(code: str, cursor: int) -> MagicLine | None:
-    """Find the magic of a cell that the workers run, where the cursor is below it."""
+    """Return the cell's `%%distributed` or `%%rank` if the cursor is below its line, else None."""
     magic = cell_magic(code)
     if magic is None or magic.name not in CELL_MAGICS:
         return None
     return magic if cursor > magic.start + len(magic.text) else None
 
 
-# --- what can stand in a magic's line ---------------------------------------------------------
+# --- completion of a magic's line -------------------------------------------------------------
 
 NAMES = ("names", "variables")
-"""What parsers call an argument that takes names."""
+"""The names, in the magics' parsers, of arguments that take names of variables."""
 
-_BETWEEN = re.compile(r"[\s,=]+")  # what is between the words of a line
+_BETWEEN = re.compile(r"[\s,=]+")  # separates the words of a line
 
 Choices = tuple[Candidate, ...]
 
 
 def choices(pools: Pools, command: Command, text: str, pool: str | None) -> tuple[Choices, str]:
-    """Return what can stand at the end of a command's line, and what of it has been typed.
+    """Return the candidates for the last word of a command's line, and its typed beginning.
 
-    Options with their help, but for those that are there; or names of those who have them.
+    The candidates are options with their help, or names of variables if the command takes names.
+    Options and names that are in the line already are left out.
     """
     *words, begun = _BETWEEN.split(text)
     arguments, shell, world = arguments_of(command.run), pools.shell, pools.world_of(pool)

@@ -30,12 +30,13 @@ class Packet:
 
 @dataclass(frozen=True, slots=True)
 class Shipment:
-    """The packets that go to ranks with a cell, and the lines to show; there may be no packet.
+    """The packets that are sent to ranks with a cell, perhaps none, and the lines to show.
 
-    `notices` are lines for the user, to be shown before it is sent; `big` are others, on what is
-    large of it: they follow "sending", or "sent".  `parcels` say by rank what it has afterwards.
-    The frames of packets show the values' own memory: pack them before these change.  `setup` is a
-    packet for new workers, which have nothing.
+    `notices` are lines for the user, shown before the packets are sent.  `big` names large
+    variables; each text follows "sending" or "sent".  `parcels` has by rank the names and objects
+    that the rank has afterwards.  The frames of packets are views of the values' own memory, so
+    pack them before the values change.  `setup` is a packet for new workers, which have no
+    variables.
     """
 
     notices: tuple[str, ...] = ()
@@ -46,11 +47,14 @@ class Shipment:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The variables that a rank is going to bind."""
+        """The variables that any rank will bind."""
         return (*dict.fromkeys(name for packet in self.packets for name in packet.names),)
 
     def packed(self, display: CellDisplay) -> Packed:
-        """Pack the packets, and show the lines.  Close the result once the ranks have them."""
+        """Pack the packets, and show the lines.
+
+        The caller closes the result once the ranks have the packets.
+        """
         for notice in self.notices:
             display.note(notice)
         packed = Packed()
@@ -66,7 +70,7 @@ class Shipment:
                 else:
                     packed.segments += filter(None, [segment])
                     packed.payloads |= dict.fromkeys(packet.ranks, payload)
-        except BaseException:  # Stop too
+        except BaseException:  # also KeyboardInterrupt, by Stop
             packed.close()
             raise
         for each in self.big:
@@ -76,7 +80,7 @@ class Shipment:
 
 @dataclass(slots=True)
 class Packed:
-    """Payloads by rank, and the shared memory that they are in."""
+    """Payloads by rank, and the shared memory that holds them."""
 
     payloads: dict[int, Payload] = field(default_factory=dict)
     segments: list[Segment] = field(default_factory=list)

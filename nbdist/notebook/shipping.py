@@ -162,8 +162,8 @@ class Plan:
 
     # --- which names ----------------------------------------------------------------------
 
-    # From the names that the cell uses to those that their functions and classes use, as far as
-    # these are the notebook's: a name that workers own, or have of themselves, ends the way.
+    # Names are followed from the cell to the names that its functions and classes use.  A name
+    # that workers own, or that each worker has by itself, is not followed.
 
     def follow(
         self, names: Iterable[str], before: Mapping[str, frozenset[str]] | None = None
@@ -238,7 +238,7 @@ class Plan:
         if name in self._gathered:
             last = self._table.record(name)
             has_pushed = last and last.identity and last.identity.is_still(value)
-            if last and not has_pushed:  # ranks have another one of before
+            if last and not has_pushed:  # the ranks have another value under this name
                 self._note(name, f"`{name}` was gathered: the cell uses the ranks' own")
             return False
         if name in WORKERS_OWN or name in WORKERS_MODULES:
@@ -385,9 +385,10 @@ class Plan:
                 )
 
     def _hold_back(self, name: str, found: Mapping[int, Inspected]) -> None:
-        """Leave a variable out for new ranks if the ranks that have it have changed it.
+        """Leave a variable out for restarted ranks if the ranks that have it have changed it.
 
-        Ranks that have never had it get the notebook's, and a line says so.
+        Other ranks without the variable get the notebook's.  In both cases a line says so, and
+        how to copy the ranks' value.
         """
         lack = self._lacking(name)
         if not lack or self._is_setup:
@@ -597,7 +598,7 @@ class Plan:
             for rank, each in there.items()
         }
         value = self._names[name]
-        if isinstance(value, types.ModuleType):  # both sides have imported it
+        if isinstance(value, types.ModuleType):  # both sides have imported the module
             there = {r: each for r, each in there.items() if each.kind != type_text(value)}
         if any(each.is_changed or each.others for each in there.values()):
             self._notices.append(replaced_text(name, self._names[name], there, self._verb(name)))
