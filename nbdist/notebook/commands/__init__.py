@@ -1,1 +1,1 @@
-"""The magics, a file each or a family: `nbdist.notebook.command` finds what lies here."""
+"""The magics of nbdist.  `find_commands` in `nbdist.notebook.command` imports each file here."""

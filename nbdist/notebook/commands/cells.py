@@ -1,4 +1,4 @@
-"""Cells on the workers, which cells those are, and how one is sent; and all magics, a line each."""
+"""The magics that run cells on workers, auto mode, and `%dist_help`, which lists all magics."""
 
 from __future__ import annotations
 
@@ -36,7 +36,11 @@ sending_options = (
 
 
 def send(line: Line, steps: Steps) -> None:
-    """Send a cell as the line's options say: its first step does, the others follow it."""
+    """Send a cell and follow it to its end, or in the background with `--no-wait`.
+
+    The first of the steps sends the cell.  With `--here-too` the cell then runs in the notebook
+    as well, while the ranks run it.
+    """
     options, pool = line.options, line.pool
     name, here = options.out or "", getattr(options, "here_too", False)
     if name and not name.isidentifier():
@@ -69,7 +73,7 @@ def send(line: Line, steps: Steps) -> None:
 
 
 def _awaits(shell: InteractiveShell, cell: str) -> bool:
-    """Return True if the cell has a top-level `await`; False for what is no Python."""
+    """Return True if the cell has a top-level `await`; False if it is not Python."""
     try:
         transformed = shell.transform_cell(cell)
     except SyntaxError:
@@ -78,17 +82,20 @@ def _awaits(shell: InteractiveShell, cell: str) -> bool:
 
 
 def _run_here(line: Line, running: TaskRun) -> BaseException | None:
-    """Run the cell in the notebook too; return what it raised, which has been shown."""
+    """Run the cell in the notebook too; return its error, which IPython has shown already.
+
+    Stop is no error of the notebook: it also stops the ranks.
+    """
     ran: Any = line.pool.shell.run_cell(line.cell)
     if world := line.pool.world:
-        # Names are left to the ranks that have bound them already, as to those that will.
+        # Ranks that have ended own the names that they bound, as do ranks that end later.
         for track in running.transcript:
             for name in track.done.bound if track.done else ():
                 world.session.names.gathered(name, (track.rank,))
     error: BaseException | None = ran.error_before_exec
-    if error is None:  # either can be falsy
+    if error is None:  # not `or`, as a user's exception can be falsy
         error = ran.error_in_exec
-    if isinstance(error, KeyboardInterrupt):  # Stop is for all of the cell
+    if isinstance(error, KeyboardInterrupt):  # Stop also stops the ranks
         running.stops += 1
         return None
     return error
@@ -155,7 +162,10 @@ def distributed(line: Line) -> None:
 
 
 def _reset_here(line: Line) -> bool:
-    """Delete the notebook's variables where auto mode's cell deletes the ranks'; ask once."""
+    """If auto mode's cell is a `%reset`, ask the user, and delete the notebook's variables too.
+
+    Returns False if the user says no.  The cell for the ranks becomes `%reset -f`.
+    """
     shell: Any = line.pool.shell
     cell = as_magic(shell, line.cell, line.pool.world)
     found = _RESET.match(cell)
@@ -164,7 +174,7 @@ def _reset_here(line: Line) -> bool:
     if "-f" not in found[1].split():
         try:
             is_meant = shell.ask_yes_no(ASKED, default="n")
-        except StdinNotImplementedError:  # as IPython has it
+        except StdinNotImplementedError:  # if nobody can answer, IPython's `%reset` deletes too
             is_meant = True
         if not is_meant:
             line.display.say("nothing was deleted")
@@ -188,7 +198,10 @@ def _steps(line: Line) -> Steps:
 
 
 def _split_ranks(_: Magic, text: str) -> tuple[str, list[str]]:
-    """Take all but `--pool` for ranks: `-1` would be an option, `0, 2` two words."""
+    """Read the whole line but `--pool` as ranks.
+
+    Otherwise argparse would take `-1` for an option, and `0, 2` for two words.
+    """
     ranks = "".join(_BETWEEN.sub(",", POOL.sub(" ", text)).split())
     if not ranks:
         raise UsageError("`%%rank` needs ranks: `%%rank 0`, `%%rank 0,2-3`, `%%rank -1`.")
@@ -203,7 +216,7 @@ def _split_ranks(_: Magic, text: str) -> tuple[str, list[str]]:
 )
 def rank(line: Line) -> None:
     """Run the cell on some ranks only: `%%rank 0,2-3` is `%%distributed -r 0,2-3`."""
-    parse_ranks(line.options.ranks, line.busy_world.size)  # it starts no workers
+    parse_ranks(line.options.ranks, line.busy_world.size)  # an error without workers: none start
     line.options = parse(distributed.run, line.command.shown_name, f"-r={line.options.ranks}")
     distributed.run(line)
 
@@ -235,10 +248,10 @@ def dist_auto(line: Line) -> str:
 @command(kind="cell")
 def local(line: Line) -> None:
     """Run the cell in the notebook while `%dist_auto` is on."""
-    # In a notebook `transform_first_lines` has made such a cell a plain one before.
+    # In a notebook, `transform_first_lines` has turned such a cell into a plain cell before.
     shell = line.pool.shell
     result = shell.run_cell(line.cell)
-    if hasattr(shell, "kernel"):  # in a terminal the error has been shown, and fails nothing else
+    if hasattr(shell, "kernel"):  # in a terminal, the error was shown and no other cell waits
         result.raise_error()
 
 
@@ -250,13 +263,13 @@ _GROUPS = {
     "many machines": "dist_attach",
 }
 GROUPS = {title: names.split() for title, names in _GROUPS.items()}
-"""Magics by what they are for: here, in the manual and in the package's docstring."""
+"""The magics by purpose; the manual and the package's docstring have the same order."""
 
 MACHINES = (
     ("%dist_init --hosts a,b", "Start workers on machines reached by ssh"),
     ("%dist_init --launcher join", "Wait for machines that run `nbdist join` or `nbdist k8s`"),
 )
-"""Ways to begin there, which are no magics of their own."""
+"""Calls of `%dist_init` that the list of magics has besides the magics, for many machines."""
 
 
 @command(
@@ -288,5 +301,5 @@ def dist_help(line: Line) -> Shown:
 
 
 def summary(command: Command) -> str:
-    """Return the first sentence of its help."""
+    """Return the first sentence of the command's help."""
     return command.summary.partition(". ")[0].rstrip(".")

@@ -1,4 +1,4 @@
-"""What each worker is and does: states, stacks, output, the last failure, the logs' last lines."""
+"""The magics that show workers: states, stacks, output, the last failure, the ends of log files."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ log_options = (
 
 
 def log_of(line: Line) -> Shown:
-    """Read the files, here or on other machines, and draw the ends of them."""
+    """Return the last lines of the ranks' log files, here or on other machines."""
     options, world = line.options, line.pool.world
     try:
         pattern = None if options.grep is None else re.compile(options.grep)
@@ -109,7 +109,10 @@ def log_of(line: Line) -> Shown:
 def last_lines(
     tail: LogTail, get: GetLogs, ask: Ask, pattern: re.Pattern[str] | None = None
 ) -> tuple[str, ...]:
-    """Return the last lines, or the last that hold the pattern; `tail` is what `get` got."""
+    """Return the last lines of a file, or the last lines with the pattern.
+
+    `tail` is the answer to `get` for this file; earlier pages are requested with `ask` as needed.
+    """
     found: list[str] = []
     more = get._replace(ranks=(tail.rank,), streams=(tail.stream,), most=PAGE_LINES)
     while True:
@@ -120,7 +123,10 @@ def last_lines(
 
 
 def _files(found: Sequence[LogTail], get: GetLogs, session: Session) -> Iterator[str]:
-    """Name the files, and the ranks of which no agent has told; UsageError where there are none."""
+    """Yield lines on the files' places, lost lines, and ranks whose agent has not answered.
+
+    Raises UsageError if no rank has files, or none of the attempt.
+    """
     machines, folders = session.machines, dict[tuple[str, Path], list[int]]()
     there = {number for each in found for number in each.attempts}
     for each in found:
@@ -142,10 +148,10 @@ def _files(found: Sequence[LogTail], get: GetLogs, session: Session) -> Iterator
 
 # --- states, stacks, the last cell's output and the last failure ------------------------------
 
-SHORTEST = 0.5  # seconds between two looks: to ask often is not to cost the ranks their time
+SHORTEST = 0.5  # seconds between two refreshes at least, as each one takes the ranks' time
 
 DOCTOR_TIMEOUT = 180.0
-"""More than it gives torch's import."""
+"""Seconds for `nbdist doctor`; longer than its own limit for the import of torch."""
 
 STATE_COLOURS = {"idle": "#2aa44f", "busy": "#1f77e0", "dead": "#d03030", "starting": "#b8860b"}
 
@@ -186,7 +192,7 @@ def dist_status(line: Line) -> None:
 
 
 def examined() -> Shown:
-    """Run `nbdist doctor`, which imports torch, with this process's environment and limits."""
+    """Run `nbdist doctor` in a new process with this process's environment and limits."""
     done = subprocess.run(
         [sys.executable, *MODULE, "nbdist.terminal", "doctor"],
         env=safe_environ(os.environ, current_folder()),
@@ -239,7 +245,10 @@ OPEN_LINES = 60
 
 
 def shown_stacks(head: str, stacks: Iterable[Stack], who: Who = name_ranks) -> Shown:
-    """Draw stacks that are equal but for addresses once, open as long as that is not too much."""
+    """Draw each group of equal stacks once, ignoring addresses.
+
+    The first group is open on a page, and further groups until `OPEN_LINES` lines are shown.
+    """
     groups, parts, drawn = alike(stacks), [line(bold(head))], 0
     for each in groups:
         drawn += len(each.lines)
@@ -289,7 +298,7 @@ def dist_output(line: Line) -> Shown | str | None:
     pool, everything = line.pool, line.options.everything
     if pool.last is None or pool.world is None:
         raise UsageError("No distributed cell has run yet, so there is no output to show.")
-    pool.request = request_of(pool.shell)  # its page misses nothing any more
+    pool.request = request_of(pool.shell)  # this page has the output now: no note on missed output
     pool.show_job()
     past, number = pool.ended.past(pool.last.transcript), line.options.cell
     if not -len(past) <= number < 0:

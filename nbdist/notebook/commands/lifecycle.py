@@ -1,4 +1,4 @@
-"""Workers: started, restarted, more or fewer, interrupted, ended; and taken over."""
+"""The magics that start, restart, scale, interrupt, end and attach to workers."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def dist_interrupt(line: Line) -> str:
     if (job := pool.job) is not None:
         job.interrupt()
         try:
-            job.wait(CONTROL_TIMEOUT)  # as long as a Stop lasts
+            job.wait(CONTROL_TIMEOUT)  # as long as Stop waits for ranks
         except (NbdistError, Interrupted) as end:
             return str(end)
         return f"{job.title} had ended"

@@ -1,4 +1,4 @@
-"""What runs on the workers and is no cell; a failed rank in its debugger; what memory is for."""
+"""The magics `%dist_run` for scripts, `%dist_debug` for a failed rank, and `%dist_memory`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ NO_PYTHON_MODULE = (
 
 
 def split_line(magic: Magic, line: str) -> tuple[str, list[str]]:
-    """Divide a line into our options, and the words from the first one on that is none."""
+    """Split a line into nbdist's options at its beginning, and the words that follow them."""
     try:
         ours, program = split_code(magic, line)
         words = shlex.split(program)
@@ -153,7 +153,10 @@ def dist_debug(line: Line) -> None:
 
 
 def failed_rank(pool: Pool) -> int:
-    """Choose the rank that failed first in the last cell that did; UsageError for none."""
+    """Return the rank that failed first in the last cell that failed.
+
+    Raises UsageError if no rank has failed, or if the process of the rank has ended.
+    """
     if pool.failed is None:
         raise UsageError("`%dist_debug`: no rank has failed yet. `-r 2` says which to look at.")
     _, rank, error = pool.failed
@@ -166,20 +169,20 @@ def failed_rank(pool: Pool) -> int:
 
 
 def debug_ranks(pools: Pools, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Stand around `InteractiveShell.debugger`: `%debug` and `%pdb` show the rank that failed."""
+    """Wrap `InteractiveShell.debugger`: after an error of a rank, debug that rank."""
     shell = pools.shell
     is_wanted = bool(args or kwargs) or shell.call_pdb
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if not is_wanted or not isinstance(error, NbdistError | Interrupted):
         return original(*args, **kwargs)
     if isinstance(error, UsageError) and shell.call_pdb:
-        return None  # nothing has run that could be looked at
+        return None  # nothing has run, so there are no frames to debug
     failed = [(pool.failed[0], pool.name) for pool in pools if pool.failed is not None]
     _, name = max(failed, default=(0.0, DEFAULT_POOL))
     return shell.run_line_magic("dist_debug", "" if name == DEFAULT_POOL else f"--pool {name}")
 
 
-# --- what the memory of the workers is used for, by name; and what nothing uses any more, freed ---
+# --- the memory of the workers by variable, and releasing unused memory ---------------------------
 
 MOST_ROWS = 12
 
@@ -198,7 +201,10 @@ def dist_memory(line: Line) -> Shown:
 
 
 def shown_of(found: Mapping[int, Memory]) -> Shown:
-    """Draw a line for all ranks, a table of them, one of names, and what is held unseen."""
+    """Draw the memory of ranks: a line for all, a table by rank, and tables of the largest tensors.
+
+    The last table has tensors that only tracebacks and `Out` hold.
+    """
     parts = [table(headline(found), per_rank(found, used_by))]
     largest = names(found, [(rank, held) for rank in found for held in found[rank].held])
     if largest:
@@ -215,7 +221,7 @@ def shown_of(found: Mapping[int, Memory]) -> Shown:
 
 
 def headline(found: Mapping[int, Memory]) -> str:
-    """Say from which to which: `ranks 0-3 · 42-61 MiB · this machine 3.1 GiB of 23.5 GiB`."""
+    """Write the range of the ranks: `ranks 0-3 · 42-61 MiB · this machine 3.1 GiB of 23.5 GiB`."""
     parts = [name_ranks(found), size_range(memory.pss for memory in found.values())]
     if gpus := [memory.gpu for memory in found.values() if memory.gpu]:
         used, total = size_range(gpu.used for gpu in gpus), size_range(gpu.total for gpu in gpus)
@@ -230,11 +236,11 @@ def headline(found: Mapping[int, Memory]) -> str:
 
 F = TypeVar("F")
 
-Figures = Sequence[tuple[str, str]]  # headings, and what a rank has below each
+Figures = Sequence[tuple[str, str]]  # pairs of a heading and a rank's text below the heading
 
 
 def per_rank(found: Mapping[int, F], figures_of: Callable[[F], Figures]) -> list[tuple[str, ...]]:
-    """Lay out headings, and a row for all ranks whose figures are the same."""
+    """Return the rows of a table: headings, then a row for all ranks with equal figures."""
     figures = {rank: figures_of(each) for rank, each in found.items()}
     (first, *_) = figures.values()
     headings = ("ranks", *(heading for heading, _ in first))
@@ -243,12 +249,12 @@ def per_rank(found: Mapping[int, F], figures_of: Callable[[F], Figures]) -> list
 
 
 def in_use(table: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Leave out columns with a heading only: without GPUs there are none for them."""
+    """Remove columns that are empty below their heading, such as those of GPUs without GPUs."""
     return [*zip(*(each for each in zip(*table, strict=True) if any(each[1:])), strict=True)]
 
 
 def used_by(memory: Memory) -> Figures:
-    """Return what a rank uses."""
+    """Return the figures of a rank's memory, of the CPU and of the GPU."""
     gpu = memory.gpu
     return [
         ("memory", size_text(memory.pss)),
@@ -261,12 +267,12 @@ def used_by(memory: Memory) -> Figures:
 
 
 def _peak_text(peak: Peak) -> str:
-    """Write `1.2 GiB`; `at most 1.2 GiB` where an earlier cell has used as much."""
+    """Write `1.2 GiB`, or `at most 1.2 GiB` if the peak may be an earlier cell's."""
     return f"at most {size_text(peak.size)}" if peak.is_bound else size_text(peak.size)
 
 
 def names(found: Mapping[int, Memory], held: Iterable[tuple[int, Held]]) -> list[tuple[str, ...]]:
-    """Lay out the largest: a row for each name, as it is on these ranks."""
+    """Return the rows of a table of the largest tensors, a row for all ranks with an equal one."""
     on: dict[Held, list[int]] = {}
     for rank, each in held:
         on.setdefault(each, []).append(rank)
@@ -286,16 +292,16 @@ dist_clean = dist_memory.short("dist_clean", "--free")
 
 
 def freed(line: Line) -> Shown:
-    """Free the last traceback and what its frames hold, `Out` and `_`, cycles, torch's cache.
+    """Release the last traceback with its frames, `Out` and `_`, cycles, and torch's cache.
 
-    Draws the sizes before and after; variables stay.
+    Returns a table of the sizes before and after.  Variables are kept.
     """
     head = f"{name_ranks(line.ranks)} · tracebacks, Out and _, cycles, cached GPU memory released"
     return table(head, per_rank(line.call("memory.clean"), freed_by))
 
 
 def freed_by(cleaned: Cleaned) -> Figures:
-    """Return a rank's sizes before and after."""
+    """Return the figures of a rank's memory before and after the release."""
     titles = ("memory", "GPU tensors", "GPU held by torch")
     found = list[tuple[str, str]]()
     for title, sizes in zip(titles, cleaned, strict=True):
@@ -305,7 +311,7 @@ def freed_by(cleaned: Cleaned) -> Figures:
 
 
 def rounded(size: int) -> str:
-    """Write `43 MiB`, `240 MiB`, `1.2 GiB`: in as many digits as two ranks can share."""
+    """Write `43 MiB`, `240 MiB`, `1.2 GiB`, so coarsely that similar ranks have equal texts."""
     if size >= 2**30:
         return f"{size / 2**30:.1f} GiB"
     number = size / 2**20

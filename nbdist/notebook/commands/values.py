@@ -1,4 +1,4 @@
-"""Variables between the notebook and the ranks, from rank to rank, and to the disk and back."""
+"""The magics that copy variables: notebook to ranks and back, rank to rank, and snapshots."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ONE_RANK = re.compile(r"-?\d+")
         "a dimension for the ranks"),
     argument("--cat", action="store_true", help="the ranks' values end to end"),
     argument("--dim", metavar="D", type=int, help="along which dimension (0)"),
-    # A habit: it keeps the value of a line from being shown.
+    # Users end a line with `;` by habit, so that its value is not shown.
     split=lambda _, line: (line.rstrip("; "), []),
 )  # fmt: skip
 def dist_gather(line: Line) -> Value:
@@ -72,7 +72,7 @@ def dist_gather(line: Line) -> Value:
 
 
 def expressions_in(words: Sequence[str]) -> Iterator[str]:
-    """Divide what stands in the line: `a b[0, 1]` and `a, b[0]` are two, `x + 1` is one."""
+    """Yield the expressions in a line: two in `a b[0, 1]` and in `a, b[0]`, one in `x + 1`."""
     whole = " ".join(words)
     if not all(map(_between_commas, words)) and (found := _between_commas(whole)):
         yield from found
@@ -88,7 +88,10 @@ def expressions_in(words: Sequence[str]) -> Iterator[str]:
 
 
 def _between_commas(text: str) -> list[str]:
-    """Divide expressions at the commas between them, as those of a call; none where one is not."""
+    """Split a text at commas into expressions, as Python splits the arguments of a call.
+
+    Returns an empty list if the text is not a list of expressions.
+    """
     call = f"_({text.strip()})"
     try:
         found = ast.parse(call, mode="eval").body
@@ -106,7 +109,11 @@ def _between_commas(text: str) -> list[str]:
 def targets_of(
     expressions: Sequence[str], given: str | None, *, is_assigned: bool = False
 ) -> list[str]:
-    """Say what to call each here; UsageError where one has no name and is not assigned."""
+    """Return the notebook's name for each gathered expression.
+
+    Raises UsageError if an expression is no name, has none by `--as`, and the magic's value is
+    not used (`is_assigned`); or if two names are equal.
+    """
     exchange.check_expressions(expressions)
     line = f"`%dist_gather {' '.join(expressions)}`"
     targets = _renamed(expressions, given, f"{line}: {len(expressions)} values")
@@ -120,7 +127,7 @@ def targets_of(
 
 
 def _renamed(names: Sequence[str], given: str | None, have: str) -> list[str]:
-    """Return the names after `--as`, or the old ones; UsageError where there are fewer or more."""
+    """Return the names after `--as`, or `names` without it; UsageError if the numbers differ."""
     targets = [*names] if given is None else given.replace(" ", "").split(",")
     if len(targets) == len(names):
         return targets
@@ -220,7 +227,7 @@ def dist_sync(line: Line) -> str:
 # --- snapshots of the workers' variables ------------------------------------------------------
 
 EVERY = whole_number("--every", "a number, such as `--every 1`, or 0", least=0)
-MOST_SAID = 20  # variables that are said by name
+MOST_SAID = 20  # variables that are listed by name
 
 FROM_RANK = whole_number("--from", "a number, such as `--from 1`, or 0", least=0)
 
@@ -261,7 +268,10 @@ def dist_snapshot(line: Line) -> str:
 
 
 def take_due(pool: Pool) -> None:
-    """Take the snapshot that is due after a cell that succeeded; it never fails the cell."""
+    """Take a snapshot after a cell that succeeded, if `--every` says so.
+
+    If the snapshot fails, a line says why, and the cell still succeeds.
+    """
     routine = pool.routine
     if not routine.is_due() or pool.world is None:
         return
