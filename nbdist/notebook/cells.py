@@ -180,7 +180,8 @@ def outcome_of(
 def settled(pool: Pool, world: World, names: NameTable, pack: Pack) -> Shipment:
     """Decide which variables to send with a cell.
 
-    Ranks are asked first about values that they may have changed; changed ones are not replaced.
+    If needed, ranks are asked first which objects they have changed since these were sent: the
+    ranks keep such objects.
     """
     found = pack(names)
     if (question := found.question) is not None:

@@ -91,7 +91,10 @@ class PanelDisplay:
             self.wait_for("")
 
     def wait_for(self, text: str) -> None:
-        """Show the notes and this line until something else is drawn."""
+        """Show the notes and this line until something else is drawn.
+
+        If the setting `seconds` is "none", nothing is drawn, as the panel only appears at the end.
+        """
         if not (text and self._seconds == "none"):
             said = " · ".join(filter(None, [*self._notes, *self._passing, text]))
             self._draw(panel(dim(said)), self._passing_text(said) if text else said)
@@ -122,8 +125,8 @@ class PanelDisplay:
     ) -> None:
         """Redraw the panel at once, because an input box for the rank `turn` will open.
 
-        `asks` names the ranks that wait for input.  `is_here` is True if the box opens below
-        this panel, and False if it opens in a later cell.
+        `asks` names the ranks that wait for input.  `is_here` is False if the box opens in a later
+        cell than this panel's; the panel is the same in both cases.
         """
         self._draw_live(transcript, time.monotonic(), asks, turn=turn)
 
@@ -154,7 +157,9 @@ class PanelDisplay:
         # Figures make a panel big: it is redrawn less often, which bounds the bytes per second.
         self._draw_at = now + REDRAW * max(1.0, len(html) / MOST_LIVE_BYTES)
         self._draw(html, self._passing_text(panel_text(shown)))
-        if all_show_widgets(transcript):  # progress bars are of no use after the cell has ended
+        # Progress bars must be seen while the cell runs.  Once each rank has one, their order is
+        # final.
+        if all_show_widgets(transcript):
             self._below.add(transcript)
 
     def end(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
@@ -189,7 +194,7 @@ class PanelDisplay:
         if not (self._is_there or self._above) or self._find_place() != self._place:
             return False
         is_alone = self._is_alone and OUTPUTS.number == self._displays + self._below.count
-        # On a page, displays below hold widgets, whose state on the page would be lost.
+        # On a page, displays below the panel may be widgets, whose state would be lost.
         if is_alone and not (self._is_page and self._below.count):
             # This removes typed text too, and the input box that a page keeps after Stop.  If it
             # were done earlier, it would remove an input box that still waits.
@@ -221,7 +226,7 @@ class PanelDisplay:
         self._draw(html, panel_text(shown if self._seconds == "all" else timeless))
 
     def _passing_text(self, text: str) -> str:
-        """Add a line break, as clients other than a page append the next text to this one."""
+        """Add a line break for clients other than a page, which append the next text to it."""
         return text if self._is_page else f"{text}\n"
 
     def _draw(self, html: str, text: str) -> None:

@@ -442,7 +442,10 @@ GATHERS = "get_ipython().run_line_magic('dist_gather'"
 
 
 def assigned_in(source: str) -> frozenset[str]:
-    """Return `x` for `x = %dist_gather y` in a cell that IPython has transformed to Python."""
+    """Return the names that statements such as `x = %dist_gather y` assign, anywhere in a cell.
+
+    IPython has transformed the cell to Python before.
+    """
     found: set[str] = set()
     if GATHERS in source:
         for node in ast.walk(ast.parse(source)):

@@ -83,7 +83,7 @@ class Job:
         return f"<{' · '.join(filter(None, parts))}>"
 
     def _repr_pretty_(self, printer: RepresentationPrinter, cycle: bool) -> None:  # noqa: FBT001
-        self.done()  # or it could say `running` of a job whose panel shows its end
+        self.done()  # without it, the text could be `running` although the panel shows the end
         printer.text("<Job ...>" if cycle else repr(self))
 
     def __reduce__(self) -> NoReturn:

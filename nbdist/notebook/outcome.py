@@ -43,7 +43,7 @@ from nbdist.world.running import TaskRun
 from nbdist.world.session import Session
 from nbdist.world.snapshot_store import Snapshot
 
-Bring = Callable[[tuple[int, ...]], Mapping[int, Any]]  # brings the values of these ranks
+Bring = Callable[[tuple[int, ...]], Mapping[int, Any]]  # fetches values, by rank, from ranks
 
 
 class LastValues(Mapping[int, Any]):

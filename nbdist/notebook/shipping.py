@@ -396,7 +396,7 @@ class Plan:
         reached, have = self._reach(name), self._having(name)
         changed = [r for r in have & found.keys() if not reached.isdisjoint(found[r].changed)]
         theirs = {key for r in changed for key in found[r].changed} & reached
-        # A rank that has these objects under another name gets only the name, for its own objects.
+        # Ranks with the changed objects under another name only get the name for those objects.
         lack = frozenset(r for r in lack if not theirs <= self._objects.of(r).keys())
         if not changed or not lack:
             return
