@@ -390,7 +390,11 @@ def _keep_why(pool: Pool, running: TaskRun) -> None:
 
 
 def notes_on(transcript: Transcript, table: NameTable) -> Iterator[str]:
-    """Yield notes on a cell: files that were edited after their import, and rebound own names."""
+    """Yield notes on a cell that has ended.
+
+    They name files that were edited after ranks imported them, and names of the workers, such as
+    `rank`, to which the cell gave another value.
+    """
     changed: dict[str, list[int]] = defaultdict(list)
     covered: dict[str, list[int]] = defaultdict(list)
     for track in transcript:

@@ -211,7 +211,10 @@ class Job:
         return not (self.has_ended or self._is_stepping) and is_main_thread()
 
     def take_unheard(self) -> str:
-        """Return, once, a line on a failure that no `wait` or `await` has raised; else ""."""
+        """Return, once, a line on the failure of a job that was never waited for; else "".
+
+        A `wait` that has timed out or was stopped counts as well.
+        """
         is_heard, self._was_waited_for = self._was_waited_for, True
         if is_heard or not isinstance(self._error, WorkerError | CellTimeout):
             return ""
