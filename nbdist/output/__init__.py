@@ -1,1 +1,1 @@
-"""What ranks have said and how it looks: screen, transcript, layout and its writers; pure."""
+"""The output of ranks, from terminal text to the panel of a cell; no module here does I/O."""

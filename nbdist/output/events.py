@@ -1,4 +1,8 @@
-"""What one rank shows, in the order in which it showed it; Jupyter messages become these."""
+"""The outputs of one rank, in the order in which the rank showed them.
+
+A worker's agent makes them from Jupyter messages and from the worker's stdout, and sends them to
+the notebook, whose `Transcript` collects them.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,7 @@ class Text(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """Text, which is only in the log, and displays that the notebook was too slow for."""
+    """Output that was dropped because the notebook was too slow; its text is only in the log."""
 
     characters: int
     lines: int
@@ -42,7 +46,11 @@ class Skipped:
 
 
 def plain_of(data: MimeBundle) -> str:
-    """Read its text/plain; its source where that is the name of a class, else its kinds."""
+    """Return the text/plain of a bundle.
+
+    If that is only the name of a class of IPython, return the source, such as Markdown, or else the
+    mime types.
+    """
     text = text_of(data.get("text/plain", ""))
     if text and not _NAME_OF_A_CLASS.fullmatch(text):  # as for `display(Markdown("**done**"))`
         return text
@@ -53,7 +61,7 @@ def plain_of(data: MimeBundle) -> str:
 
 
 def text_of(value: object) -> str:
-    """Read a mime value as one string; notebooks may hold lists of lines, JSON is any object."""
+    """Return a mime value as one string: it may also be a list of lines, or any object of JSON."""
     if isinstance(value, list) and all(isinstance(part, str) for part in value):
         return "".join(value)
     if isinstance(value, dict | list):
@@ -72,7 +80,7 @@ class Display(NamedTuple):
 
 
 def model_of(display: Display) -> str:
-    """Return the id of the widget's model that it shows, "" for something else."""
+    """Return the id of the model if the display shows a widget, else ""."""
     view = display.data.get(WIDGET)
     return str(view.get("model_id", "")) if isinstance(view, Mapping) else ""
 
@@ -86,7 +94,7 @@ class Update(NamedTuple):
 
 
 class Clear(NamedTuple):
-    """`clear_output(wait)`: forget what was shown, at once or with the next output."""
+    """A call of `clear_output(wait)`: drop the output so far, at once or before the next output."""
 
     wait: bool
 
@@ -94,9 +102,10 @@ class Clear(NamedTuple):
 class Failure(NamedTuple):
     """An exception that ended the rank's cell; `traceback` has ANSI colours.
 
-    `kinds` are its class and its bases, as `module:qualified.name`.  The `connections` to other
-    ranks have "ended", since collectives were aborted or a rank has died, or gloo closed them when
-    a collective "timed out".  `account` is lines on what used the memory that was not enough.
+    `kinds` are its class and its bases, as `module:qualified.name`.  `connections` is "ended" if
+    the connections to other ranks were closed because collectives were aborted or a rank died, and
+    "timed out" if gloo closed them after a collective's timeout.  After an error for lack of memory
+    the lines of `account` say what used the memory.
     """
 
     name: str
@@ -109,18 +118,22 @@ class Failure(NamedTuple):
 
 
 NAME_PROBLEM, SCRIPT_FAILED, LEFT_DEBUGGER = "VariableError", "ScriptFailed", "BdbQuit"
-"""`Failure.name` where a variable could not be bound or fetched, a script ended with an exit code
-that is not 0, or the user left the debugger, which ends the task."""
+"""Names of failures without an exception of the user's code.
+
+A variable could not be bound or fetched, a script exited with a code that is not 0, or the user
+left the debugger, which ends the task.
+"""
 
 IGNORES_STOP = "it ignored Stop"
 
 
 class Died(NamedTuple):
-    """The rank's process ended.
+    """The rank's process has exited or was killed.
 
-    `exit_code` is negative for a signal, None where its machine is lost; `last_lines` are what it
-    wrote last; `why` says why its agent has ended it, "" if it did not.  With `received_too_much`
-    gloo did, for a message of more bytes than the rank's tensor holds.
+    `exit_code` is negative for a signal, and None if its machine is lost.  `last_lines` are the
+    last lines that the process wrote.  `why` is the reason for which its agent killed the process,
+    "" if the agent did not.  With `received_too_much` gloo ended the process, since a message had
+    more bytes than the rank's tensor holds.
     """
 
     exit_code: int | None
@@ -132,12 +145,12 @@ class Died(NamedTuple):
 
     @property
     def by_stop(self) -> bool:
-        """Whether it was ended because Stop had no effect on it."""
+        """Whether the agent killed the process because it ignored Stop."""
         return self.why == IGNORES_STOP
 
     @property
     def end(self) -> str:
-        """How it ended, as a verb: `was killed by SIGKILL`."""
+        """The end of the process, as a verb: `was killed by SIGKILL`."""
         if self.by_stop:
             return "ignored Stop and was killed"
         if self.exit_code is None:
@@ -161,23 +174,24 @@ class Incomplete(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The rank has finished the cell, whose source ran for `seconds`; nothing of it follows.
+    """The rank has finished the cell after `seconds`; no output of the cell follows.
 
-    `bound` are the names that the cell bound, `imported` those of them that are modules or come
-    from some, and from where (`numpy`, `torch.nn:Linear`, "" where it cannot be found there);
-    `gone` are those that it deleted.  `values` is what it was asked to bring back, or what the
-    exception has that ended it, a `Payload`.  From worker to agent `failure` is what ended it, and
-    `error_number` that of the message with the traceback, 0 if none was sent.  `changed` are files
-    of imported modules that were edited since.  Without `received` it was stopped before it had
-    bound the names that came along.  `kept` is the bytes of the cell's last value where the rank
-    keeps it, 0 of a value that does not come back, else None.  `kinds` tells modules, optimizers
-    and tensors (`nbdist.values.payload`);
-    `covered` are names that each worker has of itself, and that are something else now.  `unfit`
-    says why the process is of no more use.  `dead` are the keys of objects that the notebook has
-    sent and that have ended on the rank, `lost` those that the rank had changed, `gained`
-    the keys of objects that the rank has got from another rank or from a file.  `steps` counts the
-    optimizer steps that it has begun; `is_in_step` is True if the last of them has not ended.
-    `incomplete` names variables into which an aborted collective has written, if any.
+    `bound` are the names that the cell bound.  `imported` are the names of modules, functions and
+    classes among them, with the path to import each from: `numpy`, `torch.nn:Linear`, or "" if the
+    object is not found there.  `gone` are the names that the cell deleted.  `values` is a `Payload`
+    of the values that the notebook asked for, or of the contents of the exception.  From worker to
+    agent `failure` is the error that ended the cell, and `error_number` the number of the message
+    with its traceback, 0 if none was sent.  `changed` names files of imported modules that were
+    edited since.  `received` is False if the cell ended before the rank had bound the names sent
+    with it.  `kept` is the size in bytes of a last value that the rank keeps, 0 if the value cannot
+    be sent, and None otherwise.  `kinds` has the kinds of modules, optimizers and tensors (see
+    `nbdist.values.payload`).  `covered` are names that every worker defines, such as `rank`, and
+    that the cell has bound to something else.  `unfit` says why the agent must kill the process.
+    `dead` are the keys of objects from the notebook that were deleted on the rank, and `lost` the
+    keys of deleted objects that the rank had changed.  `gained` are the keys of objects that the
+    rank received from another rank or read from a file.  `steps` is the number of optimizer steps
+    begun; `is_in_step` is True if the last of them has not ended.  `incomplete` names the variables
+    that an aborted collective has partly written.
     """
 
     status: Literal["ok", "error", "aborted"]
@@ -203,12 +217,12 @@ class Done:
 
     @property
     def made(self) -> frozenset[str]:
-        """The names that nothing but the cell can give back."""
+        """The bound names that are not imported: only the cell can make their values again."""
         return self.bound - self.imported.keys()
 
 
 class Record(NamedTuple):
-    """What a logger of the worker has logged; `created` is seconds, all texts are formatted."""
+    """A record of a logger in the worker, formatted; `created` is a time in seconds."""
 
     host: str
     local_rank: int
@@ -237,15 +251,15 @@ class InputRequest(NamedTuple):
 
 
 class Typed(NamedTuple):
-    """What was typed for the rank that waited for it, as it is shown: "" where it is secret."""
+    """The line that the user typed for a rank that waited for input; "" if the input is secret."""
 
     text: str
 
 
 class Comm(NamedTuple):
-    """What a widget of a rank and its model on the page say to one another, as Jupyter has it.
+    """A Jupyter comm message between a widget of a rank and its model on the page.
 
-    `target` is of the message that opens the model, which its `id` names.
+    `id` names the model; only the message that opens the model has a `target`.
     """
 
     kind: CommKind
@@ -257,18 +271,18 @@ class Comm(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """Of what the rank brings back so many bytes of so many have been packed."""
+    """The rank has packed `done` of `total` bytes of the values that it returns."""
 
     done: int
     total: int
 
 
 class Tracked(NamedTuple):
-    """Numbers that the rank has tracked, by name: `OF_POINT` for each point of the curve.
+    """Numbers that the rank has tracked, by name: `OF_POINT` numbers for each point of a curve.
 
-    These are its step, how many finite numbers it is made of, the lowest, the highest and their
-    mean, and how many others (NaN, infinity).  The steps of `counted` names are calls in the task:
-    it has the number of calls up to now.
+    A point is its step, the count of finite numbers merged into it, the lowest and the highest of
+    them, their mean, and the count of other numbers (NaN, infinity).  The steps of names in
+    `counted` are calls of `track` in the task; `counted` has the number of calls so far.
     """
 
     curves: Mapping[str, tuple[float, ...]]
@@ -276,7 +290,7 @@ class Tracked(NamedTuple):
 
 
 class Warned(NamedTuple):
-    """What nbdist has found out about the ranks of the cell: the head of the panel says so."""
+    """A warning of nbdist about the ranks of the cell, which the head of the panel shows."""
 
     text: str
 
@@ -291,31 +305,31 @@ MIN_STEP_WIDTH = 1e-9
 
 MOVED, RECORD = "nbdist_moved", "nbdist_record"
 TRACKED, WARNED = "nbdist_tracked", "nbdist_warned"
-"""The kinds of messages in which a worker sends these."""
+"""The types of the Jupyter messages in which a worker sends `Moved`, `Record` and so on."""
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 """The kind of data by which a display shows a widget, whose model the page has."""
 
 TOPIC = b"nbdist"
-"""Under which a worker publishes all that its agent waits for, whatever its sender's topic."""
+"""The topic of all messages that the agent subscribes to; the worker replaces other topics."""
 
 Visible = Text | Skipped | Display | Update | Clear | Failure
-"""What people get to see."""
+"""Outputs that people see."""
 
 RankError = Failure | Died
-"""What ended a task on a rank otherwise than well."""
+"""An exception, or the exit of the process, that ended a task on a rank."""
 
 Output = Visible | Died | Done | Moved | Record | Tracked | Warned | InputRequest | Typed | Comm
 
 OF_EACH, OF_VALUE = 100, 32
-"""Characters that one counts for besides those that it has, and a number or key of JSON."""
+"""Characters that `size_of` adds for each output, and for each number or key of JSON."""
 
 NUMBERS = frozenset((int, float, type(None)))
-"""By their types, which are faster to look at; None is a gap in a figure."""
+"""Types that JSON figures have very many of; None is a gap in a figure."""
 
 
 def size_of(output: Output) -> int:
-    """Count characters, of what can have many."""
+    """Return about how many characters an output has; 0 for kinds that are always small."""
     match output:
         case Text(text=text):
             return len(text)

@@ -1,4 +1,7 @@
-"""What one rank has said so far of a cell: pieces of text and displays, and how it ended.  Pure."""
+"""The output of one rank in one cell: pieces of text and displays, and how the cell ended.
+
+`Transcript` has a `RankTranscript` for each rank, in the notebook's process.  Pure: no I/O here.
+"""
 
 from __future__ import annotations
 
@@ -18,21 +21,25 @@ from nbdist.output.wording import left_out_text
 
 SHOWN_AT_MOST = 64 << 20
 MOST_DISPLAYS = 2_000
-"""As many displays of a rank are kept, if their characters are."""
+"""The most displays of a rank that are kept, even if all of them are small."""
 
 SHOWN = events.Text | events.Display | Skipped | events.Failure | events.Typed
-"""Before which `clear_output(wait=True)` takes effect."""
+"""The outputs before which a pending `clear_output(wait=True)` takes effect."""
 
 State = Literal["waiting", "running", "ok", "failed", "died", "aborted"]
 Look: TypeAlias = State | Literal["released", "stopped"]
-"""What people see of it: a rank that another one's failure, or Stop, has ended has not failed."""
+"""A state as people see it.
+
+If another rank's failure ended a rank's cell, the rank is "released", and after Stop it is
+"stopped": neither rank has failed itself.
+"""
 
 ENDED: frozenset[State] = frozenset({"ok", "failed", "died", "aborted"})
 FAILED: frozenset[State] = frozenset({"failed", "died"})
 
 
 def look_of(error: events.RankError) -> Look:
-    """Return how a rank looks whose cell this has ended."""
+    """Return the look of a rank whose cell ended with this error."""
     if isinstance(error, events.Died):
         return "died"
     if error.name == "KeyboardInterrupt":
@@ -41,7 +48,7 @@ def look_of(error: events.RankError) -> Look:
 
 
 class Shown(NamedTuple):
-    """A rich display with its newest content, of which `content` is the key but for text/plain."""
+    """A rich display with its newest content; `content` is the key of all but its text/plain."""
 
     display: events.Display
     key: Key
@@ -49,34 +56,34 @@ class Shown(NamedTuple):
 
     @classmethod
     def of(cls, display: events.Display) -> Shown:
-        """Make the keys, of what may be very much, once and for all."""
+        """Compute the keys of a display once: its content may be large."""
         # A result shows its number in a notebook, but not here: it equals a display.
         data = {kind: value for kind, value in display.data.items() if kind != "text/plain"}
-        if events.WIDGET in data:  # each rank has its own, whose number says nothing
+        if events.WIDGET in data:  # the id of the model differs on each rank
             data[events.WIDGET] = ""
         plain, content = repr(display.data.get("text/plain")), content_key(data)
         if not data:
             return cls(display, key_of(plain), content)
-        # In figures and tables differing places cannot be shown.
+        # Figures and tables that differ in a number are not alike: a set could not be shown there.
         exact = content + plain.encode("utf-8", "surrogatepass")
         return cls(display, Key(exact, exact, exact), content)
 
     @property
     def plain(self) -> str:
-        """Its text/plain, "" if it has none."""
+        """The text/plain of the display, as `events.plain_of` reads it."""
         return events.plain_of(self.display.data)
 
 
 Piece: TypeAlias = Screen | Shown | Skipped
 Entry: TypeAlias = Line | Shown | Skipped
-"""What is shown of pieces; of what was skipped how many lines are in the log alone."""
+"""One line, one display, or the number of lines that are only in the log."""
 
 
 class RankTranscript:
-    """One rank's side of a transcript: its pieces in the order in which it showed them."""
+    """The output of one rank: its pieces in the order in which the rank showed them."""
 
     def __init__(self, rank: int, keep_lines: int, most_shown: int = SHOWN_AT_MOST) -> None:
-        """`most_shown` characters of displays are kept, of the newest ones."""
+        """Keep the newest `keep_lines` lines, and displays of `most_shown` characters."""
         self.rank = rank
         self.state: State = "waiting"
         self.pieces: list[Piece] = []
@@ -90,29 +97,29 @@ class RankTranscript:
         self._keep = keep_lines
         self._most_shown = self._room = most_shown
         self._left_out = 0
-        self._note: Shown | None = None  # of how many displays are left out
+        self._note: Shown | None = None  # says how many displays are left out
         self._clear_next = False
-        self._new_lines = 0  # since the oldest were forgotten
+        self._new_lines = 0  # since `_forget_oldest` last ran
         self._body: tuple[int, Key] | None = None
         self._error_keys: tuple[object, tuple[str, ...]] = (None, ("",))
 
     @property
     def error(self) -> events.RankError | None:
-        """What ended the rank's cell first."""
+        """The failure or the death of the process, whichever was earlier; None for neither."""
         if self.failure is None or self.died is None:
             return self.failure or self.died
         return self.failure if self.failure.time_ns <= self.died.time_ns else self.died
 
     @property
     def look(self) -> Look:
-        """Its state as it is shown."""
+        """The state of the rank as people see it."""
         if self.state == "failed" and isinstance(error := self.error, events.Failure):
             return look_of(error)
         return self.state
 
     @property
     def error_keys(self) -> tuple[str, ...]:
-        """Errors of two ranks are alike where they share one of these."""
+        """The keys of the rank's error: the errors of two ranks are alike if they share a key."""
         if self._error_keys[0] is not (error := self.error):
             self._error_keys = error, error_keys(self.rank, error)
         return self._error_keys[1]
@@ -128,13 +135,13 @@ class RankTranscript:
 
     @property
     def line_count(self) -> int:
-        """All lines of text, also those that are no longer kept."""
+        """The number of lines printed so far, with the lines that are no longer kept."""
         texts = [piece.line_count for piece in self.pieces if isinstance(piece, Screen)]
         return sum(texts) + sum(piece.lines for piece in self.pieces if isinstance(piece, Skipped))
 
     @property
     def rows(self) -> int:
-        """How much it takes to show all of it."""
+        """The number of lines and displays of the rank, at least 1."""
         return max(1, self.line_count + len(self.displays))
 
     @property
@@ -142,7 +149,7 @@ class RankTranscript:
         return [piece for piece in self.pieces if isinstance(piece, Shown)]
 
     def has_display(self, display_id: str) -> bool:
-        """Return True if there is one to update."""
+        """Return True if a display of this id is kept, which an update can replace."""
         return any(shown.display.display_id == display_id for shown in self.displays)
 
     @property
@@ -152,7 +159,7 @@ class RankTranscript:
 
     @property
     def bars(self) -> list[Bar]:
-        """Its progress bars, from the first on, each in its last state."""
+        """All progress bars of the rank, the first one first, each in its last state."""
         return [bar for screen in self.screens for _, bar in screen.bars()]
 
     @property
@@ -161,21 +168,21 @@ class RankTranscript:
 
     @property
     def is_silent(self) -> bool:
-        """Whether there is nothing to show of this rank, but for progress bars."""
+        """Whether the rank has no lines, displays or error to show; progress bars do not count."""
         return not self.line_count and not self.displays and self.error is None
 
     @property
     def body(self) -> Key:
-        """What to compare with other ranks' output; errors are compared by `error_keys`."""
+        """The key of all output, to compare with other ranks; `error_keys` compares the errors."""
         if self._body is None or self._body[0] != self.version:
             digest = Digest()
-            for piece in self.said:  # a screen that was wiped shows the same as none
+            for piece in self.said:  # without screens whose lines were all erased
                 digest.add_key(key_of(repr(piece)) if isinstance(piece, Skipped) else piece.key)
             self._body = self.version, digest.key
         return self._body[1]
 
     def tail(self, count: int) -> list[Entry]:
-        """Take the last `count` lines and displays, in order."""
+        """Return the last `count` lines, displays and gaps, the oldest first."""
         found: list[Entry] = []
         for piece in reversed(self.pieces):
             if len(found) >= count:
@@ -192,12 +199,12 @@ class RankTranscript:
         return "".join(f"{strip(line.text)}\n" for line in lines if line.stderr is stderr)
 
     def receive(self, output: events.Output, now: float) -> None:
-        """Take in what the rank has said; `version` counts what changes anything to be seen."""
+        """Add an output of the rank; `version` grows if that changes what is shown."""
         self.begin(now)
         self.version += self._take(output, now)
 
     def begin(self, now: float) -> None:
-        """Note that the rank runs the cell from now on, if it did not before."""
+        """Mark the rank as running from `now` on, if it was waiting."""
         if self.started is None:
             self.started = now
         if self.state == "waiting":
@@ -246,7 +253,7 @@ class RankTranscript:
         return True
 
     def _show_error(self, shown: events.Failure) -> None:
-        """Write it as text like any other: it did not end the cell, or came after its end."""
+        """Write a traceback as stderr text: the error did not end the cell, or came after it."""
         self._screen().write("stderr", "\n".join([*shown.traceback, ""]))
 
     def _screen(self) -> Screen:
@@ -260,7 +267,7 @@ class RankTranscript:
         return screen
 
     def _forget_oldest(self) -> None:
-        """Keep the limit of lines over all screens: displays and gaps lie between them."""
+        """Forget the oldest lines until all screens together keep at most `keep_lines`."""
         self._new_lines = 0
         screens = self.screens
         excess = sum(map(len, screens)) - self._keep
@@ -282,7 +289,7 @@ class RankTranscript:
         return display is not None
 
     def lose_widgets(self, gone: Collection[str]) -> bool:
-        """Leave a line in the place of each of these widgets; False where it has shown none."""
+        """Replace the displays of these widget models by lines; return True if there was one."""
         lost = False
         for position, piece in enumerate(self.pieces):
             if isinstance(piece, Shown) and events.model_of(piece.display) in gone:
@@ -304,11 +311,11 @@ class RankTranscript:
             self.pieces.append(text)
 
     def _count(self, display: events.Display) -> None:
-        """Leave out the older half of the displays where there are too many by now."""
+        """Count a display against the limit; above it, drop the older half of the displays."""
         self._room -= self._cost(display)
         if self._room >= 0:
             return
-        self._room = self._most_shown  # of what was updated only the newest content is there
+        self._room = self._most_shown  # earlier contents of updated displays are gone
         kept: list[Piece] = []
         place = left = 0
         for piece in reversed(self.pieces):
@@ -329,7 +336,7 @@ class RankTranscript:
         return max(events.size_of(display), self._most_shown // MOST_DISPLAYS)
 
     def _leave_out(self, at: int, number: int) -> None:
-        """Say at this place, and no other, how many displays are not kept."""
+        """Count `number` more dropped displays, and put the only note of their count at `at`."""
         self._left_out += number
         note = events.Display({"text/plain": left_out_text(self._left_out)}, {})
         self.pieces.insert(at, shown := Shown.of(note))
@@ -346,7 +353,7 @@ class RankTranscript:
 
 
 def _joined(pieces: Sequence[Piece]) -> Iterator[Piece]:
-    """Make one text, and what was skipped before it, of those that no display parts any more."""
+    """Join the texts between two displays to one text, and put the gaps before it as one gap."""
     for is_shown, run in groupby(pieces, lambda piece: isinstance(piece, Shown)):
         if is_shown:
             yield from run
