@@ -1,4 +1,8 @@
-"""Numbers that ranks have tracked, as curves of a bounded number of points.  Pure."""
+"""The numbers that ranks have tracked, as curves of a bounded number of points.
+
+The notebook's process keeps `Curves` for each cell and for the whole world; `nbdist.output.chart`
+draws them.  Pure: no I/O here.
+"""
 
 from __future__ import annotations
 
@@ -16,21 +20,21 @@ from nbdist.output.events import MIN_STEP_WIDTH, OF_POINT, Tracked
 from nbdist.words import one_line
 
 MOST_POINTS, FEWEST_POINTS, POINTS_OF_ALL = 2_000, 100, 100_000
-"""Of a rank's curve, and of the curves of all ranks under one name."""
+"""Points of a rank's curve, and of the curves of all ranks under one name."""
 
 MOST_NAMES, MOST_RUNS = 64, 8
 
 
 class Series:
-    """A rank's numbers of one run; where there are too many, points are as many steps `wide`.
+    """A rank's points of one run; above `most` points, neighbours are merged.
 
-    By columns: the first step, the finite numbers, the lowest, the highest, their mean, others.
-    Points begin at the same steps on all ranks, so that equal numbers stay equal.
+    `columns` has an array for each field of `Point`.  A merged point covers `wide` steps and begins
+    at a multiple of `wide`, so that ranks with equal numbers have equal points.
     """
 
     def __init__(self, most: int) -> None:
         self.columns = tuple(array("d") for _ in range(OF_POINT))
-        self.wide = 0.0  # each step is a point
+        self.wide = 0.0  # 0: nothing is merged yet
         self.odd: Odd | None = None
         self._most = most
 
@@ -46,24 +50,24 @@ class Series:
         return self.columns[0][-1]
 
     def step_from(self, step: float) -> float:
-        """Return the first step of a point that is not below this one, else the last step."""
+        """Return the step of the first point at or after `step`; the last step if there is none."""
         steps = self.columns[0]
         return steps[min(bisect_left(steps, step), len(steps) - 1)]
 
     def finite_until(self, step: float) -> Point:
-        """Return the last point with a finite number until this step; else the first after it."""
+        """Return the last point up to `step` with a finite number, else the first one after it."""
         finite = self.columns[1]
         end = bisect_right(self.columns[0], step)
         found = (at for at in chain(reversed(range(end)), range(end, len(self))) if finite[at])
         return self._point(next(found))
 
     def end_of(self, point: Point) -> float:
-        """Return the first step after a point: of the last one, as if each step had a number."""
+        """Return the step of the next point; after the last point, count a step for each number."""
         at = bisect_right(self.columns[0], point.step)
         return self.columns[0][at] if at < len(self) else point.step + point.finite + point.odd
 
     def merged(self, begin: float, end: float) -> Point:
-        """Return the point at `begin`, or the next, and all that start before `end`, as one point.
+        """Return the first point from `begin` on and all others before `end`, merged to one point.
 
         A worker that sends late merges its steps into wider points than another does.  Merged over
         the same steps, the numbers of both ranks can be compared.
@@ -78,7 +82,7 @@ class Series:
     def add(self, point: Point) -> None:
         """Append a point, whose step is not below the last one."""
         if point.odd:
-            # A worker lets a point begin with the first number that is odd.
+            # A worker begins a new point with the first odd number, so `point.step` is its step.
             step, numbers, goes_on = self.odd or (point.step, 0, True)
             self.odd = Odd(step, numbers + point.odd, goes_on and not point.finite)
         elif self.odd and self.odd.goes_on:
@@ -97,7 +101,7 @@ class Series:
             self._widen()
 
     def _widen(self) -> None:
-        """Merge neighbours until there are half as many points."""
+        """Double the width of points, and merge neighbours, until half of the points are left."""
         span = self.last_step - self.columns[0][0]
         least = max(MIN_STEP_WIDTH, span / self._most)
         self.wide = self.wide or 2.0 ** math.ceil(math.log2(least))
@@ -111,9 +115,9 @@ class Series:
 
 
 class Odd(NamedTuple):
-    """The numbers of a rank's run that are NaN or infinity: the step of the first, how many.
+    """The NaN and infinite numbers in a rank's run: the step of the first, and their count.
 
-    `goes_on` is True as long as no finite number has come since the first.
+    `goes_on` is True as long as no finite number has come after the first odd one.
     """
 
     step: float
@@ -122,7 +126,10 @@ class Odd(NamedTuple):
 
 
 class Point(NamedTuple):
-    """Numbers in a row as one: how many are finite, their extremes and mean, how many are `odd`."""
+    """One or more numbers in a row: the count of finite ones, their extremes, their mean.
+
+    `odd` is the count of the others, which are NaN or infinite.
+    """
 
     step: float
     finite: float
@@ -143,24 +150,24 @@ class Point(NamedTuple):
 
 
 Run = dict[int, Series]
-"""Curves of ranks on which steps only grow."""
+"""The series of each rank in one run, in which steps never go back."""
 
 
 class Curve:
-    """What ranks have tracked under one name: where a step goes back, a run begins."""
+    """All numbers of ranks under one name: a step below the last one begins a new run."""
 
     def __init__(self) -> None:
         self.runs: dict[int, Run] = {}
-        self._at: dict[int, int] = {}  # the run that a rank is in
-        self._begun = ("", 0)  # the last task, and the run that it began in
+        self._at: dict[int, int] = {}  # by rank: the number of its current run
+        self._begun = ("", 0)  # the last task, and the newest run when the task began
 
     @property
     def last(self) -> Run:
-        """The run that began last."""
+        """The newest run."""
         return self.runs[max(self.runs)]
 
     def take(self, rank: int, task_id: str, points: Iterable[Point], ranks: int) -> None:
-        """Take a rank's points, of `ranks` in all."""
+        """Add points of a rank; of more `ranks` in all, fewer points are kept of each."""
         if task_id != self._begun[0]:
             self._begun = task_id, max(self.runs, default=0)
         most = min(MOST_POINTS, max(FEWEST_POINTS, POINTS_OF_ALL // max(1, ranks)))
@@ -178,21 +185,24 @@ class Curve:
 
 
 class Curves:
-    """All that was tracked; `more` are names that there was no room for."""
+    """The curves by name; `more` are names beyond `MOST_NAMES`, whose numbers are dropped."""
 
     def __init__(self) -> None:
         self.by_name: dict[str, Curve] = {}
         self.more: dict[str, None] = {}
         self.version = 0
         self._firsts: dict[str, tuple[str, int]] = {}  # by name: a task, and its first step
-        self._ends: dict[str, int] = {}  # by name, how often it was counted
-        self.drawn = 0.0, -1, "", ""  # when it is due again, version, HTML, text
+        self._ends: dict[str, int] = {}  # by name: the number of steps counted in all tasks
+        self.drawn = 0.0, -1, "", ""  # cache: time of the next drawing, version, HTML, text
 
     def placed(self, task_id: str, tracked: Tracked) -> Tracked:
-        """Return it with steps that were counted in its task going on from all that there is."""
+        """Return `tracked` with its counted steps moved behind the steps of earlier tasks.
+
+        A task counts steps from 0, but a curve over several tasks has to go on.
+        """
         curves = dict(tracked.curves)
         for name, counted in tracked.counted.items():
-            # What a thread tracks after its task goes on from that.
+            # Numbers that a thread tracks after its task (id "") continue the steps of that task.
             if name not in self._firsts or task_id not in ("", self._firsts[name][0]):
                 self._firsts[name] = task_id, self._ends.get(name, 0)
             first = self._firsts[name][1]
@@ -204,7 +214,7 @@ class Curves:
         return tracked._replace(curves=curves)
 
     def take(self, rank: int, task_id: str, tracked: Tracked, ranks: int) -> None:
-        """Take in what a rank has tracked in this task."""
+        """Add the numbers that a rank has tracked in a task."""
         self.version += 1
         for name, flat in tracked.curves.items():
             if name not in self.by_name and len(self.by_name) >= MOST_NAMES:
@@ -214,7 +224,7 @@ class Curves:
             self.by_name.setdefault(name, Curve()).take(rank, task_id, points, ranks)
 
     def named(self, name: str) -> Curve:
-        """Return the curve of a name; UsageError where nothing was tracked under it."""
+        """Return the curve of a name; raise UsageError if nothing was tracked under the name."""
         if name in self.by_name:
             return self.by_name[name]
         there = ", ".join(f"`{one_line(each, 60)}`" for each in [*self.by_name][:8])
@@ -225,7 +235,10 @@ class Curves:
         )
 
     def table(self, name: str) -> Any:
-        """Return it as a pandas DataFrame; UsageError where it is not there, or pandas is not."""
+        """Return the curve of a name as a pandas DataFrame with a row for each step.
+
+        Raises UsageError if the name has no curve, or pandas is not installed.
+        """
         curve = self.named(name)
         try:
             import pandas

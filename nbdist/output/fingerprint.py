@@ -1,4 +1,8 @@
-"""When the outputs of two ranks count as alike: the same but for what must differ.  Pure."""
+"""Keys that tell whether outputs or errors of two ranks are alike; a parser of progress bars.
+
+Alike outputs differ only in parts that must differ between ranks, such as addresses and devices.
+Pure: no I/O here.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +19,11 @@ TIME = (
     r"(?<![\w:.])(?:[A-Z]\d{4} |(?:\d{4}[-/]\d\d[-/]\d\d|\d\d[-/]\d\d[-/]\d{4})[ T])?"
     r"\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?(?![\w:])(?: \d+(?= \S+:\d+\]))?"
 )
-"""A time of day as loggers write it, with its date if there is one; torch's with the process id."""
+"""A time of day as loggers write it, maybe with a date, and with the process id after torch's."""
 
 _TIME = re.compile(TIME)
-# A search for this is fast, as it begins with a character; a time can begin so far before it.
+# A search for `_PART_OF_TIME` is fast, since it begins with a fixed character.  The whole time can
+# begin so many characters before.
 _PART_OF_TIME, _BEFORE_PART = re.compile(r":\d\d:\d\d"), (13, 8, 2)
 
 _VARIES = re.compile(
@@ -28,16 +33,16 @@ _VARIES = re.compile(
     r"|(?P<nccl>:)\d+:\d+ \[\d+\](?= NCCL)"
 )
 _HINTS = ("0x", "cuda:", "xpu:", "npu:", "hpu:", "mps:", "GPU ", "pid", "PID", "rocess", " NCCL")
-# Stand for what varies, and for times; text may have this character as well, and then twice.
+# Placeholders for varying parts and for times begin with `_MARK`; in the text itself it is doubled.
 _MARK, _PLACE, _OF_TIME = "\0", "\0n", "\0t"
 _CELL_LINE = re.compile(r"Cell In\[\d+\], line \d+")
-# An error's text that is longer counts as it is.
+# A longer error text is compared to the letter, which is faster.
 _MOST_COMPARED = 100_000
 
 
 def normal(text: str) -> str:
-    """Put a placeholder for all that may differ between ranks that are alike."""
-    # Most text holds nothing of the kind, and `in` is far faster than a search.
+    """Replace addresses, devices and process ids, which differ between alike ranks."""
+    # Most text has no such part, and `in` is far faster than a search.
     if _MARK in text:
         text = text.replace(_MARK, 2 * _MARK)
     if not any(hint in text for hint in _HINTS):
@@ -46,12 +51,12 @@ def normal(text: str) -> str:
 
 
 def may_have_time(text: str) -> bool:
-    """Return False if no time of day is in the text; fast."""
+    """Return False if the text has no time of day; a fast check, True may be wrong."""
     return _PART_OF_TIME.search(text) is not None
 
 
 def without_times(text: str) -> str:
-    """Put a placeholder for each time of day."""
+    """Replace each time of day by a placeholder."""
     if _MARK in text:
         text = text.replace(_MARK, 2 * _MARK)
     parts, done, match = list[str](), 0, _TIME.match
@@ -67,7 +72,11 @@ def without_times(text: str) -> str:
 
 
 class Key(NamedTuple):
-    """Equal if two outputs are alike, the same to the letter, and the same but for times."""
+    """Three digests of an output, each equal on two ranks under its own condition.
+
+    `exact`: the outputs are equal.  `timeless`: they differ at most in times of day.  `alike`: they
+    differ at most in times and in the parts that `normal` replaces.
+    """
 
     alike: bytes
     exact: bytes
@@ -75,17 +84,17 @@ class Key(NamedTuple):
 
 
 class Digest:
-    """A running `Key` of text that comes in blocks of whole lines."""
+    """Computes the `Key` of a text that arrives in blocks of whole lines."""
 
     __slots__ = ("_hashes", "_timeless")
 
     def __init__(self) -> None:
-        # What is alike, what is exact, and the lines' origins.
+        # For `Key.alike`, for `Key.exact`, and for the origins of lines.
         self._hashes = [hashlib.blake2b(digest_size=16) for _ in range(3)]
-        self._timeless: hashlib.blake2b | None = None  # as what is exact, until a time comes
+        self._timeless: hashlib.blake2b | None = None  # None: same as exact so far
 
     def add(self, text: str, origins: bytes = b"") -> None:
-        """Take in the next lines; `origins` has a byte for each (stdout or stderr)."""
+        """Add the next lines; `origins` has a byte for each line (stdout or stderr)."""
         alike, exact, of_origins = self._hashes
         timeless = without_times(text)
         if self._timeless is None and timeless != text:
@@ -97,7 +106,7 @@ class Digest:
         of_origins.update(origins)
 
     def add_key(self, key: Key) -> None:
-        """Take in what another one has taken in."""
+        """Add the key of a piece of output, such as a display or another text."""
         alike, exact, _ = self._hashes
         if self._timeless is None and key.timeless != key.exact:
             self._timeless = exact.copy()
@@ -120,18 +129,18 @@ class Digest:
 
 
 def key_of(text: str) -> Key:
-    """Make the key of one text."""
+    """Return the key of a whole text."""
     digest = Digest()
     digest.add(text)
     return digest.key
 
 
 WITHOUT_REFERENCES = 2
-"""The version of marshal's format in which equal JSON is equal bytes, on every rank."""
+"""The version of marshal's format that writes equal JSON as equal bytes on every rank."""
 
 
 def content_key(data: MimeBundle) -> bytes:
-    """Make the key of a display's content, quickly: there may be very much of it."""
+    """Return a key of a display's content, by a fast hash since the content may be large."""
     keys = []
     for kind, value in sorted(data.items()):
         is_text = isinstance(value, str)
@@ -141,7 +150,7 @@ def content_key(data: MimeBundle) -> bytes:
 
 
 def error_keys(rank: int, error: RankError | None) -> tuple[str, ...]:
-    """Make keys such that two errors are alike where they share one.
+    """Return two keys of an error: two errors are alike if they share a key.
 
     The first keeps the rank's own number, the second has a placeholder for it: ranks 3
     and 5 may both say "5 shards", or each its own number, and are alike either way.
@@ -154,7 +163,11 @@ def error_keys(rank: int, error: RankError | None) -> tuple[str, ...]:
 
 
 def _place(failure: Failure) -> str:
-    """Return the traceback without the message; of Stop, which is chance, the cell's own lines."""
+    """Return the traceback without the message.
+
+    Stop hits ranks at random places in libraries, so of a KeyboardInterrupt only the cell's own
+    lines count.
+    """
     text = "\n".join(failure.traceback)
     if failure.name == "KeyboardInterrupt":
         return " ".join(_CELL_LINE.findall(strip(text)))
@@ -178,12 +191,12 @@ NUMBER = (
     r"(?<![\w.:/-])-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?"
     rf"(?={UNITS}?(?![\w/-]|[.:]\d))"
 )
-"""A number that stands by itself, not one in a name, an address or a time; with its unit."""
+"""A number that stands by itself, maybe with a unit, but not in a name, an address or a time."""
 
-# --- which lines are progress bars, and how far they say they are -----------------------------
+# --- parsing progress bars ---------------------------------------------------------------------
 
 BAR_SIGNS = ("%|", "it/s", "s/it", "━━━━━", "[=====")
-"""What nearly all bars have in them, and little else has: looked for before anything is read."""
+"""Nearly all bars have one of these, and little other text does: a fast check before parsing."""
 
 LONGEST_BAR = 2000
 """Characters of a row; a longer row is no progress bar."""
@@ -195,20 +208,20 @@ _TIMES = r"\[(?P<elapsed>[\d:]+)(?:<(?P<remaining>[\d:?]+))?(?:,\s*(?P<rate>[^,\
 _TQDM = re.compile(
     r"(?P<name>.*?)\s*(?P<percent>\d+(?:\.\d+)?)%(?:\|[^|]*\||\s)\s*"
     rf"(?P<done>{_AMOUNT})/(?P<total>{_AMOUNT}|\?)\s*{_TIMES}(?:,\s*(?P<rest>.*?))?"
-    r"(?:\]\s*(?P<more>[^\]]*))?"  # tqdm cuts what has no room
+    r"(?:\]\s*(?P<more>[^\]]*))?"  # tqdm cuts a bar that is too wide
 )
 _ENDLESS = re.compile(
     rf"(?:(?P<name>.*): )?(?P<done>{_AMOUNT})(?:/\?)? ?(?P<unit>[A-Za-z]+)? "
     rf"{_TIMES}(?:,\s*(?P<rest>.*))?\]"
 )
 _BRACKET = re.compile(r"[\[\]]")
-# Where the times of a bar of tqdm's begin.
+# The start of the bracket with the times in a bar of tqdm.
 _METER = re.compile(r"(?:^|\|\s*|\s)\d[\w,.]*(?:/[\w,.?]+)? ?[A-Za-z]* ?\[(?=\d+:\d\d)")
 _FASTPROGRESS = re.compile(
     rf"(?P<name>[^|]*?)\s*\|[^|]*\|\s*(?P<percent>[\d.]+)%\s*\[(?P<done>{_AMOUNT})/"
     rf"(?P<total>{_AMOUNT})\s+(?P<elapsed>[\d:]+)<(?P<remaining>[\d:?]+)(?P<rest>[^\]]*)\]"
 )
-# What rich and Keras draw with, or a box of signs, five at least.
+# A drawn bar: the signs of rich and Keras, or a box of signs, at least five.
 _DRAWN = re.compile(r"[━╸╺]{5,}[━╸╺ ]*|[\[|][=#>.\-█▉▊▋▌▍▎▏░▒▓ ]{5,}[\]|]|[█▉▊▋▌▍▎▏░▒▓]{5,}")
 _PERCENT = re.compile(rf"(?<![\w.]){_NUMBER}\s?%")
 _COUNTS = re.compile(
@@ -222,10 +235,10 @@ _SEPARATORS = " \t:-•|·"
 
 
 class Bar(NamedTuple):
-    """One progress bar; `rest` is what else its line said, and times are seconds.
+    """One progress bar; `rest` is other text of its line, and times are seconds.
 
-    `done` and `total` are as they were written ("1.2G"), "" where they were not; `fraction` is
-    between 0 and 1, None where the total is not known.
+    `done` and `total` are as they were written ("1.2G"), "" if they were not; `fraction` is between
+    0 and 1, or None if neither a total nor a percentage is known.
     """
 
     name: str = ""
@@ -242,30 +255,33 @@ class Bar(NamedTuple):
         return self.fraction is not None and self.fraction >= 1
 
     def is_before(self, later: Bar) -> bool:
-        """Return True if `later`, of the same name and total, can be what became of it."""
+        """Return True if `later`, of the same name and total, can be a later state of this bar."""
         is_later = later.position >= self.position
         return not self.is_finished and is_later and (later.elapsed or 0) >= (self.elapsed or 0)
 
     @property
     def amount(self) -> str:
-        """How much is done: `315/500`, or `315` where the total is unknown."""
+        """The amount done: `315/500`, or `315` if the total is unknown."""
         return f"{self.done}/{self.total}" if self.total else self.done
 
     @property
     def left(self) -> float | None:
-        """For how many seconds it will run still: what it says itself, or by its pace so far."""
+        """The remaining seconds: those that the bar shows, or an estimate from its pace so far."""
         if self.remaining is None and self.fraction and self.elapsed is not None:
             return self.elapsed * (1 - self.fraction) / self.fraction
         return self.remaining
 
     @property
     def position(self) -> float:
-        """How far it is, comparable with the same bar of another rank."""
+        """The fraction, or else the amount done: to compare with the same bar of another rank."""
         return number_of(self.done) if self.fraction is None else self.fraction
 
 
 def read_bar(text: str, *, is_edited: bool = False) -> Bar | None:
-    """Read a line as a progress bar, if it is one; without a drawn bar it has to be `is_edited`."""
+    """Parse a line as a progress bar; None if it is no bar.
+
+    A form other than tqdm's must have a drawn bar, unless the line was written over (`is_edited`).
+    """
     if len(text) > LONGEST_BAR or not any(sign in text for sign in _SIGNS):
         return None
     plain = strip(text).strip()
@@ -276,15 +292,15 @@ def read_bar(text: str, *, is_edited: bool = False) -> Bar | None:
 
 
 def read_row(text: str, *, is_edited: bool) -> Bar | None:
-    """Read a row of a terminal as a progress bar that has a row of its own, if it is such a bar.
+    """Parse a row of a terminal as a progress bar that fills the row; None if it is no such bar.
 
-    A bar in another form than tqdm's has to be drawn over what was there, as people print lines
-    that look like it; and to be finished if a text stands in it, as a line may have been printed
-    behind it.
+    A bar in another form than tqdm's must have been written over (`is_edited`), since people print
+    lines that look like bars.  With other text in its row the bar must be finished too, since
+    the text may be a line that was printed behind the bar.
     """
     if len(text) > LONGEST_BAR or not any(sign in text for sign in BAR_SIGNS):
         return None
-    if not (is_edited or "[" in text):  # where the times of a bar of tqdm's stand
+    if not (is_edited or "[" in text):  # a bar of tqdm has its times in brackets
         return None
     plain = strip(text).strip()
     if found := _match_tqdm(plain):
@@ -295,27 +311,27 @@ def read_row(text: str, *, is_edited: bool) -> Bar | None:
 
 
 def end_of_bar(text: str) -> int:
-    """Return where text begins that a program has printed behind a bar of tqdm's; 0 for none."""
+    """Return the index of text that a program printed behind a bar of tqdm; 0 if there is none."""
     begins = _METER.search(text)
     if begins is None:
         return 0
     end = _end_of_brackets(text, begins.end())
-    if not text[end:].strip():  # with nothing behind it there is no need to look further
+    if not text[end:].strip():  # nothing behind the bar: skip the slow parse
         return 0
     return end if read_row(text[:end], is_edited=False) else 0
 
 
 def is_cut(text: str) -> bool:
-    """Return True for a bar of tqdm's without its end, for which its line had no room.
+    """Return True if the text has a bar of tqdm that was cut before its closing bracket.
 
-    Text may follow behind it.
+    tqdm cuts a bar that is wider than its line; other text may follow the cut bar.
     """
     begins = _METER.search(text)
     return begins is not None and not _end_of_brackets(text, begins.end())
 
 
 def _end_of_brackets(text: str, start: int = 0) -> int:
-    """Return where a bracket has been closed that was opened before `start`; 0 if it is not."""
+    """Return the index behind the bracket that closes the one open at `start`; 0 for none."""
     depth = 1
     for bracket in _BRACKET.finditer(text, start):
         depth += 1 if bracket[0] == "[" else -1
@@ -332,7 +348,7 @@ def _match_tqdm(plain: str) -> re.Match[str] | None:
 def _from_tqdm(found: re.Match[str]) -> Bar | None:
     said = {name: (value or "").strip() for name, value in found.groupdict().items()}
     if said.get("more") or _end_of_brackets(said["rest"]):
-        return None  # Something was printed behind it: a line like any other.
+        return None  # text was printed behind the bar: an ordinary line
     total = said.get("total", "").replace("?", "")
     percent = float(said["percent"]) / 100 if said.get("percent") else None
     if "unit" in said and not total:
@@ -350,10 +366,11 @@ def _from_tqdm(found: re.Match[str]) -> Bar | None:
 
 
 def _from_any(plain: str, drawn: re.Match[str] | None) -> Bar | None:
-    """Read the columns in whatever order: the bar itself is taken out."""
+    """Parse the columns of a bar in any order; `drawn` is the drawn bar itself, if any."""
     left, right = (plain[: drawn.start()], plain[drawn.end() :]) if drawn else (plain, "")
     rest = f"{left}\0{right}"
-    # What is counted left of a bar is its name, as in Lightning's "Epoch 0/1", if more follows.
+    # Counts left of the drawn bar belong to the name, as in Lightning's "Epoch 0/1", if there are
+    # others on its right.
     counts = _COUNTS.search(right) or _COUNTS.search(left)
     percent = _PERCENT.search(rest)
     if counts and not 0 <= number_of(counts["done"]) <= number_of(counts["total"]):
@@ -374,7 +391,10 @@ def _from_any(plain: str, drawn: re.Match[str] | None) -> Bar | None:
 
 
 def _without_times(rest: str, *, is_finished: bool) -> tuple[str, float | None, float | None]:
-    """Take the times out: two are elapsed and remaining, one is what remains until the end."""
+    """Remove the times; return the rest, and the elapsed and the remaining seconds.
+
+    A single time is the remaining one, or the elapsed one if the bar is finished.
+    """
     clocks = [*_CLOCK.finditer(rest)][:2]
     if not clocks and "\0" in rest:
         clocks = [*_SECONDS.finditer(rest)][:1]
@@ -387,7 +407,7 @@ def _without_times(rest: str, *, is_finished: bool) -> tuple[str, float | None, 
 
 
 def fraction_of(done: str, total: str, percent: float | None) -> float | None:
-    """Return how far it is: more exactly than a percentage where both numbers are known."""
+    """Return done / total, which is more exact, or else the percentage, as a fraction."""
     whole = number_of(total)
     if whole > 0:
         return min(1.0, number_of(done) / whole)
@@ -395,7 +415,7 @@ def fraction_of(done: str, total: str, percent: float | None) -> float | None:
 
 
 def number_of(text: str) -> float:
-    """Read `1,200`, `1.2G`, `15it`; 0 where there is no number."""
+    """Parse `1,200`, `1.2G` or `15it`; 0 if there is no number."""
     found = re.match(rf"({_NUMBER})([kKMGTPE]?)", text)
     if found is None:
         return 0.0
@@ -403,7 +423,7 @@ def number_of(text: str) -> float:
 
 
 def seconds_of(text: str) -> float | None:
-    """Read `00:12`, `1:02:03`, `4s`; None of what says that it is not known."""
+    """Parse `00:12`, `1:02:03` or `4s` to seconds; None for other text, such as `?`."""
     parts = text.strip().removesuffix("s").split(":")
     if not all(part.isdigit() for part in parts):
         return None

@@ -1,4 +1,8 @@
-"""What one cell has said so far on every rank, and which ranks are shown together.  Pure."""
+"""The output of one cell on all its ranks, and the groups of ranks that are shown together.
+
+The notebook's process fills a `Transcript` while the cell runs; `nbdist.output.layout` reads it.
+Pure: no I/O here.
+"""
 
 from __future__ import annotations
 
@@ -27,16 +31,16 @@ from nbdist.output.wording import error_text, fold_ranks
 from nbdist.words import name_ranks
 
 SHOWN_OF_ALL, SHOWN_AT_LEAST = 256 << 20, 4 << 20
-"""Characters of displays that are kept of all ranks together, and of each in any case."""
+"""Characters of displays that are kept: of all ranks together, and at least of each rank."""
 
 MOST_WARNINGS = 4
 
 MOST_ROWS = 16
-"""As many lines and displays are shown for each rank in full where ranks differ in them."""
+"""Lines and displays up to which groups are told apart by every number; see `Transcript.groups`."""
 
 
 class Transcript:
-    """One cell on some ranks: what each has said, what is alike, and what failed first."""
+    """One cell on some ranks: the output of each rank, groups of alike ranks, the first failure."""
 
     def __init__(self, ranks: Iterable[int], keep_lines: int = 10_000) -> None:
         self.ranks = tuple(sorted(ranks))
@@ -54,19 +58,19 @@ class Transcript:
         return self.by_rank[rank]
 
     def start(self, now: float) -> None:
-        """Count the time from now on: all ranks have been given the cell."""
+        """Start the clock of the cell, and mark all ranks as running: the cell was sent to them."""
         self.started = now
         for each in self:
             each.begin(now)
 
     def receive(self, rank: int, output: Output, now: float) -> None:
-        """Take in what a rank has said; `now` is monotonic time in seconds."""
+        """Add an output of a rank; `now` is monotonic time in seconds."""
         if self.started is None:
             self.started = now
         self.by_rank[rank].receive(output, now)
 
     def abort(self, now: float) -> None:
-        """Let all ranks that still run the cell have ended now: their workers are gone."""
+        """Mark all unfinished ranks as aborted at `now`, since their workers are gone."""
         for each in self:
             if each.finished is None:
                 each.receive(Done("aborted", self.elapsed(now)), now)
@@ -77,7 +81,7 @@ class Transcript:
             self.warnings.append(text)
 
     def looks(self) -> Counter[Look]:
-        """Count the ranks in each state, as it is shown."""
+        """Count the ranks by the state that people see."""
         return Counter(each.look for each in self)
 
     @property
@@ -89,7 +93,7 @@ class Transcript:
         return all(each.is_silent for each in self)
 
     def elapsed(self, now: float | None = None) -> float:
-        """Count seconds from the start until the last rank has finished, or `now`."""
+        """Return the seconds from the start to `now`, or to the end of the last rank."""
         if self.started is None:
             return 0.0
         ends = [each.finished for each in self if each.finished is not None]
@@ -98,10 +102,12 @@ class Transcript:
         return max(0.0, now - self.started)
 
     def groups(self, *, failed_first: bool = False, is_live: bool = False) -> list[Group]:
-        """Group alike ranks; if few rows differ, those that are the same but for times of day.
+        """Return the groups of ranks whose output and error are alike.
 
-        Ranks whose lines differ in some numbers are one group.  With `is_live` ranks that are some
-        lines ahead of others stay with them: all print the same, one a moment after the other.
+        If all groups together have at most `MOST_ROWS` rows, the output of a group differs in times
+        of day only.  Else it may differ in numbers too, and a set of them is shown.  With `is_live`
+        ranks that are some lines ahead of others stay in their group, since ranks that print the
+        same do so at different moments.
         """
         members = self._members(exactly=True)
         is_exact = sum(each[0].rows for each in members) <= MOST_ROWS
@@ -123,7 +129,7 @@ class Transcript:
         for each in self:
             body = each.body.timeless if exactly else each.body.alike
             alike = _alike_keys(each.error, each.error_keys)
-            # Ranks that run stay with those that have ended well, or blocks would come and go.
+            # Running ranks are grouped with ranks that are done, or blocks would come and go.
             end = "failed" if each.state in FAILED else each.state == "aborted"
             keys = [(body, end, key) for key in alike]
             group = next((known[key] for key in keys if key in known), None)
@@ -141,13 +147,13 @@ class Transcript:
 
     @property
     def errors(self) -> dict[int, RankError]:
-        """What ended the cell on each failed rank, as far as it is known."""
+        """The error that ended the cell, for each rank that has one."""
         return {each.rank: error for each in self if (error := each.error) is not None}
 
     def root_cause(self) -> tuple[int, RankError] | None:
-        """Find the earliest failure that follows from no other, and its rank; None for none.
+        """Return the rank and error of the earliest failure that is no consequence of another.
 
-        Of ranks that were all released it is the lowest, whichever was the first to leave.
+        If all errors are consequences, return the one of the lowest rank; without errors, None.
         """
 
         def order(item: tuple[int, RankError]) -> tuple[bool, int]:
@@ -157,7 +163,7 @@ class Transcript:
         return min(self.errors.items(), key=order, default=None)
 
     def alike_error(self, rank: int) -> tuple[int, ...]:
-        """Find the ranks that failed with an error like that of `rank`, itself included."""
+        """Return the ranks whose error is like the error of `rank`, with `rank` itself."""
         keys = {each.rank: _alike_keys(each.error, each.error_keys) for each in self}
         return tuple(
             other
@@ -167,21 +173,21 @@ class Transcript:
 
 
 def follows(error: RankError) -> bool:
-    """Return True for what another rank's failure, or Stop, has led to."""
+    """Return True if the error is a consequence of another rank's failure, or of Stop."""
     if not isinstance(error, Failure):
         return False
     return error.connections == "ended" or error.name == "KeyboardInterrupt"
 
 
-# --- what ranks that are alike have said, as one text in which the differing places are sets ---
+# --- the output of alike ranks as one text, with a set in each place where they differ ---------
 
-# All places in which alike texts can differ; see `nbdist.output.fingerprint`.
+# Alike texts can differ in these places only; see `nbdist.output.fingerprint`.
 _PLACES = re.compile(rf"{NUMBER}|0x[0-9a-fA-F]+|\d+")
 _PLACES_AND_TIMES = re.compile(rf"{TIME}|{_PLACES.pattern}")
 _MOST_IN_A_SET, _MOST_NUMBERS = 64, 16
 
 Part = Literal["none", "first", "same", "other"]
-"""What a group's error has to do with the first one of the cell."""
+"""How the error of a group is related to the first error of the cell; see `Group`."""
 
 Likeness = Literal[
     "same",
@@ -190,17 +196,18 @@ Likeness = Literal[
     "stopped in the same line",
     "stopped",
 ]
-"""As it is shown: numbers, addresses, devices and process ids that differ are sets.
+"""How alike the ranks of a group are, in the words that people see.
 
-If nothing but times of day differs, those of one rank are shown.
+`{…}` stands for the sets that are shown instead of differing numbers, addresses, devices and
+process ids.  If only times of day differ, the times of one rank are shown.
 """
 
 
 class Group(NamedTuple):
-    """Ranks whose output and error are alike; `members` are theirs, `shown` is one of them.
+    """Ranks whose output and error are alike; `shown` is the member whose state is shown.
 
-    `error` is what ended the cell there, also with sets; `part` says whether that is the "first"
-    error of all, the "same" as that, or an "other" one.
+    `error` is the error that ended the cell on them, with sets for differing numbers.  `part` is
+    "first" for the first error of the cell, "same" for errors like it, and "other" for the rest.
     """
 
     members: tuple[RankTranscript, ...]
@@ -219,22 +226,22 @@ class Group(NamedTuple):
 
     @property
     def follows(self) -> bool:
-        """Whether another rank's failure, or Stop, has ended the cell on its ranks."""
+        """Whether another rank's failure, or Stop, has ended the cell on the ranks of the group."""
         return self.shown.error is not None and follows(self.shown.error)
 
     @property
     def pieces(self) -> list[tuple[Piece, ...]]:
-        """What they have said, each piece as often as there are ranks that differ."""
+        """The pieces of the output: each is a tuple of that piece on all `differing` members."""
         return [*zip(*(each.said for each in self.differing), strict=True)]
 
     @property
     def line_count(self) -> int:
-        """How many lines all of them have printed."""
+        """The number of lines that every member has printed."""
         return min(each.line_count for each in self.members)
 
     @property
     def ahead(self) -> list[tuple[tuple[int, ...], Line]]:
-        """The lines that only some have printed yet, with their ranks."""
+        """The lines that only some members have printed so far, each with the ranks that have."""
         common, found = self.line_count, []
         for number in range(1, max(each.line_count for each in self.members) - common + 1):
             own = [each for each in self.members if each.line_count - common >= number]
@@ -247,13 +254,13 @@ class Group(NamedTuple):
 
     @property
     def displays(self) -> list[Shown]:
-        """Their displays, each once."""
+        """The displays of the group, each one once for all members."""
         shown = zip(*(each.displays for each in self.differing), strict=True)
         return [*map(fold_shown, shown)]
 
     @property
     def last(self) -> Entry | None:
-        """Their last line or display; None where they have shown nothing."""
+        """The last line or display of the group; None if its ranks have shown nothing."""
         entries = [entry for each in self.differing for entry in each.tail(1)]
         if lines := [entry for entry in entries if isinstance(entry, Line)]:
             return fold_lines(lines)
@@ -263,9 +270,9 @@ class Group(NamedTuple):
 
     @property
     def differing(self) -> tuple[RankTranscript, ...]:
-        """The members; one of them if all have said the same, apart from times of day.
+        """All members; or only the one with the fewest lines if they differ in times of day alone.
 
-        That is one with the fewest lines: some can be ahead of the others.
+        Others can be some lines ahead of that member.
         """
         bodies = {each.body.timeless for each in self.members}
         if len(bodies) > 1 and self.likeness not in {"same", "same except for times"}:
@@ -280,11 +287,12 @@ def group_of(
     *,
     is_exact: bool,
 ) -> Group:
-    """Make them one; `first` is the rank that failed first, `alike` have its error.
+    """Make a group of these members; `first` is the rank that failed first.
 
-    If the group `is_exact`, the lines that all of them have printed differ at most in times of day.
+    `alike` are the ranks with an error like that of `first`.  If the group `is_exact`, the lines
+    that all members have printed differ at most in times of day.
     """
-    # As long as one of them runs, that is the mark of all.
+    # As long as a member runs, the group is shown as running.
     runs = next((each for each in members if each.state not in ENDED), members[0])
     shown = next((each for each in members if each.rank == first), runs)
     part: Part = "none"
@@ -294,7 +302,7 @@ def group_of(
     error = fold_errors([error for each in members if (error := each.error)])
     likeness: Likeness = "same except for {…}"
     if error is None and shown.error is not None:
-        # Of Stop in a script no line of the cell is known.
+        # In a script that was stopped no line of the cell is known.
         has_line = not shown.error_keys[0].startswith("\n")
         likeness, error = "stopped in the same line" if has_line else "stopped", shown.error
     elif len({said_by(each.error) for each in members}) == 1:
@@ -308,21 +316,20 @@ def group_of(
 
 
 def _begin_equally(members: Sequence[RankTranscript]) -> bool:
-    """Return True if the lines that all have printed are equal, to the letter."""
+    """Return True if the lines that all members have printed are equal, with their times."""
     common = min(each.line_count for each in members)
     return len({tuple(each.tail(each.line_count)[:common]) for each in members}) == 1
 
 
 _LONGEST_KNOWN = 400
-"""Characters of a line up to which it is remembered where its numbers are."""
+"""Characters of a line up to which `_split_numbers` caches its result."""
 
 MOST_NUMBERED, _MOST_PLACES = 200, 4
-"""Lines of a rank, and differing numbers in each line, up to which ranks that differ in numbers
-alone are one group."""
+"""The most lines of a rank, and differing numbers in a line, in a group made by `_but_numbers`."""
 
 
 def _but_numbers(members: Sequence[list[RankTranscript]]) -> list[list[RankTranscript]]:
-    """Make one group of those whose lines differ in some numbers alone; the others stay apart."""
+    """Merge groups whose lines differ only in numbers, if the sets of numbers stay readable."""
     if len(members) == 1:
         return [*members]
     found: dict[object, list[RankTranscript]] = {}
@@ -340,11 +347,11 @@ def _but_numbers(members: Sequence[list[RankTranscript]]) -> list[list[RankTrans
 
 
 _Words: TypeAlias = tuple[tuple[object, ...], tuple[tuple[str, bool], ...]]
-"""How a rank has ended, if it has; its lines without their numbers, and if they are of stderr."""
+"""How a rank has ended, and its lines without numbers, each with whether it is of stderr."""
 
 
 def _words(said: RankTranscript, *, is_exact: bool = False) -> _Words | None:
-    """Return a rank's lines without their numbers; None for displays, and for too many lines.
+    """Return a rank's lines without numbers; None if it has displays, no line, or too many lines.
 
     With `is_exact` the lines keep their numbers, but not times of day.
     """
@@ -371,7 +378,7 @@ def _with_those_ahead(
     if not 1 < len(members) <= MOST_ROWS:
         return [*members]
     joined: list[list[RankTranscript]] = []
-    ends: list[tuple[int, _Words | None]] = []  # the fewest lines in each, and the most
+    ends: list[tuple[int, _Words | None]] = []  # of each group: fewest lines, longest output
     for each in sorted(members, key=lambda group: group[0].line_count):
         words = _words(each[0], is_exact=is_exact)
         for index, (fewest, most) in enumerate(ends):
@@ -401,7 +408,7 @@ def _without_numbers(text: str) -> str:
 
 
 def _split_numbers(text: str) -> tuple[str, tuple[str, ...]]:
-    """Return a line without its numbers, and its numbers; short lines are remembered."""
+    """Return a line with 0 for each number, and the numbers; results for short lines are cached."""
     return (_split if len(text) <= _LONGEST_KNOWN else _split.__wrapped__)(text)
 
 
@@ -412,7 +419,7 @@ def _split(text: str) -> tuple[str, tuple[str, ...]]:
 
 
 def _differs_much(members: Sequence[RankTranscript]) -> bool:
-    """Return True if people could not read the sets: too many ranks, or sets in a line."""
+    """Return True if sets would be unreadable: too many ranks, or too many sets in a line."""
     if len(members) > _MOST_NUMBERS:
         return True
     tails = [each.tail(each.line_count) for each in members]
@@ -426,12 +433,12 @@ def _differs_much(members: Sequence[RankTranscript]) -> bool:
 
 
 def _places_of(text: str) -> re.Pattern[str]:
-    """Return what finds the places of a text; to look for times as well takes longer."""
+    """Return the pattern of places where a text can vary; patterns with times are slower."""
     return _PLACES_AND_TIMES if may_have_time(text) else _PLACES
 
 
 def fold(texts: Sequence[str]) -> str | None:
-    """Make one of the texts of some ranks; None where they differ in more than numbers."""
+    """Merge the texts of some ranks, with sets; None if more than the numbers differs."""
     first = texts[0]
     if all(text == first for text in texts):
         return first
@@ -444,7 +451,7 @@ def fold(texts: Sequence[str]) -> str | None:
 
 
 def fold_lines(lines: Sequence[Line]) -> Line:
-    """Fold the same line of some ranks."""
+    """Merge a line that alike ranks have printed, with sets for numbers, or ` | ` between texts."""
     first = lines[0]
     text = fold([line.text for line in lines])
     if text is None:
@@ -453,14 +460,14 @@ def fold_lines(lines: Sequence[Line]) -> Line:
 
 
 def fold_plain(texts: Sequence[str]) -> str:
-    """Make one of the texts, without their colours."""
+    """Merge texts without their colours; list them with ` | ` if more than the numbers differs."""
     plain = [strip(text) for text in texts]
     folded = fold(plain)
     return " | ".join(dict.fromkeys(plain)) if folded is None else folded
 
 
 def fold_shown(shown: Sequence[Shown]) -> Shown:
-    """Fold the same display of some ranks: only its text can differ."""
+    """Merge a display that alike ranks have shown; only its text/plain can differ."""
     first = shown[0]
     if all(other.plain == first.plain for other in shown):
         return first
@@ -469,7 +476,7 @@ def fold_shown(shown: Sequence[Shown]) -> Shown:
 
 
 def fold_tail(pieces: Sequence[Piece], count: int) -> list[Line]:
-    """Fold the last lines that all of these ranks have of the same screen."""
+    """Merge the last `count` lines that the screens of all these ranks have in common."""
     screens = [piece for piece in pieces if isinstance(piece, Screen)]
     common = min(screen.line_count for screen in screens)
     tails = []
@@ -477,12 +484,12 @@ def fold_tail(pieces: Sequence[Piece], count: int) -> list[Line]:
         ahead = screen.line_count - common
         lines = screen.tail(count + ahead)
         tails.append(reversed(lines[: len(lines) - ahead]))
-    # They end alike, but of the longest lines fewer may be kept.
+    # A screen may keep fewer lines than another, so the lines are paired from the last one on.
     return [fold_lines(lines) for lines in zip(*tails, strict=False)][::-1]
 
 
 def fold_errors(errors: Sequence[RankError]) -> RankError | None:
-    """Make one of errors that are alike; None where they differ in more than numbers."""
+    """Merge the errors of alike ranks, with sets; None if more than the numbers differs."""
     failures = [error for error in errors if isinstance(error, Failure)]
     if not failures or len(failures) < len(errors):
         return errors[0] if errors else None
@@ -499,7 +506,7 @@ def fold_errors(errors: Sequence[RankError]) -> RankError | None:
 
 
 def followed_text(errors: Mapping[int, RankError], first: int) -> list[str]:
-    """Say how other ranks than the first failed: `ranks 1-3: the same`, `rank 4: OSError: 5`."""
+    """Say how the ranks after the first failed: `ranks 1-3: the same`, `rank 4: OSError: 5`."""
     found = {rank: _alike_keys(each, error_keys(rank, each)) for rank, each in errors.items()}
     alike = {rank for rank, keys in found.items() if not keys.isdisjoint(found[first])}
     same = {r for r in alike if said_by(errors[r]) == said_by(errors[first])}
@@ -511,22 +518,25 @@ def followed_text(errors: Mapping[int, RankError], first: int) -> list[str]:
 
 
 def said_by(error: RankError | None) -> object:
-    """Return all of an error that is shown; of the same error it is equal."""
+    """Return the parts of an error that are shown, to compare the errors of two ranks."""
     if isinstance(error, Failure):
         return error.name, error.message, "\n".join(error.traceback)
     return error and (error.exit_code, error.why)
 
 
 def _alike_keys(error: RankError | None, keys: Collection[str]) -> frozenset[str]:
-    """Return keys of which like errors share one; processes are alike if the same ended them."""
+    """Return the keys of an error; two errors are alike if they share a key.
+
+    Exits of processes are alike if also the reason for which the agent killed them is the same.
+    """
     why = error.why if isinstance(error, Died) else ""
     return frozenset(f"{key} {why}" for key in keys)
 
 
 def _set(values: tuple[str, ...]) -> str:
-    """Write `7` if all are equal, else `{7,9}`; of many fractions `{0.1 to 0.7}`, the ends.
+    """Write `7` if all values are equal, else `{7,9}`.
 
-    Of times of day, too, the first and the last are enough.
+    For times of day, and for many fractions, write only the lowest and highest: `{0.1 to 0.7}`.
     """
     if all(value == values[0] for value in values):
         return values[0]
@@ -548,7 +558,7 @@ def _set(values: tuple[str, ...]) -> str:
 
 
 def _runs(values: Sequence[str], *, counts: bool) -> Iterator[str]:
-    """Write `0-3` for numbers that go up by one, `5*3` for a value so often in a row."""
+    """Write `0-3` for numbers that go up by one, `5*3` for a value that comes 3 times in a row."""
     start = 0
     while start < len(values):
         end = start + 1
@@ -567,13 +577,13 @@ def _plus(number: str, more: int) -> str:
     return str(int(number) + more).zfill(len(number)) if number.isdecimal() else ""
 
 
-# --- short outputs of ranks held against one another ------------------------------------------
+# --- short outputs of ranks, compared ---------------------------------------------------------
 
 SHORT_LINES, _LONGEST_LINE = 12, 400
 _MOST_ODD, _MOST_SPREADS = 8, 4
 _FEWEST_RANKS, _SEEN_AT_A_GLANCE = 3, 8
 
-# A number that stands by itself, not one in a name, an address or a time; with its unit.
+# A number that stands by itself, maybe with a unit, but not in a name, an address or a time.
 # `12,254` is one number, but `10:11:12,254` has none: the milliseconds of a logger.
 _NUMBER = re.compile(
     r"(?<![\w.:/-])(?<!\d,)(-?(?:[1-9]\d{0,2}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?)"
@@ -585,11 +595,11 @@ _LABEL = re.compile(r"((?:[A-Za-z_][\w./-]* )?)([A-Za-z_][\w./-]*)[\"']?\s*[:=]?
 
 Words: TypeAlias = tuple[tuple[str, ...], ...]
 Numbers: TypeAlias = tuple[tuple[str, ...], ...]
-"""Of a short output, line by line: what stands between its numbers, and these."""
+"""The texts between the numbers of a short output, line by line, and the numbers."""
 
 
 def unlike_most(groups: Sequence[Group]) -> frozenset[int]:
-    """Find the first ranks of the groups whose short output has other words than that of most."""
+    """Return the first rank of each group whose short output has other words than most ranks."""
     words = {group.ranks[0]: _short(group.shown) for group in groups if group.shown.state == "ok"}
     counted = Counter[Words]()
     for group in groups:
@@ -604,9 +614,10 @@ def unlike_most(groups: Sequence[Group]) -> frozenset[int]:
 
 
 def spread(transcript: Transcript) -> str:
-    """Say how far numbers lie apart: `loss 2.23 (rank 7) to 2.3 (rank 0)`; "" of few lines.
+    """Say how far the numbers of ranks differ: `loss 2.23 (rank 7) to 2.3 (rank 0)`.
 
-    Numbers without a name are left out, and names of which a curve is shown.
+    Return "" for few ranks or lines, which people can compare themselves.  Numbers without a name,
+    and names that have a curve, are left out.
     """
     said = {each.rank: short for each in transcript if (short := _short(each))}
     usual = Counter(words for words, _ in said.values()).most_common(1)
@@ -617,7 +628,7 @@ def spread(transcript: Transcript) -> str:
         return ""
     same = {rank: numbers for rank, (words, numbers) in said.items() if words == most}
     curves = {_DIVIDER.sub("_", name).casefold() for name in transcript.curves.by_name}
-    # Of what comes in several lines the last counts: the end of a training.
+    # If a name is in several lines, the last one counts: the end of a training.
     found = {}
     for name, text in _spreads(most, same):
         plain = _DIVIDER.sub("_", name).casefold()
@@ -631,9 +642,10 @@ def spread(transcript: Transcript) -> str:
 
 
 def _spreads(words: Words, numbers: dict[int, Numbers]) -> Iterator[tuple[str, str]]:
-    """Yield names and ranges, "" where all have the same number.
+    """Yield names and the ranges of their numbers; "" if all ranks have the same number.
 
-    A name has two words where the last one is in several places.
+    The range is also "" if each rank's number is its own rank.  A name has two words if its last
+    word is in several places.
     """
     labels = {
         (line, place): label
@@ -662,7 +674,7 @@ def _spreads(words: Words, numbers: dict[int, Numbers]) -> Iterator[tuple[str, s
 
 
 def _short(said: RankTranscript) -> tuple[Words, Numbers] | None:
-    """Take a rank's lines apart, if it has said only some short ones and has not failed."""
+    """Split the lines of a rank that has ended well and has printed only some short lines."""
     if said.state != "ok" or said.displays or not 0 < said.line_count <= SHORT_LINES:
         return None
     lines = said.tail(SHORT_LINES)
