@@ -1,7 +1,8 @@
-"""The progress bars of all ranks as one table: how far each rank is, and which is behind.  Pure.
+"""The progress bars of all ranks as one table: how far each rank is, and which one is behind.
 
-While a cell runs each rank has a row for the bar that it is at.  A bar that all ranks have left has
-one row, in which ranks that agree are together; of a finished cell all bars are of this kind.
+While a cell runs, each rank has a row for its current bar.  A bar is "left" if its rank goes on to
+something else: ranks that left a bar at the same place share a row.  In a finished cell all bars
+are left.  The notebook's process draws the table in a panel.  Pure: no I/O here.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ from nbdist.words import aligned, count, format_ranks, name_ranks
 MOST_ROWS, SLOWEST_ROWS = 16, 6
 _MOST_LEFT_LIVE = 4
 _LOOK_BACK = 24
-"""Lines below an unfinished bar, after which it counts as left."""
+"""An unfinished bar with more lines below it counts as left."""
 
 _MOST_AROUND = 3
-_LONGEST_NAME = 32  # of which the percentage is seen on a page of 700 pixels, too
-# A rank is behind that is so far from the first, in parts of the whole and of the way so far.
+_LONGEST_NAME = 32  # so that the percentage fits on a page of 700 pixels
+# A rank is behind if the first rank leads by such a share of the whole, and of its own progress.
 _BEHIND, _BEHIND_SHARE = 0.02, 0.05
-# Bars that began so many seconds apart, or such a part of their time, are not the same.
+# Bars are not compared if they began further apart: in seconds, and as a share of their time.
 _BEGAN_APART, _BEGAN_APART_SHARE = 2.0, 0.25
 _NUMBERS = re.compile(r"\d+")
 _RATE = re.compile(r"([\d.]+)(\D.*)")
@@ -54,7 +55,7 @@ class RankBars(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What it is for: `epoch 3/10, step`."""
+        """The names of all its bars: `epoch 3/10, step`."""
         names = [f"{bar.name} {bar.amount}".strip() for bar in self.around]
         return ", ".join(filter(None, [*names, self.bar.name]))
 
@@ -64,12 +65,12 @@ class RankBars(NamedTuple):
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The numbers in its name: of `epoch 3` the 3."""
+        """The numbers in the name of the outermost bar, such as 3 of `epoch 3`."""
         return tuple(map(int, _NUMBERS.findall(self.outer.name)))
 
     @property
     def overall(self) -> float:
-        """How far it is in the outermost bar."""
+        """The progress in the outermost bar, with the progress of the bars inside it."""
         share = self.bar.position
         for bar in reversed(self.around):
             whole = number_of(bar.total)
@@ -78,7 +79,7 @@ class RankBars(NamedTuple):
 
 
 class LeftBar(NamedTuple):
-    """A bar that some ranks have left at the same place; `rate` and `rest` are of all of them."""
+    """A bar that some ranks have left at the same place; `rate` and `rest` merge those of all."""
 
     ranks: tuple[int, ...]
     bar: Bar
@@ -87,10 +88,10 @@ class LeftBar(NamedTuple):
 
 
 class BarTable(NamedTuple):
-    """A row for each of the ranks, of many the slowest; `summary` says where all are.
+    """The bars of some ranks: `rows` for current bars, and `left` for bars that ranks have left.
 
-    `left` are rows of bars that ranks have left, the last ones; `more` counts earlier ones.
-    `behind` says how far the slowest rank is.
+    Of many ranks only the slowest have rows, and `summary` says how far all are.  `more` counts
+    earlier left bars without a row.  `behind` says how far the slowest rank is behind the first.
     """
 
     ranks: tuple[int, ...]
@@ -102,9 +103,10 @@ class BarTable(NamedTuple):
     more: int = 0
 
     def share(self, bars: RankBars) -> float | None:
-        """Return how much of its bar is drawn, or of the one around it: the longer, the further.
+        """Return the share of a row's bar that is drawn: a longer bar means more progress.
 
-        Of ranks in other epochs those in the first ones come first, whatever their bars say.
+        With bars around it, the share is of the outermost bar.  If ranks are in different epochs,
+        the share counts the epochs too, so that ranks in an earlier epoch have shorter bars.
         """
         share = bars.bar.fraction
         if bars.around and number_of(bars.outer.total):
@@ -116,7 +118,7 @@ class BarTable(NamedTuple):
 
 
 def bars_of(said: RankTranscript) -> RankBars | None:
-    """Find the bar that a rank is at: an unfinished one, or a finished one that nothing follows."""
+    """Return the current bar of a rank: unfinished, or finished with nothing below; else None."""
     screen = said.pieces[-1] if said.pieces else None
     if said.state in FAILED or not isinstance(screen, Screen):
         return None
@@ -130,7 +132,7 @@ def bars_of(said: RankTranscript) -> RankBars | None:
     if is_over and row < screen.end - 1:
         return None
     around: list[Bar] = []
-    for at, outer in reversed(above):  # in the rows right above it
+    for at, outer in reversed(above):  # the bars in the rows right above
         if outer.is_finished or at != row - 1 or len(around) == _MOST_AROUND:
             break
         around.append(outer)
@@ -139,22 +141,23 @@ def bars_of(said: RankTranscript) -> RankBars | None:
 
 
 def _edited_bar(screen: Screen) -> Bar | None:
-    """Read the last row as a bar, if it is written over and over, such as `63 %`."""
+    """Parse the last row as a bar if the program writes over it, such as `63 %`; else None."""
     if not screen.is_edited or screen.cursor != screen.end - 1:
         return None
     return next((read_bar(line.text, is_edited=True) for line in screen.lines(screen.cursor)), None)
 
 
 def _bars_of_all(transcript: Transcript) -> list[RankBars]:
-    """Find the bars of the ranks that are at one; none where no rank that runs is."""
+    """Return the current bars of all ranks; none if no running rank has one."""
     found = [bars for each in transcript if (bars := bars_of(each))]
     return found if any(transcript[bars.rank].state == "running" for bars in found) else []
 
 
 def bars_left(bars: Mapping[int, Sequence[Bar]], at: Sequence[RankBars] = ()) -> list[LeftBar]:
-    """Make a row for each bar of these ranks, in the order of the bars, but not for bars of `at`.
+    """Make rows for the bars of these ranks, in order, without bars that are current in `at`.
 
-    The second bar of a rank that has the same name and total belongs to the second of other ranks.
+    If a rank has several bars of the same name and total, its second one is matched with the second
+    one of other ranks, and so on.
     """
     present = {(bar.name, bar.total) for each in at for bar in (*each.around, each.bar)}
     found: dict[tuple[object, ...], dict[int, Bar]] = {}
@@ -170,7 +173,7 @@ def bars_left(bars: Mapping[int, Sequence[Bar]], at: Sequence[RankBars] = ()) ->
 
 
 def _left_bar(bars: Mapping[int, Bar]) -> LeftBar:
-    """Make one row of a bar that ranks have left at the same place."""
+    """Merge the bars that ranks have left at the same place."""
     first, *_ = bars.values()
     elapsed = max((bar.elapsed for bar in bars.values() if bar.elapsed is not None), default=None)
     rest = fold_plain([bar.rest for bar in bars.values()])
@@ -198,7 +201,7 @@ def final_table(transcript: Transcript) -> BarTable | None:
 
 
 def _with_left(table: BarTable, left: Sequence[LeftBar], most: int) -> BarTable:
-    """Add the last rows of bars that ranks have left to a table, at most so many."""
+    """Add the last `most` rows of left bars to a table, and count the earlier ones."""
     ranks = {*table.ranks, *(rank for row in left for rank in row.ranks)}
     more = max(0, len(left) - most)
     return table._replace(ranks=tuple(sorted(ranks)), left=tuple(left[more:]), more=more)
@@ -220,7 +223,7 @@ def bar_table(transcript: Transcript) -> BarTable | None:
 
 
 def _present_table(found: Sequence[RankBars]) -> BarTable:
-    """Lay out the bars that ranks are at."""
+    """Lay out the current bars of ranks."""
     ranks, rows, summary = tuple(bars.rank for bars in found), [*found], ""
     if len(found) > MOST_ROWS:
         rows = sorted(found, key=lambda bars: (_way(bars), bars.rank))[:SLOWEST_ROWS]
@@ -234,13 +237,13 @@ def _present_table(found: Sequence[RankBars]) -> BarTable:
 
 
 def _slowest(found: Sequence[RankBars]) -> tuple[int | None, str]:
-    """Find the rank that is clearly behind the first: `rank 2 is 20 % behind`; else None and ""."""
+    """Return the rank that is clearly behind, and `rank 2 is 20 % behind`; else None and ""."""
     low, high = min(found, key=_way), max(found, key=_way)
     if len({_NUMBERS.sub("#", bars.outer.name) for bars in found}) > 1:
         return None, ""
     if low.numbers != high.numbers:
         return low.rank, f"rank {low.rank} is behind"
-    # Each epoch can have a bar of its own: those that began at other times are not the same.
+    # Each epoch may have its own bar, with the same name: bars that began at other times differ.
     running = [bars.outer for bars in found if not bars.outer.is_finished]
     elapsed = [bar.elapsed for bar in running if bar.elapsed is not None] or [0.0]
     longest, behind = max(elapsed), high.overall - low.overall
@@ -257,7 +260,7 @@ def _way(bars: RankBars) -> tuple[tuple[int, ...], float]:
 
 
 def merged_line(transcript: Transcript) -> str:
-    """Say in one line where all ranks are: `[0-3] epoch 63% (47-64) 12:01<07:10`; "" of none."""
+    """Say how far all ranks are: `[0-3] epoch 63% (47-64) 12:01<07:10`; "" without bars."""
     if not (found := _bars_of_all(transcript)):
         return ""
     low, middle, high = _spread(found)
@@ -269,7 +272,7 @@ def merged_line(transcript: Transcript) -> str:
 
 
 def _common_name(found: Sequence[RankBars]) -> str:
-    """Return the name that all bars have, as `epoch 2-3/10, step`; "" where they differ."""
+    """Return the name that all bars share, such as `epoch 2-3/10, step`; "" if they differ."""
     names = {bars.name for bars in found}
     if len(names) == 1:
         return names.pop()[: 2 * _LONGEST_NAME]
@@ -286,7 +289,7 @@ def _common_name(found: Sequence[RankBars]) -> str:
 
 
 def _spread(found: Sequence[RankBars]) -> tuple[str, str, str]:
-    """Say how far the last, the middle and the first are."""
+    """Return the progress of the last, the middle and the first rank, as texts."""
     order = sorted((bars.bar for bars in found), key=lambda bar: bar.position)
     if all(bar.fraction is not None for bar in order):
         ways = [bar.position for bar in order]
@@ -299,18 +302,18 @@ def _longest_left(found: Sequence[RankBars]) -> float | None:
 
 
 def _times_text(elapsed: float | None, remaining: float | None) -> str:
-    """Write `00:12<00:07`, or what is known of it."""
+    """Write `00:12<00:07`, without the times that are not known."""
     after = "" if remaining is None else f"<{clock_text(remaining)}"
     return f"{'' if elapsed is None else clock_text(elapsed)}{after}"
 
 
 def _percent(share: float) -> str:
-    """Write `63%`; 100% only of what is done."""
+    """Write `63%`, rounded down: only a finished bar is at 100%."""
     return f"{int(100 * share + 1e-9)}%"
 
 
 class _Row(NamedTuple):
-    """The cells of a row: `share` is how much of the bar is drawn, None for no bar."""
+    """The cells of a row: `share` is the part of the bar that is filled, None for no drawn bar."""
 
     ranks: Sequence[int]
     name: str
@@ -356,15 +359,15 @@ _CELLS, _PARTS = 20, " ▏▎▍▌▋▊▉"
 
 
 def bars_html(shown: BarTable) -> str:
-    """Draw a row for each bar, below a line that says where all ranks are if there are more."""
-    # The mark of the slowest rank has its room from the start, so that nothing moves aside.
+    """Draw the table as HTML, below a line for bars and ranks that have no row."""
+    # The mark of the slowest rank has room from the start, so that columns do not move later.
     has_mark = len(shown.rows) > 1
     rows = table(_row_html(row, has_mark=has_mark) for row in _rows(shown))
     return line(dim(" · ".join(_above(shown)))) + rows
 
 
 def _above(shown: BarTable) -> list[str]:
-    """Say how many earlier bars have no row, and where all ranks are if there are many."""
+    """Return texts for the line above the table: earlier bars without a row, and the summary."""
     more = f"… {count(shown.more, 'earlier bar')}" if shown.more else ""
     return [*filter(None, [more, shown.summary])]
 
@@ -391,14 +394,14 @@ def _row_html(row: _Row, *, has_mark: bool) -> list[tuple[str, str]]:
 
 
 def left_line(left: LeftBar) -> str:
-    """Write a bar that ranks have left as one line: `[0-3] epoch 0  63/63  10 s  5.8it/s`."""
+    """Write a left bar as one line of text: `[0-3] epoch 0  63/63  10 s  5.8it/s`."""
     (row,) = _rows(BarTable(left.ranks, left=(left,)))
     parts = row.name, row.percent, row.amount, row.times, row.rate, row.rest
     return f"[{format_ranks(left.ranks)}] {'  '.join(filter(None, parts))}"
 
 
 def bars_text(shown: BarTable) -> list[str]:
-    """Write the same in lines of which each names its ranks, its columns below one another."""
+    """Write the table as lines of text with aligned columns; each line begins with its ranks."""
     rows = []
     for row in _rows(shown):
         whole, part = divmod(round((row.share or 0.0) * _CELLS * 8), 8)

@@ -1,6 +1,7 @@
-"""What a cell's panel shows, decided once from its transcript; `html` and `text` write it.  Pure.
+"""Chooses what the panel of a cell shows, from its transcript; `html` and `text` write the panel.
 
-A live layout is bounded, and drawn as a whole a few times a second; a final one can be opened.
+A live layout is small, since the whole panel is drawn a few times a second.  In a final layout
+people can open the parts that are closed.  Pure: no I/O here.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ MANY_RANKS = 16
 _MOST_SQUARES = 128
 
 TALL_LINES = 30
-"""Lines of a finished block that are seen at once, and the last ones of a running one."""
+"""Lines of a finished block that are seen at once, and last lines shown of a running one."""
 
 # Of live layouts.
 _LIVE_LINES_OF_FAILED, _LIVE_LINES_OF_ASKING = 8, 60
@@ -63,16 +64,17 @@ _MANY_GROUPS, _MOST_VALUES = 16, 256
 _LONGEST_VALUE = 100
 _MOST_LINES, _FEWER_LINES, _FEWER_LINES_FROM = 200, 50, 64
 _OPEN_LINES = 60
-_OWN = frozenset[Look](("failed", "died"))  # as a rank looks that nothing else has ended
+_OWN = frozenset[Look](("failed", "died"))  # the cause is on the rank itself
 _SHORT = 8
-"""Lines that are open wherever they are: so few cost nothing, and may be those that are odd."""
+"""A block with so few lines is always open: it costs little room, and may be the odd one."""
 
-# Seconds, and a part of the slowest rank's, by which ranks differ such that it matters.
+# The pace is shown if the times of ranks differ by so many seconds, and by such a share of the
+# slowest rank's time.
 _SLOWER, _SLOWER_SHARE = 0.5, 0.2
 
 
 class Hidden(NamedTuple):
-    """Lines that are left out here; `in_log_only` if the notebook never had or kept them."""
+    """A number of lines left out here; `in_log_only` if the notebook does not have them."""
 
     lines: int
     in_log_only: bool
@@ -83,7 +85,7 @@ _Item = TypeVar("_Item", Item, str | Hidden)
 
 
 class Block(NamedTuple):
-    """What is shown of alike ranks below a title with `words`; `failed` is an error in one line."""
+    """The output of alike ranks, below a title with `words`; `failed` is an error in one line."""
 
     group: Group
     words: tuple[str, ...]
@@ -96,7 +98,7 @@ class Block(NamedTuple):
 
     @property
     def about(self) -> str:
-        """What stands behind the ranks in the title of the block."""
+        """The text behind the ranks in the title of the block."""
         return " · ".join([*self.words, *self.above])
 
     @property
@@ -114,7 +116,7 @@ class Block(NamedTuple):
 
 
 class Row(NamedTuple):
-    """Some ranks, and the one line that is shown of them."""
+    """A line that is shown of some ranks, such as a short value or their last line."""
 
     ranks: tuple[int, ...]
     line: Line
@@ -122,14 +124,14 @@ class Row(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """A cell's output: which ranks, how long and how; blocks, then rows, then what stands back.
+    """The panel of a cell: a head with ranks, time and states, then blocks, rows and lesser parts.
 
-    `squares` are numbered, for ranks or runs of ranks where there are many; the ranks of `more`
-    have no block and no row; `rest` are blocks behind one line; `bars` come after the blocks of
-    failed ranks, then the `curves`, if any; `warnings` are about ranks, and stand below the head;
-    `spread` says how far numbers lie apart; `silent` are ranks without output; `now` is what ranks
-    use, `waits` which wait where, `note` and `foot` are the last lines.  A panel without states is
-    one dim line.
+    `squares` have the state of each rank, or of each run of ranks, if there are many ranks.
+    `warnings` are shown below the head.  `now` says what resources the ranks use, and `waits` which
+    ranks wait where.  `bars` and then `curves` come after the blocks of failed ranks.  `spread`
+    says how far the numbers of ranks differ.  The ranks of `more` have neither a block nor a row.
+    The blocks of `rest` are closed, behind one line.  `silent` are ranks without output.  `note`
+    and `foot` are the last lines.  A panel without `states` is one dim line.
     """
 
     ranks: str
@@ -153,11 +155,11 @@ class Panel(NamedTuple):
     rest: tuple[Block, ...] = ()
     silent: tuple[int, ...] = ()
     pool: str = ""
-    tabs: str = ""  # a name of its own if the page shows one block at a time
+    tabs: str = ""  # a unique name if the page shows one block at a time, else ""
 
     @property
     def parted(self) -> tuple[list[Block], list[Block]]:
-        """The blocks of failed ranks, and the others; tabs stay in the order of their ranks."""
+        """The blocks of failed ranks, and all others; with tabs, all are others, in rank order."""
         if self.tabs:
             return [], [*self.blocks]
         failed = [block for block in self.blocks if block.group.has_failed]
@@ -165,7 +167,7 @@ class Panel(NamedTuple):
 
 
 def merged(items: Iterable[_Item]) -> list[_Item]:
-    """Count hidden neighbours together, and keep all other items."""
+    """Merge neighbouring `Hidden` items to one, and keep all other items."""
     found: list[_Item] = []
     for item in items:
         if isinstance(item, Hidden) and found and isinstance(before := found[-1], Hidden):
@@ -190,13 +192,14 @@ def live_layout(
     *,
     pool: str = "",
 ) -> Panel:
-    """Lay out a running cell as it will be laid out at its end, so that little moves then.
+    """Lay out a running cell much like its final layout, so that little moves at the end.
 
-    `waits` is a line such as which ranks wait where, `usage` is what ranks use, `clock` the time of
-    day for a page that is never drawn again.  Progress bars are in one table above the lines of
-    text.  Of many ranks that differ only the failed, and those that wait for your input, have
-    blocks, the others a row for each last line.  Those that wait come last, after them the rank
-    whose `turn` it is: what is typed goes below.
+    `waits` is a line such as which ranks wait where, and `usage` says what resources ranks use.
+    `clock` is the time of day, shown because a page that is not drawn again keeps an old panel.
+    Progress bars are in one table above the lines of text.  If many ranks differ, only failed ranks
+    and ranks that wait for input have blocks; the others have a row for each different last line.
+    Ranks that wait for input come last, and the rank whose `turn` it is comes at the very end, next
+    to the input box.
     """
     bars = bar_table(transcript)
     groups = [
@@ -236,7 +239,7 @@ def _asks(group: Group) -> bool:
 def _live_blocks(
     transcript: Transcript, groups: Sequence[Group], *, is_many: bool
 ) -> tuple[Block, ...]:
-    """Make blocks of running ranks; those that will be closed at the end have their last line."""
+    """Make the blocks of a running cell; blocks that will be closed at its end have one line."""
     blocks, room = [], _OPEN_LINES
     for group in groups:
         lines = min(group.line_count, _MOST_LINES)
@@ -281,10 +284,10 @@ def final_layout(
     is_on_page: bool = True,
     pool: str = "",
 ) -> Panel:
-    """Lay out a finished cell, or one broken off at `now`; `logs` has the names of log files.
+    """Lay out a finished cell, or a cell broken off at `now`; `logs` has the log file of each rank.
 
-    A page shows below the panel what a panel cannot show: blocks that hold nothing else are left
-    out if the panel `is_on_page`.
+    If the panel `is_on_page`, the page shows outputs that a panel cannot embed below it, and blocks
+    that hold only such outputs are left out.
     """
     logs = logs or {}
     shown = _of_all(transcript, now, pool)._replace(pace=_pace(transcript), note=note)
@@ -307,7 +310,7 @@ def final_layout(
     if is_on_page:
         others, rest = ([*filterfalse(_is_below, part)] for part in (others, rest))
     return shown._replace(
-        spread=spread(transcript) if len(groups) > 1 else "",  # of one group all numbers are seen
+        spread=spread(transcript) if len(groups) > 1 else "",  # one group shows all its numbers
         bars=bars,
         blocks=_final_blocks(transcript, [*failed, *others], logs, _OPEN_LINES, pool),
         rows=rows,
@@ -317,14 +320,14 @@ def final_layout(
 
 
 def _is_below(group: Group) -> bool:
-    """Return True for ranks that have shown nothing but what a page shows below the panel."""
+    """Return True if the ranks have shown only outputs that the page shows below the panel."""
     if group.shown.state != "ok" or not (said := group.shown.said):
         return False
     return all(isinstance(each, Shown) and is_leftover(each.display.data) for each in said)
 
 
 def _values(groups: Sequence[Group], *, is_live: bool = False) -> tuple[Row, ...]:
-    """Make rows where every rank has shown one short line and nothing else; else none."""
+    """Make a row for each group if every rank has shown just one short line; else no rows."""
     if len(groups) > _MOST_VALUES:
         return ()
     rows: list[Row] = []
@@ -336,7 +339,7 @@ def _values(groups: Sequence[Group], *, is_live: bool = False) -> tuple[Row, ...
 
 
 def _value(group: Group, *, is_live: bool) -> Line | None:
-    """Find the single short line that is all a rank has shown."""
+    """Return the line of a group that has shown just one short line; else None."""
     is_well = group.shown.state == "ok" or (is_live and group.shown.state == "running")
     if not is_well or len(group.shown.said) != 1:
         return None
@@ -358,9 +361,10 @@ def _final_blocks(
     room: int,
     pool: str,
 ) -> tuple[Block, ...]:
-    """Make blocks: the first, the failed, short ones and those with `room` lines are open.
+    """Make the blocks of a finished cell.
 
-    How much a rank has shown is said of blocks in which not all of it is seen.
+    The first block, blocks of failed ranks and short blocks are open, and others as long as their
+    lines fit in `room`.  The title of a block says how much output there is if not all is seen.
     """
     blocks = []
     most = _MOST_LINES if len(transcript.ranks) < _FEWER_LINES_FROM else _FEWER_LINES
@@ -383,7 +387,7 @@ def _final_blocks(
 
 
 def _failed_first(group: Group, transcript: Transcript) -> str:
-    """Say `failed first`, "" for a rank that was ended by Stop or by what other ranks did."""
+    """Say `failed first`; "" if no other rank failed, or Stop or another rank ended this one."""
     others = [each for each in transcript if each.state in FAILED and each.rank not in group.ranks]
     error = group.shown.error
     if group.part != "first" or not others or error is None or group.shown.look not in _OWN:
@@ -396,9 +400,9 @@ def _failed_first(group: Group, transcript: Transcript) -> str:
 
 
 def _pace(transcript: Transcript) -> str:
-    """Say `slowest rank 3 (3.2 s), fastest rank 0 (1.1 s)`, "" where it does not matter.
+    """Say `slowest rank 3 (3.2 s), fastest rank 0 (1.1 s)`; "" if their times are similar.
 
-    Of a cell that has failed on a rank nothing is said: it is not known how long that would take.
+    Also "" if the cell failed on a rank, since that rank's time means nothing.
     """
     timed = {each.rank: each.seconds for each in transcript if each.seconds is not None}
     if len(timed) < max(2, len(transcript.ranks)) or any(each.state != "ok" for each in transcript):
@@ -423,16 +427,16 @@ def _amount(said: RankTranscript) -> str:
 
 
 def _is_open(group: Group, transcript: Transcript, lines: int, room: int) -> bool:
-    """Return True for a block that is open: the first, the failed, short ones, others with room."""
+    """Return True for the first block, a failed one, and one of few lines or within `room`."""
     is_first = group.ranks[0] == transcript.ranks[0]
     return is_first or group.has_failed or lines <= max(room, _SHORT)
 
 
 def _items(group: Group, most: int, *, is_live: bool = False) -> tuple[tuple[Item, ...], int]:
-    """Take all displays and the last `most` lines, and count the lines that are left out.
+    """Return the displays and the last `most` lines of a group, and the number of other lines.
 
-    In a finished cell the lines left out are counted in their places too.  In a running one a
-    display takes the room of a line; of what came before only the newest figure is shown.
+    In a finished cell `Hidden` items stand in the places of lines that are left out.  In a running
+    cell a display counts as a line, and before the last `most` only the newest figure is shown.
     """
     found: list[Item] = []
     left, has_figure = group.line_count, False
@@ -464,14 +468,14 @@ def _is_figure(piece: Piece) -> bool:
 
 
 def sameness(group: Group) -> str:
-    """Say `same`, and what the ranks of the group differ in; "" for a rank of its own."""
+    """Say how alike the ranks of the group are, such as `same`; "" for a single rank."""
     return group.likeness if len(group.ranks) > 1 else ""
 
 
 def state_counts(transcript: Transcript) -> tuple[tuple[Look, str], ...]:
-    """Count the ranks in each state that any is in: `✗ 1`, `3 released`."""
+    """Count the ranks of each state, without states that no rank is in: `✗ 1`, `3 released`."""
     looks = transcript.looks()
-    # Both are marked alike; what happened is said where the rank is shown.
+    # Failed and died ranks have the same mark; the block of the rank says what happened.
     looks["failed"] += looks.pop("died", 0)
     return tuple(
         (look, _WITH_WORDS.get(look, f"{MARKS[look]} {{}}").format(looks[look]))
@@ -481,9 +485,10 @@ def state_counts(transcript: Transcript) -> tuple[tuple[Look, str], ...]:
 
 
 def _of_all(transcript: Transcript, now: float | None, pool: str) -> Panel:
-    """Begin a panel with what is said of all ranks; of many each, or each run, has a square.
+    """Make a panel with the parts that are about all ranks; `pool` is "" for the default pool.
 
-    The head names the pool; the default one is "".
+    More than `MANY_RANKS` ranks have a square each, and very many a square for each run of ranks of
+    the same state.
     """
     squares = [(str(each.rank), each.look) for each in transcript]
     if len(squares) <= MANY_RANKS:
@@ -504,7 +509,7 @@ def _of_all(transcript: Transcript, now: float | None, pool: str) -> Panel:
 
 
 def _failed_with(group: Group, transcript: Transcript) -> str:
-    """Say the group's error in one line, "" where its traceback is shown: it is the first."""
+    """Say the group's error in one line; "" if it is the first error, whose traceback is shown."""
     error = group.error
     if error is None or (group.part == "first" and isinstance(error, Failure)):
         return ""

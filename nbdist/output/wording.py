@@ -1,4 +1,8 @@
-"""What panels and tables are made of: words, and HTML of text, figures and tracebacks.  Pure."""
+"""The parts of panels and tables: wording, and HTML for text, figures and tracebacks.
+
+The notebook's process calls these functions, mostly from other files of `nbdist.output`.
+Pure: no I/O here.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,7 @@ _Said = TypeVar("_Said", bound=Hashable)
 
 
 def fold_ranks(said: Mapping[int, _Said]) -> dict[_Said, list[int]]:
-    """Group ranks of which the same is to be said, as they come."""
+    """Group the ranks that have the same value, by value; groups are in the order of ranks."""
     found: dict[_Said, list[int]] = {}
     for rank in sorted(said):
         found.setdefault(said[rank], []).append(rank)
@@ -32,7 +36,7 @@ def fold_ranks(said: Mapping[int, _Said]) -> dict[_Said, list[int]]:
 
 
 def difference(values: Mapping[int, Hashable]) -> str:
-    """Say `rank 2 differs from ranks 0-1,3`: from the most that have the same; "" where all do."""
+    """Say `rank 2 differs from ranks 0-1,3`, the largest group of equals; "" if all are equal."""
     first, *others = sorted(fold_ranks(values).values(), key=lambda ranks: (-len(ranks), ranks))
     ranks = sorted(chain.from_iterable(others))
     if not ranks:
@@ -44,7 +48,7 @@ def difference(values: Mapping[int, Hashable]) -> str:
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """Say `8 ranks`; `rank 3` where the cell ran on that one alone."""
+    """Say `8 ranks`, or `rank 3` for a single rank."""
     ranks = tuple(ranks)
     return f"rank {ranks[0]}" if len(ranks) == 1 else count(len(ranks), "rank")
 
@@ -65,7 +69,7 @@ def whole_seconds_text(seconds: float) -> str:
 
 
 def error_text(error: RankError) -> str:
-    """Say the error in one line: `ValueError: bad shard`, `the process exited with code 3`."""
+    """Write an error in one line: `ValueError: bad shard`, `the process exited with code 3`."""
     if isinstance(error, Failure):
         line = one_line(strip(error.message))
         return f"{error.name}: {line}" if line else error.name
@@ -75,13 +79,13 @@ def error_text(error: RankError) -> str:
 
 
 def traceback_text(failure: Failure) -> str:
-    """Return the traceback as IPython prints it, colours and all, and the account below it."""
+    """Return the traceback as IPython prints it, with colours, and `account` below it."""
     traceback = "\n".join(failure.traceback).strip("\n") or error_text(failure)
     return "\n".join([traceback, *failure.account])
 
 
 def body_text(error: RankError, shown: Iterable[str] = ()) -> str:
-    """Return the traceback, or a process's last lines; those `shown` where it has told none."""
+    """Return the traceback, or the last lines of a process; if it has none, the lines `shown`."""
     if isinstance(error, Failure):
         return traceback_text(error)
     lines = [*error.last_lines] or [*shown]
@@ -109,7 +113,7 @@ def clip(text: str, width: int) -> str:
         return text
     if "\x1b" not in text:
         return f"{text[:width]} … {len(text) - width:,} more characters"
-    # Colour codes take no room, but neither they nor the search for them may go on for ever.
+    # Colour codes take no width, but a text of very many codes must be cut too.
     start = text[: _CODES_PER_CHARACTER * width]
     plain = strip(start).partition("\x1b")[0]
     if len(start) == len(text) and len(plain) <= width:
@@ -117,11 +121,11 @@ def clip(text: str, width: int) -> str:
     return f"{plain[:width]} … more characters"
 
 
-# --- the parts that panels and tables are drawn from.  Pure -----------------------------------
+# --- HTML parts of panels and tables ----------------------------------------------------------
 
 GREEN, BLUE, RED, AMBER, GREY = "#2a9d4a", "#2f7fe6", "#d43a3a", "#b7791f", "#868e96"
 INDENT = "0.6em"
-"""What JupyterLab has to the left of printed text: one character, but it allows no `ch`."""
+"""The indent of printed text in JupyterLab, one character; JupyterLab drops the unit `ch`."""
 
 _PANEL = (
     "font-family:monospace;font-size:13px;line-height:1.4;text-align:left;margin:0;"
@@ -139,23 +143,23 @@ _TEXT = (  # JupyterLab breaks lines of other <pre> in the middle of words
     f"font-size:13px;line-height:1.4;word-break:normal;{LINES}"
 )
 _LONG, _THREE_ROWS = 600, 230
-"""Characters from which on a line opens, and of those what is seen: three rows of a narrow page."""
+"""Characters above which a line is folded, and those still seen: three rows of a narrow page."""
 
 _DRAWN, _BAR = re.compile("[█▉▊▋▌▍▎▏]{2,}"), rf'<span style="color:{BLUE}">\g<0></span>'
 
 
 def panel(*parts: str) -> str:
-    """Make the one `<div>` that a cell's output is."""
+    """Wrap the parts of a panel in one `<div>`."""
     return f'<div style="{_PANEL}">{"".join(parts)}</div>'
 
 
 def line(html: str) -> str:
-    """Make a line of its own, "" of nothing."""
+    """Put HTML on a line of its own; "" if there is none."""
     return f"<div>{html}</div>" if html else ""
 
 
 def dim(text: str) -> str:
-    """Escape text, and have it stand back."""
+    """Escape text, and show it paler than other text."""
     return f'<span style="opacity:0.62">{escape(text, quote=False)}</span>' if text else ""
 
 
@@ -173,18 +177,18 @@ def barred(body: str, colour: str, style: str = "") -> str:
 
 
 def details(title: str, body: str, colour: str, *, is_open: bool, style: str = "") -> str:
-    """Do the same, with a title that opens and closes it."""
+    """Draw a block as `barred` does, below a title that opens and closes the block."""
     start = f'<details{" open" * is_open} style="{_LEFT.format(colour)}{style}">'
     return f"{start}{opening(title)}{body}</details>"
 
 
 def opening(html: str) -> str:
-    """Make what is seen of `<details>` before they are opened."""
+    """Make the title of `<details>`, which is seen also while they are closed."""
     return f'<summary style="cursor:pointer">{html}</summary>'
 
 
 def table(rows: Iterable[Iterable[tuple[str, str]]]) -> str:
-    """Lay out rows of cells, each with its style; "" where there are none."""
+    """Make a table of rows of cells, each a style and HTML; "" without rows."""
     cells = "".join(
         '<tr style="background-color:transparent">'
         + "".join(f'<td style="{style}">{html}</td>' for style, html in row)
@@ -195,12 +199,12 @@ def table(rows: Iterable[Iterable[tuple[str, str]]]) -> str:
 
 
 def text_html(html: str, style: str = "") -> str:
-    """Make a block of text, whose lines break also on a page that drops all styles, as GitHub's."""
+    """Make a block of text that keeps its line breaks on pages that drop styles, such as GitHub."""
     return f'<pre style="{_TEXT}{style}">{html}</pre>'
 
 
 def lines_html(lines: Iterable[Line], *, opens: bool) -> str:
-    """Write lines of text, those of stderr tinted; with `opens` a very long one can be opened."""
+    """Write lines as HTML, stderr tinted; with `opens`, very long lines are folded."""
     parts = []
     for (is_stderr, is_long), run in groupby(lines, key=_kind):
         tint = f";{_STDERR}" if is_stderr else ""
@@ -215,7 +219,7 @@ def lines_html(lines: Iterable[Line], *, opens: bool) -> str:
 
 
 def _kind(line: Line) -> tuple[bool, bool]:
-    """Return if it is tinted, as errors and warnings are but not bars, and if it is long."""
+    """Return whether a line is tinted (stderr, but no progress bar), and whether it is long."""
     is_long = len(line.text) > _LONG and len(strip(line.text[: 2 * _LONG])) > _THREE_ROWS
     return line.stderr and read_bar(line.text) is None, is_long
 
@@ -227,7 +231,7 @@ def _long(text: str) -> str:
 
 
 def size(html: str) -> int:
-    """Count the bytes that this is on the wire."""
+    """Return the number of bytes of the HTML in UTF-8."""
     return len(html) if html.isascii() else len(html.encode("utf-8", "surrogatepass"))
 
 
@@ -235,7 +239,7 @@ def size(html: str) -> int:
 
 _IMAGES = ("image/png", "image/jpeg", "image/gif", "image/webp")
 _EMBEDDED = frozenset({"text/plain", "text/html", "image/svg+xml", *_IMAGES})
-# What stands next to HTML or an image of the same thing, and is not to be preferred to it.
+# Other forms of an object that is also there as HTML or an image, which are shown instead.
 _BESIDE = frozenset({"application/vnd.dataresource+json", "text/latex", "text/markdown"})
 _KINDS = {
     "text/markdown": "Markdown",
@@ -249,7 +253,7 @@ _KINDS = {
 FIGURE_LATER = "figure, shown at the end"
 _LONGEST_HTML = 200_000
 _BASE64 = re.compile(r"[A-Za-z0-9+/=]*\Z")
-# Nothing closes these, or HTML lets them end without a tag.
+# Tags without an end tag, or whose end tag may be left out.
 _ENDLESS = frozenset(
     {*("area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "param")}
     | {*("source", "track", "wbr", "p", "li", "dt", "dd", "tr", "td", "th", "thead", "tbody")}
@@ -258,7 +262,7 @@ _ENDLESS = frozenset(
 
 
 def kind_text(data: MimeBundle) -> str:
-    """Say what a bundle is that only the page can render: `Markdown`, or its mime type."""
+    """Name the kind of a bundle that only the page can render: `Markdown`, or its mime type."""
     kinds = [kind for kind in data if kind != "text/plain"]
     own = [kind for kind in kinds if kind not in _EMBEDDED | _BESIDE]
     kind = (own or kinds)[0]
@@ -266,13 +270,13 @@ def kind_text(data: MimeBundle) -> str:
 
 
 def is_figure(data: MimeBundle) -> bool:
-    """Return True for an image that panels can embed, without HTML of its own."""
+    """Return True if the bundle is an image that panels can embed, and has no HTML."""
     kinds = ("image/svg+xml", *_IMAGES)
     return "text/html" not in data and any(kind in data for kind in kinds) and not is_leftover(data)
 
 
 def is_leftover(data: MimeBundle) -> bool:
-    """Return True where only the page's own renderers can show the bundle."""
+    """Return True if only the page's own renderers can show the bundle."""
     if "text/html" in data:
         html = text_of(data["text/html"])
         if len(html) > _LONGEST_HTML or not _is_contained(html):
@@ -282,7 +286,7 @@ def is_leftover(data: MimeBundle) -> bool:
 
 
 def embed(display: Display) -> str | None:
-    """Write the display as HTML, None if it has only text."""
+    """Return the display as HTML; None if it has only text, or only the page can render it."""
     data, metadata = display.data, display.metadata
     if is_leftover(data):
         return None
@@ -306,7 +310,7 @@ def _image(kind: str, encoded: str, metadata: MimeBundle) -> str:
         for side in ("width", "height")
         if isinstance(value := about.get(side), (int, float))
     )
-    # Where it has to be less wide it is less high too, whatever its attributes say.
+    # On a narrow page the image shrinks in both directions, whatever its attributes say.
     shape = "max-width:100%;height:auto"
     colour = {"light": "#ffffff", "dark": "#000000"}.get(str(about.get("needs_background")))
     shape += f";background-color:{colour}" if colour else ""
@@ -323,8 +327,8 @@ _LATER = (
 def shown_later(text: str, seconds: int) -> str:
     """Draw a line that is invisible until it has been on a page for so many seconds.
 
-    A page that draws the panel again begins anew: the line is seen where nothing is drawn any
-    more.  It is a picture since panels can have neither scripts nor style sheets.
+    Each drawing of the panel restarts that time, so the line appears only if the panel is not drawn
+    any more.  The line is an SVG image, since panels can have neither scripts nor style sheets.
     """
     width = int(7.5 * len(text))
     drawn = _LATER.format(width=width, colour=GREY, text=escape(text), seconds=seconds)
@@ -336,7 +340,7 @@ def shown_later(text: str, seconds: int) -> str:
 
 @lru_cache(maxsize=256)
 def _is_contained(html: str) -> bool:
-    """Return True for markup without scripts that closes what it opens: nothing leaks out."""
+    """Return True for HTML without scripts whose tags are all closed, so that none leaks out."""
     parser = _Balance()
     parser.feed(html)
     parser.close()
@@ -387,21 +391,21 @@ _MOST_LIBRARIES = 3
 
 
 class Part(NamedTuple):
-    """Rows of a traceback; `folded` says what they are where they need not be seen."""
+    """Rows of a traceback; `folded` is the line that is shown instead of rows that are folded."""
 
     rows: tuple[str, ...]
     folded: str = ""
 
     @property
     def seen(self) -> tuple[str, ...]:
-        """The rows that are seen before anything is opened."""
+        """The rows that are seen while the part is folded."""
         return (self.folded,) if self.folded else self.rows
 
 
 def parted(text: str) -> list[Part]:
-    """Part a traceback: of three calls in libraries or more, one after the other, a folded one.
+    """Split a traceback in parts: three or more calls in libraries in a row are one folded part.
 
-    The last call before an error is always seen: it raised it.
+    The last call before an error is always seen, since it raised the error.
     """
     frames = [*_frames(text.split("\n"))]
     kinds = []
@@ -424,7 +428,7 @@ def parted(text: str) -> list[Part]:
 
 
 def _frames(rows: Iterable[str]) -> Iterator[list[str]]:
-    """Yield the rows of each call, and those before the first one."""
+    """Yield the rows before the first call, then the rows of each call."""
     frame: list[str] = []
     for row in rows:
         plain = strip(row)
@@ -436,12 +440,12 @@ def _frames(rows: Iterable[str]) -> Iterator[list[str]]:
 
 
 def shortened(text: str, most: int) -> list[Part]:
-    """Part it so that about `most` rows are seen: the first of the user's own, and the last."""
+    """Split a traceback so that about `most` rows are seen: the cell's call, and the last rows."""
     parts = parted(text)
     rows = [row for part in parts for row in part.seen]
     if len(rows) <= most + 1:
         return parts
-    # The first call is the cell's.
+    # The first call is in the cell.
     own = next((frame for frame in _frames(rows) if _FRAME.match(strip(frame[0]))), [])
     arrows = [row for row in own if _ARROW.match(strip(row))]
     last = rows[-most:]
@@ -453,7 +457,7 @@ def shortened(text: str, most: int) -> list[Part]:
 def traceback_html(text: str, lines: int, width: int) -> str:
     """Write a coloured traceback in about this many lines, with library calls folded."""
     html = ""
-    # On a page of 700 pixels 75 characters would be two rows.
+    # On a page of 700 pixels 75 characters would take two rows.
     for part in shortened(_HEADER.sub(rf"{'-' * 66}\1", text), lines):
         body = ansi_html("\n".join(clip(row, width) for row in part.rows))
         shown = text_html(body)
@@ -463,5 +467,5 @@ def traceback_html(text: str, lines: int, width: int) -> str:
 
 
 def traceback_rows(text: str, lines: int) -> list[str]:
-    """Write it as lines, of folded calls only how many they are."""
+    """Return the rows of a shortened traceback; folded calls are one row with their number."""
     return [row for part in shortened(text, lines) for row in part.seen]
