@@ -1,7 +1,7 @@
-"""Every error that a user can meet: who, what, and what to do now.
+"""All errors that users see: each says who failed, what happened, and what to do now.
 
-Any process may import this; it stands on the lowest floor.  An error is worded here and nowhere
-else: constructors take facts.
+Every process may import this file, which imports only `nbdist.words`.  Constructors take facts,
+and the text of an error is written here and nowhere else.
 """
 
 from __future__ import annotations
@@ -19,35 +19,38 @@ START_LOG_LINES = 20
 KEPT = "; no variables were lost"
 
 MEAN_N = ("workers", "num_workers", "nprocs", "num_processes", "nproc_per_node", "world_size")
-"""What others call the number of workers."""
+"""Names that other libraries have for the number of workers."""
 
 
 class NbdistError(Exception):
-    """What went wrong and what to do: IPython shows this one line, without a traceback."""
+    """An error of nbdist, which IPython shows as one line without a traceback."""
 
     def add(self, sentence: str) -> None:
-        """Say more: what was done about it."""
+        """Add a sentence to the message, such as what nbdist did about the error."""
         self.args = (f"{str(self).rstrip('.')}. {sentence[:1].upper()}{sentence[1:]}",)
 
     def _render_traceback_(self) -> list[str]:
-        """Return what IPython shows.  Called by `InteractiveShell.showtraceback`."""
+        """Return the lines that IPython shows; `InteractiveShell.showtraceback` calls this."""
         return [f"\x1b[31m{type(self).__name__}\x1b[0m: {self}"]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Exception's own way calls the constructor with the message, but constructors
-        # here take facts.
+        # Exception.__reduce__ would call the constructor with the message, but constructors here
+        # take facts.
         return rebuild, (type(self), self.args), self.__dict__
 
 
 def rebuild(kind: type[NbdistError], args: tuple[object, ...]) -> NbdistError:
-    """Make one of this kind with these `args`, as pickles do."""
+    """Make an error of a class without its constructor; pickles of errors call this."""
     error = kind.__new__(kind)
     error.args = args
     return error
 
 
 def bare(kind: type[Made], *args: object) -> Made:
-    """Make an exception by its class's builtin constructor; TypeError where there are two."""
+    """Make an exception by the constructor of its builtin base class, not by its own.
+
+    Raises TypeError if the class has two builtin bases with different constructors.
+    """
     base: Any = kind
     while base.__module__ != "builtins":
         base = base.__base__
@@ -59,7 +62,7 @@ def bare(kind: type[Made], *args: object) -> Made:
 
 
 class UsageError(NbdistError):
-    """What was typed cannot be done; nothing has run."""
+    """The command or call cannot be carried out; nothing has run."""
 
 
 class BadTopology(UsageError):
@@ -70,7 +73,7 @@ class BadTopology(UsageError):
 
 
 class UnknownArgument(UsageError, TypeError):
-    """A function was called with an argument that it does not have; it has these `names`."""
+    """A function was called with an unknown argument; its own arguments are `names`."""
 
     def __init__(self, function: str, name: str, names: Collection[str] = ()) -> None:
         near = ["n"] if name in MEAN_N else get_close_matches(name, names, 1)
@@ -83,7 +86,7 @@ class UnknownArgument(UsageError, TypeError):
 class NoValue(UsageError, KeyError):
     """A result has no value of this rank."""
 
-    __str__ = Exception.__str__  # KeyError's is for keys
+    __str__ = Exception.__str__  # KeyError's would write the message in quotes
 
     def __init__(self, rank: object, ranks: Iterable[int]) -> None:
         there = f"{name_ranks(some)} have one" if (some := [*ranks]) else "no rank has one"
@@ -105,7 +108,7 @@ class NotEnoughGpus(BadTopology):
 
 
 class BadRanks(UsageError):
-    """A selection of ranks that cannot be read, or that names a rank that is not there."""
+    """A selection of ranks cannot be parsed, is empty, or names a rank that does not exist."""
 
     def __init__(self, text: str, world_size: int, why: str) -> None:
         there = f"are ranks {format_ranks(range(world_size))}"
@@ -117,9 +120,10 @@ class BadRanks(UsageError):
 
 
 class VariableNotSent(UsageError):
-    """A name that the cell uses cannot travel; `path` leads to the culprit, as in `loader.lock`.
+    """A variable that the cell uses cannot be sent to the workers.
 
-    `why` and `remedy` are phrases: "a thread lock belongs to one process", "make it in the cell".
+    `path` leads to the part that cannot be sent, as in `loader.lock`.  `why` and `remedy` are
+    phrases: "a thread lock belongs to one process", "make it in the cell".
     """
 
     def __init__(self, name: str, path: str, type_name: str, why: str, remedy: str) -> None:
@@ -143,7 +147,7 @@ class WrongVersion(UsageError):
 
 
 class WorldNotStarted(UsageError):
-    """There are no workers yet, and what was asked for needs some."""
+    """`what` needs workers, but none are running."""
 
     def __init__(self, what: str) -> None:
         super().__init__(
@@ -153,10 +157,10 @@ class WorldNotStarted(UsageError):
 
 
 class WorldSizeMismatch(UsageError):
-    """Another number of workers was asked for than is running."""
+    """A cell asks for another number of workers than is running."""
 
     def __init__(self, running: int, asked: int, pool: str = "") -> None:
-        """`pool` is named where it is not the default one."""
+        """`pool` is the name of the pool, "" for the default pool."""
         some = f", `-r {format_ranks(range(asked))}` runs on some" if asked < running else ""
         of = f" --pool {pool}" if pool else ""
         super().__init__(
@@ -188,7 +192,7 @@ class NotEnoughMemory(UsageError):
 
 
 class ForkedProcess(UsageError):
-    """The workers belong to the process that this one was forked from."""
+    """This process was forked from the notebook's process, to which the workers belong."""
 
     def __init__(self, what: str) -> None:
         super().__init__(
@@ -198,7 +202,7 @@ class ForkedProcess(UsageError):
 
 
 class WorldBusy(UsageError):
-    """The workers have not finished what they were given before, perhaps by another thread."""
+    """Ranks are still running an earlier cell or call, perhaps of another thread."""
 
     def __init__(self, ranks: Iterable[int], seconds: float) -> None:
         ranks = [*ranks]
@@ -211,10 +215,10 @@ class WorldBusy(UsageError):
 
 
 class RanksNotStopped(UsageError):
-    """Ranks have not ended a cell that was stopped: they clean up, go on, or are slow."""
+    """Ranks are still running a cell that was stopped: they clean up, ignore Stop, or are slow."""
 
     def __init__(self, ranks: Iterable[int], doing: str = "", *, is_safe: bool = False) -> None:
-        """`doing` says where they are; with `is_safe` they are not ended but by another Stop."""
+        """`doing` says where the ranks are; with `is_safe` only another Stop may kill them."""
         ranks = [*ranks]
         is_one = len(ranks) == 1
         verb, them, their = ("has", "it", "its") if is_one else ("have", "them", "their")
@@ -228,7 +232,7 @@ class RanksNotStopped(UsageError):
 
 
 class WorldBroken(UsageError):
-    """The ranks share no group any more, and could not form one anew."""
+    """The process group of the ranks is lost, and the ranks could not form a new one."""
 
     def __init__(self, why: str) -> None:
         super().__init__(
@@ -241,9 +245,9 @@ class WorldBroken(UsageError):
 
 
 class StartError(NbdistError):
-    """A worker could not start, or (`rank` None) an agent; nothing of the world is left.
+    """A worker, or an agent if `rank` is None, could not start; the whole world was ended.
 
-    The one error with more than one line: the last lines of its log follow the first.
+    This is the only error with several lines: the last lines of the log follow the first line.
     """
 
     def __init__(
@@ -251,7 +255,7 @@ class StartError(NbdistError):
     ) -> None:
         self.rank, self.host, self.command = rank, host, command
         self.log_lines = tuple(log_lines[-START_LOG_LINES:])
-        if not command:  # nothing has run that could have left lines
+        if not command:  # no process was started, so there is no log
             super().__init__(f"the workers could not start: {why.rstrip('.')}.")
             return
         who = "the agent" if rank is None else f"rank {rank}"
@@ -261,16 +265,16 @@ class StartError(NbdistError):
 
 
 class CodeNotSent(NbdistError):
-    """The notebook's folder could not be brought to a node; nothing has run."""
+    """The notebook's folder could not be copied to a node; nothing has run."""
 
     def __init__(self, host: str, why: str) -> None:
-        """`host` is "" where the notebook's machine itself is the reason."""
+        """`host` is the node; "" if the reason is on the notebook's machine."""
         where = f" to {host}" if host else ""
         super().__init__(f"`--sync-code` could not bring the notebook's folder{where}: {why}.")
 
 
 class ScaleError(NbdistError):
-    """More workers could not be had; those that were there before are as they were."""
+    """More workers could not be started; the earlier workers run on with their variables."""
 
     def __init__(self, size: int, asked: int, why: str) -> None:
         super().__init__(
@@ -280,15 +284,15 @@ class ScaleError(NbdistError):
 
 
 class RankFailure(Protocol):
-    """What ended the cell on one rank: `Failure` or `Died` of `nbdist.output.events`."""
+    """The error that ended the cell on a rank: `Failure` or `Died` of `nbdist.output.events`."""
 
     @property
     def time_ns(self) -> int:
-        """When, on that rank's clock."""
+        """The time of the error in nanoseconds, on the clock of that rank."""
 
 
 class Blame(NamedTuple):
-    """Where the earliest failure of a cell was, and what ended it on each rank that failed."""
+    """The rank of the earliest failure of a cell, and the errors of all failed ranks."""
 
     rank: int
     host: str
@@ -299,9 +303,10 @@ class Blame(NamedTuple):
 class WorkerError(NbdistError):
     """The cell failed on some of the ranks that ran it; their output has the tracebacks.
 
-    `except ValueError` catches it too, where that is what a rank raised (`nbdist.world.result`).
-    `rank host pid` are those of the earliest failure, the cause; `errors` has every failed rank.
-    `original` is raised in its place where no class can be derived from its own.
+    If a rank raised ValueError, `except ValueError` catches this error too: `nbdist.world.result`
+    derives a class from both.  If no class can be derived from both, `original` is a copy of the
+    rank's exception.  `rank`, `host` and `pid` are those of the earliest failure, and `errors` has
+    the errors of all failed ranks.
     """
 
     original: Exception | None = None
@@ -309,9 +314,12 @@ class WorkerError(NbdistError):
     def __init__(
         self, blame: Blame, ran: int, seconds: float, cause: tuple[str, str], who: str = ""
     ) -> None:
-        """`ran` ranks ran the cell; `cause` is a class name and message; `who` names the rank."""
+        """`ran` is the number of ranks of the cell; `cause` is a class name and a message.
+
+        `who` is another name for the first rank, "" for `rank N`.
+        """
         self.rank, self.host, self.pid, self.errors = blame
-        name = "" if cause[0] == type(self).__name__ else cause[0]  # it is shown before the line
+        name = "" if cause[0] == type(self).__name__ else cause[0]  # IPython shows the class
         said = ": ".join(filter(None, [name, one_line(cause[1])]))
         super().__init__(
             f"{len(self.errors)} of {count(ran, 'rank')} failed ({format_ranks(self.errors)}); "
@@ -319,7 +327,7 @@ class WorkerError(NbdistError):
         )
 
     def show(self, *lines: str) -> None:
-        """Add lines that Python and IPython show under the error."""
+        """Add lines that Python and IPython show below the error."""
         self.add_note("\n".join(lines))
 
     def _render_traceback_(self) -> list[str]:
@@ -327,12 +335,15 @@ class WorkerError(NbdistError):
 
 
 class WorkerDied(WorkerError):
-    """The process of a rank ended: killed, crashed, out of memory, or `os._exit`."""
+    """The process of a rank died: killed, crashed, out of memory, or by `os._exit`."""
 
     def __init__(
         self, blame: Blame, seconds: float | None, exit_code: int | None, end: str = ""
     ) -> None:
-        """`seconds` into the cell; None when none ran.  `end` says more than the exit code."""
+        """`seconds` is the time in the cell, None if no cell ran.
+
+        `end` says how the process died, if more is known than the exit code.
+        """
         self.rank, self.host, self.pid, self.errors = blame
         self.exit_code = exit_code
         when = "while no cell was running" if seconds is None else f"{seconds:.1f} s into the cell"
@@ -341,10 +352,10 @@ class WorkerDied(WorkerError):
 
 
 class RanksReleased(WorkerError):
-    """Ranks waited in collectives for what could never come."""
+    """Ranks waited in collectives that could never complete, and were released."""
 
     def __init__(self, blame: Blame, why: str, fate: str) -> None:
-        """`why` says who waited in what, and why in vain; `fate` who was restarted after that."""
+        """`why` says which ranks waited, and why in vain; `fate` says which were restarted."""
         self.rank, self.host, self.pid, self.errors = blame
         NbdistError.__init__(self, f"{why}. The waiting ranks were released{'' if fate else KEPT}.")
         if fate:
@@ -357,7 +368,10 @@ class CellTimeout(NbdistError, TimeoutError):
     def __init__(
         self, seconds: float, where: str, late: Iterable[int] = (), *, is_safe: bool = True
     ) -> None:
-        """`where` are its ranks; with `is_safe` the `late` ones are not ended but by Stop."""
+        """`where` says where the ranks were; `late` ranks are still running.
+
+        With `is_safe` no variables were lost, and only Stop may kill late ranks.
+        """
         late, doing = [*late], f": {where}" if where else ""
         kept = KEPT if is_safe else ""
         super().__init__(f"the cell was stopped by `--timeout {seconds:g}`{doing}{kept}.")
@@ -367,7 +381,7 @@ class CellTimeout(NbdistError, TimeoutError):
 
 
 class JobTimeout(NbdistError, TimeoutError):
-    """A cell that was sent with `--no-wait` has not ended in the time that was given to it."""
+    """The time for which a caller waits for a cell of `--no-wait` is over; the cell still runs."""
 
     def __init__(self, title: str, seconds: float, doing: str) -> None:
         where = f": {doing}" if doing else ""
@@ -375,14 +389,14 @@ class JobTimeout(NbdistError, TimeoutError):
 
 
 class JobLost(NbdistError):
-    """A cell that was sent with `--no-wait` ended with its workers; `why` says what ended them."""
+    """The workers of a cell of `--no-wait` ended during the cell; `why` says what ended them."""
 
     def __init__(self, title: str, seconds: float, why: str) -> None:
         super().__init__(f"{title} was lost after {seconds:.1f} s: {why}.")
 
 
 class ValueLost(NbdistError, LookupError):
-    """The last value of a cell cannot be had from these ranks; `how` says why: `is gone ...`."""
+    """The last value of a cell cannot be fetched from some ranks; `how` says why: `is gone ...`."""
 
     def __init__(self, ranks: Iterable[int], how: str) -> None:
         super().__init__(
@@ -392,7 +406,7 @@ class ValueLost(NbdistError, LookupError):
 
 
 class LocalCellError(NbdistError):
-    """A cell that ran in the notebook too, by `--here-too`, raised there, as is shown above."""
+    """A cell with `--here-too` raised an exception in the notebook, which was shown above."""
 
     def __init__(self, cause: BaseException, ran: int) -> None:
         said = one_line(f"{type(cause).__name__}: {cause}")
@@ -400,7 +414,7 @@ class LocalCellError(NbdistError):
 
 
 class AgentLost(NbdistError):
-    """The agent of a machine ended, and its workers with it; `last_line` is that of its log."""
+    """The agent of a machine died, and its workers with it; `last_line` is from the agent's log."""
 
     def __init__(self, host: str, exit_code: int | None, last_line: str = "") -> None:
         is_why = (exit_code or 0) > 0 or last_line.startswith(LACKED_MEMORY)
@@ -412,12 +426,12 @@ class AgentLost(NbdistError):
 
 
 class Interrupted(KeyboardInterrupt):
-    """Stop ended the cell on these ranks, which keep their variables; or, of none, a start."""
+    """Stop ended the cell on these ranks, or, without ranks, the start of workers."""
 
     def __init__(self, ranks: Iterable[int], fate: str = "", damage: str = "") -> None:
-        """`fate` says what became of the ranks instead, where they could not be interrupted.
+        """`fate` says what happened to ranks that could not be interrupted, "" for none.
 
-        `damage` says which variables are incomplete or differ on the ranks since then.
+        `damage` says which variables are incomplete, or differ between ranks, after Stop.
         """
         said = "no workers were started."
         if fate:
@@ -430,7 +444,7 @@ class Interrupted(KeyboardInterrupt):
         return [f"\x1b[31mKeyboardInterrupt\x1b[0m: {self}"]
 
 
-# --- words that several errors share --------------------------------------------------
+# --- texts that several errors share --------------------------------------------------
 
 
 def _are_running(number: int) -> str:

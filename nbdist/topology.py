@@ -1,7 +1,7 @@
-"""How many workers, on which machines and GPUs, with which backend, and which of their ranks.
+"""Parses options about workers, nodes, hosts, GPUs, backends and ranks, and places ranks on nodes.
 
-The notebook's kernel must not initialise CUDA: GPUs are counted from what the driver shows in
-files.  On one machine the nodes of `-j 2x4` are simulated, in the ranks' environment.
+The notebook's kernel must not initialise CUDA, so GPUs are counted by the files of the driver.  On
+one machine the nodes of `-j 2x4` are simulated by environment variables of the ranks.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from nbdist.words import count
 
 WorkerCount = int | Literal["auto", "gpu", "cpu"]
 
-# What init_process_group() itself chooses on a machine with GPUs: collectives on CPU
-# tensors, and of objects, work too.
+# The default of init_process_group() on a machine with GPUs, so that collectives of CPU tensors
+# and of objects work too.
 GPU_BACKEND = "cpu:gloo,cuda:nccl"
 
 AUTO_LIMIT, NVIDIA_SMI_TIMEOUT = 4, 5.0
@@ -53,7 +53,7 @@ _SLICE = re.compile(r"(-?[0-9]{1,6})?:(-?[0-9]{1,6})?(?::(-?[0-9]{1,6})?)?")
 
 
 def parse_workers(text: str) -> WorkerCount:
-    """Read the value of `-n`: a number from 1 on, or `auto`, `gpu`, `cpu`."""
+    """Parse the value of `-n`: a number from 1 on, or `auto`, `gpu`, `cpu`."""
     word = text.strip()
     if word in ("auto", "gpu", "cpu"):
         return cast(WorkerCount, word)
@@ -65,7 +65,7 @@ def parse_workers(text: str) -> WorkerCount:
 
 
 def resolve(workers: WorkerCount, gpus: int, cores: int) -> int:
-    """Count the workers that `-n` means; `auto` is one per GPU, else one per core, at most 4."""
+    """Return the number of workers for `-n`; `auto`: one per GPU, else one per core, at most 4."""
     if workers == "auto":
         return gpus or max(1, min(cores, AUTO_LIMIT))
     if workers == "cpu":
@@ -78,7 +78,7 @@ def resolve(workers: WorkerCount, gpus: int, cores: int) -> int:
 
 
 def usable_cores() -> int:
-    """Count the cores that this process may run on: fewer than the machine's under `taskset`."""
+    """Return the number of cores that this process may use: under `taskset` not all of them."""
     return len(os.sched_getaffinity(0))
 
 
@@ -91,9 +91,9 @@ def check_start(
     *,
     share_gpus: bool = False,
 ) -> str | None:
-    """Return None when all is well, or one line to warn with; raises what cannot work.
+    """Return a warning of one line about slow ranks, or None; raise NotEnoughGpus for nccl.
 
-    `visible_devices` is the text of CUDA_VISIBLE_DEVICES, for NotEnoughGpus.
+    `visible_devices` is the value of CUDA_VISIBLE_DEVICES, for the text of the error.
     """
     if uses_nccl(backend) and workers > gpus and not (gpus and share_gpus):
         raise NotEnoughGpus(workers, gpus, visible_devices)
@@ -113,7 +113,7 @@ def check_start(
 
 
 class Layout(NamedTuple):
-    """At most `nodes` nodes with `per_node` workers each; `least` of them are enough to begin."""
+    """At most `nodes` nodes with `per_node` workers each; `least` nodes are enough to start."""
 
     nodes: int
     per_node: int
@@ -125,12 +125,12 @@ class Layout(NamedTuple):
 
     @property
     def world_size(self) -> int:
-        """How many workers there are on all nodes."""
+        """The number of workers on all nodes."""
         return self.nodes * self.per_node
 
 
 def parse_layout(text: str) -> Layout:
-    """Read the value of `-j`: `4` workers on one node, `2x4` on two, `1:2x4` on one or two."""
+    """Parse the value of `-j`: `4` workers on one node, `2x4` on two, `1:2x4` on one or two."""
     found = _LAYOUT.fullmatch(text.replace(" ", ""))
     if not found:
         raise BadTopology("-j", text, "that is not nodes and workers", _LAYOUT_FORMS)
@@ -152,7 +152,7 @@ _HOSTS_FORMS = (
 )
 _ADDRESS = r"\[([^\]%]*(?:%[A-Za-z0-9_.-]{1,15})?)\]|([^:\[\]]*)"
 _HOST = re.compile(rf"(?:([^@]*)@)?(?:{_ADDRESS})(?::([0-9]{{1,6}}))?")
-# No option of ssh's, and nothing that a shell would take for more than a name.
+# The pattern allows neither an option of ssh nor a character that is special in a shell.
 _HOST_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}")
 _DOTTED = re.compile(r"[0-9.]+")
 
@@ -171,12 +171,12 @@ class Host(NamedTuple):
 
     @property
     def destination(self) -> str:
-        """What stands in a command of ssh."""
+        """The host as an argument of ssh, such as `user@host`."""
         return f"{self.user}@{self.address}" if self.user else self.address
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
-    """Read the value of `--hosts`."""
+    """Parse the value of `--hosts`; raise BadTopology if a host is wrong or listed twice."""
     hosts: dict[str, Host] = {}
     try:
         for item in text.split(","):
@@ -190,13 +190,13 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
 
 
 def read_hosts(given: str | Iterable[str]) -> str:
-    """Read the hosts of a text, or several texts; write them as `--hosts` has them."""
+    """Parse hosts of one text, or of several, and return them in the form of `--hosts`."""
     text = given if isinstance(given, str) else ",".join(map(str, given))
     return ",".join(map(str, parse_hosts(text)))
 
 
 def _parse_host(item: str) -> Host:
-    """Read one host; ValueError with the reason, as a phrase."""
+    """Parse one host; raise ValueError with the reason as a phrase."""
     if not item:
         raise ValueError("there is nothing next to a comma")
     found = _HOST.fullmatch(item)
@@ -213,8 +213,8 @@ def _parse_host(item: str) -> Host:
 
 
 def _address(name: str, six: str | None) -> str:
-    """Return a name, or an address, as it is to be written; ValueError for neither."""
-    # Not at the top: agents and workers, which read no hosts, import this file too.
+    """Return a host name or an IP address in its normal form; raise ValueError for other text."""
+    # Imported here, since agents and workers import this file too, but parse no hosts.
     from ipaddress import IPv4Address, IPv6Address
 
     if six is not None:
@@ -228,12 +228,12 @@ def _address(name: str, six: str | None) -> str:
 
 
 def default_backend(gpus: int) -> str:
-    """Choose the backend for ranks that have a GPU each (nccl for its tensors), or none."""
+    """Return the default backend: with nccl if there are GPUs, else gloo."""
     return GPU_BACKEND if gpus else "gloo"
 
 
 def parse_backend(text: str) -> str:
-    """Read the value of `--backend` as torch takes it, without spaces; `none` for no group."""
+    """Parse the value of `--backend`, and return it as torch accepts it; `none` for no group."""
     backend = text.replace(" ", "").lower()
     if backend in ("gloo", *_NCCL, "xccl", "none"):
         return backend
@@ -262,8 +262,9 @@ def uses_nccl(backend: str) -> bool:
 def visible_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
     """List the GPUs that a process with this environment sees, as CUDA_VISIBLE_DEVICES names them.
 
-    Touches neither torch nor CUDA.  Where there are MIG slices it is these that count: CUDA shows a
-    process that names several, or none, the first alone, so each rank is to name its own.
+    Neither torch nor CUDA is imported.  If there are MIG slices, the slices are listed instead of
+    GPUs.  A process that names several slices, or none, gets only the first one from CUDA, so each
+    rank must name its own slice.
     """
     text = environ.get("CUDA_VISIBLE_DEVICES")
     chosen = None if text is None else _cuda_list(text)
@@ -282,25 +283,28 @@ def visible_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def is_slice(gpu: str) -> bool:
-    """Return True for a slice of a GPU (MIG), as CUDA_VISIBLE_DEVICES names it."""
+    """Return True if a name of CUDA_VISIBLE_DEVICES is that of a MIG slice."""
     return gpu.startswith("MIG-")
 
 
 def installed_gpus() -> int:
-    """Count the machine's GPUs: by the driver's files, else by nvidia-smi; AMD's with ROCm."""
+    """Count the machine's GPUs by files of the driver, else by nvidia-smi.
+
+    If torch is a build for ROCm, AMD's GPUs are counted.
+    """
     with suppress(PackageNotFoundError):
         if "+rocm" in version("torch"):
             return sum(node.read_text().strip() != "0" for node in AMD_FOLDER.glob("*/gpu_id"))
     try:
         return len(list(DRIVER_FOLDER.iterdir()))
     except OSError:
-        # No such driver, or one that hides its files: WSL, some containers.
-        # MIG slices are listed too, indented under their GPU.
+        # There is no driver, or its files are hidden, as in WSL and some containers.  nvidia-smi
+        # lists MIG slices too, but indented below their GPU.
         return sum(line.startswith("GPU ") for line in _said_by_nvidia_smi("-L").splitlines())
 
 
 def driver_version() -> str:
-    """Return the version of NVIDIA's driver, "" where it is not known."""
+    """Return the version of NVIDIA's driver; "" if it is not known."""
     try:
         return DRIVER_VERSION.read_text().strip()
     except OSError:  # as in `installed_gpus`
@@ -309,10 +313,10 @@ def driver_version() -> str:
 
 
 def parse_gpus(text: str, visible: Sequence[str]) -> tuple[str, ...]:
-    """Read the value of `--gpus`, of the GPUs that are visible: numbers as torch counts them.
+    """Parse the value of `--gpus`, whose numbers are indices into the `visible` GPUs, as in torch.
 
-    In the order given, and named as CUDA_VISIBLE_DEVICES names them, so that they can be
-    set there: `0,2` of ("4", "5", "GPU-8f") gives ("4", "GPU-8f").
+    Returns their names for CUDA_VISIBLE_DEVICES in the given order: `0,2` of
+    ("4", "5", "GPU-8f") gives ("4", "GPU-8f").
     """
     numbers: list[int] = []
     for item in text.replace(" ", "").split(","):
@@ -335,7 +339,7 @@ def parse_gpus(text: str, visible: Sequence[str]) -> tuple[str, ...]:
 
 
 def _cuda_list(text: str) -> tuple[str, ...]:
-    """Read CUDA_VISIBLE_DEVICES as CUDA does: to the first that is none; () if one is repeated."""
+    """Parse CUDA_VISIBLE_DEVICES as CUDA does: up to the first bad name; () for a repeated one."""
     entries: list[str] = []
     for entry in (part.strip() for part in text.split(",")):
         if not (_NUMBER.fullmatch(entry) or entry.startswith(("GPU-", "MIG-"))):
@@ -358,10 +362,10 @@ def _said_by_nvidia_smi(option: str) -> str:
 
 
 def parse_ranks(text: str, world_size: int) -> tuple[int, ...]:
-    """List the ranks that `-r` selects, ascending, each once; the text is never evaluated.
+    """Return the ranks that the value of `-r` selects, in ascending order, each once.
 
-    Numbers, spans and slices as Python's with commas between them: `0`, `0,2-3`, `1:3`, `::2`,
-    `-1`, `all`; brackets around them do no harm.
+    The text has numbers, spans, and slices as in Python, with commas between them: `0`, `0,2-3`,
+    `1:3`, `::2`, `-1`, `all`.  Brackets around them are allowed.  Raises BadRanks for other text.
     """
     listed = text.strip()
     if listed[:1] + listed[-1:] == "[]":
@@ -378,7 +382,7 @@ def parse_ranks(text: str, world_size: int) -> tuple[int, ...]:
 
 
 def _select(item: str, world_size: int) -> Sequence[int]:
-    """List the ranks of one item; ValueError with the reason, as a phrase."""
+    """Return the ranks of one item; raise ValueError with the reason as a phrase."""
     if item == "all":
         return range(world_size)
     if _SIGNED.fullmatch(item):
@@ -406,22 +410,22 @@ def _rank(rank: int, world_size: int) -> int:
     return rank % world_size
 
 
-# --- where each rank sits ---------------------------------------------------------------------
+# --- the node of each rank --------------------------------------------------------------------
 
 
 class Position(NamedTuple):
-    """On which node a rank sits, and as which of those that it has room for."""
+    """The node of a rank, and the number of its place among the places on that node."""
 
     node: int
     local_rank: int
 
 
 Slots = tuple[Position, ...]
-"""Of each rank; () for one node that has them all."""
+"""The position of each rank, by rank; () if one node has all ranks."""
 
 
 class Slot(NamedTuple):
-    """Where a rank is: torchrun's LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE."""
+    """torchrun's LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK and GROUP_WORLD_SIZE of a rank."""
 
     local_rank: int
     local_world_size: int
@@ -430,7 +434,7 @@ class Slot(NamedTuple):
 
 
 def free_slots(room: Mapping[int, int], taken: Collection[Position] = ()) -> Iterator[Position]:
-    """Yield the free slots, node by node; `room` is for how many ranks each node has it in all."""
+    """Yield the positions that are not taken, node by node; `room` is the size of each node."""
     for node, number in sorted(room.items()):
         for local_rank in range(number):
             if (position := Position(node, local_rank)) not in taken:
@@ -438,7 +442,10 @@ def free_slots(room: Mapping[int, int], taken: Collection[Position] = ()) -> Ite
 
 
 def place_more(slots: Slots, room: Sequence[int], size: int) -> Slots:
-    """Place `size` ranks: the first keep their slots; `room` is by node, () for no limit."""
+    """Return positions for `size` ranks: present ranks keep theirs, new ranks get free ones.
+
+    `room` is the number of ranks that fit on each node; () for a single node without a limit.
+    """
     kept = slots[:size]
     if not (room or kept):
         return ()
@@ -447,7 +454,7 @@ def place_more(slots: Slots, room: Sequence[int], size: int) -> Slots:
 
 
 def place_again(slots: Slots, lost: Collection[int], room: Mapping[int, int]) -> Slots | None:
-    """Place the ranks of lost nodes on the others; None where these have too little `room`."""
+    """Move the ranks of lost nodes to free positions; None if there is too little `room`."""
     taken = {position for position in slots if position.node not in lost}
     new = [*islice(free_slots(room, taken), len(slots) - len(taken))]
     if len(taken) + len(new) < len(slots):
