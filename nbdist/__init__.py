@@ -67,9 +67,9 @@ _MODULES = {
 
 @contextmanager
 def _own_imports() -> Iterator[None]:
-    """Look for what nbdist imports in the notebook's folder last, not before packages.
+    """While nbdist imports its modules, search the notebook's folder after all packages.
 
-    A `psutil.py` there is the user's; and none of their files is run without being asked for.
+    Otherwise a user's file named `psutil.py` would be imported, and run, instead of the package.
     """
     before, here = list(sys.path), os.path.realpath("/proc/self/cwd")
     last = [each for each in before if not os.path.isabs(each) or os.path.realpath(each) == here]
@@ -89,7 +89,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """List the public names, without what is imported here for them."""
+    """List the public names, without names that this file only imports."""
     return [*__all__]
 
 
@@ -102,7 +102,7 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
 
 
 def unload_ipython_extension(shell: InteractiveShell) -> None:
-    """Remove them, and end all workers: called by `%unload_ext nbdist`."""
+    """Remove the magics and end all workers: called by `%unload_ext nbdist`."""
     from nbdist.notebook.extension import unload
 
     unload(shell)

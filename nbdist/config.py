@@ -1,7 +1,7 @@
-"""What a world is asked to be: each option once, with its flag, its help and its check; pure.
+"""The options of a world, each defined once with its flag, its help and its check.
 
-`World(...)` takes the fields as arguments, the magics as flags; `nbdist.world.spec` works out of
-them what agents and workers get.
+`World(...)` takes the fields of `WorldConfig` as arguments, and magics take them as flags.  From
+them `nbdist.world.spec` makes the settings of agents and workers, in the notebook's process.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from nbdist.topology import (
 from nbdist.words import count
 
 DEFAULT_POOL = "default"
-"""The pool of a world that names none; torchrun's name for the role of such workers."""
+"""The pool of a world that names no pool; also torchrun's name for the role of workers."""
 
 OnFailure = Literal["heal", "restart-all", "stop"]
-"""What a death leads to: the dead replaced, all started anew (torchrun's way), or all ended."""
+"""After the death of a worker: restart that worker, restart all (as torchrun does), or end all."""
 
 HANG_TIMEOUT, CONTROL_TIMEOUT = 4.0, 4.5
-"""Seconds into a cell whose ranks are all at work, and from Stop until control is given back though
-ranks may still be leaving: with what else there is to do both are 5 s at most."""
+"""Seconds until a running cell shows which ranks wait for which, and from Stop until the user gets
+control back although ranks may still be running.  With all other delays both are at most 5 s."""
 
 SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
-"""In the names of variables whose values are not shown."""
+"""Values of variables with such a name are not shown."""
 
 
-# --- readers of flags' values: of their text, or of what Python gives ---------------------------
+# --- parsers of options: of a flag's text, or of an argument in Python --------------------------
 
 _NAME_LIMIT, _PART_LIMIT = 200, 100
 _BYTES = re.compile(r"([0-9]{1,6})([MGT])(?:i?B)?", re.IGNORECASE)
 _PATTERN = re.compile(r"[A-Za-z0-9_*?]+")
 _ADDRESS = re.compile(r"(\[)?([A-Za-z0-9_:][A-Za-z0-9_.:%-]{0,100})(?(1)\])")
 RDZV_BACKENDS, RDZV_HANDLERS = ("c10d", "static", "etcd", "etcd-v2"), "torchrun.handlers"
-"""The rendezvous that torch has, and the group of entry points by which packages add others."""
+"""The rendezvous backends of torch, and the entry point group in which packages add others."""
 _ENDPOINT = re.compile(r"(?:[A-Za-z0-9_.-]{1,250}|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})")
 
 
@@ -60,7 +60,10 @@ def _refused(flag: str, text: object, what: str) -> UsageError:
 def whole_number(
     flag: str, what: str, least: int = 1, most: int = 999_999_999
 ) -> Callable[[Any], int]:
-    """Make a reader of whole numbers, for argparse's `type`; UsageError has `what` they are."""
+    """Make a parser of whole numbers, also for argparse's `type`.
+
+    It raises UsageError, whose text says `what` the number is.
+    """
 
     def read(value: object) -> int:
         text = unquoted(str(value))
@@ -73,7 +76,7 @@ def whole_number(
 
 
 def unquoted(text: str) -> str:
-    """Strip the quotes around a text, which IPython leaves there."""
+    """Remove the quotes around a text, which IPython leaves in arguments of magics."""
     is_quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "\"'"
     return text[1:-1] if is_quoted else text
 
@@ -84,7 +87,7 @@ read_restarts = whole_number(
 
 
 def number_of_seconds(flag: str) -> Callable[[Any], float]:
-    """Make a reader of a flag's seconds, also for argparse's `type`; it raises UsageError."""
+    """Make a parser of a flag's seconds, also for argparse's `type`; it raises UsageError."""
 
     def read(value: Any) -> float:
         text = unquoted(value) if isinstance(value, str) else value
@@ -100,7 +103,7 @@ def number_of_seconds(flag: str) -> Callable[[Any], float]:
 
 
 def _read_name(name: str) -> str:
-    """Read what can name a folder below the log folder, and stays there."""
+    """Check a name, which must be a relative path that stays below the log folder."""
     bad = any(part in ("", ".", "..") or len(part) > _PART_LIMIT for part in name.split("/"))
     if bad or not name.isprintable() or len(name) > _NAME_LIMIT:
         what = "it names a folder below the log folder, such as `exp` or `exp/run1`"
@@ -112,14 +115,14 @@ _PAIRS = re.compile(r",(?=[A-Za-z_]\w*=)")
 
 
 def _divide(text: str) -> list[str]:
-    """Divide `A=1,B=2`, torchx's form, at its commas; not `A=0,1` or `A=b=1,c=2`."""
+    """Split `A=1,B=2`, as torchx writes it, at the commas; but neither `A=0,1` nor `A=b=1,c=2`."""
     pairs = _PAIRS.split(text)
     is_all = len(pairs) == text.count(",") + 1
     return pairs if is_all and all(each.count("=") == 1 for each in pairs) else [text]
 
 
 def read_environ(given: Mapping[str, object] | Iterable[str] | None) -> dict[str, str]:
-    """Read the variables of `env`, or of all `--env`, each `NAME=VALUE`."""
+    """Parse environment variables: a mapping, or texts of the form `NAME=VALUE`."""
     if given is None or isinstance(given, Mapping):
         return {str(name): str(value) for name, value in (given or {}).items()}
     found = {}
@@ -132,7 +135,7 @@ def read_environ(given: Mapping[str, object] | Iterable[str] | None) -> dict[str
 
 
 def _words(flag: str, form: str) -> Callable[[str], str]:
-    """Make a reader of what a shell could read: a command, or its options."""
+    """Make a check of text that a shell can split: a command, or options of a command."""
 
     def read(text: str) -> str:
         try:
@@ -151,7 +154,7 @@ _read_salloc = _words("--salloc", 'options of salloc, such as `--salloc "-p gpu 
 
 
 def read_memory(text: object) -> str:
-    """Read the value of `--memory`; in the form of Slurm and Kubernetes, `16G`."""
+    """Parse the value of `--memory`, and return it as Slurm writes it: `16G`."""
     found = _BYTES.fullmatch(str(text).replace(" ", ""))
     if not found or not int(found[1]):
         raise _refused("--memory", text, "memory for each worker, such as 16G or 500M")
@@ -200,18 +203,18 @@ def _read_policy(text: str) -> OnFailure:
 # --- the options ------------------------------------------------------------------------------
 
 LOCAL = "local"
-"""The launcher for this machine."""
+"""The launcher that starts workers on the notebook's machine."""
 
 ELSEWHERE = ("ssh", "slurm", "join", "ray")
-"""nbdist's own launchers of other machines; those of others take all options."""
+"""nbdist's launchers for other machines; launchers of other packages take all options."""
 
 
 class Option(NamedTuple):
-    """How a field of `WorldConfig` is typed at a magic, and what it is.
+    """The flag, help and parser of a field of `WorldConfig`.
 
-    `flag` is "" for what only Python can say; `read` makes the field's value of text, or of
-    what Python gives, and raises UsageError.  A running world can be given what is `at_once`.
-    nbdist's own `launchers` are those that take it, () for all.
+    `flag` is "" if the option can be given only in Python.  `read` makes the field's value from a
+    text or a Python value, or raises UsageError.  An option that is `at_once` can be changed while
+    the world runs.  `launchers` are the launchers of nbdist that use the option, () for all.
     """
 
     flag: str
@@ -222,12 +225,12 @@ class Option(NamedTuple):
     launchers: Collection[str] = ()
 
     def is_for(self, launcher: str) -> bool:
-        """Return True if a launcher of this name has a use for it."""
+        """Return True if a launcher of this name uses the option."""
         is_other = launcher not in (LOCAL, *ELSEWHERE)
         return is_other or not self.launchers or launcher in self.launchers
 
     def again(self, value: Any) -> str:
-        """Write the option as it would be typed: `--name run`; of an environment no secrets."""
+        """Write the option with a value as users type it: `--name run`; hide secrets in `--env`."""
         if isinstance(value, bool):
             return self.flag
         if isinstance(value, Mapping):
@@ -238,7 +241,7 @@ class Option(NamedTuple):
 
 
 def _option(flag: str, text: str, *how: Any, default: Any = None, **more: Any) -> Any:
-    """Make a field that has its `Option`, and a default: None if none is given."""
+    """Make a dataclass field with an `Option` in its metadata; the default value is None."""
     metadata = {"option": Option(flag, text, *how, **more)}
     if default is dict:  # an environment, which can have secrets
         return field(default_factory=dict, repr=False, metadata=metadata)
@@ -247,13 +250,14 @@ def _option(flag: str, text: str, *how: Any, default: Any = None, **more: Any) -
 
 @dataclass(frozen=True)
 class Patience:
-    """How long a cell's ranks may wait for one another, and what happens then.
+    """How long the ranks of a cell may wait for one another, and what happens after that.
 
-    After `hang_timeout` seconds a running cell says which ranks wait for which; with `aborts`,
-    collectives that can never end are aborted, else that is for Stop.  After `timeout` seconds it
-    is stopped, None for never.  `control_timeout` seconds after Stop control is given back, though
-    ranks may still be leaving; None where nothing waits for it.  With `holds_stop` the first Stop
-    does not interrupt them: what they do is done by all or by none.
+    After `hang_timeout` seconds a running cell shows which ranks wait for which.  With `aborts`,
+    collectives that can never complete are aborted; otherwise the user has to press Stop.  After
+    `timeout` seconds the cell is stopped; None means never.  `control_timeout` seconds after Stop
+    the user gets control back although ranks may still be running; None for a cell in the
+    background, for which nobody waits.  With `holds_stop` the first Stop interrupts no rank, since
+    all ranks or none must complete the task.
     """
 
     hang_timeout: float = HANG_TIMEOUT
@@ -265,9 +269,10 @@ class Patience:
 
 @dataclass(frozen=True)
 class WorldConfig:
-    """What a world was asked to be; its fields are the arguments of `World`.
+    """The options of a world, as the user gave them; its fields are the arguments of `World`.
 
-    Raises UsageError for what can never be; what cannot be here and now `make_spec` finds.
+    Raises UsageError for values that can never be right.  `make_spec` checks the rest, such as the
+    number of GPUs of this machine.
     """
 
     # fmt: off
@@ -382,7 +387,7 @@ class WorldConfig:
         self._check_machines()
 
     def _check_machines(self) -> None:
-        """Raise UsageError where launcher, hosts and layout contradict one another."""
+        """Raise UsageError if launcher, hosts and layout contradict one another."""
         launcher, given = self.launched_by, vars(self)
         for name, option in OPTIONS.items():
             if given[name] and not option.is_for(launcher):
@@ -399,7 +404,7 @@ class WorldConfig:
             self._check_room()
 
     def _check_room(self) -> None:
-        """Raise UsageError where the hosts are known to have too little room."""
+        """Raise UsageError if the given slots of the hosts are too few for the workers."""
         hosts, layout = self.named_hosts, self.shape
         typed = f"`{f'-j {layout}' if layout else f'-n {self.n}'} --hosts {self.hosts}`"
         slots = [host.slots for host in hosts]
@@ -417,17 +422,17 @@ class WorldConfig:
 
     @property
     def shape(self) -> Layout | None:
-        """Nodes and workers per node, as `layout` says."""
+        """The parsed `layout`: nodes and workers per node; None if it is not given."""
         return parse_layout(self.layout) if self.layout else None
 
     @property
     def launched_by(self) -> str:
-        """The launcher that was named, that the options are for, or that of this place."""
+        """The launcher that was named; else the one that `launcher_for` chooses."""
         return self.launcher or launcher_for(vars(self), os.environ)
 
     @property
     def machines(self) -> tuple[object, ...]:
-        """What agents have to be started anew for, where it changes."""
+        """The options of the agents: if this value changes, all agents have to be restarted."""
         if self.launched_by == LOCAL:
             return (LOCAL,)
         return tuple(getattr(self, name) for name, option in OPTIONS.items() if not option.at_once)
@@ -439,24 +444,24 @@ class WorldConfig:
 
     @property
     def min_nodes(self) -> int:
-        """How many nodes are enough to start with."""
+        """The number of nodes that are enough to start with."""
         return self.shape.least if self.shape else len(self.named_hosts) or 1
 
     @property
     def max_nodes(self) -> int | None:
-        """How many nodes can have ranks; None for all that there are."""
+        """The most nodes that can have ranks; None for no limit."""
         return self.shape.nodes if self.shape else len(self.named_hosts) or None
 
     @property
     def per_node(self) -> WorkerCount:
-        """How many workers each node is to have, one node after the other filled."""
+        """The number of workers on each node; nodes are filled one after the other."""
         if self.shape:
             return self.shape.per_node
         return "auto" if isinstance(self.n, int) else parse_workers(self.n)
 
     @property
     def workers(self) -> int | None:
-        """How many there are to be in all; None where the nodes decide."""
+        """The number of workers in all; None if it depends on the nodes."""
         return self.n if isinstance(self.n, int) else None
 
     @property
@@ -466,13 +471,14 @@ class WorldConfig:
 
     @property
     def patience(self) -> Patience:
-        """What holds for its cells."""
+        """The time limits of a cell of this world."""
         return Patience(self.hang_timeout, self.free)
 
     def but(self, n: int | str | None = None, **changes: Any) -> WorldConfig:
-        """Make another that differs in these; `env` grows.
+        """Return a copy with these changes; variables of `env` are added to the present ones.
 
-        Of `n` and `layout` the newer holds, and of a launcher and what others take.
+        A new `n` replaces the old `layout`, and the other way round.  A new launcher, or an option
+        for another launcher, removes the old options that contradict it.
         """
         new: dict[str, Any] = {**self._taken_back_by(changes), **changes}
         if n is not None:
@@ -484,7 +490,7 @@ class WorldConfig:
         return replace(self, **new)
 
     def _taken_back_by(self, changes: Mapping[str, object]) -> dict[str, None]:
-        """Return what contradicts these changes: options of other launchers, or the launcher."""
+        """Return None for each old option that these changes contradict: see `but`."""
         said = {name for name, each in OPTIONS.items() if each.launchers and changes.get(name)}
         is_taken = all(OPTIONS[name].is_for(self.launched_by) for name in said)
         if "launcher" not in changes and is_taken:
@@ -494,7 +500,7 @@ class WorldConfig:
         return dict.fromkeys({"launcher", *old} - said)
 
     def of_size(self, size: int) -> WorldConfig:
-        """Return the same for `size` workers: on the nodes of its layout, if there is room."""
+        """Return a copy for `size` workers; the layout stays if it has room for them."""
         room = self.shape.world_size if self.shape else 0
         if size > room:
             return self.but(n=size)
@@ -502,15 +508,18 @@ class WorldConfig:
 
 
 OPTIONS: Mapping[str, Option] = {each.name: each.metadata["option"] for each in fields(WorldConfig)}
-"""By the name of the field, which is that of the argument of `World`."""
+"""The options by the names of their fields, which are the arguments of `World`."""
 
 
 def launcher_for(said: Mapping[str, object], environ: Mapping[str, str]) -> str:
-    """Choose a launcher by what was said, or by the place: Slurm's in an allocation of nodes."""
+    """Choose a launcher: ssh with `--hosts`, slurm with `--salloc` or in a job of Slurm, or local.
+
+    On the only node of a job it is local too.
+    """
     if said.get("hosts"):
         return "ssh"
     nodes = environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES")
-    # Slurm's daemon sets the second on the nodes; the shell of a `salloc` runs elsewhere.
+    # Slurm sets SLURMD_NODENAME only on the nodes of a job; the shell of `salloc` runs elsewhere.
     is_this_machine = nodes == "1" and "SLURMD_NODENAME" in environ
     is_in_job = environ.get("SLURM_JOB_ID") and not is_this_machine
     return "slurm" if said.get("salloc") or is_in_job else LOCAL

@@ -1,6 +1,6 @@
-"""What installed packages add to nbdist, by entry points, and what it requires of them.
+"""The entry points by which packages extend nbdist, and the versions that nbdist requires.
 
-Nothing of theirs is imported here.
+Importing an entry point is left to the callers.  The groups of entry points are:
 
 nbdist.commands      a magic, made with `nbdist.notebook.command.command`, under its name
 nbdist.cell_options  an option of `%%distributed`: a `nbdist.notebook.command.CellOption`
@@ -26,9 +26,10 @@ PROJECT = Path(__file__).parent.parent / "pyproject.toml"
 
 
 def entry_points(*groups: str) -> dict[str, EntryPoint]:
-    """Find all of some groups by name; what comes first on `sys.path` has a name of several.
+    """Return all entry points of some groups by name.
 
-    In a checkout nbdist's own are those of pyproject.toml, whether it is installed or not.
+    If several packages have the same name, the first one on `sys.path` wins.  In a checkout
+    nbdist's own entry points come from pyproject.toml, whether nbdist is installed or not.
     `importlib.metadata` would take four times as long, in each kernel that loads nbdist.
     """
     found: dict[str, EntryPoint] = {}
@@ -48,7 +49,7 @@ def entry_points(*groups: str) -> dict[str, EntryPoint]:
 
 
 def _installed() -> Iterator[Path]:
-    """Yield the metadata of each package that says something of nbdist's groups."""
+    """Yield the metadata folder of each installed package that has entry points for nbdist."""
     for folder in sys.path:
         with suppress(OSError):
             for name in os.listdir(folder or os.curdir):
@@ -62,11 +63,11 @@ def _installed() -> Iterator[Path]:
 # --- what nbdist requires ----------------------------------------------------------------------
 
 REQUIREMENT = re.compile(r"([\w.-]+)\s*([^;]*)$")
-"""A requirement of nbdist itself, without a marker: the name and the range."""
+"""A requirement of nbdist without an environment marker: the name, and the versions."""
 
 
 class Requirement(NamedTuple):
-    """A package that nbdist requires: its name, the range, and the version here, "" for none."""
+    """A package that nbdist requires; `found` is the installed version, "" if there is none."""
 
     name: str
     wanted: str
@@ -74,12 +75,12 @@ class Requirement(NamedTuple):
 
     @property
     def is_within(self) -> bool:
-        """Whether there is one, in the range."""
+        """Whether a version in the range `wanted` is installed."""
         return bool(self.found) and is_within(self.found, self.wanted)
 
 
 def requirements() -> Iterator[Requirement]:
-    """Look at each; at none where nbdist is run from its folder and was not installed."""
+    """Yield the requirements of nbdist; none if nbdist is run from its folder, uninstalled."""
     try:
         ours = requires("nbdist") or []
     except PackageNotFoundError:
@@ -93,12 +94,15 @@ def requirements() -> Iterator[Requirement]:
 
 
 def is_within(found: str, wanted: str) -> bool:
-    """Return True for a version in a range; builds of one (`2.8.0a0+nv25`) are that version."""
+    """Return True if a version is in a range; `2.8.0a0+nv25` counts as 2.8.0.
+
+    A version that cannot be parsed counts as in the range.
+    """
     from packaging.specifiers import SpecifierSet
     from packaging.version import InvalidVersion, Version
 
     try:
         release = Version(found).base_version
-    except InvalidVersion:  # a name of the user's own, which says nothing
+    except InvalidVersion:  # such as a branch name: the version is unknown
         return True
     return SpecifierSet(wanted).contains(release)

@@ -1,4 +1,7 @@
-"""Words that errors, outputs and options share: ranks, counts, exit codes; pure."""
+"""Functions that write ranks, counts, sizes and exit codes as text, for messages to users.
+
+Every process may import this file, which imports nothing of nbdist.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
 NEAR, LINE_LIMIT = 0.7, 300
-"""How like a name has to be to be meant, as `difflib` counts; characters of a line on a screen."""
+"""The similarity from which on `did_you_mean` suggests a name; the characters of a line."""
 
 
 def count(number: int, thing: str) -> str:
@@ -34,11 +37,11 @@ def name_ranks(ranks: Iterable[int]) -> str:
 
 
 LACKED_MEMORY = "most likely killed by the kernel for lack of memory"
-"""Begins a line on a process."""
+"""Begins a line of a log that explains why a process was killed; `AgentLost` looks for it."""
 
 
 def word_exit(exit_code: int | None) -> str:
-    """Word how a process ended, by `subprocess`'s exit code: `was killed by SIGKILL`."""
+    """Say how a process ended, from an exit code of `subprocess`: `was killed by SIGKILL`."""
     if exit_code is None:
         return "ended"
     if exit_code >= 0:
@@ -47,32 +50,32 @@ def word_exit(exit_code: int | None) -> str:
         try:
             return f"was killed by {signal.Signals(-exit_code).name}"
         except ValueError:
-            pass  # A real-time signal: valid, and without a name.
+            pass  # a real-time signal, which has no name
     return f"was killed by signal {-exit_code}"
 
 
 def one_line(text: str, limit: int = LINE_LIMIT) -> str:
-    """Return the first line of `text` that has something in it, cut where it is too long."""
+    """Return the first line of `text` that is not blank, cut to `limit` characters."""
     line = next((line.strip() for line in text.splitlines() if line.strip()), "")
     return line if len(line) <= limit else f"{line[: limit - 3]}..."
 
 
 def error_line(name: str, message: str) -> str:
-    """Write `ValueError: bad shard`; the name alone of an error that has no message."""
+    """Write `ValueError: bad shard`, or only the name if the error has no message."""
     return f"{name}: {message}" if message else name
 
 
 def size_text(size: float) -> str:
     """Write bytes in three digits: `512 B`, `1.5 KiB`, `240 MiB`, `1.25 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 999.5:  # what is more would be rounded to 1e+03
+        if size < 999.5:  # 999.5 and more would be written as 1e+03
             return f"{size:.3g} {unit}"
         size /= 1024
     return f"{size:.3g} TiB" if size < 999.5 else f"{size:,.0f} TiB"
 
 
 def size_range(sizes: Iterable[float]) -> str:
-    """Write from which to which: `240 MiB`, `240-318 MiB`, `800 MiB-1.25 GiB`."""
+    """Write the lowest and highest size: `240 MiB`, `240-318 MiB`, `800 MiB-1.25 GiB`."""
     known = [*sizes]
     low, high = size_text(min(known)), size_text(max(known))
     if low == high:
@@ -92,7 +95,7 @@ def in_pool(text: str, pool: str) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lay columns out with spaces."""
+    """Return a line for each row, with spaces that align the columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
@@ -101,6 +104,6 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """Say ` Did you mean `loss`?` of the name that is most like it; "" where none is."""
+    """Return ` Did you mean `loss`?` with the most similar name; "" if no name is similar."""
     near = get_close_matches(name, {each for each in names if not each.startswith("_")}, 1, NEAR)
     return f" Did you mean `{near[0]}`?" if near else ""
