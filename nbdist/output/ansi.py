@@ -1,4 +1,4 @@
-"""Terminal colour codes (SGR): what they mean, and text in legible shades as HTML.  Pure."""
+"""Parses terminal colour codes (SGR), and writes coloured text as HTML in legible shades.  Pure."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ RESET = "\x1b[0m"
 
 BOLD, DIM, ITALIC, UNDERLINE, INVERSE, STRIKE = 1, 2, 3, 4, 7, 9
 _ATTRIBUTES = frozenset({BOLD, DIM, ITALIC, UNDERLINE, INVERSE, STRIKE})
-# What each "switch off" code ends; 21 is "double underline" or "not bold", by terminal.
+# The attributes that each "off" code ends; 21 means "double underline" in other terminals.
 _ENDS = {21: {BOLD}, 22: {BOLD, DIM}, 23: {ITALIC}, 24: {UNDERLINE}, 27: {INVERSE}, 29: {STRIKE}}
 
 
 class Style(NamedTuple):
-    """How a character looks; `foreground` and `background` are SGR parameters ("31", "38;5;28")."""
+    """The style of a character; `foreground` and `background` are SGR parameters ("38;5;28")."""
 
     foreground: str = ""
     background: str = ""
@@ -26,7 +26,7 @@ class Style(NamedTuple):
 
     @property
     def codes(self) -> str:
-        """The shortest parameters that lead from the plain style to this one, "" for plain."""
+        """The shortest SGR parameters for this style after a reset; "" for the plain style."""
         parts = [str(code) for code in sorted(self.attributes)]
         return ";".join([*parts, *filter(None, (self.foreground, self.background))])
 
@@ -71,7 +71,7 @@ def _coloured(style: Style, code: int, colour: str) -> Style:
 
 
 def styled(text: str) -> Iterator[tuple[str, Style]]:
-    """Yield the parts of a text without its codes, each with its style."""
+    """Yield the text between colour codes, each part with its style."""
     first, *rest = SGR.split(text)
     yield first, PLAIN
     style = PLAIN
@@ -81,12 +81,12 @@ def styled(text: str) -> Iterator[tuple[str, Style]]:
 
 
 def strip(text: str) -> str:
-    """Take a text's colours out."""
+    """Return a text without its colour codes."""
     return SGR.sub("", text) if "\x1b" in text else text
 
 
 def cut(text: str, width: int) -> tuple[str, str]:
-    """Part a text after `width` characters, each part with its colours."""
+    """Split a text after `width` characters; both parts keep their colours."""
     style, position, shown = PLAIN, 0, 0
     for code in SGR.finditer(text):
         if shown + code.start() - position >= width:

@@ -1,7 +1,8 @@
-"""What a terminal of unlimited height would show of the text that one rank has printed.  Pure.
+"""A terminal of unlimited height, which shows the text that one rank has printed.
 
-Progress bars are kept apart from lines of text: a bar that text is printed behind or over is taken
-out of its row, and rows that hold a bar alone are no lines.
+Progress bars are kept apart from lines of text.  If a program prints text behind or over a bar, the
+bar is removed from the row.  A row with only a bar is no line.  `RankTranscript` writes to screens.
+Pure: no I/O here.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from nbdist.output.fingerprint import (
     read_row,
 )
 
-# A line longer than this is cut in two, so that dots without a newline have an end.
+# A longer line is cut in two, so that a program that prints no newline cannot fill the memory.
 LONGEST_LINE = 16_000_000
 KEEP_CHARACTERS = 48_000_000
 _LONGEST_ESCAPE = 4096
 _LONGEST_JUMP = 10_000
-# So many rows at the end are expected to change still, as nested progress bars do.
+# So many rows at the end may still change, as nested progress bars do.
 _UNSETTLED = 64
 _MOST_BARS = 1000
 
@@ -46,20 +47,21 @@ _TOKEN = re.compile(
     r"|."
 )
 _UNFINISHED = re.compile(r"\x1b(?:\[[0-?]*[ -/]*|[\]P^_X][^\x07\x1b]*\x1b?|[ -/]*)\Z")
-# Flags of a row: `_DRAWN` if it was written from its start on after a carriage return or the like,
-# `_ENDED` if the stream that has written in it last has ended it with a newline.
+# Flags of a row: `_EDITED` if characters were written over, `_DRAWN` if it was written from its
+# start after a carriage return or the like, `_ENDED` if the stream that wrote last ended it with a
+# newline.
 _STDERR, _EDITED, _DRAWN, _ENDED = 1, 2, 4, 8
 
 
 class Line(NamedTuple):
-    """A line to show: its colour codes are complete in it; `stderr` if that wrote in it."""
+    """A line with complete colour codes; `stderr` is True if that stream has written to it."""
 
     text: str
     stderr: bool
 
 
 class _OpenRow:
-    """The characters of the row that is being written, each with its style."""
+    """The row that is being written: its characters, each with its style."""
 
     __slots__ = ("_characters", "_rendered", "_styles", "width")
 
@@ -72,7 +74,7 @@ class _OpenRow:
             self.put(self.width, part, style)
 
     def put(self, column: int, text: str, style: Style) -> None:
-        """Write over what is at `column`, or append."""
+        """Write text at `column`, over older characters; fill a gap before it with spaces."""
         if not text:
             return
         if column > self.width:
@@ -92,7 +94,7 @@ class _OpenRow:
         return self._characters.getvalue()
 
     def cut_start(self, column: int) -> None:
-        """Erase what is before `column`, and move the rest to the start."""
+        """Erase the characters before `column`, and move the others to the start."""
         text, styles = self.plain[column:], self._styles and self._styles[column:]
         self.cut(0)
         self.put(0, text, PLAIN)
@@ -109,7 +111,7 @@ class _OpenRow:
                 del self._styles[column:]
 
     def render(self) -> str:
-        """Return the row with its colour codes; asking again costs nothing, however long it is."""
+        """Return the row with its colour codes; the text is cached until the row changes."""
         if self._rendered is None:
             text, parts, start = self._characters.getvalue(), [], 0
             for style, run in groupby(self._styles or ()):
@@ -122,10 +124,11 @@ class _OpenRow:
 
 
 class Screen:
-    """The lines and progress bars that `write` has left; rows are counted from the first one on.
+    """The lines and progress bars that `write` has made.
 
-    At most `keep_lines` rows can be read; the older ones still count in `key`, bars do not.
-    `changed_from` is the topmost row that was written in since the reader last set it.
+    Rows are numbered from the first row ever written.  At most `keep_lines` rows can be read; older
+    lines still count in `key`, but bars never do.  `changed_from` is the topmost row that was
+    written to since the reader last set it.
     """
 
     def __init__(self, keep_lines: int = 10_000) -> None:
@@ -137,23 +140,23 @@ class Screen:
         self._characters = 0  # roughly, in finished rows
         self._row = 0  # of the cursor, in _rows
         self._column = 0
-        self._open: _OpenRow | None = None  # _rows[_row] while it is written
+        self._open: _OpenRow | None = None  # the row _rows[_row] while it is being written
         self._style = PLAIN
         self._pending = {"stdout": "", "stderr": ""}
         self._digest = Digest()  # of the rows before _settled
         self._settled = 0
         self._bars: dict[int, Bar] = {}  # by their rows, without the cursor's
         self._forgotten = 0  # rows of older bars
-        # Bars that were taken out of their rows and not drawn again, by name and total: the row,
-        # the bar, and how many characters it had.
+        # Bars that were removed from their rows and not drawn again, by name and total: the row,
+        # the bar, and its number of characters.
         self._left: dict[object, tuple[int, Bar, int]] = {}
-        # Of rows of bars: which bar was drawn there first, how far the bar was when its program
-        # began to draw it, and the row from which a line has moved it, or -1.
+        # By row: the bar that was drawn there first, its position when the program began to draw
+        # it, and the row from which a line of text has moved it, or -1.
         self._began: dict[int, tuple[tuple[str, str], float, int]] = {}
         self._cut_at: dict[int, int] = {}  # rows of bars that were cut behind a space
-        self._wiped = set[int]()  # rows of bars that their programs have wiped out elsewhere
-        self._read: tuple[str, Bar | None] = "", None  # the last row that was read, and its bar
-        self._drawn_before = 0  # how many characters were drawn in this row the time before
+        self._wiped = set[int]()  # rows of bars that were erased in another row
+        self._read: tuple[str, Bar | None] = "", None  # cache: the last parsed row, and its bar
+        self._drawn_before = 0  # characters of the previous drawing in this row
         self._is_redrawing = False  # a carriage return or the like has come in this row
         self._drawn_to = (
             0  # the column up to which this row was written since the cursor came to it
@@ -162,7 +165,7 @@ class Screen:
 
     @property
     def dropped(self) -> int:
-        """How many rows are gone from the front."""
+        """The number of rows that can no longer be read, from the first one on."""
         return max(self._first, self.end - self._keep)
 
     @property
@@ -172,7 +175,7 @@ class Screen:
 
     @property
     def end(self) -> int:
-        """One past the last row that is shown: trailing rows without a character are not."""
+        """The row after the last shown one; empty rows at the end are not shown."""
         count = len(self._rows)
         while count - 1 > self._row and not self._shown(count - 1):
             count -= 1
@@ -184,22 +187,22 @@ class Screen:
 
     @property
     def is_edited(self) -> bool:
-        """Whether the cursor's row has been written over: it is a progress bar, most likely."""
+        """Whether the cursor's row was written over, as progress bars are."""
         return bool(self._flags[self._row] & _EDITED)
 
     def __len__(self) -> int:
-        """How many lines can be read."""
+        """Return the number of lines that can be read."""
         return self.line_count - self.dropped_lines
 
     @property
     def line_count(self) -> int:
-        """How many lines there are, with those that are gone."""
+        """The number of all lines so far, with the lines that can no longer be read."""
         end = self.end
         return end - self._forgotten - sum(row < end for row in self._rows_of_bars())
 
     @property
     def dropped_lines(self) -> int:
-        """How many lines are gone from the front."""
+        """The number of lines that can no longer be read."""
         dropped = self.dropped
         bars = sum(row < dropped for row in self._rows_of_bars())
         return max(0, dropped - self._forgotten - bars)
@@ -207,7 +210,7 @@ class Screen:
     def lines(
         self, start: int | None = None, stop: int | None = None, *, bars: bool = False
     ) -> Iterator[Line]:
-        """Yield the lines from row `start` to before row `stop`, as far as they are kept.
+        """Yield the lines from row `start` up to but not including row `stop`, if they can be read.
 
         With `bars` rows of progress bars are lines, too.
         """
@@ -233,9 +236,9 @@ class Screen:
     # --- progress bars ------------------------------------------------------------------
 
     def bars(self) -> list[tuple[int, Bar]]:
-        """Return the progress bars and their rows, from the first row on.
+        """Return the progress bars and their rows, the topmost first.
 
-        Of a bar that was drawn again in another row, below a line of text, the last row counts.
+        A bar that was drawn again further down, below a line of text, is only in its last row.
         """
         found = {row: bar for row, bar in self._bars.items() if row not in self._wiped}
         if at_cursor := self._bar_at_cursor():
@@ -252,10 +255,10 @@ class Screen:
         return kept[::-1]
 
     def _is_over(self, row: int, bar: Bar, later: int) -> bool:
-        """Return True if a bar was broken off, and the bar of its name in a later row is another.
+        """Return True if a bar was broken off, and the same name in row `later` is another bar.
 
-        The program began a new line behind the first, and the second bar began before the place
-        that the first had reached.
+        That is so if the program ended the row of the first bar with a newline, and the second bar
+        began below the position that the first had reached.
         """
         goes_on = row >= self._first and self._bars.get(row) == bar
         if goes_on and not self._flags[row - self._first] & _ENDED:
@@ -268,7 +271,7 @@ class Screen:
         return {*self._bars, self.cursor} if is_at_bar else self._bars
 
     def _bar_at_cursor(self) -> Bar | None:
-        """Read the row of the cursor as a bar; None if it is not one."""
+        """Return the bar in the row of the cursor; None if the row is no bar."""
         if self._open is None:
             return self._bars.get(self.cursor)
         if self._open.width > LONGEST_BAR:
@@ -279,7 +282,7 @@ class Screen:
         return read_row(plain, is_edited=is_drawn)
 
     def _note_bar(self, row: int, bar: Bar | None) -> None:
-        """Record whether a row that the cursor leaves holds a bar."""
+        """Record the bar in a row that the cursor leaves, or that the row has none."""
         if bar is None:
             self._bars.pop(row, None)
             return
@@ -287,9 +290,9 @@ class Screen:
         self._left.pop((bar.name, bar.total), None)
 
     def _take_bar_out(self, bar: Bar, width: int) -> None:
-        """Keep a bar of so many characters whose row is about to hold text.
+        """Keep a bar of `width` characters whose row will now hold text.
 
-        A row below can show what has become of the bar: then nothing is to be kept.
+        If a row below already shows a later state of the bar, the bar is dropped.
         """
         below = map(self._bars.get, range(self.cursor + 1, self._first + len(self._rows)))
         key = bar.name, bar.total
@@ -300,9 +303,9 @@ class Screen:
             del self._left[next(iter(self._left))]
 
     def _drop_wiped(self, width: int) -> None:
-        """Drop the last bar of so many characters: its program has wiped it out.
+        """Drop the lowest bar of `width` characters, since a program has erased such a bar.
 
-        It was not in the row that was wiped, as lines have moved the rows of nested bars.
+        The bar is not in the row that was erased, because lines of text have moved nested bars.
         """
         found: list[tuple[int, object]] = [
             (row, key) for key, (row, _, of_left) in self._left.items() if of_left == width
@@ -317,9 +320,9 @@ class Screen:
             self._left.pop(key, None)
 
     def _note_begin(self, key: tuple[str, str], position: float) -> None:
-        """Record how far a bar was when it was drawn in this row for the first time.
+        """Record the position of a bar that is drawn in this row for the first time.
 
-        A bar that a line has moved to this row began where it was drawn before.
+        If a line of text has moved the bar here from another row, its first position there counts.
         """
         moved_from = -1
         if key in self._left:
@@ -330,15 +333,15 @@ class Screen:
         self._began[self.cursor] = key, position, moved_from
 
     def _part_from_bar(self, row: _OpenRow) -> None:
-        """Keep a bar apart if a program has printed text behind it: the row then holds the text.
+        """If a program has printed text behind a bar, remove the bar, and keep the text in the row.
 
-        Characters behind the bar that are older than the bar are erased.
+        Older characters behind the bar are erased.
         """
         plain = row.plain[: self._drawn_to]
         end, is_first = end_of_bar(plain), self.cursor not in self._began
         is_cut_longer = not end and len(plain) > self._drawn_before and is_cut(plain)
         if not (end or is_first or is_cut_longer or row.width > len(plain)):
-            return  # as nearly always: reading a bar takes long
+            return  # nearly always; parsing a bar is slow
         bar = read_row(plain[: end or None], is_edited=False)
         if bar is None:
             return
@@ -354,13 +357,13 @@ class Screen:
             _, _, width = self._left[key]
         before = self._drawn_before or width
         if is_cut_longer and 0 < before < len(plain.rstrip(" ")):
-            # All draws of a bar that has no room are as long as the room is.
+            # A bar that is cut to fit its line has the same length each time.
             end, bar = before, read_row(plain[:before], is_edited=False)
         if not end or bar is None:
             return
         self._take_bar_out(bar, end)
         if not plain[end:before].strip(" "):
-            end = max(end, before)  # tqdm erases with spaces what was longer before
+            end = max(end, before)  # spaces with which tqdm erases a longer bar
         row.cut_start(end)
         self._column = max(0, self._column - end)
         self._flags[self._row] = self._last_flag
@@ -368,7 +371,7 @@ class Screen:
 
     @property
     def key(self) -> Key:
-        """Equal for screens that show the same; what was dropped counts too."""
+        """A key that is equal for screens with equal lines; dropped lines count too."""
         end = self.end
         self._settle(min(self.cursor, end - _UNSETTLED))
         digest = self._digest.copy()
@@ -381,7 +384,7 @@ class Screen:
             self._settled = row
 
     def _block(self, start: int, stop: int) -> tuple[str, bytes]:
-        """Return rows `start` to `stop`, uncoloured, each with a newline, and their origins."""
+        """Return the lines of rows `start` to `stop` without colours, and their origins."""
         first, last = max(start - self._first, 0), stop - self._first
         if last <= first:
             return "", b""
@@ -411,12 +414,12 @@ class Screen:
     # --- writing ------------------------------------------------------------------------
 
     def write(self, stream: str, text: str) -> None:
-        """Take in the next characters of a stream; escape sequences may be split anywhere."""
+        """Write the next characters of a stream, which may end inside an escape sequence."""
         if self._pending[stream]:
             text, self._pending[stream] = self._pending[stream] + text, ""
         if "\x1b" in text:
             text = self._hold_back(stream, text)
-        if "\r\n" in text:  # It means the same, but a plain newline is much faster.
+        if "\r\n" in text:  # means the same, but a plain newline is much faster
             text = text.replace("\r\n", "\n")
         flag = _STDERR if stream == "stderr" else 0
         if flag != self._last_flag:
@@ -431,7 +434,7 @@ class Screen:
                 self._drop(max(1, self._row // 8))
 
     def _is_simple(self, text: str) -> bool:
-        """Return True if the text only appends: lines and colours, with the cursor at the end."""
+        """Return True if the text only appends lines and colours, and the cursor is at the end."""
         width = self._open.width if self._open else len(self._rows[self._row])
         if self._row != len(self._rows) - 1 or self._column != width:
             return False
@@ -440,7 +443,7 @@ class Screen:
         return "\x1b" in text and not _CONTROL.search(SGR.sub("", text))
 
     def _append(self, text: str, flag: int) -> None:
-        """Append a simple text: whole lines are taken as they are."""
+        """Append a simple text, whole lines at once, which is fast."""
         head, newline, rest = text.partition("\n")
         self._write_tokens(head, flag)
         if not newline:
@@ -456,7 +459,7 @@ class Screen:
                     if bar := read_row(line, is_edited=False):
                         self._note_bar(row, bar)
             self._rows[-1:] = [*lines, ""]
-            # As a line that comes in pieces, an empty one is of no stream.
+            # An empty line belongs to no stream, as if it had been written in pieces.
             origins = bytes(flag if strip(line) else 0 for line in lines) if flag else b""
             self._flags[-1:] = (origins or bytes(len(lines))) + b"\0"
             self._row = len(self._rows) - 1
@@ -464,7 +467,7 @@ class Screen:
         self._write_tokens(last, flag)
 
     def _coloured(self, line: str) -> str:
-        """Return the line such that its colours neither come from another line nor leave it."""
+        """Return the line with the colours that hold at its start, and a reset at its end."""
         before = self._style
         if "\x1b" in line:
             self._style = reduce(restyle, SGR.findall(line), before)
@@ -472,12 +475,12 @@ class Screen:
         return f"{start}{line}{RESET if self._style != PLAIN else ''}"
 
     def _hold_back(self, stream: str, text: str) -> str:
-        """Return the text without an escape sequence that has only begun."""
+        """Return the text without an incomplete escape sequence at its end, and keep that."""
         start = text.rfind("\x1b", max(0, len(text) - _LONGEST_ESCAPE))
         if start > 0 and text[start - 1 : start] == "\x1b":
             start -= 1
         if start >= 0 and text[start:] == "\x1b" and start > 0:
-            # The backslash of "ESC \" that ends an operating system command may be to come.
+            # This may be half of the "ESC \" that ends an operating system command.
             before = text.rfind("\x1b", max(0, start - _LONGEST_ESCAPE), start)
             if before >= 0 and _UNFINISHED.match(text, before):
                 start = before
@@ -502,7 +505,7 @@ class Screen:
                     self._obey(token["command"], token["parameters"])
 
     def _drawn_width(self) -> int:
-        """Return how many characters were drawn in this row; 0 if they are too many for a bar."""
+        """Return the number of characters drawn in this row; 0 if there are too many for a bar."""
         if self._open is None:
             width = len(self._rows[self._row]) if self.cursor in self._bars else 0
             return max(width, self._cut_at.get(self.cursor, 0))
@@ -521,12 +524,12 @@ class Screen:
             row.cut(0)
             self._column, self._flags[self._row] = 0, 0
         elif has_come and self._column and not row.plain.strip():
-            row.cut(0)  # The cursor came up from a bar, behind which it stood.
+            row.cut(0)  # the cursor came up from the end of a bar below
             self._column, self._flags[self._row] = 0, 0
         elif text.isspace() and not self._column and self._is_redrawing:
             if bar := self._bar_at_cursor():
                 self._left.pop((bar.name, bar.total), None)
-                row.cut(len(text))  # a longer bar may have stood there
+                row.cut(len(text))  # also the rest of a longer bar
             elif not row.plain.strip():
                 self._drop_wiped(len(text))
             self._flags[self._row] |= _EDITED
@@ -555,7 +558,7 @@ class Screen:
     def _open_row(self) -> _OpenRow:
         self.changed_from = min(self.changed_from, self.cursor)
         if self._open is None:
-            self._bars.pop(self.cursor, None)  # it is read again when the cursor leaves it
+            self._bars.pop(self.cursor, None)  # the row is parsed again when the cursor leaves it
             self._wiped.discard(self.cursor)
             self._flags[self._row] &= ~_ENDED
             width = self._cut_at.pop(self.cursor, 0)
@@ -565,7 +568,7 @@ class Screen:
 
     def _move_to(self, row: int) -> None:
         if self._first + row < self._settled:
-            # What is about to change was counted in already: count anew what is left.
+            # The digest already has rows that may change now: it starts again from the rows kept.
             self._digest, self._settled = Digest(), self._first
         self._is_redrawing, self._drawn_to, self._drawn_before = False, 0, 0
         if self._open is not None:
@@ -573,14 +576,14 @@ class Screen:
             if self._flags[self._row] & _DRAWN and self._open.width <= LONGEST_BAR:
                 plain = self._open.plain
                 if plain[-1:] == " " and is_cut(plain):
-                    self._cut_at[self.cursor] = len(plain)  # the row itself loses the space
+                    self._cut_at[self.cursor] = len(plain)  # the stored row has no trailing space
             self._rows[self._row] = text = self._text(self._row)
             self._characters += len(text) + 1
             self._open = None
         self._row = row
 
     def _obey(self, command: str, parameters: str) -> None:
-        """Carry out `ESC[<parameters><command>`; what moves no text is dropped."""
+        """Execute `ESC[<parameters><command>`: colours, cursor moves, erasing; ignore others."""
         if command == "m":
             if SGR.fullmatch(f"\x1b[{parameters}m"):
                 self._style = restyle(self._style, parameters)
@@ -610,7 +613,7 @@ class Screen:
             self._column = 0
 
     def _erase(self, part: int) -> None:
-        """Erase in the cursor's row: 0 from the cursor on, 1 up to it, 2 all of it."""
+        """Erase in the cursor's row: 0 from the cursor on, 1 up to the cursor, 2 everything."""
         row = self._open_row()
         if row.width:
             self._flags[self._row] |= _EDITED
@@ -623,7 +626,7 @@ class Screen:
 
     @classmethod
     def joined(cls, screens: Sequence[Screen]) -> Screen:
-        """Make one of several that are written no more; it is not to be written either."""
+        """Join screens that are no longer written to; the new screen must not be written to."""
         new = cls(screens[0]._keep)
         for each in screens:
             new._digest.add_key(each.key)
@@ -639,7 +642,7 @@ class Screen:
         return new
 
     def forget(self, count: int) -> None:
-        """Drop the `count` oldest lines that can still be read, but not the cursor's."""
+        """Drop the `count` oldest rows that can still be read, but not the cursor's row."""
         self._drop(self.dropped - self._first + count)
 
     def _drop(self, count: int) -> None:
@@ -660,7 +663,7 @@ class Screen:
 
 
 def _width(plain: str) -> int:
-    """Count the characters of a drawn bar, without the spaces that erase what was there before."""
+    """Return the length of a drawn bar, without trailing spaces that erase a longer bar."""
     ends_with_space = plain[-1:] == " "
     return len(plain.rstrip(" ")) if ends_with_space and not is_cut(plain) else len(plain)
 
