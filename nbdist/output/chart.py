@@ -1,6 +1,7 @@
-"""Curves of ranks held against one another: median, band, ranks that leave it.  Pure.
+"""Compares the curves of ranks: their median, the band around it, and ranks that leave the band.
 
-They are shown as text, and as one small picture in a panel with words in HTML around it.
+`nbdist.output.html` and `text` show them as small pictures with HTML around them, and as tables.
+Pure, but for the clock in `live_curves`.
 """
 
 from __future__ import annotations
@@ -29,27 +30,27 @@ from nbdist.output.wording import (
 )
 from nbdist.words import aligned, count, name_ranks, one_line
 
-LONGEST_NAME = 60  # characters of one that are shown
+LONGEST_NAME = 60  # characters
 
-ROWS = 8  # of a table of the steps of a curve
+ROWS = 8  # steps in the table of a curve
 
 MOST_COLUMNS, FEWEST_COLUMNS, COLUMNS_OF_ALL = 240, 96, 16_000
-"""Of what is drawn and judged, for each rank and for all of them."""
+"""Columns of steps in which curves are drawn and compared: for each rank, and for all ranks."""
 
 
 FAR, FAR_SHARE, LONG = 6.0, 0.08, 3
-"""A rank is far from the others if its distance from the median is `FAR` times the usual one and
-`FAR_SHARE` of the median's range, in `LONG` columns in a row."""
+"""A rank is far from the others if in `LONG` columns in a row its distance from the median is more
+than `FAR` times the median distance of ranks, and more than `FAR_SHARE` of the median's range."""
 
-FEWEST_RANKS = 3  # of which one can be unlike the others
+FEWEST_RANKS = 3  # with fewer ranks, none can be called unlike the others
 
 
 class Far(NamedTuple):
-    """A rank that has left the band, from `step` on, and whether it has come back since then.
+    """A rank that was outside the band from `step` to `until`; `is_back` if it has come back.
 
-    `mean` is its number at the step `until`, the last one at which the rank was away, and `median`
-    the number of the other ranks there.  Where one column holds several steps, `step` is near the
-    first one at which the rank was away, and `is_exact` is False.
+    `mean` is the rank's number at the step `until`, and `median` the number of the other ranks
+    there.  If a column holds several steps, `step` is only near the first step outside the band,
+    and `is_exact` is False.
     """
 
     rank: int
@@ -63,10 +64,11 @@ class Far(NamedTuple):
 
 @dataclass(frozen=True)
 class Bands:
-    """A run of all ranks in columns of steps; None where there is nothing, or nothing finite.
+    """A run of all ranks in columns of steps; None in a column without finite numbers.
 
-    Of the ranks that are not `far`, `low` and `high` are the lowest and highest rank, `bottom` and
-    `top` the extremes of all steps of a column.  `odd` are ranks with NaN or infinity.
+    Among the ranks that are not `far`, `low` and `high` are the means of the lowest and highest
+    rank, and `bottom` and `top` are the extremes of all their numbers in a column.  `odd` are the
+    ranks with NaN or infinity.
     """
 
     steps: list[float]
@@ -86,7 +88,7 @@ class Bands:
 
 
 def bands_of(run: Run) -> Bands:
-    """Hold the ranks of a run against one another."""
+    """Compare the ranks of a run."""
     most = max(FEWEST_COLUMNS, min(MOST_COLUMNS, COLUMNS_OF_ALL // len(run)))
     begin = min(each.columns[0][0] for each in run.values())
     end = max(each.last_step for each in run.values())
@@ -100,7 +102,7 @@ def bands_of(run: Run) -> Bands:
     medians = [_median(at) for at in zip(*means.values(), strict=True)]
     far = tuple(_far(run, spread, medians)) if len(run) >= FEWEST_RANKS else ()
     away = {each.rank for each in far}
-    # Each rank can be away from the others at some step: then the band is of all ranks.
+    # If every rank was away from the others at some step, the band is of all ranks.
     near = [found for rank, found in spread.items() if rank not in away] or [*spread.values()]
     at_once = [[each for each in at if each is not None] for at in zip(*near, strict=True)]
     odd = {rank: found for rank in sorted(run) if (found := run[rank].odd)}
@@ -118,7 +120,7 @@ def bands_of(run: Run) -> Bands:
 
 
 def _columns(series: Series, begin: float, width: float, columns: int) -> list[Point | None]:
-    """Spread a rank's points over the columns; between two points it is what both lead to."""
+    """Spread a rank's points over the columns, with linear interpolation between two points."""
     found: list[Point | None] = [None] * columns
     point: Point | None
     for point in series:
@@ -146,13 +148,13 @@ def _median(numbers: Iterable[float | None]) -> float | None:
     if not found:
         return None
     low, high = median_low(found), median_high(found)
-    return low if low == high else low / 2 + high / 2  # the sum of both can be too large
+    return low if low == high else low / 2 + high / 2  # low + high could overflow
 
 
 def _far(
     run: Run, spread: Mapping[int, Sequence[Point | None]], medians: Sequence[float | None]
 ) -> Iterator[Far]:
-    """Find the ranks that are away from the others for longer than by chance."""
+    """Yield the ranks that were far from the others in `LONG` columns in a row or more."""
     means = {rank: [each and each.mean for each in found] for rank, found in spread.items()}
     stretches = dict(_stretches(means, medians))
     for rank, (away, is_back) in stretches.items():
@@ -161,7 +163,7 @@ def _far(
         assert last is not None
         others = {other: found[away[-1]] for other, found in means.items() if other != rank}
         near = [mean for other, mean in others.items() if other not in stretches]
-        # All ranks that have a number there can be away from the others.
+        # Perhaps every other rank with a number there is far away too: then take all of them.
         if (theirs := _median(near)) is None:
             theirs = _median(others.values())
         assert theirs is not None
@@ -173,7 +175,7 @@ def _far(
 def _stretches(
     means: Mapping[int, Sequence[float | None]], medians: Sequence[float | None]
 ) -> Iterator[tuple[int, tuple[list[int], bool]]]:
-    """Yield each rank that is away, the last columns in a row in which it is, and if it is back."""
+    """Yield each far rank, its last columns in a row outside the bound, and whether it is back."""
     middle = [each for each in medians if each is not None]
     least = FAR_SHARE * (max(middle) - min(middle)) if middle else 0.0
     bounds = [_bound(at, least) for at in zip(medians, *means.values(), strict=True)]
@@ -190,7 +192,7 @@ def _stretches(
 
 
 def _bound(at: Sequence[float | None], least: float) -> float | None:
-    """Say how far from the median is far, where there are enough ranks to tell."""
+    """Return the distance from the median above which a rank is far; None for too few ranks."""
     middle, *means = at
     found = [abs(mean - middle) for mean in means if mean is not None and middle is not None]
     if middle is None or len(found) < FEWEST_RANKS:
@@ -202,50 +204,50 @@ def _bound(at: Sequence[float | None], least: float) -> float | None:
 
 
 def number_text(number: float | None) -> str:
-    """Write four digits: `0.1234`, `1.5e-05`, `12,345`."""
+    """Write a number with four digits: `0.1234`, `1.5e-05`; large ones whole: `12,345`."""
     if number is None:
         return "-"
     return f"{number:,.0f}" if 1e4 <= abs(number) < 1e9 else f"{number:.4g}"
 
 
 def step_text(step: float) -> str:
-    """Write a step, which is rarely a fraction."""
+    """Write a step: `1,200`; rarely a fraction, such as `0.25`."""
     return f"{round(step):,}" if abs(step - round(step)) < 1e-6 or step > 100 else f"{step:.4g}"
 
 
 def shown_name(name: str) -> str:
-    """Return a name in one line that is not too long."""
+    """Return the first line of a name, cut to `LONGEST_NAME` characters."""
     return one_line(name, LONGEST_NAME) or "(no name)"
 
 
 def is_same(low: float | None, high: float | None) -> bool:
-    """Return True for numbers that differ in nothing but how their means were rounded."""
+    """Return True if two numbers are equal but for the rounding of their means."""
     return low == high or (low is not None and high is not None and math.isclose(low, high))
 
 
 def headline(name: str, run: Run, bands: Bands) -> str:
-    """Say how far it has come: `loss 0.12 · step 99 · 0.11 to 0.13 on 4 ranks`.
+    """Return the newest numbers of a run: `loss 0.12 · step 99 · 0.11 to 0.13 on 4 ranks`.
 
-    It does not end in a number, which would look like one of those beside the picture below it.
-    The numbers are of the last step that the ranks have in common; of steps that were merged into
-    one point, it is said that they are means.
+    The line does not end in a number, which would look like a number of the picture below it.  The
+    numbers are those of the last step that the ranks have in common.  If steps were merged to a
+    point, the line says that its number is a mean.
     """
     known = [at for at, each in enumerate(bands.medians) if each is not None]
     if not known:
         return f"{shown_name(name)} · {ranks_text(run)}"
     last = known[-1]
     whole = [at for at in known if all(means[at] is not None for means in bands.means.values())]
-    # The others have come as far, and will be heard of soon.
+    # Ranks without newer numbers are most likely as far, and will send theirs soon.
     if whole and whole[-1] >= last * 3 / 4 and not bands.odd:
         last = whole[-1]
     end = math.inf
     if last < len(bands.steps) - 1:
         end = (bands.steps[last] + bands.steps[last + 1]) / 2
-    # Of all ranks there, also those that have left the band.
+    # All ranks with numbers there count, also ranks outside the band.
     there = [run[rank] for rank, means in bands.means.items() if means[last] is not None]
     points = [series.finite_until(end) for series in there]
     step = min(point.step for point in points)
-    # Of all steps of the rank whose point is the widest.
+    # Compare the ranks over all steps of the widest point.
     stop = max(series.end_of(point) for series, point in zip(there, points, strict=True))
     points = [series.merged(step, stop) for series in there]
     means, most = [each.mean for each in points], max(each.finite for each in points)
@@ -262,7 +264,7 @@ def headline(name: str, run: Run, bands: Bands) -> str:
 
 
 def remarks(bands: Bands) -> list[str]:
-    """Say which ranks have left the band, and which have numbers that are none."""
+    """Say which ranks have left the band, and which have NaN or infinite numbers."""
     found = []
     for far in bands.far:
         begin = f"from {'' if far.is_exact else 'about '}step {step_text(far.step)}"
@@ -295,7 +297,7 @@ def curves_text(curves: Curves, names: Sequence[str] = ()) -> str:
 
 
 def more_text(curves: Curves) -> str:
-    """Say which names were left out, "" for none."""
+    """Say which names were dropped; "" for none."""
     if not curves.more:
         return ""
     names = [*map(shown_name, curves.more)]
@@ -306,7 +308,7 @@ def more_text(curves: Curves) -> str:
 def _table(name: str, curve: Curve) -> str:
     run, bands = curve.last, bands_of(curve.last)
     far = [each.rank for each in bands.far]
-    # The columns are of the ranks that have not left the band, unless all have.
+    # Lowest and highest are of the ranks inside the band, unless every rank has left the band.
     others = "others' " if 0 < len(far) < len(run) else ""
     columns = f"{others}lowest", f"{others}highest", *(f"rank {rank}" for rank in far)
     rows = [("step", "median", *columns)]
@@ -323,10 +325,10 @@ def _table(name: str, curve: Curve) -> str:
 # --- as a picture, with words in HTML around it --------------------------------------------------
 
 WIDTH, HEIGHT = 480, 140  # of a picture, in pixels of a page
-SCALE = 2  # units of a picture in one of these
+SCALE = 2  # units of a picture in one pixel
 
 REDRAW, SHARE = 0.5, 20
-"""Seconds between two pictures of a running cell, and how many times what one takes."""
+"""A running cell's picture is redrawn after so many seconds, or so many times its drawing time."""
 
 MOST_PICTURES, MOST_BYTES, MOST_LIVE_BYTES = 6, 300_000, 40_000
 MOST_RUNS_DRAWN = 3
@@ -337,10 +339,10 @@ GRID, EARLIER = "rgba(134,142,150,0.27)", "rgba(134,142,150,0.67)"
 EXTREMES, BAND = "rgba(47,127,230,0.14)", "rgba(47,127,230,0.3)"
 FAR_COLOURS = ("#e67700", "#be4bdb", "#0ca678", "#f76707")
 
-LARGEST = 8e307  # of numbers that are drawn: how far two are apart is a number too
+LARGEST = 8e307  # numbers are drawn up to it: the difference of two must not overflow
 
 Values = Sequence[float | None]
-"""Of a curve, by step; None is a gap."""
+"""The numbers of a curve, by step; None is a gap."""
 
 _TILES = "display:flex;flex-wrap:wrap;column-gap:14px;align-items:flex-end;margin:4px 0"
 TICK_WIDTH = 7  # of a character of the numbers beside a picture, in pixels
@@ -352,7 +354,7 @@ _TILE = (
 
 
 def live_curves(curves: Curves) -> tuple[str, str]:
-    """Write all curves of a running cell as HTML and as text; both may be older ones."""
+    """Return all curves of a running cell as HTML and as text, cached if the last are recent."""
     begun = time.monotonic()
     due, version, html, text = curves.drawn
     if version != curves.version and begun >= due:
@@ -364,7 +366,7 @@ def live_curves(curves: Curves) -> tuple[str, str]:
 
 
 def curves_html(curves: Curves, names: Sequence[str] = (), most: int = MOST_BYTES) -> str:
-    """Write the curves of some names, by default all, with `most` bytes of pictures."""
+    """Write the curves of some names, by default all, as HTML of about `most` bytes."""
     chosen, tiles = [*names] or [*curves.by_name], list[str]()
     for name in chosen[:MOST_PICTURES]:
         tiles.append(tile := _tile(name, curves.by_name[name], most))
@@ -376,7 +378,7 @@ def curves_html(curves: Curves, names: Sequence[str] = (), most: int = MOST_BYTE
 
 
 def _tile(name: str, curve: Curve, most: int) -> str:
-    """Write the numbers of one name, and its picture if that has at most `most` bytes."""
+    """Write the numbers of one name, and its picture if it has at most `most` bytes."""
     bands = bands_of(curve.last)
     title, rest = shown_name(name), headline(name, curve.last, bands)
     head = line(bold(title) + dim(rest.removeprefix(title)))
@@ -400,7 +402,7 @@ def _tile(name: str, curve: Curve, most: int) -> str:
 
 
 def with_axes(image: str, numbers: tuple[str, str], steps: tuple[str, str]) -> str:
-    """Write the highest and lowest number to the left of a picture, and the steps below it."""
+    """Put the highest and lowest number to the left of a picture, and the steps below it."""
     top, bottom = numbers
     # As wide as most numbers are, so that pictures side by side are equal.
     width = TICK_WIDTH * max(7, *map(len, numbers)) + 6
@@ -416,7 +418,7 @@ def with_axes(image: str, numbers: tuple[str, str], steps: tuple[str, str]) -> s
 
 
 def limits(found: Iterable[Bands]) -> tuple[float, float]:
-    """Choose the lowest and highest number that is drawn: of bands, and of ranks near them."""
+    """Return the lowest and highest number to draw: the bands, and far ranks if not too far."""
     found = [*found]
     low = min(each for bands in found for each in bands.low if each is not None)
     high = max(each for bands in found for each in bands.high if each is not None)
@@ -432,7 +434,7 @@ def limits(found: Iterable[Bands]) -> tuple[float, float]:
 
 
 class Frame(NamedTuple):
-    """What is drawn: from which step to which, and the numbers at the edges."""
+    """The part of a plane that a picture shows: first and last step, lowest and highest number."""
 
     begin: float
     end: float
@@ -440,16 +442,16 @@ class Frame(NamedTuple):
     high: float
 
     def across(self, step: float) -> int:
-        """Return how far to the right a step is."""
+        """Return the horizontal position of a step in the picture."""
         return round((step - self.begin) / ((self.end - self.begin) or 1.0) * SCALE * WIDTH)
 
     def down(self, value: float) -> int:
-        """Return how far down a number is: at the edge where it is not drawn."""
+        """Return the vertical position of a number; at the edge if it is outside the picture."""
         share = min(1.0, max(0.0, (self.high - value) / (self.high - self.low)))
         return 2 * SCALE + round(share * SCALE * (HEIGHT - 4))
 
     def parts(self, steps: Sequence[float], values: Values) -> Iterator[list[tuple[int, int]]]:
-        """Yield the points of a curve from one gap to the next."""
+        """Yield the parts of a curve between gaps, each as a list of points."""
         points = list[tuple[int, int]]()
         for step, value in zip(steps, values, strict=True):
             if value is not None:
@@ -461,26 +463,26 @@ class Frame(NamedTuple):
             yield points
 
     def curve(self, steps: Sequence[float], values: Values, colour: str, width: int) -> str:
-        """Draw a line of this width."""
+        """Draw a curve as a line."""
         return _stroke("".join(map(_path, self.parts(steps, values))), colour, width)
 
     def band(self, steps: Sequence[float], low: Values, high: Values, colour: str) -> str:
-        """Fill what is between two curves."""
+        """Fill the area between two curves."""
         edges = zip(self.parts(steps, low), self.parts(steps, high), strict=True)
         areas = (_path(bottom + top[::-1]) for bottom, top in edges)
         return f'<path d="{"".join(areas)}" fill="{colour}"/>'
 
     def marks(self, steps: Iterable[float], colour: str) -> str:
-        """Mark steps at the lower edge."""
+        """Draw a mark for each of some steps at the lower edge."""
         path = (f"M{self.across(step)} {SCALE * HEIGHT}v{-8 * SCALE}" for step in steps)
         return _stroke("".join(path), colour, 4 * SCALE)
 
 
 def picture(bands: Bands, earlier: Sequence[Bands], frame: Frame) -> str:
-    """Draw a run, and earlier ones as lines, as SVG.
+    """Draw a run as SVG, with the medians of earlier runs as grey lines.
 
-    It has no words: those beside it take the page's own colours, light or dark, and its own are
-    seen on both.
+    The picture has no text: text beside it has the page's own colours, light or dark, and the
+    colours of the picture are visible on both.
     """
     width, height, steps = WIDTH * SCALE, HEIGHT * SCALE, bands.steps
     quarters = (f"M0 {part * height // 4}h{width}" for part in range(5))
@@ -506,7 +508,7 @@ def _stroke(path: str, colour: str, width: int) -> str:
 
 
 def _path(points: Sequence[tuple[int, int]]) -> str:
-    """Write the way through points, each from the one before; a single one is a short line."""
+    """Return an SVG path through points, by relative moves; a single point is a short line."""
     (x, y), *rest = points
     ways = [f"{c - a} {d - b}" for (a, b), (c, d) in pairwise(points)]
     return f"M{x} {y}l{' '.join(ways) if rest else '1 0'}"

@@ -1,4 +1,8 @@
-"""A panel as HTML: at most 64 KB while its cell runs, then 1 MB, both without images.  Pure."""
+"""Writes panels as HTML: up to 64 KB while the cell runs, and 1 MB at its end, without images.
+
+The notebook's display calls `panel_html`, and shows `leftovers` below the panel.  Pure: no I/O
+here.
+"""
 
 from __future__ import annotations
 
@@ -46,16 +50,16 @@ from nbdist.words import count, format_ranks, in_pool, name_ranks
 
 MOST_BYTES, MOST_LIVE_BYTES = 1_000_000, 64_000
 MOST_LIVE_FIGURES = 640_000
-"""Bytes of all figures that a running cell shows; each block may have the same share of them."""
+"""Bytes of all figures in the panel of a running cell; each block may use an equal share."""
 FOOT_SECONDS = 10
-"""So long nothing is drawn, in a page that was reloaded, before the foot of a panel is seen."""
+"""Seconds without a new drawing, as in a reloaded page, after which a panel's foot appears."""
 
 _SMALLEST_BLOCK = 1500
-_BLOCK_BYTES = 600  # The tags of a block and the notes in it.
-# Wide enough for what people print; a line that does not fit in its block is cut.
+_BLOCK_BYTES = 600  # the tags of a block and the notes in it
+# Characters to which a line is cut if its block has too little room, the widest first.
 _WIDTHS, _LIVE_WIDTHS = (100_000, 4000, 400), (400, 200, 100, 40)
 _LIVE_DISPLAY_LINES = 8
-_TRACEBACKS = ((100, 1000), (24, 400), (5, 200), (1, 100))  # lines, and their width
+_TRACEBACKS = ((100, 1000), (24, 400), (5, 200), (1, 100))  # rows, and their width
 
 _COLOURS: dict[Look, str] = {
     "waiting": GREY,
@@ -67,7 +71,7 @@ _COLOURS: dict[Look, str] = {
     "stopped": GREY,
     "aborted": GREY,
 }
-# As wide as the sign that opens and closes a finished block, which has none while it runs.
+# As wide as the triangle of a finished block; the block of a running cell has no triangle.
 _TITLE = "padding-left:1.1em"
 _LONGEST_LAST = 80
 _HEAD, _FOOT = "display:flex;column-gap:14px", "flex:1 1 0%;min-width:0"
@@ -75,21 +79,21 @@ _SQUARE = (
     "display:inline-block;min-width:19px;border-radius:3px;margin:1px 0;padding:0 2px;"
     "text-align:center"
 )
-# Between two squares is a space, which a page without styles needs, but which is wide.
+# The spaces between squares are for pages that drop styles; here they are made narrow.
 _SQUARES = "color:#ffffff;font-size:10px;line-height:1.5;margin:2px 0;word-spacing:-4px"
 _VALUE = "padding:1px 12px 1px 0;border:none;vertical-align:top;text-align:left;line-height:1.4"
-# The reversed column makes the box start at its end, where the newest lines are.
+# The reversed column scrolls the box to its end, where the newest lines are.
 _TALL = "display:flex;flex-direction:column-reverse;max-height:546px;overflow:auto"
 
 
 @dataclass(slots=True)
 class _Room:
-    """How many bytes the blocks that are left may still use."""
+    """The bytes that are left for the blocks that are not yet written."""
 
     left: int
     blocks: int
     is_live: bool
-    figure: int = 0  # that a running cell shows
+    figure: int = 0  # most bytes of the figure in a block of a running cell
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -97,7 +101,7 @@ class _Room:
 
 
 def panel_html(shown: Panel) -> str:
-    """Write the panel; its text says the same."""
+    """Write a panel as HTML, with the same content as its text."""
     most = MOST_LIVE_BYTES if shown.is_live else MOST_BYTES
     count_of_blocks = len(shown.blocks) + len(shown.rest)
     most_of_figure = MOST_LIVE_FIGURES // max(1, count_of_blocks)
@@ -132,7 +136,7 @@ def _curves(shown: Panel) -> str:
 def _head(shown: Panel) -> str:
     """Write `8 ranks · 12.3 s · ● 7 · ✗ 1`, and a square for each rank if there are many.
 
-    If there are warnings the head is orange, and they stand below it.
+    If there are warnings, they follow below, and the head is orange.
     """
     warned = "".join(line(coloured(text, AMBER)) for text in shown.warnings)
     if not shown.states:
@@ -142,7 +146,7 @@ def _head(shown: Panel) -> str:
     states = [coloured(text, colours[look]) for look, text in shown.states]
     words = bold(shown.ranks), dim(shown.seconds), *states, dim(shown.pace), dim(shown.now)
     head = line(dim(" · ").join(filter(None, words)))
-    if shown.foot:  # it takes what room is left, so that nothing moves when it is gone
+    if shown.foot:  # on the rest of the line, so that nothing moves without it
         foot = shown_later(shown.foot, FOOT_SECONDS)
         head = f'<div style="{_HEAD}">{head}<div style="{_FOOT}">{foot}</div></div>'
     head += warned
@@ -157,12 +161,12 @@ def _head(shown: Panel) -> str:
 
 
 def _rows(rows: Sequence[Row], most: int, room: _Room) -> str:
-    """Write which ranks are there, and their line, in about `most` bytes."""
+    """Write a table of rows, each with its ranks and their line, in about `most` bytes."""
     found = []
     for row in rows:
         fitted, _ = _fitted(row.line, most // len(rows), room)
         shown = lines_html([fitted], opens=not room.is_live)
-        # Sets are seen in the line itself.
+        # The line itself shows sets, so that likeness needs no words.
         about = row.sameness if row.sameness == "same except for times" else ""
         cells = dim(name_ranks(row.ranks)), shown, *filter(None, [dim(about)])
         found.append([(_VALUE, cell) for cell in cells])
@@ -170,10 +174,10 @@ def _rows(rows: Sequence[Row], most: int, room: _Room) -> str:
 
 
 def _fitted(text: Line, budget: int, room: _Room) -> tuple[Line, int]:
-    """Cut a line so that there is room for its HTML, or as narrow as can be; return its bytes."""
+    """Cut a line to the first width whose HTML fits the budget, else the last; return its bytes."""
     for width in room.widths:
         clipped = Line(clip(text.text, width), text.stderr)
-        # No HTML is shorter than its text, and it takes long to be written.
+        # HTML is never shorter than its text, and slow to write: compare the text first.
         if len(clipped.text) <= budget or width == room.widths[-1]:
             cost = size(lines_html([clipped], opens=not room.is_live))
             if cost <= budget:
@@ -182,7 +186,7 @@ def _fitted(text: Line, budget: int, room: _Room) -> tuple[Line, int]:
 
 
 def _rest(blocks: tuple[Block, ...], room: _Room) -> str:
-    """Write the ranks that are like many others, behind one line."""
+    """Write the blocks of `Panel.rest` behind one closed line; name the ranks without room."""
     ranks = [rank for block in blocks for rank in block.group.ranks]
     title = bold(count(len(ranks), "more rank"))
     said = dim(f"with output of their own: {format_ranks(ranks)}")
@@ -210,7 +214,7 @@ def _block(block: Block, room: _Room, style: str = "") -> str:
     title = " ".join(filter(None, [bold(name_ranks(block.group.ranks)), mark, words]))
     if block.failed:
         title += f" {coloured(clip(block.failed, 200), colour)}"
-    if room.is_live:  # drawn again and again, it would close what was opened
+    if room.is_live:  # a new drawing would close opened details
         title += dim(f" · {clip(last, _LONGEST_LAST)}" if last else "")
         html = barred(f'<div style="{_TITLE}">{title}</div>{body}{error}', colour, style)
     else:
@@ -220,7 +224,10 @@ def _block(block: Block, room: _Room, style: str = "") -> str:
 
 
 def _with_last_line(block: Block) -> tuple[Block, str]:
-    """Take the last line out of a block of a running cell whose title alone stays at the end."""
+    """Remove the first text of a block, and return its last line, which the title shows.
+
+    This is for blocks of a running cell that will be closed at the end of the cell.
+    """
     for index, item in enumerate(block.items):
         if isinstance(item, list):
             rest = (*block.items[:index], *block.items[index + 1 :])
@@ -229,9 +236,10 @@ def _with_last_line(block: Block) -> tuple[Block, str]:
 
 
 def _output(block: Block, budget: int, room: _Room) -> tuple[str, int]:
-    """Write the items, the newest first into what room there is; also the bytes that are free.
+    """Write the items of a block, and return the HTML and the bytes of images that do not count.
 
-    Images of a finished cell are, and the figure that is seen of a running one: the newest.
+    The newest items get room first.  Images of a finished cell do not count against the budget, nor
+    does the newest figure in a running cell.
     """
     parts: list[str | Hidden] = []
     free, has_figure = 0, False
@@ -250,7 +258,7 @@ def _output(block: Block, budget: int, room: _Room) -> tuple[str, int]:
                 html = _display(item, room)
                 is_free = _is_image(item) and not room.is_live
                 if (0 if is_free else size(html)) > budget:
-                    # While the cell runs a line is enough; at its end it is hidden like a line.
+                    # While the cell runs, a line stands for the display; at the end it is hidden.
                     said = line(dim(FIGURE_LATER)) if _is_image(item) else _plain(item, room)
                     html = said if room.is_live else ""
                 budget -= 0 if is_free else size(html)
@@ -266,7 +274,7 @@ def _output(block: Block, budget: int, room: _Room) -> tuple[str, int]:
 
 
 def _newest(lines: list[Line], budget: int, room: _Room) -> tuple[str, Hidden | None]:
-    """Write as many of the last lines as there is room for, and count the others."""
+    """Write as many of the last lines as fit in the budget, and count the others."""
     kept: list[Line] = []
     used = 0
     for each in reversed(lines):
@@ -286,7 +294,7 @@ def _text(lines: list[Line], room: _Room) -> str:
 
 
 def _is_image(shown: Shown) -> bool:
-    """Return True for an image: a panel's size is counted without."""
+    """Return True for an image, which does not count in the size of a finished panel."""
     return (embed(shown.display) or "").startswith("<img ")
 
 
@@ -407,10 +415,11 @@ _BELOW_TABS = "order:-1;flex:0 0 100%;height:0"
 
 
 def _tabs(blocks: list[Block], name: str, room: _Room) -> str:
-    """Write a row of ranks; a click on one shows its output below the row, and no other output.
+    """Write a row of ranks; a click on a rank shows only its output, below the row.
 
-    A page closes `<details>` of a name when another one is opened.  JupyterLab removes that name,
-    and `display:contents`, from a file that is not trusted: then each rank opens by itself.
+    A browser closes `<details>` when another one of the same name is opened.  JupyterLab removes
+    that name, and `display:contents`, from notebooks that are not trusted: then ranks open and
+    close independently.
     """
     written = []
     for block in blocks:
@@ -426,25 +435,25 @@ def _tabs(blocks: list[Block], name: str, room: _Room) -> str:
         html += f'<div style="{_OUTPUT}">{said}{body}{error}</div>'
         written.append((block.is_open, html))
         room.left -= size(html) - free + _TAB_BYTES
-    # The same output has the same name when it is shown again, so that saved notebooks are equal.
+    # The digest gives equal output an equal name, so that saved notebooks do not differ.
     digest = blake2b("".join(html for _, html in written).encode(), digest_size=6).hexdigest()
     start = f'<details name="{name}-{digest}" style="{_OPENED}"'
     tabs = "".join(f"{start}{' open' * is_open}>{html}</details>" for is_open, html in written)
     return f'<div style="{_TAB_ROW}">{tabs}<div style="{_BELOW_TABS}"></div></div>'
 
 
-# --- what is not part of the panel --------------------------------------------------------
+# --- displays outside the panel -----------------------------------------------------------
 
 MOST_BELOW = 32
-"""Displays of a cell that are shown below its panel."""
+"""The most displays of a cell that are shown below its panel."""
 
 
 def leftovers(
     transcript: Transcript, ranks: Collection[int] | None = None
 ) -> list[tuple[tuple[int, ...], Display]]:
-    """Find what only the page can render, of all ranks or some, in their order, with the ranks.
+    """Return the displays of some or all ranks that only the page can render, with their ranks.
 
-    Of equal ones it is the first; a rank that shows the same twice has two.
+    Equal displays of several ranks are one; if a rank shows the same display twice, there are two.
     """
     found: dict[object, tuple[list[int], Display]] = {}
     for each in (each for each in transcript if ranks is None or each.rank in ranks):
@@ -458,14 +467,14 @@ def leftovers(
 
 
 def all_show_widgets(transcript: Transcript) -> bool:
-    """Return True where each rank that still runs shows one: their order is known from then on."""
+    """Return True if every rank that still runs shows a widget, so that their order is final."""
     shows = [any(model_of(shown.display) for shown in each.displays) for each in transcript]
     ended = [each.state in ENDED for each in transcript]
     return any(shows) and all(map(operator.or_, shows, ended))
 
 
 def figures(transcript: Transcript) -> list[tuple[str, Display]]:
-    """Find the images that are part of the panel, each with its ranks, for programs."""
+    """Return the images of the panel, each with its ranks, for clients that are programs."""
     found = []
     for group in transcript.groups():
         for shown in group.displays:

@@ -1,7 +1,8 @@
-"""A panel in which each rank has its own output, in the order in which it came.  Pure.
+"""Panels in which each rank has its own block, with its output in the order of its arrival.
 
-In a finished cell each rank has a tab; in a running one a few ranks are below one another, since a
-page that draws the panel again would close what was opened.
+In a finished cell each rank has a tab.  In a running cell the blocks of a few ranks are below one
+another, since each new drawing of the panel would close an opened tab.  The notebook's display
+calls this file.  Pure: no I/O here.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ _LIVE_LINES_OF_ASKING = 60
 def live_by_rank(shown: Panel, transcript: Transcript, turn: int | None = None) -> Panel:
     """Return the panel of a running cell with a block for each rank, if there are few ranks.
 
-    Ranks that wait for input come last, after them the rank whose `turn` it is: what is typed goes
-    below.
+    Ranks that wait for input come last, and the rank whose `turn` it is comes at the very end, next
+    to the input box.  With more ranks the panel is returned as it is.
     """
     if len(transcript.ranks) > MANY_RANKS:
         return shown
@@ -46,10 +47,10 @@ def live_by_rank(shown: Panel, transcript: Transcript, turn: int | None = None) 
 def final_tabs(shown: Panel, transcript: Transcript, logs: Mapping[int, str], name: str) -> Panel:
     """Return the panel of a finished cell with a tab for each rank that has shown something.
 
-    The tab of the rank that failed first is open, else the first one.  No other panel may have
-    tabs of that `name`.
+    The tab of the rank that failed first is open, or else the first tab.  `name` must be unique
+    among the panels of a page.
     """
-    if not shown.states:  # it is one line
+    if not shown.states:  # the panel is one line
         return shown
     groups = [group for group in _each_rank(transcript) if _has_output(group)]
     with_output = {group.ranks[0] for group in groups}
@@ -77,7 +78,7 @@ def _tab(group: Group, most: int, logs: Mapping[int, str], pool: str, *, is_open
     hides = any(isinstance(item, Hidden) for item in items)
     words = [lines_text(group.line_count) if hides else ""]
     words += ["aborted"] if group.shown.state == "aborted" else []
-    if isinstance(group.error, Failure):  # whose traceback the tab has
+    if isinstance(group.error, Failure):  # the tab shows the traceback of every rank
         group, failed = group._replace(part="first"), ""
     else:
         failed = error_text(group.error) if group.error else ""
@@ -105,10 +106,10 @@ def _asks(group: Group) -> bool:
 def _items(
     said: RankTranscript, most: int, *, is_live: bool = False
 ) -> tuple[tuple[Item, ...], int]:
-    """Take all displays and the last `most` lines, and count the lines that are left out.
+    """Return the displays and the last `most` lines of a rank, and the number of other lines.
 
-    Progress bars are lines in their places.  In a finished cell the lines left out are counted in
-    their places too.  In a running one a display takes the room of a line.
+    Progress bars count as lines here.  In a finished cell `Hidden` items stand in the places of
+    lines that are left out.  In a running cell a display counts as a line.
     """
     found: list[Item] = []
     left = sum(screen.end for screen in said.screens)

@@ -1,4 +1,8 @@
-"""A panel as text/plain: each line belongs to the ranks in the nearest header above it.  Pure."""
+"""Writes panels as text/plain, and the output of all ranks as one stream of lines.
+
+A line of a panel belongs to the ranks in the nearest header above it.  `PlainLines` serves
+terminals, scripts and logs.  Pure: no I/O here.
+"""
 
 from __future__ import annotations
 
@@ -32,20 +36,20 @@ _MOST_ROWS = 200
 
 
 def panel_text(shown: Panel) -> str:
-    """Write the panel; its HTML says the same."""
+    """Write a panel as text, with the same content as its HTML."""
     before, after = shown.waits or shown.spread, "\n".join(filter(None, [shown.note, shown.foot]))
     head = [head_text(shown), *shown.warnings, *filter(None, [before])]
     return "\n".join([*head, *_body(shown), *filter(None, [after])])
 
 
 def head_text(shown: Panel) -> str:
-    """Write `4 ranks · 12.3 s · ✓ 3 · ✗ 1`, and what else is said of all ranks."""
+    """Write the head line of a panel: `4 ranks · 12.3 s · ✓ 3 · ✗ 1`."""
     states = [text for _, text in shown.states]
     return " · ".join(filter(None, [shown.ranks, shown.seconds, *states, shown.pace, shown.now]))
 
 
 def curves_lines(curves: Curves, *, is_live: bool = False) -> list[str]:
-    """Write what ranks have tracked as tables, below a header."""
+    """Write the numbers that ranks have tracked as tables, below a header."""
     from nbdist.output.chart import curves_text, live_curves  # most cells track nothing
 
     text = live_curves(curves)[1] if is_live else curves_text(curves)
@@ -53,7 +57,7 @@ def curves_lines(curves: Curves, *, is_live: bool = False) -> list[str]:
 
 
 def failures_text(shown: Panel, *, colours: bool) -> Iterator[str]:
-    """Write what ended a cell, below a header for all ranks that ended in the same way."""
+    """Yield the errors of a cell, each below a header with all ranks that failed in that way."""
     found: dict[tuple[str, ...], list[Block]] = {}
     for block in (*shown.blocks, *shown.rest):
         if block.group.has_failed:
@@ -70,11 +74,10 @@ def failures_text(shown: Panel, *, colours: bool) -> Iterator[str]:
 def whole_text(
     transcript: Transcript, ranks: Iterable[int], logs: Mapping[int, str] | None = None
 ) -> str:
-    """Write all lines of some ranks that are still kept, each rank under a header of its own.
+    """Write all lines of some ranks that are still kept, each rank below its own header.
 
-    In the place of lines that are not kept stands how many there were, and in which of the `logs`
-    they are.  Below all lines stands what ended the cell there: of other ranks than the first a
-    panel has one line.
+    Lines that are not kept are replaced by their number and the name of the file in `logs`.  The
+    error of each rank comes last, with its traceback, which a panel shows for the first rank only.
     """
     parts: list[str] = []
     for said in map(transcript.__getitem__, ranks):
@@ -107,7 +110,7 @@ def _body(shown: Panel) -> Iterator[str]:
         bars = [clip(row, width) for row in bars_text(shown.bars)]
         parts.insert(len(failed), [_header(shown.bars.ranks, "bars"), *bars])
     yield from chain.from_iterable(parts)
-    for row in shown.rows:  # of the other ranks, which have no blocks then
+    for row in shown.rows:  # for ranks without a block
         yield _header(row.ranks, row.sameness)
         yield clip(strip(row.line.text), width)
     if shown.silent:
@@ -191,20 +194,20 @@ def _header(ranks: Iterable[int], sameness: str = "", mark: str = "") -> str:
 MERGE_SECONDS = 0.1
 # A rank that is this many lines behind another is not waited for.
 _LOOK_AHEAD = 50
-# Text goes into a screen in pieces, so that no line is dropped before it was taken out.
+# Text is written to a screen in pieces, so that each line is queued before the screen drops it.
 _SLICE = 64_000
 _KEEP = 64_000
 
 
 @dataclass(slots=True)
 class _Rank:
-    """What one rank has printed: a terminal, and the lines that have left it."""
+    """The output of one rank: a screen, and a queue of its complete lines."""
 
     screen: Screen = field(default_factory=lambda: Screen(_KEEP))
     taken: int = 0
     bars: list[Bar] = field(default_factory=list)  # of earlier screens
     queue: deque[tuple[float, str]] = field(default_factory=deque)
-    waiting: Counter[str] = field(default_factory=Counter)  # The texts in the queue.
+    waiting: Counter[str] = field(default_factory=Counter)  # the texts in the queue
 
     def take(self, output: events.Output, now: float) -> None:
         """Queue the lines that an output completes."""
@@ -228,14 +231,14 @@ class _Rank:
             case events.Done() | events.InputRequest():
                 self.end_screen(now)
             case events.Typed() | events.Clear():
-                pass  # The terminal has shown what was typed, and what is printed stays.
+                pass  # a terminal shows typed text itself, and printed lines cannot be cleared
 
     def _say(self, text: str, now: float) -> None:
         self.end_screen(now)
         self._push(text.split("\n"), now)
 
     def end_screen(self, now: float) -> None:
-        """Queue the last line too, though it may have no end."""
+        """Queue all lines of the screen, with an incomplete last line, and begin a new screen."""
         self._take_lines(self.screen.end, now)
         self.bars += [bar for _, bar in self.screen.bars()]
         self.screen, self.taken = Screen(_KEEP), 0
@@ -250,14 +253,14 @@ class _Rank:
             self.waiting[text] += 1
 
     def before(self, text: str) -> int:
-        """Count the lines before this one, if it comes soon."""
+        """Return the number of lines before this text; 0 if it is not among the next lines."""
         if text not in self.waiting:
             return 0
         soon = islice(self.queue, _LOOK_AHEAD)
         return next((number for number, (_, line) in enumerate(soon) if line == text), 0)
 
     def pop(self) -> str:
-        """Take the next line out."""
+        """Remove and return the next line."""
         _, text = self.queue.popleft()
         self.waiting[text] -= 1
         if not self.waiting[text]:
@@ -266,7 +269,7 @@ class _Rank:
 
 
 class PlainLines:
-    """Takes outputs with their times, and yields lines in the order in which to print them.
+    """Merges the outputs of ranks to one stream of lines, equal lines as one: `[0-3] epoch 1`.
 
     Call `due` about every `MERGE_SECONDS`, and `finish` at the end.  Times are monotonic seconds.
     """
@@ -275,12 +278,12 @@ class PlainLines:
         self._ranks = {rank: _Rank() for rank in sorted(ranks)}
 
     def receive(self, rank: int, output: events.Output, now: float) -> Iterator[str]:
-        """Take in an output; yields the lines that need not wait for other ranks."""
+        """Add an output, and yield the lines that need not wait for other ranks."""
         self._ranks[rank].take(output, now)
         yield from self.due(now)
 
     def due(self, now: float) -> Iterator[str]:
-        """Yield the lines that all ranks agree on, and those that have waited long enough."""
+        """Yield the next lines that all ranks have printed, or that have waited `MERGE_SECONDS`."""
         while True:
             heads = [(rank.queue[0], number) for number, rank in self._ranks.items() if rank.queue]
             if not heads:
@@ -291,7 +294,7 @@ class PlainLines:
                 return
             same = []
             for number, rank in self._ranks.items():
-                for _ in range(rank.before(text)):  # first what it said before
+                for _ in range(rank.before(text)):  # first the earlier lines of this rank
                     yield f"[{number}] {rank.pop()}"
                 if rank.queue and rank.queue[0][1] == text:
                     rank.pop()
@@ -299,11 +302,11 @@ class PlainLines:
             yield f"[{format_ranks(same)}] {text}"
 
     def flush(self) -> Iterator[str]:
-        """Yield the lines that are complete, without waiting for other ranks."""
+        """Yield all complete lines, without waiting for other ranks."""
         yield from self.due(float("inf"))
 
     def finish(self, now: float) -> Iterator[str]:
-        """Yield all that is left, lines without an end included, then where progress bars ended."""
+        """Yield all remaining lines, incomplete ones too, then the last states of progress bars."""
         for rank in self._ranks.values():
             rank.end_screen(now)
         yield from self.flush()
