@@ -145,7 +145,7 @@ class Died(NamedTuple):
 
     @property
     def by_stop(self) -> bool:
-        """Whether the agent killed the process because it ignored Stop."""
+        """Whether the agent killed the process because the process ignored Stop."""
         return self.why == IGNORES_STOP
 
     @property

@@ -599,7 +599,10 @@ Numbers: TypeAlias = tuple[tuple[str, ...], ...]
 
 
 def unlike_most(groups: Sequence[Group]) -> frozenset[int]:
-    """Return the first rank of each group whose short output has other words than most ranks."""
+    """Return the first rank of each group whose short output has other words than most ranks.
+
+    Return none if no words are those of more than half of the ranks, or too many groups differ.
+    """
     words = {group.ranks[0]: _short(group.shown) for group in groups if group.shown.state == "ok"}
     counted = Counter[Words]()
     for group in groups:
