@@ -564,7 +564,8 @@ class Pools:
                 python = self.shell.transform_cell(cell)
                 bound = names_bound(python)
         if bound and result.success:
-            self.gathered.add(assigned_in(python))
+            # The cell may have deleted a name again, or not have run the line that assigns it.
+            self.gathered.add(name for name in assigned_in(python) if name in self.shell.user_ns)
         self.gathered.bound_in_notebook(bound)
         for pool in self:
             if pool.world is not None:

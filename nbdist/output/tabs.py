@@ -53,6 +53,8 @@ def final_tabs(shown: Panel, transcript: Transcript, logs: Mapping[int, str], na
     if not shown.states:  # the panel is one line
         return shown
     groups = [group for group in _each_rank(transcript) if _has_output(group)]
+    if not groups:  # the ranks of a cell that was given back while they run
+        return shown
     with_output = {group.ranks[0] for group in groups}
     groups.sort(key=lambda group: not group.has_failed)
     kept = sorted(groups[:MOST_TABS], key=lambda group: group.ranks)

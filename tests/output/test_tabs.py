@@ -50,6 +50,8 @@ def test_tabs() -> None:
     assert tabs_of(make(4, lambda rank: [out("a\n")] * (rank == 2))).tabs == ""
     silent = make(2, lambda rank: [])
     assert tabs_of(silent) == final_layout(silent)
+    given_back = running(2, lambda rank: [])
+    assert tabs_of(given_back) == final_layout(given_back)
 
 
 def test_many_tabs() -> None:

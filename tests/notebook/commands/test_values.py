@@ -56,6 +56,10 @@ def test_several_names(two: Notebook):
     two.run("y = %dist_gather n * 10 --rank 1\nboth = %dist_gather n t[0].item()")
     assert two.value("y, both") == (20, ([1, 2], [0.0, 1.0]))
     assert two.value("[get_ipython().run_line_magic('dist_gather', 'n')]") == [[1, 2]]
+    # The name that it is assigned to need not be there when the cell ends.
+    for cell in ("x = %dist_gather n\ndel x", "if False:\n    never = %dist_gather n"):
+        ran = two.run(f"{cell}\nother = 1")
+        assert (ran.errors, ran.streams) == ([], []), cell
     # Assigned as bound, it is what gather has brought.
     two.run("%%distributed\nx = 'theirs'")
     two.run("x = %dist_gather n")
