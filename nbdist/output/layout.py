@@ -55,7 +55,7 @@ TALL_LINES = 30
 """Lines of a finished block that are seen at once, and last lines shown of a running one."""
 
 # Of live layouts.
-_LIVE_LINES_OF_FAILED, _LIVE_LINES_OF_ASKING = 8, 60
+_LIVE_LINES_OF_FAILED, LIVE_LINES_OF_ASKING = 8, 60
 _FEW_GROUPS, _CLOCK_FROM = 4, 2.0
 _LIVE = "last updated {} · rest: `%dist_output`"
 
@@ -207,8 +207,8 @@ def live_layout(
         for group in transcript.groups(failed_first=True, is_live=True)
         if group.has_failed or not group.shown.is_silent
     ]
-    groups.sort(key=lambda group: (_asks(group), turn in group.ranks))
-    own = [group for group in groups if group.has_failed or _asks(group)]
+    groups.sort(key=lambda group: (asks(group), turn in group.ranks))
+    own = [group for group in groups if group.has_failed or asks(group)]
     others = [group for group in groups if group not in own]
     is_many = len(transcript.ranks) > MANY_RANKS and len(groups) > _FEW_GROUPS
     values = () if any(group.ahead for group in groups) else _values(others, is_live=True)
@@ -232,7 +232,8 @@ def live_layout(
     )
 
 
-def _asks(group: Group) -> bool:
+def asks(group: Group) -> bool:
+    """Return True if a rank of the group waits for input."""
     return any(each.asks is not None for each in group.members)
 
 
@@ -243,11 +244,11 @@ def _live_blocks(
     blocks, room = [], _OPEN_LINES
     for group in groups:
         lines = min(group.line_count, _MOST_LINES)
-        is_open = _is_open(group, transcript, lines, room) or _asks(group)
+        is_open = _is_open(group, transcript, lines, room) or asks(group)
         if is_open:
             room -= lines
         most = _LIVE_LINES_OF_FAILED if is_many else TALL_LINES if is_open else 1
-        most = _LIVE_LINES_OF_ASKING if _asks(group) else most
+        most = LIVE_LINES_OF_ASKING if asks(group) else most
         items, earlier = _items(group, most, is_live=True)
         said = tuple(filter(None, [sameness(group)]))
         failed = _failed_with(group, transcript)
@@ -354,6 +355,11 @@ def _value(group: Group, *, is_live: bool) -> Line | None:
     return line if is_short else None
 
 
+def most_lines(transcript: Transcript) -> int:
+    """Return how many lines a block of a finished cell has at most."""
+    return _MOST_LINES if len(transcript.ranks) < _FEWER_LINES_FROM else _FEWER_LINES
+
+
 def _final_blocks(
     transcript: Transcript,
     groups: Iterable[Group],
@@ -367,7 +373,7 @@ def _final_blocks(
     lines fit in `room`.  The title of a block says how much output there is if not all is seen.
     """
     blocks = []
-    most = _MOST_LINES if len(transcript.ranks) < _FEWER_LINES_FROM else _FEWER_LINES
+    most = most_lines(transcript)
     for group in groups:
         items, _ = _items(group, most)
         lines = sum(len(item) for item in items if isinstance(item, list))

@@ -10,16 +10,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from nbdist.output.events import Failure, Skipped
-from nbdist.output.layout import MANY_RANKS, Block, Hidden, Item, Panel, merged
+from nbdist.output.layout import (
+    LIVE_LINES_OF_ASKING,
+    MANY_RANKS,
+    Block,
+    Hidden,
+    Item,
+    Panel,
+    asks,
+    merged,
+    most_lines,
+)
 from nbdist.output.rank_transcript import RankTranscript, Shown
 from nbdist.output.screen import Screen
-from nbdist.output.transcript import Group, Transcript, group_of, spread
+from nbdist.output.transcript import Group, Transcript, spread
 from nbdist.output.wording import error_text, lines_text
 
 MOST_TABS = 128
-_MOST_LINES, _FEWER_LINES, _FEWER_LINES_FROM = 200, 50, 64
 _LIVE_LINES = 24
-_LIVE_LINES_OF_ASKING = 60
 
 
 def live_by_rank(shown: Panel, transcript: Transcript, turn: int | None = None) -> Panel:
@@ -30,12 +38,12 @@ def live_by_rank(shown: Panel, transcript: Transcript, turn: int | None = None) 
     """
     if len(transcript.ranks) > MANY_RANKS:
         return shown
-    groups = [group for group in _each_rank(transcript) if _has_output(group)]
-    groups.sort(key=lambda group: (_asks(group), turn in group.ranks))
+    groups = [group for group in transcript.single_groups() if _has_output(group)]
+    groups.sort(key=lambda group: (asks(group), turn in group.ranks))
     each = max(2, _LIVE_LINES // max(1, len(groups)))
     blocks = []
     for group in groups:
-        most = _LIVE_LINES_OF_ASKING if _asks(group) else each
+        most = LIVE_LINES_OF_ASKING if asks(group) else each
         items, left = _items(group.shown, most, is_live=True)
         words = (f"… {left:,} earlier",) if left else ()
         is_first = group.part == "first" and isinstance(group.error, Failure)
@@ -52,14 +60,14 @@ def final_tabs(shown: Panel, transcript: Transcript, logs: Mapping[int, str], na
     """
     if not shown.states:  # the panel is one line
         return shown
-    groups = [group for group in _each_rank(transcript) if _has_output(group)]
+    groups = [group for group in transcript.single_groups() if _has_output(group)]
     if not groups:  # the ranks of a cell that was given back while they run
         return shown
     with_output = {group.ranks[0] for group in groups}
     groups.sort(key=lambda group: not group.has_failed)
     kept = sorted(groups[:MOST_TABS], key=lambda group: group.ranks)
     opened = next((group for group in kept if group.part == "first"), kept[0])
-    most = _MOST_LINES if len(transcript.ranks) < _FEWER_LINES_FROM else _FEWER_LINES
+    most = most_lines(transcript)
     blocks = [_tab(group, most, logs, shown.pool, is_open=group is opened) for group in kept]
     return shown._replace(
         squares=(),
@@ -88,21 +96,10 @@ def _tab(group: Group, most: int, logs: Mapping[int, str], pool: str, *, is_open
     return Block(group, tuple(filter(None, words)), items, failed, log, is_open, pool)
 
 
-def _each_rank(transcript: Transcript) -> list[Group]:
-    cause = transcript.root_cause()
-    first = cause[0] if cause else None
-    alike = set(transcript.alike_error(first)) if first is not None else set()
-    return [group_of([each], first, alike, is_exact=True) for each in transcript]
-
-
 def _has_output(group: Group) -> bool:
     said = group.shown
     is_over = said.state in ("failed", "died", "aborted")
     return is_over or not said.is_silent or bool(said.bars)
-
-
-def _asks(group: Group) -> bool:
-    return any(each.asks is not None for each in group.members)
 
 
 def _items(

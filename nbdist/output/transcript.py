@@ -115,13 +115,20 @@ class Transcript:
             members = _but_numbers(self._members(exactly=False))
         if is_live:
             members = _with_those_ahead(members, is_exact=is_exact)
-        cause = self.root_cause()
-        first = cause[0] if cause else None
-        alike = set(self.alike_error(first)) if first is not None else set()
-        groups = [group_of(each, first, alike, is_exact=is_exact) for each in members]
+        groups = self._grouped(members, is_exact=is_exact)
         if failed_first:
             groups.sort(key=lambda each: (not each.has_failed, each.part != "first", each.follows))
         return groups
+
+    def single_groups(self) -> list[Group]:
+        """Return a group of its own for each rank, in the order of the ranks."""
+        return self._grouped([[each] for each in self], is_exact=True)
+
+    def _grouped(self, members: Iterable[list[RankTranscript]], *, is_exact: bool) -> list[Group]:
+        cause = self.root_cause()
+        first = cause[0] if cause else None
+        alike = set(self.alike_error(first)) if first is not None else set()
+        return [_group_of(each, first, alike, is_exact=is_exact) for each in members]
 
     def _members(self, *, exactly: bool) -> list[list[RankTranscript]]:
         members: list[list[RankTranscript]] = []
@@ -280,7 +287,7 @@ class Group(NamedTuple):
         return (min(self.members, key=lambda each: each.line_count),)
 
 
-def group_of(
+def _group_of(
     members: Sequence[RankTranscript],
     first: int | None,
     alike: Collection[int],
@@ -362,8 +369,10 @@ def _words(said: RankTranscript, *, is_exact: bool = False) -> _Words | None:
     texts = [(strip(line.text), line.stderr) for line in lines if isinstance(line, Line)]
     if len(texts) < count:
         return None
-    drop = without_times if is_exact else _without_numbers
-    texts = [(drop(text), is_stderr) for text, is_stderr in texts]
+    if is_exact:
+        texts = [(without_times(text), is_stderr) for text, is_stderr in texts]
+    else:
+        texts = [(_split_numbers(text)[0], is_stderr) for text, is_stderr in texts]
     end = "failed" if said.state in FAILED else said.state == "aborted"
     return (end, said.error_keys[0]), tuple(texts)
 
@@ -401,10 +410,6 @@ def _continues(words: _Words, longer: _Words) -> bool:
     """Return True if `longer` has more lines than `words`, and begins with the same lines."""
     end, said = words
     return longer[0] == end and len(longer[1]) > len(said) and longer[1][: len(said)] == said
-
-
-def _without_numbers(text: str) -> str:
-    return _split_numbers(text)[0]
 
 
 def _split_numbers(text: str) -> tuple[str, tuple[str, ...]]:
