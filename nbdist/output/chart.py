@@ -28,7 +28,7 @@ from nbdist.output.wording import (
     ranks_text,
     size,
 )
-from nbdist.words import aligned, count, name_ranks, one_line
+from nbdist.words import aligned, count, in_pool, name_ranks, one_line
 
 LONGEST_NAME = 60  # characters
 
@@ -333,7 +333,6 @@ REDRAW, SHARE = 0.5, 20
 MOST_PICTURES, MOST_BYTES, MOST_LIVE_BYTES = 6, 300_000, 40_000
 MOST_RUNS_DRAWN = 3
 
-SHOWS_ONE = "`%dist_plot NAME` shows one"
 
 GRID, EARLIER = "rgba(134,142,150,0.27)", "rgba(134,142,150,0.67)"
 EXTREMES, BAND = "rgba(47,127,230,0.14)", "rgba(47,127,230,0.3)"
@@ -353,25 +352,35 @@ _TILE = (
 )
 
 
-def live_curves(curves: Curves) -> tuple[str, str]:
-    """Return all curves of a running cell as HTML and as text, cached if the last are recent."""
+def live_curves(curves: Curves, pool: str = "") -> tuple[str, str]:
+    """Return all curves of a running cell as HTML and as text, cached if the last are recent.
+
+    The HTML has the command for the names left out, which names the `pool` unless that is "".
+    """
     begun = time.monotonic()
     due, version, html, text = curves.drawn
     if version != curves.version and begun >= due:
-        html, text = curves_html(curves, most=MOST_LIVE_BYTES), curves_text(curves)
+        html = curves_html(curves, most=MOST_LIVE_BYTES, pool=pool)
+        text = curves_text(curves)
         now = time.monotonic()
         due = max(begun + REDRAW, now + SHARE * (now - begun))
         curves.drawn = due, curves.version, html, text
     return html, text
 
 
-def curves_html(curves: Curves, names: Sequence[str] = (), most: int = MOST_BYTES) -> str:
-    """Write the curves of some names, by default all, as HTML of about `most` bytes."""
+def curves_html(
+    curves: Curves, names: Sequence[str] = (), most: int = MOST_BYTES, pool: str = ""
+) -> str:
+    """Write the curves of some names, by default all, as HTML of about `most` bytes.
+
+    The command for the names left out names the `pool`, unless that is "".
+    """
     chosen, tiles = [*names] or [*curves.by_name], list[str]()
     for name in chosen[:MOST_PICTURES]:
         tiles.append(tile := _tile(name, curves.by_name[name], most))
         most -= size(tile)
-    more = [f"{count(len(chosen) - MOST_PICTURES, 'more name')}: {SHOWS_ONE}"]
+    shows_one = in_pool("`%dist_plot NAME` shows one", pool)
+    more = [f"{count(len(chosen) - MOST_PICTURES, 'more name')}: {shows_one}"]
     notes = [*(more if len(chosen) > MOST_PICTURES else ()), more_text(curves)]
     foot = line(dim(" · ".join(filter(None, notes))))
     return f'<div style="{_TILES}">{"".join(tiles)}</div>{foot}'

@@ -127,10 +127,11 @@ def panel_html(shown: Panel) -> str:
 def _curves(shown: Panel) -> str:
     if shown.curves is None:
         return ""
-    from nbdist.output.chart import SHOWS_ONE, curves_html, live_curves  # most track nothing
+    from nbdist.output.chart import curves_html, live_curves  # most track nothing
 
-    html = live_curves(shown.curves)[0] if shown.is_live else curves_html(shown.curves)
-    return html.replace(SHOWS_ONE, in_pool(SHOWS_ONE, shown.pool))
+    if shown.is_live:
+        return live_curves(shown.curves, shown.pool)[0]
+    return curves_html(shown.curves, pool=shown.pool)
 
 
 def _head(shown: Panel) -> str:
@@ -203,11 +204,8 @@ def _rest(blocks: tuple[Block, ...], room: _Room) -> str:
 
 
 def _block(block: Block, room: _Room, style: str = "") -> str:
-    share = room.left // room.blocks
-    room.blocks -= 1
-    error = _error(block, share // 2, room)
     block, last = _with_last_line(block) if room.is_live and not block.is_open else (block, "")
-    body, free = _output(block, share - size(error) - _BLOCK_BYTES, room)
+    body, free = _contents(block, room)
     look = block.group.shown.look
     colour, words = _COLOURS[look], dim(block.about)
     mark = coloured(MARKS[look], colour)
@@ -216,11 +214,20 @@ def _block(block: Block, room: _Room, style: str = "") -> str:
         title += f" {coloured(clip(block.failed, 200), colour)}"
     if room.is_live:  # a new drawing would close opened details
         title += dim(f" · {clip(last, _LONGEST_LAST)}" if last else "")
-        html = barred(f'<div style="{_TITLE}">{title}</div>{body}{error}', colour, style)
+        html = barred(f'<div style="{_TITLE}">{title}</div>{body}', colour, style)
     else:
-        html = details(title, body + error, colour, is_open=block.is_open, style=style)
+        html = details(title, body, colour, is_open=block.is_open, style=style)
     room.left -= size(html) - free
     return html
+
+
+def _contents(block: Block, room: _Room) -> tuple[str, int]:
+    """Write the output and the error into the block's share of the room; also the free bytes."""
+    share = room.left // room.blocks
+    room.blocks -= 1
+    error = _error(block, share // 2, room)
+    body, free = _output(block, share - size(error) - _BLOCK_BYTES, room)
+    return body + error, free
 
 
 def _with_last_line(block: Block) -> tuple[Block, str]:
@@ -423,16 +430,13 @@ def _tabs(blocks: list[Block], name: str, room: _Room) -> str:
     """
     written = []
     for block in blocks:
-        share = room.left // room.blocks
-        room.blocks -= 1
-        error = _error(block, share // 2, room)
-        body, free = _output(block, share - size(error) - _BLOCK_BYTES, room)
+        body, free = _contents(block, room)
         colour = _COLOURS[look := block.group.shown.look]
         title = f"{bold(name_ranks(block.group.ranks))} {coloured(MARKS[look], colour)}"
         failed = coloured(clip(block.failed, 200), colour) if block.failed else ""
         said = line(" ".join(filter(None, [dim(" · ".join(block.words)), failed])))
         html = f'<summary style="{_TAB.format(colour)}">{title}</summary>'
-        html += f'<div style="{_OUTPUT}">{said}{body}{error}</div>'
+        html += f'<div style="{_OUTPUT}">{said}{body}</div>'
         written.append((block.is_open, html))
         room.left -= size(html) - free + _TAB_BYTES
     # The digest gives equal output an equal name, so that saved notebooks do not differ.
