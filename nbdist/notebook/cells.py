@@ -255,7 +255,7 @@ def follow_steps(
                         with raised_stops():
                             if display:
                                 asks = running.prompts.text
-                                display.show_all(running.transcript, asks, rank, is_here=is_here)
+                                display.show_all(running.transcript, asks, rank)
                             ask(world.session, running, rank)
                             if display and is_here:
                                 display.typed()
@@ -306,8 +306,9 @@ def check_end(pool: Pool, world: World, running: TaskRun, *, stopped: bool | Non
         raise Interrupted(running.task.ranks, fate, running.damage)
     if not running.lacking and cause and (name := undefined_name(cause[1])):
         running.lacking = _not_sent_text(pool, name)
-    for cure in ("fate", "differing", "lacking"):
-        setattr(running, cure, in_pool(getattr(running, cure), pool.own_name))
+    running.fate = in_pool(running.fate, pool.own_name)
+    running.differing = in_pool(running.differing, pool.own_name)
+    running.lacking = in_pool(running.lacking, pool.own_name)
     if error := running.error():
         world.session.told(running.fated)
         _keep_why(pool, running)

@@ -120,13 +120,10 @@ class PanelDisplay:
             return
         self._draw_live(transcript, now, waits, usage)
 
-    def show_all(
-        self, transcript: Transcript, asks: str, turn: int, *, is_here: bool = True
-    ) -> None:
+    def show_all(self, transcript: Transcript, asks: str, turn: int) -> None:
         """Redraw the panel at once, because an input box for the rank `turn` will open.
 
-        `asks` names the ranks that wait for input.  `is_here` is False if the box opens in a later
-        cell than this panel's; the panel is the same in both cases.
+        `asks` names the ranks that wait for input.
         """
         self._draw_live(transcript, time.monotonic(), asks, turn=turn)
 
@@ -294,9 +291,7 @@ class PlainDisplay:
         if sys.stdout is self._stream and self._bars.is_due(now):
             self._bars.show(merged_line(transcript), now)
 
-    def show_all(
-        self, transcript: Transcript, asks: str, turn: int, *, is_here: bool = True
-    ) -> None:
+    def show_all(self, transcript: Transcript, asks: str, turn: int) -> None:
         self._bars.clear()
         if self._lines is not None:
             self._write(self._lines.flush())

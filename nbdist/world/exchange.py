@@ -348,7 +348,8 @@ def save(
     wanted = {r: theirs(r) if names is None else [*names] for r in session.everyone}
     with store.writing(name) as folder:
         arguments = {"folder": str(folder), "wanted": wanted, "leave_out": names is None}
-        parts: dict[int, Written] = _on_ranks(session, "write", None, **arguments)
+        write = session.task(Call("snapshot.write", arguments), ranks=None)
+        parts: Mapping[int, Written] = session.run(write).by_rank
         if problem := _problem(parts):
             raise UsageError(f"No snapshot was written: {problem}.")
         there = {each for part in parts.values() for each in part.names}
@@ -422,13 +423,6 @@ def _check_loaded(loaded: Mapping[int, Loaded], store: SnapshotStore, snapshot: 
         if differs := difference(snapshot.versions, versions_here()):
             problem += f" (written with {differs.what} {differs.there}, here is {differs.here})"
         raise UsageError(f"The snapshot `{snapshot.key}` cannot be restored: {problem}.")
-
-
-def _on_ranks(
-    session: Session, function: str, ranks: Sequence[int] | None, **arguments: Any
-) -> Any:
-    task = session.task(Call(f"snapshot.{function}", arguments), ranks=ranks)
-    return session.run(task).by_rank
 
 
 def _problem(parts: Mapping[int, Written | Loaded]) -> str:
