@@ -235,9 +235,14 @@ class Option(NamedTuple):
             return self.flag
         if isinstance(value, Mapping):
             said = {name: "..." if SECRET.search(name) else text for name, text in value.items()}
-            return " ".join(f"{self.flag} {name}={text}" for name, text in said.items())
-        text = str(value)
-        return f'{self.flag} "{text}"' if " " in text else f"{self.flag} {text}"
+            each = (_quoted(f"{name}={text}") for name, text in said.items())
+            return " ".join(f"{self.flag} {text}" for text in each)
+        return f"{self.flag} {_quoted(str(value))}"
+
+
+def _quoted(text: str) -> str:
+    """Quote a value that a magic's line would otherwise split."""
+    return f'"{text}"' if " " in text else text
 
 
 def _option(flag: str, text: str, *how: Any, default: Any = None, **more: Any) -> Any:

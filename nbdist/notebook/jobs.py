@@ -130,8 +130,8 @@ class Job:
         KeyboardInterrupt after `interrupt`.  If the job still runs after `timeout` seconds, raises
         JobTimeout, a TimeoutError.  Stop raises KeyboardInterrupt and ends only the waiting.
         """
-        self._was_waited_for = True
         stops = self._step_on(float("inf") if timeout is None else timeout)
+        self._was_waited_for |= self.has_ended
         if not self.has_ended:
             if stops:
                 raise Interrupted((), fate=self.runs_on)
@@ -211,10 +211,7 @@ class Job:
         return not (self.has_ended or self._is_stepping) and is_main_thread()
 
     def take_unheard(self) -> str:
-        """Return, once, a line on the failure of a job that was never waited for; else "".
-
-        A `wait` that has timed out or was stopped counts as well.
-        """
+        """Return, once, a line on a failure that `wait`, `result` or `await` has not raised."""
         is_heard, self._was_waited_for = self._was_waited_for, True
         if is_heard or not isinstance(self._error, WorkerError | CellTimeout):
             return ""

@@ -154,6 +154,11 @@ def test_what_it_raises(notebook: Notebook) -> None:
     notebook.value("1 + 1")
     assert f"`job` has failed: {said}" in notebook.run("%%distributed\npass").text
     assert "failed" not in notebook.run("%%distributed\npass").text
+    display_id = begin(notebook, "import time; time.sleep(1.5)\n1 / (1 - rank)")
+    assert notebook.run("job.wait(0.1)").error.startswith("JobTimeout")
+    idle_until(notebook, display_id, said)  # after the only `wait`, which did not raise it
+    assert f"`job` has failed: {said}" in notebook.run("%%distributed\npass").text
+    assert "failed" not in notebook.run("%%distributed\npass").text
 
 
 def test_stop_while_idle(notebook: Notebook) -> None:

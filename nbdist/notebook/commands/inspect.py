@@ -192,16 +192,25 @@ def dist_status(line: Line) -> None:
 
 
 def examined() -> Shown:
-    """Run `nbdist doctor` in a new process with this process's environment and limits."""
-    done = subprocess.run(
-        [sys.executable, *MODULE, "nbdist.terminal", "doctor"],
-        env=safe_environ(os.environ, current_folder()),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=DOCTOR_TIMEOUT,
-    )
+    """Run `nbdist doctor` in a new process with this process's environment and limits.
+
+    Raises UsageError if the process has not ended after DOCTOR_TIMEOUT seconds.
+    """
+    try:
+        done = subprocess.run(
+            [sys.executable, *MODULE, "nbdist.terminal", "doctor"],
+            env=safe_environ(os.environ, current_folder()),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=DOCTOR_TIMEOUT,
+        )
+    except subprocess.TimeoutExpired:
+        raise UsageError(
+            f"`nbdist doctor` has not ended after {DOCTOR_TIMEOUT:g} s; run it in a terminal, "
+            "where each line appears as soon as it is known."
+        ) from None
     return block(done.stdout.rstrip())
 
 
