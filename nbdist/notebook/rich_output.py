@@ -253,8 +253,9 @@ class WidgetRelay:
         content = message["content"]
         data = content.get("data") or {}
         if data.get("method") == "request_state":  # of an older page, which was reloaded
-            if whole := self.widgets.whole(name):
-                self._open[name].send({**whole.data}, {}, [*whole.buffers])
+            opened, whole = self._open.get(name), self.widgets.whole(name)
+            if opened is not None and whole is not None:
+                opened.send({**whole.data}, {}, [*whole.buffers])
             return
         buffers = tuple(map(bytes, message.get("buffers") or ()))
         comm = Comm(kind, name, data, message.get("metadata") or {}, buffers)
