@@ -68,6 +68,8 @@ LATE = {("agent", "cluster"), ("terminal", "cluster")}
 TORCH_ROOMS = ("worker/", "agent/fork_server.py", "tools/diff_op.py", "tools/timeline_op.py")
 TORCH_ROOMS += ("tools/digests.py", "tools/watch_op.py")
 
+RECENT_COMMITS, LONGEST_SUBJECT = 200, 72  # many older subjects are longer
+
 TOP_LEVEL = {"pyproject.toml", "nbdist", "tests", "notebooks", "docs", "README.md", "LICENSE"}
 TOP_LEVEL |= {"CITATION.cff"}  # where GitHub looks for it
 
@@ -261,6 +263,18 @@ def test_the_longest_are_there():
 def test_no_folder_grows():
     """What needs more files or lines raises its folder's limit, and says why in its commit."""
     assert folders.more_than_allowed(folders.counted()) == []
+
+
+@pytest.mark.world
+def test_commit_subjects_are_short():
+    """The subjects of the last commits fit a line of `git log`: 72 characters at most."""
+    if not (ROOT / ".git").exists() or shutil.which("git") is None:
+        pytest.skip("not in a git checkout, so there are no commits")
+    command = ["git", "log", f"--max-count={RECENT_COMMITS}", "--no-merges", "--format=%s"]
+    log = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=SOON, check=True
+    ).stdout
+    assert [subject for subject in log.splitlines() if len(subject) > LONGEST_SUBJECT] == []
 
 
 @pytest.mark.world
