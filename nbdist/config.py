@@ -153,7 +153,7 @@ _read_wrap = _words("--wrap", 'a command and its arguments, such as `--wrap "nic
 _read_salloc = _words("--salloc", 'options of salloc, such as `--salloc "-p gpu -t 2:00:00"`')
 
 
-def read_memory(text: object) -> str:
+def _read_memory(text: object) -> str:
     """Parse the value of `--memory`, and return it as Slurm writes it: `16G`."""
     found = _BYTES.fullmatch(str(text).replace(" ", ""))
     if not found or not int(found[1]):
@@ -335,7 +335,7 @@ class WorldConfig:
         "--gpus-per-node=4'", _read_salloc, "OPTIONS", launchers=("slurm",))
     memory: str | None = _option(
         "--memory", "memory per worker to request from Slurm or Ray: 16G",
-        read_memory, "SIZE", launchers=("slurm", "ray"))
+        _read_memory, "SIZE", launchers=("slurm", "ray"))
     copy_env: str | None = _option(
         "--copy-env", "environment variables of the notebook to copy to other machines: "
         "'HF_*,WANDB_*'", _read_patterns, "NAMES", launchers=ELSEWHERE)

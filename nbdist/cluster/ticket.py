@@ -152,8 +152,8 @@ def place_of(ticket: Ticket) -> Place:
     return Place(ticket.addresses[0], ticket.port)
 
 
-def place_from(text: str, command: str) -> Place:
-    """Read a place that was typed for a command, such as `nbdist join`; raises UsageError."""
+def place_from(text: str) -> Place:
+    """Read a place that was typed for `nbdist join`; raises UsageError."""
     host, sign, port = text.strip().rpartition(":")
     in_brackets = host[:1] + host[-1:] == "[]"
     if ":" in host and not in_brackets:
@@ -164,7 +164,7 @@ def place_from(text: str, command: str) -> Place:
         why = f"there is no port {port}"
     else:
         return Place(host[1:-1] if in_brackets else host, int(port))
-    raise UsageError(f"`{command} {text}`: {why}.")
+    raise UsageError(f"`nbdist join {text}`: {why}.")
 
 
 def join_keys_folder() -> Path:
@@ -270,7 +270,7 @@ def join(text: str, key_file: str | None = None, node: int | None = None) -> int
     `text` is the place that the notebook shows. Raises UsageError. If a launcher such as torchrun
     or srun runs this several times on a node, only the first process joins, and the others exit.
     """
-    place = place_from(text, "nbdist join")
+    place = place_from(text)
     leads, own = part_of(os.environ)
     if not leads:
         sys.stderr.write("nbdist: one `nbdist join` per node: local rank 0 joins, this one ends\n")

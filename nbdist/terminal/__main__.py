@@ -19,9 +19,19 @@ from nbdist.errors import UsageError
 from nbdist.system.folders import whole_file
 from nbdist.terminal.doctor import doctor
 
+REMOVED = {
+    "k8s": 'copy the Job of the section "Kubernetes" in docs/machines.md; '
+    "its pods run `nbdist join`.",
+}
+"""Commands of earlier versions, and what users do in their place."""
+
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run the command with these words, by default the command line's; return the exit code."""
+    words = sys.argv[1:] if words is None else words
+    if words and (instead := REMOVED.get(words[0])):
+        sys.stderr.write(f"nbdist: `nbdist {words[0]}` was removed: {instead}\n")
+        return 2
     options = _parser().parse_args(words)
     try:
         code: int = options.do(options)
@@ -40,13 +50,6 @@ def _join(options: argparse.Namespace) -> int:
     from nbdist.cluster.ticket import join
 
     return join(options.place, options.key_file, options.index)
-
-
-def _k8s(options: argparse.Namespace) -> int:
-    from nbdist.cluster.launcher import manifest
-
-    sys.stdout.write(manifest(options))
-    return 0
 
 
 def _worlds(options: argparse.Namespace) -> int:
@@ -109,19 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     # No `--node`: torchrun takes that for an abbreviation of its own options.
     index = "the machine's number, for the order of ranks"
     joining.add_argument("--index", metavar="N", type=int, help=index)
-    pods = add("k8s", _k8s, "write a Kubernetes Job whose pods join a world")
-    for each in (joining, pods):
-        each.add_argument("place", metavar="HOST:PORT", help="as shown by the notebook")
-    layout = "as in the notebook: 2x4"
-    pods.add_argument("-j", "--layout", metavar="NODESxN", required=True, help=layout)
-    pods.add_argument("--image", required=True, help="an image with nbdist and torch")
-    pods.add_argument("--name", default="nbdist", help="of job and service (nbdist)")
-    pods.add_argument("--secret", default="", help="the secret with the key (NAME-key)")
-    pods.add_argument("--gpus", type=int, default=0, help="of each node")
-    pods.add_argument("--cpus", type=int, default=0, help="of each node")
-    pods.add_argument("--memory", metavar="SIZE", help="of each node: 64G")
-    claim = "a PersistentVolumeClaim and its mount path; :ro for read-only"
-    pods.add_argument("--mount", metavar="CLAIM:/PATH", action="append", default=[], help=claim)
+    joining.add_argument("place", metavar="HOST:PORT", help="as shown by the notebook")
     return parser
 
 

@@ -55,7 +55,7 @@ def test_a_key_is_found_by_the_place_that_is_shown() -> None:
     """Also by another name or address of it, where the port tells which; only the user can."""
 
     def found(text: str) -> Ticket | None:
-        return tickets.find_join_key(place_from(text, "nbdist join"))
+        return tickets.find_join_key(place_from(text))
 
     one, other = ticket("10.0.0.1", "fd00::1"), ticket("10.0.0.2")
     path = tickets.write_join_key(one)
@@ -101,7 +101,7 @@ def test_a_key_that_others_can_read_is_none(tmp_path: Path) -> None:
 def test_places() -> None:
     """They are written as they are read, IPv6 in brackets; of what is none it is told why."""
     for text in ("a.example.org:1", "10.0.0.1:65535", "[fe80::1%eth0]:4321"):
-        assert str(place := place_from(text, "nbdist join")) == text
+        assert str(place := place_from(text)) == text
         assert tickets.endpoint(place.host, place.port) == f"tcp://{text}"
     for text, why in (
         *((text, "it is HOST:PORT") for text in ("", "a", "a:", ":1", "a:x", "a:123456")),
@@ -110,7 +110,7 @@ def test_places() -> None:
         ("fd00::1:4321", "write an IPv6 address in brackets"),
     ):
         with pytest.raises(UsageError, match=f"^`nbdist join {text}`: {why}"):
-            place_from(text, "nbdist join")
+            place_from(text)
 
 
 # --- `nbdist join` ------------------------------------------------------------------------------

@@ -22,7 +22,9 @@ from itertools import chain, groupby
 from pathlib import Path
 
 import pytest
+import yaml
 
+from nbdist.cluster.ticket import join_key_file, place_from
 from tests.notebook.front_end import Notebook
 from tests.waiting import SOON
 
@@ -32,7 +34,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", *(f".github/{name}.md" for name in ("CONTRIBUTING", "SECURITY"))]
 PAGES += sorted(f"docs/{page.name}" for page in ROOT.glob("docs/*.md"))
 
-NOT_RUN = {"README.md": 1, "docs/machines.md": 1, ".github/CONTRIBUTING.md": 1}
+NOT_RUN = {"README.md": 1, "docs/machines.md": 2, ".github/CONTRIBUTING.md": 1}
 """How many blocks no test runs, by page; the comment above each says why."""
 
 MARKS = {
@@ -54,6 +56,9 @@ BLOCK = re.compile(
 LOOSE = re.compile(
     r"((?<=\n)\.{3}\n|\.{3}|\d+(?:\.\d+)?(?= (?:m?s|[kMG]i?B|%)(?!\w))|(?<![\d.])\d{4,}(?![\d.]))"
 )
+DATA = {"json": json.loads, "toml": tomllib.loads, "yaml": lambda text: [*yaml.safe_load_all(text)]}
+"""Functions that read blocks which are data and not code, by the language of the block."""
+
 FAILS = re.compile(r"^\w*(?:Error|Released|Died|NotSent): .*\n\Z", re.MULTILINE)
 
 
@@ -130,11 +135,8 @@ def run(page: str, folder: Path) -> Generator[tuple[Block, str, bool]]:
             if block.kind == "sh":
                 yield block, *in_bash(block.code, folder)
                 continue
-            if block.kind == "toml":
-                tomllib.loads(block.code)
-                continue
-            if block.kind == "json":
-                json.loads(block.code)
+            if block.kind in DATA:
+                DATA[block.kind](block.code)
                 continue
             assert block.kind == "python", block
             if notebook is None or block.mark == "new kernel":
@@ -195,3 +197,32 @@ def test_links_lead_somewhere() -> None:
             names = {re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-") for each in headings}
             assert target.exists(), f"{page}: {file}"
             assert not anchor or anchor in names, f"{page}: {file}#{anchor}"
+
+
+@pytest.mark.unit
+def test_the_job_for_kubernetes() -> None:
+    """The manual's Job follows the schemas of Kubernetes, and its pods get the Secret's key."""
+    checker = pytest.importorskip("kubernetes_validate", reason="it has the schemas")
+    (found,) = (each.code for each in blocks("docs/machines.md") if each.kind == "yaml")
+    service, job = DATA["yaml"](found)
+    for document in (service, job):
+        checker.validate(document, checker.latest_version(), strict=True)
+    pods = job["spec"]["template"]
+    pod, (container,) = pods["spec"], pods["spec"]["containers"]
+    secret, memory, _ = pod["volumes"]
+    mounts = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
+    assert mounts.keys() == {each["name"] for each in pod["volumes"]}
+    assert pods["metadata"]["labels"] == service["spec"]["selector"]
+    assert pod["subdomain"] == service["metadata"]["name"]
+    assert job["spec"]["completions"] == job["spec"]["parallelism"] == 2  # as in `-j 2x4`
+    assert mounts[memory["name"]] == "/dev/shm"
+    assert secret["secret"] == {"secretName": "nbdist-key", "defaultMode": 0o440}
+    place, key = "10.0.0.1:45123", f"{mounts[secret['name']]}/key"
+    assert container["command"] == ["nbdist", "join", place, "--key-file", key]
+    (commands,) = (each.code for each in blocks("docs/machines.md") if "kubectl" in each.code)
+    file = f"joins/{join_key_file(place_from(place)).name}"
+    made = r'kubectl create secret generic nbdist-key --from-file=key="\$HOME/.local/state/nbdist/'
+    assert re.search(f'{made}{re.escape(file)}"\n', commands)
+    job["spec"]["completionsMode"] = "Indexed"
+    with pytest.raises(checker.ValidationError):
+        checker.validate(job, checker.latest_version(), strict=True)

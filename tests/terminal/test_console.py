@@ -25,6 +25,21 @@ def test_what_is_no_command(words: list[str], capsys: pytest.CaptureFixture[str]
     assert "usage: nbdist" in capsys.readouterr().err
 
 
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("words", "instead"),
+    [(["k8s", "10.0.0.1:1", "-j", "2x4"], 'copy the Job of the section "Kubernetes" in')],
+)
+def test_removed_commands(
+    words: list[str], instead: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line says what to do in place of a command of earlier versions."""
+    assert main(words) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith(f"nbdist: `nbdist {words[0]}` was removed: {instead}")
+    assert (said.out, said.err.count("\n")) == ("", 1)
+
+
 @pytest.fixture
 def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of IPython's default profile, for this test alone."""

@@ -267,7 +267,7 @@ GROUPS = {title: names.split() for title, names in _GROUPS.items()}
 
 MACHINES = (
     ("%dist_init --hosts a,b", "Start workers on machines reached by ssh"),
-    ("%dist_init --launcher join", "Wait for machines that run `nbdist join` or `nbdist k8s`"),
+    ("%dist_init --launcher join", "Wait for machines that run `nbdist join`"),
 )
 """Calls of `%dist_init` that the list of magics has besides the magics, for many machines."""
 
