@@ -46,9 +46,7 @@ FLOORS = {
     # The head's process does all that an agent does but for having workers.
     "cluster": BETWEEN | {"plugins", "topology", "config", "output.events", "agent"},
     "notebook": OPTIONS | BETWEEN | {"plugins", "world", "output"},
-    "terminal": OPTIONS
-    | BETWEEN
-    | {"plugins", "world", "output", "notebook.command"},  # of that the names of all magics
+    "terminal": OPTIONS | BETWEEN | {"plugins", "world", "output"},
     # Each tool's magic runs in the notebook, its op (`*_op.py`) in workers.
     "tools": BETWEEN | {"output", "world", "notebook", "worker"},
     "worker": BETWEEN | {"plugins", "output.events"},

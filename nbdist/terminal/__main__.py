@@ -6,20 +6,20 @@ Also started as `python -m nbdist.terminal`, if the command is not on the path.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from nbdist import __version__
 from nbdist.errors import UsageError
-from nbdist.system.folders import whole_file
 from nbdist.terminal.doctor import doctor
 
 REMOVED = {
+    "disable": "delete what nbdist has in ipython_config.json and ipython_config.py, in the folder "
+    "that `ipython profile locate` prints.",
+    "enable": 'add the line `c.InteractiveShellApp.extensions.append("nbdist")` to '
+    "ipython_config.py, in the folder that `ipython profile create` makes and "
+    "`ipython profile locate` prints.",
     "k8s": 'copy the Job of the section "Kubernetes" in docs/machines.md; '
     "its pods run `nbdist join`.",
 }
@@ -100,12 +100,6 @@ def _parser() -> argparse.ArgumentParser:
     serving = add("mcp", _mcp, assistant)
     also = "it may also run cells, interrupt, restart ranks and save snapshots"
     serving.add_argument("--allow-run", action="store_true", help=also)
-    what = "make the magics available without %%load_ext nbdist"
-    enabling = add("enable", lambda asked: enable(asked.profile, is_sure=asked.yes), what)
-    enabling.add_argument("-y", "--yes", action="store_true", help="do not ask")
-    disabling = add("disable", lambda asked: disable(asked.profile), "undo `enable`")
-    for each in (enabling, disabling):
-        each.add_argument("--profile", default="default", help="of IPython (default)")
     joining = add("join", _join, "join a world that is waiting for machines")
     found = "the world's key, - for stdin; by default that in the user's state folder"
     joining.add_argument("--key-file", metavar="FILE", help=found)
@@ -121,107 +115,6 @@ def _seconds(text: str) -> float:
     if not 0.5 <= seconds <= 3600:
         raise argparse.ArgumentTypeError("it is 0.5 to 3600 seconds")
     return seconds
-
-
-# --- `nbdist enable` --------------------------------------------------------------------------
-
-EXTENSION = "nbdist"
-SECTION, TRAIT = "MagicsManager", "lazy_magics"
-"""Class and trait of IPython's configuration that name extensions by magic."""
-
-_SET_IN_PYTHON = re.compile(rf"^[^#\n]*\b{TRAIT}\b", re.MULTILINE)
-
-
-def enable(profile: str, *, is_sure: bool) -> int:
-    """Write nbdist's magics into a profile's configuration, after asking; return the exit code."""
-    # Imported here, because it imports all magics; `config_file` imports IPython.
-    from nbdist.notebook.command import find_commands
-
-    file = config_file(profile)
-    config = read(file)
-    # Below other lines IPython takes `%%distributed` for a line magic called `%distributed`. It is
-    # named too, so that nbdist is loaded and says what is wrong.
-    found = [*find_commands()]
-    below = {f"%{each.name}" for each in found if each.kind == "cell"}
-    names = sorted(below | {each.name for each in found})
-    in_python = file.with_suffix(".py")
-    if in_python.exists() and _SET_IN_PYTHON.search(in_python.read_text(encoding="utf-8")):
-        raise UsageError(
-            f"{in_python} sets {SECTION}.{TRAIT} itself; add to it "
-            f'`c.{SECTION}.{TRAIT}["distributed"] = "{EXTENSION}"`, and so on for other magics.'
-        )
-    if not is_sure:
-        others = len(names) - len(below) - 1
-        sys.stdout.write(
-            f"`%%distributed` and {others} other magics will load nbdist when one is first used.\n"
-            f"Write this into {file}? [y/N] "
-        )
-        sys.stdout.flush()
-        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
-            sys.stdout.write("nothing was written\n")
-            return 1
-    write(file, config, dict.fromkeys(names, EXTENSION))
-    sys.stdout.write(
-        f"written to {file}: in new kernels `%%distributed -n 4` works at once; "
-        "`nbdist disable` undoes it\n"
-    )
-    return 0
-
-
-def disable(profile: str) -> int:
-    """Remove what `enable` has written from a profile; return the exit code."""
-    file = config_file(profile)
-    config = read(file)
-    magics: dict[str, str] = config.get(SECTION, {}).get(TRAIT, {})
-    ours = [name for name, extension in magics.items() if extension == EXTENSION]
-    if not ours:
-        sys.stdout.write(f"there is nothing of nbdist in {file}\n")
-        return 1
-    write(file, config, dict.fromkeys(ours))
-    sys.stdout.write(f"removed from {file}: `%load_ext nbdist` loads nbdist\n")
-    return 0
-
-
-def config_file(profile: str) -> Path:
-    """Return a profile's configuration file for programs; users write the one that ends in .py."""
-    from IPython.paths import get_ipython_dir
-
-    if not re.fullmatch(r"\w[\w.-]*", profile):
-        raise UsageError(f"`--profile {profile}`: an IPython profile, such as `default`.")
-    return Path(get_ipython_dir()) / f"profile_{profile}" / "ipython_config.json"
-
-
-def read(file: Path) -> dict[str, Any]:
-    """Return the configuration in a file; UsageError if IPython could not read the file."""
-    if not file.exists():
-        return {}
-    try:
-        config: Any = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{file} cannot be read ({error}); nothing was changed.") from None
-    is_good = isinstance(config, dict) and isinstance(config.get(SECTION, {}), dict)
-    if not is_good or not isinstance(config.get(SECTION, {}).get(TRAIT, {}), dict):
-        raise UsageError(f"{file} is not an IPython configuration; nothing was changed.")
-    return dict(config)
-
-
-def write(file: Path, config: dict[str, Any], magics: Mapping[str, str | None]) -> None:
-    """Add magics to a configuration, or remove those that are None, and write the file whole.
-
-    If nothing is left, the file is removed.
-    """
-    from traitlets.config.manager import recursive_update
-
-    recursive_update(config, {SECTION: {TRAIT: magics}})
-    try:
-        if not config:
-            file.unlink(missing_ok=True)
-            return
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with whole_file(file) as new:
-            new.write(json.dumps(config, indent=2).encode() + b"\n")
-    except OSError as error:
-        raise UsageError(f"{file} cannot be written: {error.strerror}.") from None
 
 
 if __name__ == "__main__":

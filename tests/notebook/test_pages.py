@@ -34,7 +34,10 @@ ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", *(f".github/{name}.md" for name in ("CONTRIBUTING", "SECURITY"))]
 PAGES += sorted(f"docs/{page.name}" for page in ROOT.glob("docs/*.md"))
 
-NOT_RUN = {"README.md": 1, "docs/machines.md": 2, ".github/CONTRIBUTING.md": 1}
+NOT_RUN = {
+    **{"README.md": 1, "docs/machines.md": 2, "docs/output.md": 1},
+    ".github/CONTRIBUTING.md": 1,
+}
 """How many blocks no test runs, by page; the comment above each says why."""
 
 MARKS = {
@@ -226,3 +229,26 @@ def test_the_job_for_kubernetes() -> None:
     job["spec"]["completionsMode"] = "Indexed"
     with pytest.raises(checker.ValidationError):
         checker.validate(job, checker.latest_version(), strict=True)
+
+
+@pytest.mark.own_agent
+def test_every_kernel_loads_nbdist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The manual's line of IPython's configuration counts in kernels, also after a restart.
+
+    It counts in a terminal too.
+    """
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+    monkeypatch.setenv("NBDIST_PRESTART", "0")
+    found = blocks("docs/output.md")
+    (commands,) = (each.code for each in found if "ipython profile" in each.code)
+    shown, failed = in_bash(commands, tmp_path)
+    assert not failed, shown
+    with closing(Notebook()) as notebook:
+        assert "── ranks 0-1" in notebook.run("%%distributed -n 2\nworld_size").text
+        notebook.manager.restart_kernel(now=True)
+        notebook.client.wait_for_ready(timeout=SOON)
+        place = "split the cell at line 2."
+        assert notebook.run("x = 1\n%%distributed\nx").error.endswith(place)
+        assert notebook.run("%dist_status").text.startswith("no workers are running")
+    shown, failed = in_bash("ipython --no-banner -c '%dist_status'", tmp_path)
+    assert (shown.startswith("no workers are running"), failed) == (True, False), shown
