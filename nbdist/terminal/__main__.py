@@ -25,6 +25,9 @@ REMOVED = {
 }
 """Commands of earlier versions, and what users do in their place."""
 
+REFRESH = 2.0
+"""Seconds between two pictures of `nbdist status --follow`."""
+
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run the command with these words, by default the command line's; return the exit code."""
@@ -39,7 +42,7 @@ def main(words: Sequence[str] | None = None) -> int:
     except UsageError as error:
         sys.stderr.write(f"nbdist: {error}\n")
         return 2
-    except BrokenPipeError:  # the reader has closed the pipe, as in `nbdist top | head`
+    except BrokenPipeError:  # the reader has closed the pipe, as in `nbdist status -f | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's last flush
         return 0
     return code
@@ -62,8 +65,8 @@ def _worlds(options: argparse.Namespace) -> int:
         case "ps":
             return worlds.show_worlds()
         case "status":
-            return worlds.show_status()
-    return worlds.show_top(options.seconds, options.times)
+            return worlds.show_status(options.follow)
+    return worlds.show_status(options.follow or REFRESH)  # `nbdist top`
 
 
 def _mcp(options: argparse.Namespace) -> int:
@@ -78,18 +81,22 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
 
     def add(
-        name: str, do: Callable[[argparse.Namespace], int], what: str
+        name: str,
+        do: Callable[[argparse.Namespace], int],
+        what: str,
+        aliases: Sequence[str] = (),
     ) -> argparse.ArgumentParser:
-        command = commands.add_parser(name, help=what)
+        command = commands.add_parser(name, help=what, aliases=aliases)
         command.set_defaults(do=do)
         return command
 
-    add("status", _worlds, "what each worker does now, also while a cell runs")
-    again = "like status, refreshed until q or Ctrl-C"
-    top = add("top", _worlds, again)
-    pause = "seconds between refreshes (2; at least 0.5)"
-    top.add_argument("-d", "--seconds", type=_seconds, default=2.0, help=pause)
-    top.add_argument("-n", "--times", type=int, default=0, help="stop after N refreshes")
+    now = "what each worker does now, also while a cell runs; `top` is `status --follow`"
+    status = add("status", _worlds, now, aliases=("top",))
+    again = f"refresh every SECONDS ({REFRESH:g}; at least 0.5), until Ctrl-C"
+    names = ("-f", "-d", "--follow")  # `-d` is the name that top(1) has for it
+    status.add_argument(
+        *names, nargs="?", const=REFRESH, type=_seconds, metavar="SECONDS", help=again
+    )
     examined = add("doctor", lambda asked: doctor(asked.workers), "what will not work here")
     workers = "as in the notebook: a number, auto (as many as there are GPUs), gpu or cpu"
     examined.add_argument("-n", dest="workers", metavar="N", default="auto", help=workers)

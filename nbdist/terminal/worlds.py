@@ -1,4 +1,4 @@
-"""The commands `nbdist status`, `top`, `ps` and `kill`, and texts on worlds for `nbdist mcp`.
+"""The commands `nbdist status`, `ps` and `kill`, and texts on worlds for `nbdist mcp`.
 
 They ask the sockets of this user's worlds on this machine.
 """
@@ -11,11 +11,9 @@ import select
 import shutil
 import signal
 import sys
-import termios
 import time
-import tty
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 
 from nbdist.output.ansi import strip
 from nbdist.output.events import Died, Failure, RankError
@@ -130,13 +128,11 @@ Picture = Sequence[tuple[WorldInfo, Mapping[int, float]]]
 """Worlds, and the processor time of each world's ranks."""
 
 
-def looks() -> Generator[Picture, None, None]:
-    """Look at all worlds each time that the generator is resumed, sorted by their notebooks."""
-    before: Before = {}
-    while True:
-        found = [each.info for each in ask_all(Look(), LOOK_TIMEOUT)]
-        found.sort(key=lambda info: (info.notebook, info.pool))
-        yield [(info, cpu_since(before, info)) for info in found]
+def look(before: Before) -> Picture:
+    """Return all worlds, sorted by their notebooks, with the processor time since the last look."""
+    found = [each.info for each in ask_all(Look(), LOOK_TIMEOUT)]
+    found.sort(key=lambda info: (info.notebook, info.pool))
+    return [(info, cpu_since(before, info)) for info in found]
 
 
 def title(seen: WorldInfo) -> str:
@@ -168,6 +164,13 @@ def printable(text: str) -> str:
     return "".join(sign if sign.isprintable() else " " for sign in strip(text))
 
 
+WHOLE_WIDTH = ("rank", "state", "pid", "device", "memory", "cpu", "gpu")
+"""Columns that are never cut."""
+
+LEAST_WIDTH = 8
+"""Characters to which other columns are cut at most."""
+
+
 def fitted(rows: Sequence[Sequence[str]], width: int) -> list[list[str]]:
     """Cut texts in columns, the widest column first, until a line is at most `width` long."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -196,86 +199,47 @@ def as_lines(found: Picture, width: int) -> Iterator[str]:
             yield cut(line, width)
 
 
-def _printed(found: Picture, width: int) -> str:
-    return "".join(f"{line}\n" for line in as_lines(found, width))
-
-
 BETWEEN_LOOKS = 0.5
 """Seconds for which `nbdist status` measures processor time: agents keep an answer less long."""
 
+PIPE_WIDTH = 10_000
+"""Characters of a line if stdout is no terminal."""
 
-def show_status() -> int:
-    """Print all worlds once; return 1 if there is none."""
-    with closing(looks()) as seen:
-        next(seen)
+
+def show_status(every: float | None = None) -> int:
+    """Print all worlds; return 1 if there is none.
+
+    With `every`, print them again after so many seconds, until Ctrl-C: in a terminal over the last
+    picture, else below it.
+    """
+    before: Before = {}
+    is_terminal = sys.stdout.isatty()
+    try:
+        look(before)
         time.sleep(BETWEEN_LOOKS)
-        found = next(seen)
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
-    sys.stdout.write(_printed(found, width))
-    return 0 if found else 1
-
-
-# --- `nbdist top` ---------------------------------------------------------------------------------
-
-STATE = re.compile(r"(?<=  )(?:(idle)|(busy)|(dead)|(starting))\b.*?(?=  |$)")
-COLOURS = (32, 34, 31, 33)
-"""Codes of green, blue, red and yellow, for the states of STATE in this order."""
-
-WHOLE_WIDTH = ("rank", "state", "pid", "device", "memory", "cpu", "gpu")
-"""Columns that are never cut."""
-
-LEAST_WIDTH = 8
-"""Characters to which other columns are cut at most."""
-
-ON, OFF = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
-"""Switch to another screen without a cursor, and back."""
-
-
-def show_top(every: float, times: int = 0) -> int:
-    """Draw all worlds every `every` seconds, `times` times or until `q` or Ctrl-C."""
-    is_screen = sys.stdout.isatty()
-    has_keys = is_screen and sys.stdin.isatty()
-    with suppress(KeyboardInterrupt), closing(looks()) as seen, ExitStack() as stack:
-        if is_screen:
-            stack.callback(sys.stdout.write, OFF)
-            sys.stdout.write(ON)
-        if has_keys:
-            before = termios.tcgetattr(sys.stdin)
-            stack.callback(termios.tcsetattr, sys.stdin, termios.TCSADRAIN, before)
-            tty.setcbreak(sys.stdin)
-        for number, found in enumerate(seen, 1):
-            sys.stdout.write(_redrawn(found) if is_screen else _printed(found, 10_000) + "\n")
+        while True:
+            found = look(before)
+            width, height = shutil.get_terminal_size() if is_terminal else (PIPE_WIDTH, 0)
+            lines = [*as_lines(found, width)]
+            below = "".join(f"{line}\n" for line in lines)
+            if every is None:
+                sys.stdout.write(below)
+                return 0 if found else 1
+            sys.stdout.write(_redrawn(lines, height) if is_terminal else f"{below}\n")
             sys.stdout.flush()
-            if number == times or _quits_within(every, has_keys=has_keys):
-                break
+            time.sleep(every)
+    except KeyboardInterrupt:
+        sys.stdout.write("\n")  # the terminal has shown `^C`
     return 0
 
 
-def _quits_within(seconds: float, *, has_keys: bool) -> bool:
-    """Wait `seconds`; return True as soon as `q` is typed."""
-    if not has_keys:
-        time.sleep(seconds)
-        return False
-    end = time.monotonic() + seconds
-    while select.select([sys.stdin], [], [], max(0.0, end - time.monotonic()))[0]:
-        if os.read(sys.stdin.fileno(), 1) in (b"q", b"Q", b""):
-            return True
-    return False
-
-
-def _redrawn(found: Picture) -> str:
+def _redrawn(lines: Sequence[str], height: int) -> str:
     """Return text that draws over the last picture: clearing the screen first would flicker."""
-    size = shutil.get_terminal_size()
-    lines = map(coloured, [*as_lines(found, size.columns)][: size.lines - 1])
-    text = "".join(f"{line}\x1b[K\r\n" for line in lines)
+    if len(lines) >= height:
+        left_out = f"{len(lines) - height + 2} more lines: this window is too low for them"
+        lines = [*lines[: height - 2], left_out]
+    text = "".join(f"{line}\x1b[K\n" for line in lines)
     return f"\x1b[H{text}\x1b[J"
-
-
-def coloured(line: str) -> str:
-    """Return a row with its state in a colour, unless NO_COLOR is set."""
-    if "NO_COLOR" in os.environ:
-        return line
-    return STATE.sub(lambda it: f"\x1b[{COLOURS[(it.lastindex or 1) - 1]}m{it[0]}\x1b[0m", line, 1)
 
 
 # --- texts for `nbdist mcp` -----------------------------------------------------------------------

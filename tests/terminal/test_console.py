@@ -7,7 +7,7 @@ import pytest
 from nbdist.terminal.__main__ import main
 
 
-@pytest.mark.parametrize("words", [[], ["stop"], ["top", "-d", "0"], ["top", "-d", "x"]])
+@pytest.mark.parametrize("words", [[], ["stop"], ["top", "-f", "0"], ["status", "-f", "x"]])
 def test_what_is_no_command(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """Is refused with a line of help, as any command does."""
     with pytest.raises(SystemExit) as ended:
