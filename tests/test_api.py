@@ -183,8 +183,8 @@ def test_error_in_a_script(tmp_path: Path) -> None:
 
 SLOW = """
 import nbdist
-from nbdist.world import workers
-workers.QUIET_SECONDS = 0.0
+from nbdist.world import lifecycle
+lifecycle.QUIET_SECONDS = 0.0
 with nbdist.World(2, fork=False) as world:
     print("result", list(world.run(lambda: 1)))
 """

@@ -27,7 +27,7 @@ LONGEST = (
     "faults/test_freeing.py",
     "browser/test_looks.py",
     "browser/test_cells.py",
-    "world/test_workers.py",
+    "world/test_lifecycle.py",
     "test_api.py",
     "world/test_world.py",
     "notebook/test_magics.py",

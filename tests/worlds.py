@@ -13,7 +13,7 @@ from typing import Any
 from nbdist.errors import AgentLost, StartError
 from nbdist.notebook import extension
 from nbdist.wire.messages import GetStatus, Received, StopWorld
-from nbdist.world import workers
+from nbdist.world import lifecycle
 from nbdist.world.agents import AGENT
 from nbdist.world.link import Link
 from nbdist.world.world import World
@@ -108,7 +108,7 @@ class SharedAgent:
 def share_agent() -> SharedAgent:
     """Have all worlds of this process take one agent."""
     shared = SharedAgent()
-    for module in (workers, extension):
+    for module in (lifecycle, extension):
         module.Link = shared.link  # type: ignore[attr-defined]
     return shared
 

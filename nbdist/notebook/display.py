@@ -33,8 +33,8 @@ from nbdist.output.transcript import Transcript
 from nbdist.output.wording import INDENT, dim, panel
 from nbdist.values.payload import Made, Steps
 from nbdist.words import aligned, in_pool, size_text
+from nbdist.world.moving_line import MovingLine
 from nbdist.world.running import News
-from nbdist.world.workers import MovingLine
 
 FIRST_DRAWING = 0.15  # seconds before anything is drawn, so that a fast cell does not flash
 REDRAW = 0.25  # seconds between drawings: the page rebuilds the whole panel at each

@@ -31,13 +31,13 @@ from nbdist.values.payload import Payload, pack_frames
 from nbdist.values.pickling import Pickled, pickle
 from nbdist.values.unpicklable import blame, fails_in
 from nbdist.wire.work import Call, Kind, Script, Task
+from nbdist.world.moving_line import MovingLine
 from nbdist.world.names import WORKERS_OWN
 from nbdist.world.outgoing import Outgoing, Question
 from nbdist.world.result import CellResult, raised
 from nbdist.world.running import TaskRun
 from nbdist.world.sent_objects import Parcel
 from nbdist.world.session import Session
-from nbdist.world.workers import MovingLine
 
 log = logging.getLogger("nbdist.world")
 

@@ -23,6 +23,7 @@ from nbdist.wire.messages import Abort, Grow, Heal, Healed, Interrupt, Kill, Loc
 from nbdist.wire.views import Place
 from nbdist.wire.work import Call, Task
 from nbdist.words import name_ranks, one_line
+from nbdist.world import inbox, lifecycle
 from nbdist.world.code_sync import missing_text
 from nbdist.world.hangs import ANSWER_TIMEOUT, differing
 from nbdist.world.names import list_names
@@ -93,7 +94,7 @@ def follow(workers: Workers, running: TaskRun, *, answers: bool = False) -> Foll
             tick = min(longest, TICK if running.age > EAGER_SECONDS else EAGER_TICK)
             left = running.give_up_at - SPARE_TIMEOUT - now
             wait = min(tick, left, running.seconds_to_look(now))
-            workers.receive(max(0.0, wait))
+            inbox.receive(workers, max(0.0, wait))
             # Then act on the new state.
             for step in running.next_steps(time.monotonic()):
                 _take(workers, running, step)
@@ -168,7 +169,7 @@ def _locate(
     workers.link.send(Locate(workers.everyone, running.asked))
     deadline = running.asked + timeout
     while not (running.places or running.lost) and (left := deadline - time.monotonic()) > 0:
-        workers.receive(left)
+        inbox.receive(workers, left)
     return running.places
 
 
@@ -223,7 +224,7 @@ def _abort_leftovers(workers: Workers, running: TaskRun) -> None:
             return
         looks += 1
         if members.runs_ahead:
-            workers.receive(EAGER_TICK)
+            inbox.receive(workers, EAGER_TICK)
     workers.advance(Event.ABORTED)
     workers.link.send(Abort(workers.everyone))
 
@@ -289,12 +290,12 @@ def heal(workers: Workers) -> tuple[int, ...]:
     if not workers.dead or workers.on_failure == "heal":
         return regroup(workers, Heal())[0]
     if workers.on_failure == "stop":
-        workers.shutdown()
+        lifecycle.shutdown(workers)
         return ()
     # Policy "restart-all": restart all workers, as torchrun does.
     dead = workers.dead
     try:
-        workers.start_anew()
+        lifecycle.start_anew(workers)
         workers.problem = ""
     except (AgentLost, StartError) as error:
         workers.problem = str(error)
@@ -322,7 +323,7 @@ def regroup(workers: Workers, request: Heal | Scale | Grow) -> tuple[tuple[int, 
         healed = workers.link.call(request, timeout, patience)
         assert isinstance(healed, Healed)
         # Deaths during the request arrive before the reply: these ranks were replaced, too.
-        workers.receive_waiting()
+        inbox.receive_waiting(workers)
         workers.take_healed(healed)
         if again := {r for r, died in workers.dead.items() if died.pid == healed.pids[r]}:
             workers.problem = f"{name_ranks(again)} died again"
@@ -331,7 +332,7 @@ def regroup(workers: Workers, request: Heal | Scale | Grow) -> tuple[tuple[int, 
             outcome, replaced = Event.HEALED, workers.replace_dead(made)
     except AgentLost as lost:
         outcome, workers.problem = Event.AGENT_LOST, ""
-        workers.take_loss(lost)
+        inbox.take_loss(workers, lost)
     finally:
         workers.advance(outcome)
     if isinstance(request, Scale):

@@ -1,7 +1,7 @@
 """Data of ranks in the form of this process: results, exceptions, status tables, log records.
 
-Runs in the notebook's process.  `TaskRun` makes the results and exceptions, `Workers` passes on the
-log records, and the notebook's magics show the tables.
+Runs in the notebook's process.  `TaskRun` makes the results and exceptions, `nbdist.world.inbox`
+passes on the log records, and the notebook's magics show the tables.
 """
 
 from __future__ import annotations

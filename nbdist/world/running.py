@@ -1,7 +1,7 @@
 """The state of one task in progress: its output, where its ranks are, what to do next, its result.
 
-Runs in the notebook's process and does no I/O.  `Workers` passes in the messages of the agent, and
-`nbdist.world.recovery` carries out `TaskRun.next_steps`.
+Runs in the notebook's process and does no I/O.  `nbdist.world.inbox` passes in the messages of
+the agent, and `nbdist.world.recovery` carries out `TaskRun.next_steps`.
 """
 
 from __future__ import annotations

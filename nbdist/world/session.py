@@ -1,7 +1,9 @@
 """The engine of a world: sends tasks to its workers, waits for them, and keeps the group whole.
 
 Runs in the notebook's process, on the thread that made the world.  `World` and the notebook's
-magics call it; `nbdist.world.recovery` has the loop over a task and the healing of the group.
+magics call it.  `nbdist.world.lifecycle` has the start and the end of the workers,
+`nbdist.world.inbox` the messages that come from them, and `nbdist.world.recovery` the loop over a
+task and the healing of the group.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from nbdist.wire.messages import (
 from nbdist.wire.views import WorkerStatus
 from nbdist.wire.work import Attempt, Call, InputReply, Source, Task, Work
 from nbdist.words import format_ranks
-from nbdist.world import recovery
+from nbdist.world import inbox, lifecycle, recovery
 from nbdist.world.agents import module_of
 from nbdist.world.past import ANY
 from nbdist.world.result import CellResult
@@ -55,6 +57,18 @@ Kept = dict[int, list[bytes]]  # by rank, the frames of a pickle of variables th
 
 class Session(Workers):
     """The workers of a world with operations on them: run tasks, restart, replace, scale, ask."""
+
+    # Functions on `Workers`, which are methods here.
+    follow = recovery.follow
+    receive = inbox.receive
+    receive_waiting = inbox.receive_waiting
+    take_loss = inbox.take_loss
+    starting = lifecycle.starting
+    starting_texts = lifecycle.starting_texts
+    start = lifecycle.start
+    start_anew = lifecycle.start_anew
+    shutdown = lifecycle.shutdown
+    attach = lifecycle.attach
 
     def __repr__(self) -> str:
         running = f" {self.running}" if self.unfinished else ""
@@ -115,8 +129,6 @@ class Session(Workers):
             raise BadRanks(format_ranks(task.ranks), self.size, f"there is no rank {missing[0]}")
         return task
 
-    follow = recovery.follow
-
     def meet_stop(self, task: Task) -> bool:
         """Count a Stop that came during a task, and wake `follow`; for a signal handler.
 
@@ -127,8 +139,8 @@ class Session(Workers):
         if running is None or running.task.id != task.id or running.raises_stops:
             return False
         running.stops += 1
-        if self._link is not None:
-            self._link.wake()
+        if self.link_or_none is not None:
+            self.link_or_none.wake()
         return True
 
     def reply(self, running: TaskRun, answers: Mapping[int, str | None]) -> None:
@@ -407,6 +419,6 @@ class Session(Workers):
         return self._asked(Consult(tuple(ranks), question))
 
     def _asked(self, request: Request) -> Future[Reply] | None:
-        if not self.state.has_workers or (link := self._link) is None or not link.is_up:
+        if not self.state.has_workers or (link := self.link_or_none) is None or not link.is_up:
             return None
         return link.ask(request)

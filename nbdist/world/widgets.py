@@ -1,8 +1,9 @@
 """The widgets of ranks, as the notebook's page shows them: their models, and captured outputs.
 
-Runs in the notebook's process and does no I/O.  `Workers` makes the table at the first message of a
-widget and passes outputs through it; `nbdist.notebook.rich_output` passes messages to the page and
-from the page.  While a cell runs, the page's messages may come in another thread: hence the lock.
+Runs in the notebook's process and does no I/O.  `nbdist.world.inbox` makes the table at the first
+message of a widget and passes outputs through it; `nbdist.notebook.rich_output` passes messages to
+the page and from the page.  While a cell runs, the page's messages may come in another thread:
+hence the lock.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from nbdist.errors import RanksReleased, UsageError, VariableNotSent, WorkerErro
 from nbdist.output.screen import Screen
 from nbdist.wire.work import Kind
 from nbdist.world.calling import find_script, title_of
-from nbdist.world.workers import REDRAW_SECONDS, MovingLine
+from nbdist.world.moving_line import REDRAW_SECONDS, MovingLine
 from nbdist.world.world import World
 from tests.cells import Write, said
 from tests.waiting import wait_until

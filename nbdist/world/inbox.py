@@ -1,0 +1,142 @@
+"""The messages that a world's agent sends, and what each of them changes.
+
+Runs in the notebook's process, on the thread that made the world.  The functions act on `Workers`;
+`Session` has them as methods.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from nbdist.errors import AgentLost
+from nbdist.output.events import (
+    Comm,
+    Died,
+    Done,
+    Failure,
+    InputRequest,
+    Moved,
+    Record,
+    Tracked,
+    Visible,
+    Warned,
+)
+from nbdist.wire import messages
+from nbdist.wire.messages import Received, SendInput
+from nbdist.wire.work import InputReply
+from nbdist.world.result import hand_over
+from nbdist.world.sent_objects import NOTHING_SENT
+from nbdist.world.states import NO_INPUT, Event, State
+from nbdist.world.workers import Workers
+
+if TYPE_CHECKING:
+    from nbdist.output.events import Output
+
+
+def receive(workers: Workers, timeout: float) -> None:
+    """Wait at most `timeout` seconds for a message, then handle all that have arrived."""
+    workers.link.wait(timeout)
+    receive_waiting(workers)
+
+
+def receive_waiting(workers: Workers) -> None:
+    """Handle the messages that have arrived; not messages that arrive meanwhile.
+
+    Ranks that print without end would otherwise keep this function busy for ever.
+    """
+    if (link := workers.link_or_none) is None:
+        return
+    for _ in range(len(link.arrived)):
+        match link.arrived[0]:
+            case AgentLost() as lost:
+                take_loss(workers, lost)
+            case Received() as batch:
+                link.received(batch)
+            case messages.NodeJoined(host):
+                workers.joined[host] = None
+            case (rank, task_id, output):
+                _handle_output(workers, rank, task_id, output)
+            case news if workers.running is not None:
+                if isinstance(news, messages.Aborted):
+                    workers.advance(Event.ABORTED)
+                workers.running.take(news, time.monotonic())
+        link.arrived.popleft()
+        if workers.link_or_none is not link:
+            return
+
+
+def take_loss(workers: Workers, lost: AgentLost) -> None:
+    """Record that the agent has ended, and its workers with it; close the link."""
+    workers.lost = lost
+    if workers.widgets is not None:
+        workers.widgets.end()
+    if workers.running is not None:
+        workers.running.take_loss(lost)
+    workers.advance(Event.AGENT_LOST)
+    workers.close_link()
+
+
+def _handle_output(workers: Workers, rank: int, task_id: str, output: Any) -> None:
+    """Record what a rank shows or reports, in the tables and in the task that it belongs to."""
+    if isinstance(output, Record):
+        host = workers.machines.name(rank) or output.host
+        hand_over(output._replace(host=host), is_shown=workers.config.show)
+        return
+    if workers.widgets is not None or isinstance(output, Comm):
+        output = _pass_to_widgets(workers, rank, output)
+        if output is None:
+            return
+    if isinstance(output, Died):
+        workers.dead[rank] = output
+        workers.advance(Event.RANK_DIED)
+    running = workers.running
+    if isinstance(output, Tracked):
+        output = workers.curves.placed(task_id, output)
+        workers.curves.take(rank, task_id, output, workers.size)
+        if running is not None and task_id == running.task.id:
+            running.transcript.curves.take(rank, task_id, output, workers.size)
+        return
+    if isinstance(output, Warned):
+        if running is not None and task_id == running.task.id:
+            running.transcript.warn(output.text)
+        return
+    if running is not None and task_id != running.task.id:
+        # Output outside of tasks counts as output of the cell that other ranks still run.
+        is_more = isinstance(output, Visible) and not task_id and running.waits_after(rank)
+        running = running if is_more else None
+    if isinstance(output, Done):
+        is_received = running is not None and output.received
+        received = running.received(rank) if running and is_received else NOTHING_SENT
+        workers.names.finished(rank, output, received, running.sent_at if running else None)
+    if running is None:
+        if isinstance(output, InputRequest):
+            workers.link.send(SendInput(rank, InputReply(output.number, problem=NO_INPUT)))
+        elif not isinstance(output, Moved):
+            workers.late.append((rank, output))
+    elif isinstance(output, Moved):
+        running.moved[rank] = output
+    else:
+        # The group is broken: connections were closed by an abort, a death or gloo itself.
+        if isinstance(output, Failure) and output.connections and running.members.has_group:
+            workers.advance(Event.ABORTED)
+        if running.is_of_another(rank, output):
+            workers.late.append((rank, output))
+        running.receive(rank, output)
+        if not running.unfinished and workers.state is not State.BROKEN:
+            workers.advance(Event.TASK_DONE)
+
+
+def _pass_to_widgets(workers: Workers, rank: int, output: Output) -> Output | None:
+    """Pass an output to the table of widgets; return what the cell shows of it, or None.
+
+    The first message of a widget makes the table, if a page can show widgets.
+    """
+    if workers.widgets is None:
+        if not workers.shows_widgets:
+            return None
+        # Imported here since most worlds have no widgets.
+        from nbdist.world.widgets import Widgets
+
+        workers.widgets = Widgets()
+    return workers.widgets.take(rank, output)

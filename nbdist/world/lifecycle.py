@@ -1,0 +1,170 @@
+"""The start and the end of a world's workers, and taking over workers that are there already.
+
+Runs in the notebook's process, on the thread that made the world.  The functions act on `Workers`;
+`Session` has them as methods, and `nbdist.world.recovery` restarts or ends workers with them.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from nbdist.config import LOCAL
+from nbdist.errors import AgentLost, StartError
+from nbdist.wire import messages
+from nbdist.wire.messages import Attached, Received, Starting
+from nbdist.words import count
+from nbdist.world.agents import module_of
+from nbdist.world.link import CALL_TIMEOUT, Link
+from nbdist.world.moving_line import MovingLine
+from nbdist.world.names import NameTable
+from nbdist.world.running import TaskRun
+from nbdist.world.states import Event, State
+from nbdist.world.workers import Workers
+
+log = logging.getLogger("nbdist.world")
+
+COMING_TIMEOUT = 86_400.0  # seconds to wait for queued machines; must exceed their head's timeout
+STOP_GRACE, RESTART_GRACE = 2.0, 0.3  # seconds that idle workers have to run their exit handlers
+STOP_TIMEOUT = 20.0  # seconds for an agent to end the workers; then it is ended, with them
+QUIET_SECONDS = 2.0  # a start that takes less time shows no line
+
+
+def starting(workers: Workers) -> Iterator[Starting]:
+    """Start the workers unless they are running; yield the progress of the start.
+
+    Raises StartError; then everything that was started has been ended.
+    """
+    if workers.state not in (State.STOPPED, State.LOST):
+        return
+    workers.advance(Event.START)
+    workers.reset()
+    try:
+        if not workers.is_connected:
+            module = module_of(workers.config.launched_by)
+            workers.link_or_none = link = Link(module, fork_server=workers.spec.config.fork)
+            link.open()
+            if workers.code is not None:
+                workers.code.forget()
+        workers.remember()
+        if workers.code is not None:
+            yield from workers.code.bringing(workers.link.calling, to_new=True)
+        timeout = CALL_TIMEOUT if workers.config.launched_by == LOCAL else COMING_TIMEOUT
+        request = messages.StartWorld(workers.spec)
+        match started := (yield from workers.link.calling(request, timeout)):
+            case messages.StartFailure(rank, host, command, reason, last_lines):
+                raise StartError(rank, host, command, reason, last_lines)
+    except BaseException:  # Stop too: everything that has been started is ended
+        workers.advance(Event.START_FAILED)
+        if left := workers.close_link():
+            log.warning("%s", left)
+        raise
+    assert isinstance(started, messages.WorldStarted)
+    # A head returns the spec, since its machines determine the size.
+    workers.spec, workers.missing = started.spec or workers.spec, started.missing
+    workers.record_processes(started, workers.link.agent.host)
+    # For machines that do not share the folder.
+    if workers.code is not None and workers.is_elsewhere:
+        yield from workers.code.bringing(workers.link.calling, to_new=True)
+    workers.advance(Event.STARTED)
+
+
+def starting_texts(workers: Workers) -> Iterator[str]:
+    """Start the workers; yield `starting 4 workers: 2 ready`, or "" if the line is unchanged.
+
+    A start that takes less than `QUIET_SECONDS` yields no line.
+    """
+    said, begun = "", time.monotonic()
+    for far in starting(workers):
+        ready = f"{far.up} ready" if far.up < workers.size else "forming their group"
+        text = f"starting {count(workers.size, 'worker')}: {ready}"
+        if far.text:  # of other machines, which determine the number of workers
+            text = f"starting: {far.text}" + (f" · {far.up} ready" if far.up else "")
+        elif time.monotonic() - begun < QUIET_SECONDS:
+            text = ""
+        yield text if text != said else ""
+        said = text or said
+
+
+def start(workers: Workers) -> None:
+    """Start the workers unless they are running; in a terminal, stderr shows a slow start."""
+    line, said = MovingLine(sys.stderr), ""
+    try:
+        for text in starting_texts(workers):
+            line.show(said := text or said, time.monotonic())
+    finally:
+        line.clear()
+
+
+def start_anew(workers: Workers, *, agent_too: bool = False) -> None:
+    """End all workers, with `agent_too` also their agent, and start as many new workers.
+
+    The set-up cells are not run here.
+    """
+    # STOPPING: Stop has interrupted the wait for their end, so it is requested again.
+    are_there = workers.state.has_workers or workers.state is State.STOPPING
+    if workers.is_connected and are_there:
+        workers.advance(Event.STOP)
+        _stop(workers, RESTART_GRACE)
+        workers.advance(Event.STOPPED)
+    workers.running = None  # drop all messages of the old workers
+    workers.late.clear()
+    while (link := workers.link_or_none) is not None and link.arrived:
+        item = link.arrived.popleft()
+        if isinstance(item, Received) and link.is_up:
+            link.received(item)
+    if agent_too:
+        workers.close_link()
+    start(workers)
+
+
+def shutdown(workers: Workers) -> str:
+    """End all workers and their agent, and forget the set-up cells.
+
+    Returns a sentence about processes that are left on other machines, "" for none.
+    """
+    workers.setup.forget()
+    workers.advance(Event.STOP)
+    left = _stop(workers, STOP_GRACE) if workers.is_connected else ""
+    left = left or workers.close_link()
+    workers.advance(Event.STOPPED)
+    return left
+
+
+def _stop(workers: Workers, grace: float) -> str:
+    """Let the agent end the workers; if it does not, end the agent too.
+
+    Returns a sentence about processes that are left on other machines, "" for none.
+    """
+    try:
+        workers.link.call(messages.StopWorld(grace), STOP_TIMEOUT)
+    except (AgentLost, StartError):
+        return workers.close_link()
+    return ""
+
+
+def attach(workers: Workers, link: Link, there: Attached, namespace: dict[str, Any]) -> None:
+    """Take over the running workers of an agent that another notebook has started.
+
+    `there` is the agent's description of their state; `namespace` has the notebook's variables.
+    """
+    workers.link_or_none, workers.namespace = link, namespace
+    workers.names = NameTable(namespace)
+    workers.names.found(there.bound, there.pids)
+    workers.missing, workers.dead = there.missing, dict(there.dead)
+    workers.joined = dict.fromkeys(there.came)
+    workers.past.forgotten = there.forgotten
+    workers.setup.tasks |= dict(there.memory.setup)  # the agent holds the memory with their names
+    workers.record_processes(there, link.agent.host)
+    workers.advance(Event.START)
+    workers.advance(Event.STARTED)
+    if there.run is not None:
+        workers.running = TaskRun.found(there, workers.members)
+        workers.advance(Event.TASK)
+    if there.dead:
+        workers.advance(Event.RANK_DIED)
+    if not there.is_whole:
+        workers.advance(Event.ABORTED)

@@ -1,0 +1,52 @@
+"""A line in a terminal that shows progress and is drawn again and again.
+
+Runs in the notebook's process.  The start of workers, `World.run` and the panels of a terminal use
+it.
+"""
+
+from __future__ import annotations
+
+import shutil
+from typing import TextIO
+
+REDRAW_SECONDS = 0.25
+
+
+class MovingLine:
+    """A line in a terminal that is drawn again and again; nothing is drawn if it is no terminal.
+
+    Call `clear` before other lines are written.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        # An object that a user puts in the place of stdout may lack `isatty`.
+        self._is_terminal = bool(getattr(stream, "isatty", bool)())
+        self._shown = ""
+        self._draw_at = 0.0
+
+    def is_due(self, now: float) -> bool:
+        """Return True if the line may be drawn now: four times a second, and after `clear`."""
+        return self._is_terminal and now >= self._draw_at
+
+    def show(self, text: str, now: float) -> None:
+        """Draw this text in place of the last one if it `is_due`; `now` is monotonic seconds."""
+        if not self.is_due(now):
+            return
+        self._draw_at = now + REDRAW_SECONDS
+        # A character in the last column can move some terminals' cursor to the next line.
+        text = text[: max(1, shutil.get_terminal_size().columns - 1)]
+        if text or self._shown:
+            self._draw(text)
+
+    def clear(self) -> None:
+        """Erase the line, so that the next output begins at the start of the line."""
+        if self._shown:
+            self._draw("")
+            self._draw_at = 0.0
+
+    def _draw(self, text: str) -> None:
+        # Overwrite with spaces, since not every terminal supports an escape sequence to erase.
+        self._stream.write(f"\r{text.ljust(len(self._shown))}" + ("" if text else "\r"))
+        self._stream.flush()
+        self._shown = text
