@@ -25,8 +25,10 @@ from nbdist.agent.worker import Worker
 from nbdist.agent.worker_group import HeldPort, WorkerGroup
 from nbdist.system.processes import Guard
 from nbdist.wire import control, messages, node_messages
+from nbdist.wire.log_files import GetLogs, read_logs
 from nbdist.wire.messages import Ask
-from nbdist.wire.views import GetLogs, Place, WorldInfo, read_logs
+from nbdist.wire.places import Place
+from nbdist.wire.queries import WorldInfo
 
 if TYPE_CHECKING:
     from nbdist.cluster.client import HeadLink, Way

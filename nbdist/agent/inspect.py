@@ -23,17 +23,9 @@ from nbdist.system.processes import OwnTime, is_stopped
 from nbdist.system.secrets import secret_values
 from nbdist.wire import control
 from nbdist.wire.control import Completions, Description, Question
-from nbdist.wire.messages import Used
-from nbdist.wire.views import (
-    Collective,
-    Gpu,
-    Place,
-    RankSecrets,
-    Stack,
-    StackFrame,
-    Usage,
-    WorkerStatus,
-)
+from nbdist.wire.messages import RankSecrets, Used
+from nbdist.wire.places import Collective, Place, Stack, StackFrame
+from nbdist.wire.status import Gpu, Usage, WorkerStatus
 
 if TYPE_CHECKING:
     from nbdist.agent.worker import Worker

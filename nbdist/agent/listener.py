@@ -20,10 +20,12 @@ from typing import Any
 from nbdist import __version__
 from nbdist.agent.notebook_link import NotebookLink
 from nbdist.system.folders import PRIVATE_FILE
-from nbdist.wire import store, views
+from nbdist.wire import queries, store
 from nbdist.wire.frames import BadFrame, FrameCutter
+from nbdist.wire.log_files import GetLogs
 from nbdist.wire.messages import GetSecrets, GetStacks, OfEachRank
 from nbdist.wire.spec import WorldSpec
+from nbdist.wire.status import WorkerStatus
 from nbdist.wire.store import MOST_BYTES
 
 log = logging.getLogger("nbdist.agent")
@@ -37,8 +39,8 @@ NOTEBOOK_NAME = "JPY_SESSION_NAME"  # by this variable Jupyter's server names a 
 
 
 def with_ranks(
-    info: views.WorldInfo, spec: WorldSpec | None, ranks: tuple[views.WorkerStatus, ...]
-) -> views.WorldInfo:
+    info: queries.WorldInfo, spec: WorldSpec | None, ranks: tuple[WorkerStatus, ...]
+) -> queries.WorldInfo:
     """Return the answer to `Look`: the description of the world, completed by its ranks.
 
     `spec` is None before the first start, when there are no ranks.
@@ -57,7 +59,9 @@ class Door:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._server: asyncio.Server | None = None
-        self._calling: dict[asyncio.Task[None], type[views.Said] | None] = {}  # None: not yet asked
+        self._calling: dict[
+            asyncio.Task[None], type[queries.Said] | None
+        ] = {}  # None: not yet asked
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.path}, {len(self._calling)} connections>"
@@ -69,7 +73,7 @@ class Door:
                 return
             self._server.close()
         self._server = await asyncio.start_unix_server(
-            self._serve, self.path, limit=views.LONGEST_QUESTION, backlog=MOST_ASKING
+            self._serve, self.path, limit=queries.LONGEST_QUESTION, backlog=MOST_ASKING
         )
         self.path.chmod(PRIVATE_FILE)
 
@@ -84,7 +88,7 @@ class Door:
         task = asyncio.current_task()
         assert task is not None
         try:
-            if views.user_at(writer.get_extra_info("socket")) == os.geteuid():
+            if queries.user_at(writer.get_extra_info("socket")) == os.geteuid():
                 # Disconnect a process that asks wrongly or does not read its answer.  A cancelled
                 # task must not leave this function: asyncio's streams would report it to the
                 # loop's exception handler, and that ends the agent.
@@ -130,11 +134,11 @@ class Listener(Door):
     def __init__(
         self,
         runtime: Path,
-        look: Callable[[views.WorldInfo], Awaitable[views.WorldInfo]],
+        look: Callable[[queries.WorldInfo], Awaitable[queries.WorldInfo]],
         link: NotebookLink | None,
         read: Read | None = None,
     ) -> None:
-        super().__init__(runtime / views.DOOR)
+        super().__init__(runtime / queries.DOOR)
         self._look, self._link, self._read = look, link, read
 
     async def open(self) -> None:
@@ -158,64 +162,66 @@ class Listener(Door):
             del self._calling[silent[0]]
         self._calling[task] = None
         async with asyncio.timeout(LINE_TIMEOUT):
-            question = views.from_line(await reader.readline())
+            question = queries.from_line(await reader.readline())
         if len(self._of_kind(type(question))) >= MOST_CALLING:
             return
         self._calling[task] = type(question)
         if (answer := await self._answer(question)) is None:
             return
         writer.transport.set_write_buffer_limits(0)  # so that `drain` waits for the whole answer
-        writer.write(views.to_line(answer))
+        writer.write(queries.to_line(answer))
         try:
             async with asyncio.timeout(LINE_TIMEOUT):
                 await writer.drain()
-            if isinstance(answer, views.Accepted):
-                while await reader.read(views.LONGEST_QUESTION):
+            if isinstance(answer, queries.Accepted):
+                while await reader.read(queries.LONGEST_QUESTION):
                     pass
         finally:
             match question, answer:
-                case views.Attach(pid=pid), views.Accepted() if self._link:
+                case queries.Attach(pid=pid), queries.Accepted() if self._link:
                     # Also if the notebook has ended while it waited for this answer.
                     self._link.let_go_by(pid)
 
-    def _of_kind(self, kind: type[views.Said] | None) -> list[asyncio.Task[None]]:
+    def _of_kind(self, kind: type[queries.Said] | None) -> list[asyncio.Task[None]]:
         """Return the connections that asked this kind of question, None for none; oldest first."""
         return [task for task, asked in self._calling.items() if asked is kind]
 
-    async def _answer(self, question: views.Said) -> views.Said | None:
+    async def _answer(self, question: queries.Said) -> queries.Said | None:
         match question:
-            case views.Describe():
+            case queries.Describe():
                 return self._describe()
-            case views.Look():
+            case queries.Look():
                 return await self._look(self._describe())
-            case views.Inquire() if self._link and self._read:
+            case queries.Inquire() if self._link and self._read:
                 return await self._find(question, self._link, self._read)
-            case views.Attach() if self._link:
+            case queries.Attach() if self._link:
                 return await self._link.admit(question)
         return None
 
-    async def _find(self, asked: views.Inquire, link: NotebookLink, read: Read) -> views.Findings:
+    async def _find(
+        self, asked: queries.Inquire, link: NotebookLink, read: Read
+    ) -> queries.Findings:
         if asked.about == "tasks":
             return link.tasks
         ranks = asked.ranks or tuple(link.ranks)
         if asked.about == "stacks":
-            return views.Findings(stacks=await read(GetStacks(ranks)))
+            return queries.Findings(stacks=await read(GetStacks(ranks)))
         if asked.about == "secrets":
             found = await read(GetSecrets(ranks))
-            return views.Findings(secrets=tuple({each for row in found for each in row.values}))
+            return queries.Findings(secrets=tuple({each for row in found for each in row.values}))
         ranks = ranks[:MOST_READ]
         share = LINES_OF_ALL // (len(STREAMS) * max(1, len(ranks)))
         most = max(1, min(asked.most, MOST_LINES, share))
-        return views.Findings(
+        return queries.Findings(
             logs=tuple(
                 each._replace(lines=tuple(line[:LONGEST_LINE] for line in each.lines))
-                for each in await read(views.GetLogs(ranks, STREAMS, most))
+                for each in await read(GetLogs(ranks, STREAMS, most))
             )
         )
 
-    def _describe(self) -> views.WorldInfo:
+    def _describe(self) -> queries.WorldInfo:
         if self._link is None:
-            return views.WorldInfo(__version__, socket.gethostname())
+            return queries.WorldInfo(__version__, socket.gethostname())
         return self._link.describe()
 
 

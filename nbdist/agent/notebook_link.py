@@ -31,8 +31,8 @@ from nbdist.system.processes import LEAVES, STAYS, Guard, adopt_orphans, end_des
 from nbdist.values.payload import Segment, SegmentGone, SegmentRef
 from nbdist.wire import messages
 from nbdist.wire.frames import pack, unpack
+from nbdist.wire.queries import SOCKET, Accepted, Attach, Findings, Refused, WorldInfo
 from nbdist.wire.spec import versions_here
-from nbdist.wire.views import SOCKET, Accepted, Attach, Findings, Refused, WorldInfo
 from nbdist.wire.work import task_from
 
 Result = TypeVar("Result")

@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from nbdist.values.definitions import function_name
-from nbdist.wire.views import CallLayout, StackFrame
+from nbdist.wire.call_layout import CallLayout
+from nbdist.wire.places import StackFrame
 from nbdist.wire.work import Task
 
 Found = TypeVar("Found")

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from nbdist.agent.inspect import SAMPLE_TIMEOUT, place_from_outside
 from nbdist.output.events import IGNORES_STOP
 from nbdist.system.processes import OwnTime, ignores, schedule
-from nbdist.wire.views import Place
+from nbdist.wire.places import Place
 
 if TYPE_CHECKING:
     from nbdist.agent.worker import Worker

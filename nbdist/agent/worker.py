@@ -26,8 +26,9 @@ from nbdist.system.processes import cpu_seconds, is_exiting, is_stopped
 from nbdist.wire import control
 from nbdist.wire.frames import BadFrame
 from nbdist.wire.messages import Run
+from nbdist.wire.places import Place, RankState
 from nbdist.wire.spec import LAST_LINE_SAYS, WorkerStart, WorldSpec
-from nbdist.wire.views import Place, RankState, WorkerStatus
+from nbdist.wire.status import WorkerStatus
 from nbdist.wire.work import CatchUp, Finished, InputReply, Said, SigintSent, Task, task_from
 from nbdist.words import word_exit
 

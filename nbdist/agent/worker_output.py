@@ -23,7 +23,7 @@ from typing import Generic, TypeVar
 from nbdist.output.events import InputRequest, Output, StreamName, Text, Typed
 from nbdist.system import folders
 from nbdist.wire import work
-from nbdist.wire.views import CUT_MARK, earlier_file, moved_line, renumbered_line
+from nbdist.wire.log_files import CUT_MARK, earlier_file, moved_line, renumbered_line
 
 log = logging.getLogger("nbdist.agent")
 

@@ -16,7 +16,8 @@ from nbdist.values.payload import refs_in
 from nbdist.wire import messages
 from nbdist.wire.messages import Outputs
 from nbdist.wire.node_messages import processes
-from nbdist.wire.views import Findings, Place, Stack, TaskSeen, Trouble
+from nbdist.wire.places import Place, Stack
+from nbdist.wire.queries import Findings, TaskSeen, Trouble
 from nbdist.wire.work import task_from
 
 TEXT_OF_ALL, TEXT_AT_LEAST = 256 << 20, 1 << 16

@@ -41,11 +41,12 @@ from nbdist.output.events import Clear, Died, Display, Done, Failure, Text, Upda
 from nbdist.system.processes import Guard
 from nbdist.wire import messages
 from nbdist.wire.control import StepCount
+from nbdist.wire.log_files import GetLogs
 from nbdist.wire.node_messages import HoldRanks, InterruptAt, LocateRanks, NodeUp
+from nbdist.wire.queries import WorldInfo
 from nbdist.wire.spec import TorchStore, WorldSpec
 from nbdist.wire.store import HostedStore, Operation
 from nbdist.wire.transfer import Fetch, Piece
-from nbdist.wire.views import GetLogs, WorldInfo
 
 log = logging.getLogger("nbdist.cluster")
 

@@ -42,7 +42,7 @@ from nbdist.terminal.worlds import (
 )
 from nbdist.topology import parse_ranks
 from nbdist.wire.frames import BadFrame
-from nbdist.wire.views import Findings, Inquire, Look, Said, WorldInfo
+from nbdist.wire.queries import Findings, Inquire, Look, Said, WorldInfo
 from nbdist.words import count, format_ranks, one_line
 from nbdist.world import agents
 from nbdist.world.agents import ANSWER_TIMEOUT, Asking, Found

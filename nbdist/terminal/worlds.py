@@ -19,7 +19,10 @@ from nbdist.output.ansi import strip
 from nbdist.output.events import Died, Failure, RankError
 from nbdist.output.transcript import followed_text, follows
 from nbdist.output.wording import body_text, error_text
-from nbdist.wire.views import LogTail, Look, Place, Stack, TaskSeen, Usage, WorldInfo
+from nbdist.wire.log_files import LogTail
+from nbdist.wire.places import Place, Stack
+from nbdist.wire.queries import Look, TaskSeen, WorldInfo
+from nbdist.wire.status import Usage
 from nbdist.words import aligned, count, name_ranks, one_line
 from nbdist.world import hangs
 from nbdist.world.agents import Found, ask_all, named, worlds

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from nbdist.wire.frames import BadFrame, object_from
+from nbdist.wire.places import Collective, Place, StackFrame
 from nbdist.wire.spec import WorldSpec
-from nbdist.wire.views import Collective, Place, StackFrame
 
 TYPES = "_jupyter_types_experimental"
 """The key in a reply's metadata under which front ends find completions' types and signatures."""

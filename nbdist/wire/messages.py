@@ -18,8 +18,10 @@ from nbdist.output.events import Comm, Died, Output
 from nbdist.system.folders import MARKER
 from nbdist.values.payload import SegmentRef
 from nbdist.wire.control import Question
+from nbdist.wire.log_files import GetLogs
+from nbdist.wire.places import Place
 from nbdist.wire.spec import WorldSpec
-from nbdist.wire.views import GetLogs, Place, Usage
+from nbdist.wire.status import Usage
 from nbdist.wire.work import InputReply, Task
 
 # --- the notebook's code ----------------------------------------------------------------------
@@ -97,6 +99,13 @@ class GetSecrets(NamedTuple):
     """Which secrets are in the environments of these ranks?  A tuple of `RankSecrets` answers."""
 
     ranks: tuple[int, ...]
+
+
+class RankSecrets(NamedTuple):
+    """The values of a rank's environment variables that are secrets, judged by their names."""
+
+    rank: int
+    values: tuple[str, ...]
 
 
 class Consult(NamedTuple):

@@ -16,10 +16,10 @@ from nbdist.values.payload import SegmentRef
 from nbdist.wire.control import HeldGroups, StepCount
 from nbdist.wire.frames import BadFrame, fits, pack, unpack
 from nbdist.wire.messages import Answer, Ask, Down, StartFailure, Up, WorldStarted
+from nbdist.wire.places import Place
 from nbdist.wire.spec import Versions, WorldSpec
 from nbdist.wire.store import Operation
 from nbdist.wire.transfer import Drop, Fetch, Piece
-from nbdist.wire.views import Place
 
 # --- forming the world's group ----------------------------------------------------------------
 

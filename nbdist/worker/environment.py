@@ -24,8 +24,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nbdist.wire.places import PACKAGES
 from nbdist.wire.spec import SET_ON_IMPORT, WorkerStart, moved_path, sharing_variables
-from nbdist.wire.views import PACKAGES
 from nbdist.wire.work import Surroundings
 from nbdist.worker.compat import accelerator
 from nbdist.worker.compat import torch as seam

@@ -27,8 +27,9 @@ from typing import IO, Any, TypeVar
 import torch.distributed as dist
 
 from nbdist.values.definitions import cell_numbers, function_name
+from nbdist.wire.call_layout import CallLayout
 from nbdist.wire.control import Traced
-from nbdist.wire.views import PACKAGES, Begun, CallLayout, Collective, Place, StackFrame
+from nbdist.wire.places import PACKAGES, Begun, Collective, Place, StackFrame
 from nbdist.worker.compat import accelerator
 from nbdist.worker.compat import torch as seam
 from nbdist.worker.group.gloo import wait

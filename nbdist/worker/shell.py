@@ -24,7 +24,7 @@ from IPython.core.interactiveshell import ExecutionResult
 from traitlets import Type
 
 from nbdist.values.definitions import cell_numbers
-from nbdist.wire.views import PACKAGES
+from nbdist.wire.places import PACKAGES
 from nbdist.words import error_line
 from nbdist.worker.compat.ipython import AnnouncesErrors, Debugger
 from nbdist.worker.group.default import stale_group_of

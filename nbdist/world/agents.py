@@ -26,10 +26,10 @@ from nbdist.errors import UsageError
 from nbdist.system import folders
 from nbdist.system.limits import OomKills
 from nbdist.system.processes import MODULE, Child, children_of, last_lines_of, safe_environ
-from nbdist.wire import views
+from nbdist.wire import queries
 from nbdist.wire.frames import BadFrame
+from nbdist.wire.queries import DOOR, WorldInfo
 from nbdist.wire.spec import difference, versions_here
-from nbdist.wire.views import DOOR, WorldInfo
 from nbdist.words import one_line
 
 NEEDED = 20  # files: a link keeps 16 open in the notebook's process, and a few are read at times
@@ -111,32 +111,34 @@ class Asking:
     `process` is the id of the process at the other end.
     """
 
-    def __init__(self, folder: Path, question: views.Said, timeout: float = ANSWER_TIMEOUT) -> None:
-        self._socket = views.connect_to(folder / DOOR, timeout)
-        self.process = views.process_at(self._socket)
+    def __init__(
+        self, folder: Path, question: queries.Said, timeout: float = ANSWER_TIMEOUT
+    ) -> None:
+        self._socket = queries.connect_to(folder / DOOR, timeout)
+        self.process = queries.process_at(self._socket)
         try:
-            self._socket.sendall(views.to_line(question))
+            self._socket.sendall(queries.to_line(question))
         except OSError:
             self.close()
             raise
 
-    def answer(self, timeout: float) -> views.Said:
+    def answer(self, timeout: float) -> queries.Said:
         """Wait for the answer; raises OSError if it is late, and BadFrame if it is not valid."""
         deadline, said = time.monotonic() + timeout, bytearray()
         while not said.endswith(b"\n"):
             self._socket.settimeout(max(0.0, deadline - time.monotonic()))
             data = self._socket.recv(READ_SIZE)
-            if not data or len(said) > views.MOST_BYTES:
+            if not data or len(said) > queries.MOST_BYTES:
                 raise ConnectionResetError("it has closed the connection")
             said += data
-        return views.from_line(bytes(said))
+        return queries.from_line(bytes(said))
 
     def close(self) -> None:
         """Close the connection."""
         self._socket.close()
 
 
-def ask_all(question: views.Describe | views.Look, timeout: float) -> list[Found]:
+def ask_all(question: queries.Describe | queries.Look, timeout: float) -> list[Found]:
     """Ask all worlds of this user; return those that answer within `timeout` seconds."""
     found = []
     with ExitStack() as opened:
@@ -155,7 +157,7 @@ def ask_all(question: views.Describe | views.Look, timeout: float) -> list[Found
 
 def worlds(timeout: float = ANSWER_TIMEOUT) -> list[Found]:
     """Find this user's worlds that have workers and answer in time, in the order of their names."""
-    asked = ask_all(views.Describe(), timeout)
+    asked = ask_all(queries.Describe(), timeout)
     found = [each for each in asked if each.info.name and each.info.workers]
     return sorted(found, key=lambda each: (each.info.name, each.agent))
 
@@ -260,10 +262,10 @@ class AttachedAgent:
         self.host, self.command = found.info.host, f"the agent of world {found.name}"
         try:
             with ExitStack() as opened:
-                asking = Asking(found.folder, views.Attach(__version__, os.getpid(), socket))
+                asking = Asking(found.folder, queries.Attach(__version__, os.getpid(), socket))
                 opened.callback(asking.close)
                 answer = asking.answer(ADMIT_TIMEOUT)
-                if not isinstance(answer, views.Accepted):
+                if not isinstance(answer, queries.Accepted):
                     raise found.refusal(getattr(answer, "why", "its agent says something else"))
                 log = found.folder / "agent.log"  # opened now, to be readable after its removal
                 self._log = opened.enter_context(open(log if log.exists() else os.devnull, "rb"))

@@ -29,7 +29,7 @@ from nbdist.wire.messages import (
     Starting,
     landmark,
 )
-from nbdist.wire.views import PACKAGES
+from nbdist.wire.places import PACKAGES
 from nbdist.words import count, size_text
 
 IGNORE_FILE = ".nbdistignore"

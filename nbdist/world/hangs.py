@@ -28,7 +28,7 @@ from nbdist.output.events import Died, Failure, RankError
 from nbdist.output.fingerprint import normal
 from nbdist.output.wording import fold_ranks
 from nbdist.wire.messages import Silent
-from nbdist.wire.views import Begun, Place, Stack
+from nbdist.wire.places import Begun, Place, Stack
 from nbdist.wire.work import Script
 from nbdist.words import name_ranks, one_line
 from nbdist.world.states import Machines

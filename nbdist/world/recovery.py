@@ -20,7 +20,7 @@ from nbdist.output import events
 from nbdist.output.events import Died, Failure, RankError
 from nbdist.values.payload import MODULE, OPTIMIZER, SHARDED
 from nbdist.wire.messages import Abort, Grow, Heal, Healed, Interrupt, Kill, Locate, Scale, Spare
-from nbdist.wire.views import Place
+from nbdist.wire.places import Place
 from nbdist.wire.work import Call, Task
 from nbdist.words import name_ranks, one_line
 from nbdist.world import inbox, lifecycle

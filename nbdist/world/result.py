@@ -23,7 +23,8 @@ from nbdist.output.transcript import Transcript
 from nbdist.output.wording import clip
 from nbdist.values.payload import Payload, open_payload
 from nbdist.values.pickling import unpickle
-from nbdist.wire.views import Gpu, LogTail, Usage, WorkerStatus
+from nbdist.wire.log_files import LogTail
+from nbdist.wire.status import Gpu, Usage, WorkerStatus
 from nbdist.wire.work import Source, Task
 from nbdist.words import name_ranks, size_range, size_text
 from nbdist.world.hangs import Who, doing_of

@@ -23,7 +23,8 @@ from nbdist.output.transcript import Transcript, follows
 from nbdist.values.payload import Payload, as_read, open_payload
 from nbdist.values.pickling import unpickle
 from nbdist.wire.messages import Aborted, Attached, Located, Silent, Used
-from nbdist.wire.views import Place, Usage
+from nbdist.wire.places import Place
+from nbdist.wire.status import Usage
 from nbdist.wire.work import Task, task_from
 from nbdist.words import name_ranks
 from nbdist.world import hangs

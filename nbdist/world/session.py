@@ -35,7 +35,7 @@ from nbdist.wire.messages import (
     Scale,
     SendInput,
 )
-from nbdist.wire.views import WorkerStatus
+from nbdist.wire.status import WorkerStatus
 from nbdist.wire.work import Attempt, Call, InputReply, Source, Task, Work
 from nbdist.words import format_ranks
 from nbdist.world import inbox, lifecycle, recovery

@@ -22,7 +22,8 @@ from nbdist.system.folders import JoinedFolder
 from nbdist.values.payload import Payload, check_needs, pack_names
 from nbdist.wire.messages import GetStacks, GetStatus
 from nbdist.wire.ops import Cleaned
-from nbdist.wire.views import Stack, WorkerStatus
+from nbdist.wire.places import Stack
+from nbdist.wire.status import WorkerStatus
 from nbdist.wire.work import Call, Task, Work
 from nbdist.world import calling, exchange
 from nbdist.world.agents import AttachedAgent, Found, to_attach, worlds

@@ -19,7 +19,7 @@ from nbdist.agent.notebook_link import NotebookLink, Serving
 from nbdist.config import WorldConfig
 from nbdist.wire import messages
 from nbdist.wire.messages import Answer, Ask, GetStatus, Kill
-from nbdist.wire.views import Attach, Refused
+from nbdist.wire.queries import Attach, Refused
 from nbdist.world.link import Link
 from tests.agent.sources import worker_start
 from tests.waiting import SOON, wait_until

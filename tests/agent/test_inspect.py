@@ -17,7 +17,8 @@ import pytest
 
 from nbdist.agent.inspect import GpuGauge, UsageWatch, status_of
 from nbdist.system.processes import thread_state
-from nbdist.wire.views import Gpu, Place, Stack, WorkerStatus
+from nbdist.wire.places import Place, Stack
+from nbdist.wire.status import Gpu, WorkerStatus
 from nbdist.world.result import usage_text
 from nbdist.world.running import TaskRun
 from nbdist.world.world import World

@@ -20,9 +20,12 @@ import pytest
 
 from nbdist.agent import listener
 from nbdist.agent.listener import MOST_CALLING, Listener, StoreWindow
-from nbdist.wire import views
+from nbdist.wire import queries
 from nbdist.wire.frames import FrameCutter, framed
-from nbdist.wire.messages import GetSecrets, GetStacks, OfEachRank
+from nbdist.wire.log_files import LogTail
+from nbdist.wire.messages import GetSecrets, GetStacks, OfEachRank, RankSecrets
+from nbdist.wire.places import Place, Stack
+from nbdist.wire.status import WorkerStatus
 from nbdist.wire.store import (
     Add,
     Answer,
@@ -48,9 +51,9 @@ try:
 except OSError: print(b'')
 """
 
-INFO = views.WorldInfo("1.0", "vm", "default", "exp", 2, "busy", "x = 1", 1.5, 0, 2.5, guard=7)
-ATTACH = views.Attach("1.0", 5, "notebook-5.sock")
-RANK = views.WorkerStatus(0, 1, "here", "idle", 0.0, 0, "cpu")
+INFO = queries.WorldInfo("1.0", "vm", "default", "exp", 2, "busy", "x = 1", 1.5, 0, 2.5, guard=7)
+ATTACH = queries.Attach("1.0", 5, "notebook-5.sock")
+RANK = WorkerStatus(0, 1, "here", "idle", 0.0, 0, "cpu")
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -59,33 +62,33 @@ class Lab:
     """A listener, what it was asked, and the connections to it."""
 
     def __init__(self, runtime: Path, *, has_door: bool = True) -> None:
-        self.path = runtime / views.DOOR
+        self.path = runtime / queries.DOOR
         self.looks = 0
         self.gone: list[int] = []
         self.is_open = asyncio.Event()
         self.is_open.set()
         self.admits = asyncio.Event()
         self.admits.set()
-        self.rows: tuple[views.WorkerStatus, ...] = ()
+        self.rows: tuple[WorkerStatus, ...] = ()
         self.faults: list[object] = []
-        self.tasks, self.ranks = views.Findings(), (0, 1)
+        self.tasks, self.ranks = queries.Findings(), (0, 1)
         self.read: list[object] = []
         self.listener = Listener(runtime, self._look, self if has_door else None, self._read)
         self._ends: list[asyncio.StreamWriter] = []
 
-    def describe(self) -> views.WorldInfo:
+    def describe(self) -> queries.WorldInfo:
         return INFO
 
-    async def admit(self, wanted: views.Attach) -> views.Accepted | views.Refused:
+    async def admit(self, wanted: queries.Attach) -> queries.Accepted | queries.Refused:
         if wanted.pid == 17:
             raise KeyError(17)
         await self.admits.wait()
-        return views.Accepted(1, 2) if wanted.version == "1.0" else views.Refused("no")
+        return queries.Accepted(1, 2) if wanted.version == "1.0" else queries.Refused("no")
 
     def let_go_by(self, pid: int) -> None:
         self.gone.append(pid)
 
-    async def _look(self, info: views.WorldInfo) -> views.WorldInfo:
+    async def _look(self, info: queries.WorldInfo) -> queries.WorldInfo:
         self.looks += 1
         await self.is_open.wait()
         return replace(info, at=float(self.looks), ranks=self.rows)
@@ -93,25 +96,25 @@ class Lab:
     async def _read(self, request: OfEachRank) -> tuple[Any, ...]:
         self.read.append(request)
         if isinstance(request, GetStacks):
-            return tuple(views.Stack(rank, 1, "idle", views.Place()) for rank in request.ranks)
+            return tuple(Stack(rank, 1, "idle", Place()) for rank in request.ranks)
         if isinstance(request, GetSecrets):
-            return tuple(views.RankSecrets(rank, ("of all", str(rank))) for rank in request.ranks)
-        return tuple(views.LogTail(rank, "stdout", "f", ("a" * 999,)) for rank in request.ranks)
+            return tuple(RankSecrets(rank, ("of all", str(rank))) for rank in request.ranks)
+        return tuple(LogTail(rank, "stdout", "f", ("a" * 999,)) for rank in request.ranks)
 
-    async def connect(self, said: views.Said | bytes = b"") -> Streams:
+    async def connect(self, said: queries.Said | bytes = b"") -> Streams:
         """One more, that asks this."""
         reader, writer = await asyncio.open_unix_connection(self.path, limit=1 << 24)
         self._ends.append(writer)
-        writer.write(said if isinstance(said, bytes) else views.to_line(said))
+        writer.write(said if isinstance(said, bytes) else queries.to_line(said))
         return reader, writer
 
-    async def ask(self, said: views.Said | bytes) -> views.Said | None:
+    async def ask(self, said: queries.Said | bytes) -> queries.Said | None:
         """The answer, None where there is none."""
         reader, _ = await self.connect(said)
         line = b""
         with suppress(ConnectionResetError):
             line = await reader.readline()
-        return views.from_line(line) if line else None
+        return queries.from_line(line) if line else None
 
     async def open(self) -> None:
         handler = lambda _, fault: self.faults.append(fault)  # noqa: E731
@@ -136,16 +139,16 @@ def lab(request: pytest.FixtureRequest, runtime: Path, runner: asyncio.Runner) -
 
 async def test_what_assistants_ask(lab: Lab) -> None:
     """Stacks and logs of the ranks that are named, else of all; bounded, whatever is asked."""
-    found = await lab.ask(views.Inquire("stacks", (1,)))
-    assert isinstance(found, views.Findings)
+    found = await lab.ask(queries.Inquire("stacks", (1,)))
+    assert isinstance(found, queries.Findings)
     assert [each.rank for each in found.stacks] == [1]
-    found = await lab.ask(views.Inquire("logs", most=10**9))
-    assert isinstance(found, views.Findings)
-    assert found.logs == tuple(views.LogTail(rank, "stdout", "f", ("a" * 400,)) for rank in (0, 1))
-    assert await lab.ask(views.Inquire("logs", tuple(range(10_000)), 10**9))
-    assert await lab.ask(views.Inquire("tasks")) == views.Findings()
-    found = await lab.ask(views.Inquire("secrets"))
-    assert isinstance(found, views.Findings)
+    found = await lab.ask(queries.Inquire("logs", most=10**9))
+    assert isinstance(found, queries.Findings)
+    assert found.logs == tuple(LogTail(rank, "stdout", "f", ("a" * 400,)) for rank in (0, 1))
+    assert await lab.ask(queries.Inquire("logs", tuple(range(10_000)), 10**9))
+    assert await lab.ask(queries.Inquire("tasks")) == queries.Findings()
+    found = await lab.ask(queries.Inquire("secrets"))
+    assert isinstance(found, queries.Findings)
     assert sorted(found.secrets) == ["0", "1", "of all"]
     one, *logs, secrets = lab.read
     assert secrets == GetSecrets((0, 1))
@@ -156,8 +159,8 @@ async def test_what_assistants_ask(lab: Lab) -> None:
 async def test_a_notebook_that_is_accepted(lab: Lab) -> None:
     """Has the world until its connection ends; one that is refused never had it."""
     reader, writer = await lab.connect(ATTACH)
-    assert views.from_line(await reader.readline()) == views.Accepted(1, 2)
-    assert await lab.ask(replace(ATTACH, version="2.0", pid=6)) == views.Refused("no")
+    assert queries.from_line(await reader.readline()) == queries.Accepted(1, 2)
+    assert await lab.ask(replace(ATTACH, version="2.0", pid=6)) == queries.Refused("no")
     await until(lambda: "1 connections" in repr(lab.listener))
     assert lab.gone == []
     writer.close()
@@ -178,14 +181,14 @@ async def test_a_notebook_that_has_gone_before(lab: Lab) -> None:
     "said",
     [
         *(b"\n", b"hello\n", b"\x80\x04N.\n", b"[" * 50_000 + b"\n", b"x" * (1 << 17) + b"\n"),
-        *(views.Refused("me"), replace(ATTACH, pid=17)),
+        *(queries.Refused("me"), replace(ATTACH, pid=17)),
     ],
     ids=["nothing", "text", "pickle", "deep", "long", "an answer", "a fault of ours"],
 )
-async def test_what_is_no_question(lab: Lab, said: views.Said | bytes) -> None:
+async def test_what_is_no_question(lab: Lab, said: queries.Said | bytes) -> None:
     """Ends the connection, and nothing else: the loop learns of nothing, the next is answered."""
     assert await lab.ask(said) is None
-    assert await lab.ask(views.Describe()) == INFO
+    assert await lab.ask(queries.Describe()) == INFO
     assert "0 connections" in repr(lab.listener)
 
 
@@ -195,30 +198,30 @@ async def test_no_kind_takes_the_place_of_another(
     """Neither the silent, of which the first go, nor those who look at ranks that do not answer."""
     monkeypatch.setattr(listener, "LINE_TIMEOUT", SOON)
     lab.is_open.clear()
-    looking = [asyncio.create_task(lab.ask(views.Look())) for _ in range(MOST_CALLING)]
+    looking = [asyncio.create_task(lab.ask(queries.Look())) for _ in range(MOST_CALLING)]
     await until(lambda: f"{MOST_CALLING} connections" in repr(lab.listener))
     silent = [await lab.connect() for _ in range(20 * MOST_CALLING)]
     assert await silent[0][0].read() == b""
     assert f"{2 * MOST_CALLING} connections" in repr(lab.listener)
-    assert await lab.ask(views.Look()) is None
-    assert await lab.ask(views.Describe()) == INFO
-    assert await lab.ask(ATTACH) == views.Accepted(1, 2)
+    assert await lab.ask(queries.Look()) is None
+    assert await lab.ask(queries.Describe()) == INFO
+    assert await lab.ask(ATTACH) == queries.Accepted(1, 2)
     lab.is_open.set()
     seen = [replace(each, at=1.0) for each in await asyncio.gather(*looking)]
     assert seen == [replace(INFO, at=1.0)] * MOST_CALLING
-    silent[-1][1].write(views.to_line(views.Describe()))
-    assert views.from_line(await silent[-1][0].readline()) == INFO
+    silent[-1][1].write(queries.to_line(queries.Describe()))
+    assert queries.from_line(await silent[-1][0].readline()) == INFO
 
 
 async def test_a_long_answer(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """Comes whole; what does not take it in is not waited for."""
     for length in range(200_000, 800_000, 60_000):
         lab.rows = (replace(RANK, last_line="x" * length),)
-        assert await lab.ask(views.Look()) == replace(INFO, at=float(lab.looks), ranks=lab.rows)
+        assert await lab.ask(queries.Look()) == replace(INFO, at=float(lab.looks), ranks=lab.rows)
     monkeypatch.setattr(listener, "LINE_TIMEOUT", 0.2)
     with socket.socket(socket.AF_UNIX) as deaf:
         deaf.connect(str(lab.path))
-        deaf.sendall(views.to_line(views.Look()))
+        deaf.sendall(queries.to_line(queries.Look()))
         await until(lambda: "1 connections" in repr(lab.listener))
         await until(lambda: "0 connections" in repr(lab.listener))
 
@@ -226,7 +229,7 @@ async def test_a_long_answer(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("lab", [False], indirect=True)
 async def test_a_part_of_a_world(lab: Lab) -> None:
     """It can be looked at and not be had."""
-    for question in (views.Describe(), views.Look()):
+    for question in (queries.Describe(), queries.Look()):
         info = await lab.ask(question)
         assert (info.name, info.workers) == ("", 0)
     assert await lab.ask(ATTACH) is None
@@ -239,7 +242,7 @@ async def test_another_user_sees_nothing(lab: Lab) -> None:
     for path in (lab.path.parent, lab.path):
         os.chmod(path, 0o777)
     process = await asyncio.create_subprocess_exec(
-        *("python3", "-S", "-c", ASKS, str(lab.path), views.to_line(views.Look()).decode()),
+        *("python3", "-S", "-c", ASKS, str(lab.path), queries.to_line(queries.Look()).decode()),
         stdout=asyncio.subprocess.PIPE,
     )
     said, _ = await process.communicate()

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 from nbdist.agent import stacks
 from nbdist.agent.stacks import Call, StackFile, Torn, calls_in
-from nbdist.wire.views import LARGEST, CallLayout, StackFrame
+from nbdist.wire.call_layout import LARGEST, CallLayout
+from nbdist.wire.places import StackFrame
 from nbdist.wire.work import Source, Task
 from tests.waiting import SOON, wait_until
 

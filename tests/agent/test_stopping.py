@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from nbdist.agent.stopping import ABORTS, C_GRACE, IGNORES_GRACE, Sight, Stopping, is_stuck
-from nbdist.wire.views import Place
+from nbdist.wire.places import Place
 from tests.agent.sources import Source
 from tests.agent.test_worker import Watched
 

@@ -15,7 +15,7 @@ import pytest
 from nbdist.agent import worker_output
 from nbdist.agent.worker_output import LOST_AFTER, Merger, OutputPipe, RunFolder, WorkerLog
 from nbdist.output.events import Clear, Done, Output, Text
-from nbdist.wire.views import GetLogs, last_lines, read_logs
+from nbdist.wire.log_files import GetLogs, last_lines, read_logs
 from nbdist.wire.work import Finished, mark
 from tests.waiting import until
 

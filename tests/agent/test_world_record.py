@@ -15,8 +15,9 @@ from nbdist.values.payload import Payload, SegmentRef
 from nbdist.wire import messages
 from nbdist.wire.frames import pack
 from nbdist.wire.messages import Outputs
+from nbdist.wire.places import Place
+from nbdist.wire.queries import Findings, from_line, to_line
 from nbdist.wire.spec import WorldSpec
-from nbdist.wire.views import Findings, Place, from_line, to_line
 from nbdist.wire.work import InputReply, Source, Task
 
 

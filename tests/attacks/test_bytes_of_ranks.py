@@ -229,7 +229,7 @@ ANSWERS = (
     *("{'error': 5}", "[]"),
     "{}, buffers=[b'garbage']",
     "{}, buffers=[pickle.dumps(Place(line='x'))]",
-    "{}, buffers=[b'\\x80\\x02cnbdist.wire.views\\nPlace\\n)\\x81.']",
+    "{}, buffers=[b'\\x80\\x02cnbdist.wire.places\\nPlace\\n)\\x81.']",
     "{}, buffers=[pickle.dumps(Traced(Place(), [1]))]",
     '{}, buffers=[b"cos\\nkill\\n(I%d\\nI9\\ntR." % os.getppid()]',
 )
@@ -239,7 +239,7 @@ def test_odd_answers_of_the_control_thread(started: World) -> None:
     """Whoever asks where ranks are learns of the others; the cell goes on."""
     started.execute(
         PREPARE + "import os, pickle\nfrom nbdist.wire.control import Traced\n"
-        "from nbdist.wire.views import Place\nbefore = kernel.control_handlers['nbdist_request']"
+        "from nbdist.wire.places import Place\nbefore = kernel.control_handlers['nbdist_request']"
     )
     for answer in ANSWERS:
         started.execute(

@@ -43,7 +43,8 @@ from nbdist.wire.node_messages import (
     PartRequest,
     StartPart,
 )
-from nbdist.wire.views import Place, WorkerStatus
+from nbdist.wire.places import Place
+from nbdist.wire.status import WorkerStatus
 from nbdist.wire.work import Source, Task, task_from
 
 PROCESSES = 4

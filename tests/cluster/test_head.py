@@ -36,8 +36,8 @@ from nbdist.wire.messages import (
     Received,
 )
 from nbdist.wire.node_messages import Form, Formed, GetHeld, Held, NodeDown, Renumber
+from nbdist.wire.status import WorkerStatus
 from nbdist.wire.store import SOCKET
-from nbdist.wire.views import WorkerStatus
 from nbdist.world.world import World
 from tests.cells import follow, run_for, stop
 from tests.cluster.test_node import SPEC, wanted

@@ -21,7 +21,7 @@ from nbdist.errors import AgentLost, NbdistError, RanksReleased, UsageError, Wor
 from nbdist.output.events import Died
 from nbdist.system.folders import RuntimeFolder
 from nbdist.system.processes import children_of
-from nbdist.wire.views import Place
+from nbdist.wire.places import Place
 from nbdist.world.agents import AgentProcess
 from nbdist.world.states import State
 from nbdist.world.world import World

@@ -19,7 +19,7 @@ from nbdist.system.secrets import secret_values
 from nbdist.terminal import kernel, mcp
 from nbdist.terminal.__main__ import main
 from nbdist.terminal.worlds import stacks_text
-from nbdist.wire.views import Place, Stack, StackFrame
+from nbdist.wire.places import Place, Stack, StackFrame
 from tests.notebook.front_end import Notebook, lasting
 from tests.waiting import SOON, wait_until
 

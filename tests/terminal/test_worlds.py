@@ -31,7 +31,9 @@ from nbdist.terminal.worlds import (
     table,
     title,
 )
-from nbdist.wire.views import DOOR, Look, Place, WorkerStatus, WorldInfo
+from nbdist.wire.places import Place
+from nbdist.wire.queries import DOOR, Look, WorldInfo
+from nbdist.wire.status import WorkerStatus
 from nbdist.world import agents
 from nbdist.world.agents import Found, ask_all, runtime_folders
 from nbdist.world.world import World

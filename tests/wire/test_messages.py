@@ -20,8 +20,8 @@ from nbdist.wire.frames import BadFrame, pack
 from nbdist.wire.messages import PART, Answer, CodeFile, PutCode, landmark
 from nbdist.wire.node_messages import NodeHello, node_frames, node_message_from, processes
 from nbdist.wire.ops import Mesh
+from nbdist.wire.places import Begun, Collective, Place, StackFrame
 from nbdist.wire.transfer import Piece
-from nbdist.wire.views import Begun, Collective, Place, StackFrame
 from nbdist.wire.work import (
     LONGEST_MARK,
     Call,
@@ -167,7 +167,7 @@ def test_answers_arrive_equal() -> None:
 
 def test_nothing_else_is_made_of_a_workers_bytes() -> None:
     """No code runs, every field has its type, and whatever unpickling makes of garbage is none."""
-    without_fields = b"\x80\x02cnbdist.wire.views\nPlace\n)\x81."
+    without_fields = b"\x80\x02cnbdist.wire.places\nPlace\n)\x81."
     garbage = [[], [b""], [b"garbage"], [b"\x80\x05."], [without_fields]]
     for buffers in (*garbage, *([pickle.dumps(each)] for each in HOSTILE)):
         with pytest.raises(BadFrame):

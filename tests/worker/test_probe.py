@@ -15,7 +15,7 @@ import pytest
 from torch.distributed import distributed_c10d, rendezvous
 
 from nbdist.agent.stacks import Call, Torn, calls_in
-from nbdist.wire.views import CallLayout
+from nbdist.wire.call_layout import CallLayout
 from nbdist.worker.probe import OFFSETS, call_layout, frames_of, handles_stop, is_calling
 from tests.waiting import wait_until
 

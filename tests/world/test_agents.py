@@ -24,8 +24,8 @@ from nbdist.agent.code_folder import CodeFolder
 from nbdist.errors import AgentLost, StartError, UsageError, WorkerDied
 from nbdist.system.folders import PREFIX, RuntimeFolder
 from nbdist.wire.messages import CodeFile, GetStatus, PutCode
+from nbdist.wire.queries import DOOR, Describe, WorldInfo
 from nbdist.wire.spec import versions_here
-from nbdist.wire.views import DOOR, Describe, WorldInfo
 from nbdist.world import agents
 from nbdist.world.agents import AgentProcess, Asking, Found, to_attach
 from nbdist.world.link import Link

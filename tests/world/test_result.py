@@ -23,7 +23,8 @@ from pydantic_core import SchemaValidator, ValidationError
 from nbdist.errors import Blame, UsageError, WorkerError
 from nbdist.output.events import Failure, Text
 from nbdist.output.transcript import Transcript
-from nbdist.wire.views import Collective, Gpu, Place, Usage, WorkerStatus
+from nbdist.wire.places import Collective, Place
+from nbdist.wire.status import Gpu, Usage, WorkerStatus
 from nbdist.wire.work import Call, Task
 from nbdist.worker.publishing import plain
 from nbdist.worker.tracebacks import contents_of

@@ -19,7 +19,7 @@ from nbdist.errors import (
 )
 from nbdist.output.events import Died, Done, Failure, InputRequest, Moved, Text
 from nbdist.wire.messages import Located, Silent
-from nbdist.wire.views import Begun, Place
+from nbdist.wire.places import Begun, Place
 from nbdist.wire.work import Source, Task
 from nbdist.world import hangs
 from nbdist.world.hangs import ALL_UNCHANGED, FIRST_LOOK, LOOK_EVERY, SOON, UNCHANGED, Watch

@@ -41,8 +41,9 @@ from nbdist.output.wording import (
 from nbdist.system.folders import current_folder
 from nbdist.system.processes import MODULE, safe_environ
 from nbdist.topology import parse_ranks
+from nbdist.wire.log_files import GetLogs, LogTail, read_logs
 from nbdist.wire.messages import GetRefused, GetStacks, GetStatus
-from nbdist.wire.views import GetLogs, LogTail, Stack, read_logs
+from nbdist.wire.places import Stack
 from nbdist.words import count, format_ranks, in_pool, name_ranks
 from nbdist.world.hangs import Who, alike, stacks_text
 from nbdist.world.recovery import note_changes

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from nbdist.wire.views import Begun, Collective
+from nbdist.wire.places import Begun, Collective
 from nbdist.worker.compat import accelerator
 from nbdist.worker.compat import nccl as seam
 from nbdist.worker.compat import torch as torch_seam

@@ -30,7 +30,7 @@ import psutil
 from nbdist.output.events import SCRIPT_FAILED
 from nbdist.values.child_definitions import script_names
 from nbdist.values.payload import Payload
-from nbdist.wire.views import Place
+from nbdist.wire.places import Place
 from nbdist.wire.work import Script
 from nbdist.words import error_line, word_exit
 from nbdist.worker.compat.ipython import post_mortem

@@ -13,18 +13,9 @@ from nbdist.agent.worker_output import WorkerLog
 from nbdist.notebook.commands.inspect import last_lines, shown_stacks
 from nbdist.notebook.outcome import Why
 from nbdist.notebook.pool import Pools
-from nbdist.wire import views as logs
-from nbdist.wire.views import (
-    BLOCK,
-    LONGEST,
-    PAGE,
-    GetLogs,
-    LogTail,
-    Place,
-    Stack,
-    StackFrame,
-    read_logs,
-)
+from nbdist.wire import log_files as logs
+from nbdist.wire.log_files import BLOCK, LONGEST, PAGE, GetLogs, LogTail, read_logs
+from nbdist.wire.places import Place, Stack, StackFrame
 from tests.notebook.front_end import Notebook, lasting
 
 CELL = StackFrame("Cell In[5]", 7, "<module>", "dist.all_reduce(t)")

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nbdist.wire.views import Begun, Collective
+from nbdist.wire.places import Begun, Collective
 from nbdist.worker.compat import nccl as seam
 from nbdist.worker.compat.torch import RECORDS_GLOO, RENEWS_GLOO
 from nbdist.worker.group import nccl

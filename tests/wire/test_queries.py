@@ -1,4 +1,4 @@
-"""Tests of `nbdist.wire.views`: a rank's place and stack, and where its calls are."""
+"""Tests of `nbdist.wire.queries`: what other processes of the user ask a world, and its answers."""
 
 from __future__ import annotations
 
@@ -10,65 +10,22 @@ from pathlib import Path
 import pytest
 
 from nbdist.wire.frames import BadFrame
-from nbdist.wire.views import (
-    LARGEST,
+from nbdist.wire.places import Begun, Collective, Place
+from nbdist.wire.queries import (
     SOCKET,
     Accepted,
     Attach,
-    Begun,
-    CallLayout,
-    Collective,
     Describe,
-    Gpu,
     Look,
-    Place,
     Refused,
     Said,
-    StackFrame,
-    WorkerStatus,
     WorldInfo,
     connect_to,
     from_line,
     to_line,
     user_at,
 )
-
-
-def test_calls_as_in_tracebacks() -> None:
-    """With a library's own path, and no function where there is none."""
-    library = "/v/lib/python3.11/site-packages/torch/nn/x.py"
-    for frame, lines in (
-        (StackFrame("Cell In[5]", 3, "<module>", "f()"), ["  Cell In[5], line 3", "    f()"]),
-        (
-            StackFrame(library, 7, "g", "return y"),
-            ["  torch/nn/x.py, line 7, in g", "    return y"],
-        ),
-        (StackFrame("/usr/lib/python3.11/json/a.py", 1, "f"), ["  json/a.py, line 1, in f"]),
-        (StackFrame("/home/me/lib/train.py", 1, "f"), ["  /home/me/lib/train.py, line 1, in f"]),
-    ):
-        assert frame.lines == lines
-        assert frame.is_cell == frame.file.startswith("Cell")
-
-
-def test_whether_a_rank_is_in_what_it_runs() -> None:
-    """Else it says how that has ended."""
-    for place in (Place(line=1), Place(file="train.py"), Place(operation="barrier")):
-        assert place.is_in_code
-    assert Place(holds_gil=True).is_in_code
-    assert Place(is_stopped=True).is_in_code
-    for place in (Place(), Place(counts={"default": 3})):
-        assert not place.is_in_code
-
-
-def test_any_other_line_is_refused() -> None:
-    """A cell can have written into the file, or Python is one that is not known."""
-    layout = CallLayout(1 << 46, 1 << 47, 1 << 45, *range(13))
-    assert CallLayout.read(layout.line()) == layout
-    odd = [b"", b"\n", b"1 2 3\n", b"\xff\n", b"9" * 5000, b"x " * 16, layout.line() + b"1"]
-    for line in (*odd, b"1 2 3" + b" -1" * 13, b"1 2 3" + b" %d" % LARGEST * 13):
-        with pytest.raises(ValueError, match=r"int\(\)|unpack|offsets|digits"):
-            CallLayout.read(line)
-
+from nbdist.wire.status import Gpu, WorkerStatus
 
 WORKER = WorkerStatus(
     *(0, 100, "here", "busy", 1.5, 2**20, "cuda:0"),

@@ -1,0 +1,137 @@
+"""The log files of ranks: the request for their last lines, reading them, their notes and marks.
+
+Agents write the files, and read them for notebooks on other machines.  A notebook reads the files
+of its own machine itself, since log files outlive the agent.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from itertools import accumulate, chain, product
+from pathlib import Path
+from typing import NamedTuple
+
+MOVED, ATTEMPT = "[nbdist: what stood before this line was moved to ", "attempt_"
+"""The beginning of the first line of a log file whose earlier lines were moved to another file, and
+the beginning of the name of a folder with the files of one start of the workers."""
+
+BLOCK, PAGE, LONGEST = 1 << 16, 1 << 20, 1 << 14
+"""Bytes that are read at once, bytes of lines that end an answer, and bytes kept of a line."""
+
+
+class GetLogs(NamedTuple):
+    """Read the last `most` lines of these ranks' logs; answered by a tuple of `LogTail`.
+
+    Long lines are fewer: `PAGE` bytes end an answer.  `attempt` is None for the present start of
+    the workers.  With `end`, the `start` of an earlier answer, the lines before it are read.
+    """
+
+    ranks: tuple[int, ...]
+    streams: tuple[str, ...]
+    most: int
+    attempt: int | None = None
+    end: int | None = None
+
+
+class LogTail(NamedTuple):
+    """Lines of a rank's log; `file` is "" if the rank has no log files.
+
+    `start` is where the first line begins, in bytes from the beginning of the file with the earlier
+    lines.  `attempts` are the starts of the workers of which there are files.  `is_cut` is True if
+    the rank wrote more than its files contain.
+    """
+
+    rank: int
+    stream: str
+    file: str = ""
+    lines: tuple[str, ...] = ()
+    start: int = 0
+    attempts: tuple[int, ...] = ()
+    is_cut: bool = False
+
+
+CUT_MARK = "cut"
+"""The name of an empty file beside a log that could not be written, as on a full disk."""
+
+
+def read_logs(folders_of: Mapping[int, Path | None], get: GetLogs) -> tuple[LogTail, ...]:
+    """Read the requested log lines; `folders_of` has the log folder of each rank, None for none."""
+    found = []
+    for rank, stream in product([rank for rank in get.ranks if rank in folders_of], get.streams):
+        if (folder := folders_of[rank]) is None:
+            found.append(LogTail(rank, stream))
+            continue
+        run = folder.parent.parent  # with a folder for each attempt
+        names = (each.name for each in run.glob(f"{ATTEMPT}*"))
+        attempts = tuple(sorted(int(name.removeprefix(ATTEMPT)) for name in names))
+        if get.attempt is not None:
+            folder = run / f"{ATTEMPT}{get.attempt}" / folder.name
+        file = folder / f"{stream}.log"
+        lines, start = last_lines(file, get.most, get.end)
+        is_cut = (folder / CUT_MARK).exists()
+        found.append(LogTail(rank, stream, str(file), tuple(lines), start, attempts, is_cut))
+    return tuple(found)
+
+
+def last_lines(file: Path, most: int, end: int | None = None) -> tuple[list[str], int]:
+    """Return the last lines of a log before `end`, and where the first of them begins.
+
+    Lines of the earlier file count too.
+    """
+    earlier = earlier_file(file)
+    moved = earlier.stat().st_size if earlier.exists() else 0
+    own = _backwards(file, None if end is None else end - moved)
+    found: list[str] = []
+    start = size = 0
+    for at, line in chain(((moved + at, line) for at, line in own), _backwards(earlier, end)):
+        start = at
+        if moved and at >= moved and line.startswith(MOVED.encode()):
+            continue
+        found.append(line.decode("utf-8", "replace"))
+        size += len(line)
+        if len(found) == most or size > PAGE:
+            break
+    return found[::-1], start
+
+
+def _backwards(file: Path, end: int | None) -> Iterator[tuple[int, bytes]]:
+    """Yield the offset and bytes of each line before `end`, from the last to the first.
+
+    Long lines lose their beginning (`LONGEST`).
+    """
+    with suppress(FileNotFoundError), file.open("rb") as opened:
+        position = opened.seek(0, os.SEEK_END)
+        position = position if end is None else max(0, min(position, end))
+        rest, is_last = b"", True
+        while position > 0:
+            size = min(BLOCK, position)
+            position -= size
+            opened.seek(position)
+            lines = (opened.read(size) + rest).split(b"\n")
+            starts = accumulate((len(each) + 1 for each in lines), initial=position)
+            found = [*zip(starts, lines, strict=False)]
+            if is_last and len(found) > 1 and not lines[-1]:
+                found.pop()  # the file ends with a newline
+            is_last = False
+            yield from reversed(found[1:])
+            rest = lines[0][-LONGEST:]
+        if rest or not is_last:
+            yield 0, rest
+
+
+def moved_line(earlier: Path, limit: int) -> str:
+    """Return the first line of a log file that follows a full one, now named `earlier`."""
+    allowed = f"NBDIST_LOG_LIMIT allows {limit >> 20} MiB"
+    return f"{MOVED}{earlier.name}, in the place of what had been moved there: {allowed}]\n"
+
+
+def renumbered_line(earlier: Path, rank: int) -> str:
+    """Return the first line of the log file of a worker whose rank has changed."""
+    return f"[nbdist: this was rank {rank} until now, and wrote to {earlier}]\n"
+
+
+def earlier_file(file: Path) -> Path:
+    """Return the path of the file with the lines before those of a log file."""
+    return file.with_name(f"{file.name}.1")

@@ -1,0 +1,121 @@
+"""Where a rank is: its line of the cell, the collectives that it has begun, its stack.
+
+Workers and agents make these records; the notebook and the terminal's commands show them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+RankState = Literal["starting", "idle", "busy", "dead"]
+
+PACKAGES = re.compile(r"^.*/(?:site|dist)-packages/|^.*/lib/python3\.\d+/(?=[^/]+)")
+"""The beginning of a path in a library's folder, which is not shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """A collective: number `number` of its group; `began_ns` is in nanoseconds since 1970."""
+
+    name: str
+    number: int
+    is_done: bool
+    began_ns: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.name} #{self.number}"
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A collective that a rank has begun in its cell: number `number` of its `group`.
+
+    Only tensors that must be alike on all ranks of the group are described: `sizes` as in
+    `[2] [3, 4]`, `dtypes` by torch's names in C++ ("Float"), `elements` as in `2 12`.
+    """
+
+    group: str
+    number: int
+    name: str
+    sizes: str = ""
+    dtypes: str = ""
+    elements: str = ""
+    is_done: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank is in its cell or script, and what tells whether it can go on.
+
+    Made by the worker's probe, or by its agent for a worker that does not answer.
+    """
+
+    line: int = 0  # of the cell, or of the script's `file`; 0 if unknown
+    operation: str = ""  # the collective that the rank waits in, "" if it does something else
+    counts: Mapping[str, int] = field(default_factory=dict)  # by group: collectives begun
+    moved: int = 0  # bytes that gloo's connections have carried
+    in_flight: int = 0  # packets of gloo that the other end has not acknowledged
+    # Connections on which packets do not arrive: pairs of addresses, the rank's own one first.
+    stalled: tuple[tuple[str, str], ...] = ()
+    is_calm: bool = False  # True if none of gloo's threads is running
+    unfinished: int = 0  # collectives that seem to have begun and not ended
+    holds_gil: bool = False  # C code holds the GIL: at most `line`, `operation`, `file` are known
+    is_stopped: bool = False  # the process is stopped, as by SIGSTOP
+    file: str = ""  # the name of the script, "" for a cell
+    code: str = ""  # the text of `line` in the script
+    begun: tuple[Begun, ...] = ()  # the last collectives, of a waiting or idle rank only
+    # True if another thread or a GPU, and not only another rank, may end the rank's wait.
+    has_help: bool = False
+    is_cleaning_up: bool = False  # an `except` or `finally` runs because of Stop
+    has_taken_sigint: bool = False  # the task has got a SIGINT, or has a handler of its own for it
+    asks: bool = False  # the rank waits for input
+
+    @property
+    def is_in_code(self) -> bool:
+        """Whether the rank may be in the user's code; else its task is beginning or ending."""
+        known = self.line or self.file or self.operation
+        return bool(known) or self.holds_gil or self.is_stopped
+
+
+@dataclass(frozen=True, slots=True)
+class StackFrame:
+    """One call of a stack.
+
+    `file` is a path or `Cell In[5]`; `code` is the source of the line, "" if unknown.
+    """
+
+    file: str
+    line: int
+    function: str
+    code: str = ""
+
+    @property
+    def lines(self) -> list[str]:
+        """The lines with which Python's tracebacks show the call."""
+        where = f"  {PACKAGES.sub('', self.file)}, line {self.line}"
+        if self.function != "<module>":
+            where += f", in {self.function}"
+        return [where, f"    {self.code}"] if self.code else [where]
+
+    @property
+    def is_cell(self) -> bool:
+        """Whether the call is in a cell of the notebook."""
+        return self.file.startswith("Cell In[")
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """The calls of a rank's main thread, the cell's first and the innermost last.
+
+    `problem` says why there are no calls to show, "" if there are, or the rank runs nothing.
+    """
+
+    rank: int
+    pid: int
+    state: RankState
+    place: Place
+    frames: tuple[StackFrame, ...] = ()
+    problem: str = ""

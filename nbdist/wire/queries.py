@@ -1,0 +1,207 @@
+"""The protocol in which other processes of the user ask a world what it does, or for the world.
+
+They connect to a socket in the world's runtime folder, which its agent or head answers: one
+question and one answer a connection, each a line of JSON that other versions of nbdist can read.
+`nbdist status`, `nbdist mcp` and `%dist_attach` ask.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import struct
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+from nbdist.output.events import RankError
+from nbdist.wire.frames import BadFrame, built, fits, plain
+from nbdist.wire.log_files import LogTail
+from nbdist.wire.places import Stack
+from nbdist.wire.spec import Versions
+from nbdist.wire.status import WorkerStatus
+
+DOOR = "world.sock"
+"""The name of the socket for the questions in the runtime folder."""
+
+SOCKET = re.compile(r"notebook-[0-9]{1,10}\.sock")
+"""The names that the socket of an attaching notebook may have."""
+
+LONGEST_QUESTION, MOST_BYTES = 1 << 16, 16 << 20
+"""The most bytes of a question and of an answer; an answer about 1,024 ranks has about one MB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Describe:
+    """Which world is it, and what is it doing?  Answered by `WorldInfo`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What are the world and each of its ranks doing?  Answered by a complete `WorldInfo`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inquire:
+    """What is known about these ranks, or about all ranks if `ranks` is empty?
+
+    Answered by `Findings`: the ranks' stacks, the last `most` lines of their logs, the secrets in
+    their environments, or the last tasks, which are always those of all ranks.
+    """
+
+    about: Literal["stacks", "logs", "tasks", "secrets"]
+    ranks: tuple[int, ...] = ()
+    most: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Attach:
+    """A notebook asks for the world, for as long as it keeps this connection open.
+
+    The notebook has bound `socket` in the runtime folder, to which the agent then connects.
+    Answered by `Accepted` or `Refused`.
+    """
+
+    version: str
+    pid: int
+    socket: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorldInfo:
+    """A world, or one machine's part of it.
+
+    Before the first start, and for a part, there are no `workers` and no `name`.  The last four
+    fields are set in the answer to `Look` only.
+    """
+
+    version: str  # of nbdist
+    host: str
+    pool: str = ""
+    name: str = ""
+    workers: int = 0
+    state: str = ""
+    cell: str = ""  # the title of the running task, "" for none
+    began: float = 0.0  # when the last task was sent or the world was started, since 1970
+    notebook: int = 0  # the process id of the notebook that has the world, 0 for none
+    since: float = 0.0  # when that notebook attached or the last one detached, since 1970
+    detach: bool = False  # whether the world outlives its notebook
+    guard: int = 0  # the process that ends after all others of the world
+    versions: Versions = field(default_factory=dict)  # of the agent's interpreter
+    notebook_name: str = ""  # as Jupyter's server calls it, "" if unknown
+    backend: str = ""
+    at: float = 0.0  # the monotonic clock, for comparing the `cpu_seconds` of two answers
+    ranks: tuple[WorkerStatus, ...] = ()
+
+
+class Trouble(NamedTuple):
+    """A failure of a task on a rank; if `is_idle`, the rank's process died later without a task."""
+
+    rank: int
+    error: RankError
+    is_idle: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TaskSeen:
+    """A task in a world of `size` ranks, and the failures of ranks in it or after it.
+
+    `places` has where ranks were when a notebook last asked, `aborted` where ranks were that were
+    released from a collective.  Their `Stack`s have no frames.
+    """
+
+    title: str
+    cell: int | None
+    ranks: tuple[int, ...]
+    size: int
+    began_ns: int
+    troubles: tuple[Trouble, ...]
+    places: tuple[Stack, ...] = ()
+    aborted: tuple[Stack, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """The answer to an `Inquire`; only the fields that it asked about are set.
+
+    `last` is the task that runs or ran last, `failed` the last one in or after which a rank failed.
+    """
+
+    stacks: tuple[Stack, ...] = ()
+    logs: tuple[LogTail, ...] = ()
+    last: TaskSeen | None = None
+    failed: TaskSeen | None = None
+    secrets: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The world belongs to the notebook that asked; `agent` and `guard` are process ids."""
+
+    agent: int
+    guard: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The notebook cannot have the world; the error to the user ends with the reason `why`."""
+
+    why: str
+
+
+Said = Describe | Look | Inquire | Attach | WorldInfo | Findings | Accepted | Refused
+
+_KINDS: dict[str, Any] = {each.__name__: each for each in get_args(Said)}
+
+
+def to_line(said: Said) -> bytes:
+    """Return a question or answer as one line of JSON."""
+    return json.dumps({type(said).__name__: plain(said)}).encode() + b"\n"
+
+
+def from_line(line: bytes) -> Said:
+    """Return the question or answer in a line of JSON; raises BadFrame for anything else."""
+    try:
+        ((name, values),) = json.loads(line).items()
+        said: Said = built(values, _KINDS[name])
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+        raise BadFrame(f"{type(error).__name__}: {error}"[:200]) from error
+    if not fits(said, _KINDS[name]):
+        raise BadFrame(f"it is no {name}")
+    return said
+
+
+def connect_to(path: Path, timeout: float) -> socket.socket:
+    """Connect to a socket that this user's process listens on; raises OSError.
+
+    Each later operation on the socket may take `timeout` seconds too.
+    """
+    end = socket.socket(socket.AF_UNIX)
+    try:
+        end.settimeout(timeout)
+        end.connect(os.fsencode(path))
+        if user_at(end) != os.geteuid():
+            raise PermissionError(f"{path} is another user's")
+    except BaseException:
+        end.close()
+        raise
+    return end
+
+
+def user_at(end: socket.socket) -> int:
+    """Return the user id of the process at the other end, from the kernel (unix(7))."""
+    return _peer(end)[1]
+
+
+def process_at(end: socket.socket) -> int:
+    """Return the id of the process that connected, or listened, at the other end.
+
+    It is 0 for a process in another pid namespace.
+    """
+    return _peer(end)[0]
+
+
+def _peer(end: socket.socket) -> tuple[int, ...]:
+    return struct.unpack("3i", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))

@@ -1,0 +1,50 @@
+"""The status of a worker, as its agent sees it: state, memory, GPU, and where the rank is.
+
+Agents make these records; `%dist_status`, `nbdist status` and the head of a running cell show them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nbdist.wire.places import Collective, Place, RankState
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU's memory in bytes, used by all processes, and its utilisation in per cent.
+
+    `busy` is None if the driver does not tell, as for a MIG slice.
+    """
+
+    used: int
+    total: int
+    busy: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """The resources of one worker: memory in bytes (PSS), and its GPU, None if unknown."""
+
+    memory: int
+    gpu: Gpu | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """A row of `%dist_status`: one worker as its agent sees it."""
+
+    rank: int
+    pid: int
+    host: str
+    state: RankState
+    busy_seconds: float  # since its task began, 0.0 if idle
+    memory: int  # bytes, as PSS: of a page that n processes share 1/n
+    device: str
+    place: Place | None = None  # of a busy rank, or of an idle one that is stuck or stopped
+    code: str = ""  # the source of the place's line
+    collective: Collective | None = None  # the last one, None if unknown
+    gpu: Gpu | None = None
+    cpu_seconds: float = 0.0  # of all threads since the process started
+    cell: int | None = None  # the execution count of a busy rank's cell
+    last_line: str = ""  # the last line of output, unchanged

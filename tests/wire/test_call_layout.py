@@ -1,0 +1,17 @@
+"""Tests of `nbdist.wire.call_layout`: where a worker's memory has its calls."""
+
+from __future__ import annotations
+
+import pytest
+
+from nbdist.wire.call_layout import LARGEST, CallLayout
+
+
+def test_any_other_line_is_refused() -> None:
+    """A cell can have written into the file, or Python is one that is not known."""
+    layout = CallLayout(1 << 46, 1 << 47, 1 << 45, *range(13))
+    assert CallLayout.read(layout.line()) == layout
+    odd = [b"", b"\n", b"1 2 3\n", b"\xff\n", b"9" * 5000, b"x " * 16, layout.line() + b"1"]
+    for line in (*odd, b"1 2 3" + b" -1" * 13, b"1 2 3" + b" %d" % LARGEST * 13):
+        with pytest.raises(ValueError, match=r"int\(\)|unpack|offsets|digits"):
+            CallLayout.read(line)
