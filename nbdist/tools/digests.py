@@ -1,7 +1,8 @@
 """Digests of watched modules and optimizers on a rank, for `--watch`, and their exchange.
 
-Runs in workers, called by `nbdist.tools.watch_op`.  A digest costs one read of the memory.  There
-are also digests of what may differ before parameters do: random states, inputs, modules that ran.
+Runs in workers, called by `nbdist.tools.watch_op`.  A digest costs one read of the memory.  Numbers
+that `%dist_diff` calls equal have equal digests: -0.0 and 0.0, and all NaNs.  There are also
+digests of what may differ before parameters do: random states, inputs, modules that ran.
 `Exchange` compares the ranks' digests during the training, in the store where their group has met.
 """
 
@@ -38,10 +39,31 @@ FACTOR = 0x5851F42D4C957F2D
 SMALL = 1 << 14
 """Bytes of a tensor on the CPU up to which one call of a digest costs less than the sums."""
 
+PIECE, DEVICE_PIECE = 1 << 20, 1 << 25
+"""Bytes of floating-point numbers that are copied at a time, on the CPU and on other devices.
+
+The copy stays in the processor's cache: a digest of 100 MB of float32 takes 20 ms of a core, and
+13 ms without copies (bfloat16: 34 and 14 ms).  Copies in new memory make it 50 ms."""
+
+WIDE = {
+    torch.float8_e4m3fn: torch.float32,
+    torch.float8_e5m2: torch.float32,
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.float32: torch.float32,
+    torch.float64: torch.float64,
+    torch.complex64: torch.complex64,
+    torch.complex128: torch.complex128,
+}
+"""The type in which numbers of a type are copied; tensors of other types keep their bits."""
+
 MOST_SAMPLED = 1024
 """The elements that are read, at most about, of a tensor that a forward has got."""
 
 MASK = (1 << 64) - 1
+
+Spare = dict[tuple[torch.device, torch.dtype], torch.Tensor]
+"""Memory for copies of pieces, which the digests of several tensors share."""
 
 Parts = dict[str, dict[str, Part]]
 """Parts by expression and path."""
@@ -150,6 +172,7 @@ def _described(found: Iterable[tuple[str, Any]], kind: str = "") -> tuple[dict[s
     """Describe parts with their digests; wait only once for those on a device."""
     parts: dict[str, Part] = {}
     sums: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
+    spare: Spare = {}
     sharded = 0
     for path, leaf in found:
         if is_sharded(leaf):
@@ -160,9 +183,9 @@ def _described(found: Iterable[tuple[str, Any]], kind: str = "") -> tuple[dict[s
             continue
         text, digest = f"{kind}{str(tensor.dtype)[6:]} {tuple(tensor.shape)}", ""
         if tensor.device.type == "cpu" and tensor.nbytes <= SMALL:
-            digest = digest_of(bytes_of(tensor).numpy().data)
+            digest = digest_of(bytes_of(_alike(tensor)).numpy().data)
         else:
-            sums.setdefault(tensor.device, []).append((path, fold(tensor)))
+            sums.setdefault(tensor.device, []).append((path, fold(tensor, spare)))
         parts[path] = Part(text, digest, size=tensor.nbytes, count=tensor.numel())
     for of_device in sums.values():
         digests = torch.stack([each for _, each in of_device]).tolist()
@@ -171,19 +194,56 @@ def _described(found: Iterable[tuple[str, Any]], kind: str = "") -> tuple[dict[s
     return parts, sharded
 
 
-def fold(tensor: torch.Tensor) -> torch.Tensor:
+def fold(tensor: torch.Tensor, spare: Spare | None = None) -> torch.Tensor:
     """Return a sum of a tensor's words, on its device, in which each row has its own odd factor.
 
     A change of one word always changes the sum; changes of several words of a row may cancel.
     """
-    data = bytes_of(tensor)
-    if data.storage_offset() % 8:
-        data = data.clone()
-    words, rest = data[: data.numel() // 8 * 8].view(torch.int64), data[data.numel() // 8 * 8 :]
-    full = words.numel() // ROW * ROW
-    sums = torch.cat([words[:full].view(-1, ROW).sum(1), words[full:], rest.to(torch.int64)])
-    factors = (torch.arange(sums.numel(), device=sums.device) * 2 + 1) * FACTOR
-    return (sums * factors).sum()
+    sums: list[torch.Tensor] = []
+    for data in _pieces(tensor, {} if spare is None else spare):
+        words, rest = data[: data.numel() // 8 * 8].view(torch.int64), data[data.numel() // 8 * 8 :]
+        full = words.numel() // ROW * ROW
+        sums += [words[:full].view(-1, ROW).sum(1), words[full:], rest.to(torch.int64)]
+    every = torch.cat(sums)
+    factors = (torch.arange(every.numel(), device=every.device) * 2 + 1) * FACTOR
+    return (every * factors).sum()
+
+
+def _pieces(tensor: torch.Tensor, spare: Spare) -> Iterator[torch.Tensor]:
+    """Yield a tensor's contents in logical order as bytes; use each piece before the next.
+
+    Floating-point numbers are copied by `_alike`.  All pieces but the last have whole rows.
+    """
+    if (wide := WIDE.get(tensor.dtype)) is None:
+        data = bytes_of(tensor)
+        yield data.clone() if data.storage_offset() % 8 else data
+        return
+    device = tensor.device
+    most = (PIECE if device.type == "cpu" else DEVICE_PIECE) // wide.itemsize
+    size = min(most, tensor.numel())
+    copy = spare.get((device, wide))
+    if copy is None or copy.numel() < size:
+        copy = spare[device, wide] = torch.empty(size, dtype=wide, device=device)
+    flat = tensor.detach().contiguous().reshape(-1)
+    for start in range(0, max(1, flat.numel()), most):
+        piece = flat[start : start + most]
+        yield bytes_of(_alike(piece, copy[: piece.numel()]))
+
+
+def _alike(numbers: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Return a copy, in `out` if given, whose bits differ only where numbers differ.
+
+    In it -0.0 is 0.0, and all NaNs are the same.  A tensor of a type not in `WIDE` is returned.
+    """
+    if (wide := WIDE.get(numbers.dtype)) is None:
+        return numbers
+    if numbers.dtype is not wide:
+        numbers = numbers.to(wide) if out is None else out.copy_(numbers)
+    copy = torch.add(numbers, 0.0, out=out)
+    # A sum is NaN if a number is.  On another device it would have to be waited for.
+    if not copy.is_cpu or (total := copy.sum().item()) != total:
+        copy.masked_fill_(copy != copy, torch.nan)
+    return copy
 
 
 # --- what can differ before parts do ----------------------------------------------------------
@@ -220,7 +280,7 @@ def sampled(args: Any) -> tuple[torch.Tensor | int, str]:
             if (tensor := comparable(leaf)) is not None and tensor.numel():
                 some = tensor.reshape(-1)[:: max(1, tensor.numel() // MOST_SAMPLED)]
                 if some.device.type == "cpu":
-                    plain = zlib.crc32(bytes_of(some).numpy().data, plain)
+                    plain = zlib.crc32(bytes_of(_alike(some)).numpy().data, plain)
                 else:
                     digests.append(fold(some))
         elif isinstance(leaf, int | float | str | bool):

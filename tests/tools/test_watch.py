@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from nbdist.output.wording import AMBER
-from nbdist.tools.digests import ROW, fold
+from nbdist.tools.diff_op import distance
+from nbdist.tools.digests import PIECE, ROW, WIDE, fold, sampled
 from nbdist.tools.watch import Divergence
 from nbdist.wire.ops import Facts, Input, Part, Watched
 from nbdist.worker.tracking import watch
@@ -80,6 +81,45 @@ def test_a_difference_that_only_the_end_shows(kernel: Notebook) -> None:
     shown = kernel.run("%%distributed --watch model --every 50\ntrain(6, at=3)")
     said = "watch: at the end, after step 6 rank 1 differs from rank 0"
     assert shown.seen.splitlines()[:2] == ["2 ranks", said]
+
+
+SIGNED = """%%distributed -n 2
+net = torch.nn.Linear(4, 5000)
+net.few = torch.nn.Parameter(torch.ones(3))
+net.register_buffer("mask", torch.ones(3))
+parts = [net.weight, net.bias, net.few, net.mask]
+for part in parts:
+    part.data.fill_(1.0)
+    part.data.view(-1)[:2] = torch.tensor([0.0, torch.nan])
+    if rank == 1:
+        part.data.view(torch.int32).view(-1)[:2] |= -(2**31)
+optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+def train(steps, at=0):
+    for step in range(1, steps + 1):
+        net(torch.ones(1, 4))
+        for each in net.parameters():
+            each.grad = torch.zeros_like(each)
+        if rank == 1 and step == at:
+            net.bias.grad[-1] = 1.0
+        optimizer.step()
+"""
+
+
+def test_equal_numbers_with_other_bits(kernel: Notebook) -> None:
+    """They raise no alarm, at a step or at the end, as in %dist_diff; another difference does."""
+    kernel.run(SIGNED)
+    assert "ranks 0-1 agree" in kernel.run("%dist_diff net").text
+    alike = "watch: net: 3 parts the same on ranks 0-1, compared after "
+    for options, times in (("--every 1", 3), ("--every 9", 1), ("--stop-on-difference", 1)):
+        said = kernel.run(f"%%distributed --watch net {options}\ntrain(3)").seen.splitlines()[-1]
+        assert said == f"{alike}{times} of 3 steps"
+    # In all that the ranks have kept bits of their own.
+    kernel.run("%%distributed -o signs\n[part.view(-1)[:2].signbit().all() for part in parts]")
+    (shown,) = kernel.run("[[*map(bool, signs[rank])] for rank in range(2)]").results
+    assert shown["text/plain"] == str([[False] * 4, [True] * 4])
+    seen = kernel.run("%%distributed --watch net --every 1\ntrain(3, at=2)").seen.splitlines()
+    assert "watch: after step 2 rank 1 differs from rank 0" in seen
+    assert [each.split()[1] for each in seen if each.startswith("net: ")] == ["bias"]
 
 
 def test_what_cannot_be_watched(kernel: Notebook) -> None:
@@ -192,6 +232,31 @@ def test_what_is_folded() -> None:
     for each in (torch.zeros(0), torch.tensor(1.5), torch.ones(3, dtype=torch.bfloat16),
                  torch.ones(5, dtype=torch.complex64).conj(), torch.tensor([True])):  # fmt: skip
         assert fold(each).dtype is torch.int64
+
+
+@pytest.mark.parametrize("dtype", WIDE)
+def test_equal_numbers_have_equal_digests(dtype: torch.dtype) -> None:
+    """Digests agree with `%dist_diff` on -0.0 and on the bits of NaN, in whatever piece."""
+    whole = PIECE // WIDE[dtype].itemsize
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[
+        dtype.itemsize // (2 if dtype.is_complex else 1)
+    ]
+    for size in (3, whole, 2 * whole + 3):
+        numbers = torch.ones(size, dtype=dtype)
+        places = [0, size // 2]
+        for value in (0.0, torch.nan):
+            numbers[places] = value
+            other = numbers.clone()
+            assert int(fold(other)) == int(fold(numbers))
+            other.view(bits).view(size, -1)[places] |= torch.iinfo(bits).min
+            assert not torch.equal(other.view(bits), numbers.view(bits))
+            assert distance(other, numbers).differing == 0
+            assert int(fold(other)) == int(fold(numbers))
+            assert sampled(other[:3]) == sampled(numbers[:3])
+            for place in (0, size // 2, size - 1):
+                changed = other.clone()
+                changed[place] = 2.0
+                assert int(fold(changed)) != int(fold(numbers))
 
 
 # --- what is told -----------------------------------------------------------------------------
