@@ -23,13 +23,17 @@ from typing import TYPE_CHECKING, Any
 from nbdist.agent.inspect import SAMPLE_TIMEOUT, place_from_outside
 from nbdist.output.events import IGNORES_STOP
 from nbdist.system.processes import OwnTime, ignores, schedule
+from nbdist.wire.control import EndStoreWait
 from nbdist.wire.places import Place
 
 if TYPE_CHECKING:
     from nbdist.agent.worker import Worker
 
 LOCATE_EVERY = 0.1  # seconds between checks where interrupted ranks are
+ANSWER_TIMEOUT = 0.5  # seconds for a rank to end a wait in a store
 ABORT_EVERY = 0.4  # seconds between aborts of all collectives
+
+STORE_GRACE = 0.2  # own seconds until a wait in a store of user code is ended
 
 IGNORES_GRACE = 2.0
 """Own seconds until a rank is stuck that ignores SIGINT, or whose collective no abort ends.
@@ -91,6 +95,17 @@ def has_missed_it(sight: Sight) -> bool:
     place = sight.place
     waits = place.is_in_code and sight.is_asleep and not (place.operation or place.is_cleaning_up)
     return waits and sight.own >= C_GRACE / 2
+
+
+def may_wait_in_store(sight: Sight) -> bool:
+    """Return True if a rank may wait in a store of user code; pure.
+
+    Such a rank is in C code, so Python has not handled the SIGINT.
+    """
+    place = sight.place
+    is_known = place.operation or place.holds_gil or place.is_stopped
+    has_reacted = place.has_taken_sigint or place.is_cleaning_up
+    return place.is_in_code and not (is_known or has_reacted) and sight.own >= STORE_GRACE
 
 
 class _Stopped:
@@ -225,6 +240,10 @@ class Stopping:
             if stopped.is_over:
                 break
             sight = stopped.see(place)
+            if may_wait_in_store(sight):
+                await rank.ask(EndStoreWait(), ANSWER_TIMEOUT)
+            if stopped.is_over:
+                break
             if is_stuck(sight):
                 rank.kill(IGNORES_STOP)
             elif not stopped.is_reminded and has_missed_it(sight):

@@ -147,6 +147,11 @@ class Abort:
     """Abort the pending collectives of the rank, so that its main thread no longer waits."""
 
 
+@dataclass(frozen=True, slots=True)
+class EndStoreWait:
+    """End the main thread's wait in a TCPStore of user code, if it waits in one."""
+
+
 MAX_STEPS_APART = 10
 """If the step counts of two ranks differ by more, the ranks do not train one model together.
 
@@ -200,7 +205,7 @@ class Resize(NamedTuple):
 
 Look = Locate | Trace | LastCollective | ListGroups | ListSecrets | Check | Question
 StepRequest = HoldSteps | StopAtStep | ReleaseSteps
-Request = Look | ReleaseValues | Abort | StepRequest | Regroup | Resize
+Request = Look | ReleaseValues | Abort | EndStoreWait | StepRequest | Regroup | Resize
 
 
 @dataclass(frozen=True, slots=True)

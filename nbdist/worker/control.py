@@ -26,10 +26,11 @@ from nbdist.wire.spec import WorkerStart
 from nbdist.worker.compat import ipython
 from nbdist.worker.compat import torch as compat
 from nbdist.worker.environment import change_environ, ready_names, share_gpu
+from nbdist.worker.group import user_stores
 from nbdist.worker.group.gloo import is_of_others
 from nbdist.worker.group.group import Group
 from nbdist.worker.kernel import WorkerKernel
-from nbdist.worker.probe import Probe
+from nbdist.worker.probe import Probe, frames_of
 from nbdist.worker.process import reserve
 from nbdist.worker.steps import STEPS
 
@@ -177,6 +178,8 @@ class ControlThread:
                     STEPS.raise_at_once()
                     _thread.interrupt_main()
                 group.abort()
+            case control.EndStoreWait():
+                user_stores.end_wait(next(frames_of(threading.main_thread().ident or 0), None))
             case control.Regroup() | control.Resize():
                 probe.start_over()
                 check_room_for_threads()

@@ -41,6 +41,7 @@ from nbdist.worker.tracebacks import (
     said_in_a_line,
     sendable,
     short_traceback,
+    stopped_part,
     without_ours,
     without_recursion,
 )
@@ -199,7 +200,8 @@ class WorkerShell(AnnouncesErrors):
                 reword(each)
             is_stop = issubclass(kind, KeyboardInterrupt)
             if is_stop or connections_after(message_of(error)) == "ended":
-                return [*short_traceback(own_part(tb)), error_line(kind.__name__, str(error))]
+                calls = stopped_part(error, tb) if is_stop else own_part(tb)
+                return [*short_traceback(calls), error_line(kind.__name__, str(error))]
             # Register the cells' files with `inspect`, which IPython asks for the module of each
             # frame's file. For a file that it does not know it searches all modules: 4 ms once
             # torch has been imported.

@@ -211,6 +211,20 @@ def own_part(tb: TracebackType | None) -> TracebackType | None:
     return tb
 
 
+def stopped_part(error: BaseException, tb: TracebackType | None) -> TracebackType | None:
+    """Return the part of a KeyboardInterrupt's traceback `tb` from the cell's line on.
+
+    If Python handled the SIGINT only after another exception had left the cell, as one that ends a
+    wait in C++, return the part of that exception's traceback.
+    """
+    cells = cell_numbers()
+    for each in led_to(error):
+        calls = traceback.walk_tb(each.__traceback__)
+        if any(frame.f_code.co_filename in cells for frame, _ in calls):
+            return own_part(each.__traceback__)
+    return own_part(tb)
+
+
 def in_few_words(kind: Any, error: Any) -> tuple[Any, Any]:
     """Return an exception and its class, or stand-ins if its message is too long to draw."""
     said = message_of(error)

@@ -8,7 +8,16 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from nbdist.agent.stopping import ABORTS, C_GRACE, IGNORES_GRACE, Sight, Stopping, is_stuck
+from nbdist.agent.stopping import (
+    ABORTS,
+    C_GRACE,
+    IGNORES_GRACE,
+    STORE_GRACE,
+    Sight,
+    Stopping,
+    is_stuck,
+    may_wait_in_store,
+)
 from nbdist.wire.places import Place
 from tests.agent.sources import Source
 from tests.agent.test_worker import Watched
@@ -55,6 +64,15 @@ KILLED = [
 def test_who_is_killed(sight: Sight) -> None:
     """Nobody else is."""
     assert is_stuck(sight) == (sight in KILLED)
+
+
+def test_who_may_wait_in_a_store() -> None:
+    """A rank in whose code Python has not handled SIGINT, and that waits in no collective."""
+    assert may_wait_in_store(Sight(IN_PYTHON, STORE_GRACE))
+    assert not may_wait_in_store(Sight(IN_PYTHON, STORE_GRACE - 0.1))
+    places = (Place(), IN_C, WAITS, Place(line=3, has_taken_sigint=True),
+              Place(line=3, is_cleaning_up=True))  # fmt: skip
+    assert not any(may_wait_in_store(Sight(place, LONG)) for place in places)
 
 
 @pytest.fixture

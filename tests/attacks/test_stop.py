@@ -81,6 +81,47 @@ def test_a_second_stop(world: World) -> None:
     assert kept(world) == [None, 1, 2]
 
 
+IN_STORES = {
+    "for clients": "TCPStore('127.0.0.1', port, world_size=2, is_master=True)",
+    "for a key": "TCPStore(host_name='127.0.0.1', port=port, is_master=True).wait(['key'])",
+    "for a value": "dist.PrefixStore('a', TCPStore('127.0.0.1', port, is_master=True)).get('key')",
+}
+
+
+@pytest.mark.parametrize("name", IN_STORES)
+def test_waits_in_stores_of_user_code(world: World, name: str) -> None:
+    """They are ended in place, though the store's server is in the same process."""
+    running = begin(
+        world,
+        "import socket, threading\nfrom torch.distributed import TCPStore\n"
+        "with socket.create_server(('127.0.0.1', 0)) as free: port = free.getsockname()[1]\n"
+        "threading.Timer(0.5, print, ['waits\\n']).start()\n"  # by then the rank is in C++
+        f"if rank == 1: {IN_STORES[name]}\ndist.barrier()",
+    )
+    press_stop(world, running)
+    assert not running.unfinished
+    assert running.deaths == {}
+    failure = running.transcript[1].failure
+    assert failure is not None
+    assert failure.name == "KeyboardInterrupt"
+    assert "line 5" in failure.traceback[0]
+    assert kept(world) == [0, 1, 2]
+
+
+def test_a_store_of_user_code_in_which_no_rank_waits(world: World) -> None:
+    """It serves on after a Stop in Python code, and in C code that does not wait in it."""
+    world.execute(
+        "from torch.distributed import TCPStore\n"
+        "store = TCPStore('127.0.0.1', 0, is_master=True)\nstore.set('key', 'value')"
+    )
+    for waits in ("import time; time.sleep(600)", WAITED_FOR["C code that works"]):
+        running = begin(world, f"print('runs\\n')\n{waits}")
+        press_stop(world, running)
+        leave(world, running)
+        assert running.deaths == {}
+    assert world.gather("store.get('key')") == [b"value"] * 3
+
+
 def test_c_code_that_holds_the_gil(world: World) -> None:
     """It is killed; those that wait for it are freed, not killed beside it."""
     running = begin(world, "print('runs\\n')\nif rank == 1: sum(range(10 ** 12))\ndist.barrier()")

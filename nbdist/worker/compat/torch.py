@@ -22,6 +22,7 @@ from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import FileStore as FileStore
 from torch._C._distributed_c10d import PrefixStore as PrefixStore
 from torch._C._distributed_c10d import Store as Store
+from torch._C._distributed_c10d import TCPStore as TCPStore
 from torch.distributed import ProcessGroup, ProcessGroupGloo, distributed_c10d
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -189,6 +190,13 @@ def when_gloo_is_made(make: Callable[..., None]) -> Callable[..., None]:
         make(self, *args, **options)
 
     ProcessGroupGloo.__init__ = init  # type: ignore[method-assign]
+    return original
+
+
+def when_tcp_store_is_made(make: Callable[..., None]) -> Callable[..., None]:
+    """Let `make` replace the `__init__` of TCPStore; return the original one."""
+    original = TCPStore.__init__
+    TCPStore.__init__ = make  # type: ignore[method-assign]
     return original
 
 

@@ -173,13 +173,13 @@ class Gloo:
     @contextmanager
     def _noting_opened(self) -> Iterator[None]:
         """Record connections that are opened in this context, for milliseconds, as gloo's."""
-        before = {*_sockets()}
+        before = {*sockets()}
         self._opened &= {inode for _, inode in before}
         try:
             yield
         finally:
-            for fd, inode in {*_sockets()} - before:
-                with suppress(OSError), _borrowed(fd, inode) as found:
+            for fd, inode in {*sockets()} - before:
+                with suppress(OSError), borrowed(fd, inode) as found:
                     if found.getpeername() and found.getsockname()[1] != self._port:
                         self._opened.add(inode)
 
@@ -207,8 +207,8 @@ class Gloo:
         """
         seam.when_gloo_is_made(self._init)
         nothing = os.open(os.devnull, os.O_RDWR)
-        for fd, inode in [*_sockets()]:
-            with suppress(OSError), _borrowed(fd, inode) as found:
+        for fd, inode in [*sockets()]:
+            with suppress(OSError), borrowed(fd, inode) as found:
                 if found.getsockname()[1] == self._port:
                     os.dup2(nothing, fd)  # not closed, as gloo's objects still use the number
         os.close(nothing)
@@ -219,8 +219,8 @@ class Gloo:
         Both ends are shut down by an abort: the rank at the other end may hold its GIL, or its
         machine may be lost.
         """
-        for fd, inode in _sockets():
-            with suppress(OSError), _borrowed(fd, inode) as found:
+        for fd, inode in sockets():
+            with suppress(OSError), borrowed(fd, inode) as found:
                 was_accepted = found.getsockname()[1] == self._port and not _listens(found)
                 if was_accepted or inode in self._opened:
                     yield found
@@ -228,7 +228,7 @@ class Gloo:
 
 def _make_device() -> tuple[Any, int]:
     """Make gloo's device as torch does; return it, and the port that it listens on."""
-    before = set(_sockets())
+    before = set(sockets())
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     try:
         if interface:
@@ -245,8 +245,8 @@ def _make_device() -> tuple[Any, int]:
             f"GLOO_SOCKET_IFNAME={interface}: {why}. This machine has {', '.join(there)}; "
             "without the variable workers use lo."
         ) from error
-    for fd, inode in set(_sockets()) - before:
-        with suppress(OSError), _borrowed(fd, inode) as found:
+    for fd, inode in set(sockets()) - before:
+        with suppress(OSError), borrowed(fd, inode) as found:
             if _listens(found):
                 return device, int(found.getsockname()[1])
     raise RuntimeError("gloo's listening socket was not found")
@@ -256,7 +256,7 @@ def _listens(found: socket.socket) -> bool:
     return bool(found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
-def _sockets() -> Iterator[tuple[int, int]]:
+def sockets() -> Iterator[tuple[int, int]]:
     """Yield descriptor and inode of each socket of this process."""
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):
@@ -266,7 +266,7 @@ def _sockets() -> Iterator[tuple[int, int]]:
 
 
 @contextmanager
-def _borrowed(fd: int, inode: int) -> Iterator[socket.socket]:
+def borrowed(fd: int, inode: int) -> Iterator[socket.socket]:
     """Open the internet socket behind a descriptor; OSError if it is another kind, or closed."""
     with socket.socket(fileno=os.dup(fd)) as found:
         if found.family not in (socket.AF_INET, socket.AF_INET6):
