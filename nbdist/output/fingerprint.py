@@ -35,6 +35,8 @@ _VARIES = re.compile(
 _HINTS = ("0x", "cuda:", "xpu:", "npu:", "hpu:", "mps:", "GPU ", "pid", "PID", "rocess", " NCCL")
 # Placeholders for varying parts and for times begin with `_MARK`; in the text itself it is doubled.
 _MARK, _PLACE, _OF_TIME = "\0", "\0n", "\0t"
+_ERROR_OF_GROUP = re.compile(r"^ *(?:\| *)+[A-Za-z_][\w.]*: .+", re.MULTILINE)
+"""A row `    | ValueError: rank 3 has no shard` in the traceback of an exception group."""
 _CELL_LINE = re.compile(r"Cell In\[\d+\], line \d+")
 # A longer error text is compared to the letter, which is faster.
 _MOST_COMPARED = 100_000
@@ -158,8 +160,11 @@ def error_keys(rank: int, error: RankError | None) -> tuple[str, ...]:
     if not isinstance(error, Failure):
         return (f"died {error.exit_code}" if error else "",)
     place, said = _place(error), _compared(error.message)
-    own = re.sub(rf"(?<!\d)(?<!\d\.){rank}(?!\d|\.\d)", _PLACE, said)
-    return tuple(f"{place}\n{error.name}: {text}" for text in (said, own))
+    number = re.compile(rf"(?<!\d)(?<!\d\.){rank}(?!\d|\.\d| sub-exception)")
+    # The messages of an exception group's errors are in its traceback.
+    own_place = _ERROR_OF_GROUP.sub(lambda found: number.sub(_PLACE, found[0]), place)
+    own = f"{own_place}\n{error.name}: {number.sub(_PLACE, said)}"
+    return f"{place}\n{error.name}: {said}", own
 
 
 def _place(failure: Failure) -> str:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 from tqdm.std import tqdm
 
-from nbdist.output.events import Died
+from nbdist.output.events import Died, Failure
 from nbdist.output.fingerprint import (
     Bar,
     end_of_bar,
@@ -43,6 +43,14 @@ def test_what_may_differ() -> None:
         assert normal(one) != normal(other)
 
 
+def group(message: str, errors: int) -> Failure:
+    """An exception group, whose errors are rows of its traceback."""
+    said = f"two of them ({errors} sub-exceptions)"
+    place = "  |   Cell In[1], line 3"
+    rows = (place, f"  | ExceptionGroup: {said}", "  +-+--- 1 ---", f"    | ValueError: {message}")
+    return Failure("ExceptionGroup", said, rows, 1)
+
+
 def test_errors() -> None:
     """Errors of ranks 3 and 5 are alike but for each one's own number."""
     for one, other, alike in (
@@ -51,6 +59,10 @@ def test_errors() -> None:
         (failure("17 shards"), failure("18 shards"), False),
         (failure("bad"), failure("bad", line=3), False),
         (failure("bad"), failure("bad", name="KeyError"), False),
+        (group("rank 3 is bad", 2), group("rank 5 is bad", 2), True),
+        (group("rank 3 is bad", 3), group("rank 5 is bad", 3), True),
+        (group("rank 3 is bad", 3), group("rank 5 is bad", 5), False),
+        (group("17 shards", 2), group("18 shards", 2), False),
         (Died(-9, 1), Died(-9, 2), True),
         (Died(-9, 1), Died(1, 1), False),
         (None, None, True),
