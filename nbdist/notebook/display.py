@@ -313,9 +313,9 @@ class PlainDisplay:
         self._write(failures_text(shown, colours=self._colours))
         self._write(curves_lines(shown.curves) if shown.curves else ())
         self._write(save_figures(transcript, logs))
-        is_silent = transcript.is_finished and not shown.states
-        done = f"✓ {len(transcript.ranks)}" if is_silent else ""
-        self.say(" · ".join(filter(None, [head_text(shown), done, *self._notes])))
+        if transcript.is_finished and not shown.states:  # a silent cell
+            shown = shown._replace(states=(("ok", f"✓ {len(transcript.ranks)}"),))
+        self.say(" · ".join([head_text(shown), *self._notes]))
         sys.stdout.flush()
 
     def again(self, transcript: Transcript, logs: Mapping[int, str]) -> None:

@@ -260,9 +260,19 @@ def _way(bars: RankBars) -> tuple[tuple[int, ...], float]:
 
 
 def merged_line(transcript: Transcript) -> str:
-    """Say how far all ranks are: `[0-3] epoch 63% (47-64) 12:01<07:10`; "" without bars."""
-    if not (found := _bars_of_all(transcript)):
-        return ""
+    """Say how far all ranks are: `[0-3] epoch 63% (47-64) 12:01<07:10`; "" without bars.
+
+    If some ranks are already at the bar of the next epoch, both bars are on the line.
+    """
+    named = dict[tuple[str, ...], list[RankBars]]()
+    for bars in (found := _bars_of_all(transcript)):
+        named.setdefault(tuple(bar.name for bar in (*bars.around, bars.bar)), []).append(bars)
+    parts = named.values() if len(named) == 2 else filter(None, [found])
+    return " · ".join(map(_merged, parts))
+
+
+def _merged(found: Sequence[RankBars]) -> str:
+    """Say how far the ranks of these bars are."""
     low, middle, high = _spread(found)
     spread = "" if low == high else f"({low.rstrip('%')}-{high.rstrip('%')})"
     elapsed = max((b.bar.elapsed for b in found if b.bar.elapsed is not None), default=None)

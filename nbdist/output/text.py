@@ -201,7 +201,7 @@ _KEEP = 64_000
 
 @dataclass(slots=True)
 class _Rank:
-    """The output of one rank: a screen, and a queue of its complete lines."""
+    """The output of one rank: a screen, and a queue of its complete lines and displays."""
 
     screen: Screen = field(default_factory=lambda: Screen(_KEEP))
     taken: int = 0
@@ -235,7 +235,7 @@ class _Rank:
 
     def _say(self, text: str, now: float) -> None:
         self.end_screen(now)
-        self._push(text.split("\n"), now)
+        self._push([text], now)
 
     def end_screen(self, now: float) -> None:
         """Queue all lines of the screen, with an incomplete last line, and begin a new screen."""
@@ -247,25 +247,32 @@ class _Rank:
         self._push((line.text for line in self.screen.lines(self.taken, stop)), now)
         self.taken = max(self.taken, stop)
 
-    def _push(self, lines: Iterable[str], now: float) -> None:
-        for text in lines:
+    def _push(self, texts: Iterable[str], now: float) -> None:
+        """Queue texts; the lines of one text, such as a table's rows, are never parted."""
+        for text in texts:
             self.queue.append((now, text))
             self.waiting[text] += 1
 
     def before(self, text: str) -> int:
-        """Return the number of lines before this text; 0 if it is not among the next lines."""
+        """Return the number of texts before this text; 0 if it is not among the next texts."""
         if text not in self.waiting:
             return 0
         soon = islice(self.queue, _LOOK_AHEAD)
-        return next((number for number, (_, line) in enumerate(soon) if line == text), 0)
+        return next((number for number, (_, each) in enumerate(soon) if each == text), 0)
 
     def pop(self) -> str:
-        """Remove and return the next line."""
+        """Remove and return the next text."""
         _, text = self.queue.popleft()
         self.waiting[text] -= 1
         if not self.waiting[text]:
             del self.waiting[text]
         return text
+
+
+def _after(ranks: Iterable[int], text: str) -> Iterator[str]:
+    """Yield the lines of a text, each after the ranks: `[0-3] epoch 1`."""
+    start = f"[{format_ranks(ranks)}] "
+    return (f"{start}{line}" for line in text.split("\n"))
 
 
 class PlainLines:
@@ -295,11 +302,11 @@ class PlainLines:
             same = []
             for number, rank in self._ranks.items():
                 for _ in range(rank.before(text)):  # first the earlier lines of this rank
-                    yield f"[{number}] {rank.pop()}"
+                    yield from _after([number], rank.pop())
                 if rank.queue and rank.queue[0][1] == text:
                     rank.pop()
                     same.append(number)
-            yield f"[{format_ranks(same)}] {text}"
+            yield from _after(same, text)
 
     def flush(self) -> Iterator[str]:
         """Yield all complete lines, without waiting for other ranks."""

@@ -98,6 +98,11 @@ def test_merged_line() -> None:
     endless = [err(f"\r{done}it [00:03, 9.5it/s]") for done in (10, 30)]
     found = merged_line(running(2, lambda rank: [endless[rank]]))
     assert found == "[0-1] 30it (10it-30it) 00:03"
+    # A rank at 95 % of an epoch is not ahead of ranks at 30 % of the next one.
+    behind = bar(95, name="epoch 0")
+    ahead = running(3, lambda rank: [behind if rank == 1 else bar(30, name="epoch 1")])
+    apart = "[0,2] epoch 1 30% 00:04<00:09 · [1] epoch 0 95% 00:10<00:00"
+    assert merged_line(ahead) == apart
 
 
 def test_who_has_a_row() -> None:

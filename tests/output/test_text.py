@@ -119,6 +119,17 @@ def test_order_within_a_rank() -> None:
     assert shown == ["[1] warning", "[0-2] a", "[0-1] b", "[0-2] c"]
 
 
+def test_displays_stay_together() -> None:
+    """The lines of a display, such as the rows of a table, are never among those of other ranks."""
+    lines = PlainLines(range(3))
+    rows = {0: "   loss\n0   1.9", 1: "   loss\n0   1.8", 2: "   loss\n0   1.9"}
+    shown: list[str] = []
+    for rank, text in rows.items():
+        shown += lines.receive(rank, Display({"text/plain": text}, {}), 0.0)
+    shown += lines.due(0.2)
+    assert shown == ["[1]    loss", "[1] 0   1.8", "[0,2]    loss", "[0,2] 0   1.9"]
+
+
 def test_incomplete_lines() -> None:
     """A line is shown when it is complete, or when the rank has ended."""
     lines = PlainLines([0])
