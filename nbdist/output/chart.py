@@ -390,7 +390,9 @@ def _tile(name: str, curve: Curve, most: int) -> str:
     """Write the numbers of one name, and its picture if it has at most `most` bytes."""
     bands = bands_of(curve.last)
     title, rest = shown_name(name), headline(name, curve.last, bands)
-    head = line(bold(title) + dim(rest.removeprefix(title)))
+    newest, _, ranks = rest.removeprefix(title).rpartition(" · ")
+    # Both on one line would be one line of a page or two, as their numbers become longer.
+    head = line(bold(title) + dim(newest)) + line(dim(ranks))
     colours = FAR_COLOURS[: len(bands.far)]
     for text, colour in zip_longest(remarks(bands), colours, fillvalue=AMBER):
         head += line(coloured(text, colour))

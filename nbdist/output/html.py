@@ -74,6 +74,7 @@ _COLOURS: dict[Look, str] = {
 # As wide as the triangle of a finished block; the block of a running cell has no triangle.
 _TITLE = "padding-left:1.1em"
 _LONGEST_LAST = 80
+_LONGEST_RANKS = 24  # characters of the ranks beside a line; more of them may take several lines
 _HEAD, _FOOT = "display:flex;column-gap:14px", "flex:1 1 0%;min-width:0"
 _SQUARE = (
     "display:inline-block;min-width:19px;border-radius:3px;margin:1px 0;padding:0 2px;"
@@ -169,8 +170,10 @@ def _rows(rows: Sequence[Row], most: int, room: _Room) -> str:
         shown = lines_html([fitted], opens=not room.is_live)
         # The line itself shows sets, so that likeness needs no words.
         about = row.sameness if row.sameness == "same except for times" else ""
-        cells = dim(name_ranks(row.ranks)), shown, *filter(None, [dim(about)])
-        found.append([(_VALUE, cell) for cell in cells])
+        ranks = name_ranks(row.ranks)
+        style = _VALUE if len(ranks) > _LONGEST_RANKS else f"{_VALUE};white-space:nowrap"
+        cells = shown, *filter(None, [dim(about)])
+        found.append([(style, dim(ranks)), *((_VALUE, cell) for cell in cells)])
     return f'<div style="max-height:560px;overflow:auto">{table(found)}</div>'
 
 
@@ -212,7 +215,7 @@ def _block(block: Block, room: _Room, style: str = "") -> str:
     title = " ".join(filter(None, [bold(name_ranks(block.group.ranks)), mark, words]))
     if block.failed:
         title += f" {coloured(clip(block.failed, 200), colour)}"
-    if room.is_live:  # a new drawing would close opened details
+    if room.is_live or not body:  # a new drawing would close opened details
         title += dim(f" · {clip(last, _LONGEST_LAST)}" if last else "")
         html = barred(f'<div style="{_TITLE}">{title}</div>{body}', colour, style)
     else:
@@ -345,6 +348,7 @@ _ROW = "display:flex;flex-wrap:wrap;column-gap:14px;align-items:flex-start"
 _FIGURE = "flex:1 1 {}%;max-width:620px;min-width:240px;box-sizing:border-box"
 _OTHER = "flex:0 1 {:.1f}em;min-width:0;box-sizing:border-box"
 _COLUMN_STEP = 4  # characters
+_GAP = 1.2  # em between columns, with some room for rounding
 _EM = 0.62  # of a character, which is 0.6 of them wide in most fonts; JupyterLab allows no `ch`
 
 
@@ -395,8 +399,14 @@ def _side_by_side(blocks: list[Block], room: _Room) -> str:
         if all(isinstance(item, list) for each in blocks for item in each.items):
             most += -most % _COLUMN_STEP
         style, rest = _OTHER.format(_EM * most), ""
-    tiles = "".join(_block(block, room, f";{style}") for block in blocks)
-    return f'<div style="{_ROW}">{tiles}{rest}</div>'
+    tiles = [_block(block, room, f";{style}") for block in blocks]
+    if len(tiles) == 4 and not rest:
+        pair = _OTHER.format(2 * _EM * most + _GAP)
+        tiles = [
+            f'<div style="{_ROW};{pair}">{a}{b}</div>'
+            for a, b in zip(tiles[::2], tiles[1::2], strict=True)
+        ]
+    return f'<div style="{_ROW}">{"".join(tiles)}{rest}</div>'
 
 
 def _characters(block: Block) -> int:

@@ -187,7 +187,7 @@ def opening(html: str) -> str:
     return f'<summary style="cursor:pointer">{html}</summary>'
 
 
-def table(rows: Iterable[Iterable[tuple[str, str]]]) -> str:
+def table(rows: Iterable[Iterable[tuple[str, str]]], style: str = "") -> str:
     """Make a table of rows of cells, each a style and HTML; "" without rows."""
     cells = "".join(
         '<tr style="background-color:transparent">'
@@ -195,7 +195,7 @@ def table(rows: Iterable[Iterable[tuple[str, str]]]) -> str:
         + "</tr>"
         for row in rows
     )
-    return f'<table style="{_TABLE}"><tbody>{cells}</tbody></table>' if cells else ""
+    return f'<table style="{_TABLE}{style}"><tbody>{cells}</tbody></table>' if cells else ""
 
 
 def text_html(html: str, style: str = "") -> str:

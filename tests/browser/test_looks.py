@@ -57,6 +57,9 @@ for step in (bar := tqdm(range(60), desc="train", mininterval=0)):
 for epoch in tqdm(range(2), desc="epoch"):
     for step in tqdm(range(8), desc="step", leave=False):
         time.sleep(0.02)""",
+    "named": """%%distributed
+for step in tqdm(range(20), desc="validating imagenet-1k fold"):
+    time.sleep(0.05)""",
     "curves": """%%distributed
 import math, random
 for step in range(200):
@@ -217,7 +220,8 @@ def check(notebook: Notebook) -> None:
         assert found == [str(rank) for rank in range(ranks)]
     assert "loss 1.300 (rank 0) to 1.330 (rank 3)" in cells["short"].shown
     assert re.search(
-        r"loss \d.*\nrank 2 left the band from (?:about )?step \d+ on", cells["curves"].shown
+        r"loss \d.*\n.* on 4 ranks\nrank 2 left the band from (?:about )?step \d+ on",
+        cells["curves"].shown,
     )
     assert "widget, shown below" in cells["widget"].shown
     assert "Error displaying widget" not in cells["widget"].shown
@@ -253,7 +257,9 @@ def check(notebook: Notebook) -> None:
     images = places(notebook, "figures", "img")
     assert in_a_row(images) == [2, 2]
     assert max(image["left"] + image["width"] for image in images) < 700
-    assert in_a_row(places(notebook, "tables", ".dataframe"))[0] in (2, 3)
+    assert in_a_row(places(notebook, "tables", ".dataframe")) == [2, 2]
+    for name in ("bars", "nested", "named"):
+        assert max(cell["left"] + cell["width"] for cell in places(notebook, name, "td")) < 660
     curves = places(notebook, "curves", "img")
     assert in_a_row(curves) == [2]
     assert max(image["left"] + image["width"] for image in curves) < 700

@@ -22,15 +22,15 @@ from nbdist.output.transcript import Transcript
 
 # What a panel may consist of; `tests.output.test_html` compares it with the real list.
 TAGS = {"div", "pre", "span", "details", "summary", "table", "tbody", "tr", "td", "img"}
-ATTRIBUTES = {"style", "open", "src", "width", "height"}
+ATTRIBUTES = {"style", "open", "src", "title", "width", "height"}
 STYLES = {
     *("align-items", "background-color", "border", "border-bottom", "border-collapse"),
     *("border-left", "border-radius", "box-sizing", "color", "column-gap", "cursor", "display"),
     *("flex", "flex-direction", "flex-wrap", "font-family", "font-size", "font-style"),
     *("font-weight", "height", "line-height", "margin", "max-height", "max-width", "min-width"),
     *("opacity", "order", "overflow", "overflow-wrap", "overflow-x", "padding", "padding-left"),
-    *("table-layout", "text-align", "text-decoration", "vertical-align", "white-space", "width"),
-    *("word-break", "word-spacing"),
+    *("table-layout", "text-align", "text-decoration", "text-overflow", "vertical-align"),
+    *("white-space", "width", "word-break", "word-spacing"),
 }
 
 

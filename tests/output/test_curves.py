@@ -211,7 +211,7 @@ def test_the_axes_have_numbers() -> None:
     curves = curves_of(2, 126, lambda rank, step: 3 - step / 50)
     curves.take(0, "next", tracked(range(51), lambda step: 9), 2)
     lines = Panel(curves_html(curves)).lines
-    assert lines[1:] == ["9", "0.5", "step 0", "step 125", "1 earlier run in grey"]
+    assert lines[2:] == ["9", "0.5", "step 0", "step 125", "1 earlier run in grey"]
 
 
 def test_in_a_panel() -> None:
@@ -221,9 +221,10 @@ def test_in_a_panel() -> None:
     for rank in (0, 1):
         transcript.curves.take(rank, "task", tracked(range(9), float, name), 2)
         transcript.receive(rank, Done("ok", 1.0), 1.2)
-    assert Panel(final_html(transcript)).lines[:2] == [
+    assert Panel(final_html(transcript)).lines[:3] == [
         "2 ranks · 1.2 s",
-        "<b>x</b> 8 · step 8 · 2 ranks equal",
+        "<b>x</b> 8 · step 8",
+        "2 ranks equal",
     ]
     assert Panel(live_html(transcript)).images
     assert "<b>" not in final_html(transcript)

@@ -50,6 +50,13 @@ def test_failed_rank() -> None:
     assert lines[:3] == ["8 ranks · 1.2 s · ✓ 7 · ✗ 1", "rank 5 ✗", "shape (3, 4)"]
     assert lines[3:] == ["-----", "Cell In[1], line 2", "E: bad", "ranks 0-4,6-7shape (3, 4)"]
     assert "\x1b" not in html
+    # A block whose title says all has nothing to open.
+    ended = Failure(
+        "Released", "waited in barrier", ("Released: waited in barrier",), 2, (), "ended"
+    )
+    found = Panel(final_html(make(4, lambda rank: [failure("bad") if rank == 1 else ended])))
+    assert found.lines[-1] == "ranks 0,2-3 ⊘ same Released: waited in barrier"
+    assert found.opened == [True]
 
 
 def test_warnings_turn_the_head_orange() -> None:
@@ -246,6 +253,11 @@ def test_tiles_as_html() -> None:
         assert len({*shares}) == 1
         assert re.fullmatch(r"0 1 [\d.]+em|1 1 30%", shares[0])
     assert "flex" not in final_html(make(3, lambda rank: [figure("same")]))
+    # Four are two and two where a page has room for three.
+    found = Panel(html := final_html(make(4, lambda rank: [table(rank)])))
+    assert html.count("flex-wrap:wrap") == 3
+    assert html.index("rank 1") < html.rindex("flex-wrap:wrap") < html.index("rank 2")
+    assert found.opened == [True] * 4
     # Only neighbours stand side by side, so that ranks stay in order.
     transcript = make(5, lambda rank: [out("x" * 60 + "\ny\n" if rank == 2 else f"{rank}\ny\n")])
     runs = [*tiled(final_layout(transcript).blocks)]
@@ -295,6 +307,13 @@ def test_bars() -> None:
     assert Panel(html).lines[1] == "ranks 0-1train5/51 s4it/s"
     assert "100%" not in "".join(Panel(html).lines)
     assert html.count("rgba(255,80,80,0.1)") == 2
+    # What a narrow page cuts is seen below the mouse; a short name is never cut.
+    cut = "max-width:0;overflow:hidden;text-overflow:ellipsis"
+    for name, times in (("validating imagenet-1k fold", 2), ("validating", 1)):
+        text = f"\r{name}: 20%|##   | 1/5 [00:01<00:04, 4.0it/s, loss=2.1 & grad_norm=0.5]"
+        html = live_html(running(1, lambda rank, text=text: [err(text)]))
+        assert html.count(cut) == html.count("<span title=") == times
+    assert 'title="loss=2.1 &amp; grad_norm=0.5"' in html
     # Of more than 16 ranks the six slowest have rows, below a line on all.
     lines = Panel(live_html(cell(64), 12.3)).lines
     assert lines[2] == "epoch 1 · min 1% · median 54% · max 63% · ETA 00:07 · slowest first:"
