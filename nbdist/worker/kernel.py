@@ -343,6 +343,7 @@ def make_app(start: WorkerStart) -> WorkerApp:
     kernel.namespace.warn = lambda text: kernel.publish(WARNED, {"text": text})
     leave = dict.fromkeys(("exit", "quit"), CellExit(shell))
     kernel.namespace.start_with({**ready_names(start), **leave})
+    shell.user_ns_hidden.update(leave)
     shell.ready = kernel.namespace.ready
     kernel.records = Records(partial(kernel.publish, RECORD), app.log.name)
     kernel.records.watch()

@@ -304,6 +304,15 @@ def test_under_a_limit(world: World) -> None:
     assert world.gather("rank") == [0, 1]
 
 
+def test_what_a_cell_has_shown_is_no_variable(world: World) -> None:
+    """IPython's `exit` leads to all values that were shown, and is no name of the user's."""
+    world.execute("torch.ones(7, 9)")
+    for memory in world.call("memory"):
+        assert (7, 9) not in [each.shape for each in memory.held]
+        assert (7, 9) in [each.shape for each in memory.kept]
+    world.clean()
+
+
 def test_clean(world: World) -> None:
     """What a failed cell's traceback holds and cells have shown is let go; variables stay."""
 
