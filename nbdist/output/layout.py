@@ -379,7 +379,8 @@ def _final_blocks(
         lines = sum(len(item) for item in items if isinstance(item, list))
         is_open = _is_open(group, transcript, lines, room)
         room -= lines if is_open else 0
-        hides = not is_open or any(isinstance(item, Hidden) for item in items)
+        # Of more than `TALL_LINES` lines a page shows the last; the first are out of sight.
+        hides = not is_open or lines > TALL_LINES or any(isinstance(i, Hidden) for i in items)
         words = [
             _failed_first(group, transcript),
             sameness(group),

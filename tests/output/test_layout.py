@@ -246,6 +246,14 @@ def test_what_is_kept() -> None:
     assert kinds(block.items) == [Hidden(62, in_log_only=False), 200]
 
 
+@pytest.mark.parametrize(("count", "words"), [(30, ()), (31, ("31 lines",))])
+def test_lines_that_are_scrolled_out_of_sight(count: int, words: tuple[str, ...]) -> None:
+    """Their block says how many there are: many browsers show no bar beside them."""
+    (block,) = final_layout(make(1, lambda rank: [lines(count)])).blocks
+    assert block.is_open
+    assert block.words == words
+
+
 def test_failures() -> None:
     """The first has its traceback, the others a line that says what they have to do with it."""
     said: Said = {
