@@ -563,13 +563,19 @@ def _set(values: tuple[str, ...]) -> str:
 
 
 def _runs(values: Sequence[str], *, counts: bool) -> Iterator[str]:
-    """Write `0-3` for numbers that go up by one, `5*3` for a value that comes 3 times in a row."""
+    """Write `5*3` for a value that comes 3 times in a row; with `counts`, also `0-3` and `5*2`.
+
+    Of fractions, two equal neighbours are both written: in `{1.59, 1.42, 1.42, 1.38}` every rank
+    has its place, but `{1.59, 1.42*2, 1.38}` has to be decoded.
+    """
     start = 0
     while start < len(values):
         end = start + 1
         while end < len(values) and values[end] == values[start]:
             end += 1
-        if end > start + 1:
+        if end == start + 2 and not counts:
+            yield from values[start:end]
+        elif end > start + 1:
             yield f"{values[start]}*{end - start}"
         else:
             while counts and end < len(values) and values[end] == _plus(values[start], end - start):

@@ -211,6 +211,8 @@ def test_root_cause() -> None:
         (["pid 7996", "pid 7999"], "pid {7996,7999}"),
         (["missing key 1", "missing key 3"], "missing key {1,3}"),
         (["cuda:0", "cuda:0", "cuda:1", "cuda:1"], "cuda:{0*2,1*2}"),
+        (["loss 1.5", "loss 1.4", "loss 1.4", "loss 1.3"], "loss {1.5, 1.4, 1.4, 1.3}"),
+        (["loss 1.5", "loss 1.4", "loss 1.4", "loss 1.4"], "loss {1.5, 1.4*3}"),
         (["cuda:3", "cuda:0"], "cuda:{3,0}"),
         (["<M at 0x7fa0>", "<M at 0x7fb0>"], "<M at 0x{7fa0,7fb0}>"),
         (["h:7:9 [0] NCCL", "h:8:9 [1] NCCL"], "h:{7-8}:9 [{0-1}] NCCL"),
