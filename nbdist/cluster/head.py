@@ -183,8 +183,7 @@ class Head:
                 kills = (ask(node, request._replace(ranks=part)) for node, part in parts)
                 await asyncio.gather(*kills)
             case messages.GetCode() | messages.PutCode():
-                is_whole = self._code.take(request)
-                return await self._code.bring(self._there if is_whole else ())
+                return await self._code.take(request, self._there)
         return None
 
     # --- to the nodes ---------------------------------------------------------------------

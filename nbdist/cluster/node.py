@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -21,7 +20,6 @@ from nbdist.errors import BadTopology
 from nbdist.topology import Slots, free_slots, place_again
 from nbdist.wire.messages import (
     Ask,
-    CodeFile,
     CodeHeld,
     GetCode,
     PutCode,
@@ -297,44 +295,42 @@ CODE_TIMEOUT = 60.0  # seconds for a node to receive some megabytes, perhaps ove
 
 
 class KeptCode:
-    """The files of the notebook's folder, kept for nodes that lack them or come later."""
+    """The archive of the notebook's folder, kept for nodes that lack it or come later."""
 
     def __init__(self) -> None:
         self._get: GetCode | None = None
-        self._files: dict[str, CodeFile] = {}
-        self._sent = weakref.WeakKeyDictionary[Node, dict[str, CodeFile]]()
+        self._puts: tuple[PutCode, ...] = ()
 
-    def take(self, request: GetCode | PutCode) -> bool:
-        """Keep a list of files, or contents of files; return True once all contents are here."""
+    async def take(self, request: GetCode | PutCode, nodes: Iterable[Node]) -> CodeHeld:
+        """Keep a part of the archive; once all of it is here, bring it to the nodes."""
         match request:
-            case GetCode():
-                self._get, known = request, self._files.items()
-                self._files = {path: file for path, file in known if path in request.paths}
-                return False
-            case PutCode(files, is_last):
-                self._files = {**self._files, **files}
-                return is_last
+            case GetCode(digest):
+                self._get = request
+                if not (self._is_whole and self._puts[0].digest == digest):
+                    self._puts = ()
+            case PutCode():
+                self._puts = (*self._puts, request)
+        return await self.bring(nodes) if self._is_whole else CodeHeld("")
+
+    @property
+    def _is_whole(self) -> bool:
+        return bool(self._puts) and self._puts[-1].is_last
 
     async def bring(self, nodes: Iterable[Node]) -> CodeHeld:
-        """Send nodes the files that they lack; return the first problem, or the result."""
-        get = self._get
-        held = await asyncio.gather(*(self._bring_to(node, get) for node in nodes if get))
+        """Send the archive to nodes that lack it; return the first problem, or the result."""
+        if self._get is None or not self._is_whole:
+            return CodeHeld("")
+        bringing = (self._bring_to(node, self._get, self._puts) for node in nodes)
+        held = await asyncio.gather(*bringing)
         problem = next((each for each in held if each.problem), None)
         is_shared = bool(held) and all(each.is_shared for each in held)
-        return problem or CodeHeld("", is_shared)
+        return problem or CodeHeld("", is_here=True, is_shared=is_shared)
 
-    async def _bring_to(self, node: Node, get: GetCode) -> CodeHeld:
-        files, has = self._files, self._sent.pop(node, {})
+    async def _bring_to(self, node: Node, get: GetCode, puts: Iterable[PutCode]) -> CodeHeld:
         try:
-            held: CodeHeld = await node.ask(get._replace(paths=frozenset(files)), CODE_TIMEOUT)
-            if not held.is_shared:
-                new = ((path, file) for path, file in files.items() if has.get(path) != file)
-                puts = PutCode.of(new)
-                while not held.problem and (put := next(puts, None)):
-                    held = await node.ask(put, CODE_TIMEOUT)
-                if held.problem:
-                    return replace(held, host=node.name)
-                self._sent[node] = files
+            held: CodeHeld = await node.ask(get, CODE_TIMEOUT)
+            for put in () if held.is_here else puts:
+                held = await node.ask(put, CODE_TIMEOUT)
         except NodeLost as lost:
             return CodeHeld(node.name, problem=str(lost))
-        return held
+        return replace(held, host=node.name)

@@ -207,8 +207,6 @@ def _attempt(
             machines = world.session.machines
             running = pool.last = world.session.submit(task, patience, shipment.parcels)
             pool.tell_of_deaths(world, display, machines)
-            if world.session.code and (left := world.session.code.take_note()):
-                display.note(left)
             history = pool.shell.history_manager
             cells = history.input_hist_raw if history is not None else []
             if said := world.session.surroundings.take_note(cells):

@@ -7,15 +7,13 @@ of nbdist.  `nbdist.world.link` is the notebook's end, `nbdist.agent.notebook_li
 from __future__ import annotations
 
 import os
-import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from nbdist.config import Patience, WorldConfig
 from nbdist.output.events import Comm, Died, Output
-from nbdist.system.folders import MARKER
 from nbdist.values.payload import SegmentRef
 from nbdist.wire.control import Question
 from nbdist.wire.log_files import GetLogs
@@ -27,41 +25,26 @@ from nbdist.wire.work import InputReply, Task
 # --- the notebook's code ----------------------------------------------------------------------
 
 PART = 4 << 20
-"""Bytes of files in one `PutCode` message, beyond which the next message begins.
+"""Most bytes of an archive in one `PutCode` message.
 
 Smaller messages let other messages through in between.
 """
 
-MANIFEST, NEW_FILE = ".nbdist-files", ".nbdist-new"
-"""Two files in a node's copy of the code: the list of all files that the node was sent, by which
-they are removed later, and the file that is being written.
-"""
 
-OWN_NAMES = (MARKER, MANIFEST, NEW_FILE)
+class Landmark(NamedTuple):
+    """A file by which machines find out that they share it: they see the same inode and ctime."""
 
-
-class CodeFile(NamedTuple):
-    """The content of a file, and whether its owner may execute it."""
-
-    content: bytes
-    is_program: bool = False
+    path: str
+    inode: int
+    changed: int
 
     @classmethod
-    def read(cls, path: str) -> CodeFile:
-        """Read a file; raises OSError."""
-        with open(path, "rb") as file:
-            return cls(file.read(), bool(os.fstat(file.fileno()).st_mode & stat.S_IXUSR))
-
-
-def landmark(path: str) -> tuple[int, int] | None:
-    """Return a file's inode and ctime, or None if there is no file.
-
-    If they are the same on two machines, the machines share the file.
-    """
-    with suppress(OSError):
-        found = os.stat(path)
-        return found.st_ino, found.st_ctime_ns
-    return None
+    def of(cls, path: str) -> Landmark | None:
+        """Return the landmark that this file is on this machine, or None if there is no file."""
+        with suppress(OSError):
+            found = os.stat(path)
+            return cls(path, found.st_ino, found.st_ctime_ns)
+        return None
 
 
 # --- calls to an agent, each answered by exactly one `Answer` ------------------------------
@@ -142,37 +125,34 @@ class Kill(NamedTuple):
 
 
 class GetCode(NamedTuple):
-    """Compare the notebook's folder with the one on the node; answered by `CodeHeld`.
+    """Does the node have the notebook's code with this digest?  Answered by `CodeHeld`.
 
-    If the node has the very same `landmarks`, it shares the folder and needs no copy.  If it has a
-    copy already, it removes those of the sent files that `paths` does not name; files that user
-    code has written stay.  Unless the folder is shared, `PutCode` follows.
+    A node that has no copy yet, and on which `landmark` is the very same file, shares the folder
+    and needs none.  Otherwise the archive follows in `PutCode` messages.
     """
 
-    landmarks: Mapping[str, tuple[int, int]]
-    paths: frozenset[str]
+    digest: str
+    landmark: Landmark | None
 
 
 class PutCode(NamedTuple):
-    """Write these files, which are new or have changed, into the copy; answered by `CodeHeld`.
+    """A part of the archive with this digest; answered by `CodeHeld`.
 
-    `is_last` is True in the last message of a `GetCode`.
+    The archive is a tar file that zlib has compressed.  Once the node has the part that `is_last`
+    it unpacks the files, and removes those of the archive before that are not in this one.  Files
+    that user code has written stay.
     """
 
-    files: Mapping[str, CodeFile]
+    digest: str
+    part: bytes
     is_last: bool
 
     @classmethod
-    def of(cls, files: Iterable[tuple[str, CodeFile]]) -> Iterator[PutCode]:
-        """Divide files among messages: each ends with the file that exceeds `PART` bytes."""
-        part, size = dict[str, CodeFile](), 0
-        for path, file in files:
-            part[path] = file
-            size += len(file.content)
-            if size >= PART:
-                yield cls(part, is_last=False)
-                part, size = {}, 0
-        yield cls(part, is_last=True)
+    def of(cls, digest: str, archive: bytes) -> Iterator[PutCode]:
+        """Divide an archive among messages of at most `PART` bytes."""
+        for start in range(0, len(archive), PART):
+            end = start + PART
+            yield cls(digest, archive[start:end], is_last=end >= len(archive))
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,13 +216,14 @@ class Healed:
 
 @dataclass(frozen=True, slots=True)
 class CodeHeld:
-    """The state of the notebook's folder on a node.
+    """The state of the notebook's code on a node.
 
-    If it `is_shared`, workers use the folder itself, else the node's copy.  `problem` says why
-    there is no complete copy, "" if there is.
+    `is_here` is True if the node has the code that was asked for or sent: because it `is_shared`,
+    or in a copy.  `problem` says why the archive could not be unpacked, "" otherwise.
     """
 
     host: str
+    is_here: bool = False
     is_shared: bool = False
     problem: str = ""
 

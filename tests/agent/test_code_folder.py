@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import stat
+import tarfile
 import tempfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from nbdist.agent.code_folder import PREFIX, CodeFolder, drop_dead
-from nbdist.wire.messages import CodeFile, CodeHeld, GetCode, PutCode, landmark
+from nbdist.wire.messages import CodeHeld, GetCode, Landmark, PutCode
 from nbdist.wire.spec import WorldSpec
 
 
@@ -31,19 +34,28 @@ def code(parent: Path) -> Iterator[CodeFolder]:
     code.close()
 
 
-def bring(code: CodeFolder, texts: dict[str, str], programs: tuple[str, ...] = ()) -> CodeHeld:
-    """Send all files, as the head does to a node that is new."""
-    files = {path: CodeFile(text.encode(), path in programs) for path, text in texts.items()}
-    assert not code.take(GetCode({}, frozenset(files))).is_shared
-    return code.take(PutCode(files, is_last=True))
+def bring(code: CodeFolder, texts: dict[str, str], kind: bytes = tarfile.REGTYPE) -> CodeHeld:
+    """Send an archive of these files, of this kind, as to a node that has another archive."""
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as tar:
+        for path, text in texts.items():
+            info = tarfile.TarInfo(path)
+            info.size, info.mode = len(text), 0o700 if path == "run" else 0o600
+            info.type, info.linkname = kind, "/etc/passwd"
+            tar.addfile(info, io.BytesIO(text.encode()))
+    digest = repr((texts, kind))
+    assert not code.take(GetCode(digest, None)).is_here
+    *_, held = map(code.take, PutCode.of(digest, zlib.compress(packed.getvalue())))
+    assert held.is_here == (not held.problem)
+    return held
 
 
 def found(code: CodeFolder) -> dict[str, str]:
-    """What is there, without what nbdist has for itself."""
+    """What is there."""
     return {
         str(path.relative_to(code.path)): path.read_text()
         for path in code.path.rglob("*")
-        if path.is_file() and not path.name.startswith(".nbdist")
+        if path.is_file()
     }
 
 
@@ -58,24 +70,26 @@ def test_files_are_as_the_notebook_has_them(
 ) -> None:
     """New, changed and removed ones; what has not changed is not written."""
     monkeypatch.setattr("socket.gethostname", lambda: "b")
-    assert bring(code, {"a.py": "1", "b.py": "2"}) == CodeHeld("b")
+    assert bring(code, {"a.py": "1", "b.py": "2"}) == CodeHeld("b", is_here=True)
     assert stat.S_IMODE(code.path.stat().st_mode) == 0o700
     assert found(code) == {"a.py": "1", "b.py": "2"}
     before = (code.path / "a.py").stat()
-    assert bring(code, {"a.py": "1", "d/e.py": "new", "run": "sh"}, ("run",)) == CodeHeld("b")
+    assert not bring(code, {"a.py": "1", "d/e.py": "new", "run": "sh"}).problem
     assert found(code) == {"a.py": "1", "d/e.py": "new", "run": "sh"}
     assert (code.path / "a.py").stat() == before
     assert os.access(code.path / "run", os.X_OK)
-    code.take(GetCode({}, frozenset({"a.py"})))
+    bring(code, {"a.py": "1"})
     assert found(code) == {"a.py": "1"}
     assert not (code.path / "d").exists()
+    bring(code, {})
+    assert [*code.path.iterdir()] == []
     code.close()
     assert [*parent.iterdir()] == []
 
 
-def test_what_user_code_has_changed_is_sent_again(code: CodeFolder) -> None:
-    """Before the next start; Python's own copy of a changed module goes, an open file stays."""
-    bring(code, {"a.py": "1"})
+def test_what_user_code_has_changed_is_replaced(code: CodeFolder) -> None:
+    """By the next archive; Python's own copy of a changed module goes, an open file stays."""
+    bring(code, {"a.py": "1", "b.py": "1"})
     compile_a(code)
     (code.path / "a.py").write_text("mine")
     with (code.path / "a.py").open() as in_use:
@@ -92,14 +106,22 @@ def test_a_file_that_cells_have_written_stays(code: CodeFolder, parent: Path) ->
     weights = code.path / "out" / "model.pt"
     weights.write_text("weights")
     code.close()
-    assert {*weights.parents[1].rglob("*")} == {weights.parent, weights}
+    there = {each for each in weights.parents[2].rglob("*") if each != weights.parents[1]}
+    assert there == {weights.parent, weights}
     drop_dead(parent)
     assert weights.exists()
 
 
 def test_names_that_lead_out_are_refused(code: CodeFolder, parent: Path) -> None:
-    """By their steps, or by a link that is there."""
-    assert "'../out.py' was refused" in bring(code, {"../out.py": "1"}).problem
+    """By their steps, or by a link that is there; links and devices are too.
+
+    Of an archive that is refused nothing is unpacked.
+    """
+    for name in ("../out.py", "/out.py", "a/../../out.py"):
+        assert f"'{name}' was refused" in bring(code, {"b.py": "1", name: "1"}).problem
+    for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE):
+        assert "'c.py' was refused" in bring(code, {"c.py": ""}, kind).problem
+    assert [*parent.iterdir()] == []
     bring(code, {"a.py": "1"})
     elsewhere = parent / "elsewhere"
     elsewhere.mkdir()
@@ -135,8 +157,7 @@ def test_a_shared_folder_is_used_as_it_is(code: CodeFolder, parent: Path) -> Non
     (folder / "a.py").write_text("1")
     path = ("", str(folder), f"{folder}/src", f"{folder}2", "/usr/lib")
     spec = WorldSpec(1, None, {}, str(folder), path, 1, "python")
-    file = str(folder / "a.py")
-    get = GetCode({file: landmark(file)}, frozenset({"a.py"}))
+    get = GetCode("digest", Landmark.of(str(folder / "a.py")))
     assert code.take(get).is_shared
     assert (code.path, code.moved(spec)) == (None, spec)
     shutil.copytree(folder, parent / "copy")

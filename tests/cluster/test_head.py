@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import tempfile
+import zlib
 from collections import deque
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,10 @@ from nbdist.terminal import mcp
 from nbdist.wire import messages
 from nbdist.wire.control import Candidate, Complete, Completions
 from nbdist.wire.messages import (
-    CodeFile,
     CodeHeld,
     GetCode,
     Interrupt,
+    Landmark,
     Outputs,
     PutCode,
     Received,
@@ -38,6 +38,7 @@ from nbdist.wire.messages import (
 from nbdist.wire.node_messages import Form, Formed, GetHeld, Held, NodeDown, Renumber
 from nbdist.wire.status import WorkerStatus
 from nbdist.wire.store import SOCKET
+from nbdist.world.code_sync import archive_of
 from nbdist.world.world import World
 from tests.cells import follow, run_for, stop
 from tests.cluster.test_node import SPEC, wanted
@@ -267,14 +268,13 @@ class Direct:
     def __init__(self, name: str) -> None:
         self.name = name
         self.code = CodeFolder()
-        self.sent: list[bytes] = []
+        self.parts = 0
         self.is_lost = False
 
     async def ask(self, request: messages.Request, timeout: float) -> CodeHeld:
         if self.is_lost:
             raise NodeLost(f"{self.name} is lost")
-        if isinstance(request, PutCode):
-            self.sent += [file.content for file in request.files.values()]
+        self.parts += isinstance(request, PutCode)
         return self.code.take(request)
 
     @property
@@ -292,22 +292,33 @@ def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def bring(
-    kept: KeptCode, nodes: list[Direct], marks: Mapping[str, object] = {}, **texts: bytes
+    kept: KeptCode, nodes: list[Direct], folder: Path, mark: Landmark | None = None, **texts: str
 ) -> CodeHeld:
-    """What the notebook does with `a=b"1"` in `a.py`."""
-    files = {f"{name}.py": CodeFile(text) for name, text in texts.items()}
-    assert not kept.take(GetCode(marks, frozenset(files)))
-    assert kept.take(PutCode(files, is_last=True))
-    return asyncio.run(kept.bring(nodes))
+    """What the notebook does with `a="1"` in `a.py` of its folder."""
+    folder.mkdir(exist_ok=True)
+    for name, text in texts.items():
+        (folder / f"{name}.py").write_text(text)
+    archive, digest = archive_of(folder, [f"{name}.py" for name in texts]), repr(texts)
+    held = asyncio.run(kept.take(GetCode(digest, mark), nodes))
+    for put in () if held.is_here else PutCode.of(digest, zlib.compress(archive)):
+        held = asyncio.run(kept.take(put, nodes))
+    return held
 
 
 def test_each_node_gets_what_it_lacks(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At once, or when it comes, and nothing twice; one without room, or lost, is named."""
-    kept, first, late = KeptCode(), Direct("a"), Direct("b")
-    assert bring(kept, [], a=b"1", b=b"2") == CodeHeld("")
-    assert asyncio.run(kept.bring([first])) == CodeHeld("")
+    kept, first, late, folder = KeptCode(), Direct("a"), Direct("b"), parent / "nb"
+    monkeypatch.setattr(messages, "PART", 60)
+    assert not asyncio.run(kept.bring([first])).is_here
+    assert bring(kept, [], folder, a="1", b="2") == CodeHeld("", is_here=True)
+    assert asyncio.run(kept.bring([first])) == CodeHeld("", is_here=True)
     assert first.files == {"a.py": "1", "b.py": "2"}
-    bring(kept, [first], a=b"1", c=b"3")
+    sent = first.parts
+    assert sent > 1
+    assert bring(kept, [first], folder, a="1", b="2") == CodeHeld("", is_here=True)
+    assert first.parts == sent
+    bring(kept, [first], folder, a="1", c="3")
+    sent = first.parts
     with monkeypatch.context() as patched:
         patched.setattr(tempfile, "tempdir", str(parent / "gone"))
         held = asyncio.run(kept.bring([first, late]))
@@ -315,15 +326,20 @@ def test_each_node_gets_what_it_lacks(parent: Path, monkeypatch: pytest.MonkeyPa
     late.is_lost = True
     assert asyncio.run(kept.bring([first, late])).problem == "b is lost"
     late.is_lost = False
-    assert asyncio.run(kept.bring([first, late])) == CodeHeld("")
+    # The notebook was interrupted before it had sent all of another archive.
+    halves = zlib.compress(b"another")
+    asyncio.run(kept.take(GetCode("other", None), [late]))
+    asyncio.run(kept.take(PutCode("other", halves[:3], is_last=False), [late]))
+    assert not asyncio.run(kept.bring([late])).is_here
+    assert bring(kept, [first, late], folder, a="1", c="3") == CodeHeld("", is_here=True)
     assert late.files == first.files == {"a.py": "1", "c.py": "3"}
-    assert (sorted(first.sent), sorted({*late.sent})) == ([b"1", b"2", b"3"], [b"1", b"3"])
+    assert first.parts == sent
     for node in (first, late):
         node.code.close()
-    (shared := parent / "a.py").write_text("1")  # nodes that see it are sent nothing
-    nodes = [Direct("a"), Direct("b")]
-    assert bring(KeptCode(), nodes, {str(shared): messages.landmark(str(shared))}, a=b"1").is_shared
-    assert [node.sent for node in nodes] == [[], []]
+    # Nodes that see the folder are sent nothing.
+    nodes, mark = [Direct("a"), Direct("b")], Landmark.of(str(folder / "a.py"))
+    assert bring(KeptCode(), nodes, folder, mark, c="3").is_shared
+    assert [node.parts for node in nodes] == [0, 0]
 
 
 HOUR = 3600 * 10**9

@@ -29,8 +29,11 @@ MINE = "def answer():\n    return {}\n"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The notebook's, with a module."""
+    """The notebook's, with a module and what git ignores."""
     folder = tmp_path_factory.mktemp("nb")
+    subprocess.run(["git", "init", "-q", folder], check=True)
+    (folder / ".gitignore").write_text("local.py\n")
+    (folder / "local.py").touch()
     (folder / "mine.py").write_text(MINE.format(1))
     return folder
 
@@ -65,15 +68,20 @@ def test_code_follows_the_notebook(
 ) -> None:
     """Modules are there, in the working folder; edited ones are imported again; scripts have them.
 
-    Into a folder below it ranks follow too, where each host has its own; and back.
+    Into a folder below it ranks follow too, where each host has its own; and back.  What cells
+    write into it later cells find there.
     """
-    world.execute("import os, mine; where = os.getcwd()")
+    world.execute("import os, mine; where = os.getcwd(); open('out.txt', 'w').write('9')")
     assert world.gather("mine.answer()") == [1, 1]
     assert all("/nbdist-code-" in where for where in world.gather("where"))
     (folder / "mine.py").write_text(MINE.format(2))
     (folder / "new.py").write_text("import mine\nbig = 10 * mine.answer()\n")
     world.execute("from new import big")
-    assert world.gather("big, mine.answer()") == [(20, 2)] * 2
+    found = world.gather("big, mine.answer(), open('out.txt').read(), os.getcwd() == where")
+    assert found == [(20, 2, "9", True)] * 2
+    world.execute("os.remove('out.txt')")  # which would stay
+    with pytest.raises(WorkerError, match=r"`local\.py` is in the notebook's folder, but"):
+        world.execute("import local")
     script = "import sys\nimport mine\nfound = sys.argv[1], mine.answer()\n"
     (folder / "train.py").write_text(script)
     world.run_script("train.py", "a")

@@ -17,7 +17,7 @@ from nbdist.values.payload import Payload, SegmentRef
 from nbdist.wire import control
 from nbdist.wire.control import Candidate, Completions
 from nbdist.wire.frames import BadFrame, pack
-from nbdist.wire.messages import PART, Answer, CodeFile, PutCode, landmark
+from nbdist.wire.messages import PART, Answer, Landmark, PutCode
 from nbdist.wire.node_messages import NodeHello, node_frames, node_message_from, processes
 from nbdist.wire.ops import Mesh
 from nbdist.wire.places import Begun, Collective, Place, StackFrame
@@ -115,13 +115,14 @@ def test_processes_by_rank() -> None:
 
 
 def test_a_message_has_only_so_much() -> None:
-    """No message is much larger than what one file needs, and the last is known as that."""
-    files = [(f"{number}", CodeFile(bytes(PART // 2))) for number in range(3)]
-    assert [*PutCode.of(files)] == [
-        PutCode(dict(files[:2]), is_last=False),
-        PutCode(dict(files[2:]), is_last=True),
-    ]
-    assert [*PutCode.of([])] == [PutCode({}, is_last=True)]
+    """An archive comes in parts, and the last is known as that."""
+    archive = bytes(range(256)) * (PART // 128 + 1)
+    puts = [*PutCode.of("digest", archive)]
+    assert [len(each.part) for each in puts] == [PART, PART, 256]
+    assert b"".join(each.part for each in puts) == archive
+    assert [each.is_last for each in puts] == [False, False, True]
+    [whole] = PutCode.of("digest", archive[:PART])
+    assert whole == PutCode("digest", archive[:PART], is_last=True)
 
 
 def test_a_landmark_is_the_very_same_file(tmp_path: Path) -> None:
@@ -129,12 +130,12 @@ def test_a_landmark_is_the_very_same_file(tmp_path: Path) -> None:
     file, copy = tmp_path / "a.py", tmp_path / "b.py"
     file.write_text("x = 1")
     shutil.copy2(file, copy)
-    mark = landmark(str(file))
-    assert mark == landmark(str(file)) != landmark(str(copy))
+    mark = Landmark.of(str(file))
+    assert mark == Landmark.of(str(file)) != Landmark.of(str(copy))
     file.unlink()
-    assert landmark(str(file)) is None
+    assert Landmark.of(str(file)) is None
     os.replace(copy, file)
-    assert landmark(str(file)) not in (mark, None)
+    assert Landmark.of(str(file)) not in (mark, None)
 
 
 PLACE = Place(3, "all_reduce", {"0": 2}, begun=(Begun("0", 1, "all_reduce", "[2]"),))

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -23,11 +24,12 @@ from nbdist import __version__
 from nbdist.agent.code_folder import CodeFolder
 from nbdist.errors import AgentLost, StartError, UsageError, WorkerDied
 from nbdist.system.folders import PREFIX, RuntimeFolder
-from nbdist.wire.messages import CodeFile, GetStatus, PutCode
+from nbdist.wire.messages import GetStatus, PutCode
 from nbdist.wire.queries import DOOR, Describe, WorldInfo
 from nbdist.wire.spec import versions_here
 from nbdist.world import agents
 from nbdist.world.agents import AgentProcess, Asking, Found, to_attach
+from nbdist.world.code_sync import archive_of
 from nbdist.world.link import Link
 from nbdist.world.states import State
 from nbdist.world.world import World, attach
@@ -54,7 +56,8 @@ def test_an_agent_that_hangs_is_killed(
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     code = CodeFolder()
-    code.take(PutCode({"a.py": CodeFile(b"x = 1")}, is_last=True))
+    archive = zlib.compress(archive_of(Path(__file__).parent, [Path(__file__).name]))
+    assert code.take(PutCode("digest", archive, is_last=True)).is_here
     os.close(code._claim)  # as the kernel does at a process's end
     agent, guarded = AgentProcess(runtime.path, fork_server=True), RuntimeFolder()
     other = AgentProcess(guarded.path, fork_server=False)

@@ -15,9 +15,8 @@ import pytest
 from nbdist.agent.code_folder import CodeFolder
 from nbdist.errors import CodeNotSent
 from nbdist.wire.messages import CodeHeld, GetCode, PutCode
-from nbdist.words import size_text
 from nbdist.world import code_sync
-from nbdist.world.code_sync import FULL_FOLDER, LARGEST, CodeListing, CodeSync, missing_text
+from nbdist.world.code_sync import CodeSync, missing_text
 from nbdist.world.world import World
 
 pytestmark = pytest.mark.world
@@ -34,43 +33,27 @@ def write(folder: Path, files: dict[str, str | bytes]) -> None:
         os.utime(path, ns=(LONG_AGO, LONG_AGO))
 
 
-def listed(folder: Path) -> CodeListing:
-    """A listing that has looked once."""
-    listing = CodeListing(folder)
-    listing.look()
-    return listing
+def listed(folder: Path) -> set[str]:
+    """The paths of the files that are sent."""
+    return {path for path, _ in code_sync._files_in(folder)}
 
 
-def test_code_goes_along_and_the_rest_stays(tmp_path: Path) -> None:
-    """Caches, environments, notebooks, checkpoints, large files; links are files."""
+def test_python_files_go_along_where_there_is_no_git(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not those of environments, nor of what is hidden; links are files."""
     write(tmp_path, {"mine.py": "x = 1", "pkg/__init__.py": "", "pkg/deep/part.py": "y = 2"})
-    write(tmp_path, {"config": "a: 1", "venv/pyvenv": "", "big": bytes(LARGEST + 1)})
-    write(tmp_path, {".git/HEAD": "", "__pycache__/mine.cpython-311.pyc": "", "nb.ipynb": ""})
-    write(tmp_path, {"checkpoints/a.json": "", "env/pyvenv.cfg": "", "model.pt": b"12345"})
-    (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
+    write(tmp_path, {"config": "a: 1", "nb.ipynb": "", ".hidden/a.py": "", "venv/b.py": ""})
+    write(tmp_path, {"__pycache__/c.py": "", "env/pyvenv.cfg": "", "env/d.py": ""})
+    (tmp_path / "gone.py").symlink_to(tmp_path / "nowhere")
     (tmp_path / "round").symlink_to(tmp_path)
-    (tmp_path / "run").symlink_to(Path(".git", "HEAD"))
-    os.mkfifo(tmp_path / "pipe")
-    listing = listed(tmp_path)
-    modules = ("mine.py", "pkg/__init__.py", "pkg/deep/part.py")
-    assert {*listing.files} == {*modules, "config", "venv/pyvenv", "run"}
-    assert {*listing.left_out} == {"big", "model.pt", "checkpoints/"}
-    said = listing.note()
-    assert said.startswith("`--sync-code` leaves out big (1 MiB), model.pt (5 B) and checkpoints/")
-    assert said.endswith("`!big` in .nbdistignore sends it.")
-
-
-def test_the_ignore_file_has_the_last_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The later of two lines; a folder that is asked for comes with all that is in it."""
-    monkeypatch.setattr(code_sync, "MOST_BYTES", LARGEST)
-    write(tmp_path, {"a.py": "1", "b.py": "2", "secret/key": "3", "weights/old": "x"})
-    write(
-        tmp_path, {"weights/big": bytes(LARGEST + 1), "checkpoints/best": "", "checkpoints/c": ""}
-    )
-    rules = "# mine\n*.py\n!b.py\nsecret/\n!weights/\nweights/old\n!checkpoints/best\n"
-    (tmp_path / ".nbdistignore").write_text(rules)
-    wanted = {"b.py", "weights/big", "checkpoints/best", "checkpoints/c", ".nbdistignore"}
-    assert {*listed(tmp_path).files} == wanted
+    (tmp_path / "link.py").symlink_to("mine.py")
+    os.mkfifo(tmp_path / "pipe.py")
+    modules = {"mine.py", "pkg/__init__.py", "pkg/deep/part.py", "venv/b.py", "link.py"}
+    assert listed(tmp_path) == modules
+    monkeypatch.setattr(code_sync, "MOST_LOOKED_AT", 5)
+    with pytest.raises(CodeNotSent, match="has more than 5 files: `git init` there, and list"):
+        listed(tmp_path)
 
 
 @pytest.fixture
@@ -112,55 +95,26 @@ def test_a_look_runs_nothing_that_the_folder_names(tmp_path: Path, git: Callable
         "core.fsmonitor": f"touch {ran}-fsmonitor;",
     }.items():
         git("config", name, value)
-    listed(tmp_path)
+    assert "a.py" in listed(tmp_path)
     assert [*tmp_path.glob("ran*")] == []
 
 
 def test_what_git_ignores_stays(tmp_path: Path, git: Callable[..., str]) -> None:
-    """Also folders; but for what the ignore file asks for.  New files go along unasked."""
-    write(tmp_path, {"a.py": "1", "local.py": "2", "out/x": "3", "wanted.py": "4"})
-    (tmp_path / ".gitignore").write_text("local.py\nout/\nwanted.py\n")
-    (tmp_path / ".nbdistignore").write_text("!wanted.py\n")
-    listing = listed(tmp_path)
-    assert {*listing.files} == {"a.py", "wanted.py", ".gitignore", ".nbdistignore"}
-    assert listing.why_not("local.py") == "git or nbdist ignores it"
-    (tmp_path / ".gitignore").write_text("out/\n")
-    listing.look()
-    assert "local.py" in listing.files
-
-
-def test_a_folder_full_of_data_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for its modules; with more still the rest is not looked at, which is said."""
-    (tmp_path / "data").mkdir()
-    for number in range(FULL_FOLDER + 1):
-        (tmp_path / "data" / f"{number}.jpg").touch()
-    write(tmp_path, {"data/load.py": "1"})
-    listing = listed(tmp_path)
-    assert {*listing.files} == {"data/load.py"}
-    assert "data/" in listing.left_out
-    monkeypatch.setattr(code_sync, "MOST_LOOKED_AT", FULL_FOLDER)
-    assert "has looked at the first 500 files below" in listed(tmp_path).note()
-
-
-def test_changes_are_found(tmp_path: Path) -> None:
-    """New, edited, renamed, removed; of the same size, and in folders that are new."""
-    write(tmp_path, {"a.py": "x = 1", "sub/b.py": "y = 1"})
-    listing = listed(tmp_path)
-    for change in (
-        lambda: write(tmp_path, {"a.py": "x = 2"}),
-        lambda: write(tmp_path, {"sub/c.py": "z = 1"}),
-        lambda: (tmp_path / "sub" / "c.py").rename(tmp_path / "d.py"),
-        lambda: write(tmp_path, {"new/e.py": "1"}),
-        lambda: (tmp_path / "a.py").unlink(),
-    ):
-        before = listing.files
-        listing.look()
-        assert listing.files == before
-        change()
-        listing.look()
-        assert listing.files != before
-        (tmp_path / "new").mkdir(exist_ok=True)  # is nothing yet
-    assert {*listing.files} == {"sub/b.py", "d.py", "new/e.py"}
+    """New files go along unasked, and those of submodules; notebooks and Python's own do not."""
+    write(tmp_path, {"a.py": "1", "local.py": "2", "out/x": "3", "data.csv": "4", "nb.ipynb": ""})
+    write(tmp_path, {"__pycache__/a.pyc": "", "sub/b.py": "", "sub/.gitignore": "*.log"})
+    write(tmp_path, {"sub/c.log": "", "removed.py": ""})
+    (tmp_path / ".gitignore").write_text("local.py\nout/\n")
+    git("-C", "sub", "init", "-q")
+    (tmp_path / "link").symlink_to("sub")
+    (tmp_path / "empty").mkdir()
+    git("add", "a.py", "removed.py")
+    git("update-index", "--add", "--cacheinfo", f"160000,{'1' * 40},empty")
+    (tmp_path / "removed.py").unlink()
+    assert listed(tmp_path) == {"a.py", "data.csv", ".gitignore", "sub/b.py", "sub/.gitignore"}
+    assert listed(tmp_path / "out") == set()
+    git("add", "-f", "local.py")
+    assert "local.py" in listed(tmp_path)
 
 
 # --- modules that are lacking elsewhere ---------------------------------------------------
@@ -185,15 +139,25 @@ def test_a_module_that_is_missing_there(tmp_path: Path) -> None:
     ):
         assert missing_text(f"No module named {missing}", "b", folder, path, None) == said
     assert missing_text("invalid literal", "b", folder, path, None) == ""
+    # A file is a hint only where the notebook's code is kept in step.
+    (folder / "config.yaml").touch()
+    no_file = "[Errno 2] No such file or directory: 'config.yaml'"
+    assert missing_text(no_file, "b", folder, path, None) == ""
     code = CodeSync(folder)
-    code.listing.look()
+    list(code.bringing(taken))
     assert missing_text("No module named 'mine'", "b", folder, path, code) == ""
-    (folder / ".nbdistignore").write_text("mine.py\n")
-    code.listing.look()
-    assert missing_text("No module named 'mine'", "b", folder, path, code) == (
-        "`mine.py` is in the notebook's folder, but `--sync-code` leaves it out: git or nbdist "
-        "ignores it. `!mine.py` in .nbdistignore sends it."
+    assert missing_text(no_file.replace("config", "none"), "b", folder, path, code) == ""
+    assert missing_text(no_file, "b", folder, path, code) == (
+        "`config.yaml` is in the notebook's folder, but `--sync-code` leaves it out: it sends what "
+        "git does not ignore, and without git Python files only. `git add -f config.yaml`, after "
+        "`git init`, sends it."
     )
+
+
+def taken(request: GetCode | PutCode) -> Generator[None, None, CodeHeld]:
+    """What a node answers that has all code."""
+    return CodeHeld("b", is_here=True)
+    yield
 
 
 # --- how it comes to nodes ------------------------------------------------------------------
@@ -231,47 +195,73 @@ def node(
     node.close()
 
 
-def bring(code: CodeSync, node: CodeFolder) -> list[str]:
-    """Bring the files there, and return which were sent."""
-    sent: list[str] = []
+def bring(code: CodeSync, node: CodeFolder) -> int:
+    """Bring the files there; return how many messages that has taken."""
+    asked: list[GetCode | PutCode] = []
 
     def asks(request: GetCode | PutCode) -> Generator[None, None, CodeHeld]:
-        sent.extend(request.files if isinstance(request, PutCode) else ())
+        asked.append(request)
         is_get = isinstance(request, GetCode)
-        return node.take(request._replace(landmarks={}) if is_get else request)
+        return node.take(request._replace(landmark=None) if is_get else request)
         yield
 
     list(code.bringing(asks))
-    return sorted(sent)
+    return len(asked)
 
 
-def test_only_what_has_changed_is_sent(folder: Path, node: CodeFolder) -> None:
-    """To another agent all; a program as one; what stays is said once."""
-    write(folder, {"mine.py": "1", "run": "sh"})
-    (folder / "run").chmod(0o755)
+def test_changes_are_sent(folder: Path, node: CodeFolder) -> None:
+    """New, edited, renamed, removed; of the same size, and in folders that are new.
+
+    Where none has changed nothing is asked, and other agents are sent all.
+    """
+    write(folder, {"mine.py": "x = 1", "sub/b.py": "y = 1", "run.py": "sh"})
+    (folder / "run.py").chmod(0o755)
     code = CodeSync(folder)
-    assert bring(code, node) == ["mine.py", "run"]
-    assert os.access(node.path / "run", os.X_OK)
-    assert bring(code, node) == []
-    write(folder, {"mine.py": "2"})
-    assert bring(code, node) == ["mine.py"]
-    assert (node.path / "mine.py").read_text() == "2"
+    assert bring(code, node) == 2
+    assert os.access(node.path / "run.py", os.X_OK)
+    for change in (
+        lambda: write(folder, {"mine.py": "x = 2"}),
+        lambda: write(folder, {"sub/c.py": "z = 1"}),
+        lambda: (folder / "sub" / "c.py").rename(folder / "d.py"),
+        lambda: write(folder, {"new/e.py": "1"}),
+        lambda: (folder / "run.py").unlink(),
+    ):
+        assert bring(code, node) == 0
+        change()
+        assert bring(code, node) == 2
+        assert {*node.path.rglob("*.py")} == {node.path / path for path in listed(folder)}
+        (folder / "new").mkdir(exist_ok=True)  # is nothing yet
+    assert (node.path / "mine.py").read_text() == "x = 2"
+    (folder / "d.py").touch()  # a change right after it may not show
+    assert [bring(code, node), bring(code, node)] == [1, 1]
     code.forget()
-    assert bring(code, node) == ["mine.py", "run"]
-    for name, size in (("model.pt", 2000), ("other.pt", 9000)):
-        (folder / name).write_bytes(bytes(size))
+    assert bring(code, node) == 1
+
+
+def test_what_cannot_be_sent_is_said(
+    folder: Path, node: CodeFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Too many bytes, what the node cannot write, and a folder that was removed."""
+    write(folder, {f"{size}.py": bytes(size << 10) for size in (1, 2, 3, 4)})
+    code = CodeSync(folder)
+    with monkeypatch.context() as patched:
+        patched.setattr(code_sync, "MOST_BYTES", 8 << 10)
+        with pytest.raises(CodeNotSent) as found:
+            bring(code, node)
+    assert str(found.value) == (
+        "`--sync-code` could not bring the notebook's folder: its files have 10 KiB, and at most "
+        "8 KiB are sent; the largest are 4.py (4 KiB), 3.py (3 KiB), 2.py (2 KiB). Add what ranks "
+        "do not need to .gitignore, after `git rm --cached FILE` if git tracks it, or move it to "
+        "another folder."
+    )
+    assert bring(code, node) == 2
+    (node.path / "4.py").unlink()
+    (node.path / "4.py").mkdir()
+    write(folder, {"4.py": "new"})
+    with pytest.raises(CodeNotSent, match=r"to .*: /.*4\.py: Is a directory"):
         bring(code, node)
-        said = f"`--sync-code` leaves out {name} ({size_text(size)})"
-        assert code.take_note().startswith(said)
-        bring(code, node)
-        assert code.take_note() == ""
-    compiled = node.path / "__pycache__" / "mine.of-a-cell.pyc"
-    compiled.mkdir(parents=True)
-    (folder / "mine.py").unlink()
-    with pytest.raises(CodeNotSent, match=r"mine\.of-a-cell\.pyc: Is a directory"):
-        bring(code, node)
-    shutil.rmtree(compiled.parent)
-    assert bring(code, node) == ["run"]
+    (node.path / "4.py").rmdir()
+    assert bring(code, node) == 2
     shutil.rmtree(folder)
     with pytest.raises(CodeNotSent, match=f"folder: {folder}: No such file or directory"):
-        bring(CodeSync(folder), node)
+        bring(code, node)
