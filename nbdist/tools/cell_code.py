@@ -115,17 +115,21 @@ def _without_ipython(
         if inner or not isinstance(statement, ast.stmt):
             continue
         calls = [node for node in ast.walk(statement) if _is_shell_call(node)]
+        text = ast.unparse(statement)
+        is_future = text.startswith("from __future__ ")
         try:
-            called = ast.unparse(statement).partition("(")[0].rpartition(".")[2]
+            if is_future:
+                raise _LeftOut(text, "it stands at the top")
+            called = text.partition("(")[0].rpartition(".")[2]
             if isinstance(statement, ast.Expr) and called in _GROUP:
-                raise _LeftOut(ast.unparse(statement), "the script calls it itself")
+                raise _LeftOut(text, "the script calls it itself")
             edits += [(call, _plain_call(call, known)) for call in calls]  # type: ignore[arg-type]
         except _LeftOut as left:
             typed, why = map(one_line, left.args)
             _, column, last, end = _place(statement)
             shown = f"pass  # {typed}: {why}" if column else f"# {typed}: {why}"
             edits.append((statement, "pass" if b";" in lines[last - 1][end:] else shown))
-            lost.append(f"`{typed}`: {why}")
+            lost += [] if is_future else [f"`{typed}`: {why}"]
     return edits, lost
 
 
@@ -215,7 +219,8 @@ def in_event_loop(text: str, title: str) -> str:
     """Wrap code that awaits into a function of its own, whose variables are the script's."""
     bound = ", ".join(sorted(names_bound(text)))
     shared = f"    global {bound}\n" if bound else ""
-    return f"async def {title}():\n{shared}{indented(text)}\n\n\nasyncio.run({title}())"
+    function = f"async def {title}():\n{shared}{indented(text)}"
+    return f"import asyncio\n{function}\n\n\nasyncio.run({title}())"
 
 
 # --- what binds variables of the notebook --------------------------------------------------
@@ -230,7 +235,9 @@ class Statements:
 
     def __init__(self, cells: Iterable[str]) -> None:
         self._cells = [cell for cell in cells if is_python(cell)]
-        self.postpones = any(map(_postpones, self._cells))  # for IPython from such a cell on
+        self.postpones = any(
+            POSTPONED in cell for cell in self._cells
+        )  # for IPython from such a cell on
         self._imports: dict[str, list[str]] = defaultdict(list)
         for cell in self._cells:
             for node in ast.walk(ast.parse(cell)):
@@ -269,12 +276,6 @@ class Statements:
                         if name not in self.names_used(text):
                             return "\n".join(texts)
         return ""
-
-
-def _postpones(cell: str) -> bool:
-    """Return True for a cell with this import."""
-    found = (node for node in ast.parse(cell).body if isinstance(node, ast.ImportFrom))
-    return any(ast.unparse(node) == POSTPONED for node in found)
 
 
 def imports_by(node: ast.AST) -> Iterator[tuple[str, str]]:
@@ -319,19 +320,18 @@ def _typed(source: str, node: ast.stmt) -> str:
 # --- what has become of functions and classes since their definition ----------------------------
 
 
-def run_by(text: str) -> frozenset[str]:
-    """Find the names of what runs when a definition is made: decorators, base classes, calls."""
-    parts: list[ast.AST] = []
-    for node in ast.parse(text).body:
-        match node:
-            case ast.ClassDef():
-                parts += [*node.decorator_list, *node.bases, *node.keywords]
+def read_at_once(text: str) -> frozenset[str]:
+    """Find the names that statements read as they run; the bodies of functions run later."""
+    found, waiting = set[str](), list[Any](ast.parse(text).body)
+    while waiting:
+        match node := waiting.pop():
+            case ast.Name(name):
+                found.add(name)
             case ast.FunctionDef() | ast.AsyncFunctionDef():
-                parts += node.decorator_list
-            case ast.Assign(value=ast.Call() as call):
-                parts.append(call)
-    found = (each for part in parts for each in ast.walk(part))
-    return frozenset(each.id for each in found if isinstance(each, ast.Name))
+                waiting += [*node.decorator_list, *node.args.defaults, *node.args.kw_defaults]
+            case ast.AST() if not isinstance(node, ast.Lambda):
+                waiting += ast.iter_child_nodes(node)
+    return frozenset(found)
 
 
 def attributes_since(name: str, value: Any, text: str) -> tuple[list[str], list[str]]:
@@ -340,94 +340,47 @@ def attributes_since(name: str, value: Any, text: str) -> tuple[list[str], list[
     Return statements that set them, and the names of those that no statement can set.
     """
     *_, node = ast.parse(text).body
-    is_plain = not isinstance(node, ast.Assign) and not getattr(node, "decorator_list", ())
-    body: dict[str, ast.AST | None] = {}
-    if isinstance(value, type):
-        if not isinstance(node, ast.ClassDef) or not _keeps_its_body(value):
-            return [], []
-        body = _bound_in(node)
+    # A metaclass, as that of enumerations, and a named tuple make other attributes of a body.
+    if type(value) not in (types.FunctionType, type, ABCMeta) or hasattr(value, "_fields"):
+        return [], []
+    typed: dict[str, ast.expr | None] = {}
+    for each in node.body if isinstance(node, ast.ClassDef) else ():
+        match each:
+            case ast.Assign([ast.Name(key)], shown) | ast.AnnAssign(
+                ast.Name(key), value=ast.expr() as shown
+            ):
+                typed[key] = None if key in typed else shown
+            case _:
+                typed |= dict.fromkeys(names_bound(ast.unparse(each)))
+    # Python begins the name of an attribute `__private` with the name of its class.
+    own = ("__", "_abc_", f"_{getattr(node, 'name', '').lstrip('_')}__")
     texts, lost = [], []
-    registry = vars(value).get("registry")
-    if isinstance(registry, types.MappingProxyType) and len(registry) > 1:
-        lost.append(f"{name}.registry")  # of functools.singledispatch
-    for attribute, now in vars(value).items():
-        # Python begins the name of an attribute `__private` with the name of its class.
-        private = f"_{getattr(node, 'name', '').lstrip('_')}__"
-        if attribute.startswith(("__", "_abc_", private)) or _is_as_typed(body.get(attribute), now):
-            continue
-        if attribute in body and body[attribute] is None:
-            continue  # what the class had there is not known
-        if attribute in body and "__init_subclass__" in vars(value) and _is_container(now):
-            continue  # its subclasses, which follow it, fill it
-        if (said := literal(now)) is not None:
-            texts.append(f"{name}.{attribute} = {said}")
-        elif is_plain or attribute in body:
-            lost.append(f"{name}.{attribute}")
+    for key, now in vars(value).items():
+        if key == "registry" and isinstance(now, types.MappingProxyType):  # of singledispatch
+            lost += [f"{name}.{key}"] if len(now) > 1 else []
+        elif not key.startswith(own) and not (key in typed and _is_as_typed(typed[key], now)):
+            if (said := literal(now)) is not None:
+                texts.append(f"{name}.{key} = {said}")
+            elif key in typed or not getattr(node, "decorator_list", [node]):
+                lost.append(f"{name}.{key}")
     return texts, lost
 
 
-def _keeps_its_body(kind: type) -> bool:
-    """Return True unless a metaclass, as that of enumerations, makes other attributes of it."""
-    return type(kind) in (type, ABCMeta) and not hasattr(kind, "_fields")
+def _is_as_typed(typed: ast.expr | None, now: Any) -> bool:
+    """Return False for a value that is not what a class's body binds; None is no expression.
 
-
-def _bound_in(node: ast.ClassDef) -> dict[str, ast.AST | None]:
-    """Return what a class's body binds by name; None for what is not one expression or function."""
-    found: dict[str, ast.AST | None] = {}
-    for each in node.body:
-        match each:
-            case ast.Assign(targets=[ast.Name(name)], value=value):
-                found[name] = None if name in found else value
-            case ast.FunctionDef(name=name, decorator_list=[]):
-                found[name] = each
-            case ast.AnnAssign(target=ast.Name(name), value=ast.AST() as value):
-                found[name] = None if name in found else value
-            case _:
-                names = names_bound(ast.unparse(each))
-                found |= dict.fromkeys(names)
-    return found
-
-
-def _is_container(value: Any) -> bool:
-    return isinstance(value, list | dict | set)
-
-
-def _is_as_typed(typed: ast.AST | None, now: Any) -> bool:
-    """Return True if a value is what was typed, or, of a container, as long.
-
-    Of calls with arguments it is not known.
+    Of what is no plain value this is known of containers alone, by their sizes.
     """
-    match typed:
-        case None:
-            return False
-        case ast.FunctionDef():
-            return isinstance(now, types.FunctionType) and "." in now.__qualname__
-        case ast.Call():
-            return bool(typed.args or typed.keywords) or not _is_container(now) or not now
-        case ast.expr():
-            try:
-                then = ast.literal_eval(typed)
-            except (ValueError, TypeError):
-                size = len(getattr(typed, "elts", getattr(typed, "keys", ())))
-                return not _is_container(now) or len(now) == size
-            # What `literal` can write is of Python's own types, whose comparison runs no user code.
-            is_small = literal(now) is not None
-            same = then == now if is_small else literal(then) is None
-            return type(then) is type(now) and same
-    return True
-
-
-def subclasses_of(value: Any) -> list[type]:
-    """List the classes that the `__init_subclass__` of a notebook's class has seen, in order."""
-    is_own = isinstance(value, type) and value.__module__ == "__main__"
-    if not is_own or "__init_subclass__" not in vars(value):
-        return []
-    found, waiting = dict[type, None](), list[type](type.__subclasses__(value))
-    while waiting:
-        each = waiting.pop(0)
-        found[each] = None
-        waiting += type.__subclasses__(each)
-    return [*found]
+    if typed is None:
+        return not isinstance(now, types.FunctionType) or "." in now.__qualname__
+    try:
+        then = ast.literal_eval(typed)
+    except (ValueError, TypeError):
+        is_call = isinstance(typed, ast.Call) and bool(typed.args or typed.keywords)
+        size = len(getattr(typed, "elts", getattr(typed, "keys", ())))
+        return is_call or not isinstance(now, list | dict | set) or len(now) == size
+    # As texts of Python's own types: a comparison could run user code.
+    return type(then) is type(now) and literal(then) == literal(now)
 
 
 # --- values -------------------------------------------------------------------------------

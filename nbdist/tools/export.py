@@ -1,20 +1,19 @@
 """`%dist_export`: the distributed cells as a script that torchrun runs without nbdist.
 
-Before each cell stand the variables of the notebook that it uses: definitions as they were typed,
-small values as text, others out of a file that `torch.save` writes.  Runs in the notebook.
+Definitions of the notebook come first, as they were typed.  Before each cell stand the values that
+it uses: small ones as text, others out of a file that `torch.save` writes.  Runs in the notebook.
 """
 
 from __future__ import annotations
 
-import ast
 import builtins
 import inspect
 import math
 import os
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,7 +26,6 @@ from nbdist.notebook.free_names import (
     names_bound,
     names_read_first,
     names_used,
-    names_used_later,
 )
 from nbdist.notebook.shipping import version_now
 from nbdist.system.folders import whole_file
@@ -39,12 +37,10 @@ from nbdist.tools.cell_code import (
     awaits,
     cell_code,
     guarded,
-    imports_by,
     in_event_loop,
     literal,
     needed_to_read,
-    run_by,
-    subclasses_of,
+    read_at_once,
 )
 from nbdist.values.definitions import SYSTEM_NAMES
 from nbdist.words import count, one_line, size_text
@@ -174,7 +170,10 @@ else:
 
 CHOSEN = '"cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"'
 
-IMPORTS = ("import os", "import torch", "import torch.distributed as dist")
+IMPORTS = "import os\nimport torch\nimport torch.distributed as dist"
+
+LOAD = 'torch.load(VALUES, map_location="cpu", weights_only=False)'
+VALUES = f'VALUES = __file__.removesuffix(".py") + "_values.pt"\nNOTEBOOK = {LOAD}'
 
 
 # --- the cells and the variables that they use -----------------------------------------------
@@ -184,11 +183,6 @@ _KNOWN -= {"display", "get_ipython"}
 
 _IN_PLACE = {"display": "display = print", "track": "track = lambda **_: None"}
 """What the script has in place of what cells find."""
-
-_EARLY = ("environ", "sys.path", "putenv", "set_start_method", "chdir", "write_text", "subprocess")
-"""What an import has to come after where a cell has it before."""
-
-_LOAD = 'torch.load(VALUES, map_location="cpu", weights_only=False)'
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,36 +200,29 @@ class Script:
     missing: tuple[str, ...] = ()
 
 
-@dataclass(slots=True)
-class _Section:
-    """A cell in its place: variables of the notebook that it uses stand before its code."""
-
-    task: PastTask
-    text: str
-    before: list[str] = field(default_factory=list)
-
-
 @dataclass(frozen=True, slots=True)
 class _Origin:
-    """How the script gets a variable of the notebook: `needs` are names to be there before.
+    """How the script gets a variable of the notebook: by `text`, or from the file of values.
 
-    `after` are subclasses that a class registers, in their order; each has the class as its `root`.
-    What `runs` names is run by a definition, and may change variables that the script has by then.
+    `needs` are names that have to be there, and `after` statements that set its attributes.
+    A definition is a function, a class, or what can only be made as a cell has made it.
     """
 
     text: str = ""
     needs: frozenset[str] = frozenset()
-    is_import: bool = False
-    is_saved: bool = False
     problem: str = ""
+    is_saved: bool = False
+    is_definition: bool = False
     after: tuple[str, ...] = ()
-    root: str = ""
-    runs: frozenset[str] = frozenset()
-    is_container: bool = False
 
 
 class Composer:
-    """Puts one script together."""
+    """Puts one script together.
+
+    Imports and definitions of the notebook come first: they may change values as they are made,
+    and these follow.  Then come the cells in the order in which they last ran, each after the
+    values that were sent until then, as they were sent if that is known.
+    """
 
     def __init__(
         self, past: Past, names: NameTable, statements: Statements, transform: Transform
@@ -243,259 +230,202 @@ class Composer:
         self._past = past
         self._names = names
         self._statements = statements
-        self._lost: list[str] = []
+        self._lost = dict[str, None]()
         self._missing = dict[str, None]()
-        self._is_loaded = True  # the file of saved values, wherever the script stands
-        self._imports = dict.fromkeys(IMPORTS)
-        self._origins: dict[str, _Origin] = {}
-        self._there: dict[str, object] = {}  # variables of the notebook so far, by their versions
-        self._bound = set[str]()  # by the cells so far
-        self._made = set[str]().union(*(task.made for task in past.tasks))
-        self._sections = self._translated(transform)
-        self._made = self._made.union(*(names_bound(each.text) for each in self._sections))
+        self._defined = set[str]()  # definitions, and values as they are at first
+        self._lines: list[str] = []  # what stands before the next cell
+        self._given = dict[str, SentName | None]()  # as variables were sent; None: not known
+        self._there = dict[str, object]()  # versions of variables that no cell has bound since
+        self._made = frozenset[str]().union(*(task.made for task in past.tasks))
+        self._cells = [*self._translated(transform)]
+        self._made = self._made.union(*(names_bound(text) for _, text in self._cells))
+        self._is_postponed = any(POSTPONED in task.text for task, _ in self._cells)
+        self._is_starred = False
+        self._own = self._made - {each.name for each in past.sent}
+        self._origins = dict[str, _Origin]()
+        self._find_origins(
+            set[str]().union(*(names_used(text) for _, text in self._cells)) - self._own
+        )
 
     def compose(
         self, path: Path, ranks: int, backend: str = "", lost: tuple[str, ...] = ()
     ) -> Script:
         """Put it together; what could not be carried over is in it too."""
-        self._hoist_imports()
-        saved = self._find_origins()
-        if saved:
-            self._imports["from pathlib import Path"] = None
-            first, seen = self._sections[0], {*_KNOWN}
-            sent = self._past.sent_before(first.task.last)
-            self._is_loaded = False
-            for name in sorted({need for each in saved for need in self._origins[each].needs}):
-                self._give(name, first, sent, seen)
-            self._is_loaded = True
-            file = _values_file(path).name
-            first.before += [f"VALUES = Path(__file__).with_name({file!r})", f"NOTEBOOK = {_LOAD}"]
-        self._give_variables()
-        self._lost += [*_left_out(self._past), *lost]
-        lost = tuple(dict.fromkeys(self._lost))
         chosen = f'"{backend}"' if backend else CHOSEN
         begin, end = f"dist.init_process_group({chosen})", "dist.destroy_process_group()"
         if backend == "none":
             begin = end = ""
+        there = {*_KNOWN}
+        sections = [self._definitions(there)]
+        for task, text in self._cells:
+            sent, used, self._lines = self._past.sent_before(task.last), names_used(text), []
+            for name in sorted((used - self._made) | sent.keys()):
+                self._give(name, sent, is_used=name in used)
+            self._note_missing(_title_of(task), text, there)
+            self._there = {n: v for n, v in self._there.items() if n not in names_bound(text)}
+            self._defined -= names_bound(text)
+            sections.append(_shown(task, text, self._lines))
+        self._lost |= dict.fromkeys([*_left_out(self._past), *lost])
         parts = [
-            _docstring(path, ranks, lost),
-            "\n".join(sorted(self._imports, key=lambda line: "__future__" not in line)),
+            _docstring(path, ranks, [*self._lost]),
+            f"{POSTPONED}\n{IMPORTS}" if self._is_postponed else IMPORTS,
             f"{PROLOGUE}\n{begin}",
-            *map(_shown, self._sections),
+            *sections,
             end,
         ]
         text = "\n\n".join(part.strip("\n") for part in parts if part) + "\n"
-        return Script(text, (*saved,), len(self._sections), lost, (*self._missing,))
+        return Script(text, (*self._saved,), len(self._cells), (*self._lost,), (*self._missing,))
 
-    def _imported(self) -> set[str]:
-        """Find what the imports at the top bind."""
-        return set[str]().union(*map(names_bound, self._imports))
+    @property
+    def _saved(self) -> list[str]:
+        return sorted(name for name, each in self._origins.items() if each.is_saved)
 
-    def _translated(self, transform: Transform) -> list[_Section]:
-        sections = []
+    def _translated(self, transform: Transform) -> Iterator[tuple[PastTask, str]]:
         tasks = [each for each in self._past.tasks if each.kind == "cell" and _is_written(each)]
-        known = {each.name for each in self._past.sent} | self._made | WORKERS_OWN
+        known = WORKERS_OWN.union(self._made, (each.name for each in self._past.sent))
         for task in sorted(tasks, key=lambda task: task.last):
             text, lost = cell_code(task.text, transform, known, shows_value=task.shows_value)
             lost += ["its figures are drawn and not shown"] if task.draws else []
             lost += [STOPPED] if task.status == "interrupted" else []
-            self._lost += [f"{_title_of(task)}: {each}" for each in lost]
-            self._imports |= {"import asyncio": None} if awaits(text) else {}
-            sections.append(_Section(task, text))
-        return sections
+            self._lost |= {f"{_title_of(task)}: {each}": None for each in lost}
+            yield task, text
 
-    def _hoist_imports(self) -> None:
-        """Move the imports of cells to the top, where nothing before them can tell."""
-        seen = {*dir(builtins), *WORKERS_OWN, *(each.name for each in self._past.sent)}
-        is_early = False
-        for section in self._sections:
-            taken = set[int]()
-            body = ast.parse(section.text).body
-            for node in body:
-                text, found = ast.unparse(node), {name for name, _ in imports_by(node)}
-                lines = {*range(node.lineno, (node.end_lineno or 0) + 1)}
-                shares = any({each.lineno, each.end_lineno} & lines for each in {*body} - {node})
-                is_new = found.isdisjoint(seen | self._imported())
-                is_free = section.task.on_all and not is_early and (is_new or text in self._imports)
-                if found and not shares and (is_free or "from __future__" in text):
-                    self._imports[text] = None
-                    taken |= lines
-                else:
-                    seen |= names_used(text) | names_bound(text)
-                    is_early = is_early or any(word in text for word in _EARLY)
-            rest = enumerate(section.text.split("\n"), 1)
-            text = "\n".join(line for number, line in rest if number not in taken)
-            section.text = text.strip("\n")
+    def _note_missing(self, title: str, text: str, there: set[str]) -> None:
+        """Find the names that a section uses and nothing before it binds; add its own to `there`.
+
+        What definitions read, which have no title, cells and values may bind later.
+        """
+        text = "\n".join([*([POSTPONED] if self._is_postponed else []), *self._lines, text])
+        used, bound = names_used(text), names_bound(text)
+        # What a loop or a condition binds counts as bound for the lines below it.
+        missing = used - there - (bound - names_read_first(text))
+        if not title:
+            found = (name for name, each in self._origins.items() if each.text or each.is_saved)
+            missing -= self._made.union(found) - read_at_once(text)
+        self._lines[:0] = [_IN_PLACE[name] for name in sorted(missing & _IN_PLACE.keys())]
+        self._is_starred |= "import *" in text  # what that binds is not known here
+        for name in () if self._is_starred else sorted(missing - _IN_PLACE.keys()):
+            self._missing[name] = None
+            why = f"{title} uses {name}, which no cell before it binds"
+            self._lost[why if name in self._made else f"`{name}` is used and not there"] = None
+        there |= used | bound
 
     # --- variables of the notebook --------------------------------------------------------------
 
-    def _find_origins(self) -> list[str]:
-        """Find how the script can get each variable that it may need; return those to be saved."""
+    def _find_origins(self, names: Iterable[str]) -> None:
+        """Find how the script can get these variables, and all that they need."""
         sent = {each.name: each.shipped.needs for each in self._past.sent}
-        known = _KNOWN | self._imported() | (self._made - sent.keys())
-        waiting = {name for section in self._sections for name in names_used(section.text)}
+        waiting = {*names}
         while waiting:
             name = waiting.pop()
-            if name in known or (name not in sent and name not in self._names.namespace):
-                continue
-            known.add(name)
-            if not SYSTEM_NAMES.fullmatch(name):
-                self._origins[name] = self._find_origin(name)
-                found = self._origins[name]
-                waiting |= found.needs.union(found.after, sent.get(name, frozenset()))
-        return sorted(name for name, each in self._origins.items() if each.is_saved)
-
-    def _give_variables(self) -> None:
-        """Write the variables that each cell uses before it, as they were sent to it."""
-        there, in_functions = {*_KNOWN}, set[str]()
-        for section in self._sections:
-            sent = self._past.sent_before(section.task.last)
-            seen = {*_KNOWN, *self._imported(), *(self._made - sent.keys())}
-            for name in sorted(names_used(section.text) | (in_functions & sent.keys())):
-                self._give(name, section, sent, seen)
-            in_functions |= names_used_later(section.text)
-            bound = names_bound(section.text)
-            self._bound |= bound
-            self._there = {name: v for name, v in self._there.items() if name not in bound}
-            text = "\n".join([*section.before, section.text])
-            # What a loop or a condition binds counts as bound for the lines below it.
-            if POSTPONED in self._imports:
-                text = f"{POSTPONED}\n{text}"
-            own = names_bound(text) - names_read_first(text)
-            for name in sorted(names_used(text) - there - self._imported() - own):
-                if name in _IN_PLACE:
-                    self._imports[_IN_PLACE[name]] = None
-                    continue
-                self._missing[name] = None
-                if name in self._made:
-                    title = _title_of(section.task)
-                    self._lost.append(f"{title} uses {name}, which no cell before it binds")
-                else:
-                    self._lost.append(f"`{name}` is used and not there")
-            there |= names_used(text) | names_bound(text)
-
-    def _give(
-        self, name: str, section: _Section, sent: Mapping[str, SentName], seen: set[str]
-    ) -> None:
-        """Write a variable before a cell, and before it those that it needs.
-
-        As it was when it was sent if that is known.  A set-up cell has brought variables to new
-        workers, of which no task is known to have sent them.
-        """
-        record, origin = sent.get(name), self._origins.get(name)
-        is_there = record is not None or name in self._names.namespace
-        if origin is None or name in seen or not is_there:
-            return
-        if origin.root and origin.root not in seen:
-            self._give(origin.root, section, sent, seen)
-            if name in seen:
-                return
-        seen.add(name)
-        since, until = record.task if record else 0, section.task.last
-        if any(name in each.made for each in self._past.tasks if since <= each.last < until):
-            return  # workers have bound it since it was sent
-        now = None
-        with suppress(NbdistError, KeyError):
-            now = version_now(name, self._names)
-        version = record.shipped.version if record else now
-        if (text := _atom(version)) is not None:
-            origin = _Origin(f"{name} = {text}")
-        for need in sorted(origin.needs.union(record.shipped.needs if record else ())):
-            self._give(need, section, sent, seen)
-        if self._there.get(name, self) == version:
-            return
-        if origin.is_saved and not self._is_loaded:
-            self._give_first_form(name, section, sent, seen)
-            return
-        self._there[name] = version
-        is_old = text is None and version != now
-        if not record:
-            is_old = name in names_used(section.text) and not origin.is_import
-        if is_old:
-            self._lost.append(f"`{name}` as it was sent: the script has it as it is now")
-        self._lost += [origin.problem] if origin.problem else []
-        if origin.is_import and name not in self._made:
-            self._imports |= dict.fromkeys(origin.text.split("\n"))
-        elif origin.is_saved and name in self._bound:
-            section.before.append(f"{name} = {_LOAD}[{name!r}]")  # cells may have changed the first
-        elif origin.text:
-            section.before.append(origin.text)
-        for each in origin.after:
-            self._give(each, section, sent, seen)
-        for each in sorted(self._reached(origin.runs) & self._there.keys()):
-            if self._origins[each].is_container:  # the definition may have changed it
-                section.before.append(self._origins[each].text)
-
-    def _give_first_form(
-        self, name: str, section: _Section, sent: Mapping[str, SentName], seen: set[str]
-    ) -> None:
-        """Write a variable as a cell has bound it first: definitions use it that its value needs.
-
-        The value itself is read from the file once these are made.
-        """
-        text = self._statements.binding(name)
-        if not text:
-            self._lost.append(f"`{name}`, which definitions use before its value can be read")
-        for need in sorted(names_used(text)):
-            self._give(need, section, sent, seen)
-        section.before += [text] if text else []
-
-    def _reached(self, names: Iterable[str]) -> set[str]:
-        """Find all variables that these need, directly or not, and themselves."""
-        found, waiting = set[str](), [*names]
-        while waiting:
-            name = waiting.pop()
-            if name not in found and name in self._origins:
-                found.add(name)
-                waiting += self._origins[name].needs
-        return found
+            is_known = name in self._origins or name in _KNOWN or SYSTEM_NAMES.fullmatch(name)
+            if not is_known and (name in sent or name in self._names.namespace):
+                origin = self._origins[name] = self._find_origin(name)
+                waiting |= origin.needs | (sent.get(name, frozenset()) - self._own)
 
     def _find_origin(self, name: str) -> _Origin:
         if name not in self._names.namespace:
             return _Origin(problem=f"`{name}` was sent, and is gone from the notebook")
         value = self._names.namespace[name]
         if lines := self._statements.importing(name, value):
-            return _Origin("\n".join(lines), is_import=True)
+            return _Origin("\n".join(lines), is_definition=True)
         if (text := literal(value)) is not None:
-            is_container = isinstance(value, list | dict | set)
-            return _Origin(f"{name} = {text}", is_container=is_container)
+            return _Origin(f"{name} = {text}")
         problem = f"`{name}` was not defined in a cell"
         whole = inspect.unwrap(value) if callable(value) else value
         if not isinstance(whole, types.FunctionType | types.MethodType | type):
             try:
-                needs = needed_to_read(value)
-                return _Origin(f"{name} = NOTEBOOK[{name!r}]", needs, is_saved=True)
+                return _Origin(needs=needed_to_read(value), is_saved=True)
             except Exception as error:  # noqa: BLE001 (a user's __reduce__ can raise anything)
                 why = one_line(f"{type(error).__name__}: {error}")
                 problem = f"`{name}` cannot be saved ({why})"
-        if text := self._statements.binding(name, whole):
-            return self._definition(name, value, text)
-        return _Origin(problem=problem)
-
-    def _definition(self, name: str, value: object, text: str) -> _Origin:
-        """Find how the script gets a function, a class, or what they have made."""
-        if self._statements.postpones:
-            self._imports[POSTPONED] = None
-        # What cells bind may be there when its functions are called.
+        if not (text := self._statements.binding(name, whole)):
+            return _Origin(problem=problem)
+        self._is_postponed |= self._statements.postpones
+        texts, lost = attributes_since(name, value, text)
+        problem = f"{list_names(lost)}, as set since the definition of `{name}`" if lost else ""
         needs = self._statements.names_used(text)
-        runs, since, problem = run_by(text), list[str](), ""
-        if isinstance(value, types.FunctionType | type):
-            since, lost = attributes_since(name, value, text)
-            if lost:
-                problem = f"{list_names(lost)}, as set since the definition of `{name}`"
-        bases = value.__mro__[1:] if isinstance(value, type) else ()
-        after, roots = (
-            [each.__name__ for each in kinds if self._names.namespace.get(each.__name__) is each]
-            for kinds in (subclasses_of(value), filter(subclasses_of, bases))
+        # What cells bind is there when its functions are called, but not before.
+        kinds = types.ModuleType | type | types.FunctionType | types.BuiltinFunctionType
+        values = {n for n in self._own if not isinstance(self._names.namespace.get(n), kinds)}
+        needs -= values - read_at_once(text)
+        return _Origin(text, needs, problem, is_definition=True, after=tuple(texts))
+
+    def _definitions(self, there: set[str]) -> str:
+        """Write imports and definitions, and read the file of values."""
+        for name in sorted(name for name, each in self._origins.items() if each.is_definition):
+            self._define(name)
+        for _, origin in sorted(self._origins.items()):
+            self._lines += origin.after
+            self._lost |= {origin.problem: None} if origin.is_definition and origin.problem else {}
+        self._lines += [VALUES] if self._saved else []
+        self._note_missing("", "", there)
+        return "\n".join(["# --- from the notebook ---", *self._lines]) if self._lines else ""
+
+    def _define(self, name: str) -> None:
+        """Write a definition, and before it those that it needs and the values that it runs with.
+
+        A value is there as its cell has made it: what definitions register is registered again.
+        """
+        if name in self._defined:
+            return
+        self._defined.add(name)
+        origin = self._origins[name]
+        text = (
+            origin.text if origin.is_definition else self._statements.binding(name) or origin.text
         )
-        return _Origin(
-            "\n".join([text, *since]),
-            needs - self._made,
-            problem=problem,
-            after=tuple(after),
-            root=roots[-1] if roots else "",
-            runs=runs,
-        )
+        at_once = read_at_once(text)
+        self._find_origins(at_once)
+        run = [self._origins[each] for each in at_once & self._origins.keys()]
+        inner = {need for each in run for need in each.needs if self._is_container(need)}
+        for need in sorted(origin.needs.union(at_once, inner) & self._origins.keys()):
+            if self._origins[need].is_definition or need in at_once or need in inner:
+                self._define(need)
+        if not origin.is_definition and (text == origin.text or not self._is_container(name)):
+            if origin.text:
+                text, self._there[name] = origin.text, self._version_now(name)
+            else:
+                why = f"`{name}`: definitions run with the one that its cell makes, not its value"
+                self._lost[why] = None
+        self._lines += [text] if text and text not in self._lines else []
+
+    def _is_container(self, name: str) -> bool:
+        return isinstance(self._names.namespace.get(name), list | dict | set)
+
+    def _give(self, name: str, sent: Mapping[str, SentName], *, is_used: bool) -> None:
+        """Write a value before a cell, as it was when it was sent if that is known.
+
+        A set-up cell has brought variables to new workers, of which no task is known to have sent
+        them.
+        """
+        origin, record = self._origins.get(name), sent.get(name)
+        if origin is None or self._given.get(name, self) is record:
+            return
+        is_again, self._given[name] = name in self._given, record
+        now = self._version_now(name)
+        version = record.shipped.version if record else now
+        for need in () if record else sorted(origin.needs):
+            self._give(need, sent, is_used=False)
+        if self._there.get(name, self) == version:
+            return
+        self._there[name] = version
+        text = _atom(version)
+        is_import = origin.text.startswith(("import ", "from "))
+        if (text is None and version != now) if record else (is_used and not is_import):
+            self._lost[f"`{name}` as it was sent: the script has it as it is now"] = None
+        if origin.problem:
+            self._lost[origin.problem] = None
+        if text is not None:
+            self._lines.append(f"{name} = {text}")
+        elif origin.is_saved:  # cells may have changed the first
+            self._lines.append(f"{name} = {LOAD if is_again else 'NOTEBOOK'}[{name!r}]")
+        elif origin.text and not (origin.is_definition and name in self._defined):
+            self._lines += [origin.text, *origin.after]
+
+    def _version_now(self, name: str) -> object:
+        with suppress(NbdistError, KeyError):
+            return version_now(name, self._names)
+        return None
 
 
 def _atom(version: object) -> str | None:
@@ -506,15 +436,15 @@ def _atom(version: object) -> str | None:
     return None
 
 
-def _shown(section: _Section) -> str:
-    task, text = section.task, section.text
+def _shown(task: PastTask, text: str, before: Sequence[str]) -> str:
+    """Write a cell in its place, after the values that it uses."""
     if awaits(text):
         text = in_event_loop(text, f"cell_{task.number or task.last}")
     if text.strip() and not task.on_all:
         text = guarded(text, task.ranks)
     times = f", which ran {task.runs} times" if task.runs > 1 else ""
     stopped = [f"# {STOPPED[0].upper()}{STOPPED[1:]}."] if task.status == "interrupted" else []
-    return "\n".join([f"# --- {_title_of(task)}{times} ---", *section.before, *stopped, text])
+    return "\n".join([f"# --- {_title_of(task)}{times} ---", *before, *stopped, text])
 
 
 STOPPED = "this cell was stopped before its end, and the script runs all of it"

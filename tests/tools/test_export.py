@@ -181,11 +181,33 @@ class Hub:
     found = {}
     def old(self): pass
 Hub.found["k"] = Node
+class App:
+    def __init__(self):
+        self.routes = []
+    def route(self, function):
+        self.routes.append(function.__name__)
+        return function
+app = App()
+@app.route
+def home():
+    return app.routes
+import torch
+net = torch.nn.Linear(1, 1)
+def make(net):
+    def is_net(other, default=net):
+        return other is net is default
+    return is_net
+is_net = make(net)
+def is_default(other=net):
+    return is_net(other), other is net
 """
 
 USES = (
     "%%distributed\nprint(first(3), first.calls)\nprint(described(), Another.plugins)",
     "%%distributed\nprint(tree[0].parent.value, Node(4).value, known['first'] is first)",
+    "%%distributed\nprint(home(), len(is_default()))",
+    "%%distributed\nfrom __future__ import annotations\nfrom dataclasses import dataclass\n"
+    "@dataclass\nclass Own:\n    parent: Own | None = None\nprint(Own())",
 )
 
 
@@ -198,6 +220,8 @@ def test_what_definitions_register(kernel: Notebook, elsewhere: Path) -> None:
     said = kernel.run("%dist_export registered.py").text
     assert said.splitlines()[1:] == [
         "not carried over:",
+        "  `app`: definitions run with the one that its cell makes, not its value",
+        "  `net`: definitions run with the one that its cell makes, not its value",
         "  Hub.found, as set since the definition of `Hub`",
     ]
     told = torchrun(elsewhere, kernel.folder / "registered.py", 1).splitlines()

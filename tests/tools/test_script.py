@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import gc
+import math
 import sys
 import threading
 import types
@@ -135,7 +136,6 @@ WHOLE = '''\
 import os
 import torch
 import torch.distributed as dist
-import math
 
 rank = int(os.environ["RANK"])
 world_size = int(os.environ["WORLD_SIZE"])
@@ -149,6 +149,7 @@ dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo
 
 # --- In [1] ---
 lr = 0.1
+import math
 x = math.pi * lr
 
 # --- In [2] ---
@@ -176,6 +177,21 @@ def test_a_saved_value_that_is_sent_again() -> None:
     assert (lab.script().saved, lab.script().lost) == (("x",), ())
 
 
+def test_a_definition_that_a_cell_has_replaced() -> None:
+    """It is written again where it was sent again."""
+    lab = Lab()
+    lab.cells = ["def f(): return 1"]
+    exec(lab.cells[0], lab.namespace)
+    lab.namespace["f"].__module__ = "__main__"
+    lab.ran("a = f()", "f", made="a")
+    lab.ran("f = len", made="f")
+    lab.ran("b = f()", "f", made="b")
+    assert lab.body() == (
+        "# --- from the notebook ---\ndef f(): return 1\n\n# --- In [1] ---\na = f()\n\n"
+        "# --- In [2] ---\nf = len\n\n# --- In [3] ---\ndef f(): return 1\nb = f()"
+    )
+
+
 def test_classes_of_saved_values() -> None:
     """They are defined before the file is read, with what they need."""
     main = types.ModuleType("__main__")
@@ -192,26 +208,71 @@ def test_classes_of_saved_values() -> None:
     finally:
         sys.modules["__main__"] = before
     assert lines[1:3] == ["class Base: pass", "class Point(Base): pass"]
-    assert lines[4].startswith("NOTEBOOK = torch.load(")
+    assert lines[3] == 'VALUES = __file__.removesuffix(".py") + "_values.pt"'
+    assert lines[4].startswith("NOTEBOOK = torch.load(VALUES, ")
     assert "points = NOTEBOOK['points']" in lines
 
 
-def test_imports_at_the_top() -> None:
-    """Not those of some ranks, of a name that means something else before, or after a setting."""
-    lab = Lab()
+def test_imports_stay_where_they_are() -> None:
+    """Those of the notebook stand with its definitions; one kind has to be the first statement."""
+    lab = Lab(np=np, torch_nn=torch.nn)
+    lab.cells = ["import numpy as np\nfrom torch import nn as torch_nn"]
     lab.ran("# %%rank 0\nimport json\njson", ranks=(0,))
-    lab.ran("from __future__ import annotations\nimport a.b, c as d  # both\nos2 = 1; import e")
-    lab.ran("import os as os2\nfrom sys import path as rank\nfrom x import pow")
-    lab.ran("from math import *\nimport a.b, c as d\nx = pi")
-    lab.ran("os.environ['X'] = '1'\nimport late")
+    lab.ran("import a.b, c as d  # both\nos.environ['X'] = '1'; import late\nnp", "np")
+    lab.ran("from math import *\nx = pi, np", "np")
+    plain = lab.script().text
+    assert lab.body() == (
+        "# --- from the notebook ---\nimport numpy as np\n\n"
+        "# --- In [1] ---\nif rank == 0:\n    import json\n    json\n\n"
+        "# --- In [2] ---\nimport a.b, c as d  # both\nos.environ['X'] = '1'; import late\nnp\n\n"
+        "# --- In [3] ---\nfrom math import *\nx = pi, np"
+    )
+    future = "from __future__ import annotations"
+    assert future not in plain
+    lab.ran(f"{future}\nclass Node:\n    parent: Node = None")
+    lab.ran(f"{future}; y: undefined = 1")
     text = lab.script().text
-    assert "from __future__ import annotations\nimport os\nimport torch\n" in text
-    assert "import torch.distributed as dist\nimport a.b, c as d\n\nrank =" in text
-    assert "if rank == 0:\n    import json\n    json" in text
-    assert "# --- In [2] ---\nos2 = 1; import e" in text
-    assert "# --- In [3] ---\nimport os as os2\nfrom sys import path as rank\nfrom x" in text
-    assert "# --- In [4] ---\nfrom math import *\nx = pi" in text
-    assert "['X'] = '1'\nimport late" in text
+    assert text.count(f"\n{future}\n") == 1
+    assert f'"""\n\n{future}\nimport os\n' in text
+    assert text.endswith(
+        f"# --- In [4] ---\n# {future}: it stands at the top\n"
+        "class Node:\n    parent: Node = None\n\n"
+        "# --- In [5] ---\npass; y: undefined = 1\n\ndist.destroy_process_group()\n"
+    )
+    assert lab.script().missing == ()
+    compile(text, "train.py", "exec")
+
+
+def test_what_definitions_run_with() -> None:
+    """It is there before them, as a cell has made it; what no cell has made is told first."""
+    lab = Lab(size=2, sizes=[1], names=np.ones(3), cfg={}, math=math)
+    lab.cells = [
+        "import math",
+        "sizes = [1]",
+        "cfg = {}",
+        "def f(a=size, b=sizes, c=names): b, cfg",
+    ]
+    exec(lab.cells[-1], lab.namespace)
+    lab.namespace["f"].__module__ = "__main__"
+    # That a cell imports or binds a name too makes no difference to definitions.
+    lab.cells.append("def g(x=math.pi): return f(x), late")
+    exec(lab.cells[-1], lab.namespace)
+    lab.namespace["g"].__module__ = "__main__"
+    lab.ran("import math\nf()\ng()\nlate = sizes", "f", "g", "sizes", "cfg", made="late")
+    script = lab.script()
+    assert lab.body() == (
+        "# --- from the notebook ---\nsize = 2\nsizes = [1]\n"
+        "def f(a=size, b=sizes, c=names): b, cfg\n"
+        "import math\ndef g(x=math.pi): return f(x), late\n"
+        'VALUES = __file__.removesuffix(".py") + "_values.pt"\n'
+        'NOTEBOOK = torch.load(VALUES, map_location="cpu", weights_only=False)\n\n'
+        "# --- In [1] ---\ncfg = {}\nimport math\nf()\ng()\nlate = sizes"
+    )
+    assert script.missing == ("names",)
+    assert script.lost == (
+        "`names`: definitions run with the one that its cell makes, not its value",
+        "`names` is used and not there",
+    )
 
 
 @pytest.mark.parametrize("fails", [True, False])
@@ -442,12 +503,12 @@ def test_awaiting() -> None:
     lab.ran("# %%rank 1\nx = await f()\nasync with y as z:\n    pass\nx", ranks=(1,), shows=True)
     lab.ran("async def f():\n    await g()")
     assert lab.body() == (
-        "# --- In [1] ---\nif rank == 1:\n    async def cell_1():\n        global x, z\n"
+        "# --- In [1] ---\nif rank == 1:\n    import asyncio\n"
+        "    async def cell_1():\n        global x, z\n"
         "        x = await f()\n        async with y as z:\n            pass\n"
         "        print(repr(x))\n\n\n    asyncio.run(cell_1())\n\n"
         "# --- In [2] ---\nasync def f():\n    await g()"
     )
-    assert "\nimport asyncio\n" in lab.script().text
     assert lab.script().lost == (
         "In [1]: tasks that it leaves running end with its event loop",
         "In [1] uses f, which no cell before it binds",
@@ -548,12 +609,13 @@ CHANGED = {
         "f.a = 3 f.b = [4]", "f.c f.d"),
     "class f:\n def g(self): pass\ndef g(self): pass\nf.g = g": ("", "f.g"),
     "class f: a = [len]; b = dict(k=1); c = d = 2; __e = 3; g: int = 4": ("", ""),
+    "class f: a: int\nf.a = 1; f.b = len": ("f.a = 1", "f.b"),
     "class f:\n if 1:\n  a = 1\n @property\n def b(self): pass\n def c(self): pass": ("", ""),
     "import enum\nclass f(enum.Enum): A = 1": ("", ""),
     "import typing\nclass f(typing.NamedTuple): a: int = 1": ("", ""),
     "import abc\nclass f(abc.ABC): a = ()": ("", ""),
     "class f:\n a = []\n b = 1\n def __init_subclass__(cls): cls.a.append(1)\n"
-    "class g(f): pass\nf.b = 2": ("f.b = 2", ""),
+    "class g(f): pass\nf.b = 2": ("f.a = [1] f.b = 2", ""),
     "import functools\n@functools.singledispatch\ndef f(x): pass\nf.register(int)(len)": (
         "", "f.registry"),
 }  # fmt: skip
