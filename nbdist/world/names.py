@@ -225,11 +225,17 @@ class NameTable:
             elif rank in ranks:
                 has[name] = BoundByWorker(identity)
 
-    def replaced(self, ranks: Iterable[int], made: Iterable[str] = ()) -> None:
+    def replaced(
+        self,
+        ranks: Iterable[int],
+        made: Iterable[str] = (),
+        brought: Mapping[int, Collection[str]] | None = None,
+    ) -> None:
         """Record that ranks are new processes.
 
         Each lacks the variables that tasks had bound there, those that ranks have changed, and the
-        names that the last cell `made` on any rank.
+        names that the last cell `made` on any rank.  `brought` has by rank the names that the
+        notebook has sent with the task in which the rank died: the rank may have had them too.
         """
         kinds = {
             name: [own.kind for own in self._of(name, BoundByWorker).values()] for name in made
@@ -241,7 +247,7 @@ class NameTable:
             had = self._ranks.get(rank, {})
             kept = had.keys() & changed
             changes = {name: Missing(kind=kind_of(self._value(name))) for name in kept}
-            self._had[rank] = frozenset(had)
+            self._had[rank] = {*had, *(brought or {}).get(rank, ())}
             self._ranks[rank] = {**_losses([had]), **lost, **changes}
         self.objects.replaced(ranks)
 

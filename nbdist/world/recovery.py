@@ -255,9 +255,14 @@ def _replicas_text(workers: Workers, running: TaskRun) -> str:
     modules = names_in(source, [*sharded, *modules])
     optimizers = names_in(source, names.names_of_kind(OPTIMIZER))
     were_cut = running.is_stopping or bool(running.aborted or running.deaths)
-    return differing_text(
-        running.done(), modules, optimizers, sharded={*sharded}, were_cut=were_cut
-    )
+    # A rank without the variables that the others have trained holds no replica that could differ.
+    trained = [*map(names.ranks_with, (*modules, *optimizers))]
+    done = {
+        rank: each
+        for rank, each in running.done().items()
+        if each.steps or not trained or any(rank in ranks for ranks in trained)
+    }
+    return differing_text(done, modules, optimizers, sharded={*sharded}, were_cut=were_cut)
 
 
 def undefined_name(error: RankError) -> str:
@@ -315,7 +320,10 @@ def regroup(workers: Workers, request: Heal | Scale | Grow) -> tuple[tuple[int, 
     event, timeout = Event.SCALE, SCALE_TIMEOUT
     if isinstance(request, Heal):
         event, timeout = Event.HEAL, HEAL_TIMEOUT
-    made = running.made if running and running.deaths else frozenset()
+    made, brought = frozenset[str](), dict[int, Collection[str]]()
+    if running and running.deaths:
+        made = running.made
+        brought = {rank: parcel.names for rank, parcel in running.shipped.items()}
     workers.advance(event)
     outcome, workers.problem = Event.HEAL_FAILED, "it was interrupted"
     try:
@@ -329,7 +337,7 @@ def regroup(workers: Workers, request: Heal | Scale | Grow) -> tuple[tuple[int, 
             workers.problem = f"{name_ranks(again)} died again"
         why = healed.not_scaled
         if not workers.problem:
-            outcome, replaced = Event.HEALED, workers.replace_dead(made)
+            outcome, replaced = Event.HEALED, workers.replace_dead(made, brought)
     except AgentLost as lost:
         outcome, workers.problem = Event.AGENT_LOST, ""
         inbox.take_loss(workers, lost)

@@ -249,13 +249,16 @@ class Workers:
         one = Machines.one(host, self.size)
         self.machines = Machines.of(there.hosts, self.spec) if there.hosts else one
 
-    def replace_dead(self, made: Collection[str]) -> tuple[int, ...]:
+    def replace_dead(
+        self, made: Collection[str], brought: Mapping[int, Collection[str]]
+    ) -> tuple[int, ...]:
         """Record that dead ranks were replaced by new processes, and return these ranks.
 
-        They lack the variables that they had, and those that the cell in which they died `made`.
+        They lack the variables that they had, those that the cell in which they died `made`, and
+        those that it `brought`, if other ranks have changed them.
         """
         ranks = tuple(self.dead)
-        self.names.replaced(ranks, made)
+        self.names.replaced(ranks, made, brought)
         self.replaced |= self.dead
         self.dead = {}
         return ranks

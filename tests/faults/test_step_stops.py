@@ -194,6 +194,20 @@ def test_what_does_not_train(world: World) -> None:
     assert not waits_for_steps(seconds)
 
 
+def test_a_rank_without_the_model(world: World) -> None:
+    """It has no replica: it is not named, unlike a rank that has the model and made no step."""
+    world.execute("if rank == 2:\n    del net, model, optimizer, optimizers")
+    cell = "if 'optimizer' in globals(): optimizer.step()\nprint('done')\ntime.sleep(600)"
+    running = train(world, cell, 1, 1, 1, 1)
+    stop(world, running)
+    assert steps(running) == [1, 1, 0, 1]
+    assert running.replicas == ""
+    world.execute("if rank == 2:\n    net = make_net()")
+    running = train(world, cell, 1, 1, 1, 1)
+    stop(world, running)
+    assert "rank 2 after step 0" in running.replicas
+
+
 def test_code_that_cleans_up(world: World) -> None:
     """It is not interrupted again, whatever it takes."""
     loop = PLAIN.replace("\n", "\n    ")

@@ -272,6 +272,10 @@ DEATHS: dict[str, list[Step]] = {
         here("cfg['lr'] = .2"),
         gives("jobs, jobs[0] is cfg", ([{"lr": 0.2}], True)),
     ],
+    "what came with the cell in which a rank dies is named, if other ranks have changed it": [
+        here("hist = []; untouched = [1]"),
+        ranks(f"hist.append(rank); print(untouched)\n{KILL}", fails=r"variables \(hist\) are gone"),
+    ],
     "what was changed in place is named": [
         here("hist = []; untouched = [1]"),
         ranks("hist.append(rank); print(untouched)"),
