@@ -27,7 +27,7 @@ from nbdist.world import inbox, lifecycle
 from nbdist.world.code_sync import missing_text
 from nbdist.world.hangs import ANSWER_TIMEOUT, differing
 from nbdist.world.names import list_names
-from nbdist.world.replicas import differing_text, incomplete_text, names_in
+from nbdist.world.replicas import differing_text, incomplete_text, named_in, names_in
 from nbdist.world.running import News, Step, TaskRun
 from nbdist.world.states import Event, State, size_text
 from nbdist.world.workers import Workers
@@ -178,6 +178,9 @@ def _end(workers: Workers, running: TaskRun) -> None:
 
     The sentences about it become attributes of `running`, and the task is added to `Past`.
     """
+    # First, because Stop can end the work that follows before its end.
+    running.replicas = _replicas_text(workers, running)
+    running.incomplete = incomplete_text(running.done())
     _abort_leftovers(workers, running)
     if running.members.heals and running.explains_death({}):
         # Locate the survivors before healing: after it they no longer know their last collectives.
@@ -191,8 +194,6 @@ def _end(workers: Workers, running: TaskRun) -> None:
         running.fated = tuple(lost) if workers.on_failure == "heal" else workers.everyone
     running.restart = _restart_text(workers, running)
     running.lacking = _lacking_text(workers, running)
-    running.replicas = _replicas_text(workers, running)
-    running.incomplete = incomplete_text(running.done())
     is_again = workers.setup.is_replaying and workers.past.knows(running.task)
     if not (running.restart or is_again):
         workers.past.add(running)
@@ -254,9 +255,9 @@ def _replicas_text(workers: Workers, running: TaskRun) -> str:
     sharded, modules = names.names_of_kind(SHARDED), names.names_of_kind(MODULE)
     modules = names_in(source, [*sharded, *modules])
     optimizers = names_in(source, names.names_of_kind(OPTIMIZER))
+    trained = [*map(names.ranks_with, named_in(source, [*modules, *optimizers]))]
     were_cut = running.is_stopping or bool(running.aborted or running.deaths)
-    # A rank without the variables that the others have trained holds no replica that could differ.
-    trained = [*map(names.ranks_with, (*modules, *optimizers))]
+    # A rank that has none of the models and optimizers of the cell holds no replica.
     done = {
         rank: each
         for rank, each in running.done().items()

@@ -107,8 +107,13 @@ def _source(done: Mapping[int, Done]) -> int:
     return min(done, key=lambda rank: (done[rank].is_in_step, -done[rank].steps, rank))
 
 
+def named_in(source: str, names: Iterable[str]) -> list[str]:
+    """Return the names that occur in the source code."""
+    words = set(re.findall(r"\w+", source))
+    return [name for name in names if name in words]
+
+
 def names_in(source: str, names: Iterable[str]) -> list[str]:
     """Return the names that occur in the source code, or all if none does."""
     known = [*names]
-    words = set(re.findall(r"\w+", source))
-    return [name for name in known if name in words] or known
+    return named_in(source, known) or known

@@ -200,12 +200,13 @@ class Session(Workers):
     def wait_for_stop(self) -> str:
         """Wait for ranks that were still in a stopped task when Stop returned control.
 
-        Waits at most `LATE_TIMEOUT` seconds.  Returns the stopped task's `TaskRun.damage`, which
-        the user has not been told yet; "" for none.  Another Stop interrupts the ranks again, and
+        Waits at most `LATE_TIMEOUT` seconds.  Returns the stopped task's `TaskRun.damage`, or "" if
+        there is none or if the user has been told.  Another Stop interrupts the ranks again, and
         raises KeyboardInterrupt.
         """
         if (running := self.stopped_task) is None:
             return ""
+        told = running.damage
         running.give_up_at, stops = time.monotonic() + LATE_TIMEOUT, running.stops
         for _ in self.follow(running):
             if running.stops > stops:
@@ -213,7 +214,7 @@ class Session(Workers):
         if running.stops > stops:
             self.interrupt()
             raise KeyboardInterrupt
-        return running.damage
+        return "" if running.damage == told else running.damage
 
     def keep_setup(
         self,

@@ -404,6 +404,41 @@ def test_a_stop_while_a_rank_is_silent(ready: World, monkeypatch: pytest.MonkeyP
     assert ready.gather("globals().get('kept')") == [None, 1]
 
 
+FAILS = "if rank == 0: optimizer.step()\nelse: raise ValueError\ndist.barrier()"
+IS_STOPPED = "if rank == 0: optimizer.step()\nelse: time.sleep(600)\ndist.barrier()"
+
+
+@pytest.mark.parametrize("source", [FAILS, IS_STOPPED])
+def test_stops_that_end_the_healing(ready: World, source: str) -> None:
+    """What they interrupt does not take away the line that replicas may differ; it comes once."""
+    ready.execute(
+        "import nbdist.worker.group.group as group_module, time\n"
+        "optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)])\n"
+        "if rank == 0: group_module.Group.regroup = lambda *_: time.sleep(600)"
+    )
+    presses = 0
+
+    def is_due() -> bool:
+        running = ready.session.running
+        if source == IS_STOPPED and presses == 0:
+            return running is not None and running.task.source == source and running.age > 0.5
+        return ready.state is State.HEALING and running is not None and running.stops == presses
+
+    def press() -> None:
+        nonlocal presses
+        presses += 1
+        press_stop()
+        if presses < 2:
+            wait_until(is_due, "the group is formed again")
+            press()
+
+    with once(is_due, press), pytest.raises(KeyboardInterrupt) as stopped:
+        ready.execute(source)
+    assert "Replicas may differ: rank 0 ended after optimizer step 1" in str(stopped.value)
+    os.kill(ready.pids[0], signal.SIGKILL)
+    ready.execute("dist.barrier()")
+
+
 def test_a_stop_at_any_line_while_the_group_is_formed(ready: World) -> None:
     """It costs no group: the next task finds or forms one."""
     passed, at = 0, 0
