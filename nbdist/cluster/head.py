@@ -68,7 +68,9 @@ class Head:
         self._up: dict[int, int] = {}
         self._coming = ""
         self._task_of: dict[int, str] = {}
+        self._last_task: dict[int, str] = {}  # as `_task_of`, but also of ranks that have finished
         self._stopped: dict[int, str] = {}  # by rank, the last task in which Stop was pressed
+        self._stops = 0  # how often Stop was pressed
         self._batches: deque[Node | None] = deque()
         self._serving = Serving(self._answer, self._send)
         self._transfers = BulkTransfers(
@@ -165,7 +167,7 @@ class Head:
     async def _answer(self, request: messages.Request) -> messages.Reply:
         match request:
             case messages.StartWorld(spec):
-                self._task_of.clear()
+                self._forget_tasks()
                 return await self._start(spec)
             case messages.StopWorld(grace):
                 if self._pool is not None:
@@ -176,7 +178,7 @@ class Head:
                     self._transfers.forget_tasks()
             case messages.Heal() | messages.Scale() | messages.Grow():
                 reply = await self._change(request)
-                self._task_of.clear()
+                self._forget_tasks()
                 return reply
             case messages.Kill(ranks):
                 parts = self._parts(ranks).items()
@@ -188,6 +190,10 @@ class Head:
 
     # --- to the nodes ---------------------------------------------------------------------
 
+    def _forget_tasks(self) -> None:
+        self._task_of.clear()
+        self._last_task.clear()
+
     def _pass_on(self, message: ToRanks, ranks: Iterable[int]) -> None:
         for node, part in self._parts(ranks).items():
             node.send(message._replace(ranks=part))
@@ -195,6 +201,7 @@ class Head:
     def _send_run(self, run: messages.Run) -> None:
         for node, part in self._parts(run.ranks).items():
             self._task_of.update(dict.fromkeys(part, run.id))
+            self._last_task.update(dict.fromkeys(part, run.id))
             node.send(run._replace(ranks=part))
             if node.lost:
                 self._report_dead(node, part)
@@ -202,6 +209,7 @@ class Head:
     def _stop(self, ranks: Collection[int]) -> None:
         """Interrupt ranks: at a common step if all train, or at once if Stop is pressed again."""
         tasks = {rank: self._task_of.get(rank, "") for rank in ranks}
+        self._stops += 1
         if any(task and self._stopped.get(rank) == task for rank, task in tasks.items()):
             self._pass_on(InterruptAt(()), ranks)
         else:
@@ -209,14 +217,17 @@ class Head:
         self._stopped.update(tasks)
 
     async def _stop_at_common_step(self, tasks: Mapping[int, str]) -> None:
-        deadline = time.monotonic() + STEP_TIMEOUT
-        parts = self._parts(tasks).items()
+        deadline, stops = time.monotonic() + STEP_TIMEOUT, self._stops
+        # Also machines on which all ranks have finished the task: their counts matter, too.
+        everyone = [rank for rank, task in self._last_task.items() if task in tasks.values()]
+        parts = self._parts(everyone).items()
         asked = asyncio.gather(*(node.do(HoldRanks(part)) for node, part in parts))
         counts: dict[int, StepCount | None] = dict.fromkeys(tasks)
         with suppress(TimeoutError):
             answers = await asyncio.wait_for(asked, NODE_TIMEOUT)
-            # No answer has the ranks that have finished the task without a step.
             counts = {rank: count for found in answers for rank, count in found.items()}
+        if stops < self._stops:  # Stop has come again, and has interrupted the ranks
+            return
         left = [rank for rank, task in tasks.items() if self._task_of.get(rank, "") == task]
         seconds = deadline - time.monotonic()
         self._pass_on(InterruptAt((), find_stop_step(counts.values()), seconds), left)

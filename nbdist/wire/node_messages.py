@@ -153,8 +153,7 @@ class LocateRanks(PartRequest[Mapping[int, Place]]):
 class HoldRanks(PartRequest[Mapping[int, StepCount | None]]):
     """Hold these ranks at the beginning of their next optimizer step; answered by step counts.
 
-    The answer also has the machine's ranks that have finished the same task.  Ranks that have
-    finished it without a step are missing.
+    The answer also has the machine's ranks that have finished the same task.
     """
 
     ranks: tuple[int, ...]

@@ -44,7 +44,7 @@ from tests.cells import follow, run_for, stop
 from tests.cluster.test_node import SPEC, wanted
 from tests.cluster.test_node import node as node_that
 from tests.faults.step_stops import ADAM, BEGIN, PLAIN
-from tests.waiting import SOON, until
+from tests.waiting import SOON, until, wait_until
 
 pytestmark = [pytest.mark.shared_world, pytest.mark.own_agent]
 
@@ -166,6 +166,57 @@ def test_stop_when_a_rank_has_just_finished(world: World) -> None:
             break
     else:
         pytest.fail(f"ranks were interrupted between steps: {found}")
+
+
+FINISHES = """
+for number in range(5):
+    optimizer.zero_grad()
+    loss_of(model).backward()
+    if number == 4 and rank > 1:
+        time.sleep(0.8)
+    optimizer.step()
+"""
+
+
+def test_stop_when_a_machine_has_just_finished(world: World) -> None:
+    """Its count is known all the same: the ranks of the other machine make the last step."""
+    world.execute("import torch, torch.distributed as dist" + BEGIN + ADAM)
+    running = world.submit(world.task(FINISHES))
+    for _ in world.follow(running):
+        if running.unfinished == (2, 3):
+            break
+    stop(world, running)
+    assert [track.done.steps for track in running.transcript if track.done] == [5, 5, 5, 5]
+    assert running.transcript.errors == {}
+
+
+CLEANS_UP = """
+import time
+has_cleaned_up = False
+try:
+    while True:
+        optimizer.step()
+        time.sleep(0.01)
+except KeyboardInterrupt:
+    time.sleep(1.5)
+    has_cleaned_up = True
+"""
+
+
+def test_a_second_stop_is_no_third(world: World) -> None:
+    """Where it comes before all machines have said their counts, it interrupts ranks only once."""
+    world.execute("import torch\noptimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)])")
+    running = run_for(world, CLEANS_UP, 0.5)
+    late = psutil.Process(world.pids[3])
+    late.suspend()  # the head waits for its count
+    world.interrupt()
+    world.session.receive(0.1)
+    world.interrupt()
+    wait_until(lambda: world.session.receive(0.1) or running.age > 1.8, "both have had an effect")
+    late.resume()
+    world.session.wait(running)
+    world.session.wait_for_stop()
+    assert world.gather("globals().get('has_cleaned_up')")[:3] == [True] * 3
 
 
 class StopsOnce(deque[Any]):
