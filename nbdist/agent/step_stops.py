@@ -46,16 +46,22 @@ def find_stop_step(counts: Iterable[StepCount | None]) -> int:
 
     Return 0 if the ranks must be interrupted at once: a rank did not answer, does not train, is
     more than MAX_STEPS_APART ahead of another, or will probably begin its next step too late.
+    Ranks that have succeeded without a step do not matter.
     """
     known = [*counts]
-    begun = [count.begun for count in known if count is not None and is_training(count)]
-    if not begun or len(begun) < len(known) or max(begun) - min(begun) > MAX_STEPS_APART:
+    begun = [count.begun for count in known if count is not None and count.begun]
+    if not begun or not all(map(can_wait, known)) or max(begun) - min(begun) > MAX_STEPS_APART:
         return 0
     return max(begun) + 1
 
 
-def is_training(count: StepCount) -> bool:
-    """Return True if a rank's next step, after its last interval, is due about now; pure."""
+def can_wait(count: StepCount | None) -> bool:
+    """Return True if a rank with this count lets other ranks go on to a common step; pure.
+
+    Either the rank has succeeded, or its next step, after its last interval, is due about now.
+    """
+    if count is None or count.has_succeeded:
+        return count is not None
     due_in = count.interval - count.since
     return count.begun > 0 and -STEP_TIMEOUT < due_in < STEP_TIMEOUT
 
@@ -65,15 +71,15 @@ async def collect_counts(
 ) -> dict[Key, StepCount | None]:
     """Wait for the counts of all ranks.
 
-    As soon as a rank turns out not to train, stop waiting: ranks that have not answered get None.
+    Stop waiting as soon as a count shows that the ranks must be interrupted at once: then ranks
+    that have not answered get None.
     """
     tasks = {key: asyncio.ensure_future(each) for key, each in asked.items()}
     waiting = {*tasks.values()}
     try:
         while waiting:
             done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            counts = [each.result() for each in done]
-            if not all(count and is_training(count) for count in counts):
+            if not all(can_wait(each.result()) for each in done):
                 break
     finally:
         for each in waiting:
@@ -124,9 +130,9 @@ class StepStops:
     async def hold(self, ranks: Iterable[Worker]) -> dict[int, StepCount | None]:
         """Hold ranks at the beginning of their next step; return the number of steps by rank.
 
-        A rank that has finished the same task also counts, so that the other ranks can finish it,
-        but not if it made no step.  An idle rank has finished its task while Stop was on its way.
-        None: a rank did not answer, has died, waits for input, or its task has failed.
+        A rank that has finished the same task also counts, so that the other ranks can finish it.
+        An idle rank has finished its task while Stop was on its way.  None: a rank did not answer,
+        has died, waits for input, or its task has failed.
         """
         ranks = [*ranks]
         busy = {rank: rank.task_id for rank in ranks if rank.task_id}
@@ -134,7 +140,7 @@ class StepStops:
         counts = await collect_counts({each.rank: _hold(each, busy[each]) for each in busy})
         for rank in self._all_ranks():
             task_id, count = rank.finished
-            if task_id in tasks and (count is None or count.begun):
+            if task_id in tasks:
                 counts.setdefault(rank.rank, count)
         return counts | {rank.rank: None for rank in ranks if rank.state == "dead"}
 
@@ -148,7 +154,9 @@ class StepStops:
         if step := find_stop_step(counts.values()):
             await self._stop_at(busy, step, deadline)
         else:
-            self.interrupt(self._left(busy))
+            left = self._left(busy)
+            self._forget(busy)
+            self.interrupt(left)
 
     async def _stop_at(self, busy: Mapping[Worker, str], step: int, deadline: float) -> None:
         """Let ranks go on to this step; after the deadline interrupt those that did not stop."""
@@ -160,11 +168,15 @@ class StepStops:
         answers = await _ask_all({rank: ReleaseSteps(busy[rank]) for rank in left})
         have_stopped = {rank for rank, said in answers.items() if said and said.has_stopped}
         left = self._left(busy)
-        for rank in busy:
-            if self._pending.get(rank) == busy[rank]:
-                del self._pending[rank]
+        self._forget(busy)
         for work in self._stopping.begin(left, have_stopped):
             self._run(work)
+
+    def _forget(self, busy: Mapping[Worker, str]) -> None:
+        """Record that these tasks will not stop at a step any more."""
+        for rank, task_id in busy.items():
+            if self._pending.get(rank) == task_id:
+                del self._pending[rank]
 
     def _left(self, busy: Mapping[Worker, str]) -> list[Worker]:
         """Return the ranks that still run their task, and that no other Stop has taken over."""

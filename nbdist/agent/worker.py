@@ -62,7 +62,7 @@ class Worker:
         self.process: WorkerProcess | None = None
         self.task_id = ""  # of the running task
         self._packed = b""  # the running task
-        # Id and optimizer steps of the last task; the count is None unless the task succeeded.
+        # Id and optimizer steps of the last task that has ended; the count is None if it failed.
         self.finished: tuple[str, control.StepCount | None] = ("", None)
         self.log = WorkerLog(log_folder, start.world.log_limit)
         self.output = WorkerOutput(start.token, self.log, self._take)
@@ -279,6 +279,8 @@ class Worker:
             code, time.time_ns(), self.pid, lines, self._why, received_too_much=too_much
         )
         self._show(self._died)
+        if self.task_id:
+            self.finished = (self.task_id, None)
         self._forget_task()
 
     def _lose(self, problem: BadFrame | None) -> None:
@@ -336,8 +338,8 @@ class Worker:
             self.kill(done.unfit)  # `Died` follows instead of `Done`
             return
         self._errors_sent.clear()
-        count = control.StepCount(done.steps) if done.status == "ok" else None
-        self.finished = (self.task_id, count)
+        count = control.StepCount(done.steps, has_succeeded=True)
+        self.finished = (self.task_id, count if done.status == "ok" else None)
         self._show(replace(done, failure=None))
         self._forget_task()
         if self._counting is not None:

@@ -222,12 +222,14 @@ class StepCount:
 
     `interval` is the time in seconds between the last two beginnings, 0.0 before a second step.
     `has_stopped` is True if the task raised KeyboardInterrupt at the step that `StopAtStep` named.
+    `has_succeeded` is True if the task has ended without an error.
     """
 
     begun: int = 0
     since: float = 0.0
     interval: float = 0.0
     has_stopped: bool = False
+    has_succeeded: bool = False
 
 
 @dataclass(frozen=True, slots=True)

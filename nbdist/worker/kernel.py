@@ -84,8 +84,8 @@ class WorkerKernel(LeavesChildren):
     async def run(self, task: Task, interrupts: Interrupts) -> Done:
         """Bind the task's names, do its work, and return its outcome; SIGINT interrupts the work.
 
-        An exception becomes the `failure` of the outcome. Only a second KeyboardInterrupt, while
-        the first one is being reported, is raised.
+        An exception becomes the `failure` of the outcome. KeyboardInterrupt is raised only if
+        another SIGINT comes before `interrupts` have ended.
         """
         started, began = time.perf_counter(), time.time_ns()
         done = Done("error", 0.0, received=False)
@@ -97,28 +97,23 @@ class WorkerKernel(LeavesChildren):
         tracking.begin_task()
         STEPS.begin_task(task.id)
         try:
-            interrupts.begin()
-            self._prepare(task, context)
-            done = replace(done, received=True)
-            error, value = await self._work(task.work, context)
-            names = context.names
-            name_classes({name: names[name] for name in context.bound & names.keys()}, task.id)
-            done = replace(
-                done,
-                bound=frozenset(context.bound),
-                gone=frozenset(context.gone),
-                gained=(*context.gained,),
-                imported=self.namespace.imported(context.bound),
-                kinds=self.namespace.kinds(context.bound),
-                covered=self.namespace.covered(context.bound),
-            )
-            done = self._brought(task, context, error, value, done)
-        except KeyboardInterrupt:  # between the lines of the cell
-            done = replace(done, failure=failure_in_words("KeyboardInterrupt", ""))
-        except Exception as problem:  # noqa: BLE001 (whatever it was, the notebook waits for the end)
-            done, error = replace(done, failure=failure_of(problem)), problem
-        STEPS.end_task()
-        interrupts.end()
+            try:
+                interrupts.begin()
+                self._prepare(task, context)
+                done = replace(done, received=True)
+                error, value = await self._work(task.work, context)
+                done = self._with_names(task, context, done)
+                done = self._brought(task, context, error, value, done)
+            except Exception as problem:  # noqa: BLE001 (whatever it was, the notebook waits for the end)
+                done, error = replace(done, failure=failure_of(problem)), problem
+            interrupts.end()
+        except KeyboardInterrupt:  # between the lines of the cell, or after its outcome is known
+            interrupts.end()
+        if done.status == "error" and done.failure is None:
+            failure = failure_in_words("KeyboardInterrupt", "")
+            bound, gone = frozenset(context.bound), frozenset(context.gone)
+            done = replace(done, failure=failure, bound=bound, gone=gone)
+        STEPS.end_task(has_succeeded=done.status == "ok")
         if error is not None:
             done = replace(done, unfit=unfit_after(context.rank, error))
         leave_debugger()
@@ -145,6 +140,20 @@ class WorkerKernel(LeavesChildren):
             steps=STEPS.begun,
             is_in_step=STEPS.is_inside,
             seconds=time.perf_counter() - started,
+        )
+
+    def _with_names(self, task: Task, context: Context, done: Done) -> Done:
+        """Return the outcome with the names that the task has bound and deleted."""
+        names = context.names
+        name_classes({name: names[name] for name in context.bound & names.keys()}, task.id)
+        return replace(
+            done,
+            bound=frozenset(context.bound),
+            gone=frozenset(context.gone),
+            gained=(*context.gained,),
+            imported=self.namespace.imported(context.bound),
+            kinds=self.namespace.kinds(context.bound),
+            covered=self.namespace.covered(context.bound),
         )
 
     def _prepare(self, task: Task, context: Context) -> None:

@@ -18,6 +18,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from multiprocessing import process
 from typing import Any
 
@@ -30,7 +31,17 @@ from nbdist.system.processes import WORKER_PID, safe_path
 from nbdist.values.child_definitions import share_definitions_with_children
 from nbdist.wire.frames import FrameCutter, framed, pack, unpack
 from nbdist.wire.spec import LAST_LINE_SAYS, WorkerStart, difference, versions_here
-from nbdist.wire.work import CatchUp, CommSent, Finished, InputReply, Said, SigintSent, Task, mark
+from nbdist.wire.work import (
+    CatchUp,
+    CommSent,
+    Finished,
+    InputReply,
+    Said,
+    SigintSent,
+    Task,
+    failure_in_words,
+    mark,
+)
 from nbdist.worker.control import ControlThread
 from nbdist.worker.environment import Around, prepare_torch
 from nbdist.worker.group.default import warn_of_own_groups
@@ -298,9 +309,11 @@ class Tasks:
                 task, _ = self._waiting.popleft()
                 try:
                     done = await self._kernel.run(task, self._interrupts)
-                except KeyboardInterrupt:  # a second Stop, while the first one was being reported
+                except KeyboardInterrupt:  # Stop came again and again while the task ended
                     self._interrupts.end()
-                    done = Done("error", 0.0)
+                    STEPS.end_task()
+                    done = Done("error", 0.0, failure=failure_in_words("KeyboardInterrupt", ""))
+                    done = replace(done, steps=STEPS.begun, is_in_step=STEPS.is_inside)
                 if os.getpid() != self._pid:
                     os._exit(0)  # a child that the cell forked: only the parent reports the end
                 # `place` writes a mark before `Finished` is sent: the agent reads text up to that

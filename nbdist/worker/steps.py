@@ -37,6 +37,7 @@ class Steps:
         self._ident = 0  # the main thread's, once the hooks are registered
         self._lock = threading.Lock()
         self._deferral: threading.Timer | None = None
+        self._succeeded_task = ""  # the id of the last task, once it has ended without an error
         self.begin_task("")
 
     def __repr__(self) -> str:
@@ -60,8 +61,9 @@ class Steps:
         self._raises_at_once = self._has_interrupted = False
         self._drop_deferral()
 
-    def end_task(self) -> None:
+    def end_task(self, *, has_succeeded: bool = False) -> None:
         """Hold the task and defer SIGINT no longer; the counts stay until the next task begins."""
+        self._succeeded_task = self._task_id if has_succeeded else ""
         self._task_id, self._is_held = "", False
         self._drop_deferral()
 
@@ -87,6 +89,7 @@ class Steps:
                 self._wait_for_stop_step()
             except BaseException:
                 self.begun, self.is_inside = self.begun - 1, False
+                self._drop_deferral()
                 raise
         now = time.monotonic()
         self._began, self._interval = now, now - self._began if self._began else 0.0
@@ -163,16 +166,19 @@ class Steps:
     def hold(self, task_id: str) -> StepCount:
         """Hold the task at the beginning of its next step; return how many it has begun.
 
-        A task that has begun no step is not held.
+        A task that has begun no step is not held.  The agent may not know yet that a task has
+        ended; then the count of a task that has succeeded is its last one.
         """
         if task_id != self._task_id:
-            return StepCount()
+            has_succeeded = task_id == self._succeeded_task
+            return StepCount(self.begun if has_succeeded else 0, has_succeeded=has_succeeded)
         self._stop_at, self._held_until = 0, time.monotonic() + MAX_HOLD_SECONDS
         # Set before `begun` is read: a step that begins after the count must wait.
         self._is_held = True
-        if not self.begun:
+        begun = self.begun  # read once: a first step that begins now is neither held nor counted
+        if not begun:
             self._is_held = False
-        return StepCount(self.begun, time.monotonic() - self._began, self._interval)
+        return StepCount(begun, time.monotonic() - self._began, self._interval)
 
     def stop_at(self, task_id: str, step: int) -> None:
         """Let a held task go on, and raise KeyboardInterrupt at the beginning of this step."""

@@ -14,6 +14,7 @@ from tests.agent.sources import Source
 from tests.agent.test_worker import Watched
 
 NOW, SLOW = StepCount(7, 0.1, 0.2), STEP_TIMEOUT + 1.0
+DONE = StepCount(has_succeeded=True)
 
 
 @pytest.mark.parametrize(
@@ -23,6 +24,9 @@ NOW, SLOW = StepCount(7, 0.1, 0.2), STEP_TIMEOUT + 1.0
         ([NOW, StepCount(8, 0.1), StepCount(7, 0.1)], 9),
         ([NOW, StepCount(7 + MAX_STEPS_APART)], 8 + MAX_STEPS_APART),
         ([StepCount(7, SLOW - 0.5, SLOW)], 8),  # its next step is due
+        ([NOW, StepCount(8, has_succeeded=True)], 9),
+        ([NOW, DONE], 8),  # one did not train, and is no longer waited for
+        ([DONE], 0),
         ([], 0),
         ([NOW, None], 0),  # one did not answer
         ([NOW, StepCount()], 0),  # one does not train
@@ -46,7 +50,8 @@ async def test_counts_are_not_waited_for_in_vain() -> None:
         await asyncio.Event().wait()
         return None
 
-    assert await collect_counts({0: answer(NOW), 1: answer(NOW)}) == {0: NOW, 1: NOW}
+    for count in (NOW, DONE):
+        assert await collect_counts({0: answer(NOW), 1: answer(count)}) == {0: NOW, 1: count}
     for count in (None, StepCount()):
         assert await collect_counts({0: never(), 1: answer(count)}) == {0: None, 1: count}
 
@@ -104,9 +109,10 @@ async def test_ranks_that_are_no_longer_busy(ranks: list[Watched]) -> None:
 
     stopping = Stopping(abort_nothing, lambda places: None)
     stops = StepStops(stopping, lambda: workers, lambda work: None)
+    ended = {1: StepCount(3, has_succeeded=True), 2: DONE, 3: None, 4: None}
     busy = None
     while busy is None or not busy.begun:  # it may have no processor for a while
         counts = await stops.hold(workers)
         busy = counts.pop(0)
-        assert counts == {1: StepCount(3), 3: None, 4: None}
-    assert await stops.hold(workers[1:3]) == {1: StepCount(3), 3: None}
+        assert counts == ended
+    assert await stops.hold(workers[1:3]) == ended

@@ -196,16 +196,13 @@ def test_what_does_not_train(world: World) -> None:
 
 def test_a_rank_without_the_model(world: World) -> None:
     """It has no replica: it is not named, unlike a rank that has the model and made no step."""
-    world.execute("if rank == 2:\n    del net, model, optimizer, optimizers")
-    cell = "if 'optimizer' in globals(): optimizer.step()\nprint('done')\ntime.sleep(600)"
-    running = train(world, cell, 1, 1, 1, 1)
-    stop(world, running)
-    assert steps(running) == [1, 1, 0, 1]
-    assert running.replicas == ""
-    world.execute("if rank == 2:\n    net = make_net()")
-    running = train(world, cell, 1, 1, 1, 1)
-    stop(world, running)
-    assert "rank 2 after step 0" in running.replicas
+    cell = "if rank != 2: optimizer.step()\nprint('done')\ntime.sleep(600)"
+    for has_model in (True, False):
+        running = train(world, cell, 1, 1, 1, 1)
+        stop(world, running)
+        assert steps(running) == [1, 1, 0, 1]
+        assert ("rank 2 after step 0" in running.replicas) == has_model
+        world.execute("if rank == 2: globals().pop('optimizer', None)")
 
 
 def test_code_that_cleans_up(world: World) -> None:
@@ -233,6 +230,68 @@ def test_a_step_is_not_cut(world: World) -> None:
     stop(world, running)
     assert world.gather("ended") == [None, True, True, True]
     assert "rank 0 ended after optimizer step 0" in running.replicas
+
+
+FINISHES = """
+from nbdist.worker.steps import STEPS
+def end_late(**how):
+    del STEPS.end_task
+    STEPS.end_task(**how)
+    time.sleep(1)
+if rank == 0:
+    STEPS.end_task = end_late
+for _ in range(5):
+    optimizer.zero_grad()
+    loss_of(model).backward()
+    if rank and STEPS.begun == 4:
+        time.sleep(0.8)
+    optimizer.step()
+"""
+"""Rank 0 ends long before the others make their last step, and its agent hears of it later."""
+
+
+def test_a_rank_that_has_just_finished(world: World) -> None:
+    """The others make its last step, whether the agent has heard of the end or not."""
+    running = train(world, FINISHES, 5, 4, 4, 4, seconds=0.2)
+    stop(world, running)
+    assert steps(running) == [5, 5, 5, 5]
+    assert running.transcript.errors == {}
+    assert running.replicas == ""
+    assert are_equal(world)
+
+
+LATE_SIGINT = """
+import signal
+set_handler = signal.signal
+def set_late(number, handler):
+    global late
+    if late and getattr(handler, "__name__", "") == "_keep":
+        late -= 1
+        signal.raise_signal(signal.SIGINT)
+    return set_handler(number, handler)
+late = {late} if rank == 0 else 0
+signal.signal = set_late
+"""
+"""SIGINT comes to rank 0 so many times in the moment when its task has ended."""
+
+
+@pytest.mark.parametrize("late", [1, 2])
+def test_sigint_as_a_task_ends(world: World, late: int) -> None:
+    """What the task has bound is known all the same, and at which step it has ended."""
+    trains = f"for _ in range(5): optimizer.step()\nmade{late} = rank"
+    source = LATE_SIGINT.format(late=late) + trains
+    running = world.submit(world.task(source))
+    world.session.wait(running)
+    assert steps(running) == [5, 5, 5, 5]
+    assert [*running.transcript.errors] == ([] if late == 1 else [0])
+    has_made = world.session.names.ranks_with(f"made{late}")
+    assert has_made == ((0, 1, 2, 3) if late == 1 else (1, 2, 3))
+    world.execute("signal.signal = set_handler")
+    cell = AT_STEP_5.format(when="rank", do="time.sleep(600)")
+    running = train(world, LATE_SIGINT.format(late=late) + cell, 5, 4, 4, 4)
+    stop(world, running)
+    assert "rank 0 ended after optimizer step 5, ranks 1-3 after step 4" in running.replicas
+    world.execute("signal.signal = set_handler")
 
 
 def test_a_timeout(world: World) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from nbdist.wire.control import StepCount
 from nbdist.worker import steps as module
 from nbdist.worker.steps import STEPS, Steps
 from tests.waiting import wait_until
@@ -136,6 +137,21 @@ def test_a_held_rank_stops_at_its_step(steps: Steps) -> None:
     assert steps.release(TASK).has_stopped
     optimizer.step()  # who catches KeyboardInterrupt goes on
     assert steps.begun == 4
+
+
+def test_holding_a_task_that_has_ended(steps: Steps) -> None:
+    """Its last count is said if it has succeeded; then the agent lets other ranks finish it."""
+    optimizer = Doing()
+    for has_succeeded, begun in ((True, 2), (False, 0)):
+        steps.begin_task(TASK)
+        optimizer.step()
+        optimizer.step()
+        steps.end_task(has_succeeded=has_succeeded)
+        assert steps.hold(TASK) == StepCount(begun, has_succeeded=has_succeeded)
+        assert steps.hold("another task") == StepCount()
+        optimizer.step()  # nothing holds it
+    steps.begin_task("another task")
+    assert steps.hold(TASK) == StepCount()
 
 
 def test_a_held_rank_goes_on(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
