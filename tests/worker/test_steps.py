@@ -139,6 +139,30 @@ def test_a_held_rank_stops_at_its_step(steps: Steps) -> None:
     assert steps.begun == 4
 
 
+class PressesAtEnd:
+    """A lock that is released by Stop."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        press()
+
+
+def test_sigint_at_the_step_to_stop_at(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no second KeyboardInterrupt, for code that cleans up after the first."""
+    monkeypatch.setattr(module, "MAX_DEFERRAL", 0.05)
+    monkeypatch.setattr(steps, "_lock", PressesAtEnd())
+    optimizer = Doing()
+    optimizer.step()
+    steps.hold(TASK)
+    steps.stop_at(TASK, 2)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    time.sleep(0.2)  # raises, if SIGINT still waits for the end of the step
+    assert (steps.begun, steps.is_inside) == (1, False)
+
+
 def test_holding_a_task_that_has_ended(steps: Steps) -> None:
     """Its last count is said if it has succeeded; then the agent lets other ranks finish it."""
     optimizer = Doing()
