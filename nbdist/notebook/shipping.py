@@ -209,12 +209,14 @@ class Plan:
         """Send new names of objects that all ranks have already.
 
         After `best = model` the ranks bind `best` too: they keep the model if the cell gives
-        `model` another value.
+        `model` another value.  A name that a rank has deleted is sent only if the cell uses it.
         """
         table, objects = self._table, self._objects
         for name in sorted(table.assigned - WORKERS_OWN - WORKERS_MODULES.keys()):
             key = objects.links.key_of(self._names.get(name, _MISSING))
             if key is None or name in self._gathered or table.ranks_that_own(name):
+                continue
+            if table.is_deleted_there(name):
                 continue
             if self._ranks <= objects.ranks_with(key) and not (
                 self._ranks <= table.ranks_that_have(name)

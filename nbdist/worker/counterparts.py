@@ -180,6 +180,10 @@ class Counterparts:
             del self._kept[key]
         self.links.has_dead = True
 
+    def let_go(self, name: str) -> None:
+        """Hold no longer what the notebook has bound a variable to."""
+        self._given.pop(name, None)
+
     def delete(self, names: Iterable[str]) -> list[str]:
         """Delete variables that the notebook has deleted, unless this rank has changed them.
 

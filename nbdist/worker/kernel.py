@@ -124,6 +124,7 @@ class WorkerKernel(LeavesChildren):
             gc.collect()  # code that inspected the frames has left reference cycles to them
         # Release them before `take_dead`, which tells the notebook which objects have ended.
         error = value = None
+        self.namespace.let_go(context.bound | context.gone)
         changed = self.own_modules.news(began, reloads=reloads_modules(self.shell))
         self.records.end_task()
         tracking.flush()

@@ -217,6 +217,15 @@ class Namespace:
         bound = {name for name, value in now if not _is_still(before, name, value)}
         return bound, before.keys() - self._names.keys()
 
+    def let_go(self, names: Iterable[str]) -> None:
+        """Hold no longer what these variables had before a task has bound or deleted them.
+
+        Small lists and dicts would else live on: the notebook would count them as there.
+        """
+        for name in names:
+            self._identities.pop(name, None)
+            self.counterparts.let_go(name)
+
     def _of_users(self) -> list[tuple[str, Any]]:
         """List names and values without those of IPython, as `_` and `_i3`, and of Python."""
         # A copy, as threads of cells may bind names meanwhile.

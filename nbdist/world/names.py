@@ -95,6 +95,7 @@ class NameTable:
         self._had: dict[int, Collection[str]] = {}  # the names of ranks that were replaced
         self._clock = itertools.count()
         self._bound_at: dict[str, int] = {}
+        self._deleted_there: set[str] = set()
         self._noticed: set[str] = set()
         self._is_found = False
         self.assigned: set[str] = set()
@@ -110,6 +111,7 @@ class NameTable:
         copied = copy(self)
         copied._ranks = {rank: dict(has) for rank, has in self._ranks.items()}
         copied.objects = self.objects.copy()
+        copied._deleted_there = set(self._deleted_there)
         return copied
 
     def found(
@@ -133,6 +135,7 @@ class NameTable:
 
         Returns a time, by a clock that counts events, which the caller passes to `finished`.
         """
+        self._deleted_there.difference_update(records)
         for name, record in records.items():
             for has in self._ranks.values():
                 entry = has.get(name)
@@ -151,6 +154,7 @@ class NameTable:
         self.objects.finished(rank, received, done.dead, done.lost)
         for name in done.gone:
             has.pop(name, None)
+        self._deleted_there |= done.gone
         for name in done.bound:
             is_later = since is not None and self._bound_at.get(name, -1) > since
             identity = None if is_later else Identity(self._value(name))
@@ -177,6 +181,7 @@ class NameTable:
         self.objects.runs += 1
         for name in {*names, *self._deleted()}:
             self._noticed.discard(name)
+            self._deleted_there.discard(name)
             self.assigned.add(name)
             self._bound_at[name] = next(self._clock)
             value = self._value(name)
@@ -346,6 +351,10 @@ class NameTable:
             not changed.keys().isdisjoint(self.objects.reach(rank, entry.bound_to))
             for rank, entry in sent
         )
+
+    def is_deleted_there(self, name: str) -> bool:
+        """Return True if a rank has deleted a variable, and has not been sent it since."""
+        return name in self._deleted_there
 
     def is_missing(self, name: str, rank: int) -> bool:
         """Return True if a rank lacks a variable because the rank is a new process."""

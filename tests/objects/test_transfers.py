@@ -283,6 +283,24 @@ DEATHS: dict[str, list[Step]] = {
     ],
 }
 
+DELETED: dict[str, list[Step]] = {
+    "a small list that the ranks have replaced is no longer compared": [
+        here("hist = [1]"),
+        ranks("hist.append(rank)"),
+        told(here("whole = [2, 3]\n%dist_scatter whole --as hist")),
+        told(here("hist.append(4)")),
+        gives("hist", [2], [3]),
+    ],
+    "a small list is gone, and comes anew": [
+        here("hist = [1]"),
+        ranks("hist.append(2)\ndel hist"),
+        gives("[name for name in globals() if name == 'hist']", []),
+        gives("hist", [1]),
+        ranks("del hist"),
+        gives("[name for name in globals() if name == 'hist']", []),
+    ],
+}
+
 SIZES: dict[str, list[Step]] = {
     "a rank more": [
         here(MODEL),
@@ -516,6 +534,7 @@ TABLES = {
     "push": PUSH,
     "sync": SYNC,
     "death": DEATHS,
+    "deleted": DELETED,
     "size": SIZES,
     "snapshot": SNAPSHOTS,
     "ranks": SOME_RANKS,
