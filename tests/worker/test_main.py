@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -251,7 +252,8 @@ async def test_a_second_stop(agent: Agent) -> None:
     agent.kernel.work = lambda source: source == "a" and signal.raise_signal(signal.SIGINT)
     agent.end.sendall(task("a"))
     (end,) = await agent.hear(1)
-    assert (end.task_id, end.done) == ("a", Done("error", 0.0))
+    assert (end.task_id, replace(end.done, failure=None)) == ("a", Done("error", 0.0))
+    assert end.done.failure.name == "KeyboardInterrupt"
     signal.raise_signal(signal.SIGINT)
     for _ in range(3):  # turns of the loop, in which a task would be read
         await asyncio.sleep(0)
