@@ -199,7 +199,7 @@ def command_of(spec: WorldSpec, path: str | None) -> list[str]:
 
 # --- forked workers ---------------------------------------------------------------------------
 
-IMPORT_TIMEOUT = 180.0  # seconds for the fork server to import torch
+IMPORT_TIMEOUT = 150.0  # seconds for the fork server to import torch
 FORK_TIMEOUT = 20.0  # seconds for a fork, which waits for at most one import
 
 READ_ON_IMPORT = re.compile(
@@ -264,8 +264,9 @@ class Forker:
             except OSError as error:
                 raise Lack(word_start_error(error)) from error
             self._listen(self._server)
-        await self._wait(self._imported, IMPORT_TIMEOUT)
-        self._imported.result()
+        imported = self._imported
+        await self._wait(imported, IMPORT_TIMEOUT, lambda: not imported.done())
+        imported.result()
 
     async def start(self, start: WorkerStart, stdout: int, stderr: int) -> WorkerProcess:
         """Fork a process that becomes the worker, as `Spawner.start` says.
@@ -302,24 +303,36 @@ class Forker:
         except OSError as error:
             del self._asked[number]
             raise ChildProcessError(f"its fork server cannot be asked: {error}") from error
+        timeout = IMPORT_TIMEOUT if start.world.for_training else FORK_TIMEOUT
         try:
-            imports_first = start.world.for_training
-            await self._wait(forked, IMPORT_TIMEOUT if imports_first else FORK_TIMEOUT)
-            return forked.result()
+            await self._wait(forked, timeout, lambda: number in self._asked)
+        except asyncio.CancelledError:  # the caller has no more time
+            if forked.done() and forked.exception() is None:
+                forked.result().kill()
+            raise
         finally:
             forked.cancel()  # `_add_worker` kills a worker that comes after this
+        return forked.result()
 
-    async def _wait(self, answer: asyncio.Future[Any], timeout: float) -> None:
-        """Wait for an answer; after `timeout` kill the fork server, which then hangs.
+    async def _wait(
+        self, answer: asyncio.Future[Any], timeout: float, is_open: Callable[[], bool]
+    ) -> None:
+        """Wait for an answer of the fork server, which hangs if there is none after `timeout`.
 
-        Raises ForkServerLost if there is no answer even then.
+        Then the fork server is killed, also if the caller was cancelled before, but the question
+        still `is_open`.  Raises ForkServerLost if there is no answer even then.
         """
-        await asyncio.wait([answer], timeout=timeout)
-        if not answer.done() and self._server:
-            self._kill(self._server)
-            await asyncio.wait([answer], timeout=END_TIMEOUT)
+        server = self._server
+
+        def end() -> None:
+            if server is not None and is_open():
+                self._kill(server)
+
+        ends = asyncio.get_running_loop().call_later(timeout, end)
+        await asyncio.wait([answer], timeout=timeout + END_TIMEOUT)
         if not answer.done():
             raise ForkServerLost("the fork server does not answer")
+        ends.cancel()
 
     def _kill(self, server: fork_server.ForkServerProcess) -> None:
         if server.popen.returncode is None:  # only `_exited` sets it, after `Children` reaped it

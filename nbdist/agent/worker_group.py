@@ -493,11 +493,13 @@ class CallOff:
             in_time, is_off = start.done(), self._event.is_set()
             while not start.done():
                 worker.kill()
+                if worker.process is None:
+                    start.cancel()  # it waits for the fork server, which may have more time
                 await asyncio.wait({start}, timeout=KILL_STEP)
         finally:
             over.cancel()
             start.cancel()
-        error = start.exception()
+        error = TimeoutError() if start.cancelled() else start.exception()
         if error is None or (is_off and not in_time):
             return None
         self._call_off()

@@ -128,6 +128,38 @@ async def test_a_worker_that_cannot_start(
     assert worker.state == "dead"
 
 
+@pytest.mark.own_agent
+@pytest.mark.parametrize("source", ["fork"], indirect=True)
+async def test_a_fork_server_that_has_more_time(
+    runtime: Path, source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start ends in its own time; a late fork is killed, and a fork server that hangs too."""
+    await source.source.prepare()
+    server = psutil.Process(source.server_pid)
+    before = {*psutil.Process().children()}
+
+    async def start_in_vain() -> None:
+        worker = Worker(worker_start(runtime), source.source, None, lambda *_: None)
+        with CallOff(runtime / "over") as call_off:
+            found = await call_off.start(worker, 0.2)
+        assert (str(found), server.is_running()) == ("it was not ready after 0 s", True)
+        await worker.stop(0.0)
+
+    server.suspend()
+    await start_in_vain()
+    server.resume()
+    worker = psutil.Process((await source.worker(1)).pid)  # forked after the late one
+    await until(
+        lambda: {*psutil.Process().children()} - before == {worker}, "the late one is killed"
+    )
+    server.suspend()
+    with monkeypatch.context() as patched:
+        patched.setattr("nbdist.agent.processes.FORK_TIMEOUT", 1.5)
+        await start_in_vain()
+    await until(lambda: not server.is_running(), "it is killed, though nobody waits for it")
+    await source.worker(2)
+
+
 @pytest.mark.parametrize(
     ("address", "family"), [("127.0.0.1", socket.AF_INET), ("::1", socket.AF_INET6)]
 )
