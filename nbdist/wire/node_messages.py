@@ -90,6 +90,9 @@ class NodeHello(NamedTuple):
 # --- what is asked of an agent ------------------------------------------------------------------
 
 
+PART_TIMEOUT = 5.0  # seconds for an answer that needs no other process
+RANKS_END_TIMEOUT = 20.0  # seconds to end ranks, besides their grace
+
 R = TypeVar("R")
 
 
@@ -104,7 +107,7 @@ class PartRequest(Generic[R]):
     @property
     def timeout(self) -> float:
         """Seconds for the answer: longer than an agent takes, but for a fault."""
-        return 5.0
+        return PART_TIMEOUT
 
     def lost(self, why: str) -> R:
         """Return the answer for a machine that cannot answer.
@@ -197,7 +200,7 @@ class Prepare(PartRequest[str]):
 
     spec: WorldSpec
     ranks: tuple[int, ...]
-    timeout = 120.0
+    timeout = 160.0
 
     def lost(self, why: str) -> str:
         return why
@@ -248,7 +251,7 @@ class EndRanks(PartRequest[None]):
 
     @property
     def timeout(self) -> float:
-        return self.grace + 20.0
+        return self.grace + RANKS_END_TIMEOUT
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,9 +38,9 @@ LEAVE_SECONDS = 0.3  # after Stop: a kernel restart sends SIGINT too, and announ
 SPARE_TIMEOUT = 0.6  # seconds before control is returned, to learn which ranks are spared
 LEFTOVERS_GRACE = 1.5  # seconds for GPUs to complete collectives, and for nccl2 to notice that
 SLOW_GRACE = 5.0  # seconds for a finished rank to answer: its machine may be busy, or its GIL held
-HEAL_TIMEOUT = 150.0  # must exceed the agent's time if every rank in turn fails to join the group
+HEAL_TIMEOUT = 900.0  # must exceed a head's time for all tries; Stop ends the wait
 HEAL_AFTER_STOP = 8.0  # seconds; then control is returned, and the next cell tries again
-SCALE_TIMEOUT = 200.0  # must exceed the agent's time to try a new size and to restore the old one
+SCALE_TIMEOUT = 3000.0  # must exceed a head's time to try a new size and to restore the old one
 
 Following: TypeAlias = Generator[News, float | None, None]
 """What `follow` returns.  Send it the longest time until the next yield, in seconds; see there."""
