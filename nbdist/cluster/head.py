@@ -418,7 +418,7 @@ class Head:
         return await pool.forming.scale(spec, keep)
 
 
-LOOK_TIMEOUT = 10.0  # seconds for nodes to describe their ranks: longer than an agent takes
+LOOK_TIMEOUT = 5.0  # seconds for nodes to describe their ranks: longer than an agent takes
 
 Parts = Mapping[Node, tuple[int, ...]]
 """Nodes, with the ranks that are asked about on each."""

@@ -125,7 +125,7 @@ def cpu_since(before: Before, seen: WorldInfo) -> dict[int, float]:
     return found
 
 
-LOOK_TIMEOUT = 3.0
+LOOK_TIMEOUT = 8.0  # seconds for worlds to describe their ranks; longer than a head takes
 
 Picture = Sequence[tuple[WorldInfo, Mapping[int, float]]]
 """Worlds, and the processor time of each world's ranks."""

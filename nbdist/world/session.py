@@ -48,7 +48,7 @@ from nbdist.world.spec import parse_size, scaled
 from nbdist.world.states import Renumbering, State
 from nbdist.world.workers import Workers
 
-LOOK_TIMEOUT = 10.0
+LOOK_TIMEOUT = 10.0  # seconds for ranks to be described; longer than a head takes
 KILL_TIMEOUT = 60.0  # a killed process ends soon, but its agent may get no processor
 LATE_TIMEOUT = 30.0  # seconds that the next task waits for ranks that have not left a stopped task
 

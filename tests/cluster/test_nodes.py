@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -18,7 +19,10 @@ import pytest
 
 from nbdist.cluster.nodes import Awaited
 from nbdist.errors import StartError, UsageError, WorkerDied
-from nbdist.world.agents import worlds
+from nbdist.terminal.worlds import LOOK_TIMEOUT as TERMINAL_TIMEOUT
+from nbdist.wire.messages import GetStatus
+from nbdist.wire.queries import Look
+from nbdist.world.agents import ask_all, worlds
 from nbdist.world.running import TaskRun
 from nbdist.world.world import World
 from tests.waiting import wait_until
@@ -244,6 +248,17 @@ def test_an_agent_that_is_paused(world: World, tmp_path: Path) -> None:
         world.execute("while True: dist.all_reduce(torch.ones(1))")
     assert world.gather("kept") == [10]
     wait_until(lambda: "1" not in agents(head), "it has left")
+
+
+def test_a_silent_agent_hides_no_world(launchers: None) -> None:
+    """Whoever asks about all ranks is answered about the others, before the wait is given up."""
+    with World(layout="2x1", **{**OPTIONS, "link_timeout": 60}) as world:
+        (head,) = psutil.Process(world.session.link.agent.pid).children()
+        with paused(agents(head.pid)["1"].pid), ThreadPoolExecutor() as pool:
+            in_terminal = pool.submit(ask_all, Look(), TERMINAL_TIMEOUT)
+            assert [row.rank for row in world.session.look(GetStatus())] == [0]
+            found = {each.agent: each.info for each in in_terminal.result()}
+            assert [row.rank for row in found[head.pid].ranks] == [0]
 
 
 def test_a_detached_head_without_machines(launchers: None) -> None:
