@@ -119,7 +119,7 @@ class Allocation(SlurmCommand):
 
     def end(self, timeout: float) -> None:
         """End the job; report on stderr, the head's log, what Slurm has not ended."""
-        super().end(timeout + CANCEL_TIMEOUT)
+        super().end(timeout + 2 * CANCEL_TIMEOUT)  # a last round may begin just before the end
         if left := left_behind(self.last_lines()):
             sys.stderr.write(f"{LEFT}{left}\n")
 

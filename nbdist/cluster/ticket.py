@@ -261,7 +261,7 @@ def say_ended(line: bytes) -> None:
 
 REACH_TIMEOUT = 5.0  # seconds for the kernel of the other machine to answer
 ENDED = 128 + signal.SIGTERM  # the exit code of a shell for a process that SIGTERM has ended
-LEAVE_TIMEOUT = 15.0  # seconds for the agent to end its workers, which takes 10 at most
+LEAVE_TIMEOUT = 25.0  # seconds for the agent and its guard to end all, which takes 20 at most
 
 
 def join(text: str, key_file: str | None = None, node: int | None = None) -> int:

@@ -240,7 +240,7 @@ def trim_memory() -> None:
 END_TIMEOUT, END_STEP = 5.0, 0.005
 """Seconds for killed processes to exit, and between two checks."""
 
-AGENT_GRACE = 15.0
+AGENT_GRACE = 20.0
 """Seconds for an agent to exit after its notebook: it may still be importing on busy cores."""
 
 STAYS, LEAVES, LONGEST_TOLD = b"s", b"l", 1 << 16

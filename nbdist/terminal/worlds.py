@@ -30,7 +30,7 @@ from nbdist.world.result import log_lines, logs_text, rows, usage_text
 
 # --- `nbdist ps` and `nbdist kill` ------------------------------------------------------------
 
-KILL_TIMEOUT = 10.0
+KILL_TIMEOUT = 25.0
 """Seconds for a world to end in order, and again for what is left once its agent was killed."""
 
 HEADINGS = ("name", "pool", "ranks", "state", "cell", "since", "notebook", "process")

@@ -35,7 +35,7 @@ log = logging.getLogger("nbdist.world")
 
 HELLO_TIMEOUT = 30.0
 CALL_TIMEOUT = 240.0  # seconds; must exceed the agent's time for its slowest reply, a start
-LEAVE_TIMEOUT = 12.0  # seconds; must exceed a head's time to end if Slurm does not answer
+LEAVE_TIMEOUT = 25.0  # seconds; must exceed a head's time to end if Slurm does not answer
 THREAD_TIMEOUT = 60.0
 CLOSED = -1
 DETACH_LINGER = 500  # milliseconds to deliver the last messages to an agent that stays
