@@ -29,6 +29,7 @@ MOST_BYTES = 64 << 20  # of all files together
 MOST_LOOKED_AT = 50_000  # files and folders, if git does not say which there are
 FRESH = 2 * 10**9  # nanoseconds after a change in which a second one may not show in a file's times
 NAMED = 3  # files that an error names
+BRING_TIMEOUT = 1200.0  # seconds; must exceed a head's time to send all to its machines
 GIT_TIMEOUT = 10.0  # seconds for git to list the files
 
 # Git runs no program that the folder's own configuration names, and fetches nothing: the folder
@@ -45,7 +46,7 @@ NO_CODE = re.compile(r"\..*|__pycache__|node_modules")
 Stamp = tuple[int, int, int, int]
 """What differs of a file once it has changed: mtime and ctime in nanoseconds, bytes, inode."""
 
-Asks = Callable[[GetCode | PutCode], Generator[Starting, None, CodeHeld]]  # `Link.calling`
+Asks = Callable[[GetCode | PutCode, float], Generator[Starting, None, CodeHeld]]  # `Link.calling`
 
 
 class CodeSync:
@@ -86,9 +87,10 @@ class CodeSync:
         # Other machines may be slow to see a change, so choose a file that changed long ago.
         oldest = min(found, key=lambda path: found[path][1], default="")
         digest = blake2b(archive, digest_size=16).hexdigest()
-        held = yield from asks(GetCode(digest, Landmark.of(f"{self.folder}/{oldest}")))
+        landmark = Landmark.of(f"{self.folder}/{oldest}")
+        held = yield from asks(GetCode(digest, landmark), BRING_TIMEOUT)
         for put in () if held.is_here else PutCode.of(digest, zlib.compress(archive, level=1)):
-            held = yield from asks(put)
+            held = yield from asks(put, BRING_TIMEOUT)
         if held.problem:
             raise CodeNotSent(held.host, held.problem)
         self.is_shared, self._brought = held.is_shared, found

@@ -199,7 +199,7 @@ def bring(code: CodeSync, node: CodeFolder) -> int:
     """Bring the files there; return how many messages that has taken."""
     asked: list[GetCode | PutCode] = []
 
-    def asks(request: GetCode | PutCode) -> Generator[None, None, CodeHeld]:
+    def asks(request: GetCode | PutCode, _: float) -> Generator[None, None, CodeHeld]:
         asked.append(request)
         is_get = isinstance(request, GetCode)
         return node.take(request._replace(landmark=None) if is_get else request)
