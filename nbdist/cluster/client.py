@@ -27,7 +27,6 @@ from zmq.utils.monitor import parse_monitor_message
 
 from nbdist import __version__
 from nbdist.cluster.ticket import (
-    AGENTS_WAIT,
     LONGEST_TICKET,
     BadTicket,
     Ticket,
@@ -50,7 +49,7 @@ from nbdist.wire.node_messages import (
     node_frames,
     node_message_from,
 )
-from nbdist.wire.spec import versions_here
+from nbdist.wire.spec import AGENTS_WAIT, versions_here
 from nbdist.wire.store import Answer, Operation
 from nbdist.wire.transfer import (
     Drop,

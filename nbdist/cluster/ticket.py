@@ -27,18 +27,13 @@ from nbdist.errors import UsageError
 from nbdist.system import folders
 from nbdist.system.processes import agent_command, safe_environ
 from nbdist.wire.frames import built, fits
-from nbdist.wire.spec import LINK_TIMEOUT, NBDIST_DECIDES
+from nbdist.wire.spec import AGENTS_WAIT, LINK_TIMEOUT, NBDIST_DECIDES
 from nbdist.wire.transfer import Kind, Numbered
 
 LONGEST_TICKET = 1 << 16
 KEY_LENGTH = 40  # characters of a key in Z85
 BEAT_INTERVAL = 0.5  # seconds between two heartbeats of libzmq, which has a thread for them
 RECONNECT_INTERVAL = 0.2  # seconds between an agent's tries to connect again
-AGENTS_WAIT = 4
-"""How many link timeouts an agent waits for a silent head.
-
-The head may be paused and go on, and with it all machines.
-"""
 
 
 class BadTicket(ValueError):

@@ -247,6 +247,12 @@ TCP sends lost packets again after 0.2, 0.6, 1.4, 3.0 and 6.2 s: a cable that wa
 may be silent for nearly three.
 """
 
+AGENTS_WAIT = 4
+"""How many link timeouts an agent waits for a silent head.
+
+The head may be paused and go on, and with it all machines.
+"""
+
 
 # --- environment variables --------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from nbdist.system.processes import trim_memory
-from nbdist.wire.spec import WorkerStart, cancel_file
+from nbdist.wire.spec import AGENTS_WAIT, LINK_TIMEOUT, WorkerStart, cancel_file
 from nbdist.worker.compat import nccl
 from nbdist.worker.compat import torch as seam
 from nbdist.worker.group import default
@@ -59,7 +59,8 @@ class Group:
         of_torch = start.world.torch_store
         self._rendezvous = TorchRendezvous(of_torch, start.rank) if of_torch else None
         asks = start.store_socket and not self._rendezvous
-        self._agent = Connections(start.store_socket) if asks else None
+        silence = AGENTS_WAIT * (start.world.config.link_timeout or LINK_TIMEOUT)
+        self._agent = Connections(start.store_socket, silence) if asks else None
         self._stores: dict[str, AgentStore] = {}
         self._file: Any = None
         if self._agent is None:

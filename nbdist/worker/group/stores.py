@@ -237,7 +237,9 @@ class AbortableStore(_PythonStore):
 # --- the agent's store, for ranks of several machines ---------------------------------------------
 
 ANSWER_TIMEOUT = 30.0
-"""Seconds for an answer, besides the time that it may wait; then the agent counts as lost."""
+"""Seconds for an answer, besides the time that it and a silent head are waited for.
+
+Then the agent counts as lost."""
 
 KEPT = 2  # idle connections that are kept for later
 READ_SIZE = 1 << 18
@@ -248,13 +250,15 @@ IN_CHILD = "a process forked by the rank cannot use the world's store"
 class Connections:
     """Connections to the agent's socket, one for each thread that asks.
 
-    If the agent is lost, each call of `ask` raises ConnectionError.
+    If the agent is lost, each call of `ask` raises ConnectionError.  `silence` is how many seconds
+    the agent waits for a silent head.
     """
 
     # No lock: in a forked child, a thread that is not there may hold it.
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, silence: float = 0.0) -> None:
         self._path = path
+        self._timeout = ANSWER_TIMEOUT + silence
         self._pid = os.getpid()
         self._free = deque([self._connect()])
 
@@ -298,14 +302,14 @@ class Connections:
         except OSError as error:
             connection.close()
             raise ConnectionError(f"{LOST}: {error.strerror}") from error
-        connection.settimeout(ANSWER_TIMEOUT)
+        connection.settimeout(self._timeout)
         return connection
 
     def _ask(
         self, connection: socket.socket, operation: wire.Operation, look: LookOver
     ) -> wire.Answer:
         seconds = operation.seconds if isinstance(operation, wire.Get | wire.Wait) else 0.0
-        end = time.monotonic() + seconds + ANSWER_TIMEOUT
+        end = time.monotonic() + seconds + self._timeout
         connection.sendall(wire.to_frame(operation))
         cutter = FrameCutter(wire.MOST_BYTES)
         while time.monotonic() < end:
@@ -319,7 +323,7 @@ class Connections:
                     return wire.answer_from(frame)
                 except BadFrame as error:
                     raise ConnectionError(f"{LOST}: {error}") from error
-        raise ConnectionError(f"{LOST}: it did not answer for {ANSWER_TIMEOUT:.0f} s")
+        raise ConnectionError(f"{LOST}: it did not answer for {self._timeout:.0f} s")
 
 
 class AgentStore(_PythonStore):

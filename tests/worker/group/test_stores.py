@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -34,12 +35,13 @@ from tests.waiting import SOON, wait_until
 
 
 class CountingStore(HostedStore):
-    """Says how often it was asked."""
+    """Says how often it was asked; answers after so many seconds."""
 
-    asked = 0
+    asked, silent_for = 0, 0.0
 
     async def ask(self, operation: Operation) -> Answer:
         self.asked += 1
+        await asyncio.sleep(self.silent_for)
         return await super().ask(operation)
 
 
@@ -203,6 +205,14 @@ def test_an_agent_that_does_not_answer(agent: Agent, monkeypatch: pytest.MonkeyP
             end.sendall(len(pickle.dumps(print)).to_bytes(8, "big") + pickle.dumps(print))
             with pytest.raises(ConnectionError, match="cannot be reached: UnpicklingError"):
                 AgentStore(connections, "g", 1.0).num_keys()
+
+
+def test_an_agent_whose_head_is_silent(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent waits for the head, and the rank for the agent."""
+    monkeypatch.setattr(stores, "ANSWER_TIMEOUT", 0.1)
+    agent.store.silent_for = 0.5
+    with closing(Connections(agent.path, silence=SOON)) as connections:
+        assert AgentStore(connections, "g", 1.0).add("key", 2) == 2
 
 
 @pytest.mark.world
