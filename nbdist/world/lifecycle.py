@@ -27,7 +27,7 @@ from nbdist.world.workers import Workers
 
 log = logging.getLogger("nbdist.world")
 
-COMING_TIMEOUT = 86_400.0  # seconds to wait for queued machines; must exceed their head's timeout
+COMING_TIMEOUT = 90_000.0  # seconds to wait for queued machines; must exceed their head's timeout
 STOP_GRACE, RESTART_GRACE = 2.0, 0.3  # seconds that idle workers have to run their exit handlers
 STOP_TIMEOUT = 25.0  # seconds for an agent to end the workers; then it is ended, with them
 QUIET_SECONDS = 2.0  # a start that takes less time shows no line
