@@ -154,7 +154,7 @@ def test_a_module_that_is_missing_there(tmp_path: Path) -> None:
     )
 
 
-def taken(request: GetCode | PutCode) -> Generator[None, None, CodeHeld]:
+def taken(request: GetCode | PutCode, _: float) -> Generator[None, None, CodeHeld]:
     """What a node answers that has all code."""
     return CodeHeld("b", is_here=True)
     yield
