@@ -225,16 +225,19 @@ def is_same(low: float | None, high: float | None) -> bool:
     return low == high or (low is not None and high is not None and math.isclose(low, high))
 
 
-def headline(name: str, run: Run, bands: Bands) -> str:
-    """Return the newest numbers of a run: `loss 0.12 · step 99 · 0.11 to 0.13 on 4 ranks`.
+def headline(name: str, curve: Curve, bands: Bands) -> str:
+    """Return the newest numbers of a curve: `loss 0.12 · step 99 · 0.11 to 0.13 on 4 ranks`.
 
-    The line does not end in a number, which would look like a number of the picture below it.  The
+    `bands` compare the newest run, which is the only one shown; the line counts earlier runs.  The
+    line does not end in a number, which would look like a number of the picture below it.  The
     numbers are those of the last step that the ranks have in common.  If steps were merged to a
     point, the line says that its number is a mean.
     """
+    run, earlier = curve.last, len(curve.runs) - 1
+    end_of_line = f" · {count(earlier, 'earlier run')}" if earlier else ""
     known = [at for at, each in enumerate(bands.medians) if each is not None]
     if not known:
-        return f"{shown_name(name)} · {ranks_text(run)}"
+        return f"{shown_name(name)} · {ranks_text(run)}{end_of_line}"
     last = known[-1]
     whole = [at for at in known if all(means[at] is not None for means in bands.means.values())]
     # Ranks without newer numbers are most likely as far, and will send theirs soon.
@@ -260,7 +263,7 @@ def headline(name: str, run: Run, bands: Bands) -> str:
         equal = " equal" if len(there) == len(run) else ", equal"
         ends = f"{number_text(low)} to {number_text(high)}"
         ranks = f"{ranks}{equal}" if is_same(low, high) else f"{ends} on {ranks}"
-    return f"{shown_name(name)} {number_text(_median(means))} · {when} · {ranks}"
+    return f"{shown_name(name)} {number_text(_median(means))} · {when} · {ranks}{end_of_line}"
 
 
 def remarks(bands: Bands) -> list[str]:
@@ -317,8 +320,7 @@ def _table(name: str, curve: Curve) -> str:
         numbers = bands.medians[at], bands.low[at], bands.high[at]
         away = (bands.means[rank][at] for rank in far)
         rows.append((step_text(bands.steps[at]), *map(number_text, (*numbers, *away))))
-    earlier = count(len(curve.runs) - 1, "earlier run") if len(curve.runs) > 1 else ""
-    head = " · ".join(filter(None, [headline(name, run, bands), earlier]))
+    head = headline(name, curve, bands)
     return "\n".join([head, *remarks(bands), *(aligned(rows) if last else ())])
 
 
@@ -331,10 +333,8 @@ REDRAW, SHARE = 0.5, 20
 """A running cell's picture is redrawn after so many seconds, or so many times its drawing time."""
 
 MOST_PICTURES, MOST_BYTES, MOST_LIVE_BYTES = 6, 300_000, 40_000
-MOST_RUNS_DRAWN = 3
 
-
-GRID, EARLIER = "rgba(134,142,150,0.27)", "rgba(134,142,150,0.67)"
+GRID = "rgba(134,142,150,0.27)"
 EXTREMES, BAND = "rgba(47,127,230,0.14)", "rgba(47,127,230,0.3)"
 FAR_COLOURS = ("#e67700", "#be4bdb", "#0ca678", "#f76707")
 
@@ -389,27 +389,25 @@ def curves_html(
 def _tile(name: str, curve: Curve, most: int) -> str:
     """Write the numbers of one name, and its picture if it has at most `most` bytes."""
     bands = bands_of(curve.last)
-    title, rest = shown_name(name), headline(name, curve.last, bands)
-    newest, _, ranks = rest.removeprefix(title).rpartition(" · ")
+    title, text = shown_name(name), headline(name, curve, bands)
+    newest, step, *ranks = text.removeprefix(title).split(" · ")
     # Both on one line would be one line of a page or two, as their numbers become longer.
-    head = line(bold(title) + dim(newest)) + line(dim(ranks))
+    head = line(bold(title) + dim(f"{newest} · {step}"))
+    head += line(dim(" · ".join(ranks))) if ranks else ""
     colours = FAR_COLOURS[: len(bands.far)]
     for text, colour in zip_longest(remarks(bands), colours, fillvalue=AMBER):
         head += line(coloured(text, colour))
     if not bands.has_numbers or len(bands.steps) == 1:
         return f'<div style="{_TILE}">{head}</div>'
-    runs = [bands_of(run) for run in [*curve.runs.values()][-1 - MOST_RUNS_DRAWN : -1]]
-    begin = min(each.steps[0] for each in (bands, *runs))
-    end = max(each.steps[-1] for each in (bands, *runs))
-    low, high = limits([bands, *runs])
-    drawn = picture(bands, runs, Frame(begin, end, low, high))
+    begin, end = bands.steps[0], bands.steps[-1]
+    low, high = limits(bands)
+    drawn = picture(bands, Frame(begin, end, low, high))
     shown = embed(Display({"image/svg+xml": drawn}, {"width": WIDTH, "height": HEIGHT}))
     if shown is None or size(shown) > most:
         return f'<div style="{_TILE}">{head}</div>'
-    earlier = line(dim(f"{count(len(runs), 'earlier run')} in grey")) if runs else ""
     steps = f"step {step_text(begin)}", f"step {step_text(end)}"
     drawn = with_axes(shown, (number_text(high), number_text(low)), steps)
-    return f'<div style="{_TILE}">{head}{drawn}{earlier}</div>'
+    return f'<div style="{_TILE}">{head}{drawn}</div>'
 
 
 def with_axes(image: str, numbers: tuple[str, str], steps: tuple[str, str]) -> str:
@@ -428,17 +426,15 @@ def with_axes(image: str, numbers: tuple[str, str], steps: tuple[str, str]) -> s
     )
 
 
-def limits(found: Iterable[Bands]) -> tuple[float, float]:
-    """Return the lowest and highest number to draw: the bands, and far ranks if not too far."""
-    found = [*found]
-    low = min(each for bands in found for each in bands.low if each is not None)
-    high = max(each for bands in found for each in bands.high if each is not None)
+def limits(bands: Bands) -> tuple[float, float]:
+    """Return the lowest and highest number to draw: the band, and far ranks if not too far."""
+    low = min(each for each in bands.low if each is not None)
+    high = max(each for each in bands.high if each is not None)
     room = (high - low) or abs(high) / 10 or 1.0
-    for bands in found:
-        for far in bands.far:
-            numbers = [each for each in bands.means[far.rank] if each is not None]
-            low = max(min(low, *numbers), low - room)
-            high = min(max(high, *numbers), high + room)
+    for far in bands.far:
+        numbers = [each for each in bands.means[far.rank] if each is not None]
+        low = max(min(low, *numbers), low - room)
+        high = min(max(high, *numbers), high + room)
     if high == low:
         low, high = low - room / 2, high + room / 2
     return max(low, -LARGEST), min(high, LARGEST)
@@ -489,8 +485,8 @@ class Frame(NamedTuple):
         return _stroke("".join(path), colour, 4 * SCALE)
 
 
-def picture(bands: Bands, earlier: Sequence[Bands], frame: Frame) -> str:
-    """Draw a run as SVG, with the medians of earlier runs as grey lines.
+def picture(bands: Bands, frame: Frame) -> str:
+    """Draw a run as SVG.
 
     The picture has no text: text beside it has the page's own colours, light or dark, and the
     colours of the picture are visible on both.
@@ -500,7 +496,6 @@ def picture(bands: Bands, earlier: Sequence[Bands], frame: Frame) -> str:
     far = zip(FAR_COLOURS, bands.far, strict=False)
     shapes = [
         _stroke("".join(quarters), GRID, 1),
-        *(frame.curve(each.steps, each.medians, EARLIER, SCALE) for each in earlier),
         frame.band(steps, bands.bottom, bands.top, EXTREMES),
         frame.band(steps, bands.low, bands.high, BAND),
         frame.curve(steps, bands.medians, BLUE, 2 * SCALE),

@@ -1,24 +1,21 @@
 """`%dist_plot` shows curves of tracked numbers; `%%distributed --plot` tracks logged numbers.
 
-Runs in the notebook.  The op for `--plot` is `nbdist.tools.plot_op`.  Event files for TensorBoard
-are written by TensorBoard's own package.
+Runs in the notebook.  The op for `--plot` is `nbdist.tools.plot_op`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
-from pathlib import Path
+from contextlib import contextmanager
 
 from IPython.core.magic_arguments import argument
 
 from nbdist.errors import NbdistError, UsageError
 from nbdist.notebook.command import CellOption, Line, command
 from nbdist.notebook.display import Shown
-from nbdist.output.curves import Curves, Series
+from nbdist.output.curves import Curves
 from nbdist.output.wording import panel
-from nbdist.words import count, name_ranks, one_line
+from nbdist.words import one_line
 from nbdist.world.names import list_names
 
 NOTHING = "nothing was tracked: `track(loss=loss)` in a cell, or `%%distributed --plot loss`"
@@ -26,14 +23,12 @@ NOTHING = "nothing was tracked: `track(loss=loss)` in a cell, or `%%distributed 
 
 @command(
     argument("names", nargs="*", help="which curves: loss lr; by default all"),
-    argument("--tensorboard", metavar="DIR",
-             help="write them as event files of TensorBoard into a new folder"),
-)  # fmt: skip
+)
 def dist_plot(line: Line) -> Shown | str:
     """Show what ranks have tracked, over all cells and restarts: `%dist_plot loss`.
 
     The median of the ranks and the band from the lowest to the highest; a rank that leaves the
-    band has a line of its own.  Where steps went back, earlier runs are grey.
+    band has a line of its own.  If steps went back, only the run that began then is drawn.
     """
     world = line.pool.world
     if world is not None:
@@ -42,8 +37,6 @@ def dist_plot(line: Line) -> Shown | str:
         return NOTHING
     curves = world.session.curves
     names = chosen(curves, line.options.names)
-    if line.options.tensorboard is not None:
-        return write_events(curves, names, line.options.tensorboard)
     # Imported late: `%load_ext`, which must be fast, loads this file for its option.
     from nbdist.output.chart import curves_html, curves_text
 
@@ -58,46 +51,6 @@ def chosen(curves: Curves, words: Sequence[str]) -> list[str]:
     for name in names:
         curves.named(name)
     return [*dict.fromkeys(names)] or [*curves.by_name]
-
-
-def write_events(curves: Curves, names: Sequence[str], folder: str) -> str:
-    """Write event files, in a folder for each rank and run; return a line about them.
-
-    Raises UsageError if the folder is not empty or cannot be written, or without TensorBoard.
-    """
-    try:
-        from tensorboard.summary import Writer
-    except ImportError:
-        raise UsageError(
-            "`--tensorboard` needs the package tensorboard: `%pip install tensorboard`."
-        ) from None
-    place = Path(folder).expanduser()
-    parts: dict[str, list[tuple[str, Series]]] = {}
-    ranks: set[int] = set()
-    for name in names:
-        for number, run in enumerate(curves.by_name[name].runs.values(), 1):
-            for rank, series in run.items():
-                ranks.add(rank)
-                title = f"rank{rank}" if number == 1 else f"run{number}-rank{rank}"
-                parts.setdefault(title, []).append((name, series))
-    try:
-        if place.exists() and any(place.iterdir()):
-            raise UsageError(
-                f"`--tensorboard {folder}`: the folder is not empty. Choose another name."
-            )
-        for title, found in parts.items():
-            with closing(Writer(str(place / title))) as writer:
-                for name, series in found:
-                    for point in series:
-                        mean = point.mean if point.finite else math.nan
-                        writer.add_scalar(name, mean, round(point.step))
-    except OSError as error:
-        raise UsageError(f"`--tensorboard {folder}`: {error.strerror or error}.") from None
-    written = sum(len(series) for found in parts.values() for _, series in found)
-    return (
-        f"{place} · {count(written, 'point')} of {name_ranks(ranks)} · "
-        f"`%load_ext tensorboard`, `%tensorboard --logdir {folder}` show them"
-    )
 
 
 # --- `--plot` ----------------------------------------------------------------------------

@@ -209,9 +209,16 @@ def test_a_picture_shows_how_numbers_lie(size: float) -> None:
 def test_the_axes_have_numbers() -> None:
     """The highest and lowest number beside a picture, the first and last step below it."""
     curves = curves_of(2, 126, lambda rank, step: 3 - step / 50)
-    curves.take(0, "next", tracked(range(51), lambda step: 9), 2)
-    lines = Panel(curves_html(curves)).lines
-    assert lines[2:] == ["9", "0.5", "step 0", "step 125", "1 earlier run in grey"]
+    assert Panel(curves_html(curves)).lines[2:] == ["3", "0.5", "step 0", "step 125"]
+
+
+def test_only_the_newest_run_is_drawn() -> None:
+    """Runs before it are counted; their numbers stretch neither axis."""
+    curves = curves_of(2, 126, lambda rank, step: 3 - step / 50)
+    curves.take(0, "next", tracked(range(51), lambda step: 9 + step / 50), 2)
+    newest, ranks, *axes = Panel(curves_html(curves)).lines
+    assert (newest, ranks) == ("loss 10 · step 50", "rank 0 · 1 earlier run")
+    assert axes == ["10", "9", "step 0", "step 50"]
 
 
 def test_in_a_panel() -> None:

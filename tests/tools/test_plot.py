@@ -1,10 +1,8 @@
-"""Tests of `nbdist.tools.plot`, and its op: `track`, `%dist_plot`, `--plot`, event files."""
+"""Tests of `nbdist.tools.plot`, and its op: `track`, `%dist_plot`, `--plot`."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -112,27 +110,6 @@ def test_what_it_costs(world: World) -> None:
     )
     world.execute(source)
     assert max(world.gather("took")) < 30e-6
-
-
-def test_event_files(kernel: Notebook, tmp_path: Path) -> None:
-    """TensorBoard's, a folder for each rank; never beside others."""
-    loading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    kernel.run(TRACKS.replace("loss", "written"))
-    folder = tmp_path / "events"
-    shown = kernel.run(f"%dist_plot --tensorboard {folder} written")
-    assert shown.text.startswith(f"{folder} · 10 points of ranks 0-1 · ")
-    events = loading.EventAccumulator(str(folder / "rank1")).Reload()
-    found = [(each.step, each.tensor_proto.float_val[0]) for each in events.Tensors("written")]
-    assert found == [
-        (0, 2.0),
-        (1, 1.5),
-        (2, pytest.approx(4 / 3)),
-        (3, 1.25),
-        (4, pytest.approx(1.2)),
-    ]
-    assert re.search("folder is not empty", kernel.run(f"%dist_plot --tensorboard {folder}").error)
-    (tmp_path / "file").touch()
-    assert "Not a directory" in kernel.run(f"%dist_plot --tensorboard {tmp_path}/file/x").error
 
 
 def test_without_workers(typed: Callable[[str], str]) -> None:
