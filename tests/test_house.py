@@ -49,7 +49,7 @@ FLOORS = {
     "terminal": OPTIONS | BETWEEN | {"plugins", "world", "output"},
     # Each tool's magic runs in the notebook, its op (`*_op.py`) in workers.
     "tools": BETWEEN | {"output", "world", "notebook", "worker"},
-    "worker": BETWEEN | {"plugins", "output.events"},
+    "worker": BETWEEN | {"plugins", "output.events", "output.mimes"},
     # The package itself has the public names, which it takes from everywhere on the
     # notebook's side; everybody may ask it for what stands in it.
     "__init__": OPTIONS | BETWEEN | {"world", "notebook", "output", "tools", "worker.tracking"},

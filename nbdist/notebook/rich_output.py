@@ -23,8 +23,9 @@ from IPython.display import display, update_display
 from packaging.version import Version
 
 from nbdist.notebook.output_count import OUTPUTS
-from nbdist.output.events import Comm, CommKind, Display, MimeBundle, plain_of
+from nbdist.output.events import Comm, CommKind, Display, MimeBundle, plain_of, text_of
 from nbdist.output.html import MOST_BELOW, leftovers
+from nbdist.output.mimes import images_in
 from nbdist.output.transcript import Transcript
 from nbdist.output.wording import bold, panel
 from nbdist.system.folders import PRIVATE_FILE, make_private, whole_file
@@ -37,14 +38,6 @@ if TYPE_CHECKING:  # most notebooks have no widgets
     from nbdist.world.widgets import Widgets
 
 # --- figures in terminals: files beside the log of their rank -------------------------------------
-
-SUFFIXES = {
-    "image/png": "png",
-    "image/jpeg": "jpg",
-    "image/gif": "gif",
-    "image/webp": "webp",
-    "image/svg+xml": "svg",
-}
 
 FIGURES = "figures"  # folder in the log folder, for figures of ranks on other machines
 
@@ -63,14 +56,13 @@ def save_figures(transcript: Transcript, logs: Mapping[int, str]) -> Iterator[st
 
 
 def _image(data: MimeBundle) -> tuple[str, bytes] | None:
-    for kind, suffix in SUFFIXES.items():
-        if kind in data:
-            text = "".join(data[kind])
-            try:
-                return suffix, text.encode() if suffix == "svg" else b64decode(text)
-            except (BadBase64, UnicodeError):
-                return None
-    return None
+    if (mime := next(images_in(data), None)) is None:
+        return None
+    text = text_of(data[mime.kind])
+    try:
+        return mime.suffix, b64decode(text) if mime.is_base64 else text.encode()
+    except (BadBase64, UnicodeError):
+        return None
 
 
 def _saved(suffix: str, image: bytes, log: str | None) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
 
+from nbdist.output.mimes import WIDGET, readable_in
 from nbdist.words import word_exit
 
 StreamName = Literal["stdout", "stderr"]
@@ -21,7 +22,6 @@ CommKind = Literal["comm_open", "comm_msg", "comm_close"]
 COMMS: tuple[CommKind, ...] = get_args(CommKind)
 
 _NAME_OF_A_CLASS = re.compile(r"<IPython\.(?:core\.|lib\.)?display\.\w+ object>")
-_READABLE = ("text/markdown", "text/latex", "application/json", "application/geo+json")
 _LONGEST_JSON = 2000
 
 
@@ -54,8 +54,8 @@ def plain_of(data: MimeBundle) -> str:
     text = text_of(data.get("text/plain", ""))
     if text and not _NAME_OF_A_CLASS.fullmatch(text):  # as for `display(Markdown("**done**"))`
         return text
-    if (source := next((data[kind] for kind in _READABLE if kind in data), None)) is not None:
-        return text_of(source)
+    if source := next(readable_in(data), None):
+        return text_of(data[source.kind])
     kinds = ", ".join(kind for kind in data if kind != "text/plain")
     return text or (f"<{kinds}>" if kinds else "")
 
@@ -306,9 +306,6 @@ MIN_STEP_WIDTH = 1e-9
 MOVED, RECORD = "nbdist_moved", "nbdist_record"
 TRACKED, WARNED = "nbdist_tracked", "nbdist_warned"
 """The types of the Jupyter messages in which a worker sends `Moved`, `Record` and so on."""
-
-WIDGET = "application/vnd.jupyter.widget-view+json"
-"""The kind of data by which a display shows a widget, whose model the page has."""
 
 TOPIC = b"nbdist"
 """The topic of all messages that the agent subscribes to; the worker replaces other topics."""

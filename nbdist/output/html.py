@@ -17,6 +17,7 @@ from nbdist.output.ansi import strip
 from nbdist.output.bars import bars_html
 from nbdist.output.events import Display, Failure, model_of
 from nbdist.output.layout import MARKS, TALL_LINES, Block, Hidden, Item, Panel, Row, merged
+from nbdist.output.mimes import images_in
 from nbdist.output.rank_transcript import ENDED, Look, Shown
 from nbdist.output.screen import Line
 from nbdist.output.transcript import Transcript
@@ -494,6 +495,6 @@ def figures(transcript: Transcript) -> list[tuple[str, Display]]:
         for shown in group.displays:
             data = shown.display.data
             if _is_image(shown):
-                images = {kind: data[kind] for kind in data if kind.startswith("image/")}
+                images = {mime.kind: data[mime.kind] for mime in images_in(data)}
                 found.append((name_ranks(group.ranks), shown.display._replace(data=images)))
     return found

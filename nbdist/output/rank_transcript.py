@@ -16,6 +16,7 @@ from nbdist.output import events
 from nbdist.output.ansi import strip
 from nbdist.output.events import Skipped
 from nbdist.output.fingerprint import Bar, Digest, Key, content_key, error_keys, key_of
+from nbdist.output.mimes import WIDGET
 from nbdist.output.screen import Line, Screen
 from nbdist.output.wording import left_out_text
 
@@ -59,8 +60,8 @@ class Shown(NamedTuple):
         """Compute the keys of a display once: its content may be large."""
         # A result shows its number in a notebook, but not here: it equals a display.
         data = {kind: value for kind, value in display.data.items() if kind != "text/plain"}
-        if events.WIDGET in data:  # the id of the model differs on each rank
-            data[events.WIDGET] = ""
+        if WIDGET in data:  # the id of the model differs on each rank
+            data[WIDGET] = ""
         plain, content = repr(display.data.get("text/plain")), content_key(data)
         if not data:
             return cls(display, key_of(plain), content)

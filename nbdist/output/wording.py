@@ -17,8 +17,9 @@ from itertools import chain, groupby, zip_longest
 from typing import Any, NamedTuple, TypeVar
 
 from nbdist.output.ansi import ansi_html, cut, strip
-from nbdist.output.events import WIDGET, Display, Failure, MimeBundle, RankError, text_of
+from nbdist.output.events import Display, Failure, MimeBundle, RankError, text_of
 from nbdist.output.fingerprint import read_bar
+from nbdist.output.mimes import images_in, mime_of
 from nbdist.output.screen import Line
 from nbdist.words import count, name_ranks, one_line
 
@@ -237,19 +238,6 @@ def size(html: str) -> int:
 
 # --- figures, tables and HTML of a rank -------------------------------------------------------
 
-_IMAGES = ("image/png", "image/jpeg", "image/gif", "image/webp")
-_EMBEDDED = frozenset({"text/plain", "text/html", "image/svg+xml", *_IMAGES})
-# Other forms of an object that is also there as HTML or an image, which are shown instead.
-_BESIDE = frozenset({"application/vnd.dataresource+json", "text/latex", "text/markdown"})
-_KINDS = {
-    "text/markdown": "Markdown",
-    "text/latex": "LaTeX",
-    "text/html": "HTML",
-    "application/json": "JSON",
-    "application/geo+json": "GeoJSON",
-    "application/vnd.plotly.v1+json": "plotly figure",
-    WIDGET: "widget",
-}
 FIGURE_LATER = "figure, shown at the end"
 _LONGEST_HTML = 200_000
 _BASE64 = re.compile(r"[A-Za-z0-9+/=]*\Z")
@@ -263,16 +251,15 @@ _ENDLESS = frozenset(
 
 def kind_text(data: MimeBundle) -> str:
     """Name the kind of a bundle that only the page can render: `Markdown`, or its mime type."""
-    kinds = [kind for kind in data if kind != "text/plain"]
-    own = [kind for kind in kinds if kind not in _EMBEDDED | _BESIDE]
-    kind = (own or kinds)[0]
-    return _KINDS.get(kind, kind)
+    mimes = [mime for mime in map(mime_of, data) if mime.embedding != "text"]
+    own = [mime for mime in mimes if mime.embedding == "page"]
+    mime = (own or mimes)[0]
+    return mime.name or mime.kind
 
 
 def is_figure(data: MimeBundle) -> bool:
     """Return True if the bundle is an image that panels can embed, and has no HTML."""
-    kinds = ("image/svg+xml", *_IMAGES)
-    return "text/html" not in data and any(kind in data for kind in kinds) and not is_leftover(data)
+    return "text/html" not in data and any(images_in(data)) and not is_leftover(data)
 
 
 def is_leftover(data: MimeBundle) -> bool:
@@ -281,8 +268,8 @@ def is_leftover(data: MimeBundle) -> bool:
         html = text_of(data["text/html"])
         if len(html) > _LONGEST_HTML or not _is_contained(html):
             return True
-    has_picture = not data.keys().isdisjoint(_EMBEDDED - {"text/plain"})
-    return bool(data.keys() - _EMBEDDED - (_BESIDE if has_picture else set()))
+    found = {mime_of(kind).embedding for kind in data}
+    return "page" in found or ("other form" in found and found.isdisjoint(("html", "image")))
 
 
 def embed(display: Display) -> str | None:
@@ -292,14 +279,11 @@ def embed(display: Display) -> str | None:
         return None
     if "text/html" in data:
         return text_of(data["text/html"])
-    if "image/svg+xml" in data:
-        encoded = b64encode(text_of(data["image/svg+xml"]).encode()).decode()
-        return _image("image/svg+xml", encoded, metadata)
-    for kind in _IMAGES:
-        if kind in data:
-            encoded = "".join(text_of(data[kind]).split())
-            return _image(kind, encoded, metadata) if _BASE64.match(encoded) else None
-    return None
+    if (mime := next(images_in(data), None)) is None:
+        return None
+    text = text_of(data[mime.kind])
+    encoded = "".join(text.split()) if mime.is_base64 else b64encode(text.encode()).decode()
+    return _image(mime.kind, encoded, metadata) if _BASE64.match(encoded) else None
 
 
 def _image(kind: str, encoded: str, metadata: MimeBundle) -> str:

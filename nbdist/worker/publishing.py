@@ -23,6 +23,7 @@ import zmq
 from jupyter_client.session import Session
 
 from nbdist.output.events import COMMS, MOVED, RECORD, TOPIC, TRACKED, WARNED, Record
+from nbdist.output.mimes import mime_of
 from nbdist.system.folders import open_private
 from nbdist.worker.process import write_mark
 
@@ -46,7 +47,6 @@ OF_MESSAGE = 4 << 10
 """Bytes that each message counts as in addition to its size: small messages take time too."""
 
 MOST_IN_FILES = 200_000_000  # characters that a rank may write to such files while it lives
-_SUFFIXES = {"text/html": "html", "image/svg+xml": "svg", "image/png": "png.base64"}
 
 
 class LargeOutputs:
@@ -81,7 +81,9 @@ class LargeOutputs:
             return content
         notes = []
         for kind in large:
-            path = self._keep("display", _SUFFIXES.get(kind, "txt"), texts[kind])
+            mime = mime_of(kind)
+            suffix = f"{mime.suffix}.base64" if mime.is_base64 else mime.suffix
+            path = self._keep("display", suffix, texts[kind])
             notes.append(f"… {kind} of {sizes[kind]:,} characters, too much for a page{path}")
         plain = [] if "text/plain" in large else [str(data.get("text/plain", ""))]
         text = "\n".join(filter(None, [*plain, *notes]))

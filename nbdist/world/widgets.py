@@ -15,7 +15,6 @@ from typing import Any
 
 from nbdist.output import events
 from nbdist.output.events import (
-    WIDGET,
     Clear,
     Comm,
     Died,
@@ -26,6 +25,7 @@ from nbdist.output.events import (
     Text,
     Update,
 )
+from nbdist.output.mimes import WIDGET
 
 NOT_ITS_OWN = "(a message was dropped: it is for a widget of another rank)"
 UNKNOWN = "(this page does not have this widget: run the cell again that makes it)"

@@ -75,6 +75,13 @@ import matplotlib.pyplot as plt
 plt.plot([0, 1, 2], [rank, 0, 3])
 plt.title(f"loss of rank {rank}")
 plt.show()""",
+    "images": """%%distributed -r 0
+import base64, io
+from PIL import Image
+for kind in ("webp", "avif"):
+    Image.new("RGB", (40, 30), "green").save(file := io.BytesIO(), kind)
+    encoded = base64.b64encode(file.getvalue()).decode()
+    display({f"image/{kind}": encoded, "text/plain": kind}, raw=True)""",
     "tables": """%%distributed
 import pandas
 pandas.DataFrame({"loss": [2.3 + rank, 1.1], "accuracy": [0.41, 0.87]})""",
@@ -250,6 +257,9 @@ def check(notebook: Notebook) -> None:
 
     notebook.resize(WIDTH)
     assert in_a_row(places(notebook, "figures", "img")) == [2, 2]
+    # A browser draws an image that it cannot read in another size.
+    sizes = [(image["width"], image["height"]) for image in places(notebook, "images", "img")]
+    assert sizes == [(40, 30), (40, 30)]
     assert in_a_row(places(notebook, "tables", ".dataframe")) == [4]
     (line,) = places(notebook, "long", "details details")
     assert line["height"] < 4 * 20

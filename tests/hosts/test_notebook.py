@@ -7,7 +7,7 @@ from pathlib import Path
 
 import nbformat
 
-from nbdist.output.events import WIDGET
+from nbdist.output.mimes import WIDGET
 from tests.hosts.network import Host
 from tests.hosts.sshd import Sshd
 from tests.notebook.front_end import Notebook, body

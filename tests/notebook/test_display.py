@@ -263,10 +263,14 @@ def test_equal_ones_are_one_file(logs: dict[int, str], tmp_path: Path):
 def test_where_they_are_saved(
     logs: dict[int, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """An SVG is text; what cannot be read is left out; why one is not saved."""
+    """An SVG is text, others are base64; what cannot be read is left out; why one is not saved."""
     bad: dict[str, object] = {"image/png": "x", "text/plain": "<Figure>"}
     (svg,) = save_figures(cell({"image/svg+xml": "<svg/>"}, {"text/html": "<b>"}, bad), logs)
     assert Path(svg.partition(": ")[2]).read_text() == "<svg/>"
+    for kind, suffix in (("jpeg", "jpg"), ("webp", "webp"), ("avif", "avif")):
+        (said,) = save_figures(cell({f"image/{kind}": "aGk="}), logs)
+        path = Path(said.partition(": ")[2])
+        assert (path.suffix, path.read_bytes()) == (f".{suffix}", b"hi")
     (said,) = save_figures(cell(png(b"one")), {})
     assert said == "figure of rank 0: not saved: there is no log folder (NBDIST_LOG_DIR)"
     gone = str(Path(logs[0]).parent / "gone" / "stdout.log")

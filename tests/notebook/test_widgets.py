@@ -15,7 +15,7 @@ import pytest
 from nbconvert import HTMLExporter
 from nbformat.v4 import new_code_cell, new_notebook
 
-from nbdist.output.events import WIDGET
+from nbdist.output.mimes import WIDGET
 from tests.notebook.front_end import Notebook, Outcome, body, execute, lasting
 from tests.waiting import SOON
 

@@ -20,7 +20,6 @@ from tqdm.std import tqdm
 
 from nbdist.output.events import (
     IGNORES_STOP,
-    WIDGET,
     Died,
     Display,
     Done,
@@ -33,6 +32,7 @@ from nbdist.output.events import (
 )
 from nbdist.output.html import panel_html
 from nbdist.output.layout import Panel, final_layout, live_layout
+from nbdist.output.mimes import WIDGET
 from nbdist.output.tabs import final_tabs, live_by_rank
 from nbdist.output.text import panel_text
 from nbdist.output.transcript import Transcript

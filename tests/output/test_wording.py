@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from nbdist.output.ansi import strip
 from nbdist.output.events import IGNORES_STOP, Died, Display, Failure, plain_of
-from nbdist.output.html import leftovers
+from nbdist.output.html import figures, leftovers
 from nbdist.output.layout import final_layout
 from nbdist.output.screen import Line
 from nbdist.output.text import panel_text
@@ -28,7 +28,18 @@ from nbdist.output.wording import (
     traceback_rows,
     traceback_text,
 )
-from tests.output.lab import Panel, failure, figure, final_html, final_text, make, out
+from tests.output.lab import (
+    Panel,
+    failure,
+    figure,
+    final_html,
+    final_text,
+    live_html,
+    make,
+    out,
+    running,
+    tabs_html,
+)
 
 
 def test_seconds_and_errors() -> None:
@@ -92,8 +103,8 @@ def test_long_lines_open(*, length: int, is_coloured: bool) -> None:
 
 def test_figures() -> None:
     """Figures stand in their rank's block with their size, whether there are 0, 1 or 2."""
-    figures = [figure("one"), figure("two")]
-    panel = Panel(final_html(make(3, lambda rank: [out("x\n"), *figures[:rank]])))
+    both = [figure("one"), figure("two")]
+    panel = Panel(final_html(make(3, lambda rank: [out("x\n"), *both[:rank]])))
     assert [image["width"] for image in panel.images] == ["300"] * 3
     for image in panel.images:
         kind, _, encoded = str(image["src"]).partition(",")
@@ -106,6 +117,19 @@ def test_figures() -> None:
     assert str(panel.images[0]["src"]).startswith("data:image/svg+xml;base64,")
     broken = Display({"image/png": "not base64!", "text/plain": "<Figure>"}, {})
     assert Panel(final_html(make(2, lambda rank: [out("x\n"), broken]))).lines[-1] == "<Figure>"
+
+
+@pytest.mark.parametrize("kind", ["image/png", "image/jpeg", "image/webp", "image/avif"])
+def test_each_kind_of_image(kind: str) -> None:
+    """A browser shows it in all panels; programs find it as an image; nothing is below a panel."""
+    shown = Display({kind: "aGk=\n", "text/plain": "<Image>"}, {kind: {"width": 90}})
+    said = lambda rank: [out("x\n"), shown]  # noqa: E731
+    ended = make(2, said)
+    for html in (live_html(running(2, said)), final_html(ended), tabs_html(ended)):
+        assert {each["src"] for each in Panel(html).images} == {f"data:{kind};base64,aGk="}
+        assert {each["width"] for each in Panel(html).images} == {"90"}
+    assert [each.data for _, each in figures(ended)] == [{kind: "aGk=\n"}]
+    assert leftovers(ended) == []
 
 
 def test_data_table() -> None:

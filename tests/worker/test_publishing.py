@@ -58,6 +58,10 @@ def test_a_large_display_is_in_a_file(tmp_path: Path) -> None:
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     said = f"<a figure>\n… text/html of 10,000,001 characters, too much for a page: {file}"
     assert content == {"data": {"text/plain": said}, "metadata": {}}
+    large.fitting("display_data", display("image/avif", LARGEST + 1))
+    (image,) = {*tmp_path.iterdir()} - {file}
+    assert image.name == "display-1.avif.base64"
+    image.unlink()
     figure = {"y": ["é" * 10] * (LARGEST // 60)}
     content = large.fitting("display_data", {"data": {"application/x": figure}})
     (other,) = {*tmp_path.iterdir()} - {file}

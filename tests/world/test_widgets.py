@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from nbdist.output.events import WIDGET, Clear, Comm, Display, Done, Failure, Output, Text
+from nbdist.output.events import Clear, Comm, Display, Done, Failure, Output, Text
+from nbdist.output.mimes import WIDGET
 from nbdist.world.widgets import NOT_ITS_OWN, UNKNOWN, Widgets, merged
 
 VIEW = Display({"text/plain": "IntSlider()", WIDGET: {"model_id": "s"}}, {})

@@ -1,0 +1,71 @@
+"""The kinds of content that a display can have, named by their mime types: a line for each kind.
+
+Workers and the notebook's process read this table.  Pure: no I/O here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Literal, NamedTuple
+
+Embedding = Literal["text", "html", "image", "other form", "page"]
+"""How a panel shows a kind of content.
+
+"text": as lines, if the display has nothing else.  "html": as it is.  "image": as an `<img>`.
+"page": not at all, since only the page's own renderers can show it.  "other form": like "page", but
+if the display also has HTML or an image, a panel shows that instead.
+"""
+
+
+class Mime(NamedTuple):
+    """A mime type; `suffix` is that of files with its content, and `name` stands in messages.
+
+    `is_base64` is True if displays have the content as base64, and `is_readable` if its source says
+    more to people than the name of a class.
+    """
+
+    kind: str
+    suffix: str
+    embedding: Embedding
+    name: str = ""
+    is_base64: bool = False
+    is_readable: bool = False
+
+
+WIDGET = "application/vnd.jupyter.widget-view+json"
+"""The kind of content by which a display shows a widget, whose model the page has."""
+
+_KNOWN = (
+    Mime("text/plain", "txt", "text"),
+    Mime("text/html", "html", "html", "HTML"),
+    # A display that has several images is shown as the first of them.
+    Mime("image/svg+xml", "svg", "image"),
+    Mime("image/png", "png", "image", is_base64=True),
+    Mime("image/jpeg", "jpg", "image", is_base64=True),
+    Mime("image/gif", "gif", "image", is_base64=True),
+    Mime("image/webp", "webp", "image", is_base64=True),
+    Mime("image/avif", "avif", "image", is_base64=True),
+    Mime("text/markdown", "md", "other form", "Markdown", is_readable=True),
+    Mime("text/latex", "tex", "other form", "LaTeX", is_readable=True),
+    Mime("application/vnd.dataresource+json", "json", "other form"),
+    Mime("application/json", "json", "page", "JSON", is_readable=True),
+    Mime("application/geo+json", "json", "page", "GeoJSON", is_readable=True),
+    Mime("application/vnd.plotly.v1+json", "json", "page", "plotly figure"),
+    Mime(WIDGET, "json", "page", "widget"),
+)
+_BY_KIND = {each.kind: each for each in _KNOWN}
+
+
+def mime_of(kind: str) -> Mime:
+    """Return what is known of a mime type; only the page can show types that are not known."""
+    return _BY_KIND.get(kind) or Mime(kind, "txt", "page")
+
+
+def images_in(data: Collection[str]) -> Iterator[Mime]:
+    """Yield the images of a display whose data has these mime types, the preferred one first."""
+    return (each for each in _KNOWN if each.embedding == "image" and each.kind in data)
+
+
+def readable_in(data: Collection[str]) -> Iterator[Mime]:
+    """Yield the readable types among these mime types, the preferred one first."""
+    return (each for each in _KNOWN if each.is_readable and each.kind in data)
