@@ -17,9 +17,9 @@ from nbdist.errors import UsageError
 from nbdist.notebook.display import Shown, block
 from nbdist.notebook.extension import pools_of
 from nbdist.notebook.pool import Pool
+from nbdist.output.html_parts import BLUE, LINES, barred, bold, panel
+from nbdist.output.html_parts import line as as_line
 from nbdist.output.text import whole_text
-from nbdist.output.wording import BLUE, LINES, barred, bold, panel
-from nbdist.output.wording import line as as_line
 from nbdist.topology import parse_ranks
 from nbdist.words import count
 

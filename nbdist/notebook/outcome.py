@@ -18,21 +18,10 @@ from nbdist.errors import AgentLost, NbdistError, ValueLost, WorkerError
 from nbdist.notebook.display import Shown
 from nbdist.output.ansi import strip
 from nbdist.output.events import Died
+from nbdist.output.html_parts import LINES, RED, barred, bold, dim, line, panel, traceback_html
 from nbdist.output.screen import Line
 from nbdist.output.transcript import followed_text
-from nbdist.output.wording import (
-    LINES,
-    RED,
-    barred,
-    body_text,
-    bold,
-    dim,
-    error_text,
-    fold_ranks,
-    line,
-    panel,
-    traceback_html,
-)
+from nbdist.output.wording import body_text, error_text, fold_ranks
 from nbdist.values.payload import open_payload
 from nbdist.values.pickling import unpickle
 from nbdist.wire.ops import Brought

@@ -25,9 +25,9 @@ from packaging.version import Version
 from nbdist.notebook.output_count import OUTPUTS
 from nbdist.output.events import Comm, CommKind, Display, MimeBundle, plain_of, text_of
 from nbdist.output.html import MOST_BELOW, leftovers
+from nbdist.output.html_parts import bold, panel
 from nbdist.output.mimes import images_in
 from nbdist.output.transcript import Transcript
-from nbdist.output.wording import bold, panel
 from nbdist.system.folders import PRIVATE_FILE, make_private, whole_file
 from nbdist.wire.messages import ToWidget
 from nbdist.words import format_ranks, in_pool, name_ranks

@@ -15,21 +15,11 @@ from statistics import median
 from typing import NamedTuple
 
 from nbdist.output.fingerprint import Bar, clock_text, number_of, read_bar
+from nbdist.output.html_parts import AMBER, BLUE, GREEN, bold, coloured, dim, line, table
 from nbdist.output.rank_transcript import FAILED, RankTranscript
 from nbdist.output.screen import Screen
 from nbdist.output.transcript import Transcript, fold_plain
-from nbdist.output.wording import (
-    AMBER,
-    BLUE,
-    GREEN,
-    bold,
-    clip,
-    coloured,
-    dim,
-    line,
-    table,
-    whole_seconds_text,
-)
+from nbdist.output.wording import clip, whole_seconds_text
 from nbdist.words import aligned, count, format_ranks, name_ranks
 
 MOST_ROWS, SLOWEST_ROWS = 16, 6

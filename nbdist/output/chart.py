@@ -16,18 +16,8 @@ from typing import NamedTuple
 
 from nbdist.output.curves import MOST_NAMES, Curve, Curves, Odd, Point, Run, Series
 from nbdist.output.events import Display
-from nbdist.output.wording import (
-    AMBER,
-    BLUE,
-    RED,
-    bold,
-    coloured,
-    dim,
-    embed,
-    line,
-    ranks_text,
-    size,
-)
+from nbdist.output.html_parts import AMBER, BLUE, RED, bold, coloured, dim, embed, line, size
+from nbdist.output.wording import ranks_text
 from nbdist.words import aligned, count, in_pool, name_ranks, one_line
 
 LONGEST_NAME = 60  # characters

@@ -16,21 +16,14 @@ from itertools import groupby
 from nbdist.output.ansi import strip
 from nbdist.output.bars import bars_html
 from nbdist.output.events import Display, Failure, model_of
-from nbdist.output.layout import MARKS, TALL_LINES, Block, Hidden, Item, Panel, Row, merged
-from nbdist.output.mimes import images_in
-from nbdist.output.rank_transcript import ENDED, Look, Shown
-from nbdist.output.screen import Line
-from nbdist.output.transcript import Transcript
-from nbdist.output.wording import (
+from nbdist.output.html_parts import (
     AMBER,
     BLUE,
-    FIGURE_LATER,
     GREEN,
     GREY,
     RED,
     barred,
     bold,
-    clip,
     coloured,
     details,
     dim,
@@ -45,8 +38,13 @@ from nbdist.output.wording import (
     size,
     table,
     traceback_html,
-    traceback_text,
 )
+from nbdist.output.layout import MARKS, TALL_LINES, Block, Hidden, Item, Panel, Row, merged
+from nbdist.output.mimes import images_in
+from nbdist.output.rank_transcript import ENDED, Look, Shown
+from nbdist.output.screen import Line
+from nbdist.output.transcript import Transcript
+from nbdist.output.wording import FIGURE_LATER, clip, traceback_text
 from nbdist.words import count, format_ranks, in_pool, name_ranks
 
 MOST_BYTES, MOST_LIVE_BYTES = 1_000_000, 64_000

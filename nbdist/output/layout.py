@@ -14,6 +14,7 @@ from nbdist.output.ansi import strip
 from nbdist.output.bars import MOST_ROWS, BarTable, bar_table, final_table
 from nbdist.output.curves import Curves
 from nbdist.output.events import Failure, Skipped
+from nbdist.output.html_parts import is_figure, is_leftover
 from nbdist.output.rank_transcript import FAILED, Look, Piece, RankTranscript, Shown
 from nbdist.output.screen import Line, Screen
 from nbdist.output.transcript import (
@@ -29,8 +30,6 @@ from nbdist.output.wording import (
     error_text,
     fold_ranks,
     in_log_only,
-    is_figure,
-    is_leftover,
     lines_text,
     ranks_text,
     seconds_text,

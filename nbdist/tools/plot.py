@@ -14,7 +14,7 @@ from nbdist.errors import NbdistError, UsageError
 from nbdist.notebook.command import CellOption, Line, command
 from nbdist.notebook.display import Shown
 from nbdist.output.curves import Curves
-from nbdist.output.wording import panel
+from nbdist.output.html_parts import panel
 from nbdist.words import one_line
 from nbdist.world.names import list_names
 

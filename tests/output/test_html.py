@@ -18,10 +18,11 @@ from nbdist.output.html import (
     panel_html,
     tiled,
 )
+from nbdist.output.html_parts import AMBER, RED
 from nbdist.output.layout import final_layout
 from nbdist.output.text import MOST_CHARACTERS
 from nbdist.output.transcript import Transcript
-from nbdist.output.wording import AMBER, FIGURE_LATER, RED
+from nbdist.output.wording import FIGURE_LATER
 from tests.output.lab import (
     STYLES,
     TAGS,

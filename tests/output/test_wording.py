@@ -1,4 +1,4 @@
-"""Tests of `nbdist.output.wording`: what is said in one line, figures and HTML, tracebacks."""
+"""Tests of `nbdist.output.wording` and `html_parts`: errors in a line, figures, tracebacks."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from nbdist.output.ansi import strip
 from nbdist.output.events import IGNORES_STOP, Died, Display, Failure, plain_of
 from nbdist.output.html import figures, leftovers
+from nbdist.output.html_parts import lines_html, traceback_html
 from nbdist.output.layout import final_layout
 from nbdist.output.screen import Line
 from nbdist.output.text import panel_text
@@ -20,11 +21,9 @@ from nbdist.output.wording import (
     clip,
     error_text,
     fold_ranks,
-    lines_html,
     parted,
     seconds_text,
     shortened,
-    traceback_html,
     traceback_rows,
     traceback_text,
 )

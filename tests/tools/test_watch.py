@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as some
 
-from nbdist.output.wording import AMBER
+from nbdist.output.html_parts import AMBER
 from nbdist.tools.diff_op import distance
 from nbdist.tools.digests import PIECE, ROW, WIDE, fold, sampled
 from nbdist.tools.watch import Divergence

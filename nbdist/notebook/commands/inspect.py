@@ -23,8 +23,7 @@ from nbdist.notebook.display import Shown, below, block, table
 from nbdist.notebook.options import ranks_option
 from nbdist.notebook.pool import Pool
 from nbdist.notebook.rich_output import Below
-from nbdist.output.text import whole_text
-from nbdist.output.wording import (
+from nbdist.output.html_parts import (
     AMBER,
     BLUE,
     GREEN,
@@ -34,10 +33,11 @@ from nbdist.output.wording import (
     details,
     dim,
     line,
-    lines_text,
     panel,
     text_html,
 )
+from nbdist.output.text import whole_text
+from nbdist.output.wording import lines_text
 from nbdist.system.folders import current_folder
 from nbdist.system.processes import MODULE, safe_environ
 from nbdist.topology import parse_ranks

@@ -1,0 +1,269 @@
+"""The HTML that panels and tables are made of: coloured text, blocks, images, tracebacks.
+
+The notebook's process calls these functions.  Pure: no I/O here.
+"""
+
+from __future__ import annotations
+
+import re
+from base64 import b64encode
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from html import escape
+from html.parser import HTMLParser
+from itertools import groupby
+from typing import Any
+
+from nbdist.output.ansi import ansi_html, cut, strip
+from nbdist.output.events import Display, MimeBundle, text_of
+from nbdist.output.fingerprint import read_bar
+from nbdist.output.mimes import images_in, mime_of
+from nbdist.output.screen import Line
+from nbdist.output.wording import clip, shortened
+
+GREEN, BLUE, RED, AMBER, GREY = "#2a9d4a", "#2f7fe6", "#d43a3a", "#b7791f", "#868e96"
+INDENT = "0.6em"
+"""The indent of printed text in JupyterLab, one character; JupyterLab drops the unit `ch`."""
+
+_PANEL = (
+    "font-family:monospace;font-size:13px;line-height:1.4;text-align:left;margin:0;"
+    f"padding:0 0 0 {INDENT}"
+)
+_STDERR = "background-color:rgba(255,80,80,0.1)"
+_LEFT = "border-left:3px solid {};padding-left:8px;margin:3px 0"
+_TABLE = (
+    "border-collapse:collapse;border:none;margin:2px 0;font-size:13px;table-layout:auto;"
+    "text-align:left"
+)
+LINES = "white-space:pre-wrap;overflow-wrap:break-word"
+_TEXT = (  # JupyterLab breaks lines of other <pre> in the middle of words
+    "margin:0;padding:0;border:none;background-color:transparent;font-family:monospace;"
+    f"font-size:13px;line-height:1.4;word-break:normal;{LINES}"
+)
+_LONG, _THREE_ROWS = 600, 230
+"""Characters above which a line is folded, and those still seen: three rows of a narrow page."""
+
+_DRAWN, _BAR = re.compile("[█▉▊▋▌▍▎▏]{2,}"), rf'<span style="color:{BLUE}">\g<0></span>'
+
+
+def panel(*parts: str) -> str:
+    """Wrap the parts of a panel in one `<div>`."""
+    return f'<div style="{_PANEL}">{"".join(parts)}</div>'
+
+
+def line(html: str) -> str:
+    """Put HTML on a line of its own; "" if there is none."""
+    return f"<div>{html}</div>" if html else ""
+
+
+def dim(text: str) -> str:
+    """Escape text, and show it paler than other text."""
+    return f'<span style="opacity:0.62">{escape(text, quote=False)}</span>' if text else ""
+
+
+def bold(text: str) -> str:
+    return f'<span style="font-weight:bold">{escape(text, quote=False)}</span>'
+
+
+def coloured(text: str, colour: str) -> str:
+    return f'<span style="color:{colour}">{escape(text, quote=False)}</span>'
+
+
+def barred(body: str, colour: str, style: str = "") -> str:
+    """Draw a bar of this colour to the left of a block."""
+    return f'<div style="{_LEFT.format(colour)}{style}">{body}</div>'
+
+
+def details(title: str, body: str, colour: str, *, is_open: bool, style: str = "") -> str:
+    """Draw a block as `barred` does, below a title that opens and closes the block."""
+    start = f'<details{" open" * is_open} style="{_LEFT.format(colour)}{style}">'
+    return f"{start}{opening(title)}{body}</details>"
+
+
+def opening(html: str) -> str:
+    """Make the title of `<details>`, which is seen also while they are closed."""
+    return f'<summary style="cursor:pointer">{html}</summary>'
+
+
+def table(rows: Iterable[Iterable[tuple[str, str]]], style: str = "") -> str:
+    """Make a table of rows of cells, each a style and HTML; "" without rows."""
+    cells = "".join(
+        '<tr style="background-color:transparent">'
+        + "".join(f'<td style="{style}">{html}</td>' for style, html in row)
+        + "</tr>"
+        for row in rows
+    )
+    return f'<table style="{_TABLE}{style}"><tbody>{cells}</tbody></table>' if cells else ""
+
+
+def text_html(html: str, style: str = "") -> str:
+    """Make a block of text that keeps its line breaks on pages that drop styles, such as GitHub."""
+    return f'<pre style="{_TEXT}{style}">{html}</pre>'
+
+
+def lines_html(lines: Iterable[Line], *, opens: bool) -> str:
+    """Write lines as HTML, stderr tinted; with `opens`, very long lines are folded."""
+    parts = []
+    for (is_stderr, is_long), run in groupby(lines, key=_kind):
+        tint = f";{_STDERR}" if is_stderr else ""
+        if is_long and opens:
+            style = f"{LINES}{tint}"
+            parts += [f'<details style="{style}">{_long(line.text)}</details>' for line in run]
+            continue
+        # An empty line would have no height in a block of its own.
+        text = "\n".join(_DRAWN.sub(_BAR, ansi_html(line.text)) or " " for line in run)
+        parts.append(text_html(text, tint))
+    return "".join(parts)
+
+
+def _kind(line: Line) -> tuple[bool, bool]:
+    """Return whether a line is tinted (stderr, but no progress bar), and whether it is long."""
+    is_long = len(line.text) > _LONG and len(strip(line.text[: 2 * _LONG])) > _THREE_ROWS
+    return line.stderr and read_bar(line.text) is None, is_long
+
+
+def _long(text: str) -> str:
+    start, rest = cut(text, _THREE_ROWS)
+    more = dim(f" … {len(rest):,} more characters" if "\x1b" not in rest else " … more characters")
+    return opening(ansi_html(start) + more) + ansi_html(rest)
+
+
+def size(html: str) -> int:
+    """Return the number of bytes of the HTML in UTF-8."""
+    return len(html) if html.isascii() else len(html.encode("utf-8", "surrogatepass"))
+
+
+# --- figures, tables and HTML of a rank -------------------------------------------------------
+
+_LONGEST_HTML = 200_000
+_BASE64 = re.compile(r"[A-Za-z0-9+/=]*\Z")
+# Tags without an end tag, or whose end tag may be left out.
+_ENDLESS = frozenset(
+    {*("area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "param")}
+    | {*("source", "track", "wbr", "p", "li", "dt", "dd", "tr", "td", "th", "thead", "tbody")}
+    | {"tfoot", "option", "colgroup"}
+)
+
+
+def kind_text(data: MimeBundle) -> str:
+    """Name the kind of a bundle that only the page can render: `Markdown`, or its mime type."""
+    mimes = [mime for mime in map(mime_of, data) if mime.embedding != "text"]
+    own = [mime for mime in mimes if mime.embedding == "page"]
+    mime = (own or mimes)[0]
+    return mime.name or mime.kind
+
+
+def is_figure(data: MimeBundle) -> bool:
+    """Return True if the bundle is an image that panels can embed, and has no HTML."""
+    return "text/html" not in data and any(images_in(data)) and not is_leftover(data)
+
+
+def is_leftover(data: MimeBundle) -> bool:
+    """Return True if only the page's own renderers can show the bundle."""
+    if "text/html" in data:
+        html = text_of(data["text/html"])
+        if len(html) > _LONGEST_HTML or not _is_contained(html):
+            return True
+    found = {mime_of(kind).embedding for kind in data}
+    return "page" in found or ("other form" in found and found.isdisjoint(("html", "image")))
+
+
+def embed(display: Display) -> str | None:
+    """Return the display as HTML; None if it has only text, or only the page can render it."""
+    data, metadata = display.data, display.metadata
+    if is_leftover(data):
+        return None
+    if "text/html" in data:
+        return text_of(data["text/html"])
+    if (mime := next(images_in(data), None)) is None:
+        return None
+    text = text_of(data[mime.kind])
+    encoded = "".join(text.split()) if mime.is_base64 else b64encode(text.encode()).decode()
+    return _image(mime.kind, encoded, metadata) if _BASE64.match(encoded) else None
+
+
+def _image(kind: str, encoded: str, metadata: MimeBundle) -> str:
+    found = metadata.get(kind)
+    about: Mapping[str, Any] = found if isinstance(found, Mapping) else metadata
+    size = "".join(
+        f' {side}="{value:.0f}"'
+        for side in ("width", "height")
+        if isinstance(value := about.get(side), (int, float))
+    )
+    # On a narrow page the image shrinks in both directions, whatever its attributes say.
+    shape = "max-width:100%;height:auto"
+    colour = {"light": "#ffffff", "dark": "#000000"}.get(str(about.get("needs_background")))
+    shape += f";background-color:{colour}" if colour else ""
+    return f'<img src="data:{kind};base64,{escape(encoded)}"{size} style="{shape}">'
+
+
+_LATER = (
+    '<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="16"><text y="12" opacity="0" '
+    'font-family="monospace" font-size="12" fill="{colour}">{text}'
+    '<set attributeName="opacity" to="1" begin="{seconds}s"/></text></svg>'
+)
+
+
+def shown_later(text: str, seconds: int) -> str:
+    """Draw a line that is invisible until it has been on a page for so many seconds.
+
+    Each drawing of the panel restarts that time, so the line appears only if the panel is not drawn
+    any more.  The line is an SVG image, since panels can have neither scripts nor style sheets.
+    """
+    width = int(7.5 * len(text))
+    drawn = _LATER.format(width=width, colour=GREY, text=escape(text), seconds=seconds)
+    encoded = b64encode(drawn.encode()).decode()
+    # No higher than the line of text in which it stands.
+    style = "max-width:100%;height:auto;vertical-align:middle"
+    return f'<img src="data:image/svg+xml;base64,{encoded}" width="{width}" style="{style}">'
+
+
+@lru_cache(maxsize=256)
+def _is_contained(html: str) -> bool:
+    """Return True for HTML without scripts whose tags are all closed, so that none leaks out."""
+    parser = _Balance()
+    parser.feed(html)
+    parser.close()
+    return parser.is_fine and not parser.open
+
+
+class _Balance(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.is_fine = True
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag == "script":
+            self.is_fine = False
+        elif tag not in _ENDLESS:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        # `<div/>` opens a div in HTML; inside an SVG, `<path/>` is complete.
+        if "svg" not in self.open:
+            self.handle_starttag(tag, attrs)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in _ENDLESS and (not self.open or self.open.pop() != tag):
+            self.is_fine = False
+
+
+# --- tracebacks -------------------------------------------------------------------------------
+
+_HEADER = re.compile(
+    r"-{75}((?:\x1b\[[\d;]*m)*\n[^\n]*?) {9}(?=Traceback \(most recent call last\))"
+)
+"""The first two rows of IPython's traceback, which are 75 characters wide."""
+
+
+def traceback_html(text: str, lines: int, width: int) -> str:
+    """Write a coloured traceback in about this many lines, with library calls folded."""
+    html = ""
+    # On a page of 700 pixels 75 characters would take two rows.
+    for part in shortened(_HEADER.sub(rf"{'-' * 66}\1", text), lines):
+        body = ansi_html("\n".join(clip(row, width) for row in part.rows))
+        shown = text_html(body)
+        title = opening(dim(part.folded))
+        html += f"<details>{title}{shown}</details>" if part.folded else shown
+    return html
