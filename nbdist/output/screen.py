@@ -1,8 +1,8 @@
 """A terminal of unlimited height, which shows the text that one rank has printed.
 
-Progress bars are kept apart from lines of text.  If a program prints text behind or over a bar, the
-bar is removed from the row.  A row with only a bar is no line.  `RankTranscript` writes to screens.
-Pure: no I/O here.
+Progress bars are kept apart from lines of text, in `BarRows`.  If a program prints text behind or
+over a bar, the bar is removed from the row.  A row with only a bar is no line.  `RankTranscript`
+writes to screens.  Pure: no I/O here.
 """
 
 from __future__ import annotations
@@ -15,16 +15,8 @@ from itertools import groupby, islice, repeat
 from typing import NamedTuple
 
 from nbdist.output.ansi import PLAIN, RESET, SGR, Style, restyle, strip, styled
-from nbdist.output.fingerprint import (
-    BAR_SIGNS,
-    LONGEST_BAR,
-    Bar,
-    Digest,
-    Key,
-    end_of_bar,
-    is_cut,
-    read_row,
-)
+from nbdist.output.bar_rows import BarRows
+from nbdist.output.fingerprint import BAR_SIGNS, LONGEST_BAR, Bar, Digest, Key, is_cut, read_row
 
 # A longer line is cut in two, so that a program that prints no newline cannot fill the memory.
 LONGEST_LINE = 16_000_000
@@ -33,7 +25,6 @@ _LONGEST_ESCAPE = 4096
 _LONGEST_JUMP = 10_000
 # So many rows at the end may still change, as nested progress bars do.
 _UNSETTLED = 64
-_MOST_BARS = 1000
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 _TOKEN = re.compile(
@@ -145,16 +136,7 @@ class Screen:
         self._pending = {"stdout": "", "stderr": ""}
         self._digest = Digest()  # of the rows before _settled
         self._settled = 0
-        self._bars: dict[int, Bar] = {}  # by their rows, without the cursor's
-        self._forgotten = 0  # rows of older bars
-        # Bars that were removed from their rows and not drawn again, by name and total: the row,
-        # the bar, and its number of characters.
-        self._left: dict[object, tuple[int, Bar, int]] = {}
-        # By row: the bar that was drawn there first, its position when the program began to draw
-        # it, and the row from which a line of text has moved it, or -1.
-        self._began: dict[int, tuple[tuple[str, str], float, int]] = {}
-        self._cut_at: dict[int, int] = {}  # rows of bars that were cut behind a space
-        self._wiped = set[int]()  # rows of bars that were erased in another row
+        self._bars = BarRows()
         self._read: tuple[str, Bar | None] = "", None  # cache: the last parsed row, and its bar
         self._drawn_before = 0  # characters of the previous drawing in this row
         self._is_redrawing = False  # a carriage return or the like has come in this row
@@ -198,14 +180,14 @@ class Screen:
     def line_count(self) -> int:
         """The number of all lines so far, with the lines that can no longer be read."""
         end = self.end
-        return end - self._forgotten - sum(row < end for row in self._rows_of_bars())
+        return end - self._bars.forgotten - sum(row < end for row in self._rows_of_bars())
 
     @property
     def dropped_lines(self) -> int:
         """The number of lines that can no longer be read."""
         dropped = self.dropped
         bars = sum(row < dropped for row in self._rows_of_bars())
-        return max(0, dropped - self._forgotten - bars)
+        return max(0, dropped - self._bars.forgotten - bars)
 
     def lines(
         self, start: int | None = None, stop: int | None = None, *, bars: bool = False
@@ -240,40 +222,21 @@ class Screen:
 
         A bar that was drawn again further down, below a line of text, is only in its last row.
         """
-        found = {row: bar for row, bar in self._bars.items() if row not in self._wiped}
-        if at_cursor := self._bar_at_cursor():
-            found[self.cursor] = at_cursor
-        left = ((row, bar) for row, bar, _ in self._left.values())
-        rows = sorted([*left, *found.items()], key=lambda each: each[0])
-        later: dict[tuple[str, str], tuple[int, Bar]] = {}
-        kept = []
-        for row, bar in reversed(rows):
-            again = later.get(key := (bar.name, bar.total))
-            if again is None or not bar.is_before(again[1]) or self._is_over(row, bar, again[0]):
-                kept.append((row, bar))
-            later[key] = row, bar
-        return kept[::-1]
+        bar = self._bar_at_cursor()
+        return self._bars.found((self.cursor, bar) if bar else None, self._is_ended)
 
-    def _is_over(self, row: int, bar: Bar, later: int) -> bool:
-        """Return True if a bar was broken off, and the same name in row `later` is another bar.
-
-        That is so if the program ended the row of the first bar with a newline, and the second bar
-        began below the position that the first had reached.
-        """
-        goes_on = row >= self._first and self._bars.get(row) == bar
-        if goes_on and not self._flags[row - self._first] & _ENDED:
-            return False
-        key, position, moved_from = self._began.get(later, (None, 0.0, -1))
-        return key == (bar.name, bar.total) and moved_from != row and position < bar.position
+    def _is_ended(self, row: int) -> bool:
+        """Return True if a program has ended a row with a newline, or the row is not kept."""
+        return row < self._first or bool(self._flags[row - self._first] & _ENDED)
 
     def _rows_of_bars(self) -> Collection[int]:
         is_at_bar = self._bar_at_cursor() is not None
-        return {*self._bars, self.cursor} if is_at_bar else self._bars
+        return {*self._bars.by_row, self.cursor} if is_at_bar else self._bars.by_row
 
     def _bar_at_cursor(self) -> Bar | None:
         """Return the bar in the row of the cursor; None if the row is no bar."""
         if self._open is None:
-            return self._bars.get(self.cursor)
+            return self._bars.by_row.get(self.cursor)
         if self._open.width > LONGEST_BAR:
             return None
         if (plain := self._open.plain) == self._read[0]:
@@ -281,56 +244,9 @@ class Screen:
         is_drawn = bool(self._flags[self._row] & (_EDITED | _DRAWN))
         return read_row(plain, is_edited=is_drawn)
 
-    def _note_bar(self, row: int, bar: Bar | None) -> None:
-        """Record the bar in a row that the cursor leaves, or that the row has none."""
-        if bar is None:
-            self._bars.pop(row, None)
-            return
-        self._bars[row] = bar
-        self._left.pop((bar.name, bar.total), None)
-
     def _take_bar_out(self, bar: Bar, width: int) -> None:
-        """Keep a bar of `width` characters whose row will now hold text.
-
-        If a row below already shows a later state of the bar, the bar is dropped.
-        """
-        below = map(self._bars.get, range(self.cursor + 1, self._first + len(self._rows)))
-        key = bar.name, bar.total
-        if any(each and (each.name, each.total) == key and bar.is_before(each) for each in below):
-            return
-        self._left[key] = self.cursor, bar, width
-        if len(self._left) > _MOST_BARS:
-            del self._left[next(iter(self._left))]
-
-    def _drop_wiped(self, width: int) -> None:
-        """Drop the lowest bar of `width` characters, since a program has erased such a bar.
-
-        The bar is not in the row that was erased, because lines of text have moved nested bars.
-        """
-        found: list[tuple[int, object]] = [
-            (row, key) for key, (row, _, of_left) in self._left.items() if of_left == width
-        ]
-        first = max(self._first, self.cursor - _UNSETTLED)
-        rows = (row for row in self._bars if row >= first and row not in self._wiped)
-        found += [(row, row) for row in rows if len(self._text(row - self._first)) == width]
-        _, key = max(found, key=lambda each: each[0], default=(0, None))
-        if isinstance(key, int):
-            self._wiped.add(key)
-        else:
-            self._left.pop(key, None)
-
-    def _note_begin(self, key: tuple[str, str], position: float) -> None:
-        """Record the position of a bar that is drawn in this row for the first time.
-
-        If a line of text has moved the bar here from another row, its first position there counts.
-        """
-        moved_from = -1
-        if key in self._left:
-            row, left, _ = self._left[key]
-            began_as, began, _ = self._began.get(row, (None, 0.0, -1))
-            if began_as == key and position >= left.position:
-                position, moved_from = began, row
-        self._began[self.cursor] = key, position, moved_from
+        """Keep a bar of `width` characters in the row of the cursor, which will now hold text."""
+        self._bars.take_out(self.cursor, bar, width, self._first + len(self._rows))
 
     def _part_from_bar(self, row: _OpenRow) -> None:
         """If a program has printed text behind a bar, remove the bar, and keep the text in the row.
@@ -338,32 +254,18 @@ class Screen:
         Older characters behind the bar are erased.
         """
         plain = row.plain[: self._drawn_to]
-        end, is_first = end_of_bar(plain), self.cursor not in self._began
-        is_cut_longer = not end and len(plain) > self._drawn_before and is_cut(plain)
-        if not (end or is_first or is_cut_longer or row.width > len(plain)):
-            return  # nearly always; parsing a bar is slow
-        bar = read_row(plain[: end or None], is_edited=False)
+        has_older = row.width > len(plain)
+        bar, width, end = self._bars.parse(
+            self.cursor, plain, self._drawn_before, has_older=has_older
+        )
         if bar is None:
             return
-        if row.width > len(plain):
+        if has_older:
             row.cut(len(plain))
-        key = bar.name, bar.total
-        width = 0
-        if is_first:
-            self._note_begin(key, bar.position)
         if not end:
             self._read = plain, bar
-        if key in self._left:
-            _, _, width = self._left[key]
-        before = self._drawn_before or width
-        if is_cut_longer and 0 < before < len(plain.rstrip(" ")):
-            # A bar that is cut to fit its line has the same length each time.
-            end, bar = before, read_row(plain[:before], is_edited=False)
-        if not end or bar is None:
             return
-        self._take_bar_out(bar, end)
-        if not plain[end:before].strip(" "):
-            end = max(end, before)  # spaces with which tqdm erases a longer bar
+        self._take_bar_out(bar, width)
         row.cut_start(end)
         self._column = max(0, self._column - end)
         self._flags[self._row] = self._last_flag
@@ -399,6 +301,9 @@ class Screen:
             if not rows:
                 return "", b""
         return strip("\n".join(rows) + "\n"), bytes(flags)
+
+    def _width_of(self, row: int) -> int:
+        return len(self._text(row - self._first))
 
     def _text(self, row: int) -> str:
         if row != self._row or self._open is None:
@@ -457,7 +362,7 @@ class Screen:
             if any(sign in block for sign in BAR_SIGNS):
                 for row, line in enumerate(lines, self._first + len(self._rows) - 1):
                     if bar := read_row(line, is_edited=False):
-                        self._note_bar(row, bar)
+                        self._bars.put(row, bar)
             self._rows[-1:] = [*lines, ""]
             # An empty line belongs to no stream, as if it had been written in pieces.
             origins = bytes(flag if strip(line) else 0 for line in lines) if flag else b""
@@ -507,8 +412,8 @@ class Screen:
     def _drawn_width(self) -> int:
         """Return the number of characters drawn in this row; 0 if there are too many for a bar."""
         if self._open is None:
-            width = len(self._rows[self._row]) if self.cursor in self._bars else 0
-            return max(width, self._cut_at.get(self.cursor, 0))
+            width = len(self._rows[self._row]) if self.cursor in self._bars.by_row else 0
+            return max(width, self._bars.cut_at.get(self.cursor, 0))
         if self._open.width > LONGEST_BAR:
             return 0
         return _width(self._open.plain[: self._drawn_to or None])
@@ -528,10 +433,11 @@ class Screen:
             self._column, self._flags[self._row] = 0, 0
         elif text.isspace() and not self._column and self._is_redrawing:
             if bar := self._bar_at_cursor():
-                self._left.pop((bar.name, bar.total), None)
+                self._bars.erase(bar)
                 row.cut(len(text))  # also the rest of a longer bar
             elif not row.plain.strip():
-                self._drop_wiped(len(text))
+                first = max(self._first, self.cursor - _UNSETTLED)
+                self._bars.erase_lowest(len(text), first, self._width_of)
             self._flags[self._row] |= _EDITED
         if self._column < row.width:
             self._flags[self._row] |= _EDITED
@@ -558,10 +464,8 @@ class Screen:
     def _open_row(self) -> _OpenRow:
         self.changed_from = min(self.changed_from, self.cursor)
         if self._open is None:
-            self._bars.pop(self.cursor, None)  # the row is parsed again when the cursor leaves it
-            self._wiped.discard(self.cursor)
+            width = self._bars.open(self.cursor)  # the row is parsed when the cursor leaves it
             self._flags[self._row] &= ~_ENDED
-            width = self._cut_at.pop(self.cursor, 0)
             self._open = _OpenRow(self._rows[self._row].ljust(width))
             self._characters -= len(self._rows[self._row])
         return self._open
@@ -572,11 +476,11 @@ class Screen:
             self._digest, self._settled = Digest(), self._first
         self._is_redrawing, self._drawn_to, self._drawn_before = False, 0, 0
         if self._open is not None:
-            self._note_bar(self.cursor, self._bar_at_cursor())
+            self._bars.put(self.cursor, self._bar_at_cursor())
             if self._flags[self._row] & _DRAWN and self._open.width <= LONGEST_BAR:
                 plain = self._open.plain
-                if plain[-1:] == " " and is_cut(plain):
-                    self._cut_at[self.cursor] = len(plain)  # the stored row has no trailing space
+                if plain[-1:] == " " and is_cut(plain):  # the stored row has no trailing space
+                    self._bars.cut_at[self.cursor] = len(plain)
             self._rows[self._row] = text = self._text(self._row)
             self._characters += len(text) + 1
             self._open = None
@@ -607,8 +511,7 @@ class Screen:
             case "J" if number == 0:
                 self._erase(0)
                 del self._rows[self._row + 1 :], self._flags[self._row + 1 :]
-                for row in [row for row in self._bars if row > self.cursor]:
-                    del self._bars[row]
+                self._bars.drop_below(self.cursor)
         if command in "EF":
             self._column = 0
 
@@ -638,7 +541,7 @@ class Screen:
         new._row = len(lines)
         new._settled = sum(each.line_count for each in screens)
         new._first = new._settled - len(lines)
-        new._left = {number: (new._first, bar, 0) for number, bar in enumerate(bars)}
+        new._bars.keep(bars, new._first)
         return new
 
     def forget(self, count: int) -> None:
@@ -653,13 +556,7 @@ class Screen:
             del self._rows[:count], self._flags[:count]
             self._first += count
             self._row -= count
-            for row in [row for row in self._began if row < self._first]:
-                del self._began[row]
-            self._wiped -= {row for row in self._wiped if row not in self._bars}
-            gone = sorted(row for row in self._bars if row < self._first)
-            for row in gone[: max(0, len(self._bars) - _MOST_BARS)]:
-                del self._bars[row]
-                self._forgotten += 1
+            self._bars.drop_above(self._first)
 
 
 def _width(plain: str) -> int:

@@ -1,0 +1,180 @@
+"""The progress bars on the screen of one rank, by the rows in which a program has drawn them.
+
+`Screen` reports here what a program writes in rows with bars.  Pure: no I/O here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from nbdist.output.fingerprint import Bar, end_of_bar, is_cut, read_row
+
+_MOST_BARS = 1000
+
+
+class BarRows:
+    """The bars of a screen, in rows that are numbered from the first row ever written.
+
+    `by_row` has the bars in all rows but the row of the cursor.  `cut_at` has rows whose bar was
+    cut behind a space, and the bar's number of characters.  `forgotten` counts rows of bars that
+    are no longer in `by_row`.
+    """
+
+    def __init__(self) -> None:
+        self.by_row: dict[int, Bar] = {}
+        self.cut_at: dict[int, int] = {}
+        self.forgotten = 0
+        # Bars that were removed from their rows and not drawn again, by name and total: the row,
+        # the bar, and its number of characters.
+        self._left: dict[object, tuple[int, Bar, int]] = {}
+        # By row: the bar that was drawn there first, its position when the program began to draw
+        # it, and the row from which a line of text has moved it, or -1.
+        self._began: dict[int, tuple[tuple[str, str], float, int]] = {}
+        self._wiped = set[int]()  # rows of bars that were erased in another row
+
+    def found(
+        self, at_cursor: tuple[int, Bar] | None, is_ended: Callable[[int], bool]
+    ) -> list[tuple[int, Bar]]:
+        """Return the bars and their rows, the topmost first; one may be `at_cursor`.
+
+        A bar that was drawn again further down, below a line of text, is only in its last row.
+        `is_ended` says whether a program has ended a row with a newline, or the row is not kept.
+        """
+        found = {row: bar for row, bar in self.by_row.items() if row not in self._wiped}
+        if at_cursor:
+            found[at_cursor[0]] = at_cursor[1]
+        left = ((row, bar) for row, bar, _ in self._left.values())
+        rows = sorted([*left, *found.items()], key=lambda each: each[0])
+        later: dict[tuple[str, str], tuple[int, Bar]] = {}
+        kept = []
+        for row, bar in reversed(rows):
+            again = later.get(key := (bar.name, bar.total))
+            if (
+                again is None
+                or not bar.is_before(again[1])
+                or self._is_over(row, bar, again[0], is_ended)
+            ):
+                kept.append((row, bar))
+            later[key] = row, bar
+        return kept[::-1]
+
+    def _is_over(self, row: int, bar: Bar, later: int, is_ended: Callable[[int], bool]) -> bool:
+        """Return True if a bar was broken off, and the same name in row `later` is another bar.
+
+        That is so if the program ended the row of the first bar with a newline, and the second bar
+        began below the position that the first had reached.
+        """
+        if self.by_row.get(row) == bar and not is_ended(row):
+            return False
+        key, position, moved_from = self._began.get(later, (None, 0.0, -1))
+        return key == (bar.name, bar.total) and moved_from != row and position < bar.position
+
+    def put(self, row: int, bar: Bar | None) -> None:
+        """Record the bar in a row that the cursor leaves, or that the row has none."""
+        if bar is None:
+            self.by_row.pop(row, None)
+            return
+        self.by_row[row] = bar
+        self.erase(bar)
+
+    def open(self, row: int) -> int:
+        """Forget the bar of the row to which the cursor comes; return where it was cut, or 0."""
+        self.by_row.pop(row, None)
+        self._wiped.discard(row)
+        return self.cut_at.pop(row, 0)
+
+    def keep(self, bars: Iterable[Bar], row: int) -> None:
+        """Keep bars of other screens, as if they had been removed from a row."""
+        self._left = {number: (row, bar, 0) for number, bar in enumerate(bars)}
+
+    def take_out(self, row: int, bar: Bar, width: int, end: int) -> None:
+        """Keep a bar of `width` characters whose row will now hold text.
+
+        If a row below, up to but not including row `end`, already shows a later state of the bar,
+        the bar is dropped.
+        """
+        below = map(self.by_row.get, range(row + 1, end))
+        key = bar.name, bar.total
+        if any(each and (each.name, each.total) == key and bar.is_before(each) for each in below):
+            return
+        self._left[key] = row, bar, width
+        if len(self._left) > _MOST_BARS:
+            del self._left[next(iter(self._left))]
+
+    def erase(self, bar: Bar) -> None:
+        """Drop a bar that was removed from its row: a program draws it again, or has erased it."""
+        self._left.pop((bar.name, bar.total), None)
+
+    def erase_lowest(self, width: int, first: int, width_of: Callable[[int], int]) -> None:
+        """Drop the lowest bar of `width` characters, since a program has erased such a bar.
+
+        The bar is not in the row that was erased, because lines of text have moved nested bars.  It
+        is in row `first` or below; `width_of` returns the number of characters of a row.
+        """
+        found: list[tuple[int, object]] = [
+            (row, key) for key, (row, _, of_left) in self._left.items() if of_left == width
+        ]
+        rows = (row for row in self.by_row if row >= first and row not in self._wiped)
+        found += [(row, row) for row in rows if width_of(row) == width]
+        _, key = max(found, key=lambda each: each[0], default=(0, None))
+        if isinstance(key, int):
+            self._wiped.add(key)
+        else:
+            self._left.pop(key, None)
+
+    def parse(
+        self, row: int, plain: str, before: int, *, has_older: bool
+    ) -> tuple[Bar | None, int, int]:
+        """Parse the text that a program has drawn in a row, which may go on behind a bar.
+
+        Return the bar, its number of characters, and the index at which the text behind the bar
+        begins; both numbers are 0 if there is only a bar.  The bar is None if there is no bar, or
+        if the text need not be parsed, which is slow.  `before` is the number of characters of the
+        previous drawing; with `has_older` older characters stand behind the text.
+        """
+        end, is_first = end_of_bar(plain), row not in self._began
+        is_cut_longer = not end and len(plain) > before and is_cut(plain)
+        if not (end or is_first or is_cut_longer or has_older):
+            return None, 0, 0  # nearly always
+        bar = read_row(plain[: end or None], is_edited=False)
+        if bar is None:
+            return None, 0, 0
+        key = bar.name, bar.total
+        if is_first:
+            self._note_begin(row, key, bar.position)
+        before = before or (self._left[key][2] if key in self._left else 0)
+        # A bar that is cut to fit its line has the same length each time.
+        has_more = is_cut_longer and 0 < before < len(plain.rstrip(" "))
+        if has_more and (cut := read_row(plain[:before], is_edited=False)):
+            bar, end = cut, before
+        # Spaces with which tqdm erases a longer bar belong to the bar.
+        is_erased = end and not plain[end:before].strip(" ")
+        return bar, end, max(end, before) if is_erased else end
+
+    def _note_begin(self, row: int, key: tuple[str, str], position: float) -> None:
+        """Record the position of a bar that is drawn in this row for the first time.
+
+        If a line of text has moved the bar here from another row, its first position there counts.
+        """
+        moved_from = -1
+        if key in self._left:
+            other, left, _ = self._left[key]
+            began_as, began, _ = self._began.get(other, (None, 0.0, -1))
+            if began_as == key and position >= left.position:
+                position, moved_from = began, other
+        self._began[row] = key, position, moved_from
+
+    def drop_below(self, row: int) -> None:
+        """Drop the bars in all rows below this row, which were erased."""
+        for below in [each for each in self.by_row if each > row]:
+            del self.by_row[below]
+
+    def drop_above(self, first: int) -> None:
+        """Drop what is known of rows above row `first`, but keep the newest of their bars."""
+        for row in [row for row in self._began if row < first]:
+            del self._began[row]
+        self._wiped -= {row for row in self._wiped if row not in self.by_row}
+        gone = sorted(row for row in self.by_row if row < first)
+        for row in gone[: max(0, len(self.by_row) - _MOST_BARS)]:
+            del self.by_row[row]
+            self.forgotten += 1
