@@ -16,10 +16,13 @@ from nbdist.output.ansi import strip
 from nbdist.output.events import Failure, MimeBundle, RankError
 
 TIME = (
-    r"(?<![\w:.])(?:[A-Z]\d{4} |(?:\d{4}[-/]\d\d[-/]\d\d|\d\d[-/]\d\d[-/]\d{4})[ T])?"
+    r"(?:(?<![\w:.])|(?<=\dm))(?:[A-Z]\d{4} |(?:\d{4}[-/]\d\d[-/]\d\d|\d\d[-/]\d\d[-/]\d{4})[ T])?"
     r"\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?(?![\w:])(?: \d+(?= \S+:\d+\]))?"
 )
-"""A time of day as loggers write it, maybe with a date, and with the process id after torch's."""
+"""A time of day as loggers write it, maybe with a date, and with the process id after torch's.
+
+A colour code, which ends with a digit and `m`, may stand right before it.
+"""
 
 _TIME = re.compile(TIME)
 # A search for `_PART_OF_TIME` is fast, since it begins with a fixed character.  The whole time can
@@ -57,77 +60,70 @@ def may_have_time(text: str) -> bool:
     return _PART_OF_TIME.search(text) is not None
 
 
-def without_times(text: str) -> str:
-    """Replace each time of day by a placeholder."""
-    if _MARK in text:
-        text = text.replace(_MARK, 2 * _MARK)
-    parts, done, match = list[str](), 0, _TIME.match
+def split_times(text: str) -> tuple[list[str], list[str]]:
+    """Return the texts between the times of day, and the times."""
+    parts, times, done, match = list[str](), list[str](), 0, _TIME.match
     for part in _PART_OF_TIME.finditer(text):
         inside = part.start()
         for before in _BEFORE_PART:
             start = inside - before
             if start >= done and (time := match(text, start)) and time.end() > inside:
-                parts += text[done:start], _OF_TIME
+                parts.append(text[done:start])
+                times.append(time[0])
                 done = time.end()
                 break
-    return "".join([*parts, text[done:]]) if parts else text
+    return [*parts, text[done:]], times
+
+
+def without_times(text: str) -> str:
+    """Replace each time of day by a placeholder."""
+    if _MARK in text:
+        text = text.replace(_MARK, 2 * _MARK)
+    return _OF_TIME.join(split_times(text)[0])
 
 
 class Key(NamedTuple):
-    """Three digests of an output, each equal on two ranks under its own condition.
+    """Two digests of an output: `same` is equal on two ranks whose outputs are the same.
 
-    `exact`: the outputs are equal.  `timeless`: they differ at most in times of day.  `alike`: they
-    differ at most in times and in the parts that `normal` replaces.
+    Times of day may differ; for `alike` also the parts that `normal` replaces may differ.
     """
 
     alike: bytes
-    exact: bytes
-    timeless: bytes
+    same: bytes
 
 
 class Digest:
     """Computes the `Key` of a text that arrives in blocks of whole lines."""
 
-    __slots__ = ("_hashes", "_timeless")
+    __slots__ = ("_hashes",)
 
     def __init__(self) -> None:
-        # For `Key.alike`, for `Key.exact`, and for the origins of lines.
+        # For `Key.alike`, for `Key.same`, and for the origins of lines.
         self._hashes = [hashlib.blake2b(digest_size=16) for _ in range(3)]
-        self._timeless: hashlib.blake2b | None = None  # None: same as exact so far
 
     def add(self, text: str, origins: bytes = b"") -> None:
         """Add the next lines; `origins` has a byte for each line (stdout or stderr)."""
-        alike, exact, of_origins = self._hashes
+        alike, same, of_origins = self._hashes
         timeless = without_times(text)
-        if self._timeless is None and timeless != text:
-            self._timeless = exact.copy()
-        if self._timeless is not None:
-            self._timeless.update(_bytes(timeless))
-        exact.update(_bytes(text))
         alike.update(_bytes(normal(timeless)))
+        same.update(_bytes(timeless))
         of_origins.update(origins)
 
     def add_key(self, key: Key) -> None:
         """Add the key of a piece of output, such as a display or another text."""
-        alike, exact, _ = self._hashes
-        if self._timeless is None and key.timeless != key.exact:
-            self._timeless = exact.copy()
-        if self._timeless is not None:
-            self._timeless.update(key.timeless)
+        alike, same, _ = self._hashes
         alike.update(key.alike)
-        exact.update(key.exact)
+        same.update(key.same)
 
     def copy(self) -> Digest:
         twin = Digest.__new__(Digest)
         twin._hashes = [each.copy() for each in self._hashes]
-        twin._timeless = self._timeless and self._timeless.copy()
         return twin
 
     @property
     def key(self) -> Key:
-        alike, exact, origins = (each.digest() for each in self._hashes)
-        timeless = exact if self._timeless is None else self._timeless.digest()
-        return Key(alike + origins, exact + origins, timeless + origins)
+        alike, same, origins = (each.digest() for each in self._hashes)
+        return Key(alike + origins, same + origins)
 
 
 def key_of(text: str) -> Key:

@@ -168,11 +168,9 @@ def _rows(rows: Sequence[Row], most: int, room: _Room) -> str:
         fitted, _ = _fitted(row.line, most // len(rows), room)
         shown = lines_html([fitted], opens=not room.is_live)
         # The line itself shows sets, so that likeness needs no words.
-        about = row.sameness if row.sameness == "same except for times" else ""
         ranks = name_ranks(row.ranks)
         style = _VALUE if len(ranks) > _LONGEST_RANKS else f"{_VALUE};white-space:nowrap"
-        cells = shown, *filter(None, [dim(about)])
-        found.append([(style, dim(ranks)), *((_VALUE, cell) for cell in cells)])
+        found.append([(style, dim(ranks)), (_VALUE, shown)])
     return f'<div style="max-height:560px;overflow:auto">{table(found)}</div>'
 
 

@@ -66,8 +66,8 @@ class Shown(NamedTuple):
         if not data:
             return cls(display, key_of(plain), content)
         # Figures and tables that differ in a number are not alike: a set could not be shown there.
-        exact = content + plain.encode("utf-8", "surrogatepass")
-        return cls(display, Key(exact, exact, exact), content)
+        same = content + plain.encode("utf-8", "surrogatepass")
+        return cls(display, Key(same, same), content)
 
     @property
     def plain(self) -> str:

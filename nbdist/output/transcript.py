@@ -15,7 +15,15 @@ from typing import Literal, NamedTuple, TypeAlias
 from nbdist.output.ansi import strip
 from nbdist.output.curves import Curves
 from nbdist.output.events import Died, Done, Failure, Output, RankError
-from nbdist.output.fingerprint import NUMBER, TIME, UNITS, error_keys, may_have_time, without_times
+from nbdist.output.fingerprint import (
+    NUMBER,
+    TIME,
+    UNITS,
+    error_keys,
+    may_have_time,
+    split_times,
+    without_times,
+)
 from nbdist.output.rank_transcript import (
     ENDED,
     FAILED,
@@ -134,7 +142,7 @@ class Transcript:
         members: list[list[RankTranscript]] = []
         known: dict[object, list[RankTranscript]] = {}
         for each in self:
-            body = each.body.timeless if exactly else each.body.alike
+            body = each.body.same if exactly else each.body.alike
             alike = _alike_keys(each.error, each.error_keys)
             # Running ranks are grouped with ranks that are done, or blocks would come and go.
             end = "failed" if each.state in FAILED else each.state == "aborted"
@@ -196,17 +204,11 @@ _MOST_IN_A_SET, _MOST_NUMBERS = 64, 16
 Part = Literal["none", "first", "same", "other"]
 """How the error of a group is related to the first error of the cell; see `Group`."""
 
-Likeness = Literal[
-    "same",
-    "same except for times",
-    "same except for {…}",
-    "stopped in the same line",
-    "stopped",
-]
+Likeness = Literal["same", "same except for {…}", "stopped in the same line", "stopped"]
 """How alike the ranks of a group are, in the words that people see.
 
 `{…}` stands for the sets that are shown instead of differing numbers, addresses, devices and
-process ids.  If only times of day differ, the times of one rank are shown.
+process ids.  Times of day are no difference: the earliest and the latest are shown.
 """
 
 
@@ -238,8 +240,8 @@ class Group(NamedTuple):
 
     @property
     def pieces(self) -> list[tuple[Piece, ...]]:
-        """The pieces of the output: each is a tuple of that piece on all `differing` members."""
-        return [*zip(*(each.said for each in self.differing), strict=True)]
+        """The pieces of the output: each is a tuple of that piece on all members."""
+        return [*zip(*(each.said for each in self.members), strict=True)]
 
     @property
     def line_count(self) -> int:
@@ -254,37 +256,26 @@ class Group(NamedTuple):
             own = [each for each in self.members if each.line_count - common >= number]
             entries = [each.tail(each.line_count - common)[number - 1] for each in own]
             lines = [entry for entry in entries if isinstance(entry, Line)]
-            if self.likeness == "same except for times":
-                del lines[1:]
             found.append((tuple(each.rank for each in own), fold_lines(lines)))
         return found
 
     @property
     def displays(self) -> list[Shown]:
         """The displays of the group, each one once for all members."""
-        shown = zip(*(each.displays for each in self.differing), strict=True)
+        shown = zip(*(each.displays for each in self.members), strict=True)
         return [*map(fold_shown, shown)]
 
     @property
     def last(self) -> Entry | None:
-        """The last line or display of the group; None if its ranks have shown nothing."""
-        entries = [entry for each in self.differing for entry in each.tail(1)]
+        """The last line or display that all members have shown; None if they have shown nothing."""
+        common = self.line_count
+        tails = (each.tail(1 + each.line_count - common) for each in self.members)
+        entries = [tail[0] for tail in tails if tail]
         if lines := [entry for entry in entries if isinstance(entry, Line)]:
             return fold_lines(lines)
         if shown := [entry for entry in entries if isinstance(entry, Shown)]:
             return fold_shown(shown)
         return entries[0] if entries else None
-
-    @property
-    def differing(self) -> tuple[RankTranscript, ...]:
-        """All members; or only the one with the fewest lines if they differ in times of day alone.
-
-        Others can be some lines ahead of that member.
-        """
-        bodies = {each.body.timeless for each in self.members}
-        if len(bodies) > 1 and self.likeness not in {"same", "same except for times"}:
-            return self.members
-        return (min(self.members, key=lambda each: each.line_count),)
 
 
 def _group_of(
@@ -312,20 +303,11 @@ def _group_of(
         # In a script that was stopped no line of the cell is known.
         has_line = not shown.error_keys[0].startswith("\n")
         likeness, error = "stopped in the same line" if has_line else "stopped", shown.error
-    elif len({said_by(each.error) for each in members}) == 1:
-        if len({each.body.exact for each in members}) == 1:
-            likeness = "same"
-        elif len({each.body.timeless for each in members}) == 1:
-            likeness = "same except for times"
-        elif is_exact:
-            likeness = "same" if _begin_equally(members) else "same except for times"
+    elif len({said_by(each.error) for each in members}) == 1 and (
+        is_exact or len({each.body.same for each in members}) == 1
+    ):
+        likeness = "same"
     return Group(tuple(members), shown, likeness, error, part)
-
-
-def _begin_equally(members: Sequence[RankTranscript]) -> bool:
-    """Return True if the lines that all members have printed are equal, with their times."""
-    common = min(each.line_count for each in members)
-    return len({tuple(each.tail(each.line_count)[:common]) for each in members}) == 1
 
 
 _LONGEST_KNOWN = 400
@@ -443,16 +425,23 @@ def _places_of(text: str) -> re.Pattern[str]:
 
 
 def fold(texts: Sequence[str]) -> str | None:
-    """Merge the texts of some ranks, with sets; None if more than the numbers differs."""
+    """Merge the texts of some ranks, with sets; None if more than times and numbers differs."""
     first = texts[0]
     if all(text == first for text in texts):
         return first
-    frames = [_places_of(text).split(text) for text in texts]
-    if any(frame != frames[0] for frame in frames):
-        return None
-    places = zip(*(_places_of(text).findall(text) for text in texts), strict=True)
-    sets = [*map(_set, places), ""]
-    return "".join(fixed + differs for fixed, differs in zip(frames[0], sets, strict=True))
+    for split in (split_times, _split_places):  # times alone are found much faster
+        found = [split(text) for text in texts]
+        frame = found[0][0]
+        if all(parts == frame for parts, _ in found):
+            sets = [*map(_set, zip(*(places for _, places in found), strict=True)), ""]
+            return "".join(fixed + differs for fixed, differs in zip(frame, sets, strict=True))
+    return None
+
+
+def _split_places(text: str) -> tuple[list[str], list[str]]:
+    """Return the texts between the places where a text can vary, and those places."""
+    places = _places_of(text)
+    return places.split(text), places.findall(text)
 
 
 def fold_lines(lines: Sequence[Line]) -> Line:

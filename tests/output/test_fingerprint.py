@@ -26,7 +26,7 @@ from tests.output.lab import failure
 
 
 def test_what_may_differ() -> None:
-    """Addresses, devices and processes are ranks' own; the exact key knows them apart."""
+    """Addresses, devices and processes are ranks' own; `same` knows them apart."""
     for one, other in (
         ("<M at 0x7fa000>", "<M at 0x7fb111>"),
         ("on cuda:0", "on cuda:7"),
@@ -37,7 +37,7 @@ def test_what_may_differ() -> None:
     ):
         assert normal(one) == normal(other)
         assert key_of(one).alike == key_of(other).alike
-        assert key_of(one).exact != key_of(other).exact
+        assert key_of(one).same != key_of(other).same
     # All other numbers are said, and differ.
     for one, other in (("rank 0", "rank 1"), ("0xg", "0xh"), ("cudas:0", "cudas:1"), ("1", "2")):
         assert normal(one) != normal(other)

@@ -113,8 +113,8 @@ def test_text_and_displays_in_turns() -> None:
     lines = [text for text in texts(transcript) if text.isdigit()]
     assert 100 <= len(lines) <= 120
     assert lines == [f"{number}" for number in range(1000 - len(lines), 1000)]
-    assert transcript.body.exact == in_turns("0\n").body.exact
-    assert transcript.body.exact != in_turns("1\n").body.exact
+    assert transcript.body.same == in_turns("0\n").body.same
+    assert transcript.body.same != in_turns("1\n").body.same
 
 
 # --- how it ends --------------------------------------------------------------------------------
@@ -164,4 +164,4 @@ def test_bodies_compare_what_is_seen(one: list[Output], other: list[Output]) -> 
     """Two ranks of which the same is seen are the same, however they came there."""
     first, second = said(*one), said(*other)
     if texts(first) == texts(second):
-        assert first.body.exact == second.body.exact
+        assert first.body.same == second.body.same

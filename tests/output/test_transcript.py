@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from nbdist.output.events import Died, Done, Failure, Output, Update
 from nbdist.output.fingerprint import normal
 from nbdist.output.screen import Line
-from nbdist.output.transcript import Transcript, fold, followed_text
+from nbdist.output.transcript import Transcript, fold, fold_lines, followed_text
 from tests.output.lab import (
     drawing,
     err,
@@ -103,7 +103,10 @@ def logged(style: str, message: str, seconds: float) -> str:
 
 @pytest.mark.parametrize("style", LOGGED)
 def test_times_of_loggers(style: str) -> None:
-    """Ranks whose lines differ in times alone are together, also while some are ahead."""
+    """Ranks whose lines differ in times alone are together, also while some are ahead.
+
+    The earliest and the latest time are shown.
+    """
 
     def lines(rank: int, count: int, message: str = "step {}") -> list[Output]:
         # From one line to the next, and from one rank to the next, another second.
@@ -116,24 +119,27 @@ def test_times_of_loggers(style: str) -> None:
         running(4, lambda rank: lines(rank, 30)),
     ):
         (group,) = transcript.groups()
-        assert (group.ranks, group.likeness) == ((0, 1, 2, 3), "same except for times")
-        assert group.last == transcript[0].tail(1)[0]
+        assert (group.ranks, group.likeness) == ((0, 1, 2, 3), "same")
+        earliest, latest = (transcript[rank].tail(1)[0] for rank in (0, 3))
+        assert group.last == fold_lines([earliest, latest])
+        assert re.search(r"\{([^{}]+) to (?!\1)[^{}]+\}", group.last.text)
     ahead = running(4, lambda rank: lines(rank, 1 + rank % 2))
     (group,) = ahead.groups(is_live=True)
-    assert (group.likeness, group.last) == ("same except for times", ahead[0].tail(1)[0])
-    assert group.ahead == [((1, 3), ahead[1].tail(1)[0])]
+    firsts = [ahead[rank].tail(2)[0] for rank in (0, 3)]
+    assert (group.likeness, group.last) == ("same", fold_lines(firsts))
+    assert group.ahead == [((1, 3), fold_lines([ahead[rank].tail(1)[0] for rank in (1, 3)]))]
     # What else differs is shown.
     assert groups(make(4, lambda rank: lines(rank, 1, f"loss {rank}"))) == [(0,), (1,), (2,), (3,)]
     (group,) = make(4, lambda rank: lines(rank, 9, f"loss {rank}")).groups()
     assert group.likeness == "same except for {…}"
     assert "loss {0-3}" in group.last.text
     assert re.search(r"\{([^{}]+) to (?!\1)[^{}]+\}", group.last.text)
-    # It is said wherever they are shown, also of a single line.
+    # They are shown also where each rank has said a single line, and in colours.
     for count in (1, 2):
         said = make(4, lambda rank, count=count: lines(rank, count))
         assert said[0].tail(1) != said[1].tail(1)
-        assert "── ranks 0-3 (same except for times) ──" in final_text(said)
-        assert "same except for times" in final_html(said)
+        assert "── ranks 0-3 (same) ──" in final_text(said)
+        assert " to " in final_html(said)
 
 
 def test_what_is_no_time() -> None:
@@ -230,6 +236,16 @@ def test_sets(texts: list[str], folded: str | None) -> None:
     assert str(fold([f"pid {rank * rank}" for rank in range(1000)])).endswith(",3969,4096,…}")
     texts = [*(f"at {rank}.5" for rank in range(20)), "at 0x7fa0"]
     assert unfold(str(fold(texts)), len(texts)) == texts
+
+
+def test_sets_of_times() -> None:
+    """Only the ends are shown, with other numbers beside them and in colours too."""
+    for text, folded in (
+        ("at 10:11:1{0} on a", "at {10:11:12 to 10:11:15} on a"),
+        ("2026-11-28 10:11:1{0} {0}", "2026-11-28 {10:11:12 to 10:11:15} {2,5,3}"),
+        ("\x1b[32m10:11:1{0}\x1b[0m {0}", "\x1b[32m{10:11:12 to 10:11:15}\x1b[0m {2,5,3}"),
+    ):
+        assert fold([text.format(second) for second in (2, 5, 3)]) == folded
 
 
 PLACES = st.sampled_from(
