@@ -25,9 +25,10 @@ from nbdist.notebook.output_count import OUTPUTS
 from nbdist.notebook.rich_output import EMPTY, NOTHING, Below, save_figures
 from nbdist.output.bars import merged_line
 from nbdist.output.events import MimeBundle
-from nbdist.output.html import MOST_LIVE_BYTES, all_show_widgets, figures, panel_html
+from nbdist.output.html import all_show_widgets, figures, panel_html
 from nbdist.output.html_parts import INDENT, dim, panel
 from nbdist.output.layout import final_layout, live_layout
+from nbdist.output.panel import MOST_LIVE_BYTES
 from nbdist.output.tabs import final_tabs, live_by_rank
 from nbdist.output.text import PlainLines, curves_lines, failures_text, head_text, panel_text
 from nbdist.output.transcript import Transcript

@@ -21,7 +21,7 @@ from nbdist.output.events import Died
 from nbdist.output.html_parts import LINES, RED, barred, bold, dim, line, panel, traceback_html
 from nbdist.output.screen import Line
 from nbdist.output.transcript import followed_text
-from nbdist.output.wording import body_text, error_text, fold_ranks
+from nbdist.output.wording import body_text, error_text, fold_ranks, shortened
 from nbdist.values.payload import open_payload
 from nbdist.values.pickling import unpickle
 from nbdist.wire.ops import Brought
@@ -168,7 +168,7 @@ class Why:
         """The failure as an output, for pages and for terminals."""
         log = f"all of its lines: {self.log}" if self.log else ""
         text = "\n".join(filter(None, [self.title, strip(self.body), *self.followed, log]))
-        body = traceback_html(self.body, TRACEBACK_LINES, WIDTH) if self.body else ""
+        body = traceback_html(shortened(self.body, TRACEBACK_LINES, WIDTH)) if self.body else ""
         ends = "".join(line(dim(text)) for text in (*self.followed, log))
         box = barred(body + ends, RED, f";{LINES}") if body or ends else ""
         return Shown(panel(line(bold(self.title)), box), text)

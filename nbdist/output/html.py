@@ -1,4 +1,4 @@
-"""Writes panels as HTML: up to 64 KB while the cell runs, and 1 MB at its end, without images.
+"""Writes panels as HTML, with all that their layout has put in them.
 
 The notebook's display calls `panel_html`, and shows `leftovers` below the panel.  Pure: no I/O
 here.
@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator
 from hashlib import blake2b
 from itertools import groupby
 
 from nbdist.output.ansi import strip
 from nbdist.output.bars import bars_html
-from nbdist.output.events import Display, Failure, model_of
+from nbdist.output.events import Display, model_of
 from nbdist.output.html_parts import (
     AMBER,
     BLUE,
@@ -33,32 +32,22 @@ from nbdist.output.html_parts import (
     kind_text,
     line,
     lines_html,
+    opening,
     panel,
     shown_later,
-    size,
     table,
     traceback_html,
 )
-from nbdist.output.layout import MARKS, TALL_LINES, Block, Hidden, Item, Panel, Row, merged
 from nbdist.output.mimes import images_in
+from nbdist.output.panel import MARKS, TALL_LINES, Block, Hidden, Item, Panel
 from nbdist.output.rank_transcript import ENDED, Look, Shown
 from nbdist.output.screen import Line
 from nbdist.output.transcript import Transcript
-from nbdist.output.wording import FIGURE_LATER, clip, traceback_text
-from nbdist.words import count, format_ranks, in_pool, name_ranks
+from nbdist.output.wording import clip
+from nbdist.words import count, format_ranks, name_ranks
 
-MOST_BYTES, MOST_LIVE_BYTES = 1_000_000, 64_000
-MOST_LIVE_FIGURES = 640_000
-"""Bytes of all figures in the panel of a running cell; each block may use an equal share."""
 FOOT_SECONDS = 10
 """Seconds without a new drawing, as in a reloaded page, after which a panel's foot appears."""
-
-_SMALLEST_BLOCK = 1500
-_BLOCK_BYTES = 600  # the tags of a block and the notes in it
-# Characters to which a line is cut if its block has too little room, the widest first.
-_WIDTHS, _LIVE_WIDTHS = (100_000, 4000, 400), (400, 200, 100, 40)
-_LIVE_DISPLAY_LINES = 8
-_TRACEBACKS = ((100, 1000), (24, 400), (5, 200), (1, 100))  # rows, and their width
 
 _COLOURS: dict[Look, str] = {
     "waiting": GREY,
@@ -86,42 +75,22 @@ _VALUE = "padding:1px 12px 1px 0;border:none;vertical-align:top;text-align:left;
 _TALL = "display:flex;flex-direction:column-reverse;max-height:546px;overflow:auto"
 
 
-@dataclass(slots=True)
-class _Room:
-    """The bytes that are left for the blocks that are not yet written."""
-
-    left: int
-    blocks: int
-    is_live: bool
-    figure: int = 0  # most bytes of the figure in a block of a running cell
-
-    @property
-    def widths(self) -> tuple[int, ...]:
-        return _LIVE_WIDTHS if self.is_live else _WIDTHS
-
-
 def panel_html(shown: Panel) -> str:
     """Write a panel as HTML, with the same content as its text."""
-    most = MOST_LIVE_BYTES if shown.is_live else MOST_BYTES
-    count_of_blocks = len(shown.blocks) + len(shown.rest)
-    most_of_figure = MOST_LIVE_FIGURES // max(1, count_of_blocks)
-    room = _Room(most, count_of_blocks, shown.is_live, most_of_figure)
     failed, others = shown.parted
-    tabs, others = (others, []) if shown.tabs else ([], others)
-    bars, rows = bars_html(shown.bars) if shown.bars else "", ""
-    curves = _curves(shown)
-    if shown.rows:
-        rows = _rows(shown.rows, most // 2, room)
-    if shown.more:
-        rows += line(dim(f"and {len(shown.more)} more: {name_ranks(shown.more)}"))
-    last = line(dim(f"{name_ranks(shown.silent)}: no output" if shown.silent else ""))
-    last += line(dim(shown.note))
-    head = _head(shown) + line(dim(shown.waits)) + line(dim(shown.spread))
-    room.left -= size(head + bars + rows + last + curves * shown.is_live) + _SMALLEST_BLOCK
-    parts = [head, *(_block(block, room) for block in failed), bars, curves]
-    parts += [_side_by_side(run, room) for run in tiled(others)]
-    rows = _tabs(tabs, shown.tabs, room) + rows if tabs else rows
-    return panel(*parts, rows, _rest(shown.rest, room) if shown.rest else "", last)
+    parts = [_head(shown), line(dim(shown.waits)), line(dim(shown.spread))]
+    parts += [_block(block, shown) for block in failed]
+    parts += [bars_html(shown.bars) if shown.bars else "", _curves(shown)]
+    if shown.tabs:
+        parts.append(_tabs(others, shown.tabs))
+    else:
+        parts += [_side_by_side(run, shown) for run in tiled(others)]
+    parts.append(_rows(shown))
+    if shown.rest:
+        parts.append(_rest(shown))
+    parts.append(line(dim(shown.more_text)))
+    silent = f"{name_ranks(shown.silent)}: no output" if shown.silent else ""
+    return panel(*parts, line(dim(silent)), line(dim(shown.note)))
 
 
 def _curves(shown: Panel) -> str:
@@ -161,73 +130,43 @@ def _head(shown: Panel) -> str:
     return f'{head}<div style="{_SQUARES}">{chips}</div>{more}'
 
 
-def _rows(rows: Sequence[Row], most: int, room: _Room) -> str:
-    """Write a table of rows, each with its ranks and their line, in about `most` bytes."""
+def _rows(shown: Panel) -> str:
+    """Write a table of rows, each with its ranks and their line."""
+    if not shown.rows:
+        return ""
     found = []
-    for row in rows:
-        fitted, _ = _fitted(row.line, most // len(rows), room)
-        shown = lines_html([fitted], opens=not room.is_live)
+    for row in shown.rows:
         # The line itself shows sets, so that likeness needs no words.
+        text = lines_html([row.line], opens=not shown.is_live)
         ranks = name_ranks(row.ranks)
         style = _VALUE if len(ranks) > _LONGEST_RANKS else f"{_VALUE};white-space:nowrap"
-        found.append([(style, dim(ranks)), (_VALUE, shown)])
+        found.append([(style, dim(ranks)), (_VALUE, text)])
     return f'<div style="max-height:560px;overflow:auto">{table(found)}</div>'
 
 
-def _fitted(text: Line, budget: int, room: _Room) -> tuple[Line, int]:
-    """Cut a line to the first width whose HTML fits the budget, else the last; return its bytes."""
-    for width in room.widths:
-        clipped = Line(clip(text.text, width), text.stderr)
-        # HTML is never shorter than its text, and slow to write: compare the text first.
-        if len(clipped.text) <= budget or width == room.widths[-1]:
-            cost = size(lines_html([clipped], opens=not room.is_live))
-            if cost <= budget:
-                break
-    return clipped, cost
-
-
-def _rest(blocks: tuple[Block, ...], room: _Room) -> str:
-    """Write the blocks of `Panel.rest` behind one closed line; name the ranks without room."""
-    ranks = [rank for block in blocks for rank in block.group.ranks]
+def _rest(shown: Panel) -> str:
+    """Write the blocks of `Panel.rest` behind one closed line."""
+    ranks = [rank for block in shown.rest for rank in block.group.ranks]
     title = bold(count(len(ranks), "more rank"))
     said = dim(f"with output of their own: {format_ranks(ranks)}")
-    parts, done = [], 0
-    for run in tiled(blocks):
-        if room.left < _SMALLEST_BLOCK * len(run):
-            left = [rank for missing in blocks[done:] for rank in missing.group.ranks]
-            again = in_pool(f"%dist_output -r {format_ranks(left)}", blocks[0].pool)
-            parts.append(line(dim(f"{name_ranks(left)}: {again}")))
-            break
-        parts.append(_side_by_side(run, room))
-        done += len(run)
-    return details(f"{title} {said}", "".join(parts), GREY, is_open=False)
+    blocks = "".join(_side_by_side(run, shown) for run in tiled(shown.rest))
+    return details(f"{title} {said}", blocks, GREY, is_open=False)
 
 
-def _block(block: Block, room: _Room, style: str = "") -> str:
-    block, last = _with_last_line(block) if room.is_live and not block.is_open else (block, "")
-    body, free = _contents(block, room)
+def _block(block: Block, shown: Panel, style: str = "") -> str:
+    is_closed = shown.is_live and not block.is_open
+    block, last = _with_last_line(block) if is_closed else (block, "")
+    body = _body(block, is_live=shown.is_live)
     look = block.group.shown.look
     colour, words = _COLOURS[look], dim(block.about)
     mark = coloured(MARKS[look], colour)
     title = " ".join(filter(None, [bold(name_ranks(block.group.ranks)), mark, words]))
     if block.failed:
         title += f" {coloured(clip(block.failed, 200), colour)}"
-    if room.is_live or not body:  # a new drawing would close opened details
+    if shown.is_live or not body:  # a new drawing would close opened details
         title += dim(f" · {clip(last, _LONGEST_LAST)}" if last else "")
-        html = barred(f'<div style="{_TITLE}">{title}</div>{body}', colour, style)
-    else:
-        html = details(title, body, colour, is_open=block.is_open, style=style)
-    room.left -= size(html) - free
-    return html
-
-
-def _contents(block: Block, room: _Room) -> tuple[str, int]:
-    """Write the output and the error into the block's share of the room; also the free bytes."""
-    share = room.left // room.blocks
-    room.blocks -= 1
-    error = _error(block, share // 2, room)
-    body, free = _output(block, share - size(error) - _BLOCK_BYTES, room)
-    return body + error, free
+        return barred(f'<div style="{_TITLE}">{title}</div>{body}', colour, style)
+    return details(title, body, colour, is_open=block.is_open, style=style)
 
 
 def _with_last_line(block: Block) -> tuple[Block, str]:
@@ -242,97 +181,35 @@ def _with_last_line(block: Block) -> tuple[Block, str]:
     return block, ""
 
 
-def _output(block: Block, budget: int, room: _Room) -> tuple[str, int]:
-    """Write the items of a block, and return the HTML and the bytes of images that do not count.
-
-    The newest items get room first.  Images of a finished cell do not count against the budget, nor
-    does the newest figure in a running cell.
-    """
-    parts: list[str | Hidden] = []
-    free, has_figure = 0, False
-    for item in reversed(block.items):
+def _body(block: Block, *, is_live: bool) -> str:
+    """Write the output of a block, and its traceback."""
+    html = ""
+    for item in block.items:
         match item:
             case Hidden():
-                parts.append(item)
-            case Shown() if room.is_live and is_figure(item.display.data):
-                html = "" if has_figure else _display(item, room)
-                if not html or size(html) > room.figure:
-                    html = line(dim(FIGURE_LATER))
-                has_figure = True
-                free += size(html)
-                parts.append(html)
+                html += line(dim(block.where_rest(item)))
+            case str():
+                html += line(dim(item))
             case Shown():
-                html = _display(item, room)
-                is_free = _is_image(item) and not room.is_live
-                if (0 if is_free else size(html)) > budget:
-                    # While the cell runs, a line stands for the display; at the end it is hidden.
-                    said = line(dim(FIGURE_LATER)) if _is_image(item) else _plain(item, room)
-                    html = said if room.is_live else ""
-                budget -= 0 if is_free else size(html)
-                free += size(html) if is_free else 0
-                parts.append(html or Hidden(1, in_log_only=False))
+                html += _display(item)
             case lines:
-                kept = _newest(lines, budget, room)
-                budget -= size(kept[0])
-                parts += [part for part in kept if part]
-    shown = merged(reversed(parts))
-    written = (line(dim(block.where_rest(p))) if isinstance(p, Hidden) else p for p in shown)
-    return "".join(written), free
+                html += _text(lines, is_live=is_live)
+    traceback = traceback_html(block.traceback)
+    if traceback and block.group.part == "other":
+        traceback = f"<details>{opening('traceback')}{traceback}</details>"
+    return html + traceback
 
 
-def _newest(lines: list[Line], budget: int, room: _Room) -> tuple[str, Hidden | None]:
-    """Write as many of the last lines as fit in the budget, and count the others."""
-    kept: list[Line] = []
-    used = 0
-    for each in reversed(lines):
-        fitted, cost = _fitted(each, budget - used, room)
-        if used + cost > budget:
-            break
-        kept.append(fitted)
-        used += cost
-    left = len(lines) - len(kept)
-    return _text(kept[::-1], room), Hidden(left, in_log_only=False) if left else None
-
-
-def _text(lines: list[Line], room: _Room) -> str:
-    html = lines_html(lines, opens=not room.is_live)
-    is_tall = len(lines) > TALL_LINES and not room.is_live
+def _text(lines: list[Line], *, is_live: bool) -> str:
+    html = lines_html(lines, opens=not is_live)
+    is_tall = len(lines) > TALL_LINES and not is_live
     return f'<div style="{_TALL}"><div>{html}</div></div>' if is_tall else html
 
 
-def _is_image(shown: Shown) -> bool:
-    """Return True for an image, which does not count in the size of a finished panel."""
-    return (embed(shown.display) or "").startswith("<img ")
-
-
-def _display(shown: Shown, room: _Room) -> str:
+def _display(shown: Shown) -> str:
     if (html := embed(shown.display)) is not None:
         return f'<div style="white-space:normal;overflow-x:auto;margin:4px 0">{html}</div>'
-    if is_leftover(data := shown.display.data) and not room.is_live:
-        return line(dim(f"{kind_text(data)}, shown below"))
-    return _plain(shown, room)
-
-
-def _plain(shown: Shown, room: _Room) -> str:
-    rows = shown.plain.split("\n")
-    if room.is_live and len(rows) > _LIVE_DISPLAY_LINES:
-        rows = [*rows[:_LIVE_DISPLAY_LINES], "…"]
-    width = room.widths[0 if room.is_live else 1]
-    return _text([Line(clip(row, width), stderr=False) for row in rows], room)
-
-
-def _error(block: Block, budget: int, room: _Room) -> str:
-    error, part = block.group.error, block.group.part
-    is_said = part == "same" or (part == "other" and room.is_live)  # in the title
-    if not isinstance(error, Failure) or is_said or traceback_text(error) == block.failed:
-        return ""
-    for lines, width in _TRACEBACKS[room.is_live :]:
-        html = traceback_html(traceback_text(error), lines, width)
-        if size(html) <= budget:
-            break
-    if part == "other":
-        return f'<details><summary style="cursor:pointer">traceback</summary>{html}</details>'
-    return html
+    return line(dim(f"{kind_text(shown.display.data)}, shown below"))
 
 
 # --- which blocks of a panel stand side by side -----------------------------------------------
@@ -364,12 +241,12 @@ def is_tile(block: Block) -> bool:
 
 def _is_narrow(item: Item) -> bool:
     match item:
-        case Hidden():
-            return False
+        case Hidden() | str():
+            return isinstance(item, str)
         case Shown():
             # How wide a table is drawn is not known, but it is about as wide as its text.
             width = _WIDEST_LINE if embed(item.display) is None else _WIDEST_TABLE
-            return _is_image(item) or _fits(item.plain.split("\n"), width)
+            return is_figure(item.display.data) or _fits(item.plain.split("\n"), width)
         case lines:
             return _fits([strip(line.text) for line in lines], _WIDEST_LINE)
 
@@ -378,14 +255,15 @@ def _fits(rows: list[str], width: int) -> bool:
     return len(rows) <= _MOST_LINES and max(map(len, rows)) <= width
 
 
-def _side_by_side(blocks: list[Block], room: _Room) -> str:
+def _side_by_side(blocks: list[Block], shown: Panel) -> str:
     """Write the blocks of a run in columns that are equally wide; figures share the page's width.
 
     Three beside one another where there is room, but two and four are two in a row.
     """
     if len(blocks) == 1:
-        return _block(blocks[0], room)
-    if any(isinstance(item, Shown) and _is_image(item) for each in blocks for item in each.items):
+        return _block(blocks[0], shown)
+    items = [item for each in blocks for item in each.items]
+    if any(isinstance(item, Shown) and is_figure(item.display.data) for item in items):
         style = _FIGURE.format(45 if len(blocks) in (2, 4) else 30)
         # In a last row that is not full these take the place of figures, and are not seen.
         rest = 2 * f'<div style="{style}"></div>'
@@ -393,10 +271,10 @@ def _side_by_side(blocks: list[Block], room: _Room) -> str:
         # With room for the bar, and for the sign that opens a block.  Of lines in steps: while the
         # cell runs they become longer, and would move the columns each time.
         most = max(map(_characters, blocks)) + 4
-        if all(isinstance(item, list) for each in blocks for item in each.items):
+        if all(isinstance(item, list) for item in items):
             most += -most % _COLUMN_STEP
         style, rest = _OTHER.format(_EM * most), ""
-    tiles = [_block(block, room, f";{style}") for block in blocks]
+    tiles = [_block(block, shown, f";{style}") for block in blocks]
     if len(tiles) == 4 and not rest:
         pair = _OTHER.format(2 * _EM * most + _GAP)
         tiles = [
@@ -424,11 +302,10 @@ _TAB_ROW = "display:flex;flex-wrap:wrap;align-items:flex-start;container-type:in
 _TAB = "order:-1;cursor:pointer;padding:1px 12px 1px 4px;border-bottom:2px solid {}"
 _OPENED = "max-width:100%;min-width:0;box-sizing:border-box;display:contents"
 _OUTPUT = "width:100cqw;padding:4px 0 4px 4px;box-sizing:border-box"
-_TAB_BYTES = len(_OPENED) + 80  # of a `<details>` with its name
 _BELOW_TABS = "order:-1;flex:0 0 100%;height:0"
 
 
-def _tabs(blocks: list[Block], name: str, room: _Room) -> str:
+def _tabs(blocks: list[Block], name: str) -> str:
     """Write a row of ranks; a click on a rank shows only its output, below the row.
 
     A browser closes `<details>` when another one of the same name is opened.  JupyterLab removes
@@ -437,7 +314,7 @@ def _tabs(blocks: list[Block], name: str, room: _Room) -> str:
     """
     written = []
     for block in blocks:
-        body, free = _contents(block, room)
+        body = _body(block, is_live=False)
         colour = _COLOURS[look := block.group.shown.look]
         title = f"{bold(name_ranks(block.group.ranks))} {coloured(MARKS[look], colour)}"
         failed = coloured(clip(block.failed, 200), colour) if block.failed else ""
@@ -445,7 +322,6 @@ def _tabs(blocks: list[Block], name: str, room: _Room) -> str:
         html = f'<summary style="{_TAB.format(colour)}">{title}</summary>'
         html += f'<div style="{_OUTPUT}">{said}{body}</div>'
         written.append((block.is_open, html))
-        room.left -= size(html) - free + _TAB_BYTES
     # The digest gives equal output an equal name, so that saved notebooks do not differ.
     digest = blake2b("".join(html for _, html in written).encode(), digest_size=6).hexdigest()
     start = f'<details name="{name}-{digest}" style="{_OPENED}"'
@@ -490,7 +366,7 @@ def figures(transcript: Transcript) -> list[tuple[str, Display]]:
     for group in transcript.groups():
         for shown in group.displays:
             data = shown.display.data
-            if _is_image(shown):
+            if is_figure(shown.display.data) and embed(shown.display) is not None:
                 images = {mime.kind: data[mime.kind] for mime in images_in(data)}
                 found.append((name_ranks(group.ranks), shown.display._replace(data=images)))
     return found

@@ -19,7 +19,7 @@ from nbdist.output.events import Display, MimeBundle, text_of
 from nbdist.output.fingerprint import read_bar
 from nbdist.output.mimes import images_in, mime_of
 from nbdist.output.screen import Line
-from nbdist.output.wording import clip, shortened
+from nbdist.output.wording import Part
 
 GREEN, BLUE, RED, AMBER, GREY = "#2a9d4a", "#2f7fe6", "#d43a3a", "#b7791f", "#868e96"
 INDENT = "0.6em"
@@ -251,19 +251,11 @@ class _Balance(HTMLParser):
 
 # --- tracebacks -------------------------------------------------------------------------------
 
-_HEADER = re.compile(
-    r"-{75}((?:\x1b\[[\d;]*m)*\n[^\n]*?) {9}(?=Traceback \(most recent call last\))"
-)
-"""The first two rows of IPython's traceback, which are 75 characters wide."""
 
-
-def traceback_html(text: str, lines: int, width: int) -> str:
-    """Write a coloured traceback in about this many lines, with library calls folded."""
+def traceback_html(parts: Iterable[Part]) -> str:
+    """Write the parts of a traceback in colours; the rows of a folded part open."""
     html = ""
-    # On a page of 700 pixels 75 characters would take two rows.
-    for part in shortened(_HEADER.sub(rf"{'-' * 66}\1", text), lines):
-        body = ansi_html("\n".join(clip(row, width) for row in part.rows))
-        shown = text_html(body)
-        title = opening(dim(part.folded))
-        html += f"<details>{title}{shown}</details>" if part.folded else shown
+    for part in parts:
+        shown = text_html(ansi_html("\n".join(part.rows)))
+        html += f"<details>{opening(dim(part.folded))}{shown}</details>" if part.folded else shown
     return html

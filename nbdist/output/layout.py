@@ -8,13 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import filterfalse, groupby
-from typing import NamedTuple, TypeAlias, TypeVar
 
 from nbdist.output.ansi import strip
-from nbdist.output.bars import MOST_ROWS, BarTable, bar_table, final_table
-from nbdist.output.curves import Curves
+from nbdist.output.bars import MOST_ROWS, bar_table, final_table
 from nbdist.output.events import Failure, Skipped
-from nbdist.output.html_parts import is_figure, is_leftover
+from nbdist.output.html_parts import (
+    is_figure,
+    is_leftover,
+)
+from nbdist.output.panel import (
+    MARKS,
+    TALL_LINES,
+    Block,
+    Hidden,
+    Item,
+    Panel,
+    Row,
+    limited,
+    merged,
+)
 from nbdist.output.rank_transcript import FAILED, Look, Piece, RankTranscript, Shown
 from nbdist.output.screen import Line, Screen
 from nbdist.output.transcript import (
@@ -36,22 +48,9 @@ from nbdist.output.wording import (
 )
 from nbdist.words import count, format_ranks, in_pool, name_ranks
 
-MARKS: dict[Look, str] = {
-    "waiting": "○",
-    "running": "●",
-    "ok": "✓",
-    "failed": "✗",
-    "died": "✗",
-    "released": "⊘",
-    "stopped": "■",
-    "aborted": "∅",
-}
 _WITH_WORDS: dict[Look, str] = {"released": "{} released", "stopped": "■ {} stopped"}
 MANY_RANKS = 16
 _MOST_SQUARES = 128
-
-TALL_LINES = 30
-"""Lines of a finished block that are seen at once, and last lines shown of a running one."""
 
 # Of live layouts.
 _LIVE_LINES_OF_FAILED, LIVE_LINES_OF_ASKING = 8, 60
@@ -70,111 +69,6 @@ _SHORT = 8
 # The pace is shown if the times of ranks differ by so many seconds, and by such a share of the
 # slowest rank's time.
 _SLOWER, _SLOWER_SHARE = 0.5, 0.2
-
-
-class Hidden(NamedTuple):
-    """A number of lines left out here; `in_log_only` if the notebook does not have them."""
-
-    lines: int
-    in_log_only: bool
-
-
-Item: TypeAlias = list[Line] | Shown | Hidden
-_Item = TypeVar("_Item", Item, str | Hidden)
-
-
-class Block(NamedTuple):
-    """The output of alike ranks, below a title with `words`; `failed` is an error in one line."""
-
-    group: Group
-    words: tuple[str, ...]
-    items: tuple[Item, ...]
-    failed: str
-    log: str | None = None
-    is_open: bool = True
-    pool: str = ""
-    earlier: int = 0  # lines that a live panel does not show
-
-    @property
-    def about(self) -> str:
-        """The text behind the ranks in the title of the block."""
-        return " · ".join([*self.words, *self.above])
-
-    @property
-    def above(self) -> list[str]:
-        """Say `… 9,800 earlier`; nothing if all lines are shown."""
-        return [f"… {self.earlier:,} earlier"] if self.earlier else []
-
-    def where_rest(self, hidden: Hidden) -> str:
-        """Say `… 9,800 lines more: %dist_output -r 3 --all, or logs/rank3.log`."""
-        if hidden.in_log_only:
-            return in_log_only(hidden.lines, self.log)
-        command = in_pool(f"%dist_output -r {format_ranks(self.group.ranks)} --all", self.pool)
-        path = f", or {self.log}" if self.log else ""
-        return f"… {lines_text(hidden.lines)} more: {command}{path}"
-
-
-class Row(NamedTuple):
-    """A line that is shown of some ranks, such as a short value or their last line."""
-
-    ranks: tuple[int, ...]
-    line: Line
-    sameness: str = ""
-
-
-class Panel(NamedTuple):
-    """The panel of a cell: a head with ranks, time and states, then blocks, rows and lesser parts.
-
-    `squares` have the state of each rank, or of each run of ranks, if there are many ranks.
-    `warnings` are shown below the head.  `now` says what resources the ranks use, and `waits` which
-    ranks wait where.  `bars` and then `curves` come after the blocks of failed ranks.  `spread`
-    says how far the numbers of ranks differ.  The ranks of `more` have neither a block nor a row.
-    The blocks of `rest` are closed, behind one line.  `silent` are ranks without output.  `note`
-    and `foot` are the last lines.  A panel without `states` is one dim line.
-    """
-
-    ranks: str
-    seconds: str
-    states: tuple[tuple[Look, str], ...] = ()
-    pace: str = ""
-    squares: tuple[tuple[str, Look], ...] = ()
-    more_squares: int = 0
-    now: str = ""
-    waits: str = ""
-    foot: str = ""
-    note: str = ""
-    is_live: bool = False
-    warnings: tuple[str, ...] = ()
-    spread: str = ""
-    bars: BarTable | None = None
-    curves: Curves | None = None
-    blocks: tuple[Block, ...] = ()
-    rows: tuple[Row, ...] = ()
-    more: tuple[int, ...] = ()
-    rest: tuple[Block, ...] = ()
-    silent: tuple[int, ...] = ()
-    pool: str = ""
-    tabs: str = ""  # a unique name if the page shows one block at a time, else ""
-
-    @property
-    def parted(self) -> tuple[list[Block], list[Block]]:
-        """The blocks of failed ranks, and all others; with tabs, all are others, in rank order."""
-        if self.tabs:
-            return [], [*self.blocks]
-        failed = [block for block in self.blocks if block.group.has_failed]
-        return failed, [block for block in self.blocks if not block.group.has_failed]
-
-
-def merged(items: Iterable[_Item]) -> list[_Item]:
-    """Merge neighbouring `Hidden` items to one, and keep all other items."""
-    found: list[_Item] = []
-    for item in items:
-        if isinstance(item, Hidden) and found and isinstance(before := found[-1], Hidden):
-            log_only = item.in_log_only and before.in_log_only
-            found[-1] = Hidden(item.lines + before.lines, log_only)
-        else:
-            found.append(item)
-    return found
 
 
 # --- live -------------------------------------------------------------------------------
@@ -218,7 +112,7 @@ def live_layout(
     left_out = [group.ranks for group in in_blocks[MOST_ROWS:]]
     left_out += [row.ranks for row in rows[MOST_ROWS:]]
     foot = in_pool(_LIVE.format(clock), pool)
-    return _of_all(transcript, now, pool)._replace(
+    shown = _of_all(transcript, now, pool)._replace(
         waits=waits,
         note=note,
         is_live=True,
@@ -229,6 +123,7 @@ def live_layout(
         rows=rows[:MOST_ROWS],
         more=tuple(rank for ranks in left_out for rank in ranks),
     )
+    return limited(shown)
 
 
 def asks(group: Group) -> bool:
@@ -248,7 +143,8 @@ def _live_blocks(
             room -= lines
         most = _LIVE_LINES_OF_FAILED if is_many else TALL_LINES if is_open else 1
         most = LIVE_LINES_OF_ASKING if asks(group) else most
-        items, earlier = _items(group, most, is_live=True)
+        items = items_of(group, most, is_live=True)
+        earlier = group.line_count - lines_in(items)
         said = tuple(filter(None, [sameness(group)]))
         failed = _failed_with(group, transcript)
         blocks.append(Block(group, said, items, failed, is_open=is_open, earlier=earlier))
@@ -309,7 +205,7 @@ def final_layout(
         others = [group for group in others if group not in rest]
     if is_on_page:
         others, rest = ([*filterfalse(_is_below, part)] for part in (others, rest))
-    return shown._replace(
+    shown = shown._replace(
         spread=spread(transcript) if len(groups) > 1 else "",  # one group shows all its numbers
         bars=bars,
         blocks=_final_blocks(transcript, [*failed, *others], logs, _OPEN_LINES, pool),
@@ -317,6 +213,7 @@ def final_layout(
         rest=_final_blocks(transcript, rest, logs, 0, pool),
         silent=tuple(sorted({r for group in silent for r in group.ranks}.difference(with_bars))),
     )
+    return limited(shown)
 
 
 def _is_below(group: Group) -> bool:
@@ -374,7 +271,7 @@ def _final_blocks(
     blocks = []
     most = most_lines(transcript)
     for group in groups:
-        items, _ = _items(group, most)
+        items = items_of(group, most)
         lines = sum(len(item) for item in items if isinstance(item, list))
         is_open = _is_open(group, transcript, lines, room)
         room -= lines if is_open else 0
@@ -438,35 +335,53 @@ def _is_open(group: Group, transcript: Transcript, lines: int, room: int) -> boo
     return is_first or group.has_failed or lines <= max(room, _SHORT)
 
 
-def _items(group: Group, most: int, *, is_live: bool = False) -> tuple[tuple[Item, ...], int]:
-    """Return the displays and the last `most` lines of a group, and the number of other lines.
+def items_of(
+    group: Group, most: int, *, is_live: bool = False, bars: bool = False
+) -> tuple[Item, ...]:
+    """Return the displays and the last `most` lines of a group.
 
     In a finished cell `Hidden` items stand in the places of lines that are left out.  In a running
     cell a display counts as a line, and before the last `most` only the newest figure is shown.
+    With `bars` the progress bars of the only rank of the group are lines.
     """
     found: list[Item] = []
-    left, has_figure = group.line_count, False
-    for pieces in reversed(group.pieces):
+    has_figure = False
+    all_pieces = [(piece,) for piece in group.shown.pieces] if bars else group.pieces
+    for pieces in reversed(all_pieces):
         is_newest_figure = not has_figure and _is_figure(pieces[0])
         if is_live and most <= 0 and not is_newest_figure:
             continue
         has_figure |= is_newest_figure
         match pieces[0]:
             case Shown():
-                found.append(fold_shown([piece for piece in pieces if isinstance(piece, Shown)]))
+                is_old = is_live and _is_figure(pieces[0]) and not is_newest_figure
+                shown = fold_shown([piece for piece in pieces if isinstance(piece, Shown)])
+                found.append(FIGURE_LATER if is_old else shown)
                 most -= is_live
             case Skipped(lines=lines):
                 found.append(Hidden(lines, in_log_only=True))
-                most, left = most - is_live, left - lines
+                most -= is_live
             case Screen() as piece:
-                if rows := fold_tail(pieces, min(most, len(piece))):
+                dropped = piece.dropped if bars else piece.dropped_lines
+                kept = piece.end - dropped if bars else len(piece)
+                if rows := piece.tail(most, bars=True) if bars else fold_tail(pieces, most):
                     found.append(rows)
-                if not is_live and len(piece) > len(rows):
-                    found.append(Hidden(len(piece) - len(rows), in_log_only=False))
-                if not is_live and piece.dropped_lines:
-                    found.append(Hidden(piece.dropped_lines, in_log_only=True))
-                most, left = most - len(rows), left - len(rows)
-    return tuple(merged(found[::-1])), left
+                if not is_live and kept > len(rows):
+                    found.append(Hidden(kept - len(rows), in_log_only=False))
+                if not is_live and dropped:
+                    found.append(Hidden(dropped, in_log_only=True))
+                most -= len(rows)
+    return tuple(merged(found[::-1]))
+
+
+def lines_in(items: Iterable[Item]) -> int:
+    """Count the lines that are shown, and the lines that are only in the log."""
+    counts = (
+        len(item) if isinstance(item, list) else item.lines
+        for item in items
+        if isinstance(item, list | Hidden)
+    )
+    return sum(counts)
 
 
 def _is_figure(piece: Piece) -> bool:

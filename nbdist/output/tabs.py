@@ -9,20 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from nbdist.output.events import Failure, Skipped
+from nbdist.output.events import Failure
 from nbdist.output.layout import (
     LIVE_LINES_OF_ASKING,
     MANY_RANKS,
-    Block,
-    Hidden,
-    Item,
-    Panel,
     asks,
-    merged,
+    items_of,
+    lines_in,
     most_lines,
 )
-from nbdist.output.rank_transcript import RankTranscript, Shown
-from nbdist.output.screen import Screen
+from nbdist.output.panel import Block, Hidden, Panel, limited
 from nbdist.output.transcript import Group, Transcript, spread
 from nbdist.output.wording import error_text, lines_text
 
@@ -44,12 +40,13 @@ def live_by_rank(shown: Panel, transcript: Transcript, turn: int | None = None) 
     blocks = []
     for group in groups:
         most = LIVE_LINES_OF_ASKING if asks(group) else each
-        items, left = _items(group.shown, most, is_live=True)
-        words = (f"… {left:,} earlier",) if left else ()
+        items = items_of(group, most, is_live=True, bars=True)
+        bars = sum(screen.end - screen.line_count for screen in group.shown.screens)
+        earlier = group.line_count + bars - lines_in(items)
         is_first = group.part == "first" and isinstance(group.error, Failure)
         failed = "" if group.error is None or is_first else error_text(group.error)
-        blocks.append(Block(group, words, items, failed))
-    return shown._replace(bars=None, blocks=tuple(blocks), rows=(), more=())
+        blocks.append(Block(group, (), items, failed, earlier=earlier))
+    return limited(shown._replace(bars=None, blocks=tuple(blocks), rows=(), more=()))
 
 
 def final_tabs(shown: Panel, transcript: Transcript, logs: Mapping[int, str], name: str) -> Panel:
@@ -69,7 +66,7 @@ def final_tabs(shown: Panel, transcript: Transcript, logs: Mapping[int, str], na
     opened = next((group for group in kept if group.part == "first"), kept[0])
     most = most_lines(transcript)
     blocks = [_tab(group, most, logs, shown.pool, is_open=group is opened) for group in kept]
-    return shown._replace(
+    shown = shown._replace(
         squares=(),
         more_squares=0,
         spread=spread(transcript),
@@ -81,10 +78,11 @@ def final_tabs(shown: Panel, transcript: Transcript, logs: Mapping[int, str], na
         silent=tuple(rank for rank in transcript.ranks if rank not in with_output),
         tabs=name if len(blocks) > 1 else "",
     )
+    return limited(shown)
 
 
 def _tab(group: Group, most: int, logs: Mapping[int, str], pool: str, *, is_open: bool) -> Block:
-    items, _ = _items(group.shown, most)
+    items = items_of(group, most, bars=True)
     hides = any(isinstance(item, Hidden) for item in items)
     words = [lines_text(group.line_count) if hides else ""]
     words += ["aborted"] if group.shown.state == "aborted" else []
@@ -100,36 +98,3 @@ def _has_output(group: Group) -> bool:
     said = group.shown
     is_over = said.state in ("failed", "died", "aborted")
     return is_over or not said.is_silent or bool(said.bars)
-
-
-def _items(
-    said: RankTranscript, most: int, *, is_live: bool = False
-) -> tuple[tuple[Item, ...], int]:
-    """Return the displays and the last `most` lines of a rank, and the number of other lines.
-
-    Progress bars count as lines here.  In a finished cell `Hidden` items stand in the places of
-    lines that are left out.  In a running cell a display counts as a line.
-    """
-    found: list[Item] = []
-    left = sum(screen.end for screen in said.screens)
-    left += sum(piece.lines for piece in said.pieces if isinstance(piece, Skipped))
-    for piece in reversed(said.pieces):
-        if is_live and most <= 0:
-            break
-        match piece:
-            case Shown():
-                found.append(piece)
-                most -= is_live
-            case Skipped(lines=lines):
-                found.append(Hidden(lines, in_log_only=True))
-                most, left = most - is_live, left - lines
-            case Screen():
-                rows = piece.tail(most, bars=True)
-                found += [rows] if rows else []
-                hidden = piece.end - piece.dropped - len(rows)
-                if not is_live and hidden:
-                    found.append(Hidden(hidden, in_log_only=False))
-                if not is_live and piece.dropped:
-                    found.append(Hidden(piece.dropped, in_log_only=True))
-                most, left = most - len(rows), left - len(rows)
-    return tuple(merged(found[::-1])), left

@@ -7,7 +7,7 @@ terminals, scripts and logs.  Pure: no I/O here.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain, islice
 
@@ -16,9 +16,10 @@ from nbdist.output.ansi import strip
 from nbdist.output.bars import bars_left, bars_of_rank, bars_text, left_line
 from nbdist.output.curves import Curves
 from nbdist.output.fingerprint import Bar
-from nbdist.output.layout import MARKS, Block, Hidden, Panel, sameness
-from nbdist.output.rank_transcript import Entry, Shown, look_of
-from nbdist.output.screen import Line, Screen
+from nbdist.output.layout import sameness
+from nbdist.output.panel import MARKS, Block, Hidden, Panel
+from nbdist.output.rank_transcript import Shown, look_of
+from nbdist.output.screen import Screen
 from nbdist.output.transcript import Transcript
 from nbdist.output.wording import (
     clip,
@@ -28,10 +29,9 @@ from nbdist.output.wording import (
     traceback_rows,
     traceback_text,
 )
-from nbdist.words import format_ranks, in_pool, name_ranks
+from nbdist.words import format_ranks, name_ranks
 
-MOST_CHARACTERS, _MOST_LIVE = 400_000, 16_000
-_WIDEST, _WIDTH, _LIVE_WIDTH = 100_000, 2000, 300
+_LIVE_WIDTH = 300
 _MOST_ROWS = 200
 
 
@@ -61,7 +61,7 @@ def failures_text(shown: Panel, *, colours: bool) -> Iterator[str]:
     found: dict[tuple[str, ...], list[Block]] = {}
     for block in (*shown.blocks, *shown.rest):
         if block.group.has_failed:
-            said = tuple(_error(block, MOST_CHARACTERS, colours=colours))
+            said = tuple(_error(block, colours=colours))
             found.setdefault((block.group.shown.look, *said), []).append(block)
     for (_, *lines), blocks in found.items():
         first, *others = blocks
@@ -102,79 +102,49 @@ def whole_text(
 
 def _body(shown: Panel) -> Iterator[str]:
     failed, others = shown.parted
-    width = _LIVE_WIDTH if shown.is_live else _WIDEST
-    parts = [*_blocks([*failed, *others, *shown.rest], width)]
+    parts = [[*_block(block, is_live=shown.is_live)] for block in (*failed, *others, *shown.rest)]
     if shown.curves:
         parts.insert(len(failed), curves_lines(shown.curves, is_live=shown.is_live))
     if shown.bars:
-        bars = [clip(row, width) for row in bars_text(shown.bars)]
+        bars = [clip(row, _LIVE_WIDTH) if shown.is_live else row for row in bars_text(shown.bars)]
         parts.insert(len(failed), [_header(shown.bars.ranks, "bars"), *bars])
     yield from chain.from_iterable(parts)
     for row in shown.rows:  # for ranks without a block
         yield _header(row.ranks, row.sameness)
-        yield clip(strip(row.line.text), width)
+        yield strip(row.line.text)
     if shown.silent:
         yield _header(shown.silent, "no output")
     if shown.more:
-        yield f"── and {name_ranks(shown.more)} ──"
+        yield f"── {shown.more_text} ──"
 
 
-def _blocks(blocks: Sequence[Block], width: int) -> Iterator[list[str]]:
-    is_live = width == _LIVE_WIDTH
-    left = _MOST_LIVE if is_live else MOST_CHARACTERS
-    for done, block in enumerate(blocks):
-        share = left // (len(blocks) - done)
-        lines = [_block_header(block), *block.above, *_output(block, share, width)]
-        lines += _error(block, share, is_live=is_live)
-        left -= sum(len(part) + 1 for part in lines)
-        if left < 0:
-            ranks = [rank for missing in blocks[done:] for rank in missing.group.ranks]
-            again = in_pool(f"%dist_output -r {format_ranks(ranks)}", blocks[0].pool)
-            yield [_header(ranks), again]
-            return
-        yield lines
+def _block(block: Block, *, is_live: bool) -> Iterator[str]:
+    yield from (_block_header(block), *block.above)
+    for item in block.items:
+        match item:
+            case Hidden():
+                yield block.where_rest(item)
+            case str():
+                yield item
+            case Shown():
+                yield from _plain(item)
+            case lines:
+                yield from (strip(line.text) for line in lines)
+    yield from _error(block, is_live=is_live)
 
 
-def _output(block: Block, budget: int, width: int) -> list[str]:
-    parts: list[str] = []
-    for item in reversed(block.items):
-        if isinstance(item, Hidden):
-            parts.append(block.where_rest(item))
-            continue
-        pieces = item if isinstance(item, list) else [item]
-        rows = [row for piece in pieces for row in _plain(piece)]
-        for number, row in enumerate(reversed(rows)):
-            text = clip(row, width if len(row) < budget // 2 else min(width, _WIDTH))
-            budget -= len(text) + 1
-            if budget < 0:
-                parts.append(block.where_rest(Hidden(len(rows) - number, in_log_only=False)))
-                break
-            parts.append(text)
-    return parts[::-1]
+def _plain(shown: Shown) -> list[str]:
+    return strip(shown.plain).split("\n")
 
 
-def _plain(item: Entry) -> list[str]:
-    match item:
-        case Line(text=text):
-            return [strip(text)]
-        case events.Skipped(lines=lines):
-            return [in_log_only(lines)]
-        case Shown() as shown:
-            return strip(shown.plain).split("\n")
-
-
-def _error(block: Block, budget: int, *, colours: bool = False, is_live: bool = False) -> list[str]:
+def _error(block: Block, *, colours: bool = False, is_live: bool = False) -> list[str]:
     error = block.group.error
     if is_live and error is not None:
         return [clip(block.failed or error_text(error), _LIVE_WIDTH)]
     if block.group.part != "first" or not isinstance(error, events.Failure):
         return [block.failed] if block.failed else []
-    text = traceback_text(error) if colours else strip(traceback_text(error))
-    for most in (_MOST_ROWS, 30, 5, 1):
-        rows = [clip(row, _WIDTH) for row in traceback_rows(text, most)]
-        if sum(map(len, rows)) <= budget // 2:
-            break
-    return rows
+    rows = [row for part in block.traceback for row in part.seen]
+    return rows if colours else [*map(strip, rows)]
 
 
 def _block_header(block: Block) -> str:

@@ -128,6 +128,11 @@ _LIBRARY = re.compile(
     rf"(?:{_PACKAGES}|lib/python\d[\d.]*/(?!{_PACKAGES})|<frozen )(?P<name>[\w-]+)"
 )
 _ARROW = re.compile(r"-+> ?\d*")
+_HEADER = re.compile(
+    r"-{75}((?:\x1b\[[\d;]*m)*\n[^\n]*?) {9}(?=Traceback \(most recent call last\))"
+)
+"""The first two rows of IPython's traceback, which are 75 characters wide."""
+
 _FEWEST_FOLDED = 3
 _MOST_LIBRARIES = 3
 
@@ -181,9 +186,14 @@ def _frames(rows: Iterable[str]) -> Iterator[list[str]]:
     yield frame
 
 
-def shortened(text: str, most: int) -> list[Part]:
-    """Split a traceback so that about `most` rows are seen: the cell's call, and the last rows."""
-    parts = parted(text)
+def shortened(text: str, most: int, width: int = 2000) -> list[Part]:
+    """Split a traceback so that about `most` rows are seen: the cell's call, and the last rows.
+
+    Each row is cut to about `width` characters.
+    """
+    # On a page of 700 pixels 75 characters would take two rows.
+    parts = parted(_HEADER.sub(rf"{'-' * 66}\1", text))
+    parts = [Part(tuple(clip(row, width) for row in part.rows), part.folded) for part in parts]
     rows = [row for part in parts for row in part.seen]
     if len(rows) <= most + 1:
         return parts

@@ -14,8 +14,9 @@ from tqdm.std import tqdm
 
 from nbdist.output.events import Died, Display, Done, Failure, Output, Text
 from nbdist.output.html import panel_html
-from nbdist.output.layout import Block, Item, final_layout, live_layout
-from nbdist.output.layout import Panel as Shown
+from nbdist.output.layout import final_layout, live_layout
+from nbdist.output.panel import Block, Item
+from nbdist.output.panel import Panel as Shown
 from nbdist.output.tabs import final_tabs
 from nbdist.output.text import panel_text
 from nbdist.output.transcript import Transcript

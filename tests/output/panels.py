@@ -31,8 +31,9 @@ from nbdist.output.events import (
     Typed,
 )
 from nbdist.output.html import panel_html
-from nbdist.output.layout import Panel, final_layout, live_layout
+from nbdist.output.layout import final_layout, live_layout
 from nbdist.output.mimes import WIDGET
+from nbdist.output.panel import Panel
 from nbdist.output.tabs import final_tabs, live_by_rank
 from nbdist.output.text import panel_text
 from nbdist.output.transcript import Transcript

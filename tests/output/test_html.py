@@ -9,18 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.output.events import Display, Done, Failure, Output, Skipped
-from nbdist.output.html import (
-    MOST_BYTES,
-    MOST_LIVE_BYTES,
-    MOST_LIVE_FIGURES,
-    is_tile,
-    panel_html,
-    tiled,
-)
+from nbdist.output.events import Display, Done, Failure, InputRequest, Output, Skipped
+from nbdist.output.html import is_tile, panel_html, tiled
 from nbdist.output.html_parts import AMBER, RED
 from nbdist.output.layout import final_layout
-from nbdist.output.text import MOST_CHARACTERS
+from nbdist.output.panel import MOST_BYTES, MOST_LIVE_BYTES, MOST_LIVE_FIGURES
 from nbdist.output.transcript import Transcript
 from nbdist.output.wording import FIGURE_LATER
 from tests.output.lab import (
@@ -155,6 +148,7 @@ def test_live_figures() -> None:
 
 LINES = "".join(f"step {number} <loss> & \x1b[32m0.{number}\x1b[0m\n" for number in range(10_000))
 WILD = "\x1b[31m<&>\x1b[0m" * 1_000 + "\n"
+SHADES = "\x1b[31m<<<<\x1b[32m&&&&" * 4 + "\x1b[0m\n"
 TILES = "\x1b[31m<<<<\x1b[32m&&&&" * 45 + "\x1b[0m\n"
 
 CASES: dict[str, tuple[int, Callable[[int], list[Output]]]] = {
@@ -169,7 +163,24 @@ CASES: dict[str, tuple[int, Callable[[int], list[Output]]]] = {
     "coloured tiles": (12, lambda rank: [out("abcdefghijkl"[rank] + "\n" + TILES * 9)]),
     "1,024 ranks": (1024, lambda rank: [out(f"{rank}\n" + LINES[:3_000])]),
     "big tables": (64, lambda rank: [Display({"text/html": f"<b>{rank}{'x' * 150_000}</b>"}, {})]),
+    "long words": (32, lambda rank: [out(f"{rank} {'x' * 120}\n" * 1_000)]),
+    "streams in turns": (16, lambda rank: [out(f"{rank}\n"), err("x\n")] * 200),
+    "drawn characters": (8, lambda rank: [out(f"{'abcdefgh'[rank]} {'██ ' * 9_000}\n")] * 9),
+    "128 ranks in four groups": (128, lambda rank: [out(f"{'abcd'[rank % 4]}{SHADES}" * 99), ASKS]),
+    "bars above lines": (16, lambda rank: [out(f"{'x' * rank}{SHADES}" * 99), err(METER), ASKS]),
+    "64 errors": (
+        64,
+        lambda rank: [Failure("E", WORDS[rank], (f"{WORDS[rank]}{'<&>' * 300}",) * 99, 1)],
+    ),
+    "big texts of displays": (
+        8,
+        lambda rank: [Display({kind: f"{rank}{'<&x ' * 200_000}"}, {}) for kind in KINDS],
+    ),
 }
+METER = f"\rthe first epoch:  63%|###      | 315/500 [00:12<00:07, 25.8it/s{', loss=2.1' * 9}]"
+ASKS = InputRequest(1, "> ")
+WORDS = [a + b for a in "abcdefgh" for b in "ijklmnop"]
+KINDS = ("text/plain", "text/markdown", "application/json")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -182,12 +193,12 @@ def test_bounds(case: str) -> None:
     assert ranks > 16 or len(Panel(live).lines) > ranks
     assert len(live_text(transcript)) < 20_000
     for rank in range(ranks):
-        transcript.receive(rank, Done("ok", 1.0), 1.0)
+        transcript.receive(rank, Done("error" if transcript[rank].failure else "ok", 1.0), 1.0)
     assert len(final_html(transcript).encode()) <= MOST_BYTES == 1_000_000
     assert len(tabs_html(transcript).encode()) <= MOST_BYTES
     text = final_text(transcript)
-    assert len(text) < MOST_CHARACTERS + 10_000
-    assert re.search(rf"── ranks? \S*\b{ranks - 1} ", text)
+    assert len(text) < MOST_BYTES / 2
+    assert re.search(rf"── (?:and \d+ more: )?ranks? \S*\b{ranks - 1}\b", text)
 
 
 # --- JupyterLab ---------------------------------------------------------------------------------

@@ -11,15 +11,8 @@ from hypothesis import strategies as st
 
 from nbdist.output.events import Died, Done, Failure, InputRequest, Output, Skipped, Text, Tracked
 from nbdist.output.html import FOOT_SECONDS, panel_html
-from nbdist.output.layout import (
-    TALL_LINES,
-    Hidden,
-    Row,
-    final_layout,
-    live_layout,
-    state_counts,
-)
-from nbdist.output.rank_transcript import Shown
+from nbdist.output.layout import final_layout, lines_in, live_layout, state_counts
+from nbdist.output.panel import TALL_LINES, Hidden, Row
 from nbdist.output.screen import Line
 from nbdist.output.text import panel_text
 from nbdist.output.transcript import spread, unlike_most
@@ -219,6 +212,11 @@ def test_what_stands_back() -> None:
     panel = final_layout(make(64, lambda rank: said.get(rank, [lines(2, f"{rank} ")])))
     assert ranks_of(panel.blocks) == [(40,), (0,), (50, 51)]
     assert len(panel.rest) == 60
+    # Of very many the first have blocks, each with some of its lines, and the others are named.
+    panel = final_layout(make(1_000, lambda rank: [lines(99, f"{rank} {'x' * 90} ")]))
+    assert len(panel.blocks) + len(panel.rest) == 400
+    assert panel.more == tuple(range(400, 1_000))
+    assert all(lines_in(block.items) > 1 and len(block.items) == 2 for block in panel.rest)
     # Of many short outputs those in other words have blocks of their own.
     said = {17: [out("shard 17\nno data left\n")], 33: [out("shard 33\n")]}
     usual = [f"shard {rank}\nloss {2 + rank / 100}\n" for rank in range(64)]
@@ -240,7 +238,7 @@ def test_what_is_kept() -> None:
     hidden, kept, display, gap, last = block.items
     rest = [Hidden(250, in_log_only=False), 50, Hidden(3, in_log_only=True), 150]
     assert kinds([hidden, kept, gap, last]) == rest
-    assert isinstance(display, Shown)
+    assert display == [Line("x", stderr=False)]
     # Neighbours are counted together.
     (block,) = final_layout(make(1, lambda rank: [lines(9), Skipped(9, 3), lines(250)])).blocks
     assert kinds(block.items) == [Hidden(62, in_log_only=False), 200]
@@ -252,6 +250,23 @@ def test_lines_that_are_scrolled_out_of_sight(count: int, words: tuple[str, ...]
     (block,) = final_layout(make(1, lambda rank: [lines(count)])).blocks
     assert block.is_open
     assert block.words == words
+
+
+@pytest.mark.parametrize("text", ["x" * 300, "<&>" * 400, "\x1b[31m<\x1b[32m&" * 99, "█ █" * 50])
+def test_each_line_is_shown_or_counted(text: str) -> None:
+    """However long the lines of ranks are; some are shown of each."""
+    said = [text.join((f"{'abcdefghijklmnop'[rank]} ", "\n")) * 300 for rank in range(16)]
+    transcript = running(16, lambda rank: [out(said[rank])])
+    blocks = live_layout(transcript, 1.0).blocks
+    assert len(blocks) == 16
+    assert all(block.earlier + lines_in(block.items) == 300 for block in blocks)
+    assert all(0 < lines_in(block.items) <= TALL_LINES for block in blocks)
+    for rank in range(16):
+        transcript.receive(rank, Done("ok", 1.0), 1.0)
+    for block in final_layout(transcript).blocks:
+        shown = block.items[-1]
+        assert kinds(block.items) == [Hidden(300 - len(shown), in_log_only=False), len(shown)]  # type: ignore[arg-type]
+        assert shown
 
 
 def test_failures() -> None:

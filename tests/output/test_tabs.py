@@ -6,7 +6,8 @@ from tqdm.std import tqdm
 
 from nbdist.output.events import InputRequest, Output
 from nbdist.output.html import panel_html
-from nbdist.output.layout import Hidden, final_layout, live_layout
+from nbdist.output.layout import final_layout, live_layout
+from nbdist.output.panel import Hidden
 from nbdist.output.tabs import live_by_rank
 from nbdist.output.text import panel_text
 from tests.output.lab import (
@@ -63,7 +64,9 @@ def test_many_tabs() -> None:
     assert panel.more == tuple(range(127, 199))
     assert [block.group.ranks for block in panel.blocks if block.is_open] == [(199,)]
     assert kinds(panel.blocks[0].items) == [Hidden(250, in_log_only=False), 50]
-    assert Panel(panel_html(panel)).lines[-1] == "and 72 more: ranks 127-198"
+    assert Panel(panel_html(panel)).lines[-1] == (
+        "and 72 more: ranks 127-198: %dist_output -r 127-198"
+    )
 
 
 def test_live_blocks_of_each_rank() -> None:

@@ -89,7 +89,7 @@ def test_live_of_many_ranks() -> None:
     lines = live_text(transcript).split("\n")
     failed, *rest = ["── rank 40 ✗ ──", "── ranks 0-2 ──", "last 0", "── ranks 3-5 ──", "last 1"]
     assert lines[1:8] == [failed, "mine", "E: bad", *rest]
-    assert lines[-2:] == ["last 15", "── and ranks 48-63 ──"]
+    assert lines[-2:] == ["last 15", "── and 16 more: ranks 48-63 ──"]
 
 
 # --- plain mode ---------------------------------------------------------------------------------

@@ -251,7 +251,7 @@ def test_calls_in_libraries() -> None:
     assert seen == ["cell_0(x)", folded[0], "own_6(x)", folded[1], "torch_10(x)"]
     assert rows[-1] == "RuntimeError: mat1 and mat2"
     # On a page what is folded opens.
-    panel = Panel(traceback_html(text, 100, 1000))
+    panel = Panel(traceback_html(shortened(text, 100, 1000)))
     assert panel.opened == [False, False]
     rows = [row for row in strip(text).split("\n") if row.strip()]
     assert [line for line in panel.lines if line in rows] == rows
@@ -272,10 +272,10 @@ def test_headers_fit_a_narrow_page() -> None:
     header = f"\x1b[31m{'-' * 75}\x1b[39m\n{name}{' ' * 32}{words}\nCell In[1], line 1"
     text = f"{header}\n\nDuring handling of the above:\n\n{header}\n{'-' * 75}"
     narrow = ["-" * 66, f"ValueError{' ' * 23}{words}", "Cell In[1], line 1"]
-    lines = Panel(traceback_html(text, 100, 1000)).lines
+    lines = Panel(traceback_html(shortened(text, 100, 1000))).lines
     assert lines == [*narrow, "During handling of the above:", *narrow, "-" * 75]
     long_name = f"{'-' * 75}\n{'E' * 60} {words}"
-    assert Panel(traceback_html(long_name, 100, 1000)).lines == long_name.split("\n")
+    assert Panel(traceback_html(shortened(long_name, 100, 1000))).lines == long_name.split("\n")
 
 
 def test_long_ones() -> None:
@@ -296,7 +296,8 @@ def test_long_ones() -> None:
     assert rows[-1] == "RuntimeError: mat1 and mat2"
     assert len(rows) == 10
     # Of another text the first line and the last ones are.
-    html = traceback_html("\n".join(f"frame {number}" for number in range(100)), 3, 100)
+    text = "\n".join(f"frame {number}" for number in range(100))
+    html = traceback_html(shortened(text, 3, 100))
     assert Panel(html).lines == ["frame 0", "… 96 lines …", "frame 97", "frame 98", "frame 99"]
 
 

@@ -1,0 +1,305 @@
+"""A panel as data: what it shows of a cell, and how much output that may be.
+
+`layout` and `tabs` make panels; `html` and `text` write all that is in them.  Pure: no I/O here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple, TypeAlias
+
+from nbdist.output.ansi import strip
+from nbdist.output.bars import BarTable
+from nbdist.output.curves import Curves
+from nbdist.output.events import Failure
+from nbdist.output.html_parts import (
+    embed,
+    is_figure,
+    is_leftover,
+    lines_html,
+    size,
+    traceback_html,
+)
+from nbdist.output.rank_transcript import Look, Shown
+from nbdist.output.screen import Line
+from nbdist.output.transcript import Group
+from nbdist.output.wording import (
+    FIGURE_LATER,
+    Part,
+    clip,
+    in_log_only,
+    lines_text,
+    shortened,
+    traceback_text,
+)
+from nbdist.words import format_ranks, in_pool, name_ranks
+
+MARKS: dict[Look, str] = {
+    "waiting": "○",
+    "running": "●",
+    "ok": "✓",
+    "failed": "✗",
+    "died": "✗",
+    "released": "⊘",
+    "stopped": "■",
+    "aborted": "∅",
+}
+
+TALL_LINES = 30
+"""Lines of a finished block that are seen at once, and last lines shown of a running one."""
+
+
+class Hidden(NamedTuple):
+    """A number of lines left out here; `in_log_only` if the notebook does not have them."""
+
+    lines: int
+    in_log_only: bool
+
+
+Item: TypeAlias = list[Line] | Shown | Hidden | str
+"""Lines, a display, lines that are left out, or a remark instead of a display."""
+
+
+class Block(NamedTuple):
+    """The output of alike ranks, below a title with `words`; `failed` is an error in one line.
+
+    `traceback` has the parts of the error's traceback that are shown.
+    """
+
+    group: Group
+    words: tuple[str, ...]
+    items: tuple[Item, ...]
+    failed: str
+    log: str | None = None
+    is_open: bool = True
+    pool: str = ""
+    earlier: int = 0  # lines that a live panel does not show
+    traceback: tuple[Part, ...] = ()
+
+    @property
+    def about(self) -> str:
+        """The text behind the ranks in the title of the block."""
+        return " · ".join([*self.words, *self.above])
+
+    @property
+    def above(self) -> list[str]:
+        """Say `… 9,800 earlier`; nothing if all lines are shown."""
+        return [f"… {self.earlier:,} earlier"] if self.earlier else []
+
+    def where_rest(self, hidden: Hidden) -> str:
+        """Say `… 9,800 lines more: %dist_output -r 3 --all, or logs/rank3.log`."""
+        if hidden.in_log_only:
+            return in_log_only(hidden.lines, self.log)
+        command = in_pool(f"%dist_output -r {format_ranks(self.group.ranks)} --all", self.pool)
+        path = f", or {self.log}" if self.log else ""
+        return f"… {lines_text(hidden.lines)} more: {command}{path}"
+
+
+class Row(NamedTuple):
+    """A line that is shown of some ranks, such as a short value or their last line."""
+
+    ranks: tuple[int, ...]
+    line: Line
+    sameness: str = ""
+
+
+class Panel(NamedTuple):
+    """The panel of a cell: a head with ranks, time and states, then blocks, rows and lesser parts.
+
+    `squares` have the state of each rank, or of each run of ranks, if there are many ranks.
+    `warnings` are shown below the head.  `now` says what resources the ranks use, and `waits` which
+    ranks wait where.  `bars` and then `curves` come after the blocks of failed ranks.  `spread`
+    says how far the numbers of ranks differ.  The ranks of `more` have neither a block nor a row.
+    The blocks of `rest` are closed, behind one line.  `silent` are ranks without output.  `note`
+    and `foot` are the last lines.  A panel without `states` is one dim line.
+    """
+
+    ranks: str
+    seconds: str
+    states: tuple[tuple[Look, str], ...] = ()
+    pace: str = ""
+    squares: tuple[tuple[str, Look], ...] = ()
+    more_squares: int = 0
+    now: str = ""
+    waits: str = ""
+    foot: str = ""
+    note: str = ""
+    is_live: bool = False
+    warnings: tuple[str, ...] = ()
+    spread: str = ""
+    bars: BarTable | None = None
+    curves: Curves | None = None
+    blocks: tuple[Block, ...] = ()
+    rows: tuple[Row, ...] = ()
+    more: tuple[int, ...] = ()
+    rest: tuple[Block, ...] = ()
+    silent: tuple[int, ...] = ()
+    pool: str = ""
+    tabs: str = ""  # a unique name if the page shows one block at a time, else ""
+
+    @property
+    def more_text(self) -> str:
+        """Say `and 72 more: ranks 127-198`, with a command if the cell has finished."""
+        if not self.more:
+            return ""
+        command = in_pool(f": %dist_output -r {format_ranks(self.more)}", self.pool)
+        said = f"and {len(self.more)} more: {name_ranks(self.more)}"
+        return said if self.is_live else said + command
+
+    @property
+    def parted(self) -> tuple[list[Block], list[Block]]:
+        """The blocks of failed ranks, and all others; with tabs, all are others, in rank order."""
+        if self.tabs:
+            return [], [*self.blocks]
+        failed = [block for block in self.blocks if block.group.has_failed]
+        return failed, [block for block in self.blocks if not block.group.has_failed]
+
+
+def merged(items: Iterable[Item]) -> list[Item]:
+    """Merge neighbouring `Hidden` items to one, and keep all other items."""
+    found: list[Item] = []
+    for item in items:
+        if isinstance(item, Hidden) and found and isinstance(before := found[-1], Hidden):
+            log_only = item.in_log_only and before.in_log_only
+            found[-1] = Hidden(item.lines + before.lines, log_only)
+        else:
+            found.append(item)
+    return found
+
+
+# --- limits -----------------------------------------------------------------------------
+
+MOST_BYTES, MOST_LIVE_BYTES = 1_000_000, 64_000
+"""Bytes of a finished panel and of a running one, as HTML and as text together.
+
+Figures and curves are not counted; they have limits of their own.
+"""
+MOST_LIVE_FIGURES = 640_000
+"""Bytes of all figures in the panel of a running cell; each block may use an equal share."""
+
+_MOST_BLOCKS = 400
+_WIDEST, _WIDEST_LIVE, _NARROWEST = 100_000, 400, 40  # characters of a line
+# Bytes of the tags and texts of parts that have no limit of their own.
+_OF_HEAD, _OF_SQUARE, _OF_BAR, _OF_BLOCK = 4_000, 160, 1_800, 1_000
+_OF_RUN = size(lines_html([Line("", stderr=False)], opens=False))  # tags of lines of one stream
+_TRACEBACKS = ((100, 1000), (24, 400), (5, 200), (1, 100))  # rows, and their width
+
+
+def limited(shown: Panel) -> Panel:
+    """Cut long lines and leave out older output, so that the panel has a bounded number of bytes.
+
+    Each block may use an equal share of the bytes that the blocks before it have left.
+    """
+    left = (MOST_LIVE_BYTES if shown.is_live else MOST_BYTES) - _OF_HEAD
+    left -= _OF_SQUARE * len(shown.squares)
+    if shown.bars:
+        left -= _OF_BAR * (len(shown.bars.rows) + len(shown.bars.left))
+    share = left // 2 // max(1, len(shown.rows)) - _OF_RUN
+    rows = []
+    for row in shown.rows:
+        line, used = _cut(row.line, share, is_live=shown.is_live)
+        rows.append(row._replace(line=line))
+        left -= used + _OF_RUN
+    first, blocks, kept = len(shown.blocks), [*shown.blocks, *shown.rest], list[Block]()
+    figure = MOST_LIVE_FIGURES // max(1, len(blocks))
+    for waiting in range(min(len(blocks), _MOST_BLOCKS), 0, -1):
+        block = blocks[len(kept)]
+        block, used = _limited(block, left // waiting, figure, is_live=shown.is_live)
+        kept.append(block)
+        left -= used
+    left_out = (rank for block in blocks[_MOST_BLOCKS:] for rank in block.group.ranks)
+    return shown._replace(
+        rows=tuple(rows),
+        blocks=tuple(kept[:first]),
+        rest=tuple(kept[first:]),
+        more=(*shown.more, *left_out),
+    )
+
+
+def _limited(block: Block, most: int, figure: int, *, is_live: bool) -> tuple[Block, int]:
+    """Limit a block to `most` bytes, its newest output first; return it, and its bytes.
+
+    While the cell runs, a figure is shown if it has at most `figure` bytes.
+    """
+    traceback = _traceback(block, most // 2, is_live=is_live)
+    left = most - _OF_BLOCK - 2 * size(traceback_html(traceback))
+    items: list[Item] = []
+    earlier = block.earlier
+    for item in reversed(block.items):
+        if isinstance(item, Shown) and is_live and is_figure(item.display.data):
+            item = item if size(embed(item.display) or "") <= figure else FIGURE_LATER
+        elif isinstance(item, Shown):
+            item, used = _limited_display(item, left, is_live=is_live)
+            left -= used
+        if not isinstance(item, list):
+            items.append(item)
+            continue
+        lines, used = _newest(item, left, is_live=is_live)
+        items += [lines] if lines else []
+        left -= used
+        if is_live:
+            earlier += len(item) - len(lines)
+        elif len(lines) < len(item):
+            items.append(Hidden(len(item) - len(lines), in_log_only=False))
+    newest = tuple(merged(items[::-1]))
+    return block._replace(items=newest, traceback=traceback, earlier=earlier), most - left
+
+
+def _limited_display(shown: Shown, most: int, *, is_live: bool) -> tuple[Item, int]:
+    """Return what is shown of a display, and its bytes, which are 0 if that is lines of text."""
+    html = embed(shown.display)
+    is_text = html is None and (is_live or not is_leftover(shown.display.data))
+    used = size(shown.plain) + (0 if html is None or is_figure(shown.display.data) else size(html))
+    if used <= most and not is_text:
+        return shown, used
+    if is_live or is_text:
+        return [Line(row, stderr=False) for row in shown.plain.split("\n")], 0
+    return Hidden(1, in_log_only=False), 0
+
+
+def _newest(lines: list[Line], most: int, *, is_live: bool) -> tuple[list[Line], int]:
+    """Return as many of the last lines as `most` bytes hold, and their bytes."""
+    kept: list[Line] = []
+    used = 0
+    for each in reversed(lines):
+        line, of_line = _cut(each, most - used, is_live=is_live)
+        if kept and kept[-1].stderr == line.stderr:  # it stands in one run with the line below
+            of_line -= _OF_RUN
+        if used + of_line > most:
+            break
+        kept.append(line)
+        used += of_line
+    return kept[::-1], used
+
+
+def _cut(line: Line, most: int, *, is_live: bool) -> tuple[Line, int]:
+    """Clip a line; if it still has more than `most` bytes, drop its colours, and clip it more.
+
+    Return the line, and the bytes that it has as a run of its own.
+    """
+    # A character has at least two bytes: one in HTML, and one in text.
+    width = max(_NARROWEST, min(_WIDEST_LIVE if is_live else _WIDEST, most // 2))
+    text = clip(line.text, width)
+    while True:
+        cut = line._replace(text=text)
+        used = size(lines_html([cut], opens=False)) + size(text)
+        if used <= most or width <= _NARROWEST:
+            return cut, used
+        width //= 4
+        text = clip(strip(line.text), width)
+
+
+def _traceback(block: Block, most: int, *, is_live: bool) -> tuple[Part, ...]:
+    """Return the parts of the block's traceback, in `most` bytes if possible.
+
+    Return none if the title of the block says all that is to be shown of the error.
+    """
+    error, part = block.group.error, block.group.part
+    is_said = part == "same" or (part == "other" and is_live)
+    if not isinstance(error, Failure) or is_said or traceback_text(error) == block.failed:
+        return ()
+    for rows, width in _TRACEBACKS[is_live:]:
+        parts = shortened(traceback_text(error), rows, width)
+        if size(traceback_html(parts)) <= most:
+            break
+    return tuple(parts)
