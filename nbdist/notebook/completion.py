@@ -7,17 +7,14 @@ several threads.  No name of the workers is bound in the notebook for it.
 from __future__ import annotations
 
 import re
-import threading
 import time
 from argparse import SUPPRESS
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from IPython.core.completer import Completion as IPythonCompletion
-from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.tokenutil import token_at_cursor
 
 from nbdist.errors import NbdistError
@@ -31,7 +28,6 @@ from nbdist.notebook.cell_text import (
     root_at,
 )
 from nbdist.notebook.command import Command
-from nbdist.notebook.idle import is_in_subshell
 from nbdist.notebook.options import arguments_of, split_code
 from nbdist.notebook.pool import Pools
 from nbdist.topology import parse_ranks
@@ -61,7 +57,7 @@ class Completion:
     def complete(self, original: Callable[..., Any], code: str, cursor_pos: int | None) -> Any:
         """Wrap a kernel's `do_complete`: answer, or let the kernel answer."""
         cursor = len(code) if cursor_pos is None else cursor_pos
-        found = self.answer(Complete(code, cursor))
+        found = self._answer(Complete(code, cursor))
         if found is None:
             return original(self._plain_text(code, cursor), cursor_pos)
         return found.reply()
@@ -70,7 +66,7 @@ class Completion:
         self, original: Callable[..., Iterator[Any]], text: str, offset: int
     ) -> Iterator[Any]:
         """Wrap the method of this name of a terminal's completer."""
-        found = self.answer(Complete(text, offset))
+        found = self._answer(Complete(text, offset))
         if not isinstance(found, Completions):
             yield from original(self._plain_text(text, offset), offset)
             return
@@ -88,21 +84,15 @@ class Completion:
         **kwargs: Any,
     ) -> Any:
         """Wrap a kernel's `do_inspect`: answer, or let the kernel answer."""
-        told = self.answer(Inspect(code, cursor_pos, detail_level))
+        told = self._answer(Inspect(code, cursor_pos, detail_level))
         if told is not None:
             return told.reply()
         text = self._plain_text(code, cursor_pos)
         return original(text, cursor_pos, detail_level, *args, **kwargs)
 
-    # --- without the notebook's kernel --------------------------------------------------------
+    # --- answers ------------------------------------------------------------------------------
 
-    def is_ours(self, question: Question) -> bool:
-        """Return True if the question is about a cell of the workers or a magic of nbdist."""
-        magic = magic_at(question.code, question.cursor)
-        is_line = magic is not None and magic.name in self._commands
-        return is_line or self._workers_cell(question) is not None
-
-    def answer(self, question: Question) -> Completions | Description | None:
+    def _answer(self, question: Question) -> Completions | Description | None:
         """Answer about a magic's line, or about a cell of the workers by asking a rank.
 
         Returns None if the notebook's kernel should answer: for plain cells, without workers, and
@@ -130,7 +120,7 @@ class Completion:
         theirs = _asked(world, magic, question._replace(code=text))
         if needs_root:
             # The notebook must not answer: under this name it may have another object.
-            return theirs or (nothing_for(question) if is_theirs else None)
+            return theirs or (_nothing_for(question) if is_theirs else None)
         return self._with_known(world, theirs, root, text[:cursor])
 
     def _with_known(self, world: World, theirs: Any, root: str, text: str) -> Completions | None:
@@ -215,7 +205,7 @@ def _asked(world: World, magic: MagicLine, question: Question) -> Completions | 
     return None
 
 
-def nothing_for(question: Question) -> Completions | Description:
+def _nothing_for(question: Question) -> Completions | Description:
     """Return an empty answer to the question."""
     is_inspect = isinstance(question, Inspect)
     return Description({}) if is_inspect else Completions((), question.cursor, question.cursor)
@@ -262,103 +252,3 @@ def choices(pools: Pools, command: Command, text: str, pool: str | None) -> tupl
             names = [*{**shell.user_ns}.keys() - shell.user_ns_hidden]
         found = [Candidate(each, "instance") for each in sorted(names) if each not in words]
     return tuple(each for each in found if each.text.startswith(begun)), begun
-
-
-# --- while a cell runs in the notebook ------------------------------------------------------------
-
-
-class WhileBusy:
-    """Looks at requests before the main thread gets them; one at a time is answered here."""
-
-    def __init__(self, shell: InteractiveShell, completion: Completion) -> None:
-        self._shell = shell
-        self._kernel: Any = getattr(shell, "kernel", None)
-        self._completion = completion
-        self._runs_cell = False
-        self._is_asked = threading.Lock()
-
-    def begin(self) -> bool:
-        """Look at requests from now on, if they arrive in another thread; return whether so."""
-        if getattr(self._kernel, "shell_channel_thread", None) is None:
-            return False
-        self._shell.events.register("pre_execute", self._begin_cell)
-        self._shell.events.register("post_execute", self._end_cell)
-        self._receive_with(self._receive)
-        return True
-
-    def end(self) -> None:
-        """Put everything back as it was."""
-        self._shell.events.unregister("pre_execute", self._begin_cell)
-        self._shell.events.unregister("post_execute", self._end_cell)
-        self._runs_cell = False
-        self._receive_with(self._kernel.shell_channel_thread_main)
-
-    def _receive_with(self, receive: Any) -> None:
-        stream = self._kernel.shell_stream
-        loop = self._kernel.shell_channel_thread.io_loop
-        loop.add_callback(lambda: stream.on_recv(receive, copy=False))
-
-    def _begin_cell(self) -> None:
-        if not is_in_subshell(self._shell):
-            self._runs_cell = True
-
-    def _end_cell(self) -> None:
-        if not is_in_subshell(self._shell):
-            self._runs_cell = False
-
-    # --- in the thread that receives ----------------------------------------------------------
-
-    async def _receive(self, message: list[Any]) -> None:
-        asked = self._asked(message) if self._runs_cell else None
-        if asked is None or not self._is_asked.acquire(blocking=False):
-            await self._kernel.shell_channel_thread_main(message)
-            return
-        answering = threading.Thread(target=self._answer, args=asked, name="nbdist-answer")
-        answering.daemon = True
-        answering.start()
-
-    def _asked(self, message: list[Any]) -> tuple[Any, dict[str, Any], Question] | None:
-        """Read a question that the workers can answer: who asks, the request's header, itself."""
-        session = self._kernel.session
-        try:
-            sender, frames = session.feed_identities(message, copy=False)
-            request = session.deserialize(frames, content=False, copy=False)  # checks who signed
-            header, content = request["header"], session.unpack(request["content"])
-        except (ValueError, TypeError, LookupError):  # ipykernel tells what is wrong with it
-            return None
-        question: Question
-        match header["msg_type"]:
-            case "complete_request":
-                question = Complete(content["code"], content["cursor_pos"])
-            case "inspect_request":
-                detail = content.get("detail_level", 0)
-                question = Inspect(content["code"], content["cursor_pos"], detail)
-            case _:
-                return None
-        if header.get("subshell_id") or not self._completion.is_ours(question):
-            return None
-        return sender, header, question
-
-    # --- in a thread of its own ---------------------------------------------------------------
-
-    def _answer(self, sender: Any, header: dict[str, Any], question: Question) -> None:
-        answer: Completions | Description | None = None
-        try:
-            with suppress(RuntimeError):  # a table that the running cell has changed meanwhile
-                answer = self._completion.answer(question)
-        finally:
-            self._is_asked.release()
-        reply = (answer or nothing_for(question)).reply()
-        kind = header["msg_type"].replace("_request", "_reply")
-        loop = self._kernel.shell_channel_thread.io_loop
-        with suppress(RuntimeError):  # the kernel ends
-            loop.add_callback(self._send, kind, reply, sender, header)
-
-    def _send(self, kind: str, reply: dict[str, Any], sender: Any, header: dict[str, Any]) -> None:
-        """Send the reply, and the states that say it is complete, and that the cell goes on."""
-        kernel, parent = self._kernel, {"header": header}
-        kernel.session.send(kernel.shell_stream, kind, reply, parent, sender)
-        topic = f"kernel.{kernel.ident}.status".encode()
-        for state in ("idle", "busy") if self._runs_cell else ("idle",):
-            content = {"execution_state": state}
-            kernel.session.send(kernel.iopub_socket, "status", content, parent, topic)

@@ -114,7 +114,7 @@ def help_at_border(
     """
     from nbdist.notebook.auto_mode import AutoCells
     from nbdist.notebook.commands.run import debug_ranks
-    from nbdist.notebook.completion import Completion, WhileBusy
+    from nbdist.notebook.completion import Completion
 
     completion, auto = Completion(pools, commands), AutoCells(pools)
     border = Border(pools, commands)
@@ -139,9 +139,6 @@ def help_at_border(
             (shell.Completer, "completions", completion.completions),
         ]
     stack.callback(pools.pages.listen(kernel))
-    while_busy = WhileBusy(shell, completion)
-    if while_busy.begin():
-        stack.callback(while_busy.end)
     # First of all, as IPython then removes leading blank lines, which changes line numbers.
     transform = partial(transform_first_lines, local_is_plain=kernel is not None)
     shell.input_transformers_cleanup.insert(0, transform)

@@ -31,11 +31,6 @@ net = Net()
 def train_for(net, steps: int = 3):
     '''Train the net for so many steps.'''"""
 
-UNTIL_GO_ON = """%%rank 1
-import pathlib, time
-while not pathlib.Path("go_on").exists():
-    time.sleep(0.05)"""
-
 NAMES = """%%distributed
 print("before")
 name = input("name? ")
@@ -175,9 +170,9 @@ def enter(notebook: Notebook, prompt: str, text: str, shot: str = "") -> None:
     box.wait_for_element_state("hidden")  # the next one may have the same prompt
 
 
-def test_workers_names(lab: Lab, notebook: Notebook) -> None:
-    """Options in the magic's line; attributes in the popup and signatures, also in mid-cell."""
-    notebook.fill([MODEL, "net", "", UNTIL_GO_ON, "rank"])
+def test_workers_names(notebook: Notebook) -> None:
+    """Options in the magic's line; attributes in the popup and signatures."""
+    notebook.fill([MODEL, "net", "", "rank"])
     plain = notebook.run_all()[1]
     hint = "`net` is on ranks 0-1: begin the cell with %%distributed, or `%dist_gather net`"
     assert plain.errors == [f"NameError: {hint}"]
@@ -189,23 +184,14 @@ def test_workers_names(lab: Lab, notebook: Notebook) -> None:
     # Names of the ranks' and of the page's own come one after the other.
     text = offered(notebook, "completion-names", "parameters")
     assert {"encoder", "head"} <= {*text.split()}
-
-    pytest.importorskip("ipykernel", minversion="7.4", reason="ipykernel 6 cannot while it works")
-    notebook.start(3)
-    notebook.wait_until_ready("busy")
-    type_in(notebook, 2, "%%distributed\nnet.")
-    assert "encoder" in offered(notebook, "completion-while-busy", "encoder")
     type_in(notebook, 2, "%%distributed\ntrain_for(")
-    signature = "completion-signature-while-busy", "Train the net for", "Shift+Tab", ".jp-Tooltip"
+    signature = "completion-signature", "Train the net for", "Shift+Tab", ".jp-Tooltip"
     assert "steps: int = 3" in offered(notebook, *signature)
-    notebook.wait_until_ready("busy")
-    (lab.folder / "go_on").touch()
-    notebook.wait_until_ready()
-    notebook.page.evaluate(TAG, 4)
-    notebook.start(4)
+    notebook.page.evaluate(TAG, 3)
+    notebook.start(3)
     notebook.ended()
     notebook.screenshot("completion-tagged-cell")
-    assert "rank 1" in notebook.cells()[4].shown
+    assert "rank 1" in notebook.cells()[3].shown
 
 
 def test_input_and_breakpoints(lab: Lab, notebook: Notebook) -> None:

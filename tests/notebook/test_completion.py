@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from queue import Empty
 from typing import Any
 
-import ipykernel
 import pytest
 
 from nbdist.notebook.command import find_commands
@@ -19,7 +17,7 @@ from nbdist.world.sent_objects import NOTHING_SENT
 from nbdist.world.states import State
 from nbdist.world.world import World
 from tests.notebook.front_end import Notebook, lasting
-from tests.waiting import SOON, wait_until
+from tests.waiting import wait_until
 
 ON_WORKERS = """%%distributed -n 2
 import torch.nn as nn
@@ -128,11 +126,6 @@ def test_code_in_the_line_of_a_magic(two: Notebook) -> None:
     assert not any("/" in each for each in complete(two, "%distributed n"))
 
 
-needs_threads = pytest.mark.skipif(
-    int(ipykernel.__version__.split(".")[0]) < 7, reason="ipykernel 6 has one thread for requests"
-)
-
-
 @pytest.fixture
 def gate(tmp_path: Path) -> Iterator[Path]:
     """A file for which a cell waits."""
@@ -140,45 +133,23 @@ def gate(tmp_path: Path) -> Iterator[Path]:
     (tmp_path / "gate").touch()
 
 
-SHOWS = ("stream", "display_data")
+def compute_until(notebook: Notebook, gate: Path, magic: str) -> None:
+    """Have ranks compute in the background until the gate is there."""
+    loop = f"while not pathlib.Path({str(gate)!r}).exists(): time.sleep(0.01)"
+    begun = notebook.run(f"{magic} --no-wait\nimport pathlib, time\n{loop}")
+    assert begun.errors == []
 
 
-def begun(notebook: Notebook, magic: str, gate: Path) -> str:
-    """A cell that runs, and waits for the gate."""
-    request: str = notebook.client.execute(
-        f"{magic}\nimport pathlib, time\nprint('begun', flush=True)\n"
-        f"while not pathlib.Path({str(gate)!r}).exists(): time.sleep(0.01)"
-    )
-    said: dict[str, Any] = {"parent_header": {}, "msg_type": ""}
-    # That the kernel is busy it says before the cell begins; what is asked then has its turn.
-    while said["parent_header"].get("msg_id") != request or said["msg_type"] not in SHOWS:
-        said = notebook.client.get_iopub_msg(timeout=SOON)
-    return request
+def test_an_idle_worker_answers(two: Notebook, gate: Path) -> None:
+    """Another one for rank 0, which computes: names, and what they are."""
+    compute_until(two, gate, "%%distributed -r 0")
+    has(two, "%%rank 0\nmin", "mine")
+    tells(two, "%%rank 0\nmine", "Rank:      1")
 
 
-@needs_threads
-@pytest.mark.parametrize(("magic", "rank"), [("", 0), ("%%rank 0", 1)])
-def test_an_idle_worker_answers(two: Notebook, gate: Path, magic: str, rank: int) -> None:
-    """Before the cell has ended, another one for rank 0: names, what they are, options, nothing."""
-    client = two.client
-    cell = begun(two, magic, gate)
-    reply = two.reply_to(client.complete("%%rank 0\nmin"))
-    assert "mine" in reply["matches"]
-    assert (reply["cursor_start"], reply["cursor_end"]) == (9, 12)
-    wait_until(lambda: f"Rank:      {rank}" in str(two.reply_to(client.inspect("%%rank 0\nmine"))))
-    assert two.reply_to(client.complete("%%distributed --back"))["matches"] == ["--backend"]
-    assert two.reply_to(client.complete("%%distributed\nnope."))["matches"] == []
-    reply = two.reply_to(client.inspect("%%distributed\nnope"))
-    assert (reply["found"], reply["status"]) == (False, "ok")
-    gate.touch()
-    assert two.reply_to(cell)["status"] == "ok"
-
-
-@needs_threads
-@pytest.mark.parametrize("options", ["", " --no-wait"])
-def test_names_while_all_compute(two: Notebook, gate: Path, options: str) -> None:
+def test_names_while_all_compute(two: Notebook, gate: Path) -> None:
     """The workers' and the notebook's; nothing of what the notebook has under the same name."""
-    cell = begun(two, f"%%distributed{options}", gate)
+    compute_until(two, gate, "%%distributed")
     for code, matches in (
         ("ne", ["net", "net_here", "net_of_one"]),
         ("world_s", ["world_size"]),
@@ -186,39 +157,8 @@ def test_names_while_all_compute(two: Notebook, gate: Path, options: str) -> Non
         ("net[0].imag", []),
         ('batch["', []),
     ):
-        reply = two.reply_to(two.client.complete(f"%%distributed\n{code}"))
-        assert (reply["status"], reply["matches"]) == ("ok", matches)
-    assert two.reply_to(two.client.inspect("%%distributed\nnet"))["found"] is False
-    gate.touch()
-    if not options:
-        assert two.reply_to(cell)["status"] == "ok"
-
-
-@needs_threads
-def test_everything_else_waits_for_the_cell(two: Notebook, gate: Path) -> None:
-    """Also what nobody has signed; a reply is complete for front ends at an idle state."""
-    client: Any = two.client
-    cell = begun(two, "", gate)
-    request = client.complete("%%distributed\nmin")
-    states: list[str] = []
-    while states != ["idle", "busy"]:  # the cell goes on
-        said = client.get_iopub_msg(timeout=SOON)
-        if said["parent_header"].get("msg_id") == request and said["msg_type"] == "status":
-            states.append(said["content"]["execution_state"])
-    two.reply_to(request)
-    plain = client.complete("prin")
-    forged = client.session.msg(
-        "complete_request", {"code": "%%distributed\nmin", "cursor_pos": 17}
-    )
-    key, client.session.key = client.session.key, b"wrong"
-    client.shell_channel.send(forged)
-    client.session.key = key
-    gate.touch()
-    assert two.reply_to(cell)["status"] == "ok"
-    assert "print" in two.reply_to(plain)["matches"]
-    with pytest.raises(Empty):
-        client.get_shell_msg(timeout=0.3)
-    assert "mine" in complete(two, "%%distributed\nmin")
+        assert complete(two, f"%%distributed\n{code}") == matches
+    assert inspect(two, "%%distributed\nnet") == ""
 
 
 def test_without_workers_and_without_nbdist(two: Notebook) -> None:
