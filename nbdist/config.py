@@ -16,6 +16,7 @@ from importlib.metadata import entry_points
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 from nbdist.errors import UsageError
+from nbdist.system.secrets import SECRET
 from nbdist.topology import (
     Host,
     Layout,
@@ -37,9 +38,6 @@ OnFailure = Literal["heal", "restart-all", "stop"]
 HANG_TIMEOUT, CONTROL_TIMEOUT = 4.0, 4.5
 """Seconds until a running cell shows which ranks wait for which, and from Stop until the user gets
 control back although ranks may still be running.  With all other delays both are at most 5 s."""
-
-SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
-"""Values of variables with such a name are not shown."""
 
 
 # --- parsers of options: of a flag's text, or of an argument in Python --------------------------

@@ -149,6 +149,7 @@ def test_what_was_said_as_text() -> None:
         ("wrap", "nice -n 5", '--wrap "nice -n 5"'),
         ("env", {"A": "1", "MY_KEY": "x"}, "--env A=1 --env MY_KEY=..."),
         ("env", {"TITLE": "two words"}, '--env "TITLE=two words"'),
+        ("env", {"AUTH": "x", "TOKENIZERS": "1"}, "--env AUTH=... --env TOKENIZERS=1"),
     ):
         assert OPTIONS[name].again(value) == typed
     assert "very" not in repr(WorldConfig(4, env={"HF_TOKEN": "very"}))

@@ -36,7 +36,7 @@ FLOORS = {
     "plugins": set(),
     "errors": {"words"},
     "topology": {"words", "errors"},
-    "config": OPTIONS - {"config"},
+    "config": OPTIONS - {"config"} | {"system.secrets"},
     "system": {"words", "errors"},
     "output": {"words", "errors"},
     "values": {"words", "errors", "system"},

@@ -1,6 +1,7 @@
 """Which environment variables are secrets, by the words in their names; pure.
 
-`nbdist mcp` hides their values in all texts that it returns to an assistant.
+`nbdist mcp` hides their values in all texts that it returns to an assistant, and errors that repeat
+the option `--env` hide them too.
 """
 
 from __future__ import annotations
