@@ -90,7 +90,7 @@ class CodeFolder:
             parent = Path(tempfile.gettempdir())
             drop_dead(parent)
             folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
-            self._claim = folders.claim(folder, _what(folder))
+            self._claim = folders.claim(folder)
             self.path = folder / FILES
             folders.make_private(self.path)
         # First: the next agent removes by it what one that was killed had written.
@@ -114,9 +114,9 @@ def remove(folder: Path) -> list[str]:
     found = [path.relative_to(code) for path in there]
     left = sorted(str(path) for path in found if MADE_BY_PYTHON not in path.parts)
     if not left:
-        folders.remove(folder, _what(folder), None)
+        folders.remove(folder)
     else:  # from now on it is the user's
-        for name in (LIST, NEW_FILE, folders.MARKER):
+        for name in (LIST, NEW_FILE, folders.LOCK_FILE):
             (folder / name).unlink(missing_ok=True)
     return left
 
@@ -124,12 +124,9 @@ def remove(folder: Path) -> list[str]:
 def drop_dead(parent: Path) -> None:
     """Remove folders whose agents were killed before they could."""
     for folder in parent.glob(PREFIX + "*"):
-        if folders.is_ours(folder, _what(folder), fcntl.LOCK_EX):
+        if (lock := folders.join(folder, fcntl.LOCK_EX)) is not None:
+            os.close(lock)
             remove(folder)
-
-
-def _what(folder: Path) -> str:
-    return f"code of a notebook in {folder.name}"
 
 
 def _files_of(archive: bytes) -> Mapping[str, tuple[bytes, int]]:

@@ -391,7 +391,7 @@ def run(runtime: Path, serve: Callable[[], Awaitable[Result]]) -> Result:
     adopt_orphans()
     # The lock is held until this process exits.  Without it another process that cleans up after
     # dead agents would remove the folder.
-    folders.join(runtime, folders.runtime(runtime))
+    folders.join(runtime)
     try:
         return asyncio.run(serving())
     finally:

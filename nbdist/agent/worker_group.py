@@ -396,7 +396,7 @@ class Rendezvous:
         except FileExistsError:
             folders.check_private(self._runtime)
         else:
-            folders.claim(self._runtime, folders.runtime(self._runtime))
+            folders.claim(self._runtime)
 
     def close(self) -> None:
         """Release the port and the store, after the workers have been stopped."""

@@ -307,17 +307,11 @@ class Merger(Generic[Message]):
 
 # --- log files ------------------------------------------------------------------------------
 
-RUNS_KEPT = 20  # the newest runs below a log folder; older runs are removed
+RUNS_KEPT = 20  # the newest runs below nbdist's own log folder; older runs are removed
 LONGEST_LOGGED = 1 << 20  # bytes by which a file may exceed its share to complete a line
 
-RUN = re.compile(
-    r"attempt_\d+/(\d+/"
-    r"((stdout|stderr)\.log(\.1)?|error\.json|cut|(display|error)-\d+\.[a-z\d.]+|figure-[\da-f]{12}\.[a-z]+)?)?",
-    re.ASCII,
-)
-"""The paths that nbdist and torch's `@record` write into the folder of a run.
-
-A run that holds any other file is not removed.  The notebook writes the figures."""
+ATTEMPT = re.compile(r"attempt_\d+", re.ASCII)
+"""The name of the folder of a start of the workers, which holds its log files."""
 
 
 class WorkerLog:
@@ -426,20 +420,23 @@ class _File:
 class RunFolder:
     """The log folder of a run, ROOT/NAME; while this is open, no agent removes the folder.
 
-    Makes the folder, and removes old runs below ROOT (`drop_old_runs`).
+    Makes the folder.  Removes old runs below ROOT (`drop_old_runs`) if ROOT is nbdist's own state
+    folder, and never if the user has named ROOT.
     """
 
     def __init__(self, root: Path, name: str) -> None:
         self.path = root / name
         self._claims: list[int] = []
+        is_own = root == Path(folders.state_folder())
         # If a folder cannot be made, there are no logs, and `WorkerLog` warns about that.
         with suppress(OSError):
-            folders.make_private(root)
-            for folder in (*reversed(self.path.parents), self.path):
+            folders.make_private(root if is_own else self.path)
+            for folder in (*reversed(self.path.parents), self.path) if is_own else ():
                 if folder.is_relative_to(root) and folder != root:
                     self._enter(folder)
-        with suppress(OSError):  # also if no folder could be made, as on a full disk
-            drop_old_runs(root)
+        if is_own:
+            with suppress(OSError):  # also if no folder could be made, as on a full disk
+                drop_old_runs(root)
 
     def close(self) -> None:
         """Release the folder; a later run may remove it when it is old."""
@@ -455,9 +452,9 @@ class RunFolder:
         try:
             folder.mkdir(mode=folders.PRIVATE_FOLDER)
         except FileExistsError:
-            held = folders.join(folder, _what(folder))
+            held = folders.join(folder)
         else:
-            held = folders.claim(folder, _what(folder))
+            held = folders.claim(folder)
         if held is not None:
             self._claims.append(held)
 
@@ -479,25 +476,27 @@ class RunFolder:
 
 
 def drop_old_runs(root: Path) -> None:
-    """Remove all but the `RUNS_KEPT` newest runs that nbdist made and no agent uses.
+    """Remove all but the `RUNS_KEPT` newest runs, of those that no agent uses.
 
-    Raises OSError if another process removes a folder at the same time.
+    A run stays if anything else is beside its logs, such as another run.  Raises OSError if another
+    process removes a folder at the same time.
     """
-    ours = [*_ours_in(root)]
-    runs = [folder for folder in ours if any(folder.glob("attempt_*"))]
+    found = [*_claimed_in(root)]
+    runs = [folder for folder in found if any(folder.glob("attempt_*"))]
     newest = {*sorted(runs, key=lambda run: run.stat().st_mtime)[-RUNS_KEPT:]}
-    for folder in reversed(ours):  # inner folders come before the folders around them
-        if folder not in newest:
-            folders.remove(folder, _what(folder), RUN)
+    for folder in reversed(found):  # inner folders come before the folders around them
+        names = {each.name for each in folder.iterdir()} - {folders.LOCK_FILE}
+        if folder not in newest and all(map(ATTEMPT.fullmatch, names)):
+            folders.remove(folder)
 
 
-def _ours_in(folder: Path) -> Iterator[Path]:
-    """Yield the marked folders: runs, and for a run with a name such as `exp/run` also `exp`."""
+def _claimed_in(folder: Path) -> Iterator[Path]:
+    """Yield folders that runs have claimed: of a run with a name such as `exp/run` also `exp`.
+
+    Folders that the user has copied or renamed are left out.
+    """
     for each in folder.iterdir():
-        if folders.is_ours(each, _what(each)):
+        file, name = each / folders.LOCK_FILE, os.fsencode(each.name)
+        if file.is_file() and not each.is_symlink() and file.read_bytes() == name:
             yield each
-            yield from _ours_in(each)
-
-
-def _what(folder: Path) -> str:
-    return f"logs of {folder.name}"
+            yield from _claimed_in(each)

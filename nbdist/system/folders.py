@@ -1,9 +1,7 @@
-"""Folders that nbdist makes: private from the start, and removed only if nbdist made them.
+"""Folders that nbdist makes: private from the start, and removed once no process uses them.
 
-A folder that nbdist may remove has a marker, a file with the folder's purpose and inode number, so
-that a copy of the folder does not count.  Processes that use the folder lock the marker, and a
-locked folder is not removed.  Nor is a folder without a marker.  All processes of nbdist use this
-file.
+Processes lock a file in the folders that they use.  A folder that is locked, or has no such file,
+or that other users can write to, is not removed.  All processes of nbdist use this file.
 """
 
 from __future__ import annotations
@@ -11,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import os
 import pwd
-import re
 import shutil
 import socket
 import stat
@@ -24,7 +21,7 @@ from typing import BinaryIO
 
 from nbdist.errors import NoRuntimeFolder
 
-MARKER = ".nbdist"
+LOCK_FILE = ".nbdist"
 PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -121,124 +118,80 @@ def _user_name(number: int) -> str:
     return str(number)
 
 
-def claim(folder: Path, what: str) -> int:
-    """Mark a folder that was just made, and lock it.
-
-    Returns a descriptor; the folder is locked until it is closed.  Raises OSError.
-    """
-    flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW
-    marker = open_private(folder / MARKER, flags)
-    _lock(marker, fcntl.LOCK_SH)
-    os.write(marker, _text(what, os.stat(folder).st_ino))
-    return marker
-
-
-def join(folder: Path, what: str, lock: int = fcntl.LOCK_SH) -> int | None:
-    """Lock a folder that `claim` has marked for the same purpose; return a descriptor.
-
-    Returns None if the folder has no such marker or is being removed.  With LOCK_EX also if another
-    process has locked it, or if the file system has no locks.
-    """
-    with suppress(OSError), _opened(folder) as at:
-        return _held(at, what, lock)
-    return None
-
-
-def _lock(marker: int, lock: int) -> bool:
-    try:
-        fcntl.flock(marker, lock | fcntl.LOCK_NB)
-    except OSError as error:
-        # On a file system without locks nothing is ever removed, so a shared lock is not needed.
-        return lock == fcntl.LOCK_SH and not isinstance(error, BlockingIOError)
-    return True
-
-
-def _text(what: str, inode: int) -> bytes:
-    return f"nbdist made this folder and may remove it: {what}, inode {inode}\n".encode()
-
-
-def runtime(folder: Path) -> str:
-    """Return the purpose that the marker of a world's runtime folder has."""
-    return f"sockets of {folder.name}"
-
-
 def state_folder() -> str:
     """Return the folder for what outlives a run, such as logs and snapshots."""
     state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     return str(Path(state).expanduser() / "nbdist")
 
 
-# --- removing ---------------------------------------------------------------------------
+# --- locking and removing ---------------------------------------------------------------
 
 
-def is_ours(folder: Path, what: str, lock: int = fcntl.LOCK_SH) -> bool:
-    """Return True if `join` could lock the folder: it is ours, and with LOCK_EX also unused."""
-    marker = join(folder, what, lock)
-    if marker is not None:
-        os.close(marker)
-    return marker is not None
+def claim(folder: Path) -> int:
+    """Make a folder's lock file, in which the folder's name is, and lock it.
 
-
-def remove(
-    folder: Path, what: str, contents: re.Pattern[str] | None, aside: Path | None = None
-) -> bool:
-    """Remove a folder that nbdist made, if it is unused and holds nothing else.
-
-    `contents` must match each relative path in the folder, with a slash after a folder; None allows
-    all files.  The folder also stays if it holds a symbolic link or another user's file, unless
-    `contents` is None, or a folder in which other users can write.  With `aside` it is first
-    renamed, so that nobody reads a folder that is half removed.  Returns True if it was removed.
+    Returns a descriptor; the folder is locked until it is closed.  Raises OSError.
     """
-    with suppress(OSError), _opened(folder) as at:
-        marker = _held(at, what, fcntl.LOCK_EX)
-        if marker is None:
-            return False
-        try:
-            # The folder that was checked, even if another folder has its name now.
-            here = Path(f"/proc/self/fd/{at}")
-            # In this order the marker is removed last: a later call can complete a removal that was
-            # interrupted.
-            found = sorted(here.rglob("*"), reverse=True)
-            if not all(_is_known(each, str(each.relative_to(here)), contents) for each in found):
-                return False
-            if aside is not None:
-                folder.rename(aside)
-            for each in found:
-                (os.rmdir if stat.S_ISDIR(each.lstat().st_mode) else os.unlink)(each)
-            os.rmdir(aside or folder)
-            return True
-        finally:
-            os.close(marker)
-    return False
+    flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW
+    file = open_private(folder / LOCK_FILE, flags)
+    os.write(file, os.fsencode(folder.name))
+    return _lock(file, fcntl.LOCK_SH)
 
 
-def _held(at: int, what: str, lock: int) -> int | None:
-    """Return the locked marker of an open folder; None if `claim` did not write it or it is locked.
+def join(folder: Path, lock: int = fcntl.LOCK_SH) -> int | None:
+    """Lock a folder that `claim` has locked before; return a descriptor.
 
-    Raises OSError if there is no marker.
+    Returns None if the folder has no lock file, if another user can write to it, or while it is
+    being removed.  With LOCK_EX also if another process has locked it, or on a file system without
+    locks.
     """
-    marker = os.open(MARKER, os.O_RDWR | _FILE, dir_fd=at)
-    found, folder = os.fstat(marker), os.fstat(at)
-    is_ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and _is_closed(folder)
-    if is_ours and os.read(marker, 1024) == _text(what, folder.st_ino) and _lock(marker, lock):
-        return marker
-    os.close(marker)
+    with suppress(OSError, Untrusted), _opened(folder) as at:
+        return _lock_in(at, lock)
     return None
 
 
-def _is_known(path: Path, name: str, contents: re.Pattern[str] | None) -> bool:
-    found = path.lstat()
-    if stat.S_ISDIR(found.st_mode):
-        name, is_own = f"{name}/", _is_closed(found)
-    else:
-        is_file = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
-        is_own = is_file or contents is None
-    return is_own and (contents is None or name == MARKER or bool(contents.fullmatch(name)))
+def remove(folder: Path, aside: Path | None = None) -> bool:
+    """Remove a folder that `join` can lock, if no process uses it; return True if it was removed.
+
+    Symbolic links in it are removed, and never followed.  With `aside` the folder is first renamed,
+    so that nobody reads a folder that is half removed.
+    """
+    with suppress(OSError, Untrusted), _opened(folder) as at:
+        lock = _lock_in(at, fcntl.LOCK_EX)
+        try:
+            if aside is not None:
+                folder.rename(aside)
+            # The folder that was checked, even if another folder has its name now.
+            shutil.rmtree(f"/proc/self/fd/{at}/.", ignore_errors=True)
+            os.rmdir(aside or folder)
+            return True
+        finally:
+            os.close(lock)
+    return False
 
 
-def _is_closed(folder: os.stat_result) -> bool:
-    """Return True for a folder that this user can list and change, and no other user can change."""
-    return folder.st_uid == os.geteuid() and folder.st_mode & 0o722 == stat.S_IRWXU
+def _lock_in(at: int, lock: int) -> int:
+    return _lock(os.open(LOCK_FILE, os.O_RDWR | _FILE, dir_fd=at), lock)
+
+
+def _lock(file: int, lock: int) -> int:
+    try:
+        fcntl.flock(file, lock | fcntl.LOCK_NB)
+    except OSError as error:
+        # On a file system without locks nothing is ever removed, so a shared lock is not needed.
+        if lock == fcntl.LOCK_EX or isinstance(error, BlockingIOError):
+            os.close(file)
+            raise
+    return file
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[int]:
+    fd = _open_own(folder, None, _FOLDER)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 # --- reading ----------------------------------------------------------------------------
@@ -280,19 +233,14 @@ def _open_own(path: Path, above: int | None, flags: int) -> int:
     return fd
 
 
-@contextmanager
-def _opened(folder: Path) -> Iterator[int]:
-    fd = os.open(folder, _FOLDER)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-
-
 # --- runtime folders --------------------------------------------------------------------------
 
 
 PREFIX, SOCKET = "nbdist-", "notebook.sock"
+
+MADE_NAME = PREFIX + "[a-z0-9_]" * 8
+"""Matches the names of runtime folders, as `tempfile.mkdtemp` makes them, and not `nbdist-code-...`
+or a copy that has another name."""
 
 LAST_PLACES = ("/tmp", "/var/tmp")
 """Where runtime folders are made if the environment names no usable place."""
@@ -315,10 +263,10 @@ class RuntimeFolder:
 
     def __init__(self) -> None:
         # Old folders are removed from all places, because an earlier session may have had another
-        # environment.  A folder of this name may also hold a user's data, which has no marker, or
-        # belong to a running world, which has locked it.
-        for folder in (each for parent in places() for each in parent.glob(PREFIX + "*")):
-            remove(folder, runtime(folder), None)
+        # environment.  A folder of such a name may also belong to a running world, which has locked
+        # it.
+        for folder in (each for parent in places() for each in parent.glob(MADE_NAME)):
+            remove(folder)
         problems = {}
         for parent in places():
             try:
@@ -328,7 +276,7 @@ class RuntimeFolder:
                 problems[str(parent)] = error.strerror or str(error)
         else:
             raise NoRuntimeFolder(problems)
-        self._claim = claim(self.path, runtime(self.path))
+        self._claim = claim(self.path)
 
     def close(self) -> None:
         """Remove the folder, if its agent was killed before it could, and unlock it."""
@@ -349,7 +297,7 @@ class JoinedFolder:
     def __init__(self, path: Path) -> None:
         check_private(path)
         self.path, self.socket = path, f"notebook-{os.getpid()}.sock"
-        claim = join(path, runtime(path))
+        claim = join(path)
         if claim is None:
             raise FileNotFoundError(f"{path} is the folder of no world")
         self._claim = claim

@@ -43,7 +43,7 @@ FORMAT = 2  # the version of the manifest's and the ranks' file formats
 UNFINISHED = ".part-"
 NAME = re.compile(r"[\w][\w.-]*", re.ASCII)
 STAMP = re.compile(r"[0-9]{8}-[0-9]{6}(\.[0-9]+)?", re.ASCII)
-CONTENTS = re.compile(r"manifest\.json|rank[0-9]+\.frames", re.ASCII)
+CONTENTS = re.compile(r"manifest\.json|rank[0-9]+\.frames|\.nbdist", re.ASCII)
 
 NO_FILE = f"process {uuid.uuid4().hex}"
 """The owner of a snapshot whose program has no file, such as Python in a terminal."""
@@ -234,7 +234,7 @@ class SnapshotStore:
             folders.make_private(self.root)
             for other in _folders(self.root):
                 for left in other.glob(f"{UNFINISHED}*"):
-                    folders.remove(left, _what(other.name), CONTENTS)
+                    folders.remove(left)
             with suppress(FileExistsError):
                 (self.root / name).mkdir(mode=folders.PRIVATE_FOLDER)
             lock = self.root / name / ".lock"
@@ -245,14 +245,14 @@ class SnapshotStore:
                 claim = None
                 try:
                     folder.mkdir(mode=folders.PRIVATE_FOLDER)
-                    claim = folders.claim(folder, _what(name))
-                    os.close(folders.open_trusted(folder / folders.MARKER))
+                    claim = folders.claim(folder)
+                    os.close(folders.open_trusted(folder / folders.LOCK_FILE))
                     yield folder
                 finally:
                     if claim is not None:
                         os.close(claim)
-                    if not folders.remove(folder, _what(name), CONTENTS):
-                        with suppress(OSError):  # Stop came before the folder got its marker
+                    if not folders.remove(folder):
+                        with suppress(OSError):  # Stop came before the folder got its lock file
                             folder.rmdir()
         except NbdistError:  # an error of a rank may be an OSError too: see `as_raised`
             raise
@@ -284,6 +284,7 @@ class SnapshotStore:
             "time": now,
             "nbdist": __version__,
             "versions": dict(next(iter(parts.values())).versions),
+            "stamp": stamp,
             "owner": self.owner,
             "process": processes.identify(os.getpid()),
             "meshes": [asdict(mesh) for mesh in {m for p in parts.values() for m in p.meshes}],
@@ -308,15 +309,14 @@ class SnapshotStore:
     def _may_go(self, snapshot: Snapshot) -> bool:
         """Return True if an old snapshot may be removed.
 
-        False if its folder lacks the marker, and while another run that wrote it goes on.  A run on
-        another machine is taken to go on until the snapshot's age is `ELSEWHERE_SECONDS`.
+        False while another run that wrote it goes on.  A run on another machine is taken to go on
+        until the snapshot's age is `ELSEWHERE_SECONDS`.
         """
         is_of_this_run = snapshot.process == processes.identify(os.getpid())
         is_recent = time.time() - snapshot.time < ELSEWHERE_SECONDS
         can_be_checked = processes.is_of_this_machine(snapshot.process)
         may_run = (is_recent or can_be_checked) and processes.may_run(snapshot.process)
-        is_needed = may_run and not is_of_this_run
-        return not is_needed and folders.is_ours(snapshot.folder, _what(snapshot.name))
+        return is_of_this_run or not may_run
 
     def remove(self, key: str) -> list[Snapshot]:
         """Remove and return this notebook's snapshots of a name, or any `NAME@STAMP`.
@@ -344,11 +344,10 @@ class SnapshotStore:
 def _remove(snapshot: Snapshot) -> bool:
     # Rename the folder first: a snapshot that is half removed must never look like a snapshot.
     going = snapshot.folder.with_name(f"{UNFINISHED}{uuid.uuid4().hex}")
-    return folders.remove(snapshot.folder, _what(snapshot.name), CONTENTS, aside=going)
-
-
-def _what(name: str) -> str:
-    return f"snapshot {name}"
+    with suppress(OSError):
+        if all(CONTENTS.fullmatch(each.name) for each in snapshot.folder.iterdir()):
+            return folders.remove(snapshot.folder, aside=going)
+    return False
 
 
 def _is_name(name: str) -> bool:
@@ -381,7 +380,10 @@ def _read(name: str, folder: Path) -> Snapshot:
         meshes = tuple(Mesh.read(mesh) for mesh in manifest["meshes"])
         versions = {k: str(v) for k, v in manifest.get("versions", {}).items()}
         found = (manifest["time"], parts, manifest["left_out"], versions, meshes)
-        owner, process = str(manifest.get("owner", "")), str(manifest.get("process", ""))
+        process = str(manifest.get("process", ""))
+        # A copy that the user has made under another stamp belongs to no notebook.
+        is_copy = manifest.get("stamp", folder.name) != folder.name
+        owner = "" if is_copy else str(manifest.get("owner", ""))
         problems = [_problem_of(folder / f"rank{r}.frames", p) for r, p in parts.items()]
     except folders.Untrusted as error:
         return Snapshot(name, folder.name, folder, distrust=str(error))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -299,36 +300,59 @@ def run_of(root: Path, name: str, age: int = 0) -> RunFolder:
     return run
 
 
-def test_old_runs_are_dropped(tmp_path: Path) -> None:
+@pytest.fixture
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """nbdist's own folder."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    return tmp_path / "nbdist"
+
+
+def test_old_runs_are_dropped(state: Path) -> None:
     """The newest runs are kept, and one that is in use, whatever its age."""
-    in_use = run_of(tmp_path, "in use", age=10_000)
+    in_use = run_of(state, "in use", age=10_000)
     for number in range(worker_output.RUNS_KEPT + 5):
         name = f"exp{number}/run" if number % 2 else f"run{number}"
-        run_of(tmp_path, name, age=100 - number).close()
-    worker_output.drop_old_runs(tmp_path)
-    assert {entry.name for entry in tmp_path.iterdir()} == {
+        run_of(state, name, age=100 - number).close()
+    run_of(state, "newest").close()
+    assert {entry.name for entry in state.iterdir()} == {
         "in use",
+        "newest",
         *(f"exp{n}" if n % 2 else f"run{n}" for n in range(5, worker_output.RUNS_KEPT + 5)),
     }
     in_use.close()
-    worker_output.drop_old_runs(tmp_path)
+    worker_output.drop_old_runs(state)
     assert not in_use.path.exists()
 
 
-def test_nothing_else_is_dropped(tmp_path: Path) -> None:
+def test_a_folder_that_the_user_has_named_is_not_cleaned(state: Path) -> None:
+    """All runs stay in it, and nothing else is there."""
+    logs = state / "logs"
+    for number in range(worker_output.RUNS_KEPT + 5):
+        run_of(logs, f"exp/run{number}", age=number).close()
+    assert len([*(logs / "exp").iterdir()]) == worker_output.RUNS_KEPT + 5
+    assert not [each for each in logs.rglob("*") if each.name.startswith(".")]
+
+
+def test_nothing_else_is_dropped(state: Path) -> None:
     """The user's folders stay, and runs in which the user keeps something."""
     for name in ("notes", "attempt_0", "run", "data/run"):
-        (tmp_path / name / "attempt_0" / "0").mkdir(parents=True)
-        (tmp_path / name / "attempt_0" / "0" / "stdout.log").write_text("mine")
-    run_of(tmp_path, "run", age=1000).close()  # the user's folder has this name
-    used = run_of(tmp_path, "used", age=1000)
-    (used.path / "attempt_0" / "model.pt").write_text("mine")
+        (state / name / "attempt_0" / "0").mkdir(parents=True)
+        (state / name / "attempt_0" / "0" / "stdout.log").write_text("mine")
+    run_of(state, "run", age=1000).close()  # the user's folder has this name
+    used, around = run_of(state, "used", age=1000), run_of(state, "around", age=1000)
+    (used.path / "model.pt").write_text("mine")
     used.close()
-    for name in tmp_path.iterdir():
+    around.close()
+    for name in ("copied", "renamed"):
+        run_of(state, name, age=1000).close()
+    shutil.copytree(state / "copied", state / "copy")
+    (state / "renamed").rename(state / "kept")
+    inner = run_of(state, "around/inner")
+    for name in state.iterdir():
         os.utime(name, (1, 1))
-    for number in range(worker_output.RUNS_KEPT + 1):
-        run_of(tmp_path, f"new{number}", age=number).close()
-    before = {*tmp_path.rglob("*")}
-    worker_output.drop_old_runs(tmp_path)
-    gone = {path.relative_to(tmp_path).parts[0] for path in before - {*tmp_path.rglob("*")}}
-    assert gone == {f"new{worker_output.RUNS_KEPT}"}
+    before = {*state.rglob("*")}
+    for number in range(worker_output.RUNS_KEPT):
+        run_of(state, f"new{number}", age=number).close()
+    gone = {path.relative_to(state).parts[0] for path in before - {*state.rglob("*")}}
+    inner.close()
+    assert gone == {"copied"}

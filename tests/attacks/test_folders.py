@@ -18,9 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.agent.worker_output import RUN, RUNS_KEPT
+from nbdist.agent.worker_output import ATTEMPT, RUNS_KEPT
 from nbdist.errors import NoRuntimeFolder, ScaleError, UsageError, WorkerDied
-from nbdist.system.folders import MARKER, RuntimeFolder
+from nbdist.system.folders import RuntimeFolder
 from nbdist.world.snapshot_store import KEPT, Snapshot
 from nbdist.world.world import World
 from tests.waiting import wait_until
@@ -99,7 +99,7 @@ def test_the_users_folders_stay(world: World, logs: Path) -> None:
 
 
 def test_what_is_in_a_run(world: World, logs: Path, tmp_path: Path) -> None:
-    """It is limited, known as nbdist's, and the user's alone, whatever the umask, as snapshots."""
+    """It is limited, and the user's alone, whatever the umask, as snapshots are."""
     world.execute(
         "import sys\nx = 1; print(2, file=sys.stderr)\n"
         "if rank == 0:\n    print('secret\\n' * 100_000)\n"
@@ -110,8 +110,7 @@ def test_what_is_in_a_run(world: World, logs: Path, tmp_path: Path) -> None:
     found = [*run.rglob("*")]
     for name in ("stdout.log.1", "display-0"):
         assert any(each.name.startswith(name) for each in found)
-    paths = [f"{each.relative_to(run)}{'/' * each.is_dir()}" for each in found]
-    assert [path for path in paths if not RUN.fullmatch(path)] == [MARKER]
+    assert [each for each in run.iterdir() if not ATTEMPT.fullmatch(each.name)] == []
     found += [run, tmp_path / "snapshots", *(tmp_path / "snapshots").rglob("*")]
     assert len(found) > 12
     for each in found:

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.system.folders`: proof before removing anything, trust before reading it.
+"""Tests of `nbdist.system.folders`: locks before removing anything, trust before reading it.
 
 Of folders of worlds' sockets too: where they are, and when they are removed.
 """
@@ -6,21 +6,18 @@ Of folders of worlds' sockets too: where they are, and when they are removed.
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
+from typing import Any
 
 import pytest
 
 from nbdist.system import folders
-from nbdist.system.folders import MARKER, RuntimeFolder, Untrusted, places
-
-ALL = re.compile(".*")
+from nbdist.system.folders import LOCK_FILE, RuntimeFolder, Untrusted, places
 
 
 @pytest.fixture
@@ -28,7 +25,7 @@ def ours(tmp_path: Path) -> Path:
     """A folder of ours that nobody holds, with a file and a folder in it."""
     folder = tmp_path / "ours"
     folder.mkdir(mode=0o700)
-    os.close(folders.claim(folder, "a test"))
+    os.close(folders.claim(folder))
     (folder / "file").write_text("x")
     (folder / "sub").mkdir()
     return folder
@@ -77,87 +74,69 @@ def test_a_file_that_is_written_twice_at_once(tmp_path: Path) -> None:
 @pytest.mark.world
 def test_it_goes_when_nobody_holds_it(ours: Path) -> None:
     """Whoever holds it keeps it, of several the last one; a holder that is killed holds nothing."""
-    first, last = (folders.join(ours, "a test") for _ in range(2))
+    first, last = (folders.join(ours) for _ in range(2))
     os.close(first)
-    assert not folders.remove(ours, "a test", ALL)
+    assert not folders.remove(ours)
     code = (
         "import sys, time; from pathlib import Path; from nbdist.system import folders\n"
-        "print(folders.join(Path(sys.argv[1]), 'a test'), flush=True); time.sleep(60)"
+        "print(folders.join(Path(sys.argv[1])), flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code, ours], stdout=subprocess.PIPE) as holder:
         assert holder.stdout.readline().strip().isdigit()
         os.close(last)
-        assert not folders.remove(ours, "a test", ALL)
+        assert not folders.remove(ours)
         holder.kill()
-    assert folders.remove(ours, "a test", ALL)
+    assert folders.remove(ours)
     assert not ours.exists()
-    assert folders.join(ours, "a test") is None
-    assert not folders.remove(ours, "a test", ALL)
+    assert folders.join(ours) is None
+    assert not folders.remove(ours)
 
 
-def test_without_proof_it_stays(ours: Path, tmp_path: Path) -> None:
-    """Other words, a copied, a linked or no marker, a marker of another user: it stays."""
-    marker, text = ours / MARKER, (ours / MARKER).read_bytes()
-    assert not folders.remove(ours, "another test", ALL)
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / MARKER).write_bytes(text)
-    assert not folders.remove(other, "a test", ALL)
-    for break_it in (
-        lambda: marker.write_bytes(text + b"x"),
-        lambda: marker.write_bytes(b""),
-        marker.unlink,
-        lambda: marker.symlink_to(other / MARKER),
-    ):
+def test_without_its_lock_file_it_stays(ours: Path, tmp_path: Path) -> None:
+    """A linked or no lock file, a folder of another user, a linked folder: it stays."""
+    lock_file, other = ours / LOCK_FILE, tmp_path / "other"
+    other.touch()
+    for break_it in (lock_file.unlink, lambda: lock_file.symlink_to(other)):
         break_it()
-        assert not folders.is_ours(ours, "a test")
-        assert not folders.remove(ours, "a test", ALL)
-    marker.unlink()
-    marker.write_bytes(text)
-    assert folders.is_ours(ours, "a test")
+        assert folders.join(ours) is None
+        assert not folders.remove(ours)
+    lock_file.unlink()
+    lock_file.touch()
     if os.geteuid() == 0:
-        os.chown(marker, 54321, -1)
-        assert not folders.is_ours(ours, "a test")
-        os.chown(marker, 0, -1)
+        os.chown(ours, 54321, -1)
+        assert not folders.remove(ours)
+        os.chown(ours, 0, -1)
     (tmp_path / "link").symlink_to(ours)
-    assert not folders.remove(tmp_path / "link", "a test", ALL)
+    assert not folders.remove(tmp_path / "link")
     assert (ours / "file").exists()
+    assert folders.remove(ours)
 
 
-@pytest.mark.parametrize("pattern", ["file", "file|sub", "sub/"])
-def test_what_is_not_known_keeps_it_whole(ours: Path, pattern: str) -> None:
-    """Nothing of it is removed, nor is it moved."""
-    aside = ours.with_name("aside")
-    assert not folders.remove(ours, "a test", re.compile(pattern), aside)
-    assert {each.name for each in ours.iterdir()} == {MARKER, "file", "sub"}
-    assert folders.remove(ours, "a test", re.compile("file|sub/"), aside)
-    assert not aside.exists()
-
-
-@pytest.mark.parametrize(("folder", "mode"), [(".", 0o720), ("sub", 0o702), ("sub", 0o500)])
-def test_where_others_can_write_it_stays_whole(ours: Path, folder: str, mode: int) -> None:
-    """Names could change their meaning while it is removed; nor is what cannot be listed known."""
-    for contents in (ALL, None):
-        (ours / folder).chmod(mode)
-        assert not folders.remove(ours, "a test", contents)
+def test_where_others_can_write_it_stays_whole(ours: Path) -> None:
+    """Names could change their meaning while it is removed; what others can only read goes."""
+    for mode in (0o720, 0o702):
+        ours.chmod(mode)
+        assert not folders.remove(ours)
         assert (ours / "file").exists()
-    (ours / folder).chmod(0o755)
-    assert folders.remove(ours, "a test", ALL)
+    ours.chmod(0o755)
+    assert folders.remove(ours)
 
 
-def test_what_takes_its_place_meanwhile_stays(ours: Path, tmp_path: Path) -> None:
-    """Only the folder that was proved is emptied, wherever it is by then."""
+def test_what_takes_its_place_meanwhile_stays(
+    ours: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the folder that was checked is emptied, wherever it is by then."""
+    rmtree = shutil.rmtree
 
-    class Moving:
-        def fullmatch(self, name: str) -> bool:
-            if not (tmp_path / "away").exists():
-                shutil.copytree(ours, tmp_path / "mine")
-                ours.rename(tmp_path / "away")
-                (tmp_path / "mine").rename(ours)
-            return bool(name)
+    def after_a_move(*args: Any, **options: Any) -> None:
+        shutil.copytree(ours, tmp_path / "mine")
+        ours.rename(tmp_path / "away")
+        (tmp_path / "mine").rename(ours)
+        rmtree(*args, **options)
 
-    assert not folders.remove(ours, "a test", cast(re.Pattern[str], Moving()))
-    assert {each.name for each in ours.iterdir()} == {MARKER, "file", "sub"}
+    monkeypatch.setattr(shutil, "rmtree", after_a_move)
+    assert not folders.remove(ours)
+    assert {each.name for each in ours.iterdir()} == {LOCK_FILE, "file", "sub"}
     assert not [*(tmp_path / "away").iterdir()]
 
 
@@ -165,9 +144,9 @@ def test_links_are_removed_not_followed(ours: Path, tmp_path: Path) -> None:
     """What a link leads to stays."""
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").write_text("mine")
-    (ours / "sub" / "link").symlink_to(tmp_path / "mine")
-    assert not folders.remove(ours, "a test", ALL)
-    assert folders.remove(ours, "a test", None)
+    for link in (ours / "link", ours / "sub" / "link"):
+        link.symlink_to(tmp_path / "mine")
+    assert folders.remove(ours)
     assert (tmp_path / "mine" / "file").read_text() == "mine"
 
 
@@ -218,7 +197,7 @@ def test_what_a_killed_agent_left_goes_and_nothing_else(parent: Path) -> None:
     """What is held stays, whatever a cleaner took; so do copies, renamed ones and data."""
     held, cleaned, killed, moved = (RuntimeFolder() for _ in range(4))
     left = killed.path
-    (cleaned.path / MARKER).unlink()
+    (cleaned.path / LOCK_FILE).unlink()
     copy, data, link = (parent / f"nbdist-{name}" for name in ("copy", "data", "link"))
     shutil.copytree(left, copy)
     link.symlink_to(data)

@@ -81,7 +81,7 @@ def test_what_was_not_completed_is_gone(store: SnapshotStore) -> None:
     assert entries(store.root / "a") == [".lock"]
     for name in (".part-killed", ".part-mine"):
         (store.root / "a" / name).mkdir()
-    os.close(folders.claim(store.root / "a" / ".part-killed", "snapshot a"))
+    os.close(folders.claim(store.root / "a" / ".part-killed"))
     take(store, "b")
     assert entries(store.root / "a") == [".lock", ".part-mine"]
 
