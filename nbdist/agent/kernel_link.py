@@ -1,4 +1,4 @@
-"""An agent's connections to one worker's kernel, on unix sockets: tasks, iopub, control, shell.
+"""An agent's connections to one worker, on unix sockets: tasks, requests, and its kernel's iopub.
 
 Jupyter messages of the kernel are validated and turned into the classes of
 `nbdist.output.events`.  `nbdist.agent.worker` uses this file; it runs in the agent.
@@ -14,6 +14,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from nbdist.output import events
 from nbdist.wire import control
 from nbdist.wire.frames import NOTHING, BadFrame, FrameCutter, fits, framed, pack
 from nbdist.wire.spec import WorkerStart
-from nbdist.wire.work import MOST_BYTES, CommSent, InputReply, Said, SigintSent, said_from
+from nbdist.wire.work import MOST_BYTES, InputReply, Said, SigintSent, said_from
 from nbdist.words import one_line
 
 # --- messages ---------------------------------------------------------------------------------
@@ -60,13 +61,12 @@ class Message(NamedTuple):
     """A Jupyter message of a worker.
 
     `number` counts the messages that have a mark in the worker's stdout, 0 for a message without.
-    `answers` is the id of the request that it answers.  `ours` is what nbdist's worker has added to
-    the metadata, such as the time of an error; `metadata` is the rest.
+    `ours` is what nbdist's worker has added to the metadata, such as the time of an error;
+    `metadata` is the rest.
     """
 
     kind: str
     content: Mapping[str, Any]
-    answers: str
     number: int
     ours: Mapping[str, Any]
     buffers: Sequence[bytes | memoryview] = ()
@@ -90,7 +90,6 @@ def message_from(session: Session, frames: list[bytes]) -> Message | None:
         return Message(
             str(raw["header"]["msg_type"]),
             {} if is_too_deep else {**content},
-            str(raw["parent_header"].get("msg_id", "")),
             int(ours.get("number", 0)),
             ours,
             raw["buffers"],
@@ -268,15 +267,15 @@ SUBSCRIBE_TIMEOUT = 10.0  # seconds for the iopub subscription to take effect
 RETRY_SECONDS = 0.02  # between requests that make the kernel publish its status
 
 
-class TaskConnection(asyncio.Protocol):
-    """The agent's side of a worker's task socket.
+class FrameConnection(asyncio.Protocol):
+    """The agent's side of a connection to a worker.
 
-    `hear` gets the worker's messages about its tasks.  `lose` is called once, when no more can
-    come: with a BadFrame if a message could not be read, with None if the connection was closed.
+    `hear` gets each frame, and raises BadFrame if it cannot read one.  `lose` is called once, when
+    no more can come: with that BadFrame, or with None if the connection was closed.
     """
 
     def __init__(
-        self, hear: Callable[[Said], None], lose: Callable[[BadFrame | None], None]
+        self, hear: Callable[[bytes], None], lose: Callable[[BadFrame | None], None]
     ) -> None:
         self._hear = hear
         self._lose = lose
@@ -288,7 +287,7 @@ class TaskConnection(asyncio.Protocol):
             return
         try:
             for frame in self._cutter.feed(data):
-                self._hear(said_from(frame))
+                self._hear(frame)
         except BadFrame as error:
             self._is_lost = True
             self._lose(error)
@@ -313,10 +312,10 @@ class KernelClient:
         self._base = start.connection_file.removesuffix(".json")
         self._session = Session()
         self._iopub: ZMQStream | None = None
-        self._control: ZMQStream | None = None
-        self._shell: ZMQStream | None = None  # opened for the first message to a widget
         self._tasks: asyncio.WriteTransport | None = None
-        self._answers: dict[str, asyncio.Future[control.Answer | None]] = {}
+        self._control: asyncio.WriteTransport | None = None
+        self._asked = 0  # requests so far
+        self._answers: dict[int, asyncio.Future[control.Answer]] = {}
 
     def write_connection_file(self) -> None:
         """Write the kernel's connection file.  Raises ChildProcessError if that fails."""
@@ -334,54 +333,47 @@ class KernelClient:
             folder = Path(self._start.connection_file).parent
             raise ChildProcessError(f"{error.strerror} in {folder}") from error
 
-    async def connect(self, tasks: TaskConnection) -> None:
-        """Connect to the kernel; on return iopub is subscribed, so no output can be missed.
+    async def connect(
+        self, hear: Callable[[Said], None], lose: Callable[[BadFrame | None], None]
+    ) -> None:
+        """Connect to the worker; on return iopub is subscribed, so no output can be missed.
 
-        If the subscription is not confirmed within `SUBSCRIBE_TIMEOUT`, logs a warning and goes on.
+        `hear` gets the worker's messages about its tasks, `lose` is that of `FrameConnection`.  If
+        the subscription is not confirmed within `SUBSCRIBE_TIMEOUT`, logs a warning and goes on.
         """
-        loop, subscribed = asyncio.get_running_loop(), asyncio.Event()
-        self._tasks, _ = await loop.create_unix_connection(lambda: tasks, self._start.task_socket)
-        self._iopub = iopub = self._stream("iopub", zmq.SUB)
-        self._control = self._stream("control", zmq.DEALER)
-        status = b"kernel.%d.status" % self._start.rank
-        for topic in (events.TOPIC, status):
-            iopub.setsockopt(zmq.SUBSCRIBE, topic)
+        subscribed = asyncio.Event()
+        # The worker takes its first connection for tasks, and the second for requests.
+        self._tasks = await self._connected(lambda frame: hear(said_from(frame)), lose)
+        lost = partial(log.debug, "rank %d can be asked no more: %s", self._start.rank)
+        self._control = await self._connected(self._read_answer, lost)
+        # All sockets share one context.  Each further context would start two threads, and zmq
+        # aborts the process if a thread cannot be started.
+        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
+        socket.rcvhwm = 0
+        socket.connect(f"ipc://{self._base}-{PORTS['iopub']}")
+        socket.setsockopt(zmq.SUBSCRIBE, events.TOPIC)
+        self._iopub = iopub = ZMQStream(socket)
         iopub.on_recv(lambda _: subscribed.set())
-        self._control.on_recv(self._read_answer)
         deadline = time.monotonic() + SUBSCRIBE_TIMEOUT
         while not subscribed.is_set() and time.monotonic() < deadline:
-            self._request("kernel_info_request")
+            self._request(control.Announce())
             with suppress(TimeoutError):  # published before the subscription: ask again
                 async with asyncio.timeout(RETRY_SECONDS):
                     await subscribed.wait()
         if not subscribed.is_set():
             log.warning("rank %d has not published its state in time", self._start.rank)
-        iopub.setsockopt(zmq.UNSUBSCRIBE, status)
         iopub.on_recv(self._read_message)
 
-    def _stream(self, channel: str, kind: int) -> ZMQStream:
-        # All sockets share one context.  Each further context would start two threads, and zmq
-        # aborts the process if a thread cannot be started.
-        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
-        socket.rcvhwm = socket.sndhwm = 0
-        socket.connect(f"ipc://{self._base}-{PORTS[channel]}")
-        return ZMQStream(socket)
+    async def _connected(
+        self, hear: Callable[[bytes], None], lose: Callable[[BadFrame | None], None]
+    ) -> asyncio.WriteTransport:
+        made, path = partial(FrameConnection, hear, lose), self._start.task_socket
+        return (await asyncio.get_running_loop().create_unix_connection(made, path))[0]
 
-    def send(self, said: bytes | InputReply | SigintSent | CommSent) -> None:
-        """Send a packed task, or a message about the running task, on the task socket."""
+    def send(self, said: bytes | InputReply | SigintSent | events.Comm) -> None:
+        """Send a packed task, a message about the running task, or a page's one to a widget."""
         if self._tasks is not None:
             self._tasks.write(framed(said if isinstance(said, bytes) else pack(said)))
-
-    def send_comm(self, comm: events.Comm) -> None:
-        """Send a page's message to a widget; the kernel handles it between two tasks."""
-        if self._control is None:
-            return
-        if self._shell is None:
-            self._shell = self._stream("shell", zmq.DEALER)
-        content = {"comm_id": comm.id, "data": comm.data}
-        message = self._session.msg(comm.kind, content, metadata={**comm.metadata})
-        self._session.send(self._shell, message, buffers=[*comm.buffers])
-        self.send(CommSent())
 
     async def ask(
         self, request: control.Request, timeout: float, ended: asyncio.Future[int]
@@ -392,7 +384,7 @@ class KernelClient:
         """
         if self._control is None:
             return None
-        number = self._request(control.REQUEST, buffers=[pack(request)])
+        number = self._request(request)
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
         try:
             ends = (answer, ended)
@@ -402,40 +394,39 @@ class KernelClient:
             del self._answers[number]
 
     def shut_down(self) -> None:
-        """Ask the kernel to shut down."""
-        if self._control is not None:
-            self._request("shutdown_request", {"restart": False})
+        """Let the idle worker exit: it does when the connection for tasks is closed."""
+        if self._tasks is not None:
+            self._tasks.close()
 
     def close(self) -> None:
         """Close all connections, and remove their sockets and the connection file."""
-        if self._tasks is not None:
-            self._tasks.close()
-        for stream in (self._iopub, self._control, self._shell):
-            if stream is not None:
-                stream.close(linger=0)
+        for transport in (self._tasks, self._control):
+            if transport is not None:
+                transport.close()
         self._control = None  # from now on `ask` returns None
+        if self._iopub is not None:
+            self._iopub.close(linger=0)
         files = [f"{self._base}-{port}" for port in PORTS.values()]
         for file in (*files, self._start.connection_file, self._start.task_socket):
             Path(file).unlink(missing_ok=True)
 
-    def _request(self, kind: str, content: Mapping[str, Any] | None = None, **options: Any) -> str:
-        """Send a request on the control channel; return its id."""
-        message = self._session.msg(kind, dict(content or {}))
-        self._session.send(self._control, message, **options)
-        request_id: str = message["header"]["msg_id"]
-        return request_id
+    def _request(self, request: control.Request) -> int:
+        """Send a request; return its number."""
+        assert self._control is not None
+        self._asked += 1
+        self._control.write(framed(pack((self._asked, request))))
+        return self._asked
 
     def _read_message(self, frames: list[bytes]) -> None:
         if (message := message_from(self._session, frames)) and message.number > 0:
             self._read(message.number, output_from(message))
 
-    def _read_answer(self, frames: list[bytes]) -> None:
-        message = message_from(self._session, frames)
-        answer = self._answers.get(message.answers) if message else None
-        if message is None or answer is None or answer.done():
-            return
+    def _read_answer(self, frame: bytes) -> None:
         try:
-            answer.set_result(control.answer_from(message.buffers))
+            number, answer = control.answer_from(frame)
         except BadFrame as error:
             log.warning("rank %d answered what cannot be read: %s", self._start.rank, error)
-            answer.set_result(None)
+            return
+        waiting = self._answers.get(number)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(answer)

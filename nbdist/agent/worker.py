@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nbdist.agent.kernel_link import KernelClient, TaskConnection, as_shown
+from nbdist.agent.kernel_link import KernelClient, as_shown
 from nbdist.agent.processes import ProcessSource, WorkerProcess
 from nbdist.agent.stacks import StackFile
 from nbdist.agent.worker_output import WorkerLog, WorkerOutput
@@ -125,7 +125,7 @@ class Worker:
         process.exited.add_done_callback(self._ended)
         self._count_kills()
         try:
-            await self._kernel.connect(TaskConnection(self.output.place, self._lose))
+            await self._kernel.connect(self.output.place, self._lose)
         except OSError as error:  # the process has just exited, or is about to
             self.kill()
             raise ChildProcessError(f"it cannot be reached: {error}") from error
@@ -159,7 +159,7 @@ class Worker:
 
     def send_comm(self, comm: Comm) -> None:
         """Send a page's message to one of the worker's widgets."""
-        self._kernel.send_comm(comm)
+        self._kernel.send(comm)
 
     async def ask(self, request: control.Request, timeout: float) -> control.Answer | None:
         """Return the answer of the worker's control thread; None if there is none in time."""
@@ -241,7 +241,7 @@ class Worker:
     async def stop(self, grace: float) -> None:
         """Stop the worker and release everything that belongs to it; no `Died` follows.
 
-        An idle worker is asked to shut down and has `grace` seconds of its own time
+        An idle worker is let exit and has `grace` seconds of its own time
         (`WorkerProcess.exit_within`) before it is killed.  Any other worker is killed at once.
         """
         self._is_ending = True

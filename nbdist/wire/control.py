@@ -1,17 +1,17 @@
 """Requests to a worker's control thread, which answers them while a task runs, and the answers.
 
 Agents send the requests (`nbdist.agent.worker`), `nbdist.worker.control` answers them.
-Requests and answers are pickles in messages on the kernel's control channel.  Users' code runs in
-the worker, so the agent unpickles nothing but the classes of `Answer` (`answer_from`).
+Requests and answers are pickled frames on a connection of their own.  Users' code runs in the
+worker, so the agent unpickles nothing but the classes of `Answer` (`answer_from`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from nbdist.wire.frames import BadFrame, object_from
+from nbdist.wire.frames import object_from
 from nbdist.wire.places import Collective, Place, StackFrame
 from nbdist.wire.spec import WorldSpec
 
@@ -97,10 +97,6 @@ class Description:
         return {"status": "ok", "found": bool(self), "data": {**self.data}, "metadata": {}}
 
 
-REQUEST, REPLY = "nbdist_request", "nbdist_reply"
-"""The message types of requests and answers on the kernel's control channel."""
-
-
 class Locate(NamedTuple):
     """Where is the main thread?  Answered by `Place`.
 
@@ -129,6 +125,11 @@ class ListGroups:
 @dataclass(frozen=True, slots=True)
 class ListSecrets:
     """Which values of the rank's environment variables are secrets?  Answered by these values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """Publish a message on iopub, by which the agent learns that it is subscribed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +204,7 @@ class Resize(NamedTuple):
     environ: Mapping[str, str]
 
 
-Look = Locate | Trace | LastCollective | ListGroups | ListSecrets | Check | Question
+Look = Locate | Trace | LastCollective | ListGroups | ListSecrets | Announce | Check | Question
 StepRequest = HoldSteps | StopAtStep | ReleaseSteps
 Request = Look | ReleaseValues | Abort | EndStoreWait | StepRequest | Regroup | Resize
 
@@ -261,9 +262,14 @@ Said = Completions | Description
 Answer = Place | Traced | Collective | StepCount | HeldGroups | tuple[str, ...] | Failed | Ok | Said
 
 
-def answer_from(buffers: Sequence[bytes | memoryview]) -> Answer:
-    """Unpack a worker's answer; raises BadFrame for anything that is not an `Answer`."""
-    if not buffers:
-        raise BadFrame("it is empty")
-    answer: Answer = object_from(bytes(buffers[0]), Answer)
-    return answer
+class Answered(NamedTuple):
+    """Worker to agent: the answer to the request with this number."""
+
+    number: int
+    answer: Answer
+
+
+def answer_from(frame: bytes) -> Answered:
+    """Unpack a worker's answer; raises BadFrame for anything else."""
+    answered: Answered = object_from(frame, Answered)
+    return answered

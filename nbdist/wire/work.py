@@ -180,14 +180,6 @@ class SigintSent:
     """Agent to worker: SIGINT was sent before this message, and is not meant for later tasks."""
 
 
-@dataclass(frozen=True, slots=True)
-class CommSent:
-    """Agent to worker: a page's message to a widget was sent on the kernel's shell channel.
-
-    The worker handles that message before its next task.
-    """
-
-
 def failure_in_words(name: str, message: str) -> Failure:
     """Return a failure with this error as its one line, for errors outside of the cell's code."""
     return Failure(name, message, (error_line(name, message),), time.time_ns())

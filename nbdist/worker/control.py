@@ -1,4 +1,4 @@
-"""Answers requests of the agent on ipykernel's control thread, while a task runs or not.
+"""Answers requests of the agent on a control thread, while a task runs or not.
 
 Requests ask where the rank is, or for completions, or to abort collectives, or to change the group
 or the size of the world. `nbdist.worker.main` starts it in each rank.
@@ -9,19 +9,23 @@ from __future__ import annotations
 import _thread
 import asyncio
 import os
+import socket
 import threading
 import time
-from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
+from nbdist.output.events import TOPIC
 from nbdist.system.secrets import secret_values
 from nbdist.wire import control
 from nbdist.wire.control import Complete, Completions, Description, Inspect, Question
-from nbdist.wire.frames import pack, unpack
+from nbdist.wire.frames import FrameCutter, framed, pack, unpack
 from nbdist.wire.spec import WorkerStart
 from nbdist.worker.compat import ipython
 from nbdist.worker.compat import torch as compat
@@ -31,7 +35,7 @@ from nbdist.worker.group.gloo import is_of_others
 from nbdist.worker.group.group import Group
 from nbdist.worker.kernel import WorkerKernel
 from nbdist.worker.probe import Probe, frames_of
-from nbdist.worker.process import reserve
+from nbdist.worker.process import READ_SIZE, reserve, threads_without_sigint
 from nbdist.worker.steps import STEPS
 
 LATE_SECONDS, KEPT_SECONDS = 0.3, 5.0
@@ -44,7 +48,7 @@ THREADS = 5  # threads that a new gloo backend starts, the one that waits for it
 
 
 class ControlThread:
-    """Answers the requests of `nbdist.wire.control`; ipykernel calls it on the control thread."""
+    """Answers the requests of `nbdist.wire.control`, each connection's on a thread of its own."""
 
     def __init__(self, kernel: WorkerKernel, start: WorkerStart) -> None:
         self._kernel = kernel
@@ -52,44 +56,49 @@ class ControlThread:
         self._group: Group | None = kernel.group
         self._loop = asyncio.get_event_loop()  # the main thread's: it makes this object
         self._probe = Probe(kernel.group)
-        self._consulting: asyncio.Future[control.Answer] | None = None
+        self._consulting: Future[control.Answer] | None = None
         self._late: tuple[Question, int, float, control.Answer] | None = None
         self._has_jedi = False
-        self._aborting: asyncio.Future[control.Answer] | None = None
-        self._answering: set[asyncio.Task[None]] = set()
-        kernel.control_handlers[control.REQUEST] = self.answer
+        self._aborting: Future[control.Answer] | None = None
+        self._others = ThreadPoolExecutor(thread_name_prefix="nbdist-answer")
+        self._sending = threading.Lock()
 
-    def answer(self, stream: Any, ident: Any, message: dict[str, Any]) -> None:
-        """Answer a request; called by ipykernel on the control thread."""
+    def serve(self, connection: socket.socket) -> None:
+        """Answer all requests that come by a connection."""
+        with threads_without_sigint():
+            serve = threading.Thread(target=self._serve, args=(connection,), daemon=True)
+            serve.start()
 
-        def send(answer: control.Answer) -> None:
-            session, buffers = self._kernel.session, [pack(answer)]
-            session.send(stream, control.REPLY, {}, message, ident, buffers=buffers)
+    def _serve(self, connection: socket.socket) -> None:
+        cutter = FrameCutter()
+        while data := connection.recv(READ_SIZE):
+            for frame in cutter.feed(data):
+                number, request = unpack(frame)
+                self._answer(request, partial(self._send, connection, number))
 
-        with reserve():
-            request = unpack(message["buffers"][0])
-            if isinstance(request, Question):
-                # Completions take a while. Later requests, such as an abort that frees this rank,
-                # must not wait.
-                return self._answer_later(self._consult(request, send))
-            if isinstance(request, control.Abort) and self._probe.uses_nccl:
-                return self._answer_later(self._abort(request, send))
-            answer = self._tried(request)
-        return send(answer)
+    def _send(self, connection: socket.socket, number: int, answer: control.Answer) -> None:
+        frame = framed(pack(control.Answered(number, answer)))
+        with self._sending, suppress(OSError):  # the agent has ended
+            connection.sendall(frame)
 
-    def _answer_later(self, answering: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(answering)
-        self._answering.add(task)
-        task.add_done_callback(self._answering.discard)
-
-    async def _abort(
-        self, request: control.Request, send: Callable[[control.Answer], None]
-    ) -> None:
-        """Abort on another thread: nccl can take seconds, and other requests must not wait."""
-        if self._aborting is None or self._aborting.done():
-            loop = asyncio.get_running_loop()
-            self._aborting = loop.run_in_executor(None, self._tried, request)
-        send(await asyncio.shield(self._aborting))
+    def _answer(self, request: control.Request, send: Callable[[control.Answer], None]) -> None:
+        # Completions and nccl's aborts take seconds: they run on other threads, as later requests,
+        # such as an abort that frees this rank, must not wait.
+        match request:
+            case Complete() | Inspect():
+                # Two threads cannot ask IPython at once.
+                if self._consulting is not None and not self._consulting.done():
+                    return send(control.Ok())
+                begun = self._consulting = self._others.submit(self._consult, request)
+            case control.Abort() if self._probe.uses_nccl:
+                if self._aborting is None or self._aborting.done():
+                    self._aborting = self._others.submit(self._tried, request)
+                begun = self._aborting
+            case _:
+                with reserve():
+                    answer = self._tried(request)
+                return send(answer)
+        return begun.add_done_callback(lambda done: send(done.result()))
 
     def _tried(self, request: control.Request) -> control.Answer:
         try:
@@ -97,26 +106,18 @@ class ControlThread:
         except Exception as error:  # noqa: BLE001 (the agent waits for an answer, whatever failed)
             return control.Failed(str(error) or repr(error), unfit=not is_of_others(error))
 
-    async def _consult(self, question: Question, send: Callable[[control.Answer], None]) -> None:
-        """Answer a completion or inspection on another thread.
-
-        Two threads cannot ask IPython at once: while a question is being answered, the next gets
-        `Ok`.
-        """
-        if self._consulting is not None and not self._consulting.done():
-            return send(control.Ok())
+    def _consult(self, question: Question) -> control.Answer:
+        """Answer a completion or inspection, and keep an answer that comes late."""
         late, self._late = self._late, None
         # A cell that has run since may have changed the variables.
         shell: Any = self._kernel.shell
         cell, now = shell.execution_count, time.monotonic()
         if late is not None and late[:2] == (question, cell) and now < late[2]:
-            return send(late[3])
-        loop = asyncio.get_running_loop()
-        self._consulting = loop.run_in_executor(None, self._tried, question)
-        answer = await asyncio.shield(self._consulting)
+            return late[3]
+        answer = self._tried(question)
         if (over := time.monotonic()) > now + LATE_SECONDS:
             self._late = question, cell, over + KEPT_SECONDS, answer
-        return send(answer)
+        return answer
 
     def _complete(self, code: str, cursor: int) -> Completions:
         kernel: Any = self._kernel
@@ -154,6 +155,9 @@ class ControlThread:
                 size = self._start.world.world_size if group is None or group.is_whole else 0
                 members = {} if group is None else group.held()
                 return control.HeldGroups(self._start.rank, size, members)
+            case control.Announce():
+                kernel = self._kernel
+                kernel.session.send(kernel.iopub_socket, "status", {}, ident=TOPIC)
             case control.ListSecrets():
                 return tuple(secret_values(os.environ))
             case control.Check():

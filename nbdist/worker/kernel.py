@@ -16,19 +16,20 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from ipykernel.displayhook import ZMQDisplayHook
+from ipykernel.ipkernel import IPythonKernel
 from ipykernel.kernelapp import IPKernelApp
 from IPython.core.error import StdinNotImplementedError
 from IPython.core.page import as_hook, display_page
 from jupyter_client.session import Session
 from traitlets import Type, default
 
-from nbdist.output.events import MOVED, RECORD, TRACKED, WARNED, Done
+from nbdist.output.events import MOVED, RECORD, TRACKED, WARNED, Comm, Done
 from nbdist.values import definitions
 from nbdist.values.class_ids import name_classes
 from nbdist.values.pickling import without_cycles
@@ -36,7 +37,6 @@ from nbdist.wire.spec import WorkerStart
 from nbdist.wire.work import Call, InputReply, Source, Task, Work, failure_in_words
 from nbdist.worker import tracking
 from nbdist.worker.compat.ipython import (
-    LeavesChildren,
     is_debugger,
     leave_debugger,
     number_cells,
@@ -63,7 +63,7 @@ USERS_CODE = ("run.call", "run.script")  # ops that run user code, as cells do
 LONGEST_PROMPT = 10_000
 
 
-class WorkerKernel(LeavesChildren):
+class WorkerKernel(IPythonKernel):
     """Runs tasks with the names that came with them, and reports which names they bound."""
 
     session: MarkingSession
@@ -250,6 +250,23 @@ class WorkerKernel(LeavesChildren):
         elif not isinstance(task.work, Source):
             values = self.namespace.pack(value, task.id, context.title)
         return replace(done, status="ok", values=values, kept=kept)
+
+    def stop(self) -> None:
+        """Let the main thread's loop stop, so that the process exits; on any thread."""
+        self.io_loop.add_callback(self.io_loop.stop)
+
+    def handle_comm(self, comm: Comm) -> None:
+        """Pass a page's message to its widget, as ipykernel does; SIGINT interrupts the widget."""
+        content = {"comm_id": comm.id, "data": comm.data}
+        message = self.session.msg(comm.kind, content, metadata={**comm.metadata})
+        message["buffers"] = [memoryview(each) for each in comm.buffers]
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            with suppress(KeyboardInterrupt, SystemExit):
+                self.shell_handlers[comm.kind](None, None, message)
+        finally:
+            signal.signal(signal.SIGINT, before)
+        flush_streams()
 
     def get_parent(self, *channel: Any) -> dict[str, Any]:
         """Return the parent message, or a header alone for a cell, which is no message in a worker.

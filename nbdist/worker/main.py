@@ -16,16 +16,13 @@ import time
 import traceback
 import warnings
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from multiprocessing import process
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from nbdist.output.events import COMMS, Done, InputRequest
+from nbdist.output.events import Comm, Done, InputRequest
 from nbdist.system.folders import nearest_folder
 from nbdist.system.processes import WORKER_PID, safe_path
 from nbdist.values.child_definitions import share_definitions_with_children
@@ -33,7 +30,6 @@ from nbdist.wire.frames import FrameCutter, framed, pack, unpack
 from nbdist.wire.spec import LAST_LINE_SAYS, WorkerStart, difference, versions_here
 from nbdist.wire.work import (
     CatchUp,
-    CommSent,
     Finished,
     InputReply,
     Said,
@@ -51,6 +47,7 @@ from nbdist.worker.namespace import import_ops
 from nbdist.worker.ops.memory import reserve_addresses
 from nbdist.worker.probe import write_stacks_to
 from nbdist.worker.process import (
+    READ_SIZE,
     BadEnvironment,
     Interrupts,
     die_with_parent,
@@ -94,8 +91,7 @@ def run_worker(start: WorkerStart, agent_pid: int) -> None:
         warn_of_own_groups()
     app.kernel.group = group
     leave_world_in_children(group.leave if group is not None else None)
-    ControlThread(app.kernel, start)
-    tasks = Tasks(start.task_socket, app.kernel, app.session)
+    tasks = Tasks(start.task_socket, app.kernel, app.session, ControlThread(app.kernel, start))
     app.kernel.ask, app.session.catch_up = tasks.ask, tasks.catch_up
     if agent_pid:
         die_with_parent(agent_pid)
@@ -179,9 +175,7 @@ def end(why: str, code: int = 1) -> None:
 
 # --- tasks from the agent, done in turn on the main thread ----------------------------------------
 
-READ_SIZE = 1 << 18
 LOOK_EVERY_MS = 200  # for a thread that waits to see whether another has read its reply
-HEAR_SECONDS = 2.0  # for widgets to handle what pages sent them before a task
 CATCH_UP_SECONDS = 60.0  # for the agent to read all output; a paused agent takes longer
 IN_CHILD = "a process forked by the rank cannot read input: use `num_workers=0` for a `DataLoader`"
 
@@ -190,20 +184,19 @@ class Tasks:
     """The worker's end of the socket for tasks, and for replies to `InputRequest` and `CatchUp`.
 
     Everything but `ask` and `catch_up` runs on the main thread's loop. ipykernel's shell channel,
-    with a thread and signatures of its own, would take longer than a short cell.
+    with a thread and signatures of its own, would take longer than a short cell. The kernel stops
+    when the agent closes its connection.
     """
 
-    def __init__(self, path: str, kernel: WorkerKernel, session: MarkingSession) -> None:
+    def __init__(
+        self, path: str, kernel: WorkerKernel, session: MarkingSession, control: ControlThread
+    ) -> None:
         self._kernel = kernel
         self._session = session
+        self._control = control
         self._pid = os.getpid()
         self._loop = asyncio.get_event_loop()
-        self._waiting: deque[tuple[Task, int]] = deque()
-        #  Messages from pages to widgets: sent by the agent, and handled by the kernel.
-        self._said = self._heard = 0
-        self._news = asyncio.Event()
-        for kind in COMMS:
-            kernel.shell_handlers[kind] = self._counted(kernel.shell_handlers[kind])
+        self._waiting: deque[Task | Comm] = deque()
         self._interrupts = Interrupts(self._loop, self._has_more, STEPS.handle_sigint)
         self._arrived = asyncio.Event()
         self._cutter = FrameCutter()
@@ -215,7 +208,7 @@ class Tasks:
         self._agent: socket.socket | None = None
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(path)
-        self._listener.listen(1)
+        self._listener.listen()
         self._loop.add_reader(self._listener, self._accept)
         # One asyncio task runs all cells, so that context variables that a cell sets stay set.
         self._serving = self._loop.create_task(self._serve())
@@ -256,13 +249,18 @@ class Tasks:
 
     def _has_more(self) -> bool:
         """Return True if a task has arrived that has not begun, whether it was read or not."""
-        return bool(self._waiting) or is_ready(self._agent or self._listener, 0)
+        return self._has_read_more() or is_ready(self._agent or self._listener, 0)
+
+    def _has_read_more(self) -> bool:
+        return any(isinstance(each, Task) for each in self._waiting)
 
     def _accept(self) -> None:
-        self._agent, _ = self._listener.accept()
-        self._loop.remove_reader(self._listener)
-        self._listener.close()
-        self._loop.add_reader(self._agent, self._read_more, self._agent)
+        connection, _ = self._listener.accept()
+        if self._agent is None:
+            self._agent = connection
+            self._loop.add_reader(connection, self._read_more, connection)
+        else:
+            self._control.serve(connection)
 
     def _read(self, agent: socket.socket) -> bool:
         """Read and handle what has arrived; return False if the agent has closed the connection."""
@@ -271,27 +269,36 @@ class Tasks:
                 data = agent.recv(READ_SIZE, socket.MSG_DONTWAIT)
             except BlockingIOError:  # another thread has read it
                 return True
-            if not data:  # the agent closes the connection before it ends this process
+            if not data:  # the agent closes the connection to end this process
                 self._loop.call_soon_threadsafe(self._loop.remove_reader, agent)
+                self._kernel.stop()
             for frame in self._cutter.feed(data):
                 self._take(unpack(frame))
         return bool(data)
 
-    def _take(self, item: Task | InputReply | SigintSent | CommSent) -> None:
+    def _take(self, item: Task | InputReply | SigintSent | Comm) -> None:
         match item:
             case SigintSent():
-                self._interrupts.take_sent(is_for_task=bool(self._waiting))
-            case CommSent():
-                self._said += 1
+                self._interrupts.take_sent(is_for_task=self._has_read_more())
             case InputReply(number):
                 if number in self._replies:
                     self._replies[number] = item
+            case Comm():
+                self._waiting.append(item)
+                # Also while a task awaits something.
+                self._loop.call_soon_threadsafe(self._handle_comms)
             case _:
-                self._waiting.append((item, self._said))
+                self._waiting.append(item)
                 if threading.current_thread() is threading.main_thread():
                     self._arrived.set()
                 else:
                     self._loop.call_soon_threadsafe(self._arrived.set)
+
+    def _handle_comms(self) -> None:
+        """Handle the messages of pages that came before the next task."""
+        while self._waiting and isinstance(comm := self._waiting[0], Comm):
+            self._waiting.popleft()
+            self._kernel.handle_comm(comm)
 
     def _read_more(self, agent: socket.socket) -> None:
         try:
@@ -305,8 +312,10 @@ class Tasks:
             await self._arrived.wait()
             self._arrived.clear()
             while self._waiting:
-                await self._hear_pages(self._waiting[0][1])
-                task, _ = self._waiting.popleft()
+                task = self._waiting.popleft()
+                if isinstance(task, Comm):
+                    self._kernel.handle_comm(task)
+                    continue
                 try:
                     done = await self._kernel.run(task, self._interrupts)
                 except KeyboardInterrupt:  # Stop came again and again while the task ended
@@ -319,28 +328,6 @@ class Tasks:
                 # `place` writes a mark before `Finished` is sent: the agent reads text up to that
                 # mark first.
                 self._send(Finished(self._session.place(), task.id, done))
-
-    def _counted(self, take: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*message: Any) -> Any:
-            try:
-                return take(*message)
-            finally:
-                self._heard += 1
-                self._news.set()
-
-        return counted
-
-    async def _hear_pages(self, said: int) -> None:
-        """Wait, at most `HEAR_SECONDS`, until widgets have handled `said` messages of pages.
-
-        The messages reach the kernel by its own channel, and may be later there than the task.
-        """
-        with suppress(TimeoutError):
-            async with asyncio.timeout(HEAR_SECONDS):
-                while self._heard < said:
-                    self._news.clear()
-                    await self._news.wait()
-        self._heard = max(self._heard, said)
 
     def _send(self, said: Said) -> None:
         assert self._agent is not None

@@ -35,6 +35,7 @@ PLENTY = 65536
 Programs that loop over all possible descriptors would take long with a higher limit.
 """
 
+READ_SIZE = 1 << 18  # bytes that are read from a socket at once
 RESERVE = 48  # descriptors kept for reading /proc, and for gloo's sockets while a group is formed
 DATA_LOADER = "torch.utils.data.dataloader"
 

@@ -20,9 +20,9 @@ from nbdist.agent.kernel_link import (
     MAX_LEVELS,
     NO_COMM,
     TOO_DEEP,
+    FrameConnection,
     KernelClient,
     Message,
-    TaskConnection,
     as_shown,
     message_from,
     output_from,
@@ -41,13 +41,13 @@ from nbdist.output.events import (
 from nbdist.values.payload import Payload
 from nbdist.wire.frames import BadFrame, framed
 from nbdist.wire.spec import WorkerStart, WorldSpec
-from nbdist.wire.work import Finished
+from nbdist.wire.work import Finished, said_from
 from nbdist.worker.group.gloo import wait
 from nbdist.worker.ops.run import call
 
 
 def message(kind: str, content: Any) -> Message:
-    return Message(kind, content, "", 1, {"time_ns": 5})
+    return Message(kind, content, 1, {"time_ns": 5})
 
 
 @pytest.mark.parametrize("function", [wait, call])
@@ -195,7 +195,7 @@ def test_ends_of_tasks(frame: bytes) -> None:
     """They come through in however many pieces; anything else ends the connection, once."""
     ends: list[Finished] = []
     problems: list[BadFrame | None] = []
-    connection = TaskConnection(ends.append, problems.append)
+    connection = FrameConnection(lambda frame: ends.append(said_from(frame)), problems.append)
     end = Finished(3, "a", DONE)
     for byte in framed(pickle.dumps(end, protocol=5)):
         connection.data_received(bytes([byte]))

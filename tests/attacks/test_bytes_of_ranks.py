@@ -226,33 +226,34 @@ def test_odd_messages(started: World) -> None:
 
 
 ANSWERS = (
-    *("{'error': 5}", "[]"),
-    "{}, buffers=[b'garbage']",
-    "{}, buffers=[pickle.dumps(Place(line='x'))]",
-    "{}, buffers=[b'\\x80\\x02cnbdist.wire.places\\nPlace\\n)\\x81.']",
-    "{}, buffers=[pickle.dumps(Traced(Place(), [1]))]",
-    '{}, buffers=[b"cos\\nkill\\n(I%d\\nI9\\ntR." % os.getppid()]',
+    "b''",
+    "b'garbage'",
+    "pickle.dumps(answer)",
+    "pickle.dumps(Answered(number, Place(line='x')))",
+    "pickle.dumps(Answered(number, Traced(Place(), [1])))",
+    "b'\\x80\\x02cnbdist.wire.places\\nPlace\\n)\\x81.'",
+    'b"cos\\nkill\\n(I%d\\nI9\\ntR." % os.getppid()',
 )
 
 
 def test_odd_answers_of_the_control_thread(started: World) -> None:
     """Whoever asks where ranks are learns of the others; the cell goes on."""
     started.execute(
-        PREPARE + "import os, pickle\nfrom nbdist.wire.control import Traced\n"
-        "from nbdist.wire.places import Place\nbefore = kernel.control_handlers['nbdist_request']"
+        "import gc, os, pickle\nfrom nbdist.wire.control import Answered, Traced\n"
+        "from nbdist.wire.frames import framed\nfrom nbdist.wire.places import Place\n"
+        "from nbdist.worker.control import ControlThread\n"
+        "(thread,) = (each for each in gc.get_objects() if type(each) is ControlThread)"
     )
     for answer in ANSWERS:
         started.execute(
-            "def odd(stream, ident, request):\n"
-            f"    session.send(stream, 'nbdist_reply', content={answer}, parent=request,"
-            " ident=ident)\n"
-            "    stream.send_multipart([ident, b'garbage'])\n"
-            "if rank == 1: kernel.control_handlers['nbdist_request'] = odd"
+            "def odd(connection, number, answer):\n"
+            f"    connection.sendall(framed({answer}))\n"
+            "if rank == 1: thread._send = odd"
         )
         running = started.submit(started.task("import time; time.sleep(0.1)"))
         rows, stacks = started.status(), started.stacks()
         assert [row.rank for row in rows] == [stack.rank for stack in stacks] == [0, 1], answer
         started.session.wait(running)
         assert running.error() is None, answer
-    started.execute("kernel.control_handlers['nbdist_request'] = before")
+    started.execute("if rank == 1: del thread._send")
     assert started.state is State.READY

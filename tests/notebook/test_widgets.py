@@ -162,6 +162,44 @@ def test_a_cell_sees_what_was_moved_before_it(notebook: Notebook, page: Page) ->
         assert notebook.value("seen") == [value, value + 50]
 
 
+AWAITS = """%%distributed --no-wait
+import asyncio
+while slider.value < 70: await asyncio.sleep(0.01)
+print("has", slider.value)"""
+
+
+def test_a_cell_that_awaits_sees_what_is_moved(notebook: Notebook, page: Page) -> None:
+    """While it runs in the background."""
+    shown = models(notebook.run(SLIDER))
+    notebook.run(AWAITS)
+    press(page, shown, 70, 71)
+    page.until(lambda: any("has 71" in each["text/plain"] for each in page.updates))
+
+
+LOOPS = """%%distributed
+import ipywidgets, pathlib, time
+def loop(change):
+    pathlib.Path(f"{folder}/{rank}").touch()
+    if change.new == 5: exit()
+    while True: time.sleep(0.01)
+slider = ipywidgets.IntSlider(value=rank)
+slider.observe(loop, "value")
+slider"""
+
+
+def test_stop_ends_what_a_widget_does(notebook: Notebook, page: Page, tmp_path: Path) -> None:
+    """The rank goes on, as it does after an `exit()` there."""
+    notebook.run(f"%%distributed\nfolder = {str(tmp_path)!r}")
+    shown = models(notebook.run(LOOPS))
+    press(page, shown, 5, 6)
+    page.until(lambda: len([*tmp_path.iterdir()]) == 2)
+    request = notebook.client.execute("%%distributed\nprint('goes on')", stop_on_error=False)
+    time.sleep(0.5)  # the cell waits for rank 1
+    notebook.manager.interrupt_kernel()
+    notebook.reply_to(request)
+    assert body(notebook.run(VALUES))[1::2] == ["has 5", "has 6"]
+
+
 def test_a_widget_moves_while_its_cell_runs(notebook: Notebook, page: Page, tmp_path: Path) -> None:
     """It is there before the cell has ended, which waits for that."""
     end = tmp_path / "end"

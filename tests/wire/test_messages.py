@@ -162,17 +162,19 @@ HOSTILE: list[Any] = [
 
 def test_answers_arrive_equal() -> None:
     """The agent gets what a worker has answered."""
-    for answer in ANSWERS:
-        assert control.answer_from([memoryview(pack(answer))]) == answer
+    for number, answer in enumerate(ANSWERS):
+        answered = control.Answered(number, answer)
+        assert control.answer_from(pack(answered)) == answered
 
 
 def test_nothing_else_is_made_of_a_workers_bytes() -> None:
     """No code runs, every field has its type, and whatever unpickling makes of garbage is none."""
     without_fields = b"\x80\x02cnbdist.wire.places\nPlace\n)\x81."
-    garbage = [[], [b""], [b"garbage"], [b"\x80\x05."], [without_fields]]
-    for buffers in (*garbage, *([pickle.dumps(each)] for each in HOSTILE)):
+    garbage = [b"", b"garbage", b"\x80\x05.", without_fields, pickle.dumps(ANSWERS[0])]
+    hostile = (pickle.dumps(control.Answered(1, each)) for each in HOSTILE)
+    for frame in (*garbage, *hostile, pickle.dumps(control.Answered("1", ANSWERS[0]))):
         with pytest.raises(BadFrame):
-            control.answer_from(buffers)
+            control.answer_from(frame)
 
 
 def test_a_reply_is_read_as_it_was_written() -> None:

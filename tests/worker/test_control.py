@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
+import socket
 import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-import zmq
-from jupyter_client.session import Session
 
 from nbdist.output.events import Failure
 from nbdist.wire import control
 from nbdist.wire.control import Complete, Completions, Description, Inspect, Question
-from nbdist.wire.frames import pack
+from nbdist.wire.frames import FrameCutter, framed, pack
 from nbdist.world.hangs import ABORTED
 from nbdist.world.world import World
 from tests.waiting import SOON, wait_until
@@ -27,29 +25,26 @@ pytestmark = pytest.mark.shared_world(2)
 
 
 class Asker:
-    """Another client of a rank's kernel, as its agent is one."""
+    """Another client of a rank's control thread, as its agent is one."""
 
     def __init__(self, rank: int) -> None:
-        (file,) = Path(os.environ["XDG_RUNTIME_DIR"]).glob(f"nbdist-*/*r{rank}.json")
-        known = json.loads(file.read_text())
-        self._session = Session(key=known["key"].encode())
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.connect(f"ipc://{known['ip']}-{known['control_port']}")
-
-    def send(self, *buffers: bytes) -> None:
-        self._session.send(self._socket, control.REQUEST, buffers=[*buffers])
+        (path,) = Path(os.environ["XDG_RUNTIME_DIR"]).glob(f"nbdist-*/*r{rank}.tasks")
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.settimeout(SOON)
+        self._socket.connect(str(path))
+        self._cutter = FrameCutter()
 
     def ask(self, request: control.Request) -> control.Answer:
-        self.send(pack(request))
-        assert self._socket.poll(SOON * 1000), "there is no answer"
-        _, reply = self._session.recv(self._socket)
-        assert reply["msg_type"] == control.REPLY
-        return control.answer_from(reply["buffers"])
+        self._socket.sendall(framed(pack((7, request))))
+        while data := self._socket.recv(1 << 16):
+            for frame in self._cutter.feed(data):
+                number, answer = control.answer_from(frame)
+                assert number == 7
+                return answer
+        raise AssertionError("the connection was closed")
 
     def close(self) -> None:
         self._socket.close()
-        self._context.term()
 
 
 def test_without_a_group(new_world: NewWorld) -> None:
@@ -61,11 +56,9 @@ def test_without_a_group(new_world: NewWorld) -> None:
 
 
 def test_a_collective_is_aborted(world: World) -> None:
-    """What waits in it goes on at once, with an error; what is no request gets no answer."""
+    """What waits in it goes on at once, with an error."""
     world.execute("pass")
     with closing(Asker(1)) as rank1:
-        rank1.send()
-        rank1.send(b"garbage")
         assert rank1.ask(control.Check()) == ()
         running = world.submit(world.task("dist.barrier()", ranks=[1]))
         while not rank1.ask(control.Locate()).operation:

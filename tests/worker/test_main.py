@@ -16,10 +16,9 @@ from typing import Any
 
 import pytest
 
-from nbdist.output.events import Done
+from nbdist.output.events import Comm, Done
 from nbdist.wire.frames import FrameCutter, framed, pack
-from nbdist.wire.work import CatchUp, CommSent, Finished, InputReply, Source, Task
-from nbdist.worker import main
+from nbdist.wire.work import CatchUp, Finished, InputReply, SigintSent, Source, Task
 from nbdist.worker.main import Tasks
 from nbdist.worker.process import Interrupts
 from nbdist.world.world import World
@@ -189,11 +188,13 @@ class Kernel:
     def __init__(self) -> None:
         self.work: Callable[[str], object] = str
         self.begun: list[str] = []
-        self.marks = 0
-        kinds = ("comm_open", "comm_msg", "comm_close")
-        self.shell_handlers: dict[str, Callable[[str], None]] = dict.fromkeys(
-            kinds, self.begun.append
-        )
+        self.marks = self.stops = 0
+
+    def stop(self) -> None:
+        self.stops += 1
+
+    def handle_comm(self, comm: Comm) -> None:
+        self.begun.append(comm.id)
 
     async def run(self, task: Task, interrupts: Interrupts) -> Done:
         interrupts.begin()
@@ -213,11 +214,16 @@ class Agent:
 
     def __init__(self, path: str) -> None:
         self.kernel: Any = Kernel()
-        self.tasks = Tasks(path, self.kernel, self.kernel)
+        self.requests: list[socket.socket] = []
+        self.tasks = Tasks(path, self.kernel, self.kernel, self)  # type: ignore[arg-type]
         self.end = socket.socket(socket.AF_UNIX)
         self.end.connect(path)
         self.end.settimeout(0)
         self._cutter = FrameCutter()
+
+    def serve(self, connection: socket.socket) -> None:
+        """What the control thread would be given."""
+        self.requests.append(connection)
 
     async def hear(self, number: int) -> list[Any]:
         """So many ends of tasks, or questions."""
@@ -278,29 +284,60 @@ async def test_in_turn(agent: Agent) -> None:
     ends += await agent.hear(1)
     assert ends == [Finished(n, name, OK) for n, name in enumerate("abcd", 1)]
     watched = asyncio.get_running_loop()._selector.get_map()  # type: ignore[attr-defined]
-    await until(lambda: len(watched) == 1, "only the loop's own end is watched")
+    await until(lambda: len(watched) == 2, "only the loop's own end and the listener are watched")
+    assert agent.kernel.stops == 1
     assert agent.kernel.begun == [*"abcd"]
     assert found == ["unset", *"abc"]
 
 
-async def test_what_pages_say_to_widgets(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A task waits for what was said before it and comes by another way, but not for ever."""
-    agent.end.sendall(framed(pack(CommSent())) + task("a") + framed(pack(CommSent())) + task("b"))
-    await asyncio.sleep(0.05)
-    assert agent.kernel.begun == []
-    for said in ("moved", "moved again"):
-        agent.kernel.shell_handlers["comm_msg"](said)
-        await agent.hear(1)
-    assert agent.kernel.begun == ["moved", "a", "moved again", "b"]
-    monkeypatch.setattr(main, "HEAR_SECONDS", 0.1)
-    agent.end.sendall(framed(pack(CommSent())) + task("c") + task("d"))  # which is lost
+def said(name: str) -> bytes:
+    return framed(pack(Comm("comm_msg", name, {}, {})))
+
+
+async def test_what_pages_say_to_widgets(agent: Agent) -> None:
+    """It is heard before a task that is sent after it, and while a task awaits something."""
+    agent.end.sendall(said("moved") + task("a") + said("moved again") + task("b"))
     await agent.hear(2)
-    monkeypatch.setattr(main, "HEAR_SECONDS", SOON)
-    agent.end.sendall(framed(pack(CommSent())) + task("e"))
-    await asyncio.sleep(0.05)
-    agent.kernel.shell_handlers["comm_close"]("closed")
+    assert agent.kernel.begun == ["moved", "a", "moved again", "b"]
+    agent.end.sendall(said("idle"))
+    await until(lambda: agent.kernel.begun[4:] == ["idle"], "heard while no task runs")
+    run, go_on = agent.kernel.run, asyncio.Event()
+
+    async def waits(*given: Any) -> Done:
+        await go_on.wait()
+        return await run(*given)
+
+    agent.kernel.run = waits
+    agent.end.sendall(task("c") + said("meanwhile") + task("d") + said("later"))
+    await until(lambda: agent.kernel.begun[5:] == ["meanwhile"], "heard while a task waits")
+    go_on.set()
+    await agent.hear(2)
+    await until(lambda: agent.kernel.begun[6:] == ["c", "d", "later"], "in turn")
+
+
+async def test_a_stop_that_comes_with_what_pages_say(agent: Agent) -> None:
+    """It is for no later task."""
+    agent.end.sendall(task("a"))
     await agent.hear(1)
-    assert agent.kernel.begun[4:] == ["c", "d", "closed", "e"]
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        signal.raise_signal(signal.SIGINT)  # is pending until the worker looks for it
+        agent.end.sendall(said("moved") + framed(pack(SigintSent())))
+        await until(lambda: agent.kernel.begun[1:] == ["moved"], "heard")
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    agent.end.sendall(task("b"))
+    assert [each.done.status for each in await agent.hear(1)] == ["ok"]
+
+
+async def test_each_connection_after_the_first_is_for_requests(agent: Agent) -> None:
+    """The first one is for tasks."""
+    agent.end.sendall(task("a"))
+    await agent.hear(1)
+    with socket.socket(socket.AF_UNIX) as other:
+        other.connect(agent.end.getpeername())
+        await until(lambda: len(agent.requests) == 1, "the control thread has got it")
+        agent.requests[0].close()
 
 
 async def test_what_somebody_types(agent: Agent) -> None:

@@ -25,7 +25,6 @@ from typing import Any
 import torch.distributed
 from ipykernel import kernelapp
 from ipykernel.iostream import IOPubThread
-from ipykernel.ipkernel import IPythonKernel
 from ipykernel.zmqshell import ZMQInteractiveShell
 from IPython.core import debugger
 from IPython.core.debugger import InterruptiblePdb
@@ -40,7 +39,6 @@ SHOW = "_showtraceback"
 COLOURS = r"((?:\x1b\[[\d;]*m)*)"
 FRAME = re.compile(rf"{COLOURS}([^\x1b\n]+?){COLOURS} in ([^\n]*)")
 FRAME_LINE = re.compile(r"-> (\d+)")
-END_CHILDREN = "_progressively_terminate_all_children"
 
 
 def check() -> tuple[str, ...]:
@@ -50,11 +48,6 @@ def check() -> tuple[str, ...]:
         said.append(
             f"IPython {version('ipython')} has no {SHOW}: a traceback of a script or an exception "
             "group is text, and `except` here does not know the class of what a rank raised."
-        )
-    if not hasattr(IPythonKernel, END_CHILDREN):
-        said.append(
-            f"ipykernel {version('ipykernel')} has no {END_CHILDREN}: "
-            "workers whose cells left processes behind may end late."
         )
     if not hasattr(kernelapp, "IOPubThread"):
         said.append(
@@ -90,18 +83,6 @@ def publish_without_port() -> None:
     """
     if hasattr(kernelapp, "IOPubThread"):
         kernelapp.IOPubThread = _IOPubThread
-
-
-class LeavesChildren(IPythonKernel):
-    """A kernel that does not end its child processes: the agent ends the whole process group.
-
-    ipykernel (6.10 and later) would wait for multiprocessing's resource tracker. That ignores
-    signals and ends after the kernel, so the agent would kill all, and named semaphores would stay
-    behind.
-    """
-
-    async def _progressively_terminate_all_children(self) -> None:
-        """Do nothing; called by ipykernel when the kernel shuts down."""
 
 
 def reloads_modules(shell: Any) -> bool:
