@@ -4,15 +4,14 @@ Runs in workers.  A value is divided into leaves: a module into parameters and b
 and any other object with a `state_dict` into that, a container into its items, other objects into
 their attributes.
 
-Values with equal digests are equal, except once in four thousand million.  Numbers that differ in
-the sign of a zero, or in which NaN they are, have other digests; `distance` finds them equal.
+Values with equal digests are equal.  Numbers that differ in the sign of a zero, or in which NaN
+they are, have other digests; `distance` finds them equal.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-import hashlib
 import pickle
 import types
 from collections import deque
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from nbdist.values.pickling import digest_of as digest_of_data
+from nbdist.values.digests import digest_bytes
 from nbdist.wire.ops import Brought, Distance, Looked, Part
 from nbdist.words import one_line
 
@@ -65,7 +64,8 @@ def compare(context: Context, expression: str, packed: Payload) -> dict[str, Dis
     }
 
 
-ROW, ROWS = 1 << 16, 64
+ROW = 1024
+"""Words of four bytes in a row of `fold`."""
 
 COMPARED_AT_ONCE = 1 << 18
 """Elements that are compared at a time: the intermediate tensors fit into a processor's cache."""
@@ -78,7 +78,7 @@ def part_of(leaf: Any) -> Part:
     if isinstance(leaf, np.ndarray):
         data = np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
         kind = f"{leaf.dtype} {leaf.shape}"
-        return Part(kind, digest_of_data(data.data), size=leaf.nbytes, count=leaf.size)
+        return Part(kind, digest_bytes(data.data), size=leaf.nbytes, count=leaf.size)
     return _part_of_tensor(leaf) if isinstance(leaf, torch.Tensor) else _part_of_plain(leaf)
 
 
@@ -129,7 +129,7 @@ def _local(tensor: Any) -> torch.Tensor:
 def digest_of(tensor: torch.Tensor) -> str:
     """Return the digest of a tensor's contents in logical order, computed on its device."""
     data = bytes_of(tensor)
-    return digest_of_data(data.numpy().data) if data.is_cpu else digest_on_device(data)
+    return digest_bytes((data if data.is_cpu else fold(data).cpu()).numpy().data)
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -137,25 +137,18 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
-def digest_on_device(data: torch.Tensor) -> str:
-    """Return a digest of bytes on a device, of which only one sum for each row of words is copied.
+def fold(data: torch.Tensor) -> torch.Tensor:
+    """Return the sums of the rows and the columns of bytes on a device, as a table of words.
 
-    Each word of a row is multiplied by its own odd factor, modulo 2**64.  So a change of one word
-    always changes the sum, and changes of several words hardly ever cancel.
+    A digest is made of them on the CPU, to which 2 bytes per KiB are copied.  A change of one word
+    changes two sums; changes of several words cancel only if they do in each row and each column.
     """
-    whole = data.numel() // 4 * 4
-    words, rest = data[:whole].view(torch.int32), data[whole:]
-    random = np.random.default_rng(20).integers(-(2**63), 2**63 - 1, ROW, dtype=np.int64)
-    factors = torch.from_numpy(random | 1).to(data.device)
-    digest = hashlib.blake2b(f"{data.numel()}".encode(), digest_size=8)
-    for start in range(0, words.numel(), ROW * ROWS):
-        piece = words[start : start + ROW * ROWS]
-        full = piece.numel() // ROW * ROW
-        sums = (piece[:full].view(-1, ROW) * factors).sum(1)
-        last = (piece[full:] * factors[: piece.numel() - full]).sum()
-        digest.update(sums.cpu().numpy().tobytes() + last.cpu().numpy().tobytes())
-    digest.update(rest.cpu().numpy().tobytes())
-    return digest.hexdigest()
+    if data.storage_offset() % 4:
+        data = data.clone()
+    words, rest = data[: data.numel() // 4 * 4].view(torch.int32), data[data.numel() // 4 * 4 :]
+    table = words[: words.numel() // ROW * ROW].view(-1, ROW)
+    sums = [table.sum(1), table.sum(0)] if table.numel() else []
+    return torch.cat([*sums, words[table.numel() :].long(), rest.long()])
 
 
 # --- how far apart ----------------------------------------------------------------------
@@ -198,7 +191,7 @@ def _part_of_plain(leaf: Any) -> Part:
     if isinstance(leaf, bytes | bytearray | str):
         data = leaf.encode("utf-8", "surrogatepass") if isinstance(leaf, str) else leaf
         text = one_line(repr(leaf[:LONGEST_TEXT]), LONGEST_TEXT)
-        return Part(kind, digest_of_data(data), text, len(data))
+        return Part(kind, digest_bytes(data), text, len(data))
     if "__repr__" in {name for each in type(leaf).__mro__[:-1] for name in vars(each)}:
         text = repr(leaf + 0.0 if isinstance(leaf, float) else leaf)  # -0.0 is 0.0
         return Part(kind, _digest_of_text(text), one_line(text, LONGEST_TEXT))
@@ -208,11 +201,11 @@ def _part_of_plain(leaf: Any) -> Part:
         pickler.dump(leaf)
     except Exception:  # noqa: BLE001 (a user's __reduce__ can raise anything)
         return Part(kind, "")
-    return Part(kind, digest_of_data(file.getbuffer()))
+    return Part(kind, digest_bytes(file.getbuffer()))
 
 
 def _digest_of_text(text: str) -> str:
-    return digest_of_data(text.encode("utf-8", "surrogatepass"))
+    return digest_bytes(text.encode("utf-8", "surrogatepass"))
 
 
 MOST_LEAVES, DEEPEST = 100_000, 60

@@ -24,26 +24,20 @@ from torch.distributed import DistStoreError
 from torch.nn.parallel import DistributedDataParallel
 
 from nbdist.output.wording import difference
-from nbdist.tools.diff_op import bytes_of, comparable, is_sharded, leaves, part_of
-from nbdist.values.pickling import digest_of
+from nbdist.tools.diff_op import bytes_of, comparable, fold, is_sharded, leaves, part_of
+from nbdist.values.digests import digest_bytes, digest_pieces
 from nbdist.wire.ops import Part
 from nbdist.words import name_ranks
 from nbdist.worker.compat import accelerator, models
 from nbdist.worker.compat import torch as seam
 
-ROW = 1024
-"""Words of eight bytes that are added up to one sum, which then gets its own factor."""
-
 FACTOR = 0x5851F42D4C957F2D
-
-SMALL = 1 << 14
-"""Bytes of a tensor on the CPU up to which one call of a digest costs less than the sums."""
 
 PIECE, DEVICE_PIECE = 1 << 20, 1 << 25
 """Bytes of floating-point numbers that are copied at a time, on the CPU and on other devices.
 
 The copy stays in the processor's cache: a digest of 100 MB of float32 takes 20 ms of a core, and
-13 ms without copies (bfloat16: 34 and 14 ms).  Copies in new memory make it 50 ms."""
+10 ms without copies (bfloat16: 34 and 10 ms).  Copies in new memory make it 50 ms."""
 
 WIDE = {
     torch.float8_e4m3fn: torch.float32,
@@ -57,10 +51,11 @@ WIDE = {
 }
 """The type in which numbers of a type are copied; tensors of other types keep their bits."""
 
+SMALL = 1 << 14
+"""Bytes of a tensor up to which new memory for its copy costs less than a view of shared memory."""
+
 MOST_SAMPLED = 1024
 """The elements that are read, at most about, of a tensor that a forward has got."""
-
-MASK = (1 << 64) - 1
 
 Spare = dict[tuple[torch.device, torch.dtype], torch.Tensor]
 """Memory for copies of pieces, which the digests of several tensors share."""
@@ -150,7 +145,7 @@ def names_of(targets: Iterable[Target]) -> dict[str, str]:
 def digest_of_all(parts: Parts) -> str:
     """Return one digest of all parts, which is equal on ranks with equal parts."""
     by_path = [(e, p, x.kind, x.digest) for e, of in parts.items() for p, x in of.items()]
-    return digest_of(repr(by_path).encode())
+    return digest_bytes(repr(by_path).encode())
 
 
 def _parameters(optimizer: Any) -> Iterator[Any]:
@@ -169,7 +164,7 @@ def _states(optimizer: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _described(found: Iterable[tuple[str, Any]], kind: str = "") -> tuple[dict[str, Part], int]:
-    """Describe parts with their digests; wait only once for those on a device."""
+    """Describe parts with their digests; wait only once for the sums of those on a device."""
     parts: dict[str, Part] = {}
     sums: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
     spare: Spare = {}
@@ -182,41 +177,27 @@ def _described(found: Iterable[tuple[str, Any]], kind: str = "") -> tuple[dict[s
             parts[path] = part_of(leaf)
             continue
         text, digest = f"{kind}{str(tensor.dtype)[6:]} {tuple(tensor.shape)}", ""
-        if tensor.device.type == "cpu" and tensor.nbytes <= SMALL:
-            digest = digest_of(bytes_of(_alike(tensor)).numpy().data)
+        if tensor.is_cpu:
+            digest = digest_pieces(each.numpy().data for each in _pieces(tensor, spare))
         else:
-            sums.setdefault(tensor.device, []).append((path, fold(tensor, spare)))
+            folded = torch.cat([*map(fold, _pieces(tensor, spare))])
+            sums.setdefault(tensor.device, []).append((path, folded))
         parts[path] = Part(text, digest, size=tensor.nbytes, count=tensor.numel())
     for of_device in sums.values():
-        digests = torch.stack([each for _, each in of_device]).tolist()
-        for (path, _), digest in zip(of_device, digests, strict=True):
-            parts[path] = replace(parts[path], digest=f"{digest & MASK:x}")
+        sizes = [each.numel() for _, each in of_device]
+        every = torch.cat([each for _, each in of_device]).cpu()
+        for (path, _), each in zip(of_device, torch.split(every, sizes), strict=True):
+            parts[path] = replace(parts[path], digest=digest_bytes(each.numpy().data))
     return parts, sharded
-
-
-def fold(tensor: torch.Tensor, spare: Spare | None = None) -> torch.Tensor:
-    """Return a sum of a tensor's words, on its device, in which each row has its own odd factor.
-
-    A change of one word always changes the sum; changes of several words of a row may cancel.
-    """
-    sums: list[torch.Tensor] = []
-    for data in _pieces(tensor, {} if spare is None else spare):
-        words, rest = data[: data.numel() // 8 * 8].view(torch.int64), data[data.numel() // 8 * 8 :]
-        full = words.numel() // ROW * ROW
-        sums += [words[:full].view(-1, ROW).sum(1), words[full:], rest.to(torch.int64)]
-    every = torch.cat(sums)
-    factors = (torch.arange(every.numel(), device=every.device) * 2 + 1) * FACTOR
-    return (every * factors).sum()
 
 
 def _pieces(tensor: torch.Tensor, spare: Spare) -> Iterator[torch.Tensor]:
     """Yield a tensor's contents in logical order as bytes; use each piece before the next.
 
-    Floating-point numbers are copied by `_alike`.  All pieces but the last have whole rows.
+    Floating-point numbers are copied by `_alike`.
     """
-    if (wide := WIDE.get(tensor.dtype)) is None:
-        data = bytes_of(tensor)
-        yield data.clone() if data.storage_offset() % 8 else data
+    if (wide := WIDE.get(tensor.dtype)) is None or tensor.nbytes <= SMALL:
+        yield bytes_of(_alike(tensor))
         return
     device = tensor.device
     most = (PIECE if device.type == "cpu" else DEVICE_PIECE) // wide.itemsize
@@ -251,13 +232,13 @@ def _alike(numbers: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tens
 
 def generators() -> dict[str, str]:
     """Return a digest of each random state that training commonly uses."""
-    found = {"torch": digest_of(torch.get_rng_state().numpy().data)}
-    found["random"] = digest_of(repr(random.getstate()).encode())
+    found = {"torch": digest_bytes(torch.get_rng_state().numpy().data)}
+    found["random"] = digest_bytes(repr(random.getstate()).encode())
     if (numpy := sys.modules.get("numpy")) is not None:
         state = numpy.random.get_state()
-        found["numpy"] = digest_of(state[1].data) + f"{state[2:]}"
+        found["numpy"] = digest_bytes(state[1].data) + f"{state[2:]}"
     if (on_gpu := accelerator.random_state()) is not None:
-        found["the GPU"] = digest_of(on_gpu.numpy().data)
+        found["the GPU"] = digest_bytes(on_gpu.numpy().data)
     return found
 
 
@@ -282,7 +263,9 @@ def sampled(args: Any) -> tuple[torch.Tensor | int, str]:
                 if some.device.type == "cpu":
                     plain = zlib.crc32(bytes_of(_alike(some)).numpy().data, plain)
                 else:
-                    digests.append(fold(some))
+                    words = fold(bytes_of(_alike(some)))
+                    factors = (torch.arange(words.numel(), device=words.device) * 2 + 1) * FACTOR
+                    digests.append((words * factors).sum())
         elif isinstance(leaf, int | float | str | bool):
             plain = zlib.crc32(repr(leaf).encode(), plain)
     text = ", ".join(shapes[:3])

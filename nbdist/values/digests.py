@@ -6,6 +6,7 @@ They are fast, and no protection against forgery.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -30,6 +31,14 @@ def digest_bytes(data: Any) -> str:
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1), "nbdist-digest") as pool:
         found = b"".join(pool.map(xxhash.xxh3_128_digest, pieces))
     return f"{view.nbytes:x}-{xxhash.xxh3_128_hexdigest(found)}"
+
+
+def digest_pieces(pieces: Iterable[Any]) -> str:
+    """Return the XXH3-128 of bytes that come in pieces; only the calling thread reads them."""
+    found = xxhash.xxh3_128()
+    for each in pieces:
+        found.update(each)
+    return found.hexdigest()
 
 
 def sample_of(data: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from nbdist.output.html_parts import AMBER
-from nbdist.tools.diff_op import distance
-from nbdist.tools.digests import PIECE, ROW, WIDE, fold, sampled
+from nbdist.tools.diff_op import ROW, distance
+from nbdist.tools.digests import PIECE, WIDE, Target, buffers_of, sampled
 from nbdist.tools.watch import Divergence
 from nbdist.wire.ops import Facts, Input, Part, Watched
 from nbdist.worker.tracking import watch
@@ -214,28 +215,50 @@ def test_sound_trainings(world: World, name: str) -> None:
 # --- digests ----------------------------------------------------------------------------------
 
 
-@given(some.integers(1, 3 * ROW * 8), some.integers(0), some.integers(0, 7), some.integers(0, 9))
-def test_one_bit_is_seen(size: int, place: int, bit: int, offset: int) -> None:
+class OnDevice(torch.Tensor):
+    """A tensor whose digest is made as on a GPU."""
+
+    is_cpu = False
+
+
+KINDS_OF_TENSORS = (torch.Tensor, OnDevice)
+
+
+def digest(tensor: torch.Tensor, kind: type[torch.Tensor] = torch.Tensor) -> str:
+    """That of a module's buffer."""
+    module = torch.nn.Module()
+    module.register_buffer("x", tensor.as_subclass(kind))
+    return buffers_of(Target("module", module))["x"].digest
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_TENSORS)
+@given(some.integers(1, 3 * ROW * 4), some.integers(0), some.integers(0, 7), some.integers(0, 9))
+def test_one_bit_is_seen(kind: Any, size: int, place: int, bit: int, offset: int) -> None:
     """Wherever it is; and the same bytes have the same digest wherever they lie."""
     data = torch.arange(size + offset, dtype=torch.int64).to(torch.uint8)[offset:]
-    before = int(fold(data))
-    assert int(fold(data.clone())) == before
+    before = digest(data, kind)
+    assert digest(data.clone(), kind) == before
     data[place % size] ^= 1 << bit
-    assert int(fold(data)) != before
+    assert digest(data, kind) != before
 
 
-def test_what_is_folded() -> None:
-    """Any layout and type that is plain; two rows that change places are another value."""
-    table = torch.randn(64, 2 * ROW)
-    assert int(fold(table)) == int(fold(table.T.contiguous().T))
-    assert int(fold(table)) != int(fold(table.flip(0)))
+@pytest.mark.parametrize("kind", KINDS_OF_TENSORS)
+def test_any_layout_and_type(kind: Any) -> None:
+    """That is plain; numbers that change places, or all signs, are another value."""
+    table = torch.randn(64, 2 * ROW, dtype=torch.float64)
+    assert digest(table, kind) == digest(table.T.contiguous().T, kind)
+    swapped = table.clone()
+    swapped[0, [0, 64]] = table[0, [64, 0]]
+    seen = {digest(each, kind) for each in (table, table.flip(0), table.flip(1), -table, swapped)}
+    assert len(seen) == 5
     for each in (torch.zeros(0), torch.tensor(1.5), torch.ones(3, dtype=torch.bfloat16),
                  torch.ones(5, dtype=torch.complex64).conj(), torch.tensor([True])):  # fmt: skip
-        assert fold(each).dtype is torch.int64
+        assert digest(each, kind) == digest(each.clone(), kind)
 
 
+@pytest.mark.parametrize("kind", KINDS_OF_TENSORS)
 @pytest.mark.parametrize("dtype", WIDE)
-def test_equal_numbers_have_equal_digests(dtype: torch.dtype) -> None:
+def test_equal_numbers_have_equal_digests(dtype: torch.dtype, kind: Any) -> None:
     """Digests agree with `%dist_diff` on -0.0 and on the bits of NaN, in whatever piece."""
     whole = PIECE // WIDE[dtype].itemsize
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[
@@ -247,16 +270,16 @@ def test_equal_numbers_have_equal_digests(dtype: torch.dtype) -> None:
         for value in (0.0, torch.nan):
             numbers[places] = value
             other = numbers.clone()
-            assert int(fold(other)) == int(fold(numbers))
+            assert digest(other, kind) == digest(numbers, kind)
             other.view(bits).view(size, -1)[places] |= torch.iinfo(bits).min
             assert not torch.equal(other.view(bits), numbers.view(bits))
             assert distance(other, numbers).differing == 0
-            assert int(fold(other)) == int(fold(numbers))
+            assert digest(other, kind) == digest(numbers, kind)
             assert sampled(other[:3]) == sampled(numbers[:3])
             for place in (0, size // 2, size - 1):
                 changed = other.clone()
                 changed[place] = 2.0
-                assert int(fold(changed)) != int(fold(numbers))
+                assert digest(changed, kind) != digest(numbers, kind)
 
 
 # --- what is told -----------------------------------------------------------------------------
