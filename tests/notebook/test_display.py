@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nbdist.agent.worker_output import RUN
+from nbdist.agent.worker_output import ATTEMPT
 from nbdist.notebook.display import (
     FIRST_DRAWING,
     PanelDisplay,
@@ -255,7 +255,7 @@ def test_equal_ones_are_one_file(logs: dict[int, str], tmp_path: Path):
     said, _, path = first.partition(": ")
     assert (said, Path(path).read_bytes()) == ("figure of ranks 0-1", b"one")
     assert Path(path).stat().st_mode & 0o777 == 0o600
-    assert RUN.fullmatch(str(Path(path).relative_to(tmp_path)))
+    assert ATTEMPT.fullmatch(Path(path).relative_to(tmp_path).parts[0])
     assert second.startswith(f"figure of rank 2: {tmp_path}/attempt_0/2/figure-")
     assert len([*tmp_path.rglob("*.png")]) == 2
 
