@@ -52,6 +52,24 @@ class _StrongEntry:
         return self.value
 
 
+class _Owners:
+    """Weak references to several objects, each of which keeps the same memory alive."""
+
+    __slots__ = ("_refs",)
+
+    def __init__(self, *refs: Callable[[], Any]) -> None:
+        self._refs = [*refs]
+
+    def __call__(self) -> Any:
+        """Return an object that has not ended; None if all have."""
+        return next((owner for ref in self._refs if (owner := ref()) is not None), None)
+
+    def add(self, ref: Callable[[], Any]) -> None:
+        """Add a reference, and drop references to objects that have ended."""
+        if all(ref is not each for each in self._refs):
+            self._refs = [*(each for each in self._refs if each() is not None), ref]
+
+
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Block:
     """The part of tensors' and arrays' memory that is sent: the bytes from `start` to `end`.
@@ -67,6 +85,16 @@ class Block:
     device: str = "cpu"
     copied: tuple[Any, ...] = ()
     users: list[Any] = field(default_factory=list)  # weak references to tensors made on a rank
+
+    def add_owner(self, owner: Any) -> None:
+        """Add a weak reference to another object that keeps the memory alive.
+
+        `torch.from_numpy(array)` and `array` have the same memory: either of them may end first.
+        """
+        if isinstance(self.owner, _Owners):
+            self.owner.add(owner)
+        elif owner is not self.owner:
+            self.owner = _Owners(self.owner, owner)
 
     def owner_storage(self) -> Any:
         """Return the storage of a tensor that keeps memory on a device alive; else None."""
@@ -266,6 +294,7 @@ class Blocks:
         `owner`.
         """
         if (block := self.known(start, end, root[0], device)) is not None:
+            block.add_owner(own())
             return block
         is_whole = root[1] - root[0] <= max(MAX_WHOLE_BYTES, 2 * (end - start))
         # Aligned, so that views of all types begin at a whole number of elements.
