@@ -65,7 +65,7 @@ class Needs:
 
 
 NEEDS = (
-    Needs("c10d", "FileStore PrefixStore Store _register_process_group DebugLevel"),
+    Needs("c10d", "FileStore PrefixStore Store TCPStore _register_process_group DebugLevel"),
     Needs("c10d", "get_debug_level set_debug_level set_debug_level_from_env"),
     Needs("c10d._ProcessGroupWrapper", "wrapped_pg"),
     Needs("c10d.DebugLevel", "OFF DETAIL"),

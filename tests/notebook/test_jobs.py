@@ -230,7 +230,7 @@ def test_workers_that_are_started_anew(notebook: Notebook) -> None:
     assert lost.endswith(": its workers were restarted.")
     assert notebook.run("%%distributed\npass").errors == []
     begin(notebook, SLEEPS)
-    assert notebook.run(PRESS.format(name="Workers._stop") + "%dist_restart").errors != []
+    assert notebook.run(PRESS.format(name="_stop") + "%dist_restart").errors != []
     assert notebook.run("job.result(9)").error.endswith(": its workers were ended.")
     assert notebook.run("%dist_restart").errors == []
 

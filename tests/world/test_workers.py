@@ -22,7 +22,7 @@ def test_who_was_replaced_is_said_once() -> None:
     workers.names.finished(1, Done("ok", 0.0, frozenset("x")), NOTHING_SENT)
     workers.dead = {1: Died(-9, 0), 2: Died(-9, 0)}
     workers.take_healed(Healed({0: 1, 1: 2}, {0: "", 1: ""}, workers.spec))
-    assert workers.replace_dead({"late"}) == (1,)
+    assert workers.replace_dead({"late"}, {}) == (1,)
     assert (workers.dead, workers.names.lacking([1])) == ({}, "late and x")
     assert [workers.take_replaced(), workers.take_replaced()] == [{1: Died(-9, 0)}, {}]
 
