@@ -118,10 +118,12 @@ class Completion:
         if needs_root and root in self._pools.shell.user_ns and not is_theirs:
             return None
         theirs = _asked(world, magic, question._replace(code=text))
-        if needs_root:
-            # The notebook must not answer: under this name it may have another object.
-            return theirs or (_nothing_for(question) if is_theirs else None)
-        return self._with_known(world, theirs, root, text[:cursor])
+        if not needs_root:
+            return self._with_known(world, theirs, root, text[:cursor])
+        if theirs or not is_theirs:
+            return theirs or None
+        # The notebook must not answer: under this name it may have another object.
+        return Description({}) if isinstance(question, Inspect) else Completions((), cursor, cursor)
 
     def _with_known(self, world: World, theirs: Any, root: str, text: str) -> Completions | None:
         """Add names of the notebook to a rank's answer; if it is None, of the workers too."""
@@ -203,12 +205,6 @@ def _asked(world: World, magic: MagicLine, question: Question) -> Completions | 
         if isinstance(answer, Completions | Description):
             return answer
     return None
-
-
-def _nothing_for(question: Question) -> Completions | Description:
-    """Return an empty answer to the question."""
-    is_inspect = isinstance(question, Inspect)
-    return Description({}) if is_inspect else Completions((), question.cursor, question.cursor)
 
 
 def workers_cell(code: str, cursor: int) -> MagicLine | None:

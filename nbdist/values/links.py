@@ -311,6 +311,8 @@ class Blocks:
         if block is None or block.owner() is None:
             block = Block(self._links.new_key(), 0, 0, own(), device, what)
             self._copied[what] = self._by_key[block.key] = block
+        else:
+            block.add_owner(own())
         return block
 
     def add(self, block: Block) -> Block:

@@ -59,6 +59,7 @@ class CodeSync:
         self.folder = folder
         self.is_shared = False
         self._brought: dict[str, Stamp] = {}
+        self._brought_at = 0  # nanoseconds since 1970
 
     def forget(self) -> None:
         """Send the files the next time: another agent or head is there."""
@@ -74,8 +75,9 @@ class CodeSync:
             return
         try:
             os.stat(self.folder)  # raises if the folder was removed
-            found = dict(_files_in(self.folder))
-            is_fresh = any(abs(time.time_ns() - each[0]) < FRESH for each in found.values())
+            now, found = time.time_ns(), dict(_files_in(self.folder))
+            # A file that had just changed when it was sent may have changed again since.
+            is_fresh = any(abs(self._brought_at - each[0]) < FRESH for each in found.values())
             if found == self._brought and not (to_new or is_fresh):
                 return
             self.forget()
@@ -93,11 +95,11 @@ class CodeSync:
             held = yield from asks(put, BRING_TIMEOUT)
         if held.problem:
             raise CodeNotSent(held.host, held.problem)
-        self.is_shared, self._brought = held.is_shared, found
+        self.is_shared, self._brought, self._brought_at = held.is_shared, found, now
 
     def has(self, path: str) -> bool:
         """Return True for a file that nodes have."""
-        return path in self._brought
+        return self.is_shared or path in self._brought
 
 
 def _too_large(found: Mapping[str, Stamp]) -> str:
@@ -113,9 +115,10 @@ def _too_large(found: Mapping[str, Stamp]) -> str:
 
 
 def _files_in(folder: Path, above: str = "") -> Iterator[tuple[str, Stamp]]:
-    """Yield the files to be sent, in their order: what git does not ignore, or else Python files.
+    """Yield the files to be sent, sorted by path: all that git does not ignore, or Python files.
 
-    Their paths begin with `above`.  Repositories in the folder, such as submodules, are asked too.
+    The paths begin with `above`.  Git is asked again in each repository in the folder, such as a
+    submodule.
     """
     known = _known_to_git(folder)
     for path in sorted({*(_python_files(folder) if known is None else known)}):
@@ -156,8 +159,8 @@ def _python_files(folder: Path) -> Iterator[str]:
             raise CodeNotSent("", f"{why}: `git init` there, and list data in .gitignore")
         below = [each for each in folders if not NO_CODE.fullmatch(each)]
         folders[:] = [each for each in below if not os.path.exists(f"{root}/{each}/pyvenv.cfg")]
-        paths = (os.path.relpath(f"{root}/{each}", folder) for each in names)
-        yield from (path for path in paths if path.endswith(".py"))
+        python = [each for each in names if each.endswith(".py")]
+        yield from (os.path.relpath(f"{root}/{each}", folder) for each in python)
 
 
 def archive_of(folder: Path, paths: Iterable[str]) -> bytes:
@@ -175,7 +178,9 @@ def archive_of(folder: Path, paths: Iterable[str]) -> bytes:
 
 # --- what nodes lack ----------------------------------------------------------------------------
 
-_MISSING = re.compile(r"No module named '([\w.]+)'|No such file or directory: '([^'/][^']*)'")
+_MISSING = re.compile(
+    r"No module named '([\w.]+)'|No such file or directory: '((?!\.\.?/)[^'/][^']*)'"
+)
 
 LEFT_OUT = (
     "`{0}` is in the notebook's folder, but `--sync-code` leaves it out: it sends what git does "
@@ -196,14 +201,10 @@ def missing_text(
     name = found[2] or found[1].replace(".", "/")
     files = [found[2]] if found[2] else [f"{name}.py", f"{name}/__init__.py"]
     if file := next((each for each in files if (folder / each).is_file()), ""):
-        if code is None:
-            where = "is in the notebook's folder, which"
-            return (
-                ""
-                if found[2]
-                else f"`{file}` {where} {host} does not have: `--sync-code` sends it."
-            )
-        return "" if code.has(file) else LEFT_OUT.format(file)
+        if code is not None:
+            return "" if code.has(file) else LEFT_OUT.format(file)
+        has_not = f"`{file}` is in the notebook's folder, which {host} does not have"
+        return "" if found[2] else f"{has_not}: `--sync-code` sends it."
     if found[2]:
         return ""
     module = found[1].partition(".")[0]

@@ -152,12 +152,15 @@ class NameTable:
         has = self._ranks.setdefault(rank, {})
         has.update(received.names)
         self.objects.finished(rank, received, done.dead, done.lost)
+
+        def is_later(name: str) -> bool:
+            return since is not None and self._bound_at.get(name, -1) > since
+
         for name in done.gone:
             has.pop(name, None)
-        self._deleted_there |= done.gone
+        self._deleted_there.update(name for name in done.gone if not is_later(name))
         for name in done.bound:
-            is_later = since is not None and self._bound_at.get(name, -1) > since
-            identity = None if is_later else Identity(self._value(name))
+            identity = None if is_later(name) else Identity(self._value(name))
             kind = done.kinds.get(name, OTHER)
             before = has.get(name)
             was_sent = getattr(before, "was_sent", isinstance(before, Sent))
@@ -165,8 +168,8 @@ class NameTable:
         for name in received.binds - done.bound if done.status == "ok" else ():
             # `Done.bound` lacks a variable that the task has assigned to the object that it had.
             entry = has.get(name)
-            is_later = since is not None and self._bound_at.get(name, -1) > since
-            if isinstance(entry, Sent | BoundByWorker) and entry.identity is None and not is_later:
+            is_unknown = isinstance(entry, Sent | BoundByWorker) and entry.identity is None
+            if is_unknown and not is_later(name):
                 path = entry.import_path if isinstance(entry, BoundByWorker) else None
                 has[name] = BoundByWorker(Identity(self._value(name)), path, was_sent=True)
 

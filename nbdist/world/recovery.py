@@ -178,7 +178,7 @@ def _end(workers: Workers, running: TaskRun) -> None:
 
     The sentences about it become attributes of `running`, and the task is added to `Past`.
     """
-    # First, because Stop can end the work that follows before its end.
+    # First, because a Stop can break off the steps below.
     running.replicas = _replicas_text(workers, running)
     running.incomplete = incomplete_text(running.done())
     _abort_leftovers(workers, running)

@@ -4,10 +4,10 @@
 
 Runs in the notebook's process; the ranks write and read the `.frames` files themselves
 (`nbdist.worker.ops.snapshot`).  A snapshot gets its name only when it is complete: until then its
-folder has a name that begins with a dot.  Each folder is private, and has a marker file; a folder
-without the marker is never removed (`nbdist.system.folders`).  A lock on the marker distinguishes a
-writer's folder from one that a killed writer has left.  A snapshot is a pickle, which can run any
-code: it is read only if nobody but this user can have written it.
+folder has a name that begins with a dot.  Each folder is private, and has a lock file; a folder
+without this file is never removed (`nbdist.system.folders`).  While a folder is written, its writer
+holds the lock: so it differs from a folder that a killed writer has left.  A snapshot is a pickle,
+which can run any code: it is read only if nobody but this user can have written it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ FORMAT = 2  # the version of the manifest's and the ranks' file formats
 UNFINISHED = ".part-"
 NAME = re.compile(r"[\w][\w.-]*", re.ASCII)
 STAMP = re.compile(r"[0-9]{8}-[0-9]{6}(\.[0-9]+)?", re.ASCII)
-CONTENTS = re.compile(r"manifest\.json|rank[0-9]+\.frames|\.nbdist", re.ASCII)
+CONTENTS = re.compile(
+    rf"manifest\.json|rank[0-9]+\.frames|{re.escape(folders.LOCK_FILE)}", re.ASCII
+)
 
 NO_FILE = f"process {uuid.uuid4().hex}"
 """The owner of a snapshot whose program has no file, such as Python in a terminal."""

@@ -21,9 +21,7 @@ from nbdist import topology
 from nbdist.config import LOCAL, OnFailure, Patience, WorldConfig
 from nbdist.errors import AgentLost, WorldNotStarted
 from nbdist.output.curves import Curves
-from nbdist.output.events import (
-    Died,
-)
+from nbdist.output.events import Died
 from nbdist.system.folders import removed_folder
 from nbdist.wire import messages
 from nbdist.wire.frames import pack

@@ -286,6 +286,11 @@ def test_elements_that_are_copied_together(links: Links) -> None:
     assert blocks.find_copied(what, lambda: ref, "cpu") is block
     assert (blocks.copied(what), block.size, block.copied) == (block, 0, what)
     assert blocks.known(64, 128, 64, "cpu") is None
+    other = Thing()  # it keeps the same memory alive
+    other_ref = weakref.ref(other)
+    assert blocks.find_copied(what, lambda: other_ref, "cpu") is block
     del owner
+    assert links.take_dead() == ()
+    del other
     assert links.take_dead() == (block.key,)
     assert blocks.copied(what) is None

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
@@ -142,11 +143,15 @@ def test_a_module_that_is_missing_there(tmp_path: Path) -> None:
     # A file is a hint only where the notebook's code is kept in step.
     (folder / "config.yaml").touch()
     no_file = "[Errno 2] No such file or directory: 'config.yaml'"
+    (tmp_path / "data.csv").touch()
     assert missing_text(no_file, "b", folder, path, None) == ""
     code = CodeSync(folder)
     list(code.bringing(taken))
     assert missing_text("No module named 'mine'", "b", folder, path, code) == ""
     assert missing_text(no_file.replace("config", "none"), "b", folder, path, code) == ""
+    for elsewhere in ("../data.csv", "./config.yaml"):
+        said = no_file.replace("config.yaml", elsewhere)
+        assert missing_text(said, "b", folder, path, code) == ""
     assert missing_text(no_file, "b", folder, path, code) == (
         "`config.yaml` is in the notebook's folder, but `--sync-code` leaves it out: it sends what "
         "git does not ignore, and without git Python files only. `git add -f config.yaml`, after "
@@ -236,6 +241,17 @@ def test_changes_are_sent(folder: Path, node: CodeFolder) -> None:
     assert [bring(code, node), bring(code, node)] == [1, 1]
     code.forget()
     assert bring(code, node) == 1
+
+
+def test_a_file_that_had_just_changed_is_compared_once_more(
+    folder: Path, node: CodeFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its times may hide a change right after it, however late the next cell runs."""
+    code, now = CodeSync(folder), time.time_ns()
+    (folder / "mine.py").touch()
+    assert bring(code, node) == 2
+    monkeypatch.setattr(time, "time_ns", lambda: now + 60 * 10**9)
+    assert [bring(code, node), bring(code, node)] == [1, 0]
 
 
 def test_what_cannot_be_sent_is_said(
