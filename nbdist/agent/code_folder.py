@@ -123,7 +123,7 @@ def remove(folder: Path) -> list[str]:
 
 def drop_dead(parent: Path) -> None:
     """Remove folders whose agents were killed before they could."""
-    for folder in parent.glob(PREFIX + "*"):
+    for folder in parent.glob(PREFIX + folders.MADE):
         if (lock := folders.join(folder, fcntl.LOCK_EX)) is not None:
             os.close(lock)
             remove(folder)
@@ -132,7 +132,7 @@ def drop_dead(parent: Path) -> None:
 def _files_of(archive: bytes) -> Mapping[str, tuple[bytes, int]]:
     """Return the content and mode of each file in an archive, by its path.
 
-    Raises OSError for what is no plain file, or leads out of the folder.
+    Raises OSError if a member is no plain file, or its path leads out of the folder.
     """
     files = {}
     with tarfile.open(fileobj=io.BytesIO(archive)) as tar:

@@ -264,7 +264,7 @@ def as_shown(failure: events.Failure) -> events.Failure:
 PORTS = {"shell": 1, "iopub": 2, "stdin": 3, "control": 4, "hb": 5}  # suffixes of socket names
 
 SUBSCRIBE_TIMEOUT = 10.0  # seconds for the iopub subscription to take effect
-RETRY_SECONDS = 0.02  # between requests that make the kernel publish its status
+RETRY_SECONDS = 0.02  # between two `Announce` requests
 
 
 class FrameConnection(asyncio.Protocol):

@@ -59,9 +59,8 @@ class Door:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._server: asyncio.Server | None = None
-        self._calling: dict[
-            asyncio.Task[None], type[queries.Said] | None
-        ] = {}  # None: not yet asked
+        # The question of each connection; None before it has come.
+        self._calling: dict[asyncio.Task[None], type[queries.Said] | None] = {}
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.path}, {len(self._calling)} connections>"

@@ -241,7 +241,7 @@ class Worker:
     async def stop(self, grace: float) -> None:
         """Stop the worker and release everything that belongs to it; no `Died` follows.
 
-        An idle worker is let exit and has `grace` seconds of its own time
+        An idle worker may exit by itself: it has `grace` seconds of its own time
         (`WorkerProcess.exit_within`) before it is killed.  Any other worker is killed at once.
         """
         self._is_ending = True

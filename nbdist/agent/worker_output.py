@@ -425,18 +425,19 @@ class RunFolder:
     """
 
     def __init__(self, root: Path, name: str) -> None:
-        self.path = root / name
-        self._claims: list[int] = []
-        is_own = root == Path(folders.state_folder())
+        self.path, self._claims = root / name, list[int]()
         # If a folder cannot be made, there are no logs, and `WorkerLog` warns about that.
+        if root != Path(folders.state_folder()):
+            with suppress(OSError):
+                folders.make_private(self.path)
+            return
         with suppress(OSError):
-            folders.make_private(root if is_own else self.path)
-            for folder in (*reversed(self.path.parents), self.path) if is_own else ():
+            folders.make_private(root)
+            for folder in (*reversed(self.path.parents), self.path):
                 if folder.is_relative_to(root) and folder != root:
                     self._enter(folder)
-        if is_own:
-            with suppress(OSError):  # also if no folder could be made, as on a full disk
-                drop_old_runs(root)
+        with suppress(OSError):  # also if no folder could be made, as on a full disk
+            drop_old_runs(root)
 
     def close(self) -> None:
         """Release the folder; a later run may remove it when it is old."""

@@ -310,7 +310,7 @@ class KeptCode:
                     self._puts = ()
             case PutCode():
                 self._puts = (*self._puts, request)
-        return await self.bring(nodes) if self._is_whole else CodeHeld("")
+        return await self.bring(nodes)
 
     @property
     def _is_whole(self) -> bool:

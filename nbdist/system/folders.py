@@ -133,9 +133,10 @@ def claim(folder: Path) -> int:
     Returns a descriptor; the folder is locked until it is closed.  Raises OSError.
     """
     flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW
-    file = open_private(folder / LOCK_FILE, flags)
+    file = _lock(open_private(folder / LOCK_FILE, flags), fcntl.LOCK_SH)
+    # Only after the lock: a folder whose lock file is empty is not removed.
     os.write(file, os.fsencode(folder.name))
-    return _lock(file, fcntl.LOCK_SH)
+    return file
 
 
 def join(folder: Path, lock: int = fcntl.LOCK_SH) -> int | None:
@@ -161,8 +162,14 @@ def remove(folder: Path, aside: Path | None = None) -> bool:
         try:
             if aside is not None:
                 folder.rename(aside)
-            # The folder that was checked, even if another folder has its name now.
-            shutil.rmtree(f"/proc/self/fd/{at}/.", ignore_errors=True)
+            # By the descriptor, because another folder may have the name by now.  The lock file
+            # goes last, so that a later call can complete a removal that was interrupted.
+            for name in {*os.listdir(at)} - {LOCK_FILE}:
+                try:
+                    os.unlink(name, dir_fd=at)
+                except IsADirectoryError:
+                    shutil.rmtree(name, ignore_errors=True, dir_fd=at)
+            os.unlink(LOCK_FILE, dir_fd=at)
             os.rmdir(aside or folder)
             return True
         finally:
@@ -171,7 +178,11 @@ def remove(folder: Path, aside: Path | None = None) -> bool:
 
 
 def _lock_in(at: int, lock: int) -> int:
-    return _lock(os.open(LOCK_FILE, os.O_RDWR | _FILE, dir_fd=at), lock)
+    file = os.open(LOCK_FILE, os.O_RDWR | _FILE, dir_fd=at)
+    if lock == fcntl.LOCK_EX and not os.fstat(file).st_size:
+        os.close(file)
+        raise BlockingIOError(f"{LOCK_FILE} has been made, but is not locked yet")
+    return _lock(file, lock)
 
 
 def _lock(file: int, lock: int) -> int:
@@ -238,9 +249,11 @@ def _open_own(path: Path, above: int | None, flags: int) -> int:
 
 PREFIX, SOCKET = "nbdist-", "notebook.sock"
 
-MADE_NAME = PREFIX + "[a-z0-9_]" * 8
-"""Matches the names of runtime folders, as `tempfile.mkdtemp` makes them, and not `nbdist-code-...`
-or a copy that has another name."""
+MADE = "[a-z0-9_]" * 8
+"""Matches what `tempfile.mkdtemp` adds to a prefix, and so no copy that has another name."""
+
+MADE_NAME = PREFIX + MADE
+"""Matches the names of runtime folders, and not `nbdist-code-...`."""
 
 LAST_PLACES = ("/tmp", "/var/tmp")
 """Where runtime folders are made if the environment names no usable place."""

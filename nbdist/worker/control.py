@@ -74,7 +74,11 @@ class ControlThread:
         while data := connection.recv(READ_SIZE):
             for frame in cutter.feed(data):
                 number, request = unpack(frame)
-                self._answer(request, partial(self._send, connection, number))
+                send = partial(self._send, connection, number)
+                try:
+                    self._answer(request, send)
+                except RuntimeError as error:  # no further thread can be started
+                    send(control.Failed(str(error), unfit=False))
 
     def _send(self, connection: socket.socket, number: int, answer: control.Answer) -> None:
         frame = framed(pack(control.Answered(number, answer)))

@@ -260,12 +260,14 @@ class WorkerKernel(IPythonKernel):
         content = {"comm_id": comm.id, "data": comm.data}
         message = self.session.msg(comm.kind, content, metadata={**comm.metadata})
         message["buffers"] = [memoryview(each) for each in comm.buffers]
-        before = signal.signal(signal.SIGINT, signal.default_int_handler)
-        try:
-            with suppress(KeyboardInterrupt, SystemExit):
+        before = signal.getsignal(signal.SIGINT)
+        with suppress(KeyboardInterrupt, SystemExit):
+            try:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
                 self.shell_handlers[comm.kind](None, None, message)
-        finally:
-            signal.signal(signal.SIGINT, before)
+            finally:
+                signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, before)  # if a SIGINT came just before the line above
         flush_streams()
 
     def get_parent(self, *channel: Any) -> dict[str, Any]:

@@ -16,7 +16,6 @@ import time
 import traceback
 import warnings
 from collections import deque
-from dataclasses import replace
 from multiprocessing import process
 
 import torch
@@ -68,7 +67,7 @@ def run_worker(start: WorkerStart, agent_pid: int) -> None:
     """Start the kernel, form the group, and run tasks until the kernel shuts down; never returns.
 
     Two marks on stdout tell the agent how far the start is: "up" once the kernel's sockets are
-    bound, "ready" once the group is formed and the kernel reads from its sockets.
+    bound, "ready" once the group is formed and the loop reads tasks.
     """
     own_path = list(sys.path)
     prepare_torch(start)
@@ -99,9 +98,7 @@ def run_worker(start: WorkerStart, agent_pid: int) -> None:
     if group is not None:
         group.form()
     app.kernel.around = Around(start, own_path)
-    # The agent writes to the kernel's sockets after this mark, so the kernel must be reading by
-    # then. Until then the sockets belong to this thread: zmq sockets must not be used by two
-    # threads at once.
+    # By the loop: from now on it reads the agent's tasks and requests.
     asyncio.get_event_loop().call_soon(write_all, mark(start.token, "ready"))
     app.start()
     tasks.close()
@@ -184,8 +181,9 @@ class Tasks:
     """The worker's end of the socket for tasks, and for replies to `InputRequest` and `CatchUp`.
 
     Everything but `ask` and `catch_up` runs on the main thread's loop. ipykernel's shell channel,
-    with a thread and signatures of its own, would take longer than a short cell. The kernel stops
-    when the agent closes its connection.
+    with a thread and signatures of its own, would take longer than a short cell. The agent's
+    first connection is for tasks, and the kernel stops when it is closed; a second connection, for
+    requests, goes to the control thread.
     """
 
     def __init__(
@@ -321,8 +319,13 @@ class Tasks:
                 except KeyboardInterrupt:  # Stop came again and again while the task ended
                     self._interrupts.end()
                     STEPS.end_task()
-                    done = Done("error", 0.0, failure=failure_in_words("KeyboardInterrupt", ""))
-                    done = replace(done, steps=STEPS.begun, is_in_step=STEPS.is_inside)
+                    done = Done(
+                        "error",
+                        0.0,
+                        failure=failure_in_words("KeyboardInterrupt", ""),
+                        steps=STEPS.begun,
+                        is_in_step=STEPS.is_inside,
+                    )
                 if os.getpid() != self._pid:
                     os._exit(0)  # a child that the cell forked: only the parent reports the end
                 # `place` writes a mark before `Finished` is sent: the agent reads text up to that

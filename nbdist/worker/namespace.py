@@ -218,7 +218,7 @@ class Namespace:
         return bound, before.keys() - self._names.keys()
 
     def let_go(self, names: Iterable[str]) -> None:
-        """Hold no longer what these variables had before a task has bound or deleted them.
+        """Hold no longer what these variables had before the task that bound or deleted them.
 
         Small lists and dicts would else live on: the notebook would count them as there.
         """

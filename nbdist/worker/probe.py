@@ -37,6 +37,7 @@ from nbdist.worker.group.group import Group
 from nbdist.worker.group.nccl import Counts, Pending, Recording, UnderWay, wait_for_device
 from nbdist.worker.group.stores import AbortableStore
 from nbdist.worker.ops import run
+from nbdist.worker.process import system_call
 from nbdist.worker.steps import STEPS
 
 IN_TORCH = os.path.join("torch", "distributed") + os.sep
@@ -58,8 +59,6 @@ class Probe:
         self._loop = asyncio.get_event_loop()  # the main thread's: it makes this object
         self._group = group
         self._ident = threading.main_thread().ident or 0
-        # Not `native_id`, which a forked process takes over from its parent (Python 3.11).
-        self._native_id = os.getpid()
         self._recording = Recording()
         self.uses_nccl = group is not None and group.uses_nccl
         self._nccl = UnderWay(is_used=self.uses_nccl)
@@ -115,7 +114,7 @@ class Probe:
 
     def _located(self, frames: list[FrameType]) -> Place:
         operation = _called(frames)
-        if not operation or self._group is None or not self._is_in_futex():
+        if not operation or self._group is None or not _is_in_futex():
             operation = self._operation(frames, self._recording.counts(), self._nccl.pending())
         return replace(self._spot(frames), operation=operation)
 
@@ -172,7 +171,7 @@ class Probe:
             return nccl.name
         if self.uses_nccl and is_calling(frames[0].f_code if frames else None):
             return _called(frames)
-        if not self._is_in_futex():
+        if not _is_in_futex():
             return ""
         if begun := self._recording.waited_for(counts):
             return begun
@@ -195,13 +194,6 @@ class Probe:
         threads = set(uncollected(sys._current_frames)) - {self._ident, threading.get_ident()}
         has_gpu = accelerator.is_in_use()
         return has_gpu or not _waits_for_ranks(frames) or any(map(_is_of_user, threads))
-
-    def _is_in_futex(self) -> bool:
-        try:
-            with open(f"/proc/self/task/{self._native_id}/syscall", mode="rb") as file:
-                return file.read().startswith(b"%d " % FUTEX)
-        except OSError:
-            return False
 
     def _carried(self) -> tuple[int, int, tuple[tuple[str, str], ...]]:
         """Return gloo's packets in flight, bytes carried, and addresses of stalled connections."""
@@ -240,6 +232,11 @@ def is_calling(code: CodeType | None) -> bool:
 def _is_of_user(ident: int) -> bool:
     files = [frame.f_code.co_filename for frame in frames_of(ident)]
     return any(IN_TORCH in file or not IN_LIBRARY.match(file) for file in files)
+
+
+def _is_in_futex() -> bool:
+    """Return True if the main thread waits for a lock or for another thread."""
+    return system_call()[:1] == [b"%d" % FUTEX]
 
 
 def _called(frames: list[FrameType]) -> str:

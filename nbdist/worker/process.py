@@ -146,6 +146,17 @@ class Interrupts:
         self._is_kept = is_there and is_for_task
 
 
+def system_call() -> list[bytes]:
+    """Return the number and arguments of the system call in which the main thread waits.
+
+    Returns a list with one word, such as "running", if there is none, and [] if Linux does not say.
+    """
+    # Not `native_id`, which a forked process takes over from its parent (Python 3.11).
+    with suppress(OSError), open(f"/proc/self/task/{os.getpid()}/syscall", mode="rb") as file:
+        return file.read().split()
+    return []
+
+
 @contextmanager
 def threads_without_sigint() -> Iterator[None]:
     """Threads that are started in this context leave SIGINT to the main thread.

@@ -214,8 +214,8 @@ def own_part(tb: TracebackType | None) -> TracebackType | None:
 def stopped_part(error: BaseException, tb: TracebackType | None) -> TracebackType | None:
     """Return the part of a KeyboardInterrupt's traceback `tb` from the cell's line on.
 
-    If Python handled the SIGINT only after another exception had left the cell, as one that ends a
-    wait in C++, return the part of that exception's traceback.
+    If Python handled the SIGINT only after another exception had left the cell, such as the
+    error that ends a wait in C++, return the part of that exception's traceback.
     """
     cells = cell_numbers()
     for each in led_to(error):

@@ -5,6 +5,7 @@ Of folders of worlds' sockets too: where they are, and when they are removed.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -101,7 +102,10 @@ def test_without_its_lock_file_it_stays(ours: Path, tmp_path: Path) -> None:
         assert folders.join(ours) is None
         assert not folders.remove(ours)
     lock_file.unlink()
-    lock_file.touch()
+    lock_file.touch()  # it was made, and is not locked yet
+    assert folders.join(ours, fcntl.LOCK_EX) is None
+    assert not folders.remove(ours)
+    lock_file.write_text("ours")
     if os.geteuid() == 0:
         os.chown(ours, 54321, -1)
         assert not folders.remove(ours)
@@ -126,18 +130,36 @@ def test_what_takes_its_place_meanwhile_stays(
     ours: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the folder that was checked is emptied, wherever it is by then."""
-    rmtree = shutil.rmtree
+    listdir = os.listdir
 
-    def after_a_move(*args: Any, **options: Any) -> None:
+    def after_a_move(at: int) -> list[str]:
         shutil.copytree(ours, tmp_path / "mine")
         ours.rename(tmp_path / "away")
         (tmp_path / "mine").rename(ours)
-        rmtree(*args, **options)
+        return listdir(at)
 
-    monkeypatch.setattr(shutil, "rmtree", after_a_move)
-    assert not folders.remove(ours)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "listdir", after_a_move)
+        assert not folders.remove(ours)
     assert {each.name for each in ours.iterdir()} == {LOCK_FILE, "file", "sub"}
     assert not [*(tmp_path / "away").iterdir()]
+
+
+def test_a_removal_that_was_interrupted_is_completed(
+    ours: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lock file goes last: without it nobody could remove the rest."""
+
+    def interrupt(*_: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            folders.remove(ours)
+    assert {each.name for each in ours.iterdir()} >= {LOCK_FILE, "sub"}
+    assert folders.remove(ours)
+    assert not ours.exists()
 
 
 def test_links_are_removed_not_followed(ours: Path, tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from nbdist.wire.frames import BadFrame, FrameCutter
 from nbdist.wire.spec import TorchStore
 from nbdist.words import one_line
 from nbdist.worker.compat.torch import PrefixStore, Store
-from nbdist.worker.process import BadEnvironment, is_ready
+from nbdist.worker.process import READ_SIZE, BadEnvironment, is_ready
 
 FIRST_STEP, LONGEST_STEP = 0.001, 0.02
 """Seconds between two polls: short at first, as ranks often come at once, then longer."""
@@ -237,12 +237,11 @@ class AbortableStore(_PythonStore):
 # --- the agent's store, for ranks of several machines ---------------------------------------------
 
 ANSWER_TIMEOUT = 30.0
-"""Seconds for an answer, besides the time that it and a silent head are waited for.
+"""Seconds for an answer, besides the seconds that the operation may wait and those of `silence`.
 
 Then the agent counts as lost."""
 
 KEPT = 2  # idle connections that are kept for later
-READ_SIZE = 1 << 18
 LOST = "the agent that serves the world's store cannot be reached"
 IN_CHILD = "a process forked by the rank cannot use the world's store"
 

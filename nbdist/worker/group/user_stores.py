@@ -2,8 +2,8 @@
 
 C++ waits there for a key, or in the constructor for the other workers, and ignores signals.  Its
 wait raises DistNetworkError if the connection to the store's server is shut down, also if the
-server is in the same process.  Importing this file replaces `TCPStore.__init__`, which notes the
-stores' ports.  Runs in each rank: `end_wait` on the control thread.
+server is in the same process.  Importing this file replaces `TCPStore.__init__` by a function
+that notes the stores' ports.  Runs in each rank: `end_wait` on the control thread.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 from nbdist.worker.compat.torch import TCPStore, when_tcp_store_is_made
 from nbdist.worker.group import stores
 from nbdist.worker.group.gloo import borrowed, sockets
+from nbdist.worker.process import system_call
 
 if os.uname().machine == "x86_64":
     POLLS, RECEIVES = {7, 271}, {45}  # poll and ppoll; recvfrom
@@ -65,10 +66,9 @@ def _port_of(fd: int, inode: int) -> int | None:
 
 
 def _waited_on() -> int | None:
-    """Return the descriptor that the main thread's system call waits for; None if for none."""
+    """Return the descriptor that the main thread's system call waits for; None without one."""
     try:
-        with open(f"/proc/self/task/{os.getpid()}/syscall", mode="rb") as file:
-            number, *arguments = file.read().split()
+        number, *arguments = system_call()
         if int(number) in RECEIVES:
             return int(arguments[0], 16)
         if int(number) in POLLS and int(arguments[1], 16) == 1:
@@ -76,6 +76,6 @@ def _waited_on() -> int | None:
             with open("/proc/self/mem", mode="rb", buffering=0) as memory:
                 memory.seek(int(arguments[0], 16))
                 return int(struct.unpack("i", memory.read(4))[0])
-    except (OSError, ValueError, struct.error):  # `number` is "running", or the call has ended
+    except (OSError, ValueError, struct.error):  # there is no call, or the call has ended
         pass
     return None
