@@ -241,12 +241,16 @@ def is_tile(block: Block) -> bool:
 
 def _is_narrow(item: Item) -> bool:
     match item:
-        case Hidden() | str():
-            return isinstance(item, str)
+        case Hidden():
+            return False
+        case str():
+            return True
+        case Shown() if is_figure(item.display.data):
+            return True
         case Shown():
             # How wide a table is drawn is not known, but it is about as wide as its text.
             width = _WIDEST_LINE if embed(item.display) is None else _WIDEST_TABLE
-            return is_figure(item.display.data) or _fits(item.plain.split("\n"), width)
+            return _fits(item.plain.split("\n"), width)
         case lines:
             return _fits([strip(line.text) for line in lines], _WIDEST_LINE)
 
@@ -291,6 +295,8 @@ def _characters(block: Block) -> int:
     for item in block.items:
         if isinstance(item, Shown):
             rows += item.plain.split("\n")
+        elif isinstance(item, str):
+            rows.append(item)
         elif isinstance(item, list):
             rows += [strip(line.text) for line in item]
     return max(map(len, rows))
@@ -366,7 +372,7 @@ def figures(transcript: Transcript) -> list[tuple[str, Display]]:
     for group in transcript.groups():
         for shown in group.displays:
             data = shown.display.data
-            if is_figure(shown.display.data) and embed(shown.display) is not None:
+            if is_figure(data) and embed(shown.display) is not None:
                 images = {mime.kind: data[mime.kind] for mime in images_in(data)}
                 found.append((name_ranks(group.ranks), shown.display._replace(data=images)))
     return found

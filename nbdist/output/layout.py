@@ -238,12 +238,12 @@ def _values(groups: Sequence[Group], *, is_live: bool = False) -> tuple[Row, ...
 def _value(group: Group, *, is_live: bool) -> Line | None:
     """Return the line of a group that has shown just one short line; else None."""
     is_well = group.shown.state == "ok" or (is_live and group.shown.state == "running")
-    if not is_well or len(group.shown.said) != 1:
+    if not is_well or len(group.shown.said) != 1 or group.shown.rows > 1:
         return None
-    match group.shown.said[0], group.last:
-        case Screen(line_count=1), Line() as line:
+    match group.last:
+        case Line() as line:
             pass
-        case _, Shown(display=display) as shown if list(display.data) == ["text/plain"]:
+        case Shown(display=display) as shown if list(display.data) == ["text/plain"]:
             line = Line(shown.plain, stderr=False)
         case _:
             return None
@@ -341,7 +341,8 @@ def items_of(
     """Return the displays and the last `most` lines of a group.
 
     In a finished cell `Hidden` items stand in the places of lines that are left out.  In a running
-    cell a display counts as a line, and before the last `most` only the newest figure is shown.
+    cell a display counts as a line, and only the newest figure is shown, even before the last
+    `most`; a remark stands for an older figure among them.
     With `bars` the progress bars of the only rank of the group are lines.
     """
     found: list[Item] = []

@@ -200,12 +200,12 @@ def limited(shown: Panel) -> Panel:
         line, used = _cut(row.line, share, is_live=shown.is_live)
         rows.append(row._replace(line=line))
         left -= used + _OF_RUN
-    first, blocks, kept = len(shown.blocks), [*shown.blocks, *shown.rest], list[Block]()
+    first, blocks = len(shown.blocks), [*shown.blocks, *shown.rest]
     figure = MOST_LIVE_FIGURES // max(1, len(blocks))
-    for waiting in range(min(len(blocks), _MOST_BLOCKS), 0, -1):
-        block = blocks[len(kept)]
-        block, used = _limited(block, left // waiting, figure, is_live=shown.is_live)
-        kept.append(block)
+    kept = blocks[:_MOST_BLOCKS]
+    for done, block in enumerate(kept):
+        share = left // (len(kept) - done)
+        kept[done], used = _limited(block, share, figure, is_live=shown.is_live)
         left -= used
     left_out = (rank for block in blocks[_MOST_BLOCKS:] for rank in block.group.ranks)
     return shown._replace(
@@ -221,13 +221,14 @@ def _limited(block: Block, most: int, figure: int, *, is_live: bool) -> tuple[Bl
 
     While the cell runs, a figure is shown if it has at most `figure` bytes.
     """
-    traceback = _traceback(block, most // 2, is_live=is_live)
-    left = most - _OF_BLOCK - 2 * size(traceback_html(traceback))
+    traceback, used = _traceback(block, most // 2, is_live=is_live)
+    left = most - _OF_BLOCK - used
     items: list[Item] = []
     earlier = block.earlier
     for item in reversed(block.items):
         if isinstance(item, Shown) and is_live and is_figure(item.display.data):
-            item = item if size(embed(item.display) or "") <= figure else FIGURE_LATER
+            html = embed(item.display)
+            item = item if html and size(html) <= figure else FIGURE_LATER
         elif isinstance(item, Shown):
             item, used = _limited_display(item, left, is_live=is_live)
             left -= used
@@ -246,7 +247,7 @@ def _limited(block: Block, most: int, figure: int, *, is_live: bool) -> tuple[Bl
 
 
 def _limited_display(shown: Shown, most: int, *, is_live: bool) -> tuple[Item, int]:
-    """Return what is shown of a display, and its bytes, which are 0 if that is lines of text."""
+    """Return what is shown of a display, and its bytes: 0 for text, which `_newest` counts."""
     html = embed(shown.display)
     is_text = html is None and (is_live or not is_leftover(shown.display.data))
     used = size(shown.plain) + (0 if html is None or is_figure(shown.display.data) else size(html))
@@ -289,17 +290,18 @@ def _cut(line: Line, most: int, *, is_live: bool) -> tuple[Line, int]:
         text = clip(strip(line.text), width)
 
 
-def _traceback(block: Block, most: int, *, is_live: bool) -> tuple[Part, ...]:
-    """Return the parts of the block's traceback, in `most` bytes if possible.
+def _traceback(block: Block, most: int, *, is_live: bool) -> tuple[tuple[Part, ...], int]:
+    """Return the parts of the block's traceback, in `most` bytes if possible, and their bytes.
 
-    Return none if the title of the block says all that is to be shown of the error.
+    Return no parts if the title of the block says all that is to be shown of the error.
     """
     error, part = block.group.error, block.group.part
     is_said = part == "same" or (part == "other" and is_live)
     if not isinstance(error, Failure) or is_said or traceback_text(error) == block.failed:
-        return ()
+        return (), 0
     for rows, width in _TRACEBACKS[is_live:]:
         parts = shortened(traceback_text(error), rows, width)
-        if size(traceback_html(parts)) <= most:
+        used = 2 * size(traceback_html(parts))  # as HTML and as text
+        if used <= most:
             break
-    return tuple(parts)
+    return tuple(parts), used

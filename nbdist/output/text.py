@@ -61,7 +61,13 @@ def failures_text(shown: Panel, *, colours: bool) -> Iterator[str]:
     found: dict[tuple[str, ...], list[Block]] = {}
     for block in (*shown.blocks, *shown.rest):
         if block.group.has_failed:
-            said = tuple(_error(block, colours=colours))
+            error = block.group.error
+            if block.group.part == "first" and isinstance(error, events.Failure):
+                # Whole, not as short as in a panel: a terminal has no other text of the error.
+                text = traceback_text(error)
+                said = [*traceback_rows(text if colours else strip(text), _MOST_ROWS)]
+            else:
+                said = _error(block)
             found.setdefault((block.group.shown.look, *said), []).append(block)
     for (_, *lines), blocks in found.items():
         first, *others = blocks
@@ -137,14 +143,13 @@ def _plain(shown: Shown) -> list[str]:
     return strip(shown.plain).split("\n")
 
 
-def _error(block: Block, *, colours: bool = False, is_live: bool = False) -> list[str]:
+def _error(block: Block, *, is_live: bool = False) -> list[str]:
     error = block.group.error
     if is_live and error is not None:
         return [clip(block.failed or error_text(error), _LIVE_WIDTH)]
     if block.group.part != "first" or not isinstance(error, events.Failure):
         return [block.failed] if block.failed else []
-    rows = [row for part in block.traceback for row in part.seen]
-    return rows if colours else [*map(strip, rows)]
+    return [strip(row) for part in block.traceback for row in part.seen]
 
 
 def _block_header(block: Block) -> str:

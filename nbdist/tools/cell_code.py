@@ -235,13 +235,12 @@ class Statements:
 
     def __init__(self, cells: Iterable[str]) -> None:
         self._cells = [cell for cell in cells if is_python(cell)]
-        self.postpones = any(
-            POSTPONED in cell for cell in self._cells
-        )  # for IPython from such a cell on
+        # IPython postpones annotations from the first such cell on.
+        self.postpones = any(POSTPONED in cell for cell in self._cells)
         self._imports: dict[str, list[str]] = defaultdict(list)
         for cell in self._cells:
             for node in ast.walk(ast.parse(cell)):
-                for name, text in imports_by(node):
+                for name, text in _imports_by(node):
                     self._imports[name].append(text)
 
     def importing(self, name: str, value: Any) -> list[str]:
@@ -278,7 +277,7 @@ class Statements:
         return ""
 
 
-def imports_by(node: ast.AST) -> Iterator[tuple[str, str]]:
+def _imports_by(node: ast.AST) -> Iterator[tuple[str, str]]:
     """Yield each name that an import binds, and that import alone."""
     match node:
         case ast.Import() | ast.ImportFrom(level=0) if node.names[0].name != "*":
@@ -367,9 +366,10 @@ def attributes_since(name: str, value: Any, text: str) -> tuple[list[str], list[
 
 
 def _is_as_typed(typed: ast.expr | None, now: Any) -> bool:
-    """Return False for a value that is not what a class's body binds; None is no expression.
+    """Return False if an attribute is known to have another value than its class's body binds.
 
-    Of what is no plain value this is known of containers alone, by their sizes.
+    `typed` is None if the body binds the attribute by no single expression.  If an expression is no
+    plain value, only the sizes of containers are compared.
     """
     if typed is None:
         return not isinstance(now, types.FunctionType) or "." in now.__qualname__

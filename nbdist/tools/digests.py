@@ -1,9 +1,10 @@
 """Digests of watched modules and optimizers on a rank, for `--watch`, and their exchange.
 
-Runs in workers, called by `nbdist.tools.watch_op`.  A digest costs one read of the memory.  Numbers
-that `%dist_diff` calls equal have equal digests: -0.0 and 0.0, and all NaNs.  There are also
-digests of what may differ before parameters do: random states, inputs, modules that ran.
-`Exchange` compares the ranks' digests during the training, in the store where their group has met.
+Runs in workers, called by `nbdist.tools.watch_op`.  A digest reads the memory once; floating-point
+numbers are copied in pieces for it.  Numbers that `%dist_diff` calls equal have equal digests: -0.0
+and 0.0, and all NaNs.  There are also digests of what may differ before parameters do: random
+states, inputs, modules that ran.  `Exchange` compares the ranks' digests during the training, in
+the store where their group has met.
 """
 
 from __future__ import annotations
@@ -206,7 +207,7 @@ def _pieces(tensor: torch.Tensor, spare: Spare) -> Iterator[torch.Tensor]:
     if copy is None or copy.numel() < size:
         copy = spare[device, wide] = torch.empty(size, dtype=wide, device=device)
     flat = tensor.detach().contiguous().reshape(-1)
-    for start in range(0, max(1, flat.numel()), most):
+    for start in range(0, flat.numel(), most):
         piece = flat[start : start + most]
         yield bytes_of(_alike(piece, copy[: piece.numel()]))
 

@@ -307,7 +307,8 @@ class Composer:
         for name in () if self._is_starred else sorted(missing - _IN_PLACE.keys()):
             self._missing[name] = None
             why = f"{title} uses {name}, which no cell before it binds"
-            self._lost[why if name in self._made else f"`{name}` is used and not there"] = None
+            is_late = title and name in self._made
+            self._lost[why if is_late else f"`{name}` is used and not there"] = None
         there |= used | bound
 
     # --- variables of the notebook --------------------------------------------------------------
@@ -417,7 +418,7 @@ class Composer:
             self._lost[origin.problem] = None
         if text is not None:
             self._lines.append(f"{name} = {text}")
-        elif origin.is_saved:  # cells may have changed the first
+        elif origin.is_saved:  # read again: cells may have changed the value in NOTEBOOK
             self._lines.append(f"{name} = {LOAD if is_again else 'NOTEBOOK'}[{name!r}]")
         elif origin.text and not (origin.is_definition and name in self._defined):
             self._lines += [origin.text, *origin.after]

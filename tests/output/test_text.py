@@ -40,6 +40,8 @@ def test_failures_alone() -> None:
     assert traceback == ["-----", "\x1b[36mCell In[1], line 2\x1b[39m", "E: bad"]
     plain = [header, "-----", "Cell In[1], line 2", "E: bad"]
     assert [*failures_text(shown, colours=False)] == plain
+    short = tuple(each._replace(traceback=each.traceback[:0]) for each in shown.blocks)
+    assert [*failures_text(shown._replace(blocks=short), colours=True)] == [header, *traceback]
     assert head_text(shown) == "2 ranks · 1.2 s · ✓ 1 · ✗ 1"
 
 
