@@ -168,17 +168,17 @@ class Counterparts:
 
     # --- releasing ----------------------------------------------------------------------------
 
-    def forget(self, keys: Iterable[int]) -> None:
-        """Hold objects no longer that have ended in the notebook.
+    def forget(self, keys: Iterable[int]) -> list[Any]:
+        """Hold objects no longer that have ended in the notebook; return the objects held so far.
 
-        While they live here they keep their keys: the state of an object that refers to them stays
-        as is.
+        A message that came with these keys may refer to the memory of the returned objects: keep
+        them until it has been read.  While an object lives here it keeps its key: the state of an
+        object that refers to it stays as is.
         """
         gone = {*keys}
         self._orphans |= gone
-        for key in gone & self._kept.keys():
-            del self._kept[key]
         self.links.has_dead = True
+        return [self._kept.pop(key) for key in gone & self._kept.keys()]
 
     def let_go(self, name: str) -> None:
         """Hold no longer what the notebook has bound a variable to."""

@@ -117,11 +117,12 @@ class Namespace:
         # The notebook has read what the last task lent to it.
         for task_id in list(self._lent):
             self.release_values(task_id)
-        self.counterparts.forget(task.forget.get(rank, ()))
+        ended = self.counterparts.forget(task.forget.get(rank, ()))
         arrived = None
         if (payload := task.names.get(rank)) is not None:
             arrived = self.read(payload)
             self._commit(arrived)
+        del ended
         if task.plain is not None:
             self._names.update(self.open(task.plain))
         deleted = self.counterparts.delete(task.deleted.get(rank, ()))
