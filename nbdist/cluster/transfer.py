@@ -13,7 +13,7 @@ from typing import Any
 
 from nbdist.cluster.node import Node
 from nbdist.output.events import Done, Moved, Output
-from nbdist.values.payload import SegmentRef, is_there, length_of, moved, refs_in
+from nbdist.values.payload import SegmentRef, is_open, length_of, refs_in, relocate
 from nbdist.wire.messages import Outputs, Run
 from nbdist.wire.node_messages import Bring
 from nbdist.wire.transfer import Drop, Fetch, Piece, Receiving, piece_of
@@ -148,7 +148,7 @@ class BulkTransfers:
             await asyncio.sleep(LOOK_EVERY)
             wanted = {path for _, path in self._wanted()}
             gone = [
-                path for path, ref in self._refs.items() if path not in wanted and not is_there(ref)
+                path for path, ref in self._refs.items() if path not in wanted and not is_open(ref)
             ]
             for path in gone:
                 del self._refs[path]
@@ -189,7 +189,7 @@ class BulkTransfers:
             self._fail_held(rank, "SegmentGone", "the value is gone: its process has ended since")
         else:
             self._came_from[rank] = held.task, held.node, tuple(places)
-            self._release(rank, replace(held.done, values=moved(held.done.values, places)))
+            self._release(rank, replace(held.done, values=relocate(held.done.values, places)))
 
     def take(self, node: int, piece: Piece) -> None:
         """Take in what a node was asked for."""

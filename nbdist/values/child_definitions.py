@@ -19,7 +19,7 @@ from typing import Any
 
 import cloudpickle.cloudpickle as by_value
 
-from nbdist.values.definitions import REFERENCE, class_attributes, take_annotations
+from nbdist.values.definitions import REFERENCE, class_attributes, set_annotations
 
 script_names: set[str] = set()
 """Names that a running script binds: a spawned child imports the script, so it has them too."""
@@ -35,8 +35,8 @@ def share_definitions_with_children() -> None:
     """Let multiprocessing children of this process use functions and classes of cells, both ways.
 
     A spawned child, such as a DataLoader's, cannot import a worker's `__main__`, so definitions
-    are pickled by value.  A forked child has them and takes its own, and so does the worker when
-    they come back: a copy would have other globals, and be another class to `isinstance`.
+    are pickled by value.  A forked child uses the definitions that it has inherited, and the worker
+    its own when they are sent back: copies would have other globals, and fail `isinstance`.
     """
     _pickle_by_value()
     # A script's spawned children have another `__main__`, and import the script as this module.
@@ -64,15 +64,15 @@ class _Pickler(by_value.Pickler):  # type: ignore[misc]  # it has no types
         reduced = super().reducer_override(value)
         is_by_value = reduced is not NotImplemented and len(reduced) > REFERENCE
         if isinstance(value, type) and is_by_value:
-            take_annotations(value, class_attributes(reduced[2]))
+            set_annotations(value, class_attributes(reduced[2]))
         return reduced
 
 
 def _receive(mark: str, pickled: bytes) -> Any:
     if mark not in _marked and parent_process() is None:
         _mark_all()  # a definition that was sent inside of another one has no mark yet
-    if (known := _marked.get(mark)) is not None:
-        return known
+    if (definition := _marked.get(mark)) is not None:
+        return definition
     _pickle_by_value()  # for instances of the definition that a spawned child sends back
     return by_value.loads(pickled)
 
@@ -82,15 +82,15 @@ def _is_definition(value: Any) -> bool:
 
 
 def _is_found_by_name(value: Any) -> bool:
-    """Return True if the receiver finds the definition by its name, so that pickle's way works."""
+    """Return True if the receiver has the definition under its name, so that pickle works."""
     first, *others = value.__qualname__.split(".")
     is_sent_to_parent = parent_process() is not None and get_spawning_popen() is None
     if not is_sent_to_parent and first not in script_names:
         return False
-    found = sys.modules["__main__"].__dict__.get(first)
+    candidate = sys.modules["__main__"].__dict__.get(first)
     for part in others:
-        found = getattr(found, part, None)
-    return found is value
+        candidate = getattr(candidate, part, None)
+    return candidate is value
 
 
 def _mark(value: Any) -> str:

@@ -19,31 +19,31 @@ import cloudpickle.cloudpickle as by_value
 from nbdist.values.definitions import Variable
 
 
-def name_classes(names: Mapping[str, Any], of: str) -> None:
+def name_classes(names: Mapping[str, Any], task_id: str) -> None:
     """Give the classes that a task has bound ids that are equal on all ranks.
 
-    A receiver of pickles recognises a class by its id.  `of` is the task's id, `names` has the
-    variables that it has bound.  A class that already has an id, because it came from the notebook
-    or was pickled before, keeps that id.  Classes that differ from rank to rank, in code or in
-    plain values, get different ids.
+    A receiver of pickles recognises a class by its id.  `names` has the variables that the task
+    has bound.  A class that already has an id, because it came from the notebook or was pickled
+    before, keeps that id.  Classes that differ from rank to rank, in code or in plain values, get
+    different ids.
     """
     for name, kind in _classes_in(names, ""):
         if kind in by_value._DYNAMIC_CLASS_TRACKER_BY_CLASS:
             continue
         with suppress(Exception):  # attributes of a user's class can raise anything
             contents = hashlib.blake2b(repr(_outline(kind)).encode(), digest_size=8).hexdigest()
-            by_value._lookup_class_or_track(f"{of} {name} {contents}", kind)
+            by_value._lookup_class_or_track(f"{task_id} {name} {contents}", kind)
 
 
 def _classes_in(names: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, type]]:
     """List classes of `__main__` and the classes inside them, each by its own name if possible."""
-    found = [
+    classes = [
         (prefix + name, value)
         for name, value in sorted(names.items())
         # Not `isinstance`: an object that stands for another can raise when it is asked.
         if issubclass(type(value), type) and value.__module__ == "__main__"
     ]
-    for name, kind in sorted(found, key=lambda each: each[0] != each[1].__qualname__):
+    for name, kind in sorted(classes, key=lambda each: each[0] != each[1].__qualname__):
         if not prefix or kind.__qualname__ == name:
             yield name, kind
             yield from _classes_in(vars(kind), f"{kind.__qualname__}.")
@@ -51,15 +51,15 @@ def _classes_in(names: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, ty
 
 def _outline(kind: type) -> Any:
     """Describe a class by its code and plain values, in words that are equal in all processes."""
-    left = _LARGEST_OUTLINE
+    remaining = _LARGEST_OUTLINE
 
     def outline(value: Any, depth: int = 0) -> Any:
-        nonlocal left
-        left -= 1
+        nonlocal remaining
+        remaining -= 1
         what = type(value)
         if what in _ATOMS:
             return value[:_LARGEST_OUTLINE] if isinstance(value, str | bytes) else value
-        if left < 0 or depth > _DEEPEST_OUTLINE:
+        if remaining < 0 or depth > _DEEPEST_OUTLINE:
             return what.__qualname__
         match value:
             case types.CodeType():
@@ -85,7 +85,7 @@ def _outline(kind: type) -> Any:
                 return what.__name__, sorted(repr(outline(each, depth + 1)) for each in value)
             case _:
                 return what.__qualname__
-        some = itertools.islice(parts, max(0, left))
+        some = itertools.islice(parts, max(0, remaining))
         return what.__qualname__, [outline(each, depth + 1) for each in some]
 
     return outline(kind)

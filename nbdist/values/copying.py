@@ -19,28 +19,28 @@ _UNPAIRED = object()
 
 
 def copy_into(
-    there: Mapping[str, tuple[Any, Any]], others: Iterable[tuple[Any, Any]], *tops: Any
+    variables: Mapping[str, tuple[Any, Any]], others: Iterable[tuple[Any, Any]], *tops: Any
 ) -> tuple[dict[int, Any], set[str]]:
     """Make the first object of each pair equal to the second, in place, with all their parts.
 
-    `there` has the pair of each variable by its name, `others` has further pairs.  In the new
+    `variables` has the pair of each variable by its name, `others` has further pairs.  In the new
     values `tops` each paired object is replaced by its old partner.
 
     Return which object has replaced each new object, by the new object's id, and the names of
     variables that could not be changed in place because a tensor or module has another structure.
-    Their old objects stay as they are.  A variable that shares a tensor or module with one of them
-    is among them too.
+    Their old objects stay as they are.  The names include variables that share a tensor or module
+    with such a variable.
     """
     failed, kept = set[str](), set[int]()
     while True:
         copying = _Copying(kept)
-        tried = {name: pair for name, pair in there.items() if name not in failed}
+        tried = {name: pair for name, pair in variables.items() if name not in failed}
         bad = {n for n, (old, new) in tried.items() if not copying.match(old, new, is_top=True)}
         if not bad:
             break
         failed |= bad
         for name in bad:
-            kept |= copying.strict_in(there[name][1])
+            kept |= copying.strict_ids_in(variables[name][1])
     for old, new in others:
         if id(new) not in kept:
             copying.match(old, new)
@@ -73,7 +73,7 @@ class _Copying:
         if type(old) is not kind:
             return not self._is_strict(old) and not self._is_strict(new) and not is_top
         if isinstance(new, self._torch.Tensor if self._torch else ()):
-            if _how_it_lies(old) != _how_it_lies(new):
+            if _structure_of(old) != _structure_of(new):
                 return False
             self._add(old, new)
             return True
@@ -88,7 +88,7 @@ class _Copying:
             return True
         if kind is tuple:
             if len(old) != len(new):
-                return not (is_top or self.strict_in(new) or self.strict_in(old))
+                return not (is_top or self.strict_ids_in(new) or self.strict_ids_in(old))
             return all(map(self.match, old, new))
         if self._is_array(new):
             if old.shape == new.shape and old.dtype == new.dtype and old.flags.writeable:
@@ -99,13 +99,13 @@ class _Copying:
             self._add(old, new)
             if self._is_module(new) and not _have_same_parts(old, new):
                 return False
-            own = vars(old)
-            return all(self.match(own[n], part) for n, part in vars(new).items() if n in own)
+            parts = vars(old)
+            return all(self.match(parts[n], part) for n, part in vars(new).items() if n in parts)
         if _is_definition(new):
-            own = _parts_of_definition(old)
+            parts = _parts_of_definition(old)
             for name, part in _parts_of_definition(new).items():
-                if name in own:
-                    self.match(own[name], part)
+                if name in parts:
+                    self.match(parts[name], part)
         return not is_top
 
     def _add(self, old: Any, new: Any) -> None:
@@ -124,26 +124,26 @@ class _Copying:
             value, self._torch.Tensor | self._torch.nn.Module
         )
 
-    def strict_in(self, value: Any) -> set[int]:
+    def strict_ids_in(self, value: Any) -> set[int]:
         """Return the ids of the tensors and modules that a value leads to."""
-        found, seen, waiting = set[int](), set[int](), [value]
+        ids, seen_ids, waiting = set[int](), set[int](), [value]
         while waiting:
             part = waiting.pop()
-            if id(part) in seen:
+            if id(part) in seen_ids:
                 continue
-            seen.add(id(part))
+            seen_ids.add(id(part))
             if self._is_strict(part):
-                found.add(id(part))
+                ids.add(id(part))
             if isinstance(part, dict):
                 waiting += [*part, *part.values()]
             elif isinstance(part, list | tuple | set | deque):
                 waiting += part
             elif _has_attributes(part):
                 waiting += vars(part).values()
-        return found
+        return ids
 
     def copy(self, tops: Iterable[Any]) -> None:
-        """Give each object the contents of the one that it is paired with."""
+        """Give each old object the contents of its new partner."""
         for old, new in [*self._pairs]:
             if old is not new:
                 self._copy(old, new)
@@ -180,22 +180,22 @@ class _Copying:
             case bytearray():
                 old[:] = new
             case _:
-                own = {name: sub(part) for name, part in vars(new).items()}
+                attributes = {name: sub(part) for name, part in vars(new).items()}
                 # A class with a `__getstate__` of its own may have more attributes than it copies.
                 kind: Any = type(old)
                 if kind.__getstate__ is object.__getstate__ and not self._is_module(old):
-                    for name in vars(old).keys() - own.keys():
+                    for name in vars(old).keys() - attributes.keys():
                         del vars(old)[name]
-                vars(old).update(own)
+                vars(old).update(attributes)
 
     def _substitute(self, value: Any) -> Any:
         """Return the old partner of a new object.
 
         An object without a partner is returned itself, after the same was done to its parts.
         """
-        found = self.instead.get(id(value), _UNPAIRED)
-        if found is not _UNPAIRED:
-            return found
+        partner = self.instead.get(id(value), _UNPAIRED)
+        if partner is not _UNPAIRED:
+            return partner
         kind = type(value)
         if kind is tuple:
             return tuple(map(self._substitute, value))
@@ -204,13 +204,13 @@ class _Copying:
             self._copy(value, value)
         elif _is_definition(value):
             for name, part in _parts_of_definition(value).items():
-                found = self._substitute(part)
-                if found is not part:
-                    _set_part(value, name, found)
+                partner = self._substitute(part)
+                if partner is not part:
+                    _set_part(value, name, partner)
         return value
 
 
-def _how_it_lies(tensor: Any) -> tuple[Any, ...]:
+def _structure_of(tensor: Any) -> tuple[Any, ...]:
     """Return the structure of a tensor, and for a DTensor its mesh and placements."""
     mesh = getattr(tensor, "device_mesh", None)
     spread = None if mesh is None else (mesh, tensor.placements)
@@ -230,16 +230,16 @@ def _is_definition(value: Any) -> bool:
 def _parts_of_definition(value: Any) -> dict[Any, Any]:
     """Return the attributes of a class, or a function's attributes, defaults and closure.
 
-    The values of captured variables have their number in the closure as name.
+    The value of a captured variable has the variable's number in the closure as its name.
     """
     if isinstance(value, type):
         return {name: part for name, part in vars(value).items() if not name.startswith("__")}
-    found: dict[Any, Any] = dict(vars(value))
-    found |= {"__defaults__": value.__defaults__, "__kwdefaults__": value.__kwdefaults__}
+    parts: dict[Any, Any] = dict(vars(value))
+    parts |= {"__defaults__": value.__defaults__, "__kwdefaults__": value.__kwdefaults__}
     for number, cell in enumerate(value.__closure__ or ()):
         with suppress(ValueError):  # the variable has no value yet
-            found[number] = cell.cell_contents
-    return {name: part for name, part in found.items() if part is not None}
+            parts[number] = cell.cell_contents
+    return {name: part for name, part in parts.items() if part is not None}
 
 
 def _set_part(value: Any, name: Any, part: Any) -> None:

@@ -74,8 +74,8 @@ def details_of(function: types.FunctionType) -> dict[str, Any]:
 def annotations_of(value: types.FunctionType | type) -> Any:
     """Return the annotations of a function or a class.
 
-    Python 3.14 evaluates them when they are asked for.  If that raises, as for a name that is not
-    bound yet, they are texts, as with `from __future__ import annotations`.
+    Python 3.14 evaluates annotations when they are read.  If that raises, as for a name that is
+    not bound yet, they are texts, as with `from __future__ import annotations`.
     """
     try:
         return value.__annotations__
@@ -84,7 +84,7 @@ def annotations_of(value: types.FunctionType | type) -> Any:
         return annotationlib.get_annotations(value, format=annotationlib.Format.STRING)
 
 
-def take_annotations(kind: type, attributes: dict[str, Any]) -> None:
+def set_annotations(kind: type, attributes: dict[str, Any]) -> None:
     """Put a class's evaluated annotations into its attributes, or nothing if it has none.
 
     Python 3.14 keeps a function that evaluates them, which cloudpickle leaves out.
@@ -141,7 +141,7 @@ class Import(MadeBy):
 
 
 def require_importable(module: types.ModuleType) -> str:
-    """Return the name by which a module can be imported; raises PicklingError if there is none."""
+    """Return the name by which a module can be imported; raises PicklingError without one."""
     name = module.__name__
     if sys.modules.get(name) is not module:
         raise pickle.PicklingError(f"module {name!r} cannot be imported by its name")
@@ -153,9 +153,9 @@ def require_importable(module: types.ModuleType) -> str:
 
 def global_names(code: types.CodeType) -> frozenset[str]:
     """Return global names that a function, and the functions and classes inside it, read."""
-    if (known := _names_of_code.get(code)) is not None:
-        return known
-    found, stored = set(), {"__name__"}
+    if (cached := _names_of_code.get(code)) is not None:
+        return cached
+    used, stored = set(), {"__name__"}
     bytecode = dis.Bytecode(code)
     # Behind a jump, or where an error is caught, a name may not have been stored.
     straight = min((each.start for each in bytecode.exception_entries), default=sys.maxsize)  # type: ignore[attr-defined]  # in no stub
@@ -165,16 +165,16 @@ def global_names(code: types.CodeType) -> frozenset[str]:
             straight = min(straight, instruction.offset)
         match instruction.opname:
             case "LOAD_GLOBAL" | "DELETE_GLOBAL" | "LOAD_FROM_DICT_OR_GLOBALS":
-                found.add(name)
+                used.add(name)
             case "STORE_NAME" if instruction.offset < straight:
                 stored.add(name)
             case "DELETE_NAME":
                 stored.discard(name)
             # The body of a class looks for a name among its own first.
             case "LOAD_NAME" if name not in stored:
-                found.add(name)
+                used.add(name)
     inner = (global_names(each) for each in code.co_consts if isinstance(each, types.CodeType))
-    _names_of_code[code] = names = frozenset(found).union(*inner)
+    _names_of_code[code] = names = frozenset(used).union(*inner)
     return names
 
 
@@ -185,16 +185,16 @@ def imported_submodules(
     used = (function.__globals__.get(name) for name in sorted(names))
     modules = (each for each in used if isinstance(each, types.ModuleType))
     paths = [each.__name__ for each in modules if hasattr(each, "__path__")]
-    found = []
+    submodules = []
     for path in paths:  # more as they are found
         for name in function.__code__.co_names:
             if (module := sys.modules.get(f"{path}.{name}")) is not None:
-                found.append(module)
+                submodules.append(module)
                 paths.append(f"{path}.{name}")
-    return found
+    return submodules
 
 
-def take_slots(kind: type, state: dict[str, Any]) -> tuple[str, ...] | None:
+def pop_slots(kind: type, state: dict[str, Any]) -> tuple[str, ...] | None:
     """Return the slots that a class itself defines; None if it has no `__slots__`.
 
     Also None for a `NamedTuple`, whose class is always made with empty slots.  The descriptors that
@@ -203,12 +203,12 @@ def take_slots(kind: type, state: dict[str, Any]) -> tuple[str, ...] | None:
     """
     if "__slots__" not in kind.__dict__ or NamedTuple in kind.__dict__.get("__orig_bases__", ()):
         return None
-    own = kind.__dict__.items()
-    slots = [(name, value) for name, value in own if isinstance(value, types.MemberDescriptorType)]
+    body = kind.__dict__.items()
+    slots = [(name, value) for name, value in body if isinstance(value, types.MemberDescriptorType)]
     members = [name for name, value in slots if value.__objclass__ is kind]
     for name in members:  # cloudpickle does not remove mangled names, of slots like `__x`
         state.pop(name, None)
-    made = {name for name, value in own if isinstance(value, types.GetSetDescriptorType)}
+    made = {name for name, value in body if isinstance(value, types.GetSetDescriptorType)}
     return (*members, *sorted(made & _SPECIAL_SLOTS))
 
 
@@ -217,11 +217,11 @@ _OF_MEMBERS = {"_value_", "_name_", "__objclass__", "_sort_order_"}
 
 def member_attributes(kind: type[enum.Enum]) -> list[tuple[str, dict[str, Any]]]:
     """List members of an Enum with the attributes that its `__init__` or `__new__` gave them."""
-    found = (
+    members = (
         (name, {key: value for key, value in vars(member).items() if key not in _OF_MEMBERS})
         for name, member in kind.__members__.items()
     )
-    return [(name, attributes) for name, attributes in found if attributes]
+    return [(name, attributes) for name, attributes in members if attributes]
 
 
 DISPATCHER = {
@@ -234,19 +234,19 @@ DISPATCHER = {
 
 def parts_of_dispatcher(function: Any) -> tuple[Any, dict[type, Any], dict[str, Any]]:
     """Return a `singledispatch` function's default, its registry, and attributes set on it."""
-    own = vars(functools.singledispatch(len))
-    attributes = {name: value for name, value in vars(function).items() if name not in own}
+    standard = vars(functools.singledispatch(len))
+    attributes = {name: value for name, value in vars(function).items() if name not in standard}
     return function.registry[object], dict(function.registry), attributes
 
 
 def is_importable(value: Any) -> bool:
     """Return True if another process finds this very object under its module and name."""
-    found: Any = sys.modules.get(value.__module__)
+    candidate: Any = sys.modules.get(value.__module__)
     if value.__module__ == "__main__":
         return False
     for part in value.__qualname__.split("."):
-        found = getattr(found, part, None)
-    return found is value
+        candidate = getattr(candidate, part, None)
+    return candidate is value
 
 
 def other_name(kind: type) -> str | None:
@@ -332,7 +332,7 @@ MAIN = MadeBy(receiving_namespace)
 
 
 def with_submodules(module: types.ModuleType, *submodules: str) -> types.ModuleType:
-    """Import these submodules, and return the module."""
+    """Import submodules of a module by their names, and return the module."""
     for submodule in submodules:
         importlib.import_module(submodule)
     return module
@@ -344,8 +344,8 @@ def make_code(python: tuple[int, int], filename: str, *parts: Any) -> types.Code
     Such code would crash this process when it is called.
     """
     if python != PYTHON:
-        there, here = (".".join(map(str, each)) for each in (python, PYTHON))
-        raise pickle.UnpicklingError(f"a function of Python {there} cannot be used in {here}")
+        sender, receiver = (".".join(map(str, each)) for each in (python, PYTHON))
+        raise pickle.UnpicklingError(f"a function of Python {sender} cannot be used in {receiver}")
     return types.CodeType(*parts).replace(co_filename=filename)
 
 
@@ -375,12 +375,12 @@ def dead_reference() -> weakref.ref[Any]:
 
 def make_class(maker: Callable[..., type], args: tuple[Any, ...], qualname: str) -> type:
     """Return the class that was received with this id before, or a new one for `fill_class`."""
-    # cloudpickle looks for a known class only once it has made the new one, which its bases have
+    # cloudpickle looks for a known class only after making the new class, which the bases have
     # registered by then.
     *_, tracker_id, _ = args
-    known: type | None = by_value._DYNAMIC_CLASS_TRACKER_BY_ID.get(tracker_id)
-    if known is not None:
-        return known
+    existing: type | None = by_value._DYNAMIC_CLASS_TRACKER_BY_ID.get(tracker_id)
+    if existing is not None:
+        return existing
     try:
         with _without_hooks(args, _received):
             made = maker(*args)
@@ -396,12 +396,12 @@ _HOOKS = ("__init_subclass__", "__prepare__", "__new__", "__init__")
 
 
 @contextmanager
-def _without_hooks(args: tuple[Any, ...], of: Container[type] | None = None) -> Iterator[None]:
+def _without_hooks(args: tuple[Any, ...], only: Container[type] | None = None) -> Iterator[None]:
     """Within this context, making a class with these arguments runs none of its bases' hooks.
 
-    Only hooks of classes in `of` are kept from running, or without `of`, hooks of all classes of
-    `__main__`.  These hooks have run in the sender, and their effects are sent with the classes: if
-    they ran again, a registry would have the class twice, or the hook's globals would be missing.
+    Hooks of the classes in `only` are kept from running, or if `only` is None, of all classes of
+    `__main__`.  Such hooks have run in the sender, and their effects are sent with the classes: if
+    hooks ran again, a registry would have the class twice, or the hook's globals would be missing.
     Hooks of libraries do run, since a library must know the class in this process too.
     """
     metaclass, bases = args[0], args[2]
@@ -409,18 +409,18 @@ def _without_hooks(args: tuple[Any, ...], of: Container[type] | None = None) -> 
         metaclass, bases = type(args[0][-1]), args[0]
     holders = {kind: _HOOKS[:1] for base in types.resolve_bases(bases) for kind in base.__mro__}
     holders |= dict.fromkeys(metaclass.__mro__, _HOOKS[1:])
-    found = [
+    hooks = [
         (kind, name, vars(kind)[name])
         for kind, names in holders.items()
         for name in names
-        if name in vars(kind) and (kind.__module__ == "__main__" if of is None else kind in of)
+        if name in vars(kind) and (kind.__module__ == "__main__" if only is None else kind in only)
     ]
-    for kind, name, _ in found:
+    for kind, name, _ in hooks:
         type.__delattr__(kind, name)
     try:
         yield
     finally:
-        for kind, name, method in found:
+        for kind, name, method in hooks:
             type.__setattr__(kind, name, method)
 
 
@@ -429,8 +429,8 @@ def fill_class(kind: type, state: Any) -> None:
     if kind in _received:
         attributes, slots, *of_members = state
         by_value._class_setstate(kind, (attributes, slots))
-        for name, its in of_members:
-            kind.__members__[name].__dict__.update(its)  # type: ignore[attr-defined]  # an Enum
+        for name, values in of_members:
+            kind.__members__[name].__dict__.update(values)  # type: ignore[attr-defined]  # an Enum
 
 
 # --- the source of cells ----------------------------------------------------------------------
@@ -447,7 +447,7 @@ def cell_source(filename: str) -> CellSource | None:
     """Return the cell that was compiled under this file name; None for a real file."""
     match linecache.cache.get(filename):
         # An entry without a modification time was added by a compiler, not read from disk.
-        # IPython 7 adds one with a time, for a file that does not exist.
+        # IPython 7 adds an entry with a time, for a file that does not exist.
         case (_, time, list(lines), _) if time is None or not os.path.exists(filename):
             source = "".join(lines)
             return CellSource(source, _number_of(filename, source))

@@ -13,7 +13,7 @@ from typing import Any
 import xxhash
 
 PIECE_BYTES = 16 << 20
-"""Bytes that are read between two looks for Stop, and that one thread reads at a time."""
+"""Bytes that are read between two checks for Stop, and that one thread reads at a time."""
 
 _SAMPLE_BYTES, _SAMPLES = 4096, 64
 
@@ -29,22 +29,22 @@ def digest_bytes(data: Any) -> str:
         return f"{view.nbytes:x}-{xxhash.xxh3_128_hexdigest(view)}"
     pieces = [view[at : at + PIECE_BYTES] for at in range(0, view.nbytes, PIECE_BYTES)]
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1), "nbdist-digest") as pool:
-        found = b"".join(pool.map(xxhash.xxh3_128_digest, pieces))
-    return f"{view.nbytes:x}-{xxhash.xxh3_128_hexdigest(found)}"
+        digests = b"".join(pool.map(xxhash.xxh3_128_digest, pieces))
+    return f"{view.nbytes:x}-{xxhash.xxh3_128_hexdigest(digests)}"
 
 
 def digest_pieces(pieces: Iterable[Any]) -> str:
     """Return the XXH3-128 of bytes that come in pieces; only the calling thread reads them."""
-    found = xxhash.xxh3_128()
+    digest = xxhash.xxh3_128()
     for each in pieces:
-        found.update(each)
-    return found.hexdigest()
+        digest.update(each)
+    return digest.hexdigest()
 
 
 def sample_of(data: Any) -> str:
     """Return the digest of some pages of the bytes: if it differs, the bytes have changed."""
     view = memoryview(data).cast("B")
-    found = xxhash.xxh3_128(str(view.nbytes).encode())
+    digest = xxhash.xxh3_128(str(view.nbytes).encode())
     for start in range(0, view.nbytes, max(_SAMPLE_BYTES, view.nbytes // _SAMPLES)):
-        found.update(view[start : start + _SAMPLE_BYTES])
-    return found.hexdigest()
+        digest.update(view[start : start + _SAMPLE_BYTES])
+    return digest.hexdigest()

@@ -102,9 +102,9 @@ def reducer_for(namespace: dict[str, Any]) -> Reducer:
 class _Memory(TensorReducer):
     """Pickles tensors and arrays as views of blocks; refers to blocks that the receiver has."""
 
-    def __init__(self, links: Links, refs: dict[int, int], known: Collection[int]) -> None:
+    def __init__(self, links: Links, refs: dict[int, int], sent: Collection[int]) -> None:
         super().__init__(sketch=False, back_to_device=False, exact=False)
-        self.links, self.refs, self.known = links, refs, known
+        self.links, self.refs, self.sent = links, refs, sent
         self.pieces: dict[int, _BlockPiece] = {}
 
     def piece_of(self, block: Block) -> _BlockPiece:
@@ -112,7 +112,7 @@ class _Memory(TensorReducer):
         piece = self.pieces.get(block.key)
         if piece is None:
             piece = self.pieces[block.key] = _BlockPiece(block)
-            if block.key in self.known:
+            if block.key in self.sent:
                 self.refs[id(piece)] = block.key
         return piece
 
@@ -122,7 +122,7 @@ class _Memory(TensorReducer):
             return NotImplemented
         start, end = span_of_array(value)
         root, _ = root_of_array(self._torch, value, (start, end))
-        block = self.links.blocks.known(start, end, root[0], "cpu")
+        block = self.links.blocks.find_containing(start, end, root[0], "cpu")
         if block is None:
             return NotImplemented
         at = value.__array_interface__["data"][0] - block.start
@@ -136,7 +136,7 @@ class _Memory(TensorReducer):
     def reduce(self, value: Any) -> Reduced:
         """Reduce a tensor or a storage to a view of a block, if it lies in one."""
         if isinstance(value, self.types[1]):
-            block = self.links.blocks.filled(value.data_ptr(), value.nbytes(), value.device.type)
+            block = self.links.blocks.get_exact(value.data_ptr(), value.nbytes(), value.device.type)
             if block is not None:
                 return storage_on, (self.piece_of(block),)
             return super().reduce(value)
@@ -151,10 +151,10 @@ class _Memory(TensorReducer):
         storage, (start, end) = data.untyped_storage(), span_of_tensor(data)
         root = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
         device = storage.device.type
-        block = self.links.blocks.known(start, end, root[0], device)
+        block = self.links.blocks.find_containing(start, end, root[0], device)
         if block is None and is_scattered(data, root, start, end):
             what = start, end, str(data.dtype), tuple(data.shape), tuple(data.stride())
-            block = self.links.blocks.copied(what)
+            block = self.links.blocks.get_copied(what)
         if block is None:
             return super().reduce(tensor)
         offset, stride = start - block.start, tuple(data.stride())
@@ -185,10 +185,10 @@ class _Memory(TensorReducer):
             flat = flat_tensor(owner)[block.start - owner.data_ptr() :][: block.size]
             host: Any = self._on_host(flat).numpy()
             return plain_pickle.PickleBuffer(host)
-        return plain_pickle.PickleBuffer(_held(memory_at(block.start, block.size), owner))
+        return plain_pickle.PickleBuffer(_keep_owner(memory_at(block.start, block.size), owner))
 
 
-def _held(view: memoryview, owner: Any) -> Any:
+def _keep_owner(view: memoryview, owner: Any) -> Any:
     """Return the memory, as a buffer that keeps its owner alive."""
     made: Any = view.obj
     made.owner = owner  # a ctypes array takes attributes
@@ -210,15 +210,15 @@ class _BlockPiece:
 
 
 class _LinkedPickler(Pickler):
-    """Pickles values and the memory that they share.
+    """Pickles values and the memory that they share, also objects that the receiver has already.
 
-    It does not look for objects that the receiver has: `_ReferringPickler` does.
+    `_ReferringPickler` sends keys instead of such objects.
     """
 
     def __init__(
-        self, namespace: dict[str, Any], links: Links, refs: dict[int, int], known: Collection[int]
+        self, namespace: dict[str, Any], links: Links, refs: dict[int, int], sent: Collection[int]
     ) -> None:
-        self.memory = _Memory(links, refs, known)
+        self.memory = _Memory(links, refs, sent)
         super().__init__(namespace, self.memory, None)
         self._refs = refs
 
@@ -262,17 +262,17 @@ def write(
     updates: Iterable[Update],
     links: Links,
     states: Mapping[int, State],
-    known: Collection[int],
+    sent: Collection[int],
     namespace: dict[str, Any],
 ) -> Message:
-    """Pickle values and updates for ranks that have the objects of the keys in `known`.
+    """Pickle values and updates for ranks that have the objects of the keys in `sent`.
 
     The receiver registers the objects of `states` that are in the message and new to it.  Raises
     any error that pickling raises.
     """
-    refs = {number: entry.key for number, entry in links.by_id.copy().items() if entry.key in known}
-    kind = _ReferringPickler if known else _LinkedPickler
-    pickler = kind(namespace, links, refs, known)
+    refs = {number: entry.key for number, entry in links.by_id.copy().items() if entry.key in sent}
+    kind = _ReferringPickler if sent else _LinkedPickler
+    pickler = kind(namespace, links, refs, sent)
     updates = [*updates]
     # Definitions come first: other values may need them to be rebuilt.
     definitions_first = lambda name: not isinstance(values[name], _DEFINED)  # noqa: E731
@@ -285,16 +285,16 @@ def write(
     new, objects = set[int](), []
     for key in states:
         entry = links.by_key.get(key)
-        if entry is None or key in known:
+        if entry is None or key in sent:
             continue
-        found: Any = entry()
-        stand_in: Any = pickler.known_variable(found) if entry.tool == "cell" else found
+        target: Any = entry()
+        stand_in: Any = pickler.known_variable(target) if entry.tool == "cell" else target
         if stand_in is not None and id(stand_in) in memo:
             new.add(key)
             objects.append((key, entry.tool, stand_in))
     blocks = []
     for key, piece in pickler.memory.pieces.items():
-        if key not in known and id(piece) in memo:
+        if key not in sent and id(piece) in memo:
             new.add(key)
             digest = states[key].digest.decode() if key in states else ""
             blocks.append((key, digest, piece))
@@ -329,10 +329,10 @@ class _Unpickler(plain_pickle.Unpickler):
 
     def persistent_load(self, key: Any) -> Any:
         """Return the object with this key.  Called by pickle."""
-        found = self.find(key)
-        if found is None:
+        value = self.find(key)
+        if value is None:
             raise NotThere(key)
-        return found
+        return value
 
 
 def read(
@@ -347,7 +347,7 @@ def read(
         file = io.BytesIO(frames[0])
         source: Any = file
         if memoryview(frames[0]).nbytes >= READ_FROM:
-            # In pieces: C code would read it all at once, and Stop could not interrupt that.
+            # In pieces: C code would read all of it at once, which Stop could not interrupt.
             source = types.SimpleNamespace(
                 read=lambda size: file.read(size),
                 readline=lambda: file.readline(),

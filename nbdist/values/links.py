@@ -27,7 +27,7 @@ ALIGNMENT = 64
 
 
 class _WeakEntry(weakref.ref):  # type: ignore[type-arg]
-    """An object under its key, weakly referred to; `tool` names how its state is read."""
+    """A weak reference to an object with a key; `tool` names how the object's state is read."""
 
     __slots__ = ("key", "number", "tool")
 
@@ -37,7 +37,7 @@ class _WeakEntry(weakref.ref):  # type: ignore[type-arg]
 
 
 class _StrongEntry:
-    """An object under its key that Python cannot refer to weakly."""
+    """A reference to an object with a key, to which Python cannot refer weakly."""
 
     __slots__ = ("key", "number", "tool", "value")
 
@@ -75,7 +75,7 @@ class Block:
     """The part of tensors' and arrays' memory that is sent: the bytes from `start` to `end`.
 
     `owner` returns the object that keeps the memory alive, or None once the memory is free.
-    `copied` is set if only a few elements that lie far apart are sent: it tells which.
+    `copied` identifies the elements if only a few of them are sent that lie far apart.
     """
 
     key: int
@@ -150,16 +150,16 @@ class Links:
         return None if entry is None else entry.key
 
     def add(self, value: Any, tool: str, key: int | None = None) -> Entry:
-        """Give an object a key, or this key, unless it has one; return its entry."""
+        """Give an object `key`, or a new key unless it has a key; return the object's entry."""
         number = id(value)
-        known = self.by_id.get(number)
-        if known is not None:
-            if key is None or known.key == key:
-                return known
-            self._remove(known)
+        existing = self.by_id.get(number)
+        if existing is not None:
+            if key is None or existing.key == key:
+                return existing
+            self._remove(existing)
         entry: Entry
         try:
-            entry = _WeakEntry(value, self._note_death)
+            entry = _WeakEntry(value, self._record_death)
         except TypeError:
             entry = _StrongEntry(value)
         entry.key, entry.number, entry.tool = (
@@ -175,7 +175,7 @@ class Links:
         return entry
 
     def find(self, key: int) -> Any:
-        """Return the object with this key, or the owner of the block; None if there is none."""
+        """Return the object with this key, or the owner of the block with it; None without both."""
         entry = self.by_key.get(key)
         return self.blocks.owner_of(key) if entry is None else entry()
 
@@ -193,26 +193,26 @@ class Links:
                 self._remove(entry)
             self.blocks.forget(key)
 
-    def take_dead(self) -> tuple[int, ...]:
-        """Return the keys whose objects have ended since this was last asked."""
+    def pop_dead_keys(self) -> tuple[int, ...]:
+        """Return the keys whose objects have ended since the last call."""
         self.blocks.drop_dead()
         dead, self._dead = self._dead, []
         return tuple(dead)
 
-    def drop_unused(self, look: Callable[[Sequence[Entry]], None] | None = None) -> None:
+    def drop_unused(self, before_drop: Callable[[Sequence[Entry]], None] | None = None) -> None:
         """Drop objects to which nothing but this table refers; called if `has_dead` is set.
 
-        `look` is called with the entries of these objects before they are dropped.
+        `before_drop` is called with the entries of these objects before they are dropped.
         """
         self.has_dead = False
         while True:
-            held = [*self._strong.values()]
-            unused = [each for each in held if sys.getrefcount(each.value) <= _ALONE]
+            entries = [*self._strong.values()]
+            unused = [each for each in entries if sys.getrefcount(each.value) <= _ALONE]
             if not unused:
                 return
-            del held
-            if look is not None:
-                look(unused)
+            del entries
+            if before_drop is not None:
+                before_drop(unused)
             self._drop(unused)
 
     def _drop(self, unused: list[_StrongEntry]) -> None:
@@ -234,7 +234,7 @@ class Links:
         if entry.number in self._strong and self._strong[entry.number] is entry:
             del self._strong[entry.number]
 
-    def _note_death(self, entry: _WeakEntry) -> None:
+    def _record_death(self, entry: _WeakEntry) -> None:
         # Also called while the interpreter ends, and in any thread.
         if self.by_key.get(entry.key) is entry:
             self._dead.append(entry.key)
@@ -244,8 +244,8 @@ class Links:
 
 def _count_alone() -> int:
     """Return the reference count of an object to which only the entry of a table refers."""
-    held = [_StrongEntry([])]
-    return max([sys.getrefcount(each.value) for each in held])
+    entries = [_StrongEntry([])]
+    return max([sys.getrefcount(each.value) for each in entries])
 
 
 _ALONE = _count_alone()
@@ -270,7 +270,7 @@ class Blocks:
         """Return the block with this key."""
         return self._by_key.get(key)
 
-    def known(self, start: int, end: int, root: int, device: str) -> Block | None:
+    def find_containing(self, start: int, end: int, root: int, device: str) -> Block | None:
         """Return the block that contains these bytes of the memory at `root`; None if none does."""
         for block in self._around(start, root, device):
             if block.owner() is None:
@@ -280,39 +280,38 @@ class Blocks:
                 return block
         return None
 
-    def filled(self, start: int, size: int, device: str) -> Block | None:
+    def get_exact(self, start: int, size: int, device: str) -> Block | None:
         """Return the block of exactly these bytes of memory; None if there is none."""
-        block = self.known(start, start + size, start, device)
+        block = self.find_containing(start, start + size, start, device)
         return block if block is not None and block.size == size else None
 
-    def find(
-        self, start: int, end: int, root: tuple[int, int], own: Callable[[], Any], device: str
+    def find_or_add(
+        self, start: int, end: int, root: tuple[int, int], make_ref: Callable[[], Any], device: str
     ) -> Block:
         """Return the block that contains the bytes of a view; make one if there is none.
 
-        `root` are the bounds of all the memory that the view is of; `own` returns a new block's
-        `owner`.
+        `root` are the bounds of all the memory that the view is of; `make_ref` returns an `owner`.
         """
-        if (block := self.known(start, end, root[0], device)) is not None:
-            block.add_owner(own())
+        if (block := self.find_containing(start, end, root[0], device)) is not None:
+            block.add_owner(make_ref())
             return block
         is_whole = root[1] - root[0] <= max(MAX_WHOLE_BYTES, 2 * (end - start))
         # Aligned, so that views of all types begin at a whole number of elements.
         bounds = root if is_whole else (start - (start - root[0]) % ALIGNMENT, end)
-        return self.add(Block(self._links.new_key(), *bounds, own(), device))
+        return self.add(Block(self._links.new_key(), *bounds, make_ref(), device))
 
-    def copied(self, what: tuple[Any, ...]) -> Block | None:
+    def get_copied(self, what: tuple[Any, ...]) -> Block | None:
         """Return the block of a few elements that are copied together; None if there is none."""
         return self._copied.get(what)
 
-    def find_copied(self, what: tuple[Any, ...], own: Callable[[], Any], device: str) -> Block:
+    def add_copied(self, what: tuple[Any, ...], make_ref: Callable[[], Any], device: str) -> Block:
         """Return the block of a few elements that are copied together; `what` tells which."""
         block = self._copied.get(what)
         if block is None or block.owner() is None:
-            block = Block(self._links.new_key(), 0, 0, own(), device, what)
+            block = Block(self._links.new_key(), 0, 0, make_ref(), device, what)
             self._copied[what] = self._by_key[block.key] = block
         else:
-            block.add_owner(own())
+            block.add_owner(make_ref())
         return block
 
     def add(self, block: Block) -> Block:
@@ -332,7 +331,7 @@ class Blocks:
             self._remove(block)
 
     def drop_dead(self) -> None:
-        """Drop blocks whose memory was freed, and note their keys as dead."""
+        """Drop blocks whose memory was freed, and record their keys as dead."""
         for block in [*self._by_key.values()]:
             if block.owner() is None and block.users_storage() is None:
                 self._links._dead.append(block.key)
@@ -341,12 +340,12 @@ class Blocks:
     def _around(self, start: int, root: int, device: str) -> list[Block]:
         """List the blocks that begin at or before an address, within the same memory."""
         at = bisect_right(self._sorted, start, key=attrgetter("start"))
-        found = []
+        blocks = []
         while at > 0 and self._sorted[at - 1].start >= root:
             at -= 1
             if self._sorted[at].device == device:
-                found.append(self._sorted[at])
-        return found
+                blocks.append(self._sorted[at])
+        return blocks
 
     def _remove(self, block: Block) -> None:
         if self._by_key.get(block.key) is block:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 
 def has_plain_memory(torch: Any, tensor: Any) -> bool:
-    """Return True if a tensor is memory with a shape, and not of a class of its own."""
+    """Return True for a plain tensor or parameter: memory with a shape, and of no other class."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided
@@ -30,7 +30,7 @@ def has_plain_memory(torch: Any, tensor: Any) -> bool:
 
 
 def is_plain_array(value: Any) -> bool:
-    """Return True for numpy's arrays, and for those of other classes that are pickled alike."""
+    """Return True for numpy's arrays, and for arrays of subclasses that are pickled alike."""
     numpy = sys.modules.get("numpy")
     kind = type(value)
     return (
@@ -107,13 +107,13 @@ class FileSpan(NamedTuple):
     size: int
     at: int  # the array's first element, in bytes from `start`
 
-    def is_there(self) -> bool:
+    def exists(self) -> bool:
         """Return True if the path leads to this very file here."""
         try:
-            found = os.stat(self.path)
+            status = os.stat(self.path)
         except OSError:
             return False
-        return found.st_ino == self.inode and found.st_size >= self.start + self.size
+        return status.st_ino == self.inode and status.st_size >= self.start + self.size
 
 
 def file_span_of(value: Any) -> FileSpan | None:
@@ -125,21 +125,21 @@ def file_span_of(value: Any) -> FileSpan | None:
     if numpy is None or type(value) is not numpy.memmap or not (value.size and value.filename):
         return None
     start, end = span_of_array(value)
-    found = _shared_file_at(start, end)
-    if found is None:
+    mapping = _shared_file_at(start, end)
+    if mapping is None:
         return None
     at = value.__array_interface__["data"][0] - start
-    return FileSpan(os.fspath(value.filename), *found, end - start, at)
+    return FileSpan(os.fspath(value.filename), *mapping, end - start, at)
 
 
 def is_of_file(value: Any) -> bool:
     """Return True for a `numpy.memmap` of a file that can be opened by its path."""
     span = file_span_of(value)
-    return span is not None and span.is_there()
+    return span is not None and span.exists()
 
 
 def reduce_to_file(value: Any) -> Any:
-    """Reduce a `numpy.memmap` of a file that can be opened to its place; else NotImplemented."""
+    """Reduce a `numpy.memmap` to its place in a file that can be opened; else NotImplemented."""
     return reduce_file_array(value) if is_of_file(value) else NotImplemented
 
 
@@ -161,7 +161,7 @@ def map_file(
     import numpy as np
 
     span = FileSpan(*span)
-    if not span.is_there():
+    if not span.exists():
         raise OSError(
             f"it is a memory map of the notebook's file {span.path}, which is not there or is "
             "another file: map a file of this machine in the cell"

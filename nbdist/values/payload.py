@@ -126,7 +126,7 @@ class Blank(_Open):
     def writing(self, view: memoryview, offset: int) -> Iterator[int]:
         """Write bytes at an offset; yield how many are written so far, every `PIECE` bytes."""
         # Nine times as fast as copying into a mapping, which takes a page fault, and clears
-        # the page, for every 4 KiB (1 GiB: 0.33 s against 3.0 s; one memcpy of it 0.44 s).
+        # the page, for every 4 KiB (1 GiB: 0.33 s against 3.0 s; a memcpy of it 0.44 s).
         done = 0
         while done < view.nbytes:
             # No signal ends a write to memory: Stop would wait for all of it.
@@ -166,15 +166,15 @@ def open_file(ref: SegmentRef) -> int:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         raise SegmentGone(f"shared memory {ref.path} cannot be opened: {error}") from error
-    found = os.fstat(fd)
+    status = os.fstat(fd)
     # Descriptor numbers, and even process ids, are given out again.
-    if str(found.st_ino) != inode or found.st_size != length_of(ref):
+    if str(status.st_ino) != inode or status.st_size != length_of(ref):
         os.close(fd)
         raise SegmentGone(f"shared memory {ref.path} is gone: its owner has closed it")
     return fd
 
 
-def is_there(ref: SegmentRef) -> bool:
+def is_open(ref: SegmentRef) -> bool:
     """Return True as long as the owner has the segment open."""
     path, _, inode = ref.path.partition("#")
     with suppress(OSError):
@@ -204,12 +204,12 @@ class Steps(Generic[Made]):
         self._steps.close()
 
 
-def to_end(steps: Generator[int, None, Made]) -> Made:
-    """Take all steps, and return what they make."""
-    all_of_it = Steps(steps)
-    for _ in all_of_it:
+def run_to_end(steps: Generator[int, None, Made]) -> Made:
+    """Run all steps, and return the value that they make."""
+    whole = Steps(steps)
+    for _ in whole:
         pass
-    return all_of_it.made
+    return whole.made
 
 
 def _layout(sizes: Sequence[int]) -> tuple[list[int], int]:
@@ -230,9 +230,9 @@ INLINE_LIMIT = 64 * 1024
 class Payload(NamedTuple):
     """A pickled value: frames of the pickle (the first) and its out-of-band buffers (the others).
 
-    Small values have `frames`, which are part of the message; big ones are in a `segment` that the
-    sender owns.  `within` is for values that contain payloads themselves: it has the segments of
-    these, by the path in the pickle, at the places where the reader can open them.
+    Small values have `frames`, which are part of the message; big values are in a `segment` that
+    the sender owns.  If a value contains payloads, `within` has the segments of the inner payloads
+    that the reader can open, by the paths in the pickle.
     """
 
     frames: tuple[bytes, ...] = ()
@@ -245,16 +245,16 @@ Packed = tuple[Payload, Segment | None]
 
 
 def pack_frames(frames: Sequence[Buffer]) -> Packed:
-    """Make a payload of these frames, in one go (see `packing`)."""
-    return to_end(packing(frames))
+    """Make a payload as `packing` does, in a single step."""
+    return run_to_end(packing(frames))
 
 
 def packing(
     frames: Sequence[Buffer], inline_limit: int = INLINE_LIMIT
 ) -> Generator[int, None, Packed]:
-    """Make a payload of these frames, in shared memory from `inline_limit` bytes on.
+    """Make a payload of frames in steps, in shared memory from `inline_limit` bytes on.
 
-    Yields the number of bytes copied so far; it can be closed before its end.
+    Yields the number of bytes copied so far; the generator can be closed before its end.
     """
     if size_of(frames) < inline_limit:
         return Payload(frames=tuple(bytes(memoryview(frame)) for frame in frames)), None
@@ -289,30 +289,30 @@ def check_needs(names: Mapping[str, Any], namespace: dict[str, Any]) -> None:
 
 
 def open_payload(payload: Payload) -> list[Buffer]:
-    """Return the frames; those of a segment can be written to privately.  Raises `SegmentGone`."""
+    """Return the frames; writing to a segment's frames changes a copy.  Raises `SegmentGone`."""
     return [*(payload.frames if payload.segment is None else open_segment(payload.segment))]
 
 
 # --- where segments are ----------------------------------------------------------------------
 
 Places = Mapping[str, SegmentRef]
-"""By a segment's path: where its copy can be opened, as on another machine."""
+"""By a segment's path, a copy of the segment that can be opened, as on another machine."""
 
 
 def refs_in(value: object) -> tuple[SegmentRef, ...]:
     """Return the segments of all payloads in mappings, lists and tuples, each once."""
     refs: list[SegmentRef] = []
 
-    def note(payload: Payload) -> Payload:
+    def collect(payload: Payload) -> Payload:
         within = [ref for _, ref in payload.within]
         refs.extend(filter(None, [payload.segment, *within]))
         return payload
 
-    _with_payloads(value, note)
+    _with_payloads(value, collect)
     return tuple(dict.fromkeys(refs))
 
 
-def moved(value: Value, places: Places) -> Value:
+def relocate(value: Value, places: Places) -> Value:
     """Return the value with the segments of its payloads replaced by their copies in `places`."""
 
     def now(ref: SegmentRef) -> SegmentRef:
@@ -340,9 +340,9 @@ def _with_payloads(value: Any, change: Callable[[Payload], Payload]) -> Any:
     return value
 
 
-def as_read(value: Value, payload: Payload) -> Value:
-    """Return a value unpickled from a payload, with the segments in it as `payload.within` says."""
-    return moved(value, {path: ref for path, ref in payload.within if path != ref.path})
+def localize(value: Value, payload: Payload) -> Value:
+    """Return a value unpickled from a payload, with the inner segments from `payload.within`."""
+    return relocate(value, {path: ref for path, ref in payload.within if path != ref.path})
 
 
 # --- the value of a variable ------------------------------------------------------------------
@@ -362,7 +362,7 @@ def is_atomic(value: Any) -> bool:
 
 
 def _is_light(value: Any) -> bool:
-    """Return True for a value that may be kept: an atomic one, or a container of a few of them."""
+    """Return True for a value that may be kept: an atomic value, or a container of a few."""
     if type(value) not in (list, tuple, dict) or len(value) > _FEW:
         return is_atomic(value)
     # Check copies, since another thread may change the container meanwhile.
@@ -372,7 +372,7 @@ def _is_light(value: Any) -> bool:
 class Identity:
     """Tells whether a variable is still bound to the very same object.
 
-    An id alone does not tell, since a new object can get the id of one that has ended.  So this
+    An id alone does not tell, since a new object can get the id of a deleted object.  So this
     keeps a weak reference, or the object itself if it is light.
     """
 
@@ -411,7 +411,7 @@ _KINDS = (
 def kind_of(value: Any) -> int:
     """Return the kind of a value, SHARDED to OTHER, without importing torch."""
     for kind, (package, name) in enumerate(_KINDS):
-        found = (each for each in type(value).__mro__ if each.__qualname__ == name)
-        if any(f"{each.__module__}.".startswith(f"{package}.") for each in found):
+        classes = (each for each in type(value).__mro__ if each.__qualname__ == name)
+        if any(f"{each.__module__}.".startswith(f"{package}.") for each in classes):
             return kind
     return OTHER

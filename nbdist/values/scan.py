@@ -62,7 +62,7 @@ from nbdist.values.states import (
     keys_in,
     listed,
     own_attributes,
-    reached,
+    reachable_keys,
 )
 from nbdist.values.tensors import count_hooks, untyped_storage_of, version_of
 
@@ -123,7 +123,7 @@ class Scan:
         self._waiting: list[Any] = []
         self._children: list[int] = []
         self._versions: dict[int, list[int]] = defaultdict(list)
-        self._hows: dict[type, Callable[[Any], Token]] = {}
+        self._token_makers: dict[type, Callable[[Any], Token]] = {}
         self._readers: dict[str, Callable[[Any, Any], State]] = {}
         self._named: dict[int, tuple[Any, Token]] = {}
         self._inlined: set[int] = set()  # ids of containers that are a part of their object
@@ -144,10 +144,10 @@ class Scan:
         entry = self.links.by_id.get(id(value))
         if entry is not None:
             return self._refer(entry)
-        how = self._hows.get(kind)
-        if how is None:
-            how = self._hows[kind] = self._how(kind, value)
-        return how(value)
+        make_token = self._token_makers.get(kind)
+        if make_token is None:
+            make_token = self._token_makers[kind] = self._token_maker_for(kind, value)
+        return make_token(value)
 
     def run(self) -> None:
         """Read the states of all objects to which tokens refer, and which were not read yet."""
@@ -184,7 +184,7 @@ class Scan:
 
     def reach(self, tokens: Iterable[Token]) -> set[int]:
         """Return the keys of all objects that values with these tokens lead to."""
-        return reached(self.states, (key for token in tokens for key in keys_in(token)))
+        return reachable_keys(self.states, (key for token in tokens for key in keys_in(token)))
 
     def _refer(self, entry: Any) -> Token:
         key = entry.key
@@ -205,17 +205,17 @@ class Scan:
 
     # --- which kind of object -------------------------------------------------------------
 
-    def _how(self, kind: type, value: Any) -> Callable[[Any], Token]:
+    def _token_maker_for(self, kind: type, value: Any) -> Callable[[Any], Token]:
         """Choose the function that returns the tokens of values of a type."""
         simple = _TOOLS.get(kind)
         if simple is not None:
             return self._track(simple)
         inline = {
-            tuple: self._of_tuple,
+            tuple: self._token_of_tuple,
             frozenset: lambda v: ("fs", *sorted(map(self.token, v), key=digest_of_token)),
             types.MethodType: lambda v: ("mm", self.token(v.__func__), self.token(v.__self__)),
-            types.FunctionType: self._of_function,
-            types.BuiltinFunctionType: self._of_builtin,
+            types.FunctionType: self._token_of_function,
+            types.BuiltinFunctionType: self._token_of_builtin,
             types.ModuleType: lambda v: ("mod", definitions.require_importable(v)),
             types.CodeType: lambda v: ("code", bytes_of_code(v)),
             staticmethod: lambda v: ("sm", self.token(v.__func__)),
@@ -233,7 +233,7 @@ class Scan:
         if inline is not None:
             return inline
         if isinstance(value, type):
-            return self._of_class
+            return self._token_of_class
         for base, tool in _TOOLS.items():
             if base in _HAVE_SUBCLASSES and issubclass(kind, base):
                 return self._track(tool)
@@ -254,47 +254,47 @@ class Scan:
         if issubclass(kind, tuple) and (hasattr(kind, "_fields") or kind.__module__ == "torch"):
             return lambda v: ("nt", self.token(type(v)), *map(self.token, v))
         if self._torch is not None and isinstance(value, self._torch.Tensor):
-            return self._of_tensor
+            return self._token_of_tensor
         if self._torch is not None and isinstance(
             value, self._torch.UntypedStorage | self._torch.TypedStorage
         ):
-            return self._of_storage
+            return self._token_of_storage
         if is_plain_array(value):
-            return self._of_array
+            return self._token_of_array
         if isinstance(value, self._types(_FRAMES_BY_NAME)):
             return self._track("frame")
         if kind not in self._reducer.table and is_made_of_attributes(kind):
-            return self._of_instance
+            return self._token_of_instance
         if isinstance(self.reduced(value), str):
             return lambda v: ("n", type(v).__module__, str(self.reduced(v)))
         return self._track("opaque")
 
     @staticmethod
     def _types(names: Iterable[tuple[str, str]]) -> tuple[type, ...]:
-        found = (getattr(sys.modules.get(library), name, None) for library, name in names)
-        return tuple(filter(None, found))
+        classes = (getattr(sys.modules.get(library), name, None) for library, name in names)
+        return tuple(filter(None, classes))
 
-    def _of_tuple(self, value: tuple[Any, ...]) -> Token:
+    def _token_of_tuple(self, value: tuple[Any, ...]) -> Token:
         return "t", *map(self.token, value)
 
-    def _of_builtin(self, value: Any) -> Token:
+    def _token_of_builtin(self, value: Any) -> Token:
         if value.__self__ is None or isinstance(value.__self__, types.ModuleType):
             return "n", value.__module__ or "", value.__qualname__
         return "bm", self.token(value.__self__), value.__name__
 
-    def _of_function(self, value: types.FunctionType) -> Token:
+    def _token_of_function(self, value: types.FunctionType) -> Token:
         if value.__code__ is definitions.DISPATCHER:
             return self._track("opaque")(value)
-        return self._of_definition(value, "function")
+        return self._token_of_definition(value, "function")
 
-    def _of_class(self, value: type) -> Token:
-        return self._of_definition(value, "class")
+    def _token_of_class(self, value: type) -> Token:
+        return self._token_of_definition(value, "class")
 
-    def _of_definition(self, value: Any, tool: str) -> Token:
+    def _token_of_definition(self, value: Any, tool: str) -> Token:
         """Return the token of a class or function: its name if every process can import it."""
-        known = self._named.get(id(value))
-        if known is not None:
-            return known[1]
+        cached = self._named.get(id(value))
+        if cached is not None:
+            return cached[1]
         reduced = self._reducer.reduce(value)
         if reduced is NotImplemented or len(reduced) <= definitions.REFERENCE:
             token = "n", value.__module__ or "", value.__qualname__
@@ -316,8 +316,8 @@ class Scan:
         if type(value) in (dict, OrderedDict) and not value:
             return _EMPTY
         token = self.token
-        # A copy of the items, because another thread may change them meanwhile; not by the methods
-        # of the user's class, which may show other items.
+        # A copy of the items, because another thread may change them meanwhile; not by methods of
+        # the user's class, which may show other items.
         items = OrderedDict.items if isinstance(value, OrderedDict) else dict.items
         parts = {token(k): token(v) for k, v in [*items(value)]}
         if isinstance(value, defaultdict):
@@ -329,21 +329,21 @@ class Scan:
 
     def _read_list(self, value: Any, entry: Any) -> State:
         self.sizes[entry.key] = 16 * list.__len__(value)
-        own = () if type(value) is list else self._attributes_in(value)
-        return self._unit((*own, *map(self.token, [*list.__iter__(value)])))
+        attributes = () if type(value) is list else self._attributes_in(value)
+        return self._unit((*attributes, *map(self.token, [*list.__iter__(value)])))
 
     def _attributes_in(self, value: Any) -> list[Token]:
         return [(ATTRIBUTE, name, self.token(part)) for name, part in own_attributes(value)]
 
     def _read_deque(self, value: Any, entry: Any) -> State:
-        own = () if type(value) is deque else self._attributes_in(value)
-        return self._unit((*own, value.maxlen, *map(self.token, [*deque.__iter__(value)])))
+        attributes = () if type(value) is deque else self._attributes_in(value)
+        return self._unit((*attributes, value.maxlen, *map(self.token, [*deque.__iter__(value)])))
 
     def _read_set(self, value: Any, entry: Any) -> State:
         self.sizes[entry.key] = 64 * set.__len__(value)
-        own = () if type(value) is set else self._attributes_in(value)
+        attributes = () if type(value) is set else self._attributes_in(value)
         return self._unit(
-            (*own, *sorted(map(self.token, [*set.__iter__(value)]), key=digest_of_token))
+            (*attributes, *sorted(map(self.token, [*set.__iter__(value)]), key=digest_of_token))
         )
 
     def _read_bytearray(self, value: Any, entry: Any) -> State:
@@ -374,12 +374,12 @@ class Scan:
     # --- definitions ----------------------------------------------------------------------
 
     def _read_function(self, value: types.FunctionType, entry: Any) -> State:
-        own = value.__globals__
-        if own is self._namespace:
+        namespace = value.__globals__
+        if namespace is self._namespace:
             self.needs[entry.key] = definitions.global_names(value.__code__)
             where = "main"
-        elif getattr(sys.modules.get(own.get("__name__", "")), "__dict__", None) is own:
-            where = str(own.get("__name__"))
+        elif getattr(sys.modules.get(namespace.get("__name__", "")), "__dict__", None) is namespace:
+            where = str(namespace.get("__name__"))
         else:
             return self._read_opaque(value, entry)
         token = self.token
@@ -424,12 +424,12 @@ class Scan:
         return reduced
 
     def _read_opaque(self, value: Any, entry: Any) -> State:
-        own = getattr(value, "__dict__", None)  # first: some objects make it on first access
+        attributes = getattr(value, "__dict__", None)  # read first: some objects make it then
         first = listed(self.reduced(value))
         # Objects that are in a second reduction too belong to the value.  All others are made for
         # each reduction, so their identity means nothing.
         second = first if _is_plain(first) else listed(self.reduced(value))
-        self._inlined = {id(own), *self._own_containers(value, first)}
+        self._inlined = {id(attributes), *self._own_containers(value, first)}
         make, args, state, items, pairs, _ = first
         parts = {
             HEAD: (self._pair(make, second[0]), self._pair(args, second[1])),
@@ -441,13 +441,13 @@ class Scan:
 
     def _own_containers(self, value: Any, reduced: tuple[Any, ...]) -> set[int]:
         """Return the ids of containers that count as parts of an object, not as objects."""
-        own = set[int]()
+        ids = set[int]()
         kind = type(value)
         if kind not in copyreg.dispatch_table and not has_python_reduce(kind):  # made in C
             for part in reduced[1:3]:
                 inner = part if type(part) is tuple else (part,)
-                own |= {id(each) for each in inner if type(each) in (list, dict, set)}
-        return own
+                ids |= {id(each) for each in inner if type(each) in (list, dict, set)}
+        return ids
 
     def _pair(self, first: Any, second: Any) -> Token:
         """Return the token of a part of a reduced object.
@@ -483,26 +483,26 @@ class Scan:
 
     # --- tensors and arrays ---------------------------------------------------------------
 
-    def _of_tensor(self, value: Any) -> Token:
+    def _token_of_tensor(self, value: Any) -> Token:
         tool = "tensor" if has_plain_memory(self._torch, value) else "opaque"
         return self._track(tool)(value)
 
-    def _of_storage(self, value: Any) -> Token:
-        untyped = untyped_storage_of(value)
-        start, size = untyped.data_ptr(), untyped.nbytes()
+    def _token_of_storage(self, value: Any) -> Token:
+        data = untyped_storage_of(value)
+        start, size = data.data_ptr(), data.nbytes()
         if not size or not start:
             return "st", 0
-        own = partial(weakref.ref, untyped)
-        block = self._block(start, start + size, (start, start + size), own, untyped.device.type)
+        make_ref = partial(weakref.ref, data)
+        block = self._block(start, start + size, (start, start + size), make_ref, data.device.type)
         if block is None:
             return "st", "new"
         self._use(block)
         return "st", (..., block.key), start - block.start, size
 
-    def _of_instance(self, value: Any) -> Token:
+    def _token_of_instance(self, value: Any) -> Token:
         return self._track("instance" if is_its_attributes(value) else "opaque")(value)
 
-    def _of_array(self, value: Any) -> Token:
+    def _token_of_array(self, value: Any) -> Token:
         is_opaque = value.dtype.hasobject or is_of_file(value)
         return self._track("opaque" if is_opaque else "array")(value)
 
@@ -546,14 +546,14 @@ class Scan:
         start, end = span_of_tensor(value)
         at = storage.data_ptr()
         root, device = (at, at + storage.nbytes()), storage.device.type
-        own = partial(weakref.ref, storage)
+        make_ref = partial(weakref.ref, storage)
         if is_scattered(value, root, start, end) and (
-            self.links.blocks.known(start, end, root[0], device) is None
+            self.links.blocks.find_containing(start, end, root[0], device) is None
         ):
             what = start, end, *shape
-            block = self.links.blocks.find_copied(what, own, device) if self._adds else None
+            block = self.links.blocks.add_copied(what, make_ref, device) if self._adds else None
         else:
-            block = self._block(start, end, root, own, device)
+            block = self._block(start, end, root, make_ref, device)
         if block is None:
             return "new", *shape
         self._versions[block.key].append(version)
@@ -574,8 +574,8 @@ class Scan:
             return self._state({HEAD: ("empty", *shape), **parts})
         start, end = span_of_array(value)
         at = value.__array_interface__["data"][0]
-        root, own = root_of_array(self._torch, value, (start, end))
-        block = self._block(start, end, root, own, "cpu")
+        root, make_ref = root_of_array(self._torch, value, (start, end))
+        block = self._block(start, end, root, make_ref, "cpu")
         if block is None:
             return self._state({HEAD: ("new", *shape), **parts})
         self._use(block)
@@ -583,12 +583,12 @@ class Scan:
         return self._state({HEAD: ((..., block.key), at - block.start, *shape), **parts})
 
     def _block(
-        self, start: int, end: int, root: tuple[int, int], own: Callable[[], Any], device: str
+        self, start: int, end: int, root: tuple[int, int], make_ref: Callable[[], Any], device: str
     ) -> Block | None:
         blocks = self.links.blocks
         if not self._adds:
-            return blocks.known(start, end, root[0], device)
-        return blocks.find(start, end, root, own, device)
+            return blocks.find_containing(start, end, root[0], device)
+        return blocks.find_or_add(start, end, root, make_ref, device)
 
     def _use(self, block: Block) -> None:
         self._children.append(block.key)
@@ -600,9 +600,9 @@ class Scan:
             return
         new = [each for key, each in self.blocks.items() if key not in self.states]
         big = [each for each in new if each.size >= _AT_ONCE]
-        found = dict(zip(map(id, big), _in_threads(self._read_block, big), strict=True))
+        big_states = dict(zip(map(id, big), _in_threads(self._read_block, big), strict=True))
         for block in new:
-            self.states[block.key] = found.get(id(block)) or self._read_block(block)
+            self.states[block.key] = big_states.get(id(block)) or self._read_block(block)
             self.sizes[block.key] = block.size
 
     def _read_block(self, block: Block) -> State:

@@ -1,4 +1,4 @@
-"""The state of one object without the objects to which it refers, to notice changes of the object.
+"""The state of an object without the objects to which it refers, to notice changes of the object.
 
 The notebook and each rank read the states of the objects that they share (`nbdist.values.scan`).
 Two states of an object, read in one process, are equal as long as nobody has changed the object
@@ -21,7 +21,7 @@ Token = Any
 key, and a tuple that begins with a short text for any other value."""
 
 Parts = frozenset[Token] | None
-"""The changed ones of an object's parts; None for an object that is compared as a whole."""
+"""The changed parts of an object; None for an object that is compared as a whole."""
 
 MAX_TEXT, MAX_PARTS, MAX_DIGEST = 256, 4096, 48
 """Characters up to which a text is its own token; parts up to which the parts of an object are
@@ -74,7 +74,7 @@ class State:
         return frozenset(
             name
             for name in names
-            if is_other(self.parts.get(name, MISSING), before.parts.get(name, MISSING))
+            if is_different(self.parts.get(name, MISSING), before.parts.get(name, MISSING))
         )
 
     def with_parts(self, now: State, names: Iterable[Token]) -> State:
@@ -88,7 +88,7 @@ class State:
         return State(parts, now.children)
 
 
-def is_other(token: Token, before: Token) -> bool:
+def is_different(token: Token, before: Token) -> bool:
     """Return True if two tokens differ, also as 1 differs from True and 0.0 from -0.0."""
     return marshal.dumps(token, 2) != marshal.dumps(before, 2)
 
@@ -103,10 +103,10 @@ def digest_of_token(token: Token) -> bytes:
 
 
 def bytes_of_code(code: types.CodeType) -> bytes:
-    """Return bytes that are equal if the code is."""
+    """Return bytes that are equal for equal code."""
     try:
         return marshal.dumps(code, 2)
-    except ValueError:  # it has slices, which are constants from Python 3.14 on
+    except ValueError:  # the code has slices, which are constants from Python 3.14 on
         return marshal.dumps(_without_slices(code), 2)
 
 
@@ -140,16 +140,16 @@ class Reducer(NamedTuple):
     table: Mapping[type, Callable[[Any], Any]]
 
 
-def reached(states: Mapping[int, State], keys: Iterable[int]) -> set[int]:
-    """Return these keys, and the keys of all objects to which their objects lead."""
-    found, waiting = set[int](), [*keys]
+def reachable_keys(states: Mapping[int, State], keys: Iterable[int]) -> set[int]:
+    """Return `keys`, and the keys of all objects to which the objects of `keys` lead."""
+    reached_keys, waiting = set[int](), [*keys]
     while waiting:
         key = waiting.pop()
-        if key not in found:
-            found.add(key)
+        if key not in reached_keys:
+            reached_keys.add(key)
             if (state := states.get(key)) is not None:
                 waiting += state.children
-    return found
+    return reached_keys
 
 
 def keys_in(token: Token) -> list[int]:
@@ -162,14 +162,14 @@ def keys_in(token: Token) -> list[int]:
 
 
 def attributes_of(value: Any) -> list[tuple[str, Any]]:
-    """List the attributes of an instance that are sent with it, those in slots included."""
+    """List the attributes of an instance that are sent with it, with those in slots."""
     if _has_getstate(type(value)):
         return [*value.__getstate__().items(), *optimizer_hooks(value).items()]
-    found = [*getattr(value, "__dict__", {}).items()]
+    attributes = [*getattr(value, "__dict__", {}).items()]
     for name, slot in slots_of(type(value)):
         with contextlib.suppress(AttributeError):  # the slot is empty
-            found.append((name, slot.__get__(value)))
-    return found
+            attributes.append((name, slot.__get__(value)))
+    return attributes
 
 
 def optimizer_hooks(value: Any) -> dict[str, Any]:
@@ -236,5 +236,5 @@ def is_its_attributes(value: Any) -> bool:
         return False
     if not _has_getstate(kind):
         return True
-    own = getattr(value, "__dict__", {})
-    return type(state) is dict and all(own.get(name, own) is part for name, part in state.items())
+    data = getattr(value, "__dict__", {})
+    return type(state) is dict and all(data.get(name, data) is part for name, part in state.items())

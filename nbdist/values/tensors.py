@@ -27,7 +27,7 @@ PINNED_MOST = 1 << 30
 class _Piece:
     """The stand-in in a pickle of some bytes of a storage.
 
-    It keeps the storage alive, so that no other storage gets its address meanwhile.
+    A piece keeps the storage alive, so that no other storage gets its address meanwhile.
     """
 
     storage: torch.UntypedStorage
@@ -55,26 +55,26 @@ class TensorReducer:
     whole: frozenset[int] = frozenset()
     types: Any = field(init=False, default=())
     sketched: bool = field(init=False, default=False)
-    # By address, begin and end; of what was copied together also by its strides.
+    # By address, begin and end; elements that were copied together also by shape and strides.
     _pieces: dict[tuple[int, int, int, tuple[int, ...]], _Piece] = field(
         init=False, default_factory=dict
     )
 
     def __post_init__(self) -> None:
         self._torch = torch = cast(Any, sys.modules.get("torch"))
-        if hasattr(torch, "TypedStorage"):  # it lacks the class while it is being imported
+        if hasattr(torch, "TypedStorage"):  # torch lacks the class while it is being imported
             self.types = (torch.Tensor, torch.UntypedStorage, torch.TypedStorage)
 
     @property
     def overlapping(self) -> frozenset[int]:
-        """The addresses of storages of which overlapping parts were taken."""
-        found, last_address, last_end = set(), 0, 0
+        """The addresses of storages of which overlapping parts were pickled."""
+        addresses, last_address, last_end = set(), 0, 0
         for address, start, end, _ in sorted(self._pieces):
             if address == last_address and start < last_end:
-                found.add(address)
+                addresses.add(address)
             last_end = max(end, last_end) if address == last_address else end
             last_address = address
-        return frozenset(found)
+        return frozenset(addresses)
 
     def reduce(self, value: Any) -> Reduced:
         """Reduce an object of `types`; NotImplemented for torch's own way."""
@@ -83,8 +83,8 @@ class TensorReducer:
         if isinstance(value, self.types[1]):
             if value.device.type != "cpu":
                 return NotImplemented
-            # One item of a tuple with the piece: pickle makes the piece's storage once, so that
-            # tensors in the same pickle share it.
+            # As an item of a tuple with the piece: pickle makes the piece's storage once, and
+            # tensors in the same pickle share the storage.
             return operator.getitem, ((self._piece(value, 0, value.nbytes()),), 0)
         return self._reduce_tensor(value)
 
@@ -145,10 +145,10 @@ class TensorReducer:
             return self._piece(storage, start, end), 0, stride
         # Few elements that lie far apart are copied together, in the order of their addresses.
         copy = once.clone(memory_format=self._torch.preserve_format)
-        # By this key `overlapping` sees them, and tensors that show the same elements share a copy.
+        # By this key `overlapping` finds the copy, and tensors of the same elements share it.
         key = storage.data_ptr(), start, end, (*once.shape, *stride)
-        known = self._pieces.get(key)
-        piece = known or self._piece(copy.untyped_storage(), 0, copy.untyped_storage().nbytes())
+        existing = self._pieces.get(key)
+        piece = existing or self._piece(copy.untyped_storage(), 0, copy.untyped_storage().nbytes())
         self._pieces[key] = piece
         kept = zip(stride, copy.stride(), strict=True)
         return piece, 0, tuple(new if old else 0 for old, new in kept)
@@ -156,12 +156,12 @@ class TensorReducer:
     def _piece(self, storage: torch.UntypedStorage, start: int, end: int) -> _Piece:
         # Empty storages all have the address 0, but must stay apart, since one of them may grow.
         address = storage.data_ptr() if end > start else id(storage)
-        known = self._pieces.get((address, start, end, ()))
-        if known is None:
+        piece = self._pieces.get((address, start, end, ()))
+        if piece is None:
             device = storage.device.type if self.back_to_device else "cpu"
-            known = _Piece(storage, self._contents(storage, start, end), device)
-            self._pieces[address, start, end, ()] = known
-        return known
+            piece = _Piece(storage, self._contents(storage, start, end), device)
+            self._pieces[address, start, end, ()] = piece
+        return piece
 
     def _contents(self, storage: torch.UntypedStorage, start: int, end: int) -> Any:
         if end == start:
@@ -186,7 +186,7 @@ class TensorReducer:
             pinned: torch.Tensor = self._torch.empty(
                 flat.shape, dtype=flat.dtype, device="cpu", pin_memory=True
             )
-        except RuntimeError:  # no more can be pinned
+        except RuntimeError:  # no more memory can be pinned
             return flat.cpu()
         return pinned.copy_(flat)
 

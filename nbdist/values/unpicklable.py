@@ -41,7 +41,7 @@ _LOCKS = (
     *(threading.Semaphore, threading.Barrier, threading.local),
 )
 
-# The second is the base of all C data and functions, which has no public name.
+# The second class is the base of all C data and functions, which has no public name.
 _CTYPES = (ctypes.CDLL, ctypes.c_int.__mro__[-2])
 _COMPILED = ("torch.jit.", "torch._C.", "torch.ScriptFunction", "triton.")
 _C_FUNCTIONS = ("CFunctionType", "builtin_function_or_method", "cython_function_or_method")
@@ -128,12 +128,12 @@ def blame(
     path, culprit = _find_culprit(name, value, fails)
     if kind := _kind_of(culprit):
         return path, *kind
-    why = f"it cannot be pickled ({_words_of(problem)})"
+    why = f"it cannot be pickled ({_text_of(problem)})"
     remedy = "make it inside the cell, or give its class a `__reduce__` that says how to make it"
     return path, type_name(culprit), why, remedy
 
 
-def _words_of(problem: BaseException) -> str:
+def _text_of(problem: BaseException) -> str:
     """Return the first line of an error's text; unless pickling itself raised it, with its name."""
     name, text = type(problem).__name__, ""
     with suppress(Exception):  # a user's __str__ can raise anything
@@ -159,16 +159,16 @@ def _kind_of(value: Any) -> tuple[str, str, str] | None:
 
 def _find_culprit(name: str, value: Any, fails: Callable[[Any], bool]) -> tuple[str, Any]:
     """Return the path to the innermost part that cannot be pickled, and that part."""
-    path, deadline, seen = name, time.monotonic() + SEARCH_TIMEOUT, {id(value)}
+    path, deadline, seen_ids = name, time.monotonic() + SEARCH_TIMEOUT, {id(value)}
     for _ in range(DEEPEST):
         if _kind_of(value):
             break  # the parts of such an object explain nothing
         for more, part in itertools.islice(_parts_until_error(value), WIDEST):
             if time.monotonic() > deadline:
                 return path, value
-            if id(part) not in seen and not isinstance(part, _HARMLESS) and fails(part):
+            if id(part) not in seen_ids and not isinstance(part, _HARMLESS) and fails(part):
                 path, value = path + more, part
-                seen.add(id(part))
+                seen_ids.add(id(part))
                 break
         else:
             return path, value
@@ -219,15 +219,15 @@ def _parts_of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
     try:
-        found = dict(vars(value))
+        attributes = dict(vars(value))
     except TypeError:
-        found = {}
+        attributes = {}
     for kind in type(value).__mro__:
         slots = kind.__dict__.get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
             if not name.startswith("__") and hasattr(value, name):
-                found.setdefault(name, getattr(value, name))
-    for name, part in found.items():
+                attributes.setdefault(name, getattr(value, name))
+    for name, part in attributes.items():
         if not (isinstance(value, type) and name in ("__dict__", "__weakref__")):
             yield f".{name}", part
 

@@ -34,9 +34,9 @@ The tool says how the object is read, written (`_WRITERS`) and changed (`_APPLIE
 """
 
 COPY = "copy"
-"""The part that takes the place of `data` if a tensor's contents are sent, and not its memory.
+"""The part that replaces `data` if only a tensor's contents are sent, and not its memory.
 
-The rank copies them into the memory that its tensor has now.
+The rank copies the contents into the memory that its own tensor has now.
 """
 _PLAIN = (dict, OrderedDict, defaultdict, list, set, deque)
 
@@ -63,10 +63,10 @@ def is_replaced(changed: frozenset[Token] | None) -> bool:
 def _write_dict(
     value: Any, state: State, before: State, changed: frozenset[Token] | None, scan: Scan
 ) -> Any:
-    own = None if type(value) in _PLAIN else [*own_attributes(value)]
+    attributes = None if type(value) in _PLAIN else [*own_attributes(value)]
     if changed is None or state.parts is None or before.parts is None:
         factory = (value.default_factory,) if isinstance(value, defaultdict) else None
-        return None, items_of(value), (), None, factory, own
+        return None, items_of(value), (), None, factory, attributes
     pairs = [(k, v) for k, v in items_of(value) if scan.token(k) in changed]
     drops = [name for name in changed if name not in state.parts and name != FACTORY]
     names = [name for name in state.parts if name != FACTORY and not is_attribute(name)]
@@ -76,18 +76,18 @@ def _write_dict(
     is_in_order = names[: len(kept)] == kept
     order = None if is_in_order else names
     factory = (value.default_factory,) if FACTORY in changed else None
-    if own is not None:
-        own = [(name, part) for name, part in own if (ATTRIBUTE, name) in changed]
-    return True, pairs, drops, order, factory, own
+    if attributes is not None:
+        attributes = [(name, part) for name, part in attributes if (ATTRIBUTE, name) in changed]
+    return True, pairs, drops, order, factory, attributes
 
 
 def items_of(value: Any) -> list[tuple[Any, Any]]:
-    """List the items of a dict, not those that the user's subclass may show."""
+    """List the items that a dict holds, even if the user's subclass shows other items."""
     return [*(OrderedDict.items if isinstance(value, OrderedDict) else dict.items)(value)]
 
 
 def iter_of(value: Any) -> Iterable[Any]:
-    """Iterate over the items of a list, set or deque, not those that a subclass may show."""
+    """Iterate over the items that a list, set or deque holds, even if a subclass shows others."""
     kind: Any = next(each for each in (list, set, deque) if isinstance(value, each))
     return kind.__iter__(value)  # type: ignore[no-any-return]
 
@@ -126,9 +126,9 @@ def _write_instance(
 def _write_function(
     value: Any, state: State, before: State, changed: frozenset[Token] | None, scan: Scan
 ) -> Any:
-    own = {f".{name}": part for name, part in value.__dict__.items()}
+    attributes = {f".{name}": part for name, part in value.__dict__.items()}
     code = value.__code__
-    names = {**definitions.details_of(value), **own, "__code__": (code.co_filename, code)}
+    names = {**definitions.details_of(value), **attributes, "__code__": (code.co_filename, code)}
     return _parts_of(names, changed, before)
 
 
@@ -158,8 +158,8 @@ def _write_tensor(
 def _write_array(
     value: Any, state: State, before: State, changed: frozenset[Token] | None, scan: Scan
 ) -> Any:
-    own = {f".{name}": part for name, part in attributes_of_array(value).items()}
-    return _parts_of({"writeable": bool(value.flags.writeable), **own}, changed, before)
+    attributes = {f".{name}": part for name, part in attributes_of_array(value).items()}
+    return _parts_of({"writeable": bool(value.flags.writeable), **attributes}, changed, before)
 
 
 def _write_opaque(
@@ -198,7 +198,7 @@ def apply(value: Any, tool: str, data: Any, token: Callable[[Any], Token]) -> No
 
 
 def _apply_dict(value: Any, data: Any, token: Callable[[Any], Token]) -> None:
-    is_by_part, pairs, drops, order, factory, own = data
+    is_by_part, pairs, drops, order, factory, attributes = data
     # The methods of a user's class may do more than store an item.
     kind: Any = OrderedDict if isinstance(value, OrderedDict) else dict
     if not is_by_part:
@@ -210,18 +210,18 @@ def _apply_dict(value: Any, data: Any, token: Callable[[Any], Token]) -> None:
         kind.__setitem__(value, key, part)
     if factory is not None:
         (value.default_factory,) = factory
-    _set_own(value, own, drops)
+    _set_own(value, attributes, drops)
     if order is not None:
-        found = {token(key): (key, part) for key, part in kind.items(value)}
-        named = [found.pop(name) for name in order if name in found]
+        by_token = {token(key): (key, part) for key, part in kind.items(value)}
+        named = [by_token.pop(name) for name in order if name in by_token]
         kind.clear(value)
-        for key, part in [*named, *found.values()]:
+        for key, part in [*named, *by_token.values()]:
             kind.__setitem__(value, key, part)
 
 
-def _set_own(value: Any, own: Iterable[tuple[str, Any]] | None, drops: Iterable[Any] = ()) -> None:
+def _set_own(value: Any, sets: Iterable[tuple[str, Any]] | None, drops: Iterable[Any] = ()) -> None:
     """Set and remove attributes of a container whose class the user has made."""
-    for name, part in own or ():
+    for name, part in sets or ():
         if name != CLASS:
             value.__dict__[name] = part
     for drop in drops:
@@ -235,23 +235,23 @@ def is_attribute(part: Token) -> bool:
 
 
 def _apply_list(value: Any, data: Any, token: Callable[[Any], Token]) -> None:
-    parts, own = data
+    parts, attributes = data
     list.__setitem__(value, slice(None), parts)
-    _set_own(value, own)
+    _set_own(value, attributes)
 
 
 def _apply_set(value: Any, data: Any, token: Callable[[Any], Token]) -> None:
-    parts, own = data
+    parts, attributes = data
     set.clear(value)
     set.update(value, parts)
-    _set_own(value, own)
+    _set_own(value, attributes)
 
 
 def _apply_deque(value: Any, data: Any, token: Callable[[Any], Token]) -> None:
-    parts, own = data
+    parts, attributes = data
     deque.clear(value)
     deque.extend(value, parts)
-    _set_own(value, own)
+    _set_own(value, attributes)
 
 
 def _apply_cell(value: Any, data: Any, token: Callable[[Any], Token]) -> None:
@@ -381,9 +381,9 @@ def set_state(value: Any, state: Any, setter: Callable[..., Any] | None = None) 
     slots: Mapping[str, Any] = {}
     if isinstance(state, tuple) and len(state) == 2:
         state, slots = state[0] or {}, state[1] or {}
-    own = value.__dict__
-    own.clear()
-    own.update(state)
+    attributes = value.__dict__
+    attributes.clear()
+    attributes.update(state)
     for name, part in slots.items():
         object.__setattr__(value, name, part)
 

@@ -7,13 +7,13 @@ each end accepts only the message with the next number.
 
 Shared memory crosses a link once for all ranks of a node.  The receiving process copies it into
 segments of its own, and replaces the `SegmentRef` in what it passes on
-(`nbdist.values.payload.moved`).  The process that lacks a segment asks for one piece after the
+(`nbdist.values.payload.relocate`).  The process that lacks a segment asks for one piece after the
 other (`Receiving`); the other process reads the piece and keeps no state (`piece_of`).
 
 How long a segment is kept:
 
 - A segment from the notebook stays on a node as long as the notebook has it open.  The head checks
-  that (`nbdist.values.payload.is_there`) and sends `Drop`.
+  that (`nbdist.values.payload.is_open`) and sends `Drop`.
 - A segment from a rank stays until the notebook has read it (`ReleaseValues`), the rank gets its
   next task, or the world ends.
 - An incomplete segment is dropped when its link is lost, or when no task waits for it any more.

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 from nbdist.output.events import Done, Failure, InputRequest
-from nbdist.values.payload import Payload, Places, SegmentRef, moved, refs_in
+from nbdist.values.payload import Payload, Places, SegmentRef, refs_in, relocate
 from nbdist.wire.frames import NOTHING, BadFrame, fits, object_from, unpack
 from nbdist.words import error_line
 
@@ -153,8 +153,8 @@ class Task:
         """Return the task with its segments at other places, for the workers of another machine."""
         work = self.work
         if isinstance(work, Call):
-            work = work._replace(arguments=moved(work.arguments, places))
-        names, plain = moved(self.names, places), moved(self.plain, places)
+            work = work._replace(arguments=relocate(work.arguments, places))
+        names, plain = relocate(self.names, places), relocate(self.plain, places)
         return replace(self, names=names, plain=plain, work=work)
 
 

@@ -31,7 +31,7 @@ from nbdist.worker.compat import ipython
 from nbdist.worker.compat import torch as compat
 from nbdist.worker.environment import change_environ, ready_names, share_gpu
 from nbdist.worker.group import user_stores
-from nbdist.worker.group.gloo import is_of_others
+from nbdist.worker.group.gloo import is_between_ranks
 from nbdist.worker.group.group import Group
 from nbdist.worker.kernel import WorkerKernel
 from nbdist.worker.probe import Probe, frames_of
@@ -108,7 +108,7 @@ class ControlThread:
         try:
             return self._answer_to(request)
         except Exception as error:  # noqa: BLE001 (the agent waits for an answer, whatever failed)
-            return control.Failed(str(error) or repr(error), unfit=not is_of_others(error))
+            return control.Failed(str(error) or repr(error), unfit=not is_between_ranks(error))
 
     def _consult(self, question: Question) -> control.Answer:
         """Answer a completion or inspection, and keep an answer that comes late."""
@@ -157,7 +157,7 @@ class ControlThread:
             case control.ListGroups():
                 # A group that could not be formed has no ranks in common.
                 size = self._start.world.world_size if group is None or group.is_whole else 0
-                members = {} if group is None else group.held()
+                members = {} if group is None else group.subgroup_members()
                 return control.HeldGroups(self._start.rank, size, members)
             case control.Announce():
                 kernel = self._kernel

@@ -26,7 +26,7 @@ from nbdist.values.links import Block, Links
 from nbdist.values.payload import Identity, is_atomic
 from nbdist.values.pickling import Buffer, without_cycles
 from nbdist.values.scan import Scan
-from nbdist.values.states import Parts, State, keys_in, reached
+from nbdist.values.states import Parts, State, keys_in, reachable_keys
 from nbdist.values.tensors import version_of
 from nbdist.values.updates import apply
 from nbdist.wire.ops import Inspected, Replaced, type_text
@@ -156,7 +156,7 @@ class Counterparts:
     def _use_block(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         start = storage.data_ptr()
-        if start and (block := self.links.blocks.known(start, start + 1, start, "cpu")):
+        if start and (block := self.links.blocks.find_containing(start, start + 1, start, "cpu")):
             block.users.append(weakref.ref(tensor))
 
     def _find(self, key: int) -> Any:
@@ -206,7 +206,7 @@ class Counterparts:
         self._record_altered_memory()
         # Lists and dicts have no weak references: look which of them nothing else refers to.
         self.links.drop_unused(self._record_altered_containers)
-        dead = self.links.take_dead()
+        dead = self.links.pop_dead_keys()
         for key in dead:
             self._states.pop(key, None)
             self._digests.pop(key, None)
@@ -281,7 +281,7 @@ class Counterparts:
         value, given = self._names.get(name), self._given.get(name)
         if given is None or not given.is_still(value):
             return True
-        keys = reached(self._states, self._keys_of(value))
+        keys = reachable_keys(self._states, self._keys_of(value))
         return bool(self._changed(dict.fromkeys(keys))[0])
 
     def _keys_of(self, value: Any) -> list[int]:
@@ -377,7 +377,7 @@ class Counterparts:
         if tensor.device.type != "cpu" or not tensor.numel() or tensor.is_sparse:
             return None
         storage = tensor.untyped_storage()
-        return self.links.blocks.filled(storage.data_ptr(), storage.nbytes(), "cpu")
+        return self.links.blocks.get_exact(storage.data_ptr(), storage.nbytes(), "cpu")
 
     def register(self, keyed: Iterable[Keyed], instead: Mapping[int, Any]) -> tuple[int, ...]:
         """Register objects that came from a rank or a file under their keys; return the keys.
@@ -418,7 +418,7 @@ class Counterparts:
         if not isinstance(value, np.ndarray) or not value.size or not value.flags.forc:
             return None
         start = value.__array_interface__["data"][0]
-        return self.links.blocks.filled(start, value.nbytes, "cpu")
+        return self.links.blocks.get_exact(start, value.nbytes, "cpu")
 
     def _link_memory(self, key: int, value: Any, digest: str) -> None:
         """Register the memory of a tensor or array under the key of a block."""

@@ -37,13 +37,13 @@ from nbdist.wire.spec import WorkerStart
 from nbdist.wire.work import Call, InputReply, Source, Task, Work, failure_in_words
 from nbdist.worker import tracking
 from nbdist.worker.compat.ipython import (
+    import_without_debugpy,
     is_debugger,
     leave_debugger,
     number_cells,
     publish_without_port,
     reloads_modules,
     use_debugger,
-    without_debugger,
 )
 from nbdist.worker.environment import Around, OwnModules, draw_bars_as_text, ready_names
 from nbdist.worker.group.group import Group
@@ -57,7 +57,7 @@ from nbdist.worker.shell import CellExit, WorkerShell, show_cell_lines
 from nbdist.worker.steps import STEPS
 from nbdist.worker.tracebacks import contents_of, failure_of, remedies, unfit_after
 
-without_debugger()
+import_without_debugpy()
 
 USERS_CODE = ("run.call", "run.script")  # ops that run user code, as cells do
 LONGEST_PROMPT = 10_000

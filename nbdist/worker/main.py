@@ -89,7 +89,7 @@ def run_worker(start: WorkerStart, agent_pid: int) -> None:
     if group is None:
         warn_of_own_groups()
     app.kernel.group = group
-    leave_world_in_children(group.leave if group is not None else None)
+    leave_world_in_children(group.abandon_in_child if group is not None else None)
     tasks = Tasks(start.task_socket, app.kernel, app.session, ControlThread(app.kernel, start))
     app.kernel.ask, app.session.catch_up = tasks.ask, tasks.catch_up
     if agent_pid:
@@ -103,7 +103,7 @@ def run_worker(start: WorkerStart, agent_pid: int) -> None:
     app.start()
     tasks.close()
     if group is not None:
-        group.end()
+        group.shut_down()
     elif dist.is_initialized():
         dist.destroy_process_group()
     # Run the exit handlers, but do not finalize the interpreter: that would take 0.15 s more.

@@ -166,14 +166,14 @@ class Probe:
         if self._group is None:
             return ""
         if any(frame.f_code is AbortableStore.awaited.__code__ for frame in frames):
-            return _called(frames) or "store" if self._group.waits_to_meet else ""
+            return _called(frames) or "store" if self._group.is_waiting_for_ranks else ""
         if nccl.name:
             return nccl.name
         if self.uses_nccl and is_calling(frames[0].f_code if frames else None):
             return _called(frames)
         if not _is_in_futex():
             return ""
-        if begun := self._recording.waited_for(counts):
+        if begun := self._recording.newest_pending(counts):
             return begun
         callers = [outer for inner, outer in pairwise(frames) if inner.f_code is wait.__code__]
         if callers:

@@ -33,7 +33,7 @@ from nbdist.wire.work import failure_in_words
 from nbdist.words import did_you_mean, error_line
 from nbdist.worker.compat import accelerator, ipython
 from nbdist.worker.group.gloo import connections_after
-from nbdist.worker.group.stores import until_over
+from nbdist.worker.group.stores import run_with_timeout
 from nbdist.worker.namespace import Problem
 from nbdist.worker.ops.memory import account
 
@@ -383,8 +383,8 @@ def unfit_after(rank: int, error: BaseException) -> str:
     found = lasting_error(error)
     if not found:
         try:
-            if (ask := accelerator.asks_context()) is not None:
-                until_over(ask, "asking the GPU", ASK_TIMEOUT)
+            if (ask := accelerator.error_probe()) is not None:
+                run_with_timeout(ask, "asking the GPU", ASK_TIMEOUT)
         except RuntimeError as answer:
             found = lasting_error(answer)
     return f"A GPU error ({found}) made the process of rank {rank} unusable" if found else ""

@@ -14,7 +14,7 @@ from typing import Any
 from nbdist.values.linked import Message, reducer_for, write
 from nbdist.values.pickling import without_cycles
 from nbdist.values.scan import Scan
-from nbdist.values.states import HEAD, Parts, State, Token, keys_in, reached
+from nbdist.values.states import HEAD, Parts, State, Token, keys_in, reachable_keys
 from nbdist.values.updates import Update, is_replaced, update_of
 from nbdist.wire.ops import Inspected
 from nbdist.world.sent_objects import Parcel, SentObjects
@@ -122,7 +122,7 @@ class Outgoing:
 
     def leads_to(self, top: int, key: int) -> bool:
         """Return True if the object with the key `top` now leads to the object with `key`."""
-        return key in reached(self.states, [top])
+        return key in reachable_keys(self.states, [top])
 
     def _new_scan(self, **options: Any) -> Scan:
         return Scan(self.objects.links, reducer_for(self._namespace), self._namespace, **options)
@@ -212,7 +212,7 @@ class Outgoing:
                 tokens = (s.parts.get(part) if s.parts else None for s in (before, now))
                 old, new = map(keys_in, tokens)
                 lost = {*old} - {*new}
-            dropped = reached(known, lost)
+            dropped = reachable_keys(known, lost)
             if entry is None or not _has_hidden_contents(entry.tool, part):
                 dropped = {each for each in dropped if links.find(each) is None}
             if dropped:

@@ -20,7 +20,7 @@ from nbdist.errors import KEPT, NbdistError
 from nbdist.output import events
 from nbdist.output.events import Died, Done, Failure, Output
 from nbdist.output.transcript import Transcript, follows
-from nbdist.values.payload import Payload, as_read, open_payload
+from nbdist.values.payload import Payload, localize, open_payload
 from nbdist.values.pickling import unpickle
 from nbdist.wire.messages import Aborted, Attached, Located, Silent, Used
 from nbdist.wire.places import Place
@@ -559,6 +559,6 @@ class TaskRun:
         """
         if not isinstance(done.values, Payload):
             return None
-        values = as_read(unpickle(open_payload(done.values), self.members.namespace), done.values)
+        values = localize(unpickle(open_payload(done.values), self.members.namespace), done.values)
         is_one = len(self.task.fetch) == 1 and not self.task.keeps
         return values[self.task.fetch[0]] if is_one else values

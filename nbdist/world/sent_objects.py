@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nbdist.values.links import Links
-from nbdist.values.states import Parts, State, Token, keys_in, reached
+from nbdist.values.states import Parts, State, Token, keys_in, reachable_keys
 from nbdist.wire.ops import Changed
 
 
@@ -171,7 +171,7 @@ class SentObjects:
 
     def reach(self, rank: int, token: Token) -> set[int]:
         """Return the keys of all objects that a value led to when it was sent to a rank."""
-        return reached(self.of(rank), keys_in(token))
+        return reachable_keys(self.of(rank), keys_in(token))
 
     def ranks_with(self, key: int) -> frozenset[int]:
         """Return the ranks that have the object with this key."""
@@ -184,7 +184,7 @@ class SentObjects:
         """
         if self.links.has_dead:
             self.links.drop_unused()
-        self._dead.update(self.links.take_dead())
+        self._dead.update(self.links.pop_dead_keys())
         if not self._dead:
             return {}
         found = {}

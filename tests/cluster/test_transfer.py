@@ -13,7 +13,7 @@ import pytest
 from nbdist.cluster import transfer
 from nbdist.cluster.transfer import BulkTransfers
 from nbdist.output.events import Done, Failure, Moved, Output, Text
-from nbdist.values.payload import Payload, Segment, is_there, open_segment, pack_frames, to_end
+from nbdist.values.payload import Payload, Segment, is_open, open_segment, pack_frames, run_to_end
 from nbdist.wire.messages import Outputs, Run
 from nbdist.wire.node_messages import Bring
 from nbdist.wire.transfer import PIECE, Drop, Fetch, Piece, Receiving, piece_of
@@ -32,7 +32,7 @@ def memory() -> Iterator[ExitStack]:
 @pytest.fixture
 def segment(memory: ExitStack) -> Segment:
     """A piece and a half."""
-    return memory.enter_context(to_end(Segment.filling([b"s" * (3 * PIECE // 2)])))
+    return memory.enter_context(run_to_end(Segment.filling([b"s" * (3 * PIECE // 2)])))
 
 
 class Side:
@@ -228,9 +228,9 @@ async def test_the_end_waits_for_its_values(head: Head, segment: Segment) -> Non
     assert open_segment(here)[0] == open_segment(segment.ref)[0]
     head.transfers.release_values([2], "b")
     head.transfers.release_values([1])
-    assert is_there(here)
+    assert is_open(here)
     head.transfers.release_values([2], "a")
-    assert not is_there(here)
+    assert not is_open(here)
 
 
 async def test_what_brings_nothing_back(

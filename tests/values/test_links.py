@@ -32,7 +32,7 @@ def add(links: Links, value: Any, tool: str = "list") -> int:
 def unused(links: Links) -> tuple[int, ...]:
     """Return the keys of the objects that are dropped now."""
     links.drop_unused()
-    return links.take_dead()
+    return links.pop_dead_keys()
 
 
 def test_an_object_has_one_key(links: Links) -> None:
@@ -65,18 +65,18 @@ def test_a_given_key(links: Links) -> None:
     links.add(second, "list", 6)
     assert (links.find(6) is second, links.key_of(first)) == (True, None)
     assert links.add(second, "list").key == 6
-    assert links.take_dead() == (), "no object has ended"
+    assert links.pop_dead_keys() == (), "no object has ended"
 
 
 def test_an_object_that_ends(links: Links) -> None:
     """The table does not keep it alive if it can be referred to weakly; its key is dead, once."""
     thing, other = Thing(), Thing()
     key, other_key = add(links, thing), add(links, other)
-    assert (links.take_dead(), links.has_dead) == ((), False)
+    assert (links.pop_dead_keys(), links.has_dead) == ((), False)
     del thing
     assert links.has_dead
     assert (links.find(key), links.find(other_key)) == (None, other)
-    assert [links.take_dead() for _ in range(2)] == [(key,), ()]
+    assert [links.pop_dead_keys() for _ in range(2)] == [(key,), ()]
 
 
 def test_the_address_of_an_object_that_ended(links: Links) -> None:
@@ -88,7 +88,7 @@ def test_the_address_of_an_object_that_ended(links: Links) -> None:
         others = [Thing() for _ in range(10)]
         assert all(links.key_of(each) is None for each in others)
         if number in map(id, others):
-            assert links.take_dead() == (key,)
+            assert links.pop_dead_keys() == (key,)
             return
     pytest.fail("no address was used again")
 
@@ -143,7 +143,7 @@ def test_many_objects_in_a_row(links: Links) -> None:
         add(links, chain)
     del chain
     links.drop_unused()
-    assert len(links.take_dead()) == 3000
+    assert len(links.pop_dead_keys()) == 3000
 
 
 def test_what_refers_to_itself(links: Links) -> None:
@@ -171,7 +171,7 @@ def test_another_key_for_an_object(links: Links) -> None:
     links.renew(entry)
     assert entry.key != old
     assert (links.find(old), links.find(entry.key), links.key_of(x)) == (None, x, entry.key)
-    assert links.take_dead() == (old,)
+    assert links.pop_dead_keys() == (old,)
     del x, entry
     assert len(unused(links)) == 1
 
@@ -183,7 +183,7 @@ def test_what_ends_in_the_other_process(links: Links) -> None:
     links.forget([*keys, 5])
     assert (len(links), [*map(links.find, keys)]) == (0, [None] * 3)
     del thing, array
-    assert links.take_dead() == ()
+    assert links.pop_dead_keys() == ()
 
 
 # --- memory -----------------------------------------------------------------------------
@@ -198,7 +198,7 @@ def span(array: Any) -> tuple[int, int]:
 def block_of(links: Links, view: Any, root: Any = None) -> Block:
     """Return the block of a view of an array."""
     root = view if root is None else root
-    return links.blocks.find(*span(view), span(root), lambda: weakref.ref(root), "cpu")
+    return links.blocks.find_or_add(*span(view), span(root), lambda: weakref.ref(root), "cpu")
 
 
 def test_views_of_one_memory_have_one_block(links: Links) -> None:
@@ -233,13 +233,13 @@ def test_known_memory(links: Links) -> None:
     array, other = np.zeros(100), np.zeros(100)
     block = block_of(links, array)
     start, end = span(array)
-    known = links.blocks.known
-    assert known(start + 8, end, start, "cpu") is block
-    assert known(start, end + 1, start, "cpu") is None
-    assert known(start - 1, end, start - 1, "cpu") is None
-    assert known(start, end, start, "cuda") is None
-    assert known(*span(other), span(other)[0], "cpu") is None
-    assert known(start + 8, end, start + 8, "cpu") is None, "another allocation begins there"
+    find = links.blocks.find_containing
+    assert find(start + 8, end, start, "cpu") is block
+    assert find(start, end + 1, start, "cpu") is None
+    assert find(start - 1, end, start - 1, "cpu") is None
+    assert find(start, end, start, "cuda") is None
+    assert find(*span(other), span(other)[0], "cpu") is None
+    assert find(start + 8, end, start + 8, "cpu") is None, "another allocation begins there"
 
 
 def test_memory_that_is_free(links: Links) -> None:
@@ -248,20 +248,20 @@ def test_memory_that_is_free(links: Links) -> None:
     block = block_of(links, array)
     bounds = span(array)
     del array
-    assert links.blocks.known(*bounds, bounds[0], "cpu") is None
-    assert [links.take_dead() for _ in range(2)] == [(block.key,), ()]
+    assert links.blocks.find_containing(*bounds, bounds[0], "cpu") is None
+    assert [links.pop_dead_keys() for _ in range(2)] == [(block.key,), ()]
     again = np.zeros(10)
     key = block_of(links, again).key
     del again
-    assert links.take_dead() == (key,)
+    assert links.pop_dead_keys() == (key,)
     assert (len(links.blocks), links.find(key)) == (0, None)
     owner = Thing()
     for _ in range(2):
         old = owner
-        found = links.blocks.find(64, 128, (64, 128), lambda of=old: weakref.ref(of), "cpu")
+        found = links.blocks.find_or_add(64, 128, (64, 128), lambda of=old: weakref.ref(of), "cpu")
         assert found.owner() is old
         owner, old = Thing(), None
-    assert len(links.take_dead()) == 2
+    assert len(links.pop_dead_keys()) == 2
 
 
 def test_memory_that_a_tensor_of_a_rank_uses(links: Links) -> None:
@@ -270,27 +270,27 @@ def test_memory_that_a_tensor_of_a_rank_uses(links: Links) -> None:
     block = block_of(links, array)
     block.users.append(weakref.ref(tensor))
     del array
-    assert links.take_dead() == ()
+    assert links.pop_dead_keys() == ()
     assert links.blocks.get(block.key) is block
     del tensor
-    assert links.take_dead() == (block.key,)
+    assert links.pop_dead_keys() == (block.key,)
 
 
 def test_elements_that_are_copied_together(links: Links) -> None:
     """They are known by what they are, and cover no memory."""
     owner, blocks = Thing(), links.blocks
     what = (64, 1 << 30, "float32", (2,), (1000,))
-    assert blocks.copied(what) is None
+    assert blocks.get_copied(what) is None
     ref = weakref.ref(owner)
-    block = blocks.find_copied(what, lambda: ref, "cpu")
-    assert blocks.find_copied(what, lambda: ref, "cpu") is block
-    assert (blocks.copied(what), block.size, block.copied) == (block, 0, what)
-    assert blocks.known(64, 128, 64, "cpu") is None
+    block = blocks.add_copied(what, lambda: ref, "cpu")
+    assert blocks.add_copied(what, lambda: ref, "cpu") is block
+    assert (blocks.get_copied(what), block.size, block.copied) == (block, 0, what)
+    assert blocks.find_containing(64, 128, 64, "cpu") is None
     other = Thing()  # it keeps the same memory alive
     other_ref = weakref.ref(other)
-    assert blocks.find_copied(what, lambda: other_ref, "cpu") is block
+    assert blocks.add_copied(what, lambda: other_ref, "cpu") is block
     del owner
-    assert links.take_dead() == ()
+    assert links.pop_dead_keys() == ()
     del other
-    assert links.take_dead() == (block.key,)
-    assert blocks.copied(what) is None
+    assert links.pop_dead_keys() == (block.key,)
+    assert blocks.get_copied(what) is None

@@ -23,17 +23,17 @@ from nbdist.values.payload import (
     SegmentGone,
     SegmentRef,
     Steps,
-    as_read,
     is_atomic,
-    is_there,
+    is_open,
     length_of,
-    moved,
+    localize,
     open_file,
     open_payload,
     open_segment,
     pack_frames,
     refs_in,
-    to_end,
+    relocate,
+    run_to_end,
 )
 from nbdist.wire.ops import Brought
 from tests.waiting import SOON
@@ -66,7 +66,7 @@ def test_a_step_at_a_time(monkeypatch: pytest.MonkeyPatch, descriptors: Descript
         for view in filter(len, views):
             assert ctypes.addressof(ctypes.c_char.from_buffer(view)) % ALIGNMENT == 0
     del views, view
-    to_end(Segment.filling([b"nobody refers to it"]))
+    run_to_end(Segment.filling([b"nobody refers to it"]))
     gc.collect()
     assert descriptors() == before
 
@@ -74,12 +74,12 @@ def test_a_step_at_a_time(monkeypatch: pytest.MonkeyPatch, descriptors: Descript
 @pytest.mark.world
 def test_another_process_reads_it() -> None:
     """By its reference alone; nothing of a killed process stays in memory."""
-    ours = to_end(Segment.filling([b"hello " * 20_000]))
+    ours = run_to_end(Segment.filling([b"hello " * 20_000]))
     source = (
         "import os, signal\nfrom nbdist.values.payload import *\n"
         f"view, = open_segment({ours.ref!r})\n"
         "view[:5] = b'HELLO'\nprint(bytes(view[:11]).decode(), view.nbytes)\n"
-        "s = to_end(Segment.filling([b'abc']))\nprint(s.ref.path, flush=True)\n"
+        "s = run_to_end(Segment.filling([b'abc']))\nprint(s.ref.path, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     command = [sys.executable, "-c", source]
@@ -94,7 +94,7 @@ def test_another_process_reads_it() -> None:
 
 def test_nobody_can_cut_or_change_what_others_have_mapped() -> None:
     """The memory is sealed: a shorter file would kill its readers with SIGBUS."""
-    with to_end(Segment.filling([b"abc"])) as segment:
+    with run_to_end(Segment.filling([b"abc"])) as segment:
         path = segment.ref.path.partition("#")[0]
         fd = os.open(path, os.O_RDWR)
         try:
@@ -105,11 +105,11 @@ def test_nobody_can_cut_or_change_what_others_have_mapped() -> None:
         finally:
             os.close(fd)
     # Nobody can open one that is closed, also where a later one has the descriptor.
-    first = to_end(Segment.filling([b"old"]))
+    first = run_to_end(Segment.filling([b"old"]))
     first.close()
     with pytest.raises(SegmentGone, match=f"{first.ref.path}.*(gone|cannot be opened)"):
         open_segment(first.ref)
-    with to_end(Segment.filling([b"new"])) as second:
+    with run_to_end(Segment.filling([b"new"])) as second:
         first.close()
         assert bytes(open_segment(second.ref)[0]) == b"new"
         with pytest.raises(SegmentGone):  # nor is anything mapped that is not as long as it says
@@ -121,7 +121,7 @@ def test_nobody_can_cut_or_change_what_others_have_mapped() -> None:
 
 def test_one_that_is_held_on_to_outlives_its_owner() -> None:
     """By a reference of its own; one that is gone already is not to be had."""
-    first = to_end(Segment.filling(FRAMES))
+    first = run_to_end(Segment.filling(FRAMES))
     with Segment.of_another(first.ref) as other:
         first.close()
         assert other.ref.path != first.ref.path
@@ -129,14 +129,14 @@ def test_one_that_is_held_on_to_outlives_its_owner() -> None:
         with pytest.raises(SegmentGone):
             Segment.of_another(first.ref)
     # For as long as its owner has it open, and not for another one in its place.
-    with to_end(Segment.filling(FRAMES)) as segment:
+    with run_to_end(Segment.filling(FRAMES)) as segment:
         ref = segment.ref
-        assert is_there(ref)
-        assert not is_there(ref._replace(path=f"{ref.path}1"))
+        assert is_open(ref)
+        assert not is_open(ref._replace(path=f"{ref.path}1"))
         fd = open_file(ref)
         assert os.fstat(fd).st_size == length_of(ref)
         os.close(fd)
-    assert not is_there(ref)
+    assert not is_open(ref)
 
 
 def test_it_is_filled_from_outside(descriptors: Descriptors) -> None:
@@ -177,16 +177,16 @@ def test_segments_wherever_payloads_are() -> None:
     two = Payload(frames=(b"x",), within=((refs[1].path, refs[1]),))
     value = {"a": one, "b": [two, 7, "text"], "c": (Brought(packed=Payload(segment=refs[2])),)}
     assert refs_in(value) == (*refs,)
-    found = moved(value, here)
+    found = relocate(value, here)
     assert refs_in(found) == (refs[0], *here.values())
     assert found["a"] == one
     assert found["b"][1:] == [7, "text"]
     assert found["b"][0].within == ((refs[1].path, here[refs[1].path]),)
-    assert moved(value, {}) is value
+    assert relocate(value, {}) is value
     brought = Brought(packed=Payload(segment=refs[1]))
-    assert as_read(brought, two) is brought
-    assert as_read(brought, moved(two, here)).packed == Payload(segment=here[refs[1].path])
-    assert as_read(odd := OddList(), one) is odd, "a user's value is not looked into"
+    assert localize(brought, two) is brought
+    assert localize(brought, relocate(two, here)).packed == Payload(segment=here[refs[1].path])
+    assert localize(odd := OddList(), one) is odd, "a user's value is not looked into"
 
 
 def test_small_plain_values_are_atomic() -> None:

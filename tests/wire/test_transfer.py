@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from nbdist.errors import NotEnoughMemory
 from nbdist.values import payload
-from nbdist.values.payload import Segment, length_of, open_segment, to_end
+from nbdist.values.payload import Segment, length_of, open_segment, run_to_end
 from nbdist.wire import transfer
 from nbdist.wire.transfer import (
     MOST_WINDOW,
@@ -115,7 +115,7 @@ def _small_pieces() -> Iterator[None]:
 def holding(*sizes: int) -> Segment:
     """A segment with frames of these sizes, no two bytes near one another the same."""
     frames = [bytes((i * 7 + size) % 251 for i in range(size)) for size in sizes]
-    return to_end(Segment.filling(frames))
+    return run_to_end(Segment.filling(frames))
 
 
 class Line:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nbdist.errors import UsageError, WorkerError
-from nbdist.values.payload import Segment, to_end
+from nbdist.values.payload import Segment, run_to_end
 from nbdist.worker import received
 from nbdist.worker.received import Homeward, KeptValues
 from nbdist.world.world import World
@@ -91,7 +91,7 @@ def test_a_model_of_ddp(world: World) -> None:
 
 
 def segment(size: int) -> Segment:
-    return to_end(Segment.filling([b"x" * size]))
+    return run_to_end(Segment.filling([b"x" * size]))
 
 
 def test_the_newest_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

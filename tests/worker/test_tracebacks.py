@@ -338,10 +338,10 @@ def test_the_gpu_has_failed_at_something_else(monkeypatch: pytest.MonkeyPatch) -
 
     unfit = f"A GPU error ({ASSERT}) made the process of rank 2 unusable"
     for found in (lambda: fails(ASSERT), fails(ASSERT)):  # also as soon as its stream is asked for
-        monkeypatch.setattr(accelerator, "asks_context", found)
+        monkeypatch.setattr(accelerator, "error_probe", found)
         assert unfit_after(2, ValueError("bad")) == unfit
     of_now = fails("operation not permitted when stream is capturing")
-    monkeypatch.setattr(accelerator, "asks_context", lambda: of_now)
+    monkeypatch.setattr(accelerator, "error_probe", lambda: of_now)
     assert unfit_after(2, ValueError("bad")) == ""
 
 

@@ -11,7 +11,7 @@ import pytest
 from nbdist.config import Patience
 from nbdist.errors import WorkerDied, WorkerError
 from nbdist.output.events import Display, Done, Failure
-from nbdist.values.payload import Identity, Segment, SegmentGone, to_end
+from nbdist.values.payload import Identity, Segment, SegmentGone, run_to_end
 from nbdist.wire.work import Attempt, Call, Script, Source, Task, Work
 from nbdist.world import past as module
 from nbdist.world.names import Sent
@@ -171,7 +171,7 @@ def is_gone(segment: Segment) -> bool:
 def test_names_stay_for_as_long_as_their_cell() -> None:
     """Memory that holds them is released when it is replaced, or forgotten."""
     setup = Setup()
-    first, other, second = segments = [to_end(Segment.filling([b"x"])) for _ in range(3)]
+    first, other, second = segments = [run_to_end(Segment.filling([b"x"])) for _ in range(3)]
     for key, segment in (("a", first), ("b", other), ("b", None), ("a", second)):
         setup.keep(key, Task(key, (0,)), segment)
     assert [*map(is_gone, segments)] == [True, True, False]

@@ -1,4 +1,4 @@
-"""The rank's accelerator, of whatever kind; torch calls ROCm's `cuda`.  Run with CUDA alone.
+"""The rank's accelerator, of whatever kind; torch calls ROCm's `cuda`.  Tried with CUDA only.
 
 Uses `torch.accelerator` if torch 2.7 has the function there. Newer functions (memory, random
 numbers) come from the device's own module, in which all kinds give them the same names.
@@ -36,7 +36,7 @@ def is_in_use() -> bool:
     return bool(_module().is_initialized())
 
 
-def asks_context() -> Callable[[], bool] | None:
+def error_probe() -> Callable[[], bool] | None:
     """Return a function that raises a lasting GPU error, at once and in any thread.
 
     None if the accelerator is not in use.
@@ -79,7 +79,7 @@ def allocated() -> int:
     return int(_module().memory_allocated()) if is_in_use() else 0
 
 
-def most_allocated() -> int:
+def peak_allocated() -> int:
     """Return the peak memory of this process's tensors; 0 if the accelerator is not in use."""
     return int(_module().max_memory_allocated()) if is_in_use() else 0
 
@@ -112,8 +112,8 @@ def set_random_state(state: torch.Tensor) -> None:
 
 def profiled() -> list[ProfilerActivity]:
     """Return the activities that a profile can record; torch's own choice warns without a GPU."""
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    kinds = ["CPU", *([] if found is None else [found.type.upper()])]
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    kinds = ["CPU", *([] if device is None else [device.type.upper()])]
     return [getattr(ProfilerActivity, kind) for kind in kinds]
 
 

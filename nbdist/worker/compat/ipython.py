@@ -43,37 +43,37 @@ FRAME_LINE = re.compile(r"-> (\d+)")
 
 def check() -> tuple[str, ...]:
     """Return a sentence on each name that this IPython or ipykernel lacks, and what is lost."""
-    said = []
+    sentences = []
     if not hasattr(ZMQInteractiveShell, SHOW):
-        said.append(
+        sentences.append(
             f"IPython {version('ipython')} has no {SHOW}: a traceback of a script or an exception "
             "group is text, and `except` here does not know the class of what a rank raised."
         )
     if not hasattr(kernelapp, "IOPubThread"):
-        said.append(
+        sentences.append(
             f"ipykernel {version('ipykernel')} makes its iopub thread elsewhere: "
             "each worker listens on a port of the loopback interface."
         )
-    return tuple(said)
+    return tuple(sentences)
 
 
-def without_debugger() -> None:
+def import_without_debugpy() -> None:
     """Import ipykernel without debugpy, which takes 70 ms and 7 MB in each worker.
 
     No front end attaches to a worker. `import debugpy` in a cell works as usual.
     """
-    wanted = sys.modules.get("debugpy.server", sys)
+    server = sys.modules.get("debugpy.server", sys)
     sys.modules["debugpy.server"] = None  # type: ignore[assignment]
     import_module("ipykernel.debugger")
-    if wanted is sys:
+    if server is sys:
         del sys.modules["debugpy.server"]
     else:
-        sys.modules["debugpy.server"] = wanted
+        sys.modules["debugpy.server"] = server
 
 
 class _IOPubThread(IOPubThread):
     def __init__(self, socket: Any, *, pipe: bool = False, **session: Any) -> None:
-        super().__init__(socket, pipe=False, **session)  # before 7 there is no session
+        super().__init__(socket, pipe=False, **session)  # ipykernel before 7 gives no session
 
 
 def publish_without_port() -> None:
@@ -151,25 +151,24 @@ def _with_number(part: str, numbers: Mapping[str, int]) -> str:
 
 
 def prepare_jedi(completer: Any) -> None:
-    """Import what jedi needs, which takes seconds, then let IPython's completer use jedi."""
+    """Import jedi and its modules, which takes seconds, then let IPython's completer use jedi."""
     # jedi raises the limit of recursion; keep the limit for the user's code.
     limit = sys.getrecursionlimit()
     jedi = import_module("jedi")
-    write_whole(import_module("parso.cache"))
+    write_cache_whole(import_module("parso.cache"))
     sys.setrecursionlimit(limit)
     jedi.Interpreter("m", [{}]).complete()
     completer.use_jedi = True
 
 
-def write_whole(cache: Any) -> None:
+def write_cache_whole(cache: Any) -> None:
     """Make parso write its cache files whole, even if a process is killed: rename them last."""
     if not hasattr(cache, "_save_to_file_system") or not hasattr(cache, "_get_hashed_path"):
         return
 
     def save(hashed_grammar: str, path: object, item: object, cache_path: object = None) -> None:
         name = cache._get_hashed_path(hashed_grammar, path, cache_path=cache_path)
-        # parso removes what a killed process leaves there, with files that were not read for 30
-        # days.
+        # parso removes a killed process's file with all files that were not read for 30 days.
         with whole_file(Path(name)) as file:
             pickle.dump(item, file, pickle.HIGHEST_PROTOCOL)
 
@@ -213,7 +212,7 @@ def is_statement(frame: FrameType) -> bool:
 
 
 class Debugger(InterruptiblePdb):
-    """IPython's debugger, but it shows and steps through the user's calls alone, and obeys Stop."""
+    """IPython's debugger, which shows and steps through the user's calls only, and obeys Stop."""
 
     was_used = False
 
@@ -240,7 +239,7 @@ class Debugger(InterruptiblePdb):
             raise KeyboardInterrupt
 
     def cmdloop(self, intro: Any = None) -> None:
-        """Read and do commands; remember Stop, which IPython's own would not pass on."""
+        """Read and run commands; record Stop, which IPython's own method would not report."""
         try:
             super(InterruptiblePdb, self).cmdloop(intro)
         except KeyboardInterrupt as stop:
@@ -253,7 +252,7 @@ class Debugger(InterruptiblePdb):
             self.set_step()
         else:
             super().user_return(frame, value)
-            forget_in(frame)
+            remove_pdb_names(frame)
 
     def user_call(self, frame: FrameType, arguments: Any) -> None:
         """Stop at the beginning of a call, unless the call is a statement of a cell."""
@@ -271,7 +270,7 @@ class Debugger(InterruptiblePdb):
             self.set_step()
         elif not issubclass(info[0], KeyboardInterrupt):
             super().user_exception(frame, info)
-            forget_in(frame)
+            remove_pdb_names(frame)
 
     def stop_here(self, frame: FrameType) -> bool:
         """Return True if stepping stops in this frame."""
@@ -284,7 +283,7 @@ class Debugger(InterruptiblePdb):
         return not is_around(frame) and bool(super().stop_here(frame))
 
     def get_stack(self, *args: Any, **options: Any) -> tuple[Stack, int]:
-        """Return the user's frames, the innermost last, and the number of the one that is shown."""
+        """Return the user's frames, innermost last, and the index of the frame that is shown."""
         stack, index = super().get_stack(*args, **options)
         # Cut off the frames around the user's at both ends; without any of the user's, keep all.
         users = [n for n, (frame, _) in enumerate(stack) if not is_around(frame)]
@@ -301,7 +300,7 @@ class Debugger(InterruptiblePdb):
         return text.replace(self.canonic(file), f"Cell In[{number}]")
 
 
-def forget_in(frame: FrameType) -> None:
+def remove_pdb_names(frame: FrameType) -> None:
     """Remove the names that pdb has bound in a cell's namespace to show a result or exception."""
     if frame.f_locals is frame.f_globals:
         for name in ("__return__", "__exception__"):
@@ -329,11 +328,11 @@ def leave_debugger() -> None:
 
 def post_mortem(error: BaseException) -> None:
     """Debug where an exception was raised; `exceptions` of newer versions of pdb shows causes."""
-    found = Debugger()
-    found.reset()
-    # IPython 8.15 and later has its own until Python 3.13 has it.
+    session = Debugger()
+    session.reset()
+    # IPython 8.15 and later shows causes itself; from Python 3.13 on pdb does.
     knows_chains = getattr(debugger, "CHAIN_EXCEPTIONS", False) or sys.version_info >= (3, 13)
-    found.interaction(None, error if knows_chains else error.__traceback__)
+    session.interaction(None, error if knows_chains else error.__traceback__)
 
 
 # --- `breakpoint()` and all other ways into a debugger, on a rank -----------------------------
@@ -342,7 +341,7 @@ LEFT = "`q` left the debugger and ended the cell on this rank"  # BdbQuit has no
 
 
 def use_debugger() -> None:
-    """Make every way into a debugger lead to `Debugger`; called after IPython has set its own."""
+    """Make all functions that debug use `Debugger`; called after IPython has set its own class."""
     for module in (pdb, debugger):
         vars(module)["Pdb"] = Debugger
     pdb.set_trace = debugger.set_trace
@@ -354,14 +353,14 @@ def use_debugger() -> None:
 
 
 def stop_at_breakpoint(*args: Any, **options: Any) -> Any:
-    """Do what PYTHONBREAKPOINT says; by default start the debugger in the caller's frame."""
+    """Debug in the caller's frame, or call the function that PYTHONBREAKPOINT names."""
     if os.environ.get("PYTHONBREAKPOINT"):
         return sys.__breakpointhook__(*args, **options)
     frame = inspect.currentframe()
-    found = Debugger()
+    session = Debugger()
     if header := options.get("header"):
-        found.message(header)
-    found.set_trace(frame and frame.f_back)
+        session.message(header)
+    session.set_trace(frame and frame.f_back)
     return None
 
 

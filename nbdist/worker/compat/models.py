@@ -8,12 +8,12 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-COMPOSED = "__composable_api_state_key"  # `fully_shard` sets attributes that begin so
+COMPOSED = "__composable_api_state_key"  # the prefix of attributes that `fully_shard` sets
 
 
-def parts_of(held: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a module's layers, parameters and buffers by name, from what `__dict__` holds."""
-    tables = [held.get(name, {}) for name in ("_parameters", "_buffers", "_modules")]
+def parts_of(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a module's layers, parameters and buffers by name, from the module's `__dict__`."""
+    tables = [attributes.get(name, {}) for name in ("_parameters", "_buffers", "_modules")]
     return {name: part for table in tables for name, part in {**table}.items()}
 
 
@@ -23,19 +23,19 @@ def compiles_hooks(model: Any) -> bool:
 
 
 def compiled_in(model: Any) -> Any:
-    """Return the module that `torch.compile` has wrapped in this one; None for any other module."""
+    """Return the module that `torch.compile` has wrapped in `model`; None for another module."""
     return getattr(model, "_orig_mod", None)
 
 
 # --- DDP --------------------------------------------------------------------------------------
 
 
-def forget_ddp_step(model: Any) -> None:
+def reset_ddp_step(model: Any) -> None:
     """Reset a DDP module after a step that was interrupted."""
     model._update_process_group(model.process_group)
 
 
-def give_reducer_anew(model: Any, group: ProcessGroup) -> None:
+def renew_reducer(model: Any, group: ProcessGroup) -> None:
     """Give a DDP module a new reducer on this group, as unpickling does."""
     model.process_group = group
     if model.device_ids:
@@ -43,7 +43,7 @@ def give_reducer_anew(model: Any, group: ProcessGroup) -> None:
         model.device = next(model.parameters()).device
         model.device_ids, model.output_device = [model.device.index], model.device.index
     state = model.__getstate__()
-    # Delete the old one first, or two would wait for each parameter's gradient.
+    # Delete the old reducer first, or two reducers would wait for each parameter's gradient.
     del model.reducer, model.logger
     model.__setstate__(state)
     if model.static_graph:
@@ -87,14 +87,14 @@ def set_buckets(model: Any, buckets: Sequence[Sequence[int]]) -> bool:
 # --- FSDP2 and meshes -------------------------------------------------------------------------
 
 
-def forget_fsdp_step(module: Any) -> None:
+def reset_fsdp_step(module: Any) -> None:
     """Reset a root FSDP2 module after a step that was interrupted; works from torch 2.13 on."""
     if hasattr(module, "reset_iter_state") and module._get_fsdp_state()._is_root:
         module.reset_iter_state()
 
 
 def root_of(mesh: Any) -> Any:
-    """Return the mesh that this one is a part of, or this one."""
+    """Return the whole mesh of which a mesh is a part; a whole mesh is returned itself."""
     if hasattr(mesh, "_get_root_mesh"):
         return mesh._get_root_mesh()
     from torch.distributed import device_mesh  # up to torch 2.9
@@ -103,7 +103,7 @@ def root_of(mesh: Any) -> Any:
 
 
 def is_of_fsdp(module: Any) -> bool:
-    """Return True if `fully_shard` was called on this module or on one that contains it."""
+    """Return True if `fully_shard` was called on this module or a module that contains it."""
     return "_is_fsdp_managed_module" in vars(module)
 
 
@@ -113,9 +113,9 @@ def class_before_fsdp(kind: type) -> type:
 
 
 def without_fsdp(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a module's state without what `fully_shard` has added; parameters stay sharded."""
-    ours = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
-    state = {k: v for k, v in state.items() if k not in ours and not k.startswith(COMPOSED)}
+    """Return a module's state without the additions of `fully_shard`; parameters stay sharded."""
+    names = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
+    state = {k: v for k, v in state.items() if k not in names and not k.startswith(COMPOSED)}
     hooks = {name: each for name, each in state.items() if "_hooks" in name and each}
     every = [(number, hook) for each in hooks.values() for number, hook in each.items()]
     modules = [(n, getattr(getattr(hook, "func", hook), "__module__", None)) for n, hook in every]
@@ -130,14 +130,14 @@ def without_fsdp(state: Mapping[str, Any]) -> dict[str, Any]:
 def sharding_of(module: Any) -> tuple[int, Any, dict[str, Any], dict[str, Any]]:
     """Return the arguments of `fully_shard` for an FSDP2 module, and what was set on it since.
 
-    These are an id of that call, the mesh (of a module inside if this one has no parameters), the
-    options and the settings.
+    The result has an id of that call, the mesh (of an inner module if this module has no
+    parameters), the options and the settings.
     """
     state = module._get_fsdp_state()
     inside = [group for inner in module.modules() for group in _fsdp_groups(inner)]
     options = {"mp_policy": state._mp_policy}
     settings: dict[str, Any] = {}
-    # The first forward sets the root module's to False if the user has given none.
+    # The first forward sets this option of the root module to False if the user has given none.
     is_given = not getattr(state, "_auto_reshard_after_forward", False)
     for group in _fsdp_groups(module):
         options |= {"offload_policy": group.offload_policy}
@@ -156,8 +156,8 @@ def set_on_fsdp(module: Any, settings: Mapping[str, Any]) -> None:
         vars(group).update(settings)
 
 
-def why_only_here(module: Any) -> str:
-    """Return what `sharding_of` does not tell of an FSDP2 module, as a text; "" if nothing."""
+def sharding_problem(module: Any) -> str:
+    """Return why `sharding_of` is not enough to restore an FSDP2 module; "" if it is."""
     from torch.distributed._composable.contract import _get_registry
 
     groups, state = _fsdp_groups(module), _fsdp_state(module)
@@ -168,8 +168,8 @@ def why_only_here(module: Any) -> str:
         return "its parameters are on several meshes"
     if any(getattr(group, "_all_reduce_hook", None) for group in groups):
         return "it has a hook in its all_reduce"
-    ours = ("_all_gather_comm", "_reduce_scatter_comm")
-    comms = [vars(group).get(name) for group in groups for name in ours]
+    names = ("_all_gather_comm", "_reduce_scatter_comm")
+    comms = [vars(group).get(name) for group in groups for name in names]
     if any(each and not type(each).__module__.startswith("torch.") for each in comms):
         return "it has communication of its own"
     if any(p.mp_policy.param_dtype != state._mp_policy.param_dtype for p in parameters):

@@ -42,7 +42,7 @@ OF_OWN_GPU = re.compile(r"\bcuda\b", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """One rank's place in a group that connects: its `position`, and the store where ranks meet.
+    """A rank's place in a group that connects: its `position`, and the store where ranks meet.
 
     `number` has not been used in this store before.
     """
@@ -55,12 +55,12 @@ class Seat:
 
 
 class Adapter(ABC):
-    """What nbdist needs of nccl, for either class."""
+    """The operations of nccl's backends that nbdist uses; a subclass for either class."""
 
     max_generations: int | None
     """How often a group can be connected, with the first time; None if there is no limit."""
 
-    counts_on: bool  # whether a group's collectives are numbered on after a renewal
+    keeps_numbering: bool  # whether a group's collectives are numbered on after a renewal
 
     @abstractmethod
     def connect(self, backend: Any, seat: Seat, timeout: timedelta) -> Callable[[], None]:
@@ -75,11 +75,11 @@ class Adapter(ABC):
         """Return a new backend for a group of this name, which is not connected yet."""
 
     def abort(self, backends: Sequence[Any]) -> None:
-        """End the collectives of these backends, from any thread; that can take for ever.
+        """Abort the collectives of backends, from any thread; this can take for ever.
 
-        They are aborted at the same time: one after the other, two could wait for each other, as
-        each waits for all that runs on the GPU. NCCL's group calls do not help: torch aborts in a
-        thread of its own.
+        All are aborted at the same time: one after the other, two could wait for each other, as
+        an abort waits for everything that runs on the GPU. NCCL's group calls do not help: torch
+        aborts in a thread of its own.
         """
         with ThreadPoolExecutor(len(backends)) as pool:
             for _ in pool.map(lambda backend: backend.abort(), backends):
@@ -111,7 +111,7 @@ class Legacy(Adapter):
     """torch's first class: it is aborted, then a new backend takes its place in the group."""
 
     max_generations: int | None = MAX_GENERATIONS // 2
-    counts_on = False
+    keeps_numbering = False
 
     def connect(self, backend: Any, seat: Seat, timeout: timedelta) -> Callable[[], None]:
         """Meet in the store, then connect, instead of with the first collective.
@@ -126,7 +126,7 @@ class Legacy(Adapter):
 
     def renew(self, group: ProcessGroup, seat: Seat, timeout: timedelta) -> Any:
         """Put a new backend in the group, and return it."""
-        # Ask for them now: the group takes them from a backend, which is another one in a moment.
+        # Read now: the group takes both from its backend, which is replaced below.
         name, description = group.group_name, group.group_desc
         backend = self.new(name, seat, timeout)
         # A group takes another backend only if it has not seen the backend's type before.
@@ -149,9 +149,9 @@ class Legacy(Adapter):
         return backend
 
     def error(self, backend: Any) -> str:
-        # Once a collective is late, its watchdog says so for ever, and ends nothing.
-        said = super().error(backend)
-        return "" if said == "timeout" else said
+        # Once a collective is late, the watchdog reports that for ever, and ends nothing.
+        name = super().error(backend)
+        return "" if name == "timeout" else name
 
     def end_calls(self, backend: Any) -> None:
         # `batch_isend_irecv` begins a group call of NCCL and ends it. If the end fails, torch still
@@ -173,14 +173,14 @@ class Nccl2(Adapter):
     """torch's newer class: reconfiguring it connects it; its watchdog never ends the process."""
 
     max_generations: int | None = None
-    counts_on = True
+    keeps_numbering = True
 
     def connect(self, backend: Any, seat: Seat, timeout: timedelta) -> Callable[[], None]:
         """Return a function that connects on the rank's device, in bounded time, also repeatedly.
 
         The function raises DistError if the ranks do not connect.
         """
-        # Else it would use the device of the thread that calls it, and each thread has its own.
+        # Else the backend would use the device of the calling thread; each thread has its own.
         backend.bound_device_id = seat.device
         size = len(seat.members)
         options = exchange_handles(backend, seat.store, seat.position, size, seat.number, timeout)
@@ -197,11 +197,11 @@ class Nccl2(Adapter):
         return ready
 
     def renew(self, group: ProcessGroup, seat: Seat, timeout: timedelta) -> Any:
-        """Return the group's own backend; remove the one around it that compares collectives first.
+        """Return the group's own backend; remove a backend around it that compares collectives.
 
-        That would compare over connections that have ended.
+        Such a backend would compare over connections that have ended.
         """
-        device, backend = _found_in(group)
+        device, backend = _device_and_backend(group)
         if group._get_backend(device) is not backend:
             kind = ProcessGroup.BackendType(LAST_TYPE - seat.number)
             group._register_backend(device, kind, backend)
@@ -222,7 +222,7 @@ class Nccl2(Adapter):
         return bytes(c10d._dump_fr_trace_json(True, active, "nccl2"))  # type: ignore[attr-defined]  # noqa: FBT003
 
     def pending(self) -> list[dict[str, Any]]:
-        # A collective that does not report its end to the hook is retired at once.
+        # torch retires a collective at once if it does not report its end to the hook.
         return [entry for entry in super().pending() if not entry["retired"]]
 
 
@@ -232,13 +232,12 @@ ADAPTERS: Mapping[str, Adapter] = {"nccl": Legacy(), "nccl2": Nccl2()}
 
 def nccl_of(group: ProcessGroup) -> Any:
     """Return the group's nccl backend, of either class; None if it has none."""
-    return _found_in(group)[1]
+    return _device_and_backend(group)[1]
 
 
-def _found_in(group: ProcessGroup) -> tuple[Any, Any]:
+def _device_and_backend(group: ProcessGroup) -> tuple[Any, Any]:
     for device in group._device_types:
-        # With debug level DETAIL it is inside of a backend that compares collectives, without an
-        # abort.
+        # With debug level DETAIL the backend is inside of one that compares, and cannot abort.
         backend: Any = group._get_backend(device)
         backend = getattr(backend, "wrapped_pg", backend)
         if backend.name() in ADAPTERS:
@@ -254,7 +253,7 @@ def adapter_of(backend: Any) -> Adapter:
 def when_nccl2_is_made(make: Callable[[Callable[[Any], Any], Any], Any]) -> None:
     """Let `make(create, options)` make each nccl2 backend.
 
-    `create(options)` makes one without connecting it.
+    `create(options)` makes a backend without connecting it.
     """
     for name in ("nccl", "nccl2"):
         if plugin := _plugin_of_nccl2(name):
@@ -297,7 +296,7 @@ def open_calls() -> ctypes.c_uint64 | None:
     """Return torch's counter of NCCL's group calls open on this thread; None if not found."""
     try:
         return ctypes.c_uint64.in_dll(library, OPEN_CALLS) if (library := _library()) else None
-    except ValueError:  # a version without it
+    except ValueError:  # a version of torch without this counter
         return None
 
 
@@ -319,7 +318,7 @@ def _plugin_of_nccl2(name: str) -> Any:
 
 def _creator(original: Callable[..., Any], make: Callable[..., Any]) -> Callable[..., Any]:
     def create(options: Any, backend_options: Any) -> Any:
-        if options.enable_reconfigure:  # user code connects it itself
+        if options.enable_reconfigure:  # user code connects the backend itself
             return original(options, backend_options)
         options.enable_reconfigure = True
         return make(lambda changed: original(changed, backend_options), options)

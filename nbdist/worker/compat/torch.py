@@ -1,7 +1,7 @@
 """Private names of torch's groups and backends, each behind a function of our own; in the workers.
 
-Run with torch 2.7 to 2.15. If versions differ, the function says which; `check` says what the
-installed version lacks.
+Tried with torch 2.7 to 2.15. Functions say where versions differ; `check` says what the installed
+version lacks.
 """
 
 from __future__ import annotations
@@ -65,18 +65,18 @@ TABLES = (
 
 def check() -> tuple[str, ...]:
     """Return a sentence on each ability that this torch lacks; workers start without it."""
-    lacks = []
+    problems = []
     if not RECORDS_GLOO:
-        lacks.append("ranks that wait in an asynchronous collective are shown without its name")
+        problems.append("ranks that wait in an asynchronous collective are shown without its name")
     if not hasattr(distributed_c10d, "_process_group_name"):
-        lacks.append("new groups do not find each other where a rank has missed one before")
+        problems.append("new groups do not find each other where a rank has missed one before")
     if not can_end_receives():
-        lacks.append("a wait for a message from any rank is not aborted; Stop replaces the rank")
+        problems.append("a wait for a message from any rank is not aborted; Stop replaces the rank")
     if not SETS_TIMEOUTS:
-        lacks.append("a timeout that a cell gives `init_process_group` has no effect on gloo")
+        problems.append("a timeout that a cell gives `init_process_group` has no effect on gloo")
     if VERSION < (2, 13):
-        lacks.append("an FSDP2 model whose step was interrupted must be recreated")
-    return tuple(f"torch {torch.__version__}: {each}." for each in lacks)
+        problems.append("an FSDP2 model whose step was interrupted must be recreated")
+    return tuple(f"torch {torch.__version__}: {each}." for each in problems)
 
 
 # --- the default group, and what torch keeps of every group -----------------------------------
@@ -94,12 +94,12 @@ def default_store() -> Any:
 
 
 def entries_of(group: ProcessGroup) -> dict[str, Any]:
-    """Return what torch's tables have for this group, for `put_back`."""
+    """Return a group's entries in torch's tables, for `set_default_group`."""
     tables = [table for table in TABLES if group in getattr(distributed_c10d._world, table, ())]
     return {table: getattr(distributed_c10d._world, table)[group] for table in tables}
 
 
-def put_back(group: ProcessGroup, entries: Mapping[str, Any]) -> None:
+def set_default_group(group: ProcessGroup, entries: Mapping[str, Any]) -> None:
     """Make a group the default group; there must be none before."""
     tables = distributed_c10d._world
     for table, entry in entries.items():
@@ -111,10 +111,10 @@ def put_back(group: ProcessGroup, entries: Mapping[str, Any]) -> None:
     tables.group_count = 1
 
 
-def spare(group: ProcessGroup) -> None:
+def exempt_from_shutdown(group: ProcessGroup) -> None:
     """Keep the next `destroy_process_group` from shutting this group down.
 
-    The group is taken out of the one table that torch shuts down by; all tables are emptied then.
+    The group is removed from the table of groups to shut down; torch then empties all tables.
     """
     del distributed_c10d._world.pg_names[group]
 
@@ -132,9 +132,9 @@ def forget_all(destroy: Callable[[], None]) -> list[ProcessGroup]:
 
 
 def end_coalescing() -> None:
-    """Drop what a `_coalescing_manager` that an exception has left still collects.
+    """Drop the collectives that a `_coalescing_manager` has collected before an exception.
 
-    torch would only add each later collective of the group to that, and do none of them.
+    torch would go on collecting all later collectives of the group, and run none of them.
     """
     distributed_c10d._world.pg_coalesce_state.clear()
 
@@ -237,7 +237,7 @@ def replace_gloo(group: ProcessGroup, backend: Any, number: int) -> None:
 
     A ProcessGroup keeps a backend of a type that it knows, and takes a new type as the default.
     """
-    # The group takes both from a backend, which is another one in a moment.
+    # Read now: the group takes both from its backend, which is replaced below.
     name, description = group.group_name, group.group_desc
     kind = ProcessGroup.BackendType(FIRST_TYPE + number)
     for device in group._device_types:
@@ -255,7 +255,7 @@ def prepare_gloo(backend: Any, group: ProcessGroup, members: Sequence[int]) -> N
     backend._set_sequence_number_for_group()
 
 
-def comparing(backend: Any, helper: Any) -> Any:
+def comparing_backend(backend: Any, helper: Any) -> Any:
     """Return a backend that compares collectives over the helper first: debug level DETAIL."""
     return c10d._ProcessGroupWrapper(backend, helper)
 
@@ -272,7 +272,7 @@ def without_comparing() -> Iterator[None]:
 
 
 def read_debug_level() -> None:
-    """Apply TORCH_DISTRIBUTED_DEBUG as it is now; torch has read it on import."""
+    """Read TORCH_DISTRIBUTED_DEBUG again, after torch has read this variable on import."""
     c10d.set_debug_level_from_env()
 
 
@@ -342,7 +342,7 @@ def _receives() -> tuple[ctypes._NamedFuncPointer, int] | None:
 
 
 def can_end_receives() -> bool:
-    """Return True if this torch has what `end_receive` needs."""
+    """Return True if `end_receive` works with this torch."""
     return _receives() is not None
 
 
@@ -351,9 +351,9 @@ def end_receive(work: dist.Work) -> bool:
 
     Return False if `work` is no such wait.
     """
-    if (found := _receives()) is None:
+    if (receive := _receives()) is None:
         return False
-    abort, begin = found
+    abort, begin = receive
     address = ctypes.c_void_p.from_address(id(work) + HEAD).value
     if not address or ctypes.c_void_p.from_address(address).value != begin:
         return False

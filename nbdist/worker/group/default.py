@@ -2,8 +2,8 @@
 
 Nearly every tutorial calls `init_process_group` in its first lines and `destroy_process_group` in
 its last ones, and in a notebook both run again and again. So in a worker a destroyed group is only
-taken out of torch's tables. Putting it back needs no message to other ranks, which may have it.
-Runs in each rank; `Group` calls it.
+taken out of torch's tables. Putting it back needs no message to other ranks, which may still have
+it. Runs in each rank; `Group` calls it.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ ID_LENGTH = 12  # characters of a task's id: enough for all tasks that a world e
 class DefaultGroup:
     """The world's group as torch's default group, which user code may destroy and initialise.
 
-    It also names new groups, so that the names are the same on all members.
+    This class also names new groups, so that the names are the same on all members.
     """
 
     def __init__(self, timeout: timedelta) -> None:
         self.group: ProcessGroup  # set by `form`
         self.timeout = self._own_timeout = timeout
-        self._has_said = False
-        self._left: list[ProcessGroup] | None = None
+        self._has_printed_note = False
+        self._kept: list[ProcessGroup] | None = None  # in a forked child, the parent's groups
         self._init, self._destroy = dist.init_process_group, dist.destroy_process_group
         self._wrap()
         self._task = ""
-        self._made: Counter[str] = Counter()
+        self._name_counts: Counter[str] = Counter()
         seam.name_groups(self._name)
 
     @property
@@ -60,7 +60,7 @@ class DefaultGroup:
         """Return the groups made from the world's group, by name; none while it is not in place."""
         return seam.subgroups_of(self.group) if self.is_in_place else {}
 
-    def put_back(self) -> bool:
+    def restore(self) -> bool:
         """Make the world's group the default group again.
 
         Return True if another default group, made by user code, was destroyed for it.
@@ -69,33 +69,33 @@ class DefaultGroup:
             return False
         if is_other := dist.is_initialized():
             self._destroy()
-        seam.put_back(self.group, self._entries)
+        seam.set_default_group(self.group, self._entries)
         self._set_timeout(self._own_timeout)
         return is_other
 
     def begin_task(self, task_id: str) -> None:
-        """Put the world's group in place, whatever the last task has done with it."""
+        """Make the world's group the default group, whatever the last task has done with it."""
         seam.end_coalescing()
         self.name_after(task_id)
-        if self.put_back():
-            _say(
+        if self.restore():
+            _print_note(
                 "The group that an earlier cell initialised has ended; the world's group is "
                 "used again."
             )
 
-    def end(self) -> None:
+    def shut_down(self) -> None:
         """Shut the group down, at the end of the worker."""
-        self.put_back()
+        self.restore()
         self._destroy()
 
-    def leave(self) -> None:
+    def abandon_in_child(self) -> None:
         """Forget all groups, and use torch's own functions; called in a forked child."""
         # Keep the objects: their destructors would wait for threads that the child does not have.
-        self._left = [*seam.forget_all(self._destroy), self.group]
+        self._kept = [*seam.forget_all(self._destroy), self.group]
         self.name_after("")
 
     def form(self, start: WorkerStart, meeting: Any) -> None:
-        """Form the group in this store.  `take_out` has removed the one before."""
+        """Form the group in this store.  `pop_groups` has removed the previous group."""
         # init_process_group wraps sys.excepthook each time it is called.
         excepthook = sys.excepthook
         self._backend, self._has_gpu = start.world.backend or "", start.device != "cpu"
@@ -115,10 +115,10 @@ class DefaultGroup:
         self.timeout = self._own_timeout
         self._entries = seam.entries_of(self.group)
 
-    def take_out(self) -> list[ProcessGroup]:
+    def pop_groups(self) -> list[ProcessGroup]:
         """Remove the group and all groups made from it from torch's tables; return them."""
         if not dist.is_initialized():
-            return [self.group]  # user code has destroyed it, or its successor could not be formed
+            return [self.group]  # user code has destroyed the group, or forming another has failed
         assert dist.group.WORLD is not None
         default = dist.group.WORLD  # user code may have initialised it
         groups = {self.group, default, *seam.subgroups_of(default).values()}
@@ -128,16 +128,15 @@ class DefaultGroup:
     def name_after(self, task_id: str) -> None:
         """Name new groups after this task from now on; for "" name them as torch does."""
         self._task = task_id[:ID_LENGTH]
-        self._made.clear()
+        self._name_counts.clear()
 
-    def _name(self, torchs: str, ranks: Sequence[int], use_hashed_name: bool) -> str:  # noqa: FBT001
+    def _name(self, torch_name: str, ranks: Sequence[int], use_hashed_name: bool) -> str:  # noqa: FBT001
         if not self._task:
-            return torchs
-        # Only the members of a group make one with a hashed name, so it is counted among its
-        # members.
-        of = f"{self._task}.{'_'.join(map(str, ranks))}" if use_hashed_name else self._task
-        self._made[of] += 1
-        return f"{of}.{self._made[of]}"
+            return torch_name
+        # Only the members of a group make it if its name is hashed, so they count apart.
+        prefix = f"{self._task}.{'_'.join(map(str, ranks))}" if use_hashed_name else self._task
+        self._name_counts[prefix] += 1
+        return f"{prefix}.{self._name_counts[prefix]}"
 
     def _wrap(self) -> None:
         """Replace functions of torch that user code calls."""
@@ -149,8 +148,8 @@ class DefaultGroup:
 
         @functools.wraps(self._destroy)
         def destroy_process_group(group: ProcessGroup | None = None) -> None:
-            if self._left is None and self.is_in_place and (group is None or group is self.group):
-                seam.spare(self.group)
+            if self._kept is None and self.is_in_place and (group is None or group is self.group):
+                seam.exempt_from_shutdown(self.group)
             self._destroy(group)
 
         for each in (dist.send, dist.recv, dist.isend, dist.irecv):
@@ -159,34 +158,34 @@ class DefaultGroup:
         _replace_everywhere(self._destroy, destroy_process_group)
 
     def _initialise(self, call: inspect.BoundArguments) -> None:
-        asked = call.arguments
-        if self._left is not None:
+        arguments = call.arguments
+        if self._kept is not None:
             return self._init(*call.args, **call.kwargs)
-        is_there = self.is_in_place
-        # These arguments are the same on all ranks of a group, so all of them decide the same.
+        is_in_place = self.is_in_place
+        # All ranks of a group pass the same arguments here, so all of them decide the same.
         is_another = (
             dist.is_initialized()
-            or asked.get("store") is not None
-            or asked.get("world_size", -1) not in (-1, self._size)
+            or arguments.get("store") is not None
+            or arguments.get("world_size", -1) not in (-1, self._size)
         )
-        if not is_there and is_another:
+        if not is_in_place and is_another:
             return self._init(*call.args, **call.kwargs)
-        if reason := self._contradiction(asked):
+        if reason := self._contradiction(arguments):
             raise ValueError(f"init_process_group: {reason}")
-        if asked.get("timeout") is not None:
-            seam.check_timeout(asked["timeout"])
-        if not is_there:
-            self.put_back()
-        elif not self._has_said:
-            self._has_said = True
-            _say(f"The group of all {self._size} ranks ({self._backend}) exists already.")
-        if asked.get("timeout") is not None:
-            self._set_timeout(asked["timeout"])
+        if arguments.get("timeout") is not None:
+            seam.check_timeout(arguments["timeout"])
+        if not is_in_place:
+            self.restore()
+        elif not self._has_printed_note:
+            self._has_printed_note = True
+            _print_note(f"The group of all {self._size} ranks ({self._backend}) exists already.")
+        if arguments.get("timeout") is not None:
+            self._set_timeout(arguments["timeout"])
         return None
 
-    def _contradiction(self, asked: Mapping[str, Any]) -> str:
+    def _contradiction(self, arguments: Mapping[str, Any]) -> str:
         """Return how a call asks for another group than the world's, with a remedy; else ""."""
-        size, rank = asked.get("world_size", -1), asked.get("rank", -1)
+        size, rank = arguments.get("world_size", -1), arguments.get("rank", -1)
         if size not in (-1, self._size):
             return (
                 f"the world has {self._size} ranks, not {size}. Pass world_size=world_size or "
@@ -197,7 +196,7 @@ class DefaultGroup:
                 f"this is rank {self._rank} of the world, not {rank}. "
                 "Pass rank=rank or leave it out."
             )
-        if missing := lacking(asked.get("backend") or "", self._backend):
+        if missing := missing_backends(arguments.get("backend") or "", self._backend):
             name, remedy = min(missing), f'Pass "{self._backend}" or leave it out'
             if "nccl" in name and self._has_gpu:
                 remedy += f"; `%dist_restart --backend {name}` starts workers that have it"
@@ -210,13 +209,13 @@ class DefaultGroup:
             seam.set_timeout(self.group, timeout)
 
 
-def lacking(asked: str, own: str) -> set[str]:
-    """Return the backends asked for that are not among `own`; "nccl" means either class."""
-    wanted, there = (
+def missing_backends(requested: str, existing: str) -> set[str]:
+    """Return the requested backends that are not among `existing`; "nccl" means either class."""
+    requested_names, existing_names = (
         {part.rpartition(":")[2].strip() for part in backend.lower().split(",") if part}
-        for backend in (asked, own)
+        for backend in (requested, existing)
     )
-    return wanted - there - ({"nccl"} if "nccl" in own else set())
+    return requested_names - existing_names - ({"nccl"} if "nccl" in existing else set())
 
 
 def warn_of_own_groups() -> None:
@@ -224,16 +223,16 @@ def warn_of_own_groups() -> None:
 
     nbdist neither shows nor releases ranks that wait in such a group.
     """
-    init, has_said = dist.init_process_group, False
+    init, has_printed = dist.init_process_group, False
 
     @functools.wraps(init)
     def init_process_group(*args: Any, **options: Any) -> None:
-        nonlocal has_said
+        nonlocal has_printed
         init(*args, **options)
-        if has_said:
+        if has_printed:
             return
-        has_said = True
-        _say(
+        has_printed = True
+        _print_note(
             "With `--backend none` ranks that wait for each other in this group are neither shown "
             "nor released; with `%dist_restart --backend gloo` they are."
         )
@@ -241,7 +240,7 @@ def warn_of_own_groups() -> None:
     _replace_everywhere(init, init_process_group)
 
 
-def _say(text: str) -> None:
+def _print_note(text: str) -> None:
     sys.stdout.write(f"\x1b[2m{text}\x1b[0m\n")  # a dim line
 
 
@@ -257,12 +256,12 @@ def _checking_peer(function: Callable[..., Any]) -> Callable[..., Any]:
         given = dict(zip(("tensor", name, "group"), args, strict=False)) | options
         peer = given.get(name, given.get(f"group_{name}"))
         # In other groups torch itself looks up the rank by its number in the world.
-        is_of_all = given.get("group") in (None, dist.group.WORLD) and dist.is_initialized()
-        if is_of_all and isinstance(peer, int):
+        is_world_group = given.get("group") in (None, dist.group.WORLD) and dist.is_initialized()
+        if is_world_group and isinstance(peer, int):
             ranks = range(dist.get_world_size())
             if peer not in ranks:
-                there = name_ranks(ranks)
-                raise ValueError(f"{function.__name__}: there is no rank {peer}, only {there}.")
+                existing = name_ranks(ranks)
+                raise ValueError(f"{function.__name__}: there is no rank {peer}, only {existing}.")
         return function(*args, **options)
 
     return checked
@@ -283,30 +282,30 @@ def _replace_everywhere(function: Callable[..., Any], by: Callable[..., Any]) ->
 _given_layouts: WeakKeyDictionary[Any, list[list[int]]] = WeakKeyDictionary()
 
 
-def forget_broken_off_steps() -> None:
+def reset_interrupted_steps() -> None:
     """Reset DDP and FSDP2 models after a forward or backward that was interrupted, on all ranks.
 
     DDP would take the next backward for a second one of the same iteration, and its buckets would
     differ between ranks; FSDP2 keeps parameters gathered on some ranks alone.
     """
     for model in ddp_models():
-        models_seam.forget_ddp_step(model)
+        models_seam.reset_ddp_step(model)
     fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     for module in instances_of(fsdp) if fsdp else ():
-        with suppress(RuntimeError):  # a collective that it waited for has failed
-            models_seam.forget_fsdp_step(module)
+        with suppress(RuntimeError):  # the model waits for a collective that has failed
+            models_seam.reset_fsdp_step(module)
 
 
 def move_models(before: ProcessGroup, after: ProcessGroup) -> None:
     """Move DDP modules from the group `before` to `after`, the new default group.
 
-    They get new reducers: a model that has run has other buckets than one that has not, and ranks
-    would add gradients of different parameters. Modules on stale groups raise from now on in their
-    forward, because their reducer calls the group in C++, where it is not checked.
+    The modules get new reducers: after a first step a model has other buckets than before, and
+    ranks would add gradients of different parameters. Modules on stale groups raise from now on in
+    their forward, because their reducer calls the group in C++, where no call is checked.
     """
     for model in ddp_models():
         if model.process_group is before:
-            models_seam.give_reducer_anew(model, after)
+            models_seam.renew_reducer(model, after)
         elif (why := _stale.get(model.process_group.group_name)) is not None:
             model.register_forward_pre_hook(functools.partial(_raise, why), prepend=True)
 
@@ -315,12 +314,12 @@ def _raise(why: str, *_: Any) -> None:
     raise RuntimeError(why)
 
 
-def begin_models_anew() -> None:
+def renew_reducers() -> None:
     """Give DDP modules new reducers, as copies from another rank have; call it on all ranks."""
     default = dist.group.WORLD
     for model in ddp_models():
         if default is not None and model.process_group is default:
-            models_seam.give_reducer_anew(model, default)
+            models_seam.renew_reducer(model, default)
 
 
 def ddp_models() -> Iterator[Any]:
@@ -330,7 +329,7 @@ def ddp_models() -> Iterator[Any]:
 
 def instances_of(kind: type) -> Iterator[Any]:
     """Yield all objects of this class, and of its subclasses, in the process."""
-    return (found for found in gc.get_objects() if issubclass(type(found), kind))
+    return (instance for instance in gc.get_objects() if issubclass(type(instance), kind))
 
 
 def bucket_layout(net: Any) -> list[list[int]]:
@@ -338,8 +337,8 @@ def bucket_layout(net: Any) -> list[list[int]]:
 
     With three ranks or more, the buckets decide the last bits of gradients.
     """
-    found = models_seam.buckets_of(net)
-    return _given_layouts.get(net, []) if found is None else found
+    layout = models_seam.buckets_of(net)
+    return _given_layouts.get(net, []) if layout is None else layout
 
 
 def set_bucket_layout(net: Any, layout: list[list[int]]) -> None:
@@ -350,13 +349,13 @@ def set_bucket_layout(net: Any, layout: list[list[int]]) -> None:
 
 # --- stale groups -----------------------------------------------------------------------------
 
-# torch's message if a mesh or a functional collective names a group that is not there.
+# torch's message if a mesh or a functional collective names a group that does not exist.
 UNKNOWN = re.compile(r"Could not resolve the process group registered under the name (\S+)")
 _stale: dict[str, str] = {}  # by a group's name, the message of the error
 
 
 def refuse_stale(groups: Iterable[ProcessGroup], before: int, after: int) -> None:
-    """Make every operation of these groups raise RuntimeError, in every thread."""
+    """Make every operation of stale groups raise RuntimeError, in every thread."""
     if not _stale:  # wrap torch's methods only now, as each call then takes longer
         for name in seam.OPERATIONS:
             if (operation := getattr(ProcessGroup, name, None)) is not None:
@@ -370,14 +369,14 @@ def refuse_stale(groups: Iterable[ProcessGroup], before: int, after: int) -> Non
 
 
 def stale_group_of(error: BaseException, tb: TracebackType | None) -> str:
-    """Return what to recreate if an error of torch comes from a stale group; else "".
+    """Return the message of a stale group, with a remedy, if it caused an error of torch; else "".
 
-    torch's message names the group, or the function that raised has it as a variable.
+    torch's message names the group, or the function that raised has the group as a variable.
     """
     if not _stale or not isinstance(error, RuntimeError | ValueError):
         return ""
-    if found := UNKNOWN.search(str(error)):
-        return _stale.get(found[1], "")
+    if match := UNKNOWN.search(str(error)):
+        return _stale.get(match[1], "")
     frame = [frame for frame, _ in traceback.walk_tb(tb)][-1:]
     used = (value for each in frame for value in each.f_locals.values())
     groups = [value for value in used if isinstance(value, ProcessGroup)]

@@ -2,14 +2,14 @@
 
 Gloo has no abort: a rank in a collective ignores signals for up to half an hour, and `abort` of
 ProcessGroupGloo ends no wait (torch 2.13 and later). Closing its connections does. So all backends
-share one device with one listening port, by which their connections are recognised. Shutting these
-down wakes every rank within milliseconds, with an error.
+share one device with one listening port, by which their connections are recognised. Shutting the
+connections down wakes every rank within milliseconds, with an error.
 
 From torch 2.14 on a backend can be connected again, so all are made that way: 260 times in a row
 (torch 2.15, n=2) without another thread or descriptor.
 
 A wait for a message from any rank belongs to no connection. So importing this file replaces
-`Work.wait` by `wait`, which knows all waits, shows each by its frame, and times them.
+`Work.wait` by `wait`, which lists and times all waits; the probe finds a wait by its frame.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from torch.distributed import ProcessGroupGloo
 from nbdist.output.events import Connections
 from nbdist.words import one_line
 from nbdist.worker.compat import torch as seam
-from nbdist.worker.group.stores import AbortableStore, Meeting, until_over
+from nbdist.worker.group.stores import AbortableStore, Meeting, run_with_timeout
 from nbdist.worker.process import CELL_TIMES, BadEnvironment
 
 COLLECTIVE_TIMEOUT = 24 * 60 * 60.0
-"""Seconds for a collective, and to make a group: ranks wait while one is in the debugger.
+"""Seconds for a collective, and to make a group: ranks wait while a rank is in the debugger.
 
 torch's 30 minutes guard against hangs, which `nbdist.world.hangs` finds within seconds.
 """
 
 RENEWAL_TIMEOUT = 5.0
-"""Seconds for a backend to connect again, once all ranks are there.
+"""Seconds for a backend to connect again, once all ranks have come.
 
-gloo takes up to five times as many, which are still fewer than agents wait.
+gloo takes up to five times as long, which is still less than agents wait.
 """
 
 THREADS = 2  # of a backend, as in torch: with one a small all_reduce takes 1.7 times as long
@@ -76,40 +76,40 @@ _PLACE = re.compile(r"/\S*/gloo/")  # the folder of gloo's sources when it was b
 
 
 def connections_after(message: str) -> Connections:
-    """Return what a message of an exception means for the connections to other ranks."""
+    """Return the state of the connections to other ranks, from the message of an exception."""
     if ENDED.search(message):
         return "ended"
     return "timed out" if TIMED_OUT.search(message) else ""
 
 
-def is_of_others(error: Exception) -> bool:
+def is_between_ranks(error: Exception) -> bool:
     """Return True if the cause of an error is between the ranks, and not in this process."""
-    said = str(error)
-    if NO_THREAD.search(said):
+    text = str(error)
+    if NO_THREAD.search(text):
         # Ranks share the limit of threads. Only a limit of addresses is this process's own.
         return resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
     is_between = isinstance(error, ConnectionError | dist.DistError | BadEnvironment)
-    return (is_between or "gloo/" in said) and not LACKS.search(said)
+    return (is_between or "gloo/" in text) and not LACKS.search(text)
 
 
 def reword(error: BaseException) -> None:
     """Replace the message of an exception of gloo by a plainer one."""
     # Check the type first: `str` of a user's exception can raise anything.
-    said = str(error) if type(error) in _OF_GLOO else ""
-    if "gloo/" in said:
-        error.args = (ABORTED if ENDED.search(said) else _PLACE.sub("gloo/", said),)
+    text = str(error) if type(error) in _OF_GLOO else ""
+    if "gloo/" in text:
+        error.args = (ABORTED if ENDED.search(text) else _PLACE.sub("gloo/", text),)
 
 
 class Gloo:
-    """Makes gloo backends, connects them again, and closes their connections to abort."""
+    """Makes gloo backends, reconnects backends, and aborts by closing all their connections."""
 
     def __init__(self) -> None:
         self._device, self._port = _make_device()
         self._opened: set[int] = set()  # inodes of connections that gloo has opened
         self.next_meeting: Meeting | None = None  # of the backend that nbdist makes next
-        # Every renewable backend has this store for life; it leads to the meeting of the moment.
+        # Every renewable backend keeps this store, which leads to the meeting of the moment.
         self.store = AbortableStore(Meeting(None))
-        # A lazy device connects only in the first collective, when the store leads elsewhere.
+        # A lazy device connects in the first collective, when the store leads to another meeting.
         is_lazy = os.environ.get("TORCH_GLOO_LAZY_INIT", "0").lower() in ("1", "y", "yes", "true")
         self.renews = seam.RENEWS_GLOO and not is_lazy
         self._init = seam.when_gloo_is_made(self._make)
@@ -124,9 +124,9 @@ class Gloo:
 
     def renew(self, backend: Any, meeting: Meeting, rank: int, size: int) -> None:
         """Connect a renewable backend again; RuntimeError if the other ranks do not come."""
-        seconds = meeting.timeout if meeting.over is None else RENEWAL_TIMEOUT
+        seconds = meeting.timeout if meeting.cancel_path is None else RENEWAL_TIMEOUT
         timeout = timedelta(seconds=seconds)
-        with self.store.at(meeting), self._noting_opened():
+        with self.store.leading_to(meeting), self._recording_opened():
             seam.renew(backend, self.store, rank, size, meeting.number, timeout)
 
     def _make(
@@ -140,12 +140,12 @@ class Gloo:
         options: Any = None,
         enable_reconfigure: bool = False,  # from torch 2.14 on
     ) -> None:
-        """Make a backend in the place of ProcessGroupGloo's `__init__`, and connect it."""
-        # Only the first backend: with TORCH_DISTRIBUTED_DEBUG=DETAIL torch makes a helper too.
+        """Make a backend, instead of `ProcessGroupGloo.__init__`, and connect it."""
+        # For the first backend alone: with debug level DETAIL torch makes a helper too.
         meeting, self.next_meeting = self.next_meeting, None
         if timeout is not None and not isinstance(timeout, timedelta):
             options = timeout
-        if options is not None:  # of user code, which torch's own `__init__` obeys
+        if options is not None:  # user code's options, for which torch's `__init__` is needed
             self._init(backend, store, rank, size, options)
             return
         if meeting is None:
@@ -156,31 +156,33 @@ class Gloo:
         if not renewable or enable_reconfigure:
             self._connect(lambda at: self._init(backend, at, rank, size, options), meeting)
             return
-        with self.store.at(meeting):
+        with self.store.leading_to(meeting):
             self._init(backend, self.store, rank, size, options)
         self.renew(backend, meeting, rank, size)
 
     def _connect(self, connect: Callable[[Any], None], meeting: Meeting) -> None:
         """Connect a backend; ConnectionResetError if the meeting is called off meanwhile."""
-        # Else a rank would wait in gloo for a rank that has failed after it gave its address.
-        with self._noting_opened():
-            if meeting.over is None:
+        # Else this rank would wait in gloo for a rank that has failed after giving its address.
+        with self._recording_opened():
+            if meeting.cancel_path is None:
                 connect(meeting.store)
             else:
                 store = AbortableStore(meeting)
-                until_over(lambda: connect(store), "connecting gloo", meeting.timeout, store.look)
+                run_with_timeout(
+                    lambda: connect(store), "connecting gloo", meeting.timeout, store.check_abort
+                )
 
     @contextmanager
-    def _noting_opened(self) -> Iterator[None]:
-        """Record connections that are opened in this context, for milliseconds, as gloo's."""
+    def _recording_opened(self) -> Iterator[None]:
+        """Record connections that are opened within the context, for milliseconds, as gloo's."""
         before = {*sockets()}
         self._opened &= {inode for _, inode in before}
         try:
             yield
         finally:
             for fd, inode in {*sockets()} - before:
-                with suppress(OSError), borrowed(fd, inode) as found:
-                    if found.getpeername() and found.getsockname()[1] != self._port:
+                with suppress(OSError), borrowed(fd, inode) as connection:
+                    if connection.getpeername() and connection.getsockname()[1] != self._port:
                         self._opened.add(inode)
 
     def abort(self) -> int:
@@ -194,13 +196,13 @@ class Gloo:
             with suppress(OSError):  # the other rank has closed it
                 connection.shutdown(socket.SHUT_RDWR)
                 ended += 1
-        # Waits for a message from any rank: closing connections does not end these.
+        # Closing connections does not end waits for a message from any rank.
         for each in tuple(_waits):
             each.is_over = True
             seam.end_receive(each.work)
         return ended
 
-    def leave(self) -> None:
+    def abandon_in_child(self) -> None:
         """Close the rank's listener and accepted connections in a forked child.
 
         The child then makes backends as torch does.
@@ -208,22 +210,22 @@ class Gloo:
         seam.when_gloo_is_made(self._init)
         nothing = os.open(os.devnull, os.O_RDWR)
         for fd, inode in [*sockets()]:
-            with suppress(OSError), borrowed(fd, inode) as found:
-                if found.getsockname()[1] == self._port:
+            with suppress(OSError), borrowed(fd, inode) as listener:
+                if listener.getsockname()[1] == self._port:
                     os.dup2(nothing, fd)  # not closed, as gloo's objects still use the number
         os.close(nothing)
 
     def connections(self) -> Iterator[socket.socket]:
         """Yield the connections that gloo has accepted or opened; use each before the next one.
 
-        Both ends are shut down by an abort: the rank at the other end may hold its GIL, or its
-        machine may be lost.
+        Each rank's abort shuts down accepted and opened connections: the rank at the other end may
+        hold its GIL, or its machine may be lost.
         """
         for fd, inode in sockets():
-            with suppress(OSError), borrowed(fd, inode) as found:
-                was_accepted = found.getsockname()[1] == self._port and not _listens(found)
-                if was_accepted or inode in self._opened:
-                    yield found
+            with suppress(OSError), borrowed(fd, inode) as connection:
+                is_accepted = connection.getsockname()[1] == self._port and not _listens(connection)
+                if is_accepted or inode in self._opened:
+                    yield connection
 
 
 def _make_device() -> tuple[Any, int]:
@@ -236,24 +238,24 @@ def _make_device() -> tuple[Any, int]:
         else:
             device = ProcessGroupGloo.create_default_device()
     except RuntimeError as error:
-        there = sorted(name for _, name in socket.if_nameindex())
+        interfaces = sorted(name for _, name in socket.if_nameindex())
         why = f"gloo cannot use it ({one_line(str(error))})"
-        if interface and interface not in there:
+        if interface and interface not in interfaces:
             why = "this network interface does not exist"
         # gloo's message does not name the variable.
         raise BadEnvironment(
-            f"GLOO_SOCKET_IFNAME={interface}: {why}. This machine has {', '.join(there)}; "
+            f"GLOO_SOCKET_IFNAME={interface}: {why}. This machine has {', '.join(interfaces)}; "
             "without the variable workers use lo."
         ) from error
     for fd, inode in set(sockets()) - before:
-        with suppress(OSError), borrowed(fd, inode) as found:
-            if _listens(found):
-                return device, int(found.getsockname()[1])
+        with suppress(OSError), borrowed(fd, inode) as listener:
+            if _listens(listener):
+                return device, int(listener.getsockname()[1])
     raise RuntimeError("gloo's listening socket was not found")
 
 
-def _listens(found: socket.socket) -> bool:
-    return bool(found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+def _listens(connection: socket.socket) -> bool:
+    return bool(connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
 def sockets() -> Iterator[tuple[int, int]]:
@@ -267,13 +269,13 @@ def sockets() -> Iterator[tuple[int, int]]:
 
 @contextmanager
 def borrowed(fd: int, inode: int) -> Iterator[socket.socket]:
-    """Open the internet socket behind a descriptor; OSError if it is another kind, or closed."""
-    with socket.socket(fileno=os.dup(fd)) as found:
-        if found.family not in (socket.AF_INET, socket.AF_INET6):
+    """Open the internet socket of a descriptor; OSError for another kind, or if it was closed."""
+    with socket.socket(fileno=os.dup(fd)) as connection:
+        if connection.family not in (socket.AF_INET, socket.AF_INET6):
             raise OSError("no internet socket")
-        if os.fstat(found.fileno()).st_ino != inode:
+        if os.fstat(connection.fileno()).st_ino != inode:
             raise OSError("closed meanwhile")
-        yield found
+        yield connection
 
 
 # --- waits for asynchronous operations --------------------------------------------------------
@@ -290,18 +292,18 @@ _waits: list[_Wait] = []
 
 
 def wait(self: dist.Work, *args: Any, **options: Any) -> Any:
-    """Replace `Work.wait`; raise ConnectionResetError if the wait was aborted."""
-    own, began = _Wait(self), time.time_ns()
-    _waits.append(own)
+    """Wait as `Work.wait` does, but raise ConnectionResetError if the wait was aborted."""
+    entry, began = _Wait(self), time.time_ns()
+    _waits.append(entry)
     try:
         is_done = _wait_for_work(self, *args, **options)
     except RuntimeError as error:
         reword(error)
         raise
     finally:
-        _waits.remove(own)
+        _waits.remove(entry)
         CELL_TIMES.waited(began)
-    if own.is_over and not is_done:
+    if entry.is_over and not is_done:
         raise ConnectionResetError(ABORTED)
     return is_done
 

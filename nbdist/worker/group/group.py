@@ -58,15 +58,15 @@ class Group:
         self._start = start
         of_torch = start.world.torch_store
         self._rendezvous = TorchRendezvous(of_torch, start.rank) if of_torch else None
-        asks = start.store_socket and not self._rendezvous
+        uses_agent = start.store_socket and not self._rendezvous
         silence = AGENTS_WAIT * (start.world.config.link_timeout or LINK_TIMEOUT)
-        self._agent = Connections(start.store_socket, silence) if asks else None
+        self._agent = Connections(start.store_socket, silence) if uses_agent else None
         self._stores: dict[str, AgentStore] = {}
         self._file: Any = None
         if self._agent is None:
             self._file = seam.FileStore(start.store_path, start.world.world_size)
             self._file.set_timeout(timedelta(seconds=FORM_TIMEOUT))
-        # One store for all generations, as `new_group` of user code meets there.
+        # The same store in all generations, because `new_group` of user code uses it.
         self._shared = AbortableStore(Meeting(self._store_of(0, WORLD)))
         self._stand_ins: list[Any] = []
         self.is_whole = True
@@ -75,7 +75,7 @@ class Group:
         self.connections = self._gloo.connections
         self._nccl = Nccl(torch.device(start.device)) if self.uses_nccl else None
         of_nccl = [] if self._nccl is None else [self._nccl.store]
-        self._waited_in = [self._shared, self._gloo.store, *of_nccl]
+        self._stores_with_waits = [self._shared, self._gloo.store, *of_nccl]
         self._default = default.DefaultGroup(timedelta(seconds=COLLECTIVE_TIMEOUT))
 
     def __repr__(self) -> str:
@@ -88,32 +88,32 @@ class Group:
         if self._nccl is not None and (backend := nccl.nccl_of(self._default.group)) is not None:
             nccl.adapter_of(backend).end_calls(backend)
 
-    def end(self) -> None:
+    def shut_down(self) -> None:
         """Shut down all groups, at the end of the worker."""
-        self._default.end()
+        self._default.shut_down()
         if self._agent is not None:
             self._agent.close()
 
-    def leave(self) -> None:
-        """Leave all groups, in a forked child."""
-        self._default.leave()
-        self._gloo.leave()
+    def abandon_in_child(self) -> None:
+        """Forget all groups, and close their connections, in a forked child."""
+        self._default.abandon_in_child()
+        self._gloo.abandon_in_child()
         if self._agent is not None:
             self._agent.close()
 
-    def held(self) -> dict[str, tuple[int, ...]]:
-        """Return the ranks of each group, besides the world's, that this rank has an object for.
+    def subgroup_members(self) -> dict[str, tuple[int, ...]]:
+        """Return the members of each group, besides the world's, that this rank has an object for.
 
         The keys are the groups' names; a group with gloo and nccl has two.
         """
-        found = {}
+        members = {}
         for name, group in self._default.subgroups().items():
             ranks = tuple(dist.get_process_group_ranks(group))
             if seam.gloo_of(group) is not None:
-                found[name] = ranks
+                members[name] = ranks
             if (backend := nccl.nccl_of(group)) is not None:
-                found[name + OF_NCCL + backend.name()] = ranks
-        return found
+                members[name + OF_NCCL + backend.name()] = ranks
+        return members
 
     @property
     def uses_nccl(self) -> bool:
@@ -127,7 +127,7 @@ class Group:
         return next(filter(None, (nccl.adapter_of(each).error(each) for each in backends)), "")
 
     def wait_for_nccl(self, line: int) -> None:
-        """Wait at the end of a cell for nccl's collectives that it has begun.
+        """Wait at the end of a cell for nccl's collectives that the cell has begun.
 
         `line`, the cell's last one, is shown meanwhile. Raises DistBackendError if nccl has ended
         them because of an error.
@@ -140,9 +140,9 @@ class Group:
                 raise dist.DistBackendError(f"nccl has ended this cell's collectives: {error}")
 
     @property
-    def waits_to_meet(self) -> bool:
+    def is_waiting_for_ranks(self) -> bool:
         """Whether a thread waits to make a group, for ranks that have not come yet."""
-        return any(store.is_waited_in for store in self._waited_in)
+        return any(store.has_waiting_thread for store in self._stores_with_waits)
 
     @property
     def _world(self) -> Side:
@@ -152,17 +152,16 @@ class Group:
 
     # --- forming ------------------------------------------------------------------------------
 
-    # torch makes the default group, with our gloo backend, which meets in keys of this generation.
-    # A newcomer then connects the groups that the other ranks hold, as they do, in the same order.
+    # torch makes the default group with nbdist's gloo backend, which uses this generation's keys.
+    # A newcomer then connects the groups of the other ranks, at the same time and in their order.
 
     def form(self) -> None:
         """Join the world's group, and wait until every rank has joined.
 
-        The ranks of one machine meet in a file of this user: that needs no port, and outlives rank
-        0.
+        Ranks of one machine meet in a file of the user, which needs no port and outlives rank 0.
         """
         generation, joins = self._start.generation, self._start.joins
-        self._meet(generation, self._start)
+        self._use_store_of(generation, self._start)
         if joins is not None:
             self._store_of(generation, ARRIVED).set(str(self._start.rank), "")
         self._form_default(Meeting(self._store_of(generation, WORLD), generation))
@@ -177,7 +176,7 @@ class Group:
             # group.
             self._default.name_after(f"sized{start.sized_in}")
         is_first = start.generation == 1
-        # torch would add prefixes to the keys, without which survivors of a death meet.
+        # torch would add prefixes to the keys, and survivors use keys without prefixes.
         self._gloo.next_meeting = meeting
         try:
             # Without comparing: torch's wrapper would meet in the store's keys of earlier
@@ -189,7 +188,7 @@ class Group:
             self._gloo.next_meeting = None
         backend = None if is_first or not seam.compares() else seam.gloo_of(self._default.group)
         if backend is not None:
-            # torch made this one without comparing collectives; the other ranks' backends compare.
+            # torch has made a backend that does not compare, and the other ranks' backends compare.
             comparing = self._comparing(backend, self._world, start.generation)
             seam.replace_gloo(self._default.group, comparing, start.generation)
         self._connect_own_nccl(start.generation)
@@ -197,22 +196,22 @@ class Group:
     def resize(self, start: WorkerStart, newcomers: Sequence[int]) -> None:
         """Form a default group of another size, as groups of torch keep their size for life.
 
-        Groups made from the one before become stale; DDP modules are moved. Until all newcomers
-        have come nothing is changed, and the resize can be called off.
+        Groups made from the old default group become stale; DDP modules are moved. Until all
+        newcomers have come nothing is changed, and the resize can be called off.
         """
-        over = cancel_file(start.cancel_path, start.generation)
-        self._meet(start.generation, start)
-        arrivals = Meeting(self._store_of(start.generation, ARRIVED), over=over)
+        path = cancel_file(start.cancel_path, start.generation)
+        self._use_store_of(start.generation, start)
+        arrivals = Meeting(self._store_of(start.generation, ARRIVED), cancel_path=path)
         AbortableStore(arrivals).wait([str(rank) for rank in newcomers])
         # From here on the old group is gone, whether the ranks meet or not.
         self.abort()
         sizes = self._start.world.world_size, start.world.world_size
-        default.refuse_stale(self._default.take_out(), *sizes)
+        default.refuse_stale(self._default.pop_groups(), *sizes)
         self._stand_ins.clear()
         before, self._start = self._default.group, start
         self.is_whole = False
         self._start_over()
-        self._form_default(Meeting(self._store_of(start.generation, WORLD), start.generation, over))
+        self._form_default(Meeting(self._store_of(start.generation, WORLD), start.generation, path))
         self.is_whole = True
         default.move_models(before, self._default.group)
 
@@ -227,56 +226,56 @@ class Group:
         self._shared.abort()
         return self._gloo.abort() + self._abort_nccl()
 
-    def regroup(self, generation: int, held: Mapping[str, tuple[int, ...]]) -> None:
+    def regroup(self, generation: int, groups: Mapping[str, tuple[int, ...]]) -> None:
         """Connect every group again in place; all of its members do so at the same time.
 
-        `held` are the groups of all ranks together. Raises RuntimeError if the ranks do not meet.
+        `groups` has the members of all ranks' groups. Raises RuntimeError if the ranks do not come.
         """
-        most = self._max_generations()
-        if most is not None and generation > most:
-            why = f"the group was rebuilt {most - 1} times, which is all torch takes"
+        limit = self._max_generations()
+        if limit is not None and generation > limit:
+            why = f"the group was rebuilt {limit - 1} times, which is all torch takes"
             raise dist.DistBackendError(why)
-        # Frees what nccl's groups hold on the GPU; they may not have been aborted before.
+        # Releases the GPU memory of nccl's groups, which may not have been aborted yet.
         self._abort_nccl()
         # Before new connections are made, so that waits for them can be aborted.
         self._start_over()
-        self._meet(generation, self._start)
+        self._use_store_of(generation, self._start)
         self._connect(self._world, generation)
         self._connect_own_nccl(generation)
-        self._connect_others(generation, held)
-        default.forget_broken_off_steps()
+        self._connect_others(generation, groups)
+        default.reset_interrupted_steps()
         if self._nccl is not None:
             # On some ranks alone, a step whose collectives were aborted went on to its end, and may
             # have put gradients into other buckets.
-            default.begin_models_anew()
-            # A communicator's 34 MB on the CPU are of the arena of the thread that made it, which
-            # keeps them once it is aborted (NCCL 2.28): 9 MB more with each death.
+            default.renew_reducers()
+            # A communicator has 34 MB on the CPU, in the arena of the thread that made it.  After
+            # an abort the arena keeps part of them (NCCL 2.28): 9 MB more with each lost rank.
             trim_memory()
 
     def _max_generations(self) -> int | None:
-        """Return how often a group can be formed, with the first time; None: without a limit."""
+        """Return how often a group can be formed, with the first time; None if without limit."""
         renews = self._gloo.renews and not seam.compares()
         backend = nccl.nccl_of(self._default.group)
         if backend is None:
             return None if renews else seam.MAX_GENERATIONS
-        most = nccl.adapter_of(backend).max_generations
-        return seam.MAX_GENERATIONS if most is None and not renews else most
+        limit = nccl.adapter_of(backend).max_generations
+        return seam.MAX_GENERATIONS if limit is None and not renews else limit
 
     def _start_over(self) -> None:
-        for store in self._waited_in:
+        for store in self._stores_with_waits:
             store.start_over()
 
-    def _connect_others(self, generation: int, held: Mapping[str, tuple[int, ...]]) -> None:
+    def _connect_others(self, generation: int, groups: Mapping[str, tuple[int, ...]]) -> None:
         """Connect the other groups, in one order on all ranks: else ranks wait for each other.
 
         If this rank has no object for a group, an unused backend stands in: the others connect to
         all members.
         """
-        own = self._default.subgroups()
+        subgroups = self._default.subgroups()
         self._stand_ins.clear()
-        for name, members in sorted(held.items()):
+        for name, members in sorted(groups.items()):
             if self._start.rank in members:
-                side = Side(name, members, own.get(name.partition(OF_NCCL)[0]))
+                side = Side(name, members, subgroups.get(name.partition(OF_NCCL)[0]))
                 connect = self._connect_nccl if OF_NCCL in name else self._connect
                 connect(side, generation)
 
@@ -286,7 +285,7 @@ class Group:
         if side.group is not None and backend is None:
             return  # a group of nccl alone
         meeting, rank = self._meeting_of(side.name, generation), self._rank_in(side)
-        # A backend that compares first (debug level DETAIL) does not support it.
+        # A backend that compares first (debug level DETAIL) does not support connecting again.
         if self._gloo.renews and getattr(backend, "supports_reconfigure", False):
             self._gloo.renew(backend, meeting, rank, len(side.members))
             return
@@ -304,15 +303,15 @@ class Group:
             return backend
         meeting = self._meeting_of(f"{side.name}/check", generation)
         helper = self._gloo.new(meeting, self._rank_in(side), len(side.members), side.timeout)
-        return seam.comparing(backend, helper)
+        return seam.comparing_backend(backend, helper)
 
     # --- nccl ---------------------------------------------------------------------------------
 
     def _connect_own_nccl(self, generation: int) -> None:
         backend = nccl.nccl_of(self._default.group)
         if backend is not None:
-            own = self._world
-            side = replace(own, name=own.name + OF_NCCL + backend.name())
+            world = self._world
+            side = replace(world, name=world.name + OF_NCCL + backend.name())
             self._connect_nccl(side, generation)
 
     def _connect_nccl(self, side: Side, generation: int) -> None:
@@ -333,23 +332,23 @@ class Group:
         """Abort the collectives of all groups, from any thread; return the number of groups."""
         if self._nccl is None:
             return 0
-        found = self._nccl_backends()
-        self._nccl.abort(found)
-        return len(found)
+        backends = self._nccl_backends()
+        self._nccl.abort(backends)
+        return len(backends)
 
     def _nccl_backends(self) -> list[Any]:
         """Return the nccl backends of all groups, and those that stand in for one."""
         groups = chain([self._default.group], self._default.subgroups().values())
-        found = chain(map(nccl.nccl_of, groups), self._stand_ins)
-        return [each for each in found if each is not None and each.name() in nccl.ADAPTERS]
+        backends = chain(map(nccl.nccl_of, groups), self._stand_ins)
+        return [each for each in backends if each is not None and each.name() in nccl.ADAPTERS]
 
     # --- stores where ranks meet --------------------------------------------------------------
 
-    def _meet(self, generation: int, start: WorkerStart) -> None:
-        """Use the store of this generation, if torch's rendezvous gives each one of its own."""
+    def _use_store_of(self, generation: int, start: WorkerStart) -> None:
+        """Get this generation's store from torch's rendezvous, if the world uses one."""
         if self._rendezvous is not None:
             self._rendezvous.rank = start.rank
-            self._file = self._rendezvous.meet(generation, start.world.world_size)
+            self._file = self._rendezvous.join(generation, start.world.world_size)
             # A renewal needs a store that can compare and set.
             self._gloo.renews = self._gloo.renews and self._rendezvous.compares
             self._shared.meeting = Meeting(self._store_of(0, WORLD))
@@ -358,9 +357,9 @@ class Group:
         return side.members.index(self._start.rank)
 
     def _meeting_of(self, name: str, generation: int) -> Meeting:
-        """Return where a group's members meet; called off if one of them has died meanwhile."""
-        over = cancel_file(self._start.cancel_path, generation)
-        return Meeting(self._store_of(generation, name), generation, over)
+        """Return where a group's members meet; called off if a member dies meanwhile."""
+        path = cancel_file(self._start.cancel_path, generation)
+        return Meeting(self._store_of(generation, name), generation, path)
 
     def _store_of(self, generation: int, name: str) -> Any:
         prefix = f"generation{generation}/{name}"

@@ -29,7 +29,7 @@ from nbdist.worker.compat import nccl as seam
 from nbdist.worker.compat import torch as torch_seam
 from nbdist.worker.compat.nccl import Seat
 from nbdist.worker.group.default import instances_of
-from nbdist.worker.group.stores import AbortableStore, Meeting, until_over
+from nbdist.worker.group.stores import AbortableStore, Meeting, run_with_timeout
 
 START_TIMEOUT, RENEWAL_TIMEOUT = 100.0, 25.0
 """Seconds for all ranks to connect; agents wait 180 s for a start, and 30 s for healing."""
@@ -42,7 +42,7 @@ queue the time to copy its data: 0.2 s for a gigabyte on an H200 that ranks shar
 others use it too.
 """
 
-ABORT_STEP = 1.0  # seconds until it is checked again whether kernels end
+ABORT_STEP = 1.0  # seconds between two checks whether kernels still end
 
 
 class AbortHangs(RuntimeError):
@@ -54,35 +54,37 @@ class Nccl:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # Every nccl2 backend has this store for life; it leads to the meeting of the moment.
+        # Every nccl2 backend keeps this store, which leads to the meeting of the moment.
         self.store = _Claimed(Meeting(None))
-        self._is_put_off = False
+        self._connects_later = False
         self._aborting = threading.Lock()
         seam.when_nccl2_is_made(self._make)
-        seam.when_legacy_is_made(self._made)
+        seam.when_legacy_is_made(self._connect_new)
 
     @contextmanager
     def connecting_later(self) -> Iterator[None]:
-        """Backends that are made in this context are not connected: `connect` does that later."""
-        self._is_put_off = True
+        """Within this context, make backends without connections: `connect` connects them later."""
+        self._connects_later = True
         try:
             yield
         finally:
-            self._is_put_off = False
+            self._connects_later = False
 
     def _make(self, create: Callable[[Any], Any], options: Any) -> Any:
         store, size, timeout = options.store, options.group_size, options.timeout
         # torch splits a backend from another one if user code has bound its group to a device.
         is_split = options.split_from is not None
         options.store = self.store
-        with self.store.at(Meeting(store, timeout=timeout.total_seconds())):
+        with self.store.leading_to(Meeting(store, timeout=timeout.total_seconds())):
             backend = create(options)
         if not is_split:
-            self._made(backend, store, options.group_rank, size, timeout)
+            self._connect_new(backend, store, options.group_rank, size, timeout)
         return backend
 
-    def _made(self, backend: Any, store: Any, position: int, size: int, timeout: timedelta) -> None:
-        if not self._is_put_off:
+    def _connect_new(
+        self, backend: Any, store: Any, position: int, size: int, timeout: timedelta
+    ) -> None:
+        if not self._connects_later:
             meeting = Meeting(store, timeout=timeout.total_seconds())
             seat = self.seat(meeting, range(size), position)
             self.connect(backend, meeting, seat, START_TIMEOUT)
@@ -95,12 +97,12 @@ class Nccl:
         """Connect a backend once all ranks have come to the meeting.
 
         An abort, or calling the meeting off, ends the wait. Connecting in the first collective
-        instead, as torch does, could not be aborted while ranks wait for one that has failed.
+        instead, as torch does, could not be aborted while ranks wait for a rank that has failed.
         """
-        with self.store.at(meeting):
+        with self.store.leading_to(meeting):
             at_store = replace(seat, store=self.store)
             ready = seam.adapter_of(backend).connect(backend, at_store, timedelta(seconds=timeout))
-            until_over(ready, "connecting nccl", timeout, self.store.look)
+            run_with_timeout(ready, "connecting nccl", timeout, self.store.check_abort)
 
     def renew(self, group: ProcessGroup, meeting: Meeting, seat: Seat, timeout: timedelta) -> None:
         """Connect the ranks of a group again."""
@@ -110,9 +112,9 @@ class Nccl:
 
     def stand_in(self, kind: str, meeting: Meeting, seat: Seat, timeout: timedelta) -> Any:
         """Make and connect a backend for a group that this rank has no object for."""
-        own = replace(seat, store=self.store)
+        at_store = replace(seat, store=self.store)
         with self.connecting_later():
-            backend = seam.ADAPTERS[kind].new("stand-in", own, timeout)
+            backend = seam.ADAPTERS[kind].new("stand-in", at_store, timeout)
         self.connect(backend, replace(meeting, timeout=RENEWAL_TIMEOUT), seat, RENEWAL_TIMEOUT)
         return backend
 
@@ -121,40 +123,42 @@ class Nccl:
         self.store.abort()
         with self._aborting:
             for adapter in {seam.adapter_of(backend) for backend in backends}:
-                own = [backend for backend in backends if seam.adapter_of(backend) is adapter]
-                abort = partial(adapter.abort, own)
+                of_class = [backend for backend in backends if seam.adapter_of(backend) is adapter]
+                abort = partial(adapter.abort, of_class)
                 try:
-                    until_over(abort, "aborting nccl", ABORT_STEP, still=_ends(adapter))
+                    run_with_timeout(
+                        abort, "aborting nccl", ABORT_STEP, may_extend=_progress_of(adapter)
+                    )
                 except RuntimeError as error:
                     raise AbortHangs(str(error)) from error
 
 
-def _ends(adapter: seam.Adapter) -> Callable[[], bool]:
-    """Return a function that says, again and again, whether to wait longer for an abort.
+def _progress_of(adapter: seam.Adapter) -> Callable[[], bool]:
+    """Return a function that tells whether to wait longer for an abort; it is called repeatedly.
 
-    It is worth it while kernels end now and then, for `LONGEST_ABORT` at most.
+    The function returns True while kernels end now and then, for `LONGEST_ABORT` at most.
     """
-    left, ended = len(adapter.pending()), time.monotonic()
-    end = ended + LONGEST_ABORT
+    pending, last_end = len(adapter.pending()), time.monotonic()
+    deadline = last_end + LONGEST_ABORT
 
-    def still() -> bool:
-        nonlocal left, ended
-        before, left, now = left, len(adapter.pending()), time.monotonic()
-        if left < before:
-            ended = now
-        elif not left:
+    def has_progress() -> bool:
+        nonlocal pending, last_end
+        before, pending, now = pending, len(adapter.pending()), time.monotonic()
+        if pending < before:
+            last_end = now
+        elif not pending:
             # A graph that has captured one of its collectives keeps a communicator.
             for graph in instances_of(accelerator.graph()):
                 graph.reset()
-        return now < min(end, ended + ABORT_TIMEOUT)
+        return now < min(deadline, last_end + ABORT_TIMEOUT)
 
-    return still
+    return has_progress
 
 
 class _Claimed(AbortableStore):
     """Lets nccl2 claim a number in stores without compare and set (etcd).
 
-    Not atomic, which is enough: only rank 0 calls it, once for each number.
+    Its `compare_set` is not atomic, which is enough: only rank 0 calls it, once for each number.
     """
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
@@ -171,7 +175,7 @@ def wait_for_device(line: int) -> None:  # the probe reads `line`
 class Pending:
     """The number of nccl's collectives that have begun and not ended, and the newest of them.
 
-    `number` is when the newest was begun, in nanoseconds: no other one has it.
+    `number` is the time when the newest was begun, in nanoseconds, which no other collective has.
     """
 
     count: int = 0
@@ -188,50 +192,50 @@ class UnderWay:
 
     def pending(self) -> Pending:
         """Return the collectives that have not ended, on the GPU or in its queue."""
-        found = [
+        entries = [
             entry
             for name, first in self._first.items()
             for entry in seam.ADAPTERS[name].pending()
             if entry["record_id"] >= first
         ]
-        if not found:
+        if not entries:
             return Pending()
-        newest = max(found, key=lambda entry: int(entry["time_created_ns"]))
-        return Pending(len(found), int(newest["time_created_ns"]), operation_of(newest))
+        newest = max(entries, key=lambda entry: int(entry["time_created_ns"]))
+        return Pending(len(entries), int(newest["time_created_ns"]), operation_of(newest))
 
     def begun(self, since_ns: int) -> tuple[Begun, ...]:
         """Return the last collectives since this time, the oldest first.
 
         Sends and receives are left out.
         """
-        found: list[Begun] = []
+        collectives: list[Begun] = []
         for name in self._first:
-            of_cell = takewhile(lambda e: e["time_created_ns"] >= since_ns, self._together(name))
-            found += map(self._begun, islice(of_cell, MOST_BEGUN))
-        return tuple(found[::-1])
+            of_cell = takewhile(lambda e: e["time_created_ns"] >= since_ns, self._collectives(name))
+            collectives += map(self._begun, islice(of_cell, MOST_BEGUN))
+        return tuple(collectives[::-1])
 
     def last(self) -> Collective | None:
         """Return the collective that was begun last; None if none was."""
-        newest = [each for name in self._first for each in islice(self._together(name), 1)]
+        newest = [each for name in self._first for each in islice(self._collectives(name), 1)]
         if not newest:
             return None
         entry = max(newest, key=lambda each: int(each["time_created_ns"]))
         begun = self._begun(entry)
         return Collective(begun.name, begun.number, begun.is_done, entry["time_created_ns"])
 
-    def _together(self, name: str) -> Iterator[Mapping[str, Any]]:
-        """Yield the collectives of one class of nccl, without sends and receives, newest first."""
+    def _collectives(self, name: str) -> Iterator[Mapping[str, Any]]:
+        """Yield the collectives of a class of nccl, newest first, without sends and receives."""
         recorded = seam.ADAPTERS[name].recorded()
         new = takewhile(lambda entry: entry["record_id"] >= self._first[name], recorded)
         return (entry for entry in new if not entry["is_p2p"])
 
     def start_over(self) -> None:
-        """Forget what has begun so far: the groups are being rebuilt."""
+        """Leave out collectives that have begun so far, as the groups are being rebuilt."""
         for name in self._first:
             adapter = seam.ADAPTERS[name]
             for entry in adapter.recorded():
                 self._first[name] = max(self._first[name], int(entry["record_id"]) + 1)
-                if adapter.counts_on:
+                if adapter.keeps_numbering:
                     group, number = entry["process_group"][0], int(entry["collective_seq_id"])
                     self._before[group] = max(self._before.get(group, 0), number)
 
@@ -275,40 +279,40 @@ class Recording:
     def __init__(self) -> None:
         self._first = 0
         self._before: Mapping[str, Mapping[str, str]] = {}
-        self._last: tuple[object, Collective | None] | None = None
-        self._seen: tuple[object, tuple[Begun, ...]] | None = None
+        self._kept_last: tuple[object, Collective | None] | None = None
+        self._kept_begun: tuple[object, tuple[Begun, ...]] | None = None
 
     def start_over(self) -> None:
-        """Forget what has begun so far: the groups are being rebuilt."""
+        """Leave out collectives that have begun so far, as the groups are being rebuilt."""
         # Flight Recorder goes on counting, and never marks a failed collective as completed (2.13).
-        self._last = self._seen = None
+        self._kept_last = self._kept_begun = None
         self._before = torch_seam.recorded_groups()
         self._first = next((e["record_id"] + 1 for e in torch_seam.recorded_collectives()), 0)
 
     def counts(self) -> dict[str, Counts]:
         """Return counts for each backend in use, by its number."""
-        found, unknown = {}, set()
+        by_number, unknown = {}, set()
         for number, status in torch_seam.recorded_groups().items():
             before, begun = self._before.get(number), int(status["last_enqueued_collective"])
             done = "last_completed_collective"
             counts = Counts(begun, begun - max(0, int(status[done])))  # -1 for none completed
             if before is None:
-                found[number] = counts
+                by_number[number] = counts
             elif torch_seam.RENEWS_GLOO:
                 # The counters are right again once the reconnected backend has completed a
                 # collective.
                 if status[done] != before[done] and counts.unfinished >= 0:
-                    found[number] = counts
+                    by_number[number] = counts
                 else:
                     unknown.add(number)
         for entry in self._entries() if unknown else ():
             if (number := str(entry["pg_id"])) in unknown:
-                known = found.get(number, Counts())
+                so_far = by_number.get(number, Counts())
                 ended = bool(entry["retired"])
-                found[number] = Counts(known.begun + 1, known.unfinished + (not ended))
-        return found
+                by_number[number] = Counts(so_far.begun + 1, so_far.unfinished + (not ended))
+        return by_number
 
-    def waited_for(self, counts: Mapping[str, Counts]) -> str:
+    def newest_pending(self, counts: Mapping[str, Counts]) -> str:
         """Return the name of the newest collective that has not ended; "" if there is none."""
         if _have_ended(counts):
             return ""  # asking for all entries takes a thousand times as long
@@ -316,28 +320,28 @@ class Recording:
 
     def begun(self, counts: Mapping[str, Counts], since_ns: int) -> tuple[Begun, ...]:
         """Return the last collectives since this time, the oldest first."""
-        if self._seen is None or self._seen[0] != (counts, since_ns):
+        if self._kept_begun is None or self._kept_begun[0] != (counts, since_ns):
             of_cell = takewhile(lambda e: e["time_created_ns"] >= since_ns, self._entries())
-            found = tuple(begun_of(entry) for entry in islice(of_cell, MOST_BEGUN))[::-1]
-            if not (_have_ended(counts) and all(each.is_done for each in found)):
-                return found
-            self._seen = (dict(counts), since_ns), found
-        return self._seen[1]
+            collectives = tuple(begun_of(entry) for entry in islice(of_cell, MOST_BEGUN))[::-1]
+            if not (_have_ended(counts) and all(each.is_done for each in collectives)):
+                return collectives
+            self._kept_begun = (dict(counts), since_ns), collectives
+        return self._kept_begun[1]
 
     def last(self) -> Collective | None:
         """Return the collective that was begun last, or None; 8 ms if Flight Recorder is full."""
         counts = self.counts()
-        if self._last is None or self._last[0] != counts:
-            found, entry = None, next(self._entries(), None)
-            if entry is not None and (of := counts.get(str(entry["pg_id"]))) is not None:
+        if self._kept_last is None or self._kept_last[0] != counts:
+            collective, entry = None, next(self._entries(), None)
+            if entry is not None and (count := counts.get(str(entry["pg_id"]))) is not None:
                 number = int(entry["collective_seq_id"])
-                is_done = bool(entry["retired"]) or number <= of.begun - of.unfinished
+                is_done = bool(entry["retired"]) or number <= count.begun - count.unfinished
                 began_ns = entry["time_created_ns"]
-                found = Collective(operation_of(entry), number, is_done, began_ns)
-            if not (_have_ended(counts) and (found is None or found.is_done)):
-                return found
-            self._last = counts, found
-        return self._last[1]
+                collective = Collective(operation_of(entry), number, is_done, began_ns)
+            if not (_have_ended(counts) and (collective is None or collective.is_done)):
+                return collective
+            self._kept_last = counts, collective
+        return self._kept_last[1]
 
     def _entries(self) -> Iterator[dict[str, Any]]:
         """Yield the entries of this generation, the newest first."""

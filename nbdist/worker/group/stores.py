@@ -1,4 +1,4 @@
-"""The stores in which ranks meet, with waits that can be aborted, whatever store is behind them.
+"""The stores through which ranks find each other, with waits that can be aborted.
 
 `new_group`, for one, waits in the store until the other members have come. FileStore waits in C++,
 which cannot be interrupted. But C++ also calls a store that is written in Python, whose exception
@@ -44,35 +44,33 @@ FORM_TIMEOUT = 120.0
 LookOver = Callable[[], None]  # raises an exception to end a wait
 
 ABORTED = "Connection closed by peer: it waited in the store and was released"
-"""The message if a wait in the store is aborted, in words that gloo has for the same."""
+"""The message if a wait in the store is aborted; it begins as gloo's message for an abort does."""
 
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
     """The store in which the members of a group meet, and how many seconds they wait there.
 
-    `number` was not used in this store before. Once the file `over` exists the meeting is called
-    off.
+    `number` was not used in this store before. The meeting is called off if `cancel_path` exists.
     """
 
     store: Any
     number: int = 0
-    over: Path | None = None
+    cancel_path: Path | None = None
     timeout: float = FORM_TIMEOUT
 
 
-def until_over(
+def run_with_timeout(
     connect: Callable[[], object],
     what: str,
     timeout: float,
-    look: LookOver = lambda: None,
-    still: Callable[[], bool] = lambda: False,
+    check_abort: LookOver = lambda: None,
+    may_extend: Callable[[], bool] = lambda: False,
 ) -> None:
     """Call `connect`, which waits in C++ for other ranks; DistBackendError if it takes too long.
 
-    After `timeout` seconds it may take as long again if `still` returns True, and so on. An
-    exception of `look` ends the wait too. `connect` runs on a thread of its own, which is left
-    behind then.
+    The call gets `timeout` seconds more whenever `may_extend` returns True after them. An exception
+    of `check_abort` ends the wait too. The thread that runs `connect` is left behind then.
     """
     done: Future[None] = Future()
 
@@ -87,9 +85,9 @@ def until_over(
     deadline = began + timeout
     threading.Thread(target=run, name=f"nbdist: {what}", daemon=True).start()
     while not wait([done], LOOK_EVERY).done:
-        look()
+        check_abort()
         if (now := time.monotonic()) > deadline:
-            if not still():
+            if not may_extend():
                 raise DistBackendError(f"{what} took more than {int(now - began)} s")
             deadline = now + timeout
     done.result()
@@ -113,7 +111,7 @@ class _PythonStore(Store):
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         self.awaited(keys, timeout, values=False)
 
-    # C++ calls these two methods by such names (torch 2.13).
+    # C++ calls `deleteKey` and `getNumKeys` by these names (torch 2.13).
 
     def deleteKey(self, key: str) -> bool:
         return self.delete_key(key)
@@ -125,21 +123,21 @@ class _PythonStore(Store):
         return self
 
 
-def _passed_on(name: str) -> Any:
+def _forward(name: str) -> Any:
     return lambda self, *args: self.pass_on(name, *args)
 
 
 class AbortableStore(_PythonStore):
     """Passes calls on to a meeting's store, but waits itself, so that waits can be aborted."""
 
-    set: Any = _passed_on("set")
-    append: Any = _passed_on("append")
-    add: Any = _passed_on("add")
-    compare_set: Any = _passed_on("compare_set")
-    check: Any = _passed_on("check")
-    delete_key: Any = _passed_on("delete_key")
-    num_keys: Any = _passed_on("num_keys")
-    has_extended_api: Any = _passed_on("has_extended_api")
+    set: Any = _forward("set")
+    append: Any = _forward("append")
+    add: Any = _forward("add")
+    compare_set: Any = _forward("compare_set")
+    check: Any = _forward("check")
+    delete_key: Any = _forward("delete_key")
+    num_keys: Any = _forward("num_keys")
+    has_extended_api: Any = _forward("has_extended_api")
 
     def __init__(self, meeting: Meeting) -> None:
         super().__init__()
@@ -161,8 +159,8 @@ class AbortableStore(_PythonStore):
         self._aborted.clear()
 
     @contextmanager
-    def at(self, meeting: Meeting) -> Iterator[None]:
-        """Lead to this meeting in the context, for one thread at a time."""
+    def leading_to(self, meeting: Meeting) -> Iterator[None]:
+        """Pass calls on to this meeting's store in the context, for one thread at a time."""
         if not self._turn.acquire(timeout=meeting.timeout):
             raise RuntimeError("another thread is making a group, and does not come to an end")
         before, self.meeting = self.meeting, meeting
@@ -173,26 +171,25 @@ class AbortableStore(_PythonStore):
             self._turn.release()
 
     @property
-    def is_waited_in(self) -> bool:
-        """Whether a thread waits for keys that are not there; from any thread."""
+    def has_waiting_thread(self) -> bool:
+        """Whether a thread waits for keys that are not set yet; from any thread."""
         awaited = self._awaited
         return bool(awaited) and not self.check(awaited)
 
     def awaited(
         self, keys: Sequence[str], timeout: timedelta | None, *, values: bool
     ) -> list[bytes]:
-        """Wait for all keys, and return their `values`; the probe looks for frames of this."""
+        """Wait for all keys, and return their `values`; the probe looks for frames of `awaited`."""
         store = self.meeting.store
         allowed = timedelta(seconds=self.meeting.timeout) if timeout is None else timeout
         self._awaited = keys
         try:
             if isinstance(store, AgentStore):
-                return store.awaited(keys, allowed, self.look, values=values)
+                return store.awaited(keys, allowed, self.check_abort, values=values)
             inner = store
             while isinstance(inner, PrefixStore):
                 inner = inner.underlying_store
-            # Another AbortableStore that leads to an agent waits itself, and is aborted with this
-            # one.
+            # Another AbortableStore that leads to an agent waits itself, and is aborted too.
             if not (isinstance(inner, AbortableStore) and inner.has_extended_api()):
                 self._poll(keys, allowed)
             elif not values:
@@ -207,19 +204,19 @@ class AbortableStore(_PythonStore):
 
     def _poll(self, keys: Sequence[str], allowed: timedelta) -> None:
         # torch's kNoTimeout is 0: wait for ever.
-        end, step = time.monotonic() + (allowed.total_seconds() or math.inf), FIRST_STEP
+        deadline, step = time.monotonic() + (allowed.total_seconds() or math.inf), FIRST_STEP
         while not self.check(keys):
             self._aborted.wait(step)
-            self.look()
-            if time.monotonic() > end:
+            self.check_abort()
+            if time.monotonic() > deadline:
                 raise DistStoreError(f"wait timeout: {', '.join(keys)} did not come")
             step = min(1.5 * step, LONGEST_STEP)
 
-    def look(self) -> None:
+    def check_abort(self) -> None:
         """Raise ConnectionResetError if the store was aborted, or the meeting called off."""
-        over = self.meeting.over
-        # No RuntimeError: after some of these torch waits again.
-        if self._aborted.is_set() or (over is not None and over.exists()):
+        path = self.meeting.cancel_path
+        # After some RuntimeErrors torch would wait again.
+        if self._aborted.is_set() or (path is not None and path.exists()):
             raise ConnectionResetError(ABORTED)
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -253,35 +250,35 @@ class Connections:
     the agent waits for a silent head.
     """
 
-    # No lock: in a forked child, a thread that is not there may hold it.
+    # No lock: in a forked child, a thread that the child does not have may hold the lock.
 
     def __init__(self, path: str, silence: float = 0.0) -> None:
         self._path = path
         self._timeout = ANSWER_TIMEOUT + silence
         self._pid = os.getpid()
-        self._free = deque([self._connect()])
+        self._idle = deque([self._connect()])
 
     def __repr__(self) -> str:
-        return f"<Connections to {self._path}, {len(self._free)} free>"
+        return f"<Connections to {self._path}, {len(self._idle)} free>"
 
-    def ask(self, operation: wire.Operation, look: LookOver = lambda: None) -> Any:
+    def ask(self, operation: wire.Operation, check_abort: LookOver = lambda: None) -> Any:
         """Return the agent's answer; ValueError if it refuses.
 
-        An exception of `look` ends the wait.
+        An exception of `check_abort` ends the wait.
         """
         if os.getpid() != self._pid:
             raise ConnectionError(IN_CHILD)
         try:
-            connection = self._free.pop()
+            connection = self._idle.pop()
         except IndexError:
             connection = self._connect()
         try:
-            answer = self._ask(connection, operation, look)
+            answer = self._ask(connection, operation, check_abort)
         except BaseException:  # KeyboardInterrupt too: an answer may be on its way
             connection.close()
             raise
-        if len(self._free) < KEPT:
-            self._free.append(connection)
+        if len(self._idle) < KEPT:
+            self._idle.append(connection)
         else:
             connection.close()
         if isinstance(answer, wire.Refused):
@@ -292,7 +289,7 @@ class Connections:
         """Close idle connections, at the end of the worker or in a forked child."""
         with suppress(IndexError):
             while True:
-                self._free.pop().close()
+                self._idle.pop().close()
 
     def _connect(self) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX)
@@ -305,15 +302,15 @@ class Connections:
         return connection
 
     def _ask(
-        self, connection: socket.socket, operation: wire.Operation, look: LookOver
+        self, connection: socket.socket, operation: wire.Operation, check_abort: LookOver
     ) -> wire.Answer:
         seconds = operation.seconds if isinstance(operation, wire.Get | wire.Wait) else 0.0
-        end = time.monotonic() + seconds + self._timeout
+        deadline = time.monotonic() + seconds + self._timeout
         connection.sendall(wire.to_frame(operation))
         cutter = FrameCutter(wire.MOST_BYTES)
-        while time.monotonic() < end:
+        while time.monotonic() < deadline:
             if not is_ready(connection, LOOK_EVERY * 1000):
-                look()
+                check_abort()
                 continue
             if not (data := connection.recv(READ_SIZE)):
                 raise ConnectionError(LOST)
@@ -337,23 +334,23 @@ class AgentStore(_PythonStore):
         self,
         keys: Sequence[str],
         timeout: timedelta | None,
-        look: LookOver = lambda: None,
+        check_abort: LookOver = lambda: None,
         *,
         values: bool = True,
     ) -> list[bytes]:
-        """Wait for all keys; an exception of `look` ends the wait."""
+        """Wait for all keys; an exception of `check_abort` ends the wait."""
         allowed = self._timeout if timeout is None else timeout
         # torch's kNoTimeout is 0: wait for ever.
-        end = time.monotonic() + (allowed.total_seconds() or math.inf)
-        asked = tuple(map(self._key, keys))
+        deadline = time.monotonic() + (allowed.total_seconds() or math.inf)
+        full_keys = tuple(map(self._key, keys))
         while True:
-            left = max(0.0, end - time.monotonic())
+            seconds = max(0.0, deadline - time.monotonic())
             kind = wire.Get if values else wire.Wait
-            answer = self._agent.ask(kind(asked, min(left, wire.LONGEST_WAIT)), look)
+            answer = self._agent.ask(kind(full_keys, min(seconds, wire.LONGEST_WAIT)), check_abort)
             if not (answer is None or answer is False):
                 return [*answer] if values else []
-            if time.monotonic() >= end:
-                raise DistStoreError(f"wait timeout: {', '.join(asked)} did not come")
+            if time.monotonic() >= deadline:
+                raise DistStoreError(f"wait timeout: {', '.join(full_keys)} did not come")
 
     def _key(self, key: str) -> str:
         return f"{self._prefix}/{key}"
@@ -402,7 +399,7 @@ def _as_bytes(value: str | bytes) -> bytes:
 # torch's registry makes the handler, which may be of the user's packages (entry points
 # `torchrun.handlers`). Each rank takes part, under another name whenever the group is formed, so
 # that a new rank finds the others. torch's limits hold: c10d's store ends with the rank that hosts
-# it; nothing in it is secret; a wait for ranks cannot be aborted, but ends after `JOIN_TIMEOUT`.
+# the store and does not protect its contents; a wait for ranks cannot be aborted, only time out.
 
 JOIN_TIMEOUT = 25  # seconds for all ranks to come; agents wait 30 s for healing
 ETCD = {"etcd", "etcd-v2"}
@@ -414,52 +411,51 @@ class NoStore(BadEnvironment, RuntimeError):
 
 
 class TorchRendezvous:
-    """One rank's part in a rendezvous of torch."""
+    """A rank's part in a rendezvous of torch."""
 
-    def __init__(self, where: TorchStore, rank: int) -> None:
+    def __init__(self, spec: TorchStore, rank: int) -> None:
         self.compares = True
         """Whether the store can compare and set a value; etcd's cannot."""
-        self._where, self.rank = where, rank
+        self._spec, self.rank = spec, rank
         # C++ keeps its own object of a store alive, but not the Python object: keep that here. The
         # handler of etcd-v2 has a store below the one that it gives.
         self._kept: list[Any] = []
 
-    def meet(self, generation: int, size: int) -> Any:
+    def join(self, generation: int, size: int) -> Any:
         """Return the store of this generation once all ranks have come.  Raises NoStore."""
         # Imported here: few worlds need it, and the import takes its time.
         from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
 
         # Else torch would open another port, for a store that is never used.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        where = self._where
+        spec = self._spec
         try:
-            if where.backend in ETCD:
-                _ask_etcd(where.endpoint)
+            if spec.backend in ETCD:
+                _ask_etcd(spec.endpoint)
             handler = registry.get_rendezvous_handler(
                 RendezvousParameters(
-                    backend=where.backend,
-                    endpoint=where.endpoint,
-                    run_id=f"{where.name}-{generation}",
+                    backend=spec.backend,
+                    endpoint=spec.endpoint,
+                    run_id=f"{spec.name}-{generation}",
                     min_nodes=size,
                     max_nodes=size,
                     rank=self.rank,
                     timeout=JOIN_TIMEOUT,
                     join_timeout=JOIN_TIMEOUT,
-                    read_timeout=ETCD_TIMEOUT if where.backend in ETCD else JOIN_TIMEOUT,
+                    read_timeout=ETCD_TIMEOUT if spec.backend in ETCD else JOIN_TIMEOUT,
                 )
             )
             store = handler.next_rendezvous().store
-            # Else the handler would watch over the ranks: shut it down once all ranks have the
-            # store.
+            # The handler would watch over the ranks: end it once all of them have the store.
             if store.add("nbdist/parted", 1) == size:
                 store.set("nbdist/all", "")
             store.wait(["nbdist/all"])
             handler.shutdown()
-            if where.backend in ETCD:
-                store = _EtcdStore(store, where)
+            if spec.backend in ETCD:
+                store = _EtcdStore(store, spec)
         except Exception as error:  # the handler may be of any package
             why = one_line(str(error.__cause__ or error)) or type(error).__name__
-            raise _no_store(where, why) from error
+            raise _no_store(spec, why) from error
         self._kept.append((handler, store))
         try:  # torch has no other way to find out (2.15)
             store.compare_set("nbdist/compared", "", "yes")
@@ -471,20 +467,20 @@ class TorchRendezvous:
 class _EtcdStore(AbortableStore):
     """The store in which user code makes groups; its errors name the etcd."""
 
-    def __init__(self, store: Any, where: TorchStore) -> None:
+    def __init__(self, store: Any, spec: TorchStore) -> None:
         super().__init__(Meeting(store))
-        self._where = where
+        self._spec = spec
         self._error = importlib.import_module("etcd").EtcdException
 
     def pass_on(self, name: str, *args: Any) -> Any:
         try:
             return super().pass_on(name, *args)
         except self._error as error:
-            raise _no_store(self._where, f"no etcd answers there ({error}); start it") from None
+            raise _no_store(self._spec, f"no etcd answers there ({error}); start it") from None
 
 
-def _no_store(where: TorchStore, why: str) -> NoStore:
-    return NoStore(f"`--rdzv-backend {where.backend} --rdzv-endpoint {where.endpoint}`: {why}")
+def _no_store(spec: TorchStore, why: str) -> NoStore:
+    return NoStore(f"`--rdzv-backend {spec.backend} --rdzv-endpoint {spec.endpoint}`: {why}")
 
 
 def _ask_etcd(endpoint: str) -> None:

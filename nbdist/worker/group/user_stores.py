@@ -3,7 +3,7 @@
 C++ waits there for a key, or in the constructor for the other workers, and ignores signals.  Its
 wait raises DistNetworkError if the connection to the store's server is shut down, also if the
 server is in the same process.  Importing this file replaces `TCPStore.__init__` by a function
-that notes the stores' ports.  Runs in each rank: `end_wait` on the control thread.
+that records the stores' ports.  Runs in each rank: `end_wait` on the control thread.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ def end_wait(frame: FrameType | None) -> None:
     if frame.f_code is _init.__code__:
         # The constructor asks the server every 10 ms, and sleeps in between.
         port = frame.f_locals["port"]
-        waited_on = [each for each in sockets() if _port_of(*each) == port]
+        matches = [each for each in sockets() if _port_of(*each) == port]
     else:
-        fd = _waited_on()
-        waited_on = [each for each in sockets() if each[0] == fd and _port_of(*each) in _ports]
-    for each in waited_on:
-        with suppress(OSError), borrowed(*each) as found:
-            found.shutdown(socket.SHUT_RDWR)
+        fd = _awaited_descriptor()
+        matches = [each for each in sockets() if each[0] == fd and _port_of(*each) in _ports]
+    for each in matches:
+        with suppress(OSError), borrowed(*each) as connection:
+            connection.shutdown(socket.SHUT_RDWR)
 
 
 def _init(self: TCPStore, *args: Any, **options: Any) -> None:
-    """Make a store in the place of TCPStore's `__init__`, and note its port."""
+    """Make a store, instead of `TCPStore.__init__`, and record its port."""
     port = options.get("port", args[1] if len(args) > 1 else 0)  # noqa: F841 (for `end_wait`)
     _make(self, *args, **options)
     _ports.add(self.port)
@@ -60,12 +60,12 @@ _make = when_tcp_store_is_made(_init)
 
 def _port_of(fd: int, inode: int) -> int | None:
     """Return the port at the other end of a connection; None for other sockets."""
-    with suppress(OSError), borrowed(fd, inode) as found:
-        return int(found.getpeername()[1])
+    with suppress(OSError), borrowed(fd, inode) as connection:
+        return int(connection.getpeername()[1])
     return None
 
 
-def _waited_on() -> int | None:
+def _awaited_descriptor() -> int | None:
     """Return the descriptor that the main thread's system call waits for; None without one."""
     try:
         number, *arguments = system_call()
@@ -76,6 +76,6 @@ def _waited_on() -> int | None:
             with open("/proc/self/mem", mode="rb", buffering=0) as memory:
                 memory.seek(int(arguments[0], 16))
                 return int(struct.unpack("i", memory.read(4))[0])
-    except (OSError, ValueError, struct.error):  # there is no call, or the call has ended
+    except (OSError, ValueError, struct.error):  # no system call, or a call that has ended
         pass
     return None

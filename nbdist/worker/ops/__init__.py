@@ -1,4 +1,4 @@
-"""What a task can ask of a worker besides running source: a file for each subject.
+"""Ops, the functions that a task can call on a worker, in a file for each subject.
 
-A function here is an op; the kernel finds it by name, as `find_op` says.
+The kernel finds an op by the names of its file and function, as `find_op` says.
 """

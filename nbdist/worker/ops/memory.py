@@ -1,4 +1,4 @@
-"""Measures what uses a rank's memory, by name, and releases what can be released.
+"""Measures a rank's memory by variable, and releases tracebacks, shown values and caches.
 
 Runs in each rank: as ops of `%dist_memory`, and after a cell that ran out of memory.
 """
@@ -47,22 +47,22 @@ class Peaks:
 
     def begin(self) -> None:
         """Remember the counters; called when a cell begins."""
-        self._rss, self._on_gpu = _most_rss(), accelerator.most_allocated()
+        self._rss, self._on_gpu = _peak_rss(), accelerator.peak_allocated()
 
     def memory(self, pss: int) -> Peak:
         """Return the peak of this process's memory, which is `pss` bytes now.
 
         Memory that was in use at the peak, and is not now, counts as not shared.
         """
-        most = _most_rss()
+        peak = _peak_rss()
         return Peak(
-            pss + max(0, most - psutil.Process().memory_info().rss), is_bound=most <= self._rss
+            pss + max(0, peak - psutil.Process().memory_info().rss), is_bound=peak <= self._rss
         )
 
     def on_gpu(self) -> Peak:
         """Return the peak of tensors on the rank's GPU; the GPU must be in use."""
-        most = accelerator.most_allocated()
-        return Peak(most, is_bound=most <= self._on_gpu)
+        peak = accelerator.peak_allocated()
+        return Peak(peak, is_bound=peak <= self._on_gpu)
 
 
 PEAKS = Peaks()  # of this process
@@ -70,7 +70,7 @@ PEAKS = Peaks()  # of this process
 
 # --- measuring --------------------------------------------------------------------------
 
-SEARCH_SECONDS = 2.0  # to search; of a list of a million tensors, those found by then are shown
+SEARCH_SECONDS = 2.0  # for a search; of a million tensors only those measured by then are shown
 
 
 def memory(context: Context) -> Memory:
@@ -79,25 +79,25 @@ def memory(context: Context) -> Memory:
 
 
 def measure(shell: Any, seconds: float, raised: BaseException | None = None) -> Memory:
-    """Measure memory, and search for `seconds` what holds it, also the traceback of `raised`."""
+    """Measure memory, and search variables and tracebacks for `seconds`, also that of `raised`."""
     search, hidden, kept = Search(seconds), shell.user_ns_hidden, list[Held]()
-    # Leave out IPython's own names; values that it has shown are searched last.
+    # Leave out IPython's own names; values that cells have shown are searched last.
     names = {
         name: value
         for name, value in [*shell.user_ns.items()]
         if hidden.get(name) is not value and not LAST_VALUE.fullmatch(name)
     }
     shown = {f"Out[{n}]": value for n, value in [*shell.user_ns.get("_oh", {}).items()]}
-    with without_cycles():  # there may be millions of objects
-        held = search.take(names)
+    with without_cycles():  # among millions of objects, collecting cycles would take long
+        variables = search.find_new(names)
         for error in last_errors(shell, raised):
             for where, local in locals_of(error):
-                kept += search.take(local, where)
-        kept += search.take(shown)
+                kept += search.find_new(local, where)
+        kept += search.find_new(shown)
     pss, gpu, limits = pss_now(), None, [*memory_limits()]
-    most, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if most != resource.RLIM_INFINITY:
-        limits.append(MemoryLimit("ulimit -v", most, most - psutil.Process().memory_info().vms))
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY:
+        limits.append(MemoryLimit("ulimit -v", limit, limit - psutil.Process().memory_info().vms))
     if accelerator.is_in_use():
         (free, total), used = accelerator.room(), accelerator.allocated()
         gpu = GpuMemory(str(accelerator.index()), total - free, total, used, PEAKS.on_gpu())
@@ -106,8 +106,8 @@ def measure(shell: Any, seconds: float, raised: BaseException | None = None) -> 
         peak=PEAKS.memory(pss),
         limit=min(limits, key=lambda each: each.free, default=None),
         gpu=gpu,
-        held=_largest(held),
-        tensors=sum(each.size for each in held),
+        held=_largest(variables),
+        tensors=sum(each.size for each in variables),
         kept=_largest(kept),
         kept_size=sum(each.size for each in kept),
         is_whole=search.is_whole,
@@ -120,11 +120,11 @@ def pss_now() -> int:
         return next(int(line.split()[1]) * 1024 for line in rollup if line.startswith("Pss:"))
 
 
-def _largest(held: list[Held]) -> tuple[Held, ...]:
-    return tuple(sorted(held, key=lambda each: -each.size)[:MOST_SHOWN])
+def _largest(entries: list[Held]) -> tuple[Held, ...]:
+    return tuple(sorted(entries, key=lambda each: -each.size)[:MOST_SHOWN])
 
 
-def _most_rss() -> int:
+def _peak_rss() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -134,7 +134,7 @@ ACCOUNT_SECONDS = 0.2  # to search names, before the cell is reported as finishe
 MOST_NAMED = 5
 LEAST_LISTED = 1 << 20  # bytes: deleting a smaller tensor would not help
 
-# What a RuntimeError of torch says if an allocation failed.
+# Found in the message of torch's RuntimeError if an allocation failed.
 ALLOCATION_FAILED = re.compile(
     r"out of memory|not enough memory|can't allocate memory|CUBLAS_STATUS_ALLOC_FAILED", re.I
 )
@@ -165,7 +165,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def account(shell: Any, rank: int, error: BaseException) -> list[str]:
-    """Return lines on what uses the memory that was not enough; an empty list for other errors."""
+    """Return lines on the use of memory if `error` means that memory is full; else no lines."""
     if not is_out_of_memory(error):
         return []
     while _reserved:
@@ -173,15 +173,15 @@ def account(shell: Any, rank: int, error: BaseException) -> list[str]:
     try:
         return account_lines(rank, measure(shell, ACCOUNT_SECONDS, error))
     except (MemoryError, OSError, RuntimeError):
-        return []  # memory is not enough to measure it either
+        return []  # too little memory is free to measure it
     finally:
         reserve_addresses()
 
 
 def account_lines(rank: int, memory: Memory) -> list[str]:
     """Return lines on how much memory is used, by what, and what could be released."""
-    lines = [f"rank {rank}: {', '.join(_figures(memory))}"]
-    lines += _listed(memory.held)
+    lines = [f"rank {rank}: {', '.join(_figure_texts(memory))}"]
+    lines += _entry_lines(memory.held)
     if not memory.is_whole:
         lines.append("  … not everything was searched in time: `%dist_memory`")
     if memory.kept_size >= LEAST_LISTED:
@@ -189,11 +189,11 @@ def account_lines(rank: int, memory: Memory) -> list[str]:
         lines.append(
             f"Only this traceback, or `Out`, holds {size} (`%dist_memory --free` frees it):"
         )
-        lines += _listed(memory.kept)
+        lines += _entry_lines(memory.kept)
     return lines
 
 
-def _figures(memory: Memory) -> Iterable[str]:
+def _figure_texts(memory: Memory) -> Iterable[str]:
     if gpu := memory.gpu:
         yield f"GPU {gpu.device} has {size_text(gpu.used)} of {size_text(gpu.total)} in use"
         yield f"{size_text(gpu.tensors)} of it by this rank's tensors"
@@ -203,8 +203,8 @@ def _figures(memory: Memory) -> Iterable[str]:
     yield f"this rank {size_text(memory.pss)}"
 
 
-def _listed(held: Sequence[Held]) -> list[str]:
-    large = [each for each in held if each.size >= LEAST_LISTED]
+def _entry_lines(entries: Sequence[Held]) -> list[str]:
+    large = [each for each in entries if each.size >= LEAST_LISTED]
     shown = [(size_text(each.size), f"{each.name} {each.kind}") for each in large[:MOST_NAMED]]
     width = max((len(size) for size, _ in shown), default=0)
     more = ["  …"] if len(large) > len(shown) else []
@@ -217,12 +217,12 @@ def _listed(held: Sequence[Held]) -> list[str]:
 # override.
 
 LAST_VALUE = re.compile(r"_+|_\d+")  # names under which IPython keeps what cells have shown
-MOST_LOOKED_AT = 100_000  # values searched, so that a list of a million numbers ends it soon
+MOST_LOOKED_AT = 100_000  # values that a search reads, even of a list with a million numbers
 MOST_OF_A_CONTAINER = 10_000  # entries of a container that are searched; fewer if time is short
 SEVERAL = 8  # tensors in a container above which it is shown as one
 DEEPEST = 8
 LEAST_INSIDE = 1 << 10
-"""Bytes of an array inside of an object above which it is shown: libraries have many small ones."""
+"""Bytes of an array in an object above which the array is shown, as libraries have small arrays."""
 
 LARGE_BYTES = 1 << 20  # size of a `bytes` object from which on it is shown
 
@@ -238,82 +238,82 @@ NOT_LOOKED_INTO = (
 
 
 class Search:
-    """Searches what holds memory, for some seconds of processor time; `held` is what it has found.
+    """Searches values for memory that they hold, for some seconds of processor time.
 
-    `is_whole` is False if not everything was searched.
+    `results` has the memory found so far. `is_whole` is False if not everything was searched.
     """
 
     def __init__(self, seconds: float) -> None:
-        self.held: list[Held] = []
+        self.results: list[Held] = []
         self.is_whole = True
-        self._end = time.thread_time() + seconds
-        self._looked_at = 0
-        self._most_of_each = int(MOST_OF_A_CONTAINER * min(1.0, max(seconds, 0.1)))
+        self._deadline = time.thread_time() + seconds
+        self._searched = 0
+        self._container_limit = int(MOST_OF_A_CONTAINER * min(1.0, max(seconds, 0.1)))
         self._storages: set[tuple[str, int]] = set()
         self._seen: set[int] = set()
 
-    def take(self, names: Mapping[str, Any], where: str = "") -> list[Held]:
-        """Search what these names lead to, nearest first; return what was not found before.
+    def find_new(self, names: Mapping[str, Any], where: str = "") -> list[Held]:
+        """Search the values of names, the nearest first; return memory that was not found before.
 
         `where` is appended to the names that are shown.
         """
-        known = len(self.held)
-        waiting = deque((name, value, 0) for name, value in dict(names).items())
-        while waiting and self._has_time():
-            name, value, depth = waiting.popleft()
-            self._looked_at += 1
+        count_before = len(self.results)
+        queue = deque((name, value, 0) for name, value in dict(names).items())
+        while queue and self._has_time():
+            name, value, depth = queue.popleft()
+            self._searched += 1
             try:
-                self._look(f"{name}{where}", value, depth)
+                self._record(f"{name}{where}", value, depth)
                 if depth < DEEPEST and id(value) not in self._seen:
-                    waiting.extend((f"{name}{more}", x, depth + 1) for more, x in self._in(value))
+                    queue.extend((f"{name}{more}", x, depth + 1) for more, x in self._parts(value))
             except Exception:  # noqa: BLE001 (a class of the user's can raise anything)
                 self.is_whole = False
-        self.is_whole = self.is_whole and not waiting
-        return self.held[known:]
+        self.is_whole = self.is_whole and not queue
+        return self.results[count_before:]
 
     def _has_time(self) -> bool:
-        if self._looked_at % 64 == 63 and time.thread_time() > self._end:
+        if self._searched % 64 == 63 and time.thread_time() > self._deadline:
             return False
-        return self._looked_at < MOST_LOOKED_AT
+        return self._searched < MOST_LOOKED_AT
 
-    def _look(self, name: str, value: Any, depth: int) -> None:
-        """Record the memory that a value holds itself, or that of several tensors as one."""
+    def _record(self, name: str, value: Any, depth: int) -> None:
+        """Record the memory that a value holds itself, or one entry for several tensors."""
         if isinstance(value, _Several):
-            self._note_several(name, value)
-        elif (found := self._new(name, value)) is not None:
+            self._record_several(name, value)
+        elif (entry := self._measure_new(name, value)) is not None:
             is_known = not depth or isinstance(value, torch.Tensor)
-            if is_known or found.size >= LEAST_INSIDE:
-                self.held.append(found)
+            if is_known or entry.size >= LEAST_INSIDE:
+                self.results.append(entry)
 
-    def _note_several(self, name: str, tensors: _Several) -> None:
-        """Record new tensors as one, as many as there is time for."""
-        found: list[Held] = []
+    def _record_several(self, name: str, tensors: _Several) -> None:
+        """Record a single entry for all tensors that were not found before, while time is left."""
+        entries: list[Held] = []
         for each in tensors:
-            self._looked_at += 1
+            self._searched += 1
             if not self._has_time():
                 self.is_whole = False
                 break
-            if (held := self._new(name, each)) is not None:
-                found.append(held)
-        if len(found) > 1:
-            shapes, dtypes = {held.shape for held in found}, {held.dtype for held in found}
+            if (entry := self._measure_new(name, each)) is not None:
+                entries.append(entry)
+        if len(entries) > 1:
+            shapes, dtypes = {entry.shape for entry in entries}, {entry.dtype for entry in entries}
             shape = shapes.pop() if len(shapes) == 1 else ()
             dtype = dtypes.pop() if len(dtypes) == 1 else ""
-            size = sum(held.size for held in found)
-            self.held.append(Held(name, size, shape, dtype, found[0].device, len(found)))
+            size = sum(entry.size for entry in entries)
+            self.results.append(Held(name, size, shape, dtype, entries[0].device, len(entries)))
         else:
-            self.held += found
+            self.results += entries
 
-    def _new(self, name: str, value: Any) -> Held | None:
+    def _measure_new(self, name: str, value: Any) -> Held | None:
         """Return the memory that a value holds; None if that is nothing, or was found before."""
-        found, place = _measured(name, value) or (None, 0)
-        if found is None or not found.size or (found.device, place) in self._storages:
+        entry, address = _measure_value(name, value) or (None, 0)
+        if entry is None or not entry.size or (entry.device, address) in self._storages:
             return None
-        self._storages.add((found.device, place))
-        return found
+        self._storages.add((entry.device, address))
+        return entry
 
-    def _in(self, value: Any) -> Iterator[tuple[str, Any]]:
-        """Yield the values that a value leads to, each with what is written to reach it."""
+    def _parts(self, value: Any) -> Iterator[tuple[str, Any]]:
+        """Yield the values inside a value, each with the text that leads to it: `.grad`, `[0]`."""
         if isinstance(value, NOT_LOOKED_INTO):
             return
         self._seen.add(id(value))
@@ -323,20 +323,20 @@ class Search:
         elif isinstance(value, torch.optim.Optimizer):
             yield ".state", _Several(_tensors_in(value.state, 3))
         elif isinstance(value, torch.nn.Module):
-            held = own_attributes(value)
-            named = {name: each for name, each in held.items() if not name.startswith("_")}
-            for name, each in (parts_of(held) | named).items():
+            attributes = own_attributes(value)
+            named = {name: each for name, each in attributes.items() if not name.startswith("_")}
+            for name, each in (parts_of(attributes) | named).items():
                 yield f".{name}", each
         elif isinstance(value, list | tuple | set | frozenset | deque | dict):
             tensors = _Several(_tensors_in(value))
             has_several = len(tensors) > SEVERAL
             if has_several:
-                # They are searched after all that is as near: there may be a million of them.
+                # A million tensors must not delay values that are as near as the container.
                 yield "", tensors
             if isinstance(value, set | frozenset):
                 return
             entries = value.items() if isinstance(value, dict) else enumerate(value)
-            for key, each in islice([*entries], self._most_of_each):
+            for key, each in islice([*entries], self._container_limit):
                 if not (has_several and isinstance(each, torch.Tensor)):
                     is_short = isinstance(key, str | int)
                     yield f"[{key!r}]" if is_short else f"[<{type(key).__name__}>]", each
@@ -358,16 +358,16 @@ def _tensors_in(value: Any, depth: int = 1) -> Iterator[Any]:
 def own_attributes(value: Any) -> dict[str, Any]:
     """Return the attributes of an instance without calling anything of its class."""
     try:
-        found = object.__getattribute__(value, "__dict__")
+        attributes = object.__getattribute__(value, "__dict__")
     except AttributeError:
         return {}
-    return {**found} if isinstance(found, dict | types.MappingProxyType) else {}
+    return {**attributes} if isinstance(attributes, dict | types.MappingProxyType) else {}
 
 
-def _measured(name: str, value: Any) -> tuple[Held, int] | None:
+def _measure_value(name: str, value: Any) -> tuple[Held, int] | None:
     """Return the memory that a value holds itself, and its address; None for other types."""
     if isinstance(value, torch.Tensor):
-        return _tensor(name, value)
+        return _measure_tensor(name, value)
     if isinstance(value, bytes | bytearray):
         return Held(name, len(value) if len(value) >= LARGE_BYTES else 0, dtype="bytes"), id(value)
     if isinstance(value, np.ndarray):
@@ -385,7 +385,7 @@ def _measured(name: str, value: Any) -> tuple[Held, int] | None:
     return None
 
 
-def _tensor(name: str, tensor: torch.Tensor) -> tuple[Held, int]:
+def _measure_tensor(name: str, tensor: torch.Tensor) -> tuple[Held, int]:
     """Measure the storage of a tensor; of a sharded tensor the part on this rank."""
     part: Any = tensor
     if hasattr(type(part), "to_local"):
@@ -407,15 +407,15 @@ def last_errors(shell: Any, raised: BaseException | None = None) -> Iterator[Bas
     # First the exceptions of the last cell, then those that were shown: BdbQuit is not shown.
     of_cell = [] if result is None else [result.error_in_exec, result.error_before_exec]
     shown = [getattr(sys, name, None) for name in ("last_exc", "last_value")]
-    waiting, seen = [raised, *of_cell, *shown], set()
+    waiting, seen_ids = [raised, *of_cell, *shown], set()
     while waiting:
-        found = waiting.pop(0)
-        if found is not None and id(found) not in seen:
-            seen.add(id(found))
-            yield found
-            waiting += [found.__context__, found.__cause__]
-            if isinstance(found, BaseExceptionGroup):
-                waiting += found.exceptions
+        error = waiting.pop(0)
+        if error is not None and id(error) not in seen_ids:
+            seen_ids.add(id(error))
+            yield error
+            waiting += [error.__context__, error.__cause__]
+            if isinstance(error, BaseExceptionGroup):
+                waiting += error.exceptions
 
 
 def locals_of(error: BaseException) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -450,7 +450,7 @@ def clean(context: Context) -> Cleaned:
 def forget_errors(shell: Any, raised: BaseException | None = None) -> None:
     """Drop the last exception wherever Python and IPython keep it, with the variables of its calls.
 
-    Those of `raised` too, even if a variable or another thread keeps the exception or a frame.
+    Calls of `raised` lose their variables too, even if something keeps the exception or a frame.
     """
     for error in [*last_errors(shell, raised)]:
         for frame, _ in traceback.walk_tb(error.__traceback__):

@@ -43,7 +43,7 @@ OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 PYTHONS = tuple({prefix + os.sep for prefix in (sys.prefix, sys.base_prefix)})
 # Files of the calls before a script's own, which are left out of tracebacks.
 RUNNERS = (__file__, runpy.__file__, "<frozen runpy>", "<frozen importlib._bootstrap>")
-STOP_GRACE = 1.0  # seconds for an executable to end after SIGINT: fewer than this worker has itself
+STOP_GRACE = 1.0  # seconds for an executable to exit after SIGINT, fewer than the worker itself has
 _UNBOUND = object()  # the value of a name that is bound to nothing
 
 
@@ -57,7 +57,7 @@ def script(context: Context, program: Script) -> None:
     """Run a program to its end; raise its exception, which has been shown, or ScriptProblem."""
     first = (f"--local-rank={os.environ.get('LOCAL_RANK', '0')}",) if program.local_rank else ()
     args = (*first, *program.args)
-    program = _as_it_is_here(program)
+    program = _with_local_path(program)
     _running.append(program)
     try:
         if program.kind == "executable":
@@ -69,7 +69,7 @@ def script(context: Context, program: Script) -> None:
         _running.clear()
 
 
-def _as_it_is_here(program: Script) -> Script:
+def _with_local_path(program: Script) -> Script:
     """Return the program with its path on this machine; ScriptProblem if it has none."""
     if not program.file or os.path.exists(program.file):
         return program
@@ -85,14 +85,14 @@ def _as_it_is_here(program: Script) -> Script:
 
 # --- the program that runs now, for other threads ----------------------------------------
 
-_running: list[Script] = []  # has one program at most
+_running: list[Script] = []  # empty, or with the program that runs
 
 
 def spot(frames: Sequence[FrameType]) -> Place | None:
     """Return the innermost line of the running script, or of a module beside it.
 
-    None if no script runs. For an executable, or in other code, the place has the program's name
-    alone.
+    None if no script runs. For an executable, or if no call is in the script's own files, the
+    place has only the program's name.
     """
     program = next(iter(_running), None)
     if program is None:
@@ -108,7 +108,7 @@ def spot(frames: Sequence[FrameType]) -> Place | None:
 
 
 def _is_own(file: str, program: Script) -> bool:
-    """Return True for the script's file, and for files in its folder but those of packages."""
+    """Return True for the script's file, and for files below its folder except packages."""
     if file == program.file:
         return True
     below = file.removeprefix(program.root + os.sep)
@@ -132,7 +132,7 @@ def _run_python(shell: Any, program: Script, args: Sequence[str]) -> None:
             how = f" with code {int(end.code)}" if isinstance(end.code, int) else f": {end.code}"
             raise ScriptProblem(f"{program.name} exited{how}") from None
     except BdbQuit:
-        raise  # the notebook says it in one line
+        raise  # the notebook shows a line for a debugger that was quit
     except BaseException as error:  # KeyboardInterrupt too: shown as in a cell
         _running.clear()  # from here on the exception is only shown
         tb = error.__traceback__
@@ -205,20 +205,20 @@ def _command_line(program: Script, args: Sequence[str]) -> Iterator[None]:
 def _as_in_a_new_process() -> Iterator[None]:
     """Let a script call `asyncio.run`, and set multiprocessing's start method, which works once."""
     before = multiprocessing.get_start_method(allow_none=True)
-    ours, its = asyncio.get_running_loop(), asyncio.new_event_loop()
+    worker_loop, script_loop = asyncio.get_running_loop(), asyncio.new_event_loop()
     # From Python 3.14 on a thread has one current task, for all of its loops.
     if (task := asyncio.current_task()) is not None:
-        asyncio._leave_task(ours, task)
+        asyncio._leave_task(worker_loop, task)
     asyncio._set_running_loop(None)
-    asyncio.set_event_loop(its)
+    asyncio.set_event_loop(script_loop)
     try:
         yield
     finally:
-        its.close()
-        asyncio.set_event_loop(ours)
-        asyncio._set_running_loop(ours)
+        script_loop.close()
+        asyncio.set_event_loop(worker_loop)
+        asyncio._set_running_loop(worker_loop)
         if task is not None:
-            asyncio._enter_task(ours, task)
+            asyncio._enter_task(worker_loop, task)
         multiprocessing.set_start_method(before, force=True)
 
 
@@ -226,37 +226,37 @@ def _as_in_a_new_process() -> Iterator[None]:
 
 
 def _run_executable(program: Script, args: Sequence[str]) -> None:
-    """Run an executable to its end.  Stop kills what is left of it and of all it has started.
+    """Run an executable, and wait for its exit.  Stop kills it and all processes that it starts.
 
-    It has got Stop's SIGINT too, and has `STOP_GRACE` to end.
+    The executable gets Stop's SIGINT too, and `STOP_GRACE` to exit before it is killed.
     """
-    before, argv = _group(), [program.name, *args]
+    before, argv = _group_pids(), [program.name, *args]
     try:
         child = subprocess.Popen(argv, executable=program.file, stdin=subprocess.DEVNULL)
     except OSError as error:
         raise ScriptProblem(f"{program.name} could not be run: {error.strerror}") from None
     try:
         code = child.wait()
-    except BaseException as error:  # noqa: BLE001 (Stop too: nothing that it has started is left)
+    except BaseException as error:  # noqa: BLE001 (Stop too: no process may be left)
         with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
             child.wait(timeout=STOP_GRACE)
-        for pid in _group() - before:
+        for pid in _group_pids() - before:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         child.wait()
-        raise error.with_traceback(None) from None  # without the frames that waited for it
+        raise error.with_traceback(None) from None  # without the frames of the wait
     if code != 0:
         raise ScriptProblem(f"{program.name} {word_exit(code)}")
 
 
-def _group() -> set[int]:
+def _group_pids() -> set[int]:
     """Return the processes of this worker's process group, with the worker."""
-    own, found = os.getpgrp(), set()
+    group, pids = os.getpgrp(), set()
     for pid in psutil.pids():
         with suppress(ProcessLookupError):
-            if os.getpgid(pid) == own:
-                found.add(pid)
-    return found
+            if os.getpgid(pid) == group:
+                pids.add(pid)
+    return pids
 
 
 # --- functions of the notebook, and the debugger -----------------------------------------
@@ -283,7 +283,7 @@ def call(context: Context, title: str, packed: Mapping[int, Payload]) -> Any:
             show(shell, exception_only=True)
             raise
         except BdbQuit:
-            raise  # the notebook says it in one line
+            raise  # the notebook shows a line for a debugger that was quit
         except BaseException as error:  # KeyboardInterrupt too: shown as in a cell
             tb = error.__traceback__
             show(shell, (type(error), error, (tb and tb.tb_next) or tb), tb_offset=0)
@@ -296,9 +296,9 @@ def call(context: Context, title: str, packed: Mapping[int, Payload]) -> Any:
 def lent_names(context: Context, names: Mapping[str, Any]) -> Iterator[None]:
     """Bind names of the caller's `__main__` during a call, but keep names that the worker has.
 
-    Only `torch` and `dist` of the caller replace the worker's, until the call ends. Names stay
-    bound if the call has bound names itself, by `global`, which may use them. The next call may
-    replace them.
+    Only `torch` and `dist` of the caller replace the worker's, until the call ends. If the call
+    has bound names itself, by `global`, the caller's names stay bound, as the new values may use
+    them. The next call may replace them.
     """
     namespace, bound = context.names, {*context.bound}
     covered = {n: namespace[n] for n in READY_MODULES if n in names and n in namespace}
@@ -324,7 +324,7 @@ def lent_names(context: Context, names: Mapping[str, Any]) -> Iterator[None]:
 
 
 def debug(context: Context) -> bool:
-    """Debug the last exception, until the user or Stop leaves; return False if there is none."""
+    """Debug the last exception until the user quits or presses Stop; return False without one."""
     error = next(last_errors(context.shell), None)
     if error is None or error.__traceback__ is None:
         return False

@@ -1,8 +1,8 @@
-"""Sharded tensors, their meshes, and FSDP2 modules in a snapshot, and in new workers again.
+"""Writes sharded tensors, their meshes and FSDP2 modules to a snapshot, and restores them.
 
-A pickle of these would hold process groups.  So a mesh is written as a `Mesh`; a DTensor as its
-number, with all of the rank's shards in another pickle, which other ranks may read; a module as it
-was before `fully_shard`, with what that was given.  Called by `nbdist.worker.ops.snapshot`.
+Their own pickles would hold process groups.  So a mesh is written as a `Mesh`.  A DTensor is
+written as its number; the rank's shards are in another pickle, which other ranks may read.  A
+module is written as before `fully_shard`, with that call's arguments.  The snapshot ops call it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ INSTEAD = "use torch.distributed.checkpoint"
 
 @dataclass(frozen=True)
 class Shard:
-    """What a rank has of a DTensor; `of` is its mesh, `dims` those where it is a part of that."""
+    """A rank's shard of a DTensor on the mesh `of`, or on only its dimensions `dims`."""
 
     of: Mesh
     dims: tuple[str, ...] | None
@@ -38,11 +38,11 @@ class Shard:
 
 @dataclass
 class Sharding:
-    """What `fully_shard` was given for a module, or for several together."""
+    """The arguments of `fully_shard` for a module, or for several that it sharded together."""
 
     mesh: Any
     options: dict[str, Any]
-    settings: dict[str, Any]  # what was set later, such as whether gradients are reduced
+    settings: dict[str, Any]  # set after the call, such as whether gradients are reduced
 
 
 # --- write ------------------------------------------------------------------------------
@@ -50,30 +50,30 @@ class Sharding:
 
 @dataclass
 class Writer:
-    """Takes apart what is sharded, for the length of one pickle."""
+    """Reduces the sharded objects of a pickle, and collects their shards and meshes."""
 
     shards: list[Shard] = field(default_factory=list)
     meshes: set[Mesh] = field(default_factory=set)
-    # The tensors too, so that ids stay theirs.
+    # By id, each DTensor and its number: while it is kept, no other object gets its id.
     _numbers: dict[int, tuple[Any, int]] = field(default_factory=dict)
     _shardings: dict[int, Sharding] = field(default_factory=dict)
 
     def reduce(self, value: Any) -> tuple[Any, ...]:
-        """Return how to pickle it; NotImplemented for what is not sharded."""
+        """Reduce a DTensor, a mesh or an FSDP2 module; NotImplemented for any other object."""
         kind = type(value)
         if kind is known("tensor", "DTensor"):
             return self._reduce_tensor(value)
         if kind is known("device_mesh", "DeviceMesh"):
-            return find_mesh, self._place(value)
+            return find_mesh, self._mesh_and_dims(value)
         if isinstance(value, torch.nn.Module) and seam.is_of_fsdp(value):
             return self._reduce_module(value)
         return cast("tuple[Any, ...]", NotImplemented)
 
     def _reduce_tensor(self, tensor: Any) -> tuple[Any, ...]:
-        # A pickle can be made twice, until it is known what overlaps.
+        # `pickle` starts again for overlapping storages, and then meets the tensor twice.
         if id(tensor) not in self._numbers:
             self._numbers[id(tensor)] = tensor, len(self.shards)
-            of, dims = self._place(tensor.device_mesh)
+            of, dims = self._mesh_and_dims(tensor.device_mesh)
             with torch.no_grad():
                 local = tensor.detach().to_local()
             shape = tuple(tensor.shape), tuple(tensor.stride())
@@ -82,7 +82,7 @@ class Writer:
         args = (self._numbers[id(tensor)][1], tensor.requires_grad, is_parameter)
         return find_tensor, args, tensor.__dict__, None, None, set_attributes
 
-    def _place(self, mesh: Any) -> tuple[Mesh, tuple[str, ...] | None]:
+    def _mesh_and_dims(self, mesh: Any) -> tuple[Mesh, tuple[str, ...] | None]:
         root = seam.root_of(mesh)
         ranks, names = root.mesh, root.mesh_dim_names
         of = Mesh(root.device_type, tuple(ranks.shape), tuple(ranks.flatten().tolist()), names)
@@ -94,29 +94,29 @@ class Writer:
         return of, tuple(mesh.mesh_dim_names)
 
     def _reduce_module(self, module: Any) -> tuple[Any, ...]:
-        if why := seam.why_only_here(module):
+        if why := seam.sharding_problem(module):
             raise PicklingError(f"{why}; {INSTEAD}")
         kind, state = as_before_fsdp(module)
         if state is None:
             raise PicklingError(f"{kind.__name__} has a pickling of its own; {INSTEAD}")
         sharding = None
         if isinstance(module, known("fsdp", "FSDPModule")):
-            call, *found = seam.sharding_of(module)
-            sharding = self._shardings.setdefault(call, Sharding(*found))
+            call, *arguments = seam.sharding_of(module)
+            sharding = self._shardings.setdefault(call, Sharding(*arguments))
         return object.__new__, (kind,), (state, sharding), None, None, fill_module
 
 
 # --- restore ----------------------------------------------------------------------------
 
-# What is being unpickled: its meshes, its DTensors, and its modules that are to be sharded.
+# Parts of the snapshot that is being restored: meshes, DTensors, and modules to shard.
 _meshes: dict[Mesh, Any] = {}
 _tensors: list[Any] = []
-Unsharded = tuple[Sharding, list[Any]]  # what `fully_shard` is given, and for which modules
+Unsharded = tuple[Sharding, list[Any]]  # arguments of `fully_shard`, and the modules to shard
 _unsharded: dict[int, Unsharded] = {}
 
 
 def meshes(_: Context, instead: Mapping[Mesh, Mesh]) -> None:
-    """Make a mesh for each of those in a snapshot; all ranks call it, of which some may be new."""
+    """Make a mesh for each mesh of a snapshot, with `instead` as its layout; all ranks call it."""
     from torch.distributed.device_mesh import DeviceMesh
 
     forget()
@@ -140,56 +140,56 @@ def restoring(tensors: Sequence[Any]) -> Iterator[Mapping[int, Unsharded]]:
 
 
 def find_mesh(of: Mesh, dims: tuple[str, ...] | None) -> Any:
-    """Return the mesh that was made for it, or a part of that."""
+    """Return the mesh that was made for `of`, or its part with the dimensions `dims`."""
     mesh = _meshes[of]
     return mesh if dims is None else mesh[dims]
 
 
 def find_tensor(number: int, requires_grad: bool, is_parameter: bool) -> Any:  # noqa: FBT001
-    """Return the DTensor of that number, as a leaf."""
+    """Return the DTensor with this number, as a leaf."""
     if is_parameter:
         return torch.nn.Parameter(_tensors[number], requires_grad)
     return _tensors[number].requires_grad_(requires_grad)
 
 
 def fill_module(module: Any, state: tuple[dict[str, Any], Sharding | None]) -> None:
-    """Set a module's state; it is sharded at the end."""
+    """Set a module's state; list the module for `shard_modules` if it was sharded."""
     module.__setstate__(state[0])
     if (sharding := state[1]) is not None:
         _, together = _unsharded.pop(id(sharding), (sharding, []))
-        # Inner modules have to be sharded before outer ones.
+        # Inner modules have to be sharded before outer modules.
         _unsharded[id(sharding)] = sharding, [*together, module]
 
 
 def own_tensors(shards: Sequence[Shard]) -> list[Any]:
-    """Make the DTensors of which these are this rank's shards."""
-    found = []
+    """Return DTensors made from this rank's own shards."""
+    tensors = []
     for shard in shards:
         mesh = find_mesh(shard.of, shard.dims)
         shape = {"shape": torch.Size(shard.shape), "stride": shard.stride}
         with torch.no_grad():
             from_local = known("tensor", "DTensor").from_local
-            found.append(from_local(shard.local, mesh, shard.placements, **shape))
-    return found
+            tensors.append(from_local(shard.local, mesh, shard.placements, **shape))
+    return tensors
 
 
 def shard_modules(unsharded: Sequence[Unsharded]) -> None:
-    """Shard the modules that were unpickled by `fully_shard`, as before; all ranks call it."""
+    """Call `fully_shard` on unpickled modules with its earlier arguments; all ranks call it."""
     for sharding, modules in unsharded:
         _shard(sharding, modules)
 
 
 def forget() -> None:
-    """Drop the meshes and the unpickled modules: values that were unpickled hold their own."""
+    """Clear the tables of meshes and modules; restored values have references of their own."""
     _meshes.clear()
     _unsharded.clear()
 
 
 def _shard(sharding: Sharding, modules: Sequence[Any]) -> None:
-    """Shard empty parameters, then put those in their place that were restored.
+    """Shard modules with empty parameters, then set the restored parameters in their place.
 
-    The optimizer has the same ones.  FSDP2 takes them over in its next forward, as after
-    `load_state_dict(assign=True)`.
+    The optimizer refers to the restored parameters.  FSDP2 uses them from its next forward on, as
+    after `load_state_dict(assign=True)`.
     """
     from torch.distributed.fsdp import fully_shard
 
@@ -197,15 +197,15 @@ def _shard(sharding: Sharding, modules: Sequence[Any]) -> None:
     sharded = [place for place in places if type(place[2]) is known("tensor", "DTensor")]
     empty = {}
     for _, _, p in sharded:
-        without = torch.empty(p.shape, dtype=p.dtype, device="meta")
-        empty[id(p)] = torch.nn.Parameter(without, p.requires_grad)
-    how = {empty[id(p)]: next(filter(_is_shard, p.placements)) for _, _, p in sharded}
+        meta = torch.empty(p.shape, dtype=p.dtype, device="meta")
+        empty[id(p)] = torch.nn.Parameter(meta, p.requires_grad)
+    placements = {empty[id(p)]: next(filter(_is_shard, p.placements)) for _, _, p in sharded}
     for module, name, parameter in sharded:
         setattr(module, name, empty[id(parameter)])
     fully_shard(
         modules[0] if len(modules) == 1 else [*modules],
         mesh=sharding.mesh,
-        shard_placement_fn=how.get,
+        shard_placement_fn=placements.get,
         ignored_params={p for _, _, p in places if id(p) not in empty},
         **sharding.options,
     )
@@ -215,7 +215,7 @@ def _shard(sharding: Sharding, modules: Sequence[Any]) -> None:
 
 
 def _parameters(module: Any) -> Iterator[tuple[Any, str, Any]]:
-    """Yield parameters and where they are, but for those of sharded modules inside."""
+    """Yield module, name and parameter for all parameters outside of inner sharded modules."""
     for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
         yield module, name, parameter
     for inner in module.children():
@@ -224,7 +224,7 @@ def _parameters(module: Any) -> Iterator[tuple[Any, str, Any]]:
 
 
 def is_sharded(value: Any) -> bool:
-    """Return True for a DTensor of which each rank has a part, or a module with such parameters."""
+    """Return True for a DTensor in parts, or a module or optimizer with such parameters."""
     if isinstance(value, torch.nn.Module):
         fsdp1 = known("fsdp", "FullyShardedDataParallel")
         is_fsdp1 = any(isinstance(each, fsdp1) for each in value.modules())
@@ -248,18 +248,18 @@ def assembled_tensors(files: Mapping[int, Sequence[Shard]], source: int) -> list
     """Join a rank's DTensors from all ranks' shards, and shard them again; or raise ValueError."""
     from torch.distributed.tensor import distribute_tensor
 
-    found = []
-    for number, own in enumerate(files[source]):
-        pieces = [files[rank][number : number + 1] for rank in own.of.ranks]
-        if any(each != [own] or each[0].local.dtype != own.local.dtype for each in pieces):
+    tensors = []
+    for number, shard in enumerate(files[source]):
+        pieces = [files[rank][number : number + 1] for rank in shard.of.ranks]
+        if any(each != [shard] or each[0].local.dtype != shard.local.dtype for each in pieces):
             raise ValueError("the ranks' sharded tensors are not the same ones")
-        if own.dims is not None:
+        if shard.dims is not None:
             raise ValueError("a sharded tensor is on a part of a mesh")
-        whole = _assembled([each[0].local for each in pieces], own)
-        mesh = find_mesh(own.of, own.dims)
-        tensor = distribute_tensor(whole, mesh, own.placements, src_data_rank=None)
-        found.append(tensor.detach().clone())  # without the rest of the whole
-    return found
+        whole = _assembled([each[0].local for each in pieces], shard)
+        mesh = find_mesh(shard.of, shard.dims)
+        tensor = distribute_tensor(whole, mesh, shard.placements, src_data_rank=None)
+        tensors.append(tensor.detach().clone())  # a copy, so that `whole` is released
+    return tensors
 
 
 def _assembled(pieces: Sequence[torch.Tensor], shard: Shard) -> torch.Tensor:

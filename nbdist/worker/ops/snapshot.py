@@ -39,7 +39,7 @@ CHUNK = 1 << 24  # bytes that are read or written before Stop is noticed
 
 
 class Damaged(Exception):
-    """A file differs from what was written; the message says how."""
+    """A file has other contents than were written; the message names the file."""
 
 
 def write_frames(path: Path, frames: Sequence[Buffer]) -> tuple[int, str]:
@@ -87,8 +87,8 @@ def read_frames(path: Path, digest: str) -> list[memoryview]:
     frames = []
     for mapped in map_frames(path, digest):
         frame = torch.empty(mapped.nbytes, dtype=torch.uint8, device="cpu").numpy().data
-        for own, part in zip(_chunks(frame), _chunks(mapped), strict=True):
-            own[:] = part
+        for target, part in zip(_chunks(frame), _chunks(mapped), strict=True):
+            target[:] = part
         frames.append(frame)
     return frames
 
@@ -114,33 +114,33 @@ def write(
     names = sorted(wanted[rank], key=lambda n: not all(n in each for each in wanted.values()))
     values = {name: namespace[name] for name in names if name in namespace}
     left_out = {}
-    if _why_not(dict(values), namespace):  # try each value alone only if all together fail
-        reasons = {name: _why_not(value, namespace) for name, value in values.items()}
+    if _pickling_problem(dict(values), namespace):  # try each value alone only if all together fail
+        reasons = {name: _pickling_problem(value, namespace) for name, value in values.items()}
         left_out = {name: why for name, why in reasons.items() if why}
     if left_out and not leave_out:
         name, why = next(iter(left_out.items()))
         return Written(f"`{name}` cannot be pickled: {why}")
     for name in left_out:
         del values[name]
-    also = _also(values, namespace)
+    also = _used_values(values, namespace)
     contents: dict[str, Any] = {"names": values, "also": also, "random": random_states()}
     contents["hooks"] = RemovableHandle.next_id
     pickled = _sketch(contents, namespace)
     contents["keyed"] = context.namespace.counterparts.keyed(pickled.objects)
     # A pickle of tensors leaves their gradients behind.
-    tensors = [met for met in pickled.objects if isinstance(met, torch.Tensor) and met.is_leaf]
+    tensors = [item for item in pickled.objects if isinstance(item, torch.Tensor) and item.is_leaf]
     contents["grads"] = [(each, each.grad) for each in tensors if each.grad is not None]
-    models = [met for met in pickled.objects if type(met) is DistributedDataParallel]
+    models = [item for item in pickled.objects if type(item) is DistributedDataParallel]
     contents["buckets"] = [(net, bucket_layout(net)) for net in models]
     writer = sharded.Writer()
     frames = pickle(contents, namespace, back_to_device=True, reduce=writer.reduce).frames
     shards = pickle(writer.shards, namespace, back_to_device=True).frames
     # The first frame has the number of the variables' frames, which follow; the others are shards.
     first = len(frames).to_bytes(8, "little")
-    if problem := _lacks(folder):
+    if problem := _folder_problem(folder):
         return Written(problem)
     try:
-        size, digest = write_frames(_file(folder, rank), [first, *frames, *shards])
+        size, digest = write_frames(_path_of(folder, rank), [first, *frames, *shards])
     except OSError as error:
         return Written(error.strerror or str(error))
     written = (*(name for name in wanted[rank] if name in values),)
@@ -148,7 +148,7 @@ def write(
     return Written("", written, (*also,), left_out, size, digest, versions, meshes)
 
 
-def _lacks(folder: str) -> str:
+def _folder_problem(folder: str) -> str:
     if os.path.isdir(folder):
         return ""
     return (
@@ -158,11 +158,11 @@ def _lacks(folder: str) -> str:
     )
 
 
-def _file(folder: str, rank: int) -> Path:
+def _path_of(folder: str, rank: int) -> Path:
     return Path(folder, f"rank{rank}.frames")
 
 
-def _why_not(value: Any, namespace: dict[str, Any]) -> str:
+def _pickling_problem(value: Any, namespace: dict[str, Any]) -> str:
     """Return why a value cannot be written; "" if it can."""
     try:
         _sketch(value, namespace)
@@ -176,25 +176,25 @@ def _sketch(value: Any, namespace: dict[str, Any], writer: sharded.Writer | None
     return pickle(value, namespace, sketch=True, reduce=(writer or sharded.Writer()).reduce)
 
 
-def _also(values: Mapping[str, Any], namespace: dict[str, Any]) -> dict[str, Any]:
-    """Return the values that functions and classes look up by name, and those that these look up.
+def _used_values(values: Mapping[str, Any], namespace: dict[str, Any]) -> dict[str, Any]:
+    """Return the values that functions and classes in `values` look up by name, however indirectly.
 
-    Big values stay out: they are data, which the notebook sends again.
+    Big values are left out: they are data, which the notebook sends again.
     """
-    found: dict[str, Any] = {}
+    used: dict[str, Any] = {}
     waiting = set(_sketch(values, namespace).needs)
     while waiting:
         name = waiting.pop()
-        if name in values or name in found or name not in namespace:
+        if name in values or name in used or name not in namespace:
             continue
         try:
             pickled = _sketch(namespace[name], namespace, writer := sharded.Writer())
         except Exception:  # noqa: BLE001 (a user's __reduce__; its user will fail by name)
             continue
         if size_of(pickled.frames) <= ALSO_LIMIT and not writer.shards:
-            found[name] = namespace[name]
+            used[name] = namespace[name]
             waiting |= pickled.needs
-    return found
+    return used
 
 
 def random_states() -> dict[str, Any]:
@@ -217,8 +217,8 @@ def load(
 ) -> Loaded:
     """Read the file of the rank that `parts` names for this one, and keep its contents for `bind`.
 
-    Two steps, so that no rank binds anything if another one's file is damaged. With the files of
-    `everyones` ranks, sharded tensors are put together and sharded again for this world.
+    Binding is a second step, so that no rank binds anything if another rank's file is damaged.
+    With `everyones` files, sharded tensors are joined, and sharded again for this world.
     """
     try:
         return _load(context, folder, parts[context.rank], everyones)
@@ -227,14 +227,14 @@ def load(
 
 
 def _load(context: Context, folder: str, part: File, everyones: Sequence[File]) -> Loaded:
-    of_rank, digest = part
-    if problem := _lacks(folder):
+    source, digest = part
+    if problem := _folder_problem(folder):
         return Loaded(problem)
     try:
-        contents, shards = _pair(read_frames(_file(folder, of_rank), digest))
+        contents, shards = _split(read_frames(_path_of(folder, source), digest))
         if everyones:
             shards = []  # free its memory before the others' files take theirs
-        mapped = {rank: map_frames(_file(folder, rank), each) for rank, each in everyones}
+        mapped = {rank: map_frames(_path_of(folder, rank), each) for rank, each in everyones}
     except Untrusted as error:
         return Loaded(distrust=str(error))
     except (Damaged, OSError, RuntimeError) as error:  # RuntimeError if memory is full
@@ -242,49 +242,49 @@ def _load(context: Context, folder: str, part: File, everyones: Sequence[File]) 
     names = context.names
     try:
         if everyones:
-            files = {rank: unpickle(_pair(frames)[1], names) for rank, frames in mapped.items()}
-            tensors = sharded.assembled_tensors(files, of_rank)
+            files = {rank: unpickle(_split(frames)[1], names) for rank, frames in mapped.items()}
+            tensors = sharded.assembled_tensors(files, source)
         else:
             tensors = sharded.own_tensors(unpickle(shards, names))
         with sharded.restoring(tensors) as unsharded:
-            found = unpickle(contents, names)
-            found["unsharded"] = [*unsharded.values()]
-        context.namespace.take(Taken(found), context.task_id)
-    except Exception as error:  # noqa: BLE001 (so can a user's class while it is rebuilt)
+            restored = unpickle(contents, names)
+            restored["unsharded"] = [*unsharded.values()]
+        context.namespace.take(Taken(restored), context.task_id)
+    except Exception as error:  # noqa: BLE001 (a user's class can raise anything)
         return Loaded(f"{type(error).__name__}: {one_line(str(error), 200)}")
     return Loaded()
 
 
-def _pair(frames: list[memoryview]) -> tuple[list[memoryview], list[memoryview]]:
-    """Return the frames of the variables, and those of the shards."""
+def _split(frames: list[memoryview]) -> tuple[list[memoryview], list[memoryview]]:
+    """Return the frames of the variables, and the frames of the shards."""
     end = 1 + int.from_bytes(frames[0], "little")
     return frames[1:end], frames[end:]
 
 
 def bind(context: Context, *, names: Sequence[str] | None, with_random: bool) -> tuple[str, ...]:
-    """Bind the names that `load` has read, or these of them; return the names."""
+    """Bind the variables that `load` has read, or only `names` of them; return their names."""
     namespace, contents = context.names, context.namespace.pop_taken().values
-    # Modules keep hooks by these numbers: a new hook must not take the place of a restored one.
+    # Modules keep hooks by number: no new hook may get the number of a restored hook.
     RemovableHandle.next_id = max(RemovableHandle.next_id, contents["hooks"])
     sharded.shard_modules(contents["unsharded"])
-    found = {n: value for n, value in contents["names"].items() if names is None or n in names}
+    restored = {n: value for n, value in contents["names"].items() if names is None or n in names}
     for tensor, grad in contents["grads"]:
         tensor.grad = grad
     for name, value in contents["also"].items():
         namespace.setdefault(name, value)
-    # Register only objects in the restored variables: others must not change what is here.
+    # Register only objects of the variables that are bound: no other object here may change.
     keyed = contents.get("keyed", [])
     if names is not None:
-        inside = {id(each) for each in _sketch(found, namespace).objects}
+        inside = {id(each) for each in _sketch(restored, namespace).objects}
         keyed = [each for each in keyed if id(each.value) in inside]
-    instead, _ = context.namespace.counterparts.replace(found, keyed)
+    instead, _ = context.namespace.counterparts.replace(restored, keyed)
     for net, layout in contents["buckets"]:
         set_bucket_layout(instead.get(id(net), net), layout)
     context.gained |= {*context.namespace.counterparts.register(keyed, instead)}
-    context.bound |= found.keys()
+    context.bound |= restored.keys()
     if with_random:
         set_random_states(contents["random"])
-    return (*found,)
+    return (*restored,)
 
 
 def set_random_states(states: Mapping[str, Any]) -> None:

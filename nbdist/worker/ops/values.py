@@ -20,7 +20,7 @@ from nbdist.values.unpicklable import fails_in
 from nbdist.wire.ops import Brought, Inspected, Replaced
 from nbdist.words import did_you_mean
 from nbdist.worker.compat import torch as seam
-from nbdist.worker.group.default import begin_models_anew
+from nbdist.worker.group.default import renew_reducers
 from nbdist.worker.namespace import Context, Taken, VariableError
 from nbdist.worker.ops.sharded import is_sharded
 from nbdist.worker.received import DEFINITIONS, Homeward
@@ -52,8 +52,8 @@ def gather(context: Context, expressions: Sequence[str], *, joins: bool = False)
         return Brought(expressions[0], problem=f"{type(error).__name__}: {error}")
     except Exception as error:  # noqa: BLE001 (a user's __reduce__ can raise anything)
         fails = fails_in(context.names)
-        number, of = next((each for each in enumerate(values) if fails(each[1])), (0, values[0]))
-        path, kind, why = context.namespace.blame(expressions[number], of, error)
+        number, value = next((each for each in enumerate(values) if fails(each[1])), (0, values[0]))
+        path, kind, why = context.namespace.blame(expressions[number], value, error)
         part = "it" if path == expressions[number] else f"`{path}`"
         problem = f"{part} ({kind}) cannot be sent to the notebook: {why}"
         return Brought(expressions[number], problem=problem)
@@ -80,13 +80,13 @@ def bind_pushed(context: Context) -> Mapping[str, Replaced]:
 
 
 def scatter(context: Context, name: str, parts: Mapping[int, Payload]) -> None:
-    """Receive this rank's part, and keep it for `bind_scattered`; leave others unopened."""
+    """Receive this rank's part, and keep it for `bind_scattered`; do not open other parts."""
     part = context.namespace.open(parts[context.rank])
     context.namespace.take(Taken({name: part}), context.task_id)
 
 
 def bind_scattered(context: Context) -> None:
-    """Bind the name to the part, which belongs to the rank from now on."""
+    """Bind the name of `scatter` to the part, which belongs to the rank from now on."""
     values = context.namespace.pop_taken().values
     context.names.update(values)
     context.bound |= values.keys()
@@ -113,18 +113,18 @@ def sync(context: Context, wanted: Sequence[str], source: int, to: Sequence[int]
     names, rank = context.names, dist.get_rank()
     is_source = rank == source
     missing = [name for name in wanted if name not in names]
-    wants = not is_source and (bool(missing) if to is None else rank in to)
-    is_wanted, is_impossible = _any(wants), _any(is_source and bool(missing))
+    is_receiver = not is_source and (bool(missing) if to is None else rank in to)
+    is_needed, is_impossible = _any(is_receiver), _any(is_source and bool(missing))
     if is_impossible and is_source:
         near = did_you_mean(missing[0], names)
-        lacks = f"this rank has no `{', '.join(missing)}`; nothing was copied"
-        raise VariableError(f"{lacks}.{near}" if near else lacks)
+        problem = f"this rank has no `{', '.join(missing)}`; nothing was copied"
+        raise VariableError(f"{problem}.{near}" if near else problem)
     taken = Taken({})
-    if is_wanted and not is_impossible:
+    if is_needed and not is_impossible:
         frames = _send(context, wanted, source) if is_source else _receive(source)
         if is_source:
             taken.values = {name: names[name] for name in wanted}
-        elif wants:
+        elif is_receiver:
             taken = _rebuilt(names, wanted, frames)
     context.namespace.take(taken, context.task_id)
 
@@ -136,30 +136,30 @@ def bind_synced(context: Context, wanted: Sequence[str]) -> None:
     context.gained |= {*bound.gained}
     if _any(bool(bound.names)):
         # Ranks that had the model have its buckets in another order than ranks that got it now.
-        begin_models_anew()
+        renew_reducers()
 
 
 def give_back(context: Context, packed: Payload) -> None:
-    """Bind variables that `keep` has packed in this rank's process before this one."""
+    """Bind variables that `keep` has packed in this rank's previous process."""
     values, keyed = context.namespace.open(packed)
     context.names.update(values)
     context.bound |= values.keys()
     context.gained |= {*context.namespace.counterparts.register(keyed, {})}
 
 
-def _send(context: Context, wanted: Sequence[str], source: int) -> Sequence[Buffer]:
+def _send(context: Context, variables: Sequence[str], source: int) -> Sequence[Buffer]:
     names = context.names
     try:
-        _check_is_whole(names[name] for name in wanted)
-        pickled = _pickled(context, {name: names[name] for name in wanted})
+        _check_is_whole(names[name] for name in variables)
+        pickled = _pickled(context, {name: names[name] for name in variables})
         _check_is_whole(pickled.objects)
         keyed = context.namespace.counterparts.keyed(pickled.objects, adds=True)
         frames = pickle((pickled.values, keyed), names, back_to_device=True).frames
     except Exception as error:  # a user's __reduce__ can raise anything
         _broadcast_header([], source)
         why = REMEDY if isinstance(error, _OnlyAPart) else f"{type(error).__name__}: {error}"
-        said = f"`{', '.join(wanted)}` cannot be copied: {why}; nothing was copied"
-        raise VariableError(said) from error
+        text = f"`{', '.join(variables)}` cannot be copied: {why}; nothing was copied"
+        raise VariableError(text) from error
     _broadcast_header([memoryview(frame).nbytes for frame in frames], source)
     for frame in frames:
         view = memoryview(frame)
@@ -214,18 +214,18 @@ def _receive(source: int) -> Sequence[Buffer]:
     return frames
 
 
-def _rebuilt(names: dict[str, Any], wanted: Sequence[str], frames: Sequence[Buffer]) -> Taken:
+def _rebuilt(names: dict[str, Any], variables: Sequence[str], frames: Sequence[Buffer]) -> Taken:
     if not frames:
         return Taken({})  # the source reports the problem
     try:
         values, keyed = unpickle(frames, names)
     except Exception as error:  # a user's class can raise anything while it is rebuilt
         raise VariableError(
-            f"`{', '.join(wanted)}` could not be rebuilt: {type(error).__name__}: {error}; "
+            f"`{', '.join(variables)}` could not be rebuilt: {type(error).__name__}: {error}; "
             "nothing was copied"
         ) from error
     # A definition that was only added must not replace the one of this rank.
-    values = {name: each for name, each in values.items() if name in wanted or name not in names}
+    values = {name: each for name, each in values.items() if name in variables or name not in names}
     return Taken(values, keyed)
 
 
@@ -247,9 +247,9 @@ def _broadcast_header(sizes: list[int] | None, source: int) -> list[int]:
 
 def _broadcast(frame: torch.Tensor, source: int) -> torch.Tensor:
     """Return the source's contents; fill the tensor itself if the group takes CPU tensors."""
-    there = frame.to(_device())
-    dist.broadcast(there, src=source)
-    return there.cpu()
+    on_device = frame.to(_device())
+    dist.broadcast(on_device, src=source)
+    return on_device.cpu()
 
 
 def _device() -> torch.device:

@@ -45,7 +45,7 @@ def test_what_torch_has_of_a_group_comes_back(monkeypatch: pytest.MonkeyPatch) -
     entries = seam.entries_of(group)
     for table in tables.values():
         table.clear()
-    seam.put_back(group, entries)
+    seam.set_default_group(group, entries)
     assert kept.pg_flight_recorder_hooks == {group: "in pg_flight_recorder_hooks"}
     assert default == [group]
 

@@ -8,7 +8,7 @@ import torch
 from nbdist.errors import RanksReleased, WorkerDied, WorkerError
 from nbdist.output.events import Text
 from nbdist.worker.compat import torch as seam
-from nbdist.worker.group.default import lacking
+from nbdist.worker.group.default import missing_backends
 from nbdist.world.world import World
 
 pytestmark = pytest.mark.shared_world(3)
@@ -186,9 +186,9 @@ def test_what_contradicts(world: World) -> None:
 
 def test_either_class_of_nccl_is_nccl() -> None:
     """A script that asks for "nccl" runs in a world of the class that was chosen, not of both."""
-    assert lacking("nccl", "cpu:gloo,cuda:nccl-legacy") == set()
-    assert lacking("nccl2", "cpu:gloo,cuda:nccl-legacy") == {"nccl2"}
-    assert lacking("nccl", "gloo") == {"nccl"}
+    assert missing_backends("nccl", "cpu:gloo,cuda:nccl-legacy") == set()
+    assert missing_backends("nccl2", "cpu:gloo,cuda:nccl-legacy") == {"nccl2"}
+    assert missing_backends("nccl", "gloo") == {"nccl"}
 
 
 def test_a_group_of_ones_own(world: World) -> None:

@@ -79,7 +79,7 @@ def test_steps_of_models(world: World) -> None:
         "net = made()\n"
         "grads = [step(net) for _ in range(3)][-1]\n"
         "if rank == 1: net = pickle.loads(pickle.dumps(net))  # it has no layout\n"
-        "default.begin_models_anew()\n"
+        "default.renew_reducers()\n"
         "assert equal(step(net), grads)\n"
         "del net"
     )
@@ -158,13 +158,13 @@ def test_what_is_said_of_connections() -> None:
 def test_groups_that_a_rank_holds(world: World) -> None:
     """Those besides the world's own, by name, with their ranks; none while that is destroyed."""
     world.execute(
-        "before = ours.held()  # by earlier tests\n"
+        "before = ours.subgroup_members()  # by earlier tests\n"
         "one, both = [dist.new_group(ranks) for ranks in ([1], [0, 1])]\n"
-        "held = {name: each for name, each in ours.held().items() if name not in before}\n"
+        "held = {n: each for n, each in ours.subgroup_members().items() if n not in before}\n"
         "names = [each.group_name for each in (one, both)\n"
         "         if each is not dist.GroupMember.NON_GROUP_MEMBER]\n"
         "dist.destroy_process_group()\n"
-        "gone = ours.held()"
+        "gone = ours.subgroup_members()"
     )
     held, names, gone = zip(*world.gather("held, names, gone"), strict=True)
     assert [sorted(each.values()) for each in held] == [[(0, 1)], [(0, 1), (1,)]]

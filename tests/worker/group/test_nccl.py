@@ -18,7 +18,7 @@ from nbdist.wire.places import Begun, Collective
 from nbdist.worker.compat import nccl as seam
 from nbdist.worker.compat.torch import RECORDS_GLOO, RENEWS_GLOO
 from nbdist.worker.group import nccl
-from nbdist.worker.group.gloo import is_of_others
+from nbdist.worker.group.gloo import is_between_ranks
 from nbdist.worker.group.nccl import AbortHangs, Nccl, Pending, Recording, UnderWay
 from nbdist.worker.group.stores import Meeting
 from tests.waiting import SOON, wait_until
@@ -96,7 +96,7 @@ def test_who_comes_first_waits_where_it_can_be_released(adapter: Nccl) -> None:
     store, first, second = dist.HashStore(), Legacy(), Legacy()
     with ThreadPoolExecutor() as pool:
         waits = pool.submit(connect, adapter, first, store=store, size=2)
-        wait_until(lambda: adapter.store.is_waited_in)
+        wait_until(lambda: adapter.store.has_waiting_thread)
         adapter.abort([])
         with pytest.raises(ConnectionResetError):
             waits.result(SOON)
@@ -138,7 +138,7 @@ def test_what_keeps_ranks_apart(adapter: Nccl, said: str, *, is_between: bool) -
     """For a rank that has died the others are not to blame; for its own GPU each is."""
     with pytest.raises(RuntimeError, match=said) as found:
         connect(adapter, Nccl2(partial(refuse, said)))
-    assert is_of_others(found.value) == is_between
+    assert is_between_ranks(found.value) == is_between
 
 
 def test_nobody_waits_for_ever(

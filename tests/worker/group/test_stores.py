@@ -158,19 +158,19 @@ def test_aborted(store: AgentStore, agent: Agent, tmp_path: Path) -> None:
     abortable = AbortableStore(Meeting(store))
     with ThreadPoolExecutor(1) as pool:
         got = pool.submit(PrefixStore("a", abortable).get, "key")
-        wait_until(lambda: abortable.is_waited_in and "1 wait" in repr(agent.store))
+        wait_until(lambda: abortable.has_waiting_thread and "1 wait" in repr(agent.store))
         abortable.abort()
         with pytest.raises(ConnectionResetError, match="Connection closed by peer"):
             got.result(SOON)
         wait_until(lambda: "0 wait" in repr(agent.store))
-        assert not abortable.is_waited_in
+        assert not abortable.has_waiting_thread
         abortable.start_over()
         abortable.set("key", "value")
         assert abortable.get("key") == b"value"
         over = tmp_path / "over"
-        abortable = AbortableStore(Meeting(store, over=over))
+        abortable = AbortableStore(Meeting(store, cancel_path=over))
         got = pool.submit(abortable.wait, ["other"])
-        wait_until(lambda: abortable.is_waited_in)
+        wait_until(lambda: abortable.has_waiting_thread)
         over.touch()
         with pytest.raises(ConnectionResetError):
             got.result(SOON)
@@ -243,7 +243,7 @@ def test_over_a_store_of_torch(tmp_path: Path) -> None:
     assert repr(over_file) == "<AbortableStore at rest>"
     with ThreadPoolExecutor(1) as pool:
         got = pool.submit(asked.get, "key")
-        wait_until(lambda: over_file.is_waited_in)
+        wait_until(lambda: over_file.has_waiting_thread)
         over_file.abort()
         with pytest.raises(ConnectionResetError, match="Connection closed by peer"):
             got.result(SOON)
@@ -251,7 +251,7 @@ def test_over_a_store_of_torch(tmp_path: Path) -> None:
             over_file.get("key")
         over_file.start_over()
         got = pool.submit(asked.get, "key")
-        wait_until(lambda: over_file.is_waited_in)
+        wait_until(lambda: over_file.has_waiting_thread)
         over_file.set("a/key", "value")
         assert got.result(SOON) == b"value"
 
@@ -274,7 +274,7 @@ def test_all_have_one_store(backend: str, endpoint: str) -> None:
 
     def met(ranks: list[TorchRendezvous], generation: int) -> list[Any]:
         with ThreadPoolExecutor() as pool:
-            return [*pool.map(lambda each: each.meet(generation, len(ranks)), ranks)]
+            return [*pool.map(lambda each: each.join(generation, len(ranks)), ranks)]
 
     where = TorchStore(backend, endpoint, "world")
     ranks = [TorchRendezvous(where, rank) for rank in range(2)]
@@ -291,7 +291,7 @@ def test_all_have_one_store(backend: str, endpoint: str) -> None:
     assert AbortableStore(Meeting(one)).multi_get(["key", "key"]) == [b"new", b"new"]
     with ThreadPoolExecutor(1) as pool:
         got = pool.submit(abortable.get, "never")
-        while not abortable.is_waited_in:
+        while not abortable.has_waiting_thread:
             assert not got.done()
         abortable.abort()
         with pytest.raises(ConnectionResetError):
@@ -312,11 +312,11 @@ def test_a_rank_that_does_not_come(endpoint: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(stores, "JOIN_TIMEOUT", 1)
     alone = TorchRendezvous(TorchStore("c10d", endpoint, "world"), 0)
     with pytest.raises(NoStore, match=f"^`--rdzv-backend c10d --rdzv-endpoint {endpoint}`: "):
-        alone.meet(1, 2)
+        alone.join(1, 2)
     for backend, why in (("nowhere", "nowhere"), ("static", "Port is absent"), ("etcd-v2", "etcd")):
         rank = TorchRendezvous(TorchStore(backend, "127.0.0.1", "world"), 0)
         with pytest.raises(NoStore, match=why) as found:
-            rank.meet(1, 1)
+            rank.join(1, 1)
         assert "\n" not in str(found.value)
 
 
@@ -326,8 +326,8 @@ def test_an_etcd_that_is_away(backend: str, endpoint: str, monkeypatch: pytest.M
     where = TorchStore(backend, endpoint, "world")
     said = f"--rdzv-endpoint {endpoint}`: no etcd answers there \\(%s\\); start it$"
     with pytest.raises(NoStore, match=said % "Connection refused"):
-        TorchRendezvous(where, 0).meet(1, 1)
+        TorchRendezvous(where, 0).join(1, 1)
     monkeypatch.setattr(stores, "ETCD_TIMEOUT", 0.1)
     host, _, port = endpoint.rpartition(":")
     with socket.create_server((host, int(port))), pytest.raises(NoStore, match=said % "timed out"):
-        TorchRendezvous(where, 0).meet(1, 1)
+        TorchRendezvous(where, 0).join(1, 1)

@@ -129,7 +129,7 @@ def test_small_tensors_are_not_listed_after_an_error():
 
 def held(**names: object) -> dict[str, Held]:
     """What is found, by name."""
-    return {each.name: each for each in Search(5.0).take(names)}
+    return {each.name: each for each in Search(5.0).find_new(names)}
 
 
 def test_a_storage_counts_once():
@@ -188,8 +188,8 @@ def test_many_in_one_container_are_one():
     # What is as near comes first, as there may be too many of them.
     assert [*held(losses=losses, x=torch.zeros(3))] == ["x", "losses"]
     search = Search(0.0)
-    search.take({"losses": losses})
-    assert search.held[0].count < 500
+    search.find_new({"losses": losses})
+    assert search.results[0].count < 500
     assert not search.is_whole
 
 
@@ -210,13 +210,13 @@ def test_classes_of_the_user_do_no_harm():
     """What they raise is met, the others are found, and it is known that some was not seen."""
     search = Search(5.0)
     odd = torch.zeros(1).as_subclass(Odd)
-    found = search.take({"odd": odd, "refuses": Refuses(), "x": torch.zeros(2)})
+    found = search.find_new({"odd": odd, "refuses": Refuses(), "x": torch.zeros(2)})
     assert [each.name for each in found] == ["x"]
     assert not search.is_whole
     cycle: list[object] = []
     cycle.append(cycle)
     search = Search(5.0)
-    assert search.take({"cycle": cycle, "meta": torch.zeros(5, device="meta")}) == []
+    assert search.find_new({"cycle": cycle, "meta": torch.zeros(5, device="meta")}) == []
     assert search.is_whole
 
 
@@ -232,7 +232,7 @@ def test_what_a_traceback_holds(monkeypatch: pytest.MonkeyPatch):
     errors = [*last_errors(SimpleNamespace(last_execution_result=None), caught.value)]
     assert [type(error) for error in errors[:2]] == [ZeroDivisionError, KeyError]
     search, calls = Search(5.0), [call for error in errors for call in locals_of(error)]
-    found = [each.name for where, names in calls for each in search.take(names, where)]
+    found = [each.name for where, names in calls for each in search.find_new(names, where)]
     assert f"big in load(), line {load.__code__.co_firstlineno + 2}" in found
     assert "y" not in [name for _, names in locals_of(caught.value) for name in names]
     one, two, three = ValueError(), KeyError(), ExceptionGroup("both", [TypeError()])
