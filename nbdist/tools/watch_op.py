@@ -103,7 +103,7 @@ class Watch:
         """Add hooks to all optimizers, and to watched modules that exist already."""
         self._hooks.append(register_optimizer_step_pre_hook(self._begins_step))
         self._hooks.append(register_optimizer_step_post_hook(self._stepped))
-        tracking.watching.append(self._counted)
+        tracking.step_callbacks.append(self._counted)
         self._shell.events.register("post_run_cell", self._cell_ended)
         self._guarded(self._resolve)
         self._guarded(self._prepare)
@@ -113,8 +113,8 @@ class Watch:
         self._seen.close()
         while self._hooks:
             self._hooks.pop().remove()
-        if self._counted in tracking.watching:
-            tracking.watching.remove(self._counted)
+        if self._counted in tracking.step_callbacks:
+            tracking.step_callbacks.remove(self._counted)
             self._shell.events.unregister("post_run_cell", self._cell_ended)
 
     def _cell_ended(self, _: object) -> None:

@@ -15,26 +15,26 @@ import warnings
 from typing import Any
 
 
-def spawned() -> None:
-    """Become the worker that stdin describes; user code then finds stdin empty."""
+def become_spawned_worker() -> None:
+    """Read a `WorkerStart` from stdin and become that worker; user code finds stdin empty."""
     from nbdist.worker.main import become_worker
     from nbdist.worker.process import die_with_parent
 
     die_with_parent(os.getppid())
     worker_start = pickle.load(sys.stdin.buffer)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
+    null_device = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null_device, 0)
+    os.close(null_device)
     become_worker(worker_start)
 
 
-def about() -> dict[str, Any]:
-    """Import torch, and return what this build of torch can do, and on which GPUs.
+def describe_torch() -> dict[str, Any]:
+    """Import torch and describe its build and the GPUs, for `nbdist doctor`.
 
-    `device` is what the build is for, such as `CUDA 12.8` or `CPU`; `nccl` is "" if it has no nccl;
-    `said` are the warnings of torch while it was imported.
+    `device` is the platform of the build, such as `CUDA 12.8` or `CPU`. `nccl` is the version and
+    class of nccl, "" if torch was built without nccl. `said` are torch's warnings at its import.
     """
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         import torch
         import torch.distributed as dist
@@ -42,7 +42,7 @@ def about() -> dict[str, Any]:
         from nbdist.worker.compat import accelerator
 
         gpus = accelerator.names()
-    built = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
+    versions = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
     has_groups, nccl = dist.is_available(), ""
     if has_groups and dist.is_nccl_available():
         from nbdist.worker.compat.nccl import plain_class
@@ -50,15 +50,15 @@ def about() -> dict[str, Any]:
         nccl = f"{'.'.join(map(str, accelerator.nccl_version()))} ({plain_class()})"
     return {
         "torch": torch.__version__,
-        "device": next((f"{kind} {each}" for kind, each in built.items() if each), "CPU"),
+        "device": next((f"{kind} {number}" for kind, number in versions.items() if number), "CPU"),
         "gpus": gpus,
         "gloo": has_groups and dist.is_gloo_available(),
         "nccl": nccl,
-        "said": [str(each.message) for each in said if each.category is UserWarning],
+        "said": [str(each.message) for each in caught if each.category is UserWarning],
     }
 
 
 if sys.argv[1:] == ["about"]:
-    sys.stdout.write(json.dumps(about()))
+    sys.stdout.write(json.dumps(describe_torch()))
 else:
-    spawned()
+    become_spawned_worker()

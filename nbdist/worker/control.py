@@ -1,7 +1,7 @@
-"""Answers requests of the agent on a control thread, while a task runs or not.
+"""The control thread of a worker, which answers requests of the agent even while a task runs.
 
-Requests ask where the rank is, or for completions, or to abort collectives, or to change the group
-or the size of the world. `nbdist.worker.main` starts it in each rank.
+The agent asks where the main thread is, for completions, to abort collectives, or to change the
+process group or the world's size. `nbdist.worker.main` makes one `ControlThread` in each worker.
 """
 
 from __future__ import annotations
@@ -35,39 +35,39 @@ from nbdist.worker.group.gloo import is_between_ranks
 from nbdist.worker.group.group import Group
 from nbdist.worker.kernel import WorkerKernel
 from nbdist.worker.probe import Probe, frames_of
-from nbdist.worker.process import READ_SIZE, reserve, threads_without_sigint
+from nbdist.worker.process import READ_SIZE, allow_more_descriptors, threads_without_sigint
 from nbdist.worker.steps import STEPS
 
 LATE_SECONDS, KEPT_SECONDS = 0.3, 5.0
-"""An answer to a front end that took longer is kept for so long: the front end may ask again.
+"""An answer to Tab that took `LATE_SECONDS` is kept for `KEPT_SECONDS`, if Tab is pressed again.
 
-On a busy machine the agent, which waits for 0.4 s (`inspect.CONSULT_TIMEOUT`), never gets an answer
-that takes longer, however often somebody presses Tab."""
+The agent waits for 0.4 s (`inspect.CONSULT_TIMEOUT`). On a busy machine every answer may take
+longer, so that without a kept answer nobody would see one, however often they press Tab."""
 
-THREADS = 5  # threads that a new gloo backend starts, the one that waits for it, and one more
+THREADS = 5  # the threads that a new gloo backend starts, a thread that waits for it, and a spare
 
 
 class ControlThread:
-    """Answers the requests of `nbdist.wire.control`, each connection's on a thread of its own."""
+    """Answers the requests of `nbdist.wire.control`; each connection has a thread of its own."""
 
     def __init__(self, kernel: WorkerKernel, start: WorkerStart) -> None:
         self._kernel = kernel
         self._start = start
         self._group: Group | None = kernel.group
-        self._loop = asyncio.get_event_loop()  # the main thread's: it makes this object
+        self._loop = asyncio.get_event_loop()  # of the main thread, which makes this object
         self._probe = Probe(kernel.group)
-        self._consulting: Future[control.Answer] | None = None
-        self._late: tuple[Question, int, float, control.Answer] | None = None
+        self._consult_future: Future[control.Answer] | None = None
+        self._late_answer: tuple[Question, int, float, control.Answer] | None = None
         self._has_jedi = False
-        self._aborting: Future[control.Answer] | None = None
-        self._others = ThreadPoolExecutor(thread_name_prefix="nbdist-answer")
-        self._sending = threading.Lock()
+        self._abort_future: Future[control.Answer] | None = None
+        self._executor = ThreadPoolExecutor(thread_name_prefix="nbdist-answer")
+        self._send_lock = threading.Lock()
 
     def serve(self, connection: socket.socket) -> None:
-        """Answer all requests that come by a connection."""
+        """Start a thread that answers the requests of a connection until the agent closes it."""
         with threads_without_sigint():
-            serve = threading.Thread(target=self._serve, args=(connection,), daemon=True)
-            serve.start()
+            thread = threading.Thread(target=self._serve, args=(connection,), daemon=True)
+            thread.start()
 
     def _serve(self, connection: socket.socket) -> None:
         cutter = FrameCutter()
@@ -82,70 +82,71 @@ class ControlThread:
 
     def _send(self, connection: socket.socket, number: int, answer: control.Answer) -> None:
         frame = framed(pack(control.Answered(number, answer)))
-        with self._sending, suppress(OSError):  # the agent has ended
+        with self._send_lock, suppress(OSError):  # the agent has ended
             connection.sendall(frame)
 
     def _answer(self, request: control.Request, send: Callable[[control.Answer], None]) -> None:
-        # Completions and nccl's aborts take seconds: they run on other threads, as later requests,
-        # such as an abort that frees this rank, must not wait.
+        # Completions and nccl's aborts take seconds, so they run on threads of the executor: later
+        # requests must not wait, such as an abort that frees this rank.
         match request:
             case Complete() | Inspect():
-                # Two threads cannot ask IPython at once.
-                if self._consulting is not None and not self._consulting.done():
+                # IPython's completer must not be called by two threads at once.
+                if self._consult_future is not None and not self._consult_future.done():
                     return send(control.Ok())
-                begun = self._consulting = self._others.submit(self._consult, request)
+                future = self._consult_future = self._executor.submit(self._consult, request)
             case control.Abort() if self._probe.uses_nccl:
-                if self._aborting is None or self._aborting.done():
-                    self._aborting = self._others.submit(self._tried, request)
-                begun = self._aborting
+                if self._abort_future is None or self._abort_future.done():
+                    self._abort_future = self._executor.submit(self._answer_or_failure, request)
+                future = self._abort_future
             case _:
-                with reserve():
-                    answer = self._tried(request)
+                with allow_more_descriptors():
+                    answer = self._answer_or_failure(request)
                 return send(answer)
-        return begun.add_done_callback(lambda done: send(done.result()))
+        return future.add_done_callback(lambda finished: send(finished.result()))
 
-    def _tried(self, request: control.Request) -> control.Answer:
+    def _answer_or_failure(self, request: control.Request) -> control.Answer:
         try:
-            return self._answer_to(request)
+            return self._perform(request)
         except Exception as error:  # noqa: BLE001 (the agent waits for an answer, whatever failed)
             return control.Failed(str(error) or repr(error), unfit=not is_between_ranks(error))
 
     def _consult(self, question: Question) -> control.Answer:
-        """Answer a completion or inspection, and keep an answer that comes late."""
-        late, self._late = self._late, None
-        # A cell that has run since may have changed the variables.
+        """Answer a completion or inspection; keep the answer for the next call if it was late."""
+        kept, self._late_answer = self._late_answer, None
+        # A kept answer is out of date once another cell has run and may have changed variables.
         shell: Any = self._kernel.shell
-        cell, now = shell.execution_count, time.monotonic()
-        if late is not None and late[:2] == (question, cell) and now < late[2]:
-            return late[3]
-        answer = self._tried(question)
-        if (over := time.monotonic()) > now + LATE_SECONDS:
-            self._late = question, cell, over + KEPT_SECONDS, answer
+        cell, began = shell.execution_count, time.monotonic()
+        if kept is not None and kept[:2] == (question, cell) and began < kept[2]:
+            return kept[3]
+        answer = self._answer_or_failure(question)
+        if (ended := time.monotonic()) > began + LATE_SECONDS:
+            self._late_answer = question, cell, ended + KEPT_SECONDS, answer
         return answer
 
     def _complete(self, code: str, cursor: int) -> Completions:
         kernel: Any = self._kernel
         completer = kernel.shell.Completer
         if completer.use_jedi and not self._has_jedi:
-            self._has_jedi, completer.use_jedi = True, False  # `prepare_jedi` turns it on again
+            # Importing jedi takes seconds. `prepare_jedi` turns `use_jedi` on again afterwards.
+            self._has_jedi, completer.use_jedi = True, False
             prepare = ipython.prepare_jedi
             threading.Thread(target=prepare, args=(completer,), daemon=True).start()
-        found = Completions.read(kernel.do_complete(code, cursor))
-        # Without jedi, IPython repeats the dot or all before it, and front ends would show that.
-        cut = code[found.start : cursor].rfind(".") + 1
-        candidates = tuple(each._replace(text=each.text[cut:]) for each in found.candidates)
-        return replace(found, candidates=candidates, start=found.start + cut)
+        completions = Completions.read(kernel.do_complete(code, cursor))
+        # Without jedi, IPython's candidates repeat the text before the dot: cut it off.
+        cut = code[completions.start : cursor].rfind(".") + 1
+        candidates = tuple(c._replace(text=c.text[cut:]) for c in completions.candidates)
+        return replace(completions, candidates=candidates, start=completions.start + cut)
 
     def _describe(self, code: str, cursor: int, detail: int) -> Description:
         kernel: Any = self._kernel
         reply = kernel.do_inspect(code, cursor, detail)
-        found = reply["data"].items() if reply.get("found") else ()
-        texts = {kind: text for kind, text in found if isinstance(text, str)}
+        items = reply["data"].items() if reply.get("found") else ()
+        texts = {kind: text for kind, text in items if isinstance(text, str)}
         if plain := texts.get("text/plain", "").rstrip():
             texts["text/plain"] = f"{plain}\n{'Rank:':<11}{self._start.rank}"
         return Description(texts)
 
-    def _answer_to(self, request: control.Request) -> control.Answer:
+    def _perform(self, request: control.Request) -> control.Answer:
         probe, group = self._probe, self._group
         match request:
             case control.Locate(briefly):
@@ -155,7 +156,7 @@ class ControlThread:
             case control.LastCollective():
                 return probe.last_collective() or control.Ok()
             case control.ListGroups():
-                # A group that could not be formed has no ranks in common.
+                # Report size 0 if the last attempt to form the group failed.
                 size = self._start.world.world_size if group is None or group.is_whole else 0
                 members = {} if group is None else group.subgroup_members()
                 return control.HeldGroups(self._start.rank, size, members)
@@ -180,9 +181,8 @@ class ControlThread:
                 return STEPS.release(task_id)
             case control.Abort() if group is not None:
                 if probe.waits_for_nccl:
-                    # Once a collective is aborted, code that waited for it goes on with meaningless
-                    # results. Interrupt it first, so that it does not use them, and the cell does
-                    # not end with them.
+                    # Code that waited for an aborted collective goes on with meaningless results.
+                    # Interrupt the cell first, so that it neither uses nor returns such results.
                     STEPS.raise_at_once()
                     _thread.interrupt_main()
                 group.abort()
@@ -191,11 +191,11 @@ class ControlThread:
             case control.Regroup() | control.Resize():
                 probe.start_over()
                 check_room_for_threads()
-                self._form_again(request)
+                self._change_group(request)
         return control.Ok()
 
-    def _form_again(self, request: control.Regroup | control.Resize) -> None:
-        """Connect or resize the group, and update what cells see; no task runs meanwhile."""
+    def _change_group(self, request: control.Regroup | control.Resize) -> None:
+        """Connect or resize the group, then update what cells see; no task runs meanwhile."""
         before, world, number = self._start, request.world, request.generation
         after = replace(before, world=world, environ=request.environ)
         if isinstance(request, control.Resize):
@@ -207,15 +207,15 @@ class ControlThread:
                 self._group.regroup(number, request.members)
         self._start = after
         # CUDA has read CUDA_VISIBLE_DEVICES once and for all, so this process keeps its value.
-        follows = {k: v for k, v in after.environ.items() if k != "CUDA_VISIBLE_DEVICES"}
-        change_environ(before.environ, follows)
+        environ = {k: v for k, v in after.environ.items() if k != "CUDA_VISIBLE_DEVICES"}
+        change_environ(before.environ, environ)
         for name in ("rank", "local_rank", "world_size"):
-            self._kernel.namespace.change(name, ready_names(after)[name])
-        self._kernel.session.large.folder = after.log_folder
+            self._kernel.namespace.change_ready(name, ready_names(after)[name])
+        self._kernel.session.large_outputs.folder = after.log_folder
         if after.rank != before.rank:
             share_gpu(after)
-        # torch keeps the number of threads for each thread that starts operations, so the main
-        # thread has to set it. Its loop does so before it reads the next task.
+        # torch keeps a number of threads for each thread that starts operations, so the main thread
+        # must set its own number. The main thread's loop does so before it reads the next task.
         self._loop.call_soon_threadsafe(change_threads, before.world.threads, world.threads)
 
 
@@ -227,10 +227,10 @@ def change_threads(before: int, after: int) -> None:
 
 def check_room_for_threads() -> None:
     """Raise RuntimeError if `THREADS` threads cannot be started: gloo would end the process."""
-    over = threading.Event()
+    all_started = threading.Event()
     with ThreadPoolExecutor(THREADS) as pool:
         try:
             for _ in range(THREADS):
-                pool.submit(over.wait)
+                pool.submit(all_started.wait)
         finally:
-            over.set()
+            all_started.set()

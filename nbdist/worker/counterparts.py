@@ -1,7 +1,7 @@
 """The rank's counterparts of the notebook's objects: received, changed in place, and compared.
 
-In each worker, on its main thread. `Namespace` calls it for values that come with a task, and ops
-call it to find out what the rank has changed.
+Runs on the main thread of each worker. `Namespace` receives the values of a task here, and ops ask
+here which objects the rank has changed.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from nbdist.values.updates import apply
 from nbdist.wire.ops import Inspected, Replaced, type_text
 
 MAX_SEARCH_SECONDS = 0.1
-"""Seconds for which variables are searched for parts of an object that was replaced."""
+"""Seconds after which the search for other variables that lead to an object is given up."""
 
 PAGES_FROM_BYTES = 4 << 20
-"""Size of memory from which on `are_written` is asked before the contents are read."""
+"""Size of memory from which on `are_written` is called first: reading the contents takes longer."""
 
 
 class Keyed(NamedTuple):
     """An object with its key and the state in which it was received, for another rank or a file.
 
-    `tool` is the way in which its state is read. A tensor that fills its memory brings the key and
-    digest of that memory too.
+    `tool` names the function that reads its state. If the object is a tensor that fills its memory,
+    `block` and `digest` are the key and the digest of that memory.
     """
 
     key: int
@@ -56,7 +56,7 @@ class Keyed(NamedTuple):
 class Counterparts:
     """The objects that the notebook has sent to this rank, by key, with their states as received.
 
-    The table keeps no object alive, but for those that the notebook may send again (`_kept`).
+    Only objects that the notebook may send again are kept alive here (`_retained`).
     """
 
     def __init__(self, names: dict[str, Any]) -> None:
@@ -64,23 +64,23 @@ class Counterparts:
         self._names = names
         self._states: dict[int, State] = {}
         self._digests: dict[int, str] = {}
-        self._given: dict[str, Identity] = {}
+        self._sent_values: dict[str, Identity] = {}
         self._orphans: set[int] = set()  # keys of objects that have ended in the notebook
-        # Objects that the notebook has removed from variables and objects here, and still has
-        # itself.
-        self._kept: dict[int, Any] = {}
+        # By key, objects that the notebook has removed from this rank's variables and objects, but
+        # still has itself.
+        self._retained: dict[int, Any] = {}
         self._pinned: list[Any] | None = None
         self._versions: dict[int, int] = {}  # by key, a tensor's version when received
-        self._altered: set[int] = set()  # keys of memory and containers changed in place here
-        self._lost: list[int] = []  # keys of altered objects that have ended
+        self._altered_keys: set[int] = set()  # of memory and containers changed in place here
+        self._lost_keys: list[int] = []  # of altered objects that have ended
 
     # --- receiving ----------------------------------------------------------------------------
 
     def read(self, frames: Sequence[Buffer]) -> Arrived:
-        """Rebuild the values of a message without changing anything here.
+        """Rebuild the values of a message; no object and no variable of this rank changes.
 
-        Raises NotThere if the message refers to an object that has ended here, CannotRebuild if a
-        value cannot be made.
+        Raises NotThere if the message refers to an object that has ended here, and CannotRebuild if
+        a value cannot be rebuilt.
         """
         arrived = read(frames, self._find, self._names)
         for key, tool, _ in arrived.updates:
@@ -98,52 +98,53 @@ class Counterparts:
         for key, tool, value in arrived.objects:
             self.links.add(value, tool, key)
             if tool == "tensor":
-                self._use_block(value)
-        self._update(arrived)
+                self._add_block_user(value)
+        self._apply_updates(arrived)
         new = [self.links.by_key[key] for key, _, _ in arrived.objects if key in self.links.by_key]
-        self._states |= self._read(new)
+        self._states |= self._read_states(new)
         tensors = [*new, *(self.links.by_key[k] for k, t, _ in arrived.updates if t == "tensor")]
         self._record_versions(tensors)
 
-    def give(self, values: Mapping[str, Any]) -> None:
-        """Bind variables to the notebook's values, and remember that it has bound them."""
+    def bind_sent(self, values: Mapping[str, Any]) -> None:
+        """Bind variables to values that the notebook has sent, and record this for `is_changed`."""
         for name, value in values.items():
             if (old := self._names.get(name)) is not value:
-                self._keep(self._keys_of(old))
+                self._retain(self._keys_of(old))
         self._names.update(values)
-        self._given.update({name: Identity(value) for name, value in values.items()})
+        self._sent_values.update({name: Identity(value) for name, value in values.items()})
 
-    def _update(self, arrived: Arrived) -> None:
+    def _apply_updates(self, arrived: Arrived) -> None:
         entries = [self.links.by_key[k] for k, _, _ in arrived.updates if k in self.links.by_key]
-        before = self._read(entries)
+        before = self._read_states(entries)
         parts = {k: self.links.find(k) for state in before.values() for k in state.children}
-        token = self._scan().token
+        token = self._new_scan().token
         for key, tool, data in arrived.updates:
             if tool == "block":
-                self._write(key, data)
+                self._write_block(key, data)
             else:
                 apply(self.links.find(key), tool, data, token)
-        now = self._read(entries)
+        now = self._read_states(entries)
         for key, after in now.items():
-            gone = {*before[key].children} - {*after.children} if key in before else ()
-            self._keep(gone)
-            self._states[key] = _received(after, before.get(key), self._states.get(key))
+            removed = {*before[key].children} - {*after.children} if key in before else ()
+            self._retain(removed)
+            self._states[key] = _merge_received(after, before.get(key), self._states.get(key))
 
-        del parts  # held until here, so that no part ends during the update
+        del parts  # references kept until here, so that no part ends during the update
 
-    def _keep(self, keys: Iterable[int]) -> None:
-        """Hold objects that the notebook has removed here, as long as it has them itself.
+    def _retain(self, keys: Iterable[int]) -> None:
+        """Keep objects alive that the notebook has removed from this rank but still has itself.
 
-        The ranks may have changed them, and the notebook may send them again under another name.
+        The rank may have changed these objects, and the notebook may send them again under another
+        name.
         """
         for key in keys:
             if key not in self._orphans and (value := self.links.find(key)) is not None:
-                self._kept[key] = value
+                self._retained[key] = value
 
-    def _write(self, key: int, contents: Any) -> None:
-        """Write new contents into the memory of a block, where its tensors have it now."""
+    def _write_block(self, key: int, contents: Any) -> None:
+        """Write new contents into the memory that the block's tensors have now."""
         root = self._find(key)
-        if root is None:  # its tensors have other memory, to which an update copies
+        if root is None:  # its tensors have other memory: the update of each tensor copies the data
             return
         new = np.frombuffer(contents, np.uint8)
         if isinstance(root, torch.UntypedStorage):
@@ -153,7 +154,7 @@ class Counterparts:
             root[:] = new
         self._digests[key] = digest_bytes(new)
 
-    def _use_block(self, tensor: torch.Tensor) -> None:
+    def _add_block_user(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         start = storage.data_ptr()
         if start and (block := self.links.blocks.find_containing(start, start + 1, start, "cpu")):
@@ -161,69 +162,69 @@ class Counterparts:
 
     def _find(self, key: int) -> Any:
         """Return the object with this key, or the memory of a block; None if it has ended."""
-        if (found := self.links.find(key)) is not None:
-            return found
+        if (value := self.links.find(key)) is not None:
+            return value
         block = self.links.blocks.get(key)
         return None if block is None else block.users_storage()
 
     # --- releasing ----------------------------------------------------------------------------
 
     def forget(self, keys: Iterable[int]) -> list[Any]:
-        """Hold objects no longer that have ended in the notebook; return the objects held so far.
+        """Stop retaining objects that have ended in the notebook; return the retained ones.
 
-        A message that came with these keys may refer to the memory of the returned objects: keep
-        them until it has been read.  While an object lives here it keeps its key: the state of an
-        object that refers to it stays as is.
+        A message that came with these keys may refer to memory of the returned objects: keep them
+        until the message has been read.  An object that lives on here keeps its key, so that states
+        that refer to this key stay true.
         """
-        gone = {*keys}
-        self._orphans |= gone
+        ended_keys = {*keys}
+        self._orphans |= ended_keys
         self.links.has_dead = True
-        return [self._kept.pop(key) for key in gone & self._kept.keys()]
+        return [self._retained.pop(key) for key in ended_keys & self._retained.keys()]
 
-    def let_go(self, name: str) -> None:
-        """Hold no longer what the notebook has bound a variable to."""
-        self._given.pop(name, None)
+    def forget_sent_value(self, name: str) -> None:
+        """Forget the value that the notebook has sent for a variable: a task has bound the name."""
+        self._sent_values.pop(name, None)
 
     def delete(self, names: Iterable[str]) -> list[str]:
-        """Delete variables that the notebook has deleted, unless this rank has changed them.
+        """Delete variables that the notebook has deleted; return the names deleted here too.
 
-        Return the names that were deleted.
+        A variable that this rank has changed stays.
         """
-        gone = []
+        deleted = []
         for name in names:
             if name in self._names and not self.is_changed(name):
-                self._keep(self._keys_of(self._names[name]))
+                self._retain(self._keys_of(self._names[name]))
                 del self._names[name]
-                self._given.pop(name, None)
-                gone.append(name)
-        return gone
+                self._sent_values.pop(name, None)
+                deleted.append(name)
+        return deleted
 
-    def take_dead(self) -> tuple[int, ...]:
+    def pop_ended_keys(self) -> tuple[int, ...]:
         """Return the keys of objects that have ended here since the last call.
 
-        Those that had ended in the notebook before are left out.
+        Keys of objects that had ended in the notebook before are left out.
         """
         self._record_altered_memory()
-        # Lists and dicts have no weak references: look which of them nothing else refers to.
+        # Lists and dicts have no weak references: `links` holds them, and drops the unused ones.
         self.links.drop_unused(self._record_altered_containers)
-        dead = self.links.pop_dead_keys()
-        for key in dead:
+        ended = self.links.pop_dead_keys()
+        for key in ended:
             self._states.pop(key, None)
             self._digests.pop(key, None)
             self._versions.pop(key, None)
-        self._lost += [key for key in dead if key in self._altered]
-        self._altered.difference_update(dead)
-        untold = [key for key in dead if key not in self._orphans]
-        self._orphans.difference_update(dead)
-        return tuple(untold)
+        self._lost_keys += [key for key in ended if key in self._altered_keys]
+        self._altered_keys.difference_update(ended)
+        unreported = [key for key in ended if key not in self._orphans]
+        self._orphans.difference_update(ended)
+        return tuple(unreported)
 
-    def take_lost(self) -> tuple[int, ...]:
-        """Return the keys of ended objects whose contents this rank had changed.
+    def pop_lost_keys(self) -> tuple[int, ...]:
+        """Return the keys of objects changed by this rank that have ended since the last call.
 
-        Memory counts only if a task before the one that dropped its tensor has changed it: a
-        tensor that has ended cannot be asked for its version.
+        Memory that was changed by the very task that dropped its tensor is missing: the version of
+        a tensor that has ended cannot be read.
         """
-        lost, self._lost = self._lost, []
+        lost, self._lost_keys = self._lost_keys, []
         return tuple(lost)
 
     def _record_versions(self, entries: Iterable[Any]) -> None:
@@ -232,23 +233,23 @@ class Counterparts:
                 self._versions[entry.key] = version_of(tensor)
 
     def _record_altered_memory(self) -> None:
-        """Record the memory of each tensor that was changed in place since the notebook sent it."""
+        """Record the memory of tensors that were changed in place since the notebook sent them."""
         for key, version in self._versions.items():
             tensor, state = self.links.find(key), self._states.get(key)
             if tensor is not None and state is not None and version_of(tensor) != version:
-                self._altered.update(state.children)
+                self._altered_keys.update(state.children)
 
     def _record_altered_containers(self, entries: Iterable[Any]) -> None:
-        """Record which of these containers, about to be dropped, this rank has changed."""
-        for key, state in self._read(entries).items():
+        """Record containers that this rank has changed; called before `links` drops them."""
+        for key, state in self._read_states(entries).items():
             if key in self._states and self._states[key] != state:
-                self._altered.add(key)
+                self._altered_keys.add(key)
 
     def begin_idle(self) -> None:
-        """Keep garbage in reference cycles until the next task has received its values.
+        """Keep objects in garbage cycles alive in each collection until `end_idle`.
 
-        At the end of a task the notebook learns which objects have ended, and in the next task it
-        refers to all others: so no object may end in between.
+        At the end of a task the notebook learns which objects have ended, and the next task may
+        refer to all others. So no object may end between two tasks.
         """
         if self._pin not in gc.callbacks:
             gc.callbacks.append(self._pin)
@@ -266,34 +267,34 @@ class Counterparts:
     # --- comparing ----------------------------------------------------------------------------
 
     def inspect(self, objects: Mapping[int, Parts], names: Iterable[str]) -> Inspected:
-        """Return which parts of objects this rank has changed, and what variables hold here."""
-        changed, gone = self._changed(objects)
-        found = {}
+        """Return which parts of objects this rank has changed, and the values of variables here."""
+        changed, ended = self._find_changes(objects)
+        found_values = {}
         for name in names:
             if name in self._names:
                 value = self._names[name]
                 others = tuple(self._variables_with(name, value))
-                found[name] = Replaced(type_text(value), self.is_changed(name), others)
-        return Inspected(changed, found, tuple(gone))
+                found_values[name] = Replaced(type_text(value), self.is_changed(name), others)
+        return Inspected(changed, found_values, tuple(ended))
 
     def is_changed(self, name: str) -> bool:
-        """Return True if a variable is bound to another object than was sent, or a changed one."""
-        value, given = self._names.get(name), self._given.get(name)
-        if given is None or not given.is_still(value):
+        """Return True if a variable has another object than was sent, or the object has changed."""
+        value, sent_value = self._names.get(name), self._sent_values.get(name)
+        if sent_value is None or not sent_value.is_still(value):
             return True
         keys = reachable_keys(self._states, self._keys_of(value))
-        return bool(self._changed(dict.fromkeys(keys))[0])
+        return bool(self._find_changes(dict.fromkeys(keys))[0])
 
     def _keys_of(self, value: Any) -> list[int]:
         """Return the key of an object; if it has none, the keys of the objects in it."""
         if is_atomic(value):
             return []
         key = self.links.key_of(value)
-        return [key] if key is not None else keys_in(self._scan().token(value))
+        return [key] if key is not None else keys_in(self._new_scan().token(value))
 
-    def _changed(self, objects: Mapping[int, Parts]) -> tuple[dict[int, Parts], list[int]]:
+    def _find_changes(self, objects: Mapping[int, Parts]) -> tuple[dict[int, Parts], list[int]]:
         changed: dict[int, Parts] = {}
-        gone = []
+        ended = []
         entries = []
         for key in objects:
             if self.links.blocks.get(key) is not None:
@@ -302,8 +303,8 @@ class Counterparts:
             elif (entry := self.links.by_key.get(key)) is not None:
                 entries.append(entry)
             elif key in self._states:
-                gone.append(key)
-        for key, state in self._read(entries).items():
+                ended.append(key)
+        for key, state in self._read_states(entries).items():
             before = self._states.get(key)
             if before is None or state == before:
                 continue
@@ -312,7 +313,7 @@ class Counterparts:
                 changed[key] = differing
             elif both := differing & parts:
                 changed[key] = both
-        return changed, gone
+        return changed, ended
 
     def _is_written(self, key: int) -> bool:
         """Return True if the contents of a block differ from what was received, or it has ended."""
@@ -328,50 +329,55 @@ class Counterparts:
                 return False
         return digest_bytes(contents) != self._digests.get(key)
 
-    def _scan(self) -> Scan:
+    def _new_scan(self) -> Scan:
         return Scan(self.links, reducer_for(self._names), self._names, adds=False)
 
-    def _read(self, entries: Iterable[Any]) -> dict[int, State]:
-        scan = self._scan()
+    def _read_states(self, entries: Iterable[Any]) -> dict[int, State]:
+        scan = self._new_scan()
         with without_cycles():
             scan.read_all(entries)
         return scan.states
 
     def _variables_with(self, name: str, value: Any) -> list[str]:
-        """List other variables that lead to an object, or to a parameter of a module."""
+        """List variables but `name` that lead to an object, or to a parameter of a module."""
         if is_atomic(value) or isinstance(value, types.ModuleType | types.FunctionType | type):
             return []
-        wanted = {id(value)}
+        ids = {id(value)}
         if isinstance(value, torch.nn.Module):
-            wanted |= {id(each) for each in value.parameters()}
-        until = time.monotonic() + MAX_SEARCH_SECONDS
+            ids |= {id(parameter) for parameter in value.parameters()}
+        deadline = time.monotonic() + MAX_SEARCH_SECONDS
         names = [each for each in self._names.items() if each[0] != name]
         return [
             other
-            for other, held in names
-            if not SYSTEM_NAMES.fullmatch(other) and _leads_to(held, wanted, self._names, until)
+            for other, top in names
+            if not SYSTEM_NAMES.fullmatch(other) and _leads_to(top, ids, self._names, deadline)
         ]
 
     # --- between ranks, and from files -------------------------------------------------------
 
-    def keyed(self, values: Iterable[Any], *, adds: bool = False) -> list[Keyed]:
-        """Return a `Keyed` for each of these objects that has a key.
+    def keyed_objects(self, values: Iterable[Any], *, adds: bool = False) -> list[Keyed]:
+        """Return a `Keyed` for each object that has a key.
 
         With `adds`, tensors, modules and optimizers without a key get one.
         """
-        found = []
+        keyed_objects = []
         for value in values:
             entry = self.links.by_id.get(id(value))
-            if entry is None and adds and isinstance(value, _GET_KEYS) and not _is_named(value):
+            if (
+                entry is None
+                and adds
+                and isinstance(value, _GET_KEYS)
+                and not _is_type_or_module(value)
+            ):
                 entry = self.links.add(value, "tensor" if isinstance(value, torch.Tensor) else "")
             if entry is None or entry() is not value:
                 continue
             block, digest = 0, ""
-            if isinstance(value, torch.Tensor) and (own := self._whole_block(value)) is not None:
-                block, digest = own.key, self._digests.get(own.key, "")
+            if isinstance(value, torch.Tensor) and (whole := self._whole_block(value)) is not None:
+                block, digest = whole.key, self._digests.get(whole.key, "")
             state = self._states.get(entry.key)
-            found.append(Keyed(entry.key, entry.tool, value, state, block, digest))
-        return found
+            keyed_objects.append(Keyed(entry.key, entry.tool, value, state, block, digest))
+        return keyed_objects
 
     def _whole_block(self, tensor: torch.Tensor) -> Block | None:
         if tensor.device.type != "cpu" or not tensor.numel() or tensor.is_sparse:
@@ -379,14 +385,15 @@ class Counterparts:
         storage = tensor.untyped_storage()
         return self.links.blocks.get_exact(storage.data_ptr(), storage.nbytes(), "cpu")
 
-    def register(self, keyed: Iterable[Keyed], instead: Mapping[int, Any]) -> tuple[int, ...]:
+    def register(self, keyed: Iterable[Keyed], substitutes: Mapping[int, Any]) -> tuple[int, ...]:
         """Register objects that came from a rank or a file under their keys; return the keys.
 
-        `instead` has, by id, the object that took the place of another one.
+        `substitutes` has, by the id of a new object, the old object that was made equal to it: the
+        old object gets the key.
         """
         keys = []
         for each in keyed:
-            value = instead.get(id(each.value), each.value)
+            value = substitutes.get(id(each.value), each.value)
             self.links.add(value, each.tool, each.key)
             keys.append(each.key)
             if each.state is not None:
@@ -396,23 +403,23 @@ class Counterparts:
                 keys.append(each.block)
         return tuple(keys)
 
-    def move_keys(self, instead: Mapping[int, Any]) -> None:
-        """Give the keys of objects to the objects that took their place, which are given by id."""
+    def move_keys(self, substitutes: Mapping[int, Any]) -> None:
+        """Move the keys of new objects to the old objects in `substitutes`, see `register`."""
         moved = []
-        for number, value in instead.items():
+        for number, value in substitutes.items():
             entry = self.links.by_id.get(number)
-            before = None if entry is None else entry()
-            if entry is None or before is None or before is value:
+            old = None if entry is None else entry()
+            if entry is None or old is None or old is value:
                 continue
             key, tool = entry.key, entry.tool
-            block = self._block_of(before)
+            block = self._block_of(old)
             moved.append(self.links.add(value, tool, key))
             if block is not None:
                 self._link_memory(block.key, value, self._digests.get(block.key, ""))
-        self._states |= self._read(moved)
+        self._states |= self._read_states(moved)
 
     def _block_of(self, value: Any) -> Block | None:
-        """Return the block that a tensor or array fills; None if there is none."""
+        """Return the block whose memory a tensor or array fills; None if it fills no block."""
         if isinstance(value, torch.Tensor):
             return self._whole_block(value)
         if not isinstance(value, np.ndarray) or not value.size or not value.flags.forc:
@@ -439,75 +446,79 @@ class Counterparts:
     def replace(
         self, values: Mapping[str, Any], keyed: Iterable[Keyed] = ()
     ) -> tuple[dict[int, Any], dict[str, Replaced]]:
-        """Make variables equal to these values: in place if the old value has the same structure.
+        """Give variables new values, in place if the old value has the same structure.
 
-        Return, by id of each new object, the old one that took its place; and by name the old
-        values that could not be changed in place.
+        Return by the id of each new object the old object that was changed to equal it. Return also
+        by name the old values that could not be changed in place.
         """
-        there = {
+        pairs = {
             name: (self._names[name], value)
             for name, value in values.items()
             if name in self._names and self._names[name] is not value
         }
-        others = [
-            (found, each.value)
+        more_pairs = [
+            (old, each.value)
             for each in keyed
-            if (found := self.links.find(each.key)) is not None and found is not each.value
+            if (old := self.links.find(each.key)) is not None and old is not each.value
         ]
-        instead, failed = copy_into(there, others, *values.values())
+        substitutes, failed_names = copy_into(pairs, more_pairs, *values.values())
         replaced = {}
         for name, value in values.items():
             old = self._names.get(name)
-            if name in failed and not is_atomic(old):
-                kept = tuple(self._variables_with(name, old))
+            if name in failed_names and not is_atomic(old):
+                variables = tuple(self._variables_with(name, old))
                 kind = type(old).__qualname__
-                replaced[name] = Replaced(kind, is_changed=True, others=kept)
-            self._names[name] = value if name in failed else instead.get(id(value), value)
-        return instead, replaced
+                replaced[name] = Replaced(kind, is_changed=True, others=variables)
+            self._names[name] = value if name in failed_names else substitutes.get(id(value), value)
+        return substitutes, replaced
 
 
 _GET_KEYS = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer)
 
 
-def _is_named(value: Any) -> bool:
+def _is_type_or_module(value: Any) -> bool:
     return isinstance(value, type | types.ModuleType)
 
 
-def _bytes_of(owner: weakref.ref[Any], show: Callable[[Any], Any]) -> Any:
-    """Return the bytes of a storage or an array; None once that object has ended."""
-    found = owner()
-    return None if found is None else show(found)
+def _bytes_of(owner: weakref.ref[Any], get_bytes: Callable[[Any], Any]) -> Any:
+    """Return the bytes of a storage or an array; None once this object has ended."""
+    memory = owner()
+    return None if memory is None else get_bytes(memory)
 
 
 def _bytes_of_array(array: Any) -> Any:
     return array.reshape(-1, order="K").view(np.uint8)
 
 
-def _received(after: State, before: State | None, was: State | None) -> State:
-    """Return the state as received of an object, after an update has changed parts of it.
+def _merge_received(after: State, before: State | None, earlier: State | None) -> State:
+    """Return the state to record as received, after an update has changed parts of an object.
 
-    Only those parts are taken from the state `after` the update: parts that the rank has changed
-    itself still differ from what `was` received.
+    `before` and `after` are the object's states around the update, `earlier` is the state that was
+    recorded. Parts that the update has not changed stay as in `earlier`, so that the rank's own
+    changes are still seen as changes.
     """
-    if before is None or was is None or after.parts is None or was.parts is None:
+    if before is None or earlier is None or after.parts is None or earlier.parts is None:
         return after
-    return was.with_parts(after, after.changed_since(before) or ())
+    return earlier.with_parts(after, after.changed_since(before) or ())
 
 
-def _leads_to(top: Any, wanted: Collection[int], names: dict[str, Any], until: float) -> bool:
-    """Return True if an object leads to a `wanted` one; not through classes and modules."""
-    seen, waiting = {id(names)}, [top]
-    while waiting and time.monotonic() < until:
-        value = waiting.pop()
-        if id(value) in wanted:
+def _leads_to(top: Any, ids: Collection[int], names: dict[str, Any], deadline: float) -> bool:
+    """Return True if references from `top` lead to an object with one of the `ids`.
+
+    Classes and modules are not searched. Return False if the deadline passes before an id is met.
+    """
+    visited, pending = {id(names)}, [top]
+    while pending and time.monotonic() < deadline:
+        value = pending.pop()
+        if id(value) in ids:
             return True
-        if id(value) in seen or isinstance(value, type | types.ModuleType | types.CodeType):
+        if id(value) in visited or isinstance(value, type | types.ModuleType | types.CodeType):
             continue
-        seen.add(id(value))
+        visited.add(id(value))
         if isinstance(value, types.FunctionType):
-            waiting += [*(value.__closure__ or ()), value.__defaults__, value.__dict__]
+            pending += [*(value.__closure__ or ()), value.__defaults__, value.__dict__]
         else:
-            waiting += gc.get_referents(value)
+            pending += gc.get_referents(value)
     return False
 
 
@@ -518,15 +529,16 @@ _PRESENT, _SWAPPED, _OF_A_FILE = (np.uint64(1 << bit) for bit in (63, 62, 61))
 def are_written(address: int, size: int) -> bool:
     """Return True if this process may have written to a page of this memory since it was mapped.
 
-    A page of a private mapping of a file becomes the process's own once it is written to. Also True
-    if the kernel does not say, or if other data on the first or last page was written.
+    The memory is a private mapping of a file, whose pages become the process's own once they are
+    written to. Also True if Linux does not say, or if other data on the first or last page was
+    written.
     """
     first, last = address // mmap.PAGESIZE, -(-(address + size) // mmap.PAGESIZE)
     try:
         with open("/proc/self/pagemap", "rb", buffering=0) as pages:
             pages.seek(8 * first)
-            found = np.frombuffer(pages.read(8 * max(0, last - first)), np.uint64)
+            entries = np.frombuffer(pages.read(8 * max(0, last - first)), np.uint64)
     except OSError:
         return True
-    is_own = ((found & (_PRESENT | _SWAPPED)) != 0) & ((found & _OF_A_FILE) == 0)
-    return len(found) < last - first or bool(is_own.any())
+    is_own = ((entries & (_PRESENT | _SWAPPED)) != 0) & ((entries & _OF_A_FILE) == 0)
+    return len(entries) < last - first or bool(is_own.any())

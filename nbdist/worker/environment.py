@@ -1,7 +1,7 @@
-"""What user code finds around it in a worker: ready names, threads, bars as text, folder and path.
+"""The environment of user code in a worker: ready names, threads, bars as text, folder and path.
 
-Runs in each rank: at its start, and before and after each task, when the kernel follows changes of
-the notebook's surroundings and looks for edited modules.
+Runs in each worker. Before each task the kernel applies what has changed in the notebook's folder,
+`sys.path` and environment variables; after each task it looks for edited modules.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from nbdist.worker.compat import accelerator
 from nbdist.worker.compat import torch as seam
 from nbdist.worker.tracking import track
 
-WIDGET_BARS = "tqdm.notebook"  # without its other names, `tqdm.autonotebook` falls back to text
+WIDGET_BARS = "tqdm.notebook"  # replaced by `_TextBars`; `tqdm.autonotebook` then uses text too
 RICH_CONSOLE = "rich.console"
 _NAMES = {"tqdm": "tqdm", "trange": "trange", "tqdm_notebook": "tqdm", "tnrange": "trange"}
 
@@ -49,14 +49,14 @@ def prepare_torch(start: WorkerStart) -> None:
 
 
 def share_gpu(start: WorkerStart) -> None:
-    """Allow NCCL to use one GPU for several ranks, if they share it or have slices of it."""
+    """Allow NCCL to use a GPU for several ranks, if ranks share GPUs or have slices of GPUs."""
     if start.gpus and (start.has_slice or start.world.config.share_gpus):
         version, slices = accelerator.nccl_version(), start.has_slice
         os.environ.update(sharing_variables(start.rank, version, os.environ, slices=slices))
 
 
 def ready_names(start: WorkerStart) -> dict[str, Any]:
-    """Return the names that a cell finds without importing anything."""
+    """Return the variables that cells can use without an import, such as `rank` and `device`."""
     return {
         "rank": start.rank,
         "world_size": start.world.world_size,
@@ -72,21 +72,21 @@ def ready_names(start: WorkerStart) -> dict[str, Any]:
 
 
 class _TextBars(MetaPathFinder, Loader):
-    """Imports text bars as tqdm's module of widgets, and lets rich's console write text."""
+    """Gives tqdm's module of widgets the bars of text, and makes rich's console write text."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname == RICH_CONSOLE and (found := PathFinder.find_spec(fullname, path)):
-            loader: Any = found.loader
+        if fullname == RICH_CONSOLE and (spec := PathFinder.find_spec(fullname, path)):
+            loader: Any = spec.loader
             execute = loader.exec_module
 
             def execute_and_change(module: ModuleType) -> None:
                 execute(module)
-                _write_text(module)
+                _disable_widgets(module)
 
             loader.exec_module = execute_and_change
-            return found
+            return spec
         return ModuleSpec(fullname, self) if fullname == WIDGET_BARS else None
 
     def exec_module(self, module: ModuleType) -> None:
@@ -95,7 +95,7 @@ class _TextBars(MetaPathFinder, Loader):
             setattr(module, name, getattr(text, of_text))
 
 
-def _write_text(rich_console: ModuleType) -> None:
+def _disable_widgets(rich_console: ModuleType) -> None:
     rich_console.Console.__init__.__kwdefaults__["force_jupyter"] = False
 
 
@@ -106,8 +106,8 @@ def draw_bars_as_text() -> None:
     """
     sys.meta_path.insert(0, _TextBars())
     if rich_console := sys.modules.get(RICH_CONSOLE):
-        _write_text(rich_console)
-    # Without it rich does not move a bar, as it sees no terminal that understands a moving cursor.
+        _disable_widgets(rich_console)
+    # Tell rich that the output understands a moving cursor: else rich does not move its bars.
     os.environ.setdefault("TTY_COMPATIBLE", "1")
 
 
@@ -115,88 +115,94 @@ def draw_bars_as_text() -> None:
 
 
 class Around:
-    """Makes a rank follow the notebook's folder, `sys.path` and environment from task to task.
+    """Keeps a rank's folder, `sys.path` and environment variables equal to the notebook's.
 
-    What the rank has changed itself stays until the notebook changes the same thing again. Made
-    after the worker's own imports, so that a `random.py` in the notebook's folder is for cells
-    alone.
+    A value that the rank has changed itself stays until the notebook changes it too. Made after the
+    worker's own imports, so that only cells import a `random.py` of the notebook's folder.
     """
 
-    def __init__(self, start: WorkerStart, own_path: Sequence[str]) -> None:
-        self._at_start = start.world
-        self._own_path = [*own_path] if start.world.own_path else []
-        self._told: Surroundings | None = None
+    def __init__(self, start: WorkerStart, worker_path: Sequence[str]) -> None:
+        self._world = start.world
+        self._worker_entries = [*worker_path] if start.world.own_path else []
+        self._last_surroundings: Surroundings | None = None
         self._folder = os.getcwd()
-        self._wanted = start.world.cwd  # the notebook's folder, as a path on this machine
-        self._given = dict(os.environ)
-        self._changes: Mapping[str, str | None] = {}
+        self._folder_here = start.world.cwd  # the notebook's folder, as a path on this machine
+        self._first_environ = dict(os.environ)
+        self._environ_changes: Mapping[str, str | None] = {}
         self._path = self._path_with(start.world.sys_path)
         sys.path[:] = self._path
         sys.argv[:] = start.world.argv
-        # Processes that multiprocessing spawns put this folder in the place of "" on the path.
+        # In processes that multiprocessing spawns, this folder replaces an entry "" of `sys.path`.
         process.ORIGINAL_DIR = self._folder  # type: ignore[attr-defined]
 
     def follow(self, around: Surroundings | None) -> None:
-        """Apply what has changed in the notebook since the last task; None is as at the start."""
-        if around == self._told:
+        """Apply the notebook's changes since the last task; None means as at the world's start."""
+        if around == self._last_surroundings:
             return
-        self._told, world = around, self._at_start
+        self._last_surroundings, world = around, self._world
         around = around or Surroundings(world.cwd, world.cwd)
-        self._go_to(around.folder, around.first)
-        path = world.sys_path
+        self._change_folder(around.folder, around.first)
+        new_path = world.sys_path
         if around.sys_path is not None:
-            path = tuple(moved_path(each, around.first, world.cwd) for each in around.sys_path)
-        before, self._path = self._path, self._path_with(path)
-        # If the rank has changed its path, keep its own entries.
-        is_own = sys.path != before
-        sys.path[:] = merged(sys.path, before, self._path) if is_own else self._path
-        self._take_environ(around.environ)
+            new_path = tuple(moved_path(each, around.first, world.cwd) for each in around.sys_path)
+        old_path, self._path = self._path, self._path_with(new_path)
+        # A path that the rank has changed keeps the rank's own entries.
+        is_own = sys.path != old_path
+        sys.path[:] = merge_paths(sys.path, old_path, self._path) if is_own else self._path
+        self._change_environ(around.environ)
 
-    def _take_environ(self, now: Mapping[str, str | None]) -> None:
-        """Change variables that the notebook has changed, even if this rank has set them too.
+    def _change_environ(self, changes: Mapping[str, str | None]) -> None:
+        """Set variables that the notebook has changed, even if this rank has set them too.
 
-        Only variables that libraries set in each process (`SET_ON_IMPORT`) keep the rank's own
-        value.
+        A variable that libraries set when they are imported (`SET_ON_IMPORT`) keeps the value that
+        it has got on this rank.
         """
-        last, self._changes = self._changes, now
-        given, absent = self._given, object()
-        new = [n for n in {**last, **now} if now.get(n, absent) != last.get(n, absent)]
-        after = {name: now.get(name, given.get(name)) for name in new}
+        last_changes, self._environ_changes = self._environ_changes, changes
+        initial, absent = self._first_environ, object()
+        changed = [
+            n
+            for n in {**last_changes, **changes}
+            if changes.get(n, absent) != last_changes.get(n, absent)
+        ]
+        after = {name: changes.get(name, initial.get(name)) for name in changed}
         before = {
-            name: last.get(name, given.get(name))
+            name: last_changes.get(name, initial.get(name))
             if SET_ON_IMPORT.fullmatch(name)
             else os.environ.get(name)
-            for name in new
+            for name in changed
         }
         change_environ(before, after)
 
     def _path_with(self, path: Sequence[str]) -> list[str]:
-        return [*path, *(entry for entry in self._own_path if entry not in path)]
+        return [*path, *(entry for entry in self._worker_entries if entry not in path)]
 
-    def _go_to(self, folder: str, first: str) -> None:
-        """Change to the notebook's folder, or its counterpart here, if it is another one."""
-        wanted, now = moved_path(folder, first, self._at_start.cwd), _folder_now()
-        if wanted == self._wanted and now is not None:
-            return  # the notebook has not changed its folder: the rank may have
-        there = next(filter(os.path.isdir, (wanted, folder)), None)
-        if there is None:
-            self._wanted = ""  # look again at the next task: the folder may be made later
+    def _change_folder(self, folder: str, first: str) -> None:
+        """Go to the notebook's folder, or to its counterpart on this machine, if it has changed."""
+        folder_here, current = moved_path(folder, first, self._world.cwd), _working_folder()
+        if folder_here == self._folder_here and current is not None:
+            return  # stay, also in a folder to which the rank itself has changed
+        target = next(filter(os.path.isdir, (folder_here, folder)), None)
+        if target is None:
+            self._folder_here = ""  # try again before the next task: the folder may be made later
             why = f"{socket.gethostname()} has no folder {folder}: this rank stays in"
-            sys.stderr.write(f"{why} {now}\n")
+            sys.stderr.write(f"{why} {current}\n")
             return
         try:
-            os.chdir(there)
+            os.chdir(target)
         except OSError as error:
-            sys.stderr.write(f"this rank could not change to {there}: {error.strerror}\n")
+            sys.stderr.write(f"this rank could not change to {target}: {error.strerror}\n")
             return
-        if now not in (self._folder, os.getcwd(), None):
-            sys.stderr.write(f"this rank has left {now} for the notebook's folder {there}\n")
-        self._wanted = wanted
+        if current not in (self._folder, os.getcwd(), None):
+            sys.stderr.write(f"this rank has left {current} for the notebook's folder {target}\n")
+        self._folder_here = folder_here
         self._folder = process.ORIGINAL_DIR = os.getcwd()  # type: ignore[attr-defined]
 
 
 def change_environ(before: Mapping[str, str | None], after: Mapping[str, str | None]) -> None:
-    """Set variables, or remove those that are None in `after`; keep what this rank has set."""
+    """Set environment variables, or remove variables that are None in `after`.
+
+    A variable whose value is not the one in `before` was changed by this rank, and stays.
+    """
     for name, value in after.items():
         if os.environ.get(name) != before.get(name):
             continue  # this rank has a value of its own
@@ -206,20 +212,21 @@ def change_environ(before: Mapping[str, str | None], after: Mapping[str, str | N
             os.environ[name] = value
 
 
-def merged(own: Sequence[str], before: Sequence[str], after: Sequence[str]) -> list[str]:
-    """Return a rank's `own` path with the changes that the notebook made from `before` to `after`.
+def merge_paths(rank_path: Sequence[str], before: Sequence[str], after: Sequence[str]) -> list[str]:
+    """Return a rank's path with the changes that the notebook has made from `before` to `after`.
 
-    New entries go to the front if the notebook has them before all that it had; else to the end.
+    Entries that the notebook has added in front of all older ones go to the front, others to the
+    end.
     """
-    new = [entry for entry in after if entry not in before and entry not in own]
+    new = [entry for entry in after if entry not in before and entry not in rank_path]
     old = next((at for at, entry in enumerate(after) if entry in before), len(after))
-    first = [entry for entry in new if after.index(entry) < old]
-    stays = [entry for entry in own if entry in after or entry not in before]
-    return [*first, *stays, *(entry for entry in new if entry not in first)]
+    new_in_front = [entry for entry in new if after.index(entry) < old]
+    kept = [entry for entry in rank_path if entry in after or entry not in before]
+    return [*new_in_front, *kept, *(entry for entry in new if entry not in new_in_front)]
 
 
-def _folder_now() -> str | None:
-    """Return the working directory; None if it was removed."""
+def _working_folder() -> str | None:
+    """Return the current working directory; None if the directory was removed."""
     try:
         return os.getcwd()
     except FileNotFoundError:
@@ -229,35 +236,36 @@ def _folder_now() -> str | None:
 # --- edited modules of the user -----------------------------------------------------------------
 
 OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
-CLOCKS = 2 * 10**9  # nanoseconds by which the clock of a file server may be ahead of this machine's
+CLOCKS = 2 * 10**9  # nanoseconds by which a file server's clock may be ahead of this machine's
 
 
 @dataclass
 class Source:
-    """A module's file, with its time and contents when it was imported, and the time last reported.
+    """The file of an imported module; all times are modification times in nanoseconds.
 
-    `shown` is the end of its path from its outermost package on: `pkg/__init__.py`. `contents` is a
-    digest; it is empty if the file may have been edited before the digest could be made.
+    `short_path` is the end of its path from the outermost package on: `pkg/__init__.py`. `imported`
+    is the file's time at the import, `digest` a digest of its contents then; `digest` is empty if
+    the file may have been edited before. `reported` is the last edit that the user was told of.
     """
 
     file: str
-    shown: str
+    short_path: str
     imported: int
-    contents: bytes
-    told: int = 0
+    digest: bytes
+    reported: int = 0
 
-    def is_edited(self, at: int) -> bool:
-        """Return True if the file, of modification time `at`, differs from what was imported."""
-        if at in (0, self.imported):
+    def is_edited(self, modified_ns: int) -> bool:
+        """Return True if the file differs from what was imported; `modified_ns` is its time now."""
+        if modified_ns in (0, self.imported):
             return False
-        if self.contents and _contents(self.file) == self.contents:
-            self.imported = at  # the file was only touched, or written again with the same contents
+        if self.digest and _digest_of(self.file) == self.digest:
+            self.imported = modified_ns  # only touched, or written again with the same contents
             return False
         return True
 
-    def reloaded(self, at: int) -> None:
-        """Record that the module was imported again from the file, of modification time `at`."""
-        self.imported, self.contents = at, _contents(self.file)
+    def record_reload(self, modified_ns: int) -> None:
+        """Record that the module was reloaded from its file, which had this modification time."""
+        self.imported, self.digest = modified_ns, _digest_of(self.file)
 
 
 class OwnModules(MetaPathFinder):
@@ -267,7 +275,9 @@ class OwnModules(MetaPathFinder):
     """
 
     def __init__(self) -> None:
-        self._begun: dict[str, int] = {}  # by name, when an import began that was not looked at yet
+        self._import_starts: dict[
+            str, int
+        ] = {}  # by name, imports that `_find_edited` has not seen
         self._sources: dict[str, Source] = {}
         self._is_reloading = False
 
@@ -275,83 +285,84 @@ class OwnModules(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Record when an import begins; called by the import system before it reads the file."""
-        self._begun[fullname] = time.time_ns()
+        self._import_starts[fullname] = time.time_ns()
         return None
 
-    def news(self, before: int, *, reloads: bool) -> tuple[str, ...]:
-        """Name files edited between their import and the time `before`; report each edit once.
+    def pop_edited_files(self, before_ns: int, *, reloads: bool) -> tuple[str, ...]:
+        """Return the files edited between their import and the time `before_ns`, each edit once.
 
-        `before` is when the task began, in nanoseconds. If `reloads`, `%autoreload` is on and has
-        reloaded them, and none is named. It does not reload what was edited before it was turned
-        on: that is done here.
+        `before_ns` is when the task began. With `reloads`, `%autoreload` is on and has reloaded
+        these files, so none is returned. When it has just been turned on, reload files that were
+        edited before: `%autoreload` itself does not.
         """
         if reloads and not self._is_reloading:
-            self.reload(before)
+            self.reload(before_ns)
         self._is_reloading = reloads
-        told = []
-        for source, edited in self._edited(before).values():
+        edited_files = []
+        for source, modified_ns in self._find_edited(before_ns).values():
             if reloads:
-                source.reloaded(edited)
-            elif edited != source.told:
-                source.told = edited
-                told.append(source.shown)
-        return tuple(told)
+                source.record_reload(modified_ns)
+            elif modified_ns != source.reported:
+                source.reported = modified_ns
+                edited_files.append(source.short_path)
+        return tuple(edited_files)
 
-    def reload(self, before: int) -> None:
+    def reload(self, before_ns: int) -> None:
         """Reload the modules that were edited before this time, in the order of their import.
 
-        As with `%autoreload`, other modules that have imported names from them get the new ones.
+        As with `%autoreload`, modules that have imported objects from a reloaded one get the new
+        objects.
         """
-        for name, (source, edited) in self._edited(before).items():
+        for name, (source, modified_ns) in self._find_edited(before_ns).items():
             autoreload = import_module("IPython.extensions.autoreload")
             try:
                 autoreload.superreload(sys.modules[name], old_objects={})
             except Exception:  # noqa: BLE001 (it is the user's code)
                 print(f"[autoreload of {name} failed: {format_exc(10)}]", file=sys.stderr)  # noqa: T201
-            source.reloaded(edited)
+            source.record_reload(modified_ns)
 
     def forget_edited(self, is_own: Callable[[str], bool]) -> None:
-        """Let a script import its own modules again if one of them was edited.
+        """Drop all modules of a script from `sys.modules` if one of them was edited.
 
-        All of them, because they import one another.
+        The script then imports all of them again: they may have imported objects from one another.
         """
-        edited = self._edited(sys.maxsize)
-        own = [name for name, source in self._sources.items() if is_own(source.file)]
-        if not edited.keys().isdisjoint(own):
-            for name in own:
+        edited = self._find_edited(sys.maxsize)
+        own_modules = [name for name, source in self._sources.items() if is_own(source.file)]
+        if not edited.keys().isdisjoint(own_modules):
+            for name in own_modules:
                 del self._sources[name]
                 sys.modules.pop(name, None)
 
-    def _edited(self, before: int) -> dict[str, tuple[Source, int]]:
+    def _find_edited(self, before_ns: int) -> dict[str, tuple[Source, int]]:
         """Return the user's modules whose files were edited since their import, and when."""
-        while self._begun:
-            name, begun = self._begun.popitem()
+        while self._import_starts:
+            name, began_ns = self._import_starts.popitem()
             spec = getattr(sys.modules.get(name), "__spec__", None)
             file = str(getattr(spec, "origin", ""))
-            is_other = PACKAGES.match(file) or file.startswith(OURS)
-            if file.endswith(".py") and not is_other:
-                edited = _time_of(file)
-                # The file may have been edited after the import, while the task still ran.
-                is_as_imported = edited <= begun + CLOCKS
-                contents = _contents(file) if is_as_imported else b""
-                imported = edited if is_as_imported else begun
-                self._sources[name] = Source(file, _shown(name, file), imported, contents)
-        times = {name: (each, _time_of(each.file)) for name, each in self._sources.items()}
+            is_library = PACKAGES.match(file) or file.startswith(OURS)
+            if file.endswith(".py") and not is_library:
+                modified_ns = _modified_ns(file)
+                # A newer time means that the file was edited after the import, in the same task.
+                is_as_imported = modified_ns <= began_ns + CLOCKS
+                digest = _digest_of(file) if is_as_imported else b""
+                imported = modified_ns if is_as_imported else began_ns
+                self._sources[name] = Source(file, _short_path(name, file), imported, digest)
+        times = {name: (each, _modified_ns(each.file)) for name, each in self._sources.items()}
         return {
-            name: (each, at)
-            for name, (each, at) in times.items()
-            if at <= before and each.is_edited(at)
+            name: (each, modified_ns)
+            for name, (each, modified_ns) in times.items()
+            if modified_ns <= before_ns and each.is_edited(modified_ns)
         }
 
 
-def _time_of(file: str) -> int:
+def _modified_ns(file: str) -> int:
     try:
         return os.stat(file).st_mtime_ns
     except OSError:  # the file was removed, or is being written
         return 0
 
 
-def _contents(file: str) -> bytes:
+def _digest_of(file: str) -> bytes:
     """Return a digest of a file's contents; empty if the file cannot be read."""
     try:
         with open(file, "rb") as opened:
@@ -360,7 +371,7 @@ def _contents(file: str) -> bytes:
         return b""
 
 
-def _shown(module: str, file: str) -> str:
+def _short_path(module: str, file: str) -> str:
     """Return the end of a module's path, from its outermost package on."""
     parts = module.count(".") + 1 + (os.path.basename(file) == "__init__.py")
     return os.sep.join(file.split(os.sep)[-parts:])

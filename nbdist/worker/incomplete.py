@@ -1,8 +1,8 @@
-"""Finds variables that may hold a part of a result, because the collective was aborted.
+"""Finds variables that an aborted collective may have filled in part.
 
-Gloo writes a result piece by piece into the tensor of the call. The tensor is found in the call of
-`torch.distributed` that has raised, and its memory is compared with that of the variables. The
-kernel of a rank calls `find_incomplete` after a task that failed.
+Gloo writes a result piece by piece into a tensor of the caller. This tensor is an argument of the
+function of `torch.distributed` that has raised; variables that share memory with it are incomplete.
+The kernel of a rank calls `find_incomplete` after a task that failed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from nbdist.values.definitions import cell_numbers
 from nbdist.values.memory import has_plain_memory, span_of_array, span_of_tensor
 from nbdist.worker.compat.torch import BACKWARD
 from nbdist.worker.group.gloo import connections_after, wait
-from nbdist.worker.tracebacks import led_to, message_of
+from nbdist.worker.tracebacks import exception_chain, message_of
 
 WRITTEN: dict[Callable[..., Any], str] = {
     dist.all_gather: "tensor_list",
@@ -51,23 +51,23 @@ Span = tuple[int, int]
 
 
 def find_incomplete(error: BaseException, names: Mapping[str, Any]) -> Incomplete | None:
-    """Return the variables that an aborted collective may have written in part.
+    """Return the variables that an aborted collective may have filled in part, or None.
 
-    None if no collective was aborted, if it writes into no variable, or if an object of the user
-    raises when it is looked at: the task's own error must not be replaced by that one.
+    Also None if an object of the user raises while it is searched: this exception must not replace
+    the task's own error.
     """
     try:
-        return _find(error, dict(names))
+        return _find_or_raise(error, dict(names))
     except Exception:  # noqa: BLE001 (a proxy or an attribute of the user can raise anything)
         return None
 
 
-def _find(error: BaseException, names: Mapping[str, Any]) -> Incomplete | None:
-    chain = [*led_to(error)]
+def _find_or_raise(error: BaseException, names: Mapping[str, Any]) -> Incomplete | None:
+    chain = [*exception_chain(error)]
     if not any(connections_after(message_of(each)) for each in chain):
         return None
-    # KeyboardInterrupt may replace the exception of the aborted collective, which has the cell's
-    # calls.
+    # KeyboardInterrupt may have replaced the exception of the aborted collective. Search the calls
+    # of all exceptions in the chain.
     calls = [call for each in chain for call in traceback.walk_tb(each.__traceback__)]
     cells = cell_numbers()
     lines = [line for frame, line in calls if frame.f_code.co_filename in cells]
@@ -78,65 +78,68 @@ def _find(error: BaseException, names: Mapping[str, Any]) -> Incomplete | None:
 def _find_parts(
     frames: Iterable[FrameType], names: Mapping[str, Any]
 ) -> tuple[str, list[tuple[str, str]]]:
-    """Return the aborted operation's name, and a part and name for each variable it writes to."""
+    """Return the aborted operation's name, and the parts and names of variables it writes to."""
     is_in_torch = False
     for frame in frames:
         if parameter := _PARAMETERS.get(frame.f_code):
             spans = [*_spans_of(frame.f_locals.get(parameter))]
-            return frame.f_code.co_name, [*_parts_in(names, spans)]
+            return frame.f_code.co_name, [*_variables_in(names, spans)]
         if frame.f_code.co_name == BACKWARD:
             modules = {n: m for n, m in names.items() if isinstance(m, DistributedDataParallel)}
             gradients = [p.grad for module in modules.values() for p in module.parameters()]
-            return "backward", [*_parts_in(modules, [*_spans_of(gradients)])]
+            return "backward", [*_variables_in(modules, [*_spans_of(gradients)])]
         if frame.f_code is wait.__code__ and not is_in_torch:
-            found = _result_of(frame.f_locals["self"])
-            parts = [*_parts_in(names, [*_spans_of(found)])]
-            return "wait", parts if found else [("a tensor of the call", "")]
+            result = _result_of(frame.f_locals["self"])
+            parts = [*_variables_in(names, [*_spans_of(result)])]
+            return "wait", parts if result else [("a tensor of the call", "")]
         is_in_torch = is_in_torch or frame.f_code.co_filename == dist.distributed_c10d.__file__
     return "", []
 
 
 def _result_of(work: dist.Work) -> object:
-    """Return the tensors of an asynchronous collective; None if torch does not have them."""
+    """Return the tensors of an asynchronous collective; None if torch does not provide them."""
     try:
         return work.result()
     except RuntimeError:
         return None
 
 
-def _parts_in(names: Mapping[str, Any], spans: list[Span]) -> Iterator[tuple[str, str]]:
-    """Yield a part and the name of each variable that shares memory with the spans."""
-    seen: set[int] = set()  # ids of parameters: a wrapper has those of the module inside of it
+def _variables_in(names: Mapping[str, Any], spans: list[Span]) -> Iterator[tuple[str, str]]:
+    """Yield the part and the name of each variable that shares memory with the spans.
+
+    The part is "gradients" or "parameters" of a module, and "" if the value itself is meant.
+    """
+    visited: set[int] = set()  # ids of parameters, which a wrapper shares with the module inside it
     for name, value in names.items():
         if name.startswith("_"):
             continue
         if isinstance(value, torch.nn.Module):
-            own = [each for each in value.parameters() if id(each) not in seen]
-            seen.update(map(id, own))
-            if _share(spans, _spans_of([each.grad for each in own])):
+            parameters = [each for each in value.parameters() if id(each) not in visited]
+            visited.update(map(id, parameters))
+            if _overlap(spans, _spans_of([each.grad for each in parameters])):
                 yield "gradients", name
-            if _share(spans, _spans_of(own)):
+            if _overlap(spans, _spans_of(parameters)):
                 yield "parameters", name
-        elif _share(spans, _spans_of(value)):
+        elif _overlap(spans, _spans_of(value)):
             yield "", name
 
 
-def _share(spans: Iterable[Span], others: Iterable[Span]) -> bool:
-    known = [*spans]
-    return any(begin < end and start < stop for start, end in others for begin, stop in known)
+def _overlap(spans: Iterable[Span], others: Iterable[Span]) -> bool:
+    pieces = [*spans]
+    return any(begin < end and start < stop for start, end in others for begin, stop in pieces)
 
 
 def _spans_of(value: object) -> Iterator[Span]:
     """Yield the memory of each tensor and array in a value, also in lists, tuples and dicts."""
-    waiting, seen = [value], set[int]()
+    pending, visited = [value], set[int]()
     for _ in range(MOST_PARTS):
-        if not waiting:
+        if not pending:
             return
-        match each := waiting.pop():
+        match each := pending.pop():
             case torch.Tensor() if has_plain_memory(torch, each) and each.numel():
                 yield span_of_tensor(each)
             case np.ndarray() if each.size:
                 yield span_of_array(each)
-            case list() | tuple() | dict() if id(each) not in seen:
-                seen.add(id(each))
-                waiting += islice(each.values() if isinstance(each, dict) else each, MOST_PARTS)
+            case list() | tuple() | dict() if id(each) not in visited:
+                visited.add(id(each))
+                pending += islice(each.values() if isinstance(each, dict) else each, MOST_PARTS)

@@ -1,6 +1,6 @@
-"""The kernel of a rank: an ipykernel that runs the agent's tasks and reports their outcome.
+"""The kernel of a rank: an ipykernel that runs the agent's tasks and returns their outcome.
 
-`nbdist.worker.main` makes it and passes it each task, on the main thread.
+`nbdist.worker.main` makes one in each worker, and calls it for each task on the main thread.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ from nbdist.worker.group.group import Group
 from nbdist.worker.incomplete import find_incomplete
 from nbdist.worker.namespace import Context, Namespace, find_op
 from nbdist.worker.ops.memory import PEAKS, forget_errors
-from nbdist.worker.probe import RUNS_CELLS, keep_crashes
-from nbdist.worker.process import CELL_TIMES, Interrupts, flush_streams, install
+from nbdist.worker.probe import RUNS_CELLS, restore_crash_file
+from nbdist.worker.process import CELL_TIMES, Interrupts, flush_streams, install_streams
 from nbdist.worker.publishing import LargeOutputs, MarkingSession, Records
 from nbdist.worker.shell import CellExit, WorkerShell, show_cell_lines
 from nbdist.worker.steps import STEPS
-from nbdist.worker.tracebacks import contents_of, failure_of, remedies, unfit_after
+from nbdist.worker.tracebacks import contents_of, failure_of, remedies, unfit_reason
 
 import_without_debugpy()
 
@@ -64,7 +64,7 @@ LONGEST_PROMPT = 10_000
 
 
 class WorkerKernel(IPythonKernel):
-    """Runs tasks with the names that came with them, and reports which names they bound."""
+    """Binds the variables of each task, runs the task, and reports which names it has bound."""
 
     session: MarkingSession
     namespace: Namespace
@@ -73,7 +73,7 @@ class WorkerKernel(IPythonKernel):
     around: Around
     group: Group | None = None
     syncs_code = False
-    ask: Callable[..., InputReply]  # (prompt, secret=..., by_debugger=...), by `Tasks`
+    ask: Callable[..., InputReply]  # `Tasks.ask`: (prompt, secret=..., by_debugger=...)
     shell_class = Type(WorkerShell)
 
     @default("ident")
@@ -82,10 +82,10 @@ class WorkerKernel(IPythonKernel):
         return str(app.rank)
 
     async def run(self, task: Task, interrupts: Interrupts) -> Done:
-        """Bind the task's names, do its work, and return its outcome; SIGINT interrupts the work.
+        """Bind the task's variables, run it, and return its outcome; SIGINT interrupts the task.
 
-        An exception becomes the `failure` of the outcome. KeyboardInterrupt is raised only if
-        another SIGINT comes before `interrupts` have ended.
+        An exception becomes the `failure` of the outcome. KeyboardInterrupt is raised only if a
+        second SIGINT comes while the first one is handled.
         """
         started, began = time.perf_counter(), time.time_ns()
         done = Done("error", 0.0, received=False)
@@ -101,37 +101,37 @@ class WorkerKernel(IPythonKernel):
                 interrupts.begin()
                 self._prepare(task, context)
                 done = replace(done, received=True)
-                error, value = await self._work(task.work, context)
+                error, value = await self._perform(task.work, context)
                 done = self._with_names(task, context, done)
-                done = self._brought(task, context, error, value, done)
+                done = self._with_result(task, context, error, value, done)
             except Exception as problem:  # noqa: BLE001 (whatever it was, the notebook waits for the end)
                 done, error = replace(done, failure=failure_of(problem)), problem
             interrupts.end()
-        except KeyboardInterrupt:  # between the lines of the cell, or after its outcome is known
+        except KeyboardInterrupt:  # raised between the cell's lines, or after its outcome is known
             interrupts.end()
         if done.status == "error" and done.failure is None:
             failure = failure_in_words("KeyboardInterrupt", "")
-            bound, gone = frozenset(context.bound), frozenset(context.gone)
-            done = replace(done, failure=failure, bound=bound, gone=gone)
+            bound, deleted = frozenset(context.bound), frozenset(context.deleted)
+            done = replace(done, failure=failure, bound=bound, gone=deleted)
         STEPS.end_task(has_succeeded=done.status == "ok")
         if error is not None:
-            done = replace(done, unfit=unfit_after(context.rank, error))
+            done = replace(done, unfit=unfit_reason(context.rank, error))
         leave_debugger()
-        context.at_end.close()
+        context.cleanup.close()
         if isinstance(task.work, Call) and done.status != "ok":
             forget_errors(self.shell, error)
             error = None
             gc.collect()  # code that inspected the frames has left reference cycles to them
-        # Release them before `take_dead`, which tells the notebook which objects have ended.
+        # Release the objects before `pop_ended_keys` lists the objects that have ended.
         error = value = None
-        self.namespace.let_go(context.bound | context.gone)
-        changed = self.own_modules.news(began, reloads=reloads_modules(self.shell))
+        self.namespace.forget_old_values(context.bound | context.deleted)
+        changed = self.own_modules.pop_edited_files(began, reloads=reloads_modules(self.shell))
         self.records.end_task()
         tracking.flush()
         flush_streams()
         counterparts = self.namespace.counterparts
-        with without_cycles():  # a collection in here could end objects that go unreported
-            dead, lost = counterparts.take_dead(), counterparts.take_lost()
+        with without_cycles():  # a collection in here could end objects that are never reported
+            dead, lost = counterparts.pop_ended_keys(), counterparts.pop_lost_keys()
             counterparts.begin_idle()
         return replace(
             done,
@@ -150,11 +150,11 @@ class WorkerKernel(IPythonKernel):
         return replace(
             done,
             bound=frozenset(context.bound),
-            gone=frozenset(context.gone),
+            gone=frozenset(context.deleted),
             gained=(*context.gained,),
-            imported=self.namespace.imported(context.bound),
+            imported=self.namespace.import_paths(context.bound),
             kinds=self.namespace.kinds(context.bound),
-            covered=self.namespace.covered(context.bound),
+            covered=self.namespace.covered_names(context.bound),
         )
 
     def _prepare(self, task: Task, context: Context) -> None:
@@ -164,23 +164,24 @@ class WorkerKernel(IPythonKernel):
         if self.syncs_code:
             self.own_modules.reload(time.time_ns())
         deleted = self.namespace.receive(task, context.rank)
-        context.gone |= {*deleted}
-        context.bound |= self.namespace.import_again(task.imports.get(context.rank, {}))
+        context.deleted |= {*deleted}
+        context.bound |= self.namespace.import_names(task.imports.get(context.rank, {}))
         if task.execution_count is not None:
             context.shell.execution_count = task.execution_count
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(task.attempt.number)
         os.environ["TORCHELASTIC_MAX_RESTARTS"] = str(task.attempt.most)
-        keep_crashes()
+        restore_crash_file()
 
-    async def _work(self, work: Work, context: Context) -> tuple[BaseException | None, Any]:
-        """Do the work; return the exception that ended it, or None, and the value.
+    async def _perform(self, work: Work, context: Context) -> tuple[BaseException | None, Any]:
+        """Run a cell or an op; return the exception that it raised, or None, and its value.
 
-        The value of a cell is its last expression, that of an op is what its function returns.
+        The value of a cell is that of its last expression.
         """
         if not (isinstance(work, Call) and "packed" in work.arguments):
-            self.namespace.counterparts.end_idle()  # else `receive_values` calls it
+            # An op with packed arguments calls `receive_values`, which calls `end_idle` afterwards.
+            self.namespace.counterparts.end_idle()
         if isinstance(work, Source):
-            return await self._run_source(work.text, context), context.shell.displayhook.take()
+            return await self._run_source(work.text, context), context.shell.displayhook.pop_value()
         is_users = work.op in USERS_CODE
         if is_users:
             PEAKS.begin()
@@ -198,13 +199,14 @@ class WorkerKernel(IPythonKernel):
             return None
         shell: Any = self.shell
         shell.last_execution_result = None
-        shell.displayhook.take()  # drop the last value of a cell that Stop has ended
+        shell.displayhook.pop_value()  # drop the last value of a cell that Stop has interrupted
         PEAKS.begin()
-        with context.noting(), CELL_TIMES:
+        with context.record_changes(), CELL_TIMES:
             try:
                 reply: Any = await self.do_execute(text, silent=False, allow_stdin=True)
             except KeyboardInterrupt:
-                # ipykernel runs a cell with an `await` as an asyncio task, which would still begin.
+                # ipykernel runs a cell with an `await` as an asyncio task. Cancel the task, which
+                # would begin later.
                 for task in asyncio.all_tasks():
                     if getattr(task.get_coro(), "__name__", "") == RUNS_CELLS:
                         task.cancel()
@@ -212,51 +214,51 @@ class WorkerKernel(IPythonKernel):
             if reply["status"] == "ok":
                 self._wait_for_nccl(len(text.splitlines()))
                 return None
-        ran = shell.last_execution_result
-        raised = (ran.error_before_exec, ran.error_in_exec) if ran is not None else ()
-        # An exception raised while the last value was shown is in `session.shown` alone. Compare
-        # with None: an exception can be falsy.
-        shown = self.session.shown[0]
-        found = (error for error in (*raised, shown) if error is not None)
-        return next(found, RuntimeError(reply["evalue"]))
+        result = shell.last_execution_result
+        raised = (result.error_before_exec, result.error_in_exec) if result is not None else ()
+        # Only `session.shown_error` has an exception that was raised while the last value was
+        # shown. Compare with None, because an exception can be falsy.
+        shown = self.session.shown_error[0]
+        errors = (error for error in (*raised, shown) if error is not None)
+        return next(errors, RuntimeError(reply["evalue"]))
 
     def _wait_for_nccl(self, line: int) -> None:
         if self.group is not None and self.group.uses_nccl:
             self.group.wait_for_nccl(line)
 
-    def _brought(
+    def _with_result(
         self, task: Task, context: Context, error: BaseException | None, value: Any, done: Done
     ) -> Done:
-        """Return the outcome with the task's packed values, or with the failure that ended it."""
+        """Return the outcome with the task's packed values, or with the failure for `error`."""
         if error is not None:
-            number = self.session.number_of(error)
-            said = [] if number else remedies(context.shell, context.rank, error)
+            error_number = self.session.pop_error_number(error)
+            advice = [] if error_number else remedies(context.shell, context.rank, error)
             contents = contents_of(error, context.names)
-            failure = failure_of(error, said)
+            failure = failure_of(error, advice)
             return replace(
                 done,
                 failure=failure,
-                error_number=number,
+                error_number=error_number,
                 values=contents,
                 incomplete=find_incomplete(error, context.names),
             )
-        values, kept = None, None
+        values, kept_size = None, None
         if task.keeps:
-            values, kept = self.namespace.keep(value, task.id)
+            values, kept_size = self.namespace.pack_or_keep(value, task.id)
         elif task.brings_small:
-            values, kept = self.namespace.pack_small(value)
+            values, kept_size = self.namespace.pack_small(value)
         elif task.fetch:
             values = self.namespace.fetch(task.fetch, task.id)
         elif not isinstance(task.work, Source):
             values = self.namespace.pack(value, task.id, context.title)
-        return replace(done, status="ok", values=values, kept=kept)
+        return replace(done, status="ok", values=values, kept=kept_size)
 
     def stop(self) -> None:
-        """Let the main thread's loop stop, so that the process exits; on any thread."""
+        """Stop the main thread's loop, so that the process exits; any thread may call this."""
         self.io_loop.add_callback(self.io_loop.stop)
 
     def handle_comm(self, comm: Comm) -> None:
-        """Pass a page's message to its widget, as ipykernel does; SIGINT interrupts the widget."""
+        """Pass a page's message to a widget of this rank; SIGINT interrupts the widget's code."""
         content = {"comm_id": comm.id, "data": comm.data}
         message = self.session.msg(comm.kind, content, metadata={**comm.metadata})
         message["buffers"] = [memoryview(each) for each in comm.buffers]
@@ -267,29 +269,30 @@ class WorkerKernel(IPythonKernel):
                 self.shell_handlers[comm.kind](None, None, message)
             finally:
                 signal.signal(signal.SIGINT, before)
-        signal.signal(signal.SIGINT, before)  # if a SIGINT came just before the line above
+        signal.signal(signal.SIGINT, before)  # again: a SIGINT may have skipped the line above
         flush_streams()
 
     def get_parent(self, *channel: Any) -> dict[str, Any]:
-        """Return the parent message, or a header alone for a cell, which is no message in a worker.
+        """Return the parent message; for a cell, which is no message here, return only a header.
 
-        `ipywidgets.Output` reads the id in that header.
+        `ipywidgets.Output` reads the id in this header.
         """
         return super().get_parent(*channel) or {"header": {"msg_id": self.ident}}
 
     def raw_input(self, prompt: object = "") -> str:
-        """Ask the notebook for a line.  It replaces `input`, also in scripts and functions."""
-        return self._typed(str(prompt), secret=False)
+        """Ask the notebook for a line; replaces `input`, also in scripts and functions."""
+        return self._ask_for_line(str(prompt), secret=False)
 
     def getpass(self, prompt: object = "Password: ", *_: object, **__: object) -> str:
-        """Ask the notebook for a line that is not shown.  It replaces `getpass.getpass`."""
-        return self._typed(str(prompt), secret=True)
+        """Ask the notebook for a line without showing it; replaces `getpass.getpass`."""
+        return self._ask_for_line(str(prompt), secret=True)
 
-    def _typed(self, prompt: str, *, secret: bool) -> str:
+    def _ask_for_line(self, prompt: str, *, secret: bool) -> str:
         frame = inspect.currentframe()
         asker = frame.f_back.f_back if frame is not None and frame.f_back is not None else None
         *before, prompt = prompt.splitlines() or [""]
-        sys.stdout.write("".join(f"{line}\n" for line in before))  # the input box shows one line
+        # The input box shows a single line: print all lines before the last one.
+        sys.stdout.write("".join(f"{line}\n" for line in before))
         reply = self.ask(prompt[-LONGEST_PROMPT:], secret=secret, by_debugger=is_debugger(asker))
         if reply.problem:
             raise StdinNotImplementedError(reply.problem)
@@ -298,7 +301,7 @@ class WorkerKernel(IPythonKernel):
         return reply.text
 
     def publish(self, kind: str, content: dict[str, Any]) -> None:
-        """Publish a message on iopub; any thread may call it, as each thread that logs does."""
+        """Publish a message on iopub; any thread may call this."""
         self.session.send(self.iopub_socket, kind, content)
 
 
@@ -310,7 +313,7 @@ class WorkerApp(IPKernelApp):
     rank, token = 0, ""
 
     def parse_command_line(self, argv: Any = None) -> None:
-        """Parse no arguments: building the parser would take a tenth of the kernel's start."""
+        """Parse no arguments: building the parser would take a tenth of the time of a start."""
 
     @default("session")
     def _marking_session(self) -> Session:
@@ -319,23 +322,23 @@ class WorkerApp(IPKernelApp):
         return session
 
     def init_iopub(self, context: Any) -> None:
-        """Let zmq queue any number of messages: by default it drops output when 1,000 wait."""
+        """Let zmq queue any number of messages: by default it drops messages beyond 1,000."""
         context.sndhwm = 0
         publish_without_port()
         super().init_iopub(context)
 
     def init_io(self) -> None:
         """Write text to the agent's pipe instead of iopub."""
-        install(self.token)
+        install_streams(self.token)
         self.displayhook = ZMQDisplayHook(self.session, self.iopub_socket)
         sys.displayhook = self.displayhook
         self.patch_io()
 
     def init_poller(self) -> None:
-        """Do not poll for the parent's end: Linux kills the worker then, see `die_with_parent`."""
+        """Start no thread that watches the parent: Linux kills workers, see `die_with_parent`."""
 
     def init_code(self) -> None:
-        """Run no start-up files: the notebook runs them, and sends the names that they bind."""
+        """Run no start-up files: the notebook runs them, and sends the variables that they bind."""
 
 
 def make_app(start: WorkerStart) -> WorkerApp:
@@ -343,8 +346,8 @@ def make_app(start: WorkerStart) -> WorkerApp:
     # A forked process may have inherited its parent's running loop.
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
-    # Every signal must wake the loop. ipykernel's handler for SIGINT during a top-level `await`
-    # only queues a callback, which a loop that sleeps in the selector does not notice.
+    # Let every signal wake the loop. ipykernel's handler for SIGINT during a top-level `await` only
+    # queues a callback, which a loop that sleeps in the selector would not notice.
     wake, wake_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wake_end, warn_on_full_buffer=False)
     loop.add_reader(wake, os.read, wake, 4096)
@@ -354,25 +357,24 @@ def make_app(start: WorkerStart) -> WorkerApp:
     app.config.HistoryManager.enabled = False
     app.initialize([])
     shell: Any = app.shell
-    # Print what `x?` and `%psource` show like any other output: a worker has no pager.
+    # A worker has no pager: print the texts of `x?` and `%psource` like any other output.
     shell.set_hook("show_in_pager", as_hook(display_page), 0)
-    # tqdm and transformers look for this key to decide whether bars can be widgets or changing
-    # HTML. A rank's bars must be text, which the notebook compares. Other libraries look at the
-    # shell's class.
+    # With this key tqdm and transformers would draw bars as widgets or changing HTML. A rank's bars
+    # must be text, which the notebook compares. Other libraries look at the shell's class instead.
     shell.config.pop("IPKernelApp", None)
     number_cells(shell)
     shell.shorten_tracebacks()
     host = "" if start.world.node is None else socket.gethostname()
-    app.session.large = LargeOutputs(start.log_folder, host)
+    app.session.large_outputs = LargeOutputs(start.log_folder, host)
     kernel: WorkerKernel = app.kernel
     kernel.namespace = Namespace(shell.user_ns)
-    kernel.namespace.say_moved = lambda done, total: kernel.publish(
+    kernel.namespace.report_progress = lambda done, total: kernel.publish(
         MOVED, {"done": done, "total": total}
     )
     kernel.namespace.warn = lambda text: kernel.publish(WARNED, {"text": text})
-    leave = dict.fromkeys(("exit", "quit"), CellExit(shell))
-    kernel.namespace.start_with({**ready_names(start), **leave})
-    shell.user_ns_hidden.update(leave)
+    exits = dict.fromkeys(("exit", "quit"), CellExit(shell))
+    kernel.namespace.add_ready({**ready_names(start), **exits})
+    shell.user_ns_hidden.update(exits)
     shell.ready = kernel.namespace.ready
     kernel.records = Records(partial(kernel.publish, RECORD), app.log.name)
     kernel.records.watch()
@@ -381,7 +383,7 @@ def make_app(start: WorkerStart) -> WorkerApp:
     sys.meta_path.insert(0, kernel.own_modules)
     # Makes `%autoreload 2` work without `%load_ext autoreload`.
     shell.magics_manager.register_lazy("autoreload", "IPython.extensions.autoreload")
-    # ipykernel sets them only while it runs a cell; scripts and functions need them too.
+    # ipykernel replaces both only while it runs a cell; scripts and functions need them too.
     builtins.input, getpass.getpass = kernel.raw_input, kernel.getpass
     use_debugger()
     draw_bars_as_text()

@@ -1,6 +1,6 @@
-"""The worker's `__main__`: binds what comes with a task, finds what it has bound, packs results.
+"""The worker's `__main__`: binds a task's variables, finds changed names, and packs values.
 
-In each worker, on the main thread; the kernel and the ops use it. Ops are found here too.
+Runs on the main thread of each worker; the kernel and the ops use it. It also finds ops by name.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ MOVED_EVERY = 0.25  # seconds between two messages on how much of a big value ha
 
 @dataclass
 class Taken:
-    """Variables that have been received and not bound, with the objects in them that have a key.
+    """Variables that were received and are not bound yet, with the objects in them that have a key.
 
-    `arrived` is the message of the notebook that they came with, if they came from it.
+    `arrived` is the notebook's message with the variables, None if they came from elsewhere.
     """
 
     values: dict[str, Any]
@@ -60,7 +60,7 @@ class Taken:
 
 @dataclass(frozen=True)
 class Bound:
-    """The names that were bound, the keys of their objects, and the values that were replaced."""
+    """The names that were bound, the keys of their objects, and the old values by name."""
 
     names: frozenset[str]
     gained: tuple[int, ...]
@@ -68,13 +68,13 @@ class Bound:
 
 
 class Problem(Exception):
-    """Ends a task with a message for the user, where a traceback would tell no more."""
+    """Ends a task with a message for the user instead of a traceback."""
 
     kind = ""  # the name of its `Failure`
 
 
 class VariableError(Problem):
-    """A variable could not be bound, or its value not be sent to the notebook."""
+    """A variable could not be bound, or its value could not be sent to the notebook."""
 
     kind = NAME_PROBLEM
 
@@ -86,36 +86,36 @@ class Namespace:
         self._names = names
         self.ready: dict[str, Any] = {}
         self.counterparts = Counterparts(names)
-        self.say_moved: Callable[[int, int], None] = lambda done, total: None
+        self.report_progress: Callable[[int, int], None] = lambda done, total: None
         self.warn: Callable[[str], None] = lambda text: None
         self.last_values = KeptValues()
-        self._lent: dict[str, list[Segment]] = {}
-        self._taken: dict[str, Taken] = {}
+        self._lent_segments: dict[str, list[Segment]] = {}
+        self._received: dict[str, Taken] = {}
         self._identities: dict[str, Identity] = {}
 
-    def start_with(self, names: Mapping[str, Any]) -> None:
-        """Bind names that every worker has from its start, and keep them in `ready`."""
+    def add_ready(self, names: Mapping[str, Any]) -> None:
+        """Bind the names that every worker has from its start, and keep them in `ready`."""
         self.ready.update(names)
         self._names.update(names)
 
-    def change(self, name: str, value: object) -> None:
-        """Give a name of `ready` another value; bind it unless a cell has bound it."""
-        # Compare identity: a cell may have bound a tensor, whose comparison would raise.
+    def change_ready(self, name: str, value: object) -> None:
+        """Change the value of a name of `ready`; bind the name unless a cell has bound it."""
+        # Compare the identity: if a cell has bound a tensor, comparing the values would raise.
         if self._names.get(name) is self.ready[name]:
             self._names[name] = value
         self.ready[name] = value
 
     def receive(self, task: Task, rank: int) -> list[str]:
-        """Bind the variables that came with a task, and change the objects that it has changes of.
+        """Bind a task's variables, change objects that the notebook has changed, delete variables.
 
-        All of it is done, or nothing if a variable cannot be rebuilt: then VariableError is raised.
-        Return the variables that the notebook has deleted, and that were deleted here too. Names of
+        If a variable cannot be rebuilt, no variable is bound, and VariableError is raised. Return
+        the variables of this rank that were deleted because the notebook has deleted them. Names of
         `ready` that a cell has deleted are bound again.
         """
         for name in self.ready.keys() - self._names.keys():
             self._names[name] = self.ready[name]
-        # The notebook has read what the last task lent to it.
-        for task_id in list(self._lent):
+        # The notebook has read all lent values by the time it sends a further task.
+        for task_id in list(self._lent_segments):
             self.release_values(task_id)
         ended = self.counterparts.forget(task.forget.get(rank, ()))
         arrived = None
@@ -127,11 +127,11 @@ class Namespace:
             self._names.update(self.open(task.plain))
         deleted = self.counterparts.delete(task.deleted.get(rank, ()))
         if arrived is not None:
-            self.counterparts.give(arrived.values)
+            self.counterparts.bind_sent(arrived.values)
         return deleted
 
     def receive_values(self, payload: Payload) -> dict[str, Any]:
-        """Return the values of a call's message, without binding them; register their objects."""
+        """Return the arguments of a call, without binding variables; register their objects."""
         try:
             arrived = self.read(payload)
             self._commit(arrived)
@@ -173,92 +173,96 @@ class Namespace:
                 f"{type(error).__name__}: {error}"
             ) from error
 
-    def take(self, taken: Taken, task_id: str) -> None:
-        """Keep received values for `pop_taken`, until the task is released or the next `take`."""
-        self._taken = {task_id: taken}
+    def keep_received(self, received: Taken, task_id: str) -> None:
+        """Keep received values for `bind_received` or `pop_received`; drop older ones."""
+        self._received = {task_id: received}
 
-    def pop_taken(self) -> Taken:
-        """Return the values that `take` keeps, and drop them; VariableError if there are none."""
-        if not self._taken:
+    def pop_received(self) -> Taken:
+        """Return the values of `keep_received` and drop them; VariableError without such values."""
+        if not self._received:
             raise VariableError("there is nothing to bind: this rank has received no values")
-        return self._taken.popitem()[1]
+        return self._received.popitem()[1]
 
-    def bind_taken(self) -> Bound:
-        """Bind the values that `take` keeps; change variables of the same structure in place."""
-        taken = self.pop_taken()
-        if taken.arrived is not None:
-            self._commit(taken.arrived)
-        instead, replaced = self.counterparts.replace(taken.values, taken.keyed)
-        gained = self.counterparts.register(taken.keyed, instead)
-        if taken.arrived is not None:
+    def bind_received(self) -> Bound:
+        """Bind the values of `keep_received`; change variables of the same structure in place."""
+        received = self.pop_received()
+        if received.arrived is not None:
+            self._commit(received.arrived)
+        instead, replaced = self.counterparts.replace(received.values, received.keyed)
+        gained = self.counterparts.register(received.keyed, instead)
+        if received.arrived is not None:
             self.counterparts.move_keys(instead)
-            self.counterparts.give({name: self._names[name] for name in taken.values})
-        return Bound(frozenset(taken.values), gained, replaced)
+            self.counterparts.bind_sent({name: self._names[name] for name in received.values})
+        return Bound(frozenset(received.values), gained, replaced)
 
     def release_values(self, task_id: str) -> None:
-        """Release what this task has received, lent or kept; also called on the control thread."""
-        self._taken.pop(task_id, None)
+        """Release the values that a task has received, lent or kept.
+
+        The control thread calls this, too.
+        """
+        self._received.pop(task_id, None)
         self.last_values.release_values(task_id)
-        for segment in self._lent.pop(task_id, ()):
+        for segment in self._lent_segments.pop(task_id, ()):
             segment.close()
 
     def snapshot(self) -> dict[str, Identity]:
         """Return which object each name is bound to, for `changes_since`."""
-        # Reuse the entries of the last snapshot: there are many names, and few are bound again.
-        known, now = self._identities, self._of_users()
+        # Reuse entries of the last snapshot: there are many names, and few get another object.
+        identities, items = self._identities, self._user_items()
         self._identities = {
-            name: known[name] if _is_still(known, name, value) else Identity(value)
-            for name, value in now
+            name: identities[name] if _is_still(identities, name, value) else Identity(value)
+            for name, value in items
         }
         return self._identities
 
     def changes_since(self, before: Mapping[str, Identity]) -> tuple[set[str], set[str]]:
         """Return names bound to another object than `before`, and names that were deleted."""
-        now = self._of_users()
-        bound = {name for name, value in now if not _is_still(before, name, value)}
+        items = self._user_items()
+        bound = {name for name, value in items if not _is_still(before, name, value)}
         return bound, before.keys() - self._names.keys()
 
-    def let_go(self, names: Iterable[str]) -> None:
-        """Hold no longer what these variables had before the task that bound or deleted them.
+    def forget_old_values(self, names: Iterable[str]) -> None:
+        """Forget the old values of variables that a task has bound or deleted.
 
-        Small lists and dicts would else live on: the notebook would count them as there.
+        Small lists and dicts would else live on here, and would not be reported as ended.
         """
         for name in names:
             self._identities.pop(name, None)
-            self.counterparts.let_go(name)
+            self.counterparts.forget_sent_value(name)
 
-    def _of_users(self) -> list[tuple[str, Any]]:
-        """List names and values without those of IPython, as `_` and `_i3`, and of Python."""
-        # A copy, as threads of cells may bind names meanwhile.
-        return [each for each in dict(self._names).items() if not _is_of_system(each[0])]
+    def _user_items(self) -> list[tuple[str, Any]]:
+        """List names and values, without names of IPython and Python such as `_i3`."""
+        # Copy the dict first: threads of cells may bind names meanwhile.
+        return [each for each in dict(self._names).items() if not _is_system_name(each[0])]
 
-    def imported(self, names: Iterable[str]) -> dict[str, str]:
-        """Return by name where modules, functions and classes come from, for `import_again`.
+    def import_paths(self, names: Iterable[str]) -> dict[str, str]:
+        """Return by name the paths from which modules, functions and classes can be imported.
 
-        A path is such as `torch.nn:Linear`; "" if the object is not found there.
+        An example is `torch.nn:Linear`. The path is "" if it does not lead to the object.
         """
-        found = ((name, _whence(self._names.get(name))) for name in names)
-        return {name: import_path for name, import_path in found if import_path is not None}
+        import_paths = ((name, _import_path(self._names.get(name))) for name in names)
+        return {name: import_path for name, import_path in import_paths if import_path is not None}
 
     def kinds(self, names: Iterable[str]) -> dict[str, int]:
-        """Return by name the kind of those values that are modules, optimizers or tensors."""
+        """Return the kinds of values that are modules, optimizers or tensors, by name."""
         kinds = {name: kind_of(self._names.get(name)) for name in names}
         return {name: kind for name, kind in kinds.items() if kind != OTHER}
 
-    def covered(self, names: Iterable[str]) -> frozenset[str]:
-        """Return the names of `ready` to which a cell has bound a value that reads differently."""
+    def covered_names(self, names: Iterable[str]) -> frozenset[str]:
+        """Return the names of `ready` to which a cell has bound a value with another text."""
         return frozenset(
             name
             for name in self.ready.keys() & names
-            if (value := self._names.get(name)) is not (own := self.ready[name])
-            # A number or device that reads the same counts as the same.
-            and not (isinstance(value, int | str | type(own)) and str(value) == str(own))
+            if (value := self._names.get(name)) is not (ready := self.ready[name])
+            # A number or device with the same text counts as the same.
+            and not (isinstance(value, int | str | type(ready)) and str(value) == str(ready))
         )
 
-    def import_again(self, imports: Mapping[str, str]) -> frozenset[str]:
-        """Bind names that `imported` listed in the worker before this one; return those bound.
+    def import_names(self, imports: Mapping[str, str]) -> frozenset[str]:
+        """Import names that the worker before this one had imported; return the names bound.
 
-        An import that fails is reported on stderr: the cell may not need it.
+        `imports` has the results of `import_paths` in that worker. An import that fails is reported
+        on stderr and nothing else: the cell may not need it.
         """
         bound = set()
         for name, import_path in imports.items():
@@ -266,19 +270,21 @@ class Namespace:
                 continue
             module, _, path = import_path.partition(":")
             try:
-                found = import_module(module)
-                self._names[name] = attrgetter(path)(found) if path else found
+                imported = import_module(module)
+                self._names[name] = attrgetter(path)(imported) if path else imported
             except Exception as error:  # noqa: BLE001 (a module can raise anything)
-                said = f"{type(error).__name__}: {error}"
-                sys.stderr.write(f"`{name}` could not be imported again ({import_path}): {said}\n")
+                message = f"{type(error).__name__}: {error}"
+                sys.stderr.write(
+                    f"`{name}` could not be imported again ({import_path}): {message}\n"
+                )
                 continue
             bound.add(name)
         return frozenset(bound)
 
     def fetch(self, expressions: Sequence[str], task_id: str) -> Payload:
-        """Pack the values of names or expressions for the notebook; CUDA tensors come from the CPU.
+        """Pack the values of expressions for the notebook; CUDA tensors become CPU tensors.
 
-        A big payload is memory of this process until `release_values`, or until its next task.
+        A big payload occupies memory of this machine until `release_values` or the next task.
         """
         values = {}
         for expression in expressions:
@@ -295,10 +301,10 @@ class Namespace:
             ) from error
 
     def pack(self, value: Any, task_id: str, title: str) -> Payload | None:
-        """Pack what an op returned; VariableError says which part cannot be sent, and why."""
+        """Pack the value of an op; VariableError says which part cannot be sent, and why."""
         if value is None:
             return None
-        inner = tuple((each.ref.path, each.ref) for each in self._lent.get(task_id, ()))
+        inner = tuple((each.ref.path, each.ref) for each in self._lent_segments.get(task_id, ()))
         try:
             return self.lend(value, task_id, Homeward())._replace(within=inner)
         except Exception as error:  # a user's __reduce__ can raise anything
@@ -308,13 +314,13 @@ class Namespace:
             raise VariableError(f"{part} ({kind}) cannot be sent back: {why}.") from error
 
     def lend(self, value: Any, task_id: str, home: Homeward | None = None) -> Payload:
-        """Pack a value; if it is too big for a message it stays in memory until `release_values`.
+        """Pack a value; a value too big for a message is put into a segment until `release_values`.
 
         `home` pickles values that have a meaning only among ranks.
         """
-        payload, segment = self._packed(value, home)
+        payload, segment = self._pack_value(value, home)
         if segment is not None:
-            self._lent.setdefault(task_id, []).append(segment)
+            self._lent_segments.setdefault(task_id, []).append(segment)
         return payload
 
     def blame(self, name: str, value: Any, error: Exception) -> tuple[str, str, str]:
@@ -323,15 +329,15 @@ class Namespace:
             return name, type_name(value), str(error)
         return blame(name, value, fails_in(self._names), error)[:3]
 
-    def keep(self, value: object, task_id: str) -> tuple[Payload | None, int | None]:
-        """Pack the last value of a cell; return a small one, keep a big one and return its size.
+    def pack_or_keep(self, value: object, task_id: str) -> tuple[Payload | None, int | None]:
+        """Pack the last value of a cell; return a small one, or keep a big one and return its size.
 
-        A value that cannot be packed is no error of the cell: `lend_kept` says why.
+        A value that cannot be packed is no error of the cell: `lend_kept` returns the reason later.
         """
         if value is None:
             return None, None
         try:
-            payload, segment = self._packed(value, Homeward())
+            payload, segment = self._pack_value(value, Homeward())
         except Exception as error:  # noqa: BLE001 (a user's __reduce__ can raise anything)
             path, kind, why = self.blame("it", value, error)
             part = kind if path == "it" else f"{kind} in `{path}`"
@@ -343,9 +349,9 @@ class Namespace:
         return None, sum(segment.ref.sizes)
 
     def pack_small(self, value: object) -> tuple[Payload | None, int | None]:
-        """Pack the last value of a cell if it is small; nothing of a bigger one is copied.
+        """Pack and return the last value of a cell if it is small; do not copy a bigger value.
 
-        Return None and 0 if it is not packed.
+        Return None and 0 if the value is not packed.
         """
         if value is None:
             return None, None
@@ -359,33 +365,37 @@ class Namespace:
             return None, 0
         return payload, None
 
-    def lend_kept(self, of: str, task_id: str) -> Brought:
-        """Lend the value that was kept for the task `of`, or say why there is none."""
-        if isinstance(found := self.last_values.find(of), str):
-            return Brought(problem=found)
-        # The kept value stays too: Stop may come before the notebook has read this one.
-        lent = Segment.of_another(found.ref)
-        self._lent.setdefault(task_id, []).append(lent)
+    def lend_kept(self, kept_task_id: str, task_id: str) -> Brought:
+        """Lend the value that was kept for a task, or return the reason why none was kept."""
+        if isinstance(kept := self.last_values.find(kept_task_id), str):
+            return Brought(problem=kept)
+        # Keep the value, too: Stop may come before the notebook has read the lent one.
+        lent = Segment.of_another(kept.ref)
+        self._lent_segments.setdefault(task_id, []).append(lent)
         return Brought(packed=Payload(segment=lent.ref))
 
-    def _packed(self, value: object, home: Homeward | None) -> Packed:
+    def _pack_value(self, value: object, home: Homeward | None) -> Packed:
         pickled = pickle(value, self._names, reduce=home.reduce if home else None)
-        total, say_at = size_of(pickled.frames), time.monotonic() + MOVED_EVERY
+        total, next_report = size_of(pickled.frames), time.monotonic() + MOVED_EVERY
         with closing(Steps(packing(pickled.frames))) as steps:
-            for done in steps:
-                if (now := time.monotonic()) > say_at:
-                    say_at = now + MOVED_EVERY
-                    self.say_moved(done, total)
+            for packed_bytes in steps:
+                if (now := time.monotonic()) > next_report:
+                    next_report = now + MOVED_EVERY
+                    self.report_progress(packed_bytes, total)
         return steps.made
 
 
-@lru_cache(maxsize=1 << 16)  # each cell asks this twice for every name
-def _is_of_system(name: str) -> bool:
+@lru_cache(maxsize=1 << 16)  # called twice a cell for every name
+def _is_system_name(name: str) -> bool:
     return SYSTEM_NAMES.fullmatch(name) is not None
 
 
-def _whence(value: Any) -> str | None:
-    """Return `numpy` or `torch.nn:Linear`; "" if it is not found there, None if not imported."""
+def _import_path(value: Any) -> str | None:
+    """Return an import path such as `numpy` or `torch.nn:Linear`, or None.
+
+    The path is "" if importing it would not give this object. None is for values that are no
+    module, function or class, and for functions and classes of `__main__`.
+    """
     if isinstance(value, ModuleType):
         return value.__name__ if sys.modules.get(value.__name__) is value else ""
     if not isinstance(value, type | FunctionType | BuiltinFunctionType):
@@ -394,14 +404,14 @@ def _whence(value: Any) -> str | None:
     if module == "__main__":
         return None
     try:
-        is_there = attrgetter(path)(sys.modules[module]) is value
+        is_importable = attrgetter(path)(sys.modules[module]) is value
     except (AttributeError, KeyError):
         return ""
-    return f"{module}:{path}" if is_there else ""
+    return f"{module}:{path}" if is_importable else ""
 
 
-def _is_still(known: Mapping[str, Identity], name: str, value: object) -> bool:
-    return (identity := known.get(name)) is not None and identity.is_still(value)
+def _is_still(identities: Mapping[str, Identity], name: str, value: object) -> bool:
+    return (identity := identities.get(name)) is not None and identity.is_still(value)
 
 
 # --- ops --------------------------------------------------------------------------------------
@@ -409,11 +419,11 @@ def _is_still(known: Mapping[str, Identity], name: str, value: object) -> bool:
 
 @dataclass
 class Context:
-    """What an op or a cell works with, and what it reports besides its value.
+    """The shell and variables for one op or cell, and what it reports besides its value.
 
-    `bound` are the names that it has bound, `gone` the names that it has deleted, `gained` the keys
-    of objects of the notebook that it has got from another rank or a file. `title` is its name for
-    the user. `at_end` is closed once the value has been packed.
+    An op adds the names that it binds to `bound`, the names that it deletes to `deleted`, and the
+    keys of the notebook's objects that it gets from another rank or a file to `gained`. It may set
+    `title`, its name for the user. `cleanup` is closed once the value has been packed.
     """
 
     shell: Any
@@ -422,8 +432,8 @@ class Context:
     task_id: str = ""
     bound: set[str] = field(default_factory=set)
     gained: set[int] = field(default_factory=set)
-    gone: set[str] = field(default_factory=set)
-    at_end: ExitStack = field(default_factory=ExitStack)
+    deleted: set[str] = field(default_factory=set)
+    cleanup: ExitStack = field(default_factory=ExitStack)
 
     @property
     def rank(self) -> int:
@@ -440,48 +450,47 @@ class Context:
         """Pack a value, to be read by the notebook before it releases the task."""
         return self.namespace.lend(value, self.task_id, home or Homeward())
 
-    def noting(self) -> ExitStack:
-        """Return a context that adds what user code binds and deletes to `bound` and `gone`."""
+    def record_changes(self) -> ExitStack:
+        """Return a context that adds names bound and deleted by user code to this object."""
         before = self.namespace.snapshot()
 
-        def note() -> None:
-            bound, gone = self.namespace.changes_since(before)
+        def record_difference() -> None:
+            bound, deleted = self.namespace.changes_since(before)
             self.bound |= bound
-            self.gone |= gone
+            self.deleted |= deleted
 
-        # An ExitStack, as `contextmanager` sets attributes of exceptions, whose class can refuse
-        # that.
-        noting = ExitStack()
-        noting.callback(note)
-        return noting
+        # Not `contextmanager`, which sets attributes of exceptions: a user's class can refuse that.
+        stack = ExitStack()
+        stack.callback(record_difference)
+        return stack
 
 
 @cache
 def import_ops() -> Mapping[str, ModuleType | Exception]:
     """Import and return all modules of ops by name, or the exception that a plugin's import raised.
 
-    Called before user code runs, which may leave no descriptor to import with.
+    Called before user code runs: user code may use up the descriptors that an import needs.
     """
-    found: dict[str, ModuleType | Exception] = {}
+    modules: dict[str, ModuleType | Exception] = {}
     for name, point in plugins.entry_points(plugins.OPS).items():
         try:
-            found[name] = point.load()
+            modules[name] = point.load()
         except Exception as error:  # noqa: BLE001 (other people's modules)
-            found[name] = error
+            modules[name] = error
     for each in pkgutil.iter_modules(ops.__path__):
-        found[each.name] = import_module(f"{ops.__name__}.{each.name}")
-    return found
+        modules[each.name] = import_module(f"{ops.__name__}.{each.name}")
+    return modules
 
 
 def find_op(name: str) -> Callable[..., Any]:
     """Return an op's function: `write` of the module `snapshot` for the name "snapshot.write".
 
-    A name without a dot is that of the module and of the function.
+    A name without a dot names both the module and its function.
     """
-    module, _, function = name.partition(".")
-    found = import_ops().get(module)
-    if not isinstance(found, ModuleType):
-        why = f": {found}" if found else ""
-        raise ImportError(f"nbdist has no `{module}` on this rank{why}")
-    run: Callable[..., Any] = getattr(found, function or module)
-    return run
+    module_name, _, function_name = name.partition(".")
+    op_module = import_ops().get(module_name)
+    if not isinstance(op_module, ModuleType):
+        why = f": {op_module}" if op_module else ""
+        raise ImportError(f"nbdist has no `{module_name}` on this rank{why}")
+    function: Callable[..., Any] = getattr(op_module, function_name or module_name)
+    return function

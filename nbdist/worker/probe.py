@@ -1,6 +1,6 @@
-"""Finds out where the main thread is: in which line, and which collective it waits for.
+"""Finds out in which line the main thread is, and for which collective it waits.
 
-Runs in each rank on the control thread, which asks for it while the main thread runs a task.
+Runs on the control thread of each worker, while the main thread runs a task.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ STALLED = 3  # retransmissions in vain: TCP makes them after 0.2, 0.6 and 1.4 s
 
 
 class Probe:
-    """Locates the main thread; cheap enough for ten calls a second."""
+    """Locates the main thread; fast enough for ten calls a second."""
 
     def __init__(self, group: Group | None) -> None:
-        self._loop = asyncio.get_event_loop()  # the main thread's: it makes this object
+        self._loop = asyncio.get_event_loop()  # of the main thread, which makes this object
         self._group = group
         self._ident = threading.main_thread().ident or 0
         self._recording = Recording()
@@ -64,88 +64,93 @@ class Probe:
         self._nccl = UnderWay(is_used=self.uses_nccl)
 
     def locate(self) -> Place:
-        """Return where the main thread is, with all that tells whether it can go on."""
+        """Return the place of the main thread, and all facts on whether it can go on."""
         frames = list(frames_of(self._ident))
-        shown = frames if self._line(frames) else self._stack()
+        stack = frames if self._find_line(frames) else self._stack()
         counts, nccl = self._recording.counts(), self._nccl.pending()
         begun = {number: each.begun for number, each in counts.items()}
-        spot, operation = self._spot(shown), self._operation(frames, counts, nccl)
+        spot, operation = self._find_spot(stack), self._find_operation(frames, counts, nccl)
         is_idle = not spot.line and not spot.file
-        in_flight, moved, stalled = self._carried()
+        in_flight, moved, stalled = self._read_tcp_state()
         return replace(
             spot,
             operation=operation,
-            # Reading them takes a while, which does no harm to a rank that waits or is idle.
-            begun=self._begun(counts) if operation or is_idle else (),
+            # Reading the collectives takes a while: do it only if the rank waits or is idle.
+            begun=self._recent_collectives(counts) if operation or is_idle else (),
             has_help=bool(operation) and self._has_help(frames),
-            is_cleaning_up=handles_stop(self._ident),
+            is_cleaning_up=is_handling_stop(self._ident),
             has_taken_sigint=STEPS.has_taken_sigint,
-            # A rank that waits in another collective of the same name has another number.
+            # nccl's number changes if the rank waits in a later collective of the same name.
             counts={**begun, "nccl": nccl.number} if self.uses_nccl else begun,
             moved=moved,
             in_flight=in_flight,
             stalled=stalled,
-            # Only gloo's threads are looked at: ipykernel's are often busy, and nccl's work is on
-            # the GPU.
-            is_calm=not (self.uses_nccl or any(map(_is_at_work, os.listdir("/proc/self/task")))),
+            # Consider only gloo's threads: ipykernel's are often busy, and nccl's work is on the
+            # GPU.
+            is_calm=not (
+                self.uses_nccl or any(map(_is_running_gloo_thread, os.listdir("/proc/self/task")))
+            ),
             unfinished=sum(each.unfinished for each in counts.values()) + nccl.count,
         )
 
     def locate_briefly(self) -> Place:
-        """Return only the line and the collective: a system call can take 5 ms for the GIL."""
-        return self._located(self._stack())
+        """Return only the line and the collective: each further system call may cost 5 ms.
+
+        After a system call the control thread waits up to 5 ms for the GIL.
+        """
+        return self._locate(self._stack())
 
     def trace(self) -> Traced:
-        """Return the line, the collective and the main thread's calls, the innermost first."""
+        """Return the line, the collective and the main thread's calls, the innermost call first."""
         frames = self._stack()
         shown = [frame for frame in frames if frame.f_code is not wait.__code__]
         cells = cell_numbers()
-        return Traced(self._located(frames), tuple(described(frame, cells) for frame in shown))
+        return Traced(self._locate(frames), tuple(describe_frame(frame, cells) for frame in shown))
 
     def last_collective(self) -> Collective | None:
-        """Return the collective that was begun last; None if none was."""
-        found = filter(None, [self._recording.last(), self._nccl.last()])
-        return max(found, key=lambda each: each.began_ns, default=None)
+        """Return the collective that was begun last; None if no collective was."""
+        collectives = filter(None, [self._recording.last(), self._nccl.last()])
+        return max(collectives, key=lambda each: each.began_ns, default=None)
 
     def start_over(self) -> None:
-        """Forget what backends have begun so far: the groups are being rebuilt."""
+        """Forget the collectives that backends have begun: the groups are being rebuilt."""
         self._recording.start_over()
         self._nccl.start_over()
 
-    def _located(self, frames: list[FrameType]) -> Place:
-        operation = _called(frames)
+    def _locate(self, frames: list[FrameType]) -> Place:
+        operation = _called_function(frames)
         if not operation or self._group is None or not _is_in_futex():
-            operation = self._operation(frames, self._recording.counts(), self._nccl.pending())
-        return replace(self._spot(frames), operation=operation)
+            operation = self._find_operation(frames, self._recording.counts(), self._nccl.pending())
+        return replace(self._find_spot(frames), operation=operation)
 
-    def _begun(self, counts: Mapping[str, Counts]) -> tuple[Begun, ...]:
-        since = self._group.task_began_ns if self._group is not None else 0
-        return self._recording.begun(counts, since) + self._nccl.begun(since)
+    def _recent_collectives(self, counts: Mapping[str, Counts]) -> tuple[Begun, ...]:
+        since_ns = self._group.task_began_ns if self._group is not None else 0
+        return self._recording.begun(counts, since_ns) + self._nccl.begun(since_ns)
 
     @property
     def waits_for_nccl(self) -> bool:
-        """True while a cell runs and nccl's collectives have not ended, or have failed."""
+        """Whether a cell runs whose collectives of nccl have not ended, or have failed."""
         if not self.uses_nccl or self._group is None:
             return False
         frames = list(frames_of(self._ident))
-        spot = self._spot(frames)
+        spot = self._find_spot(frames)
         if not (spot.line or spot.file):
             return False
         is_pending = self._nccl.pending().count > 0 or bool(self._group.nccl_error)
         return is_pending or is_calling(frames[0].f_code)
 
     def _stack(self) -> list[FrameType]:
-        """Return the main thread's frames, or those of a cell that awaits something."""
+        """Return the main thread's frames, or the frames of a cell that awaits something."""
         frames, cells = list(frames_of(self._ident)), cell_numbers()
         if any(frame.f_code.co_filename in cells for frame in frames):
             return frames
-        return awaited(self._loop, cells) or frames
+        return awaiting_frames(self._loop, cells) or frames
 
-    def _spot(self, frames: list[FrameType]) -> Place:
-        return run.spot(frames) or Place(line=self._line(frames))
+    def _find_spot(self, frames: list[FrameType]) -> Place:
+        return run.spot(frames) or Place(line=self._find_line(frames))
 
-    def _line(self, frames: list[FrameType]) -> int:
-        """Return the line of the running cell or called function; 0 if neither runs."""
+    def _find_line(self, frames: list[FrameType]) -> int:
+        """Return the line of the running cell or called function; 0 if neither of both runs."""
         cells, inner = cell_numbers(), None
         for frame in frames:
             if frame.f_code is run.call.__code__ and inner is not None:
@@ -155,56 +160,57 @@ class Probe:
             inner = frame
         return next((f.f_lineno for f in reversed(frames) if f.f_code.co_filename in cells), 0)
 
-    def _operation(
+    def _find_operation(
         self, frames: list[FrameType], counts: Mapping[str, Counts], nccl: Pending
     ) -> str:
-        """Return torch's name of the collective that the main thread waits for; "" if for none.
+        """Return torch's name of the collective that the main thread waits for; else "".
 
-        It waits if it is in the store of a group, or in a futex: with a collective begun, or in a
-        function of torch.distributed, as sends are not recorded.
+        The thread waits for a collective if it is in the store of a group, or if it is in a futex
+        and either a collective has begun or a function of torch.distributed was called. The
+        functions are searched because sends are not recorded.
         """
         if self._group is None:
             return ""
         if any(frame.f_code is AbortableStore.awaited.__code__ for frame in frames):
-            return _called(frames) or "store" if self._group.is_waiting_for_ranks else ""
+            return _called_function(frames) or "store" if self._group.is_waiting_for_ranks else ""
         if nccl.name:
             return nccl.name
         if self.uses_nccl and is_calling(frames[0].f_code if frames else None):
-            return _called(frames)
+            return _called_function(frames)
         if not _is_in_futex():
             return ""
-        if begun := self._recording.newest_pending(counts):
-            return begun
+        if name := self._recording.newest_pending(counts):
+            return name
         callers = [outer for inner, outer in pairwise(frames) if inner.f_code is wait.__code__]
         if callers:
-            # User code is in `dist.recv`, or in a `wait` of its own.
-            is_known = not seam.RECORDS_GLOO or callers[0].f_code in POINT_TO_POINT
-            return (is_known and _called(frames)) or WAITS
-        if (called := _called(frames)) or seam.RECORDS_GLOO:
-            return called
+            # User code has called `dist.recv`, or the `wait` of a collective that it began earlier.
+            has_name = not seam.RECORDS_GLOO or callers[0].f_code in POINT_TO_POINT
+            return (has_name and _called_function(frames)) or WAITS
+        if (function := _called_function(frames)) or seam.RECORDS_GLOO:
+            return function
         # Autograd waits in C++ for the gradients that a DDP module reduces.
         return "backward" if any(f.f_code.co_name == seam.BACKWARD for f in frames) else ""
 
     def _has_help(self, frames: list[FrameType]) -> bool:
-        """Return True if something other than the other ranks may end the main thread's wait.
+        """Return True if the main thread's wait may end without the other ranks.
 
-        That is a GPU in use, or another thread that runs user code or communicates. It is also True
-        if the main thread waits for something other than ranks.
+        A GPU in use may end the wait, or another thread that runs user code or communicates. Also
+        return True if the main thread does not wait for ranks at all.
         """
-        threads = set(uncollected(sys._current_frames)) - {self._ident, threading.get_ident()}
+        threads = set(call_without_gc(sys._current_frames)) - {self._ident, threading.get_ident()}
         has_gpu = accelerator.is_in_use()
-        return has_gpu or not _waits_for_ranks(frames) or any(map(_is_of_user, threads))
+        return has_gpu or not _waits_for_ranks(frames) or any(map(_runs_user_code, threads))
 
-    def _carried(self) -> tuple[int, int, tuple[tuple[str, str], ...]]:
-        """Return gloo's packets in flight, bytes carried, and addresses of stalled connections."""
+    def _read_tcp_state(self) -> tuple[int, int, tuple[tuple[str, str], ...]]:
+        """Return gloo's packets in flight, bytes moved, and addresses of stalled connections."""
         in_flight = moved = 0
         stalled = set()
         for connection in self._group.connections() if self._group is not None else ():
             info = connection.getsockopt(6, TCP_INFO, TCP_INFO_FIELDS.size)
-            again, unacked, acked, received = TCP_INFO_FIELDS.unpack(info)
+            retransmissions, unacked, acked, received = TCP_INFO_FIELDS.unpack(info)
             in_flight += unacked
             moved += acked + received
-            if unacked and again >= STALLED:
+            if unacked and retransmissions >= STALLED:
                 with suppress(OSError):  # TCP has just closed the connection
                     stalled.add((connection.getsockname()[0], connection.getpeername()[0]))
         return in_flight, moved, tuple(sorted(stalled))
@@ -220,16 +226,16 @@ def _waits_for_ranks(frames: list[FrameType]) -> bool:
 
 
 def is_calling(code: CodeType | None) -> bool:
-    """Return True if a thread with this innermost call is in C++ that a collective has called.
+    """Return True if a thread with this innermost call is in C++ code called by a collective.
 
-    nccl connects ranks there, before there is anything on the GPU or in Flight Recorder.
+    In this code nccl connects ranks; until then, neither the GPU nor Flight Recorder has an entry.
     """
     if code is None or not code.co_filename.endswith(CALLING):
         return False
     return code.co_name == COALESCED or not code.co_name.startswith("_")
 
 
-def _is_of_user(ident: int) -> bool:
+def _runs_user_code(ident: int) -> bool:
     files = [frame.f_code.co_filename for frame in frames_of(ident)]
     return any(IN_TORCH in file or not IN_LIBRARY.match(file) for file in files)
 
@@ -239,36 +245,39 @@ def _is_in_futex() -> bool:
     return system_call()[:1] == [b"%d" % FUTEX]
 
 
-def _called(frames: list[FrameType]) -> str:
-    """Return the function of torch.distributed that user code called, preferably a public one."""
+def _called_function(frames: list[FrameType]) -> str:
+    """Return the name of the function of torch.distributed that user code has called.
+
+    Prefer the outermost public function. Return "" if there is no function of torch.distributed.
+    """
     names = [f.f_code.co_name for f in frames if IN_TORCH in f.f_code.co_filename]
     names = [name for name in names if name != "wrapper"]
     public = [name for name in names if not name.startswith("_")]
     return next(reversed(public or names), "")
 
 
-def _is_at_work(tid: str) -> bool:
+def _is_running_gloo_thread(tid: str) -> bool:
     """Return True if a thread is one of gloo's (`gloo_tcp_loop`, `pt_gloo_runloop`) and runs."""
     try:
         with open(f"/proc/self/task/{tid}/stat", mode="rb") as file:
-            name, _, rest = file.read().rpartition(b") ")
+            name, _, status = file.read().rpartition(b") ")
     except OSError:
         return False  # the thread has ended
-    return b"gloo" in name and rest[:1] in (b"R", b"D")
+    return b"gloo" in name and status[:1] in (b"R", b"D")
 
 
 # --- stacks of this worker's threads ----------------------------------------------------------
 
 RUNS_CELLS = "run_cell_async"  # IPython's coroutine, which awaits the cell's
 Result = TypeVar("Result")
-_open: list[IO[bytes]] = []  # keeps files open, of which faulthandler has only the descriptors
+_open: list[IO[bytes]] = []  # keeps files open, as faulthandler has only their descriptors
 
 
-def uncollected(get: Callable[[], Result]) -> Result:
-    """Call `get`, which makes objects of another thread's frame, without collecting garbage.
+def call_without_gc(get: Callable[[], Result]) -> Result:
+    """Call `get`, which makes frame objects of another thread, without collecting garbage.
 
-    In Python 3.11 making such an object can start a collection, in which a destructor may release
-    the GIL. Then the other thread's call may end, and the frame's memory become something else.
+    In Python 3.11 making a frame object can start a collection, in which a destructor may release
+    the GIL. Then the other thread's call may end, and the frame's memory may be used again.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -281,24 +290,24 @@ def uncollected(get: Callable[[], Result]) -> Result:
 
 def frames_of(ident: int) -> Iterator[FrameType]:
     """Yield the frames of a thread, the innermost first."""
-    frame = uncollected(sys._current_frames).get(ident)
+    frame = call_without_gc(sys._current_frames).get(ident)
     while frame is not None:
         yield frame
-        frame = uncollected(partial(getattr, frame, "f_back"))
+        frame = call_without_gc(partial(getattr, frame, "f_back"))
 
 
-def awaited(loop: asyncio.AbstractEventLoop, cells: Mapping[str, int]) -> list[FrameType]:
-    """Return the frames of a cell that awaits something, the innermost first; empty if none."""
+def awaiting_frames(loop: asyncio.AbstractEventLoop, cells: Mapping[str, int]) -> list[FrameType]:
+    """Return the frames of a cell that awaits something, the innermost first; else []."""
     for task in asyncio.all_tasks(loop):
-        frames = list(_awaits(task.get_coro()))
+        frames = list(_frames_of_coroutine(task.get_coro()))
         names = {frame.f_code.co_name for frame in frames}
         if RUNS_CELLS in names and any(frame.f_code.co_filename in cells for frame in frames):
             return frames[::-1]
     return []
 
 
-def _awaits(coroutine: Any) -> Iterator[FrameType]:
-    """Yield the frames of a coroutine and of those that it awaits, the outermost first."""
+def _frames_of_coroutine(coroutine: Any) -> Iterator[FrameType]:
+    """Yield the frames of a coroutine and of all coroutines it awaits, the outermost first."""
     while coroutine is not None:
         frame = getattr(coroutine, "cr_frame", None) or getattr(coroutine, "gi_frame", None)
         if frame is None:
@@ -308,20 +317,22 @@ def _awaits(coroutine: Any) -> Iterator[FrameType]:
         coroutine = coroutine.cr_await if is_native else coroutine.gi_yieldfrom
 
 
-def described(frame: FrameType, cells: Mapping[str, int]) -> StackFrame:
-    """Describe a frame, with its source line if it is a cell's: the agent can read other files."""
+def describe_frame(frame: FrameType, cells: Mapping[str, int]) -> StackFrame:
+    """Describe a frame; add the source line if it is a cell's, as the agent cannot read it."""
     file, line = frame.f_code.co_filename, frame.f_lineno or 0
-    name = function_name(frame.f_code.co_name)
+    function = function_name(frame.f_code.co_name)
     if file not in cells:
-        return StackFrame(file, line, name)
+        return StackFrame(file, line, function)
     code = linecache.getline(file, line).strip()
-    return StackFrame(f"Cell In[{cells[file]}]", line, name, code)
+    return StackFrame(f"Cell In[{cells[file]}]", line, function, code)
 
 
-def handles_stop(ident: int) -> bool:
-    """Return True if a thread is in an `except` or `finally` that KeyboardInterrupt has led to."""
-    found: Any = sys._current_exceptions().get(ident)
-    error: BaseException | None = found[1] if isinstance(found, tuple) else found  # Python 3.11
+def is_handling_stop(ident: int) -> bool:
+    """Return True if a thread is in an `except` or `finally` because of KeyboardInterrupt."""
+    current: Any = sys._current_exceptions().get(ident)
+    error: BaseException | None = (
+        current[1] if isinstance(current, tuple) else current
+    )  # Python 3.11
     while error is not None:
         if isinstance(error, KeyboardInterrupt | asyncio.CancelledError):
             return True
@@ -333,28 +344,32 @@ def handles_stop(ident: int) -> bool:
 
 
 def write_stacks_to(path: str) -> None:
-    """Let faulthandler append stacks of crashes to a new file, which this function begins.
+    """Make a new file, and let faulthandler append stacks of crashes to it.
 
-    Its first line is the main thread's `CallLayout`, or empty for an unknown Python.
+    The file's first line is the main thread's `CallLayout`, or empty for an unknown Python.
     """
     file = open(path, "ab", buffering=0)  # noqa: SIM115 (for as long as the process lives)
     _open.append(file)
     layout = call_layout()
     file.write(layout.line() if layout is not None else b"\n")
-    keep_crashes()
+    restore_crash_file()
 
 
-def keep_crashes() -> None:
-    """Let faulthandler write to that file again: torch's `@record`, for one, changes the file."""
+def restore_crash_file() -> None:
+    """Let faulthandler write to the file of `write_stacks_to` again.
+
+    User code may have chosen another file, for example by torch's `@record`.
+    """
     if _open:
         faulthandler.enable(file=_open[-1], all_threads=False)
 
 
-# --- where CPython keeps the calls of a thread, for the agent, which reads them from outside ---
+# --- where CPython keeps a thread's calls: the agent reads the memory of the worker ------------
 
-# Offsets in structs of its headers, the same in all releases of a minor version: _ts and _PyCFrame
-# (cpython/pystate.h), _PyInterpreterFrame (internal/pycore_frame.h), PyCodeObject (cpython/code.h).
-# In a build whose objects begin otherwise, without a GIL, the reader finds other types there.
+# Offsets in structs of CPython's headers, the same in all releases of a minor version: _ts and
+# _PyCFrame (cpython/pystate.h), _PyInterpreterFrame (internal/pycore_frame.h), PyCodeObject
+# (cpython/code.h). In a build without a GIL objects begin otherwise, so the agent finds types there
+# that do not fit.
 
 OFFSETS = {
     # holder, call; code, previous, instruction, owner; file, name, first_line, lines
@@ -366,7 +381,7 @@ OFFSETS = {
 
 
 def call_layout() -> CallLayout | None:
-    """Return where the calls of this thread are; None for an unknown Python."""
+    """Return the `CallLayout` of the calling thread; None for an unknown Python."""
     if sys.implementation.name != "cpython" or sys.version_info[:2] not in OFFSETS:
         return None
     state, call, code = OFFSETS[sys.version_info[:2]]
@@ -377,7 +392,7 @@ def call_layout() -> CallLayout | None:
         id(str),
         *(*state, *call, *code),
         instructions=CodeType.__basicsize__,
-        # After the head: nothing and its end, or a letter and its end with 2 bytes each.
+        # Size of a string's head: subtract the final zero, or a letter and a zero of 2 bytes each.
         ascii=sys.getsizeof("") - 1,
         other=sys.getsizeof(chr(256)) - 4,
     )

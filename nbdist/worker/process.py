@@ -1,6 +1,6 @@
 """The worker as a process: its parent, descriptors, signals, children, times and output streams.
 
-Functions and tables that the other files of `nbdist.worker` use, most of them once at the start.
+The other files of `nbdist.worker` use these functions, most of them once, when a worker starts.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ DATA_LOADER = "torch.utils.data.dataloader"
 
 
 class BadEnvironment(Exception):
-    """A variable of the user keeps the worker from starting; the message is one line."""
+    """An environment variable of the user keeps the worker from starting; the message is a line."""
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Wait until the agent is this process's parent, and let Linux kill this process when it ends.
+    """Wait until the agent is the parent of this process; let Linux kill this process with it.
 
-    The agent adopts a forked worker a moment after the fork, when the fork between them has exited.
-    If that does not happen, this process exits.
+    The agent becomes the parent a moment after a fork, when the process between the two has exited.
+    If it does not become the parent, this process exits.
     """
     await_end(lambda: os.getppid() == parent_pid)
     if not signal_on_parents_end(signal.SIGKILL, parent_pid):
@@ -58,7 +58,7 @@ def die_with_parent(parent_pid: int) -> None:
 # --- descriptors ------------------------------------------------------------------------------
 
 
-def set_limit() -> None:
+def limit_descriptors() -> None:
     """Lower the limit of descriptors to `PLENTY`, or to `RESERVE` below the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY:
@@ -66,17 +66,17 @@ def set_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(PLENTY, soft, hard - RESERVE), hard))
 
 
-def is_ready(end: socket.socket | int, ms: float | None = None, event: int = select.POLLIN) -> bool:
-    """Wait at most `ms` milliseconds, or for ever, for an event; return True if it came."""
-    # `select` fails with descriptors from 1,024 on.
-    waiting = select.poll()
-    waiting.register(end, event)
-    return bool(waiting.poll(ms))
+def is_ready(fd: socket.socket | int, ms: float | None = None, event: int = select.POLLIN) -> bool:
+    """Wait at most `ms` milliseconds, or for ever, for an event; return True if the event came."""
+    # Not `select`, which fails with descriptors from 1,024 on.
+    poller = select.poll()
+    poller.register(fd, event)
+    return bool(poller.poll(ms))
 
 
 @contextmanager
-def reserve() -> Iterator[None]:
-    """Allow `RESERVE` more descriptors in this context; used on the control thread."""
+def allow_more_descriptors() -> Iterator[None]:
+    """Return a context that allows `RESERVE` more descriptors; used on the control thread."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     more = soft + RESERVE if hard == resource.RLIM_INFINITY else min(hard, soft + RESERVE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (more, hard))
@@ -90,12 +90,12 @@ def reserve() -> Iterator[None]:
 
 
 class Interrupts:
-    """Delivers SIGINT to the running task, or to a task that has arrived but not begun.
+    """Delivers SIGINT to the running task, or keeps it for a task that has arrived but not begun.
 
-    Else SIGINT has no effect. Stop can come while a task is still unread in the worker's socket. If
-    SIGINT were ignored then, the task would run on, and the worker would be killed. `has_more`
-    returns True if a task has arrived that has not begun; `handle` is the handler of SIGINT while a
-    task runs. Everything here runs on the main thread.
+    If there is no such task, SIGINT has no effect. Stop can come while its task is still unread in
+    the worker's socket. If SIGINT were ignored then, the task would run on, and the worker would be
+    killed. `has_more` returns True if a task has arrived that has not begun; `handle` is the
+    handler of SIGINT while a task runs. All methods run on the main thread.
     """
 
     def __init__(
@@ -105,53 +105,54 @@ class Interrupts:
         handle: Callable[[int, FrameType | None], object] = signal.default_int_handler,
     ) -> None:
         self._loop, self._has_more, self._handle = loop, has_more, handle
-        self._is_kept = False
+        self._has_sigint = False
         self.end()
 
     def __repr__(self) -> str:
-        return f"<Interrupts {'one kept' if self._is_kept else 'none'}>"
+        return f"<Interrupts {'one kept' if self._has_sigint else 'none'}>"
 
     def begin(self) -> None:
-        """Deliver SIGINT to the task that begins; raise KeyboardInterrupt if one came before it."""
+        """Deliver SIGINT to the task that begins; raise KeyboardInterrupt if a SIGINT was kept."""
         signal.signal(signal.SIGINT, self._handle)
-        if self._is_kept:
-            self._is_kept = False
+        if self._has_sigint:
+            self._has_sigint = False
             raise KeyboardInterrupt
 
     def end(self) -> None:
-        """Deliver SIGINT to no task: the last one is over."""
-        signal.signal(signal.SIGINT, self._keep)
+        """Deliver SIGINT to no running task any more; called when the task has finished."""
+        signal.signal(signal.SIGINT, self._keep_sigint)
 
-    def _keep(self, *_: object) -> None:
-        self._is_kept = True
-        # Forget the SIGINT in the loop's turn after the next. By then tasks that arrived before it
-        # have been read or are seen by `_has_more`. If there is such a task, the `SigintSent` that
-        # follows decides.
-        self._loop.call_soon_threadsafe(self._loop.call_soon, self._forget)
+    def _keep_sigint(self, *_: object) -> None:
+        self._has_sigint = True
+        # Forget the SIGINT two turns of the loop later, unless a task has arrived. By then a task
+        # that was sent before the SIGINT has been read or is seen by `_has_more`. Whether the
+        # SIGINT is for this task is decided by `SigintSent`, which the agent sends next.
+        self._loop.call_soon_threadsafe(self._loop.call_soon, self._forget_sigint)
 
-    def _forget(self) -> None:
-        self._is_kept = self._is_kept and self._has_more()
+    def _forget_sigint(self) -> None:
+        self._has_sigint = self._has_sigint and self._has_more()
 
-    def take_sent(self, *, is_for_task: bool) -> None:
-        """Keep a SIGINT that has come for a task that was read before `SigintSent`, or drop it.
+    def settle_sigint(self, *, is_for_task: bool) -> None:
+        """Keep the SIGINT that the agent sent before `SigintSent`, if it is for a task that waits.
 
-        A process that had no processor for a while would else get the SIGINT later, in the next
-        task.
+        Else drop the SIGINT, also if it is still pending in Linux. A process that had no processor
+        for a while would get it later, in the next task.
         """
-        if signal.getsignal(signal.SIGINT) != self._keep:
-            return  # the running task gets it
+        if signal.getsignal(signal.SIGINT) != self._keep_sigint:
+            return  # the running task has got the SIGINT, or gets it
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-        is_there = bool(signal.sigtimedwait([signal.SIGINT], 0)) or self._is_kept
+        is_pending = bool(signal.sigtimedwait([signal.SIGINT], 0)) or self._has_sigint
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        self._is_kept = is_there and is_for_task
+        self._has_sigint = is_pending and is_for_task
 
 
 def system_call() -> list[bytes]:
     """Return the number and arguments of the system call in which the main thread waits.
 
-    Returns a list with one word, such as "running", if there is none, and [] if Linux does not say.
+    Returns a list with a single word, such as "running", if the thread is in no system call, and []
+    if Linux does not say.
     """
-    # Not `native_id`, which a forked process takes over from its parent (Python 3.11).
+    # Do not use `native_id`: a forked process inherits its parent's (Python 3.11).
     with suppress(OSError), open(f"/proc/self/task/{os.getpid()}/syscall", mode="rb") as file:
         return file.read().split()
     return []
@@ -159,10 +160,10 @@ def system_call() -> list[bytes]:
 
 @contextmanager
 def threads_without_sigint() -> Iterator[None]:
-    """Threads that are started in this context leave SIGINT to the main thread.
+    """Return a context in which started threads block SIGINT, so that the main thread gets it.
 
     After SIGSTOP and SIGCONT any thread that does not block SIGINT may get it. Python would then
-    learn of it only after the main thread has read the `SigintSent` that the agent sent later.
+    handle it too late: after the main thread has read the `SigintSent` that the agent sent later.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
@@ -177,16 +178,16 @@ def threads_without_sigint() -> Iterator[None]:
 def leave_world_in_children(leave: Callable[[], None] | None) -> None:
     """Call `leave` first in each child that user code forks, unless a data loader forks it.
 
-    The child is outside the world: `init_process_group` is torch's own there, for groups of such
-    children, as in torch's tutorial "Writing distributed applications" and Lightning's
-    `ddp_notebook`.
+    The child does not belong to the world. Its `init_process_group` is torch's own, so that such
+    children can form groups, as in torch's tutorial "Writing distributed applications" and
+    Lightning's `ddp_notebook`.
     """
 
     def leave_world() -> None:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        # In a data loader's worker a data set may ask for its rank, as under torchrun, and nothing
-        # else.
+        # A data loader's worker stays in the world: its data set may ask for the rank, as under
+        # torchrun, and for nothing else.
         calls = (frame.f_globals for frame, _ in traceback.walk_stack(inspect.currentframe()))
         if leave is not None and all(each.get("__name__") != DATA_LOADER for each in calls):
             leave()
@@ -196,16 +197,16 @@ def leave_world_in_children(leave: Callable[[], None] | None) -> None:
 
 # --- times of the last cell, and of its waits for other ranks -------------------------------------
 
-MOST_WAITS = 4_000  # the newest waits, kept one by one; all are counted
+MOST_WAITS = 4_000  # newest waits whose times are kept; all waits are counted
 
 
 class CellTimes:
     """Times of the last cell, script or call, and of its waits for other ranks.
 
-    All are nanoseconds on this machine's clock. The cell runs inside of this context.
+    All times are nanoseconds on this machine's clock. The cell runs inside of this context.
     """
 
-    # A class, as contextlib would set attributes of an exception, whose class can refuse that.
+    # Not `contextlib`, which sets attributes of exceptions: a user's class can refuse that.
 
     def __init__(self) -> None:
         self.began_ns = self.ended_ns = 0
@@ -223,16 +224,16 @@ class CellTimes:
         self.ended_ns = time.time_ns()
         self._ident = 0
 
-    def waited(self, since_ns: int) -> None:
-        """Record a wait that ends now, if this is the thread that runs the cell."""
+    def record_wait(self, since_ns: int) -> None:
+        """Record a wait from `since_ns` until now, if this thread runs the cell."""
         if threading.get_ident() == self._ident:
-            now = time.time_ns()
-            self.waits.append((since_ns, now))
+            ended_ns = time.time_ns()
+            self.waits.append((since_ns, ended_ns))
             self.count += 1
-            self.waited_ns += now - since_ns
+            self.waited_ns += ended_ns - since_ns
 
 
-CELL_TIMES = CellTimes()  # one for the process, as only its main thread runs cells
+CELL_TIMES = CellTimes()  # a single object, as only the main thread of a process runs cells
 
 
 # --- sys.stdout and sys.stderr, which write to the pipe that the agent reads ----------------------
@@ -245,7 +246,7 @@ _write_lock = threading.RLock()
 
 
 def flush_c_stdout() -> None:
-    """Write out what C code has printed to stdout."""
+    """Write out the text that C code has printed to stdout and libc has buffered."""
     if _count_buffered(_c_stdout):
         _libc.fflush(_c_stdout)
 
@@ -255,24 +256,24 @@ def _before_fork() -> None:
     _write_lock.acquire()
 
 
-# A child forked while another thread writes would find the lock held for ever. So the thread that
-# forks, which is the child's only thread, holds the lock during the fork.
+# If a process is forked while another thread holds the lock, nobody releases the lock in the child.
+# So the thread that forks acquires the lock first: it lives on in the child, and releases it there.
 os.register_at_fork(
     before=_before_fork,
     after_in_parent=_write_lock.release,
     after_in_child=_write_lock.release,
 )
 
-FIRST_PRIVATE = 200  # above those that programs close or write to by counting through them
+FIRST_PRIVATE = 200  # descriptors below may be closed or written to by programs that try them all
 
-_kept = {1: 1, 2: 2}  # duplicates of 1 and 2 for nbdist alone: cells may close those
-_own: dict[StreamName, io.TextIOWrapper] = {}
+_duplicates = {1: 1, 2: 2}  # of descriptors 1 and 2, for nbdist alone: cells may close 1 and 2
+_own_streams: dict[StreamName, io.TextIOWrapper] = {}
 
 
-def _is_elsewhere(fd: int) -> bool:
+def _is_redirected(fd: int) -> bool:
     """Return True if a cell has redirected the descriptor, and not closed it."""
     try:
-        return not os.path.sameopenfile(fd, _kept[fd])
+        return not os.path.sameopenfile(fd, _duplicates[fd])
     except OSError:  # closed
         return False
 
@@ -283,43 +284,44 @@ def write_all(data: bytes, fd: int = 1) -> None:
     while view:
         try:
             view = view[os.write(fd, view) :]
-        except BlockingIOError:  # user code has set it to non-blocking, as asyncio and Node.js do
+        except BlockingIOError:  # user code has made `fd` non-blocking, as asyncio and Node.js do
             is_ready(fd, event=select.POLLOUT)
 
 
 def write_mark(token: str, value: Mark) -> None:
-    """Write a mark to stdout, by which the agent recognizes this place in the output."""
+    """Write a mark to stdout, by which the agent knows this place in the output."""
     with _write_lock:
-        write_all(mark(token, value), _kept[1])
+        write_all(mark(token, value), _duplicates[1])
 
 
 def flush_streams() -> None:
-    """Flush the streams of Python, which may be the user's, and of C; reopen what a cell closed."""
-    for name, own in _own.items():
-        if getattr(sys, name) is None:  # a cell has removed it: no further cell could run
-            setattr(sys, name, own)
+    """Flush the streams of Python and C; restore streams and descriptors removed by a cell."""
+    for name, stream in _own_streams.items():
+        if getattr(sys, name) is None:  # set to None by a cell, after which no cell could run
+            setattr(sys, name, stream)
         with suppress(Exception):
             getattr(sys, name).flush()
     flush_c_streams()
-    # Reopen what a cell has closed: else the next file that is opened would get that number.
-    for fd, kept in _kept.items():
+    # Reopen descriptors that a cell has closed: else the next opened file would get the number.
+    for fd, duplicate in _duplicates.items():
         try:
             os.fstat(fd)
         except OSError:
-            with suppress(OSError):  # the duplicate has been closed too
-                os.dup2(kept, fd)
+            with suppress(OSError):  # the duplicate was closed too
+                os.dup2(duplicate, fd)
 
 
 def flush_c_streams() -> None:
-    """Write out what C code has printed to any stream: libc buffers 4 KiB if stdout is a pipe."""
+    """Write out the text that libc has buffered for any stream: up to 4 KiB for a pipe."""
     _libc.fflush(None)
 
 
 class _Bytes(io.RawIOBase):
-    """The unbuffered bytes of `sys.stdout` or `sys.stderr`, in order with all other output.
+    """Writes the bytes of `sys.stdout` or `sys.stderr` unbuffered, in order with all other output.
 
-    Both are written to the same pipe, stderr between two marks, because two pipes have no common
-    order. If a cell has redirected descriptor 1 or 2, that stream's bytes go there.
+    Both go to the same pipe, because the order of bytes in two pipes is unknown; stderr's bytes are
+    written between two marks. If a cell has redirected descriptor 1 or 2, the bytes of this stream
+    go to the cell's file.
     """
 
     def __init__(self, name: StreamName, token: str) -> None:
@@ -335,32 +337,32 @@ class _Bytes(io.RawIOBase):
         return self._fd
 
     def write(self, data: Any) -> int:
-        said = bytes(data)
+        output = bytes(data)
         if self._fd == 1:
             flush_c_stdout()
         with _write_lock:
-            if _is_elsewhere(self._fd):
-                write_all(said, self._fd)
-            elif said:
-                write_all(self._before + said + self._after, _kept[1])
+            if _is_redirected(self._fd):
+                write_all(output, self._fd)
+            elif output:
+                write_all(self._before + output + self._after, _duplicates[1])
         return len(data)
 
     def close(self) -> None:
-        """Do nothing: user code must not close the worker's stream, to which later output goes."""
+        """Ignore the call: user code must not close the stream, which later cells write to."""
 
 
 def rank_stream(name: StreamName, token: str) -> io.TextIOWrapper:
-    """Return a text stream for stdout or stderr that writes through and cannot be closed."""
+    """Return a text stream for stdout or stderr that writes at once and cannot be closed."""
     stream: Any = _Bytes(name, token)
     return io.TextIOWrapper(stream, "utf-8", "backslashreplace", newline="\n", write_through=True)
 
 
-def install(token: str) -> None:
-    """Replace the process's `sys.stdout` and `sys.stderr`; called before user code runs."""
-    for fd in _kept:
+def install_streams(token: str) -> None:
+    """Replace `sys.stdout` and `sys.stderr` of this process; called before user code runs."""
+    for fd in _duplicates:
         try:
-            _kept[fd] = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, FIRST_PRIVATE)
+            _duplicates[fd] = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, FIRST_PRIVATE)
         except OSError:  # the limit is below FIRST_PRIVATE
-            _kept[fd] = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0)
-    sys.stdout = _own["stdout"] = rank_stream("stdout", token)
-    sys.stderr = _own["stderr"] = rank_stream("stderr", token)
+            _duplicates[fd] = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0)
+    sys.stdout = _own_streams["stdout"] = rank_stream("stdout", token)
+    sys.stderr = _own_streams["stderr"] = rank_stream("stderr", token)

@@ -1,8 +1,8 @@
 """The messages that the kernel publishes: marked with their place in the text, and limited in size.
 
-Jupyter's server drops messages of more than some megabytes, and Stop would wait behind them. So
-displays and errors that are too large go to files in the rank's log folder. Records of `logging`
-are published from here too.
+Jupyter's server drops messages of more than some megabytes, and Stop would wait until such messages
+have been sent. So displays and errors that are too large go to files in the rank's log folder.
+Records of `logging` are published here too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DISPLAYS = ("display_data", "execute_result", "update_display_data")
 ORDERED = {*DISPLAYS, *COMMS, "clear_output", "error", MOVED, RECORD, TRACKED, WARNED}
 """Types of messages whose place in the text matters."""
 
-LARGEST = 10_000_000  # characters of one mime type of a display that are sent
+LARGEST = 10_000_000  # most characters of a mime type of a display that are sent
 
 MOST_IN_A_TASK = 30_000_000
 """Characters of a task's displays; after so many, data of more than `SMALL` goes to files."""
@@ -41,69 +41,73 @@ SMALL = 1_000_000
 LONGEST_ERROR = 1 << 17
 """Characters of an error's message, and of a frame of its traceback, that are sent."""
 
-MOST_AHEAD = 2 << 20  # bytes sent after which a rank waits until its agent has read them all
+MOST_AHEAD = 2 << 20  # bytes of messages after which a rank waits until its agent has read them
 
 OF_MESSAGE = 4 << 10
-"""Bytes that each message counts as in addition to its size: small messages take time too."""
+"""Bytes that each message counts in addition to its size: small messages take time too."""
 
-MOST_IN_FILES = 200_000_000  # characters that a rank may write to such files while it lives
+MOST_IN_FILES = 200_000_000  # characters that a rank may write to files of the log folder in all
 
 
 class LargeOutputs:
-    """Replaces large data by a line that names a file with it; without a `folder` it is not kept.
+    """Replaces large data of messages by a line, which names a file in `folder` with the data.
 
-    `host` is the machine's name if the notebook may be on another one.
+    Without a folder large data is dropped. `host` is this machine's name if the notebook may be on
+    another machine, else "".
     """
 
     def __init__(self, folder: Path | None, host: str = "") -> None:
         self._host = f"{host}:" if host else ""
         self.folder = folder
-        self._room, self._files = MOST_IN_FILES, 0
-        self.left = MOST_IN_A_TASK
-        """Characters that the task may still display before the limit of each display is lower."""
+        self._file_room, self._files = MOST_IN_FILES, 0
+        self.remaining = MOST_IN_A_TASK
+        """Characters that the task may still display until `SMALL` limits each display."""
 
-    def fitting(self, kind: str, content: Any) -> Any:
-        """Return a message's content, or a copy with less in it; cells can publish anything."""
-        fit = self._fitting_error if kind == "error" else self._fitting_display
+    def limit_content(self, kind: str, content: Any) -> Any:
+        """Return the content of a message, or a copy without its large data.
+
+        Content of the wrong type is returned as it is: user code can publish anything.
+        """
+        fit = self._limit_error if kind == "error" else self._limit_display
         is_limited = isinstance(content, dict) and (kind == "error" or kind in DISPLAYS)
         return fit(content) if is_limited else content
 
-    def _fitting_display(self, content: dict[str, Any]) -> dict[str, Any]:
+    def _limit_display(self, content: dict[str, Any]) -> dict[str, Any]:
         data = content.get("data")
         if not isinstance(data, dict):
             return content
-        texts = {kind: _as_text(said) for kind, said in data.items()}
+        texts = {kind: _as_text(value) for kind, value in data.items()}
         sizes = {kind: len(text) for kind, text in texts.items()}
-        most = LARGEST if self.left > 0 else SMALL
-        large = [kind for kind, size in sizes.items() if size > most]
-        if not large:
-            self.left -= sum(sizes.values())
+        limit = LARGEST if self.remaining > 0 else SMALL
+        large_kinds = [kind for kind, size in sizes.items() if size > limit]
+        if not large_kinds:
+            self.remaining -= sum(sizes.values())
             return content
         notes = []
-        for kind in large:
+        for kind in large_kinds:
             mime = mime_of(kind)
             suffix = f"{mime.suffix}.base64" if mime.is_base64 else mime.suffix
-            path = self._keep("display", suffix, texts[kind])
+            path = self._save("display", suffix, texts[kind])
             notes.append(f"… {kind} of {sizes[kind]:,} characters, too much for a page{path}")
-        plain = [] if "text/plain" in large else [str(data.get("text/plain", ""))]
+        plain = [] if "text/plain" in large_kinds else [str(data.get("text/plain", ""))]
         text = "\n".join(filter(None, [*plain, *notes]))
         return {**content, "data": {"text/plain": text}, "metadata": {}}
 
-    def _fitting_error(self, content: dict[str, Any]) -> dict[str, Any]:
+    def _limit_error(self, content: dict[str, Any]) -> dict[str, Any]:
         message, frames = content.get("evalue"), content.get("traceback")
         texts = [message, *(frames if isinstance(frames, list) else [])]
         if not any(isinstance(text, str) and len(text) > LONGEST_ERROR for text in texts):
             return content
         name = content.get("ename")
-        path = self._keep("error", "txt", "\n".join(map(str, [*texts[1:-1], f"{name}: {message}"])))
-        left = max(len(text) for text in texts if isinstance(text, str)) - LONGEST_ERROR
-        message, *frames = [_cut(str(text)) for text in texts]
-        note = f"… {left:,} characters of this error were left out{path}"
+        path = self._save("error", "txt", "\n".join(map(str, [*texts[1:-1], f"{name}: {message}"])))
+        excess = max(len(text) for text in texts if isinstance(text, str)) - LONGEST_ERROR
+        message, *frames = [_shorten(str(text)) for text in texts]
+        note = f"… {excess:,} characters of this error were left out{path}"
         return {**content, "evalue": message, "traceback": [*frames, note]}
 
-    def _keep(self, name: str, suffix: str, text: str) -> str:
-        """Write text to a new file; return `: PATH`, or "" without a folder or room for it."""
-        if self.folder is None or len(text) > self._room:
+    def _save(self, name: str, suffix: str, text: str) -> str:
+        """Save text to a new file; return `: PATH`, or "" if the text could not be saved."""
+        if self.folder is None or len(text) > self._file_room:
             return ""
         path = self.folder / f"{name}-{self._files}.{suffix}"
         self._files += 1
@@ -114,48 +118,48 @@ class LargeOutputs:
             with suppress(OSError):
                 path.unlink()
             return ""
-        self._room -= len(text)
+        self._file_room -= len(text)
         return f": {self._host}{path}"
 
 
-def _as_text(said: object) -> str:
-    """Return data of a display as the text that is sent: data such as plotly's becomes JSON."""
-    if isinstance(said, str):
-        return said
+def _as_text(value: object) -> str:
+    """Return data of a display as the text that is sent; data that is no text becomes JSON."""
+    if isinstance(value, str):
+        return value
     try:
-        return json.dumps(said)
+        return json.dumps(value)
     except (TypeError, ValueError):
-        return ""  # the session sends or refuses it
+        return ""  # count no characters: the session refuses the data, or sends it in its own way
 
 
-def _cut(text: str) -> str:
+def _shorten(text: str) -> str:
     """Return the text, or its beginning and end if it is longer than `LONGEST_ERROR`."""
-    left = len(text) - LONGEST_ERROR
-    if left <= 0:
+    excess = len(text) - LONGEST_ERROR
+    if excess <= 0:
         return text
-    # The digest keeps texts different whose difference is in the part left out.
+    # Add a digest, so that texts that differ only in the part left out stay different.
     digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=4).hexdigest()
     half = LONGEST_ERROR // 2
-    return f"{text[:half]} … {left:,} characters left out, digest {digest} … {text[-half:]}"
+    return f"{text[:half]} … {excess:,} characters left out, digest {digest} … {text[-half:]}"
 
 
 class MarkingSession(Session):
     """Writes a mark to stdout for each ordered message, and gives the message the mark's number."""
 
     token = ""
-    announced: tuple[BaseException | None, Mapping[str, object]] = None, {}
-    """While an exception is shown: itself, and more fields for the `Failure` in its message."""
-    large = LargeOutputs(None)
+    announced_error: tuple[BaseException | None, Mapping[str, object]] = None, {}
+    """The exception that is being shown, and fields for the `Failure` in its message."""
+    large_outputs = LargeOutputs(None)
     catch_up: Callable[[], None] | None = None
-    """Waits until the agent has read all messages: iopub's queue has no limit of its own."""
+    """Waits until the agent has read all messages, because iopub's queue has no limit."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._sent = 0
-        self._ahead = 0  # bytes sent since `catch_up` was last called
-        self.shown: tuple[BaseException | None, int] = (None, 0)
+        self._sent_bytes = 0  # bytes sent since `catch_up` was last called
+        self.shown_error: tuple[BaseException | None, int] = (None, 0)
         # No other thread may write between a mark and its message.
-        self._in_order = threading.RLock()
+        self._order_lock = threading.RLock()
 
     def send(
         self,
@@ -171,18 +175,18 @@ class MarkingSession(Session):
     ) -> Any:
         """Send a message as any kernel does, and mark its place; any thread may call this."""
         if os.getpid() != self.pid:
-            return None  # a forked child would wait for a lock that another thread held
+            return None  # in a forked child another thread may have held the lock for ever
         msg = msg_or_type
         if isinstance(msg, str):
             msg = self.msg(msg, content=content, parent=parent, header=header, metadata=metadata)
         kind = msg["header"]["msg_type"]
         is_ordered = kind in ORDERED
-        msg["content"] = self.large.fitting(kind, msg["content"])
-        with self._in_order:
+        msg["content"] = self.large_outputs.limit_content(kind, msg["content"])
+        with self._order_lock:
             if is_ordered:
-                about = self.announced[1] if kind == "error" else {}
-                ours = {"number": self._sent + 1, "time_ns": time.time_ns(), **about}
-                ident, msg["metadata"] = TOPIC, {**(msg.get("metadata") or {}), "nbdist": ours}
+                fields = self.announced_error[1] if kind == "error" else {}
+                mark = {"number": self._sent + 1, "time_ns": time.time_ns(), **fields}
+                ident, msg["metadata"] = TOPIC, {**(msg.get("metadata") or {}), "nbdist": mark}
             try:
                 sent = super().send(stream, msg, ident=ident, buffers=buffers, track=track)
             except zmq.ZMQError as error:
@@ -190,49 +194,54 @@ class MarkingSession(Session):
                     raise
                 return None  # the main thread has closed the socket, as the process ends
             if is_ordered:
-                self._ahead += OF_MESSAGE + sum(memoryview(each).nbytes for each in buffers or ())
-                # The mark comes last: a message that cannot be written as JSON has raised by now.
-                self.place()
+                self._sent_bytes += OF_MESSAGE + sum(
+                    memoryview(each).nbytes for each in buffers or ()
+                )
+                # Write the mark last: a message that cannot become JSON has raised by now.
+                self.mark_place()
                 if kind == "error":
-                    self.shown = self.announced[0], self._sent
-        if is_ordered and self._ahead > MOST_AHEAD and self.catch_up is not None:
-            self._ahead = 0
+                    self.shown_error = self.announced_error[0], self._sent
+        if is_ordered and self._sent_bytes > MOST_AHEAD and self.catch_up is not None:
+            self._sent_bytes = 0
             self.catch_up()
         return sent
 
     def serialize(self, msg: Any, ident: Any = None) -> list[bytes]:
-        """Return the frames of a message, as any session does, and count their bytes."""
+        """Return the frames of a message, as any session does, and count the bytes."""
         frames: list[bytes] = super().serialize(msg, ident)
-        self._ahead += sum(map(len, frames))
+        self._sent_bytes += sum(map(len, frames))
         return frames
 
-    def place(self) -> int:
+    def mark_place(self) -> int:
         """Write a mark to stdout for this place in the text, and return its number."""
-        with self._in_order:
+        with self._order_lock:
             self._sent += 1
             write_mark(self.token, self._sent)
             return self._sent
 
     def begin_task(self) -> None:
         """Forget the error that was shown, and reset the limit of displays."""
-        self.shown = None, 0
-        self.large.left = MOST_IN_A_TASK
+        self.shown_error = None, 0
+        self.large_outputs.remaining = MOST_IN_A_TASK
 
-    def number_of(self, error: BaseException | None) -> int:
-        """Return the number of the message that showed this error, 0 if none did."""
-        (of, number), self.shown = self.shown, (None, 0)  # drop the reference to the error
-        return number if of is error else 0
+    def pop_error_number(self, error: BaseException | None) -> int:
+        """Return the number of the message that showed an error, 0 if no message did.
+
+        Drop the reference to the error that was shown.
+        """
+        (shown, number), self.shown_error = self.shown_error, (None, 0)
+        return number if shown is error else 0
 
 
 # --- records of `logging` for the notebook -------------------------------------------------------
 
-MOST = 10_000  # records of one cell that are sent; further ones are only counted
+MOST = 10_000  # records of a cell that are sent; further records are only counted
 
 
 class Records:
-    """Sends the records of this process's loggers to the notebook, from every thread.
+    """Sends records of this process's loggers to the notebook, from every thread.
 
-    Records of `own_logger` are not sent: the kernel logs each of its messages by it.
+    Records of `own_logger` are not sent: the kernel logs each of its messages there.
     """
 
     def __init__(self, send: Callable[[dict[str, Any]], None], own_logger: str) -> None:
@@ -247,29 +256,29 @@ class Records:
         return f"<Records from level {self._level}, {self._sent} sent, {self._dropped} dropped>"
 
     def watch(self) -> None:
-        """Wrap the method through which all loggers handle records; called once."""
+        """Wrap the method of `logging` that handles the records of all loggers; called once."""
         handle = logging.Logger.callHandlers
 
         def relay_and_handle(logger: logging.Logger, record: logging.LogRecord) -> None:
-            self.take(record)
+            self.relay(record)
             handle(logger, record)
 
         logging.Logger.callHandlers = relay_and_handle  # type: ignore[assignment, method-assign]
 
     def begin_task(self, level: int | None) -> None:
-        """Send records of this level and above from now on; with None send none."""
+        """Send records of this level and above from now on; None sends no records."""
         self.end_task()
         self._level, self._sent = level, 0
 
     def end_task(self) -> None:
-        """Send a record that says how many were left out, if any."""
+        """Send a record with the number of records that were left out, if any were."""
         dropped, self._dropped = self._dropped, 0
         if dropped:
-            said = f"{dropped:,} records more were not sent: {MOST:,} a cell and rank are"
-            self._pass_on(logging.makeLogRecord({"name": "nbdist", "msg": said, "levelno": 30}))
+            text = f"{dropped:,} records more were not sent: {MOST:,} a cell and rank are"
+            self._send_record(logging.makeLogRecord({"name": "nbdist", "msg": text, "levelno": 30}))
 
-    def take(self, record: logging.LogRecord) -> None:
-        """Send a record if its level is high enough and the limit allows it.
+    def relay(self, record: logging.LogRecord) -> None:
+        """Send a record, if its level is high enough and fewer than `MOST` were sent.
 
         A forked child sends nothing.
         """
@@ -282,14 +291,14 @@ class Records:
             self._dropped += 1
             return
         self._sent += 1
-        self._pass_on(record)
+        self._send_record(record)
 
-    def _pass_on(self, record: logging.LogRecord) -> None:
-        self._send(plain(record, self._host)._asdict())
+    def _send_record(self, record: logging.LogRecord) -> None:
+        self._send(plain_record(record, self._host)._asdict())
 
 
-def plain(record: logging.LogRecord, host: str) -> Record:
-    """Return the record with its text formatted here: its arguments may not be sendable."""
+def plain_record(record: logging.LogRecord, host: str) -> Record:
+    """Return a record with formatted text instead of arguments, which may not be picklable."""
     try:
         message = record.getMessage()
     except Exception as error:  # noqa: BLE001 (arguments that do not fit, or have a bad __str__)
@@ -308,12 +317,12 @@ def plain(record: logging.LogRecord, host: str) -> Record:
         function=str(record.funcName),
         thread=str(record.threadName),
         pid=os.getpid(),
-        exception=_exception(record),
+        exception=_format_exception(record),
         stack=str(record.stack_info or ""),
     )
 
 
-def _exception(record: logging.LogRecord) -> str:
+def _format_exception(record: logging.LogRecord) -> str:
     if record.exc_text:
         return str(record.exc_text)
     if not isinstance(record.exc_info, tuple) or record.exc_info[0] is None:

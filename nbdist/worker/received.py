@@ -1,6 +1,6 @@
-"""Values of a rank on their way to the notebook: unsharded while pickled, or kept until asked for.
+"""Pickles sharded values of a rank for the notebook, and keeps big last values of cells.
 
-Runs in each rank, on the main thread; `Namespace` and the ops for values use it.
+Runs on the main thread of each worker; `Namespace` and the ops for values use it.
 """
 
 from __future__ import annotations
@@ -21,60 +21,62 @@ from nbdist.words import name_ranks, size_text
 from nbdist.worker.compat import models as seam
 
 DEFINITIONS = (types.FunctionType, type, types.ModuleType)
-"""Types of values that `%dist_sync` copies too if another value uses them."""
+"""Types of variables that `%dist_sync` copies together with a variable that uses them."""
 
 
 # --- values that have a meaning only among ranks ----------------------------------------------
 
 
 class SpreadValue(PicklingError):
-    """A value is spread over ranks, or connects them, and cannot be pickled for the notebook."""
+    """A value is spread over ranks, or connects ranks, so the notebook cannot use it."""
 
 
 class Homeward:
-    """Pickles values for the notebook that have a meaning only among ranks; made for one pickle.
+    """Pickles values for the notebook that have a meaning only among ranks; made for each pickle.
 
-    DDP modules become the module inside, FSDP2 modules what they were before `fully_shard`. A
-    DTensor raises `SpreadValue`; with `notes` it is listed in `spread`; with `joins` it is put
-    together, which all ranks that it is spread over must do in the same order.
+    A DDP module becomes the module inside it, and an FSDP2 module becomes what it was before
+    `fully_shard`. A DTensor raises `SpreadValue`. With `notes` a DTensor is listed in `spread`
+    instead. With `joins` it becomes a whole tensor: a collective, which all ranks that have a part
+    must call in the same order.
     """
 
     def __init__(self, *, notes: bool = False, joins: bool = False) -> None:
         self.spread: list[Spread] = []
         self._notes, self._joins = notes, joins
-        # With the DTensors, so that no id is used again: a pickle may be made twice.
+        # By id, each DTensor and its whole tensor. Keeping the DTensor alive keeps its id unique: a
+        # pickle may be made twice.
         self._wholes: dict[int, tuple[Any, Any]] = {}
 
     def reduce(self, value: Any) -> tuple[Any, ...]:
-        """Return how to pickle a value; NotImplemented if the notebook can use it as it is."""
+        """Return how to pickle a value; NotImplemented if the value is pickled as usual."""
         kind = type(value)
         if kind is DistributedDataParallel:
-            return _itself(value.module)
+            return _reduce_to(value.module)
         if isinstance(value, torch.nn.Module) and seam.is_of_fsdp(value):
             return self._reduce_module(value)
-        if kind is known("tensor", "DTensor"):
-            return _itself(self._whole(value))
-        if kind is known("device_mesh", "DeviceMesh"):
+        if kind is dist_class("tensor", "DTensor"):
+            return _reduce_to(self._whole_of(value))
+        if kind is dist_class("device_mesh", "DeviceMesh"):
             raise SpreadValue("a mesh is of the ranks' groups: gather its `mesh`, a tensor")
         if kind is torch.distributed.ProcessGroup:
             raise SpreadValue("a process group connects the ranks, and the notebook is none")
         return cast("tuple[Any, ...]", NotImplemented)
 
-    def _whole(self, tensor: Any) -> Any:
-        if type(tensor) is not known("tensor", "DTensor"):
+    def _whole_of(self, tensor: Any) -> Any:
+        if type(tensor) is not dist_class("tensor", "DTensor"):
             return tensor
         if id(tensor) not in self._wholes:
-            self._wholes[id(tensor)] = tensor, self._put_together(tensor)
+            self._wholes[id(tensor)] = tensor, self._join(tensor)
         return self._wholes[id(tensor)][1]
 
-    def _put_together(self, tensor: Any) -> Any:
+    def _join(self, tensor: Any) -> Any:
         gradient = tensor.grad if tensor.is_leaf else None
         if self._joins:
             with torch.no_grad():
                 whole = tensor.detach().full_tensor().requires_grad_(tensor.requires_grad)
             if isinstance(tensor, torch.nn.Parameter):
                 whole = torch.nn.Parameter(whole.detach(), tensor.requires_grad)
-            whole.grad = self._whole(gradient)
+            whole.grad = self._whole_of(gradient)
             return whole
         ranks = tuple(tensor.device_mesh.mesh.flatten().tolist())
         if not self._notes:
@@ -84,7 +86,7 @@ class Homeward:
             )
         what = f"{tuple(tensor.shape)} {tensor.dtype} {tensor.placements}"
         self.spread.append(Spread(ranks, what))
-        return self._whole(gradient)
+        return self._whole_of(gradient)
 
     def _reduce_module(self, module: Any) -> tuple[Any, ...]:
         kind, state = as_before_fsdp(module)
@@ -97,22 +99,28 @@ class Homeward:
         return object.__new__, (kind,), state
 
 
-def _itself(value: Any) -> tuple[Any, ...]:
-    """Return how to pickle this value in the place of another."""
+def _reduce_to(value: Any) -> tuple[Any, ...]:
+    """Return the reduction of another value, so that this value is pickled in its place."""
     return getitem, ((value,), 0)
 
 
-def known(package: str, name: str) -> Any:
-    """Return a class of torch.distributed, or a class without instances if it was not imported."""
+def dist_class(package: str, name: str) -> Any:
+    """Return a class of torch.distributed; `Homeward` if its package was not imported.
+
+    No value that is pickled is a `Homeward`, so callers can compare types without an import.
+    """
     return getattr(sys.modules.get(f"torch.distributed.{package}"), name, Homeward)
 
 
 def as_before_fsdp(module: Any) -> tuple[type, dict[str, Any] | None]:
-    """Return a module's class and state before `fully_shard`; no state if it pickles itself."""
+    """Return a module's class and state before `fully_shard`.
+
+    The state is None if the module's class has its own pickling.
+    """
     kind = type(module)
-    if isinstance(module, known("fsdp", "FSDPModule")):
+    if isinstance(module, dist_class("fsdp", "FSDPModule")):
         kind = seam.class_before_fsdp(kind)
-        # Until it is sharded again, a parameter gathered for a forward is no DTensor.
+        # A parameter that was gathered for a forward is no DTensor until it is sharded again.
         module.reshard()
     make, _, state, *more = module.__reduce_ex__(2)
     if make is not copyreg.__newobj__ or any(more) or not isinstance(state, dict):  # type: ignore[attr-defined]
@@ -123,41 +131,41 @@ def as_before_fsdp(module: Any) -> tuple[type, dict[str, Any] | None]:
 # --- last values of cells, kept until the notebook asks for them ------------------------------
 
 MOST = 16
-MOST_BYTES = 1 << 30  # of all kept values of a rank; the newest one stays, whatever its size
+MOST_BYTES = 1 << 30  # of all kept values of a rank; the newest value stays, whatever its size
 REPLACED = f"is gone: a rank keeps the newest {MOST} big results, {size_text(MOST_BYTES)} in all"
 CLEANED = "is gone: `%dist_memory --free` released it"
 
 
 class KeptValues:
-    """Big last values of cells, packed, by the id of the task; or why a value is not available."""
+    """Packed big last values of cells, or the reason why a value is not available, by task id."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, Segment | str] = {}
+        self._values: dict[str, Segment | str] = {}
 
     def keep(self, task_id: str, value: Segment | str) -> None:
-        """Keep a value, or why it is not available; release the oldest values beyond the limits."""
-        self._kept[task_id] = value
+        """Keep a value, or the reason why there is none; release old values beyond the limits."""
+        self._values[task_id] = value
         count = size = 0
-        for of, each in reversed([*self._kept.items()]):
-            if isinstance(each, Segment):
-                count, size = count + 1, size + sum(each.ref.sizes)
+        for kept_id, kept in reversed([*self._values.items()]):
+            if isinstance(kept, Segment):
+                count, size = count + 1, size + sum(kept.ref.sizes)
                 if count > 1 and (count > MOST or size > MOST_BYTES):
-                    self.release_values(of)
-        while len(self._kept) > 16 * MOST:
-            self.release_values(next(iter(self._kept)))
+                    self.release_values(kept_id)
+        while len(self._values) > 16 * MOST:
+            self.release_values(next(iter(self._values)))
 
     def find(self, task_id: str) -> Segment | str:
-        """Return a value, which stays here until it is released; or why it is not available."""
-        return self._kept.get(task_id, REPLACED)
+        """Return the value of a task, or the reason why it is not available; keep the value."""
+        return self._values.get(task_id, REPLACED)
 
     def release_values(self, task_id: str) -> None:
-        """Release the value of a task, which the notebook has read."""
-        if isinstance(found := self._kept.pop(task_id, None), Segment):
-            found.close()
+        """Release the value of a task, if it is kept."""
+        if isinstance(value := self._values.pop(task_id, None), Segment):
+            value.close()
 
     def clean(self) -> None:
-        """Release all values."""
-        for of, each in self._kept.items():
-            if isinstance(each, Segment):
-                each.close()
-                self._kept[of] = CLEANED
+        """Release all values; record in their place that the user has released them."""
+        for task_id, value in self._values.items():
+            if isinstance(value, Segment):
+                value.close()
+                self._values[task_id] = CLEANED

@@ -1,6 +1,6 @@
 """The shell of a rank: IPython's, with events, exits, warnings and tracebacks that fit a worker.
 
-`nbdist.worker.kernel` makes the shell; scripts and calls show their exceptions by it too.
+`nbdist.worker.kernel` makes the shell. The exceptions of scripts and calls are shown by it too.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from nbdist.worker.group.default import stale_group_of
 from nbdist.worker.group.gloo import connections_after, reword
 from nbdist.worker.tracebacks import (
     IN_IPYTHON,
+    cell_part,
     classes_of,
+    exception_chain,
+    format_folded,
     group_traceback,
-    in_few_words,
-    led_to,
+    interrupted_part,
     message_of,
-    own_part,
     remedies,
-    said_in_a_line,
     sendable,
     short_traceback,
-    stopped_part,
-    without_ours,
+    with_short_message,
+    without_nbdist,
     without_recursion,
 )
 
 
 class CellExit(IPyAutocall):
-    """The names `exit` and `quit` in a cell: end the cell on this rank, but not the worker."""
+    """The value of `exit` and `quit` in a cell, which end the cell on this rank, not the worker."""
 
     rewrite = False
 
@@ -60,10 +60,10 @@ class CellExit(IPyAutocall):
 
 
 class CellEvents(EventManager):
-    """IPython's events around a cell.  Stop in a callback ends the cell, unlike in IPython."""
+    """IPython's events around a cell; Stop in a callback ends the cell, unlike in IPython."""
 
     def trigger(self, event: str, *args: Any, **kwargs: Any) -> None:
-        """Call the callbacks of this event; show the exceptions that they raise, and go on."""
+        """Call the callbacks of an event; show an exception of a callback and go on."""
         for function in [*self.callbacks[event]]:
             try:
                 function(*args, **kwargs)
@@ -73,18 +73,18 @@ class CellEvents(EventManager):
 
 
 class NotingHook(ZMQShellDisplayHook):
-    """A display hook that keeps the last value of a cell, also that of `x;`."""
+    """A display hook that keeps the last value of a cell, even after `x;`, which shows nothing."""
 
-    _last: object = None
+    _last_value: object = None
 
     def __call__(self, result: Any = None) -> None:
-        """Show the value; called for the last expression of a cell."""
-        self._last = result
+        """Keep and show the value of the last expression of a cell."""
+        self._last_value = result
         super().__call__(result)
 
-    def take(self) -> object:
-        """Return the last value, or None, and keep it no longer."""
-        last, self._last = self._last, None
+    def pop_value(self) -> object:
+        """Return the last value, or None if there is no value, and drop it."""
+        last, self._last_value = self._last_value, None
         return last
 
 
@@ -95,7 +95,7 @@ class WorkerShell(AnnouncesErrors):
     displayhook_class = Type(NotingHook)
 
     def init_events(self) -> None:
-        """Let Stop end a cell in its events too; called by IPython at the start."""
+        """Let Stop end a cell during its events, too; called by IPython at the start."""
         super().init_events()
         callbacks = self.events.callbacks
         self.events = CellEvents(self, callbacks)
@@ -107,11 +107,11 @@ class WorkerShell(AnnouncesErrors):
         self.user_ns.update(self.ready)
 
     def run_cell(self, *args: Any, **kwargs: Any) -> ExecutionResult:
-        """Run a cell; set `last_execution_result`, unless IPython has stored a failed result there.
+        """Run a cell, and set `last_execution_result` unless IPython has stored a failed result.
 
-        IPython stores none if Stop comes before the first line of the cell or after its last. A
-        failed result that it has stored stays: the returned one may have the error of drawing a
-        traceback instead.
+        IPython stores no result if Stop comes before the first line of the cell or after its last
+        line. A failed result that IPython has stored is kept: the returned result may instead have
+        the error of drawing the traceback.
         """
         result: ExecutionResult = super().run_cell(*args, **kwargs)
         if self.last_execution_result is None or self.last_execution_result.success:
@@ -119,9 +119,9 @@ class WorkerShell(AnnouncesErrors):
         return result
 
     async def run_code(self, code: Any, result: Any = None, *, async_: bool = False) -> bool:
-        """Run code; return True if it failed, even if its traceback cannot be drawn.
+        """Run code, and return True if it failed, even if its traceback cannot be drawn.
 
-        By the time a traceback is drawn, `result` has the exception.
+        IPython sets the exception of the code in `result` before it draws the traceback.
         """
         try:
             failed: bool = await super().run_code(code, result, async_=async_)
@@ -144,30 +144,31 @@ class WorkerShell(AnnouncesErrors):
     # --- tracebacks -------------------------------------------------------------------------------
 
     def showtraceback(self, exc_tuple: Any = None, *args: Any, **options: Any) -> None:
-        """Show an exception; publish exception groups as errors too.
+        """Show an exception; publish exception groups as errors, too.
 
-        IPython prints exception groups as text, from which no notebook learns that the cell has
+        IPython prints exception groups as text, by which a notebook cannot know that the cell has
         failed.
         """
         kind, error, tb = exc_tuple or sys.exc_info()
-        group = error  # or the exception was raised while a group was handled
+        # Find a group also in the context: the exception may have been raised while it was handled.
+        group = error
         while group is not None and not isinstance(group, BaseExceptionGroup):
             group = group.__context__
         if group is None:
             super().showtraceback(exc_tuple, *args, **options)
             return
-        # Debuggers read these; IPython sets them too.
+        # Debuggers read these attributes of `sys`. IPython sets them only for other exceptions.
         vars(sys).update(last_type=kind, last_value=error, last_exc=error, last_traceback=tb)
         self.publish_error(kind, error, group_traceback(kind, error, tb))
 
     @contextmanager
     def announcing(self, kind: type[BaseException], error: BaseException) -> Iterator[None]:
-        """Add what is known of an exception to error messages sent in this context.
+        """Return a context in which error messages get more fields with facts on an exception.
 
-        That is its classes, the state of the connections to other ranks, and remedies.
+        The fields are its classes, the state of the connections to other ranks, and remedies.
         """
         session: Any = self.kernel.session
-        session.announced = (
+        session.announced_error = (
             error,
             {
                 "kinds": classes_of(kind),
@@ -178,68 +179,69 @@ class WorkerShell(AnnouncesErrors):
         try:
             yield
         finally:
-            session.announced = None, {}
+            session.announced_error = None, {}
 
     def shorten_tracebacks(self) -> None:
-        """Make IPython leave calls of nbdist and IPython out of tracebacks.
+        """Make IPython draw tracebacks without calls of nbdist and IPython.
 
-        Stop and lost connections get a line for each call, without colours and source.
+        Tracebacks of Stop and lost connections get a line for each call, without colours and
+        source.
         """
         calls_shower: Any = self.InteractiveTB
         syntax_shower: Any = self.SyntaxTB
-        whole, of_syntax = calls_shower.structured_traceback, syntax_shower.structured_traceback
+        draw, draw_syntax = calls_shower.structured_traceback, syntax_shower.structured_traceback
 
         def structured_traceback(
             kind: Any, error: Any, tb: Any = None, *args: Any, **options: Any
         ) -> Any:
-            if isinstance(tb, tuple):  # as IPython's mode Plain does to show an error's cause
-                return whole(kind, error, tb, *args, **options)
-            if said := stale_group_of(error, tb):
-                error.args = (said,)
-            for each in led_to(error):
+            if isinstance(tb, tuple):  # IPython's mode Plain calls this for the cause of an error
+                return draw(kind, error, tb, *args, **options)
+            if message := stale_group_of(error, tb):
+                error.args = (message,)
+            for each in exception_chain(error):
                 reword(each)
             is_stop = issubclass(kind, KeyboardInterrupt)
             if is_stop or connections_after(message_of(error)) == "ended":
-                calls = stopped_part(error, tb) if is_stop else own_part(tb)
+                calls = interrupted_part(error, tb) if is_stop else cell_part(tb)
                 return [*short_traceback(calls), error_line(kind.__name__, str(error))]
-            # Register the cells' files with `inspect`, which IPython asks for the module of each
-            # frame's file. For a file that it does not know it searches all modules: 4 ms once
-            # torch has been imported.
+            # Register the cells' files with `inspect`, from which IPython gets the module of each
+            # frame's file. For an unknown file `inspect` searches all modules, which takes 4 ms
+            # once torch has been imported.
             for file in cell_numbers():
                 inspect.modulesbyfile[os.path.normcase(os.path.abspath(file))] = "__main__"
-            for each in led_to(error.__cause__ or error.__context__):
-                each.__traceback__ = without_recursion(without_ours(each.__traceback__))
-            calls = without_recursion(without_ours(tb))
+            for each in exception_chain(error.__cause__ or error.__context__):
+                each.__traceback__ = without_recursion(without_nbdist(each.__traceback__))
+            calls = without_recursion(without_nbdist(tb))
             return [
-                said_in_a_line(part)
-                for part in whole(*in_few_words(kind, error), calls, *args, **options)
+                format_folded(part)
+                for part in draw(*with_short_message(kind, error), calls, *args, **options)
             ]
 
         def without_ipython(
             kind: Any, error: Any, calls: Any = None, *args: Any, **options: Any
         ) -> Any:
-            own = [call for call in calls or () if IN_IPYTHON not in call.filename]
-            return of_syntax(kind, error, own, *args, **options)
+            user_calls = [call for call in calls or () if IN_IPYTHON not in call.filename]
+            return draw_syntax(kind, error, user_calls, *args, **options)
 
         calls_shower.structured_traceback = structured_traceback
         syntax_shower.structured_traceback = without_ipython
 
 
-# Libraries compare these names to find out whether they run in a notebook: plotly then sends what a
-# page draws (7 kB) and not itself (4.9 MB), and sympy writes LaTeX.
+# Libraries compare the class's name to find out whether they run in a notebook: plotly then sends
+# only the figure (7 kB) and not itself too (4.9 MB), and sympy writes LaTeX.
 WorkerShell.__name__ = WorkerShell.__qualname__ = ZMQInteractiveShell.__name__
 WorkerShell.__module__ = ZMQInteractiveShell.__module__
 
 
 def show(shell: Any, *args: Any, **options: Any) -> None:
-    """Show an exception.  Ignore errors of drawing it: the task reports the exception anyway."""
-    with suppress(Exception):  # the user's code may draw it, or the cell has used up memory
+    """Show an exception, and ignore errors of drawing it: the task reports the exception anyway."""
+    with suppress(Exception):  # the user's code may draw it and fail, or memory may be used up
         shell.showtraceback(*args, **options)
 
 
 def show_cell_lines() -> None:
-    """Name in warnings the cell's line that led to them; other warnings stay as they are."""
-    usual = warnings.formatwarning
+    """Make each warning name the cell's line that led to it, if a cell did."""
+    original = warnings.formatwarning
 
     def formatwarning(
         message: Warning | str,
@@ -250,15 +252,15 @@ def show_cell_lines() -> None:
     ) -> str:
         cells = cell_numbers()
         calls = (
-            (frame.f_code.co_filename, at)
-            for frame, at in traceback.walk_stack(inspect.currentframe())
+            (frame.f_code.co_filename, number)
+            for frame, number in traceback.walk_stack(inspect.currentframe())
         )
         places = (each for each in [(filename, lineno), *calls] if each[0] in cells)
         if (place := next(places, None)) is None:
-            return usual(message, category, filename, lineno, line)
+            return original(message, category, filename, lineno, line)
         code = linecache.getline(*place).strip()
-        short = PACKAGES.sub("", filename)
-        where = "" if place == (filename, lineno) else f"  ({short}:{lineno})"
+        short_file = PACKAGES.sub("", filename)
+        where = "" if place == (filename, lineno) else f"  ({short_file}:{lineno})"
         head = f"Cell In[{cells[place[0]]}], line {place[1]}: {category.__name__}: {message}"
         return f"{head}\n  {code}{where}\n"
 

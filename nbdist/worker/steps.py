@@ -1,7 +1,8 @@
-"""Optimizer steps of the running task: how many it has begun, and at which of them Stop ends it.
+"""Counts the optimizer steps of the running task, and interrupts the task at a chosen step.
 
-torch calls `before_step` and `after_step` on the main thread, around each step of an optimizer.
-The control thread holds the main thread at the beginning of its next step, and says where to stop.
+torch calls `before_step` and `after_step` on the main thread, around each step of an optimizer. On
+Stop, the control thread first holds the main thread at the beginning of its next step, and then
+sets the number of the step at which the task is interrupted: the same one on all ranks.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from nbdist.wire.control import StepCount
 from nbdist.worker.compat.torch import STEP_CODE
 
 MAX_HOLD_SECONDS = 3.0
-"""A held rank goes on by itself after so long: longer than agents take to say where to stop."""
+"""A held rank goes on by itself after so long; agents agree on a step to stop at in less time."""
 
-HOLD_POLL_INTERVAL = 0.001  # seconds between two looks of a held rank
+HOLD_POLL_INTERVAL = 0.001  # seconds after which a held rank checks again whether to go on
 
-MAX_DEFERRAL = 1.0  # seconds that SIGINT waits for the end of a step, which may never come
+MAX_DEFERRAL = 1.0  # seconds that SIGINT waits for the end of a step, which may never end
 
 
 class Steps:
-    """Counts the steps of all optimizers of a task; a step inside of a step does not count."""
+    """Counts the steps of all optimizers of a task; a step inside of a step is not counted."""
 
     def __init__(self) -> None:
-        self._ident = 0  # the main thread's, once the hooks are registered
+        self._ident = 0  # of the main thread, once the hooks are registered
         self._lock = threading.Lock()
         self._deferral: threading.Timer | None = None
         self._succeeded_task = ""  # the id of the last task, once it has ended without an error
@@ -50,7 +51,7 @@ class Steps:
         register_optimizer_step_post_hook(self.after_step)
 
     def begin_task(self, task_id: str) -> None:
-        """Count the steps of this task from now on, and forget the steps of the task before."""
+        """Count the steps of a new task from now on, and forget the steps of the last task."""
         self._task_id = task_id
         self.begun = self._nested = 0
         self.is_inside = False
@@ -62,7 +63,7 @@ class Steps:
         self._drop_deferral()
 
     def end_task(self, *, has_succeeded: bool = False) -> None:
-        """Hold the task and defer SIGINT no longer; the counts stay until the next task begins."""
+        """End holding and deferring for the task; the counts stay until the next task begins."""
         self._succeeded_task = self._task_id if has_succeeded else ""
         self._task_id, self._is_held = "", False
         self._drop_deferral()
@@ -72,9 +73,9 @@ class Steps:
     def before_step(self, *_: Any) -> None:
         """Count a step that begins.
 
-        While the rank is held, wait; raise KeyboardInterrupt if this is the step to stop at.
+        While the rank is held, wait. Raise KeyboardInterrupt if this is the step to stop at.
         """
-        # torch.compile would trace this hook and break the user's graph: do not count such steps.
+        # Do not count steps in compiled code: tracing this hook would break the user's graph.
         if torch.compiler.is_compiling() or threading.get_ident() != self._ident:
             return
         if self.is_inside:
@@ -82,7 +83,7 @@ class Steps:
                 self._nested += 1
                 return
             self._nested = 0  # an exception has left the last step
-        self.is_inside = True  # first: from here on SIGINT waits for the end of the step
+        self.is_inside = True  # from here on SIGINT waits for the end of the step
         self.begun += 1
         if self._is_held:
             try:
@@ -108,7 +109,7 @@ class Steps:
             raise KeyboardInterrupt
 
     def _wait_for_stop_step(self) -> None:
-        """Wait for the number of the step to stop at; raise KeyboardInterrupt at that step."""
+        """Wait until a step to stop at is set; raise KeyboardInterrupt if it is this step."""
         self._is_waiting = True
         try:
             while self._is_held and not self._stop_at and time.monotonic() < self._held_until:
@@ -126,7 +127,7 @@ class Steps:
     def handle_sigint(self, _: int, frame: FrameType | None) -> None:
         """Raise KeyboardInterrupt, or inside of a step let `after_step` raise it at the step's end.
 
-        A second SIGINT, and the end of MAX_DEFERRAL, interrupt the step.
+        A second SIGINT interrupts the step itself, and so does the end of `MAX_DEFERRAL`.
         """
         self._is_held = False
         if self._must_defer(frame):
@@ -154,20 +155,20 @@ class Steps:
     def has_taken_sigint(self) -> bool:
         """Whether the task's code has got a SIGINT: as KeyboardInterrupt, or by its own handler.
 
-        Also True if it has only set such a handler, which gets every SIGINT.
+        Also True if the code has set a handler and no SIGINT has come: the handler gets each one.
         """
         return self._has_interrupted or signal.getsignal(signal.SIGINT) != self.handle_sigint
 
     def _end_deferral(self) -> None:
-        """Interrupt a step that has not ended in time; on the thread of the timer."""
+        """Interrupt a step that has not ended in time; runs on the thread of the timer."""
         if self._deferral is threading.current_thread():
             signal.pthread_kill(self._ident, signal.SIGINT)
 
     def hold(self, task_id: str) -> StepCount:
-        """Hold the task at the beginning of its next step; return how many it has begun.
+        """Hold the task at the beginning of its next step; return how many steps it has begun.
 
-        A task that has begun no step is not held.  The agent may not know yet that a task has
-        ended; then the count of a task that has succeeded is its last one.
+        A task that has begun no step is not held. If the task has already ended, which the agent
+        may not know yet, return its last count if it has succeeded, else 0.
         """
         if task_id != self._task_id:
             has_succeeded = task_id == self._succeeded_task
@@ -181,18 +182,18 @@ class Steps:
         return StepCount(begun, time.monotonic() - self._began, self._interval)
 
     def stop_at(self, task_id: str, step: int) -> None:
-        """Let a held task go on, and raise KeyboardInterrupt at the beginning of this step."""
+        """Let a held task go on until `step` begins, which raises KeyboardInterrupt."""
         if task_id == self._task_id:
             self._stop_at = step
 
     def release(self, task_id: str) -> StepCount:
-        """Hold the task no longer; return its count, and whether Stop ended it at a step."""
+        """Let a held task go on; return its count, and whether it was interrupted at a step."""
         with self._lock:
             has_stopped, self._is_held = self._has_stopped, False
         return StepCount(self.begun, has_stopped=has_stopped and task_id == self._task_id)
 
     def raise_at_once(self) -> None:
-        """Defer no SIGINT of this task: its step would go on with data of an aborted collective."""
+        """Defer no SIGINT of this task, whose step would use data of an aborted collective."""
         self._raises_at_once = True
 
 
@@ -205,4 +206,4 @@ def _count_steps(frame: FrameType | None) -> int:
     return number
 
 
-STEPS = Steps()  # one for the process, as only its main thread runs steps
+STEPS = Steps()  # a single object, as only the main thread of a process runs steps

@@ -1,9 +1,9 @@
-"""What a worker reports about exceptions: the failure that ended a task, tracebacks, and remedies.
+"""Turns exceptions of user code into reports: the failure of a task, tracebacks, and remedies.
 
-The failure is made from the exception itself, not from the traceback that was drawn: users replace
-the code that draws tracebacks (`rich.traceback.install()`, `set_custom_exc`), which can also fail.
-IPython colours the source of every frame, 50 to 100 ms a rank. That is too long for Stop and lost
-connections, which all ranks have at once and the notebook shows in one line.
+A failure is made from the exception itself and not from its drawn traceback: users can replace the
+code that draws tracebacks (`rich.traceback.install()`, `set_custom_exc`), and this code can fail.
+IPython colours the source of every frame, which takes 50 to 100 ms a rank. This is too long for
+Stop and lost connections, which all ranks have at once and the notebook shows in one line.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ from nbdist.worker.namespace import Problem
 from nbdist.worker.ops.memory import account
 
 MOST_CHARACTERS = 1 << 16
-"""Characters of a failure's message; the kernel's error message, if one is sent, has all of it."""
+"""Most characters of a failure's message; the kernel's own error message may have more."""
 
 PACKAGE = os.path.dirname(os.path.dirname(__file__))
 OURS = tuple(os.path.join(PACKAGE, room) + os.sep for room in ("worker", "tools"))
 IN_IPYTHON = f"{os.sep}IPython{os.sep}"
 DEBUGGERS = (bdb.__file__, pdb.__file__)
-"""Files of the calls that a debugger adds to those of the user."""
+"""Files of calls that a debugger adds between the user's calls."""
 
 
-def failure_of(error: BaseException, said: Sequence[str] = ()) -> Failure:
+def failure_of(error: BaseException, advice: Sequence[str] = ()) -> Failure:
     """Return the failure for an exception, with a traceback of plain lines.
 
-    `said` are remedies and lines on memory for a failure whose traceback was not shown.
+    `advice` are remedies and lines on memory for an exception whose traceback was not shown.
     """
     if isinstance(error, Problem):
         return failure_in_words(error.kind, str(error))
     if isinstance(error, bdb.BdbQuit):
         return failure_in_words(LEFT_DEBUGGER, ipython.LEFT)
     name, message = type(error).__name__, message_of(error)
-    calls = map(sendable, short_traceback(own_part(error.__traceback__)))
+    calls = map(sendable, short_traceback(cell_part(error.__traceback__)))
     return Failure(
         name,
         message,
@@ -65,7 +65,7 @@ def failure_of(error: BaseException, said: Sequence[str] = ()) -> Failure:
         time.time_ns(),
         classes_of(type(error)),
         connections_after(message),
-        tuple(map(sendable, said)),
+        tuple(map(sendable, advice)),
     )
 
 
@@ -80,84 +80,84 @@ def message_of(error: BaseException) -> str:
 
 
 def sendable(text: str) -> str:
-    """Return the text without lone surrogates, which no message of a kernel can hold."""
+    """Return the text with lone surrogates escaped, which messages of a kernel cannot contain."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def classes_of(kind: type[BaseException]) -> tuple[str, ...]:
-    """Name the exception's class and its bases, as `module:qualified.name`."""
+    """Name an exception's class and the bases of the class, as `module:qualified.name`."""
     return tuple(f"{base.__module__}:{base.__qualname__}" for base in kind.__mro__)
 
 
 def short_traceback(tb: TracebackType | None) -> list[str]:
-    """Return a line for each call, with its code if it is a cell's, without nbdist's own calls."""
+    """Return a line for each call, with the code of cells' lines and without calls of nbdist."""
     cells = cell_numbers()
     lines = []
-    for frame, number in traceback.walk_tb(tb):
+    for frame, line in traceback.walk_tb(tb):
         file, function = frame.f_code.co_filename, frame.f_code.co_name
         if file in cells:
-            # Read IPython's entry directly: user code may have replaced linecache's functions.
+            # Read IPython's entry from the cache: user code may replace linecache's functions.
             match linecache.cache.get(file):
-                case (_, _, list(known), _) if 0 < number <= len(known):
-                    code = str(known[number - 1]).strip()
+                case (_, _, list(source), _) if 0 < line <= len(source):
+                    code = str(source[line - 1]).strip()
                 case _:
                     code = ""
-            lines.append(f"Cell In[{cells[file]}], line {number}" + (f": {code}" if code else ""))
+            lines.append(f"Cell In[{cells[file]}], line {line}" + (f": {code}" if code else ""))
         elif not file.startswith(OURS) and file not in DEBUGGERS:
-            lines.append(f"File {file}:{number}, in {function}")
-    folded, at = list[str](), 0
-    for start, end, text in recursions(lines):
-        folded += [*lines[at:start], text]
-        at = end
-    return folded + lines[at:]
+            lines.append(f"File {file}:{line}, in {function}")
+    shortened, position = list[str](), 0
+    for start, end, text in find_recursions(lines):
+        shortened += [*lines[position:start], text]
+        position = end
+    return shortened + lines[position:]
 
 
-# --- recursion: calls that repeat the ones before ---------------------------------------------
+# --- recursion: calls that repeat earlier calls -----------------------------------------------
 
 LONGEST_CYCLE, FEWEST_REPEATS = 8, 4
-"""Calls of the longest cycle that is looked for, and how often one must repeat to be folded."""
+"""The most calls of a cycle that is folded, and how often the cycle must repeat."""
 
 FOLDED = re.compile(r"<(… [\d,]+ calls of the same (?:line|\d lines))>")
-"""The file name of a call that stands for folded calls."""
+"""The file name of a stand-in for folded calls."""
 
 
-def recursions(calls: Sequence[Hashable]) -> Iterator[tuple[int, int, str]]:
-    """Yield start and end of each run of calls that only repeat those before, and a line for it."""
-    at = 0
-    while at < len(calls):
+def find_recursions(calls: Sequence[Hashable]) -> Iterator[tuple[int, int, str]]:
+    """Yield start and end of each run of calls that repeat the calls before, and a line of text."""
+    position = 0
+    while position < len(calls):
         for period in range(1, LONGEST_CYCLE + 1):
-            start = end = at + period
-            while calls[at:start] == calls[end : end + period]:
+            start = end = position + period
+            while calls[position:start] == calls[end : end + period]:
                 end += period
             if end - start >= FEWEST_REPEATS * period:
                 same = "line" if period == 1 else f"{period} lines"
                 yield start, end, f"… {end - start:,} calls of the same {same}"
-                at = end
+                position = end
                 break
         else:
-            at += 1
+            position += 1
 
 
 def without_recursion(tb: TracebackType | None) -> TracebackType | None:
-    """Replace repeated calls of a traceback by one call each, for `said_in_a_line`.
+    """Replace each run of repeated calls in a traceback by a stand-in, see `format_folded`.
 
-    IPython takes seconds for a thousand calls, and shows them all.
+    Without this, IPython would take seconds for a thousand calls, and show them all.
     """
-    calls, kept, at = _calls_of(tb), list[TracebackType](), 0
+    calls, shortened, position = _calls_of(tb), list[TracebackType](), 0
     places = [(each.tb_frame.f_code, each.tb_lineno) for each in calls]
-    for start, end, text in recursions(places):
-        kept += [*calls[at:start], _call_in(f"<{text}>")]
-        at = end
-    return _chained([*kept, *calls[at:]]) if kept else tb
+    for start, end, text in find_recursions(places):
+        shortened += [*calls[position:start], _stand_in_call(f"<{text}>")]
+        position = end
+    return _chain_calls([*shortened, *calls[position:]]) if shortened else tb
 
 
-def said_in_a_line(part: str) -> str:
-    """Return a formatted call, or the line for folded calls if the call stands for some."""
-    found = FOLDED.search(part)
-    return f"{found[1]}\n" if found else part
+def format_folded(part: str) -> str:
+    """Return a formatted call, or the line of text if the call is a stand-in for folded calls."""
+    match = FOLDED.search(part)
+    return f"{match[1]}\n" if match else part
 
 
-def _call_in(file: str) -> TracebackType:
+def _stand_in_call(file: str) -> TracebackType:
     """Return a traceback of a single call, in a file that does not exist."""
     names: dict[str, Any] = {}
     exec(compile("import sys; frame = sys._getframe()", file, "exec"), names)
@@ -172,7 +172,7 @@ def _calls_of(tb: TracebackType | None) -> list[TracebackType]:
     return calls
 
 
-def _chained(calls: Sequence[TracebackType]) -> TracebackType | None:
+def _chain_calls(calls: Sequence[TracebackType]) -> TracebackType | None:
     tb = None
     for each in reversed(calls):
         tb = TracebackType(tb, each.tb_frame, each.tb_lasti, each.tb_lineno)
@@ -180,60 +180,60 @@ def _chained(calls: Sequence[TracebackType]) -> TracebackType | None:
 
 
 IN_FILE = re.compile(r'File "([^"\n]+)", line (\d+), in (\S+)')
-"""A call as Python prints it.  A cell's file has another name in each process."""
+"""A call as Python prints it; the file of a cell has another name in each process."""
 
 
 def group_traceback(kind: Any, error: Any, tb: TracebackType | None) -> list[str]:
-    """Return an exception group's traceback as Python prints it, but with cells as `Cell In[5]`."""
+    """Return an exception group's traceback as Python prints it, with cells named `Cell In[5]`."""
     cells = cell_numbers()
 
-    def place(found: re.Match[str]) -> str:
-        file, number, function = found.groups()
+    def describe_place(match: re.Match[str]) -> str:
+        file, number, function = match.groups()
         if file not in cells:
-            return found[0]
+            return match[0]
         within = "" if function == "<module>" else f", in {function}()"
         return f"Cell In[{cells[file]}], line {number}{within}"
 
-    parts = traceback.format_exception(kind, error, own_part(tb))
-    return [IN_FILE.sub(place, part).rstrip("\n") for part in parts]
+    parts = traceback.format_exception(kind, error, cell_part(tb))
+    return [IN_FILE.sub(describe_place, part).rstrip("\n") for part in parts]
 
 
-def without_ours(tb: TracebackType | None) -> TracebackType | None:
-    """Return a traceback without the calls of nbdist, such as its own `init_process_group`."""
+def without_nbdist(tb: TracebackType | None) -> TracebackType | None:
+    """Return a traceback without calls of nbdist, such as its own `init_process_group`."""
     calls = _calls_of(tb)
-    return _chained([c for c in calls if not c.tb_frame.f_code.co_filename.startswith(OURS)])
+    return _chain_calls([c for c in calls if not c.tb_frame.f_code.co_filename.startswith(OURS)])
 
 
-def own_part(tb: TracebackType | None) -> TracebackType | None:
-    """Return the traceback from the cell's line on, without IPython's calls before it."""
+def cell_part(tb: TracebackType | None) -> TracebackType | None:
+    """Return the part of a traceback from the cell's line on, without IPython's calls before it."""
     while tb is not None and IN_IPYTHON in tb.tb_frame.f_code.co_filename:
         tb = tb.tb_next
     return tb
 
 
-def stopped_part(error: BaseException, tb: TracebackType | None) -> TracebackType | None:
+def interrupted_part(error: BaseException, tb: TracebackType | None) -> TracebackType | None:
     """Return the part of a KeyboardInterrupt's traceback `tb` from the cell's line on.
 
-    If Python handled the SIGINT only after another exception had left the cell, such as the
-    error that ends a wait in C++, return the part of that exception's traceback.
+    Python may have handled the SIGINT only after another exception had left the cell, such as the
+    error that ends a wait in C++. Then return this part of that exception's traceback.
     """
     cells = cell_numbers()
-    for each in led_to(error):
+    for each in exception_chain(error):
         calls = traceback.walk_tb(each.__traceback__)
         if any(frame.f_code.co_filename in cells for frame, _ in calls):
-            return own_part(each.__traceback__)
-    return own_part(tb)
+            return cell_part(each.__traceback__)
+    return cell_part(tb)
 
 
-def in_few_words(kind: Any, error: Any) -> tuple[Any, Any]:
-    """Return an exception and its class, or stand-ins if its message is too long to draw."""
-    said = message_of(error)
-    if len(said) <= MOST_CHARACTERS:
+def with_short_message(kind: Any, error: Any) -> tuple[Any, Any]:
+    """Return an exception's class and the exception; a stand-in if its message is too long."""
+    message = message_of(error)
+    if len(message) <= MOST_CHARACTERS:
         return kind, error
-    shown = type(kind.__name__, (Exception,), {"__str__": lambda _: said})()
-    shown.__cause__, shown.__context__ = error.__cause__, error.__context__
-    shown.__suppress_context__ = error.__suppress_context__
-    return type(shown), shown
+    stand_in = type(kind.__name__, (Exception,), {"__str__": lambda _: message})()
+    stand_in.__cause__, stand_in.__context__ = error.__cause__, error.__context__
+    stand_in.__suppress_context__ = error.__suppress_context__
+    return type(stand_in), stand_in
 
 
 # --- remedies --------------------------------------------------------------------------------
@@ -244,7 +244,7 @@ NO_GPU = re.compile(
 )
 
 DDP_ON_CPU = re.compile(r"device_ids and output_device arguments only work with .*'cpu'", re.DOTALL)
-"""What torch says to `DDP(net, device_ids=[local_rank])` if the model is on the CPU."""
+"""torch's message about `DDP(net, device_ids=[local_rank])` if the model is on the CPU."""
 
 LAUNCHERS = {"notebook_launcher", "debug_launcher"}
 """Functions of accelerate that start further processes."""
@@ -291,21 +291,21 @@ OF_GPUS = {
         f"another rank has it too: {OTHERS}, `--share-gpus` allows it"
     ),
 }
-"""Remedies for a GPU that cannot be used, by a pattern of the message of torch, CUDA or NCCL."""
+"""Remedies for a GPU that cannot be used, by a pattern of a message of torch, CUDA or NCCL."""
 
 NO_ROOM = re.compile(r"(CUDA|Cuda|HIP)\b.*out of memory", re.DOTALL)
 FULL = (
     "its memory is full before anything has run: `nvidia-smi` lists the processes that use it; "
     f"end them, or {OTHERS}"
 )
-"""Remedy for a GPU that has no room when a worker starts; `NO_ROOM` is the message then."""
+"""Remedy for a GPU without free memory when a worker starts; the message matches `NO_ROOM`."""
 
 
 HAS_NO_GPU = (AssertionError, RuntimeError, AttributeError)
 
 
 def remedies(shell: Any, rank: int, error: BaseException) -> list[str]:
-    """Return lines with advice on an error; an empty list for most errors."""
+    """Return lines of advice on an error; an empty list for most errors."""
     lines, names = account(shell, rank, error), shell.user_ns
     if type(error) is NameError and error.name:
         near = did_you_mean(error.name, [*names, *vars(builtins)]).strip()
@@ -319,31 +319,31 @@ def remedies(shell: Any, rank: int, error: BaseException) -> list[str]:
         lines += [
             f"There is no GPU here: `.to(device)` instead of `.cuda()`; `device` is {device}."
         ]
-    elif why := _of_gpu(error):
+    elif why := _gpu_remedy(error):
         lines.append(f"The GPU cannot be used: {why}.")
     elif lasting_error(error) and os.environ.get("CUDA_LAUNCH_BLOCKING") != "1":
         lines.append("To see which call failed: `%dist_restart --debug`, then this cell again.")
     return lines
 
 
-def why_not_started(gpu: str, error: Exception) -> str:
-    """Return a line on why a worker cannot start with this GPU; "" if the GPU is not the reason."""
-    why = FULL if NO_ROOM.search(str(error)) else _of_gpu(error)
+def gpu_start_error(gpu: str, error: Exception) -> str:
+    """Return why a worker cannot start with this GPU; "" if the GPU is not the reason."""
+    why = FULL if NO_ROOM.search(str(error)) else _gpu_remedy(error)
     return f"GPU {gpu} of {socket.gethostname()}: {why}" if why else ""
 
 
-def _of_gpu(error: BaseException) -> str:
+def _gpu_remedy(error: BaseException) -> str:
     """Return the remedy for an error of a GPU; "" for any other error."""
-    said = str(error) if isinstance(error, AssertionError | RuntimeError) else ""
-    found = next((why for sign, why in OF_GPUS.items() if re.search(sign, said)), "")
-    return found.format(torch=torch.__version__, cuda=torch.version.cuda)
+    message = str(error) if isinstance(error, AssertionError | RuntimeError) else ""
+    remedy = next((why for sign, why in OF_GPUS.items() if re.search(sign, message)), "")
+    return remedy.format(torch=torch.__version__, cuda=torch.version.cuda)
 
 
 # --- GPU errors that last ---------------------------------------------------------------------
 
-ASK_TIMEOUT = 3.0  # seconds for the GPU's driver to answer; usually it takes microseconds
+ASK_TIMEOUT = 3.0  # seconds for the GPU's driver to answer, which usually takes microseconds
 
-# Messages of cudaGetErrorString (CUDA 13), which are HIP's too.
+# Messages of cudaGetErrorString (CUDA 13), which HIP uses too.
 LASTING = re.compile(
     r"(?:Triton Error \[)?(?:CUDA|HIP)\b[^:\n]*: ("
     r"an illegal memory access was encountered"  # 700
@@ -363,69 +363,71 @@ LASTING = re.compile(
     re.I,
 )
 
-# Classes that torch raises for these errors, the second from torch 2.8 on.
+# Exception classes that torch raises for lasting errors; `AcceleratorError` is new in torch 2.8.
 KINDS = {RuntimeError, getattr(torch, "AcceleratorError", RuntimeError)}
 
 
 def lasting_error(error: BaseException) -> str:
-    """Return CUDA's message if this error or its cause is a GPU error that lasts; else ""."""
-    args = (arg for each in led_to(error) if type(each) in KINDS for arg in each.args)
+    """Return CUDA's message if an error or its cause is a GPU error that lasts, else ""."""
+    args = (arg for each in exception_chain(error) if type(each) in KINDS for arg in each.args)
     matches = (LASTING.match(arg) for arg in args if isinstance(arg, str))
-    return next((found[1] for found in matches if found), "")
+    return next((match[1] for match in matches if match), "")
 
 
-def unfit_after(rank: int, error: BaseException) -> str:
-    """Return why this process cannot be used any more after the error; "" if it can.
+def unfit_reason(rank: int, error: BaseException) -> str:
+    """Return why this process cannot be used any more after an error; "" if it can.
 
-    The GPU is asked too: it can fail later than the code that uses it, and the cell for another
-    reason.
+    The GPU's driver is asked, too: a GPU can fail later than the code that uses it, and the cell
+    may have failed for another reason.
     """
-    found = lasting_error(error)
-    if not found:
+    message = lasting_error(error)
+    if not message:
         try:
-            if (ask := accelerator.error_probe()) is not None:
-                run_with_timeout(ask, "asking the GPU", ASK_TIMEOUT)
-        except RuntimeError as answer:
-            found = lasting_error(answer)
-    return f"A GPU error ({found}) made the process of rank {rank} unusable" if found else ""
+            if (check := accelerator.error_probe()) is not None:
+                run_with_timeout(check, "asking the GPU", ASK_TIMEOUT)
+        except RuntimeError as gpu_error:
+            message = lasting_error(gpu_error)
+    return f"A GPU error ({message}) made the process of rank {rank} unusable" if message else ""
 
 
 # --- the exception itself, for the notebook ---------------------------------------------------
 
 MOST_BYTES = 1 << 14
-"""Bytes of an argument or attribute that is sent: a larger one is data and not a message."""
+"""Most bytes of an argument or attribute that is sent: larger values are data, not messages."""
 
 NOT_SENT = {"__dict__", "__weakref__", "__notes__", "obj"}
-"""Attributes that every exception has, and the `obj` of AttributeError, which may be large."""
+"""Attributes of every exception, and the `obj` of AttributeError, which may be large."""
 
 
 def contents_of(error: BaseException, namespace: dict[str, Any]) -> Payload:
     """Pack the arguments and attributes of an exception, for the notebook.
 
-    An argument that cannot be sent becomes text; such an attribute is left out. An exception whose
-    class is not written in Python is packed whole too.
+    An argument that cannot be sent becomes text; an attribute that cannot be sent is left out. An
+    exception whose class is not written in Python is also packed as a whole.
     """
-    args = [_packed(arg, namespace) or _packed(_text(arg), namespace) for arg in error.args]
-    state = {name: _packed(value, namespace) for name, value in _attributes(error)}
+    args = [
+        _pack_value(arg, namespace) or _pack_value(_repr_of(arg), namespace) for arg in error.args
+    ]
+    state = {name: _pack_value(value, namespace) for name, value in _attributes(error)}
     whole = None
     try:
         bare(type(error))
     except Exception:  # noqa: BLE001 (a class in C or Rust raises what it likes)
-        whole = _packed(error, namespace)
+        whole = _pack_value(error, namespace)
     frames = pickle((args, {k: v for k, v in state.items() if v}, whole), namespace).frames
     return pack_frames(frames)[0]
 
 
-def led_to(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an exception, then its cause or context, then theirs."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
+def exception_chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an exception and its chain of causes or contexts, the newest exception first."""
+    visited: set[int] = set()
+    while error is not None and id(error) not in visited:
         yield error
-        seen.add(id(error))
+        visited.add(id(error))
         error = error.__cause__ or error.__context__
 
 
-def _packed(value: object, namespace: dict[str, Any]) -> list[bytes] | None:
+def _pack_value(value: object, namespace: dict[str, Any]) -> list[bytes] | None:
     try:
         pickled = pickle(value, namespace, sketch=True)
     except Exception:  # noqa: BLE001 (a class's own `__reduce__` can raise anything)
@@ -435,7 +437,7 @@ def _packed(value: object, namespace: dict[str, Any]) -> list[bytes] | None:
     return [bytes(memoryview(frame)) for frame in pickled.frames]
 
 
-def _text(value: object) -> str:
+def _repr_of(value: object) -> str:
     try:
         return repr(value)[:1000]
     except Exception as error:  # noqa: BLE001 (the class is the user's)
@@ -447,10 +449,10 @@ def _attributes(error: BaseException) -> Iterator[tuple[str, object]]:
 
     No code of the user is called.
     """
-    own = {**object.__getattribute__(error, "__dict__")}
+    attributes = {**object.__getattribute__(error, "__dict__")}
     for base in type(error).__mro__:
-        for name, kept in vars(base).items() if base not in (BaseException, object) else ():
-            if isinstance(kept, MemberDescriptorType | GetSetDescriptorType):
-                with suppress(AttributeError):  # this one is not set
-                    own.setdefault(name, kept.__get__(error))
-    yield from ((name, each) for name, each in own.items() if name not in NOT_SENT)
+        for name, member in vars(base).items() if base not in (BaseException, object) else ():
+            if isinstance(member, MemberDescriptorType | GetSetDescriptorType):
+                with suppress(AttributeError):  # the slot is empty
+                    attributes.setdefault(name, member.__get__(error))
+    yield from ((name, value) for name, value in attributes.items() if name not in NOT_SENT)

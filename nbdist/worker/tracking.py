@@ -18,9 +18,9 @@ from typing import Any
 
 from nbdist.output.events import MAX_STEP, MIN_STEP_WIDTH
 
-EVERY = 0.5  # seconds from one message to the next
+EVERY = 0.5  # seconds between two messages
 MOST_WAITING = 4_096  # calls that are kept before they are aggregated
-MOST_SENT, FEWEST_SENT = 256, 4  # most points of a message, and fewest of one name in it
+MOST_SENT, FEWEST_SENT = 256, 4  # points of a message, and points that each name may always have
 MOST_NAMES, LONGEST_NAME = 64, 100
 
 Call = tuple[float | None, dict[str, Any]]
@@ -28,18 +28,17 @@ Call = tuple[float | None, dict[str, Any]]
 Point = tuple[float, float, float, float, float, float]
 """A step; the count, lowest, highest and mean of its finite numbers; the count of its others."""
 
-_waiting: list[Call] = []
-_counts: dict[str, int] = {}
-"""How often the task has tracked each name without a step."""
+_pending_calls: list[Call] = []
+_call_counts: dict[str, int] = {}
+"""By name, how often the task has tracked the name without a step."""
 
 _points: dict[str, list[Point]] = {}
-"""By name, the points that are sent next."""
-
-_counted: set[str] = set()
-_lasts: dict[str, float] = {}
+"""By name, the points of the next message."""
+_counted_names: set[str] = set()
+_last_steps: dict[str, float] = {}
 """By name, the last step that was sent."""
 
-_refused: list[str] = []  # the first name beyond MOST_NAMES
+_refused_names: list[str] = []  # the first name beyond MOST_NAMES
 
 _lock = threading.RLock()
 _send: Callable[[dict[str, Any]], None] | None = None
@@ -50,9 +49,9 @@ def track(*, step: float | None = None, **numbers: Any) -> None:
     """Track numbers of this rank: `track(loss=loss, lr=0.1)`.
 
     The cell's panel and `%dist_plot` show them as curves over all ranks, `world.tracked("loss")`
-    has them as a table.  Without `step` calls are counted, for each name.  Numbers can be of
-    Python, numpy or tensors of one element, which are read at once; those on a GPU are copied
-    there and read when they are sent.  In a process that is no worker it does nothing.
+    has them as a table.  Without `step` the calls with a name are counted.  Numbers can be of
+    Python, numpy or tensors of one element, which are read at once; tensors on a GPU are copied
+    there and read when they are sent.  In a process that is no worker the function does nothing.
 
     Raises TypeError for a value that is no number, ValueError for a step that is NaN, infinite or
     beyond 2e18, and for a name that cannot be sent as UTF-8.
@@ -63,57 +62,57 @@ def track(*, step: float | None = None, **numbers: Any) -> None:
         if not name.isascii():
             _check_name(name)
         if type(value) is not float and type(value) is not int:
-            numbers[name] = _number(name, value)
+            numbers[name] = _to_number(name, value)
     if step is not None and (type(step) is not int or abs(step) > MAX_STEP):
-        step = _step(step)
-    _waiting.append((step, numbers))
+        step = _to_step(step)
+    _pending_calls.append((step, numbers))
     if monotonic() >= _due:
         flush()
-    elif len(_waiting) >= MOST_WAITING:
+    elif len(_pending_calls) >= MOST_WAITING:
         with _lock:
             _aggregate()
 
 
-watching: list[Callable[[], None]] = []
-"""Functions that are called at each step while a cell with `--watch` runs in this process."""
+step_callbacks: list[Callable[[], None]] = []
+"""Functions that `watch` calls, while a cell with `--watch` runs in this process."""
 
 
 def watch() -> None:
     """Count a step of a loop without an optimizer, for `%%distributed --watch model`.
 
-    Does nothing if no cell with `--watch` runs, as in a script under torchrun.
+    The function does nothing if no cell with `--watch` runs, as in a script under torchrun.
     """
-    for each in watching:
+    for each in step_callbacks:
         each()
 
 
 def connect(send: Callable[[dict[str, Any]], None] | None) -> None:
-    """Send messages by this function from now on; with None nothing is tracked."""
+    """Send messages by this function from now on; None ends tracking."""
     global _send
     _send = send
-    _waiting.clear()
+    _pending_calls.clear()
     _points.clear()
 
 
 def begin_task() -> None:
-    """Send what is left of the last task, then count steps from 0 again."""
+    """Send the remaining numbers of the last task, then count steps from 0 again."""
     flush()
-    for each in (_counts, _counted, _lasts):
+    for each in (_call_counts, _counted_names, _last_steps):
         each.clear()
-    _refused.clear()
+    _refused_names.clear()
 
 
 def flush() -> None:
-    """Send all numbers that were not sent; also called at the end of a task, on its thread."""
+    """Send all numbers that were not sent; also called at a task's end, on the task's thread."""
     global _due
-    if not (_waiting or _points) or _send is None:
+    if not (_pending_calls or _points) or _send is None:
         return
     with _lock:
         _due = monotonic() + EVERY
         _aggregate()
         curves = {name: [*chain.from_iterable(points)] for name, points in _points.items()}
-        counted = {name: _counts[name] for name in _counted if name in curves}
-        _lasts.update((name, points[-1][0]) for name, points in _points.items())
+        counted = {name: _call_counts[name] for name in _counted_names if name in curves}
+        _last_steps.update((name, points[-1][0]) for name, points in _points.items())
         _points.clear()
         if not curves:
             return
@@ -124,13 +123,13 @@ def flush() -> None:
             _warn(f"the numbers of {names} were not sent: {error!r:.200}")
 
 
-# A child of a worker is no rank: a data loader would send numbers under its parent's name.
+# A child of a worker is no rank: a data loader's process would send numbers as its parent.
 os.register_at_fork(after_in_child=lambda: connect(None))
 
 
-def _number(name: str, value: Any) -> Any:
-    """Return a number as a float, or as a copy on its GPU; TypeError if it is no number."""
-    if hasattr(value, "full_tensor"):  # each rank would wait for the others, at its own time
+def _to_number(name: str, value: Any) -> Any:
+    """Return a value as a float, or as a copy on its GPU; TypeError if it is no number."""
+    if hasattr(value, "full_tensor"):  # a collective, which ranks would call at different times
         raise TypeError(f"track({name}=...): a DTensor; track its `.full_tensor()`")
     device = value.device if hasattr(value, "detach") and hasattr(value, "device") else None
     is_elsewhere = getattr(device, "type", "cpu") not in ("cpu", "meta")
@@ -144,21 +143,21 @@ def _number(name: str, value: Any) -> Any:
     except (TypeError, ValueError, RuntimeError):
         pass
     kind = type(value).__name__
-    found = getattr(value, "shape", None)
-    shape = f" of shape {tuple(found)}" if isinstance(found, tuple) else ""
+    size = getattr(value, "shape", None)
+    shape = f" of shape {tuple(size)}" if isinstance(size, tuple) else ""
     raise TypeError(
         f"track({name}=...): a {kind}{shape} is no number; "
         "track numbers or tensors of one element, such as `loss.mean()`"
     )
 
 
-def _step(value: Any) -> float:
+def _to_step(value: Any) -> float:
     """Return a step as a float; TypeError if it is no number, ValueError beyond `MAX_STEP`."""
-    number = _number("step", value)
-    if abs(found := float(number)) <= MAX_STEP:  # NaN is not
-        return found
+    number = _to_number("step", value)
+    if abs(step := float(number)) <= MAX_STEP:  # False for NaN
+        return step
     raise ValueError(
-        f"track(step={found:.6g}): a step is a finite number from {-MAX_STEP:.0e} to {MAX_STEP:.0e}"
+        f"track(step={step:.6g}): a step is a finite number from {-MAX_STEP:.0e} to {MAX_STEP:.0e}"
     )
 
 
@@ -173,42 +172,44 @@ def _check_name(name: str) -> None:
 
 
 def _aggregate() -> None:
-    """Make points of the calls that wait, and merge them to what a message may have."""
-    calls = _waiting[:]
-    del _waiting[: len(calls)]
+    """Turn pending calls into points, and merge points until they fit into a message."""
+    calls = _pending_calls[:]
+    del _pending_calls[: len(calls)]
     for step, numbers in calls:
         for name, value in numbers.items():
             name = name[:LONGEST_NAME]
-            if name not in _counts and len(_counts) >= MOST_NAMES:
-                _refuse(name)
+            if name not in _call_counts and len(_call_counts) >= MOST_NAMES:
+                _refuse_name(name)
                 continue
-            number = _counts.setdefault(name, 0)
+            number = _call_counts.setdefault(name, 0)
             if step is None:
-                _counts[name] = number + 1
-                _counted.add(name)
-            _points.setdefault(name, []).append(_point(number if step is None else step, value))
-    share = max(FEWEST_SENT, MOST_SENT // max(1, len(_points)))
+                _call_counts[name] = number + 1
+                _counted_names.add(name)
+            _points.setdefault(name, []).append(
+                _make_point(number if step is None else step, value)
+            )
+    limit = max(FEWEST_SENT, MOST_SENT // max(1, len(_points)))
     for name, points in _points.items():
-        if len(points) > share:
-            _points[name] = [*_merged(points, share, _lasts.get(name))]
+        if len(points) > limit:
+            _points[name] = [*_merge_points(points, limit, _last_steps.get(name))]
 
 
-def _point(step: float, value: Any) -> Point:
+def _make_point(step: float, value: Any) -> Point:
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
-    except RuntimeError:  # its GPU has failed, which the cell will report
+    except RuntimeError:  # the number's GPU has failed, which the cell will report
         number = math.nan
     if math.isfinite(number):
         return step, 1, number, number, number, 0
     return step, 0, 0.0, 0.0, 0.0, 1
 
 
-def _refuse(name: str) -> None:
-    """Warn, once a task, that there are more names than `MOST_NAMES`."""
-    if not _refused:
-        _refused.append(name)
+def _refuse_name(name: str) -> None:
+    """Warn once a task that more than `MOST_NAMES` names were tracked; `name` is dropped."""
+    if not _refused_names:
+        _refused_names.append(name)
         _warn(
             f"{MOST_NAMES} names are kept, and `{name}` is one more; "
             "a number of its own step is `track(step=i, name=...)`"
@@ -216,46 +217,47 @@ def _refuse(name: str) -> None:
 
 
 def _warn(text: str) -> None:
-    # Cells can close stderr, and put anything in its place.
+    # Cells can close stderr, or bind `sys.stderr` to any object.
     with suppress(AttributeError, OSError, TypeError, ValueError):
         sys.stderr.write(f"track: {text}\n")
 
 
-def _merged(points: list[Point], most: int, last: float | None) -> Iterator[Point]:
-    """Merge points, in order, to at most `most`, or twice as many if steps go back and forth.
+def _merge_points(points: list[Point], limit: int, last_step: float | None) -> Iterator[Point]:
+    """Merge points in order, to at most `limit` points, or twice as many for unordered steps.
 
-    All have the same width and begin at multiples of it, so at the same steps on all ranks. A point
-    that would begin below the `last` step that was sent begins there. In addition a point begins at
-    the first number that is NaN or infinite: the notebook names its step. If steps go back and
-    forth more often, all points have as many numbers, and begin at the lowest of their steps.
+    All points have the same width and begin at multiples of the width: at the same steps on all
+    ranks. A point that would begin below `last_step`, which was already sent, begins at it. A point
+    also begins at the first number that is NaN or infinite, whose step the notebook shows. If steps
+    are so unordered that twice the limit is exceeded, each point gets as many numbers, and begins
+    at the lowest step among them.
     """
     first, span = points[0][0], abs(points[-1][0] - points[0][0])
-    least = max(MIN_STEP_WIDTH, span / (most - 1))
-    wide = 2.0 ** math.ceil(math.log2(least)) if span else 1.0
-    groups = [[*each] for _, each in groupby(points, lambda point: point[0] // wide)]
-    if len(groups) > 2 * most:  # steps that go back and forth
-        size = math.ceil(len(points) / most)
-        groups = [points[at : at + size] for at in range(0, len(points), size)]
-        wide = 0
+    min_width = max(MIN_STEP_WIDTH, span / (limit - 1))
+    width = 2.0 ** math.ceil(math.log2(min_width)) if span else 1.0
+    groups = [[*each] for _, each in groupby(points, lambda point: point[0] // width)]
+    if len(groups) > 2 * limit:  # steps that go back and forth
+        size = math.ceil(len(points) / limit)
+        groups = [points[index : index + size] for index in range(0, len(points), size)]
+        width = 0
     has_odd = False
     for group in groups:
-        step = group[0][0] // wide * wide if wide else min(point[0] for point in group)
-        step = last if wide and last is not None and step < last <= first else step
-        odd = next((at for at, point in enumerate(group) if point[5]), 0)
-        if odd and wide and not has_odd:
-            yield _joined(step, group[:odd])
-            step, group = max(step, group[odd][0]), group[odd:]
+        step = group[0][0] // width * width if width else min(point[0] for point in group)
+        step = last_step if width and last_step is not None and step < last_step <= first else step
+        first_odd = next((index for index, point in enumerate(group) if point[5]), 0)
+        if first_odd and width and not has_odd:
+            yield _join_points(step, group[:first_odd])
+            step, group = max(step, group[first_odd][0]), group[first_odd:]
         has_odd |= any(point[5] for point in group)
-        yield _joined(step, group)
+        yield _join_points(step, group)
 
 
-def _joined(step: float, points: list[Point]) -> Point:
+def _join_points(step: float, points: list[Point]) -> Point:
     finite = [point for point in points if point[1]]
-    odd = sum([point[5] for point in points])
+    odd_count = sum([point[5] for point in points])
     if not finite:
-        return step, 0, 0.0, 0.0, 0.0, odd
+        return step, 0, 0.0, 0.0, 0.0, odd_count
     count = sum([point[1] for point in finite])
-    # Divided first: the sum of large numbers can be too large.
+    # Divide before adding up: the sum of large numbers can be infinite.
     mean = sum([point[4] * (point[1] / count) for point in finite])
     low, high = min([point[2] for point in finite]), max([point[3] for point in finite])
-    return step, count, low, high, mean, odd
+    return step, count, low, high, mean, odd_count

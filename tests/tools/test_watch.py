@@ -142,7 +142,7 @@ def test_what_cannot_be_watched(kernel: Notebook) -> None:
         assert said in kernel.run(f"%%distributed {options}\nx = 2").error
     left = (
         "from nbdist.tools import watch_op as watched\nfrom nbdist.worker import tracking\n"
-        "x, watched._watches, tracking.watching"
+        "x, watched._watches, tracking.step_callbacks"
     )
     left = f"%%distributed\n{left}"
     assert kernel.run(left).text.endswith("(1, [], [])")

@@ -78,7 +78,7 @@ class Worker:
     delete = partialmethod(_ask, "delete")
     """Delete variables that the notebook has deleted; return those that were deleted."""
 
-    take_dead = partialmethod(_ask, "take_dead")
+    pop_ended_keys = partialmethod(_ask, "pop_ended_keys")
     """Return the keys of objects that have ended there."""
 
     run = partialmethod(_ask, "run")
@@ -122,7 +122,7 @@ def _answer(kind: str, *what: Any) -> Any:
     if kind == "receive":
         arrived = counterparts.read(open_payload(*what))
         counterparts.accept(arrived)
-        return counterparts.give(arrived.values)
+        return counterparts.bind_sent(arrived.values)
     if kind == "forget":
         return counterparts.forget(*what) and None  # a class of this process cannot be sent
     return getattr(counterparts, kind)(*what)

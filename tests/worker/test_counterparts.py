@@ -45,12 +45,12 @@ class Rank:
             self.segments += [segment] if segment else []
             arrived = self.own.read(open_payload(payload))
             self.own.accept(arrived)
-            self.own.give(arrived.values)
+            self.own.bind_sent(arrived.values)
         self.finish(shipment.parcels.get(0, Parcel()))
 
     def finish(self, received: Parcel = NOTHING_SENT) -> None:
         """End a task of the rank."""
-        self.table.finished(0, Done("ok", 0.0, dead=self.own.take_dead()), received)
+        self.table.finished(0, Done("ok", 0.0, dead=self.own.pop_ended_keys()), received)
 
     def sent(self) -> dict[int, None]:
         """Return the keys of all objects that the rank has been sent, each as a whole."""
@@ -203,8 +203,8 @@ def test_an_object_that_is_gone(rank: Rank) -> None:
     keys = [rank.table.objects.links.key_of(each) for each in (rows, box)]
     rank.names.clear()
     assert rank.own.inspect(dict.fromkeys(keys), ()).gone == (keys[1],), "the list is held"
-    assert {*rank.own.take_dead()} == {*rank.sent()}
-    assert rank.own.take_dead() == ()
+    assert {*rank.own.pop_ended_keys()} == {*rank.sent()}
+    assert rank.own.pop_ended_keys() == ()
     assert rank.own.inspect(dict.fromkeys(keys), ()) == Inspected()
 
 
@@ -233,18 +233,18 @@ def test_what_the_notebook_has_forgotten(rank: Rank) -> None:
     held = rank.names["rows"]
     keys = [*rank.sent()]
     rank.own.forget(keys)
-    assert rank.own.take_dead() == ()
+    assert rank.own.pop_ended_keys() == ()
     assert not rank.own.is_changed("box"), "what refers to it has not changed by that"
     held.append(rank.names.pop("box"))
     rank.names.clear()
     assert len(rank.own.links) == 5
     rank.own.links.has_dead = True
-    assert rank.own.take_dead() == ()
+    assert rank.own.pop_ended_keys() == ()
     assert len(rank.own.links) == 3, "the other list has ended, with what it held"
     held = None
-    assert rank.own.take_dead() == ()
+    assert rank.own.pop_ended_keys() == ()
     rank.own.links.has_dead = True
-    assert rank.own.take_dead() == ()
+    assert rank.own.pop_ended_keys() == ()
     assert len(rank.own.links) == 0
 
 
@@ -288,9 +288,9 @@ def test_memory_is_freed_with_the_last_variable(kind: str, rank: Rank) -> None:
     roots = [weakref.ref(block.owner()) for block in rank.own.links.blocks]
     del rank.names["value"]
     rank.own.links.has_dead = True
-    rank.own.take_dead()
+    rank.own.pop_ended_keys()
     gc.collect()
-    rank.own.take_dead()
+    rank.own.pop_ended_keys()
     assert found() is None
     assert [root() for root in roots] == [None] * len(roots)
     assert len(rank.own.links) == 0
@@ -305,12 +305,12 @@ def test_memory_is_freed_if_the_notebook_replaces_a_variable(rank: Rank) -> None
     old, box = weakref.ref(rank.names["x"]), weakref.ref(rank.names["rows"][0])
     rank.send(x=torch.ones(1000), rows=[Box(2)])
     rank.own.links.has_dead = True
-    rank.own.take_dead()
+    rank.own.pop_ended_keys()
     assert (old() is None, box()) == (False, None)
     del kept
     rank.send(y=1)
     rank.own.links.has_dead = True
-    rank.own.take_dead()
+    rank.own.pop_ended_keys()
     assert old() is None
 
 
@@ -329,7 +329,7 @@ def test_garbage_in_a_circle_stays_while_the_rank_is_idle(rank: Rank) -> None:
     assert rank.own._pin not in gc.callbacks
     gc.collect()
     assert rank.own.links.find(key) is None
-    assert rank.own.take_dead() == (key,)
+    assert rank.own.pop_ended_keys() == (key,)
 
 
 BIG_CHANGES: list[tuple[Callable[[Any, Any], Any], set[str]]] = [
@@ -425,8 +425,8 @@ def test_objects_that_another_rank_gets(rank: Rank) -> None:
     rank.send(net=net, rows=rows)
     other = Rank()
     of_net = [entry() for entry in rank.own.links.entries() if entry() is not rank.names["rows"]]
-    assert rank.own.keyed([[5], 7]) == []
-    keyed = rank.own.keyed([*of_net, rank.names["rows"]])
+    assert rank.own.keyed_objects([[5], 7]) == []
+    keyed = rank.own.keyed_objects([*of_net, rank.names["rows"]])
     gained = other.own.register(keyed, {})
     assert {*gained} == {*rank.sent()}, "memory that a tensor fills comes with it"
     key = rank.table.objects.links.key_of(rows)
@@ -435,8 +435,8 @@ def test_objects_that_another_rank_gets(rank: Rank) -> None:
     rank.names["rows"].append(2)
     assert other.own.inspect(dict.fromkeys(gained), ()).changed.keys() == {key}
     made = torch.nn.Linear(1, 1)
-    assert rank.own.keyed([made]) == []
-    (new,) = rank.own.keyed([made, torch.nn.Linear], adds=True)
+    assert rank.own.keyed_objects([made]) == []
+    (new,) = rank.own.keyed_objects([made, torch.nn.Linear], adds=True)
     assert rank.own.links.find(new.key) is made
 
 

@@ -20,7 +20,7 @@ from nbdist.wire.spec import WorkerStart
 from nbdist.wire.work import Surroundings
 from nbdist.worker.compat import accelerator
 from nbdist.worker.control import change_threads
-from nbdist.worker.environment import Around, OwnModules, change_environ, merged, share_gpu
+from nbdist.worker.environment import Around, OwnModules, change_environ, merge_paths, share_gpu
 from nbdist.world.spec import make_spec
 from tests.wire.test_spec import START
 
@@ -115,7 +115,7 @@ def test_a_path_with_entries_of_its_own() -> None:
         ("oxab", "ab", "xab", "oxab"),
         ("o", "ab", "x", "xo"),
     ):
-        assert "".join(merged(own, before, after)) == expected
+        assert "".join(merge_paths(own, before, after)) == expected
 
 
 SECOND = 10**9
@@ -153,7 +153,7 @@ def own() -> Iterator[OwnModules]:
 
 
 def told(own: OwnModules, before: int) -> tuple[str, ...]:
-    return own.news(before, reloads=False)
+    return own.pop_edited_files(before, reloads=False)
 
 
 def test_an_edit_is_told_once(own: OwnModules, module: Edited) -> None:
@@ -209,15 +209,15 @@ def test_while_autoreload_is_on(
     found = importlib.import_module("edited_by_test")
     told(own, module.now)
     after = module.write()
-    assert own.news(after, reloads=True) == ()
+    assert own.pop_edited_files(after, reloads=True) == ()
     assert found.value == module.now
     edited = module.write()  # for `%autoreload` itself
-    assert own.news(edited, reloads=True) == ()
+    assert own.pop_edited_files(edited, reloads=True) == ()
     assert found.value != module.now
     assert told(own, edited) == ()
     module.path.write_text("value = = 1")
     os.utime(module.path, ns=(edited + SECOND, edited + SECOND))
-    assert own.news(edited + 2 * SECOND, reloads=True) == ()
+    assert own.pop_edited_files(edited + 2 * SECOND, reloads=True) == ()
     assert "[autoreload of edited_by_test failed: " in capsys.readouterr().err
 
 

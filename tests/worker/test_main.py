@@ -204,7 +204,7 @@ class Kernel:
         interrupts.end()
         return OK
 
-    def place(self) -> int:
+    def mark_place(self) -> int:
         self.marks += 1
         return self.marks
 
@@ -367,7 +367,7 @@ async def test_threads_that_send_at_once(agent: Agent) -> None:
     agent.end.sendall(task("first"))
     await agent.hear(1)
     prompts = [letter * 8_000_000 for letter in "abcd"]
-    place, all_are_here = agent.kernel.place, threading.Barrier(len(prompts))
+    place, all_are_here = agent.kernel.mark_place, threading.Barrier(len(prompts))
 
     def place_with_others() -> int:
         all_are_here.wait(SOON)
@@ -376,7 +376,7 @@ async def test_threads_that_send_at_once(agent: Agent) -> None:
     def ask(prompt: str) -> None:
         agent.tasks.ask(prompt, secret=False, by_debugger=False)
 
-    agent.kernel.place = place_with_others
+    agent.kernel.mark_place = place_with_others
     asking = [threading.Thread(target=ask, args=(prompt,)) for prompt in prompts]
     for each in asking:
         each.start()

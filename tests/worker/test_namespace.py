@@ -72,21 +72,21 @@ def test_what_kinds_the_names_are(names: dict[str, Any], namespace: Namespace) -
     import torch
     from torch.distributed.fsdp import FSDPModule
 
-    namespace.start_with({"rank": 1000, "device": torch.device("cpu"), "dist": json})
+    namespace.add_ready({"rank": 1000, "device": torch.device("cpu"), "dist": json})
     optimizer = object.__new__(torch.optim.SGD)  # to make it in earnest imports torch._dynamo
     names.update(net=torch.nn.Linear(1, 1), sgd=optimizer, x=torch.ones(1), n=[torch.ones(1)])
     names["f"] = object.__new__(type("FSDPLinear", (FSDPModule, torch.nn.Linear), {}))
     kinds = {"net": MODULE, "sgd": OPTIMIZER, "x": TENSOR, "f": SHARDED}
     assert namespace.kinds(names) == kinds
     names.update(rank=int("1000"), device="cpu", dist=json)
-    assert namespace.covered({*names, "gone"}) == set()
+    assert namespace.covered_names({*names, "gone"}) == set()
     names.update(rank=torch.tensor(1000), device="cuda", dist=3)
-    assert namespace.covered(names) == {"rank", "device", "dist"}
+    assert namespace.covered_names(names) == {"rank", "device", "dist"}
 
 
 def test_names_that_come_along(names: dict[str, Any], namespace: Namespace) -> None:
     """They take the place of what was there; other ranks' are not even opened; the rest stays."""
-    namespace.start_with({"size": 4, "x": 1})
+    namespace.add_ready({"size": 4, "x": 1})
     assert namespace.receive(task(names={0: message(x=[2], y=3)}), 0) == []
     namespace.receive(task(), 0)
     namespace.receive(task(names={1: Payload((b"not for this one",))}), 0)
@@ -160,11 +160,11 @@ def test_the_number_of_ranks_changes(names: dict[str, Any], namespace: Namespace
         __hash__ = None  # type: ignore[assignment]
 
     mine = Tensor()
-    namespace.start_with({"world_size": 2, "bound": 2, "equal": 2, "deleted": 2})
+    namespace.add_ready({"world_size": 2, "bound": 2, "equal": 2, "deleted": 2})
     names.update(bound=mine, equal=2.0)
     del names["deleted"]
     for name in ("world_size", "bound", "equal", "deleted"):
-        namespace.change(name, 3)
+        namespace.change_ready(name, 3)
     assert names["bound"] is mine
     assert (names["world_size"], names["equal"], "deleted" in names) == (3, 2.0, False)
     assert namespace.ready == dict.fromkeys(("world_size", "bound", "equal", "deleted"), 3)
@@ -231,7 +231,7 @@ def test_what_was_imported(names: dict[str, Any], namespace: Namespace) -> None:
     names["inner"] = (lambda: lambda: 0)()
     names["stale"] = types.FunctionType(json.dumps.__code__, {}, "dumps")
     names["stale"].__module__ = "json"
-    found = namespace.imported([*names, "nowhere"])
+    found = namespace.import_paths([*names, "nowhere"])
     assert found == {
         "j": "json",
         "path": "posixpath",
@@ -259,7 +259,7 @@ def test_imports_of_a_worker_before(
     imports = {"json": "json", "Ordered": "collections:OrderedDict", "lost": ""}
     imports |= {"method": "json:JSONEncoder.encode", "moved": "json:nowhere"}
     imports |= {"none": "nbt_nowhere", "breaks": "nbt_breaks"}
-    assert namespace.import_again(imports) == {"Ordered", "method"}
+    assert namespace.import_names(imports) == {"Ordered", "method"}
     assert names["Ordered"] is collections.OrderedDict
     assert names["method"] is json.JSONEncoder.encode
     assert names["json"] == 7
@@ -341,9 +341,9 @@ def test_what_users_code_binds_is_noted() -> None:
     """Also where it fails, with whatever exception; what is bound before or after is not."""
     names: dict[str, Any] = {"kept": 1, "before": 1}
     context = Context(SimpleNamespace(user_ns=names), Namespace(names))
-    with context.noting():
+    with context.record_changes():
         context.names["a"] = 1
-    with suppress(Stubborn), context.noting():
+    with suppress(Stubborn), context.record_changes():
         context.names.update(b=1, kept=1)
         raise Stubborn
     context.names["after"] = 1

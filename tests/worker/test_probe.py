@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d, rendezvous
 
 from nbdist.agent.stacks import Call, Torn, calls_in
 from nbdist.wire.call_layout import CallLayout
-from nbdist.worker.probe import OFFSETS, call_layout, frames_of, handles_stop, is_calling
+from nbdist.worker.probe import OFFSETS, call_layout, frames_of, is_calling, is_handling_stop
 from tests.waiting import wait_until
 
 
@@ -74,7 +74,7 @@ def test_no_garbage_is_collected_as_a_frame_is_taken() -> None:
             gc.callbacks.remove(note)
     assert began
     # Where one of another thread is made; afterwards it is owned, and a collection does no harm.
-    assert ("uncollected", "return get()") not in began
+    assert ("call_without_gc", "return get()") not in began
     assert "<lambda>" not in {name for name, _ in began}
     assert gc.isenabled()
 
@@ -89,7 +89,7 @@ def test_cleaning_up_after_stop() -> None:
         (f"{stopped}pass\nwait()", False),
     ]:
         with running(code) as (ident, _):
-            assert handles_stop(ident) == handles, code
+            assert is_handling_stop(ident) == handles, code
 
 
 IN_C_CODE = """

@@ -31,12 +31,12 @@ def run(code: str) -> list[str]:
 
 LIMITS = """
 import resource
-from nbdist.worker.process import reserve, set_limit
+from nbdist.worker.process import allow_more_descriptors, limit_descriptors
 soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))
-set_limit()
+limit_descriptors()
 print(*resource.getrlimit(resource.RLIMIT_NOFILE))
-with reserve():
+with allow_more_descriptors():
     print(*resource.getrlimit(resource.RLIMIT_NOFILE))
 print(*resource.getrlimit(resource.RLIMIT_NOFILE))
 """
@@ -100,13 +100,13 @@ def test_children_can_be_stopped() -> None:
 def test_a_cell_and_its_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of its thread while it runs, the newest of many; the next cell begins anew."""
     times, since = CellTimes(), time.time_ns()
-    times.waited(since)
+    times.record_wait(since)
     with times:
-        times.waited(since)
-        other = threading.Thread(target=times.waited, args=(since,))
+        times.record_wait(since)
+        other = threading.Thread(target=times.record_wait, args=(since,))
         other.start()
         other.join(5)
-    times.waited(since)
+    times.record_wait(since)
     assert (times.count, len(times.waits)) == (1, 1)
     assert times.waited_ns == times.waits[0][1] - since > 0
     assert since <= times.began_ns <= times.ended_ns
@@ -118,7 +118,7 @@ def test_a_cell_and_its_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     times = CellTimes()
     with times:
         for _ in range(3):
-            times.waited(times.began_ns)
+            times.record_wait(times.began_ns)
     assert (times.count, len(times.waits)) == (3, 2)
 
 
@@ -222,7 +222,7 @@ def test_a_stream_as_libraries_know_it() -> None:
         "sys.stdout.write(f'{s.closed} ')\n"
         "s.flush()\ns.writelines([])\n"
         "try:\n    s.write(b'bytes')\nexcept TypeError: pass\nelse: raise SystemExit(1)\n"
-        f"process.install({TOKEN!r})\nos.close(1)\nprocess.flush_streams()\n"
+        f"process.install_streams({TOKEN!r})\nos.close(1)\nprocess.flush_streams()\n"
         "os.write(1, b'again')"
     )
     assert said.text == "a\\udc80b\né <stderr> utf-8 True False 2 False again"

@@ -25,7 +25,7 @@ from nbdist.worker.publishing import (
     LargeOutputs,
     MarkingSession,
     Records,
-    plain,
+    plain_record,
 )
 
 
@@ -45,47 +45,47 @@ def test_what_fits_is_passed_on(tmp_path: Path) -> None:
         ("display_data", {"data": None}),
         ("error", "no content at all"),
     ]:
-        assert large.fitting(kind, content) is content
+        assert large.limit_content(kind, content) is content
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_large_display_is_in_a_file(tmp_path: Path) -> None:
     """A line says what it was and where it is, for this user to read, as long as there is room."""
     large, data = LargeOutputs(tmp_path), display("text/html", LARGEST + 1)
-    content = large.fitting("display_data", data)
+    content = large.limit_content("display_data", data)
     (file,) = tmp_path.iterdir()
     assert (file.name, file.stat().st_size) == ("display-0.html", LARGEST + 1)
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     said = f"<a figure>\n… text/html of 10,000,001 characters, too much for a page: {file}"
     assert content == {"data": {"text/plain": said}, "metadata": {}}
-    large.fitting("display_data", display("image/avif", LARGEST + 1))
+    large.limit_content("display_data", display("image/avif", LARGEST + 1))
     (image,) = {*tmp_path.iterdir()} - {file}
     assert image.name == "display-1.avif.base64"
     image.unlink()
     figure = {"y": ["é" * 10] * (LARGEST // 60)}
-    content = large.fitting("display_data", {"data": {"application/x": figure}})
+    content = large.limit_content("display_data", {"data": {"application/x": figure}})
     (other,) = {*tmp_path.iterdir()} - {file}
     assert content["data"]["text/plain"].endswith(f"too much for a page: {other}")
     assert json.loads(other.read_text()) == figure
     for _ in range(MOST_IN_FILES // LARGEST):
-        content = large.fitting("display_data", data)
-    assert content == LargeOutputs(None).fitting("display_data", data)
+        content = large.limit_content("display_data", data)
+    assert content == LargeOutputs(None).limit_content("display_data", data)
     assert content["data"]["text/plain"].endswith("too much for a page")
 
 
 def test_room_for_files_is_taken_by_files_alone(tmp_path: Path) -> None:
     """A text that is too large, or that the disk does not take, leaves its room to smaller ones."""
     large, small = LargeOutputs(tmp_path), display("text/html", LARGEST + 1)
-    large.fitting("display_data", display("text/html", MOST_IN_FILES + 1))
+    large.limit_content("display_data", display("text/html", MOST_IN_FILES + 1))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (SMALL, before[1]))
     try:
         for _ in range(MOST_IN_FILES // LARGEST):
-            large.fitting("display_data", small)
+            large.limit_content("display_data", small)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert list(tmp_path.iterdir()) == []
-    content = large.fitting("display_data", small)
+    content = large.limit_content("display_data", small)
     (file,) = tmp_path.iterdir()
     assert content["data"]["text/plain"].endswith(f"too much for a page: {file}")
     assert file.stat().st_size == LARGEST + 1
@@ -96,13 +96,13 @@ def test_many_displays_of_a_task(tmp_path: Path) -> None:
     large = LargeOutputs(tmp_path)
     some, small = display("image/png", LARGEST), display("image/png", SMALL)
     for _ in range(MOST_IN_A_TASK // LARGEST):
-        assert large.fitting("display_data", some) is some
-    assert large.fitting("display_data", some) is not some
-    assert large.fitting("display_data", small) is small
+        assert large.limit_content("display_data", some) is some
+    assert large.limit_content("display_data", some) is not some
+    assert large.limit_content("display_data", small) is small
     session = MarkingSession()
-    session.large = large
+    session.large_outputs = large
     session.begin_task()
-    assert large.fitting("display_data", some) is some
+    assert large.limit_content("display_data", some) is some
 
 
 def test_who_shows_much_waits_for_the_agent(capfd: pytest.CaptureFixture[str]) -> None:
@@ -124,12 +124,12 @@ def test_who_shows_much_waits_for_the_agent(capfd: pytest.CaptureFixture[str]) -
 def test_which_error_has_been_shown(capfd: pytest.CaptureFixture[str]) -> None:
     """What ended the task is not taken for shown because another one was."""
     session, shown = MarkingSession(), KeyError("x")
-    session.announced = shown, {}
+    session.announced_error = shown, {}
     with zmq.Context() as context, context.socket(zmq.PUB) as nobody:
         session.send(nobody, "error", {"ename": "KeyError"})
-        assert session.number_of(ValueError()) == 0
+        assert session.pop_error_number(ValueError()) == 0
         session.send(nobody, "error", {"ename": "KeyError"})
-        assert session.number_of(shown) == 2
+        assert session.pop_error_number(shown) == 2
     assert capfd.readouterr().out == "\x1b_;1\x1b\\\x1b_;2\x1b\\"
 
 
@@ -137,7 +137,7 @@ def test_a_large_error(tmp_path: Path) -> None:
     """Its message keeps both ends, says where the whole is, and still differs from another's."""
     text = "a" * LONGEST_ERROR + "b" * LONGEST_ERROR
     sent = {"ename": "ValueError", "evalue": text, "traceback": ["head", "calls", text]}
-    content = LargeOutputs(tmp_path).fitting("error", sent)
+    content = LargeOutputs(tmp_path).limit_content("error", sent)
     (file,) = tmp_path.iterdir()
     assert file.read_text() == f"head\ncalls\nValueError: {text}"
     assert content["traceback"][:2] == ["head", "calls"]
@@ -145,7 +145,7 @@ def test_a_large_error(tmp_path: Path) -> None:
     message = content["evalue"]
     assert (message[0], message[-1], len(message) < LONGEST_ERROR + 100) == ("a", "b", True)
     other = {**sent, "evalue": text.replace("ab", "xy")}
-    assert LargeOutputs(None).fitting("error", other)["evalue"] != message
+    assert LargeOutputs(None).limit_content("error", other)["evalue"] != message
 
 
 def record(level: int = logging.INFO, message: object = "step %d", *args: object) -> Any:
@@ -159,12 +159,12 @@ def test_records(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixtu
         monkeypatch.setenv(name, value)
     sent: list[dict[str, Any]] = []
     records = Records(sent.append, "nbdist-worker")
-    records.take(record())  # no task runs
+    records.relay(record())  # no task runs
     records.begin_task(logging.WARNING)
-    records.take(record(logging.INFO))
-    records.take(record(logging.ERROR))
+    records.relay(record(logging.INFO))
+    records.relay(record(logging.ERROR))
     records.begin_task(None)
-    records.take(record(logging.ERROR))
+    records.relay(record(logging.ERROR))
     (only,) = sent
     assert (only["level_name"], only["rank"], only["local_rank"]) == ("ERROR", 3, 1)
     assert (only["name"], only["message"], only["line"]) == ("train", "step 4", 7)
@@ -172,9 +172,9 @@ def test_records(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixtu
     sent.clear()
     records.begin_task(logging.DEBUG)
     # The kernel logs each of its messages, also those that would carry records.
-    records.take(logging.LogRecord("nbdist-worker", 40, "kernel.py", 1, "sent", (), None))
+    records.relay(logging.LogRecord("nbdist-worker", 40, "kernel.py", 1, "sent", (), None))
     for _ in range(MOST + 2):
-        records.take(record())
+        records.relay(record())
     records.end_task()
     assert len(sent) == MOST + 1
     said = "2 records more were not sent: 10,000 a cell and rank are"
@@ -202,13 +202,13 @@ def test_what_a_record_is_made_of() -> None:
         raise Odd
     except Odd as error:
         made.exc_info = (Odd, error, error.__traceback__)
-    found = plain(made, "host")
+    found = plain_record(made, "host")
     assert found.message == "'%d steps' (TypeError while it was formatted)"
     assert "Odd" in found.exception
     made = record(logging.ERROR)
     made.exc_info = (ZeroDivisionError, ZeroDivisionError("division by zero"), None)
     made.stack_info = "Stack (most recent call last):"
-    found = plain(made, "host")
+    found = plain_record(made, "host")
     assert found.exception.endswith("ZeroDivisionError: division by zero")
     assert found.stack == "Stack (most recent call last):"
-    assert plain(record(), "host").exception == ""
+    assert plain_record(record(), "host").exception == ""

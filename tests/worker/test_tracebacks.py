@@ -20,13 +20,13 @@ from nbdist.worker.tracebacks import (
     MOST_CHARACTERS,
     contents_of,
     failure_of,
-    in_few_words,
+    find_recursions,
+    gpu_start_error,
     lasting_error,
     message_of,
-    recursions,
     remedies,
-    unfit_after,
-    why_not_started,
+    unfit_reason,
+    with_short_message,
 )
 from nbdist.world.running import TaskRun
 from nbdist.world.world import World
@@ -135,10 +135,10 @@ def test_messages() -> None:
     odd = caught("class Odd(Exception):\n    def __str__(self): raise LookupError\nraise Odd")
     assert message_of(odd) == "<its text cannot be made: LookupError>"
     short, cause = ValueError("bad"), KeyError(1)
-    assert in_few_words(ValueError, short) == (ValueError, short)
+    assert with_short_message(ValueError, short) == (ValueError, short)
     error = ShardError("x" * (2 * MOST_CHARACTERS))
     error.__cause__ = cause
-    kind, shown = in_few_words(ShardError, error)
+    kind, shown = with_short_message(ShardError, error)
     assert (kind.__name__, shown.__cause__) == ("ShardError", cause)
     assert len(str(shown)) < MOST_CHARACTERS + 100
 
@@ -213,11 +213,13 @@ def test_endless_recursion_is_folded(world: World, source: str, mode: str) -> No
 
 def test_which_calls_repeat_others() -> None:
     """One call, or several in a cycle, from the fourth repetition on; all others stay."""
-    assert [*recursions("abcabdd")] == []
-    assert [*recursions("xaaaay")] == []
-    assert [*recursions("xaaaaay")] == [(2, 6, "… 4 calls of the same line")]
-    assert [*recursions("x" + 6 * "abc" + "aby")] == [(4, 19, "… 15 calls of the same 3 lines")]
-    assert [*recursions(9 * "a" + 5 * "bc")] == [
+    assert [*find_recursions("abcabdd")] == []
+    assert [*find_recursions("xaaaay")] == []
+    assert [*find_recursions("xaaaaay")] == [(2, 6, "… 4 calls of the same line")]
+    assert [*find_recursions("x" + 6 * "abc" + "aby")] == [
+        (4, 19, "… 15 calls of the same 3 lines")
+    ]
+    assert [*find_recursions(9 * "a" + 5 * "bc")] == [
         (1, 9, "… 8 calls of the same line"),
         (11, 19, "… 8 calls of the same 2 lines"),
     ]
@@ -280,12 +282,12 @@ OF_STARTS = {
 def test_a_gpu_that_keeps_a_worker_from_starting() -> None:
     """One line says which GPU of which machine, what is wrong with it, and what to do."""
     for text, begins in OF_STARTS.items():
-        said = why_not_started("MIG-8f6e", RuntimeError(text))
+        said = gpu_start_error("MIG-8f6e", RuntimeError(text))
         assert said.startswith(f"GPU MIG-8f6e of {socket.gethostname()}: {begins}"), text
         assert "`" in said or "install" in said
         assert not {"\n", "{"} & {*said}
-    assert why_not_started("0", RuntimeError("Connection closed by peer")) == ""
-    assert why_not_started("0", MemoryError("out of memory")) == ""
+    assert gpu_start_error("0", RuntimeError("Connection closed by peer")) == ""
+    assert gpu_start_error("0", MemoryError("out of memory")) == ""
     busy = RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable")
     (line,) = remedies(shell_with(), 0, busy)
     assert line.startswith("The GPU cannot be used: another process has it to itself")
@@ -319,7 +321,7 @@ def test_which_errors_last(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(Exception) as raised:  # noqa: PT011 (this is what is asked)
             exec(source, names)
         assert lasting_error(raised.value) == found
-        assert bool(unfit_after(1, raised.value)) == bool(found)
+        assert bool(unfit_reason(1, raised.value)) == bool(found)
         if found:
             (said,) = remedies(shell_with(), 1, raised.value)
             assert "`%dist_restart --debug`" in said
@@ -339,10 +341,10 @@ def test_the_gpu_has_failed_at_something_else(monkeypatch: pytest.MonkeyPatch) -
     unfit = f"A GPU error ({ASSERT}) made the process of rank 2 unusable"
     for found in (lambda: fails(ASSERT), fails(ASSERT)):  # also as soon as its stream is asked for
         monkeypatch.setattr(accelerator, "error_probe", found)
-        assert unfit_after(2, ValueError("bad")) == unfit
+        assert unfit_reason(2, ValueError("bad")) == unfit
     of_now = fails("operation not permitted when stream is capturing")
     monkeypatch.setattr(accelerator, "error_probe", lambda: of_now)
-    assert unfit_after(2, ValueError("bad")) == ""
+    assert unfit_reason(2, ValueError("bad")) == ""
 
 
 def test_the_contents_of_an_error_stay_small() -> None:

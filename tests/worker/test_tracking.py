@@ -228,4 +228,4 @@ def test_where_there_is_no_worker(sent: list[dict[str, Any]]) -> None:
 def _track_there() -> None:
     track(loss=1.0)
     tracking.flush()
-    raise SystemExit(len(tracking._waiting))
+    raise SystemExit(len(tracking._pending_calls))

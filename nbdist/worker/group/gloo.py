@@ -302,7 +302,7 @@ def wait(self: dist.Work, *args: Any, **options: Any) -> Any:
         raise
     finally:
         _waits.remove(entry)
-        CELL_TIMES.waited(began)
+        CELL_TIMES.record_wait(began)
     if entry.is_over and not is_done:
         raise ConnectionResetError(ABORTED)
     return is_done

@@ -439,7 +439,7 @@ def clean(context: Context) -> Cleaned:
         del names[name]
         shell.user_ns_hidden.pop(name, None)
     shown._ = shown.__ = shown.___ = ""
-    shown.take()
+    shown.pop_value()
     names.update({"_": "", "__": "", "___": ""})
     gc.collect()
     accelerator.release_cached()

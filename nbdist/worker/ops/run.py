@@ -63,7 +63,7 @@ def script(context: Context, program: Script) -> None:
         if program.kind == "executable":
             _run_executable(program, args)
         else:
-            with context.noting():
+            with context.record_changes():
                 _run_python(context.shell, program, args)
     finally:
         _running.clear()
@@ -273,10 +273,10 @@ def call(context: Context, title: str, packed: Mapping[int, Payload]) -> Any:
     context.title = title
     arrived = context.namespace.receive_values(packed[context.rank])
     (function, args, kwargs), names = arrived["call"], arrived["names"]
-    context.at_end.enter_context(lent_names(context, names))
+    context.cleanup.enter_context(lent_names(context, names))
     del names, arrived  # so that the values end with the call, unless something keeps them
     shell = context.shell
-    with context.noting():
+    with context.record_changes():
         try:
             return function(*args, **kwargs)
         except SystemExit:

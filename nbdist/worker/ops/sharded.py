@@ -19,7 +19,7 @@ from nbdist.values.tensors import set_attributes
 from nbdist.wire.ops import Mesh
 from nbdist.worker.compat import models as seam
 from nbdist.worker.namespace import Context
-from nbdist.worker.received import as_before_fsdp, known
+from nbdist.worker.received import as_before_fsdp, dist_class
 
 INSTEAD = "use torch.distributed.checkpoint"
 
@@ -61,9 +61,9 @@ class Writer:
     def reduce(self, value: Any) -> tuple[Any, ...]:
         """Reduce a DTensor, a mesh or an FSDP2 module; NotImplemented for any other object."""
         kind = type(value)
-        if kind is known("tensor", "DTensor"):
+        if kind is dist_class("tensor", "DTensor"):
             return self._reduce_tensor(value)
-        if kind is known("device_mesh", "DeviceMesh"):
+        if kind is dist_class("device_mesh", "DeviceMesh"):
             return find_mesh, self._mesh_and_dims(value)
         if isinstance(value, torch.nn.Module) and seam.is_of_fsdp(value):
             return self._reduce_module(value)
@@ -100,7 +100,7 @@ class Writer:
         if state is None:
             raise PicklingError(f"{kind.__name__} has a pickling of its own; {INSTEAD}")
         sharding = None
-        if isinstance(module, known("fsdp", "FSDPModule")):
+        if isinstance(module, dist_class("fsdp", "FSDPModule")):
             call, *arguments = seam.sharding_of(module)
             sharding = self._shardings.setdefault(call, Sharding(*arguments))
         return object.__new__, (kind,), (state, sharding), None, None, fill_module
@@ -168,7 +168,7 @@ def own_tensors(shards: Sequence[Shard]) -> list[Any]:
         mesh = find_mesh(shard.of, shard.dims)
         shape = {"shape": torch.Size(shard.shape), "stride": shard.stride}
         with torch.no_grad():
-            from_local = known("tensor", "DTensor").from_local
+            from_local = dist_class("tensor", "DTensor").from_local
             tensors.append(from_local(shard.local, mesh, shard.placements, **shape))
     return tensors
 
@@ -194,7 +194,7 @@ def _shard(sharding: Sharding, modules: Sequence[Any]) -> None:
     from torch.distributed.fsdp import fully_shard
 
     places = [place for module in modules for place in _parameters(module)]
-    sharded = [place for place in places if type(place[2]) is known("tensor", "DTensor")]
+    sharded = [place for place in places if type(place[2]) is dist_class("tensor", "DTensor")]
     empty = {}
     for _, _, p in sharded:
         meta = torch.empty(p.shape, dtype=p.dtype, device="meta")
@@ -219,26 +219,26 @@ def _parameters(module: Any) -> Iterator[tuple[Any, str, Any]]:
     for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
         yield module, name, parameter
     for inner in module.children():
-        if not isinstance(inner, known("fsdp", "FSDPModule")):
+        if not isinstance(inner, dist_class("fsdp", "FSDPModule")):
             yield from _parameters(inner)
 
 
 def is_sharded(value: Any) -> bool:
     """Return True for a DTensor in parts, or a module or optimizer with such parameters."""
     if isinstance(value, torch.nn.Module):
-        fsdp1 = known("fsdp", "FullyShardedDataParallel")
+        fsdp1 = dist_class("fsdp", "FullyShardedDataParallel")
         is_fsdp1 = any(isinstance(each, fsdp1) for each in value.modules())
         return is_fsdp1 or any(map(is_sharded, value.parameters()))
     if isinstance(value, torch.optim.Optimizer):
         return any(is_sharded(each) for group in value.param_groups for each in group["params"])
-    if not isinstance(value, known("tensor", "DTensor")):
+    if not isinstance(value, dist_class("tensor", "DTensor")):
         return False
     parts = enumerate(value.placements)
     return any(_is_shard(each) and value.device_mesh.size(dim) > 1 for dim, each in parts)
 
 
 def _is_shard(placement: Any) -> bool:
-    return type(placement) is known("tensor", "Shard")
+    return type(placement) is dist_class("tensor", "Shard")
 
 
 # --- restore on other ranks -------------------------------------------------------------

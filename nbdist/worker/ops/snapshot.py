@@ -126,7 +126,7 @@ def write(
     contents: dict[str, Any] = {"names": values, "also": also, "random": random_states()}
     contents["hooks"] = RemovableHandle.next_id
     pickled = _sketch(contents, namespace)
-    contents["keyed"] = context.namespace.counterparts.keyed(pickled.objects)
+    contents["keyed"] = context.namespace.counterparts.keyed_objects(pickled.objects)
     # A pickle of tensors leaves their gradients behind.
     tensors = [item for item in pickled.objects if isinstance(item, torch.Tensor) and item.is_leaf]
     contents["grads"] = [(each, each.grad) for each in tensors if each.grad is not None]
@@ -249,7 +249,7 @@ def _load(context: Context, folder: str, part: File, everyones: Sequence[File]) 
         with sharded.restoring(tensors) as unsharded:
             restored = unpickle(contents, names)
             restored["unsharded"] = [*unsharded.values()]
-        context.namespace.take(Taken(restored), context.task_id)
+        context.namespace.keep_received(Taken(restored), context.task_id)
     except Exception as error:  # noqa: BLE001 (a user's class can raise anything)
         return Loaded(f"{type(error).__name__}: {one_line(str(error), 200)}")
     return Loaded()
@@ -263,7 +263,7 @@ def _split(frames: list[memoryview]) -> tuple[list[memoryview], list[memoryview]
 
 def bind(context: Context, *, names: Sequence[str] | None, with_random: bool) -> tuple[str, ...]:
     """Bind the variables that `load` has read, or only `names` of them; return their names."""
-    namespace, contents = context.names, context.namespace.pop_taken().values
+    namespace, contents = context.names, context.namespace.pop_received().values
     # Modules keep hooks by number: no new hook may get the number of a restored hook.
     RemovableHandle.next_id = max(RemovableHandle.next_id, contents["hooks"])
     sharded.shard_modules(contents["unsharded"])

@@ -71,23 +71,23 @@ def last_value(context: Context, of: str) -> Brought:
 def push(context: Context, packed: Mapping[int, Payload]) -> None:
     """Receive this rank's values by name, and keep them for `bind_pushed`."""
     arrived = context.namespace.read(packed[context.rank])
-    context.namespace.take(Taken(arrived.values, arrived=arrived), context.task_id)
+    context.namespace.keep_received(Taken(arrived.values, arrived=arrived), context.task_id)
 
 
 def bind_pushed(context: Context) -> Mapping[str, Replaced]:
     """Bind the values of `push`, which the notebook owns; return what was not changed in place."""
-    return context.namespace.bind_taken().replaced
+    return context.namespace.bind_received().replaced
 
 
 def scatter(context: Context, name: str, parts: Mapping[int, Payload]) -> None:
     """Receive this rank's part, and keep it for `bind_scattered`; do not open other parts."""
     part = context.namespace.open(parts[context.rank])
-    context.namespace.take(Taken({name: part}), context.task_id)
+    context.namespace.keep_received(Taken({name: part}), context.task_id)
 
 
 def bind_scattered(context: Context) -> None:
     """Bind the name of `scatter` to the part, which belongs to the rank from now on."""
-    values = context.namespace.pop_taken().values
+    values = context.namespace.pop_received().values
     context.names.update(values)
     context.bound |= values.keys()
 
@@ -100,7 +100,7 @@ def inspect(context: Context, objects: Mapping[int, Parts], names: Sequence[str]
 def keep(context: Context, names: Sequence[str]) -> Payload:
     """Lend values with the keys of their objects; `give_back` binds them in the next process."""
     values = {name: eval(name, context.names) for name in names}
-    keyed = context.namespace.counterparts.keyed(_pickled(context, values).objects)
+    keyed = context.namespace.counterparts.keyed_objects(_pickled(context, values).objects)
     return context.namespace.lend((values, keyed), context.task_id)
 
 
@@ -126,12 +126,12 @@ def sync(context: Context, wanted: Sequence[str], source: int, to: Sequence[int]
             taken.values = {name: names[name] for name in wanted}
         elif is_receiver:
             taken = _rebuilt(names, wanted, frames)
-    context.namespace.take(taken, context.task_id)
+    context.namespace.keep_received(taken, context.task_id)
 
 
 def bind_synced(context: Context, wanted: Sequence[str]) -> None:
     """Bind the values of `sync`; on the source too they belong to the workers from now on."""
-    bound = context.namespace.bind_taken()
+    bound = context.namespace.bind_received()
     context.bound |= bound.names & {*wanted}
     context.gained |= {*bound.gained}
     if _any(bool(bound.names)):
@@ -153,7 +153,7 @@ def _send(context: Context, variables: Sequence[str], source: int) -> Sequence[B
         _check_is_whole(names[name] for name in variables)
         pickled = _pickled(context, {name: names[name] for name in variables})
         _check_is_whole(pickled.objects)
-        keyed = context.namespace.counterparts.keyed(pickled.objects, adds=True)
+        keyed = context.namespace.counterparts.keyed_objects(pickled.objects, adds=True)
         frames = pickle((pickled.values, keyed), names, back_to_device=True).frames
     except Exception as error:  # a user's __reduce__ can raise anything
         _broadcast_header([], source)

@@ -57,7 +57,7 @@ class House:
         result = self.worker.run(source)
         after = self.worker.run("{n: id(v) for n, v in globals().items() if n[0] != '_'}")
         bound = frozenset(name for name in after if before.get(name) != after[name])
-        gone, dead = frozenset(before.keys() - after.keys()), self.worker.take_dead()
+        gone, dead = frozenset(before.keys() - after.keys()), self.worker.pop_ended_keys()
         for rank in ranks:
             self.table.finished(rank, Done("ok", 0.0, bound, gone=gone, dead=dead), Parcel())
         return result

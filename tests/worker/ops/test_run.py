@@ -322,11 +322,11 @@ def test_a_call(context: Context) -> None:
     assert call(context, "f", packed(source, 1, k=2, mine="ours")) == (3, "theirs")
     assert (context.title, context.bound, shell.ends, shell.shown) == ("f", set(), 1, [])
     assert "k" in names
-    context.at_end.close()
+    context.cleanup.close()
     assert names == {"torch": "their torch", "mine": "theirs"}
     source = "def f():\n    global made\n    made = lambda: k"
     call(context, "f", packed(source, k=2))
-    context.at_end.close()
+    context.cleanup.close()
     assert context.bound == {"made"}
     assert names["made"]() == names["k"] == 2
 
@@ -336,7 +336,7 @@ def test_a_call_that_raises(context: Context) -> None:
     source = "def f():\n    global k\n    try: 1 / k\n    finally: k = 5"
     with pytest.raises(ZeroDivisionError) as raised:
         call(context, "f", packed(source, k=0, other=1))
-    context.at_end.close()
+    context.cleanup.close()
     (((kind, value, tb), options),) = context.shell.shown
     assert (kind, value, options) == (ZeroDivisionError, raised.value, {"tb_offset": 0})
     assert tb.tb_frame.f_code.co_name == "f"
@@ -355,5 +355,5 @@ def test_a_call_that_is_ended(context: Context, stop: type[BaseException]) -> No
         call(context, "f", packed(f"def f(): raise {stop.__name__}(3)", other=1))
     ((_, options),) = context.shell.shown
     assert ("exception_only" in options) == (stop is SystemExit)
-    context.at_end.close()
+    context.cleanup.close()
     assert "other" not in context.names

@@ -92,7 +92,7 @@ def test_what_is_pushed():
     """Is bound when that is asked for; what was scattered is this rank's part, and its own."""
     names: dict[str, Any] = {"x": "as it was"}
     namespace = Namespace(names)
-    namespace.start_with({"rank": 1})
+    namespace.add_ready({"rank": 1})
     names["rank"] = 0
     context, sender = Context(SimpleNamespace(user_ns=names), namespace), Sender()
     packed = sender.packed("x", "y", x=1, y=[2])
@@ -118,7 +118,7 @@ def test_what_was_changed():
     """Whether it came with a task or was pushed; what ranks have bound themselves is changed."""
     names: dict[str, Any] = {}
     context, sender = Context(SimpleNamespace(user_ns=names), Namespace(names)), Sender()
-    context.namespace.start_with({"rank": 0})
+    context.namespace.add_ready({"rank": 0})
     packed = sender.packed(x=[1], y=[2])
     context.namespace.receive(Task("t", (0,), names={0: packed}), 0)
     objects = dict.fromkeys(entry.key for entry in sender.table.objects.links.entries())
