@@ -51,12 +51,12 @@ RDZV_BACKENDS, RDZV_HANDLERS = ("c10d", "static", "etcd", "etcd-v2"), "torchrun.
 _ENDPOINT = re.compile(r"(?:[A-Za-z0-9_.-]{1,250}|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})")
 
 
-def _refused(flag: str, text: object, what: str) -> UsageError:
+def _refusal(flag: str, text: object, what: str) -> UsageError:
     return UsageError(f"`{flag} {text}`: {what}.")
 
 
 def whole_number(
-    flag: str, what: str, least: int = 1, most: int = 999_999_999
+    flag: str, what: str, minimum: int = 1, maximum: int = 999_999_999
 ) -> Callable[[Any], int]:
     """Make a parser of whole numbers, also for argparse's `type`.
 
@@ -65,9 +65,9 @@ def whole_number(
 
     def read(value: object) -> int:
         text = unquoted(str(value))
-        is_number = text.isascii() and text.isdigit() and len(text) <= len(str(most))
-        if not is_number or not least <= int(text) <= most:
-            raise _refused(flag, text, what)
+        is_number = text.isascii() and text.isdigit() and len(text) <= len(str(maximum))
+        if not is_number or not minimum <= int(text) <= maximum:
+            raise _refusal(flag, text, what)
         return int(text)
 
     return read
@@ -80,7 +80,7 @@ def unquoted(text: str) -> str:
 
 
 read_restarts = whole_number(
-    "--max-restarts", "a number of attempts after the first, such as 3, or 0", least=0
+    "--max-restarts", "a number of attempts after the first, such as 3, or 0", minimum=0
 )
 
 
@@ -94,7 +94,7 @@ def number_of_seconds(flag: str) -> Callable[[Any], float]:
         except ValueError:
             seconds = 0.0
         if not 0 < seconds < float("inf"):
-            raise _refused(flag, text, "a number of seconds, such as 30 or 0.5")
+            raise _refusal(flag, text, "a number of seconds, such as 30 or 0.5")
         return seconds
 
     return read
@@ -105,14 +105,14 @@ def _read_name(name: str) -> str:
     bad = any(part in ("", ".", "..") or len(part) > _PART_LIMIT for part in name.split("/"))
     if bad or not name.isprintable() or len(name) > _NAME_LIMIT:
         what = "it names a folder below the log folder, such as `exp` or `exp/run1`"
-        raise _refused("--name", name, what)
+        raise _refusal("--name", name, what)
     return name
 
 
 _PAIRS = re.compile(r",(?=[A-Za-z_]\w*=)")
 
 
-def _divide(text: str) -> list[str]:
+def _split_pairs(text: str) -> list[str]:
     """Split `A=1,B=2`, as torchx writes it, at the commas; but neither `A=0,1` nor `A=b=1,c=2`."""
     pairs = _PAIRS.split(text)
     is_all = len(pairs) == text.count(",") + 1
@@ -123,40 +123,42 @@ def read_environ(given: Mapping[str, object] | Iterable[str] | None) -> dict[str
     """Parse environment variables: a mapping, or texts of the form `NAME=VALUE`."""
     if given is None or isinstance(given, Mapping):
         return {str(name): str(value) for name, value in (given or {}).items()}
-    found = {}
-    for text in itertools.chain.from_iterable(map(_divide, given)):
+    variables = {}
+    for text in itertools.chain.from_iterable(map(_split_pairs, given)):
         name, sign, value = text.partition("=")
         if not sign or not name.isidentifier() or not name.isascii():
-            raise _refused("--env", name, "a name and its value, such as `--env SEED=1`")
-        found[name] = unquoted(value)
-    return found
+            raise _refusal("--env", name, "a name and its value, such as `--env SEED=1`")
+        variables[name] = unquoted(value)
+    return variables
 
 
-def _words(flag: str, form: str) -> Callable[[str], str]:
+def _shell_parser(flag: str, form: str) -> Callable[[str], str]:
     """Make a check of text that a shell can split: a command, or options of a command."""
 
     def read(text: str) -> str:
         try:
             words = shlex.split(text)
         except ValueError as error:
-            raise _refused(flag, text, str(error).lower()) from None
+            raise _refusal(flag, text, str(error).lower()) from None
         if not words:
-            raise _refused(flag, '""', form)
+            raise _refusal(flag, '""', form)
         return text
 
     return read
 
 
-_read_wrap = _words("--wrap", 'a command and its arguments, such as `--wrap "nice -n 5"`')
-_read_salloc = _words("--salloc", 'options of salloc, such as `--salloc "-p gpu -t 2:00:00"`')
+_read_wrap = _shell_parser("--wrap", 'a command and its arguments, such as `--wrap "nice -n 5"`')
+_read_salloc = _shell_parser(
+    "--salloc", 'options of salloc, such as `--salloc "-p gpu -t 2:00:00"`'
+)
 
 
 def _read_memory(text: object) -> str:
     """Parse the value of `--memory`, and return it as Slurm writes it: `16G`."""
-    found = _BYTES.fullmatch(str(text).replace(" ", ""))
-    if not found or not int(found[1]):
-        raise _refused("--memory", text, "memory for each worker, such as 16G or 500M")
-    return f"{int(found[1])}{found[2].upper()}"
+    match = _BYTES.fullmatch(str(text).replace(" ", ""))
+    if not match or not int(match[1]):
+        raise _refusal("--memory", text, "memory for each worker, such as 16G or 500M")
+    return f"{int(match[1])}{match[2].upper()}"
 
 
 def _read_patterns(text: str | Iterable[str]) -> str:
@@ -164,16 +166,16 @@ def _read_patterns(text: str | Iterable[str]) -> str:
     patterns = [each.strip() for each in text.split(",")]
     if not all(map(_PATTERN.fullmatch, patterns)):
         what = "names of variables, such as `--copy-env 'HF_*,WANDB_*'`"
-        raise _refused("--copy-env", text, what)
+        raise _refusal("--copy-env", text, what)
     return ",".join(patterns)
 
 
 def _read_address(text: str) -> str:
-    found = _ADDRESS.fullmatch(text.strip())
-    if not found:
+    match = _ADDRESS.fullmatch(text.strip())
+    if not match:
         what = "an address of this machine or a network interface, such as 10.0.0.1 or eth0"
-        raise _refused("--address", text, f"{what}; the port is found")
-    return found[2]
+        raise _refusal("--address", text, f"{what}; the port is found")
+    return match[2]
 
 
 def _read_rdzv_backend(text: str) -> str:
@@ -181,20 +183,20 @@ def _read_rdzv_backend(text: str) -> str:
         names = sorted(entry_points(group=RDZV_HANDLERS).names)
         if text not in names:
             what = f"the known names are {', '.join((*RDZV_BACKENDS, *names))}"
-            raise _refused("--rdzv-backend", text, what)
+            raise _refusal("--rdzv-backend", text, what)
     return text
 
 
 def _read_endpoint(text: str) -> str:
-    found = _ENDPOINT.fullmatch(text)
-    if not found or not 0 < int(found[1]) < 1 << 16:
-        raise _refused("--rdzv-endpoint", text, "HOST:PORT, such as etcd.example.org:2379")
+    match = _ENDPOINT.fullmatch(text)
+    if not match or not 0 < int(match[1]) < 1 << 16:
+        raise _refusal("--rdzv-endpoint", text, "HOST:PORT, such as etcd.example.org:2379")
     return text
 
 
 def _read_policy(text: str) -> OnFailure:
     if text not in get_args(OnFailure):
-        raise _refused("--on-failure", text, "there are heal (the default), restart-all and stop")
+        raise _refusal("--on-failure", text, "there are heal (the default), restart-all and stop")
     return cast(OnFailure, text)
 
 
@@ -211,7 +213,7 @@ class Option(NamedTuple):
     """The flag, help and parser of a field of `WorldConfig`.
 
     `flag` is "" if the option can be given only in Python.  `read` makes the field's value from a
-    text or a Python value, or raises UsageError.  An option that is `at_once` can be changed while
+    text or a Python value, or raises UsageError.  With `is_dynamic` the option can be changed while
     the world runs.  `launchers` are the launchers of nbdist that use the option, () for all.
     """
 
@@ -219,7 +221,7 @@ class Option(NamedTuple):
     help: str
     read: Callable[[Any], Any] = str
     metavar: str = ""
-    at_once: bool = False
+    is_dynamic: bool = False
     launchers: Collection[str] = ()
 
     def is_for(self, launcher: str) -> bool:
@@ -227,13 +229,13 @@ class Option(NamedTuple):
         is_other = launcher not in (LOCAL, *ELSEWHERE)
         return is_other or not self.launchers or launcher in self.launchers
 
-    def again(self, value: Any) -> str:
+    def as_typed(self, value: Any) -> str:
         """Write the option with a value as users type it: `--name run`; hide secrets in `--env`."""
         if isinstance(value, bool):
             return self.flag
         if isinstance(value, Mapping):
-            said = {name: "..." if SECRET.search(name) else text for name, text in value.items()}
-            each = (_quoted(f"{name}={text}") for name, text in said.items())
+            shown = {name: "..." if SECRET.search(name) else text for name, text in value.items()}
+            each = (_quoted(f"{name}={text}") for name, text in shown.items())
             return " ".join(f"{self.flag} {text}" for text in each)
         return f"{self.flag} {_quoted(str(value))}"
 
@@ -320,7 +322,7 @@ class WorldConfig:
         "that has imported torch", bool, default=True)
     cpus: int | None = _option(
         "--cpus", "cores for each worker: as many threads, unless OMP_NUM_THREADS is set",
-        whole_number("--cpus", "a number of cores for each worker, such as 4", most=9999), "N")
+        whole_number("--cpus", "a number of cores for each worker, such as 4", maximum=9999), "N")
     launcher: str | None = _option(
         "--launcher", "how machines are reached: local, ssh (default with --hosts), slurm "
         "(default with --salloc and in a Slurm allocation), join, ray, or an entry point of "
@@ -347,7 +349,7 @@ class WorldConfig:
         "SECONDS", launchers=ELSEWHERE)
     detach: bool = _option(
         "--detach", "keep the workers when the notebook's kernel ends; %dist_attach finds "
-        "them", bool, at_once=True, default=False)
+        "them", bool, is_dynamic=True, default=False)
     sync_code: bool = _option(
         "--sync-code", "copy the notebook's folder to machines that do not have it, and "
         "keep it up to date", bool, default=False)
@@ -360,20 +362,20 @@ class WorldConfig:
     on_failure: OnFailure = _option(  # noqa: RUF009 (it makes a field)
         "--on-failure", "what to do when a worker dies: heal (default) restarts it and "
         "the others keep their variables, restart-all restarts all, stop ends all",
-        _read_policy, "WHAT", at_once=True, default="heal")
+        _read_policy, "WHAT", is_dynamic=True, default="heal")
     hang_timeout: float = _option(
         "--hang-timeout",
         "seconds until a running cell shows which ranks wait for which (4)",
-        number_of_seconds("--hang-timeout"), "SECONDS", at_once=True, default=HANG_TIMEOUT)
+        number_of_seconds("--hang-timeout"), "SECONDS", is_dynamic=True, default=HANG_TIMEOUT)
     free: bool = _option(
-        "--no-free", "report deadlocked ranks but do not release them", bool, at_once=True,
+        "--no-free", "report deadlocked ranks but do not release them", bool, is_dynamic=True,
         default=True)
     log_dir: str | None = _option(
         "", "where log files go, empty for none; by default $NBDIST_LOG_DIR, else "
         "~/.local/state/nbdist")
     show: bool = _option(
         "", "print the output of ranks in execute, run and run_script, each line with its ranks: "
-        "[0-3] epoch 1", bool, at_once=True, default=True)
+        "[0-3] epoch 1", bool, is_dynamic=True, default=True)
     # fmt: on
 
     def __post_init__(self) -> None:
@@ -391,18 +393,18 @@ class WorldConfig:
 
     def _check_machines(self) -> None:
         """Raise UsageError if launcher, hosts and layout contradict one another."""
-        launcher, given = self.launched_by, vars(self)
+        launcher, values = self.launcher_name, vars(self)
         for name, option in OPTIONS.items():
-            if given[name] and not option.is_for(launcher):
-                said = option.again(given[name])
+            if values[name] and not option.is_for(launcher):
+                typed = option.as_typed(values[name])
                 by = " or ".join(f"`--launcher {each}`" for each in option.launchers)
-                raise UsageError(f"`{said}`: it is for {by}, and not for `--launcher {launcher}`.")
+                raise UsageError(f"`{typed}`: it is for {by}, and not for `--launcher {launcher}`.")
         if launcher == "ssh" and not self.hosts:
             raise UsageError("`--launcher ssh`: on which machines? Such as `--hosts a:4,b:4`.")
-        rdzv = [name for name in ("rdzv_backend", "rdzv_endpoint") if given[name]]
+        rdzv = [name for name in ("rdzv_backend", "rdzv_endpoint") if values[name]]
         if len(rdzv) == 1:
             both = "it takes both, `--rdzv-backend etcd-v2 --rdzv-endpoint HOST:2379`"
-            raise UsageError(f"`{OPTIONS[rdzv[0]].again(given[rdzv[0]])}`: {both}.")
+            raise UsageError(f"`{OPTIONS[rdzv[0]].as_typed(values[rdzv[0]])}`: {both}.")
         if self.hosts:
             self._check_room()
 
@@ -429,16 +431,16 @@ class WorldConfig:
         return parse_layout(self.layout) if self.layout else None
 
     @property
-    def launched_by(self) -> str:
+    def launcher_name(self) -> str:
         """The launcher that was named; else the one that `launcher_for` chooses."""
         return self.launcher or launcher_for(vars(self), os.environ)
 
     @property
-    def machines(self) -> tuple[object, ...]:
+    def agent_options(self) -> tuple[object, ...]:
         """The options of the agents: if this value changes, all agents have to be restarted."""
-        if self.launched_by == LOCAL:
+        if self.launcher_name == LOCAL:
             return (LOCAL,)
-        return tuple(getattr(self, name) for name, option in OPTIONS.items() if not option.at_once)
+        return tuple(getattr(self, name) for name, each in OPTIONS.items() if not each.is_dynamic)
 
     @property
     def named_hosts(self) -> tuple[Host, ...]:
@@ -477,13 +479,13 @@ class WorldConfig:
         """The time limits of a cell of this world."""
         return Patience(self.hang_timeout, self.free)
 
-    def but(self, n: int | str | None = None, **changes: Any) -> WorldConfig:
-        """Return a copy with these changes; variables of `env` are added to the present ones.
+    def with_changes(self, n: int | str | None = None, **changes: Any) -> WorldConfig:
+        """Return a copy with changed options; the variables of `env` are added to the present ones.
 
         A new `n` replaces the old `layout`, and the other way round.  A new launcher, or an option
         for another launcher, removes the old options that contradict it.
         """
-        new: dict[str, Any] = {**self._taken_back_by(changes), **changes}
+        new: dict[str, Any] = {**self._contradicted_options(changes), **changes}
         if n is not None:
             new["n"] = n
         if "layout" in new or "n" in new:
@@ -492,21 +494,21 @@ class WorldConfig:
             new["env"] = {**self.env, **read_environ(new["env"])}
         return replace(self, **new)
 
-    def _taken_back_by(self, changes: Mapping[str, object]) -> dict[str, None]:
-        """Return None for each old option that these changes contradict: see `but`."""
-        said = {name for name, each in OPTIONS.items() if each.launchers and changes.get(name)}
-        is_taken = all(OPTIONS[name].is_for(self.launched_by) for name in said)
+    def _contradicted_options(self, changes: Mapping[str, object]) -> dict[str, None]:
+        """Return {name: None} for the old options that the changes contradict."""
+        named = {name for name, each in OPTIONS.items() if each.launchers and changes.get(name)}
+        is_taken = all(OPTIONS[name].is_for(self.launcher_name) for name in named)
         if "launcher" not in changes and is_taken:
             return {}
         launcher = str(changes.get("launcher") or launcher_for(changes, os.environ))
         old = {name for name, each in OPTIONS.items() if not each.is_for(launcher)}
-        return dict.fromkeys({"launcher", *old} - said)
+        return dict.fromkeys({"launcher", *old} - named)
 
-    def of_size(self, size: int) -> WorldConfig:
+    def with_size(self, size: int) -> WorldConfig:
         """Return a copy for `size` workers; the layout stays if it has room for them."""
         room = self.shape.world_size if self.shape else 0
         if size > room:
-            return self.but(n=size)
+            return self.with_changes(n=size)
         return replace(self, n="auto" if size == room else size)
 
 
@@ -514,15 +516,15 @@ OPTIONS: Mapping[str, Option] = {each.name: each.metadata["option"] for each in 
 """The options by the names of their fields, which are the arguments of `World`."""
 
 
-def launcher_for(said: Mapping[str, object], environ: Mapping[str, str]) -> str:
+def launcher_for(options: Mapping[str, object], environ: Mapping[str, str]) -> str:
     """Choose a launcher: ssh with `--hosts`, slurm with `--salloc` or in a job of Slurm, or local.
 
-    On the only node of a job it is local too.
+    The launcher is also local if this machine is the only node of its job.
     """
-    if said.get("hosts"):
+    if options.get("hosts"):
         return "ssh"
     nodes = environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES")
     # Slurm sets SLURMD_NODENAME only on the nodes of a job; the shell of `salloc` runs elsewhere.
     is_this_machine = nodes == "1" and "SLURMD_NODENAME" in environ
     is_in_job = environ.get("SLURM_JOB_ID") and not is_this_machine
-    return "slurm" if said.get("salloc") or is_in_job else LOCAL
+    return "slurm" if options.get("salloc") or is_in_job else LOCAL

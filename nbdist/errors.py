@@ -89,8 +89,8 @@ class NoValue(UsageError, KeyError):
     __str__ = Exception.__str__  # KeyError's would write the message in quotes
 
     def __init__(self, rank: object, ranks: Iterable[int]) -> None:
-        there = f"{name_ranks(some)} have one" if (some := [*ranks]) else "no rank has one"
-        super().__init__(f"this result has no value of rank {rank}: {there}.")
+        available = f"{name_ranks(some)} have one" if (some := [*ranks]) else "no rank has one"
+        super().__init__(f"this result has no value of rank {rank}: {available}.")
 
 
 class NotEnoughGpus(BadTopology):
@@ -111,10 +111,10 @@ class BadRanks(UsageError):
     """A selection of ranks cannot be parsed, is empty, or names a rank that does not exist."""
 
     def __init__(self, text: str, world_size: int, why: str) -> None:
-        there = f"are ranks {format_ranks(range(world_size))}"
+        existing = f"are ranks {format_ranks(range(world_size))}"
         super().__init__(
             f"`{text}` selects no ranks: {why}. "
-            f"There {'is only rank 0' if world_size == 1 else there}; "
+            f"There {'is only rank 0' if world_size == 1 else existing}; "
             "select with `0`, `0,2-3`, `1:3`, `::2`, `-1` or `all`."
         )
 
@@ -138,16 +138,16 @@ class VariableNotSent(UsageError):
 class WrongVersion(UsageError):
     """A library is too old, or one of a few versions with a fault."""
 
-    def __init__(self, library: str, found: str, wanted: str) -> None:
-        wanted = ",".join(sorted(wanted.split(","), key=lambda part: (part[0] == "!", part)))
+    def __init__(self, library: str, installed: str, required: str) -> None:
+        required = ",".join(sorted(required.split(","), key=lambda part: (part[0] == "!", part)))
         super().__init__(
-            f"nbdist does not run with {library} {found}, so nothing was loaded: "
-            f"`%pip install '{library}{wanted}'`, then restart the kernel."
+            f"nbdist does not run with {library} {installed}, so nothing was loaded: "
+            f"`%pip install '{library}{required}'`, then restart the kernel."
         )
 
 
 class WorldNotStarted(UsageError):
-    """`what` needs workers, but none are running."""
+    """A command or function, named by `what`, needs workers, but none are running."""
 
     def __init__(self, what: str) -> None:
         super().__init__(
@@ -159,13 +159,13 @@ class WorldNotStarted(UsageError):
 class WorldSizeMismatch(UsageError):
     """A cell asks for another number of workers than is running."""
 
-    def __init__(self, running: int, asked: int, pool: str = "") -> None:
-        """`pool` is the name of the pool, "" for the default pool."""
-        some = f", `-r {format_ranks(range(asked))}` runs on some" if asked < running else ""
+    def __init__(self, running: int, size: int, pool: str = "") -> None:
+        """`size` is the number in the cell; `pool` is a name, "" for the default pool."""
+        some = f", `-r {format_ranks(range(size))}` runs on some" if size < running else ""
         of = f" --pool {pool}" if pool else ""
         super().__init__(
-            f"{_are_running(running)}. `%dist_scale{of} {asked}` keeps their variables, "
-            f"`%dist_restart{of} -n {asked}` clears them{some}."
+            f"{_are_running(running)}. `%dist_scale{of} {size}` keeps their variables, "
+            f"`%dist_restart{of} -n {size}` clears them{some}."
         )
 
 
@@ -259,8 +259,8 @@ class StartError(NbdistError):
             super().__init__(f"the workers could not start: {why.rstrip('.')}.")
             return
         who = "the agent" if rank is None else f"rank {rank}"
-        said = "its last lines:" if self.log_lines else "it left no output."
-        first = f"{who} on {host} could not start: {why}. Started with `{command}`; {said}"
+        log_intro = "its last lines:" if self.log_lines else "it left no output."
+        first = f"{who} on {host} could not start: {why}. Started with `{command}`; {log_intro}"
         super().__init__("\n".join([first, *(f"    {line}" for line in self.log_lines)]))
 
 
@@ -276,9 +276,9 @@ class CodeNotSent(NbdistError):
 class ScaleError(NbdistError):
     """More workers could not be started; the earlier workers run on with their variables."""
 
-    def __init__(self, size: int, asked: int, why: str) -> None:
+    def __init__(self, size: int, requested: int, why: str) -> None:
         super().__init__(
-            f"the world could not be scaled to {asked}: {one_line(why)}. "
+            f"the world could not be scaled to {requested}: {one_line(why)}. "
             f"{_are_running(size)}, as before, with their variables."
         )
 
@@ -320,10 +320,10 @@ class WorkerError(NbdistError):
         """
         self.rank, self.host, self.pid, self.errors = blame
         name = "" if cause[0] == type(self).__name__ else cause[0]  # IPython shows the class
-        said = ": ".join(filter(None, [name, one_line(cause[1])]))
+        cause_text = ": ".join(filter(None, [name, one_line(cause[1])]))
         super().__init__(
             f"{len(self.errors)} of {count(ran, 'rank')} failed ({format_ranks(self.errors)}); "
-            f"first: {who or f'rank {self.rank}'} after {seconds:.1f} s: {said}"
+            f"first: {who or f'rank {self.rank}'} after {seconds:.1f} s: {cause_text}"
         )
 
     def show(self, *lines: str) -> None:
@@ -354,30 +354,32 @@ class WorkerDied(WorkerError):
 class RanksReleased(WorkerError):
     """Ranks waited in collectives that could never complete, and were released."""
 
-    def __init__(self, blame: Blame, why: str, fate: str) -> None:
-        """`why` says which ranks waited, and why in vain; `fate` says which were restarted."""
+    def __init__(self, blame: Blame, why: str, recovery: str) -> None:
+        """`why` says which ranks waited in vain; `recovery` says which were restarted, or ""."""
         self.rank, self.host, self.pid, self.errors = blame
-        NbdistError.__init__(self, f"{why}. The waiting ranks were released{'' if fate else KEPT}.")
-        if fate:
-            self.add(fate)
+        NbdistError.__init__(
+            self, f"{why}. The waiting ranks were released{'' if recovery else KEPT}."
+        )
+        if recovery:
+            self.add(recovery)
 
 
 class CellTimeout(NbdistError, TimeoutError):
     """The cell took longer than `--timeout` allows, and was stopped as by Stop."""
 
     def __init__(
-        self, seconds: float, where: str, late: Iterable[int] = (), *, is_safe: bool = True
+        self, seconds: float, where: str, running: Iterable[int] = (), *, is_safe: bool = True
     ) -> None:
-        """`where` says where the ranks were; `late` ranks are still running.
+        """`where` says where the ranks were; `running` are the ranks that have not stopped.
 
-        With `is_safe` no variables were lost, and only Stop may kill late ranks.
+        With `is_safe` no variables were lost, and only Stop may kill these ranks.
         """
-        late, doing = [*late], f": {where}" if where else ""
+        running, doing = [*running], f": {where}" if where else ""
         kept = KEPT if is_safe else ""
         super().__init__(f"the cell was stopped by `--timeout {seconds:g}`{doing}{kept}.")
-        if late:
-            verb = "has" if len(late) == 1 else "have"
-            self.add(f"{name_ranks(late)} {verb} not stopped yet; the next cell waits.")
+        if running:
+            verb = "has" if len(running) == 1 else "have"
+            self.add(f"{name_ranks(running)} {verb} not stopped yet; the next cell waits.")
 
 
 class JobTimeout(NbdistError, TimeoutError):
@@ -409,8 +411,8 @@ class LocalCellError(NbdistError):
     """A cell with `--here-too` raised an exception in the notebook, which was shown above."""
 
     def __init__(self, cause: BaseException, ran: int) -> None:
-        said = one_line(f"{type(cause).__name__}: {cause}")
-        super().__init__(f"the cell raised in the notebook: {said}. {count(ran, 'rank')} ran it.")
+        text = one_line(f"{type(cause).__name__}: {cause}")
+        super().__init__(f"the cell raised in the notebook: {text}. {count(ran, 'rank')} ran it.")
 
 
 class AgentLost(NbdistError):
@@ -428,17 +430,17 @@ class AgentLost(NbdistError):
 class Interrupted(KeyboardInterrupt):
     """Stop ended the cell on these ranks, or, without ranks, the start of workers."""
 
-    def __init__(self, ranks: Iterable[int], fate: str = "", damage: str = "") -> None:
-        """`fate` says what happened to ranks that could not be interrupted, "" for none.
+    def __init__(self, ranks: Iterable[int], outcome: str = "", damage: str = "") -> None:
+        """`outcome` describes ranks that could not be interrupted, "" if there are none.
 
         `damage` says which variables are incomplete, or differ between ranks, after Stop.
         """
-        said = "no workers were started."
-        if fate:
-            said = " ".join(filter(None, ["Stopped.", _sentence(fate), damage]))
+        message = "no workers were started."
+        if outcome:
+            message = " ".join(filter(None, ["Stopped.", _sentence(outcome), damage]))
         elif on := [*ranks]:
-            said = f"Stopped on {name_ranks(on)}. {damage or 'No variables were lost.'}"
-        super().__init__(said)
+            message = f"Stopped on {name_ranks(on)}. {damage or 'No variables were lost.'}"
+        super().__init__(message)
 
     def _render_traceback_(self) -> list[str]:
         return [f"\x1b[31mKeyboardInterrupt\x1b[0m: {self}"]

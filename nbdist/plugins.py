@@ -32,23 +32,23 @@ def entry_points(*groups: str) -> dict[str, EntryPoint]:
     nbdist's own entry points come from pyproject.toml, whether nbdist is installed or not.
     `importlib.metadata` would take four times as long, in each kernel that loads nbdist.
     """
-    found: dict[str, EntryPoint] = {}
+    points: dict[str, EntryPoint] = {}
     if PROJECT.exists():
         import tomllib
 
         project = tomllib.loads(PROJECT.read_text(encoding="utf-8")).get("project", {})
-        ours = project["entry-points"] if project.get("name") == "nbdist" else {}
+        nbdist_groups = project["entry-points"] if project.get("name") == "nbdist" else {}
         for group in groups:
-            for name, value in ours.get(group, {}).items():
-                found[name] = EntryPoint(name, value, group)
-    for about in _installed():
+            for name, value in nbdist_groups.get(group, {}).items():
+                points[name] = EntryPoint(name, value, group)
+    for about in _metadata_folders():
         for point in Distribution.at(about).entry_points:
             if point.group in groups:
-                found.setdefault(point.name, point)
-    return found
+                points.setdefault(point.name, point)
+    return points
 
 
-def _installed() -> Iterator[Path]:
+def _metadata_folders() -> Iterator[Path]:
     """Yield the metadata folder of each installed package that has entry points for nbdist."""
     for folder in sys.path:
         with suppress(OSError):
@@ -67,33 +67,33 @@ REQUIREMENT = re.compile(r"([\w.-]+)\s*([^;]*)$")
 
 
 class Requirement(NamedTuple):
-    """A package that nbdist requires; `found` is the installed version, "" if there is none."""
+    """A package that nbdist requires; `installed` is its version here, "" if it is missing."""
 
     name: str
-    wanted: str
-    found: str
+    version_range: str
+    installed: str
 
     @property
     def is_within(self) -> bool:
-        """Whether a version in the range `wanted` is installed."""
-        return bool(self.found) and is_within(self.found, self.wanted)
+        """Whether a version in the `version_range` is installed."""
+        return bool(self.installed) and is_within(self.installed, self.version_range)
 
 
 def requirements() -> Iterator[Requirement]:
     """Yield the requirements of nbdist; none if nbdist is run from its folder, uninstalled."""
     try:
-        ours = requires("nbdist") or []
+        texts = requires("nbdist") or []
     except PackageNotFoundError:
         return
-    for name, wanted in (each.groups() for each in map(REQUIREMENT.match, ours) if each):
+    for name, version_range in (each.groups() for each in map(REQUIREMENT.match, texts) if each):
         try:
-            found = version(name)
+            installed = version(name)
         except PackageNotFoundError:
-            found = ""
-        yield Requirement(name, wanted.strip(), found)
+            installed = ""
+        yield Requirement(name, version_range.strip(), installed)
 
 
-def is_within(found: str, wanted: str) -> bool:
+def is_within(installed: str, version_range: str) -> bool:
     """Return True if a version is in a range; `2.8.0a0+nv25` counts as 2.8.0.
 
     A version that cannot be parsed counts as in the range.
@@ -102,7 +102,7 @@ def is_within(found: str, wanted: str) -> bool:
     from packaging.version import InvalidVersion, Version
 
     try:
-        release = Version(found).base_version
+        release = Version(installed).base_version
     except InvalidVersion:  # such as a branch name: the version is unknown
         return True
-    return SpecifierSet(wanted).contains(release)
+    return SpecifierSet(version_range).contains(release)

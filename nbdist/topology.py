@@ -91,9 +91,10 @@ def check_start(
     *,
     share_gpus: bool = False,
 ) -> str | None:
-    """Return a warning of one line about slow ranks, or None; raise NotEnoughGpus for nccl.
+    """Return a one-line warning about slow ranks, or None.
 
-    `visible_devices` is the value of CUDA_VISIBLE_DEVICES, for the text of the error.
+    Raises NotEnoughGpus if nccl needs more GPUs; `visible_devices` is the value of
+    CUDA_VISIBLE_DEVICES, for the text of the error.
     """
     if uses_nccl(backend) and workers > gpus and not (gpus and share_gpus):
         raise NotEnoughGpus(workers, gpus, visible_devices)
@@ -131,11 +132,11 @@ class Layout(NamedTuple):
 
 def parse_layout(text: str) -> Layout:
     """Parse the value of `-j`: `4` workers on one node, `2x4` on two, `1:2x4` on one or two."""
-    found = _LAYOUT.fullmatch(text.replace(" ", ""))
-    if not found:
+    match = _LAYOUT.fullmatch(text.replace(" ", ""))
+    if not match:
         raise BadTopology("-j", text, "that is not nodes and workers", _LAYOUT_FORMS)
-    nodes, per_node = int(found[2] or 1), int(found[3])
-    least = nodes if found[1] is None else int(found[1])
+    nodes, per_node = int(match[2] or 1), int(match[3])
+    least = nodes if match[1] is None else int(match[1])
     if nodes < 1 or per_node < 1 or least < 1:
         raise BadTopology("-j", text, "it takes at least one node and one worker", _LAYOUT_FORMS)
     if least > nodes:
@@ -158,7 +159,7 @@ _DOTTED = re.compile(r"[0-9.]+")
 
 
 class Host(NamedTuple):
-    """A machine that ssh reaches, with room for `slots` workers if that was said."""
+    """A machine that ssh reaches, with room for `slots` workers; None if not given."""
 
     address: str
     slots: int | None = None
@@ -189,22 +190,22 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
     return tuple(hosts.values())
 
 
-def read_hosts(given: str | Iterable[str]) -> str:
-    """Parse hosts of one text, or of several, and return them in the form of `--hosts`."""
-    text = given if isinstance(given, str) else ",".join(map(str, given))
+def read_hosts(hosts: str | Iterable[str]) -> str:
+    """Parse a list of hosts, or a text with commas, and return it in the form of `--hosts`."""
+    text = hosts if isinstance(hosts, str) else ",".join(map(str, hosts))
     return ",".join(map(str, parse_hosts(text)))
 
 
 def _parse_host(item: str) -> Host:
-    """Parse one host; raise ValueError with the reason as a phrase."""
+    """Parse a host such as `user@b:2`; raise ValueError with the reason as a phrase."""
     if not item:
         raise ValueError("there is nothing next to a comma")
-    found = _HOST.fullmatch(item)
-    user, six, name, slots = found.groups() if found else (None, None, "", None)
+    match = _HOST.fullmatch(item)
+    user, ipv6, name, slots = match.groups() if match else (None, None, "", None)
     if user is not None and not _HOST_NAME.fullmatch(user):
         raise ValueError(f"`{user}` cannot be a user")
     try:
-        address = _address(name, six)
+        address = _address(name, ipv6)
     except ValueError:
         raise ValueError(f"`{item}` is not a host") from None
     if slots is not None and int(slots) < 1:
@@ -212,13 +213,13 @@ def _parse_host(item: str) -> Host:
     return Host(address, None if slots is None else int(slots), user or "")
 
 
-def _address(name: str, six: str | None) -> str:
+def _address(name: str, ipv6: str | None) -> str:
     """Return a host name or an IP address in its normal form; raise ValueError for other text."""
     # Imported here, since agents and workers import this file too, but parse no hosts.
     from ipaddress import IPv4Address, IPv6Address
 
-    if six is not None:
-        return str(IPv6Address(six))
+    if ipv6 is not None:
+        return str(IPv6Address(ipv6))
     if not _HOST_NAME.fullmatch(name):
         raise ValueError
     return str(IPv4Address(name)) if _DOTTED.fullmatch(name) else name.lower().rstrip(".")
@@ -272,7 +273,7 @@ def visible_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
         return ()
     number = installed_gpus()
     if chosen is None and next(SLICES_FOLDER.glob("gpu*/mig/gi*/ci*"), None):
-        chosen = tuple(_MIG_SLICE.findall(_said_by_nvidia_smi("-L")))
+        chosen = tuple(_MIG_SLICE.findall(_nvidia_smi_output("-L")))
     if not chosen:
         return tuple(map(str, range(number)))
     if is_slice(chosen[0]):
@@ -298,9 +299,9 @@ def installed_gpus() -> int:
     try:
         return len(list(DRIVER_FOLDER.iterdir()))
     except OSError:
-        # There is no driver, or its files are hidden, as in WSL and some containers.  nvidia-smi
+        # The driver is missing, or its files are hidden, as in WSL and some containers.  nvidia-smi
         # lists MIG slices too, but indented below their GPU.
-        return sum(line.startswith("GPU ") for line in _said_by_nvidia_smi("-L").splitlines())
+        return sum(line.startswith("GPU ") for line in _nvidia_smi_output("-L").splitlines())
 
 
 def driver_version() -> str:
@@ -308,8 +309,8 @@ def driver_version() -> str:
     try:
         return DRIVER_VERSION.read_text().strip()
     except OSError:  # as in `installed_gpus`
-        found = _DRIVER.search(_said_by_nvidia_smi("-q"))
-        return found[1] if found else ""
+        match = _DRIVER.search(_nvidia_smi_output("-q"))
+        return match[1] if match else ""
 
 
 def parse_gpus(text: str, visible: Sequence[str]) -> tuple[str, ...]:
@@ -331,9 +332,9 @@ def parse_gpus(text: str, visible: Sequence[str]) -> tuple[str, ...]:
     if len(set(numbers)) < len(numbers):
         raise BadTopology("--gpus", text, "a GPU is listed twice", _GPUS_FORM)
     if missing := [number for number in numbers if number >= len(visible)]:
-        there = {0: "none is visible", 1: "only GPU 0 is visible"}
-        are = there.get(len(visible), f"0-{len(visible) - 1} are visible")
-        why = f"there is no GPU {missing[0]}, {are}"
+        visible_texts = {0: "none is visible", 1: "only GPU 0 is visible"}
+        visible_text = visible_texts.get(len(visible), f"0-{len(visible) - 1} are visible")
+        why = f"there is no GPU {missing[0]}, {visible_text}"
         raise BadTopology("--gpus", text, why, _GPUS_FORM)
     return tuple(visible[number] for number in numbers)
 
@@ -348,7 +349,7 @@ def _cuda_list(text: str) -> tuple[str, ...]:
     return tuple(entries) if len(set(entries)) == len(entries) else ()
 
 
-def _said_by_nvidia_smi(option: str) -> str:
+def _nvidia_smi_output(option: str) -> str:
     try:
         return subprocess.run(
             ["nvidia-smi", option], stdin=subprocess.DEVNULL, capture_output=True, text=True,
@@ -382,7 +383,7 @@ def parse_ranks(text: str, world_size: int) -> tuple[int, ...]:
 
 
 def _select(item: str, world_size: int) -> Sequence[int]:
-    """Return the ranks of one item; raise ValueError with the reason as a phrase."""
+    """Return the ranks that an item such as `2-3` selects; raise ValueError with a phrase."""
     if item == "all":
         return range(world_size)
     if _SIGNED.fullmatch(item):
@@ -414,7 +415,7 @@ def _rank(rank: int, world_size: int) -> int:
 
 
 class Position(NamedTuple):
-    """The node of a rank, and the number of its place among the places on that node."""
+    """The node of a rank, and the number of the rank's place on that node."""
 
     node: int
     local_rank: int
@@ -441,7 +442,7 @@ def free_slots(room: Mapping[int, int], taken: Collection[Position] = ()) -> Ite
                 yield position
 
 
-def place_more(slots: Slots, room: Sequence[int], size: int) -> Slots:
+def place_ranks(slots: Slots, room: Sequence[int], size: int) -> Slots:
     """Return positions for `size` ranks: present ranks keep theirs, new ranks get free ones.
 
     `room` is the number of ranks that fit on each node; () for a single node without a limit.
@@ -453,7 +454,7 @@ def place_more(slots: Slots, room: Sequence[int], size: int) -> Slots:
     return (*kept, *islice(free, size - len(kept)))
 
 
-def place_again(slots: Slots, lost: Collection[int], room: Mapping[int, int]) -> Slots | None:
+def move_lost_ranks(slots: Slots, lost: Collection[int], room: Mapping[int, int]) -> Slots | None:
     """Move the ranks of lost nodes to free positions; None if there is too little `room`."""
     taken = {position for position in slots if position.node not in lost}
     new = [*islice(free_slots(room, taken), len(slots) - len(taken))]

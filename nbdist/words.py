@@ -61,7 +61,7 @@ def one_line(text: str, limit: int = LINE_LIMIT) -> str:
 
 
 def error_line(name: str, message: str) -> str:
-    """Write `ValueError: bad shard`, or only the name if the error has no message."""
+    """Write an error as `ValueError: bad shard`, or only its name if it has no message."""
     return f"{name}: {message}" if message else name
 
 
@@ -76,8 +76,8 @@ def size_text(size: float) -> str:
 
 def size_range(sizes: Iterable[float]) -> str:
     """Write the lowest and highest size: `240 MiB`, `240-318 MiB`, `800 MiB-1.25 GiB`."""
-    known = [*sizes]
-    low, high = size_text(min(known)), size_text(max(known))
+    all_sizes = [*sizes]
+    low, high = size_text(min(all_sizes)), size_text(max(all_sizes))
     if low == high:
         return high
     return f"{low.removesuffix(high[high.index(' ') :])}-{high}"

@@ -106,39 +106,41 @@ def test_text_and_values_are_the_same() -> None:
 def test_a_restart_changes_what_it_says() -> None:
     """The rest stays; of `n` and `layout` the newer holds, and `env` grows."""
     asked = WorldConfig(layout="2x2", env={"A": "1"}, debug=True)
-    assert asked.but(n=3) == WorldConfig(n=3, env={"A": "1"}, debug=True)
-    assert WorldConfig(n=3).but(layout="2x2") == WorldConfig(layout="2x2")
-    assert asked.but(env={"B": "2"}).env == {"A": "1", "B": "2"}
-    assert WorldConfig(share_gpus=True).but(n=3).share_gpus
+    assert asked.with_changes(n=3) == WorldConfig(n=3, env={"A": "1"}, debug=True)
+    assert WorldConfig(n=3).with_changes(layout="2x2") == WorldConfig(layout="2x2")
+    assert asked.with_changes(env={"B": "2"}).env == {"A": "1", "B": "2"}
+    assert WorldConfig(share_gpus=True).with_changes(n=3).share_gpus
     # Which of both holds, and which is forgotten.
     asked = WorldConfig(layout="1:2x2", debug=True)
-    assert asked.of_size(3) == WorldConfig(3, layout="1:2x2", debug=True)
-    assert asked.of_size(3).of_size(1).of_size(4) == asked
-    assert asked.of_size(3).of_size(5) == WorldConfig(5, debug=True)
-    assert asked.of_size(3).but(n=2) == WorldConfig(2, debug=True)
-    assert asked.of_size(3).but(layout="2x3") == WorldConfig(layout="2x3", debug=True)
-    assert WorldConfig(2).of_size(3) == WorldConfig(3)
+    assert asked.with_size(3) == WorldConfig(3, layout="1:2x2", debug=True)
+    assert asked.with_size(3).with_size(1).with_size(4) == asked
+    assert asked.with_size(3).with_size(5) == WorldConfig(5, debug=True)
+    assert asked.with_size(3).with_changes(n=2) == WorldConfig(2, debug=True)
+    assert asked.with_size(3).with_changes(layout="2x3") == WorldConfig(layout="2x3", debug=True)
+    assert WorldConfig(2).with_size(3) == WorldConfig(3)
 
 
 def test_of_launchers_and_their_options_the_newer_holds() -> None:
     """What another launcher takes goes with it; what contradicts in one line is refused."""
     here, ssh = WorldConfig(2), WorldConfig(2, hosts="a:2", copy_env="A")
-    assert ssh.but(launcher="local") == WorldConfig(2, launcher="local")
-    assert ssh.but(launcher="slurm") == WorldConfig(2, launcher="slurm", copy_env="A")
-    assert ssh.but(hosts="b:4", n=3) == WorldConfig(3, hosts="b:4", copy_env="A")
-    assert ssh.but(salloc="-p x") == WorldConfig(2, salloc="-p x", copy_env="A")
-    assert here.but(launcher="local").but(hosts="a") == WorldConfig(2, hosts="a")
-    assert WorldConfig(launcher="ssh", hosts="a").but(name="x", hosts="b").launcher == "ssh"
+    assert ssh.with_changes(launcher="local") == WorldConfig(2, launcher="local")
+    assert ssh.with_changes(launcher="slurm") == WorldConfig(2, launcher="slurm", copy_env="A")
+    assert ssh.with_changes(hosts="b:4", n=3) == WorldConfig(3, hosts="b:4", copy_env="A")
+    assert ssh.with_changes(salloc="-p x") == WorldConfig(2, salloc="-p x", copy_env="A")
+    assert here.with_changes(launcher="local").with_changes(hosts="a") == WorldConfig(2, hosts="a")
+    assert (
+        WorldConfig(launcher="ssh", hosts="a").with_changes(name="x", hosts="b").launcher == "ssh"
+    )
     with pytest.raises(UsageError, match="`--hosts b`: it is for `--launcher ssh`, and not for"):
-        ssh.but(hosts="b", launcher="slurm")
+        ssh.with_changes(hosts="b", launcher="slurm")
 
 
 def test_what_agents_are_restarted_for() -> None:
     """Elsewhere for all that does not hold at once; here for another launcher."""
-    assert WorldConfig(2).machines == WorldConfig(3, debug=True).machines
-    assert WorldConfig(2).machines != WorldConfig(2, hosts="a").machines
-    assert WorldConfig(hosts="a").machines != WorldConfig(hosts="a,b").machines
-    assert WorldConfig(hosts="a").machines == WorldConfig(hosts="a", free=False).machines
+    assert WorldConfig(2).agent_options == WorldConfig(3, debug=True).agent_options
+    assert WorldConfig(2).agent_options != WorldConfig(2, hosts="a").agent_options
+    assert WorldConfig(hosts="a").agent_options != WorldConfig(hosts="a,b").agent_options
+    assert WorldConfig(hosts="a").agent_options == WorldConfig(hosts="a", free=False).agent_options
 
 
 def test_what_was_said_as_text() -> None:
@@ -151,7 +153,7 @@ def test_what_was_said_as_text() -> None:
         ("env", {"TITLE": "two words"}, '--env "TITLE=two words"'),
         ("env", {"AUTH": "x", "TOKENIZERS": "1"}, "--env AUTH=... --env TOKENIZERS=1"),
     ):
-        assert OPTIONS[name].again(value) == typed
+        assert OPTIONS[name].as_typed(value) == typed
     assert "very" not in repr(WorldConfig(4, env={"HF_TOKEN": "very"}))
 
 
@@ -192,8 +194,8 @@ def test_each_option_is_in_the_manual_and_read() -> None:
     assert unread == in_properties
     assert WorldConfig(hang_timeout=3, free=False).patience == Patience(3.0, aborts=False)
     found = [WorldConfig(), WorldConfig(hosts="a"), WorldConfig(salloc="-p x")]
-    assert [config.launched_by for config in found] == ["local", "ssh", "slurm"]
-    assert WorldConfig(hosts="a", launcher="other").launched_by == "other"
+    assert [config.launcher_name for config in found] == ["local", "ssh", "slurm"]
+    assert WorldConfig(hosts="a", launcher="other").launcher_name == "other"
 
 
 @pytest.mark.parametrize("text", ["x", "-1", "", "0", "1.5", "1e3", "٣", "9" * 5000])
@@ -278,12 +280,12 @@ def test_each_launcher_takes_its_own(launcher: str, takes: int) -> None:
     assert said.keys() == {name for name, each in OPTIONS.items() if each.launchers}
     taken = {name: value for name, value in said.items() if OPTIONS[name].is_for(launcher)}
     assert len(taken) == takes
-    assert WorldConfig(launcher=launcher, **taken).launched_by == launcher  # type: ignore[arg-type]
+    assert WorldConfig(launcher=launcher, **taken).launcher_name == launcher  # type: ignore[arg-type]
     for name in said.keys() - taken:
         with pytest.raises(UsageError, match=f"`, and not for `--launcher {launcher}`.$") as found:
             WorldConfig(launcher=launcher, **taken, **{name: said[name]})  # type: ignore[arg-type]
         by = " or ".join(f"`--launcher {each}`" for each in OPTIONS[name].launchers)
-        assert f"{OPTIONS[name].again(said[name])}`: it is for {by}, and" in str(found.value)
+        assert f"{OPTIONS[name].as_typed(said[name])}`: it is for {by}, and" in str(found.value)
 
 
 def test_room_on_hosts() -> None:

@@ -15,14 +15,14 @@ from nbdist.topology import (
     Position,
     Slot,
     Slots,
+    move_lost_ranks,
     parse_backend,
     parse_gpus,
     parse_hosts,
     parse_layout,
     parse_ranks,
     parse_workers,
-    place_again,
-    place_more,
+    place_ranks,
     read_hosts,
 )
 from nbdist.wire.spec import WorldSpec
@@ -282,7 +282,7 @@ def test_bad_ranks(text, why):
 )
 def test_slots(room: tuple[int, ...], size: int, slots: list[Slot]) -> None:
     """Nodes are filled one after the other; the last has what is left, and empty ones no number."""
-    spec = world(size, place_more((), room, size))
+    spec = world(size, place_ranks((), room, size))
     assert [spec.slot(rank) for rank in range(size)] == slots
 
 
@@ -298,7 +298,7 @@ def test_slots(room: tuple[int, ...], size: int, slots: list[Slot]) -> None:
 )
 def test_gpus_of_simulated_nodes(room, size, gpus, seen):
     """Each node has a slice, so that ranks of two nodes share no GPU where there are enough."""
-    spec = world(size, place_more((), room, size), gpus)
+    spec = world(size, place_ranks((), room, size), gpus)
     assert ["".join(spec.gpus_of(rank)) for rank in range(size)] == seen
 
 
@@ -315,11 +315,11 @@ def test_gpus_of_simulated_nodes(room, size, gpus, seen):
 )
 def test_ranks_of_lost_nodes_get_slots_on_others(counts, lost, room, slots):
     """The lowest that is free on the first node with room; all others keep theirs."""
-    found = place_again(place_more((), counts, sum(counts)), lost, room)
+    found = move_lost_ranks(place_ranks((), counts, sum(counts)), lost, room)
     assert (None if found is None else [*found]) == slots
     # Local rank 0 of node 0 is free: its rank has moved away.
     moved = (Position(1, 0), Position(0, 1), Position(2, 0))
-    assert place_again(moved, {2}, {0: 2, 1: 1}) == ((1, 0), (0, 1), (0, 0))
+    assert move_lost_ranks(moved, {2}, {0: 2, 1: 1}) == ((1, 0), (0, 1), (0, 0))
 
 
 @pytest.mark.parametrize(
@@ -334,4 +334,4 @@ def test_ranks_of_lost_nodes_get_slots_on_others(counts, lost, room, slots):
 )
 def test_more_are_placed(slots, room, size, placed):
     """Those that sit stay there, the others get the first free slots."""
-    assert place_more(slots, room, size) == placed
+    assert place_ranks(slots, room, size) == placed

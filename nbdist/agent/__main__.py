@@ -38,7 +38,7 @@ def serve_head(number: int) -> str:
     Returns what kept the agent from starting, or why it lost the head, or "".  The head is looked
     for while the fork server imports torch.
     """
-    from nbdist.cluster.client import NoWay, find_way, read_ticket
+    from nbdist.cluster.client import NoWay, find_route, read_ticket
     from nbdist.cluster.ticket import BadTicket
     from nbdist.errors import NoRuntimeFolder
     from nbdist.system.folders import RuntimeFolder
@@ -47,7 +47,7 @@ def serve_head(number: int) -> str:
         ticket = read_ticket()
         runtime = RuntimeFolder().path
         guard, fork_server = begin(runtime, None, fork_server=ticket.fork)
-        way = find_way(ticket, number)
+        way = find_route(ticket, number)
     except (BadTicket, NoRuntimeFolder, NoWay, OSError) as error:
         return str(error)
     from nbdist.agent.agent import Agent

@@ -56,7 +56,7 @@ class Agent:
         self._forker = Forker(runtime, self._children, fork_server) if fork_server else None
         self._serving = Serving(self._answer, self._send)
         self._outbox = Outbox(self._send)
-        port, leave = HeldPort(way.own if way else "127.0.0.1"), self._serving.leave
+        port, leave = HeldPort(way.local_address if way else "127.0.0.1"), self._serving.leave
         self._end: NotebookLink | HeadLink
         self._head: HeadLink | None = None
         self._store: StoreWindow | None = None

@@ -56,9 +56,9 @@ def _clean_up_after_kill(last_word: bytes) -> None:
     """
     # Imported here, because an agent imports next to nothing before it forks.
     if last_word.endswith(b"\n"):
-        from nbdist.cluster.ticket import say_ended
+        from nbdist.cluster.ticket import report_killed_agent
 
-        say_ended(last_word)
+        report_killed_agent(last_word)
     import tempfile
 
     from nbdist.agent.code_folder import drop_dead

@@ -1,7 +1,7 @@
 """The head's process: `python -m nbdist.cluster RUNTIME_FOLDER NOTEBOOK_PID`.
 
-The notebook starts it with a pipe as stdin, which is closed when the notebook ends. If its world is
-detached the head goes on then, and the next notebook attaches to it.
+The notebook starts the head with a pipe as stdin, which is closed when the notebook ends. If the
+world is detached the head goes on then, and the next notebook attaches to the head.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from nbdist.agent.fork_server import begin
 COMMANDS_GRACE = 3.0
 """Seconds for `srun` and similar commands to end, with their agents, after a head was killed.
 
-They have as long again after a SIGTERM. A head that leaves waits as long for its allocation to be
-gone.
+After that they get SIGTERM, and have as long again. The guard gives the head as much more time to
+exit after its notebook.
 """
 
 

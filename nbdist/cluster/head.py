@@ -27,12 +27,12 @@ from nbdist.cluster.node import (
     Node,
     NodeLost,
     NoSlots,
-    full_size,
-    led_by_first,
-    placed,
+    attainable_size,
+    place_new_world,
     resized,
     room_of,
-    without,
+    with_master_address,
+    without_lost_nodes,
 )
 from nbdist.cluster.nodes import CannotStart, NodePool
 from nbdist.cluster.transfer import BulkTransfers
@@ -54,9 +54,9 @@ ToRanks = messages.Abort | InterruptAt | messages.ReleaseValues | messages.Spare
 
 
 class Head:
-    """Passes the notebook's messages on to the agents that they concern, and theirs back.
+    """Forwards messages between the notebook and the agents.
 
-    It starts the world on its nodes, heals it and changes its size, one call at a time.
+    The head starts the world on its nodes, heals it and changes its size, one call at a time.
     """
 
     def __init__(self, runtime: Path, notebook_pid: int, guard: Guard) -> None:
@@ -65,14 +65,14 @@ class Head:
         self._pool: NodePool | None = None
         self._code = KeptCode()
         self._node_of: dict[int, int] = {}
-        self._up: dict[int, int] = {}
-        self._coming = ""
+        self._started_workers: dict[int, int] = {}
+        self._progress = ""
         self._task_of: dict[int, str] = {}
         self._last_task: dict[int, str] = {}  # as `_task_of`, but also of ranks that have finished
-        self._stopped: dict[int, str] = {}  # by rank, the last task in which Stop was pressed
-        self._stops = 0  # how often Stop was pressed
-        self._batches: deque[Node | None] = deque()
-        self._serving = Serving(self._answer, self._send)
+        self._stopped_tasks: dict[int, str] = {}  # by rank, the last task in which Stop was pressed
+        self._stop_count = 0  # how often Stop was pressed
+        self._batch_senders: deque[Node | None] = deque()
+        self._serving = Serving(self._execute, self._send)
         self._transfers = BulkTransfers(
             lambda number: self._nodes[number],
             self._send_run,
@@ -81,25 +81,25 @@ class Head:
         )
         self._notebook = NotebookLink(
             *(runtime, notebook_pid, guard, self._receive, self._serving.leave),
-            has_machines=lambda: self._there,
+            has_machines=lambda: self._present_nodes,
         )
         self._listener = Listener(
-            *(runtime, self._look, self._notebook),
-            lambda request: rows_of(self._there, request),
+            *(runtime, self._describe, self._notebook),
+            lambda request: rows_of(self._present_nodes, request),
         )
 
     def __repr__(self) -> str:
         return f"<Head {os.getpid()} of {len(self._node_of)} ranks, {self._pool}>"
 
     async def serve(self) -> None:
-        """Serve until the notebook leaves or ends, then end all agents and remove all files."""
+        """Serve until the world ends, then shut all agents down and remove all files."""
         asyncio.get_running_loop().set_exception_handler(self._serving.fail)
         await self._listener.open()
         await self._notebook.open()
         try:
             await self._serving.until_left()
         finally:
-            await self._dismiss()
+            await self._close_pool()
             await self._notebook.close()
             await self._listener.close()
 
@@ -111,15 +111,15 @@ class Head:
         return self._pool.nodes if self._pool else {}
 
     @property
-    def _there(self) -> Sequence[Node]:
-        return self._pool.there if self._pool else ()
+    def _present_nodes(self) -> Sequence[Node]:
+        return self._pool.present_nodes if self._pool else ()
 
     @property
     def _hosts(self) -> dict[int, str]:
         return {rank: self._nodes[number].name for rank, number in self._node_of.items()}
 
     def _parts(self, ranks: Iterable[int]) -> dict[Node, tuple[int, ...]]:
-        """Return the nodes of these ranks, each with those of the ranks that it has."""
+        """Group ranks by their nodes."""
         parts = shares(ranks, self._node_of)
         return {self._nodes[number]: part for number, part in parts.items()}
 
@@ -129,8 +129,8 @@ class Head:
         do, reply = self._serving.do, self._serving.reply
         match message:
             case messages.Run(ranks=ranks) as run:
-                there = [node.number for node in self._parts(ranks) if not node.lost]
-                self._transfers.run(run, there)
+                numbers = [node.number for node in self._parts(ranks) if not node.lost]
+                self._transfers.run(run, numbers)
             case messages.Ask(
                 number,
                 messages.GetStatus()
@@ -138,7 +138,7 @@ class Head:
                 | messages.GetSecrets()
                 | GetLogs() as request,
             ):
-                do(reply(number, rows_of, self._there, request))
+                do(reply(number, rows_of, self._present_nodes, request))
             case messages.Ask(number, messages.GetRefused()):
                 refused = self._pool.server.refused if self._pool else 0
                 self._send(messages.Answer(number, refused))
@@ -149,30 +149,30 @@ class Head:
             case messages.Locate(ranks, asked):
                 do(self._locate(ranks, asked))
             case messages.Interrupt(ranks):
-                self._stop(self._transfers.stop(ranks))
+                self._interrupt(self._transfers.interrupt(ranks))
             case messages.ReleaseValues(task_id, ranks):
                 self._transfers.release_values(ranks, task_id)
-                self._pass_on(message, ranks)
+                self._forward(message, ranks)
             case messages.Abort(ranks) | messages.Spare(ranks):
-                self._pass_on(message, ranks)
+                self._forward(message, ranks)
             case messages.SendInput(rank) | messages.ToWidget(rank):
                 for node in self._parts([rank]):
                     node.send(message)
             case messages.Received():
-                if sender := self._batches.popleft():
+                if sender := self._batch_senders.popleft():
                     sender.send(message)
             case messages.Shutdown():
                 self._serving.leave()
 
-    async def _answer(self, request: messages.Request) -> messages.Reply:
+    async def _execute(self, request: messages.Request) -> messages.Reply:
         match request:
             case messages.StartWorld(spec):
                 self._forget_tasks()
                 return await self._start(spec)
             case messages.StopWorld(grace):
                 if self._pool is not None:
-                    # First drop messages to ranks that end; later, messages that these have sent
-                    # meanwhile.
+                    # First drop messages to the ranks; afterwards drop messages that the ranks have
+                    # sent while they ended.
                     self._transfers.forget_tasks()
                     await self._pool.forming.stop(grace)
                     self._transfers.forget_tasks()
@@ -185,7 +185,7 @@ class Head:
                 kills = (ask(node, request._replace(ranks=part)) for node, part in parts)
                 await asyncio.gather(*kills)
             case messages.GetCode() | messages.PutCode():
-                return await self._code.take(request, self._there)
+                return await self._code.store(request, self._present_nodes)
         return None
 
     # --- to the nodes ---------------------------------------------------------------------
@@ -194,7 +194,7 @@ class Head:
         self._task_of.clear()
         self._last_task.clear()
 
-    def _pass_on(self, message: ToRanks, ranks: Iterable[int]) -> None:
+    def _forward(self, message: ToRanks, ranks: Iterable[int]) -> None:
         for node, part in self._parts(ranks).items():
             node.send(message._replace(ranks=part))
 
@@ -206,84 +206,84 @@ class Head:
             if node.lost:
                 self._report_dead(node, part)
 
-    def _stop(self, ranks: Collection[int]) -> None:
-        """Interrupt ranks: at a common step if all train, or at once if Stop is pressed again."""
+    def _interrupt(self, ranks: Collection[int]) -> None:
+        """Interrupt ranks at a common step if all train; at once if Stop is pressed again."""
         tasks = {rank: self._task_of.get(rank, "") for rank in ranks}
-        self._stops += 1
-        if any(task and self._stopped.get(rank) == task for rank, task in tasks.items()):
-            self._pass_on(InterruptAt(()), ranks)
+        self._stop_count += 1
+        if any(task and self._stopped_tasks.get(rank) == task for rank, task in tasks.items()):
+            self._forward(InterruptAt(()), ranks)
         else:
-            self._serving.do(self._stop_at_common_step(tasks))
-        self._stopped.update(tasks)
+            self._serving.do(self._interrupt_at_common_step(tasks))
+        self._stopped_tasks.update(tasks)
 
-    async def _stop_at_common_step(self, tasks: Mapping[int, str]) -> None:
-        deadline, stops = time.monotonic() + STEP_TIMEOUT, self._stops
-        # Also machines on which all ranks have finished the task: their counts matter, too.
-        everyone = [rank for rank, task in self._last_task.items() if task in tasks.values()]
-        parts = self._parts(everyone).items()
-        asked = asyncio.gather(*(node.do(HoldRanks(part)) for node, part in parts))
+    async def _interrupt_at_common_step(self, tasks: Mapping[int, str]) -> None:
+        deadline, stops = time.monotonic() + STEP_TIMEOUT, self._stop_count
+        # Ranks that have finished the task are asked, too: their step counts matter.
+        ranks = [rank for rank, task in self._last_task.items() if task in tasks.values()]
+        parts = self._parts(ranks).items()
+        holding = asyncio.gather(*(node.do(HoldRanks(part)) for node, part in parts))
         counts: dict[int, StepCount | None] = dict.fromkeys(tasks)
         with suppress(TimeoutError):
-            answers = await asyncio.wait_for(asked, NODE_TIMEOUT)
-            counts = {rank: count for found in answers for rank, count in found.items()}
-        if stops < self._stops:  # Stop has come again, and has interrupted the ranks
+            answers = await asyncio.wait_for(holding, NODE_TIMEOUT)
+            counts = {rank: count for rank_counts in answers for rank, count in rank_counts.items()}
+        if stops < self._stop_count:  # Stop was pressed again, and has interrupted the ranks
             return
-        left = [rank for rank, task in tasks.items() if self._task_of.get(rank, "") == task]
+        running = [rank for rank, task in tasks.items() if self._task_of.get(rank, "") == task]
         seconds = deadline - time.monotonic()
-        self._pass_on(InterruptAt((), find_stop_step(counts.values()), seconds), left)
+        self._forward(InterruptAt((), find_stop_step(counts.values()), seconds), running)
 
-    async def _locate(self, ranks: Iterable[int], asked: float) -> None:
+    async def _locate(self, ranks: Iterable[int], asked_at: float) -> None:
         parts = self._parts(ranks).items()
-        found = await asyncio.gather(*(node.do(LocateRanks(part)) for node, part in parts))
-        places = {rank: place for each in found for rank, place in each.items()}
-        self._send(messages.Located(places, asked))
+        replies = await asyncio.gather(*(node.do(LocateRanks(part)) for node, part in parts))
+        places = {rank: place for each in replies for rank, place in each.items()}
+        self._send(messages.Located(places, asked_at))
 
-    async def _look(self, info: WorldInfo) -> WorldInfo:
+    async def _describe(self, info: WorldInfo) -> WorldInfo:
         spec = self._pool.forming.spec if self._pool else None
-        rows = () if spec is None else await rows_of(self._there, messages.GetStatus())
+        rows = () if spec is None else await rows_of(self._present_nodes, messages.GetStatus())
         return with_ranks(info, spec, rows)
 
     # --- from the nodes -------------------------------------------------------------------
 
-    def _take(self, node: Node, message: NodeUp) -> None:
+    def _on_message(self, node: Node, message: NodeUp) -> None:
         match message:
             case _ if self._pool is None:
-                pass  # the agents are leaving
+                pass  # the agents are shutting down
             case messages.Outputs() if node.lost:
-                self._show(last_words(message), node)
+                self._show(displayed_only(message), node)
             case _ if node.lost:
                 log.info("%s said more after it was lost: %s", node.name, type(message).__name__)
             case messages.Answer(number, reply):
-                node.answered(number, reply)
+                node.resolve_request(number, reply)
             case messages.Outputs() as outputs:
-                outputs = in_time_of_head(outputs, node.offset_ns)
+                outputs = on_head_clock(outputs, node.offset_ns)
                 self._show(self._transfers.hold_back(node.number, outputs), node)
             case Fetch() as fetch:
                 self._transfers.fetch(node.number, fetch)
             case Piece() as piece:
-                self._transfers.take(node.number, piece)
+                self._transfers.store_piece(node.number, piece)
             case messages.Aborted() | messages.Used():
                 self._send(message)
             case messages.Ask(number, operation):
                 self._serving.do(self._ask_store(node, number, operation))
             case messages.Starting(up):
-                self._up[node.number] = up
-                self._send(messages.Starting(sum(self._up.values()), self._coming))
+                self._started_workers[node.number] = up
+                self._send(messages.Starting(sum(self._started_workers.values()), self._progress))
 
     async def _ask_store(self, node: Node, number: int, operation: Operation) -> None:
         node.send(messages.Answer(number, await self._store.ask(operation)))
 
     def _show(self, outputs: messages.Outputs, node: Node | None) -> None:
-        """Pass a batch on, and remember its sender: batches are acknowledged in this order."""
+        """Forward a batch, and record its sender: batches are acknowledged in this order."""
         for rank, task, output in outputs.items:
             if isinstance(output, Done | Died) and self._task_of.get(rank) == task:
                 del self._task_of[rank]
-        self._batches.append(node)
+        self._batch_senders.append(node)
         self._notebook.send(outputs)
 
-    def _lose(self, node: Node) -> None:
+    def _on_lost(self, node: Node) -> None:
         self._report_dead(node, node.ranks)
-        self._transfers.lose(node.number)
+        self._transfers.handle_node_lost(node.number)
 
     def _report_dead(self, node: Node, ranks: Iterable[int]) -> None:
         now = time.time_ns()
@@ -292,73 +292,81 @@ class Head:
         if items:
             self._show(messages.Outputs(items), None)
 
-    def _admit(self, node: Node) -> None:
-        """Tell the notebook of a new machine, if the world can have more ranks with it."""
+    def _on_joined(self, node: Node) -> None:
+        """Report a new machine to the notebook if the world can have more ranks with it."""
         spec = self._pool.forming.spec if self._pool else None
-        if spec and self._pool and full_size(self._pool.wanted, self._there) > spec.world_size:
+        if (
+            spec
+            and self._pool
+            and attainable_size(self._pool.config, self._present_nodes) > spec.world_size
+        ):
             self._send(messages.NodeJoined(node.name))
 
     # --- the world: its start and end -------------------------------------------------------
 
     async def _start(self, spec: WorldSpec) -> messages.Reply:
-        """Gather agents, and start their workers; return the world, or why it did not start."""
-        wanted = spec.config
+        """Start agents and their workers; return the world, or why it did not start."""
+        config = spec.config
         try:
-            pool = await self._gather(wanted)
-            await self._bring_code()
-            spec = placed(spec, wanted, pool.there)
+            pool = await self._open_pool(config)
+            await self._send_code()
+            spec = place_new_world(spec, config, pool.present_nodes)
         except (CannotStart, NoSlots) as error:
-            await self._dismiss()
+            await self._close_pool()
             if isinstance(error, NoSlots):
-                error = CannotStart(wanted.launched_by, str(error))
+                error = CannotStart(config.launcher_name, str(error))
             return error.failure
-        if wanted.rdzv_backend and wanted.rdzv_endpoint:
-            # A place of its own in the user's rendezvous.
-            place = f"nbdist-{wanted.name}-{secrets.token_hex(8)}"
-            where = wanted.rdzv_backend, wanted.rdzv_endpoint
-            spec = replace(spec, torch_store=TorchStore(*where, place))
+        if config.rdzv_backend and config.rdzv_endpoint:
+            # A unique name: several worlds may use the same rendezvous.
+            rdzv_name = f"nbdist-{config.name}-{secrets.token_hex(8)}"
+            where = config.rdzv_backend, config.rdzv_endpoint
+            spec = replace(spec, torch_store=TorchStore(*where, rdzv_name))
         self._node_of = nodes_of(spec)
-        self._up.clear()
+        self._started_workers.clear()
         self._store.begin_world()
         started = await pool.forming.start(spec)
         if isinstance(started, messages.StartFailure):
             return started
         missing = started.missing
-        if back := pool.word_rejoin_hint():
-            missing += (f"{len(pool.there)} of {wanted.max_nodes} nodes have come. {back}",)
+        if hint := pool.word_rejoin_hint():
+            missing += (f"{len(pool.present_nodes)} of {config.max_nodes} nodes have come. {hint}",)
         return replace(started, hosts=self._hosts, missing=missing)
 
-    async def _gather(self, wanted: WorldConfig) -> NodePool:
-        """Return a pool with agents on the wanted machines: the present one if it will do."""
-        if self._pool is None or not self._pool.will_do(wanted):
-            await self._dismiss()
+    async def _open_pool(self, config: WorldConfig) -> NodePool:
+        """Return a pool with agents on the requested machines, if possible the present pool."""
+        if self._pool is None or not self._pool.can_serve(config):
+            await self._close_pool()
             self._pool = NodePool(
-                *(self._runtime, wanted), self._take, self._lose, self._admit, self._send
+                *(self._runtime, config),
+                self._on_message,
+                self._on_lost,
+                self._on_joined,
+                self._send,
             )
-            await self._pool.fill(self._report_coming)
+            await self._pool.fill(self._report_progress)
         return self._pool
 
-    def _report_coming(self, text: str) -> None:
-        if text != self._coming:
-            self._coming = text
+    def _report_progress(self, text: str) -> None:
+        if text != self._progress:
+            self._progress = text
             self._send(messages.Starting(0, text))
 
-    async def _bring_code(self) -> None:
+    async def _send_code(self) -> None:
         """Send the notebook's folder to nodes that lack it; raises CannotStart."""
-        held = await self._code.bring(self._there)
-        if held.problem:
-            why = f"{held.host} could not be sent the notebook's folder: {held.problem}"
-            raise CannotStart(held.host, why)
+        reply = await self._code.distribute(self._present_nodes)
+        if reply.problem:
+            why = f"{reply.host} could not be sent the notebook's folder: {reply.problem}"
+            raise CannotStart(reply.host, why)
 
-    async def _dismiss(self) -> None:
-        """Make all agents leave.  Until then they stay, for workers that may be started next."""
+    async def _close_pool(self) -> None:
+        """Shut all agents down.  Until then agents without workers stay for the next world."""
         pool, self._pool = self._pool, None
         self._node_of.clear()
         self._transfers.close()
         if pool is not None:
             await pool.close()
 
-    # --- the world: other workers than before -----------------------------------------------
+    # --- the world: heal and change its size -----------------------------------------------
 
     async def _change(
         self, request: messages.Heal | messages.Scale | messages.Grow
@@ -375,53 +383,53 @@ class Head:
         return replace(healed, hosts=self._hosts, rejoin_hint=pool.word_rejoin_hint())
 
     async def _heal(self, pool: NodePool, spec: WorldSpec) -> messages.Healed:
-        """Form a group of all ranks that can be had, even if further nodes are lost meanwhile."""
+        """Form a group of all ranks that have a node, even if further nodes are lost meanwhile."""
         forming = pool.forming
         for _ in range(1 + len(pool.nodes)):  # a node may be lost in each round
-            there = pool.there
+            nodes = pool.present_nodes
             spec = forming.spec or spec
             size = spec.world_size
-            spec, keep = without(spec, pool.wanted, there)
+            spec, keep = without_lost_nodes(spec, pool.config, nodes)
             with suppress(CannotStart):  # workers on that node will report what they lack
-                await self._bring_code()
+                await self._send_code()
             if not keep:
-                known = *forming.whereabouts(), forming.spec or spec
-                healed = messages.Healed(*known, "all machines are lost")
+                state = *forming.whereabouts(), forming.spec or spec
+                healed = messages.Healed(*state, "all machines are lost")
                 break
             whole = len(keep) == size
             healed = await (forming.heal(spec) if whole else forming.scale(spec, keep))
-            if not healed.problem or pool.there == there:
+            if not healed.problem or pool.present_nodes == nodes:
                 break
-        if healed.problem and (said := await pool.last_word()) and said not in healed.problem:
-            healed = replace(healed, problem=f"{healed.problem}: {said}")
+        if healed.problem and (reason := await pool.exit_reason()) and reason not in healed.problem:
+            healed = replace(healed, problem=f"{healed.problem}: {reason}")
         return healed
 
     async def _resize(
         self, request: messages.Scale | messages.Grow, pool: NodePool, before: WorldSpec
     ) -> messages.Healed:
-        """Change the number of ranks as asked, or to use machines that have come since."""
+        """Change the number of ranks as requested, or to use machines that have joined."""
         size, keep = before.world_size, tuple(range(before.world_size))
         try:
             if isinstance(request, messages.Scale):
                 size, keep = request.spec.world_size, request.keep
             else:
-                size = max(full_size(pool.wanted, pool.there), size)
-            await self._bring_code()
-            spec = resized(before, size, keep, room_of(pool.wanted, pool.there))
+                size = max(attainable_size(pool.config, pool.present_nodes), size)
+            await self._send_code()
+            spec = resized(before, size, keep, room_of(pool.config, pool.present_nodes))
         except (NoSlots, CannotStart) as error:
             whereabouts = pool.forming.whereabouts()
             return messages.Healed(*whereabouts, before, not_scaled=str(error))
         if isinstance(request, messages.Scale):
-            # Machines that come later do not change this size.
-            pool.wanted = pool.wanted.of_size(size)
-            spec = led_by_first(spec, pool.there)
+            # Machines that join later do not change this size.
+            pool.config = pool.config.with_size(size)
+            spec = with_master_address(spec, pool.present_nodes)
         return await pool.forming.scale(spec, keep)
 
 
 LOOK_TIMEOUT = 5.0  # seconds for nodes to describe their ranks: longer than an agent takes
 
 Parts = Mapping[Node, tuple[int, ...]]
-"""Nodes, with the ranks that are asked about on each."""
+"""Nodes, with the ranks of each node that a question is about."""
 
 
 async def ask(node: Node, request: messages.Request) -> Any:
@@ -435,23 +443,23 @@ async def ask(node: Node, request: messages.Request) -> Any:
 async def rows_of(
     nodes: Iterable[Node], request: messages.GetStatus | messages.OfEachRank
 ) -> tuple[Any, ...]:
-    """Return the rows of all ranks, sorted by rank; those of lost nodes are missing."""
-    found = await asyncio.gather(*(ask(node, request) for node in nodes))
-    rows = (row for rows in found for row in rows or ())
+    """Return the rows of all ranks, sorted by rank; rows of lost nodes are missing."""
+    replies = await asyncio.gather(*(ask(node, request) for node in nodes))
+    rows = (row for rows in replies for row in rows or ())
     return tuple(sorted(rows, key=lambda row: int(row.rank)))
 
 
 async def first_answer(parts: Parts, consult: messages.Consult) -> Any:
-    """Ask each node of these ranks; return the first answer that is not empty, or None."""
-    asked = [ask(node, consult._replace(ranks=ranks)) for node, ranks in parts.items()]
+    """Send the question to each node; return the first answer that is not empty, or None."""
+    requests = [ask(node, consult._replace(ranks=ranks)) for node, ranks in parts.items()]
     answer = None
-    for each in asyncio.as_completed(asked):
+    for each in asyncio.as_completed(requests):
         answer = answer or await each
     return answer
 
 
-def in_time_of_head(outputs: messages.Outputs, offset_ns: int) -> messages.Outputs:
-    """Change the times of failures to this machine's clock, by which all nodes' are ordered."""
+def on_head_clock(outputs: messages.Outputs, offset_ns: int) -> messages.Outputs:
+    """Convert the times of failures to the head's clock, so that nodes can be compared."""
     return messages.Outputs(
         tuple(
             (rank, task, output._replace(time_ns=output.time_ns - offset_ns))
@@ -462,7 +470,7 @@ def in_time_of_head(outputs: messages.Outputs, offset_ns: int) -> messages.Outpu
     )
 
 
-def last_words(outputs: messages.Outputs) -> messages.Outputs:
-    """Return only what ranks have shown: their machine is lost, so they count as dead already."""
+def displayed_only(outputs: messages.Outputs) -> messages.Outputs:
+    """Keep only printed and displayed output: the ranks of a lost machine are reported dead."""
     shown = Text | Display | Update | Clear
     return messages.Outputs(tuple(each for each in outputs.items if isinstance(each[2], shown)))

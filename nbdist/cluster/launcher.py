@@ -1,8 +1,8 @@
-"""Launchers start one agent on each machine and notice when it ends: by ssh, or `nbdist join`.
+"""Launchers start an agent on each machine and notice when the agent ends: ssh and `nbdist join`.
 
 They run in the head, which finds them among the entry points `nbdist.launchers`. A launcher runs
 `agent_command` on a machine with the ticket on stdin; the agent then connects to the head by
-itself, and ends when its stdin is closed.
+itself, and exits when its stdin is closed.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from nbdist.cluster.ticket import (
 )
 from nbdist.config import WorldConfig
 from nbdist.system.processes import MODULE, Child
-from nbdist.system.processes import agent_command as agent_command  # launchers import it from here
+from nbdist.system.processes import agent_command as agent_command  # for launchers of plugins
 from nbdist.topology import Host
 
 ARRIVE_TIMEOUT = 60.0  # seconds for a started agent to connect: Python has to start first
-KILL_TIMEOUT = 2.0  # seconds for a killed process to be gone
+KILL_TIMEOUT = 2.0  # seconds for a killed process to exit
 
 
 class LaunchError(Exception):
@@ -39,7 +39,7 @@ class LaunchError(Exception):
 
 
 class AgentProcess(ABC):
-    """A local process whose end is the end of agents on other machines, and the other way round.
+    """A local process that ends when its agents on other machines end, and the other way round.
 
     `command` has started the agent of `host`; `host` is "" if the process stands for several hosts.
     """
@@ -56,16 +56,16 @@ class AgentProcess(ABC):
         return None
 
     def last_lines(self) -> list[str]:
-        """Return the last lines that it has written."""
+        """Return the last lines that the process has written."""
         return []
 
     def complaint(self) -> str:
-        """Return in one line why it has ended; "" if its last lines say it."""
+        """Return a line on why the process has ended; "" if its last lines say why."""
         return ""
 
     @abstractmethod
     def end(self, timeout: float) -> None:
-        """Close its stdin, and kill it after `timeout` seconds; called in a thread."""
+        """Close stdin, and kill the process after `timeout` seconds; called in a thread."""
 
     @abstractmethod
     def close(self) -> None:
@@ -74,12 +74,12 @@ class AgentProcess(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """What a launcher has started: processes, and the number of agents that will come from them.
+    """The processes that a launcher has started, and the number of agents that will connect.
 
-    `hosts` are the agents' names by node number, if they are known. The agents come within
-    `arrive_timeout` seconds. `invitation` is a command to run on each machine if the user has to
-    start them. `again` starts the agent of one node again, after it has ended or was lost; None if
-    that is not possible.
+    `hosts` are the agents' names by node number, if they are known. The agents must connect within
+    `arrive_timeout` seconds. `invitation` is a command that the user has to run on each machine,
+    "" if the launcher starts the agents. `again` restarts the agent of a node, after the agent has
+    ended or was lost; None if that is not possible.
     """
 
     processes: Sequence[AgentProcess]
@@ -89,29 +89,29 @@ class Launched:
     arrive_timeout: float = ARRIVE_TIMEOUT
     again: Callable[[int], AgentProcess] | None = None
     news: Callable[[], str] = str
-    """Returns what the agents wait for meanwhile, "" for nothing."""
+    """Returns what agents that have not connected wait for, "" if nothing is known."""
     close: Callable[[], object] = str
-    """Removes what is left at the end; called in a thread."""
+    """Removes leftovers when the world ends; called in a thread."""
 
 
 class Launcher(Protocol):
-    """Starts agents; a new one is made for each world."""
+    """Starts agents; each world makes a new launcher."""
 
-    def launch(self, wanted: WorldConfig, ticket: Ticket, folder: Path) -> Launched:
+    def launch(self, config: WorldConfig, ticket: Ticket, folder: Path) -> Launched:
         """Start an agent on each machine, with logs in `folder`; LaunchError, or OSError."""
 
 
 def find_launcher(name: str) -> Launcher:
     """Return a new launcher of that name; raises LaunchError if its module cannot be imported."""
     try:
-        made = plugins.entry_points(plugins.LAUNCHERS)[name].load()
+        launcher = plugins.entry_points(plugins.LAUNCHERS)[name].load()
     except (ImportError, AttributeError) as error:
         raise LaunchError(f"`--launcher {name}` cannot be loaded: {error}") from error
-    return cast("Launcher", made())
+    return cast("Launcher", launcher())
 
 
 class AgentCommand(Child, AgentProcess):
-    """Agents that end with the stdin of a local command, as `ssh`, `srun` or an interpreter."""
+    """Agents that exit when a local command's stdin is closed: `ssh`, `srun`, an interpreter."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class AgentCommand(Child, AgentProcess):
         """Start the command and write the ticket to its stdin; OSError if it cannot start."""
         super().__init__(host, command, folder / f"{host.replace('/', '_')}.log", environ)
         assert self._process.stdin is not None
-        # If it has ended at once, its exit code and last lines say why.
+        # If the command has ended at once, its exit code and last lines say why.
         with suppress(BrokenPipeError):
             self._process.stdin.write(ticket.to_line())
             self._process.stdin.flush()
@@ -141,25 +141,25 @@ class AgentCommand(Child, AgentProcess):
 
 CONNECT_TIMEOUT = 5  # seconds for a host to answer
 ALIVE_EVERY = 15
-"""Seconds of silence after which ssh asks whether the host is there; after three times it ends.
+"""Seconds of silence after which ssh asks the host for an answer; ssh ends after three times.
 
-A longer link timeout replaces it, so that a machine that is waited for keeps its ssh.
+A longer link timeout replaces this, so that ssh does not end before the head counts a host as lost.
 """
 
 
 class SshLauncher:
     """The launcher of `--launcher ssh`, and of `--hosts`."""
 
-    def launch(self, wanted: WorldConfig, ticket: Ticket, folder: Path) -> Launched:
-        """Start an agent on each host; here without ssh, as there may be no ssh server."""
-        hosts = wanted.named_hosts
+    def launch(self, config: WorldConfig, ticket: Ticket, folder: Path) -> Launched:
+        """Start an agent on each host; on this machine without ssh, which may have no server."""
+        hosts = config.named_hosts
 
         def start(number: int) -> AgentCommand:
             host = hosts[number]
             if is_this_machine(host):
-                command = [*wanted.wrapper, *agent_command(wanted.python, number)]
+                command = [*config.wrapper, *agent_command(config.python, number)]
             else:
-                command = ssh_command(host.destination, number, wanted)
+                command = ssh_command(host.destination, number, config)
             return AgentCommand(host.address, command, ticket, folder)
 
         names = [host.address for host in hosts]
@@ -176,14 +176,14 @@ def is_this_machine(host: Host) -> bool:
     return not host.user and host.address.lower() in names | own_addresses()
 
 
-def ssh_command(host: str, number: int, wanted: WorldConfig) -> list[str]:
+def ssh_command(host: str, number: int, config: WorldConfig) -> list[str]:
     """Return the command that starts an agent on a host by ssh."""
     options = {
         "BatchMode": "yes",
         "ConnectTimeout": str(CONNECT_TIMEOUT),
-        "ServerAliveInterval": str(max(ALIVE_EVERY, wanted.link_timeout or 0)),
+        "ServerAliveInterval": str(max(ALIVE_EVERY, config.link_timeout or 0)),
     }
-    remote = shlex.join([*wanted.wrapper, *agent_command(wanted.python, number)])
+    remote = shlex.join([*config.wrapper, *agent_command(config.python, number)])
     return [
         *("ssh", "-T"),
         *(part for name, value in options.items() for part in ("-o", f"{name}={value}")),
@@ -191,20 +191,20 @@ def ssh_command(host: str, number: int, wanted: WorldConfig) -> list[str]:
     ]
 
 
-WAIT_TIMEOUT = 3600.0  # seconds for all machines to come; Stop ends the wait
+WAIT_TIMEOUT = 3600.0  # seconds for all machines to join; Stop ends the wait
 
 
 class JoinLauncher:
     """The launcher of `--launcher join`."""
 
-    def launch(self, wanted: WorldConfig, ticket: Ticket, folder: Path) -> Launched:
+    def launch(self, config: WorldConfig, ticket: Ticket, folder: Path) -> Launched:
         """Write the world's key for `nbdist join`; the head waits for `min_nodes` machines.
 
         The key is in the user's state folder while the world exists.
         """
         drop_dead_join_keys()
         key, invitation = write_join_key(ticket), f"nbdist join {place_of(ticket)}"
-        return Launched((), wanted.min_nodes, (), invitation, WAIT_TIMEOUT, close=key.unlink)
+        return Launched((), config.min_nodes, (), invitation, WAIT_TIMEOUT, close=key.unlink)
 
 
 _KNOWN = {
@@ -227,18 +227,18 @@ _KNOWN = {
     r"(?:exec: )?(\S+): Permission denied": "{0} cannot be executed there: {named_by}",
     r"^nbdist: (.*)": "{0}",
 }
-"""What ssh, a shell and Python print, and the reason that users read; the first match counts."""
+"""Lines of ssh, a shell and Python, and the reason that users read; the first match counts."""
 
 
 def why_refused(host: str, lines: Sequence[str], command: str = "") -> str:
     """Return the first known reason in the last lines of `command`, with a remedy; else ""."""
     text = "\n".join(lines)
-    for pattern, said in _KNOWN.items():
-        if found := re.search(pattern, text, re.MULTILINE):
+    for pattern, reason in _KNOWN.items():
+        if match := re.search(pattern, text, re.MULTILINE):
             # In the command, the words of `--wrap` are before the interpreter.
             *wrapper, _ = re.split(r"[\s'\"]+", command.partition(f" {' '.join(MODULE)} ")[0])
-            is_wrapper = not {*wrapper}.isdisjoint(found.groups())
+            is_wrapper = not {*wrapper}.isdisjoint(match.groups())
             named_by = "`--wrap` names it" if is_wrapper else "`--python` names the interpreter"
-            known = {"host": host, "version": __version__, "named_by": named_by}
-            return said.format(*found.groups(), **known).rstrip(". ")
+            fields = {"host": host, "version": __version__, "named_by": named_by}
+            return reason.format(*match.groups(), **fields).rstrip(". ")
     return ""

@@ -1,4 +1,4 @@
-"""The machines of a world, from when a launcher starts their agents until they leave or are lost.
+"""The machines of a world, from the start of their agents until the agents exit or are lost.
 
 Runs in the head, which makes a `NodePool` for each world with other machines.
 """
@@ -16,7 +16,7 @@ from typing import Any
 from nbdist.agent.forming import Forming
 from nbdist.cluster.launcher import AgentProcess, Launched, LaunchError, find_launcher, why_refused
 from nbdist.cluster.node import Node, NodeLost, mismatch, room_of, targets
-from nbdist.cluster.server import NodeServer, addresses, listened_at
+from nbdist.cluster.server import NodeServer, addresses, listen_addresses
 from nbdist.config import WorldConfig
 from nbdist.wire.messages import Shutdown, Silent, StartFailure
 from nbdist.wire.node_messages import NodeHello, NodeUp, Reach
@@ -25,15 +25,15 @@ from nbdist.words import count, word_exit
 
 log = logging.getLogger("nbdist.cluster")
 
-LAST_CALL = 1.0  # seconds after the last node has come until a start with fewer than possible
+LAST_CALL = 1.0  # seconds after the last node joined until a start with fewer nodes than possible
 AGAIN_INTERVAL = 5.0  # seconds between two attempts to start missing agents
 
 LAST_WORD_TIMEOUT, LAST_WORD_STEP = 3.0, 0.1
-LEAVE_TIMEOUT = 5.0  # seconds for an agent to end all that it has started, once told to leave
+LEAVE_TIMEOUT = 5.0  # seconds for an agent to end all that it has started, after a Shutdown
 
 
 class CannotStart(Exception):
-    """An agent could not be started, or did not come."""
+    """An agent could not be started, or did not connect in time."""
 
     def __init__(
         self, host: str, why: str, command: str = "", last_lines: tuple[str, ...] = ()
@@ -43,66 +43,69 @@ class CannotStart(Exception):
 
 
 class NodePool:
-    """All nodes of a world by number, with those that were lost.
+    """All nodes of a world by number, also nodes that were lost.
 
-    `receive` is called with each message of a node, `lose` with a node that was lost, `admit` with
-    one that has come after the start, `tell` with messages for the notebook.
+    `on_message` is called with each message of a node, `on_lost` with a node that was lost,
+    `on_joined` with a node that joins after the start, `notify` with messages for the notebook.
     """
 
     def __init__(
         self,
         folder: Path,
-        wanted: WorldConfig,
-        receive: Callable[[Node, NodeUp], None],
-        lose: Callable[[Node], None],
-        admit: Callable[[Node], None],
-        tell: Callable[[Silent], None],
+        config: WorldConfig,
+        on_message: Callable[[Node, NodeUp], None],
+        on_lost: Callable[[Node], None],
+        on_joined: Callable[[Node], None],
+        notify: Callable[[Silent], None],
     ) -> None:
-        self.wanted, self._who = wanted, _who(wanted)
+        self.config, self._machine_options = config, _machine_options(config)
         self.nodes: dict[int, Node] = {}
         self.forming = Forming(self.nodes)
-        self.server = NodeServer(self._take, self._disconnected, self._miss)
+        self.server = NodeServer(self._handle_message, self._handle_disconnect, self._report_silent)
         self._folder = folder
-        self._receive = receive
-        self._lose = lose
-        self._admit_late = admit
-        self._tell = tell
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._on_joined = on_joined
+        self._notify = notify
         self._launched = Launched((), 0)
         self._processes: list[AgentProcess] = []
-        self._late: set[asyncio.Task[None]] = set()
+        self._background_tasks: set[asyncio.Task[None]] = set()
         self._by_identity: dict[bytes, Node] = {}
         self._failures: list[CannotStart] = []
-        self._came = asyncio.Event()
-        self._has_begun = self._is_leaving = False
+        self._changed = asyncio.Event()
+        self._has_started = self._is_closing = False
 
     def __repr__(self) -> str:
         return f"<NodePool {[*self.nodes.values()]} {self.server}>"
 
     @property
-    def there(self) -> list[Node]:
-        """The nodes that are not lost, in order."""
+    def present_nodes(self) -> list[Node]:
+        """The nodes that are not lost, by number."""
         return [node for _, node in sorted(self.nodes.items()) if not node.lost]
 
-    def will_do(self, wanted: WorldConfig) -> bool:
+    def can_serve(self, config: WorldConfig) -> bool:
         """Return True if a world of this configuration can use the present nodes.
 
-        They must be enough, and as many as are possible if no further node can come.
+        They must be enough, and as many as possible if no further node can join. A configuration
+        for the same machines replaces the pool's.
         """
-        if _who(wanted) != self._who:
+        if _machine_options(config) != self._machine_options:
             return False
-        self.wanted = wanted
-        return len(self.there) >= wanted.min_nodes and not (self._is_final and self._is_short)
+        self.config = config
+        return len(self.present_nodes) >= config.min_nodes and not (
+            self._is_final and self._is_short
+        )
 
     def word_rejoin_hint(self) -> str:
-        """Return how the user can let missing nodes come; "" if none are missing.
+        """Return how the user can let missing nodes join.
 
-        Also "" if they come by themselves.
+        "" if no node is missing, or if missing nodes join by themselves.
         """
         if not self._is_short:
             return ""
         if self._is_final:
             return (
-                f"With `--launcher {self.wanted.launched_by}` machines come at the start alone: "
+                f"With `--launcher {self.config.launcher_name}` machines come at the start alone: "
                 "`%dist_restart` asks for all again, with new workers."
             )
         invitation = self._launched.invitation
@@ -110,113 +113,113 @@ class NodePool:
 
     @property
     def _is_final(self) -> bool:
-        """Whether no further node can come, and no lost one again."""
+        """Whether no further node can join, and no lost node can join again."""
         return self._launched.again is None and not self._launched.invitation
 
     @property
     def _is_short(self) -> bool:
-        """Whether there are fewer nodes than are possible, or than there were."""
+        """Whether nodes are missing: fewer are present than possible, or than have ever joined."""
         # Never give up an allocation for another one because it has fewer nodes than possible.
-        most = None if self.wanted.salloc else self.wanted.max_nodes
-        return len(self.there) < (most or len(self.nodes))
+        possible = None if self.config.salloc else self.config.max_nodes
+        return len(self.present_nodes) < (possible or len(self.nodes))
 
     async def fill(self, report: Callable[[str], None]) -> None:
-        """Start agents and wait until they have come; raises CannotStart.
+        """Start agents and wait until they have connected; raises CannotStart.
 
         `report` is called with a line on the progress.
         """
-        wanted = self.wanted
+        config = self.config
         try:
-            seconds = wanted.link_timeout or LINK_TIMEOUT
-            self.server.open(*listened_at(wanted.address), link_timeout=seconds)
-            ticket = self.server.ticket(addresses(wanted.address), fork=wanted.fork)
-            launcher = find_launcher(wanted.launched_by)
-            self._launched = await asyncio.to_thread(launcher.launch, wanted, ticket, self._folder)
+            seconds = config.link_timeout or LINK_TIMEOUT
+            self.server.open(*listen_addresses(config.address), link_timeout=seconds)
+            ticket = self.server.ticket(addresses(config.address), fork=config.fork)
+            launcher = find_launcher(config.launcher_name)
+            self._launched = await asyncio.to_thread(launcher.launch, config, ticket, self._folder)
         except (OSError, LaunchError) as error:
-            raise CannotStart(wanted.launched_by, str(error)) from None
+            raise CannotStart(config.launcher_name, str(error)) from None
         for process in self._launched.processes:
-            self._watch(process)
-        await self._until_all_came(report)
-        await asyncio.gather(*map(_read_clock, self.there))
-        if wanted.backend != "none":
-            await self._check_ways()
-        self._has_begun = True
+            self._watch_process(process)
+        await self._wait_for_nodes(report)
+        await asyncio.gather(*map(_read_clock, self.present_nodes))
+        if config.backend != "none":
+            await self._check_connections()
+        self._has_started = True
         if self._launched.again is not None:
-            self._do_late(self._try_again())
+            self._run_in_background(self._restart_missing_agents())
 
-    def _watch(self, process: AgentProcess) -> None:
+    def _watch_process(self, process: AgentProcess) -> None:
         self._processes.append(process)
-        asyncio.get_running_loop().add_reader(process.fileno(), self._ended, process)
+        asyncio.get_running_loop().add_reader(process.fileno(), self._handle_process_exit, process)
 
-    def _do_late(self, work: Coroutine[Any, Any, None]) -> None:
+    def _run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
-        self._late.add(task)
-        task.add_done_callback(self._late.discard)
+        self._background_tasks.add(task)
+        task.add_done_callback(self._background_tasks.discard)
 
     async def close(self) -> None:
-        """Make all agents leave, and end the processes that were started for them."""
-        self._is_leaving = True
-        for node in self.there:
+        """Shut all agents down, and end the processes that were started for them."""
+        self._is_closing = True
+        for node in self.present_nodes:
             node.send(Shutdown())
-        loop, late = asyncio.get_running_loop(), [*self._late]
-        for task in late:
+        loop, background = asyncio.get_running_loop(), [*self._background_tasks]
+        for task in background:
             task.cancel()
-        await asyncio.gather(*late, return_exceptions=True)
+        await asyncio.gather(*background, return_exceptions=True)
         processes = self._processes
         for process in processes:
             loop.remove_reader(process.fileno())
-        ends = (asyncio.to_thread(process.end, LEAVE_TIMEOUT) for process in processes)
-        await asyncio.gather(*ends)
+        exits = (asyncio.to_thread(process.end, LEAVE_TIMEOUT) for process in processes)
+        await asyncio.gather(*exits)
         for process in processes:
             process.close()
         with suppress(OSError):
             await asyncio.to_thread(self._launched.close)
-        for node in self.there:
-            node.lose("the world has ended")
+        for node in self.present_nodes:
+            node.mark_lost("the world has ended")
         await self.server.close()
 
-    # --- nodes that come -----------------------------------------------------------------------
+    # --- nodes that join -----------------------------------------------------------------------
 
-    async def _until_all_came(self, report: Callable[[str], None]) -> None:
-        launched, wanted = self._launched, self.wanted
-        # Without a number of nodes, all nodes that exist were asked for.
-        least = wanted.min_nodes if wanted.max_nodes and wanted.min_nodes < launched.nodes else 0
-        awaited = Awaited(launched.nodes, wanted.workers, launched.invitation, least)
-        end = asyncio.get_running_loop().time() + launched.arrive_timeout
-        while not awaited.are_enough(room := self._room()):
+    async def _wait_for_nodes(self, report: Callable[[str], None]) -> None:
+        launched, config = self._launched, self.config
+        # If the user gave no number of nodes, the world needs all nodes of the launcher.
+        minimum = config.min_nodes if config.max_nodes and config.min_nodes < launched.nodes else 0
+        awaited = Awaited(launched.nodes, config.workers, launched.invitation, minimum)
+        deadline = asyncio.get_running_loop().time() + launched.arrive_timeout
+        while not awaited.is_complete(room := self._workers_by_name()):
             report(launched.news() or awaited.text(room))
-            self._came.clear()
-            if len(self._failures) > (launched.nodes - least if least else 0):
+            self._changed.clear()
+            if len(self._failures) > (launched.nodes - minimum if minimum else 0):
                 raise self._failures[0]
-            if (left := end - asyncio.get_running_loop().time()) <= 0:
-                there = {node.number for node in self.there}
-                hosts = [host for at, host in enumerate(launched.hosts) if at not in there]
-                missing = ", ".join(hosts) or count(launched.nodes - len(there), "node")
+            if (seconds_left := deadline - asyncio.get_running_loop().time()) <= 0:
+                present = {node.number for node in self.present_nodes}
+                hosts = [host for at, host in enumerate(launched.hosts) if at not in present]
+                missing = ", ".join(hosts) or count(launched.nodes - len(present), "node")
                 why = f"no agent came from there within {launched.arrive_timeout:.0f} s"
                 raise CannotStart(missing, why)
             try:
-                await asyncio.wait_for(self._came.wait(), min(left, LAST_CALL))
+                await asyncio.wait_for(self._changed.wait(), min(seconds_left, LAST_CALL))
             except TimeoutError:
-                if awaited.will_do(room):
+                if awaited.can_start_without_rest(room):
                     break
         report(awaited.text(room))
 
-    def _room(self) -> dict[str, int]:
+    def _workers_by_name(self) -> dict[str, int]:
         """Return, by node name, the number of workers for which each present node has room."""
-        room, found = room_of(self.wanted, self.there), dict[str, int]()
-        names = [node.name for node in self.there]
-        for node in self.there:
+        room, rooms = room_of(self.config, self.present_nodes), dict[str, int]()
+        names = [node.name for node in self.present_nodes]
+        for node in self.present_nodes:
             is_alone = names.count(node.name) == 1
-            found[node.name if is_alone else f"{node.name} #{node.number}"] = room[node.number]
-        return found
+            rooms[node.name if is_alone else f"{node.name} #{node.number}"] = room[node.number]
+        return rooms
 
-    async def _check_ways(self) -> None:
+    async def _check_connections(self) -> None:
         """Check that machines can reach one another; raises CannotStart."""
-        there = self.there
-        tried = targets(there)
-        asked = (node.do(Reach(tried[node.number])) for node in there)
-        problems = await asyncio.gather(*asked)
-        for node, problem in zip(there, problems, strict=True):
+        nodes = self.present_nodes
+        targets_by_node = targets(nodes)
+        checks = (node.do(Reach(targets_by_node[node.number])) for node in nodes)
+        problems = await asyncio.gather(*checks)
+        for node, problem in zip(nodes, problems, strict=True):
             if problem:
                 why = (
                     f"{node.name} cannot reach {problem}; gloo and nccl connect all machines, at "
@@ -226,47 +229,47 @@ class NodePool:
                 )
                 raise CannotStart(node.name, why)
 
-    async def _try_again(self) -> None:
-        """Try for ever to start agents on hosts whose agent was lost, or could not be started."""
+    async def _restart_missing_agents(self) -> None:
+        """Until the world ends, start agents again on hosts that have no agent."""
         launched = self._launched
         assert launched.again is not None
         while True:
             await asyncio.sleep(AGAIN_INTERVAL)
-            busy = {process.host for process in self._processes}
-            there = {node.number for node in self.there}
+            running_hosts = {process.host for process in self._processes}
+            present = {node.number for node in self.present_nodes}
             for number, host in enumerate(launched.hosts):
-                if host not in busy and number not in there:
+                if host not in running_hosts and number not in present:
                     with suppress(OSError):
-                        self._watch(launched.again(number))
+                        self._watch_process(launched.again(number))
 
-    async def _take_late(self, node: Node) -> None:
+    async def _admit_late_node(self, node: Node) -> None:
         await _read_clock(node)
         if not node.lost:
-            self._admit_late(node)
+            self._on_joined(node)
 
-    def _take(self, identity: bytes, message: NodeUp) -> None:
+    def _handle_message(self, identity: bytes, message: NodeUp) -> None:
         if isinstance(message, NodeHello):
-            self._admit(identity, message)
+            self._add_node(identity, message)
         elif identity in self._by_identity:
-            self._receive(self._by_identity[identity], message)
+            self._on_message(self._by_identity[identity], message)
 
-    def _admit(self, identity: bytes, hello: NodeHello) -> None:
+    def _add_node(self, identity: bytes, hello: NodeHello) -> None:
         number = self._number_for(hello)
         hosts = self._launched.hosts
         name = hosts[number] if number < len(hosts) else hello.facts.name
         node = Node(number, name, hello, lambda message: self.server.send(identity, message))
         if why := mismatch(name, hello, versions_here()):
-            self._fail(CannotStart(name, why))
+            self._record_failure(CannotStart(name, why))
             node.send(Shutdown())
             return
         self._by_identity[identity] = node
         self.nodes[number] = node
-        self._came.set()
-        if self._has_begun:
-            self._do_late(self._take_late(node))
+        self._changed.set()
+        if self._has_started:
+            self._run_in_background(self._admit_late_node(node))
 
     def _number_for(self, hello: NodeHello) -> int:
-        """Return the number for a node: the one that it had before it was lost, or a new one."""
+        """Return the number for a node: its number before it was lost, or a new number."""
         number, name = hello.facts.number, hello.facts.name
         lost = {each.facts.name: each.number for each in self.nodes.values() if each.lost}
         if number < 0:
@@ -277,85 +280,85 @@ class NodePool:
 
     # --- nodes that are lost -------------------------------------------------------------------
 
-    async def last_word(self) -> str:
-        """Return why the command that runs all nodes has ended, if it ends soon; else ""."""
+    async def exit_reason(self) -> str:
+        """Return why the command that runs all agents has ended, if it ends soon; else ""."""
         loop = asyncio.get_running_loop()
-        of_all = [process for process in self._processes if not process.host]
-        end = loop.time() + LAST_WORD_TIMEOUT
-        while of_all and loop.time() < end:
-            if said := _complaint(of_all):
-                return said
+        shared = [process for process in self._processes if not process.host]
+        deadline = loop.time() + LAST_WORD_TIMEOUT
+        while shared and loop.time() < deadline:
+            if reason := _first_complaint(shared):
+                return reason
             await asyncio.sleep(LAST_WORD_STEP)
         return ""
 
-    def _miss(self, identities: Collection[bytes]) -> None:
-        found = (self._by_identity.get(identity) for identity in identities)
-        names = tuple(sorted(node.name for node in found if node is not None and not node.lost))
-        self._tell(Silent(names, self.server.link_timeout))
+    def _report_silent(self, identities: Collection[bytes]) -> None:
+        nodes = (self._by_identity.get(identity) for identity in identities)
+        names = tuple(sorted(node.name for node in nodes if node is not None and not node.lost))
+        self._notify(Silent(names, self.server.link_timeout))
 
-    def _disconnected(self, identity: bytes) -> None:
+    def _handle_disconnect(self, identity: bytes) -> None:
         node = self._by_identity.pop(identity, None)
         if node is not None:
-            mine = [each for each in self._processes if each.host in ("", node.name)]
-            why = _complaint(mine) or f"the connection to {node.name} was lost"
-            self._note_loss(node, why)
+            processes = [each for each in self._processes if each.host in ("", node.name)]
+            why = _first_complaint(processes) or f"the connection to {node.name} was lost"
+            self._mark_lost(node, why)
 
-    def _ended(self, process: AgentProcess) -> None:
+    def _handle_process_exit(self, process: AgentProcess) -> None:
         asyncio.get_running_loop().remove_reader(process.fileno())
         code = process.exit_code() or 0
         lines = tuple(process.last_lines())
         why = why_refused(process.host, lines, process.command) or f"it {word_exit(code)}"
-        mine = [node for node in self.there if process.host in ("", node.name)]
-        said = process.complaint()
-        ended = "ssh to" if process.command.startswith("ssh ") else "the agent on"
-        for node in mine:
-            self._note_loss(node, said or f"{ended} {node.name} has ended")
+        nodes = [node for node in self.present_nodes if process.host in ("", node.name)]
+        complaint = process.complaint()
+        subject = "ssh to" if process.command.startswith("ssh ") else "the agent on"
+        for node in nodes:
+            self._mark_lost(node, complaint or f"{subject} {node.name} has ended")
         if self._launched.again is not None:
             self._processes.remove(process)
             process.close()
-        if self._has_begun:
+        if self._has_started:
             return
-        if not mine and said:
-            self._fail(CannotStart(process.host, said))
-        elif not mine:
-            self._fail(CannotStart(process.host, why, process.command, lines))
+        if not nodes and complaint:
+            self._record_failure(CannotStart(process.host, complaint))
+        elif not nodes:
+            self._record_failure(CannotStart(process.host, why, process.command, lines))
 
-    def _note_loss(self, node: Node, why: str) -> None:
-        if not node.lost and not self._is_leaving:
+    def _mark_lost(self, node: Node, why: str) -> None:
+        if not node.lost and not self._is_closing:
             log.warning("%s", why)
-            node.lose(why)
-            self._lose(node)
+            node.mark_lost(why)
+            self._on_lost(node)
             for process in self._processes:
                 if process.host == node.name and process.exit_code() is None:
-                    self._do_late(asyncio.to_thread(process.end, 0.0))
+                    self._run_in_background(asyncio.to_thread(process.end, 0.0))
 
-    def _fail(self, failure: CannotStart) -> None:
+    def _record_failure(self, failure: CannotStart) -> None:
         self._failures.append(failure)
-        self._came.set()
+        self._changed.set()
 
 
-def _who(wanted: WorldConfig) -> tuple[object, ...]:
+def _machine_options(config: WorldConfig) -> tuple[object, ...]:
     """Return the options that decide which machines a world has, but not those for its ranks."""
-    started_by = wanted.launched_by, wanted.named_hosts, wanted.salloc, wanted.wrap
-    size, python = (wanted.min_nodes, wanted.max_nodes), (wanted.python, wanted.fork)
-    return *started_by, *size, *python, wanted.address, wanted.link_timeout
+    started_by = config.launcher_name, config.named_hosts, config.salloc, config.wrap
+    size, python = (config.min_nodes, config.max_nodes), (config.python, config.fork)
+    return *started_by, *size, *python, config.address, config.link_timeout
 
 
 async def _read_clock(node: Node) -> None:
     with suppress(NodeLost):
-        await node.set_clock()
+        await node.measure_clock()
 
 
-def _complaint(processes: Sequence[AgentProcess]) -> str:
+def _first_complaint(processes: Sequence[AgentProcess]) -> str:
     return next(filter(None, (process.complaint() for process in processes)), "")
 
 
 @dataclass(frozen=True, slots=True)
 class Awaited:
-    """The nodes that a start waits for; with an `invitation`, also room for `workers`.
+    """The nodes that a start waits for; with an `invitation` they need room for `workers`.
 
     `invitation` is the command by which a user lets a machine join, "" if a launcher starts them.
-    `least` nodes are enough if the others do not come at the same time.
+    `least` nodes are enough if the others do not join within `LAST_CALL`.
     """
 
     nodes: int
@@ -363,23 +366,23 @@ class Awaited:
     invitation: str = ""
     least: int = 0
 
-    def will_do(self, room: Mapping[str, int]) -> bool:
+    def can_start_without_rest(self, room: Mapping[str, int]) -> bool:
         """Return True if the world can start without the nodes that are missing."""
         return 0 < self.least <= len(room) and not self.invitation
 
-    def are_enough(self, room: Mapping[str, int]) -> bool:
-        """Return True if no further node is needed; `room` has the workers of each by name."""
+    def is_complete(self, room: Mapping[str, int]) -> bool:
+        """Return True if no further node is needed; `room` is the workers of each node by name."""
         if len(room) < self.nodes:
             return False
         return not self.invitation or self.workers is None or sum(room.values()) >= self.workers
 
     def text(self, room: Mapping[str, int]) -> str:
-        """Return `1 of 2 nodes: a (4)`, and what the user has to do for the others."""
+        """Return `1 of 2 nodes: a (4)`, and the command to run on the missing machines."""
         hosts = ", ".join(f"{name} ({number})" for name, number in room.items())
         text = f"{len(room)} of {count(self.nodes, 'node')}"
         if self.invitation and self.workers is not None:
             text = f"{sum(room.values())} of {count(self.workers, 'worker')}"
         text += f": {hosts}" if hosts else ""
-        if self.invitation and not self.are_enough(room):
+        if self.invitation and not self.is_complete(room):
             return f"run `{self.invitation}` on each machine · {text}"
         return text

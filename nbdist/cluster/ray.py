@@ -31,12 +31,12 @@ from nbdist.config import WorldConfig
 from nbdist.system.processes import MODULE, Child
 from nbdist.words import count
 
-PLACED_TIMEOUT = 60.0  # seconds for importing Ray, and for Ray to place all actors
+PLACED_TIMEOUT = 60.0  # seconds to import Ray, and for Ray to place all actors
 
 LEAVE_TIMEOUT = 5.0  # seconds for the driver to disconnect from Ray
 
 ARRIVE_TIMEOUT = 180.0
-"""Seconds for the agents to come once they are placed.
+"""Seconds for the agents to connect once they are placed.
 
 On each node Ray first starts an interpreter, which imports Ray; beside four spinning processes on
 two cores that took more than 60.
@@ -47,7 +47,7 @@ TOKEN_WANTED = (
     "the Ray cluster takes only whom it knows by its token: set RAY_AUTH_MODE=token before the "
     "notebook begins, and have the token in ~/.ray/auth_token or in RAY_AUTH_TOKEN"
 )
-"""Said in the place of Ray's own message, which is only in its log, or longer than a line."""
+"""Replaces Ray's own message, which is only in Ray's log, or longer than a line."""
 
 Ended = tuple[int, int, list[str]]
 """The number of an agent that has ended, its exit code, and the last lines that it has written."""
@@ -56,12 +56,12 @@ Ended = tuple[int, int, list[str]]
 class RayLauncher:
     """The launcher of `--launcher ray`."""
 
-    def launch(self, wanted: WorldConfig, ticket: Ticket, folder: Path) -> Launched:
+    def launch(self, config: WorldConfig, ticket: Ticket, folder: Path) -> Launched:
         """Let Ray place an actor on each node; raises OSError if it cannot."""
         if importlib.util.find_spec("ray") is None:
             raise OSError(f"Ray is not installed here: {sys.executable} -m pip install nbdist[ray]")
         driver = Driver(folder / "ray.log")
-        agents = driver.place(wanted, ticket)
+        agents = driver.place(config, ticket)
         hosts = [agent.host for agent in agents]
         return Launched(agents, len(agents), hosts, "", ARRIVE_TIMEOUT, close=driver.leave)
 
@@ -69,8 +69,8 @@ class RayLauncher:
 class Driver(Child):
     """The process that talks to Ray, and the thread that reads from it.
 
-    The process gets what to place, and answers with the hosts on which actors are about to start
-    agents, or with the reason why there are none. Then it gets the number of each agent that must
+    The process gets the options and the ticket, and answers with the hosts on which actors will
+    start agents, or with the reason why none will. Then it gets the number of each agent that must
     end, and sends an `Ended` for each agent.
     """
 
@@ -80,30 +80,30 @@ class Driver(Child):
         self._agents: Sequence[RayAgent] = ()
         self._listener = threading.Thread(target=self._listen, name="ray", daemon=True)
 
-    def place(self, wanted: WorldConfig, ticket: Ticket) -> Sequence[RayAgent]:
-        """Place all actors, and begin to record their ends; raises OSError, with nothing left."""
-        too_long = threading.Timer(PLACED_TIMEOUT, self._process.kill)
-        too_long.start()
+    def place(self, config: WorldConfig, ticket: Ticket) -> Sequence[RayAgent]:
+        """Place all actors, and begin to record how they end; raises OSError without leftovers."""
+        timer = threading.Timer(PLACED_TIMEOUT, self._process.kill)
+        timer.start()
         try:
-            send(self._process.stdin, (wanted, ticket.to_line()))
-            said = read_message(self._process.stdout)
+            send(self._process.stdin, (config, ticket.to_line()))
+            reply = read_message(self._process.stdout)
         finally:
-            too_long.cancel()
-        if isinstance(said, list):
-            self._agents = [RayAgent(self, at, host, wanted) for at, host in enumerate(said)]
+            timer.cancel()
+        if isinstance(reply, list):
+            self._agents = [RayAgent(self, at, host, config) for at, host in enumerate(reply)]
             self._listener.start()
             return self._agents
         self._end(KILL_TIMEOUT)
         lines = self.last_lines()
         self.close()
-        if any(map(TOKEN.search, [said or "", *lines])):
-            said = TOKEN_WANTED
-        told = " ".join(lines[-1:])
-        slow = f"Ray did not place the agents within {PLACED_TIMEOUT:.0f} s: {told}"
-        raise OSError(said or slow)
+        if any(map(TOKEN.search, [reply or "", *lines])):
+            reply = TOKEN_WANTED
+        last_line = " ".join(lines[-1:])
+        slow = f"Ray did not place the agents within {PLACED_TIMEOUT:.0f} s: {last_line}"
+        raise OSError(reply or slow)
 
     def end_agent(self, number: int) -> None:
-        """Close the stdin of an agent, which makes it leave."""
+        """Close the stdin of an agent, which makes the agent exit."""
         send(self._process.stdin, number)
 
     def leave(self) -> None:
@@ -127,24 +127,24 @@ class Driver(Child):
     def _listen(self) -> None:
         while (ended := read_message(self._process.stdout)) is not None:
             number, code, lines = ended
-            self._agents[number].note_end(code, lines)
+            self._agents[number].record_end(code, lines)
         code = self._process.wait()
         for agent in self._agents:
-            agent.note_end(code, [])
+            agent.record_end(code, [])
 
 
 class RayAgent(AgentProcess):
     """An agent that is the child of an actor; `host` is the node that Ray has chosen."""
 
-    def __init__(self, driver: Driver, number: int, host: str, wanted: WorldConfig) -> None:
+    def __init__(self, driver: Driver, number: int, host: str, config: WorldConfig) -> None:
         self.host = host
         self._number = number
-        command = " ".join([*wanted.wrapper, *agent_command(wanted.python, number)])
-        self.command = f"ray actor {actor_name(wanted, number)}: {command}"
+        command = " ".join([*config.wrapper, *agent_command(config.python, number)])
+        self.command = f"ray actor {actor_name(config, number)}: {command}"
         self._driver = driver
         self._exit_code: int | None = None
         self._last_lines: list[str] = []
-        self._is_over = threading.Event()
+        self._has_ended = threading.Event()
         # The reading end becomes readable when the writing end is closed.
         self._reader, self._writer = os.pipe()
 
@@ -160,25 +160,25 @@ class RayAgent(AgentProcess):
     def end(self, timeout: float) -> None:
         """Close the agent's stdin, and wait at most `timeout` seconds.
 
-        `Driver.leave` ends what is left.
+        If the agent has not exited by then, `Driver.leave` ends it.
         """
         self._driver.end_agent(self._number)
-        self._is_over.wait(timeout)
+        self._has_ended.wait(timeout)
 
     def close(self) -> None:
         os.close(self._reader)
 
-    def note_end(self, code: int, lines: list[str]) -> None:
+    def record_end(self, code: int, lines: list[str]) -> None:
         """Record how the agent has ended; only the first call counts."""
         if self._exit_code is None:
             self._exit_code, self._last_lines = code, lines
-            self._is_over.set()
+            self._has_ended.set()
             os.close(self._writer)
 
 
-def actor_name(wanted: WorldConfig, number: int) -> str:
+def actor_name(config: WorldConfig, number: int) -> str:
     """Return the name of a node's actor, which Ray's dashboard shows."""
-    return f"nbdist:{wanted.name}/{number}"
+    return f"nbdist:{config.name}/{number}"
 
 
 def read_message(stream: IO[bytes] | None) -> Any:
@@ -201,7 +201,7 @@ def send(stream: IO[bytes] | None, message: object) -> None:
 # --- resources of the cluster's nodes -----------------------------------------------------------
 
 CPU, GPU, MEMORY = "CPU", "GPU", "memory"  # Ray's names for resources; memory is in bytes
-MOST_TOLD = 6  # nodes whose resources an error lists
+MOST_TOLD = 6  # the most nodes whose resources an error lists
 _BYTES = {"M": 1 << 20, "G": 1 << 30, "T": 1 << 40}  # units in `--memory`
 _DIGITS = re.compile(r"([0-9]+)")
 
@@ -216,36 +216,36 @@ class RayNode(NamedTuple):
 
 
 class NoRoom(ValueError):
-    """The cluster lacks resources that are asked for; the message says which, and what it has."""
+    """The cluster lacks requested resources; the message says which, and what the cluster has."""
 
 
-def bundles_of(wanted: WorldConfig, nodes: Sequence[RayNode]) -> list[Bundle]:
+def bundles_of(config: WorldConfig, nodes: Sequence[RayNode]) -> list[Bundle]:
     """Return the resources to reserve on each node; raises NoRoom if the cluster has too few."""
-    per_node, workers = wanted.per_node, wanted.workers
-    has_gpus = any(node.resources.get(GPU) for node in nodes) and wanted.backend != "gloo"
-    one: dict[str, float] = {CPU: wanted.cpus or 1}
+    per_node, workers = config.per_node, config.workers
+    has_gpus = any(node.resources.get(GPU) for node in nodes) and config.backend != "gloo"
+    one: dict[str, float] = {CPU: config.cpus or 1}
     if has_gpus or per_node == "gpu":
         one[GPU] = 1
-    if wanted.memory:
-        one[MEMORY] = int(wanted.memory[:-1]) * _BYTES[wanted.memory[-1]]
+    if config.memory:
+        one[MEMORY] = int(config.memory[:-1]) * _BYTES[config.memory[-1]]
     # Workers for which each node has room while no other program uses it.
-    each = (min(node.resources.get(n, 0) // much for n, much in one.items()) for node in nodes)
-    rooms = sorted(map(int, each), reverse=True)
+    fits = (min(node.resources.get(n, 0) // much for n, much in one.items()) for node in nodes)
+    rooms = sorted(map(int, fits), reverse=True)
     if isinstance(per_node, int):
-        shares = [per_node for room in rooms if room >= per_node][: wanted.max_nodes]
-        is_enough, of = len(shares) >= wanted.min_nodes, per_node
-        asked = count(wanted.min_nodes, "node")
+        shares = [per_node for room in rooms if room >= per_node][: config.max_nodes]
+        is_enough, least = len(shares) >= config.min_nodes, per_node
+        needed = count(config.min_nodes, "node")
     else:
-        if GPU not in one and per_node != "cpu":  # the user has left it open
+        if GPU not in one and per_node != "cpu":  # the user chose no processor for the workers
             rooms = [min(room, topology.AUTO_LIMIT) for room in rooms]
-        shares, of = [room for room in rooms if room], 1
+        shares, least = [room for room in rooms if room], 1
         if workers is not None:
             pairs = zip(shares, accumulate(shares, initial=0), strict=False)
             shares = [min(room, workers - before) for room, before in pairs if before < workers]
         is_enough = sum(shares) >= (workers or 1)
-        asked = count(workers or 1, "worker")
+        needed = count(workers or 1, "worker")
     if not is_enough:
-        raise NoRoom(f"{asked} with {word_bundle(_times(one, of))} each: {_word_nodes(nodes)}")
+        raise NoRoom(f"{needed} with {word_bundle(_times(one, least))} each: {_word_nodes(nodes)}")
     return [_times(one, share) for share in shares]
 
 
@@ -262,20 +262,20 @@ def _times(one: Bundle, number: int) -> Bundle:
 
 
 def _word_nodes(nodes: Sequence[RayNode]) -> str:
-    told = "; ".join(f"{node.name} has {word_bundle(node.resources)}" for node in nodes[:MOST_TOLD])
+    text = "; ".join(f"{node.name} has {word_bundle(node.resources)}" for node in nodes[:MOST_TOLD])
     more = f"; and {len(nodes) - MOST_TOLD} more" if len(nodes) > MOST_TOLD else ""
-    return f"the cluster has {count(len(nodes), 'node')}: {told}{more}"
+    return f"the cluster has {count(len(nodes), 'node')}: {text}{more}"
 
 
 def distinct(names: Sequence[str], addresses: Sequence[str]) -> list[str]:
     """Return names without duplicates: with the address appended, then with a number."""
-    for ends in (addresses, [f"{number}" for number in range(len(names))]):
-        pairs = zip(names, ends, strict=True)
-        names = [name if names.count(name) == 1 else f"{name}-{end}" for name, end in pairs]
+    for suffixes in (addresses, [f"{number}" for number in range(len(names))]):
+        pairs = zip(names, suffixes, strict=True)
+        names = [name if names.count(name) == 1 else f"{name}-{suffix}" for name, suffix in pairs]
     return [*names]
 
 
-def in_order(name: str) -> list[int | str]:
+def natural_key(name: str) -> list[int | str]:
     """Return a key that sorts names as a person expects: node2 before node10."""
     return [int(part) if part.isdigit() else part for part in _DIGITS.split(name)]
 
@@ -288,12 +288,12 @@ REACH_TRIES = ("RAY_NUM_REDIS_GET_RETRIES", "3")  # tries, a second apart; Ray's
 PLACE_TIMEOUT = 20.0
 """Seconds until nodes must have the wanted resources free.
 
-A world that has ended gives them back little by little; beside other work, more than 5 s later.
+After a world has ended, its resources become free little by little, some after more than 5 s.
 """
 
 REMEDY = "`ray start` makes it one, and RAY_ADDRESS names another"
 CURRENT = "ray_current_cluster"
-"""The file in Ray's folder with the address of the cluster that this machine is a node of."""
+"""The file in Ray's folder with the address of this machine's cluster."""
 
 APART = """
 import os, subprocess, sys
@@ -307,15 +307,15 @@ if code < 0:
 sys.exit(code)
 """
 # Ray kills the children of an actor with it. The guard above an agent must outlive that, to end
-# what a killed agent has left: so this process stands between them.
+# the leftovers of a killed agent: so this process stands between the actor and the guard.
 
 
 class Agent:
     """The actor that Ray places on a node, and shows in its dashboard; its child is the agent.
 
-    Ray pickles the class with all that it uses of this module, which is nothing of nbdist: only the
-    agent's interpreter needs nbdist. If one of actor and agent ends, so does the other: the end of
-    the actor closes the agent's stdin.
+    Ray pickles the class with all that it uses of this module, which must not use nbdist: only the
+    agent's interpreter has to have nbdist. If the agent ends, `run` returns; if the actor ends, the
+    agent's stdin is closed, and the agent exits.
     """
 
     def __init__(self) -> None:
@@ -324,21 +324,21 @@ class Agent:
     def run(self, command: Sequence[str], guess: str, ticket: bytes) -> tuple[int, list[str]]:
         """Run the agent, and return its exit code and last lines.
 
-        If the interpreter `guess` is not on this node, use the actor's own.
+        If this node lacks the interpreter `guess`, run the actor's interpreter instead.
         """
-        own = {guess: sys.executable} if guess and not os.path.exists(guess) else {}
+        replacements = {guess: sys.executable} if guess and not os.path.exists(guess) else {}
         # The node's environment, without variables that Ray has set for its actors.
-        mine = {"SPT_NOENV", "PYTHONBREAKPOINT", "OMP_NUM_THREADS"}
+        ray_names = {"SPT_NOENV", "PYTHONBREAKPOINT", "OMP_NUM_THREADS"}
         environ = {
             name: value
             for name, value in os.environ.items()
-            if name not in mine and (name == "RAY_ADDRESS" or not name.startswith("RAY_"))
+            if name not in ray_names and (name == "RAY_ADDRESS" or not name.startswith("RAY_"))
         }
-        before = signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray blocks SIGINT
-        apart = [sys.executable, "-I", "-S", "-c", APART]
+        old_mask = signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray blocks SIGINT
+        wrapper = [sys.executable, "-I", "-S", "-c", APART]
         try:
             self._child = subprocess.Popen(
-                [*apart, *(own.get(word, word) for word in command)],
+                [*wrapper, *(replacements.get(word, word) for word in command)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -346,33 +346,33 @@ class Agent:
                 start_new_session=True,
             )
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        last: deque[str] = deque(maxlen=20)
+            signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
+        last_lines: deque[str] = deque(maxlen=20)
         with self._child:
             with suppress(BrokenPipeError):
                 self._child.stdin.write(ticket)
                 self._child.stdin.flush()
             for line in self._child.stdout:
-                last.append(line.decode(errors="replace").rstrip("\n"))
-                sys.stderr.write(f"{last[-1]}\n")
-        return self._child.returncode, [*last]
+                last_lines.append(line.decode(errors="replace").rstrip("\n"))
+                sys.stderr.write(f"{last_lines[-1]}\n")
+        return self._child.returncode, [*last_lines]
 
     def end(self) -> None:
-        """Close the agent's stdin, which makes it leave."""
+        """Close the agent's stdin, which makes the agent exit."""
         if self._child is not None:
             with suppress(BrokenPipeError):
                 self._child.stdin.close()
 
 
 def drive() -> None:
-    """Place actors as the head asks, and serve it until stdin ends."""
+    """Place actors as the head requests, and serve the head until stdin is closed."""
     # Ray's prints must not reach the head: they go to stderr.
-    told = os.fdopen(os.dup(1), "wb")
+    output = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    wanted, ticket = read_message(sys.stdin.buffer)
-    asked = os.environ.get("RAY_ADDRESS") or "auto"
-    if problem := word_no_cluster(asked):
-        send(told, problem)
+    config, ticket = read_message(sys.stdin.buffer)
+    address = os.environ.get("RAY_ADDRESS") or "auto"
+    if problem := word_no_cluster(address):
+        send(output, problem)
         return
     os.environ.setdefault(*REACH_TRIES)
     import ray
@@ -380,20 +380,20 @@ def drive() -> None:
 
     try:
         # With "auto", unlike an address, Ray finds the token of this machine's cluster.
-        ray.init(address=asked, log_to_driver=False, logging_level="WARNING")
-        bundles, names = place(wanted)
+        ray.init(address=address, log_to_driver=False, logging_level="WARNING")
+        bundles, names = reserve_nodes(config)
     except (NoRoom, OSError, RuntimeError, ValueError, RayError) as error:
         # Ray names a missing token only in the cause.
-        send(told, " ".join(f"{error} {error.__cause__ or ''}".split()))
+        send(output, " ".join(f"{error} {error.__cause__ or ''}".split()))
         return
-    agents = start(wanted, ticket, bundles)
-    send(told, names)
-    serve(agents, told)
+    agents = start(config, ticket, bundles)
+    send(output, names)
+    serve(agents, output)
 
 
-def word_no_cluster(asked: str) -> str:
-    """Return why no cluster can be there, or "": asking here is quicker than importing Ray."""
-    address = current() if asked == "auto" else asked
+def word_no_cluster(requested: str) -> str:
+    """Return why no cluster can be running, or ""; quicker than importing Ray to find out."""
+    address = current_cluster() if requested == "auto" else requested
     if not address:
         return f"this machine is no node of a Ray cluster; {REMEDY}"
     host, _, port = address.rpartition("://")[2].rpartition(":")
@@ -405,8 +405,8 @@ def word_no_cluster(asked: str) -> str:
     return ""
 
 
-def current() -> str:
-    """Return the address that `ray start` has written on this machine; "" if there is none."""
+def current_cluster() -> str:
+    """Return the address that `ray start` has written on this machine; "" if it was not run."""
     try:
         return Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", CURRENT).read_text().strip()
     except OSError:
@@ -417,48 +417,48 @@ Reserved = tuple[Any, int, Bundle]
 """A placement group, an index in it, and the resources that are reserved there."""
 
 
-def place(wanted: WorldConfig) -> tuple[list[Reserved], list[str]]:
+def reserve_nodes(config: WorldConfig) -> tuple[list[Reserved], list[str]]:
     """Reserve resources on each node; return them and the nodes' names, sorted by name."""
     import ray
     from ray.util.placement_group import placement_group, placement_group_table
 
     alive = {each["NodeID"]: each for each in ray.nodes() if each["Alive"]}
     nodes = [RayNode(each["NodeManagerHostname"], each["Resources"]) for each in alive.values()]
-    bundles = bundles_of(wanted, nodes)
+    bundles = bundles_of(config, nodes)
     group = placement_group(
-        [dict(bundle) for bundle in bundles], "STRICT_SPREAD", name=f"nbdist:{wanted.name}"
+        [dict(bundle) for bundle in bundles], "STRICT_SPREAD", name=f"nbdist:{config.name}"
     )
     if not group.wait(PLACE_TIMEOUT):
         raise NoRoom(word_busy(bundles, ray.available_resources(), ray.cluster_resources()))
-    at = placement_group_table(group)["bundles_to_node_id"]
-    chosen = [(alive[at[number]], number) for number in range(len(bundles))]
-    chosen.sort(key=lambda each: in_order(each[0]["NodeManagerHostname"]))
+    node_ids = placement_group_table(group)["bundles_to_node_id"]
+    chosen = [(alive[node_ids[number]], number) for number in range(len(bundles))]
+    chosen.sort(key=lambda each: natural_key(each[0]["NodeManagerHostname"]))
     names = [str(node["NodeManagerHostname"]) for node, _ in chosen]
     addresses = [str(node["NodeManagerAddress"]) for node, _ in chosen]
     return [(group, number, bundles[number]) for _, number in chosen], distinct(names, addresses)
 
 
-def word_busy(bundles: Sequence[Bundle], free: Bundle, there: Bundle) -> str:
-    """Return a message that the resources are used by others, with what is free."""
-    asked = f"{count(len(bundles), 'node')} with {word_bundle(bundles[0])}"
+def word_busy(bundles: Sequence[Bundle], free: Bundle, total: Bundle) -> str:
+    """Return a message that other programs use the resources, with the resources that are free."""
+    nodes = f"{count(len(bundles), 'node')} with {word_bundle(bundles[0])}"
     return (
-        f"{asked} each: the cluster has that, but it was not free within {PLACE_TIMEOUT:.0f} s; "
-        f"of {word_bundle(there)} there is {word_bundle(free)} free"
+        f"{nodes} each: the cluster has that, but it was not free within {PLACE_TIMEOUT:.0f} s; "
+        f"of {word_bundle(total)} there is {word_bundle(free)} free"
     )
 
 
-def start(wanted: WorldConfig, ticket: bytes, places: Sequence[Reserved]) -> list[tuple[Any, Any]]:
+def start(config: WorldConfig, ticket: bytes, places: Sequence[Reserved]) -> list[tuple[Any, Any]]:
     """Start the actors, which run agents; return each with Ray's reference to its result."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    guess = sys.executable if wanted.python in (None, sys.executable) else ""
+    guess = sys.executable if config.python in (None, sys.executable) else ""
     started = []
     for number, (group, index, bundle) in enumerate(places):
         actor = (
             ray.remote(Agent)
             .options(
-                name=actor_name(wanted, number),
+                name=actor_name(config, number),
                 max_concurrency=2,
                 num_cpus=bundle[CPU],
                 num_gpus=bundle.get(GPU, 0),
@@ -467,21 +467,21 @@ def start(wanted: WorldConfig, ticket: bytes, places: Sequence[Reserved]) -> lis
             )
             .remote()
         )
-        command = [*wanted.wrapper, *agent_command(wanted.python, number)]
+        command = [*config.wrapper, *agent_command(config.python, number)]
         started.append((actor, actor.run.remote(command, guess, ticket)))
     return started
 
 
-def serve(agents: Sequence[tuple[Any, Any]], told: IO[bytes]) -> None:
-    """Report agents that end, from a thread of Ray, and end agents that the head names."""
+def serve(agents: Sequence[tuple[Any, Any]], output: IO[bytes]) -> None:
+    """Report agents that end, from a thread of Ray; end the agents whose numbers the head sends."""
     for number, (_, result) in enumerate(agents):
-        result.future().add_done_callback(lambda of, at=number: send(told, ended(at, of)))
+        result.future().add_done_callback(lambda end, at=number: send(output, agent_end(at, end)))
     while (number := read_message(sys.stdin.buffer)) is not None:
         agents[number][0].end.remote()
 
 
-def ended(number: int, result: Future[tuple[int, list[str]]]) -> Ended:
-    """Return how an agent has ended; if its actor is gone, with Ray's message."""
+def agent_end(number: int, result: Future[tuple[int, list[str]]]) -> Ended:
+    """Return how an agent has ended; if its actor was lost, with Ray's message."""
     error = result.exception()
     if error is None:
         return number, *result.result()

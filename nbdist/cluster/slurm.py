@@ -78,107 +78,107 @@ class Job:
 class SlurmLauncher:
     """The launcher of `--launcher slurm`."""
 
-    def launch(self, wanted: WorldConfig, ticket: Ticket, folder: Path) -> Launched:
+    def launch(self, config: WorldConfig, ticket: Ticket, folder: Path) -> Launched:
         """Start an agent on each node of the present allocation, or of a new one."""
-        needed = ("salloc", "srun") if wanted.salloc else ("scontrol", "srun")
+        needed = ("salloc", "srun") if config.salloc else ("scontrol", "srun")
         if missing := [name for name in needed if shutil.which(name) is None]:
             raise LaunchError(
                 f"there is no `{missing[0]}` on this machine. Begin the notebook where Slurm's "
                 "commands are, or use `--hosts` for ssh"
             )
-        if wanted.salloc is not None:
-            owner = Allocation(wanted, ticket, folder)
-            nodes, news = nodes_asked(wanted)[0], lambda: word_queue(owner.last_lines())
-            return Launched([owner], nodes, arrive_timeout=QUEUE_TIMEOUT, news=news)
+        if config.salloc is not None:
+            owner = Allocation(config, ticket, folder)
+            nodes, queue_text = requested_nodes(config)[0], lambda: word_queue(owner.last_lines())
+            return Launched([owner], nodes, arrive_timeout=QUEUE_TIMEOUT, news=queue_text)
         job = find_job(os.environ)
-        nodes = nodes_of(job, wanted)
+        nodes = nodes_of(job, config)
         names = ask("scontrol", "show", "hostnames", job.names, timeout=ASK_TIMEOUT).split()
-        command, environ = srun_command(job.number, nodes, wanted), step_environ(os.environ)
+        command, environ = srun_command(job.number, nodes, config), step_environ(os.environ)
         process = SlurmCommand("", command, ticket, folder, environ)
-        process.of = f"allocation {job.number}"
+        process.allocation = f"allocation {job.number}"
         return Launched([process], nodes, names[:nodes])
 
 
 class SlurmCommand(AgentCommand):
-    """An `srun`, or a command that runs one; `of` names its allocation in messages."""
+    """An `srun`, or a command that runs `srun`; messages name the `allocation`."""
 
-    of = ""
+    allocation = ""
 
     def complaint(self) -> str:
-        return word_complaint(self.of, self.last_lines())
+        return word_complaint(self.allocation, self.last_lines())
 
 
 class Allocation(SlurmCommand):
     """The process that owns a `salloc`, and ends its job."""
 
-    def __init__(self, wanted: WorldConfig, ticket: Ticket, folder: Path) -> None:
-        command = salloc_command(wanted)
+    def __init__(self, config: WorldConfig, ticket: Ticket, folder: Path) -> None:
+        command = salloc_command(config)
         owner = [sys.executable, *MODULE, "nbdist.cluster.slurm"]
         super().__init__("", [*owner, *command], ticket, folder)
-        self.of, self.command = f"`--salloc {wanted.salloc}`", shlex.join(command)
+        self.allocation, self.command = f"`--salloc {config.salloc}`", shlex.join(command)
 
     def end(self, timeout: float) -> None:
         """End the job; report on stderr, the head's log, what Slurm has not ended."""
-        super().end(timeout + 2 * CANCEL_TIMEOUT)  # a last round may begin just before the end
-        if left := left_behind(self.last_lines()):
-            sys.stderr.write(f"{LEFT}{left}\n")
+        super().end(timeout + 2 * CANCEL_TIMEOUT)  # a last scancel may begin just before the end
+        if remaining := left_behind(self.last_lines()):
+            sys.stderr.write(f"{LEFT}{remaining}\n")
 
 
 # --- commands -----------------------------------------------------------------------------
 
 
-def srun_command(job: str, nodes: int, wanted: WorldConfig) -> list[str]:
+def srun_command(job: str, nodes: int, config: WorldConfig) -> list[str]:
     """Return the command that starts an agent on each of `nodes` nodes of an allocation."""
-    return ["srun", f"--jobid={job}", f"--nodes={nodes}", f"--ntasks={nodes}", *_step(wanted)]
+    return ["srun", f"--jobid={job}", f"--nodes={nodes}", f"--ntasks={nodes}", *_step(config)]
 
 
-def salloc_command(wanted: WorldConfig) -> list[str]:
+def salloc_command(config: WorldConfig) -> list[str]:
     """Return the command that waits for an allocation, and starts its agents."""
-    least, most = nodes_asked(wanted)
-    nodes = f"--nodes={least}" if least == most else f"--nodes={least}-{most}"
+    minimum, maximum = requested_nodes(config)
+    nodes = f"--nodes={minimum}" if minimum == maximum else f"--nodes={minimum}-{maximum}"
     unset = [word for name in OF_ALLOCATION for word in ("-u", name)]
     return [
-        *("salloc", f"--job-name={wanted.name}", *_resources(wanted)),
-        *(*_split(wanted.salloc or ""), nodes),
-        *("env", *unset, "sh", "-c", f'exec {IN_ALLOCATION} "$@"', "sh", *_step(wanted)),
+        *("salloc", f"--job-name={config.name}", *_resources(config)),
+        *(*_split(config.salloc or ""), nodes),
+        *("env", *unset, "sh", "-c", f'exec {IN_ALLOCATION} "$@"', "sh", *_step(config)),
     ]
 
 
-def _step(wanted: WorldConfig) -> list[str]:
+def _step(config: WorldConfig) -> list[str]:
     """Return arguments for a step with an agent on each node, and all of the job's resources."""
-    memory = _memory(wanted) or "0"
+    memory = _memory(config) or "0"
     return [
         *("--ntasks-per-node=1", "--overlap", "--kill-on-bad-exit=0", "--wait=0"),
         *(f"--mem={memory}", "--mpi=none", "--cpu-bind=none", "--quiet", "--chdir=/"),
-        *(f"--job-name={wanted.name}", "sh", "-c", NUMBERED, "sh"),
-        *(*wanted.wrapper, *agent_command(wanted.python)),
+        *(f"--job-name={config.name}", "sh", "-c", NUMBERED, "sh"),
+        *(*config.wrapper, *agent_command(config.python)),
     ]
 
 
-def _resources(wanted: WorldConfig) -> list[str]:
+def _resources(config: WorldConfig) -> list[str]:
     """Return salloc's options for `--cpus` and `--memory`, which count for each worker."""
-    per_node, options = wanted.per_node, []
-    least, most = nodes_asked(wanted)
-    if isinstance(per_node, int) and least < most:
-        # With a number of tasks, Slurm would grant only the nodes that these need.
-        options.append(f"--mincpus={per_node * (wanted.cpus or 1)}")
+    per_node, options = config.per_node, []
+    minimum, maximum = requested_nodes(config)
+    if isinstance(per_node, int) and minimum < maximum:
+        # With a number of tasks, Slurm would grant only the nodes that the tasks need.
+        options.append(f"--mincpus={per_node * (config.cpus or 1)}")
     elif isinstance(per_node, int):
         options.append(f"--ntasks-per-node={per_node}")
-    if wanted.cpus is not None:
-        options.append(f"--cpus-per-task={wanted.cpus}")
-    if memory := _memory(wanted):
+    if config.cpus is not None:
+        options.append(f"--cpus-per-task={config.cpus}")
+    if memory := _memory(config):
         options.append(f"--mem={memory}")
-    elif wanted.memory:
-        options.append(f"--mem-per-gpu={wanted.memory}")
+    elif config.memory:
+        options.append(f"--mem-per-gpu={config.memory}")
     return options
 
 
-def _memory(wanted: WorldConfig) -> str:
+def _memory(config: WorldConfig) -> str:
     """Return the memory of all workers of a node; "" if it or their number is not given."""
-    per_node = wanted.per_node
-    if wanted.memory is None or not isinstance(per_node, int):
+    per_node = config.per_node
+    if config.memory is None or not isinstance(per_node, int):
         return ""
-    return f"{int(wanted.memory[:-1]) * per_node}{wanted.memory[-1]}"
+    return f"{int(config.memory[:-1]) * per_node}{config.memory[-1]}"
 
 
 def _split(text: str) -> list[str]:
@@ -194,24 +194,24 @@ def _split(text: str) -> list[str]:
     return options
 
 
-def nodes_asked(wanted: WorldConfig) -> tuple[int, int]:
+def requested_nodes(config: WorldConfig) -> tuple[int, int]:
     """Return the least and largest number of nodes of a new allocation, by `-j` or salloc's -N."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("-N", "--nodes", default="")
     try:
-        text = parser.parse_known_args(_split(wanted.salloc or ""))[0].nodes
+        text = parser.parse_known_args(_split(config.salloc or ""))[0].nodes
     except argparse.ArgumentError as error:
-        raise LaunchError(f"`--salloc {wanted.salloc}`: {error}") from None
-    found = _SPAN.fullmatch(text) if text else None
-    of_layout = (wanted.min_nodes, wanted.max_nodes or wanted.min_nodes)
-    if found is None:
+        raise LaunchError(f"`--salloc {config.salloc}`: {error}") from None
+    match = _SPAN.fullmatch(text) if text else None
+    of_layout = (config.min_nodes, config.max_nodes or config.min_nodes)
+    if match is None:
         return of_layout
-    asked = (int(found[1]), int(found[2] or found[1]))
-    if wanted.max_nodes is not None and asked != of_layout:
+    requested = (int(match[1]), int(match[2] or match[1]))
+    if config.max_nodes is not None and requested != of_layout:
         raise LaunchError(
-            f"`--salloc {wanted.salloc}`: -N {text} are not the nodes of `-j`; leave one out"
+            f"`--salloc {config.salloc}`: -N {text} are not the nodes of `-j`; leave one out"
         )
-    return asked
+    return requested
 
 
 # --- allocations --------------------------------------------------------------------------
@@ -230,8 +230,8 @@ def find_job(environ: Mapping[str, str]) -> Job:
         )
     state = ""
     try:
-        said = ask("scontrol", "show", "--oneliner", "job", number, timeout=ASK_TIMEOUT)
-        job = read_job(number, said)
+        description = ask("scontrol", "show", "--oneliner", "job", number, timeout=ASK_TIMEOUT)
+        job = read_job(number, description)
         if job.state == "RUNNING":
             return job
         state = f" ({job.state})"
@@ -246,46 +246,46 @@ def find_job(environ: Mapping[str, str]) -> Job:
 
 def read_job(number: str, text: str) -> Job:
     """Read the output of `scontrol show --oneliner job`."""
-    found = dict(word.partition("=")[::2] for word in text.split())
-    nodes = found.get("NumNodes", "0").partition("-")[0]
-    return Job(number, found.get("JobState", ""), int(nodes), found.get("NodeList", ""))
+    fields = dict(word.partition("=")[::2] for word in text.split())
+    nodes = fields.get("NumNodes", "0").partition("-")[0]
+    return Job(number, fields.get("JobState", ""), int(nodes), fields.get("NodeList", ""))
 
 
-def nodes_of(job: Job, wanted: WorldConfig) -> int:
+def nodes_of(job: Job, config: WorldConfig) -> int:
     """Return the number of agents in an allocation; LaunchError if it has too few nodes."""
-    if job.nodes < wanted.min_nodes:
+    if job.nodes < config.min_nodes:
         raise LaunchError(
             f"allocation {job.number} has {count(job.nodes, 'node')} ({job.names}), and "
-            f"{wanted.min_nodes} are asked for"
+            f"{config.min_nodes} are asked for"
         )
-    return min(job.nodes, wanted.max_nodes or job.nodes)
+    return min(job.nodes, config.max_nodes or job.nodes)
 
 
-def word_complaint(of: str, lines: Sequence[str]) -> str:
+def word_complaint(name: str, lines: Sequence[str]) -> str:
     """Return why Slurm has ended or refused an allocation or a step; "" if it was not Slurm."""
-    if own := [found[1] for line in lines if (found := _OWN.fullmatch(line))]:
-        return f"{of}: {own[0]}"
+    if owner_messages := [match[1] for line in lines if (match := _OWN.fullmatch(line))]:
+        return f"{name}: {owner_messages[0]}"
     reasons = [line for line in lines if _REASON.match(line) and not _NOT_SLURMS.search(line)]
     refused = [line for line in reasons if line.startswith("salloc")]
     if not refused and any(_ENDED.search(line) for line in lines):
-        return f"the allocation of {of} has ended" if of[0] == "`" else f"{of} has ended"
-    said = [found[1].strip() for line in refused or reasons if (found := _SAID.fullmatch(line))]
-    return f"{of}: Slurm says: {'; '.join(said)}" if said else ""
+        return f"the allocation of {name} has ended" if name[0] == "`" else f"{name} has ended"
+    messages = [match[1].strip() for line in refused or reasons if (match := _SAID.fullmatch(line))]
+    return f"{name}: Slurm says: {'; '.join(messages)}" if messages else ""
 
 
 def word_queue(lines: Sequence[str]) -> str:
-    """Return that salloc waits for an allocation, and why; "" if it has it."""
+    """Return that salloc waits for an allocation, and why; "" once it is granted."""
     text = "\n".join(lines)
-    found = _NUMBER.findall(text) if GRANTED not in text else []
+    numbers = _NUMBER.findall(text) if GRANTED not in text else []
     reason = next((line for line in reversed(lines) if line.startswith(REASON)), REASON)
     why = f": {reason.removeprefix(REASON)}" if reason != REASON else ""
-    return f"job {found[-1]} waits in Slurm's queue{why}" if found else ""
+    return f"job {numbers[-1]} waits in Slurm's queue{why}" if numbers else ""
 
 
 # --- the process that owns an allocation of `--salloc` ------------------------------------
 
-END_TIMEOUT = 3.0  # seconds for agents to leave, and for salloc to release its allocation
-CANCEL_TIMEOUT, CANCEL_STEP = 4.0, 0.1  # seconds for Slurm to end a job, and between two looks
+END_TIMEOUT = 3.0  # seconds for agents to exit, and for salloc to release its allocation
+CANCEL_TIMEOUT, CANCEL_STEP = 4.0, 0.1  # seconds for Slurm to end a job, and between two checks
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds between questions why a job waits; they double
 
@@ -294,7 +294,7 @@ LONGEST_LOG = 1 << 20
 CARRIED = frozenset(
     ("PATH", "LD_LIBRARY_PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TZ")
 )
-"""Variables that nodes get; a node's own Slurm would replace them if all were sent."""
+"""Variables that nodes get; each node's Slurm would replace them if all were sent."""
 
 OF_SLURM = frozenset(("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_CLUSTER_NAME", "SLURM_JWT"))
 """Variables that Slurm's commands need.
@@ -317,34 +317,34 @@ def step_environ(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def salloc_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return these variables with the user's defaults of salloc, which `--salloc` can override."""
-    own = {name: value for name, value in environ.items() if name.startswith("SALLOC_")}
-    own.pop("SALLOC_NO_SHELL", None)  # salloc would run no agents
-    return step_environ(environ) | own
+    """Return the variables for salloc: also the user's defaults, which `--salloc` overrides."""
+    salloc_defaults = {name: value for name, value in environ.items() if name.startswith("SALLOC_")}
+    salloc_defaults.pop("SALLOC_NO_SHELL", None)  # with this variable salloc would run no agents
+    return step_environ(environ) | salloc_defaults
 
 
 def own_allocation() -> None:
-    """Run salloc until it or stdin ends; then end its job, or report that it may still run.
+    """Run salloc until it ends or stdin closes; end its job, or report that it may still run.
 
     stderr is a log file, from which this process reads the job's number.
     """
     salloc = subprocess.Popen(sys.argv[1:], env=salloc_environ(os.environ))
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # whoever sends SIGTERM has closed stdin before
-    ends = select.poll()
-    ends.register(os.pidfd_open(salloc.pid), select.POLLIN)
-    ends.register(0, 0)  # with no event asked for, only the end of the pipe is reported
-    _await_end(ends)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the sender of SIGTERM has closed stdin before
+    poller = select.poll()
+    poller.register(os.pidfd_open(salloc.pid), select.POLLIN)
+    poller.register(0, 0)  # with no event asked for, only the end of the pipe is reported
+    _wait_for_end(poller)
     salloc.poll()
-    said = os.pread(2, LONGEST_LOG, 0).decode(errors="replace")
-    number = found[-1] if (found := _NUMBER.findall(said)) else ""
+    log_text = os.pread(2, LONGEST_LOG, 0).decode(errors="replace")
+    number = numbers[-1] if (numbers := _NUMBER.findall(log_text)) else ""
     if salloc.returncode is None:
-        if GRANTED not in said:
+        if GRANTED not in log_text:
             salloc.terminate()  # in the queue salloc does not read stdin
         with suppress(subprocess.TimeoutExpired):
             salloc.wait(END_TIMEOUT)
     elif salloc.returncode < 0:
-        fate = f", and job {number} ends with it" if number else ""
-        sys.stderr.write(f"nbdist: salloc {word_exit(salloc.returncode)}{fate}\n")
+        consequence = f", and job {number} ends with it" if number else ""
+        sys.stderr.write(f"nbdist: salloc {word_exit(salloc.returncode)}{consequence}\n")
     problem = cancel(number) if number else ""
     if salloc.poll() is None:
         salloc.kill()
@@ -354,34 +354,34 @@ def own_allocation() -> None:
     sys.exit(code if code >= 0 else 128 - code)
 
 
-def _await_end(ends: select.poll) -> None:
-    """Wait until salloc or stdin ends; meanwhile log why the job waits, whenever that changes."""
-    written, pause = "", FIRST_PAUSE
-    while not ends.poll(pause * 1000):
-        said = os.pread(2, LONGEST_LOG, 0).decode(errors="replace")
-        if GRANTED in said:
-            ends.poll()
+def _wait_for_end(poller: select.poll) -> None:
+    """Wait until salloc or stdin ends; log why the job waits, whenever the reason changes."""
+    logged, pause = "", FIRST_PAUSE
+    while not poller.poll(pause * 1000):
+        log_text = os.pread(2, LONGEST_LOG, 0).decode(errors="replace")
+        if GRANTED in log_text:
+            poller.poll()
             return
-        found = _NUMBER.findall(said)
-        if found and (reason := _asked_of(found[-1], "%r")) != written:
+        numbers = _NUMBER.findall(log_text)
+        if numbers and (reason := _squeue(numbers[-1], "%r")) != logged:
             sys.stderr.write(f"{REASON}{'' if reason == NO_REASON else reason}\n")
-            written = reason
+            logged = reason
         pause = min(2 * pause, LONGEST_PAUSE)
 
 
 def cancel(number: str) -> str:
-    """Cancel a job; return a message if it may still run, "" once it is gone."""
-    end = time.monotonic() + CANCEL_TIMEOUT
-    while (state := _asked_of(number, "%T")) not in _ENDS:
+    """Cancel a job; return a message if the job may still run, "" once Slurm has ended it."""
+    deadline = time.monotonic() + CANCEL_TIMEOUT
+    while (state := _squeue(number, "%T")) not in _ENDS:
         with suppress(OSError):
             ask("scancel", number, timeout=CANCEL_TIMEOUT / 2)
-        if time.monotonic() > end:
+        if time.monotonic() > deadline:
             return f"Slurm's job {number} may still run ({state}): `scancel {number}` ends it"
         time.sleep(CANCEL_STEP)
     return ""
 
 
-def _asked_of(number: str, form: str) -> str:
+def _squeue(number: str, form: str) -> str:
     """Return squeue's answer on a job, or its complaint; "" once Slurm has forgotten the job."""
     command = ("squeue", "--noheader", f"--format={form}", f"--jobs={number}")
     try:

@@ -1,4 +1,4 @@
-"""How a machine joins a world: the ticket that lets an agent in, and the command `nbdist join`.
+"""How a machine joins a world: the ticket by which an agent connects, and `nbdist join`.
 
 A ticket goes to an agent's stdin, never into an argument or a variable, which other users can read.
 For `nbdist join` the head writes it to a file in the user's state folder.
@@ -37,7 +37,7 @@ RECONNECT_INTERVAL = 0.2  # seconds between an agent's tries to connect again
 
 
 class BadTicket(ValueError):
-    """A text is no ticket; the message says what is wrong with it."""
+    """A text is no ticket; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +58,9 @@ class KeyPair:
 class Ticket:
     """Where a world's head listens, its public key, and the keys that it accepts (RFC 26).
 
-    The keys are new for each world. Both sides recognise each other by them, and encrypt
-    everything. `addresses` are tried in this order; `fork` says whether workers are forked;
-    `link_timeout` is how many seconds the head waits for a silent agent.
+    The keys are new for each world: by them, head and agents recognise each other, and encrypt all
+    messages. Agents prefer the first of the `addresses`. `fork` says whether workers are
+    forked; `link_timeout` is how many seconds the head waits for a silent agent.
     """
 
     addresses: tuple[str, ...]
@@ -71,7 +71,7 @@ class Ticket:
     link_timeout: float = LINK_TIMEOUT
 
     def to_line(self) -> bytes:
-        """Return the ticket as one line of JSON."""
+        """Return the ticket as a line of JSON."""
         return json.dumps(asdict(self)).encode() + b"\n"
 
 
@@ -97,31 +97,30 @@ def endpoint(address: str, port: int) -> str:
 
 def listen_with(socket: zmq.Socket[Any], keys: KeyPair, link_timeout: float = LINK_TIMEOUT) -> None:
     """Make a socket accept only connections that have these keys."""
-    _beat(socket, link_timeout)
+    _set_heartbeats(socket, link_timeout)
     socket.curve_server = True
     socket.curve_publickey = keys.public.encode()
     socket.curve_secretkey = keys.secret.encode()
 
 
-def come_with(socket: zmq.Socket[Any], ticket: Ticket) -> None:
-    """Make a socket connect with the keys of a ticket, and again if the connection is lost."""
-    _beat(socket, ticket.link_timeout)
+def connect_with(socket: zmq.Socket[Any], ticket: Ticket) -> None:
+    """Make a socket connect with the keys of a ticket, and reconnect after a loss."""
+    _set_heartbeats(socket, ticket.link_timeout)
     socket.reconnect_ivl = round(RECONNECT_INTERVAL * 1000)
     socket.curve_serverkey = ticket.server_key.encode()
     socket.curve_publickey = ticket.keys.public.encode()
     socket.curve_secretkey = ticket.keys.secret.encode()
 
 
-def _beat(socket: zmq.Socket[Any], link_timeout: float) -> None:
+def _set_heartbeats(socket: zmq.Socket[Any], link_timeout: float) -> None:
     socket.ipv6 = True
     socket.heartbeat_ivl = round(BEAT_INTERVAL * 1000)
-    # After a pause of its own, libzmq looks at the clock before it reads what has come meanwhile.
-    # So only agents notice a lost head by this; the head looks at its connections (`NodeServer`),
-    # and earlier.
+    # After a pause of its process, libzmq looks at the clock before it reads what has arrived.  So
+    # only agents notice a lost head by these heartbeats; the head checks its connections itself
+    # (`NodeServer`), and earlier.
     socket.heartbeat_timeout = round(AGENTS_WAIT * link_timeout * 1000)
-    # While a message is half in the kernel's buffer, heartbeats are neither sent nor missed, as
-    # when the cable is pulled during a big value. TCP_USER_TIMEOUT, set here, ends such a
-    # connection.
+    # While a message is only partly sent, as when the cable is pulled during a big value, libzmq
+    # neither sends nor misses heartbeats. TCP_USER_TIMEOUT, set here, ends such a connection.
     socket.setsockopt(zmq.TCP_MAXRT, round(AGENTS_WAIT * link_timeout * 1000))
     socket.sndhwm = socket.rcvhwm = 0
 
@@ -149,11 +148,11 @@ def place_of(ticket: Ticket) -> Place:
 
 def place_from(text: str) -> Place:
     """Read a place that was typed for `nbdist join`; raises UsageError."""
-    host, sign, port = text.strip().rpartition(":")
+    host, colon, port = text.strip().rpartition(":")
     in_brackets = host[:1] + host[-1:] == "[]"
     if ":" in host and not in_brackets:
         why = "write an IPv6 address in brackets, [fe80::1]:4321"
-    elif not (sign and host.strip("[]") and re.fullmatch("[0-9]{1,5}", port)):
+    elif not (colon and host.strip("[]") and re.fullmatch("[0-9]{1,5}", port)):
         why = "it is HOST:PORT, as shown by the notebook"
     elif not 0 < int(port) < 1 << 16:
         why = f"there is no port {port}"
@@ -182,11 +181,11 @@ def write_join_key(ticket: Ticket) -> Path:
 
 
 def find_join_key(place: Place) -> Ticket | None:
-    """Return the ticket of the world at this place: by address, or by port if only one has it."""
+    """Return the ticket of the world at this place: by address, or by a port that is unique."""
     by_port = [ticket for _, ticket in _join_keys() if ticket.port == place.port]
     by_address = [ticket for ticket in by_port if place.host in ticket.addresses]
-    found = by_address or by_port
-    return found[0] if len(found) == 1 else None
+    tickets = by_address or by_port
+    return tickets[0] if len(tickets) == 1 else None
 
 
 def read_key_file(path: Path) -> Ticket:
@@ -203,21 +202,21 @@ def read_key_file(path: Path) -> Ticket:
 
 def drop_dead_join_keys() -> None:
     """Remove files of worlds on this machine whose head was killed before it could remove them."""
-    own = own_addresses()
+    local_addresses = own_addresses()
     for path, ticket in _join_keys():
-        if own.issuperset(ticket.addresses) and not any(
-            _is_heard_at(address, ticket.port) for address in ticket.addresses
+        if local_addresses.issuperset(ticket.addresses) and not any(
+            _is_alive(address, ticket.port) for address in ticket.addresses
         ):
             path.unlink(missing_ok=True)
 
 
 def own_addresses() -> set[str]:
     """Return the addresses of all network interfaces of this machine."""
-    return {each.address for on in psutil.net_if_addrs().values() for each in on}
+    return {each.address for entries in psutil.net_if_addrs().values() for each in entries}
 
 
-def _is_heard_at(address: str, port: int) -> bool:
-    with suppress(OSError):  # another error does not tell: count as alive
+def _is_alive(address: str, port: int) -> bool:
+    with suppress(OSError):  # other errors prove nothing: count as alive
         try:
             socket.create_connection((address, port), LOOK_TIMEOUT).close()
         except ConnectionRefusedError:
@@ -232,22 +231,22 @@ def _join_keys() -> Iterator[tuple[Path, Ticket]]:
                 yield path, read_key_file(path)
 
 
-LONGEST_SAYING = 1000  # milliseconds
+LONGEST_SAYING = 1000  # milliseconds for the report to reach the head
 
 
-def what_to_say(identity: bytes, ticket: Ticket, address: str) -> bytes:
+def guard_line(identity: bytes, ticket: Ticket, address: str) -> bytes:
     """Return a line for an agent's guard: the agent's identity, and where the head listens."""
     return identity.hex().encode() + b" " + replace(ticket, addresses=(address,)).to_line()
 
 
-def say_ended(line: bytes) -> None:
-    """Tell the head, if it can be reached, that an agent was killed; the agent's guard calls it."""
+def report_killed_agent(line: bytes) -> None:
+    """Report to the head, if it can be reached, that an agent was killed; for the agent's guard."""
     identity, _, written = line.partition(b" ")
     ticket = ticket_from(written)
     ended = bytes.fromhex(identity.decode())
     with suppress(zmq.ZMQError), zmq.Context() as context, context.socket(zmq.DEALER) as link:
         link.linger = LONGEST_SAYING
-        come_with(link, ticket)
+        connect_with(link, ticket)
         link.connect(endpoint(ticket.addresses[0], ticket.port))
         link.send_multipart([Numbered().sign(Kind.ENDED), ended])
 
@@ -256,33 +255,32 @@ def say_ended(line: bytes) -> None:
 
 REACH_TIMEOUT = 5.0  # seconds for the kernel of the other machine to answer
 ENDED = 128 + signal.SIGTERM  # the exit code of a shell for a process that SIGTERM has ended
-LEAVE_TIMEOUT = 25.0  # seconds for the agent and its guard to end all, which takes 20 at most
+LEAVE_TIMEOUT = 25.0  # seconds for the agent and its guard to end all processes: at most 20
 
 
 def join(text: str, key_file: str | None = None, node: int | None = None) -> int:
     """Run an agent on this machine until its world ends; return an exit code.
 
-    `text` is the place that the notebook shows. Raises UsageError. If a launcher such as torchrun
+    `text` is the address that the notebook shows. Raises UsageError. If a launcher such as torchrun
     or srun runs this several times on a node, only the first process joins, and the others exit.
     """
     place = place_from(text)
-    leads, own = part_of(os.environ)
-    if not leads:
+    is_leader, node_number = node_position(os.environ)
+    if not is_leader:
         sys.stderr.write("nbdist: one `nbdist join` per node: local rank 0 joins, this one ends\n")
         return 0
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        return _come(place, key_file, own if node is None else node)
+        return _run_agent(place, key_file, node_number if node is None else node)
     except KeyboardInterrupt:
         return ENDED
 
 
-def _come(place: Place, key_file: str | None, number: int) -> int:
-    address = _reach(place)
+def _run_agent(place: Place, key_file: str | None, number: int) -> int:
+    address = _resolve(place)
     ticket = replace(_find_key(place, key_file), addresses=(address,), port=place.port)
-    environ = safe_environ(without_starters(os.environ), folders.current_folder())
-    # A session of its own: at Ctrl-C the agent leaves with its workers, because its stdin is
-    # closed.
+    environ = safe_environ(agent_environ(os.environ), folders.current_folder())
+    # In a new session the agent gets no Ctrl-C: it exits with its workers when its stdin is closed.
     agent = subprocess.Popen(
         agent_command("", number), stdin=subprocess.PIPE, env=environ, start_new_session=True
     )
@@ -296,10 +294,10 @@ def _come(place: Place, key_file: str | None, number: int) -> int:
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         with suppress(BrokenPipeError):
-            agent.stdin.close()  # the agent then leaves nothing behind
+            agent.stdin.close()  # the agent then exits without leftovers
         with suppress(subprocess.TimeoutExpired):
             agent.wait(LEAVE_TIMEOUT)
-        agent.kill()  # its guard, the process above it, ends what is left
+        agent.kill()  # kills the guard; the agent below then gets SIGTERM, and exits
         agent.wait()
     return code if code >= 0 else 1
 
@@ -311,8 +309,8 @@ def _find_key(place: Place, key_file: str | None) -> Ticket:
             return ticket_from(sys.stdin.buffer.readline())
         if key_file is not None:
             return read_key_file(Path(key_file))
-        if found := find_join_key(place):
-            return found
+        if ticket := find_join_key(place):
+            return ticket
         if sys.stdin.isatty():
             return ticket_from(getpass.getpass(f"Key of the world at {place}: ").encode())
     except BadTicket as error:
@@ -326,11 +324,11 @@ def _find_key(place: Place, key_file: str | None) -> Ticket:
     )
 
 
-def _reach(place: Place) -> str:
+def _resolve(place: Place) -> str:
     """Return the numeric address that answers at this place; raises UsageError if none does."""
     try:
-        with socket.create_connection((place.host, place.port), REACH_TIMEOUT) as reached:
-            return socket.getnameinfo(reached.getpeername(), socket.NI_NUMERICHOST)[0]
+        with socket.create_connection((place.host, place.port), REACH_TIMEOUT) as connection:
+            return socket.getnameinfo(connection.getpeername(), socket.NI_NUMERICHOST)[0]
     except OSError as error:
         why = "no answer" if isinstance(error, TimeoutError) else error.strerror or str(error)
         raise UsageError(
@@ -353,25 +351,25 @@ OF_STARTERS = (
     *("TORCHELASTIC_", "OMPI_", "PMIX_", "PMI_", "PRTE_", "MPI_LOCAL", "PALS_", "HYDI_"),
     *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_TASK_PID"),
 )
-"""Beginnings of variables that are for the started process alone, and would mislead workers."""
+"""Beginnings of variables that are for this process alone, and would mislead workers."""
 
 
-def part_of(environ: Mapping[str, str]) -> tuple[bool, int]:
-    """Return whether the process with these variables leads its node, and the node, or -1."""
-    leads = all(_number(environ, name) <= 0 for name in LOCAL_RANKS)
+def node_position(environ: Mapping[str, str]) -> tuple[bool, int]:
+    """Return whether this process is the first on its node, and the node's number, or -1."""
+    is_leader = all(_number(environ, name) <= 0 for name in LOCAL_RANKS)
     numbers = (_number(environ, name) for name in NODE_NUMBERS)
-    return leads, next((number for number in numbers if number >= 0), -1)
+    return is_leader, next((number for number in numbers if number >= 0), -1)
 
 
-def without_starters(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without variables that are for this process, and not for an agent."""
-    left_out = set(NBDIST_DECIDES)
+def agent_environ(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment for an agent, without variables that are for this process alone."""
+    removed = set(NBDIST_DECIDES)
     if "TORCHELASTIC_RUN_ID" in environ and environ.get("OMP_NUM_THREADS") == "1":
-        left_out.add("OMP_NUM_THREADS")  # torchrun sets it to 1 unless the user has set it
+        removed.add("OMP_NUM_THREADS")  # set to 1 by torchrun, unless the user has set a number
     return {
         name: value
         for name, value in environ.items()
-        if name not in left_out and not name.startswith(OF_STARTERS)
+        if name not in removed and not name.startswith(OF_STARTERS)
     }
 
 

@@ -1,6 +1,6 @@
-"""Big values between the notebook and the nodes: what waits for them, and how long they are kept.
+"""Big values between the notebook and the nodes, and the tasks and outputs that wait for them.
 
-The rules are in `nbdist.wire.transfer`.
+The rules of how long values are kept are in `nbdist.wire.transfer`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from nbdist.wire.node_messages import Bring
 from nbdist.wire.transfer import Drop, Fetch, Piece, Receiving, piece_of
 from nbdist.wire.work import failure_in_words
 
-SAY_EVERY = 0.25  # seconds after which it is said how far big values are
-LOOK_EVERY = 1.0  # seconds between two looks at what the notebook still has
+SAY_EVERY = 0.25  # seconds between two lines on the progress of big values
+LOOK_EVERY = 1.0  # seconds between two checks which segments the notebook still has open
 
 
 @dataclass
 class _Waiting:
-    """A task whose memory is under way: how many bytes of it were `sent`, by node and path."""
+    """A task whose memory is in flight: `sent` is the bytes sent so far, by node and path."""
 
     run: Run
     total: int
@@ -34,68 +34,68 @@ class _Waiting:
 
 @dataclass
 class _Held:
-    """The end of a rank's task whose values are under way, and what the rank has said after it."""
+    """The end of a rank's task whose values are in flight, and the rank's later outputs."""
 
     node: int
     done: Done
     task: str
     refs: tuple[SegmentRef, ...]
-    after: list[tuple[int, str, Output]] = field(default_factory=list)
+    later_outputs: list[tuple[int, str, Output]] = field(default_factory=list)
 
 
 class BulkTransfers:
-    """Big values both ways, between the notebook and the nodes.
+    """Transfers big values both ways between the notebook and the nodes.
 
-    All ranks get a task at the same time, once all their nodes have its variables: none waits in a
-    collective for a slow link.  Values that ranks return stay in this process's memory until the
+    All ranks get a task at the same time, once all their nodes have its variables: no rank waits in
+    a collective for a slow link.  Values that ranks return stay in this process's memory until the
     notebook has read them.
-    `node` returns the node with a number, `run` sends a task, `show` sends the notebook what ranks
-    could not be asked for or had to wait for, and `do` does something meanwhile.
+    `node` returns the node with a number, `send_run` sends a task to its nodes, `show_outputs`
+    sends outputs to the notebook, and `spawn` runs a coroutine in the background.
     """
 
     def __init__(
         self,
         node: Callable[[int], Node],
-        run: Callable[[Run], None],
-        show: Callable[[Outputs], None],
-        do: Callable[[Coroutine[Any, Any, None]], None],
+        send_run: Callable[[Run], None],
+        show_outputs: Callable[[Outputs], None],
+        spawn: Callable[[Coroutine[Any, Any, None]], None],
     ) -> None:
-        self._node, self._run, self._show, self._do = node, run, show, do
+        self._node, self._send_run, self._show, self._spawn = node, send_run, show_outputs, spawn
         self._waiting: dict[str, _Waiting] = {}
         self._refs: dict[str, SegmentRef] = {}
-        self._there: dict[int, set[str]] = {}
-        """The paths of the notebook's segments that each node has, all of each."""
-        self._held: dict[int, _Held] = {}
+        self._paths_on: dict[int, set[str]] = {}
+        """The paths of the notebook's segments of which each node has a complete copy."""
+        self._pending: dict[int, _Held] = {}
         self._receiving: dict[int, Receiving] = {}
-        self._came_from: dict[int, tuple[str, int, tuple[str, ...]]] = {}  # by rank: task and node
-        self._say_at = 0.0
+        self._received: dict[int, tuple[str, int, tuple[str, ...]]] = {}  # by rank: task and node
+        self._progress_due = 0.0
 
     # --- down ------------------------------------------------------------------------------
 
     def run(self, run: Run, nodes: Iterable[int]) -> None:
-        """Send a task to these nodes once they have what the notebook still has of its memory."""
+        """Send a task to nodes, after the segments of its memory that the nodes lack."""
         self.release_values(run.ranks)
-        lacks = {}
+        missing = {}
         for node in nodes if run.segments else ():
-            there = self._there.setdefault(node, set())
-            if refs := tuple(ref for ref in run.segments if ref.path not in there):
-                lacks[node] = refs
-        if not lacks:
-            self._run(run)
+            paths = self._paths_on.setdefault(node, set())
+            if refs := tuple(ref for ref in run.segments if ref.path not in paths):
+                missing[node] = refs
+        if not missing:
+            self._send_run(run)
             return
-        total = sum(length_of(ref) for refs in lacks.values() for ref in refs)
-        sent = {(node, ref.path): 0 for node, refs in lacks.items() for ref in refs}
+        total = sum(length_of(ref) for refs in missing.values() for ref in refs)
+        sent = {(node, ref.path): 0 for node, refs in missing.items() for ref in refs}
         self._waiting[run.id] = _Waiting(run, total, sent)
         if not self._refs:
-            self._do(self._look())
+            self._spawn(self._drop_closed_segments())
         self._refs |= {ref.path: ref for ref in run.segments}
-        for node, refs in lacks.items():
-            self._do(self._bring(run.id, node, refs))
+        for node, refs in missing.items():
+            self._spawn(self._send_segments(run.id, node, refs))
 
-    async def _bring(self, task: str, number: int, refs: tuple[SegmentRef, ...]) -> None:
-        """Send a node what it lacks for a task; without room for it no rank gets the task."""
+    async def _send_segments(self, task: str, number: int, refs: tuple[SegmentRef, ...]) -> None:
+        """Send a node the segments that it lacks for a task; fail the task if they do not fit."""
         if task not in self._waiting:
-            return  # it was stopped
+            return  # the task was interrupted
         node = self._node(number)
         problem = await node.do(Bring(refs))
         if (waiting := self._waiting.get(task)) is None:
@@ -107,23 +107,23 @@ class BulkTransfers:
         for ref in refs:
             waiting.sent[number, ref.path] = length_of(ref)
             if not node.lost:
-                self._there[number].add(ref.path)
+                self._paths_on[number].add(ref.path)
         if sum(waiting.sent.values()) == waiting.total:
             del self._waiting[task]
-            self._tell(waiting.run.ranks[0], task, waiting.total, waiting.total)
-            self._run(waiting.run)
+            self._show_progress(waiting.run.ranks[0], task, waiting.total, waiting.total)
+            self._send_run(waiting.run)
 
     def fetch(self, node: int, fetch: Fetch) -> None:
-        """Send a node the piece that it asks for."""
+        """Send a node the piece of a segment that it has requested."""
         self._node(node).send(piece_of(fetch))
         for waiting in self._waiting.values():
             if (node, fetch.ref.path) in waiting.sent:
                 waiting.sent[node, fetch.ref.path] = fetch.offset
-        self._say()
+        self._show_all_progress()
 
     def _fail(self, run: Run, failed: Collection[int], name: str, message: str) -> None:
         """End the task on all of its ranks before it began, on the `failed` with this error."""
-        self._call_off(run.id)
+        self._cancel(run.id)
         failure, items = failure_in_words(name, message), list[tuple[int, str, Output]]()
         for rank in run.ranks:
             if rank in failed:
@@ -132,136 +132,136 @@ class BulkTransfers:
             items.append((rank, run.id, done))
         self._show(Outputs(tuple(items)))
 
-    def _call_off(self, task: str) -> None:
-        """Send it to no rank, and have nodes drop what has come of its memory in part."""
+    def _cancel(self, task: str) -> None:
+        """Forget a task that waits, and let nodes drop incomplete segments of its memory."""
         sent = self._waiting.pop(task).sent.keys()
-        for node, path in sent - self._wanted():
-            if path not in self._there.get(node, ()):
+        for node, path in sent - self._needed_segments():
+            if path not in self._paths_on.get(node, ()):
                 self._node(node).send(Drop(path))
 
-    def _wanted(self) -> set[tuple[int, str]]:
+    def _needed_segments(self) -> set[tuple[int, str]]:
         return set().union(*(waiting.sent for waiting in self._waiting.values()))
 
-    async def _look(self) -> None:
-        """Have nodes drop what no task waits for, and the notebook has closed."""
+    async def _drop_closed_segments(self) -> None:
+        """Let nodes drop segments that the notebook has closed and no task waits for."""
         while self._refs:
             await asyncio.sleep(LOOK_EVERY)
-            wanted = {path for _, path in self._wanted()}
-            gone = [
-                path for path, ref in self._refs.items() if path not in wanted and not is_open(ref)
+            needed = {path for _, path in self._needed_segments()}
+            closed = [
+                path for path, ref in self._refs.items() if path not in needed and not is_open(ref)
             ]
-            for path in gone:
+            for path in closed:
                 del self._refs[path]
-                for node, there in self._there.items():
-                    if path in there:
-                        there.discard(path)
+                for node, paths in self._paths_on.items():
+                    if path in paths:
+                        paths.discard(path)
                         self._node(node).send(Drop(path))
 
     # --- up --------------------------------------------------------------------------------
 
     def hold_back(self, node: int, outputs: Outputs) -> Outputs:
-        """Return what can be shown: not the end of a task whose values are not here, nor later."""
+        """Return outputs to show now; hold a task's end and later ones until its values arrive."""
         items = []
         for rank, task, output in outputs.items:
-            if held := self._held.get(rank):
-                held.after.append((rank, task, output))
+            if pending := self._pending.get(rank):
+                pending.later_outputs.append((rank, task, output))
             elif isinstance(output, Done) and (refs := refs_in(output.values)):
                 if node not in self._receiving:
                     self._receiving[node] = Receiving(lambda it: self._node(node).send(it))
-                self._held[rank] = held = _Held(node, output, task, refs)
-                self._do(self._take_in(rank, held))
+                self._pending[rank] = pending = _Held(node, output, task, refs)
+                self._spawn(self._fetch_values(rank, pending))
             else:
                 items.append((rank, task, output))
         return Outputs(tuple(items))
 
-    async def _take_in(self, rank: int, held: _Held) -> None:
-        """Bring what a rank returns here, and show the end of its task."""
-        if self._held.get(rank) is not held:
-            return  # it was stopped, or its node is lost
-        receiving = self._receiving[held.node]
-        problem = await receiving.bring(held.refs)
-        if self._held.get(rank) is not held:
+    async def _fetch_values(self, rank: int, pending: _Held) -> None:
+        """Fetch the values that a rank returns, and show the end of its task."""
+        if self._pending.get(rank) is not pending:
+            return  # the task was interrupted, or its node is lost
+        receiving = self._receiving[pending.node]
+        problem = await receiving.bring(pending.refs)
+        if self._pending.get(rank) is not pending:
             return
-        places = receiving.places(held.refs)
+        places = receiving.places(pending.refs)
         if problem:
-            self._fail_held(rank, "NotEnoughMemory", f"where the notebook is: {problem}")
-        elif len(places) < len(held.refs):
-            self._fail_held(rank, "SegmentGone", "the value is gone: its process has ended since")
+            self._fail_rank(rank, "NotEnoughMemory", f"where the notebook is: {problem}")
+        elif len(places) < len(pending.refs):
+            self._fail_rank(rank, "SegmentGone", "the value is gone: its process has ended since")
         else:
-            self._came_from[rank] = held.task, held.node, tuple(places)
-            self._release(rank, replace(held.done, values=relocate(held.done.values, places)))
+            self._received[rank] = pending.task, pending.node, tuple(places)
+            self._finish(rank, replace(pending.done, values=relocate(pending.done.values, places)))
 
-    def take(self, node: int, piece: Piece) -> None:
-        """Take in what a node was asked for."""
+    def store_piece(self, node: int, piece: Piece) -> None:
+        """Store a piece that was requested from a node."""
         self._receiving[node].take(piece)
-        self._say()
+        self._show_all_progress()
 
-    def _fail_held(self, rank: int, name: str, message: str) -> None:
-        held = self._held[rank]
-        self._receiving[held.node].drop(ref.path for ref in held.refs)
-        done = replace(held.done, status="error", values=None)
-        self._release(rank, failure_in_words(name, message), done)
+    def _fail_rank(self, rank: int, name: str, message: str) -> None:
+        pending = self._pending[rank]
+        self._receiving[pending.node].drop(ref.path for ref in pending.refs)
+        done = replace(pending.done, status="error", values=None)
+        self._finish(rank, failure_in_words(name, message), done)
 
-    def _release(self, rank: int, *ended: Output) -> None:
-        held = self._held.pop(rank)
-        later = self.hold_back(held.node, Outputs(tuple(held.after)))
-        self._show(Outputs((*((rank, held.task, each) for each in ended), *later.items)))
+    def _finish(self, rank: int, *final: Output) -> None:
+        pending = self._pending.pop(rank)
+        later = self.hold_back(pending.node, Outputs(tuple(pending.later_outputs)))
+        self._show(Outputs((*((rank, pending.task, each) for each in final), *later.items)))
 
     def release_values(self, ranks: Iterable[int], task: str | None = None) -> None:
-        """Release what these ranks have brought back of this task, by default of any."""
+        """Release the values that these ranks have returned by a task, by default by any task."""
         for rank in ranks:
-            if rank in self._came_from and task in (None, self._came_from[rank][0]):
-                _, node, paths = self._came_from.pop(rank)
+            if rank in self._received and task in (None, self._received[rank][0]):
+                _, node, paths = self._received.pop(rank)
                 self._receiving[node].drop(paths)
 
     # --- both ways -------------------------------------------------------------------------
 
-    def stop(self, ranks: Iterable[int]) -> tuple[int, ...]:
-        """End tasks of these ranks whose values are under way; return the other ranks."""
+    def interrupt(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """End the tasks of ranks whose values are in flight; return the other ranks."""
         stopped, ended = {*ranks}, set[int]()
         for run in [each.run for each in self._waiting.values()]:
             if not stopped.isdisjoint(run.ranks):
                 self._fail(run, run.ranks, "KeyboardInterrupt", "")
                 ended.update(run.ranks)
-        for rank in stopped & self._held.keys():
-            self._fail_held(rank, "KeyboardInterrupt", "")
+        for rank in stopped & self._pending.keys():
+            self._fail_rank(rank, "KeyboardInterrupt", "")
             ended.add(rank)
         return tuple(sorted(stopped - ended))
 
     def forget_tasks(self) -> None:
-        """Send and show nothing of the tasks so far: all ranks have ended, and later are others."""
+        """Drop all tasks and outputs that wait: the ranks have ended, and new ranks follow."""
         for task in [*self._waiting]:
-            self._call_off(task)
-        held, self._held = self._held, {}
-        for each in held.values():
+            self._cancel(task)
+        pending, self._pending = self._pending, {}
+        for each in pending.values():
             self._receiving[each.node].drop(ref.path for ref in each.refs)
 
-    def lose(self, node: int) -> None:
-        """Wait for nothing of a node that is lost; what has come whole can be read."""
-        self._there.pop(node, None)
-        self._held = {rank: held for rank, held in self._held.items() if held.node != node}
+    def handle_node_lost(self, node: int) -> None:
+        """Stop waiting for a lost node; the notebook can still read values that are complete."""
+        self._paths_on.pop(node, None)
+        self._pending = {rank: each for rank, each in self._pending.items() if each.node != node}
         if receiving := self._receiving.get(node):
             receiving.abandon()
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Release all values, and forget all tasks."""
         for receiving in self._receiving.values():
             receiving.close()
-        for kept in (self._waiting, self._refs, self._there, self._held, self._receiving):
-            kept.clear()
-        self._came_from.clear()
+        for table in (self._waiting, self._refs, self._paths_on, self._pending, self._receiving):
+            table.clear()
+        self._received.clear()
 
-    def _say(self) -> None:
-        """Tell of each task that waits how much of its memory, or of its values, is there."""
-        if (now := time.monotonic()) < self._say_at:
+    def _show_all_progress(self) -> None:
+        """Show for each task that waits how much of its memory, or of its values, has arrived."""
+        if (now := time.monotonic()) < self._progress_due:
             return
-        self._say_at = now + SAY_EVERY
+        self._progress_due = now + SAY_EVERY
         for waiting in self._waiting.values():
             done = sum(waiting.sent.values())
-            self._tell(waiting.run.ranks[0], waiting.run.id, done, waiting.total)
-        for rank, held in self._held.items():
-            done = self._receiving[held.node].count(held.refs)
-            self._tell(rank, held.task, done, sum(map(length_of, held.refs)))
+            self._show_progress(waiting.run.ranks[0], waiting.run.id, done, waiting.total)
+        for rank, pending in self._pending.items():
+            done = self._receiving[pending.node].count(pending.refs)
+            self._show_progress(rank, pending.task, done, sum(map(length_of, pending.refs)))
 
-    def _tell(self, rank: int, task: str, done: int, total: int) -> None:
+    def _show_progress(self, rank: int, task: str, done: int, total: int) -> None:
         self._show(Outputs(((rank, task, Moved(done, total)),)))

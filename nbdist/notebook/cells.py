@@ -142,7 +142,7 @@ def attempt_steps(
     With `--max-restarts`, each attempt starts from the same table of names, whatever an attempt
     before it has bound.  Restarted ranks get the variables that they lack.
     """
-    patience = world.session.config.but(**at_once(options)).patience
+    patience = world.session.config.with_changes(**at_once(options)).patience
     patience = replace(patience, timeout=options.timeout)
     if options.no_wait:
         patience = replace(patience, control_timeout=None)
@@ -293,7 +293,7 @@ def check_end(pool: Pool, world: World, running: TaskRun, *, stopped: bool | Non
     """
     if running.unfinished and world.session.outlives_kernel():
         find = f"`%dist_attach {world.session.spec.name}` in the next one finds them"
-        raise Interrupted((), fate=f"the kernel ends, and the workers keep running: {find}")
+        raise Interrupted((), outcome=f"the kernel ends, and the workers keep running: {find}")
     if cause := running.transcript.root_cause():
         pool.failed = time.monotonic(), *cause
     killed = running.killed_by_stop

@@ -375,9 +375,9 @@ def _stopped(stop: KeyboardInterrupt, world: World | None) -> KeyboardInterrupt:
         return stop if isinstance(stop, Interrupted) else Interrupted(())
     if world.state is State.STOPPING:
         fate = "the workers are still shutting down; `%dist_shutdown` waits for them"
-        return Interrupted((), fate=fate)
+        return Interrupted((), outcome=fate)
     if world.state is State.BROKEN:
-        return Interrupted((), fate=healing_text(world.session, range(world.size)))
+        return Interrupted((), outcome=healing_text(world.session, range(world.size)))
     return Interrupted(range(world.size) if world.state.has_workers else ())
 
 

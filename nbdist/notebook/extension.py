@@ -191,8 +191,8 @@ def check_libraries() -> None:
     Libraries that are not installed here are ignored: workers may run in another Python.
     """
     for each in requirements():
-        if each.found and not each.is_within:
-            raise WrongVersion(each.name, each.found, each.wanted)
+        if each.installed and not each.is_within:
+            raise WrongVersion(each.name, each.installed, each.version_range)
 
 
 # --- the lines below `%load_ext nbdist` in the same cell --------------------------------------

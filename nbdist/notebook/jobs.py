@@ -134,7 +134,7 @@ class Job:
         self._was_waited_for |= self.has_ended
         if not self.has_ended:
             if stops:
-                raise Interrupted((), fate=self.runs_on)
+                raise Interrupted((), outcome=self.runs_on)
             raise JobTimeout(self.title, timeout or 0.0, self.running.waits or self.running.doing)
         if self._error is not None:
             error = raised(self._error) if isinstance(self._error, WorkerError) else self._error
@@ -194,7 +194,7 @@ class Job:
                 display.wait_for(text)
 
         if self._step_on(float("inf"), show) and not self.has_ended:
-            raise Interrupted((), fate=f"This cell has not run; {self.runs_on}")
+            raise Interrupted((), outcome=f"This cell has not run; {self.runs_on}")
 
     @property
     def seconds(self) -> float:

@@ -106,12 +106,12 @@ def given(options: argparse.Namespace) -> dict[str, Any]:
 
 def at_once(options: argparse.Namespace) -> dict[str, Any]:
     """Return the options that were typed and that apply to running workers without a restart."""
-    return {name: value for name, value in given(options).items() if OPTIONS[name].at_once}
+    return {name: value for name, value in given(options).items() if OPTIONS[name].is_dynamic}
 
 
 def check_same(world: World, options: argparse.Namespace) -> None:
     """Raise UsageError if a cell has options that differ from those of the running workers."""
-    asked = {name: value for name, value in given(options).items() if not OPTIONS[name].at_once}
+    asked = {name: value for name, value in given(options).items() if not OPTIONS[name].is_dynamic}
     if "n" in asked and (size := world.session.resolve(asked.pop("n"))) != world.size:
         pool = world.session.config.pool
         raise WorldSizeMismatch(world.size, size, "" if pool == DEFAULT_POOL else pool)
@@ -120,16 +120,16 @@ def check_same(world: World, options: argparse.Namespace) -> None:
     chosen = {"backend": session.backend, "name": session.spec.name}
     is_full = not isinstance(session.config.n, int)  # no fewer workers than `-j` has room for
     chosen["layout"] = (is_full and session.config.layout) or session.layout
-    chosen["launcher"] = session.config.launched_by
+    chosen["launcher"] = session.config.launcher_name
     for name, wanted in asked.items():
         option, has = OPTIONS[name], chosen.get(name, getattr(session.config, name))
         if name == "env":
             wanted = {key: text for key, text in wanted.items() if has.get(key) != text}
             has = {key: has[key] for key in wanted if key in has}
         if wanted != has:
-            again = option.again(wanted)
+            again = option.as_typed(wanted)
             is_said = has and not isinstance(has, bool)
-            said = f"`{option.again(has)}`, not `{again}`" if is_said else f"no `{option.flag}`"
+            said = f"`{option.as_typed(has)}`, not `{again}`" if is_said else f"no `{option.flag}`"
             raise UsageError(
                 f"The running workers have {said}. `%dist_restart {again}` starts new ones."
             )

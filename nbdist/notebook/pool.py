@@ -157,7 +157,7 @@ class Pool:
             check_same(world, options)
             world.session.on_failure = options.on_failure or world.session.on_failure
             if options.detach and not world.session.config.detach:
-                world.session.config = world.session.config.but(detach=True)
+                world.session.config = world.session.config.with_changes(detach=True)
                 world.session.remember()
             return world
         world = self._new_world(options)
@@ -268,9 +268,9 @@ class Pool:
 
     def _new_world(self, options: argparse.Namespace) -> World:
         config = self.world.session.config if self.world else WorldConfig(pool=self.name)
-        world = World(**vars(config.but(**given(options))))
+        world = World(**vars(config.with_changes(**given(options))))
         world.session.namespace = self.shell.user_ns  # in an embedded shell it isn't `__main__`'s
-        if self.prestarted is not None and world.session.config.launched_by == LOCAL:
+        if self.prestarted is not None and world.session.config.launcher_name == LOCAL:
             world.session.adopt(self.prestarted)
             self.prestarted = None
         return world

@@ -30,14 +30,14 @@ REFRESH = 2.0
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the command with these words, by default the command line's; return the exit code."""
+    """Run the command that `words`, or else the command line, contain; return the exit code."""
     words = sys.argv[1:] if words is None else words
     if words and (instead := REMOVED.get(words[0])):
         sys.stderr.write(f"nbdist: `nbdist {words[0]}` was removed: {instead}\n")
         return 2
     options = _parser().parse_args(words)
     try:
-        code: int = options.do(options)
+        code: int = options.run(options)
         sys.stdout.flush()
     except UsageError as error:
         sys.stderr.write(f"nbdist: {error}\n")
@@ -49,14 +49,14 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _join(options: argparse.Namespace) -> int:
-    # Imported here, because it imports ZeroMQ.
+    # Imported here, because the module imports ZeroMQ.
     from nbdist.cluster.ticket import join
 
     return join(options.place, options.key_file, options.index)
 
 
 def _worlds(options: argparse.Namespace) -> int:
-    # Imported here: packages that it imports may be missing, which `nbdist doctor` would report.
+    # Imported here: `nbdist doctor` has to run even if packages that this needs are missing.
     from nbdist.terminal import worlds
 
     match options.command:
@@ -82,38 +82,38 @@ def _parser() -> argparse.ArgumentParser:
 
     def add(
         name: str,
-        do: Callable[[argparse.Namespace], int],
+        run: Callable[[argparse.Namespace], int],
         what: str,
         aliases: Sequence[str] = (),
     ) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=what, aliases=aliases)
-        command.set_defaults(do=do)
+        command.set_defaults(run=run)
         return command
 
-    now = "what each worker does now, also while a cell runs; `top` is `status --follow`"
-    status = add("status", _worlds, now, aliases=("top",))
-    again = f"refresh every SECONDS ({REFRESH:g}; at least 0.5), until Ctrl-C"
+    status_help = "what each worker does now, also while a cell runs; `top` is `status --follow`"
+    status = add("status", _worlds, status_help, aliases=("top",))
+    follow_help = f"refresh every SECONDS ({REFRESH:g}; at least 0.5), until Ctrl-C"
     names = ("-f", "-d", "--follow")  # `-d` is the name that top(1) has for it
     status.add_argument(
-        *names, nargs="?", const=REFRESH, type=_seconds, metavar="SECONDS", help=again
+        *names, nargs="?", const=REFRESH, type=_seconds, metavar="SECONDS", help=follow_help
     )
-    examined = add("doctor", lambda asked: doctor(asked.workers), "what will not work here")
-    workers = "as in the notebook: a number, auto (as many as there are GPUs), gpu or cpu"
-    examined.add_argument("-n", dest="workers", metavar="N", default="auto", help=workers)
+    examine = add("doctor", lambda options: doctor(options.workers), "what will not work here")
+    workers_help = "as in the notebook: a number, auto (as many as there are GPUs), gpu or cpu"
+    examine.add_argument("-n", dest="workers", metavar="N", default="auto", help=workers_help)
     add("ps", _worlds, "list all worlds, including detached ones")
     kill = add("kill", _worlds, "end a world and everything that belongs to it")
     kill.add_argument("name", help="its --name, pool or process, as shown by ps")
-    assistant = "answer an assistant's questions on your worlds (Model Context Protocol, stdio)"
-    serving = add("mcp", _mcp, assistant)
-    also = "it may also run cells, interrupt, restart ranks and save snapshots"
-    serving.add_argument("--allow-run", action="store_true", help=also)
-    joining = add("join", _join, "join a world that is waiting for machines")
-    found = "the world's key, - for stdin; by default that in the user's state folder"
-    joining.add_argument("--key-file", metavar="FILE", help=found)
+    mcp_help = "answer an assistant's questions on your worlds (Model Context Protocol, stdio)"
+    mcp = add("mcp", _mcp, mcp_help)
+    run_help = "it may also run cells, interrupt, restart ranks and save snapshots"
+    mcp.add_argument("--allow-run", action="store_true", help=run_help)
+    join = add("join", _join, "join a world that is waiting for machines")
+    key_help = "the world's key, - for stdin; by default that in the user's state folder"
+    join.add_argument("--key-file", metavar="FILE", help=key_help)
     # No `--node`: torchrun takes that for an abbreviation of its own options.
-    index = "the machine's number, for the order of ranks"
-    joining.add_argument("--index", metavar="N", type=int, help=index)
-    joining.add_argument("place", metavar="HOST:PORT", help="as shown by the notebook")
+    index_help = "the machine's number, for the order of ranks"
+    join.add_argument("--index", metavar="N", type=int, help=index_help)
+    join.add_argument("place", metavar="HOST:PORT", help="as shown by the notebook")
     return parser
 
 

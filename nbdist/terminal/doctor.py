@@ -1,7 +1,7 @@
-"""The command `nbdist doctor`: says whether workers can run on this machine, with remedies.
+"""The command `nbdist doctor` checks whether workers can run on this machine.
 
-Packages may be missing, so nothing is imported that needs one. torch is not imported either: a
-process of its own, `python -m nbdist.worker about`, says what torch can do.
+Packages may be missing, so this file imports only modules that need none. Another process,
+`python -m nbdist.worker about`, imports torch and reports what this torch can do.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ Findings = Iterator[Finding]
 
 
 def doctor(workers: str) -> int:
-    """Print findings for as many workers as `-n` says; return 1 if something will not work."""
-    found = sorted(_examine(workers), key=lambda each: LEVELS.index(each.level))
-    sys.stdout.write("".join(f"{level}: {text}\n" for level, text in found))
-    return int(found[0].level == "problem")
+    """Print findings for the number of workers of `-n`; return 1 if there is a problem."""
+    findings = sorted(_examine(workers), key=lambda each: LEVELS.index(each.level))
+    sys.stdout.write("".join(f"{level}: {text}\n" for level, text in findings))
+    return int(findings[0].level == "problem")
 
 
 def _examine(workers: str) -> Findings:
@@ -103,24 +103,26 @@ def _examine(workers: str) -> Findings:
 
 def _packages() -> Findings:
     """Check all packages but torch, which the workers' interpreter needs."""
-    found = {each for each in requirements() if each.name != "torch"}
-    wrong = {each for each in found if not each.found}
+    packages = {each for each in requirements() if each.name != "torch"}
+    wrong = {each for each in packages if not each.installed}
     if "packaging" not in (each.name for each in wrong):
-        wrong = {each for each in found if not each.is_within}
+        wrong = {each for each in packages if not each.is_within}
     if wrong:
-        there = ", ".join(sorted(f"{each.name} {each.found or '(missing)'}" for each in wrong))
-        wanted = " ".join(sorted(f"'{each.name}{each.wanted}'" for each in wrong))
-        remedy = f"`{sys.executable} -m pip install {wanted}`"
-        yield problem(f"nbdist does not run with {there}: {remedy}")
-    listed = sorted(f"{each.name} {each.found}" for each in found - wrong)
+        versions = ", ".join(
+            sorted(f"{each.name} {each.installed or '(missing)'}" for each in wrong)
+        )
+        pip_arguments = " ".join(sorted(f"'{each.name}{each.version_range}'" for each in wrong))
+        remedy = f"`{sys.executable} -m pip install {pip_arguments}`"
+        yield problem(f"nbdist does not run with {versions}: {remedy}")
+    listed = sorted(f"{each.name} {each.installed}" for each in packages - wrong)
     python = f"Python {python_version()} ({sys.executable})"
     yield ok(" · ".join([f"nbdist {__version__}", python, *listed]))
 
 
 def ask(python: str, timeout: float = IMPORT_TIMEOUT) -> Mapping[str, Any]:
-    """Return what `nbdist.worker about` prints with this Python; LookupError says why it fails."""
+    """Run `nbdist.worker about` with this Python, return its facts; LookupError if it fails."""
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [python, *MODULE, "nbdist.worker", "about"], stdin=subprocess.DEVNULL,
             env=safe_environ(os.environ, current_folder()), capture_output=True, text=True,
             errors="replace", timeout=timeout,
@@ -133,21 +135,21 @@ def ask(python: str, timeout: float = IMPORT_TIMEOUT) -> Mapping[str, Any]:
             f"torch was not imported within {timeout:g} s: `{python} -X importtime -c "
             "'import torch'` shows what takes so long; often a slow shared file system"
         ) from None
-    if done.returncode == 0:
-        about: Mapping[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    if process.returncode == 0:
+        about: Mapping[str, Any] = json.loads(process.stdout.splitlines()[-1])
         return about
-    last = one_line((done.stderr.splitlines() or [f"exit code {done.returncode}"])[-1])
-    if last.endswith("No module named 'torch'"):
+    last_line = one_line((process.stderr.splitlines() or [f"exit code {process.returncode}"])[-1])
+    if last_line.endswith("No module named 'torch'"):
         raise LookupError(f"torch is not installed: `{python} -m pip install torch`")
-    raise LookupError(f"{python} cannot import torch and nbdist: {last}")
+    raise LookupError(f"{python} cannot import torch and nbdist: {last_line}")
 
 
 def _torch(python: str, about: Mapping[str, Any]) -> Findings:
-    version, wanted = about["torch"], ""
+    version, version_range = about["torch"], ""
     with suppress(ImportError, StopIteration):  # packaging is missing, or nbdist is not installed
-        wanted = next(each.wanted for each in requirements() if each.name == "torch")
-        if not is_within(version, wanted):
-            remedy = f"`{python} -m pip install 'torch{wanted}'`"
+        version_range = next(each.version_range for each in requirements() if each.name == "torch")
+        if not is_within(version, version_range):
+            remedy = f"`{python} -m pip install 'torch{version_range}'`"
             yield problem(f"nbdist does not run with torch {version}: {remedy}")
     if not about["gloo"]:
         yield problem(f"torch {version} has no gloo, by which ranks meet: install another build")
@@ -159,8 +161,8 @@ def _torch(python: str, about: Mapping[str, Any]) -> Findings:
 def _gpus(gpus: Sequence[str], about: Mapping[str, Any]) -> Findings:
     installed, chosen = installed_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None and installed + len(chosen) and len(gpus) <= chosen.count(","):
-        which = f"selects {len(gpus)} of {count(installed, 'GPU')}"
-        yield warning(f"CUDA_VISIBLE_DEVICES={chosen} {which}: unset it, or name others, for more")
+        share = f"selects {len(gpus)} of {count(installed, 'GPU')}"
+        yield warning(f"CUDA_VISIBLE_DEVICES={chosen} {share}: unset it, or name others, for more")
     if not gpus:
         yield ok("no GPU is visible: ranks use gloo on the CPU")
         return
@@ -189,7 +191,7 @@ def _kernel(size: int) -> Findings:
             f"({error.strerror}): use Linux 5.3 or later (this is {os.uname().release}), or a "
             "container whose seccomp profile allows it"
         )
-    if why := _unreadable():
+    if why := _memory_problem():
         scope = ""
         with suppress(OSError):
             scope = f", ptrace_scope is {PTRACE_SCOPE.read_text().strip()}"
@@ -203,16 +205,16 @@ def _kernel(size: int) -> Findings:
     else:
         yield ok("open files: `ulimit -Hn` is high enough")
     needed = AGENT_THREADS + THREADS_OF_RANK * size
-    for name, most, there in process_limits()[:1]:
-        text = f"{name} is {most}, and {there} processes and threads are there"
-        if most - there >= needed:
+    for name, limit, used in process_limits()[:1]:
+        text = f"{name} is {limit}, and {used} processes and threads are there"
+        if limit - used >= needed:
             yield ok(text)
         else:
             remedy = "Raise it before the notebook is started, or use fewer workers"
             yield problem(f"{text}; workers need some {needed} more. {remedy}")
 
 
-def _unreadable() -> str:
+def _memory_problem() -> str:
     """Return why the memory of this user's processes cannot be read; "" if it can."""
     try:
         process = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
@@ -228,10 +230,10 @@ def _unreadable() -> str:
 
 def _memory(size: int) -> Findings:
     needed = AGENT_MEMORY + MEMORY_OF_RANK * size
-    for found in sorted(memory_limits(), key=lambda each: each.free)[:1]:
-        free, most = size_text(max(0, found.free)), size_text(found.limit)
-        text = f"{free} of the {most} of memory are free that {found.where} may use"
-        if found.free >= needed:
+    for limit in sorted(memory_limits(), key=lambda each: each.free)[:1]:
+        free, total = size_text(max(0, limit.free)), size_text(limit.limit)
+        text = f"{free} of the {total} of memory are free that {limit.where} may use"
+        if limit.free >= needed:
             yield ok(text)
         else:
             remedy = "Raise the limit, end other processes, or use fewer workers"
@@ -259,11 +261,11 @@ def _network() -> Findings:
     except OSError as error:
         why = error.strerror or str(error)
         yield problem(f"gloo cannot connect ranks over 127.0.0.1 ({why}): `ip link set lo up`")
-    asked = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
-    there = [name for _, name in socket.if_nameindex()]
-    if asked and asked not in there:
-        listed = f"This machine has {', '.join(there)}; without the variable workers use lo"
-        yield problem(f"GLOO_SOCKET_IFNAME={asked}: there is no such network interface. {listed}")
+    given = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    interfaces = [name for _, name in socket.if_nameindex()]
+    if given and given not in interfaces:
+        listed = f"This machine has {', '.join(interfaces)}; without the variable workers use lo"
+        yield problem(f"GLOO_SOCKET_IFNAME={given}: there is no such network interface. {listed}")
     with suppress(ImportError):  # a package is missing
         from nbdist.cluster.server import addresses
 
@@ -275,14 +277,14 @@ def _network() -> Findings:
 
 
 def _folders() -> Findings:
-    why = {str(place): problem_of(place) for place in places()}
-    good = next((place for place in why if not why[place]), "")
-    if not good:
-        yield problem(str(NoRuntimeFolder(why)))
+    problems = {str(place): problem_of(place) for place in places()}
+    usable = next((place for place in problems if not problems[place]), "")
+    if not usable:
+        yield problem(str(NoRuntimeFolder(problems)))
         return
     for name in ("XDG_RUNTIME_DIR", "TMPDIR"):
         place = os.environ.get(name) and str(Path(os.environ[name]))
-        if place and why[place]:
-            text = f"{name}={one_line(place, 50)} cannot hold sockets ({why[place]})"
-            yield warning(f"{text}: {good} is used instead, another folder would do")
-    yield ok(f"sockets of workers are in {good}")
+        if place and problems[place]:
+            text = f"{name}={one_line(place, 50)} cannot hold sockets ({problems[place]})"
+            yield warning(f"{text}: {usable} is used instead, another folder would do")
+    yield ok(f"sockets of workers are in {usable}")

@@ -1,8 +1,8 @@
-"""Asks a notebook's kernel, beside its page, for what only the notebook can do on its workers.
+"""Sends code to a notebook's kernel, without its page, for what only the notebook can do.
 
-`nbdist mcp` calls it. The kernel is the process that has the world; its connection file is named on
-its command line, and belongs to this user. What is asked runs between the user's cells; if the
-kernel is busy for too long it does not run at all.
+`nbdist mcp` calls this. The kernel is the process that has the world; the connection file is named
+on the kernel's command line, and belongs to this user. The code runs between the user's cells; if
+the kernel is busy for too long, the code does not run at all.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from nbdist.errors import UsageError
 from nbdist.output.ansi import strip
 
 FREE_TIMEOUT = 4.0
-"""Seconds for a kernel to be free: a request that it has not begun by then will not run."""
+"""Seconds for a kernel to become free: a request that has not begun by then will not run."""
 
 STEP = 0.5
 
@@ -32,7 +32,7 @@ GUEST = "nbdist.notebook.guest"
 
 
 def connection_file(pid: int) -> Path:
-    """Return the connection file of a notebook's kernel; UsageError if the process is none."""
+    """Return the connection file of a notebook's kernel; UsageError for another process."""
     with suppress(OSError):
         words = os.fsdecode(Path(f"/proc/{pid}/cmdline").read_bytes()).split("\0")
         for word in words:
@@ -49,7 +49,7 @@ def connection_file(pid: int) -> Path:
 
 def interrupt(pid: int) -> None:
     """Interrupt the kernel as the Stop button does; UsageError if the process is no kernel."""
-    connection_file(pid)  # raises if it is another program, which SIGINT could end
+    connection_file(pid)  # raises for another program, which SIGINT could end
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGINT)
 
@@ -62,10 +62,10 @@ def connected(pid: int) -> Iterator[BlockingKernelClient]:
     client.load_connection_file()
     client.start_channels(stdin=False, hb=False, control=False)
     try:
-        until = time.monotonic() + FREE_TIMEOUT
+        deadline = time.monotonic() + FREE_TIMEOUT
         # Once an answer is seen, iopub is connected too, and no later message is missed.
         while not any(_messages(client, client.kernel_info(), STEP)):
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 raise UsageError(
                     "the notebook runs a cell: status, stacks, why and output work meanwhile; "
                     "all else waits for its end"
@@ -83,11 +83,11 @@ def ask(pid: int, function: str, *arguments: object, timeout: float) -> str:
     """
     shown: dict[str, str] = {}
     with connected(pid) as client:
-        given = ", ".join(map(repr, (time.time() + FREE_TIMEOUT, *arguments)))
-        code = f"__import__({GUEST!r}, fromlist=['_']).{function}({given})"
-        # If it fails, cells of the user that wait behind it run all the same.
-        way = {"silent": True, "store_history": False, "stop_on_error": False}
-        number = client.execute(code, **way, allow_stdin=False)
+        call_arguments = ", ".join(map(repr, (time.time() + FREE_TIMEOUT, *arguments)))
+        code = f"__import__({GUEST!r}, fromlist=['_']).{function}({call_arguments})"
+        # If this code fails, the user's cells that are queued behind it still run.
+        options = {"silent": True, "store_history": False, "stop_on_error": False}
+        number = client.execute(code, **options, allow_stdin=False)
         is_over = False
         for kind, content in _messages(client, number, timeout):
             key = f"{kind} {len(shown)}"
@@ -103,22 +103,22 @@ def ask(pid: int, function: str, *arguments: object, timeout: float) -> str:
                     is_over = True
     text = strip("\n".join(each.rstrip("\n") for each in shown.values() if each.strip()))
     if not is_over:
-        said = f"it still runs after {timeout:.0f} s: `interrupt` ends it"
-        raise UsageError(f"{said}\n{text}" if text else said)
+        message = f"it still runs after {timeout:.0f} s: `interrupt` ends it"
+        raise UsageError(f"{message}\n{text}" if text else message)
     return text
 
 
 def _messages(
     client: BlockingKernelClient, number: str, timeout: float
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield what the kernel publishes for a request; its last message is that the kernel is idle.
+    """Yield the messages that the kernel publishes for a request; the last one says `idle`.
 
     Output that appears meanwhile under a cell of the user belongs to the request too.
     """
-    until, has_begun = time.monotonic() + timeout, False
-    while (left := until - time.monotonic()) > 0:
+    deadline, has_begun = time.monotonic() + timeout, False
+    while (seconds_left := deadline - time.monotonic()) > 0:
         with suppress(Empty):
-            message = client.get_iopub_msg(timeout=left)
+            message = client.get_iopub_msg(timeout=seconds_left)
             kind, content = message["header"]["msg_type"], message["content"]
             if message["parent_header"].get("msg_id") == number and kind == "status":
                 if content["execution_state"] == "idle":

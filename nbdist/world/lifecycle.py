@@ -44,7 +44,7 @@ def starting(workers: Workers) -> Iterator[Starting]:
     workers.reset()
     try:
         if not workers.is_connected:
-            module = module_of(workers.config.launched_by)
+            module = module_of(workers.config.launcher_name)
             workers.link_or_none = link = Link(module, fork_server=workers.spec.config.fork)
             link.open()
             if workers.code is not None:
@@ -52,7 +52,7 @@ def starting(workers: Workers) -> Iterator[Starting]:
         workers.remember()
         if workers.code is not None:
             yield from workers.code.bringing(workers.link.calling, to_new=True)
-        timeout = CALL_TIMEOUT if workers.config.launched_by == LOCAL else COMING_TIMEOUT
+        timeout = CALL_TIMEOUT if workers.config.launcher_name == LOCAL else COMING_TIMEOUT
         request = messages.StartWorld(workers.spec)
         match started := (yield from workers.link.calling(request, timeout)):
             case messages.StartFailure(rank, host, command, reason, last_lines):

@@ -279,9 +279,9 @@ class Session(Workers):
         kept = self.take(keep, self.everyone)
         # The notebook's environment, path and folder may have changed meanwhile.
         before, size = self.config, self.size
-        after = before.but(n, **changes)
-        if is_moved := after.machines != before.machines:
-            module_of(after.launched_by)  # raises UsageError before any worker is ended
+        after = before.with_changes(n, **changes)
+        if is_moved := after.agent_options != before.agent_options:
+            module_of(after.launcher_name)  # raises UsageError before any worker is ended
         self.configure(after, name=self.spec.name)
         try:
             self.start_anew(agent_too=is_moved)
@@ -337,7 +337,7 @@ class Session(Workers):
         if self.lost is not None:
             raise self.lost
         if self.is_elsewhere:  # `take_healed` leaves the config alone there: machines come and go
-            self.config = self.config.of_size(self.size)
+            self.config = self.config.with_size(self.size)
         if self.state is State.BROKEN:
             raise errors.WorldBroken(self.problem)
         if why:

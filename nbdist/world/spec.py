@@ -24,7 +24,7 @@ from nbdist.config import DEFAULT_POOL, LOCAL, OPTIONS, WorldConfig
 from nbdist.errors import BadTopology, UnknownArgument, UsageError
 from nbdist.system import folders
 from nbdist.system.limits import memory_limits
-from nbdist.topology import Position, place_more
+from nbdist.topology import Position, place_ranks
 from nbdist.wire.spec import (
     DEBUG_VARIABLES,
     NBDIST_DECIDES,
@@ -117,7 +117,7 @@ def make_spec(
     Unless the options have a name, the world's name is `run`, or a new one.  Raises UsageError if
     the options are not possible here.
     """
-    here, launcher, layout = here or Here(), config.launched_by, config.shape
+    here, launcher, layout = here or Here(), config.launcher_name, config.shape
     given = given_environ(config)
     first, is_here = given.get("PYTHONPATH", ""), launcher == LOCAL
     if not is_here:  # other machines have an environment of their own
@@ -201,8 +201,8 @@ def scaled(
     slots.  Raises NotEnoughGpus or BadTopology, and UsageError if the hosts have no room.
     """
     config = spec.config
-    if config.launched_by != LOCAL:
-        config.but(n=size)
+    if config.launcher_name != LOCAL:
+        config.with_changes(n=size)
         return replace(spec, world_size=size), ""
     for found in memory_limits():
         if size * LEAST_MEMORY > found.limit:  # the number must be a typing error
@@ -226,7 +226,7 @@ def scaled(
     # With GPUs each rank that stays keeps its GPU, and so its LOCAL_RANK.
     if keep is not None and [*keep] != [*range(len(keep))] and (slots or spec.gpus):
         slots = tuple(slots[rank] if slots else Position(0, rank) for rank in keep)
-    slots = place_more(slots, room, size)
+    slots = place_ranks(slots, room, size)
     spec = replace(spec, world_size=size, threads=threads, room=room, slots=slots)
     return spec, " ".join(filter(None, (warning, more)))
 
@@ -411,7 +411,7 @@ class NotebookSurroundings:
         restart = [name for name in new if not new[name] and name in named]
         texts = [f"{_list(too)} changed in the notebook, and on the ranks too"] if too else []
         if restart:
-            option = "" if self._config.launched_by == LOCAL else f" --env {min(restart)}=..."
+            option = "" if self._config.launcher_name == LOCAL else f" --env {min(restart)}=..."
             said_of = f"{_list(restart)} changed in the notebook after the workers started"
             texts.append(f"{said_of}: `%dist_restart{option}` gives it to them")
         return " · ".join(texts)
@@ -427,7 +427,7 @@ class NotebookSurroundings:
         names = {n for n in {**before, **now.environ} if not n.startswith("NBDIST_")}
         changes = {n: v for n in names if before.get(n) != (v := now.environ.get(n))}
         followed = {name: "" for name in {**self._said, **changes} if name not in own}
-        if self._config.launched_by != LOCAL:  # values of this machine may be wrong on others
+        if self._config.launcher_name != LOCAL:  # values of this machine may be wrong on others
             followed = copied(self._config.copy_env or "", followed)
         sent = {name: value for name, value in changes.items() if name in followed}
         self._new |= self._changed_since_said(changes, followed)

@@ -115,7 +115,7 @@ class Workers:
     def resolve(self, n: int | str) -> int:
         """Return the number of workers that `n`, such as "auto", means for this world."""
         workers = topology.parse_workers(str(n))
-        if self.config.launched_by != LOCAL and not isinstance(workers, int):
+        if self.config.launcher_name != LOCAL and not isinstance(workers, int):
             return self.size  # which the other machines have already determined
         return topology.resolve(workers, len(self.spec.gpus), topology.usable_cores())
 
@@ -149,7 +149,7 @@ class Workers:
 
     @on_failure.setter
     def on_failure(self, policy: OnFailure) -> None:
-        self.config = self.config.but(on_failure=policy)
+        self.config = self.config.with_changes(on_failure=policy)
 
     def outlives_kernel(self, seconds: float = 0.0) -> bool:
         """Return True if this process is about to end and the workers stay.
@@ -196,7 +196,7 @@ class Workers:
 
         The config names the launcher: the other notebook may have another default.
         """
-        config = replace(self.config, launcher=self.config.launched_by)
+        config = replace(self.config, launcher=self.config.launcher_name)
         return Remember(config, patience, (*self.setup.tasks.items(),))
 
     def reset(self) -> None:
@@ -219,7 +219,7 @@ class Workers:
         found = compare(processes(self.pids, self.spec.slots), now)
         self.problem, self.rejoin_hint, after = healed.problem, healed.rejoin_hint, found.after
         if found.before != after and not self.is_elsewhere:
-            self.config = self.config.of_size(after)
+            self.config = self.config.with_size(after)
         self.spec = healed.spec
         self.record_processes(healed, self.machines.name(0))
         if found.before != after or found.moved:

@@ -69,7 +69,7 @@ def linked(group: WorkerGroup) -> Node:
     tasks: set[asyncio.Task[None]] = set()
 
     async def answer(asked: Ask[asks.PartRequest[None]]) -> None:
-        node.answered(asked.id, await group.do(asked.request))
+        node.resolve_request(asked.id, await group.do(asked.request))
 
     def send(message: asks.NodeDown) -> None:
         tasks.add(asyncio.ensure_future(answer(message)))

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from nbdist.agent.outbox import Outbox
-from nbdist.cluster.client import HeadLink, Way, find_way, read_ticket
+from nbdist.cluster.client import HeadLink, Way, find_route, read_ticket
 from nbdist.cluster.launcher import AgentCommand, Launched
 from nbdist.cluster.ticket import Ticket
 from nbdist.config import WorldConfig
@@ -171,4 +171,4 @@ async def _serve(way: Way, numbers: Sequence[int]) -> None:
 
 if __name__ == "__main__":
     FIRST, COUNT = map(int, sys.argv[1:])
-    asyncio.run(_serve(find_way(read_ticket()), range(FIRST, FIRST + COUNT)))
+    asyncio.run(_serve(find_route(read_ticket()), range(FIRST, FIRST + COUNT)))

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from nbdist.cluster.client import NoWay, find_way, first_unreached, read_ticket
+from nbdist.cluster.client import NoWay, find_route, first_unreached, read_ticket
 from nbdist.cluster.ticket import BadTicket, KeyPair, Ticket
 from nbdist.wire.node_messages import Target
 
@@ -40,16 +40,16 @@ def test_the_ticket_is_the_first_line_and_no_more(monkeypatch: pytest.MonkeyPatc
 def test_the_first_address_that_answers() -> None:
     """Others do no harm, however quick; where none answers, each is named, and why."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        way = find_way(ticket("127.0.0.99", "127.0.0.1", port=server.getsockname()[1]))
-    assert (way.address, way.own) == ("127.0.0.1", "127.0.0.1")
+        way = find_route(ticket("127.0.0.99", "127.0.0.1", port=server.getsockname()[1]))
+    assert (way.address, way.local_address) == ("127.0.0.1", "127.0.0.1")
     with socket.create_server(("", 0)) as server:
-        way = find_way(ticket("127.0.0.2", "127.0.0.1", port=server.getsockname()[1]))
+        way = find_route(ticket("127.0.0.2", "127.0.0.1", port=server.getsockname()[1]))
     assert way.address == "127.0.0.2"
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))  # nobody listens there
         port = bound.getsockname()[1]
         with pytest.raises(NoWay) as caught:
-            find_way(ticket("127.0.0.1", "::1", port=port))
+            find_route(ticket("127.0.0.1", "::1", port=port))
     assert f"127.0.0.1:{port}: Connection refused" in str(caught.value)
     assert f"::1:{port}: " in str(caught.value)
 

@@ -16,8 +16,8 @@ import torch
 
 from nbdist.agent.code_folder import CodeFolder
 from nbdist.agent.forming import shares
-from nbdist.cluster.head import Head, first_answer, in_time_of_head, last_words, rows_of
-from nbdist.cluster.node import KeptCode, NodeLost, placed
+from nbdist.cluster.head import Head, displayed_only, first_answer, on_head_clock, rows_of
+from nbdist.cluster.node import KeptCode, NodeLost, place_new_world
 from nbdist.cluster.nodes import NodePool
 from nbdist.config import Patience
 from nbdist.errors import RanksReleased, ScaleError, UsageError, WorkerDied, WorkerError
@@ -350,9 +350,9 @@ def bring(
     for name, text in texts.items():
         (folder / f"{name}.py").write_text(text)
     archive, digest = archive_of(folder, [f"{name}.py" for name in texts]), repr(texts)
-    held = asyncio.run(kept.take(GetCode(digest, mark), nodes))
+    held = asyncio.run(kept.store(GetCode(digest, mark), nodes))
     for put in () if held.is_here else PutCode.of(digest, zlib.compress(archive)):
-        held = asyncio.run(kept.take(put, nodes))
+        held = asyncio.run(kept.store(put, nodes))
     return held
 
 
@@ -360,9 +360,9 @@ def test_each_node_gets_what_it_lacks(parent: Path, monkeypatch: pytest.MonkeyPa
     """At once, or when it comes, and nothing twice; one without room, or lost, is named."""
     kept, first, late, folder = KeptCode(), Direct("a"), Direct("b"), parent / "nb"
     monkeypatch.setattr(messages, "PART", 60)
-    assert not asyncio.run(kept.bring([first])).is_here
+    assert not asyncio.run(kept.distribute([first])).is_here
     assert bring(kept, [], folder, a="1", b="2") == CodeHeld("", is_here=True)
-    assert asyncio.run(kept.bring([first])) == CodeHeld("", is_here=True)
+    assert asyncio.run(kept.distribute([first])) == CodeHeld("", is_here=True)
     assert first.files == {"a.py": "1", "b.py": "2"}
     sent = first.parts
     assert sent > 1
@@ -372,16 +372,16 @@ def test_each_node_gets_what_it_lacks(parent: Path, monkeypatch: pytest.MonkeyPa
     sent = first.parts
     with monkeypatch.context() as patched:
         patched.setattr(tempfile, "tempdir", str(parent / "gone"))
-        held = asyncio.run(kept.bring([first, late]))
+        held = asyncio.run(kept.distribute([first, late]))
     assert (held.host, held.problem.startswith(str(parent / "gone"))) == ("b", True)
     late.is_lost = True
-    assert asyncio.run(kept.bring([first, late])).problem == "b is lost"
+    assert asyncio.run(kept.distribute([first, late])).problem == "b is lost"
     late.is_lost = False
     # The notebook was interrupted before it had sent all of another archive.
     halves = zlib.compress(b"another")
-    asyncio.run(kept.take(GetCode("other", None), [late]))
-    asyncio.run(kept.take(PutCode("other", halves[:3], is_last=False), [late]))
-    assert not asyncio.run(kept.bring([late])).is_here
+    asyncio.run(kept.store(GetCode("other", None), [late]))
+    asyncio.run(kept.store(PutCode("other", halves[:3], is_last=False), [late]))
+    assert not asyncio.run(kept.distribute([late])).is_here
     assert bring(kept, [first, late], folder, a="1", c="3") == CodeHeld("", is_here=True)
     assert late.files == first.files == {"a.py": "1", "c.py": "3"}
     assert first.parts == sent
@@ -401,12 +401,12 @@ def test_what_comes_of_a_node() -> None:
     text, ended = Text("stdout", "step 9"), Done("error", 0.0, received=False)
     failure, died = Failure("ValueError", "no", (), HOUR + 5), Died(-9, HOUR + 7)
     outputs = Outputs(((0, "t", text), (0, "t", failure), (1, "t", died)))
-    first, second, third = in_time_of_head(outputs, HOUR).items
+    first, second, third = on_head_clock(outputs, HOUR).items
     assert first == (0, "t", text)
     assert second == (0, "t", failure._replace(time_ns=5))
     assert third == (1, "t", died._replace(time_ns=7))
     items = ((1, "t", text), (1, "t", failure), (1, "t", ended))
-    assert last_words(Outputs(items)) == Outputs(items[:1])
+    assert displayed_only(Outputs(items)) == Outputs(items[:1])
 
 
 async def test_rows_and_answers() -> None:
@@ -417,15 +417,15 @@ async def test_rows_and_answers() -> None:
     await until(lambda: len(sent) == 2)
     for number, message in sent:
         there, rank = (first, 5) if number == 0 else (second, 2)
-        there.answered(message.id, (WorkerStatus(rank, 7, "a", "idle", 0.0, 0, "cpu"),))
+        there.resolve_request(message.id, (WorkerStatus(rank, 7, "a", "idle", 0.0, 0, "cpu"),))
     assert [each.rank for each in await rows] == [2, 5]
     assert shares([3, 0, 1, 9], {0: 0, 1: 0, 3: 2}) == {2: (3,), 0: (0, 1)}  # 9 is on none
-    second.lose("gone")
+    second.mark_lost("gone")
     known = Completions((Candidate("x"),), 0, 0)
     question = messages.Consult((0, 1), Complete("x", 1))
     answer = asyncio.create_task(first_answer({first: (0,), second: (1,)}, question))
     await until(lambda: len(sent) == 3)
-    first.answered(sent[-1][1].id, known)
+    first.resolve_request(sent[-1][1].id, known)
     assert await answer == known
 
 
@@ -445,16 +445,16 @@ async def test_a_node_that_answers_too_late(
             case GetHeld() if number and is_slow:
                 pass
             case GetHeld():
-                nodes[number].answered(message.id, Held({number: None}))
+                nodes[number].resolve_request(message.id, Held({number: None}))
             case _:
                 formed = Formed({number: 100 + number}, {number: ""}, (number,))
-                nodes[number].answered(message.id, formed)
+                nodes[number].resolve_request(message.id, formed)
 
     nodes = [node_that(n, lambda message, n=n: answer(message, n)) for n in (0, 1)]
     asked, none = wanted(layout="2x1"), lambda *_: None
     pool = NodePool(tmp_path, asked, none, none, none, none)
     pool.nodes.update(enumerate(nodes))
-    pool.forming.spec = placed(SPEC, asked, nodes)
+    pool.forming.spec = place_new_world(SPEC, asked, nodes)
     healed = await pool.forming.heal()
     assert healed.problem == f"{nodes[1].name} did not answer within 0 s"
     assert asked_of == {0: [GetHeld()], 1: [GetHeld()]}
@@ -472,15 +472,15 @@ async def test_nodes_that_are_lost_one_after_the_other(tmp_path: Path) -> None:
     def answer(message: NodeDown) -> None:
         match message:
             case messages.Ask(_, Renumber()):
-                second.lose("gone too")
+                second.mark_lost("gone too")
             case messages.Ask(number, request):
-                second.answered(number, Held({1: None}) if request == GetHeld() else None)
+                second.resolve_request(number, Held({1: None}) if request == GetHeld() else None)
 
-    first, second = node_that(0, lambda _: first.lose("gone")), node_that(1, answer)
+    first, second = node_that(0, lambda _: first.mark_lost("gone")), node_that(1, answer)
     asked, none = wanted(layout="2x1"), lambda *_: None
     pool = NodePool(tmp_path, asked, none, none, none, none)
     pool.nodes.update({0: first, 1: second})
-    pool.forming.spec = spec = placed(SPEC, asked, [first, second])
+    pool.forming.spec = spec = place_new_world(SPEC, asked, [first, second])
     head = Head(tmp_path, os.getpid(), Guard(-1))
     healed = await head._heal(pool, spec)
     await pool.close()

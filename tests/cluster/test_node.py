@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from nbdist.cluster import node as nodes_module
-from nbdist.cluster.node import REACHED, Node, NodeLost, NoSlots, placed, resized, targets
+from nbdist.cluster.node import REACHED, Node, NodeLost, NoSlots, place_new_world, resized, targets
 from nbdist.config import WorldConfig
 from nbdist.topology import GPU_BACKEND, Position
 from nbdist.wire import node_messages as messages
@@ -62,7 +62,7 @@ def test_who_sits_where(
     fields: Mapping[str, Any], nodes: list[Machine], slots: list[tuple[int, int]]
 ) -> None:
     """As was asked, or one for each GPU, or core; one node after the other."""
-    spec = placed(SPEC, wanted(**fields), nodes)
+    spec = place_new_world(SPEC, wanted(**fields), nodes)
     assert [tuple(slot) for slot in spec.slots] == slots
     assert spec.world_size == len(slots)
     assert spec.master_addr == "10.0.0.1"
@@ -80,42 +80,42 @@ def test_nccl_where_it_cannot_be() -> None:
         there = machine(0, gpus)
         there.facts = there.facts._replace(versions={"torch": torch})
         with pytest.raises(NoSlots) as found:
-            placed(replace(SPEC, backend="nccl"), asked, [there])
+            place_new_world(replace(SPEC, backend="nccl"), asked, [there])
         assert str(found.value) == told
         if gpus == 1:
             shared = replace(asked, share_gpus=True)
-            assert placed(replace(SPEC, backend="nccl"), shared, [there]).world_size == 2
+            assert place_new_world(replace(SPEC, backend="nccl"), shared, [there]).world_size == 2
         else:
-            assert placed(SPEC, auto, [there]).backend == "gloo"
+            assert place_new_world(SPEC, auto, [there]).backend == "gloo"
 
 
 def test_the_backend_is_that_of_all_nodes() -> None:
     """nccl needs GPUs everywhere; what was asked for is not changed."""
     mixed, all_have = [machine(0, gpus=1), machine(1)], [machine(0, gpus=1), machine(1, gpus=1)]
-    assert placed(SPEC, wanted(), mixed).backend == "gloo"
-    assert placed(SPEC, wanted(), all_have).backend == GPU_BACKEND
-    assert placed(SPEC, wanted(backend="gloo"), all_have).backend == "gloo"
+    assert place_new_world(SPEC, wanted(), mixed).backend == "gloo"
+    assert place_new_world(SPEC, wanted(), all_have).backend == GPU_BACKEND
+    assert place_new_world(SPEC, wanted(backend="gloo"), all_have).backend == "gloo"
 
 
 def test_more_and_fewer() -> None:
     """New ranks take free slots, the others keep theirs; what has no room is named."""
     nodes = [machine(0), machine(1)]
     asked = wanted(layout="2x2", n=3)
-    spec, room = placed(SPEC, asked, nodes), nodes_module.room_of(asked, nodes)
+    spec, room = place_new_world(SPEC, asked, nodes), nodes_module.room_of(asked, nodes)
     assert resized(spec, 4, (0, 1, 2), room).slots == (*spec.slots, (1, 1))
     assert resized(spec, 1, (2,), room).slots == spec.slots[2:]
     assert resized(spec, 3, (0, 2), room).slots == (spec.slots[0], spec.slots[2], (0, 1))
     with pytest.raises(NoSlots, match="4 workers have room"):
         resized(spec, 5, (0, 1, 2), room)
     with pytest.raises(NoSlots, match="5 workers asked for, but room for 4: n0 has 2, n1 has 2"):
-        placed(SPEC, wanted(n=5), nodes)
+        place_new_world(SPEC, wanted(n=5), nodes)
     with pytest.raises(NoSlots, match="n1: `--gpus 1,3`: there is no GPU 3, 0-1 are visible"):
-        placed(SPEC, wanted(gpus="1,3"), [machine(0, gpus=4), machine(1, gpus=2)])
+        place_new_world(SPEC, wanted(gpus="1,3"), [machine(0, gpus=4), machine(1, gpus=2)])
     for fields, there, size in (
         *(({"layout": "2x2"}, 1, 2), ({"layout": "2x2"}, 3, 4), ({"hosts": "a:1,b:2"}, 2, 3)),
         *(({"layout": "2x2", "n": 3}, 2, 3), ({"layout": "2x2", "n": 3}, 1, 2)),
     ):
-        assert nodes_module.full_size(wanted(**fields), [*map(machine, range(there))]) == size
+        assert nodes_module.attainable_size(wanted(**fields), [*map(machine, range(there))]) == size
 
 
 @pytest.mark.parametrize(
@@ -137,8 +137,8 @@ def test_who_stays_where_machines_are_lost(
     """All ranks where there is room; MASTER_ADDR is the machine of rank 0, whichever that is."""
     asked = wanted(hosts=hosts, layout="2x2")
     nodes = [machine(number) for number in range(len(asked.named_hosts))]
-    spec = placed(SPEC, asked, nodes)
-    spec, stay = nodes_module.without(spec, asked, [nodes[number] for number in there])
+    spec = place_new_world(SPEC, asked, nodes)
+    spec, stay = nodes_module.without_lost_nodes(spec, asked, [nodes[number] for number in there])
     assert stay == keep
     assert [*spec.slots] == slots
     assert spec.world_size == len(slots)
@@ -201,9 +201,9 @@ async def test_answers_by_their_numbers() -> None:
     both = asyncio.gather(there.ask(GetStatus(), 5), there.ask(messages.CallOff(1), 5))
     await asyncio.sleep(0)
     assert sent == [Ask(1, GetStatus()), Ask(2, messages.CallOff(1))]
-    there.answered(2, None)
-    there.answered(1, ())
-    there.answered(9, "of nobody")
+    there.resolve_request(2, None)
+    there.resolve_request(1, ())
+    there.resolve_request(9, "of nobody")
     assert await both == [(), None]
     with pytest.raises(NodeLost, match="b did not answer within 0 s"):
         await there.ask(GetStatus(), 0.01)
@@ -213,13 +213,13 @@ async def test_a_clock_that_is_wrong() -> None:
     """How far it is ahead is known to some milliseconds."""
     sent: list[NodeDown] = []
     there = node(1, sent.append)
-    reading = asyncio.create_task(there.set_clock())
+    reading = asyncio.create_task(there.measure_clock())
     while not reading.done():
         await asyncio.sleep(0)
         while sent:
             message = sent.pop()
             assert message.request == messages.GetClock()
-            there.answered(message.id, time.time_ns() + HOUR)
+            there.resolve_request(message.id, time.time_ns() + HOUR)
     assert abs(there.offset_ns - HOUR) < 10**9
 
 
@@ -229,8 +229,8 @@ async def test_one_that_is_lost() -> None:
     there = node(1, sent.append)
     waiting = asyncio.create_task(there.do(messages.StartPart(SEATED, (0,), 1)))
     await asyncio.sleep(0)
-    there.lose("the connection to b was lost")
-    there.lose("again")
+    there.mark_lost("the connection to b was lost")
+    there.mark_lost("again")
     failed = await waiting
     assert isinstance(failed, StartFailure)
     assert (failed.host, failed.reason) == ("b", "the connection to b was lost")

@@ -71,7 +71,7 @@ def test_all_are_waited_for(launchers: None, tmp_path: Path) -> None:
         said = r"`--launcher nowhere`: available: here, .*local, .*ssh"
         with pytest.raises(UsageError, match=said):
             world.restart(launcher="nowhere", n=2)
-        assert (world.pids, world.session.config.launched_by) == (before, "here")
+        assert (world.pids, world.session.config.launcher_name) == (before, "here")
         world.restart(1, keep=["x"], launcher="local", python=sys.executable)
         assert "nbdist.cluster" in agent.command
         assert "nbdist.cluster" not in world.session.link.agent.command
@@ -125,7 +125,7 @@ def test_who_has_come(
     awaited: Awaited, room: dict[str, int], *, is_enough: bool, will_do: bool, said: str
 ) -> None:
     """The command stands there as long as somebody has to run it; fewer do where that was said."""
-    found = awaited.are_enough(room), awaited.will_do(room), awaited.text(room)
+    found = awaited.is_complete(room), awaited.can_start_without_rest(room), awaited.text(room)
     assert found == (is_enough, will_do, said)
 
 

@@ -110,7 +110,7 @@ def test_names_of_nodes() -> None:
     assert distinct(["a", "b"], ["1", "2"]) == ["a", "b"]
     assert distinct(["a", "a", "b"], ["1", "2", "3"]) == ["a-1", "a-2", "b"]
     assert distinct(["a", "a"], ["1", "1"]) == ["a-1-0", "a-1-1"]
-    names = sorted(["node10", "node2", "a", "1b"], key=ours.in_order)
+    names = sorted(["node10", "node2", "a", "1b"], key=ours.natural_key)
     assert names == ["1b", "a", "node2", "node10"]
 
 

@@ -20,8 +20,8 @@ import zmq
 from zmq.utils import z85
 
 from nbdist.cluster.launcher import agent_command
-from nbdist.cluster.server import NodeServer, addresses, listened_at
-from nbdist.cluster.ticket import KeyPair, Ticket, come_with, endpoint
+from nbdist.cluster.server import NodeServer, addresses, listen_addresses
+from nbdist.cluster.ticket import KeyPair, Ticket, connect_with, endpoint
 from nbdist.wire.frames import pack, unpack
 from nbdist.wire.messages import Shutdown, Spare, Starting
 from nbdist.wire.node_messages import NodeUp
@@ -37,7 +37,7 @@ def connect(ticket: Ticket, identity: bytes = b"", *, again: bool = True) -> zmq
         link.reconnect_ivl = -1
     if identity:
         link.routing_id = identity
-    come_with(link, ticket)
+    connect_with(link, ticket)
     link.connect(endpoint("127.0.0.1", ticket.port))
     return link
 
@@ -309,9 +309,11 @@ def test_by_what_this_machine_can_be_reached() -> None:
     assert found <= own
     assert not [each for each in found if each.startswith("fe80")]
     assert addresses("10.9.8.7") == ("10.9.8.7",)
-    assert addresses("lo") == listened_at("lo") == listened_at("127.0.0.1") == ("127.0.0.1",)
+    assert (
+        addresses("lo") == listen_addresses("lo") == listen_addresses("127.0.0.1") == ("127.0.0.1",)
+    )
     for elsewhere in (None, "203.0.113.7", "gateway.example.org"):
-        assert listened_at(elsewhere) == ()
+        assert listen_addresses(elsewhere) == ()
 
 
 @pytest.mark.world

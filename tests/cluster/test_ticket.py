@@ -169,7 +169,7 @@ def test_who_leads_a_node() -> None:
         ("JOB_COMPLETION_INDEX=3 OMPI_COMM_WORLD_LOCAL_RANK=1", False, 3),
         ("LOCAL_RANK=zero", True, -1),
     ):
-        found = tickets.part_of(dict(each.split("=") for each in environ.split()))
+        found = tickets.node_position(dict(each.split("=") for each in environ.split()))
         assert found == (leads, node), environ
 
 
@@ -185,5 +185,5 @@ def test_one_joins_per_node(
     kept = {"PATH": "/bin", "HF_HOME": "/hf", "SLURM_JOB_ID": "7"}
     told = ("RANK", "LOCAL_RANK", "MASTER_PORT", "OMPI_COMM_WORLD_RANK", "PMIX_NAMESPACE")
     environ = {**kept, **dict.fromkeys((*told, "SLURM_LOCALID", "OMP_NUM_THREADS"), "1")}
-    assert tickets.without_starters(environ | {"TORCHELASTIC_RUN_ID": "none"}) == kept
-    assert tickets.without_starters(environ) == {**kept, "OMP_NUM_THREADS": "1"}
+    assert tickets.agent_environ(environ | {"TORCHELASTIC_RUN_ID": "none"}) == kept
+    assert tickets.agent_environ(environ) == {**kept, "OMP_NUM_THREADS": "1"}

@@ -87,7 +87,7 @@ class Head:
             if node.sent:
                 fetch = node.sent.pop(0)
                 assert isinstance(fetch, Fetch)
-                self.transfers.take(number, piece_of(fetch))
+                self.transfers.store_piece(number, piece_of(fetch))
         for _ in range(3):
             await asyncio.sleep(0)
 
@@ -175,14 +175,14 @@ async def test_a_node_that_does_not_take_it(head: Head, segment: Segment) -> Non
         node.receiving.abandon()
 
     head.transfers.run(run("b", segment), (0, 1))
-    assert head.transfers.stop([9]) == (9,)
+    assert head.transfers.interrupt([9]) == (9,)
     await head.pass_on(0)
-    assert head.transfers.stop([3, 9]) == (9,)
+    assert head.transfers.interrupt([3, 9]) == (9,)
     assert second.sent == [Drop(segment.ref.path)]
     assert first.sent == []  # it has it, and keeps it
     assert head.said() == [(rank, "KeyboardInterrupt") for rank in range(4)]
     head.transfers.run(run("c", segment), (0, 1))
-    head.transfers.stop([0])  # before anything was asked for
+    head.transfers.interrupt([0])  # before anything was asked for
     second.receiving.abandon()
     second.asked.clear()
     await head.pass_on(1)
@@ -192,7 +192,7 @@ async def test_a_node_that_does_not_take_it(head: Head, segment: Segment) -> Non
     await asyncio.sleep(0)
     second.lost = "it is gone"
     second.receiving.abandon()
-    head.transfers.lose(1)
+    head.transfers.handle_node_lost(1)
     await head.pass_on(0)
     assert head.ran == [task]
 
@@ -250,7 +250,7 @@ async def test_what_brings_nothing_back(
         assert head.shows(1, end_of(segment)) == []
         await head.bring_back(1, pieces)
         head.shown.clear()
-        assert head.transfers.stop([2, 3]) == (3,)
+        assert head.transfers.interrupt([2, 3]) == (3,)
         assert said() == "KeyboardInterrupt: "
         await head.bring_back(1)
         assert head.shown == []
@@ -276,7 +276,7 @@ async def test_a_node_that_is_lost(head: Head, segment: Segment) -> None:
     assert head.shows(1, end_of(segment)) == []
     await head.bring_back(1, 1)
     head.shown.clear()
-    head.transfers.lose(1)
+    head.transfers.handle_node_lost(1)
     await asyncio.sleep(0.01)
     assert (head.shown, len(os.listdir("/proc/self/fd"))) == ([], before)
     assert head.shows(1, LATE) == [LATE]  # of another rank of that number

@@ -10,7 +10,7 @@ import pytest
 
 from nbdist.config import WorldConfig
 from nbdist.errors import UsageError
-from nbdist.topology import Position, Slot, place_more
+from nbdist.topology import Position, Slot, place_ranks
 from nbdist.wire.spec import (
     NBDIST_DECIDES,
     NBDIST_SETS,
@@ -33,7 +33,7 @@ def test_command_of_a_spawned_worker() -> None:
     assert " ".join(WRAPPED.command) == "nice -n 5 /venv/bin/python -P -m nbdist.worker"
     assert replace(WRAPPED, node=1).wrap == ()  # there it is the agent that is wrapped
     assert WRAPPED.slot(3) == Slot(3, 4, 0, 1)
-    assert replace(WRAPPED, slots=place_more((), (2, 2), 4)).slot(3) == Slot(1, 2, 1, 2)
+    assert replace(WRAPPED, slots=place_ranks((), (2, 2), 4)).slot(3) == Slot(1, 2, 1, 2)
     assert START.stack_file == "/run/3.stack"
     assert cancel_file(START.cancel_path, 2) == Path("/run/over.over2")
     # Log files are beside torch's error file, which has a place also where there are none.
@@ -66,7 +66,7 @@ def test_one_node_of_several() -> None:
     assert [replace(WRAPPED, node=node).here for node in (0, 1)] == [(0, 1, 2, 3), ()]
 
 
-SEATS = place_more((), (2, 2), 4)
+SEATS = place_ranks((), (2, 2), 4)
 USER, RUN = {"MPLBACKEND": "agg"}, WorldConfig(name="run")
 SPEC = WorldSpec(4, "gloo", USER, "/", (), 3, "py", ("4", "5", "6"), slots=SEATS, config=RUN)
 NCCLS = {*WITH_NCCL, "NCCL_SOCKET_IFNAME"}

@@ -12,7 +12,7 @@ import pytest
 from nbdist import topology
 from nbdist.config import WorldConfig
 from nbdist.errors import NotEnoughGpus, UsageError
-from nbdist.topology import place_more
+from nbdist.topology import place_ranks
 from nbdist.wire.spec import NBDIST_SETS, WorldSpec, torchrun_variables
 from nbdist.world.spec import Here, make_spec, parse_line, read_env_file, scaled
 
@@ -180,11 +180,11 @@ def test_what_workers_take_after() -> None:
 def test_simulated_nodes_are_scaled_as_they_were() -> None:
     """Fewer ranks leave room that later ones take; more than there is room for get new nodes."""
     spec = make_spec(WorldConfig(layout="2x2"), "run", HERE)[0]
-    assert spec.slots == place_more((), (2, 2), 4)
+    assert spec.slots == place_ranks((), (2, 2), 4)
     one = scaled(spec, 1, 8)[0]
     assert (one.slot(0).nodes, one.slot(0).local_world_size) == (1, 1)
-    assert scaled(one, 3, 8)[0].slots == place_more((), (2, 2), 3)
-    assert scaled(one, 5, 8)[0].slots == place_more((), (2, 2, 2), 5)
+    assert scaled(one, 3, 8)[0].slots == place_ranks((), (2, 2), 3)
+    assert scaled(one, 5, 8)[0].slots == place_ranks((), (2, 2, 2), 5)
 
 
 def test_what_goes_along_of_the_options() -> None:
@@ -213,7 +213,7 @@ def test_a_world_elsewhere_is_not_judged_by_this_machine(monkeypatch: pytest.Mon
     config = WorldConfig(hosts="a:4,b:2", gpus="0,1", env={"LD_LIBRARY_PATH": "/x"})
     spec, said = make_spec(config, "run", HERE)
     assert (spec.gpus, spec.config.fork, said) == ((), False, "")
-    there = replace(spec, backend="nccl", slots=place_more((), (4, 2), 6), world_size=6)
+    there = replace(spec, backend="nccl", slots=place_ranks((), (4, 2), 6), world_size=6)
     assert scaled(there, 5) == (replace(there, world_size=5), "")
     with pytest.raises(UsageError, match="`-n 7 --hosts a:4,b:2`: the hosts have room for 6 w"):
         scaled(there, 7)

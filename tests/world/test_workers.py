@@ -40,7 +40,7 @@ def test_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     there = Workers(WorldConfig(2, log_dir=""))
     memory = there.memory(there.config.patience)
     monkeypatch.delenv("SLURM_JOB_ID")
-    assert memory.config.launched_by == "slurm"
+    assert memory.config.launcher_name == "slurm"
 
 
 def test_ranks_that_have_other_numbers_now() -> None:

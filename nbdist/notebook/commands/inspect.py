@@ -54,7 +54,7 @@ from nbdist.world.spec import default_log_dir
 # --- the last lines of the ranks' log files, read from their ends ---------------------------------
 
 TAIL = whole_number("--tail", "a number, such as `--tail 1`")
-ATTEMPT = whole_number("--attempt", "a number, such as `--attempt 1`", least=0)
+ATTEMPT = whole_number("--attempt", "a number, such as `--attempt 1`", minimum=0)
 
 STREAMS = ("stdout", "stderr")
 

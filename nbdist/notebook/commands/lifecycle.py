@@ -26,7 +26,7 @@ from nbdist.world.world import take_over
 def dist_init(line: Line) -> str:
     """Start workers now, as the first `%%distributed` cell would."""
     world = line.pool.ensure(line.options, line.display)
-    world.session.config = world.session.config.but(**at_once(line.options))
+    world.session.config = world.session.config.with_changes(**at_once(line.options))
     return line.pool.ready_text
 
 

@@ -99,7 +99,7 @@ def _torchruns_line(line: Line) -> Iterator[str]:
     if launcher_for(vars(options), os.environ) == LOCAL and not options.launcher:
         for name in ("rdzv_backend", "rdzv_endpoint"):
             if value := getattr(options, name):
-                ignored.append(OPTIONS[name].again(value))
+                ignored.append(OPTIONS[name].as_typed(value))
                 setattr(options, name, None)
     if ignored:
         texts = ", ".join(f"`{each}`" for each in ignored)

@@ -226,10 +226,10 @@ def dist_sync(line: Line) -> str:
 
 # --- snapshots of the workers' variables ------------------------------------------------------
 
-EVERY = whole_number("--every", "a number, such as `--every 1`, or 0", least=0)
+EVERY = whole_number("--every", "a number, such as `--every 1`, or 0", minimum=0)
 MOST_SAID = 20  # variables that are listed by name
 
-FROM_RANK = whole_number("--from", "a number, such as `--from 1`, or 0", least=0)
+FROM_RANK = whole_number("--from", "a number, such as `--from 1`, or 0", minimum=0)
 
 
 @command(
