@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from nbdist.agent.fork_server import begin
+from nbdist.agent.fork_server import start_guarded
 
 
 def main() -> None:
@@ -24,19 +24,19 @@ def main() -> None:
         if problem := serve_head(number):
             sys.exit(f"nbdist: {problem}")
         return
-    runtime, notebook_pid = Path(sys.argv[1]), int(sys.argv[2])
-    guard, fork_server = begin(runtime, notebook_pid, fork_server="--no-fork" not in sys.argv)
+    runtime, notebook = Path(sys.argv[1]), int(sys.argv[2])
+    guard, fork_server = start_guarded(runtime, notebook, fork_server="--no-fork" not in sys.argv)
     from nbdist.agent.agent import Agent
     from nbdist.agent.notebook_link import run
 
-    run(runtime, lambda: Agent(runtime, notebook_pid, fork_server, guard).serve())
+    run(runtime, lambda: Agent(runtime, notebook, fork_server, guard).serve())
 
 
 def serve_head(number: int) -> str:
-    """Serve the head that the ticket on stdin names; `number` is this node's, or -1 for any.
+    """Serve the head that the ticket on stdin names; `number` is this node's number, or -1 for any.
 
-    Returns what kept the agent from starting, or why it lost the head, or "".  The head is looked
-    for while the fork server imports torch.
+    Returns what kept the agent from starting, or why it lost the head, or "".  The fork server
+    imports torch while this process searches for the head.
     """
     from nbdist.cluster.client import NoWay, find_route, read_ticket
     from nbdist.cluster.ticket import BadTicket
@@ -46,14 +46,14 @@ def serve_head(number: int) -> str:
     try:
         ticket = read_ticket()
         runtime = RuntimeFolder().path
-        guard, fork_server = begin(runtime, None, fork_server=ticket.fork)
-        way = find_route(ticket, number)
+        guard, fork_server = start_guarded(runtime, None, fork_server=ticket.fork)
+        route = find_route(ticket, number)
     except (BadTicket, NoRuntimeFolder, NoWay, OSError) as error:
         return str(error)
     from nbdist.agent.agent import Agent
     from nbdist.agent.notebook_link import run
 
-    return run(runtime, lambda: Agent(runtime, 0, fork_server, guard, way).serve())
+    return run(runtime, lambda: Agent(runtime, 0, fork_server, guard, route).serve())
 
 
 main()

@@ -1,4 +1,4 @@
-"""The agent of one machine: it starts and ends the workers and passes messages on to them.
+"""The agent of one machine starts and ends its workers, and passes messages on to them.
 
 This file connects the parts of the agent's process: links, worker processes, outbox, interrupts.
 """
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbdist.agent.fork_server import ForkServerProcess
 from nbdist.agent.forming import Forming
-from nbdist.agent.inspect import UsageWatch, consulted, secrets_of, stack_of, status_of
+from nbdist.agent.inspect import UsageWatch, ask_idle_worker, secrets_of, stack_of, status_of
 from nbdist.agent.listener import Listener, StoreWindow, with_ranks
 from nbdist.agent.notebook_link import NotebookLink, Serving
 from nbdist.agent.outbox import Outbox
@@ -40,8 +40,8 @@ class Agent:
     """Carries out a notebook's messages and reports what its workers do.
 
     Calls that change the world are carried out one after the other, everything else concurrently.
-    With a `way` the agent is one of several, and a head takes the notebook's place.  The ranks
-    then form their groups through the head's store, otherwise through a file.
+    With a `route` to a head, the agent is one of several, and the head takes the notebook's place.
+    The ranks then form their groups through the head's store, otherwise through a file.
     """
 
     def __init__(
@@ -50,25 +50,25 @@ class Agent:
         notebook_pid: int,
         fork_server: ForkServerProcess | None,
         guard: Guard,
-        way: Way | None = None,
+        route: Way | None = None,
     ) -> None:
         self._children = Children()
         self._forker = Forker(runtime, self._children, fork_server) if fork_server else None
         self._serving = Serving(self._answer, self._send)
         self._outbox = Outbox(self._send)
-        port, leave = HeldPort(way.local_address if way else "127.0.0.1"), self._serving.leave
-        self._end: NotebookLink | HeadLink
+        port, shut_down = HeldPort(route.local_address if route else "127.0.0.1"), self._serving.stop
+        self._link: NotebookLink | HeadLink
         self._head: HeadLink | None = None
         self._store: StoreWindow | None = None
         link, emit = None, self._outbox.add
-        if way:
+        if route:
             # Imported here, because most worlds are on one machine and do not need the cluster.
             from nbdist.cluster.client import HeadLink
 
-            self._end = self._head = HeadLink(way, port.number, self._receive, leave, guard)
+            self._link = self._head = HeadLink(route, port.number, self._receive, shut_down, guard)
             self._store = StoreWindow(runtime, self._head.ask_store)
         else:
-            self._end = link = NotebookLink(runtime, notebook_pid, guard, self._receive, leave)
+            self._link = link = NotebookLink(runtime, notebook_pid, guard, self._receive, shut_down)
         self._workers = WorkerGroup(
             runtime, self._children, self._forker, emit, self._send, self._store, port
         )
@@ -79,31 +79,31 @@ class Agent:
             lambda places: self._send(messages.Aborted(places)),
         )
         self._step_stops = StepStops(
-            self._stopping, lambda: self._workers.all.values(), self._serving.do
+            self._stopping, lambda: self._workers.all.values(), self._serving.spawn
         )
-        self._listener = Listener(runtime, self._look, link, self._read)
+        self._listener = Listener(runtime, self._add_ranks, link, self._read_ranks)
 
     def __repr__(self) -> str:
         return f"<Agent {os.getpid()} ranks {sorted(self._workers.all)} {self._outbox}>"
 
     async def serve(self) -> str:
-        """Work until the notebook or head no longer needs this agent, or ends.
+        """Work until the notebook or head no longer needs this agent, or exits.
 
         Returns why the connection to the head was lost, or "".
         """
-        asyncio.get_running_loop().set_exception_handler(self._serving.fail)
+        asyncio.get_running_loop().set_exception_handler(self._serving.on_loop_error)
         self._children.attach()
         if self._forker:
             self._forker.attach()
         await self._listener.open()
         if self._store:
             await self._store.open()
-        await self._end.open()
+        await self._link.open()
         try:
-            await self._serving.until_left()
+            await self._serving.run_until_stopped()
         finally:
-            # First, because the fork server may be busy with an import.  Nothing more is asked of
-            # it: this process is the workers' parent and gets their exit codes itself.
+            # The fork server is killed first, because it may be busy with an import.  Nothing needs
+            # it any more: the workers are children of this process, which gets their exit codes.
             if self._forker:
                 self._forker.close()
             await self._workers.stop(grace=0.0)
@@ -111,34 +111,34 @@ class Agent:
             if self._store:
                 await self._store.close()
             self._usage.close()
-            await self._end.close()
+            await self._link.close()
             await self._listener.close()
             self._children.close()
-        return self._end.problem
+        return self._link.problem
 
     def _send(self, message: messages.Up) -> None:
-        self._end.send(message)
+        self._link.send(message)
 
     def _receive(self, message: node_messages.NodeDown) -> None:
-        do, reply = self._serving.do, self._serving.reply
+        spawn, reply = self._serving.spawn, self._serving.reply
         match message:
             case Ask(number, node_messages.PartRequest() as request):
-                do(reply(number, self.do, request))
+                spawn(reply(number, self.execute, request))
             case messages.Run() as run:
                 self._run(run)
             case Ask(number, messages.GetStatus()):
                 workers = tuple(self._workers.all.values())
-                do(reply(number, status_of, workers, self._usage))
+                spawn(reply(number, status_of, workers, self._usage))
             case Ask(number, messages.GetStacks() | messages.GetSecrets() | GetLogs() as request):
-                do(reply(number, self._read, request))
+                spawn(reply(number, self._read_ranks, request))
             case Ask(number, messages.Consult(ranks, question)):
-                do(reply(number, consulted, self._workers.alive(ranks), question))
+                spawn(reply(number, ask_idle_worker, self._workers.alive(ranks), question))
             case Ask() as ask:
-                self._serving.call(ask)
-            case messages.Locate(ranks, asked):
-                do(self._report_places(ranks, asked))
+                self._serving.enqueue(ask)
+            case messages.Locate(ranks, asked_at):
+                spawn(self._report_places(ranks, asked_at))
             case messages.Abort(ranks):
-                do(self._workers.abort(ranks))
+                spawn(self._workers.abort(ranks))
             case messages.Interrupt(ranks):
                 self._step_stops.stop(self._workers.alive(ranks))
             case node_messages.InterruptAt(ranks, 0):
@@ -148,17 +148,17 @@ class Agent:
             case messages.Spare(ranks):
                 self._stopping.spare(ranks)
             case messages.ReleaseValues(task_id, ranks):
-                do(self._workers.ask(ranks, control.ReleaseValues(task_id), RELEASE_TIMEOUT))
+                spawn(self._workers.ask(ranks, control.ReleaseValues(task_id), RELEASE_TIMEOUT))
             case messages.SendInput(rank, typed):
                 for worker in self._workers.alive([rank]):
-                    worker.enter(typed)
+                    worker.answer_input(typed)
             case messages.ToWidget(rank, comm):
                 for worker in self._workers.alive([rank]):
                     worker.send_comm(comm)
             case messages.Received():
                 self._outbox.acknowledge()
             case messages.Shutdown():
-                self._serving.leave()
+                self._serving.stop()
 
     async def _answer(self, request: messages.Request) -> messages.Reply:
         match request:
@@ -174,28 +174,28 @@ class Agent:
                 for worker in self._workers.alive(ranks):
                     worker.kill(why)
             case messages.GetCode() | messages.PutCode():
-                return await asyncio.to_thread(self._workers.code.take, request)
+                return await asyncio.to_thread(self._workers.code.answer, request)
         return None
 
     def _run(self, run: messages.Run) -> None:
-        self._outbox.begin(run.ranks)
+        self._outbox.mark_running(run.ranks)
         if not self._usage.is_on:
-            self._serving.do(self._usage.watch(self._busy))
+            self._serving.spawn(self._usage.watch(self._busy))
         for rank in run.ranks:
             self._workers.all[rank].run(run)
 
     def _busy(self) -> list[Worker]:
         return [worker for worker in self._workers.alive() if worker.state == "busy"]
 
-    async def _read(self, request: messages.OfEachRank) -> tuple[Any, ...]:
+    async def _read_ranks(self, request: messages.OfEachRank) -> tuple[Any, ...]:
         if isinstance(request, GetLogs):
             folders = {rank: worker.log.folder for rank, worker in self._workers.all.items()}
             return await asyncio.to_thread(read_logs, folders, request)
-        asked = (self._workers.all[rank] for rank in request.ranks if rank in self._workers.all)
-        of_one = secrets_of if isinstance(request, messages.GetSecrets) else stack_of
-        return tuple(await asyncio.gather(*map(of_one, asked)))
+        workers = (self._workers.all[rank] for rank in request.ranks if rank in self._workers.all)
+        read = secrets_of if isinstance(request, messages.GetSecrets) else stack_of
+        return tuple(await asyncio.gather(*map(read, workers)))
 
-    async def do(self, request: node_messages.PartRequest[Any]) -> Any:
+    async def execute(self, request: node_messages.PartRequest[Any]) -> Any:
         """Carry out a request of `Forming` or of the head to this machine; return the answer."""
         match request:
             case node_messages.GetClock():
@@ -207,25 +207,25 @@ class Agent:
             case node_messages.LocateRanks(ranks):
                 return await self._locate(ranks)
             case node_messages.HoldRanks(ranks):
-                asked = (self._workers.all[rank] for rank in ranks if rank in self._workers.all)
-                return await self._step_stops.hold(asked)
+                workers = (self._workers.all[rank] for rank in ranks if rank in self._workers.all)
+                return await self._step_stops.hold(workers)
             case node_messages.Bring(refs) if self._head:
                 return await self._head.memory.bring(refs)
-        reply = await self._workers.do(request)
+        reply = await self._workers.execute(request)
         if isinstance(request, node_messages.EndRanks) and request.drops:
-            self._outbox.forget()
+            self._outbox.clear()
         return reply
 
-    async def _report_places(self, ranks: Sequence[int], asked: float) -> None:
-        self._send(messages.Located(await self._locate(ranks), asked))
+    async def _report_places(self, ranks: Sequence[int], asked_at: float) -> None:
+        self._send(messages.Located(await self._locate(ranks), asked_at))
 
     async def _locate(self, ranks: Sequence[int]) -> dict[int, Place]:
         alive = self._workers.alive(ranks)
         places = await asyncio.gather(*(worker.locate() for worker in alive))
-        found = zip(alive, places, strict=True)
-        return {each.rank: place for each, place in found if not each.is_killed}
+        located = zip(alive, places, strict=True)
+        return {each.rank: place for each, place in located if not each.is_killed}
 
-    async def _look(self, info: WorldInfo) -> WorldInfo:
+    async def _add_ranks(self, info: WorldInfo) -> WorldInfo:
         workers = tuple(self._workers.all.values())
         rows = await status_of(workers, self._usage, self._usage.fresh_seconds)
         return with_ranks(info, self._workers.spec, rows)

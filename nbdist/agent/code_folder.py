@@ -1,7 +1,7 @@
-"""The notebook's folder as this node was sent it (`--sync-code`): kept as the notebook has it.
+"""This node's copy of the notebook's folder (`--sync-code`), updated when the notebook's changes.
 
-It is one folder as long as the agent lives: workers work in it, import from it, and find there what
-earlier cells have written.
+The copy is the same folder as long as the agent lives.  Workers have it as their working directory,
+import from it, and find files in it that earlier cells have written.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ log = logging.getLogger("nbdist.agent")
 PREFIX = "nbdist-code-"
 
 FILES, LIST, NEW_FILE = "code", "files", "new"
-"""In a folder of ours: the workers' copy of the notebook's folder, the list of all files in it that
-were sent, by which they are removed later, and the file that is being written."""
+"""The entries of the folder that `CodeFolder` makes: the copy of the notebook's folder, the list of
+all files that were sent, which are removed later, and the file that is being written."""
 
 MADE_BY_PYTHON = "__pycache__"
 
 
 class CodeFolder:
-    """The notebook's files, for this node's workers; files that user code writes there stay.
+    """The copy of the notebook's files for this node's workers; files that user code writes stay.
 
-    `path` is the folder that workers have in place of the notebook's, None before it is sent.
+    `path` is the folder that workers use in place of the notebook's; None before files are sent.
     """
 
     def __init__(self) -> None:
@@ -48,8 +48,8 @@ class CodeFolder:
         self._archive = bytearray()
         self._sent = frozenset[str]()
 
-    def take(self, request: GetCode | PutCode) -> CodeHeld:
-        """Say whether the code with this digest is here, or take a part of its archive."""
+    def answer(self, request: GetCode | PutCode) -> CodeHeld:
+        """Return whether the code with this digest is here; `PutCode` adds a part of it first."""
         host = socket.gethostname()
         match request:
             case GetCode(_, mark) if self.path is None and mark and mark == Landmark.of(mark.path):
@@ -68,34 +68,34 @@ class CodeFolder:
                     return CodeHeld(host, problem=f"{where}: {error.strerror or error}")
         return CodeHeld(host, is_here=self._digest == request.digest)
 
-    def moved(self, spec: WorldSpec) -> WorldSpec:
-        """Let workers work and find their code here, instead of in the notebook's folder."""
+    def with_folder(self, spec: WorldSpec) -> WorldSpec:
+        """Return the spec with this folder in place of the notebook's, also in `sys_path`."""
         if self.path is None:
             return spec
         path = (moved_path(entry, spec.cwd, str(self.path)) for entry in spec.sys_path)
         return replace(spec, cwd=str(self.path), sys_path=tuple(path))
 
     def close(self) -> None:
-        """Remove what was sent, and all if there is nothing else."""
+        """Remove the files that were sent; keep the folder if it has other files."""
         if self.path is None:
             return
         os.close(self._claim)
-        if left := remove(self.path.parent):
-            log.warning("%s stays, with what cells have written there: %s", self.path, left)
+        if kept := remove(self.path.parent):
+            log.warning("%s stays, with what cells have written there: %s", self.path, kept)
         self.path = None
 
     def _unpack(self) -> None:
         files = _files_of(zlib.decompress(self._archive))
         if self.path is None:
             parent = Path(tempfile.gettempdir())
-            drop_dead(parent)
+            remove_dead_folders(parent)
             folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
             self._claim = folders.claim(folder)
             self.path = folder / FILES
             folders.make_private(self.path)
-        # First: the next agent removes by it what one that was killed had written.
-        with folders.whole_file(self.path.parent / LIST, folders.PRIVATE_FILE) as known:
-            known.write(b"\0".join(map(os.fsencode, self._sent.union(files))))
+        # Written first: if this agent is killed, the next one removes the files by this list.
+        with folders.whole_file(self.path.parent / LIST, folders.PRIVATE_FILE) as listing:
+            listing.write(b"\0".join(map(os.fsencode, self._sent.union(files))))
         for path in self._sent.difference(files):
             _unlink(self.path, path)
         self._sent |= files.keys()
@@ -105,24 +105,24 @@ class CodeFolder:
 
 
 def remove(folder: Path) -> list[str]:
-    """Remove what was sent to a folder, and it too if nothing else is there; name what is."""
+    """Remove the files that were sent, and a folder without other files; return the other files."""
     code = folder / FILES
     with suppress(OSError):
         for path in (folder / LIST).read_bytes().split(b"\0"):
             _unlink(code, os.fsdecode(path))
-    there = (Path(root, name) for root, _, names in os.walk(code) for name in names)
-    found = [path.relative_to(code) for path in there]
-    left = sorted(str(path) for path in found if MADE_BY_PYTHON not in path.parts)
-    if not left:
+    files = (Path(root, name) for root, _, names in os.walk(code) for name in names)
+    relative = [path.relative_to(code) for path in files]
+    kept = sorted(str(path) for path in relative if MADE_BY_PYTHON not in path.parts)
+    if not kept:
         folders.remove(folder)
-    else:  # from now on it is the user's
+    else:  # no agent may remove the folder any more: its files are the user's
         for name in (LIST, NEW_FILE, folders.LOCK_FILE):
             (folder / name).unlink(missing_ok=True)
-    return left
+    return kept
 
 
-def drop_dead(parent: Path) -> None:
-    """Remove folders whose agents were killed before they could."""
+def remove_dead_folders(parent: Path) -> None:
+    """Remove the folders of agents that were killed, but not those of running agents."""
     for folder in parent.glob(PREFIX + folders.MADE):
         if (lock := folders.join(folder, fcntl.LOCK_EX)) is not None:
             os.close(lock)
@@ -145,16 +145,16 @@ def _files_of(archive: bytes) -> Mapping[str, tuple[bytes, int]]:
 
 
 def _is_below(folder: Path, file: Path) -> bool:
-    """Return False where a link that user code has made leads out of the folder."""
+    """Return False if a symbolic link, made by user code, leads out of the folder."""
     return file.parent.resolve() == folder.resolve() / file.parent.relative_to(folder)
 
 
 def _replace(folder: Path, path: str, content: bytes, mode: int) -> None:
-    """Write a file whole, or not at all: a worker may be reading it."""
+    """Write a file atomically, because a worker may be reading it; skip a file without changes."""
     file = folder / path
     if not _is_below(folder, file):
         raise OSError(f"{path!r} was refused: it leads out of the folder")
-    with suppress(OSError):  # modules that have not changed stay as they are
+    with suppress(OSError):
         if file.lstat().st_mode == stat.S_IFREG | mode and file.read_bytes() == content:
             return
     folders.make_private(file.parent)
@@ -164,14 +164,14 @@ def _replace(folder: Path, path: str, content: bytes, mode: int) -> None:
 
 
 def _unlink(folder: Path, path: str) -> None:
-    """Remove a file that was sent, and the folders that are empty then."""
+    """Remove a file that was sent, and the folders above it that become empty."""
     file = folder / path
     if not _is_below(folder, file):
         return
     with suppress(OSError):
         file.unlink()
     _drop_compiled(file)
-    with suppress(OSError):  # up to the first that holds something else
+    with suppress(OSError):  # raised by the first folder that is not empty
         for above in file.parents:
             if (above / MADE_BY_PYTHON).is_dir():
                 (above / MADE_BY_PYTHON).rmdir()
@@ -181,7 +181,7 @@ def _unlink(folder: Path, path: str) -> None:
 
 
 def _drop_compiled(file: Path) -> None:
-    """Remove what Python has kept of a module: it tells it by the second and the size only."""
+    """Remove a module's bytecode: Python would use it for a new file of equal time and size."""
     if file.suffix == ".py":
         for compiled in (file.parent / MADE_BY_PYTHON).glob(f"{file.stem}.*.pyc"):
             compiled.unlink(missing_ok=True)

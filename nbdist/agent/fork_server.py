@@ -1,8 +1,8 @@
 """The fork server, a process that has imported torch and forks workers for its agent.
 
-Also `begin`, the first step of an agent's or head's process, which forks a guard and starts the
-fork server.  Therefore this file imports little: the start of a world waits longest for the fork
-server's import of torch, so everything else is imported after the fork server was started.
+Also `start_guarded`, the first step of an agent's or head's process, which forks a guard and
+starts the fork server.  The start of a world waits longest for the fork server's import of torch.
+Therefore this file imports little: everything else is imported after the fork server was started.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from nbdist.system.folders import current_folder
 from nbdist.system.limits import raise_file_limit, word_start_error
-from nbdist.system.processes import MODULE, Guard, go_below_guard
+from nbdist.system.processes import MODULE, Guard, fork_below_guard
 from nbdist.wire.frames import FrameCutter, framed, pack, unpack
 
 if TYPE_CHECKING:
@@ -34,16 +34,16 @@ if TYPE_CHECKING:
 # --- the start of an agent or head ------------------------------------------------------------
 
 
-def begin(
+def start_guarded(
     runtime: Path, notebook_pid: int | None, *, fork_server: bool, grace: float = 0.0
 ) -> tuple[Guard, ForkServerProcess | None]:
-    """Fork a guard above this process (`go_below_guard`), then start a fork server if wanted.
+    """Fork a guard above this process (`fork_below_guard`); start a fork server if `fork_server`.
 
     Returns in the child of the guard.  Exits with a message if no process can be started.
     """
     raise_file_limit()
     try:
-        guard = go_below_guard(runtime, notebook_pid, grace, _clean_up_after_kill)
+        guard = fork_below_guard(runtime, notebook_pid, grace, _clean_up_after_kill)
         return guard, start_fork_server(runtime) if fork_server else None
     except OSError as error:
         sys.exit(f"nbdist: {word_start_error(error)}")
@@ -52,7 +52,7 @@ def begin(
 def _clean_up_after_kill(last_word: bytes) -> None:
     """Tell the head that its agent was killed, and remove code folders of dead agents from /tmp.
 
-    The guard calls this with the last thing that the agent told it.
+    The guard calls this with everything that the agent wrote to it.
     """
     # Imported here, because an agent imports next to nothing before it forks.
     if last_word.endswith(b"\n"):
@@ -61,20 +61,20 @@ def _clean_up_after_kill(last_word: bytes) -> None:
         report_killed_agent(last_word)
     import tempfile
 
-    from nbdist.agent.code_folder import drop_dead
+    from nbdist.agent.code_folder import remove_dead_folders
 
     with suppress(OSError):
-        drop_dead(Path(tempfile.gettempdir()))
+        remove_dead_folders(Path(tempfile.gettempdir()))
 
 
 # --- messages between agent and fork server ------------------------------------------------------
 
-TOGETHER = 0.001  # seconds to wait for another request that can be served with the last one
+TOGETHER = 0.001  # seconds in which another request may follow, to be served with the last one
 DESCRIPTORS = 2  # sent with each `Fork`: the worker's stdout and stderr
 
 
 class Fork(NamedTuple):
-    """Agent to fork server: fork a worker; the answer has the same number."""
+    """Agent to fork server: fork a worker.  The answer has the same number."""
 
     number: int
     start: WorkerStart
@@ -86,7 +86,7 @@ class Imported:
 
 
 class Forked(NamedTuple):
-    """Fork server to agent: the worker's process; it becomes the agent's child in a moment."""
+    """Fork server to agent: a worker was forked.  Its process soon becomes the agent's child."""
 
     number: int
     pid: int
@@ -115,13 +115,13 @@ LOG = "fork_server.log"
 
 def start_fork_server(runtime: Path) -> ForkServerProcess:
     """Start a fork server and return without waiting for its imports; raises OSError."""
-    ours, theirs = socket.socketpair()
+    agent_end, server_end = socket.socketpair()
     try:
-        with theirs, (runtime / LOG).open("wb") as log:
-            end = theirs.fileno()
+        with server_end, (runtime / LOG).open("wb") as log:
+            server_fd = server_end.fileno()
             popen = subprocess.Popen(
-                [sys.executable, *MODULE, "nbdist.agent.fork_server", str(end), str(runtime)],
-                pass_fds=[end],
+                [sys.executable, *MODULE, "nbdist.agent.fork_server", str(server_fd), str(runtime)],
+                pass_fds=[server_fd],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -130,9 +130,9 @@ def start_fork_server(runtime: Path) -> ForkServerProcess:
                 start_new_session=True,
             )
     except OSError:
-        ours.close()
+        agent_end.close()
         raise
-    return ForkServerProcess(popen, ours)
+    return ForkServerProcess(popen, agent_end)
 
 
 # --- the fork server ----------------------------------------------------------------------------
@@ -171,7 +171,7 @@ IMPORTED_WHEN_IDLE = (
     "torch.utils.serialization",
     "torch._subclasses.schema_check_mode",
 )
-"""The modules that a process's first traceback, DDP, FSDP2 and optimizer import, found likewise.
+"""The modules that a process's first traceback, DDP, FSDP2 and optimizer import.
 
 The first two are for tracebacks; nearly all others belong to torch._dynamo.  Modules that
 torch._dynamo needs and that can be imported without it come first, so that no single import takes
@@ -189,7 +189,7 @@ FIT_FOR_FORKS = {
     # driver, which forked processes could not use any more.
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }
-"""Variables that only the fork server has besides the agent's; a worker has its world's."""
+"""Variables that the fork server has besides the agent's; a worker gets those of its world."""
 
 
 def import_all() -> None:
@@ -222,7 +222,7 @@ def makes_idle_imports() -> bool:
 
 
 class ForkServer:
-    """Forks workers for one agent, which becomes their parent and watches them.
+    """Forks workers for one agent, which becomes the parent of the workers and watches them.
 
     The process has one thread, no event loop, no zmq and no CUDA context, so that its forks are
     safe.  It exits when the agent's end of the socket closes.  While idle it imports modules that
@@ -239,13 +239,13 @@ class ForkServer:
     def serve(self) -> WorkerStart | None:
         """Serve requests until the agent has exited, then return None.
 
-        In each forked child this returns too, with what the worker starts with.
+        In each forked child this returns too, with the `WorkerStart` of its request.
         """
         while True:
             idle = max(0.0, self._idle_from - time.monotonic()) if self._to_import else None
             if not select.select([self._agent], [], [], idle)[0]:
-                # Only one module at a time, because a request would wait for the rest.  No import
-                # begins soon after a fork, because it would slow down the workers that start.
+                # Only one module at a time, because requests wait until the import is done.  No
+                # import begins soon after a fork: it would slow down the workers that start.
                 import_if_possible(self._to_import.popleft())
             elif (requests := self._receive()) is None:
                 return None
@@ -257,7 +257,7 @@ class ForkServer:
         self._agent.sendall(framed(pack(message)))
 
     def _receive(self) -> list[Fork] | None:
-        """Return the requests that come within `TOGETHER` of each other; None if the agent exited.
+        """Return requests that arrive within `TOGETHER` of each other; None if the agent exited.
 
         The agent sends the requests of a world's ranks one after the other.  Together they need
         only one intermediate process; a process for each would take 10 ms more a rank.
@@ -273,23 +273,23 @@ class ForkServer:
                 return requests
 
     def _fork_all(self, requests: list[Fork]) -> WorkerStart | None:
-        """Fork a worker for each request; return None, and in a worker what it starts with.
+        """Fork a worker for each request.  Return None, or in a worker its `WorkerStart`.
 
-        An intermediate process forks the workers and exits.  So they become children of the agent,
-        which adopts orphans, like spawned workers.  In a worker, `serve` returns to its caller,
-        and only the descriptors of the worker's own request are left open.
+        An intermediate process forks the workers and exits.  So the workers become children of the
+        agent, which adopts orphans, as if it had spawned them.  In a worker, `serve` returns to its
+        caller, and only the descriptors of the worker's own request stay open.
         """
         given = [[self._descriptors.popleft() for _ in range(DESCRIPTORS)] for _ in requests]
         if any(request.start.world.for_training for request in requests):
-            # Workers that each import it on their own take turns on the cores.
+            # Import the modules here once: workers that all import them compete for the cores.
             while self._to_import:
                 import_if_possible(self._to_import.popleft())
         # Workers' garbage collections do not touch frozen objects, so their memory stays shared.
         gc.freeze()
-        if requests and (between := self._fork(requests)) is not None:
-            if not between:
+        if requests and (intermediate := self._fork(requests)) is not None:
+            if not intermediate:
                 return self._fork_each(requests, given)
-            os.waitpid(between, 0)
+            os.waitpid(intermediate, 0)
             self._idle_from = time.monotonic() + AFTER_FORK
         for fd in chain(*given):
             os.close(fd)
@@ -306,7 +306,7 @@ class ForkServer:
         os._exit(0)
 
     def _fork(self, requests: list[Fork]) -> int | None:
-        """Fork as `os.fork` does; return None if that fails, with `ForkFailed` for each request."""
+        """Fork as `os.fork` does; on failure send `ForkFailed` for each request, return None."""
         try:
             return os.fork()
         except OSError as error:
@@ -314,16 +314,16 @@ class ForkServer:
                 self.send(ForkFailed(request.number, error.errno or 0))
         return None
 
-    def _become_leader(self, own: list[int], all_given: set[int]) -> None:
+    def _become_leader(self, outputs: list[int], all_given: set[int]) -> None:
         """Make this fork the leader of a new session, and give it its own stdout and stderr."""
         gc.enable()
         # Without a session of its own, the worker would get the SIGINT of the Stop button.
         os.setsid()
         self._agent.close()
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        for number, fd in enumerate((nothing, *own)):
+        null = os.open(os.devnull, os.O_RDONLY)
+        for number, fd in enumerate((null, *outputs)):
             os.dup2(fd, number)
-        for fd in (nothing, *all_given):
+        for fd in (null, *all_given):
             os.close(fd)
 
 

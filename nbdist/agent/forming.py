@@ -24,16 +24,16 @@ _T = TypeVar("_T")
 
 
 class Part(Protocol):
-    """The workers on one machine.  For a lost machine `PartRequest.lost` is the answer."""
+    """A machine with workers.  For a lost machine the answer to a request is `PartRequest.lost`."""
 
-    async def do(self, request: part.PartRequest[_T]) -> _T:
+    async def execute(self, request: part.PartRequest[_T]) -> _T:
         """Carry out the request and return the answer."""
 
 
 class Forming:
-    """Starts, heals and scales a world.  `parts` has the workers of each node, by its number.
+    """Starts, heals and scales a world.  `parts` has the machines by the numbers of their nodes.
 
-    On one machine part 0 has all ranks, also those of nodes that are only simulated.
+    On one machine part 0 has all ranks, also the ranks of nodes that are only simulated.
     """
 
     def __init__(self, parts: Mapping[int, Part], *, on_one_machine: bool = False) -> None:
@@ -51,27 +51,27 @@ class Forming:
         self.attempt += 1
         self.generation = self._sized_in = 1
         self._pids, self._logs = {}, {}
-        on = self._ranks_on(spec).items()
-        starts = {node: part.StartPart(spec, ranks, self.attempt) for node, ranks in on}
-        answers = await self._until_one_fails(starts, lambda each: isinstance(each, StartFailure))
+        by_node = self._ranks_on(spec).items()
+        starts = {node: part.StartPart(spec, ranks, self.attempt) for node, ranks in by_node}
+        answers = await self._ask_until_failure(starts, lambda each: isinstance(each, StartFailure))
         if failed := next((a for a in answers if isinstance(a, StartFailure)), None):
             await self.stop(grace=0.0)
             return failed
         started = [each for each in answers if isinstance(each, WorldStarted)]
         for each in started:
-            self._note(each)
+            self._record(each)
         missing = dict.fromkeys(lack for each in started for lack in each.missing)
-        return WorldStarted(*self.whereabouts(), tuple(missing), spec=spec)
+        return WorldStarted(*self.pids_and_logs(), tuple(missing), spec=spec)
 
     async def stop(self, grace: float) -> None:
-        """Stop all workers: politely for `grace` seconds, then by SIGKILL."""
+        """Stop all workers: let them exit within `grace` seconds, then kill them."""
         if self.spec is not None:
-            await self._end(range(self.spec.world_size), grace, drops=True)
+            await self._stop(range(self.spec.world_size), grace, drops=True)
 
-    async def _end(self, ranks: Collection[int], grace: float, *, drops: bool = False) -> None:
+    async def _stop(self, ranks: Collection[int], grace: float, *, drops: bool = False) -> None:
         assert self.spec is not None
-        on = self._ranks_on(self.spec, ranks)
-        await self._all({node: part.EndRanks(on[node], grace, drops) for node in on})
+        by_node = self._ranks_on(self.spec, ranks)
+        await self._ask({node: part.EndRanks(by_node[node], grace, drops) for node in by_node})
         for rank in ranks:
             self._pids.pop(rank, None)
             self._logs.pop(rank, None)
@@ -79,9 +79,9 @@ class Forming:
     async def heal(self, spec: WorldSpec | None = None) -> Healed:
         """Start the ranks that have no live process, and form the group of all ranks again.
 
-        If more workers die meanwhile, it tries again, at most `HEAL_TRIES` times in all.  If a
-        machine does not answer, no worker is started or ended.  A given `spec` replaces the
-        world's.
+        If more workers die meanwhile, this is tried again, at most `HEAL_TRIES` times in all.  If a
+        machine does not answer, no worker is started or killed.  A given `spec` replaces the
+        world's spec.
         """
         self.spec = spec or self.spec
         assert self.spec is not None
@@ -90,12 +90,12 @@ class Forming:
             problem, is_final = await self._form_anew(self.spec)
             if not problem or is_final:
                 break
-        return Healed(*self.whereabouts(), self.spec, problem)
+        return Healed(*self.pids_and_logs(), self.spec, problem)
 
     async def scale(self, spec: WorldSpec, keep: Sequence[int]) -> Healed:
         """Change the number of ranks; `keep` are the present ranks that stay.
 
-        They become ranks 0, 1, ... in this order.  The other ranks exit, and new ranks are started.
+        In this order, they become ranks 0, 1, ...  The other ranks exit, and new ranks are started.
         The world keeps its size if nothing is ready to start new ranks, or if all present ranks
         stay and no group can be formed with the new ranks.  `not_scaled` of the answer says why.
         """
@@ -103,7 +103,7 @@ class Forming:
         before, size = self.spec, self.spec.world_size
         new = range(len(keep), spec.world_size)
         if new and (problem := await self._prepare(spec, new)):
-            return Healed(*self.whereabouts(), before, not_scaled=problem)
+            return Healed(*self.pids_and_logs(), before, not_scaled=problem)
         healed = await self._scale_to(spec, keep, LEAVE_GRACE)
         if not healed.problem or not new or [*keep] != [*range(size)]:
             return healed
@@ -111,7 +111,7 @@ class Forming:
 
     async def _scale_to(self, spec: WorldSpec, keep: Sequence[int], grace: float) -> Healed:
         assert self.spec is not None
-        await self._end({*range(self.spec.world_size)} - {*keep}, grace)
+        await self._stop({*range(self.spec.world_size)} - {*keep}, grace)
         await self._renumber({rank: number for number, rank in enumerate(keep)})
         return await self.heal(spec)
 
@@ -119,8 +119,8 @@ class Forming:
         assert self.spec is not None
         if all(rank == number for rank, number in became.items()):
             return
-        on = self._ranks_on(self.spec, became)
-        await self._all({n: part.Renumber({rank: became[rank] for rank in on[n]}) for n in on})
+        by_node = self._ranks_on(self.spec, became)
+        await self._ask({n: part.Renumber({r: became[r] for r in by_node[n]}) for n in by_node})
         self._pids = {became[rank]: pid for rank, pid in self._pids.items()}
         self._logs = {became[rank]: folder for rank, folder in self._logs.items()}
 
@@ -130,14 +130,14 @@ class Forming:
         Returns what prevented it, or "", and False if another attempt may succeed, because a rank
         has no live process.
         """
-        on = self._ranks_on(spec)
-        held = await self._all(dict.fromkeys(on, part.GetHeld()))
-        # Ranks of a machine that is only slow live, with their variables: never start them anew.
-        if problem := next((each.problem for each in held if each.problem), ""):
+        by_node = self._ranks_on(spec)
+        answers = await self._ask(dict.fromkeys(by_node, part.GetHeld()))
+        # A machine that does not answer may only be slow, and its ranks must keep their variables.
+        if problem := next((each.problem for each in answers if each.problem), ""):
             return problem, True
-        alive = {rank: groups for each in held for rank, groups in each.ranks.items()}
+        alive = {rank: groups for each in answers for rank, groups in each.ranks.items()}
         missing = tuple(rank for rank in range(spec.world_size) if rank not in alive)
-        # First, so that no survivor waits for new ranks that cannot be started.
+        # Before survivors regroup, so that none of them waits for ranks that cannot be started.
         if problem := await self._prepare(spec, missing):
             return problem, not missing
         self.generation += 1
@@ -145,17 +145,17 @@ class Forming:
         if groups is None:
             self._sized_in = self.generation
         plan = self.attempt, self.generation, self._sized_in, missing, groups
-        forms = {node: part.Form(spec, ranks, *plan) for node, ranks in on.items()}
-        formed = await self._until_one_fails(forms, lambda each: bool(each.problem))
+        forms = {node: part.Form(spec, ranks, *plan) for node, ranks in by_node.items()}
+        formed = await self._ask_until_failure(forms, lambda each: bool(each.problem))
         for each in formed:
-            self._note(each)
-        found = sum(len(each.alive) for each in formed)
+            self._record(each)
+        alive_count = sum(len(each.alive) for each in formed)
         problem = next((each.problem for each in formed if each.problem), "")
-        return problem, found == spec.world_size
+        return problem, alive_count == spec.world_size
 
     async def _prepare(self, spec: WorldSpec, ranks: Collection[int]) -> str:
-        on = self._ranks_on(spec, ranks)
-        problems = await self._all({node: part.Prepare(spec, on[node]) for node in on})
+        by_node = self._ranks_on(spec, ranks)
+        problems = await self._ask({node: part.Prepare(spec, by_node[node]) for node in by_node})
         return next(filter(None, problems), "")
 
     def _ranks_on(
@@ -165,41 +165,41 @@ class Forming:
         nodes = nodes_of(spec)
         if self._on_one_machine:
             nodes = dict.fromkeys(nodes, 0)
-        return shares(nodes if ranks is None else ranks, nodes)
+        return group_by_node(nodes if ranks is None else ranks, nodes)
 
-    async def _all(self, asked: Mapping[int, part.PartRequest[_T]]) -> list[_T]:
-        return await asyncio.gather(*(self.parts[node].do(each) for node, each in asked.items()))
+    async def _ask(self, requests: Mapping[int, part.PartRequest[_T]]) -> list[_T]:
+        return await asyncio.gather(*(self.parts[n].execute(each) for n, each in requests.items()))
 
-    async def _until_one_fails(
-        self, asked: Mapping[int, part.PartRequest[_T]], has_failed: Callable[[_T], bool]
+    async def _ask_until_failure(
+        self, requests: Mapping[int, part.PartRequest[_T]], has_failed: Callable[[_T], bool]
     ) -> list[_T]:
         """Return all answers in the order of their arrival.
 
         After the first failure the forming is called off on the nodes that have not yet answered.
         """
         answers: list[_T] = []
-        waiting = {asyncio.ensure_future(self.parts[n].do(each)): n for n, each in asked.items()}
-        is_off = False
+        waiting = {asyncio.ensure_future(self.parts[n].execute(r)): n for n, r in requests.items()}
+        is_called_off = False
         try:
             while waiting:
                 done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 for each in done:
                     del waiting[each]
                     answers.append(each.result())
-                if not is_off and any(map(has_failed, answers)):
-                    is_off = True
-                    await self._all(dict.fromkeys(waiting.values(), part.CallOff(self.generation)))
+                if not is_called_off and any(map(has_failed, answers)):
+                    is_called_off = True
+                    await self._ask(dict.fromkeys(waiting.values(), part.CallOff(self.generation)))
         finally:
             for each in waiting:
                 each.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
         return answers
 
-    def _note(self, has: WorldStarted | part.Formed) -> None:
-        self._pids.update(has.pids)
-        self._logs.update(has.logs)
+    def _record(self, started: WorldStarted | part.Formed) -> None:
+        self._pids.update(started.pids)
+        self._logs.update(started.logs)
 
-    def whereabouts(self) -> tuple[dict[int, int], dict[int, str]]:
+    def pids_and_logs(self) -> tuple[dict[int, int], dict[int, str]]:
         """Return the process and the log folder of each rank."""
         return dict(sorted(self._pids.items())), dict(sorted(self._logs.items()))
 
@@ -209,22 +209,22 @@ def nodes_of(spec: WorldSpec) -> dict[int, int]:
     return dict(enumerate(spec.nodes))
 
 
-def shares(ranks: Iterable[int], node_of: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
+def group_by_node(ranks: Iterable[int], node_of: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
     """Group ranks by their nodes; ranks without a node are left out."""
-    found: dict[int, tuple[int, ...]] = {}
+    ranks_on: dict[int, tuple[int, ...]] = {}
     for rank in ranks:
         if rank in node_of:
-            found[node_of[rank]] = (*found.get(node_of[rank], ()), rank)
-    return found
+            ranks_on[node_of[rank]] = (*ranks_on.get(node_of[rank], ()), rank)
+    return ranks_on
 
 
-def groups_to_keep(held: Mapping[int, HeldGroups | None], world_size: int) -> part.Groups | None:
-    """Return the groups to reconnect, which are all that survivors hold; pure.
+def groups_to_keep(groups: Mapping[int, HeldGroups | None], world_size: int) -> part.Groups | None:
+    """Return the groups to reconnect: all groups that survivors have; pure.
 
     Returns None if a survivor's group has another size, or knows the survivor by another rank.
-    Then no group can be kept.  A survivor that did not answer (None in `held`) is left out.
+    Then no group can be kept.  A survivor that did not answer (None in `groups`) is left out.
     """
-    said = {rank: each for rank, each in held.items() if each is not None}
-    if any((each.rank, each.world_size) != (rank, world_size) for rank, each in said.items()):
+    answered = {rank: each for rank, each in groups.items() if each is not None}
+    if any((each.rank, each.world_size) != (rank, world_size) for rank, each in answered.items()):
         return None
-    return {name: ranks for each in said.values() for name, ranks in each.members.items()}
+    return {name: ranks for each in answered.values() for name, ranks in each.members.items()}

@@ -1,7 +1,7 @@
 """Where the workers of a machine are, and the memory and GPUs that they use.
 
-Runs in the agent, which answers `%dist_status`, `world.stacks`, completions and `nbdist mcp` by
-this.  A worker's control thread is asked first; if it does not answer, its memory is read.
+Runs in the agent, which uses this file to answer `%dist_status`, `world.stacks`, completions and
+`nbdist mcp`.  A worker's control thread is asked first; without an answer, its memory is read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import psutil
 
-from nbdist.agent.stacks import frames_of, own_frames, with_code
+from nbdist.agent.stacks import frames_of, user_frames, with_code
 from nbdist.system.processes import OwnTime, is_stopped
 from nbdist.system.secrets import secret_values
 from nbdist.wire import control
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from nbdist.agent.worker import Worker
 
 
-FRESH_SECONDS = 1.0  # how long a count of pages is used again; private pages are read each time
+FRESH_SECONDS = 1.0  # seconds for which a count of pages is reused; private pages are always read
 STACK_TIMEOUT = 0.3  # seconds in which a worker answers unless C code holds the GIL
 STATUS_TIMEOUT = 0.12  # seconds for each answer that `%dist_status` waits for
 SECRETS_TIMEOUT = 3.0  # seconds for a worker to list the secrets of its environment
@@ -54,37 +54,37 @@ async def stack_of(worker: Worker) -> Stack:
     if state in ("starting", "dead"):
         return Stack(worker.rank, worker.pid, state, Place())
     with _Turn(worker, STACK_TIMEOUT) as turn:
-        seen = await _ask(worker, control.Trace(), STACK_TIMEOUT)
-    if isinstance(seen, Place):
-        return Stack(worker.rank, worker.pid, state, seen)
+        answer = await _ask(worker, control.Trace(), STACK_TIMEOUT)
+    if isinstance(answer, Place):
+        return Stack(worker.rank, worker.pid, state, answer)
     frames: Sequence[StackFrame]
-    if isinstance(seen, control.Traced):
-        place, frames = seen.place, seen.frames
+    if isinstance(answer, control.Traced):
+        place, frames = answer.place, answer.frames
     else:
         place, frames = await place_from_outside(worker, SAMPLE_TIMEOUT)
-        place = turn.judged(place)
+        place = turn.judge(place)
         if not frames:
             return Stack(worker.rank, worker.pid, state, place, problem=NO_ANSWER)
-    own = own_frames(frames)
-    problem = NO_LINE if state == "busy" and not own else ""
-    return Stack(worker.rank, worker.pid, state, place, with_code(own), problem)
+    shown = user_frames(frames)
+    problem = NO_LINE if state == "busy" and not shown else ""
+    return Stack(worker.rank, worker.pid, state, place, with_code(shown), problem)
 
 
 async def secrets_of(worker: Worker) -> RankSecrets:
-    """Return the secrets in a rank's environment, both those it was given and those it has set.
+    """Return the secrets in a rank's environment: given to the rank, or set by its cells.
 
-    If the rank does not answer, secrets that its own cells have set are missing.
+    If the rank does not answer, the secrets that cells have set are missing.
     """
-    start, task = worker.given, worker.task
+    start, task = worker.start_info, worker.task
     changed = task.around.environ if task and task.around else {}
     given = {**start.world.environ, **start.environ}
     now = {name: value for name, value in changed.items() if value is not None}
-    found = secret_values(given) | secret_values(now)
-    own = await worker.ask(control.ListSecrets(), SECRETS_TIMEOUT)
-    return RankSecrets(worker.rank, (*found.union(own if isinstance(own, tuple) else ()),))
+    values = secret_values(given) | secret_values(now)
+    listed = await worker.ask(control.ListSecrets(), SECRETS_TIMEOUT)
+    return RankSecrets(worker.rank, (*values.union(listed if isinstance(listed, tuple) else ()),))
 
 
-async def consulted(
+async def ask_idle_worker(
     workers: Sequence[Worker], question: Question
 ) -> Completions | Description | None:
     """Return the answer of an idle worker to a question of a front end.
@@ -101,7 +101,7 @@ async def consulted(
 async def status_of(
     workers: Sequence[Worker], usage: UsageWatch, fresh: float = FRESH_SECONDS
 ) -> tuple[WorkerStatus, ...]:
-    """Return what `%dist_status` shows about these workers.
+    """Return the rows of `%dist_status` for these workers.
 
     Pages of memory that were counted less than `fresh` seconds ago are not counted again.
     """
@@ -110,34 +110,34 @@ async def status_of(
         usage.gpus(workers, STATUS_TIMEOUT),
         asyncio.gather(*map(_status_of, workers)),
     )
-    # The memory of a rank that was replaced meanwhile is 0: that of its new process is unknown.
+    # If a rank was replaced meanwhile, its memory is 0: the new process was not measured.
     return tuple(
         replace(row, memory=memory.get(row.pid, 0), gpu=gpus.get(row.rank)) for row in rows
     )
 
 
 async def _status_of(worker: Worker) -> WorkerStatus:
-    found = worker.status()
-    if found.state in ("starting", "dead"):
-        return found
-    if found.state == "idle":
+    status = worker.status()
+    if status.state in ("starting", "dead"):
+        return status
+    if status.state == "idle":
         with _Turn(worker, STATUS_TIMEOUT) as turn:
             answer = await _last_collective(worker)
-        place = await _of_silent(worker, turn) if answer is None else Place()
+        place = await _place_of_silent(worker, turn) if answer is None else Place()
         if place.holds_gil:  # the worker may only have been slow, waiting for a disk or a lock
             answer = await _last_collective(worker, BRIEF_SAMPLE_TIMEOUT)
-        if answer is not None:  # so C code does not hold the GIL; but the process may be stopped
+        if answer is not None:  # an answer shows that C code does not hold the GIL
             place = Place(is_stopped=is_stopped(worker.pid))
     else:
         place, answer = await asyncio.gather(_place(worker), _last_collective(worker))
     task = worker.task
     lines = task.source.splitlines() if task else []
     code = place.code or (lines[place.line - 1] if 0 < place.line <= len(lines) else "")
-    place = replace(place, asks=bool(worker.asks))
-    shown = place if found.state == "busy" or place.holds_gil or place.is_stopped else None
+    place = replace(place, asks=bool(worker.input_requests))
+    shown = place if status.state == "busy" or place.holds_gil or place.is_stopped else None
     cell = task.execution_count if task else None
     collective = answer if isinstance(answer, Collective) else None
-    return replace(found, place=shown, code=code, collective=collective, cell=cell)
+    return replace(status, place=shown, code=code, collective=collective, cell=cell)
 
 
 async def _ask(worker: Worker, request: control.Request, timeout: float) -> control.Answer | None:
@@ -160,7 +160,7 @@ async def place_from_outside(worker: Worker, timeout: float) -> tuple[Place, lis
     if task and task.script:
         file = os.path.basename(task.script.file)
         line = next((frame.line for frame in frames if frame.file == task.script.file), 0)
-    # A rank that waits in a collective does not hold the GIL: it is silent because it is slow.
+    # A rank that waits in a collective does not hold the GIL: it only answers slowly.
     waits = bool(frames) and IN_TORCH in frames[0].file
     operation = frames[0].function if waits else ""
     return Place(line=line, operation=operation, holds_gil=not waits, file=file), frames
@@ -176,23 +176,23 @@ def _line_of(frames: Sequence[StackFrame]) -> int:
 
 async def _place(worker: Worker) -> Place:
     with _Turn(worker, STATUS_TIMEOUT) as turn:
-        seen = await _ask(worker, control.Locate(briefly=True), STATUS_TIMEOUT)
-    return seen if isinstance(seen, Place) else await _of_silent(worker, turn)
+        answer = await _ask(worker, control.Locate(briefly=True), STATUS_TIMEOUT)
+    return answer if isinstance(answer, Place) else await _place_of_silent(worker, turn)
 
 
-async def _of_silent(worker: Worker, turn: _Turn) -> Place:
+async def _place_of_silent(worker: Worker, turn: _Turn) -> Place:
     if is_stopped(worker.pid):
         return Place(is_stopped=True)
     place, _ = await place_from_outside(worker, BRIEF_SAMPLE_TIMEOUT)
-    return turn.judged(place)
+    return turn.judge(place)
 
 
 class _Turn:
     """Decides whether a rank that does not answer in time has had enough processor time to answer.
 
-    A rank need not hold the GIL if it is silent while other processes have the processors, or
-    while this process, which reads the answer, has had none.  The waits of all threads are added
-    up, because an answer may need several threads one after the other.  Measuring begins after a
+    A silent rank need not hold the GIL: other processes may have had the processors, or this
+    process, which reads the answer, may have had none.  The waits of all threads are added up,
+    because an answer may need several threads one after the other.  Measuring begins after a
     quarter of the timeout, so it costs nothing for ranks that answer at once.
     """
 
@@ -212,8 +212,8 @@ class _Turn:
     def _start(self) -> None:
         self._clocks = [OwnTime(self._pid), OwnTime(os.getpid())]
 
-    def judged(self, place: Place) -> Place:
-        """Return the place of a silent rank; `holds_gil` stays True only if it had time."""
+    def judge(self, place: Place) -> Place:
+        """Return the place of a silent rank, with `holds_gil` only if it had time to answer."""
         if not (place.holds_gil and self._clocks):
             return replace(place, holds_gil=False)
         waited = sum(sum(clock.waits()) for clock in self._clocks)
@@ -224,7 +224,7 @@ class _Turn:
 async def _last_collective(
     worker: Worker, timeout: float = STATUS_TIMEOUT
 ) -> Collective | control.Ok | None:
-    """Return the worker's last collective, `Ok` if it has begun none, None if it is too slow.
+    """Return the worker's last collective; `Ok` if there was none, None if it answers too late.
 
     The worker is not asked again while an earlier question is unanswered.
     """
@@ -232,8 +232,8 @@ async def _last_collective(
         asking = _ask(worker, control.LastCollective(), LAST_TIMEOUT)
         worker.last_collective = asyncio.ensure_future(asking)
     await asyncio.wait([worker.last_collective], timeout=timeout)
-    seen = worker.last_collective.result() if worker.last_collective.done() else None
-    return seen if isinstance(seen, Collective | control.Ok) else None
+    answer = worker.last_collective.result() if worker.last_collective.done() else None
+    return answer if isinstance(answer, Collective | control.Ok) else None
 
 
 # --- memory and GPUs --------------------------------------------------------------------------
@@ -256,7 +256,7 @@ class MemoryGauge:
     """
 
     def __init__(self) -> None:
-        self._found: dict[int, _Count] = {}
+        self._counts: dict[int, _Count] = {}
         self._counting: asyncio.Future[None] | None = None
 
     async def read(
@@ -268,44 +268,44 @@ class MemoryGauge:
         gets its last count, corrected by the change of its private pages.  A process that was
         never counted gets its private pages.
         """
-        known, now = list(self._found.items()), time.monotonic()
-        self._found = {pid: found for pid, found in known if pid in pids}
-        old = [pid for pid in pids if now - self._last(pid).at > fresh]
+        counts, now = list(self._counts.items()), time.monotonic()
+        self._counts = {pid: count for pid, count in counts if pid in pids}
+        old = [pid for pid in pids if now - self._last_count(pid).at > fresh]
         if old and (self._counting is None or self._counting.done()):
             loop = asyncio.get_running_loop()
             with suppress(RuntimeError):  # raised if no further thread can be started
                 self._counting = loop.run_in_executor(None, self._count, old, now + timeout)
         if self._counting is not None:
             await asyncio.wait([self._counting], timeout=timeout)
-        return {pid: self._now(pid) for pid in pids}
+        return {pid: self._current_size(pid) for pid in pids}
 
     @property
     def cost(self) -> float:
         """The processor time in seconds that counting all processes takes."""
-        return sum(found.seconds for found in [*self._found.values()])
+        return sum(count.seconds for count in [*self._counts.values()])
 
-    def _now(self, pid: int) -> int:
-        last = self._last(pid)
+    def _current_size(self, pid: int) -> int:
+        last = self._last_count(pid)
         with suppress(psutil.Error):  # the process has exited
             memory = psutil.Process(pid).memory_info()
             if private := int(memory.rss - memory.shared):  # pages of no file and no shared memory
                 return last.pss + max(private - last.private, -last.pss)
         return 0
 
-    def _last(self, pid: int) -> _Count:
-        return self._found.get(pid, _Count())
+    def _last_count(self, pid: int) -> _Count:
+        return self._counts.get(pid, _Count())
 
     def _count(self, pids: Sequence[int], deadline: float) -> None:
-        """Count the pages of processes until the deadline, the never counted first; in a thread."""
-        for pid in sorted(pids, key=lambda pid: pid in self._found):
+        """Count pages until the deadline, first of processes never counted; runs in a thread."""
+        for pid in sorted(pids, key=lambda pid: pid in self._counts):
             if time.monotonic() > deadline:
                 return
             began = time.thread_time()
             with suppress(psutil.Error):  # the process has exited
-                found = psutil.Process(pid).memory_full_info()
+                memory = psutil.Process(pid).memory_full_info()
                 took = time.thread_time() - began
-                private = found.rss - found.shared
-                self._found[pid] = _Count(found.pss or private, private, time.monotonic(), took)
+                private = memory.rss - memory.shared
+                self._counts[pid] = _Count(memory.pss or private, private, time.monotonic(), took)
 
 
 class GpuGauge:
@@ -327,21 +327,21 @@ class GpuGauge:
         return None
 
     def read(self, names: Iterable[str], environ: Mapping[str, str]) -> dict[str, Gpu]:
-        """Return the state of these GPUs, as far as known; takes a millisecond each, at first more.
+        """Return the state of each GPU by its name; GPUs that cannot be read are left out.
 
-        `environ` is the workers' environment, which may set CUDA_DEVICE_ORDER.
+        Takes 1 ms for a GPU, at first more.  The workers' `environ` may set CUDA_DEVICE_ORDER.
         """
-        found: dict[str, Gpu] = {}
+        gpus: dict[str, Gpu] = {}
         for name in sorted({*names}) if self._nvml else ():
-            # LookupError: it is unknown which GPU CUDA means by this name.
+            # `_find` raises LookupError if nobody can tell which GPU CUDA means by the name.
             with suppress(self._nvml.NVMLError, LookupError):
                 if name not in self._handles:
                     self._handles[name] = self._find(name, environ)
-                found[name] = self._gpu(self._handles[name])
-        return found
+                gpus[name] = self._gpu(self._handles[name])
+        return gpus
 
     def close(self) -> None:
-        """Release the driver if it was used; later reads find nothing."""
+        """Release the driver, if `read` has used it; from now on `read` returns nothing."""
         if nvml := vars(self).get("_nvml"):
             nvml.nvmlShutdown()
         self._nvml = None
@@ -369,8 +369,8 @@ class GpuGauge:
         return Gpu(int(memory.used), int(memory.total), busy)
 
 
-def _text(said: str | bytes) -> str:
-    return said.decode() if isinstance(said, bytes) else said  # pynvml before 11 returns bytes
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value  # pynvml before 11 returns bytes
 
 
 # --- reports to the notebook --------------------------------------------------------------------
@@ -419,17 +419,17 @@ class UsageWatch:
         return max(FEWEST_SECONDS, self.memory.cost / LARGEST_SHARE)
 
     async def gpus(self, workers: Sequence[Worker], timeout: float) -> dict[int, Gpu]:
-        """Return the GPUs of workers by rank; a GPU that cannot be read in time is left out."""
-        named = {worker.rank: worker.given.gpu for worker in workers if worker.given.gpu}
+        """Return the GPUs of workers by rank; without the GPUs that cannot be read in time."""
+        named = {worker.rank: worker.start_info.gpu for worker in workers if worker.start_info.gpu}
         if not named:
             return {}
         if self._reading is None or self._reading.done():
-            names, environ = [*named.values()], workers[0].given.world.environ
+            names, environ = [*named.values()], workers[0].start_info.world.environ
             loop = asyncio.get_running_loop()
             self._reading = loop.run_in_executor(None, self._gpus.read, names, environ)
         await asyncio.wait([self._reading], timeout=timeout)
-        found = self._reading.result() if self._reading.done() else {}
-        return {rank: found[name] for rank, name in named.items() if name in found}
+        states = self._reading.result() if self._reading.done() else {}
+        return {rank: states[name] for rank, name in named.items() if name in states}
 
     def close(self) -> None:
         """Release the GPU driver."""

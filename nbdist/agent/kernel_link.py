@@ -1,4 +1,4 @@
-"""An agent's connections to one worker, on unix sockets: tasks, requests, and its kernel's iopub.
+"""An agent's connections to a worker on unix sockets, for tasks, requests and the kernel's iopub.
 
 Jupyter messages of the kernel are validated and turned into the classes of
 `nbdist.output.events`.  `nbdist.agent.worker` uses this file; it runs in the agent.
@@ -61,14 +61,14 @@ class Message(NamedTuple):
     """A Jupyter message of a worker.
 
     `number` counts the messages that have a mark in the worker's stdout, 0 for a message without.
-    `ours` is what nbdist's worker has added to the metadata, such as the time of an error;
-    `metadata` is the rest.
+    `extras` is what nbdist's worker has added to the metadata, such as the time of an error;
+    `metadata` has all other entries.
     """
 
     kind: str
     content: Mapping[str, Any]
     number: int
-    ours: Mapping[str, Any]
+    extras: Mapping[str, Any]
     buffers: Sequence[bytes | memoryview] = ()
     metadata: Mapping[str, Any] = NOTHING
     is_too_deep: bool = False
@@ -79,19 +79,19 @@ class BadWidgetMessage(ValueError):
 
 
 def message_from(session: Session, frames: list[bytes]) -> Message | None:
-    """Read a Jupyter message; log a warning and return None if the bytes are none."""
+    """Read a Jupyter message; log a warning and return None if the frames are no such message."""
     try:
         raw = session.deserialize(session.feed_identities(frames)[1], content=False)
         metadata = {**raw["metadata"]}
-        ours = metadata.pop("nbdist", {})
+        extras = metadata.pop("nbdist", {})
         # A message keeps its number even if its content is dropped: later output waits for it.
-        content = _unpacked(session, raw["content"])
+        content = _unpack_content(session, raw["content"])
         is_too_deep = content is None or is_deeper(metadata, MAX_LEVELS)
         return Message(
             str(raw["header"]["msg_type"]),
             {} if is_too_deep else {**content},
-            int(ours.get("number", 0)),
-            ours,
+            int(extras.get("number", 0)),
+            extras,
             raw["buffers"],
             NOTHING if is_too_deep else metadata,
             is_too_deep,
@@ -101,13 +101,13 @@ def message_from(session: Session, frames: list[bytes]) -> Message | None:
         return None
 
 
-def _unpacked(session: Session, content: bytes) -> Any:
+def _unpack_content(session: Session, content: bytes) -> Any:
     """Return the content of a message; None if it is nested deeper than `MAX_LEVELS`."""
     try:
-        found = session.unpack(content)
+        value = session.unpack(content)
     except RecursionError:
         return None
-    return None if is_deeper(found, MAX_LEVELS) else found
+    return None if is_deeper(value, MAX_LEVELS) else value
 
 
 def is_deeper(value: object, levels: int) -> bool:
@@ -122,10 +122,10 @@ def is_deeper(value: object, levels: int) -> bool:
 
 
 def output_from(message: Message) -> events.Output | None:
-    """Turn a message into an output; None for kinds that are not relayed, and if it is malformed.
+    """Turn a message into an output; None for kinds that are not relayed, and malformed messages.
 
-    A malformed message of a widget, and a message that is nested too deep, become a line of output
-    that says so.
+    A malformed message of a widget becomes a line of output that says so, and so does a message
+    that is nested too deep.
     """
     if message.is_too_deep:
         return _line(TOO_DEEP.format(message.kind, MAX_LEVELS))
@@ -133,7 +133,7 @@ def output_from(message: Message) -> events.Output | None:
         if message.kind in events.COMMS:
             output: events.Output | None = _comm(message)
         else:
-            output = _output(message.kind, message.content, message.ours)
+            output = _output(message.kind, message.content, message.extras)
         if output is not None and not fits(output, type(output)):
             raise TypeError("a field is of another type")
     except BadWidgetMessage as error:
@@ -144,21 +144,23 @@ def output_from(message: Message) -> events.Output | None:
     return output
 
 
-def _output(kind: str, content: Mapping[str, Any], ours: Mapping[str, Any]) -> events.Output | None:
-    found = (content.get("transient") or {}).get("display_id")
-    display = None if found is None else str(found)
+def _output(
+    kind: str, content: Mapping[str, Any], extras: Mapping[str, Any]
+) -> events.Output | None:
+    display_id = (content.get("transient") or {}).get("display_id")
+    display = None if display_id is None else str(display_id)
     match kind:
         case "error":
             failure = events.Failure(
                 str(content["ename"]),
                 str(content.get("evalue", "")),
                 tuple(map(str, content.get("traceback") or ())),
-                int(ours.get("time_ns", 0)),
-                tuple(map(str, ours.get("kinds", ()))),
-                ours.get("connections", ""),
-                tuple(map(str, ours.get("account", ()))),
+                int(extras.get("time_ns", 0)),
+                tuple(map(str, extras.get("kinds", ()))),
+                extras.get("connections", ""),
+                tuple(map(str, extras.get("account", ()))),
             )
-            return as_shown(failure)
+            return user_failure(failure)
         case "execute_result":
             return events.Display(*_bundles(content), is_result=True)
         case "display_data":
@@ -207,9 +209,9 @@ def _bundles(content: Mapping[str, Any]) -> tuple[events.MimeBundle, events.Mime
 
 
 def _comm(message: Message) -> events.Output:
-    """Read a widget's message to its model in the page.
+    """Turn a message to a widget's model in the page into an output.
 
-    Opening a connection that belongs to no widget becomes a line of output that refuses it.
+    If a message opens a comm that belongs to no widget, a line of output says that ranks cannot.
     """
     content, kind = message.content, message.kind
     target = str(content["target_name"]) if kind == "comm_open" else ""
@@ -223,7 +225,7 @@ def _comm(message: Message) -> events.Output:
 
 
 def _check_widget(data: object, *, is_open: bool) -> None:
-    """Raise BadWidgetMessage if the notebook could not update the widget's state from this data."""
+    """Raise BadWidgetMessage if the notebook cannot update the widget's state from this data."""
     if not isinstance(data, dict):
         raise BadWidgetMessage("its data is no dictionary")
     state = data.get("state", None if is_open else {})
@@ -246,16 +248,16 @@ def _line(text: str) -> events.Display:
     return events.Display({"text/plain": text}, {})
 
 
-def as_shown(failure: events.Failure) -> events.Failure:
+def user_failure(failure: events.Failure) -> events.Failure:
     """Return the failure as users see it: without nbdist's frames, and SystemExit as a sentence."""
     plain = ((frame, ANSI.sub("", frame)) for frame in failure.traceback)
-    traceback = tuple(frame for frame, said in plain if not any(part in said for part in OURS))
+    traceback = tuple(frame for frame, text in plain if not any(part in text for part in OURS))
     if failure.name != "SystemExit":
         return failure._replace(traceback=traceback)
     # IPython's own text explains how to leave a terminal, which does not apply here.
     message = "" if failure.message == "None" else failure.message
-    said = f"sys.exit({message}) ended the cell on this rank; the worker is still running."
-    traceback = (f"{said} {ENDING}",)
+    text = f"sys.exit({message}) ended the cell on this rank; the worker is still running."
+    traceback = (f"{text} {ENDING}",)
     return failure._replace(message=message, traceback=traceback)
 
 
@@ -264,21 +266,21 @@ def as_shown(failure: events.Failure) -> events.Failure:
 PORTS = {"shell": 1, "iopub": 2, "stdin": 3, "control": 4, "hb": 5}  # suffixes of socket names
 
 SUBSCRIBE_TIMEOUT = 10.0  # seconds for the iopub subscription to take effect
-RETRY_SECONDS = 0.02  # between two `Announce` requests
+RETRY_SECONDS = 0.02  # seconds between two `Announce` requests
 
 
 class FrameConnection(asyncio.Protocol):
     """The agent's side of a connection to a worker.
 
-    `hear` gets each frame, and raises BadFrame if it cannot read one.  `lose` is called once, when
-    no more can come: with that BadFrame, or with None if the connection was closed.
+    `on_frame` gets each frame, and may raise BadFrame.  `on_lost` is called once,
+    and no frame follows: with the BadFrame, or with None if the connection was closed.
     """
 
     def __init__(
-        self, hear: Callable[[bytes], None], lose: Callable[[BadFrame | None], None]
+        self, on_frame: Callable[[bytes], None], on_lost: Callable[[BadFrame | None], None]
     ) -> None:
-        self._hear = hear
-        self._lose = lose
+        self._on_frame = on_frame
+        self._on_lost = on_lost
         self._cutter = FrameCutter(MOST_BYTES)
         self._is_lost = False
 
@@ -287,34 +289,34 @@ class FrameConnection(asyncio.Protocol):
             return
         try:
             for frame in self._cutter.feed(data):
-                self._hear(frame)
+                self._on_frame(frame)
         except BadFrame as error:
             self._is_lost = True
-            self._lose(error)
+            self._on_lost(error)
 
     def connection_lost(self, _: Exception | None) -> None:
         if not self._is_lost:
             self._is_lost = True
-            self._lose(None)
+            self._on_lost(None)
 
 
 class KernelClient:
-    """All connections to one worker's kernel.
+    """The connections to a worker's kernel.
 
-    `read` gets each numbered iopub message, as an output or None if the message shows nothing.
+    `on_output` gets each numbered iopub message as an output, or None if the message shows nothing.
     """
 
     def __init__(
-        self, start: WorkerStart, read: Callable[[int, events.Output | None], None]
+        self, start: WorkerStart, on_output: Callable[[int, events.Output | None], None]
     ) -> None:
         self._start = start
-        self._read = read
+        self._on_output = on_output
         self._base = start.connection_file.removesuffix(".json")
         self._session = Session()
         self._iopub: ZMQStream | None = None
         self._tasks: asyncio.WriteTransport | None = None
         self._control: asyncio.WriteTransport | None = None
-        self._asked = 0  # requests so far
+        self._request_count = 0
         self._answers: dict[int, asyncio.Future[control.Answer]] = {}
 
     def write_connection_file(self) -> None:
@@ -334,20 +336,20 @@ class KernelClient:
             raise ChildProcessError(f"{error.strerror} in {folder}") from error
 
     async def connect(
-        self, hear: Callable[[Said], None], lose: Callable[[BadFrame | None], None]
+        self, on_message: Callable[[Said], None], on_lost: Callable[[BadFrame | None], None]
     ) -> None:
         """Connect to the worker; on return iopub is subscribed, so no output can be missed.
 
-        `hear` gets the worker's messages about its tasks, `lose` is that of `FrameConnection`.  If
-        the subscription is not confirmed within `SUBSCRIBE_TIMEOUT`, logs a warning and goes on.
+        `on_message` gets the worker's messages about tasks; for `on_lost` see `FrameConnection`.
+        If the subscription is not confirmed within `SUBSCRIBE_TIMEOUT`, logs a warning and goes on.
         """
         subscribed = asyncio.Event()
         # The worker takes its first connection for tasks, and the second for requests.
-        self._tasks = await self._connected(lambda frame: hear(said_from(frame)), lose)
-        lost = partial(log.debug, "rank %d can be asked no more: %s", self._start.rank)
-        self._control = await self._connected(self._read_answer, lost)
-        # All sockets share one context.  Each further context would start two threads, and zmq
-        # aborts the process if a thread cannot be started.
+        self._tasks = await self._open(lambda frame: on_message(said_from(frame)), on_lost)
+        on_control_lost = partial(log.debug, "rank %d can be asked no more: %s", self._start.rank)
+        self._control = await self._open(self._read_answer, on_control_lost)
+        # All sockets share one context, because each further context would start two threads, and
+        # zmq aborts the process if a thread cannot be started.
         socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
         socket.rcvhwm = 0
         socket.connect(f"ipc://{self._base}-{PORTS['iopub']}")
@@ -357,44 +359,44 @@ class KernelClient:
         deadline = time.monotonic() + SUBSCRIBE_TIMEOUT
         while not subscribed.is_set() and time.monotonic() < deadline:
             self._request(control.Announce())
-            with suppress(TimeoutError):  # published before the subscription: ask again
+            with suppress(TimeoutError):  # published before the subscription took effect: ask again
                 async with asyncio.timeout(RETRY_SECONDS):
                     await subscribed.wait()
         if not subscribed.is_set():
             log.warning("rank %d has not published its state in time", self._start.rank)
         iopub.on_recv(self._read_message)
 
-    async def _connected(
-        self, hear: Callable[[bytes], None], lose: Callable[[BadFrame | None], None]
+    async def _open(
+        self, on_frame: Callable[[bytes], None], on_lost: Callable[[BadFrame | None], None]
     ) -> asyncio.WriteTransport:
-        made, path = partial(FrameConnection, hear, lose), self._start.task_socket
-        return (await asyncio.get_running_loop().create_unix_connection(made, path))[0]
+        protocol, path = partial(FrameConnection, on_frame, on_lost), self._start.task_socket
+        return (await asyncio.get_running_loop().create_unix_connection(protocol, path))[0]
 
-    def send(self, said: bytes | InputReply | SigintSent | events.Comm) -> None:
-        """Send a packed task, a message about the running task, or a page's one to a widget."""
+    def send(self, message: bytes | InputReply | SigintSent | events.Comm) -> None:
+        """Send a packed task, a message about the running task, or a page's message to a widget."""
         if self._tasks is not None:
-            self._tasks.write(framed(said if isinstance(said, bytes) else pack(said)))
+            self._tasks.write(framed(message if isinstance(message, bytes) else pack(message)))
 
     async def ask(
-        self, request: control.Request, timeout: float, ended: asyncio.Future[int]
+        self, request: control.Request, timeout: float, exited: asyncio.Future[int]
     ) -> control.Answer | None:
         """Return the control thread's answer.
 
-        Returns None if there is no answer within `timeout` or before `ended`, the worker's exit.
+        Returns None if there is no answer within `timeout`, or if the worker exits first.
         """
         if self._control is None:
             return None
         number = self._request(request)
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
         try:
-            ends = (answer, ended)
-            await asyncio.wait(ends, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            futures = (answer, exited)
+            await asyncio.wait(futures, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             return answer.result() if answer.done() else None
         finally:
             del self._answers[number]
 
     def shut_down(self) -> None:
-        """Let the idle worker exit: it does when the connection for tasks is closed."""
+        """Let the idle worker exit, by closing the connection for tasks."""
         if self._tasks is not None:
             self._tasks.close()
 
@@ -411,15 +413,14 @@ class KernelClient:
             Path(file).unlink(missing_ok=True)
 
     def _request(self, request: control.Request) -> int:
-        """Send a request; return its number."""
         assert self._control is not None
-        self._asked += 1
-        self._control.write(framed(pack((self._asked, request))))
-        return self._asked
+        self._request_count += 1
+        self._control.write(framed(pack((self._request_count, request))))
+        return self._request_count
 
     def _read_message(self, frames: list[bytes]) -> None:
         if (message := message_from(self._session, frames)) and message.number > 0:
-            self._read(message.number, output_from(message))
+            self._on_output(message.number, output_from(message))
 
     def _read_answer(self, frame: bytes) -> None:
         try:
@@ -427,6 +428,6 @@ class KernelClient:
         except BadFrame as error:
             log.warning("rank %d answered what cannot be read: %s", self._start.rank, error)
             return
-        waiting = self._answers.get(number)
-        if waiting is not None and not waiting.done():
-            waiting.set_result(answer)
+        future = self._answers.get(number)
+        if future is not None and not future.done():
+            future.set_result(answer)

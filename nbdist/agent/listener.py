@@ -30,7 +30,7 @@ from nbdist.wire.store import MOST_BYTES
 
 log = logging.getLogger("nbdist.agent")
 
-MOST_CALLING = 16  # connections at a time that ask the same kind of question, or nothing yet
+MOST_CALLING = 16  # connections at a time with the same kind of question, or with none yet
 LINE_TIMEOUT = 10.0  # seconds for a question to arrive, and for its answer to be read
 MOST_ASKING = 4096  # connections at a time to the store; a rank has one for each thread
 READ_SIZE = 1 << 18
@@ -59,14 +59,14 @@ class Door:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._server: asyncio.Server | None = None
-        # The question of each connection; None before it has come.
-        self._calling: dict[asyncio.Task[None], type[queries.Said] | None] = {}
+        # The kind of each connection's question, None before the question has arrived.
+        self._connections: dict[asyncio.Task[None], type[queries.Said] | None] = {}
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.path}, {len(self._calling)} connections>"
+        return f"<{type(self).__name__} {self.path}, {len(self._connections)} connections>"
 
     async def open(self) -> None:
-        """Listen; if the socket's file was removed, listen at a new one.  Raises OSError."""
+        """Begin to listen, or listen again if the socket's file was removed.  Raises OSError."""
         if self._server is not None:
             if self.path.exists():
                 return
@@ -80,7 +80,7 @@ class Door:
         """Close all connections, cancel their questions, and remove the socket."""
         if self._server is not None:
             self._server.close()
-        await _end(*self._calling)
+        await _cancel(*self._connections)
         self.path.unlink(missing_ok=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -88,22 +88,22 @@ class Door:
         assert task is not None
         try:
             if queries.user_at(writer.get_extra_info("socket")) == os.geteuid():
-                # Disconnect a process that asks wrongly or does not read its answer.  A cancelled
-                # task must not leave this function: asyncio's streams would report it to the
-                # loop's exception handler, and that ends the agent.
+                # Disconnect a process whose question is malformed, or that does not read its
+                # answer.  A cancellation must not leave this function: asyncio's streams would
+                # report it to the loop's exception handler, which ends the agent.
                 with suppress(OSError, ValueError, BadFrame, asyncio.CancelledError):
-                    await self._talk(task, reader, writer)
+                    await self._serve_connection(task, reader, writer)
         except Exception:
-            # A bug in nbdist: it ends this connection, but must not end the world.
+            # A bug in nbdist ends only this connection, not the world.
             log.exception("%r cannot answer", self)
         finally:
-            self._calling.pop(task, None)
+            self._connections.pop(task, None)
             writer.transport.abort()
 
-    async def _talk(
+    async def _serve_connection(
         self, task: asyncio.Task[None], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """Serve one connection; adds its task to `_calling`, from which `_serve` removes it."""
+        """Serve one connection.  Adds `task` to `_connections`; `_serve` removes it again."""
         raise NotImplementedError
 
 
@@ -116,55 +116,55 @@ MOST_LINES, LINES_OF_ALL, LONGEST_LINE = 1000, 8000, 400
 MOST_READ = 256  # ranks whose logs are read for one answer
 
 
-async def _end(*tasks: asyncio.Task[Any]) -> None:
+async def _cancel(*tasks: asyncio.Task[Any]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class Listener(Door):
-    """Answers one question for each connection, at most `MOST_CALLING` of a kind at a time.
+    """Answers a question for each connection, at most `MOST_CALLING` of a kind at a time.
 
-    `look` adds the state of the ranks to the world's description; `read` fetches stacks, logs and
-    secrets.  An agent of a world on several machines has no `link` and only answers `Describe` and
-    `Look`; the world's head answers the rest.
+    `add_ranks` adds the state of the ranks to the world's description; `read` fetches stacks, logs
+    and secrets.  An agent of a world on several machines has no `link` and answers only `Describe`
+    and `Look`; the world's head answers the other questions.
     """
 
     def __init__(
         self,
         runtime: Path,
-        look: Callable[[queries.WorldInfo], Awaitable[queries.WorldInfo]],
+        add_ranks: Callable[[queries.WorldInfo], Awaitable[queries.WorldInfo]],
         link: NotebookLink | None,
         read: Read | None = None,
     ) -> None:
         super().__init__(runtime / queries.DOOR)
-        self._look, self._link, self._read = look, link, read
+        self._add_ranks, self._link, self._read = add_ranks, link, read
 
     async def open(self) -> None:
-        """Listen; if that fails, only log a warning, because the world works without."""
+        """Begin to listen; only log a warning on failure: a world works without its listener."""
         try:
             await super().open()
         except OSError as error:
             log.warning("%s cannot be opened: %s", self.path, error)
 
-    async def _talk(
+    async def _serve_connection(
         self, task: asyncio.Task[None], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         """Read a question and answer it.
 
-        An accepted notebook keeps the connection open while it has the world.  When the connection
-        closes, the link is told.
+        An accepted notebook keeps the connection open while it has the world.  The link is notified
+        when the connection closes.
         """
-        silent = self._of_kind(None)
-        if len(silent) >= MOST_CALLING:
-            silent[0].cancel()
-            del self._calling[silent[0]]
-        self._calling[task] = None
+        waiting = self._connections_of(None)
+        if len(waiting) >= MOST_CALLING:
+            waiting[0].cancel()
+            del self._connections[waiting[0]]
+        self._connections[task] = None
         async with asyncio.timeout(LINE_TIMEOUT):
             question = queries.from_line(await reader.readline())
-        if len(self._of_kind(type(question))) >= MOST_CALLING:
+        if len(self._connections_of(type(question))) >= MOST_CALLING:
             return
-        self._calling[task] = type(question)
+        self._connections[task] = type(question)
         if (answer := await self._answer(question)) is None:
             return
         writer.transport.set_write_buffer_limits(0)  # so that `drain` waits for the whole answer
@@ -178,43 +178,43 @@ class Listener(Door):
         finally:
             match question, answer:
                 case queries.Attach(pid=pid), queries.Accepted() if self._link:
-                    # Also if the notebook has ended while it waited for this answer.
-                    self._link.let_go_by(pid)
+                    # Reached also if the notebook has ended before it got the answer.
+                    self._link.attach_connection_closed(pid)
 
-    def _of_kind(self, kind: type[queries.Said] | None) -> list[asyncio.Task[None]]:
-        """Return the connections that asked this kind of question, None for none; oldest first."""
-        return [task for task, asked in self._calling.items() if asked is kind]
+    def _connections_of(self, kind: type[queries.Said] | None) -> list[asyncio.Task[None]]:
+        """Return the connections with this kind of question, or with none yet; oldest first."""
+        return [task for task, question in self._connections.items() if question is kind]
 
     async def _answer(self, question: queries.Said) -> queries.Said | None:
         match question:
             case queries.Describe():
                 return self._describe()
             case queries.Look():
-                return await self._look(self._describe())
+                return await self._add_ranks(self._describe())
             case queries.Inquire() if self._link and self._read:
-                return await self._find(question, self._link, self._read)
+                return await self._inspect(question, self._link, self._read)
             case queries.Attach() if self._link:
-                return await self._link.admit(question)
+                return await self._link.attach(question)
         return None
 
-    async def _find(
-        self, asked: queries.Inquire, link: NotebookLink, read: Read
+    async def _inspect(
+        self, question: queries.Inquire, link: NotebookLink, read: Read
     ) -> queries.Findings:
-        if asked.about == "tasks":
+        if question.about == "tasks":
             return link.tasks
-        ranks = asked.ranks or tuple(link.ranks)
-        if asked.about == "stacks":
+        ranks = question.ranks or tuple(link.ranks)
+        if question.about == "stacks":
             return queries.Findings(stacks=await read(GetStacks(ranks)))
-        if asked.about == "secrets":
-            found = await read(GetSecrets(ranks))
-            return queries.Findings(secrets=tuple({each for row in found for each in row.values}))
+        if question.about == "secrets":
+            rows = await read(GetSecrets(ranks))
+            return queries.Findings(secrets=tuple({each for row in rows for each in row.values}))
         ranks = ranks[:MOST_READ]
         share = LINES_OF_ALL // (len(STREAMS) * max(1, len(ranks)))
-        most = max(1, min(asked.most, MOST_LINES, share))
+        max_lines = max(1, min(question.most, MOST_LINES, share))
         return queries.Findings(
             logs=tuple(
                 each._replace(lines=tuple(line[:LONGEST_LINE] for line in each.lines))
-                for each in await read(GetLogs(ranks, STREAMS, most))
+                for each in await read(GetLogs(ranks, STREAMS, max_lines))
             )
         )
 
@@ -231,19 +231,19 @@ AskStore = Callable[[store.Operation], Awaitable[store.Answer]]
 class StoreWindow(Door):
     """Passes the store operations of workers on to the head by `ask`, and returns the answers.
 
-    A connection may only send its next operation after the answer to the last.
+    A connection may send its next operation only after the answer to the previous one.
     """
 
     def __init__(self, runtime: Path, ask: AskStore) -> None:
         super().__init__(runtime / store.SOCKET)
         self._ask = ask
 
-    async def _talk(
+    async def _serve_connection(
         self, task: asyncio.Task[None], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        if len(self._calling) >= MOST_ASKING:
+        if len(self._connections) >= MOST_ASKING:
             return
-        self._calling[task] = None
+        self._connections[task] = None
         cutter = FrameCutter(MOST_BYTES)
         try:
             while data := await reader.read(READ_SIZE):
@@ -256,18 +256,18 @@ class StoreWindow(Door):
             log.warning("a process of the world can ask the store no more: %s", error)
 
     async def _answer(self, operation: store.Operation, reader: asyncio.StreamReader) -> bytes:
-        """Return the answer as a frame; nothing if the worker closed the connection meanwhile."""
-        asked = asyncio.ensure_future(self._ask(operation))
-        more = asyncio.ensure_future(reader.read(1))
+        """Return the answer as a frame; empty if the worker has closed the connection meanwhile."""
+        answer = asyncio.ensure_future(self._ask(operation))
+        extra = asyncio.ensure_future(reader.read(1))
         try:
-            await asyncio.wait({asked, more}, return_when=asyncio.FIRST_COMPLETED)
-            if more.done():
-                if more.result():
+            await asyncio.wait({answer, extra}, return_when=asyncio.FIRST_COMPLETED)
+            if extra.done():
+                if extra.result():
                     raise BadFrame(TOO_SOON)
                 return b""
-            frame = store.to_frame(asked.result())
+            frame = store.to_frame(answer.result())
         finally:
-            await _end(asked, more)
+            await _cancel(answer, extra)
         if len(frame) > MOST_BYTES:
             problem = f"these values have more than {MOST_BYTES >> 20} MiB"
             frame = store.to_frame(store.Refused(problem))

@@ -37,7 +37,7 @@ from nbdist.wire.messages import Outputs
 
 TEXT_KEPT = 4 << 20  # characters of pending text per rank; older text is only in the log file
 SHOWN_KEPT = 64 << 20  # characters of all other pending output; older figures are dropped
-OF_ITEM = 1000  # characters that each output counts more in a batch: small outputs take time, too
+OF_ITEM = 1000  # characters added to the size of each output: many small outputs take time, too
 
 JOINED_AT_MOST = 1 << 16  # characters of an output to which later text of the rank is appended
 
@@ -48,137 +48,137 @@ Item = tuple[int, str, Output]
 class Backlog:
     """The pending outputs of all ranks, in order within each rank.
 
-    If the text of a rank exceeds `text` characters, or all other output of all ranks together
-    exceeds `shown` characters, the oldest output is dropped.  A `Skipped` in its place counts the
-    dropped text, displays, errors and messages of widgets.
+    If the text of a rank exceeds `max_text` characters, or all other output of all ranks together
+    exceeds `max_other` characters, the oldest output is dropped.  A `Skipped` in its place counts
+    the dropped text, displays, errors and messages of widgets.
     """
 
-    def __init__(self, text: int = TEXT_KEPT, shown: int = SHOWN_KEPT) -> None:
-        self._items: dict[int, list[tuple[str, Output]]] = defaultdict(list)
-        self._text: Counter[int] = Counter()
-        self._shown = 0
-        self._most_text, self._most_shown = text, shown
+    def __init__(self, max_text: int = TEXT_KEPT, max_other: int = SHOWN_KEPT) -> None:
+        self._queues: dict[int, list[tuple[str, Output]]] = defaultdict(list)
+        self._text_size: Counter[int] = Counter()
+        self._other_size = 0
+        self._max_text, self._max_other = max_text, max_other
 
     def __len__(self) -> int:
-        return sum(map(len, self._items.values()))
+        return sum(map(len, self._queues.values()))
 
     @property
     def items(self) -> tuple[Item, ...]:
         """All pending outputs, grouped by rank."""
-        return tuple((rank, *each) for rank, items in self._items.items() for each in items)
+        return tuple((rank, *each) for rank, items in self._queues.items() for each in items)
 
     def add(self, rank: int, cell_id: str, output: Output) -> None:
         """Append an output, then drop older outputs if a limit is exceeded."""
-        items = self._items[rank]
+        queue = self._queues[rank]
         if isinstance(output, Update):
-            self._forget_update(items, output.display_id)
-        match output, items[-1:]:
-            case Text(stream, text), [(cell, Text(before, start))] if (
-                cell == cell_id and before == stream and len(start) < JOINED_AT_MOST
+            self._drop_pending_update(queue, output.display_id)
+        match output, queue[-1:]:
+            case Text(stream, text), [(last_cell, Text(last_stream, last_text))] if (
+                last_cell == cell_id and last_stream == stream and len(last_text) < JOINED_AT_MOST
             ):
-                items[-1] = cell_id, Text(stream, start + text)
+                queue[-1] = cell_id, Text(stream, last_text + text)
             case _:
-                items.append((cell_id, output))
+                queue.append((cell_id, output))
         if isinstance(output, Text):
-            self._text[rank] += len(output.text)
-            if self._text[rank] > self._most_text:
-                self._skip_older(rank)
+            self._text_size[rank] += len(output.text)
+            if self._text_size[rank] > self._max_text:
+                self._drop_older_text(rank)
         else:
-            self._shown += size_of(output)
-            if self._shown > self._most_shown:
-                self._leave_out()
+            self._other_size += size_of(output)
+            if self._other_size > self._max_other:
+                self._drop_other_output()
 
-    def answered(self, rank: int, number: int) -> None:
-        """Remove the input request of this number, which has been answered."""
-        self._items[rank] = [
+    def discard_input_request(self, rank: int, number: int) -> None:
+        """Remove the pending input request of this number, because it was answered."""
+        self._queues[rank] = [
             (cell_id, output)
-            for cell_id, output in self._items[rank]
+            for cell_id, output in self._queues[rank]
             if not (isinstance(output, InputRequest) and output.number == number)
         ]
 
-    def take(self, most: int) -> list[Item]:
-        """Remove and return the oldest outputs, rank by rank, until they have `most` characters.
+    def pop_batch(self, size: int) -> list[Item]:
+        """Remove and return the oldest outputs, rank by rank, until they have `size` characters.
 
-        The last output may exceed `most`, so the batch is only empty if the backlog is.
+        The last output may exceed `size`, so the batch is only empty if the backlog is.
         """
         batch: list[Item] = []
-        while self._items and most > 0:
-            rank = next(iter(self._items))
-            items, count = self._items.pop(rank), 0
-            while count < len(items) and most > 0:
-                cell_id, output = items[count]
+        while self._queues and size > 0:
+            rank = next(iter(self._queues))
+            queue, count = self._queues.pop(rank), 0
+            while count < len(queue) and size > 0:
+                cell_id, output = queue[count]
                 batch.append((rank, cell_id, output))
                 count += 1
-                most -= OF_ITEM + size_of(output)
+                size -= OF_ITEM + size_of(output)
                 if isinstance(output, Text):
-                    self._text[rank] -= len(output.text)
+                    self._text_size[rank] -= len(output.text)
                 else:
-                    self._shown -= size_of(output)
-            if rest := items[count:]:  # at the end of the dict, so that the other ranks come first
-                self._items[rank] = rest
+                    self._other_size -= size_of(output)
+            if remaining := queue[count:]:  # to the end of the dict, after the other ranks
+                self._queues[rank] = remaining
         return batch
 
-    def _forget_update(self, items: list[tuple[str, Output]], display: str) -> None:
+    def _drop_pending_update(self, queue: list[tuple[str, Output]], display: str) -> None:
         """Remove the pending update of a display that is about to get a newer update."""
-        for at in reversed(range(len(items))):
-            match items[at][1]:
-                case Update(display_id=found) as update if found == display:
-                    self._shown -= size_of(update)
-                    del items[at]
+        for index in reversed(range(len(queue))):
+            match queue[index][1]:
+                case Update(display_id=other) as update if other == display:
+                    self._other_size -= size_of(update)
+                    del queue[index]
                     return
-                case Display(display_id=found) if found == display:
+                case Display(display_id=other) if other == display:
                     return
 
-    def _skip_older(self, rank: int) -> None:
+    def _drop_older_text(self, rank: int) -> None:
         """Replace the oldest text of a rank by `Skipped`, down to half of the limit."""
-        too_many = self._text[rank] - self._most_text // 2
+        excess = self._text_size[rank] - self._max_text // 2
         kept: list[tuple[str, Output]] = []
-        for cell_id, output in self._items[rank]:
-            if isinstance(output, Text) and too_many > 0:
-                cut = min(too_many, len(output.text))
-                too_many -= cut
-                self._text[rank] -= cut
+        for cell_id, output in self._queues[rank]:
+            if isinstance(output, Text) and excess > 0:
+                cut = min(excess, len(output.text))
+                excess -= cut
+                self._text_size[rank] -= cut
                 _append(kept, cell_id, Skipped(cut, output.text.count("\n", 0, cut)))
-                if not (rest := output.text[cut:]):
+                if not (remaining := output.text[cut:]):
                     continue
-                output = Text(output.stream, rest)
+                output = Text(output.stream, remaining)
             _append(kept, cell_id, output)
-        self._items[rank] = kept
+        self._queues[rank] = kept
 
-    def _leave_out(self) -> None:
+    def _drop_other_output(self) -> None:
         """Drop the oldest non-text output of each rank that exceeds its share of half the limit."""
-        share = self._most_shown // 2 // len(self._items)
-        for rank, items in self._items.items():
-            shown = sum(size_of(output) for _, output in items if not isinstance(output, Text))
-            newest = {(cell_id, type(output)): at for at, (cell_id, output) in enumerate(items)}
+        share = self._max_other // 2 // len(self._queues)
+        for rank, queue in self._queues.items():
+            size = sum(size_of(output) for _, output in queue if not isinstance(output, Text))
+            newest = {(cell_id, type(output)): i for i, (cell_id, output) in enumerate(queue)}
             kept: list[tuple[str, Output]] = []
-            for at, (cell_id, output) in enumerate(items):
+            for index, (cell_id, output) in enumerate(queue):
                 # The last error of a cell says how it failed; the last `Clear` hides all before it.
-                is_over = at != newest[cell_id, type(output)]
-                # A `comm_open` stays: without it the page cannot show the widget at all.
-                is_change = isinstance(output, Comm) and output.kind == "comm_msg"
-                can_go = (
+                is_superseded = index != newest[cell_id, type(output)]
+                # A `comm_open` stays: a page cannot show a widget that was not opened.
+                is_comm_message = isinstance(output, Comm) and output.kind == "comm_msg"
+                is_droppable = (
                     isinstance(output, Display | Update | Record | Moved | Tracked)
-                    or is_change
-                    or (is_over and isinstance(output, Failure | Clear | Warned))
+                    or is_comm_message
+                    or (is_superseded and isinstance(output, Failure | Clear | Warned))
                 )
-                if shown <= share or not can_go:
+                if size <= share or not is_droppable:
                     _append(kept, cell_id, output)
                     continue
-                shown -= size_of(output)
-                self._shown -= size_of(output)
-                if isinstance(output, Display | Failure) or is_change:
+                size -= size_of(output)
+                self._other_size -= size_of(output)
+                if isinstance(output, Display | Failure) or is_comm_message:
                     _append(kept, cell_id, Skipped(0, 0, displays=1))
-            self._items[rank] = kept
+            self._queues[rank] = kept
 
 
-def _append(items: list[tuple[str, Output]], cell_id: str, output: Output) -> None:
+def _append(queue: list[tuple[str, Output]], cell_id: str, output: Output) -> None:
     """Append an output; two consecutive `Skipped` of a cell become one."""
-    match output, items[-1:]:
+    match output, queue[-1:]:
         case Skipped(), [(last_cell, Skipped() as last)] if last_cell == cell_id:
-            items[-1] = cell_id, last + output
+            queue[-1] = cell_id, last + output
         case _:
-            items.append((cell_id, output))
+            queue.append((cell_id, output))
 
 
 # --- sending ----------------------------------------------------------------------------------
@@ -196,27 +196,27 @@ class Outbox:
 
     def __init__(self, send: Callable[[Outputs], None]) -> None:
         self._send = send
-        self._waiting = Backlog()
-        self._running: set[int] = set()
-        self._under_way = 0
-        self._was_full = False
+        self._backlog = Backlog()
+        self._running_ranks: set[int] = set()
+        self._in_flight = 0
+        self._must_trim = False
         self._timer: asyncio.TimerHandle | None = None
 
     def __repr__(self) -> str:
-        return f"<Outbox {len(self._waiting)} items, {self._under_way} batches under way>"
+        return f"<Outbox {len(self._backlog)} items, {self._in_flight} batches under way>"
 
-    def begin(self, ranks: Iterable[int]) -> None:
-        """Record that these ranks run a task: the `Done` of the last rank is sent immediately."""
-        self._running.update(ranks)
+    def mark_running(self, ranks: Iterable[int]) -> None:
+        """Record that `ranks` run a task; the `Done` of the last of them is sent immediately."""
+        self._running_ranks.update(ranks)
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Drop all pending output.
 
         The agent calls this after all workers have exited, because the next workers get the same
         rank numbers.
         """
-        self._waiting = Backlog()
-        self._running.clear()
+        self._backlog = Backlog()
+        self._running_ranks.clear()
 
     def add(self, rank: int, cell_id: str, output: Output) -> None:
         """Queue an output.
@@ -225,26 +225,26 @@ class Outbox:
         immediately, with all that is pending; other outputs within `BATCH_SECONDS`.
         """
         if isinstance(output, Done | Died):
-            self._running.discard(rank)
-        self._waiting.add(rank, cell_id, output)
-        is_end = isinstance(output, Done) and not self._running
-        at_once = is_end or isinstance(output, Died | Failure | InputRequest)
-        self._schedule(0.0 if at_once else BATCH_SECONDS)
+            self._running_ranks.discard(rank)
+        self._backlog.add(rank, cell_id, output)
+        is_last_done = isinstance(output, Done) and not self._running_ranks
+        is_urgent = is_last_done or isinstance(output, Died | Failure | InputRequest)
+        self._schedule_flush(0.0 if is_urgent else BATCH_SECONDS)
 
     def acknowledge(self) -> None:
         """Record that the notebook has processed a batch, and send pending output.
 
         After a large backlog has been sent, return its memory to the machine.
         """
-        self._under_way -= 1
-        if self._waiting:
-            self._schedule(0.0)
-        elif self._was_full and not self._under_way:
-            self._was_full = False
+        self._in_flight -= 1
+        if self._backlog:
+            self._schedule_flush(0.0)
+        elif self._must_trim and not self._in_flight:
+            self._must_trim = False
             trim_memory()
 
-    def _schedule(self, delay: float) -> None:
-        if self._under_way >= BATCHES_UNDER_WAY:
+    def _schedule_flush(self, delay: float) -> None:
+        if self._in_flight >= BATCHES_UNDER_WAY:
             return  # `acknowledge` schedules the next batch
         loop = asyncio.get_running_loop()
         when = loop.time() + delay
@@ -256,21 +256,21 @@ class Outbox:
 
     def _flush(self) -> None:
         self._timer = None
-        if self._waiting:
-            items = self._waiting.take(ENOUGH_IN_A_BATCH)
-            self._under_way += 1
-            self._send(Outputs(folded(items)))
-            if self._waiting:
-                self._was_full = True
-                self._schedule(0.0)
+        if self._backlog:
+            batch = self._backlog.pop_batch(ENOUGH_IN_A_BATCH)
+            self._in_flight += 1
+            self._send(Outputs(deduplicated(batch)))
+            if self._backlog:
+                self._must_trim = True
+                self._schedule_flush(0.0)
 
 
-def folded(items: Iterable[Item]) -> tuple[Item, ...]:
+def deduplicated(items: Iterable[Item]) -> tuple[Item, ...]:
     """Replace equal texts and equal display data by one object, so that a pickle has it once."""
     texts: dict[Text, Text] = {}
     values: dict[str, str] = {}
 
-    def one(output: Output) -> Output:
+    def share(output: Output) -> Output:
         match output:
             case Text():
                 return texts.setdefault(output, output)
@@ -283,4 +283,4 @@ def folded(items: Iterable[Item]) -> tuple[Item, ...]:
             case _:
                 return output
 
-    return tuple((rank, cell_id, one(output)) for rank, cell_id, output in items)
+    return tuple((rank, cell_id, share(output)) for rank, cell_id, output in items)

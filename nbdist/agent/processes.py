@@ -1,6 +1,6 @@
-"""How the agent starts worker processes, and how it learns that they have exited.
+"""How the agent starts worker processes, and notices that worker processes have exited.
 
-A `Forker` has the fork server fork workers; a `Spawner` starts new interpreters.  `Children` reaps
+A `Forker` lets the fork server fork workers; a `Spawner` starts new interpreters.  `Children` reaps
 all child processes of the agent.
 """
 
@@ -30,9 +30,9 @@ from nbdist.system.limits import Lack, word_lack, word_start_error
 from nbdist.system.processes import (
     END_TIMEOUT,
     OwnTime,
-    await_end,
-    end_adopted,
-    end_group,
+    kill_adopted,
+    kill_group,
+    poll_until,
     safe_environ,
 )
 from nbdist.wire.frames import FrameCutter, framed, pack, unpack
@@ -40,23 +40,23 @@ from nbdist.wire.spec import WorkerStart, WorldSpec
 from nbdist.words import word_exit
 
 LONGEST_EXIT, EXIT_STEP = 10.0, 0.05
-"""Seconds that `exit_within` waits at most unless `seconds` is longer, and least for a check.
+"""Seconds: the longest wait of `exit_within`, unless more are allowed, and the shortest poll.
 
-The notebook waits longer for its agent."""
+The notebook waits longer than that for its agent."""
 
 OnExit = Callable[[int], None]
 
 
 class Children:
-    """Reaps all children of the agent, adopted orphans too, and reports the expected ones' exits.
+    """Reaps all children of the agent, adopted orphans too, and reports exits of expected children.
 
-    `look_for_more` is called first each time: the `Forker` reads there which workers it now has,
-    so that a worker which exits at once is already expected.
+    `before_reap` is called before each reaping.  The `Forker` reads the fork server's messages
+    there, so that a worker which exits at once is already expected.
     """
 
     def __init__(self) -> None:
         self._expected: dict[int, OnExit] = {}
-        self.look_for_more: Callable[[], None] = lambda: None
+        self.before_reap: Callable[[], None] = lambda: None
 
     def attach(self) -> None:
         """Begin to reap; needs the running event loop."""
@@ -65,7 +65,7 @@ class Children:
     def expect(self, pid: int, on_exit: OnExit) -> None:
         """Call `on_exit` once with the exit code of this child, negative for a signal.
 
-        When the child exits, its process group and the programs that it has left are killed.
+        When the child exits, its process group and programs that it has left behind are killed.
         """
         self._expected[pid] = on_exit
         # The child may have exited before SIGCHLD had a handler.
@@ -75,25 +75,25 @@ class Children:
         """Kill and reap all expected children; waits at most `END_TIMEOUT` seconds."""
         asyncio.get_running_loop().remove_signal_handler(signal.SIGCHLD)
         for pid in self._expected:
-            end_group(pid)
+            kill_group(pid)
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
-        def have_ended() -> bool:
+        def have_exited() -> bool:
             self._reap()
             return not self._expected
 
-        await_end(have_ended)
+        poll_until(have_exited)
 
     def _reap(self) -> None:
-        self.look_for_more()
-        with suppress(ChildProcessError):  # raised if there are no children
+        self.before_reap()
+        with suppress(ChildProcessError):  # raised without children
             while child := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
                 pid = child.si_pid
                 if on_exit := self._expected.pop(pid, None):
                     # The child is reaped later: until then no other group can have its number.
-                    end_group(pid)
-                    end_adopted(pid)
+                    kill_group(pid)
+                    kill_adopted(pid)
                 exit_code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
                 if on_exit:
                     on_exit(exit_code)
@@ -119,22 +119,22 @@ class WorkerProcess:
     def kill(self) -> None:
         """Kill the worker and its process group; works also before the worker leads a group."""
         if not self.exited.done():
-            end_group(self.pid)
+            kill_group(self.pid)
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
 
     async def exit_within(self, seconds: float) -> None:
-        """Wait until the worker exits, but at most `seconds` of its own time (`OwnTime`).
+        """Wait until the worker exits, but at most `seconds` of the worker's own time (`OwnTime`).
 
         On a busy machine this takes at most `LONGEST_EXIT`, or `seconds` if that is longer.
         """
-        loop, own = asyncio.get_running_loop(), OwnTime(self.pid)
-        end = loop.time() + max(seconds, LONGEST_EXIT)
+        loop, own_time = asyncio.get_running_loop(), OwnTime(self.pid)
+        deadline = loop.time() + max(seconds, LONGEST_EXIT)
         while not self.exited.done():
-            left = min(seconds - own.seconds(), end - loop.time())
-            if left <= 0:
+            remaining = min(seconds - own_time.seconds(), deadline - loop.time())
+            if remaining <= 0:
                 break
-            await asyncio.wait([self.exited], timeout=max(left, EXIT_STEP))
+            await asyncio.wait([self.exited], timeout=max(remaining, EXIT_STEP))
 
     def set_exited(self, exit_code: int) -> None:
         """Record the exit code; `Children` calls this."""
@@ -149,14 +149,14 @@ class Spawner:
         self._children = children
 
     def last_lines(self) -> tuple[str, ...]:
-        """Return nothing: a spawned worker's output belongs to the worker."""
+        """Return no lines, because no other process writes output for spawned workers."""
         return ()
 
     async def prepare(self) -> None:
-        """Do nothing: a spawned worker needs no other process."""
+        """Do nothing, because a spawned worker needs no other process."""
 
     async def start(self, start: WorkerStart, stdout: int, stderr: int) -> WorkerProcess:
-        """Start a worker, which gets copies of these descriptors; raises ChildProcessError."""
+        """Start a worker with copies of these descriptors; raises ChildProcessError."""
         environ = {**start.world.environ, **start.environ}
         try:
             with os.fdopen(os.memfd_create("nbdist-start"), "w+b") as stdin:
@@ -185,7 +185,7 @@ class Spawner:
 
 
 def command_of(spec: WorldSpec, path: str | None) -> list[str]:
-    """Return the command line of a spawned worker; a wrapper (`--wrap`) dies with this process.
+    """Return the command line of a spawned worker; a wrapper (`--wrap`) is killed with the agent.
 
     Raises FileNotFoundError if the wrapper is not in `path`.
     """
@@ -208,28 +208,28 @@ READ_ON_IMPORT = re.compile(
 )
 """Variables that torch reads when it is imported, so setting them in a forked worker is too late.
 
-TORCHINDUCTOR_CACHE_DIR is left out: torch reads it at each use, and sets it in a process that has
-compiled something.  So workers can be forked also if the notebook has compiled something.
+TORCHINDUCTOR_CACHE_DIR is left out: torch reads this variable at each use, and sets it in a process
+that has compiled something.  So workers can be forked even if the notebook has compiled something.
 """
 
 
 def can_fork_with(environ: Mapping[str, str]) -> bool:
-    """Return True if `environ` agrees with this process, and so with the fork server it started.
+    """Return True if `environ` agrees with this process, which has started the fork server.
 
-    Compared are only the variables that torch reads when it is imported.
+    Only the variables that torch reads when it is imported are compared.
     """
     names = filter(READ_ON_IMPORT.fullmatch, {*os.environ, *environ})
     return all(os.environ.get(name) == environ.get(name) for name in names)
 
 
 class ForkServerLost(ChildProcessError):
-    """The fork server has exited or hangs, for whatever reason; another one can be started."""
+    """The fork server has exited or hangs, for any reason; a new fork server can be started."""
 
 
 class Forker:
     """Starts workers as forks of a process that has imported torch, the fork server.
 
-    If the fork server has exited, `prepare` starts another one.
+    If the fork server has exited, `prepare` starts a new one.
     """
 
     def __init__(
@@ -241,7 +241,7 @@ class Forker:
         self._replies = FrameCutter()
         self._imported: asyncio.Future[None]
         self._numbers = itertools.count(1)
-        self._asked: dict[int, asyncio.Future[WorkerProcess]] = {}
+        self._pending: dict[int, asyncio.Future[WorkerProcess]] = {}
 
     def attach(self) -> None:
         """Listen to the fork server; needs the running event loop."""
@@ -249,7 +249,7 @@ class Forker:
             self._listen(self._server)
 
     def last_lines(self) -> tuple[str, ...]:
-        """Return the fork server's own output, such as why it could not import torch."""
+        """Return the fork server's own output, such as the error of a failed import of torch."""
         log = self._runtime / fork_server.LOG
         return tuple(log.read_text(errors="replace").splitlines()) if log.exists() else ()
 
@@ -269,16 +269,16 @@ class Forker:
         imported.result()
 
     async def start(self, start: WorkerStart, stdout: int, stderr: int) -> WorkerProcess:
-        """Fork a process that becomes the worker, as `Spawner.start` says.
+        """Fork a process that becomes the worker; otherwise like `Spawner.start`.
 
-        If the fork server turns out to be lost, tries once more with a new one.
+        If the fork server is lost, tries once more with a new one.
         """
         await self.prepare()
         try:
-            return await self._ask(start, stdout, stderr)
+            return await self._request_fork(start, stdout, stderr)
         except ForkServerLost:
             await self.prepare()
-            return await self._ask(start, stdout, stderr)
+            return await self._request_fork(start, stdout, stderr)
 
     def close(self) -> None:
         """Kill the fork server; `Children` reaps it."""
@@ -286,66 +286,66 @@ class Forker:
             self._stop_listening(self._server)
             self._kill(self._server)
 
-    async def _ask(self, start: WorkerStart, stdout: int, stderr: int) -> WorkerProcess:
+    async def _request_fork(self, start: WorkerStart, stdout: int, stderr: int) -> WorkerProcess:
         if self._server is None:
             raise ForkServerLost("the fork server has ended")
         number = next(self._numbers)
         forked: asyncio.Future[WorkerProcess] = asyncio.get_running_loop().create_future()
-        self._asked[number] = forked
+        self._pending[number] = forked
         frame = framed(pack(fork_server.Fork(number, start)))
         try:
-            if self._server.socket.fileno() >= 0:  # else `_lose` fails the request in a moment
+            if self._server.socket.fileno() >= 0:  # else `_fail_pending` fails the request
                 # Blocks only if the socket's buffer is full, until the server's import is done.
                 sent = socket.send_fds(self._server.socket, [frame], [stdout, stderr])
                 self._server.socket.sendall(frame[sent:])
         except ConnectionError:
-            pass  # the fork server has exited, and `_lose` fails the request in a moment
+            pass  # the fork server has exited, and `_fail_pending` fails this request soon
         except OSError as error:
-            del self._asked[number]
+            del self._pending[number]
             raise ChildProcessError(f"its fork server cannot be asked: {error}") from error
         timeout = IMPORT_TIMEOUT if start.world.for_training else FORK_TIMEOUT
         try:
-            await self._wait(forked, timeout, lambda: number in self._asked)
-        except asyncio.CancelledError:  # the caller has no more time
+            await self._wait(forked, timeout, lambda: number in self._pending)
+        except asyncio.CancelledError:  # the caller's time is over
             if forked.done() and forked.exception() is None:
                 forked.result().kill()
             raise
         finally:
-            forked.cancel()  # `_add_worker` kills a worker that comes after this
+            forked.cancel()  # `_add_worker` kills a worker that is forked after this
         return forked.result()
 
     async def _wait(
         self, answer: asyncio.Future[Any], timeout: float, is_open: Callable[[], bool]
     ) -> None:
-        """Wait for an answer of the fork server, which hangs if there is none after `timeout`.
+        """Wait for the fork server's answer; after `timeout` without one kill the fork server.
 
-        Then the fork server is killed, also if the caller was cancelled before, but the question
-        still `is_open`.  Raises ForkServerLost if there is no answer even then.
+        The fork server is also killed if the caller was cancelled, as long as the request
+        `is_open`.  Raises ForkServerLost if there is no answer even then.
         """
         server = self._server
 
-        def end() -> None:
+        def kill_if_open() -> None:
             if server is not None and is_open():
                 self._kill(server)
 
-        ends = asyncio.get_running_loop().call_later(timeout, end)
+        timer = asyncio.get_running_loop().call_later(timeout, kill_if_open)
         await asyncio.wait([answer], timeout=timeout + END_TIMEOUT)
         if not answer.done():
             raise ForkServerLost("the fork server does not answer")
-        ends.cancel()
+        timer.cancel()
 
     def _kill(self, server: fork_server.ForkServerProcess) -> None:
-        if server.popen.returncode is None:  # only `_exited` sets it, after `Children` reaped it
+        if server.popen.returncode is None:  # set after `Children` has reaped the process
             os.kill(server.popen.pid, signal.SIGKILL)
 
     def _listen(self, server: fork_server.ForkServerProcess) -> None:
         loop = asyncio.get_running_loop()
         self._imported, self._replies = loop.create_future(), FrameCutter()
         loop.add_reader(server.socket, self._read, server)
-        self._children.expect(server.popen.pid, partial(self._exited, server))
-        # A worker may exit at once.  The fork server sends `Forked` before, so reading here lets
-        # `Children` expect the worker before it reaps it.
-        self._children.look_for_more = partial(self._read, server)
+        self._children.expect(server.popen.pid, partial(self._server_exited, server))
+        # A worker may exit at once.  The fork server has sent `Forked` before, so after this read
+        # `Children` expects the worker, and does not reap it as an unknown child.
+        self._children.before_reap = partial(self._read, server)
 
     def _read(self, server: fork_server.ForkServerProcess) -> None:
         try:
@@ -357,13 +357,13 @@ class Forker:
         for frame in self._replies.feed(data):
             self._receive(unpack(frame))
         if not data:
-            # No process has the other end any more, so no further answer can come.
+            # The other end of the socket is closed, so no further answer can come.
             self._stop_listening(server)
-            self._lose(server)
+            self._fail_pending(server)
 
     def _stop_listening(self, server: fork_server.ForkServerProcess) -> None:
         if server.socket.fileno() >= 0:
-            self._children.look_for_more = lambda: None
+            self._children.before_reap = lambda: None
             asyncio.get_running_loop().remove_reader(server.socket)
             server.socket.close()
 
@@ -374,38 +374,38 @@ class Forker:
             case fork_server.Forked(number, pid):
                 self._add_worker(number, pid)
             case fork_server.ForkFailed(number, code):
-                self._fail(number, Lack(word_lack(code)))
+                self._fail_request(number, Lack(word_lack(code)))
 
     def _add_worker(self, number: int, pid: int) -> None:
         process = WorkerProcess(pid)
         self._children.expect(pid, process.set_exited)
-        asked = self._asked.pop(number)
-        if asked.done():  # the caller has given up meanwhile
+        future = self._pending.pop(number)
+        if future.done():  # the caller has given up meanwhile
             process.kill()
         else:
-            asked.set_result(process)
+            future.set_result(process)
 
-    def _fail(self, number: int, error: ChildProcessError) -> None:
-        asked = self._asked.pop(number)
-        if not asked.done():
-            asked.set_exception(error)
+    def _fail_request(self, number: int, error: ChildProcessError) -> None:
+        future = self._pending.pop(number)
+        if not future.done():
+            future.set_exception(error)
 
-    def _exited(self, server: fork_server.ForkServerProcess, exit_code: int) -> None:
+    def _server_exited(self, server: fork_server.ForkServerProcess, exit_code: int) -> None:
         server.popen.returncode = exit_code
-        self._lose(server)
+        self._fail_pending(server)
 
-    def _lose(self, server: fork_server.ForkServerProcess) -> None:
-        """Fail all open requests, once the exit code is known and all answers are read."""
+    def _fail_pending(self, server: fork_server.ForkServerProcess) -> None:
+        """Fail all pending requests, if the exit code is known and all answers have been read."""
         code = server.popen.returncode
         if code is None or server.socket.fileno() >= 0:
             return
         self._server = None
-        gone = ForkServerLost(f"the fork server has ended: it {word_exit(code)}")
+        error = ForkServerLost(f"the fork server has ended: it {word_exit(code)}")
         if not self._imported.done():
-            self._imported.set_exception(gone)
+            self._imported.set_exception(error)
             self._imported.exception()  # avoids asyncio's warning if nobody calls `prepare`
-        for number in list(self._asked):
-            self._fail(number, gone)
+        for number in list(self._pending):
+            self._fail_request(number, error)
 
 
 ProcessSource = Spawner | Forker

@@ -1,10 +1,11 @@
-"""The Python stack of a worker that cannot tell it: that C code holds up, or that has crashed.
+"""The Python stack of a worker that cannot answer, because C code holds its GIL or it has crashed.
 
-Of the first the agent reads the calls from its memory, which does not disturb it, as signals and
-debuggers do; of the second faulthandler has written them into a file (`nbdist.worker.probe`).
+If C code holds the GIL, the agent reads the calls from the worker's memory.  Unlike signals and
+debuggers, that does not disturb the worker.  Before a crash ends the worker, faulthandler writes
+the calls to a file (`nbdist.worker.probe`).
 
-py-spy 0.4.3 was tried instead: what it reads of a process that it does not stop is mixed of two
-stacks in 134 of 200 readings, and where it stops one, epoll_wait in C code ends with EINTR.
+py-spy 0.4.3 was tried instead.  If it does not stop the process, 134 of 200 readings mix two
+stacks.  If it does, epoll_wait in C code fails with EINTR.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ Found = TypeVar("Found")
 Call = tuple[str, int, str]
 """File, line and function."""
 
-READ_EVERY = 0.005
+READ_EVERY = 0.005  # seconds between two attempts to read the calls
 
 LOCKED_TIMEOUT = 1.0
-"""Seconds for the kernel to give what it has been asked for: nothing of a process's memory can be
-read while it is at work on that, as where it pins much of it for a GPU."""
+"""Seconds by which a reading may exceed its timeout: nobody can read a process's memory while the
+operating system is changing the mappings, for example while it pins memory for a GPU."""
 
-MOST_IN_FILE = 1 << 20  # of a dump; a worker's user can write into the file too
+MOST_IN_FILE = 1 << 20  # bytes that are read of a dump; user code can write to the file, too
 CRASH, CRASHED = "Fatal Python error: ", "Stack (most recent call first):"
 FRAME = re.compile(r'^  File "(.*)", line (\d{1,9}|\?\?\?) in (.*)$')
 
@@ -49,7 +50,7 @@ CRASHES = frozenset(
     -number
     for number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGBUS, signal.SIGILL)
 )
-"""Exit codes of processes of which faulthandler has written."""
+"""Exit codes of processes whose calls faulthandler has written to the file."""
 
 CELL_FILE = re.compile(r"/ipykernel_\d+/\d+\.py$")
 
@@ -57,30 +58,30 @@ OURS = (
     *("/ipykernel/", "/IPython/", "/tornado/", "/traitlets/", "/asyncio/"),
     *("/nbdist/worker/", "/nbdist/agent/", "runpy>", "/runpy.py", "/selectors.py"),
 )
-"""Parts of the files that run cells, and wait for the next one."""
+"""Parts of the names of a kernel's own files, whose code runs cells or waits for a cell."""
 
 
 class StackFile:
-    """The file of one worker, which leads to its calls too."""
+    """A worker's file: where its memory has the calls, and after a crash the calls themselves."""
 
     def __init__(self, path: str) -> None:
         self._path = Path(path)
         self._reading: asyncio.Future[tuple[Call, ...]] | None = None
 
     async def sample(self, pid: int, timeout: float) -> tuple[Call, ...]:
-        """Return the main thread's calls, innermost first; none where they keep changing."""
+        """Return the main thread's calls, innermost first; none if they change all the time."""
         loop = asyncio.get_running_loop()
         if self._reading is None or self._reading.done():
             deadline = time.monotonic() + timeout
             try:
-                self._reading = loop.run_in_executor(None, self._calls, pid, deadline)
+                self._reading = loop.run_in_executor(None, self._read_calls, pid, deadline)
             except RuntimeError:  # no further thread can be started
                 return ()
         await asyncio.wait([self._reading], timeout=timeout + LOCKED_TIMEOUT)
         return self._reading.result() if self._reading.done() else ()
 
-    def _calls(self, pid: int, deadline: float) -> tuple[Call, ...]:
-        """Read them as often as it takes, in a thread of its own."""
+    def _read_calls(self, pid: int, deadline: float) -> tuple[Call, ...]:
+        """Read the main thread's calls, again and again until the deadline; runs in a thread."""
         try:
             with self._path.open("rb") as file, open(f"/proc/{pid}/mem", "rb", 0) as memory:
                 layout = CallLayout.read(file.readline(MOST_IN_FILE))
@@ -92,21 +93,21 @@ class StackFile:
                         break
                     time.sleep(READ_EVERY)
         except (OSError, ValueError):
-            pass  # it has ended, may not be read, or a cell has written into the file
+            pass  # the worker has exited or may not be read, or a cell has changed the file
         return ()
 
     def crash_text(self, exit_code: int, task: Task | None) -> str:
-        """Return the Python stack of a worker that has crashed, "" of one that ended otherwise."""
-        # A child's crash can stand before its own.
+        """Return the Python stack of a worker that has crashed; "" if it has exited otherwise."""
+        # The file may also have the crash of a child process, before that of the worker.
         _, start, dump = self._read().rpartition(CRASH)
         if exit_code not in CRASHES or not start:
             return ""
-        frames = with_code(own_frames(frames_of(crash_calls(dump), task)))
+        frames = with_code(user_frames(frames_of(crash_calls(dump), task)))
         calls = [line for frame in frames for line in frame.lines] or ["  no Python code"]
         return "\n".join([f"{start}{dump.splitlines()[0]}, in", *calls, ""])
 
     def remove(self) -> None:
-        """Remove the file: the worker has ended."""
+        """Remove the file, after the worker has exited."""
         self._path.unlink(missing_ok=True)
 
     def _read(self) -> str:
@@ -117,30 +118,30 @@ class StackFile:
 
 
 def crash_calls(dump: str) -> tuple[Call, ...]:
-    """Return the calls of the thread that has crashed."""
+    """Return the calls of the thread that has crashed, from what faulthandler has written."""
     _, _, calls = dump.partition(CRASHED)
-    found = filter(None, map(FRAME.match, calls.splitlines()))
+    matches = filter(None, map(FRAME.match, calls.splitlines()))
     return tuple(
-        (each[1], int(each[2]) if each[2].isdigit() else 0, function_name(each[3]))
-        for each in found
+        (match[1], int(match[2]) if match[2].isdigit() else 0, function_name(match[3]))
+        for match in matches
     )
 
 
 def frames_of(calls: tuple[Call, ...], task: Task | None) -> list[StackFrame]:
-    """Return the calls with the running cell under its name; other cells' numbers are not known."""
+    """Return calls as frames; `Cell In[N]` is the running cell, `Cell In[?]` any other cell."""
     cell = next((file for file, _, _ in reversed(calls) if CELL_FILE.search(file)), "")
-    lines, found = task.source.splitlines() if task else [], []
+    lines, frames = task.source.splitlines() if task else [], []
     for file, line, function in calls:
         code, name = "", "Cell In[?]" if CELL_FILE.search(file) else file
         if file == cell and task:
             code = lines[line - 1].strip() if 0 < line <= len(lines) else ""
             name = f"Cell In[{task.execution_count or '?'}]"
-        found.append(StackFrame(name, line, function, code))
-    return found
+        frames.append(StackFrame(name, line, function, code))
+    return frames
 
 
-def own_frames(frames: Iterable[StackFrame]) -> list[StackFrame]:
-    """Return a cell's calls, else those that no kernel makes, in the reverse order."""
+def user_frames(frames: Iterable[StackFrame]) -> list[StackFrame]:
+    """Return frames from the cell inwards; without a cell, the frames inside those of a kernel."""
     outwards = list(frames)
     cells = [index for index, frame in enumerate(outwards) if frame.is_cell]
     if cells:
@@ -150,76 +151,76 @@ def own_frames(frames: Iterable[StackFrame]) -> list[StackFrame]:
 
 
 def with_code(frames: Iterable[StackFrame]) -> tuple[StackFrame, ...]:
-    """Return the frames with the source lines that can be read here."""
-    found = []
+    """Return the frames with their source lines, if these files can be read here."""
+    completed = []
     for frame in frames:
         if not frame.code and not frame.is_cell:
             linecache.checkcache(frame.file)
             code = linecache.getline(frame.file, frame.line).strip()
             frame = replace(frame, code=code)
-        found.append(frame)
-    return tuple(found)
+        completed.append(frame)
+    return tuple(completed)
 
 
 # --- calls in the memory of a process -----------------------------------------------------------
 
 TYPE, SIZE, STATE, BYTES = 8, 16, 32, 32
-"""Where objects have their type, and texts and bytes their length; what a text's letters are
-(PyASCIIObject: unicodeobject.h), and where those of bytes begin."""
+"""Offsets in objects: of the type, of the length of a string or bytes, of the kind of a string's
+letters (PyASCIIObject in unicodeobject.h), and of the first byte of bytes."""
 
-KINDS = {1: "B", 2: "H", 4: "I"}  # `struct` codes of a string's letters, by the bytes of each
-PYTHONS = 3  # calls with a smaller owner run Python code; others stand for C code between them
+KINDS = {1: "B", 2: "H", 4: "I"}  # `struct` codes of a string's letters, by the bytes of a letter
+PYTHONS = 3  # calls with a smaller owner run Python code; others stand for C code in between
 READS, LONGEST_WAIT = 32, 1500
-"""How often the calls must be found the same, and steps of a loop at most between two times.
+"""How many readings must agree, and the most steps of a loop that waits between two readings.
 
-Calls that change can be found wrong: some as they were, the others as they have become.  Of a
-program that is built for it one reading in two is, and all equally; so the moments are random
-(some 0.03 ms), and 32 of them leave one in 4,000,000,000.  Where there is too little time for
-the processors a sleep in between would cost more than all readings.
+If calls change while they are read, a reading can mix old and new calls.  In a program that is made
+to cause this, every second reading is mixed, always in the same way.  Random waits (about 0.03 ms)
+make the readings independent, so that 32 of them agree on a mixture once in 4,000,000,000 times.
+On a machine without free processors, sleeps would take longer than all readings.
 """
 
-MOST_CALLS, MOST_LETTERS, MOST_BYTES = 2000, 4096, 1 << 20  # bytes: of names, tables of lines
+MOST_CALLS, MOST_LETTERS, MOST_BYTES = 2000, 4096, 1 << 20  # bytes of a name, of a table of lines
 
 LARGEST_ADDRESS = 1 << 63
 COUNT_BIT = 1
-"""Python 3.14 sets it in a call's pointer to its code if the call does not own a reference."""
+"""A bit of a call's pointer to its code: Python 3.14 sets it if the call owns no reference."""
 
-CODE_UNIT = 2  # bytes of an instruction; tables of lines count in these
+CODE_UNIT = 2  # bytes of an instruction; tables of lines count in such units
 ONE_LINE, NO_COLUMNS, LONG, NO_LINE = range(10, 13), 13, 14, 15
-"""Kinds of entries in such a table (InternalDocs/code_objects.md in CPython's repository)."""
+"""Kinds of entries in a table of lines (InternalDocs/code_objects.md in CPython's repository)."""
 
 
 class Torn(Exception):
-    """What was read is not what should be there: it was changing, or is nothing of the kind."""
+    """Raised if bytes in memory are not of the expected kind, or changed while they were read."""
 
 
 Address = tuple[int, int, int]
-"""Of a call in memory, of its code, and of its instruction."""
+"""The addresses of a call in memory, of its code, and of its instruction."""
 
 
 def calls_in(memory: int, layout: CallLayout) -> tuple[Call, ...]:
-    """Return the calls, innermost first, in a process's /proc/PID/mem; raises Torn, OSError."""
+    """Return the calls in a process's /proc/PID/mem, innermost first; raises Torn, OSError."""
     reader = _Reader(memory, layout)
-    frames = settled(lambda: [*reader.frames()])
+    frames = read_stable(lambda: [*reader.frames()])
     calls = tuple(reader.call(frame) for frame in frames)
     if frames != [*reader.frames()]:
         raise Torn("the calls have changed")
     return calls
 
 
-def settled(read: Callable[[], Found]) -> Found:
-    """Return what `read` finds at random moments, always the same; Torn where it differs once."""
-    found = read()
+def read_stable(read: Callable[[], Found]) -> Found:
+    """Call `read` at `READS` random moments; return the result, raise Torn if two differ."""
+    result = read()
     for _ in range(READS - 1):
         for _ in range(random.randrange(LONGEST_WAIT)):
             pass
-        if read() != found:
+        if read() != result:
             raise Torn("it has changed")
-    return found
+    return result
 
 
 class _Reader:
-    """Reads one stack, each code object once."""
+    """Reads one stack from a process's memory, and each code object in it only once."""
 
     def __init__(self, memory: int, layout: CallLayout) -> None:
         self._memory = memory
@@ -227,50 +228,49 @@ class _Reader:
         self._codes: dict[int, tuple[str, str, int, bytes]] = {}
 
     def frames(self) -> Iterator[Address]:
-        """Yield the calls of Python code; of a very deep stack the innermost."""
-        at = self._layout
-        holder = self._pointer(at.thread + at.holder) if at.holder else at.thread
-        address = self._pointer(holder + at.call)
-        size = max(at.code, at.previous, at.instruction, at.owner) + 8
+        """Yield the calls of Python code, innermost first, at most `MOST_CALLS`."""
+        layout = self._layout
+        holder = self._pointer(layout.thread + layout.holder) if layout.holder else layout.thread
+        address = self._pointer(holder + layout.call)
+        size = max(layout.code, layout.previous, layout.instruction, layout.owner) + 8
         for _ in range(MOST_CALLS):
             if not address:
                 return
             call = self._read(address, size)
-            if call[at.owner] < PYTHONS:
-                code = _word(call, at.code) & ~COUNT_BIT
-                yield address, code, _word(call, at.instruction)
-            address = _word(call, at.previous)
+            if call[layout.owner] < PYTHONS:
+                code = _word(call, layout.code) & ~COUNT_BIT
+                yield address, code, _word(call, layout.instruction)
+            address = _word(call, layout.previous)
 
     def call(self, frame: Address) -> Call:
-        """Return a call's file, line and function."""
         _, code, instruction = frame
         if code not in self._codes:
-            self._codes[code] = self._code(code)
+            self._codes[code] = self._read_code(code)
         file, name, first, table = self._codes[code]
-        at = (instruction - code - self._layout.instructions) // CODE_UNIT
-        return file, line_at(table, first, at), name
+        unit = (instruction - code - self._layout.instructions) // CODE_UNIT
+        return file, line_at(table, first, unit), name
 
-    def _code(self, address: int) -> tuple[str, str, int, bytes]:
+    def _read_code(self, address: int) -> tuple[str, str, int, bytes]:
         """Read a code object: its file, name, first line and table of lines."""
-        at = self._layout
-        code = self._read(address, at.instructions)
-        if _word(code, TYPE) != at.code_type:
+        layout = self._layout
+        code = self._read(address, layout.instructions)
+        if _word(code, TYPE) != layout.code_type:
             raise Torn("that is no code")
-        file, name = (self._text(_word(code, member)) for member in (at.file, at.name))
-        first = int.from_bytes(code[at.first_line : at.first_line + 4], sys.byteorder)
-        table = _word(code, at.lines)
+        file, name = (self._read_text(_word(code, member)) for member in (layout.file, layout.name))
+        first = int.from_bytes(code[layout.first_line : layout.first_line + 4], sys.byteorder)
+        table = _word(code, layout.lines)
         size = self._pointer(table + SIZE)
         return file, name, first, self._read(table + BYTES, size, MOST_BYTES)
 
-    def _text(self, address: int) -> str:
+    def _read_text(self, address: int) -> str:
         head = self._read(address, STATE + 8)
         if _word(head, TYPE) != self._layout.text_type:
             raise Torn("that is no text")
-        # 2 bits for interned texts, 3 for bytes a letter, 1 for compact ones, 1 for ASCII.
+        # Bits: 2 for interning, 3 for the bytes of a letter, 1 for a compact string, 1 for ASCII.
         width, is_ascii = head[STATE] >> 2 & 7, head[STATE] >> 6 & 1
-        begin = address + (self._layout.ascii if is_ascii else self._layout.other)
+        start = address + (self._layout.ascii if is_ascii else self._layout.other)
         size = _word(head, SIZE)
-        letters = self._read(begin, size * width)
+        letters = self._read(start, size * width)
         try:
             return "".join(map(chr, struct.unpack(f"{size}{KINDS[width]}", letters)))
         except (KeyError, ValueError, OverflowError) as error:
@@ -279,8 +279,8 @@ class _Reader:
     def _pointer(self, address: int) -> int:
         return _word(self._read(address, 8), 0)
 
-    def _read(self, address: int, size: int, most: int = MOST_LETTERS) -> bytes:
-        if not 0 < address < LARGEST_ADDRESS or size > most:
+    def _read(self, address: int, size: int, limit: int = MOST_LETTERS) -> bytes:
+        if not 0 < address < LARGEST_ADDRESS or size > limit:
             raise Torn("nothing can be there")
         data = os.pread(self._memory, size, address)
         if len(data) < size:
@@ -292,25 +292,25 @@ def _word(data: bytes, at: int) -> int:
     return int.from_bytes(data[at : at + 8], sys.byteorder)
 
 
-def line_at(table: bytes, first: int, at: int) -> int:
-    """Find an instruction's line in the table of its code, 0 where it has none."""
+def line_at(table: bytes, first: int, unit: int) -> int:
+    """Return the line of an instruction, from the table of its code; 0 if it has no line."""
     line, end = first, 0
-    # Each entry begins with the only byte of it that has the highest bit.
+    # Only the first byte of an entry has the highest bit.
     begins = [index for index, byte in enumerate(table) if byte & 128]
     for begin, after in pairwise([*begins, len(table)]):
         kind = table[begin] >> 3 & 15
         if kind in ONE_LINE:
             line += kind - ONE_LINE[0]
         elif kind in (NO_COLUMNS, LONG):
-            line += _signed(table[begin + 1 : after])
+            line += _read_signed(table[begin + 1 : after])
         end += (table[begin] & 7) + 1
-        if at < end:
+        if unit < end:
             return 0 if kind == NO_LINE else line
     return 0
 
 
-def _signed(entry: bytes) -> int:
-    """Read the first number of an entry: 6 bits a byte, the lowest first; its lowest is a sign."""
+def _read_signed(entry: bytes) -> int:
+    """Return the first number of an entry: 6 bits a byte, lowest first; the lowest is the sign."""
     value = 0
     for place, byte in enumerate(entry):
         value |= (byte & 63) << 6 * place

@@ -1,10 +1,10 @@
-"""Stop in a training: all ranks end at the beginning of one and the same optimizer step.
+"""Stop during training: all ranks are interrupted at the beginning of the same optimizer step.
 
-DDP and its like average gradients alone: were ranks interrupted wherever they are, some would have
-made a step more than others, and their replicas would differ from then on.  So ranks that have
-stepped lately are held at the beginning of their next step, and counted; the step after the largest
-count is where all of them raise KeyboardInterrupt.  On the way there every collective has all of
-its members.  A rank that does not come there in time is interrupted wherever it is.
+DDP and similar wrappers average only gradients.  If ranks were interrupted wherever they are, some
+could have made a step more than others, and their replicas would differ from then on.  So ranks
+that have stepped lately are held at the beginning of their next step, and report the number of
+their steps.  All ranks then raise KeyboardInterrupt at the step after the largest of these numbers.
+Until then no rank is missing in a collective.  A rank that is late is interrupted where it is.
 
 Runs in each agent.  With ranks on several machines the head collects their counts and decides.
 """
@@ -44,13 +44,13 @@ POLL_INTERVAL = 0.02  # seconds between checks whether ranks have left the task
 def find_stop_step(counts: Iterable[StepCount | None]) -> int:
     """Return the step at whose beginning all ranks can stop; pure.
 
-    Return 0 if the ranks must be interrupted at once: a rank did not answer, does not train, is
+    Returns 0 if the ranks must be interrupted at once: a rank did not answer, does not train, is
     more than MAX_STEPS_APART ahead of another, or will probably begin its next step too late.
     Ranks that have succeeded without a step do not matter.
     """
-    known = [*counts]
-    begun = [count.begun for count in known if count is not None and count.begun]
-    if not begun or not all(map(can_wait, known)) or max(begun) - min(begun) > MAX_STEPS_APART:
+    all_counts = [*counts]
+    begun = [count.begun for count in all_counts if count is not None and count.begun]
+    if not begun or not all(map(can_wait, all_counts)) or max(begun) - min(begun) > MAX_STEPS_APART:
         return 0
     return max(begun) + 1
 
@@ -67,14 +67,14 @@ def can_wait(count: StepCount | None) -> bool:
 
 
 async def collect_counts(
-    asked: Mapping[Key, Coroutine[Any, Any, StepCount | None]],
+    requests: Mapping[Key, Coroutine[Any, Any, StepCount | None]],
 ) -> dict[Key, StepCount | None]:
     """Wait for the counts of all ranks.
 
     Stop waiting as soon as a count shows that the ranks must be interrupted at once: then ranks
     that have not answered get None.
     """
-    tasks = {key: asyncio.ensure_future(each) for key, each in asked.items()}
+    tasks = {key: asyncio.ensure_future(each) for key, each in requests.items()}
     waiting = {*tasks.values()}
     try:
         while waiting:
@@ -90,18 +90,18 @@ async def collect_counts(
 class StepStops:
     """Stops tasks of ranks of one machine, at a step or at once.
 
-    `all_ranks` returns the ranks of the machine; `run` starts a coroutine in the background.
+    `all_ranks` returns the ranks of the machine; `spawn` runs a coroutine in the background.
     """
 
     def __init__(
         self,
         stopping: Stopping,
         all_ranks: Callable[[], Iterable[Worker]],
-        run: Callable[[Coroutine[Any, Any, object]], None],
+        spawn: Callable[[Coroutine[Any, Any, object]], None],
     ) -> None:
         self._stopping = stopping
         self._all_ranks = all_ranks
-        self._run = run
+        self._spawn = spawn
         self._pending: dict[Worker, str] = {}  # tasks that will stop at a step, by rank
 
     def stop(self, ranks: Collection[Worker]) -> None:
@@ -111,28 +111,28 @@ class StepStops:
             self.interrupt(ranks)
             return
         self._pending |= busy
-        self._run(self._stop_at_common_step(busy))
+        self._spawn(self._stop_at_common_step(busy))
 
     def interrupt(self, ranks: Iterable[Worker]) -> None:
-        """Interrupt these ranks now, wherever they are."""
+        """Interrupt `ranks` now, at any place in their code."""
         ranks = [*ranks]
         for rank in ranks:
             self._pending.pop(rank, None)
-        for work in self._stopping.begin(ranks):
-            self._run(work)
+        for work in self._stopping.interrupt(ranks):
+            self._spawn(work)
 
     def stop_at(self, ranks: Iterable[Worker], step: int, seconds: float) -> None:
         """Let held ranks go on and stop at this step; interrupt late ranks after `seconds`."""
         busy = {rank: rank.task_id for rank in ranks if rank.task_id}
         self._pending |= busy
-        self._run(self._stop_at(busy, step, time.monotonic() + seconds))
+        self._spawn(self._run_to_step(busy, step, time.monotonic() + seconds))
 
     async def hold(self, ranks: Iterable[Worker]) -> dict[int, StepCount | None]:
         """Hold ranks at the beginning of their next step; return the number of steps by rank.
 
-        A rank that has finished the same task also counts, so that the other ranks can finish it.
-        An idle rank has finished its task while Stop was on its way.  None: a rank did not answer,
-        has died, waits for input, or its task has failed.
+        Ranks that have already finished the same task are included.  An idle rank has finished its
+        task while Stop was on its way.  The number is None if a rank did not answer, has died or
+        waits for input, or if its task has failed.
         """
         ranks = [*ranks]
         busy = {rank: rank.task_id for rank in ranks if rank.task_id}
@@ -152,34 +152,34 @@ class StepStops:
         deadline = time.monotonic() + STEP_TIMEOUT
         counts = await self.hold(busy)
         if step := find_stop_step(counts.values()):
-            await self._stop_at(busy, step, deadline)
+            await self._run_to_step(busy, step, deadline)
         else:
-            left = self._left(busy)
-            self._forget(busy)
-            self.interrupt(left)
+            remaining = self._remaining(busy)
+            self._drop_pending(busy)
+            self.interrupt(remaining)
 
-    async def _stop_at(self, busy: Mapping[Worker, str], step: int, deadline: float) -> None:
+    async def _run_to_step(self, busy: Mapping[Worker, str], step: int, deadline: float) -> None:
         """Let ranks go on to this step; after the deadline interrupt those that did not stop."""
         await _ask_all({rank: StopAtStep(task_id, step) for rank, task_id in busy.items()})
-        while (left := self._left(busy)) and time.monotonic() < deadline:
-            if any(rank.state == "dead" for rank in busy):  # other ranks may wait for it for ever
+        while (remaining := self._remaining(busy)) and time.monotonic() < deadline:
+            if any(rank.state == "dead" for rank in busy):  # others may wait for the rank for ever
                 break
             await asyncio.sleep(POLL_INTERVAL)
-        answers = await _ask_all({rank: ReleaseSteps(busy[rank]) for rank in left})
-        have_stopped = {rank for rank, said in answers.items() if said and said.has_stopped}
-        left = self._left(busy)
-        self._forget(busy)
-        for work in self._stopping.begin(left, have_stopped):
-            self._run(work)
+        answers = await _ask_all({rank: ReleaseSteps(busy[rank]) for rank in remaining})
+        have_stopped = {rank for rank, answer in answers.items() if answer and answer.has_stopped}
+        remaining = self._remaining(busy)
+        self._drop_pending(busy)
+        for work in self._stopping.interrupt(remaining, have_stopped):
+            self._spawn(work)
 
-    def _forget(self, busy: Mapping[Worker, str]) -> None:
-        """Record that these tasks will not stop at a step any more."""
+    def _drop_pending(self, busy: Mapping[Worker, str]) -> None:
+        """Forget pending tasks, which will not stop at a step any more."""
         for rank, task_id in busy.items():
             if self._pending.get(rank) == task_id:
                 del self._pending[rank]
 
-    def _left(self, busy: Mapping[Worker, str]) -> list[Worker]:
-        """Return the ranks that still run their task, and that no other Stop has taken over."""
+    def _remaining(self, busy: Mapping[Worker, str]) -> list[Worker]:
+        """Return the ranks that still run the task, and that no later Stop has interrupted."""
         return [
             rank
             for rank, task_id in busy.items()
@@ -188,16 +188,16 @@ class StepStops:
 
 
 async def _hold(rank: Worker, task_id: str) -> StepCount | None:
-    if rank.asks:  # a person may take long to answer an input request
+    if rank.input_requests:  # a person may take long to answer an input request
         return None
-    said = await rank.ask(HoldSteps(task_id), ANSWER_TIMEOUT)
-    return said if isinstance(said, StepCount) else None
+    answer = await rank.ask(HoldSteps(task_id), ANSWER_TIMEOUT)
+    return answer if isinstance(answer, StepCount) else None
 
 
 async def _ask_all(
     requests: Mapping[Worker, StopAtStep | ReleaseSteps],
 ) -> dict[Worker, StepCount | None]:
-    asked = (rank.ask(request, ANSWER_TIMEOUT) for rank, request in requests.items())
-    answers: Iterable[Any] = await asyncio.gather(*asked)
-    counts = (said if isinstance(said, StepCount) else None for said in answers)
+    replies = (rank.ask(request, ANSWER_TIMEOUT) for rank, request in requests.items())
+    answers: Iterable[Any] = await asyncio.gather(*replies)
+    counts = (answer if isinstance(answer, StepCount) else None for answer in answers)
     return dict(zip(requests, counts, strict=True))

@@ -1,7 +1,7 @@
-"""Stop: ranks get SIGINT and their collectives are aborted; a rank that is stuck is killed.
+"""Stop sends SIGINT to ranks and aborts their collectives; a rank that is stuck is killed.
 
-Runs in the agent; `StepStops` decides when a rank is interrupted.  The seconds of a rank are its
-own time (`OwnTime`): a rank that is slow because the machine is busy does not count as stuck.
+Runs in the agent; `StepStops` decides when a rank is interrupted.  Seconds are a rank's own time
+(`OwnTime`), so that a rank which is slow because the machine is busy does not count as stuck.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbdist.agent.inspect import SAMPLE_TIMEOUT, place_from_outside
 from nbdist.output.events import IGNORES_STOP
-from nbdist.system.processes import OwnTime, ignores, schedule
+from nbdist.system.processes import OwnTime, ignores_signal, schedule
 from nbdist.wire.control import EndStoreWait
 from nbdist.wire.places import Place
 
@@ -30,34 +30,34 @@ if TYPE_CHECKING:
     from nbdist.agent.worker import Worker
 
 LOCATE_EVERY = 0.1  # seconds between checks where interrupted ranks are
-ANSWER_TIMEOUT = 0.5  # seconds for a rank to end a wait in a store
+ANSWER_TIMEOUT = 0.5  # seconds for a rank to answer that it has ended a wait in a store
 ABORT_EVERY = 0.4  # seconds between aborts of all collectives
 
 STORE_GRACE = 0.2  # own seconds until a wait in a store of user code is ended
 
 IGNORES_GRACE = 2.0
-"""Own seconds until a rank is stuck that ignores SIGINT, or whose collective no abort ends.
+"""Own seconds after which a rank is stuck that ignores SIGINT, or whose collective no abort ends.
 
-Also for a rank that still runs its code when Stop was pressed a second time."""
+Also for a rank that still runs its code after Stop was pressed a second time."""
 
 C_GRACE = 2.5
 """Own seconds for C code to return to Python.
 
-Nearly always C code needs less.  The notebook has control after 5 s, whatever happens."""
+Nearly always C code needs less.  In any case the notebook has control after 5 s."""
 
 ABORTS = 3  # successful aborts on all ranks after which a rank that waits on is stuck
 ASLEEP, WAKES = 0.05, 20
-"""A thread sleeps if it has run for fewer seconds, and begun to run fewer times.
+"""A thread counts as asleep if it has run for fewer seconds, and has been woken fewer times.
 
-Code that only waits uses less than that within `C_GRACE`."""
+Code that only waits stays below both limits during `C_GRACE`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """What is known about a rank that has been interrupted."""
+    """The state of an interrupted rank, by which the agent decides whether the rank is stuck."""
 
     place: Place
-    own: float  # the rank's own seconds since it was interrupted last
+    own_seconds: float  # of the rank, since it was interrupted last
     ignores: bool = False  # the process ignores SIGINT
     again: bool = False  # Stop was pressed again
     is_asleep: bool = False  # the main thread has hardly run since
@@ -78,23 +78,23 @@ def is_stuck(sight: Sight) -> bool:
     if sight.is_spared or not place.is_in_code:
         return False
     if place.is_stopped or place.holds_gil:
-        return sight.own >= C_GRACE
+        return sight.own_seconds >= C_GRACE
     if place.operation:
         return sight.aborts >= ABORTS and sight.aborted_for >= IGNORES_GRACE
     if sight.ignores or sight.again:
-        return sight.own >= IGNORES_GRACE
+        return sight.own_seconds >= IGNORES_GRACE
     has_reacted = place.has_taken_sigint or place.is_cleaning_up
-    return sight.own >= C_GRACE and sight.is_asleep and not has_reacted
+    return sight.own_seconds >= C_GRACE and sight.is_asleep and not has_reacted
 
 
-def has_missed_it(sight: Sight) -> bool:
+def has_missed_stop(sight: Sight) -> bool:
     """Return True if a rank still sleeps in Python code, as if Stop had not reached it; pure.
 
     Python prints and drops exceptions of finalizers and callbacks, KeyboardInterrupt too.
     """
     place = sight.place
     waits = place.is_in_code and sight.is_asleep and not (place.operation or place.is_cleaning_up)
-    return waits and sight.own >= C_GRACE / 2
+    return waits and sight.own_seconds >= C_GRACE / 2
 
 
 def may_wait_in_store(sight: Sight) -> bool:
@@ -105,7 +105,7 @@ def may_wait_in_store(sight: Sight) -> bool:
     place = sight.place
     is_known = place.operation or place.holds_gil or place.is_stopped
     has_reacted = place.has_taken_sigint or place.is_cleaning_up
-    return place.is_in_code and not (is_known or has_reacted) and sight.own >= STORE_GRACE
+    return place.is_in_code and not (is_known or has_reacted) and sight.own_seconds >= STORE_GRACE
 
 
 class _Stopped:
@@ -126,8 +126,8 @@ class _Stopped:
         self._restart_clock()
 
     def _restart_clock(self) -> None:
-        self._own = OwnTime(self.rank.pid)
-        self._before = schedule(self.rank.pid, self.rank.pid)
+        self._own_time = OwnTime(self.rank.pid)
+        self._schedule_before = schedule(self.rank.pid, self.rank.pid)
 
     @property
     def is_over(self) -> bool:
@@ -135,49 +135,49 @@ class _Stopped:
         return self.rank.state != "busy" or self.rank.task_id != self._task_id
 
     @property
-    def waits(self) -> Place | None:
-        """The rank's place if it waits in a collective, else None."""
+    def waiting_place(self) -> Place | None:
+        """The rank's place while the rank waits in a collective, else None."""
         return self._place if self._place.operation and not self.is_over else None
 
     @property
-    def may_wait(self) -> bool:
+    def may_be_waiting(self) -> bool:
         """Whether the rank does not answer and has hardly run since it was interrupted.
 
-        Such a rank may wait in a collective on a very busy machine.  Or it sleeps in C code that
-        holds its GIL, and other ranks wait for it.
+        The rank may wait in a collective on a very busy machine, or it sleeps in C code that holds
+        its GIL, while other ranks wait for it.
         """
         return self._place.holds_gil and self._is_asleep and not self.is_over
 
-    def see(self, place: Place) -> Sight:
-        """Record where the rank is now, and return what is known about it."""
+    def record_place(self, place: Place) -> Sight:
+        """Record the place where the rank is now, and return the state of the rank."""
         before, self._place = self._place, place
-        own = self._own.seconds()
+        seconds = self._own_time.seconds()
         if (place.operation, place.counts) != (before.operation, before.counts):
             self._aborts = 0
         now = schedule(self.rank.pid, self.rank.pid)
-        ran, wakes = now.ran - self._before.ran, now.wakes - self._before.wakes
+        ran, wakes = now.ran - self._schedule_before.ran, now.wakes - self._schedule_before.wakes
         self._is_asleep = ran < ASLEEP and wakes < WAKES
         return Sight(
             place,
-            own,
-            ignores=ignores(self.rank.pid, signal.SIGINT),
+            seconds,
+            ignores=ignores_signal(self.rank.pid, signal.SIGINT),
             again=self._again,
             is_asleep=self._is_asleep,
             aborts=self._aborts,
-            aborted_for=own - self._aborted_at,
+            aborted_for=seconds - self._aborted_at,
             is_spared=self.is_spared,
         )
 
     def count_abort(self) -> None:
         self._aborts += 1
         if self._aborts == 1:
-            self._aborted_at = self._own.seconds()
+            self._aborted_at = self._own_time.seconds()
 
 
 class Stopping:
-    """Interrupts ranks, and follows each until it has left its task or is killed.
+    """Interrupts ranks, and watches each of them until it has left its task or is killed.
 
-    `abort_all` aborts the collectives of all ranks, and returns whether all have answered.
+    `abort_all` aborts the collectives of all ranks, and returns whether all ranks have answered.
     `report` is called before each abort, with the places of the ranks that are known to wait in a
     collective.
     """
@@ -191,19 +191,19 @@ class Stopping:
         self._report = report
         # By worker, because a rank gets another number when the world is scaled.
         self._stopped: dict[Worker, _Stopped] = {}
-        self._is_aborting = False  # whether `_abort` runs, or will run soon
+        self._is_aborting = False  # whether `_abort_repeatedly` runs, or will run soon
 
     def is_stopping(self, ranks: Iterable[Worker]) -> bool:
-        """Return True if any of these ranks has been interrupted in the task that it still runs."""
-        found = map(self._stopped.get, ranks)
-        return any(stopped and not stopped.is_over for stopped in found)
+        """Return True if any rank has been interrupted in the task that it is still running."""
+        interrupted = map(self._stopped.get, ranks)
+        return any(stopped and not stopped.is_over for stopped in interrupted)
 
-    def begin(
+    def interrupt(
         self, ranks: Iterable[Worker], have_stopped: Collection[Worker] = ()
     ) -> Iterator[Coroutine[Any, Any, None]]:
-        """Send SIGINT to these ranks; yield coroutines that the caller must run concurrently.
+        """Send SIGINT to `ranks`; yield coroutines that the caller must run concurrently.
 
-        The caller must exhaust the generator, because it sends the signals while it is iterated.
+        The caller must exhaust the generator, because the signals are sent during the iteration.
         Ranks that `have_stopped` get no SIGINT: they have raised KeyboardInterrupt at their step.
         """
         for rank in ranks:
@@ -211,24 +211,24 @@ class Stopping:
                 rank.refuse_input()
             else:
                 rank.interrupt()
-            before = self._stopped.get(rank)
-            if before is not None and not before.is_over:
-                before.interrupt_again()
+            earlier = self._stopped.get(rank)
+            if earlier is not None and not earlier.is_over:
+                earlier.interrupt_again()
             elif rank.task_id:
                 stopped = self._stopped[rank] = _Stopped(rank, rank.task_id)
-                yield self._follow(stopped)
-        # After an earlier Stop `_abort` may still sleep; then it also serves these ranks.
+                yield self._watch_rank(stopped)
+        # If `_abort_repeatedly` still runs after an earlier Stop, it serves these ranks, too.
         if self._stopped and not self._is_aborting:
             self._is_aborting = True
-            yield self._abort()
+            yield self._abort_repeatedly()
 
     def spare(self, ranks: Iterable[int]) -> None:
-        """Do not kill these ranks unless they are interrupted again."""
+        """Do not kill `ranks`, even if they are stuck, unless Stop is pressed again."""
         spared = {*ranks}
         for rank, stopped in self._stopped.items():
             stopped.is_spared |= rank.rank in spared
 
-    async def _follow(self, stopped: _Stopped) -> None:
+    async def _watch_rank(self, stopped: _Stopped) -> None:
         """Wait until the rank has left its task; kill it if it is stuck.
 
         A rank that seems not to have noticed its SIGINT gets one more.
@@ -239,27 +239,27 @@ class Stopping:
             place = await _place_of(rank)
             if stopped.is_over:
                 break
-            sight = stopped.see(place)
+            sight = stopped.record_place(place)
             if may_wait_in_store(sight):
                 await rank.ask(EndStoreWait(), ANSWER_TIMEOUT)
             if stopped.is_over:
                 break
             if is_stuck(sight):
                 rank.kill(IGNORES_STOP)
-            elif not stopped.is_reminded and has_missed_it(sight):
+            elif not stopped.is_reminded and has_missed_stop(sight):
                 stopped.is_reminded = True
                 rank.interrupt()
         if self._stopped.get(rank) is stopped:
             del self._stopped[rank]
 
-    async def _abort(self) -> None:
-        """Abort all collectives again and again while an interrupted rank waits in one, or may."""
+    async def _abort_repeatedly(self) -> None:
+        """Abort all collectives, repeatedly, while an interrupted rank waits or may be waiting."""
         try:
             while self._stopped:
                 await asyncio.sleep(LOCATE_EVERY)
-                found = {stopped: stopped.waits for stopped in self._stopped.values()}
-                waits = {stopped: place for stopped, place in found.items() if place is not None}
-                if not (waits or any(stopped.may_wait for stopped in found)):
+                places = {stopped: stopped.waiting_place for stopped in self._stopped.values()}
+                waits = {stopped: place for stopped, place in places.items() if place is not None}
+                if not (waits or any(stopped.may_be_waiting for stopped in places)):
                     continue
                 self._report({stopped.rank.rank: place for stopped, place in waits.items()})
                 if await self._abort_all():
@@ -271,12 +271,12 @@ class Stopping:
 
 
 async def _place_of(rank: Worker) -> Place:
-    """Return where the rank is; read that from its memory if it does not answer."""
+    """Return the place of the rank, as read from its memory if the rank does not answer."""
     place = await rank.locate()
     if not place.holds_gil or place.is_stopped:
         return place
-    found, frames = await place_from_outside(rank, SAMPLE_TIMEOUT)
-    # Frames without the rank's code show that it has left it, so nothing is stuck.  No frames show
-    # nothing: then the rank counts as holding the GIL, and its own time decides.
-    is_outside = frames and not (found.line or found.file)
-    return replace(found, holds_gil=False) if is_outside else found
+    place_read, frames = await place_from_outside(rank, SAMPLE_TIMEOUT)
+    # Frames without the user's code show that the rank has left that code, so it is not stuck.
+    # Without any frames the rank counts as holding the GIL, and its own time decides.
+    is_outside = frames and not (place_read.line or place_read.file)
+    return replace(place_read, holds_gil=False) if is_outside else place_read

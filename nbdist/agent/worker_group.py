@@ -1,7 +1,7 @@
-"""The workers of one machine, and the store by which they find one another.
+"""The workers of one machine, and the store by which the workers of a world find one another.
 
-Runs in the agent.  `WorkerGroup` carries out the requests of `nbdist.agent.forming`: starts
-workers, has them form their groups, and stops them.
+Runs in the agent.  `WorkerGroup` carries out the requests of `nbdist.agent.forming`: to start
+workers, to form their groups, and to stop workers.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from nbdist.wire.spec import WorkerStart, WorldSpec, cancel_file, torchrun_varia
 
 START_TIMEOUT = 180.0  # seconds to start all workers and form their group; a busy disk is slow
 HEAL_TIMEOUT = 30.0  # seconds for survivors and new workers to form their groups
-HELD_TIMEOUT = 10.0  # seconds for a worker to list its groups; a silent worker's are ignored
+HELD_TIMEOUT = 10.0  # seconds for a worker to list its groups, which are ignored otherwise
 
 SILENT = "it did not answer while the group was formed"
 ABORT_TIMEOUT = 1.0  # seconds for which `abort` waits for the workers' answers
-HUNG_ABORT_TIMEOUT = 75.0  # seconds for a worker to answer; it waits 60 for an abort of nccl
-CHECK_TIMEOUT = 1.0  # seconds for a worker to say what its libraries lack; else nothing is reported
+HUNG_ABORT_TIMEOUT = 75.0  # seconds for a worker to answer; an abort of nccl may take it 60
+CHECK_TIMEOUT = 1.0  # seconds for a worker to list missing libraries; else none are reported
 
 
 class WorkerGroup:
-    """All workers of an agent: `all` has them by rank, `code` is the copy of the notebook's files.
+    """The workers of an agent, in `all` by rank; `code` is the copy of the notebook's files.
 
     `emit` gets the workers' outputs, `report` the progress of their start.
     """
@@ -68,62 +68,62 @@ class WorkerGroup:
         self._rendezvous = Rendezvous(runtime, port or HeldPort(), str(store.path) if store else "")
         self.spec: WorldSpec | None = None
         """The world's spec, adapted to this machine; None before the first start."""
-        self._run: RunFolder | None = None
-        self._logs: Path | None = None
+        self._run_folder: RunFolder | None = None
+        self._log_folder: Path | None = None
         self._aborting: set[asyncio.Task[control.Answer | None]] = set()
 
     def alive(self, ranks: Iterable[int] | None = None) -> list[Worker]:
-        """Return the workers of these ranks, or all, that have started and not exited."""
-        asked = self.all if ranks is None else ranks
-        found = (self.all[rank] for rank in asked if rank in self.all)
-        return [worker for worker in found if worker.state in ("idle", "busy")]
+        """Return the workers of `ranks`, by default all, that have started and not exited."""
+        numbers = self.all if ranks is None else ranks
+        workers = (self.all[rank] for rank in numbers if rank in self.all)
+        return [worker for worker in workers if worker.state in ("idle", "busy")]
 
     async def ask(
         self, ranks: Iterable[int], request: control.Request, timeout: float
     ) -> dict[Worker, control.Answer | None]:
-        """Ask the live workers of these ranks, all at once; None stands for no answer in time."""
+        """Ask the live workers of `ranks` concurrently; None stands for no answer in time."""
         alive = self.alive(ranks)
         answers = await asyncio.gather(*(worker.ask(request, timeout) for worker in alive))
         return dict(zip(alive, answers, strict=True))
 
-    async def do(self, request: node_messages.PartRequest[Any]) -> Any:
+    async def execute(self, request: node_messages.PartRequest[Any]) -> Any:
         """Carry out a request of `nbdist.agent.forming` to this machine; return its answer."""
         match request:
             case node_messages.StartPart(spec, ranks, attempt):
-                return await self._start(self._here(spec), ranks, attempt)
+                return await self._start(self._adapt_spec(spec), ranks, attempt)
             case node_messages.GetHeld():
-                asked = await self.ask(self.all, control.ListGroups(), HELD_TIMEOUT)
-                held = {
-                    each.rank: said if isinstance(said, control.HeldGroups) else None
-                    for each, said in asked.items()
+                answers = await self.ask(self.all, control.ListGroups(), HELD_TIMEOUT)
+                groups = {
+                    each.rank: answer if isinstance(answer, control.HeldGroups) else None
+                    for each, answer in answers.items()
                 }
-                return Held({rank: held[rank] for rank in held if self.alive([rank])})
+                return Held({rank: groups[rank] for rank in groups if self.alive([rank])})
             case node_messages.Prepare(spec, ranks):
-                return await self._prepare(self._here(spec), ranks)
+                return await self._prepare(self._adapt_spec(spec), ranks)
             case node_messages.Form(spec):
-                return await self._form(replace(request, spec=self._here(spec)))
+                return await self._form(replace(request, spec=self._adapt_spec(spec)))
             case node_messages.CallOff(generation) if generation == self._rendezvous.generation:
                 self._rendezvous.cancel_file.touch()
                 for worker in self.all.values():
-                    # A worker that starts waits for the others in C++ code: only a kill ends that.
+                    # A starting worker waits for the others in C++ code, which only a kill ends.
                     if worker.state == "starting":
                         worker.kill()
             case node_messages.EndRanks(ranks, grace, _):
-                await self._end(ranks, grace)
-            case node_messages.Renumber(became):
-                if self._run is not None:
-                    self._logs = self._run.new_attempt(self._rendezvous.attempt)
-                self.all = dict(sorted((became[rank], each) for rank, each in self.all.items()))
+                await self._stop_ranks(ranks, grace)
+            case node_messages.Renumber(new_ranks):
+                if self._run_folder is not None:
+                    self._log_folder = self._run_folder.new_attempt(self._rendezvous.attempt)
+                self.all = dict(sorted((new_ranks[rank], each) for rank, each in self.all.items()))
                 for rank, worker in self.all.items():
                     worker.renumber(rank, self._logs_of(rank))
         return None
 
-    def _here(self, spec: WorldSpec) -> WorldSpec:
+    def _adapt_spec(self, spec: WorldSpec) -> WorldSpec:
         """Adapt the spec that all nodes share to this node."""
-        spec = self.code.moved(spec)
+        spec = self.code.with_folder(spec)
         if spec.node is None:
             return spec
-        return spec_here(spec, os.environ, interface_of(self._rendezvous.port.address))
+        return adapt_spec(spec, os.environ, interface_of(self._rendezvous.port.address))
 
     async def _start(
         self, spec: WorldSpec, ranks: Sequence[int], attempt: int
@@ -131,40 +131,40 @@ class WorkerGroup:
         self.spec = spec
         if lack := word_lack_of_files(spec.world_size):
             return _failure(spec, ranks[0], lack, ())
-        self._begin(spec, attempt)
+        self._begin_attempt(spec, attempt)
         await self._make_folder()
-        self.all = {rank: self._worker(spec, rank) for rank in ranks}
+        self.all = {rank: self._make_worker(spec, rank) for rank in ranks}
         if failed := await self._start_all():
             worker, why = failed
             lines = worker.output.last_lines or worker.source.last_lines()
             await self.stop(grace=0.0)
             return _failure(spec, worker.rank, str(why), lines)
-        # One rank is enough, because all ranks of a machine have the same libraries.
+        # Only one rank is asked, because all ranks of a machine have the same libraries.
         checked = await self.all[ranks[0]].ask(control.Check(), CHECK_TIMEOUT)
         missing = checked if isinstance(checked, tuple) else ()
-        return WorldStarted(*self._whereabouts(), missing)
+        return WorldStarted(*self._pids_and_logs(), missing)
 
-    def _begin(self, spec: WorldSpec, attempt: int) -> None:
+    def _begin_attempt(self, spec: WorldSpec, attempt: int) -> None:
         """Make a new store and a new log folder for this start of the world."""
         self._rendezvous.begin_world(attempt)
-        if self._run:
-            self._run.close()
-        # Machines may share a home folder, and each of them numbers its starts by itself.
+        if self._run_folder:
+            self._run_folder.close()
+        # Machines that share a home folder number their starts independently.
         name = spec.name if spec.node is None else f"{spec.name}/{socket.gethostname()}"
         folder = spec.config.log_dir
-        self._run = RunFolder(Path(folder).expanduser(), name) if folder else None
-        self._logs = self._run.new_attempt(attempt - 1) if self._run else None
+        self._run_folder = RunFolder(Path(folder).expanduser(), name) if folder else None
+        self._log_folder = self._run_folder.new_attempt(attempt - 1) if self._run_folder else None
 
     async def _make_folder(self) -> None:
-        """Make the runtime folder and the store's socket in it again if they were removed."""
+        """Restore the runtime folder, and the store's socket in it, if they were removed."""
         self._rendezvous.make_folder()
         if self._store is not None:
             await self._store.open()
 
     async def _start_all(self) -> tuple[Worker, OSError] | None:
-        """Start all workers; return the first that did not become ready, and why, or None."""
+        """Start all workers; return the first that failed, with its error, or None."""
         workers = self.all.values()
-        reports = [asyncio.create_task(self._report_up(each)) for each in workers]
+        reports = [asyncio.create_task(self._report_progress(each)) for each in workers]
         try:
             with CallOff(self._rendezvous.cancel_file) as call_off:
                 starts = (call_off.start(each, START_TIMEOUT) for each in workers)
@@ -175,17 +175,17 @@ class WorkerGroup:
         failed = zip(workers, errors, strict=True)
         return next(((worker, error) for worker, error in failed if error), None)
 
-    async def _report_up(self, worker: Worker) -> None:
+    async def _report_progress(self, worker: Worker) -> None:
         await worker.output.up.wait()
         self._report(Starting(sum(each.output.up.is_set() for each in self.all.values())))
 
     async def stop(self, grace: float) -> None:
         """Stop all workers as `Worker.stop` does."""
-        await self._end(tuple(self.all), grace)
+        await self._stop_ranks(tuple(self.all), grace)
 
-    async def _end(self, ranks: Sequence[int], grace: float) -> None:
-        leaving = [self.all.pop(rank) for rank in sorted(ranks) if rank in self.all]
-        await asyncio.gather(*(worker.stop(grace) for worker in leaving))
+    async def _stop_ranks(self, ranks: Sequence[int], grace: float) -> None:
+        workers = [self.all.pop(rank) for rank in sorted(ranks) if rank in self.all]
+        await asyncio.gather(*(worker.stop(grace) for worker in workers))
 
     def close(self) -> None:
         """Close the store, the port and the code folder, after the workers have been stopped."""
@@ -206,41 +206,41 @@ class WorkerGroup:
         self.spec = spec = plan.spec
         ranks = plan.ranks
         if plan.attempt != self._rendezvous.attempt:
-            self._begin(spec, plan.attempt)
+            self._begin_attempt(spec, plan.attempt)
         await self._make_folder()
         self._rendezvous.generation, self._rendezvous.sized_in = plan.generation, plan.sized_in
         missing = [rank for rank in ranks if rank in plan.missing]
-        await self._end(missing, 0.0)
+        await self._stop_ranks(missing, 0.0)
         survivors = [self.all[rank] for rank in ranks if rank in self.all]
         for worker in survivors:
-            worker.sit(spec)
-        new = {rank: self._worker(spec, rank, plan.groups or {}) for rank in missing}
+            worker.set_world(spec)
+        new = {rank: self._make_worker(spec, rank, plan.groups or {}) for rank in missing}
         # In the order of ranks, because reports about all workers follow the order of this dict.
         self.all = dict(sorted({**self.all, **new}.items()))
-        forms = {each: self._request_of(plan, each.rank) for each in survivors}
-        problem = await self._have_meet(forms, [*new.values()])
+        forms = {each: self._form_request(plan, each.rank) for each in survivors}
+        problem = await self._form_groups(forms, [*new.values()])
         alive = tuple(worker.rank for worker in self.alive(ranks))
-        return Formed(*self._whereabouts(), alive, problem)
+        return Formed(*self._pids_and_logs(), alive, problem)
 
-    async def _have_meet(
+    async def _form_groups(
         self, forms: Mapping[Worker, control.Request], new: Sequence[Worker]
     ) -> str:
-        """Have survivors form their groups, and start new workers, all at once.
+        """Let survivors form their groups, and start new workers, all concurrently.
 
         Returns what prevented the group, or "".  Survivors that do not answer are killed.
         """
-        ends = [worker.process.exited for worker in forms if worker.process is not None]
-        with CallOff(self._rendezvous.cancel_file, ends) as call_off:
+        exits = [worker.process.exited for worker in forms if worker.process is not None]
+        with CallOff(self._rendezvous.cancel_file, exits) as call_off:
             answers, errors = await asyncio.gather(
                 asyncio.gather(*(call_off.ask(each, forms[each], HEAL_TIMEOUT) for each in forms)),
                 asyncio.gather(*(call_off.start(each, HEAL_TIMEOUT) for each in new)),
             )
-        silent = (each for each, said in zip(forms, answers, strict=True) if said is None)
-        await asyncio.gather(*(each.end_unfit(SILENT) for each in silent))
+        silent = (each for each, answer in zip(forms, answers, strict=True) if answer is None)
+        await asyncio.gather(*(each.kill_unfit(SILENT) for each in silent))
         failed = ((each, error) for each, error in zip(new, errors, strict=True) if error)
         return problem_in((_word_failed(*each) for each in failed), answers)
 
-    def _request_of(self, plan: Form, rank: int) -> control.Request:
+    def _form_request(self, plan: Form, rank: int) -> control.Request:
         """Return the request by which a survivor reconnects its groups, or joins another size."""
         spec = plan.spec
         environ = self._rendezvous.environ_of(spec, rank, self._logs_of(rank))
@@ -249,76 +249,76 @@ class WorkerGroup:
         return control.Resize(plan.generation, rank, spec, plan.missing, environ)
 
     async def abort(self, ranks: Iterable[int]) -> bool:
-        """Abort the collectives of these ranks; return True if all answer within `ABORT_TIMEOUT`.
+        """Abort the collectives of `ranks`; return True if all answer within `ABORT_TIMEOUT`.
 
-        A worker that answers that it cannot abort is killed, also if it answers later.
+        A worker is killed if it answers that it cannot abort, even if the answer comes later.
         """
-        asked = {
-            asyncio.create_task(each.ask_or_end(control.Abort(), HUNG_ABORT_TIMEOUT))
+        queries = {
+            asyncio.create_task(each.ask_or_kill(control.Abort(), HUNG_ABORT_TIMEOUT))
             for each in self.alive(ranks)
         }
-        self._aborting |= asked
-        for each in asked:
+        self._aborting |= queries
+        for each in queries:
             each.add_done_callback(self._aborting.discard)
-        if asked:
-            await asyncio.wait(asked, timeout=ABORT_TIMEOUT)
-        return all(each.done() and each.result() is not None for each in asked)
+        if queries:
+            await asyncio.wait(queries, timeout=ABORT_TIMEOUT)
+        return all(each.done() and each.result() is not None for each in queries)
 
     def _source(self, spec: WorldSpec) -> ProcessSource:
         if self._forker and spec.config.fork and can_fork_with(spec.environ):
             return self._forker
         return self._spawner
 
-    def _worker(self, spec: WorldSpec, rank: int, joins: Groups | None = None) -> Worker:
+    def _make_worker(self, spec: WorldSpec, rank: int, joins: Groups | None = None) -> Worker:
         logs = self._logs_of(rank)
-        start = self._rendezvous.start_of(spec, rank, logs, joins)
+        start = self._rendezvous.make_start(spec, rank, logs, joins)
         return Worker(start, self._source(spec), logs, self._emit)
 
     def _logs_of(self, rank: int) -> Path | None:
-        return self._logs and self._logs / str(rank)
+        return self._log_folder and self._log_folder / str(rank)
 
-    def _whereabouts(self) -> tuple[dict[int, int], dict[int, str]]:
+    def _pids_and_logs(self) -> tuple[dict[int, int], dict[int, str]]:
         pids = {rank: worker.pid for rank, worker in self.all.items()}
         return pids, {rank: str(worker.log.folder or "") for rank, worker in self.all.items()}
 
 
-def spec_here(spec: WorldSpec, own: Mapping[str, str], interface: str) -> WorldSpec:
+def adapt_spec(spec: WorldSpec, agent_environ: Mapping[str, str], interface: str) -> WorldSpec:
     """Return the spec with this node's environment, folder, interpreter, GPUs and threads.
 
-    `own` is the agent's environment, `interface` the network interface that reaches the others.
+    `interface` is the network interface by which this node reaches the other nodes.
     """
-    environ = {**own, **spec.environ}
+    environ = {**agent_environ, **spec.environ}
     cwd = spec.cwd if Path(spec.cwd).is_dir() else str(Path.home())
-    here, visible = max(1, len(spec.here)), visible_gpus(environ)
+    worker_count, visible = max(1, len(spec.here)), visible_gpus(environ)
     return replace(
         spec,
         environ=environ,
         cwd=cwd,
         gpus=parse_gpus(spec.config.gpus, visible) if spec.config.gpus else visible,
         python=sys.executable,
-        threads=spec.threads or max(1, usable_cores() // here),
+        threads=spec.threads or max(1, usable_cores() // worker_count),
         interface=interface or spec.interface,
     )
 
 
 def interface_of(address: str) -> str:
     """Return the name of the network interface that has this address, or ""."""
-    for name, found in psutil.net_if_addrs().items():
-        if any(each.address.partition("%")[0] == address for each in found):
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address.partition("%")[0] == address for each in addresses):
             return name
     return ""
 
 
 def problem_in(starts: Iterable[str], answers: Iterable[control.Answer | None]) -> str:
-    """Return what kept ranks from forming their groups, or ""; a reached limit comes first.
+    """Return the reason why ranks could not form their groups, or ""; prefers a reached limit.
 
-    `starts` are the problems of new workers, `answers` those of survivors.
+    `starts` are the problems of new workers, `answers` the answers of survivors.
     """
-    found = [*starts]
+    problems = [*starts]
     for answer in answers:
         if answer is None or isinstance(answer, control.Failed):
-            found.append(answer.error if answer else "a rank did not answer")
-    return lack_in(found) or next(filter(None, found), "")
+            problems.append(answer.error if answer else "a rank did not answer")
+    return lack_in(problems) or next(filter(None, problems), "")
 
 
 def _word_failed(worker: Worker, error: OSError) -> str:
@@ -327,7 +327,7 @@ def _word_failed(worker: Worker, error: OSError) -> str:
 
 
 def _failure(spec: WorldSpec, rank: int, why: str, lines: tuple[str, ...]) -> StartFailure:
-    if why in lines[-1:]:  # the last line is the reason: neither command nor lines add to it
+    if why in lines[-1:]:  # the last line is the reason; command and lines would not explain more
         return StartFailure(rank, socket.gethostname(), "", why, ())
     return StartFailure(rank, socket.gethostname(), shlex.join(spec.command), why, lines)
 
@@ -347,8 +347,8 @@ KILL_STEP = 0.05  # seconds between attempts to kill a worker that is still star
 class HeldPort:
     """The port of MASTER_PORT, reserved for stores that user code or its child processes make.
 
-    The port is bound here, so no other program gets it.  Rank 0 can still listen on it, again and
-    again, because both sides set SO_REUSEADDR, as torch's TCPStore does.
+    The port is bound here, so no other program gets it.  Rank 0 can still listen on the port, any
+    number of times, because this socket and torch's TCPStore both set SO_REUSEADDR.
     """
 
     def __init__(self, address: str = "127.0.0.1") -> None:
@@ -377,7 +377,7 @@ class Rendezvous:
         self.attempt = self.generation = self.sized_in = 0
         self._runtime = runtime
         self.port = port
-        self._over = runtime / "world0"
+        self._cancel_path = runtime / "world0"
         self._store = -1
 
     def begin_world(self, attempt: int) -> None:
@@ -385,8 +385,8 @@ class Rendezvous:
         self._drop_store()
         self.attempt = attempt
         self.generation = self.sized_in = 1
-        self._over = self._runtime / f"world{attempt}"
-        # A file without a name, because programs that clean /tmp would remove a named file.
+        self._cancel_path = self._runtime / f"world{attempt}"
+        # The file has no name, because programs that clean /tmp would remove a named file.
         self._store = os.memfd_create(f"nbdist-store{self.attempt}")
 
     def make_folder(self) -> None:
@@ -411,14 +411,14 @@ class Rendezvous:
     @property
     def cancel_file(self) -> Path:
         """The file that is created to call off the forming of this generation."""
-        return cancel_file(self._over, self.generation)
+        return cancel_file(self._cancel_path, self.generation)
 
-    def start_of(
+    def make_start(
         self, spec: WorldSpec, rank: int, log_folder: Path | None, joins: Groups | None = None
     ) -> WorkerStart:
-        """Return what a worker starts with.
+        """Return the message with which a worker starts.
 
-        `joins` are the groups, besides the world's, that a replaced or added worker joins.
+        `joins` are the groups that a replaced or added worker joins, besides the world's group.
         """
         return WorkerStart(
             rank=rank,
@@ -426,7 +426,7 @@ class Rendezvous:
             connection_file=f"{self._name_of(rank)}.json",
             token=secrets.token_hex(8),
             store_path=f"/proc/{os.getpid()}/fd/{self._store}",
-            cancel_path=str(self._over),
+            cancel_path=str(self._cancel_path),
             generation=self.generation,
             environ=self.environ_of(spec, rank, log_folder),
             joins=joins,
@@ -449,37 +449,37 @@ class Rendezvous:
 class CallOff:
     """Calls off the forming of a group when a worker cannot take part.
 
-    The reasons are a survivor that exits (`ends`) or does not form its groups, and a new worker
-    that does not start.  Survivors that wait for others in the store see `file` and give up.  A new
-    worker waits there in C++ code, so it is killed.
+    The reasons are a survivor that exits (`exits`) or does not form its groups, and a new worker
+    that does not start.  Survivors that wait for others in the store see `file` and give up.  New
+    workers wait in the store in C++ code, so they are killed.
     """
 
-    def __init__(self, file: Path, ends: Sequence[asyncio.Future[int]] = ()) -> None:
+    def __init__(self, file: Path, exits: Sequence[asyncio.Future[int]] = ()) -> None:
         self._file = file
-        self._ends = ends
+        self._exits = exits
         self._event = asyncio.Event()
 
     def __enter__(self) -> CallOff:
-        for end in self._ends:
-            end.add_done_callback(self._call_off)
+        for future in self._exits:
+            future.add_done_callback(self._call_off)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for end in self._ends:
-            end.remove_done_callback(self._call_off)
+        for future in self._exits:
+            future.remove_done_callback(self._call_off)
 
     async def ask(
         self, worker: Worker, request: control.Request, timeout: float
     ) -> control.Answer | None:
         """Ask a survivor to form its groups; return its answer.
 
-        If it fails, or gives no answer within `timeout`, the forming is called off.
+        If the survivor fails, or does not answer within `timeout`, the forming is called off.
         """
-        asked = asyncio.ensure_future(worker.ask_or_end(request, timeout + CALLED_OFF_GRACE))
-        await asyncio.wait({asked}, timeout=timeout)
-        if not (asked.done() and isinstance(asked.result(), control.Ok)):
+        answer = asyncio.ensure_future(worker.ask_or_kill(request, timeout + CALLED_OFF_GRACE))
+        await asyncio.wait({answer}, timeout=timeout)
+        if not (answer.done() and isinstance(answer.result(), control.Ok)):
             self._call_off()
-        return await asked
+        return await answer
 
     async def start(self, worker: Worker, timeout: float) -> OSError | None:
         """Start a worker; return why it failed, and call off the forming then.
@@ -487,17 +487,17 @@ class CallOff:
         Returns None on success, and if the forming was called off because of another worker.
         """
         start = asyncio.ensure_future(worker.start())
-        over = asyncio.ensure_future(self._event.wait())
+        event = asyncio.ensure_future(self._event.wait())
         try:
-            await asyncio.wait({start, over}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({start, event}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             in_time, is_off = start.done(), self._event.is_set()
             while not start.done():
                 worker.kill()
                 if worker.process is None:
-                    start.cancel()  # it waits for the fork server, which may have more time
+                    start.cancel()  # a fork may take longer than `timeout`
                 await asyncio.wait({start}, timeout=KILL_STEP)
         finally:
-            over.cancel()
+            event.cancel()
             start.cancel()
         error = TimeoutError() if start.cancelled() else start.exception()
         if error is None or (is_off and not in_time):

@@ -1,8 +1,8 @@
 """A worker's text and messages, merged into one stream in their original order; and its log files.
 
-Text comes through pipes, messages through sockets; marks in the text say where messages belong.
-Runs in the agent; `Worker` uses it.  The log files are ROOT/NAME/attempt_N/RANK/stdout.log and
-stderr.log, and older text is in stdout.log.1 and stderr.log.1.
+Text comes through pipes, messages through sockets; marks in the text are the places of messages.
+Runs in the agent; `Worker` uses this file.  The log files are ROOT/NAME/attempt_N/RANK/stdout.log
+and stderr.log, and older text is in stdout.log.1 and stderr.log.1.
 """
 
 from __future__ import annotations
@@ -30,41 +30,41 @@ log = logging.getLogger("nbdist.agent")
 READ_SIZE = 1 << 18
 PIPE_SIZE = 1 << 18  # bytes a rank can write ahead of its agent; all pipes of a user share a quota
 LAST_LINES, LONGEST_LAST, LONGEST_LINE = 20, 4096, 400
-"""Lines to say why a worker ended, characters of each text kept for them, and of `last_line`."""
+"""The number of `last_lines`, the characters of each text kept for them, and of `last_line`."""
 
-LOST_AFTER = 5.0  # seconds until a message whose mark has come, but which itself has not, is lost
-MARK_READS = 16  # reads that empty any pipe, so that a mark that was written before is found
+LOST_AFTER = 5.0  # seconds after its mark until a message that has not arrived counts as lost
+MARK_READS = 16  # reads that empty any pipe, and so find a mark that was written before
 
 Message = TypeVar("Message")
 
 
 class WorkerOutput:
-    """Merges a worker's text and messages, and calls `hand_on` with each item in order.
+    """Merges a worker's text and messages, and calls `on_item` with each item in order.
 
     Text is written to the log file first.  `up` is set when the worker's kernel has started,
     `ready` when its group is formed.
     """
 
     def __init__(
-        self, token: str, log: WorkerLog, hand_on: Callable[[Output | work.Said], None]
+        self, token: str, log: WorkerLog, on_item: Callable[[Output | work.Said], None]
     ) -> None:
         self.up, self.ready = asyncio.Event(), asyncio.Event()
         self._log = log
-        self._hand_on = hand_on
+        self._on_item = on_item
         self._merger: Merger[Output | work.Said | None] = Merger(token)
-        self._last: deque[str] = deque(maxlen=LAST_LINES)
+        self._last_texts: deque[str] = deque(maxlen=LAST_LINES)
         self._stdout, self._stderr = OutputPipe(self._read_stdout), OutputPipe(self._read_stderr)
         self._retry: asyncio.TimerHandle | None = None
 
     @property
     def last_lines(self) -> tuple[str, ...]:
-        """The last lines that the worker has written, to say why it ended."""
-        return tuple("".join(self._last).splitlines()[-LAST_LINES:])
+        """The last lines that the worker has written, to explain why the worker exited."""
+        return tuple("".join(self._last_texts).splitlines()[-LAST_LINES:])
 
     @property
     def last_line(self) -> str:
         """The beginning of the last line that is not blank, or ""."""
-        end = "".join(self._last)[-LONGEST_LAST:]  # an entry may be a part of a line
+        end = "".join(self._last_texts)[-LONGEST_LAST:]  # an entry may be a part of a line
         line = next((each for each in reversed(end.splitlines()) if each.strip()), "")
         return line[:LONGEST_LINE]
 
@@ -74,49 +74,49 @@ class WorkerOutput:
         return self._stdout.write_end, self._stderr.write_end
 
     def close_write_ends(self) -> None:
-        """Close the write ends here once the worker has copies; the pipes end with the worker."""
+        """Close the write ends in this process, after the worker has got copies of them."""
         for end in self.write_ends:
             os.close(end)
 
     def receive(self, number: int, output: Output | None) -> None:
-        """Add a numbered message; None stands for a message that shows nothing."""
+        """Add a numbered message; `output` is None for a message that shows nothing."""
         self._merger.receive_message(number, output, time.monotonic())
-        self._pass_on_all()
+        self._emit_ready()
 
-    def place(self, end: work.Said) -> None:
-        """Add the end of a task, an input request or a `CatchUp`, and place it.
+    def place(self, message: work.Said) -> None:
+        """Add the end of a task, an input request or a `CatchUp`, at its place in the text.
 
-        The worker has written its mark to stdout before, so the mark is found by reading now.  If
-        user code has closed stdout, the item is placed without a mark.
+        The worker has written the message's mark to stdout before, so reading now finds the mark.
+        If user code has closed stdout, the message is placed without a mark.
         """
         now = time.monotonic()
-        self._merger.receive_message(end.number, end, now)
+        self._merger.receive_message(message.number, message, now)
         for _ in range(MARK_READS):
-            if end.number <= self._merger.placed or not self._stdout.read():
+            if message.number <= self._merger.placed or not self._stdout.read():
                 break
-        self._merger.place_up_to(end.number, now)
-        self._pass_on_all()
+        self._merger.place_up_to(message.number, now)
+        self._emit_ready()
 
     def drain(self) -> None:
-        """Hand on all remaining text and messages of a worker that has exited."""
+        """Emit all remaining text and messages of a worker that has exited."""
         for pipe in (self._stdout, self._stderr):
             while pipe.read():
                 pass
-        for item in self._merger.take_all():
-            self.pass_on(item)
+        for item in self._merger.pop_all():
+            self.emit(item)
 
-    def pass_on(self, item: Output | work.Said | None) -> None:
-        """Log an item if it is text, and hand it on at once.
+    def emit(self, item: Output | work.Said | None) -> None:
+        """Write text, prompts and replies to the log, and call `on_item` at once.
 
-        Before the end of a task and before a prompt, the text of stderr is read and handed on.
+        Before the end of a task and before a prompt, pending text of stderr is read and emitted.
         """
         match item:
             case None:
                 return
             case work.Finished():
-                self._stderr.read()  # not ordered with stdout, but it was written before the end
-                for text in self._merger.take_cut_off():
-                    self.pass_on(text)
+                self._stderr.read()  # its text was written before the end of the task
+                for text in self._merger.pop_incomplete_text():
+                    self.emit(text)
             case InputRequest(prompt=prompt):
                 self._stderr.read()
                 self._log.write("stdout", prompt)
@@ -124,8 +124,8 @@ class WorkerOutput:
                 self._log.write("stdout", f"{text}\n")
             case Text(stream, text):
                 self._log.write(stream, text)
-                self._last.append(text[-LONGEST_LAST:])
-        self._hand_on(item)
+                self._last_texts.append(text[-LONGEST_LAST:])
+        self._on_item(item)
 
     def close(self) -> None:
         """Stop reading, and close the pipes; text in them is lost."""
@@ -140,54 +140,54 @@ class WorkerOutput:
             self.up.set()
         if self._merger.ready:
             self.ready.set()
-        self._pass_on_all()
+        self._emit_ready()
 
     def _read_stderr(self, data: bytes) -> None:
         self._merger.receive_stderr(data)
-        self._pass_on_all()
+        self._emit_ready()
 
-    def _pass_on_all(self) -> None:
-        for item in self._merger.take(time.monotonic()):
-            self.pass_on(item)
-        if self._merger.queue and self._retry is None:  # the awaited message may be lost
-            self._retry = asyncio.get_running_loop().call_later(LOST_AFTER, self._pass_on_late)
+    def _emit_ready(self) -> None:
+        for item in self._merger.pop_ready(time.monotonic()):
+            self.emit(item)
+        if self._merger.queue and self._retry is None:  # the next message may be lost
+            self._retry = asyncio.get_running_loop().call_later(LOST_AFTER, self._emit_late)
 
-    def _pass_on_late(self) -> None:
-        """Hand on what waits for a lost message, even if the worker sends nothing more."""
+    def _emit_late(self) -> None:
+        """Emit items that wait for a lost message, even if the worker sends nothing more."""
         self._retry = None
-        self._pass_on_all()
+        self._emit_ready()
 
 
 class OutputPipe:
-    """A pipe from the worker; the event loop calls `read` with what arrives, until its end."""
+    """A pipe from the worker; `on_data` is called with all bytes, until the pipe is closed."""
 
-    def __init__(self, read: Callable[[bytes], None]) -> None:
-        self._read = read
-        self._end, self.write_end = os.pipe2(os.O_CLOEXEC)
-        os.set_blocking(self._end, False)
-        with suppress(PermissionError):  # the quota is reached: the default of 64 KiB will do
-            fcntl.fcntl(self._end, fcntl.F_SETPIPE_SZ, PIPE_SIZE)
+    def __init__(self, on_data: Callable[[bytes], None]) -> None:
+        self._on_data = on_data
+        self._read_end, self.write_end = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(self._read_end, False)
+        with suppress(PermissionError):  # the quota is reached: keep the default of 64 KiB
+            fcntl.fcntl(self._read_end, fcntl.F_SETPIPE_SZ, PIPE_SIZE)
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._end, self.read)
+        self._loop.add_reader(self._read_end, self.read)
         self._open = True
 
     def close(self) -> None:
         """Stop reading and close the pipe; text that is still in it is lost."""
         if self._open:
             self._open = False
-            self._loop.remove_reader(self._end)
-            os.close(self._end)
+            self._loop.remove_reader(self._read_end)
+            os.close(self._read_end)
 
     def read(self) -> bool:
         """Read once without blocking, or close the pipe at its end; return True if text came."""
         data = b""
         if self._open:
             try:
-                data = os.read(self._end, READ_SIZE)
+                data = os.read(self._read_end, READ_SIZE)
             except BlockingIOError:
                 return False
         if data:
-            self._read(data)
+            self._on_data(data)
         else:
             self.close()
         return bool(data)
@@ -205,9 +205,9 @@ class Merger(Generic[Message]):
         self.queue: deque[Text | int] = deque()  # text, and the numbers of messages at their places
         self._messages: dict[int, Message] = {}  # arrived, by number
         self.placed = 0  # the last number whose place is known; a worker counts from 1
-        self._awaited: dict[int, float] = {}  # the numbers in the queue, and since when
-        self._arrived = 0.0  # when a message was last taken from the queue
-        self._rest = b""  # the beginning of a mark that is not complete yet
+        self._awaited_since: dict[int, float] = {}  # when each number was queued
+        self._last_arrival = 0.0  # when a message was last taken from the queue
+        self._partial_mark = b""  # the beginning of a mark that is not complete yet
         self._stream: StreamName = "stdout"  # the stream of the text that follows
         self._decoders = {
             name: codecs.getincrementaldecoder("utf-8")("replace")
@@ -216,10 +216,10 @@ class Merger(Generic[Message]):
 
     def receive_stdout(self, data: bytes, now: float) -> None:
         """Add bytes from the worker's file descriptor 1: text of both streams, and marks."""
-        *pieces, last = self._pattern.split(self._rest + data)
+        *pieces, last = self._pattern.split(self._partial_mark + data)
         cut = self._cut_off.search(last, max(0, len(last) - work.LONGEST_MARK))
         end = cut.start() if cut else len(last)
-        self._rest = last[end:]
+        self._partial_mark = last[end:]
         for index, piece in enumerate([*pieces, last[:end]]):
             if index % 2:
                 self._receive_mark(work.mark_value(piece), now)
@@ -236,21 +236,21 @@ class Merger(Generic[Message]):
             self.queue.insert(next(places, len(self.queue)), Text("stderr", text))
 
     def receive_message(self, number: int, message: Message, now: float) -> None:
-        """Add a numbered message; it waits for its mark, unless the message counted as lost."""
+        """Add a numbered message, which waits for its mark unless it had counted as lost."""
         self._messages[number] = message
-        if number <= self.placed and number not in self._awaited:
+        if number <= self.placed and number not in self._awaited_since:
             self._add_place(number, now)
 
     def place_up_to(self, number: int, now: float) -> None:
-        """Place the arrived messages up to this number now, and expect no more marks of them.
+        """Place the arrived messages up to this number now, without waiting for their marks.
 
-        User code may have closed the worker's stdout, and the marks were lost then.
+        The marks are lost if user code has closed the worker's stdout.
         """
         for lost in sorted(lost for lost in self._messages if self.placed < lost <= number):
             self._add_place(lost, now)
         self.placed = max(self.placed, number)
 
-    def take(self, now: float) -> list[Text | Message]:
+    def pop_ready(self, now: float) -> list[Text | Message]:
         """Remove and return all items before the first message that has yet to arrive.
 
         A message that does not arrive within `LOST_AFTER` is skipped.
@@ -262,26 +262,26 @@ class Merger(Generic[Message]):
                 items.append(head)
             elif head in self._messages:
                 items.append(self._messages.pop(head))
-                self._arrived = now
-            elif now - max(self._awaited[head], self._arrived) < LOST_AFTER:
+                self._last_arrival = now
+            elif now - max(self._awaited_since[head], self._last_arrival) < LOST_AFTER:
                 break
             self.queue.popleft()
             if isinstance(head, int):
-                del self._awaited[head]
+                del self._awaited_since[head]
         return items
 
-    def take_cut_off(self) -> list[Text]:
-        """Return incomplete UTF-8 characters as text, after a task has ended."""
-        ends = ((name, each.decode(b"", final=True)) for name, each in self._decoders.items())
-        said = ((name, text) for name, text in ends if text)
-        return [Text("stdout" if name == "stdout" else "stderr", text) for name, text in said]
+    def pop_incomplete_text(self) -> list[Text]:
+        """Remove incomplete UTF-8 characters after the end of a task, and return them as text."""
+        endings = ((name, each.decode(b"", final=True)) for name, each in self._decoders.items())
+        texts = ((name, text) for name, text in endings if text)
+        return [Text("stdout" if name == "stdout" else "stderr", text) for name, text in texts]
 
-    def take_all(self) -> list[Text | Message]:
-        """Return everything that is left of a worker that has exited, unplaced messages last."""
-        self._add(self._rest)
-        self._rest = b""
-        items: list[Text | Message] = self.take(now=float("inf"))
-        items.extend(self.take_cut_off())
+    def pop_all(self) -> list[Text | Message]:
+        """Remove and return all items of a worker that has exited, messages without a mark last."""
+        self._add(self._partial_mark)
+        self._partial_mark = b""
+        items: list[Text | Message] = self.pop_ready(now=float("inf"))
+        items.extend(self.pop_incomplete_text())
         items.extend(self._messages.pop(number) for number in sorted(self._messages))
         return items
 
@@ -292,12 +292,12 @@ class Merger(Generic[Message]):
             self.ready = True
         elif value == "stdout" or value == "stderr":
             self._stream = value
-        elif value == self.placed + 1:  # user code may print other numbers
+        elif value == self.placed + 1:  # user code may have printed marks with other numbers
             self.placed = value
             self._add_place(value, now)
 
     def _add_place(self, number: int, now: float) -> None:
-        self._awaited[number] = now
+        self._awaited_since[number] = now
         self.queue.append(number)
 
     def _add(self, data: bytes) -> None:
@@ -330,7 +330,7 @@ class WorkerLog:
     def move(self, folder: Path | None, rank: int) -> None:
         """Continue in another folder, because the worker, until now `rank`, gets another rank.
 
-        The first line of the new files names the old ones.
+        The first line of a new file names the old file.
         """
         before = self.folder
         self.close()
@@ -375,7 +375,7 @@ class WorkerLog:
 
 
 class _File:
-    """A log file that is rotated when it would exceed `share` bytes; never if that is 0."""
+    """A log file that is rotated before it exceeds `share` bytes; never if `share` is 0."""
 
     def __init__(self, path: Path, share: int) -> None:
         self._path = path
@@ -390,11 +390,11 @@ class _File:
     def write(self, data: bytes) -> None:
         if self._share and self._size + len(data) > self._share:
             # Complete the last line in the old file, so that no line is split between the files.
-            rest = data.find(b"\n") + 1
-            if rest or self._size > self._share + LONGEST_LOGGED:
-                self._append(data[:rest])
-                self._set_aside()
-                data = data[rest:]
+            line_end = data.find(b"\n") + 1
+            if line_end or self._size > self._share + LONGEST_LOGGED:
+                self._append(data[:line_end])
+                self._rotate()
+                data = data[line_end:]
         self._append(data)
 
     def _append(self, data: bytes) -> None:
@@ -404,7 +404,7 @@ class _File:
             self._size += done
             view = view[done:]
 
-    def _set_aside(self) -> None:
+    def _rotate(self) -> None:
         earlier = earlier_file(self._path)
         self._path.rename(earlier)
         full = self._fd
@@ -435,7 +435,7 @@ class RunFolder:
             folders.make_private(root)
             for folder in (*reversed(self.path.parents), self.path):
                 if folder.is_relative_to(root) and folder != root:
-                    self._enter(folder)
+                    self._make_and_lock(folder)
         with suppress(OSError):  # also if no folder could be made, as on a full disk
             drop_old_runs(root)
 
@@ -445,19 +445,16 @@ class RunFolder:
             os.close(claim)
         self._claims.clear()
 
-    def _enter(self, folder: Path) -> None:
-        """Make a folder and lock it, or lock a folder that nbdist has made before.
-
-        A folder of somebody else is used without a lock, and is never removed.
-        """
+    def _make_and_lock(self, folder: Path) -> None:
+        """Make and lock a folder; lock an existing folder only if nbdist has made it."""
         try:
             folder.mkdir(mode=folders.PRIVATE_FOLDER)
         except FileExistsError:
-            held = folders.join(folder)
+            lock = folders.join(folder)
         else:
-            held = folders.claim(folder)
-        if held is not None:
-            self._claims.append(held)
+            lock = folders.claim(folder)
+        if lock is not None:
+            self._claims.append(lock)
 
     def new_attempt(self, number: int) -> Path:
         """Make a folder for a start of the workers, with this number or the next free number.
@@ -477,22 +474,22 @@ class RunFolder:
 
 
 def drop_old_runs(root: Path) -> None:
-    """Remove all but the `RUNS_KEPT` newest runs, of those that no agent uses.
+    """Remove the runs that no agent uses, except the `RUNS_KEPT` newest.
 
     A run stays if anything else is beside its logs, such as another run.  Raises OSError if another
     process removes a folder at the same time.
     """
-    found = [*_claimed_in(root)]
-    runs = [folder for folder in found if any(folder.glob("attempt_*"))]
+    claimed = [*_claimed_in(root)]
+    runs = [folder for folder in claimed if any(folder.glob("attempt_*"))]
     newest = {*sorted(runs, key=lambda run: run.stat().st_mtime)[-RUNS_KEPT:]}
-    for folder in reversed(found):  # inner folders come before the folders around them
+    for folder in reversed(claimed):  # inner folders come before the folders around them
         names = {each.name for each in folder.iterdir()} - {folders.LOCK_FILE}
         if folder not in newest and all(map(ATTEMPT.fullmatch, names)):
             folders.remove(folder)
 
 
 def _claimed_in(folder: Path) -> Iterator[Path]:
-    """Yield folders that runs have claimed: of a run with a name such as `exp/run` also `exp`.
+    """Yield the folders that runs have claimed; for a run named `exp/run` also the folder `exp`.
 
     Folders that the user has copied or renamed are left out.
     """

@@ -1,7 +1,7 @@
-"""What an agent or head records of its world from the messages to and from the notebook.
+"""The record of a world that an agent or head keeps from the messages to and from the notebook.
 
-`NotebookLink` keeps the record.  The next notebook that attaches gets it, and `nbdist mcp` gets
-the last task and the last task that failed.
+`NotebookLink` has the record.  The next notebook that attaches gets all of it, and `nbdist mcp`
+gets the last task and the last task that failed.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class WorldRecord:
     """
 
     def __init__(self) -> None:
-        self.known = messages.Attached(messages.Remember())  # sent to the next notebook
+        self.world = messages.Attached(messages.Remember())  # sent to the next notebook
         self.began = time.time()  # when the world or its last task was started
-        self.unfinished: set[int] = set()  # ranks that still run the last task
-        self.changing: dict[int, Changing] = {}  # unanswered calls, by number
+        self.running_ranks: set[int] = set()  # which still run the last task
+        self.pending_calls: dict[int, Changing] = {}  # unanswered calls, by number
         self._tasks = 0  # since the world was started
         self._backlog = Backlog()
         self._lent: dict[str, set[int]] = {}  # by task: ranks whose values no notebook has released
@@ -47,123 +47,123 @@ class WorldRecord:
         self._failed: _TaskRecord | None = None  # the last failed task before `_last`
 
     def __repr__(self) -> str:
-        return f"<WorldRecord of {sorted(self.known.pids)}, {len(self._backlog)} outputs>"
+        return f"<WorldRecord of {sorted(self.world.pids)}, {len(self._backlog)} outputs>"
 
     @property
     def detach(self) -> bool:
         """Whether the world keeps running after its notebook has ended."""
-        return self.known.memory.config.detach
+        return self.world.memory.config.detach
 
     @property
     def has_world(self) -> bool:
         """Whether the world has workers, or is starting them."""
-        starts = any(isinstance(each, messages.StartWorld) for each in self.changing.values())
-        return bool(self.known.pids) or starts
+        starts = any(isinstance(each, messages.StartWorld) for each in self.pending_calls.values())
+        return bool(self.world.pids) or starts
 
     @property
     def state(self) -> str:
-        """What the world is doing: "changing", "no workers", "busy", "ready" or "broken"."""
-        if self.changing:
+        """The state of the world: "changing", "no workers", "busy", "ready" or "broken"."""
+        if self.pending_calls:
             return "changing"
-        if not self.known.pids:
+        if not self.world.pids:
             return "no workers"
-        if self.unfinished:
+        if self.running_ranks:
             return "busy"
-        return "ready" if self.known.is_whole and not self.known.dead else "broken"
+        return "ready" if self.world.is_whole and not self.world.dead else "broken"
 
-    def take_down(self, message: messages.Down) -> None:
+    def record_received(self, message: messages.Down) -> None:
         """Update the record from a message of the notebook."""
         match message:
             case messages.Remember():
-                self.known.memory = message
+                self.world.memory = message
             case messages.Ask(number, request):
-                self.known.next_call = max(self.known.next_call, number + 1)
+                self.world.next_call = max(self.world.next_call, number + 1)
                 if isinstance(request, Changing):
-                    self.changing[number] = request
+                    self.pending_calls[number] = request
             case messages.Run():
-                self._begin(message)
+                self._begin_task(message)
             case messages.Abort(ranks) if self._last:
                 self._last.abort(ranks)
             case messages.SendInput(rank, reply):
-                self._backlog.answered(rank, reply.number)
+                self._backlog.discard_input_request(rank, reply.number)
             case messages.ReleaseValues(task_id, ranks):
                 self._lent.get(task_id, set()).difference_update(ranks)
 
-    def take_up(self, message: messages.Up) -> None:
-        """Update the record from a message to the notebook, also while no notebook gets it."""
+    def record_sent(self, message: messages.Up) -> None:
+        """Update the record from a message to the notebook; while detached, no notebook gets it."""
         match message:
-            case messages.Answer(number, reply) if number in self.changing:
-                self._take_change(self.changing.pop(number), reply)
+            case messages.Answer(number, reply) if number in self.pending_calls:
+                self._record_change(self.pending_calls.pop(number), reply)
             case Outputs(items):
                 for item in items:
-                    self._take(*item)
+                    self._record_output(*item)
             case messages.Located(places) if places and self._last:
                 self._last.places = places
             case messages.Aborted(places):
-                self.known.is_whole = False
+                self.world.is_whole = False
                 if self._last:
                     self._last.aborted.update(places)
-            case messages.NodeJoined(host) if host not in self.known.came:
-                self.known.came += (host,)
+            case messages.NodeJoined(host) if host not in self.world.came:
+                self.world.came += (host,)
 
-    def seen(self) -> None:
-        """Handle that the notebook has acknowledged every batch.
+    def mark_all_acknowledged(self) -> None:
+        """Record that the notebook has acknowledged every batch.
 
         A world with the `detach` option forgets its last task's outputs if the task has finished.
         """
-        if self.detach and not self.unfinished:
-            self._forget()
+        if self.detach and not self.running_ranks:
+            self._forget_task()
 
     @property
     def tasks(self) -> Findings:
         """The running or last task, and the last task in which, or after which, a rank failed."""
         last, failed = self._last, self._last_failed
         return Findings(
-            last=last.seen() if last else None, failed=failed.seen() if failed else None
+            last=last.summary() if last else None, failed=failed.summary() if failed else None
         )
 
     @property
     def _last_failed(self) -> _TaskRecord | None:
         return self._last if self._last and self._last.troubles else self._failed
 
-    def _begin(self, run: messages.Run) -> None:
-        self._forget()
-        known = self.known
-        self._failed, self._last = self._last_failed, _TaskRecord(run, len(known.pids))
-        known.run, self.unfinished = run, {*run.ranks} - known.dead.keys()
+    def _begin_task(self, run: messages.Run) -> None:
+        self._forget_task()
+        world = self.world
+        self._failed, self._last = self._last_failed, _TaskRecord(run, len(world.pids))
+        world.run, self.running_ranks = run, {*run.ranks} - world.dead.keys()
         self._tasks += 1
-        text = min(TEXT_KEPT, max(TEXT_AT_LEAST, TEXT_OF_ALL // max(1, len(known.pids))))
+        text = min(TEXT_KEPT, max(TEXT_AT_LEAST, TEXT_OF_ALL // max(1, len(world.pids))))
         self._backlog = Backlog(text)
-        known.started, known.started_ns = time.monotonic(), time.time_ns()
+        world.started, world.started_ns = time.monotonic(), time.time_ns()
         self.began = time.time()
 
-    def _forget(self) -> None:
-        self.known.run, self.known.ended = None, {}
+    def _forget_task(self) -> None:
+        self.world.run, self.world.ended = None, {}
         self._backlog = Backlog()
 
-    def _take(self, rank: int, task_id: str, output: Output) -> None:
+    def _record_output(self, rank: int, task_id: str, output: Output) -> None:
         if isinstance(output, Failure | Died) and self._last:
             self._last.fail(rank, task_id, output)
         match output:
             case Done():
-                self._end(rank, task_id)
-                self._take_done(rank, task_id, output)
+                self._mark_finished(rank, task_id)
+                self._record_done(rank, task_id, output)
             case Died():
-                self._end(rank, self.known.run.id if self.known.run else "")
-                self.known.dead[rank] = output
+                self._mark_finished(rank, self.world.run.id if self.world.run else "")
+                self.world.dead[rank] = output
             case Failure() if output.connections:
-                self.known.is_whole = False
+                self.world.is_whole = False
         if self.detach:
             self._backlog.add(rank, task_id, output)
 
-    def _end(self, rank: int, task_id: str) -> None:
-        run = self.known.run
-        if run is not None and task_id == run.id and rank in self.unfinished:
-            self.unfinished.discard(rank)
-            self.known.ended[rank] = time.monotonic()
+    def _mark_finished(self, rank: int, task_id: str) -> None:
+        run = self.world.run
+        if run is not None and task_id == run.id and rank in self.running_ranks:
+            self.running_ranks.discard(rank)
+            self.world.ended[rank] = time.monotonic()
 
-    def _take_done(self, rank: int, task_id: str, done: Done) -> None:
-        bound = self.known.bound.setdefault(rank, {})
+    def _record_done(self, rank: int, task_id: str, done: Done) -> None:
+        bound = self.world.bound.setdefault(rank, {})
         for name in done.gone:
             bound.pop(name, None)
         bound.update((name, done.imported.get(name)) for name in done.bound)
@@ -172,51 +172,51 @@ class WorldRecord:
         # Drop the tasks whose values are released on all ranks.
         self._lent = {task: ranks for task, ranks in self._lent.items() if ranks}
 
-    def _take_change(self, request: messages.Request, reply: messages.Reply) -> None:
-        known = self.known
+    def _record_change(self, request: messages.Request, reply: messages.Reply) -> None:
+        world = self.world
         match request, reply:
             case messages.StartWorld(), messages.WorldStarted():
-                self._end_world()
-                known = self.known
-                known.spec, known.hosts = reply.spec, reply.hosts
-                known.pids, known.logs, known.missing = reply.pids, reply.logs, reply.missing
+                self._reset_world()
+                world = self.world
+                world.spec, world.hosts = reply.spec, reply.hosts
+                world.pids, world.logs, world.missing = reply.pids, reply.logs, reply.missing
                 self.began = time.time()
             case (_, messages.StartFailure()) | (messages.StopWorld(), _):
-                self._end_world()
+                self._reset_world()
             case _, messages.Healed():
                 if isinstance(request, messages.Grow):
-                    known.came = ()
-                self._take_healed(reply)
+                    world.came = ()
+                self._record_healed(reply)
 
-    def _take_healed(self, healed: messages.Healed) -> None:
-        known = self.known
-        earlier = processes(known.pids, known.spec.slots if known.spec else ())
-        before = {process: rank for rank, process in earlier.items()}
+    def _record_healed(self, healed: messages.Healed) -> None:
+        world = self.world
+        earlier = processes(world.pids, world.spec.slots if world.spec else ())
+        old_ranks = {process: rank for rank, process in earlier.items()}
         now = processes(healed.pids, healed.spec.slots)
-        was = {rank: before[process] for rank, process in now.items() if process in before}
-        known.spec, known.pids, known.logs = healed.spec, healed.pids, healed.logs
-        known.hosts, known.is_whole = healed.hosts, not healed.problem
-        known.bound = {rank: known.bound.get(old, {}) for rank, old in was.items()}
-        # A rank whose new process has died meanwhile stays dead.
-        known.dead = {r: died for r, died in known.dead.items() if died.pid == healed.pids.get(r)}
+        old_of = {rank: old_ranks[process] for rank, process in now.items() if process in old_ranks}
+        world.spec, world.pids, world.logs = healed.spec, healed.pids, healed.logs
+        world.hosts, world.is_whole = healed.hosts, not healed.problem
+        world.bound = {rank: world.bound.get(old, {}) for rank, old in old_of.items()}
+        # A rank stays dead if its new process has died meanwhile.
+        world.dead = {r: died for r, died in world.dead.items() if died.pid == healed.pids.get(r)}
 
-    def _end_world(self) -> None:
-        self._forget()
-        self.known = messages.Attached(
-            self.known.memory,
-            self.known.spec,
-            hosts=self.known.hosts,
-            missing=self.known.missing,
-            next_call=self.known.next_call,
+    def _reset_world(self) -> None:
+        self._forget_task()
+        self.world = messages.Attached(
+            self.world.memory,
+            self.world.spec,
+            hosts=self.world.hosts,
+            missing=self.world.missing,
+            next_call=self.world.next_call,
         )
-        self.unfinished, self._tasks = set(), 0
+        self.running_ranks, self._tasks = set(), 0
 
     def attached(self, since: float) -> messages.Attached:
-        """Return the state for a notebook that attaches; `again` has the outputs."""
-        forgotten = max(0, self._tasks - (self.known.run is not None))
-        return replace(self.known, forgotten=forgotten, since=since)
+        """Return the state for a notebook that attaches; `replay_batches` returns the outputs."""
+        forgotten = max(0, self._tasks - (self.world.run is not None))
+        return replace(self.world, forgotten=forgotten, since=since)
 
-    def again(self) -> list[Outputs]:
+    def replay_batches(self) -> list[Outputs]:
         """Return the recorded outputs in batches, to replay them to a notebook that attaches."""
         batches: list[list[Item]] = [[]]
         size = 0
@@ -228,28 +228,28 @@ class WorldRecord:
             size += size_of(item[2])
         return [Outputs(tuple(batch)) for batch in batches if batch]
 
-    def unread(self) -> list[messages.ReleaseValues]:
-        """Pop messages by which workers release the values of finished tasks.
+    def pop_unreleased_values(self) -> list[messages.ReleaseValues]:
+        """Return the messages by which workers release the values of finished tasks, only once.
 
-        Called when the notebook that was sent these values has ended.
+        Called when the notebook that was sent the values has ended.
         """
-        running = self.known.run.id if self.known.run else ""
-        over = [task for task in self._lent if task != running]
-        return [messages.ReleaseValues(task, tuple(self._lent.pop(task))) for task in over]
+        running = self.world.run.id if self.world.run else ""
+        finished = [task for task in self._lent if task != running]
+        return [messages.ReleaseValues(task, tuple(self._lent.pop(task))) for task in finished]
 
 
 # --- tasks, for `nbdist mcp` ----------------------------------------------------------------------
 
 MOST_LINES, LONGEST_LINE, LONGEST_MESSAGE = 60, 400, 2000
 WITH_LINES, MOST_TROUBLES = 8, 256
-"""Failed ranks whose lines are kept, and failed ranks that are kept at all: the first to fail.
+"""How many failed ranks are kept with the lines of their errors, and how many at all.
 
-The rank whose failure caused the others is among the first."""
+The first to fail are kept: among them is the rank whose failure caused the others."""
 
 
 @dataclass(slots=True)
 class _TaskRecord:
-    """A task, still packed, in a world of `size` ranks, and how its ranks failed."""
+    """A task, still packed, in a world of `size` ranks, and the failures of its ranks."""
 
     run: messages.Run
     size: int
@@ -259,12 +259,12 @@ class _TaskRecord:
     troubles: dict[int, Trouble] = field(default_factory=dict)
 
     def abort(self, ranks: tuple[int, ...]) -> None:
-        """Record which of these ranks were in a collective that the notebook aborts."""
+        """Record the places of those `ranks` that wait in a collective, which is being aborted."""
         places = {rank: self.places.get(rank, Place()) for rank in ranks}
         self.aborted.update((rank, place) for rank, place in places.items() if place.operation)
 
     def fail(self, rank: int, task_id: str, error: Failure | Died) -> None:
-        """Record how a rank failed in this task, or without a task after it.
+        """Record how a rank failed in this task, or how it died after the task.
 
         Later failures of the same rank, and failures in other tasks, are ignored.
         """
@@ -272,7 +272,7 @@ class _TaskRecord:
             kept = shortened(error, has_lines=len(self.troubles) < WITH_LINES)
             self.troubles.setdefault(rank, Trouble(rank, kept, is_idle=not task_id))
 
-    def seen(self) -> TaskSeen:
+    def summary(self) -> TaskSeen:
         """Return the summary that `nbdist mcp` gets."""
         task = task_from(self.run.task)
         return TaskSeen(

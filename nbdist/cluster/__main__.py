@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from nbdist.agent.fork_server import begin
+from nbdist.agent.fork_server import start_guarded
 
 COMMANDS_GRACE = 3.0
 """Seconds for `srun` and similar commands to end, with their agents, after a head was killed.
@@ -22,7 +22,7 @@ exit after its notebook.
 def main() -> None:
     """Run a head until its world ends."""
     runtime, notebook_pid = Path(sys.argv[1]), int(sys.argv[2])
-    guard, _ = begin(runtime, notebook_pid, fork_server=False, grace=COMMANDS_GRACE)
+    guard, _ = start_guarded(runtime, notebook_pid, fork_server=False, grace=COMMANDS_GRACE)
     from nbdist.agent.notebook_link import run
     from nbdist.cluster.head import Head
 

@@ -112,7 +112,7 @@ class HeadLink:
         self._probing: asyncio.Task[None] | None = None
         self._identity = b"agent" + secrets.token_bytes(16)
         if guard is not None:
-            guard.tell(guard_line(self._identity, route.ticket, route.address))
+            guard.send(guard_line(self._identity, route.ticket, route.address))
         link: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         link.linger = LINK_LINGER
         link.routing_id = self._identity

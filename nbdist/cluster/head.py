@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nbdist.agent.forming import nodes_of, shares
+from nbdist.agent.forming import group_by_node, nodes_of
 from nbdist.agent.listener import Listener, with_ranks
 from nbdist.agent.notebook_link import NotebookLink, Serving
 from nbdist.agent.step_stops import NODE_TIMEOUT, STEP_TIMEOUT, find_stop_step
@@ -77,10 +77,10 @@ class Head:
             lambda number: self._nodes[number],
             self._send_run,
             lambda outputs: self._show(outputs, None),
-            self._serving.do,
+            self._serving.spawn,
         )
         self._notebook = NotebookLink(
-            *(runtime, notebook_pid, guard, self._receive, self._serving.leave),
+            *(runtime, notebook_pid, guard, self._receive, self._serving.stop),
             has_machines=lambda: self._present_nodes,
         )
         self._listener = Listener(
@@ -93,11 +93,11 @@ class Head:
 
     async def serve(self) -> None:
         """Serve until the world ends, then shut all agents down and remove all files."""
-        asyncio.get_running_loop().set_exception_handler(self._serving.fail)
+        asyncio.get_running_loop().set_exception_handler(self._serving.on_loop_error)
         await self._listener.open()
         await self._notebook.open()
         try:
-            await self._serving.until_left()
+            await self._serving.run_until_stopped()
         finally:
             await self._close_pool()
             await self._notebook.close()
@@ -120,13 +120,13 @@ class Head:
 
     def _parts(self, ranks: Iterable[int]) -> dict[Node, tuple[int, ...]]:
         """Group ranks by their nodes."""
-        parts = shares(ranks, self._node_of)
+        parts = group_by_node(ranks, self._node_of)
         return {self._nodes[number]: part for number, part in parts.items()}
 
     # --- from the notebook ----------------------------------------------------------------
 
     def _receive(self, message: messages.Down) -> None:
-        do, reply = self._serving.do, self._serving.reply
+        spawn, reply = self._serving.spawn, self._serving.reply
         match message:
             case messages.Run(ranks=ranks) as run:
                 numbers = [node.number for node in self._parts(ranks) if not node.lost]
@@ -138,16 +138,16 @@ class Head:
                 | messages.GetSecrets()
                 | GetLogs() as request,
             ):
-                do(reply(number, rows_of, self._present_nodes, request))
+                spawn(reply(number, rows_of, self._present_nodes, request))
             case messages.Ask(number, messages.GetRefused()):
                 refused = self._pool.server.refused if self._pool else 0
                 self._send(messages.Answer(number, refused))
             case messages.Ask(number, messages.Consult() as consult):
-                do(reply(number, first_answer, self._parts(consult.ranks), consult))
+                spawn(reply(number, first_answer, self._parts(consult.ranks), consult))
             case messages.Ask() as ask:
-                self._serving.call(ask)
+                self._serving.enqueue(ask)
             case messages.Locate(ranks, asked):
-                do(self._locate(ranks, asked))
+                spawn(self._locate(ranks, asked))
             case messages.Interrupt(ranks):
                 self._interrupt(self._transfers.interrupt(ranks))
             case messages.ReleaseValues(task_id, ranks):
@@ -162,7 +162,7 @@ class Head:
                 if sender := self._batch_senders.popleft():
                     sender.send(message)
             case messages.Shutdown():
-                self._serving.leave()
+                self._serving.stop()
 
     async def _execute(self, request: messages.Request) -> messages.Reply:
         match request:
@@ -213,7 +213,7 @@ class Head:
         if any(task and self._stopped_tasks.get(rank) == task for rank, task in tasks.items()):
             self._forward(InterruptAt(()), ranks)
         else:
-            self._serving.do(self._interrupt_at_common_step(tasks))
+            self._serving.spawn(self._interrupt_at_common_step(tasks))
         self._stopped_tasks.update(tasks)
 
     async def _interrupt_at_common_step(self, tasks: Mapping[int, str]) -> None:
@@ -221,7 +221,7 @@ class Head:
         # Ranks that have finished the task are asked, too: their step counts matter.
         ranks = [rank for rank, task in self._last_task.items() if task in tasks.values()]
         parts = self._parts(ranks).items()
-        holding = asyncio.gather(*(node.do(HoldRanks(part)) for node, part in parts))
+        holding = asyncio.gather(*(node.execute(HoldRanks(part)) for node, part in parts))
         counts: dict[int, StepCount | None] = dict.fromkeys(tasks)
         with suppress(TimeoutError):
             answers = await asyncio.wait_for(holding, NODE_TIMEOUT)
@@ -234,7 +234,7 @@ class Head:
 
     async def _locate(self, ranks: Iterable[int], asked_at: float) -> None:
         parts = self._parts(ranks).items()
-        replies = await asyncio.gather(*(node.do(LocateRanks(part)) for node, part in parts))
+        replies = await asyncio.gather(*(node.execute(LocateRanks(part)) for node, part in parts))
         places = {rank: place for each in replies for rank, place in each.items()}
         self._send(messages.Located(places, asked_at))
 
@@ -265,7 +265,7 @@ class Head:
             case messages.Aborted() | messages.Used():
                 self._send(message)
             case messages.Ask(number, operation):
-                self._serving.do(self._ask_store(node, number, operation))
+                self._serving.spawn(self._ask_store(node, number, operation))
             case messages.Starting(up):
                 self._started_workers[node.number] = up
                 self._send(messages.Starting(sum(self._started_workers.values()), self._progress))
@@ -393,7 +393,7 @@ class Head:
             with suppress(CannotStart):  # workers on that node will report what they lack
                 await self._send_code()
             if not keep:
-                state = *forming.whereabouts(), forming.spec or spec
+                state = *forming.pids_and_logs(), forming.spec or spec
                 healed = messages.Healed(*state, "all machines are lost")
                 break
             whole = len(keep) == size
@@ -417,7 +417,7 @@ class Head:
             await self._send_code()
             spec = resized(before, size, keep, room_of(pool.config, pool.present_nodes))
         except (NoSlots, CannotStart) as error:
-            whereabouts = pool.forming.whereabouts()
+            whereabouts = pool.forming.pids_and_logs()
             return messages.Healed(*whereabouts, before, not_scaled=str(error))
         if isinstance(request, messages.Scale):
             # Machines that join later do not change this size.

@@ -130,13 +130,13 @@ class AgentCommand(Child, AgentProcess):
             self._process.stdin.flush()
 
     def end(self, timeout: float) -> None:
-        self._end_stdin()
-        if self._ends_in(timeout):
+        self._close_stdin()
+        if self._exits_within(timeout):
             return
         self._process.terminate()
-        if not self._ends_in(KILL_TIMEOUT):
+        if not self._exits_within(KILL_TIMEOUT):
             self._process.kill()
-            self._ends_in(KILL_TIMEOUT)
+            self._exits_within(KILL_TIMEOUT)
 
 
 CONNECT_TIMEOUT = 5  # seconds for a host to answer

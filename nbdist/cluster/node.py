@@ -119,7 +119,7 @@ class Node:
             if round_trip_ns < shortest_ns:
                 shortest_ns, self.offset_ns = round_trip_ns, node_ns - sent_ns - round_trip_ns // 2
 
-    async def do(self, request: PartRequest[T]) -> T:
+    async def execute(self, request: PartRequest[T]) -> T:
         """Let the node carry out its part of a change of the world; return its reply.
 
         `nbdist.agent.forming` calls this. If the node is lost, return `request.lost(why)`.

@@ -217,7 +217,7 @@ class NodePool:
         """Check that machines can reach one another; raises CannotStart."""
         nodes = self.present_nodes
         targets_by_node = targets(nodes)
-        checks = (node.do(Reach(targets_by_node[node.number])) for node in nodes)
+        checks = (node.execute(Reach(targets_by_node[node.number])) for node in nodes)
         problems = await asyncio.gather(*checks)
         for node, problem in zip(nodes, problems, strict=True):
             if problem:

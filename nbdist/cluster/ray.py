@@ -119,10 +119,10 @@ class Driver(Child):
         self._process.stdout.close()
 
     def _end(self, timeout: float) -> None:
-        self._end_stdin()
-        if not self._ends_in(timeout):
+        self._close_stdin()
+        if not self._exits_within(timeout):
             self._process.kill()
-            self._ends_in(KILL_TIMEOUT)
+            self._exits_within(KILL_TIMEOUT)
 
     def _listen(self) -> None:
         while (ended := read_message(self._process.stdout)) is not None:

@@ -26,7 +26,7 @@ from pathlib import Path
 from nbdist.cluster.launcher import AgentCommand, Launched, LaunchError, agent_command
 from nbdist.cluster.ticket import Ticket
 from nbdist.config import WorldConfig
-from nbdist.system.processes import LEFT, MODULE, left_behind
+from nbdist.system.processes import LEFT, MODULE, find_leftovers
 from nbdist.words import count, one_line, word_exit
 
 ASK_TIMEOUT = 10.0  # seconds for Slurm's controller to answer a question on an allocation
@@ -120,7 +120,7 @@ class Allocation(SlurmCommand):
     def end(self, timeout: float) -> None:
         """End the job; report on stderr, the head's log, what Slurm has not ended."""
         super().end(timeout + 2 * CANCEL_TIMEOUT)  # a last scancel may begin just before the end
-        if remaining := left_behind(self.last_lines()):
+        if remaining := find_leftovers(self.last_lines()):
             sys.stderr.write(f"{LEFT}{remaining}\n")
 
 

@@ -97,7 +97,7 @@ class BulkTransfers:
         if task not in self._waiting:
             return  # the task was interrupted
         node = self._node(number)
-        problem = await node.do(Bring(refs))
+        problem = await node.execute(Bring(refs))
         if (waiting := self._waiting.get(task)) is None:
             return
         if problem:

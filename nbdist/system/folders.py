@@ -1,7 +1,7 @@
 """Folders that nbdist makes: private from the start, and removed once no process uses them.
 
-Processes lock a file in the folders that they use.  A folder that is locked, or has no such file,
-or that other users can write to, is not removed.  All processes of nbdist use this file.
+Processes lock a file in the folders that they use.  A folder is not removed if it is locked, has
+no such file, or can be written by other users.  All processes of nbdist use this file.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ LOCK_FILE = ".nbdist"
 PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-# O_NONBLOCK, because opening a named pipe in the file's place would wait for its other end.
+# O_NONBLOCK, because opening a named pipe instead of the file would wait for a writer.
 _FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class Untrusted(Exception):
-    """Raised for a file that other users could have written; the text says which, and why."""
+    """Raised for a file that another user could have written; the text names it and the reason."""
 
 
 # --- the working directory --------------------------------------------------------------
@@ -75,9 +75,9 @@ def make_private(folder: Path) -> None:
 
 def check_private(folder: Path) -> None:
     """Raise PermissionError unless this is a folder of this user that no other user can open."""
-    found = os.lstat(folder)
-    is_open = not stat.S_ISDIR(found.st_mode) or found.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
-    if is_open or found.st_uid != os.geteuid():
+    status = os.lstat(folder)
+    is_open = not stat.S_ISDIR(status.st_mode) or status.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
+    if is_open or status.st_uid != os.geteuid():
         raise PermissionError(f"{folder} is not a folder that only this user can open")
 
 
@@ -88,11 +88,11 @@ def open_private(path: str | Path, flags: int) -> int:
 
 @contextmanager
 def whole_file(path: Path, mode: int = 0o666, part: Path | None = None) -> Iterator[BinaryIO]:
-    """Open a new file that replaces `path` when the block ends, and is removed if that raises.
+    """Open a new file that replaces `path` after the block; if the block raises, remove the file.
 
-    Until then it is the file `part`, or a hidden file beside `path`.  Raises OSError.
+    During the block the file is `part`, or a hidden file beside `path`.  Raises OSError.
     """
-    # Random, because processes of other containers or machines can have the same numbers.
+    # A random name, because processes in other containers or machines can have the same pid.
     part = part or path.with_name(f".{path.name}.{os.urandom(8).hex()}")
     try:
         part.unlink(missing_ok=True)  # left by a process that was killed
@@ -119,7 +119,7 @@ def _user_name(number: int) -> str:
 
 
 def state_folder() -> str:
-    """Return the folder for what outlives a run, such as logs and snapshots."""
+    """Return the folder for files that outlive a run, such as logs and snapshots."""
     state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     return str(Path(state).expanduser() / "nbdist")
 
@@ -128,13 +128,13 @@ def state_folder() -> str:
 
 
 def claim(folder: Path) -> int:
-    """Make a folder's lock file, in which the folder's name is, and lock it.
+    """Make a folder's lock file, which contains the folder's name, and lock it.
 
-    Returns a descriptor; the folder is locked until it is closed.  Raises OSError.
+    Returns a descriptor; the folder stays locked until the descriptor is closed.  Raises OSError.
     """
     flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW
     file = _lock(open_private(folder / LOCK_FILE, flags), fcntl.LOCK_SH)
-    # Only after the lock: a folder whose lock file is empty is not removed.
+    # Written only under the lock: `remove` spares a folder whose lock file is still empty.
     os.write(file, os.fsencode(folder.name))
     return file
 
@@ -142,12 +142,12 @@ def claim(folder: Path) -> int:
 def join(folder: Path, lock: int = fcntl.LOCK_SH) -> int | None:
     """Lock a folder that `claim` has locked before; return a descriptor.
 
-    Returns None if the folder has no lock file, if another user can write to it, or while it is
-    being removed.  With LOCK_EX also if another process has locked it, or on a file system without
-    locks.
+    Returns None if the folder has no lock file, can be written by another user, or is just being
+    removed; with LOCK_EX also if another process has locked the folder, or if its file system has
+    no locks.
     """
-    with suppress(OSError, Untrusted), _opened(folder) as at:
-        return _lock_in(at, lock)
+    with suppress(OSError, Untrusted), _opened(folder) as folder_fd:
+        return _lock_in(folder_fd, lock)
     return None
 
 
@@ -157,19 +157,19 @@ def remove(folder: Path, aside: Path | None = None) -> bool:
     Symbolic links in it are removed, and never followed.  With `aside` the folder is first renamed,
     so that nobody reads a folder that is half removed.
     """
-    with suppress(OSError, Untrusted), _opened(folder) as at:
-        lock = _lock_in(at, fcntl.LOCK_EX)
+    with suppress(OSError, Untrusted), _opened(folder) as folder_fd:
+        lock = _lock_in(folder_fd, fcntl.LOCK_EX)
         try:
             if aside is not None:
                 folder.rename(aside)
             # By the descriptor, because another folder may have the name by now.  The lock file
-            # goes last, so that a later call can complete a removal that was interrupted.
-            for name in {*os.listdir(at)} - {LOCK_FILE}:
+            # is removed last, so that a later call can complete an interrupted removal.
+            for name in {*os.listdir(folder_fd)} - {LOCK_FILE}:
                 try:
-                    os.unlink(name, dir_fd=at)
+                    os.unlink(name, dir_fd=folder_fd)
                 except IsADirectoryError:
-                    shutil.rmtree(name, ignore_errors=True, dir_fd=at)
-            os.unlink(LOCK_FILE, dir_fd=at)
+                    shutil.rmtree(name, ignore_errors=True, dir_fd=folder_fd)
+            os.unlink(LOCK_FILE, dir_fd=folder_fd)
             os.rmdir(aside or folder)
             return True
         finally:
@@ -177,8 +177,8 @@ def remove(folder: Path, aside: Path | None = None) -> bool:
     return False
 
 
-def _lock_in(at: int, lock: int) -> int:
-    file = os.open(LOCK_FILE, os.O_RDWR | _FILE, dir_fd=at)
+def _lock_in(folder_fd: int, lock: int) -> int:
+    file = os.open(LOCK_FILE, os.O_RDWR | _FILE, dir_fd=folder_fd)
     if lock == fcntl.LOCK_EX and not os.fstat(file).st_size:
         os.close(file)
         raise BlockingIOError(f"{LOCK_FILE} has been made, but is not locked yet")
@@ -189,7 +189,7 @@ def _lock(file: int, lock: int) -> int:
     try:
         fcntl.flock(file, lock | fcntl.LOCK_NB)
     except OSError as error:
-        # On a file system without locks nothing is ever removed, so a shared lock is not needed.
+        # On a file system without locks no folder is ever removed, so none needs a shared lock.
         if lock == fcntl.LOCK_EX or isinstance(error, BlockingIOError):
             os.close(file)
             raise
@@ -215,29 +215,29 @@ def open_trusted(path: Path) -> int:
     OSError.
     """
     with ExitStack() as opened:
-        at = None
+        above = None
         for folder in (path.parent.parent, path.parent):
-            at = _open_own(folder, at, _FOLDER)
-            opened.callback(os.close, at)
-        return _open_own(path, at, _FILE)
+            above = _open_own(folder, above, _FOLDER)
+            opened.callback(os.close, above)
+        return _open_own(path, above, _FILE)
 
 
 def _open_own(path: Path, above: int | None, flags: int) -> int:
     """Open a file or folder of this user; raise Untrusted if another user can write to it.
 
-    An access control list that lets others write also shows in the group's permission bits.
+    The group's permission bits are also set if an access control list lets others write.
     """
     name = path if above is None else path.name
     if stat.S_ISLNK(os.stat(name, dir_fd=above, follow_symlinks=False).st_mode):
         raise Untrusted(f"{path} is a symbolic link")
     fd = os.open(name, flags, dir_fd=above)
-    found, why = os.fstat(fd), ""
-    if flags == _FILE and not stat.S_ISREG(found.st_mode):
+    status, why = os.fstat(fd), ""
+    if flags == _FILE and not stat.S_ISREG(status.st_mode):
         why = f"{path} is no plain file"
-    elif found.st_uid != os.geteuid():
-        why = f"{path} belongs to user {_user_name(found.st_uid)}"
-    elif found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        why = f"others can write to {path} (mode {stat.S_IMODE(found.st_mode):04o})"
+    elif status.st_uid != os.geteuid():
+        why = f"{path} belongs to user {_user_name(status.st_uid)}"
+    elif status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        why = f"others can write to {path} (mode {stat.S_IMODE(status.st_mode):04o})"
     if why:
         os.close(fd)
         raise Untrusted(why)
@@ -250,7 +250,7 @@ def _open_own(path: Path, above: int | None, flags: int) -> int:
 PREFIX, SOCKET = "nbdist-", "notebook.sock"
 
 MADE = "[a-z0-9_]" * 8
-"""Matches what `tempfile.mkdtemp` adds to a prefix, and so no copy that has another name."""
+"""Matches the letters that `tempfile.mkdtemp` adds to a prefix, but not the name of a copy."""
 
 MADE_NAME = PREFIX + MADE
 """Matches the names of runtime folders, and not `nbdist-code-...`."""
@@ -276,8 +276,7 @@ class RuntimeFolder:
 
     def __init__(self) -> None:
         # Old folders are removed from all places, because an earlier session may have had another
-        # environment.  A folder of such a name may also belong to a running world, which has locked
-        # it.
+        # environment.  Folders of running worlds have such names, too, but they are locked.
         for folder in (each for parent in places() for each in parent.glob(MADE_NAME)):
             remove(folder)
         problems = {}
@@ -292,19 +291,19 @@ class RuntimeFolder:
         self._claim = claim(self.path)
 
     def close(self) -> None:
-        """Remove the folder, if its agent was killed before it could, and unlock it."""
+        """Remove the folder, in case its agent was killed before doing that, and unlock it."""
         shutil.rmtree(self.path, ignore_errors=True)
         self.release()
 
     def release(self) -> None:
-        """Unlock the folder without removing it: agents still use it."""
+        """Unlock the folder without removing it, because agents still use it."""
         os.close(self._claim)
 
 
 class JoinedFolder:
     """The runtime folder of a running world to which this notebook attaches, locked here too.
 
-    Raises OSError if the folder is not ours or is being removed.
+    Raises OSError if the folder is another user's or is being removed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -334,8 +333,8 @@ def problem_of(parent: Path) -> str:
 
 def places() -> list[Path]:
     """Return the places for runtime folders, in the order in which they are tried."""
-    asked = (os.environ.get(name, "") for name in ("XDG_RUNTIME_DIR", "TMPDIR"))
-    return [Path(place) for place in dict.fromkeys((*asked, *LAST_PLACES)) if place]
+    configured = (os.environ.get(name, "") for name in ("XDG_RUNTIME_DIR", "TMPDIR"))
+    return [Path(place) for place in dict.fromkeys((*configured, *LAST_PLACES)) if place]
 
 
 def _make_folder_in(parent: Path) -> Path:
@@ -346,18 +345,18 @@ def _make_folder_in(parent: Path) -> Path:
     """
     if not parent.is_absolute():
         raise OSError("it is no absolute path")
-    # In bytes, because the kernel limits these, and a letter may take four.
+    # Counted in bytes, because the kernel limits bytes, and a letter may take four.
     longest = len(os.fsencode(parent / f"{PREFIX}12345678" / LONGEST_NAME))
     if longest > SOCKET_PATH_LIMIT or not str(parent).isprintable():
         raise OSError("its path is too long for a socket's, or has signs that it cannot have")
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
-    tried = folder / LONGEST_NAME
+    path = folder / LONGEST_NAME
     try:
-        tried.write_bytes(bytes(ROOM))
-        tried.unlink()
-        with socket.socket(socket.AF_UNIX) as one:
-            one.bind(os.fsencode(tried))
-        tried.unlink()
+        path.write_bytes(bytes(ROOM))
+        path.unlink()
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.bind(os.fsencode(path))
+        path.unlink()
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise

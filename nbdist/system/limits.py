@@ -25,41 +25,41 @@ SIGNS = re.compile(
     r"can't start new thread"  # Python
     r"|pthread_create|Thread creation failed"  # OpenBLAS, libgomp
     rf"|{_AGAIN} \(src/thread\.cpp"  # libzmq
-    rf"|(^|RuntimeError: |what\(\):  ){_AGAIN}$"  # std::thread, as torch uses it
+    rf"|(^|RuntimeError: |what\(\):  ){_AGAIN}$"  # std::thread, for example in torch
     rf"|fork: (retry: )?{_AGAIN}"  # shells
     rf"|gloo cannot use it \({_AGAIN}\)"  # nbdist, if gloo cannot start its thread
 )
 """The messages of a process that could not start a thread or process.
 
-The text of EAGAIN alone is no such message: a locked file or a socket has it too."""
+The text of EAGAIN alone is no such message: errors of locked files and sockets have it too."""
 
 NOT_RUNNABLE = (errno.ENOENT, errno.EACCES, errno.ENOEXEC)
 """Errors that mean a wrong program, not a limit."""
 
 OF_LIMITS = (errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-"""Errors that mean a limit of processes, open files or memory, whatever file they name."""
+"""Errors that mean a limit of processes, open files or memory, even if they name a file."""
 
 AGENT_FILES, FILES_OF_RANK = 64, 20
-"""Open files of an agent: without ranks, and more for each rank.
+"""Open files of an agent: without ranks, and for each rank.
 
-32 are open before there are ranks, and some more now and then.  A rank needs 16 for zmq, pipes and
-logs, and four more while it starts."""
+32 are open before the first rank starts, and some more now and then.  A rank needs 16 for zmq,
+pipes and logs, and four more while it starts."""
 
 WORKER_FILES, FILES_OF_PEER = 128, 2
-"""Open files of a worker: alone, and more for each other rank, for gloo's connections.
+"""Open files of a worker: alone, and for gloo's connections to each other rank.
 
 60 are open in a worker, 48 are a reserve, and some are spare."""
 
 
 class Lack(ChildProcessError):
-    """A process could not start or stay alive, for the reason in the text: mostly a limit."""
+    """A process could not start or stay alive; the text has the reason, mostly a limit."""
 
 
 # --- processes and threads ------------------------------------------------------------------
 
 
 def word_lack(code: int | None) -> str:
-    """Return the message why a process could not be started: the reached limit and the remedy.
+    """Return the message for a process that could not be started: the limit and the remedy.
 
     `code` is the errno.
     """
@@ -68,13 +68,13 @@ def word_lack(code: int | None) -> str:
     if code != errno.EAGAIN:
         return f"no further process can be started: {os.strerror(code or 0)}"
     which = "`ulimit -u` or pids.max of a control group is reached"
-    for name, most, there in process_limits()[:1]:
-        which = f"{name} is {most}, and {there} processes and threads are there"
+    for name, limit, count in process_limits()[:1]:
+        which = f"{name} is {limit}, and {count} processes and threads are there"
     return f"no further process or thread can be started: {which}. Raise it, or use fewer workers"
 
 
 def word_start_error(error: OSError) -> str:
-    """Return the message why a process could not be started, with the file that is in the way."""
+    """Return the message for a process that could not be started, with the file of the error."""
     if error.filename is None or error.errno in OF_LIMITS:
         return word_lack(error.errno)
     return f"{error.filename}: {error.strerror}"
@@ -87,21 +87,21 @@ def lack_in(last_lines: Iterable[str]) -> str:
 
 def process_limits() -> list[tuple[str, int, int]]:
     """Return all limits of processes and threads: name, limit, present number; tightest first."""
-    found = []
+    limits = []
     allowed, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     if os.getuid() != 0 and allowed != resource.RLIM_INFINITY:  # the limit does not hold for root
-        own = 0
+        thread_count = 0
         for process in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):  # the process has exited, or its threads may not be listed
                 if process.stat().st_uid == os.getuid():
-                    own += len(os.listdir(process / "task"))
-        found.append(("`ulimit -u`", allowed, own))
+                    thread_count += len(os.listdir(process / "task"))
+        limits.append(("`ulimit -u`", allowed, thread_count))
     for group in control_groups("pids"):
         with suppress(OSError, ValueError):  # the group has no limit, or the limit is "max"
-            most, there = (group.folder / name for name in ("pids.max", "pids.current"))
+            limit_file, count_file = (group.folder / name for name in ("pids.max", "pids.current"))
             name = f"pids.max of {group.folder}"
-            found.append((name, int(most.read_text()), int(there.read_text())))
-    return sorted(found, key=lambda each: each[1] - each[2])
+            limits.append((name, int(limit_file.read_text()), int(count_file.read_text())))
+    return sorted(limits, key=lambda each: each[1] - each[2])
 
 
 # --- open files -----------------------------------------------------------------------------
@@ -114,14 +114,14 @@ def raise_file_limit() -> None:
 
 
 def word_lack_of_files(workers: int) -> str:
-    """Return the message that so many workers need too many open files, or "" if they do not."""
+    """Return the message that `workers` ranks need too many open files, or "" if they do not."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    of_agent = AGENT_FILES + FILES_OF_RANK * workers
-    needed = max(of_agent, WORKER_FILES + FILES_OF_PEER * (workers - 1))
+    agent_files = AGENT_FILES + FILES_OF_RANK * workers
+    needed = max(agent_files, WORKER_FILES + FILES_OF_PEER * (workers - 1))
     if hard == resource.RLIM_INFINITY or needed <= hard:
         return ""
-    most = min((hard - AGENT_FILES) // FILES_OF_RANK, (hard - WORKER_FILES) // FILES_OF_PEER + 1)
-    instead = f", or use {most} workers at most" if most > 0 else ""
+    count = min((hard - AGENT_FILES) // FILES_OF_RANK, (hard - WORKER_FILES) // FILES_OF_PEER + 1)
+    instead = f", or use {count} workers at most" if count > 0 else ""
     return (
         f"{workers} workers take {needed} open files in one process, and `ulimit -Hn` allows "
         f"{hard}. Raise it before the notebook is started{instead}"
@@ -132,8 +132,8 @@ def word_lack_of_files(workers: int) -> str:
 
 
 ASKED_FROM, UNLIMITED = 32 << 20, 1 << 60
-"""Bytes: the smallest size for which `require_memory` reads the limits, which takes 0.2 ms, and the
-smallest limit that counts as no limit."""
+"""Bytes: the size from which `require_memory` reads the limits, which takes 0.2 ms, and the limit
+from which a limit counts as none."""
 
 OOM_KILL = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
@@ -168,7 +168,7 @@ def control_groups(
     """
     try:
         entries = (proc / str(pid) / "cgroup").read_text().splitlines()
-        # This process's mounts, because paths must be valid here: a wrapped worker may have others.
+        # Mounts of this process, where the paths are used; a wrapped worker may have other mounts.
         mounts = [line.split() for line in (proc / "self" / "mountinfo").read_text().splitlines()]
     except OSError:
         return
@@ -189,7 +189,7 @@ def _upwards(mounted: Path, root: str, path: str | None) -> Iterator[Path]:
     """Yield the group's folder and the folders above it, as far as they are mounted here."""
     if path is None:
         return
-    # In a container the path may be the one outside of it, which does not exist here.
+    # In a container `path` may be the path outside the container, which does not exist here.
     below = os.path.relpath(path, root)
     folder = mounted if below.startswith("..") else mounted / below
     yield folder
@@ -200,7 +200,7 @@ def _upwards(mounted: Path, root: str, path: str | None) -> Iterator[Path]:
 
 
 class MemoryLimit(NamedTuple):
-    """A limit of memory in bytes, and how many of them are free; `where` says whose limit it is."""
+    """A limit of memory, and how much of it is free, in bytes; `where` names the limit's owner."""
 
     where: str
     limit: int
@@ -211,16 +211,16 @@ def require_memory(size: int) -> None:
     """Raise NotEnoughMemory if `size` more bytes would exceed a limit; small sizes always pass."""
     if size < ASKED_FROM:
         return
-    for found in memory_limits():
-        if size > found.free:
+    for limit in memory_limits():
+        if size > limit.free:
             # Imported here, because the agent imports this file before it starts the fork server.
             from nbdist.errors import NotEnoughMemory
 
-            raise NotEnoughMemory(size, found.where, found.limit, max(0, found.free))
+            raise NotEnoughMemory(size, limit.where, limit.limit, max(0, limit.free))
 
 
 def memory_limits(proc: Path = _PROC) -> Iterator[MemoryLimit]:
-    """Yield the memory limits of this process: those of its control groups and of the machine."""
+    """Yield the memory limits of this process, from its control groups and from the machine."""
     machine = _fields(proc / "meminfo")
     swap = machine.get("SwapFree:", 0) << 10
     for group in control_groups("memory", proc=proc):
@@ -233,7 +233,7 @@ def memory_limits(proc: Path = _PROC) -> Iterator[MemoryLimit]:
 
 
 def _limit_of(group: ControlGroup, swap: int) -> Iterator[MemoryLimit]:
-    memory, used, more, more_used = (group.folder / name for name in _MEMORY_FILES[group.version])
+    memory, used, extra, extra_used = (group.folder / name for name in _MEMORY_FILES[group.version])
     limit = _number(memory)
     if limit >= UNLIMITED:
         return
@@ -244,9 +244,9 @@ def _limit_of(group: ControlGroup, swap: int) -> Iterator[MemoryLimit]:
     free = limit - _number(used) + cached
     with suppress(OSError):  # raised if the kernel does not count swap
         if group.version == 2:
-            swap = min(swap, _number(more) - _number(more_used))
+            swap = min(swap, _number(extra) - _number(extra_used))
         else:
-            swap = min(swap, max(0, _number(more) - _number(more_used) + cached - free))
+            swap = min(swap, max(0, _number(extra) - _number(extra_used) + cached - free))
     yield MemoryLimit(f"its group {group.folder}", limit, free + swap)
 
 
@@ -264,10 +264,10 @@ def _fields(file: Path) -> dict[str, int]:
 
 
 class OomKills:
-    """Tells whether a worker died because the kernel killed processes for lack of memory.
+    """Detects that a worker died because the kernel killed processes for lack of memory.
 
-    It compares the number of such kills before and after the death, in the innermost of the
-    worker's control groups that counts them, else on the whole machine.
+    Compares the number of such kills before and after the death, in the worker's innermost control
+    group that counts kills, else on the whole machine.
     """
 
     def __init__(self, pid: int) -> None:
@@ -289,6 +289,6 @@ class OomKills:
 def _oom_kills_in(file: Path) -> int:
     """Return the number of kills for lack of memory that a file counts; -1 if it counts none."""
     with suppress(OSError):
-        found = OOM_KILL.search(file.read_text(encoding="utf-8", errors="replace"))
-        return int(found[1]) if found else -1
+        match = OOM_KILL.search(file.read_text(encoding="utf-8", errors="replace"))
+        return int(match[1]) if match else -1
     return -1

@@ -1,8 +1,8 @@
 """How nbdist starts, observes and ends processes: command lines, /proc, prctl, guards, children.
 
 Little is imported here, and nothing of nbdist, because the agent imports this file before it starts
-the fork server.  It is also a script without a package: `python -IS processes.py COMMAND ...`
-becomes the command that wraps a worker (`--wrap`) and dies with the agent.
+the fork server.  This file is also a script without a package: `python -IS processes.py COMMAND`
+becomes the command that wraps a worker (`--wrap`) and is killed with the agent.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.realpath(__file_
 
 
 def agent_command(python: str | None, number: int = -1) -> list[str]:
-    """Return the command that runs an agent of a head; `number` is the node's, -1 if unknown."""
+    """Return the command that runs an agent of a head, on node `number` or -1 if unknown."""
     node = [] if number < 0 else ["--node", str(number)]
     return [python or sys.executable, *MODULE, "nbdist.agent", "--ticket", *node]
 
@@ -40,8 +40,8 @@ def agent_command(python: str | None, number: int = -1) -> list[str]:
 def safe_path(environ: Mapping[str, str], folder: str) -> str:
     """Return PYTHONPATH without entries that lead to the working directory `folder`.
 
-    Such entries are the folder itself, "" and relative paths.  The folder that nbdist itself was
-    imported from stays.
+    Such entries are the folder itself, "" and relative paths.  The folder from which nbdist itself
+    was imported is kept.
     """
     entries = environ.get("PYTHONPATH", "").split(os.pathsep)
     unsafe = {os.path.realpath(folder)} - {_ROOT}
@@ -52,9 +52,9 @@ def safe_path(environ: Mapping[str, str], folder: str) -> str:
 
 def safe_environ(environ: Mapping[str, str], folder: str) -> dict[str, str]:
     """Return the environment for an interpreter with this working directory, see `safe_path`."""
-    rest = {name: value for name, value in environ.items() if name != "PYTHONPATH"}
+    others = {name: value for name, value in environ.items() if name != "PYTHONPATH"}
     path = safe_path(environ, folder)
-    return {**rest, "PYTHONPATH": path} if path else rest
+    return {**others, "PYTHONPATH": path} if path else others
 
 
 # --- parents and children (prctl(2)) -----------------------------------------------------------
@@ -63,8 +63,8 @@ def safe_environ(environ: Mapping[str, str], folder: str) -> dict[str, str]:
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
-def signal_on_parents_end(number: signal.Signals, parent: int) -> bool:
-    """Let the kernel signal this process when its parent exits; return False if it has already."""
+def signal_on_parent_exit(number: signal.Signals, parent: int) -> bool:
+    """Let the kernel signal this process when `parent` exits; return False if it has exited."""
     _prctl(PR_SET_PDEATHSIG, number)
     return os.getppid() == parent
 
@@ -133,7 +133,7 @@ def may_run(identity: str) -> bool:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Return the processor time that all threads of a process have used; 0 if it has exited."""
+    """Return the processor seconds that all threads of a process have used; 0 if it has exited."""
     stat = _stat(pid)
     return sum(map(int, stat[11:13])) / os.sysconf("SC_CLK_TCK")
 
@@ -152,12 +152,12 @@ def is_stopped(pid: int) -> bool:
     return thread_state(pid) in "Tt"
 
 
-def ignores(pid: int, number: int) -> bool:
+def ignores_signal(pid: int, number: int) -> bool:
     """Return True if the process ignores the signal; False if it has exited."""
     try:
         with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as status:
-            found = next((line for line in status if line.startswith("SigIgn:")), "SigIgn: 0")
-        return bool(int(found.split()[1], 16) >> (number - 1) & 1)
+            mask_line = next((line for line in status if line.startswith("SigIgn:")), "SigIgn: 0")
+        return bool(int(mask_line.split()[1], 16) >> (number - 1) & 1)
     except (OSError, ValueError):
         return False
 
@@ -181,27 +181,27 @@ def schedule(pid: int, tid: int | str) -> Schedule:
 
 
 class OwnTime:
-    """Counts the seconds from now on in which a process was not kept waiting for a processor.
+    """Counts the seconds from now on in which a process does not have to wait for a processor.
 
-    The wait of the process is that of its longest waiting thread, because threads also wait for
-    one another, for the GIL.
+    The wait of its longest waiting thread counts as the wait of the process, because threads also
+    wait for one another, for the GIL.
     """
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
         self.since = time.monotonic()
         self._before = _schedules(pid)
-        self._most = 0.0
+        self._largest = 0.0
 
     def seconds(self) -> float:
         """Return the counted seconds; all seconds if the kernel does not count threads' waits.
 
         The number never falls.  A thread that is ready to run may have slept until now, or may have
-        waited for a processor all the time.  The latter is assumed until the thread has run.
+        waited for a processor all the time.  Until the thread has run, a wait is assumed.
         """
         seconds = time.monotonic() - self.since - max(self.waits(), default=0.0)
-        self._most = max(self._most, seconds)
-        return self._most
+        self._largest = max(self._largest, seconds)
+        return self._largest
 
     def waits(self) -> list[float]:
         """Return how many seconds each thread has waited for a processor since the start."""
@@ -210,7 +210,7 @@ class OwnTime:
 
     def _wait(self, tid: str, now: Schedule, passed: float) -> float:
         before = self._before.get(tid, Schedule())
-        # The kernel adds a wait once it is over.  For the calling thread, which runs, it is over.
+        # The kernel adds a wait when the thread begins to run, as the calling thread has done.
         is_over = thread_state(self._pid, tid) != "R" or int(tid) == threading.get_native_id()
         return now.waited - before.waited if is_over else passed - (now.ran - before.ran)
 
@@ -223,7 +223,7 @@ def _schedules(pid: int) -> dict[str, Schedule]:
 
 
 def trim_memory() -> None:
-    """Return freed memory that the C library has kept to the machine; only glibc can do that."""
+    """Return memory to the machine that the C library has kept after it was freed; glibc only."""
     with suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -231,60 +231,60 @@ def trim_memory() -> None:
 # --- the guard above an agent -----------------------------------------------------------------
 
 # The process of an agent, or of a head, forks before it imports anything else.  The child becomes
-# the agent, and the parent becomes the guard, which only waits for the agent to exit.  Then, also
-# if the agent was killed, the guard kills all processes that are left.  It is their parent, because
-# it is a child subreaper.  If the guard is killed, the agent gets a SIGTERM and exits in order.  An
-# agent that hangs after its notebook's end is killed, unless it has told the guard that it stays.
+# the agent, and the parent becomes the guard, which only waits for the agent to exit.  Then the
+# guard kills all processes that the agent, which may have been killed, has left.  As a child
+# subreaper, the guard is their parent.  If the guard is killed, the agent gets a SIGTERM and exits
+# in order.  If an agent hangs after its notebook's exit and has not sent `STAYS`, it is killed.
 
 
 END_TIMEOUT, END_STEP = 5.0, 0.005
 """Seconds for killed processes to exit, and between two checks."""
 
 AGENT_GRACE = 20.0
-"""Seconds for an agent to exit after its notebook: it may still be importing on busy cores."""
+"""Seconds for an agent to exit after its notebook: on busy cores its imports may take long."""
 
 STAYS, LEAVES, LONGEST_TOLD = b"s", b"l", 1 << 16
-"""What an agent tells its guard: it outlives its notebook, or not; and bytes that a pipe holds."""
+"""An agent's messages to its guard, that it outlives its notebook or not; and the pipe's size."""
 
 
 class Guard:
     """The agent's connection to its guard."""
 
-    def __init__(self, end: int) -> None:
+    def __init__(self, pipe: int) -> None:
         self.pid = os.getppid()
-        self._end = end
+        self._pipe = pipe
 
-    def tell(self, word: bytes) -> None:
-        """Tell the guard `STAYS` or `LEAVES`, or a last word for `after_kill`."""
+    def send(self, word: bytes) -> None:
+        """Send the guard `STAYS` or `LEAVES`, or a last word for `after_kill`."""
         with suppress(BrokenPipeError):  # the guard is being killed
-            os.write(self._end, word)
+            os.write(self._pipe, word)
 
 
-def go_below_guard(
+def fork_below_guard(
     runtime: Path,
     notebook: int | None,
     grace: float = 0.0,
     after_kill: Callable[[bytes], None] = lambda last_word: None,
 ) -> Guard:
-    """Fork: the parent becomes the guard and never returns, the child becomes the agent.
+    """Fork this process.  The parent becomes the guard and never returns; the child is the agent.
 
     Processes that the agent leaves behind have `grace` seconds to exit by themselves, because their
-    stdin has closed, and as many after a SIGTERM; then they are killed.  The agent itself may also
-    wait so long, so the guard gives it that much more time after the notebook's end.  If the agent
-    was killed by a signal, the guard calls `after_kill` with everything that the agent told it.
-    Raises OSError if no further process can be started.
+    stdin has closed, and as many after a SIGTERM; then they are killed.  The agent itself may wait
+    as long for its processes, so the guard allows it that much more time after the notebook's exit.
+    If the agent was killed by a signal, the guard calls `after_kill` with everything that the agent
+    has sent.  Raises OSError if no further process can be started.
     """
     guard = os.getpid()
     adopt_orphans()
-    told, tell = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    read_end, write_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     agent = os.fork()
     if agent:
-        os.close(tell)
-        _watch(agent, runtime, notebook, told, grace, after_kill)
-    os.close(told)
-    if not signal_on_parents_end(signal.SIGTERM, guard):
+        os.close(write_end)
+        _watch(agent, runtime, notebook, read_end, grace, after_kill)
+    os.close(read_end)
+    if not signal_on_parent_exit(signal.SIGTERM, guard):
         sys.exit(1)
-    return Guard(tell)
+    return Guard(write_end)
 
 
 TRACKERS = (b"resource_tracker import main", b"torch_shm_manager")
@@ -302,11 +302,11 @@ TRACKER_GRACE = 3.0
 MOST_LOOKS = 20  # rounds in which processes are killed that others started meanwhile
 
 
-def end_group(pid: int) -> None:
-    """Kill the process group that a worker leads: the worker and what it started.
+def kill_group(pid: int) -> None:
+    """Kill the process group that a worker leads: the worker and the programs that it started.
 
-    If there may be something to clean up in /dev/shm, trackers are spared: they exit by themselves
-    afterwards, and clean up first.
+    Trackers are spared if /dev/shm may have files to clean up: trackers clean up by themselves when
+    the other processes have exited, and then exit.
     """
     if not _has_tracked():
         with suppress(ProcessLookupError, PermissionError):
@@ -328,7 +328,7 @@ WORKER_PID = "NBDIST_WORKER_PID"
 """A variable that a worker sets in its environment, and that the programs it starts inherit."""
 
 
-def end_adopted(worker: int) -> None:
+def kill_adopted(worker: int) -> None:
     """Kill the programs that a dead worker started in sessions of their own, and their children.
 
     This process has adopted these programs, and recognises them by `WORKER_PID`.  A program that
@@ -369,26 +369,26 @@ def _is_tracker(pid: int) -> bool:
     return False
 
 
-def end_descendants() -> None:
+def kill_descendants() -> None:
     """Kill and reap all descendants of this process, which must adopt orphans.
 
     Trackers are spared for `TRACKER_GRACE`.  Waits at most `END_TIMEOUT` seconds.
     """
     spared_until = time.monotonic() + TRACKER_GRACE
 
-    def end_children() -> bool:
-        if not (have_ended := _reap_children()):
+    def kill_children() -> bool:
+        if not (have_exited := _reap_children()):
             is_over = time.monotonic() > spared_until
             _signal_children(signal.SIGKILL, lambda child: is_over or not _is_tracker(child))
-        return have_ended
+        return have_exited
 
-    await_end(end_children)
+    poll_until(kill_children)
 
 
-def await_end(have_ended: Callable[[], bool], timeout: float = END_TIMEOUT) -> None:
-    """Call `have_ended` again and again until it returns True, at most for `timeout` seconds."""
+def poll_until(condition: Callable[[], bool], timeout: float = END_TIMEOUT) -> None:
+    """Call `condition` repeatedly until it returns True, at most for `timeout` seconds."""
     deadline = time.monotonic() + timeout
-    while not have_ended() and time.monotonic() < deadline:
+    while not condition() and time.monotonic() < deadline:
         time.sleep(END_STEP)
 
 
@@ -402,8 +402,8 @@ def _reap_children() -> bool:
     return False
 
 
-def _signal_children(number: int, which: Callable[[int], bool] = lambda _: True) -> None:
-    for child in filter(which, children_of(os.getpid())):
+def _signal_children(number: int, is_selected: Callable[[int], bool] = lambda _: True) -> None:
+    for child in filter(is_selected, children_of(os.getpid())):
         with suppress(ProcessLookupError, PermissionError):
             os.kill(child, number)
 
@@ -412,58 +412,58 @@ def _watch(
     agent: int,
     runtime: Path,
     notebook: int | None,
-    told: int,
+    pipe: int,
     grace: float,
     after_kill: Callable[[bytes], None],
 ) -> NoReturn:
-    """Be the guard: wait for the agent, kill what it has left, and exit as it did."""
+    """Be the guard: wait for the agent, kill all remaining processes, exit with its exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: os.kill(agent, signal.SIGTERM))
-    status, last_word = _wait_for(agent, notebook, told, AGENT_GRACE + 2 * grace)
+    status, last_word = _wait_for(agent, notebook, pipe, AGENT_GRACE + 2 * grace)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if grace:
-        await_end(_reap_children, grace)
+        poll_until(_reap_children, grace)
         _signal_children(signal.SIGTERM)
-        await_end(_reap_children, grace)
-    end_descendants()
+        poll_until(_reap_children, grace)
+    kill_descendants()
     shutil.rmtree(runtime, ignore_errors=True)
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
         after_kill(last_word)
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # one core file, the agent's, is enough
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # only the agent may write a core file
         with suppress(OSError):  # raised for SIGKILL, which has no handler
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     sys.exit(code)
 
 
-def _wait_for(agent: int, notebook: int | None, told: int, grace: float) -> tuple[int, bytes]:
-    """Return the agent's wait status and all that it told; kill it if it hangs.
+def _wait_for(agent: int, notebook: int | None, pipe: int, grace: float) -> tuple[int, bytes]:
+    """Return the agent's wait status and everything that the agent sent; kill it if it hangs.
 
-    It hangs if it has not exited `grace` seconds after its notebook, unless it said that it stays.
+    An agent hangs if it has not exited `grace` seconds after its notebook, and did not send STAYS.
     """
-    ended, ends = os.pidfd_open(agent), select.poll()
-    ends.register(ended, select.POLLIN)
-    ends.register(sys.stdin, 0)  # a pipe's hang-up
+    agent_exit, poller = os.pidfd_open(agent), select.poll()
+    poller.register(agent_exit, select.POLLIN)
+    poller.register(sys.stdin, 0)  # a pipe's hang-up
     try:
         if notebook is not None:
-            ends.register(os.pidfd_open(notebook), select.POLLIN)
-        ends.poll()
+            poller.register(os.pidfd_open(notebook), select.POLLIN)
+        poller.poll()
     except ProcessLookupError:
         pass  # the notebook has exited already
-    said = b""
-    with suppress(BlockingIOError):  # raised if the agent has told nothing
-        said = os.read(told, LONGEST_TOLD)
-    if said[-1:] != STAYS and not select.select([ended], [], [], grace)[0]:
+    words = b""
+    with suppress(BlockingIOError):  # raised if the agent has sent nothing
+        words = os.read(pipe, LONGEST_TOLD)
+    if words[-1:] != STAYS and not select.select([agent_exit], [], [], grace)[0]:
         os.kill(agent, signal.SIGKILL)
-    return os.waitpid(agent, 0)[1], said
+    return os.waitpid(agent, 0)[1], words
 
 
 # --- a child process with a log ---------------------------------------------------------------
 
 
 LAST_BYTES, LEFT = 4096, "nbdist left behind: "
-"""Bytes at a log's end that are read, and the beginning of a line that names what still runs."""
+"""Bytes at a log's end that are read, and the beginning of a line that names running processes."""
 
 
 def last_lines_of(log: BinaryIO) -> list[str]:
@@ -475,7 +475,7 @@ def last_lines_of(log: BinaryIO) -> list[str]:
 class Child:
     """A command that runs on this machine, in a session of its own, with a log file.
 
-    `host` is the machine on which its work is done, for messages.
+    `host` is the machine on which the command does its work, for messages.
     """
 
     def __init__(
@@ -489,7 +489,7 @@ class Child:
     ) -> None:
         """Start the command; raises OSError if that fails.
 
-        By default it runs in this process's folder, and its stdout goes to the log, as its stderr.
+        By default the command runs in this process's folder, and writes its stdout to the log.
         """
         self.host = host
         self.command = shlex.join(command)
@@ -511,10 +511,10 @@ class Child:
         self.pid = self._process.pid
         try:
             self._pidfd = os.pidfd_open(self.pid)
-        except OSError:  # the caller gets no object by which it could end the command
-            end_group(self.pid)
-            self._end_stdin()
-            self._ends_in(END_TIMEOUT)
+        except OSError:  # the caller gets no object by which it could stop the command
+            kill_group(self.pid)
+            self._close_stdin()
+            self._exits_within(END_TIMEOUT)
             self._log.close()
             raise
 
@@ -538,19 +538,19 @@ class Child:
 
         Most commands exit when their stdin closes.
         """
-        self._end_stdin()
+        self._close_stdin()
         if self._process.poll() is None:
-            # The process may outlive this one; a set code keeps subprocess from warning about that.
+            # The child may outlive this process; a set code keeps subprocess from warning about it.
             self._process.returncode = 0
         os.close(self._pidfd)
         self._log.close()
 
-    def _end_stdin(self) -> None:
+    def _close_stdin(self) -> None:
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # the process has exited without reading all of it
             self._process.stdin.close()
 
-    def _ends_in(self, timeout: float) -> bool:
+    def _exits_within(self, timeout: float) -> bool:
         try:
             self._process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -558,8 +558,8 @@ class Child:
         return True
 
 
-def left_behind(lines: Sequence[str]) -> str:
-    """Return what a process could not end, from the last such line of its log; "" if nothing."""
+def find_leftovers(lines: Sequence[str]) -> str:
+    """Return the leftovers that a process has named in its log, from the last such line; or ""."""
     return next((line.removeprefix(LEFT) for line in [*lines][::-1] if line.startswith(LEFT)), "")
 
 
@@ -569,11 +569,11 @@ def left_behind(lines: Sequence[str]) -> str:
 def main() -> None:
     """Become the command that wraps a worker, and let the kernel kill it with the agent.
 
-    The request to the kernel, and the ignored signal, survive `exec`.
+    The request to the kernel and the ignored signal stay in effect after `exec`.
     """
-    signal_on_parents_end(signal.SIGKILL, os.getppid())
-    # Stop sends SIGINT to the worker's process group, to which the wrapper belongs.  It must ignore
-    # the signal; the worker's kernel sets a handler of its own while it runs a cell.
+    signal_on_parent_exit(signal.SIGKILL, os.getppid())
+    # Stop sends SIGINT to the worker's process group, to which the wrapper belongs.  The wrapper
+    # must ignore it; the worker's kernel sets a handler of its own while it runs a cell.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.execv(sys.argv[1], sys.argv[1:])
 

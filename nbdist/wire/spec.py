@@ -84,7 +84,7 @@ class WorldSpec:
     """What all ranks of a world have in common.
 
     With several machines each agent replaces the fields that depend on the machine: environment,
-    folder, interpreter, GPUs, threads, network interface (`nbdist.agent.worker_group.spec_here`).
+    folder, interpreter, GPUs, threads, network interface (`nbdist.agent.worker_group.adapt_spec`).
     """
 
     world_size: int

@@ -26,7 +26,7 @@ from types import FrameType
 from typing import Any
 
 from nbdist.output.events import StreamName
-from nbdist.system.processes import await_end, signal_on_parents_end
+from nbdist.system.processes import poll_until, signal_on_parent_exit
 from nbdist.wire.work import Mark, mark
 
 PLENTY = 65536
@@ -50,8 +50,8 @@ def die_with_parent(parent_pid: int) -> None:
     The agent becomes the parent a moment after a fork, when the process between the two has exited.
     If it does not become the parent, this process exits.
     """
-    await_end(lambda: os.getppid() == parent_pid)
-    if not signal_on_parents_end(signal.SIGKILL, parent_pid):
+    poll_until(lambda: os.getppid() == parent_pid)
+    if not signal_on_parent_exit(signal.SIGKILL, parent_pid):
         os._exit(1)
 
 

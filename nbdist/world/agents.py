@@ -326,13 +326,13 @@ class AgentProcess(Child):
 
         `fileno` stays valid.
         """
-        self._end_stdin()
-        if self._ends_in(timeout):
+        self._close_stdin()
+        if self._exits_within(timeout):
             return
         # The child is the agent's guard, which ends all processes that a killed agent has left.
         for agent in children_of(self.pid):
             with suppress(ProcessLookupError):
                 os.kill(agent, signal.SIGKILL)
-        if not self._ends_in(timeout):
+        if not self._exits_within(timeout):
             self._process.kill()
-            self._ends_in(timeout)
+            self._exits_within(timeout)

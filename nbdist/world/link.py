@@ -25,7 +25,7 @@ from nbdist import __version__
 from nbdist.errors import AgentLost, ForkedProcess, StartError
 from nbdist.output.events import Died, Output
 from nbdist.system.folders import JoinedFolder, RuntimeFolder
-from nbdist.system.processes import left_behind
+from nbdist.system.processes import find_leftovers
 from nbdist.wire import messages
 from nbdist.wire.frames import pack, unpack
 from nbdist.wire.messages import Answer, Attached, Hello, Received, Reply, Request, Starting
@@ -249,7 +249,7 @@ class Link:
         left = ""
         if self._agent is not None:
             self._agent.end(LEAVE_TIMEOUT)
-            left = left_behind(self._agent.last_lines())
+            left = find_leftovers(self._agent.last_lines())
         self._end()
         self._folder.close()
         return left

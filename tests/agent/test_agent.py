@@ -124,7 +124,7 @@ def test_notebook_that_is_gone_already(runtime: Path) -> None:
 async def test_another_version(runtime: Path) -> None:
     """A notebook of another nbdist is refused, in a sentence."""
     link = NotebookLink(runtime, os.getpid(), SimpleNamespace(pid=1), print, print)
-    refused = await link.admit(Attach("0.0", 1, "notebook-1.sock"))
+    refused = await link.attach(Attach("0.0", 1, "notebook-1.sock"))
     assert refused == Refused(f"it is of nbdist {__version__}, and this is 0.0")
     await link.close()
 
@@ -150,16 +150,16 @@ async def test_calls_wait_for_one_another_and_other_things_do_not() -> None:
     def send(answer: Answer) -> None:
         answers.append(answer)
         if len(answers) == 2:
-            serving.leave()
+            serving.stop()
 
     serving = Serving(answer, send)
-    serving.call(Ask(1, Kill((0,))))
-    serving.call(Ask(2, GetStatus()))
-    working = asyncio.create_task(serving.until_left())
+    serving.enqueue(Ask(1, Kill((0,))))
+    serving.enqueue(Ask(2, GetStatus()))
+    working = asyncio.create_task(serving.run_until_stopped())
     await asyncio.sleep(0)
-    serving.do(beside())
+    serving.spawn(beside())
     await working
-    serving.do(beside())  # it is closed, not begun
+    serving.spawn(beside())  # it is closed, not begun
     assert answers == [Answer(1, ()), Answer(2, ())]
     assert said == ["beside", "cancelled"]
 
@@ -171,7 +171,7 @@ async def _raise(_: object = None) -> messages.Reply:
 @pytest.mark.parametrize(
     "fail",
     [
-        lambda serving: serving.do(_raise()),
+        lambda serving: serving.spawn(_raise()),
         lambda serving: asyncio.get_running_loop().call_soon({}.__getitem__, 17),
     ],
     ids=["a task", "a callback"],
@@ -179,8 +179,8 @@ async def _raise(_: object = None) -> messages.Reply:
 async def test_a_fault_of_ours(fail: Callable[[Serving], object]) -> None:
     """It ends all, and is raised: the process exits with its line as the last of the log."""
     serving = Serving(_raise, lambda _: None)
-    asyncio.get_running_loop().set_exception_handler(serving.fail)
-    working = asyncio.create_task(serving.until_left())
+    asyncio.get_running_loop().set_exception_handler(serving.on_loop_error)
+    working = asyncio.create_task(serving.run_until_stopped())
     await asyncio.sleep(0)
     fail(serving)
     with pytest.raises(KeyError, match="17"):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.agent.code_folder import PREFIX, CodeFolder, drop_dead
+from nbdist.agent.code_folder import PREFIX, CodeFolder, remove_dead_folders
 from nbdist.wire.messages import CodeHeld, GetCode, Landmark, PutCode
 from nbdist.wire.spec import WorldSpec
 
@@ -44,8 +44,8 @@ def bring(code: CodeFolder, texts: dict[str, str], kind: bytes = tarfile.REGTYPE
             info.type, info.linkname = kind, "/etc/passwd"
             tar.addfile(info, io.BytesIO(text.encode()))
     digest = repr((texts, kind))
-    assert not code.take(GetCode(digest, None)).is_here
-    *_, held = map(code.take, PutCode.of(digest, zlib.compress(packed.getvalue())))
+    assert not code.answer(GetCode(digest, None)).is_here
+    *_, held = map(code.answer, PutCode.of(digest, zlib.compress(packed.getvalue())))
     assert held.is_here == (not held.problem)
     return held
 
@@ -108,7 +108,7 @@ def test_a_file_that_cells_have_written_stays(code: CodeFolder, parent: Path) ->
     code.close()
     there = {each for each in weights.parents[2].rglob("*") if each != weights.parents[1]}
     assert there == {weights.parent, weights}
-    drop_dead(parent)
+    remove_dead_folders(parent)
     assert weights.exists()
 
 
@@ -141,10 +141,10 @@ def test_what_a_killed_agent_left_goes(code: CodeFolder, parent: Path) -> None:
     bring(killed, {"a.py": "1"})
     (parent / f"{PREFIX}mine").mkdir()
     bring(code, {"a.py": "1"})
-    drop_dead(parent)
+    remove_dead_folders(parent)
     assert killed.path.exists()
     os.close(killed._claim)  # as the kernel does at a process's end
-    drop_dead(parent)
+    remove_dead_folders(parent)
     assert not killed.path.exists()
     assert (parent / f"{PREFIX}mine").exists()
     assert found(code) == {"a.py": "1"}
@@ -158,14 +158,14 @@ def test_a_shared_folder_is_used_as_it_is(code: CodeFolder, parent: Path) -> Non
     path = ("", str(folder), f"{folder}/src", f"{folder}2", "/usr/lib")
     spec = WorldSpec(1, None, {}, str(folder), path, 1, "python")
     get = GetCode("digest", Landmark.of(str(folder / "a.py")))
-    assert code.take(get).is_shared
-    assert (code.path, code.moved(spec)) == (None, spec)
+    assert code.answer(get).is_shared
+    assert (code.path, code.with_folder(spec)) == (None, spec)
     shutil.copytree(folder, parent / "copy")
     shutil.rmtree(folder)
     (parent / "copy").rename(folder)
-    assert not code.take(get).is_shared
+    assert not code.answer(get).is_shared
     bring(code, {"a.py": "1"})
-    here, moved = str(code.path), code.moved(spec)
+    here, moved = str(code.path), code.with_folder(spec)
     assert moved.cwd == here
     assert moved.sys_path == ("", here, f"{here}/src", f"{folder}2", "/usr/lib")
-    assert code.moved(moved) == moved
+    assert code.with_folder(moved) == moved

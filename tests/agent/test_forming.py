@@ -43,7 +43,7 @@ class FakePart:
         self._generation = 0
         self._off = asyncio.Event()
 
-    async def do(self, request: asks.PartRequest[Any]) -> Any:
+    async def execute(self, request: asks.PartRequest[Any]) -> Any:
         """Answer as a part does, and note what is asked."""
         match request:
             case asks.StartPart(spec, ranks):

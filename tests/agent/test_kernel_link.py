@@ -23,9 +23,9 @@ from nbdist.agent.kernel_link import (
     FrameConnection,
     KernelClient,
     Message,
-    as_shown,
     message_from,
     output_from,
+    user_failure,
 )
 from nbdist.output.events import (
     Clear,
@@ -55,9 +55,9 @@ def test_our_own_frames_are_not_shown(function: Any) -> None:
     """Those between users' code and what it called, which nobody has written."""
     ours = f"File \x1b[32m{function.__code__.co_filename}:25\x1b[0m, in {function.__name__}"
     failure = Failure("ValueError", "x", ("Cell In[1], line 2", ours, "ValueError: x"), 5)
-    assert as_shown(failure).traceback == ("Cell In[1], line 2", "ValueError: x")
+    assert user_failure(failure).traceback == ("Cell In[1], line 2", "ValueError: x")
     # IPython's own words for this one are for a terminal.
-    shown = as_shown(Failure("SystemExit", "3", ("long", "words"), 5))
+    shown = user_failure(Failure("SystemExit", "3", ("long", "words"), 5))
     assert (shown.message, shown.traceback[0][:21]) == ("3", "sys.exit(3) ended the")
 
 

@@ -79,13 +79,13 @@ class Lab:
     def describe(self) -> queries.WorldInfo:
         return INFO
 
-    async def admit(self, wanted: queries.Attach) -> queries.Accepted | queries.Refused:
+    async def attach(self, wanted: queries.Attach) -> queries.Accepted | queries.Refused:
         if wanted.pid == 17:
             raise KeyError(17)
         await self.admits.wait()
         return queries.Accepted(1, 2) if wanted.version == "1.0" else queries.Refused("no")
 
-    def let_go_by(self, pid: int) -> None:
+    def attach_connection_closed(self, pid: int) -> None:
         self.gone.append(pid)
 
     async def _look(self, info: queries.WorldInfo) -> queries.WorldInfo:

@@ -29,11 +29,11 @@ def figure(text: str, name: str | None = None) -> Display:
 
 def test_text_is_joined() -> None:
     """What a rank writes to one stream is one piece; other streams part it, other ranks do not."""
-    backlog = Backlog(text=1000)
+    backlog = Backlog(max_text=1000)
     said = [Text("stdout", "a"), Text("stderr", "c"), Text("stdout", "d")]
     assert filled(backlog, said[0], *said) == [Text("stdout", "aa"), *said[1:]]
     assert len(backlog) == 3
-    backlog = Backlog(text=1000)
+    backlog = Backlog(max_text=1000)
     for _ in range(50):
         for rank in (0, 1):
             backlog.add(rank, "cell", Text("stdout", "step\n"))
@@ -45,7 +45,7 @@ def test_text_is_joined() -> None:
 
 def test_older_text_makes_room() -> None:
     """It is said how much is missing, once, and the end is there; each rank has its own room."""
-    backlog = Backlog(text=1000)
+    backlog = Backlog(max_text=1000)
     filled(backlog, Text("stdout", "quiet"), rank=1)
     lines = [f"line {number}\n" for number in range(1000)]
     filled(backlog, *(Text("stdout", line) for line in lines))
@@ -61,12 +61,12 @@ def test_older_text_makes_room() -> None:
 
 def test_taking_some() -> None:
     """The oldest first, as much as a reader is quick about; each rank has its turn."""
-    backlog = Backlog(text=1000, shown=100_000)
+    backlog = Backlog(max_text=1000, max_other=100_000)
     for number in range(200):
         filled(backlog, Text("stdout", f"{number}\n"), figure("f"), Update({}, {}, "id"))
     before = backlog.items
     assert len(before) == 401
-    batches = [backlog.take(50_000) for _ in range(4)]
+    batches = [backlog.pop_batch(50_000) for _ in range(4)]
     assert all(len(batch) <= 50 for batch in batches)
     assert [*before] == [*(item for batch in batches for item in batch), *backlog.items]
     filled(backlog, *(Update({}, {}, "id") for _ in range(2)), Text("stdout", "x" * 999))
@@ -76,26 +76,26 @@ def test_taking_some() -> None:
     backlog = Backlog()
     for rank in (0, 1):
         filled(backlog, *(figure("x" * 100) for _ in range(5)), rank=rank)
-    assert [{rank for rank, _, _ in backlog.take(2000)} for _ in range(3)] == [{0}, {1}, {0}]
+    assert [{rank for rank, _, _ in backlog.pop_batch(2000)} for _ in range(3)] == [{0}, {1}, {0}]
 
 
 def test_figures_make_room() -> None:
     """The oldest are left out, which is said in their places; how a rank ended stays."""
     done = Done("ok", 1.0)
     sizes = figure("a" * 600), done, figure("b" * 300), figure("c" * 300)
-    found = filled(Backlog(shown=1000), *sizes)
+    found = filled(Backlog(max_other=1000), *sizes)
     assert found[:2] == [Skipped(0, 0, displays=1), done]
     assert found[-1] == figure("c" * 300)
-    backlog = Backlog(shown=1000)  # what was taken makes room for what waits still
+    backlog = Backlog(max_other=1000)  # what was taken makes room for what waits still
     figures = [figure(f"{number}" * 300) for number in range(5)]
     filled(backlog, *figures[:2])
-    assert len(backlog.take(1)) == 1
+    assert len(backlog.pop_batch(1)) == 1
     assert filled(backlog, figures[2]) == figures[1:3]
-    assert backlog.take(10_000)
+    assert backlog.pop_batch(10_000)
     assert filled(backlog, *figures[3:]) == figures[3:]
     # What is JSON, as plotly's figures are, counts like text.
     points = [[0.5] * 10, {"x": ["label"] * 10}]
-    found = filled(Backlog(shown=10_000), *[Display({"application/x": points}, {})] * 100)
+    found = filled(Backlog(max_other=10_000), *[Display({"application/x": points}, {})] * 100)
     assert found[0].displays + len(found[1:]) == 100
     assert 5 < len(found) < 20
 
@@ -106,7 +106,7 @@ FAILED = Failure("ValueError", "x" * 500, (), 1)
 def test_a_flood_of_anything_is_bounded() -> None:
     """Of ranks that take turns: small figures among text, clearing, errors; a last error stays."""
     small, line = figure("x" * 50), Text("stdout", f"{'x' * 80}\n")
-    backlog = Backlog(text=1000, shown=10_000)
+    backlog = Backlog(max_text=1000, max_other=10_000)
     backlog.add(2, "cell", FAILED)  # which may be why the cell failed
     for _ in range(1000):
         for rank in (0, 1):
@@ -129,7 +129,7 @@ def test_what_is_over_is_not_kept() -> None:
     backlog = Backlog()
     for rank in (0, 1):
         filled(backlog, *(events.InputRequest(number, "? ") for number in (1, 2)), rank=rank)
-    backlog.answered(0, 1)
+    backlog.discard_input_request(0, 1)
     assert [(rank, output.number) for rank, _, output in backlog.items] == [(0, 2), (1, 1), (1, 2)]
 
 
@@ -180,7 +180,7 @@ async def test_ends_and_failures_do_not_wait(last: Output, notebook: Reader) -> 
 
 async def test_ends_of_all_ranks_leave_together(notebook: Reader) -> None:
     """While others still run a rank's end can wait; the last one takes them all along."""
-    notebook.outbox.begin(range(3))
+    notebook.outbox.mark_running(range(3))
     for rank in range(3):
         assert notebook.batches == []
         notebook.outbox.add(rank, "cell", Done("ok", 0.1))
@@ -191,10 +191,10 @@ async def test_ends_of_all_ranks_leave_together(notebook: Reader) -> None:
 
 async def test_ranks_of_a_world_that_has_ended(notebook: Reader) -> None:
     """Nothing more is sent of them, nor waited for: the end of the next world's cell is at once."""
-    notebook.outbox.begin(range(3))
+    notebook.outbox.mark_running(range(3))
     notebook.say("old")
-    notebook.outbox.forget()
-    notebook.outbox.begin([0])
+    notebook.outbox.clear()
+    notebook.outbox.mark_running([0])
     notebook.outbox.add(0, "cell", Done("ok", 0.1))
     await few_turns()
     assert [output for _, _, output in notebook.items] == [Done("ok", 0.1)]

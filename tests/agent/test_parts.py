@@ -69,7 +69,7 @@ def linked(group: WorkerGroup) -> Node:
     tasks: set[asyncio.Task[None]] = set()
 
     async def answer(asked: Ask[asks.PartRequest[None]]) -> None:
-        node.resolve_request(asked.id, await group.do(asked.request))
+        node.resolve_request(asked.id, await group.execute(asked.request))
 
     def send(message: asks.NodeDown) -> None:
         tasks.add(asyncio.ensure_future(answer(message)))
@@ -127,48 +127,48 @@ def tried(request: pytest.FixtureRequest, bench: Source, runner: asyncio.Runner)
 async def test_its_ranks(tried: Tried, spec: WorldSpec) -> None:
     """They start, and are replaced, called by other numbers and ended; those that live stay."""
     part = tried.part
-    started = await part.do(asks.StartPart(spec, (0, 1), 1))
+    started = await part.execute(asks.StartPart(spec, (0, 1), 1))
     assert isinstance(started, WorldStarted)
     assert (started.pids.keys(), started.logs) == ({0, 1}, {0: "", 1: ""})
     held = [HeldGroups(rank, 2, {}) for rank in (0, 1)]
-    assert await part.do(asks.GetHeld()) == asks.Held(dict(enumerate(held)))
+    assert await part.execute(asks.GetHeld()) == asks.Held(dict(enumerate(held)))
     await tried.kill(1)
-    assert await part.do(asks.GetHeld()) == asks.Held({0: held[0]})
-    assert await part.do(asks.Prepare(spec, (1,))) == ""
-    formed = await part.do(asks.Form(spec, (0, 1), 1, 2, 1, (1,), {}))
+    assert await part.execute(asks.GetHeld()) == asks.Held({0: held[0]})
+    assert await part.execute(asks.Prepare(spec, (1,))) == ""
+    formed = await part.execute(asks.Form(spec, (0, 1), 1, 2, 1, (1,), {}))
     assert (formed.problem, sorted(formed.alive)) == ("", [0, 1])
     assert formed.pids[0] == started.pids[0]
     assert formed.pids[1] != started.pids[1]
-    assert await part.do(asks.GetHeld()) == asks.Held(dict(enumerate(held)))
-    await part.do(asks.EndRanks((0,), 0.0))
-    await part.do(asks.EndRanks((0,), 0.0))  # which it has no more
-    await part.do(asks.Renumber({1: 0}))
+    assert await part.execute(asks.GetHeld()) == asks.Held(dict(enumerate(held)))
+    await part.execute(asks.EndRanks((0,), 0.0))
+    await part.execute(asks.EndRanks((0,), 0.0))  # which it has no more
+    await part.execute(asks.Renumber({1: 0}))
     fewer = replace(spec, world_size=1, slots=spec.slots[:1])
-    alone = await part.do(asks.Form(fewer, (0,), 1, 3, 3, (), None))
+    alone = await part.execute(asks.Form(fewer, (0,), 1, 3, 3, (), None))
     assert (alone.problem, alone.alive, dict(alone.pids)) == ("", (0,), {0: formed.pids[1]})
-    assert await part.do(asks.GetHeld()) == asks.Held({0: HeldGroups(0, 1, {})})
-    await part.do(asks.EndRanks((0,), 0.0))
-    assert await part.do(asks.GetHeld()) == asks.Held({})
+    assert await part.execute(asks.GetHeld()) == asks.Held({0: HeldGroups(0, 1, {})})
+    await part.execute(asks.EndRanks((0,), 0.0))
+    assert await part.execute(asks.GetHeld()) == asks.Held({})
 
 
 async def test_a_start_that_fails(tried: Tried, spec: WorldSpec) -> None:
     """It is said of which rank, and why; none of them lives on."""
-    failed = await tried.part.do(asks.StartPart(tried.fail(spec), (0, 1), 1))
+    failed = await tried.part.execute(asks.StartPart(tried.fail(spec), (0, 1), 1))
     assert (failed.rank in (0, 1), failed.reason) == (True, "it exited with code 1")
-    assert await tried.part.do(asks.GetHeld()) == asks.Held({})
+    assert await tried.part.execute(asks.GetHeld()) == asks.Held({})
 
 
 async def test_ranks_of_other_parts_that_do_not_come(tried: Tried, spec: WorldSpec) -> None:
     """Those that wait for them are ended where that is called off, for this generation alone."""
     tried.wait()
-    start = asyncio.ensure_future(tried.part.do(asks.StartPart(spec, (0,), 1)))
+    start = asyncio.ensure_future(tried.part.execute(asks.StartPart(spec, (0,), 1)))
     await asyncio.sleep(0.1)
-    await tried.part.do(asks.CallOff(2))
+    await tried.part.execute(asks.CallOff(2))
     await asyncio.sleep(0.1)
     assert not start.done()
-    await tried.part.do(asks.CallOff(1))
+    await tried.part.execute(asks.CallOff(1))
     assert (await start).reason == "it was killed by SIGKILL"
-    assert await tried.part.do(asks.GetHeld()) == asks.Held({})
+    assert await tried.part.execute(asks.GetHeld()) == asks.Held({})
 
 
 @pytest.mark.parametrize("tried", ["here"], indirect=True)
@@ -179,10 +179,10 @@ async def test_a_silent_survivor(
     monkeypatch.setattr(worker_group, "HEAL_TIMEOUT", 0.1)
     monkeypatch.setattr(worker_group, "CALLED_OFF_GRACE", 0.1)
     alone = replace(spec, world_size=1, slots=spec.slots[:1])
-    started = await tried.part.do(asks.StartPart(alone, (0,), 1))
+    started = await tried.part.execute(asks.StartPart(alone, (0,), 1))
     assert isinstance(started, WorldStarted)
     os.kill(started.pids[0], signal.SIGSTOP)
-    formed = await tried.part.do(asks.Form(alone, (0,), 1, 2, 1, (), {}))
+    formed = await tried.part.execute(asks.Form(alone, (0,), 1, 2, 1, (), {}))
     assert (formed.alive, formed.problem) == ((), "a rank did not answer")
 
 
@@ -192,5 +192,5 @@ async def test_what_a_group_costs(tried: Tried, spec: WorldSpec) -> None:
 
     A backend that can be connected anew (from torch 2.14 on) takes two more, and one for all.
     """
-    await tried.part.do(asks.StartPart(spec, (0, 1), 1))
+    await tried.part.execute(asks.StartPart(spec, (0, 1), 1))
     assert tried.store.asked in (2 * 2, 4 * 2 + 1)

@@ -170,13 +170,13 @@ def test_frames_of_a_cell() -> None:
     cell, other = "/tmp/ipykernel_7/1.py", "/tmp/ipykernel_7/2.py"
     calls = ((__file__, 1, "g"), (other, 4, "h"), (cell, 2, "<module>"), kernel)
     task = Task("a", (0,), Source("x = 1\n  f()"), execution_count=5)
-    frames = stacks.own_frames(stacks.frames_of(calls, task))
+    frames = stacks.user_frames(stacks.frames_of(calls, task))
     assert stacks.with_code(frames) == (
         StackFrame("Cell In[5]", 2, "<module>", "f()"),
         StackFrame("Cell In[?]", 4, "h"),
         StackFrame(__file__, 1, "g", Path(__file__).read_text().splitlines()[0]),
     )
-    frames = stacks.own_frames(stacks.frames_of((calls[0], kernel), None))
+    frames = stacks.user_frames(stacks.frames_of((calls[0], kernel), None))
     assert frames == [StackFrame(__file__, 1, "g")]
 
 
@@ -188,8 +188,8 @@ def test_what_is_found_wrong_in_the_same_way(times: int) -> None:
     """It is taken for nothing: calls may be mixed, and equally so, in some readings in a row."""
     found = iter(["mixed"] * times + ["one"] * stacks.READS)
     with pytest.raises(Torn):
-        stacks.settled(lambda: next(found))
-    assert stacks.settled(lambda: "one") == "one"
+        stacks.read_stable(lambda: next(found))
+    assert stacks.read_stable(lambda: "one") == "one"
 
 
 def codes(code: CodeType) -> Iterator[CodeType]:

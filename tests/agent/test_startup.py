@@ -27,14 +27,14 @@ from pathlib import Path
 from nbdist.system import processes
 
 processes.AGENT_GRACE = 0.2
-above = processes.go_below_guard(Path(sys.argv[1]), int(sys.argv[2]))
+above = processes.fork_below_guard(Path(sys.argv[1]), int(sys.argv[2]))
 # Neither its parent nor its session leads to it.
 command = "setsid sleep 1000 > /dev/null & echo $!"
 shell = subprocess.Popen(["sh", "-c", command], stdout=subprocess.PIPE)
 print(os.getpid(), shell.communicate()[0].decode(), flush=True)
 if sys.stdin.readline():
-    above.tell(processes.LEAVES)
-    above.tell(processes.STAYS)
+    above.send(processes.LEAVES)
+    above.send(processes.STAYS)
     print("stays", flush=True)
     signal.pause()
 """
@@ -143,9 +143,9 @@ if free := int(sys.argv[2]):
 else:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
-from nbdist.agent.fork_server import begin
+from nbdist.agent.fork_server import start_guarded
 heavy = {"asyncio", "zmq", "psutil", "torch"} & sys.modules.keys()
-guard, fork_server = begin(Path(sys.argv[1]), None, fork_server=False)
+guard, fork_server = start_guarded(Path(sys.argv[1]), None, fork_server=False)
 soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 print(heavy, guard.pid == above == os.getppid(), soft == hard, fork_server)
 """

@@ -114,7 +114,7 @@ async def test_one_loop_aborts(watched: Watched) -> None:
     aborts: list[asyncio.Task[None]] = []
     for name in "abcd":
         watched.begin(SLEEPS, name)
-        follow, *others = map(asyncio.ensure_future, stopping.begin([watched.worker]))
+        follow, *others = map(asyncio.ensure_future, stopping.interrupt([watched.worker]))
         running |= {follow, *others}
         assert len(others) == all(each.done() for each in aborts)
         aborts += others
@@ -128,7 +128,7 @@ async def test_a_rank_that_gets_another_number(watched: Watched) -> None:
     """Its Stop ends with its task, and nothing is aborted any more."""
     stopping = Stopping(abort_nothing, lambda places: None)
     watched.begin(SLEEPS)
-    running = [*map(asyncio.ensure_future, stopping.begin([watched.worker]))]
+    running = [*map(asyncio.ensure_future, stopping.interrupt([watched.worker]))]
     watched.worker.renumber(1, None)
     assert stopping.is_stopping([watched.worker])
     await asyncio.gather(*running)

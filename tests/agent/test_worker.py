@@ -159,12 +159,12 @@ async def test_what_it_waits_for(watched: Watched) -> None:
     *said, last = [output for _, output in watched.shown]
     assert last == watched.asked()[0]
     assert text_of(said) == "before\n"
-    assert worker.asks
+    assert worker.input_requests
     assert (await worker.locate()).asks
-    worker.enter(InputReply(last.number, "ada"))
+    worker.answer_input(InputReply(last.number, "ada"))
     await until(lambda: len(watched.asked()) == 2)
     for text in ("secret", "again"):  # nothing waits for the second
-        worker.enter(InputReply(watched.asked()[1].number, text))
+        worker.answer_input(InputReply(watched.asked()[1].number, text))
     outputs = await watched.ends()
     assert [output.text for output in outputs if isinstance(output, Typed)] == ["ada", ""]
     assert [request.secret for request in watched.asked()] == [False, True]

@@ -21,9 +21,9 @@ from nbdist.agent.worker_group import (
     CallOff,
     HeldPort,
     WorkerGroup,
+    adapt_spec,
     interface_of,
     problem_in,
-    spec_here,
 )
 from nbdist.config import WorldConfig
 from nbdist.topology import Position, usable_cores
@@ -43,7 +43,7 @@ async def started_with(
     group = WorkerGroup(runtime, source.children, None, lambda *_: None, lambda _: None)
     spec = replace(worker_start(runtime).world, world_size=size, python=str(program))
     try:
-        failure = await group.do(StartPart(spec, tuple(range(size)), 1))
+        failure = await group.execute(StartPart(spec, tuple(range(size)), 1))
     finally:
         group.close()
     assert (group.all, group.alive()) == ({}, [])
@@ -211,15 +211,15 @@ def spec(cwd: str, threads: int = 0) -> WorldSpec:
 
 def test_the_environment_is_the_nodes_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With what was asked for besides; so are interpreter, interface, cores and GPUs."""
-    here = spec_here(spec(str(tmp_path)), {"HOME": "/root", "SEED": "0"}, "eth0")
+    here = adapt_spec(spec(str(tmp_path)), {"HOME": "/root", "SEED": "0"}, "eth0")
     assert here.environ == {"HOME": "/root", "SEED": "1", "CUDA_VISIBLE_DEVICES": ""}
     assert (here.python, here.interface, here.gpus) == (sys.executable, "eth0", ())
     assert (here.cwd, here.threads) == (str(tmp_path), max(1, usable_cores() // 2))
-    assert spec_here(spec(str(tmp_path), threads=7), {}, "eth0").threads == 7
-    assert spec_here(spec("/nowhere/at/all"), {}, "eth0").cwd == str(Path.home())
+    assert adapt_spec(spec(str(tmp_path), threads=7), {}, "eth0").threads == 7
+    assert adapt_spec(spec("/nowhere/at/all"), {}, "eth0").cwd == str(Path.home())
     assert (interface_of("127.0.0.1"), interface_of("203.0.113.7")) == ("lo", "")
     monkeypatch.setattr(topology, "installed_gpus", lambda: 4)
     asked = replace(spec(str(tmp_path)), environ={}, config=WorldConfig(gpus="1,3"))
-    assert spec_here(asked, {}, "eth0").gpus == ("1", "3")
-    assert spec_here(asked, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, "eth0").gpus == ("1", "3")
-    assert spec_here(replace(asked, config=WorldConfig()), {}, "eth0").gpus == ("0", "1", "2", "3")
+    assert adapt_spec(asked, {}, "eth0").gpus == ("1", "3")
+    assert adapt_spec(asked, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, "eth0").gpus == ("1", "3")
+    assert adapt_spec(replace(asked, config=WorldConfig()), {}, "eth0").gpus == ("0", "1", "2", "3")

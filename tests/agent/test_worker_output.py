@@ -43,7 +43,7 @@ def fed(*reads: bytes, messages: tuple[int, ...] = ()) -> list[Text | str]:
     items: list[Text | str] = []
     for read in reads:
         merger.receive_stdout(read, now=0.0)
-        items += merger.take(now=0.0)
+        items += merger.pop_ready(now=0.0)
     return joined(items)
 
 
@@ -91,31 +91,31 @@ def merger() -> Merger[str]:
 def test_a_message_and_its_mark_wait_for_one_another(merger: Merger[str]) -> None:
     """But for stderr of its own pipe, which is there before what may be the end of the cell."""
     merger.receive_stdout(b"a" + mark(TOKEN, 1) + b"b", now=0.0)
-    assert merger.take(now=0.0) == [Text("stdout", "a")]
+    assert merger.pop_ready(now=0.0) == [Text("stdout", "a")]
     assert merger.queue
     merger.receive_stderr(b"e")
     merger.receive_message(1, "<1>", now=0.0)
-    assert merger.take(now=0.1) == [Text("stderr", "e"), "<1>", Text("stdout", "b")]
+    assert merger.pop_ready(now=0.1) == [Text("stderr", "e"), "<1>", Text("stdout", "b")]
     assert not merger.queue
     merger.receive_message(2, "<2>", now=0.2)
-    assert merger.take(now=0.2) == []
+    assert merger.pop_ready(now=0.2) == []
     merger.receive_stdout(b"c" + mark(TOKEN, 2), now=0.2)
-    assert merger.take(now=0.2) == [Text("stdout", "c"), "<2>"]
+    assert merger.pop_ready(now=0.2) == [Text("stdout", "c"), "<2>"]
 
 
 def test_lost_message_is_waited_for_some_seconds(merger: Merger[str]) -> None:
     """As long as others come in their turn the next one is waited for, however many there are."""
     merger.receive_stdout(mark(TOKEN, 1) + mark(TOKEN, 2) + b"2" + mark(TOKEN, 3), now=0.0)
     merger.receive_message(1, "<1>", now=0.0)
-    assert merger.take(now=LOST_AFTER - 1) == ["<1>"]
+    assert merger.pop_ready(now=LOST_AFTER - 1) == ["<1>"]
     merger.receive_message(3, "<3>", now=0.0)
-    assert merger.take(now=LOST_AFTER + 1) == []
+    assert merger.pop_ready(now=LOST_AFTER + 1) == []
     merger.receive_message(2, "<2>", now=0.0)
-    assert merger.take(now=LOST_AFTER + 2) == ["<2>", Text("stdout", "2"), "<3>"]
+    assert merger.pop_ready(now=LOST_AFTER + 2) == ["<2>", Text("stdout", "2"), "<3>"]
     merger.receive_stdout(mark(TOKEN, 4) + b"after", now=20.0)
-    assert merger.take(now=20.0 + LOST_AFTER - 0.1) == []
+    assert merger.pop_ready(now=20.0 + LOST_AFTER - 0.1) == []
     assert merger.queue
-    assert merger.take(now=20.0 + LOST_AFTER) == [Text("stdout", "after")]
+    assert merger.pop_ready(now=20.0 + LOST_AFTER) == [Text("stdout", "after")]
 
 
 def test_end_of_the_worker(merger: Merger[str]) -> None:
@@ -126,7 +126,7 @@ def test_end_of_the_worker(merger: Merger[str]) -> None:
     for number in (9, 8):
         merger.receive_message(number, f"<{number}>", now=0.0)
     text = [Text("stdout", f"ab{torn.decode()}"), Text("stderr", "\ufffd")]
-    assert joined(merger.take_all()) == [*text, "<8>", "<9>"]
+    assert joined(merger.pop_all()) == [*text, "<8>", "<9>"]
 
 
 def test_half_characters(merger: Merger[str]) -> None:
@@ -139,11 +139,11 @@ def test_half_characters(merger: Merger[str]) -> None:
     merger.receive_stdout(b"out\xe2\x82", now=0.0)
     merger.receive_stderr(b"err \xf0\x9f")
     merger.receive_stderr(b"\x98\x80\xe2")
-    assert joined(merger.take(now=0.0)) == [Text("stdout", "out"), Text("stderr", "err 😀")]
-    assert merger.take_cut_off() == [Text("stdout", "\ufffd"), Text("stderr", "\ufffd")]
-    assert merger.take_cut_off() == []
+    assert joined(merger.pop_ready(now=0.0)) == [Text("stdout", "out"), Text("stderr", "err 😀")]
+    assert merger.pop_incomplete_text() == [Text("stdout", "\ufffd"), Text("stderr", "\ufffd")]
+    assert merger.pop_incomplete_text() == []
     merger.receive_stdout(b"next", now=0.0)
-    assert merger.take(now=0.0) == [Text("stdout", "next")]
+    assert merger.pop_ready(now=0.0) == [Text("stdout", "next")]
 
 
 # --- pipes --------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ async def test_the_last_line(tmp_path: Path) -> None:
     seen = [output.last_line]
     for texts in (("first\n", "lo", "ss", " 0.5\n", "\n \n"), bar, ("\n", long)):
         for text in texts:
-            output.pass_on(Text("stdout", text))
+            output.emit(Text("stdout", text))
         seen.append(output.last_line)
     output.close_write_ends()
     output.close()

@@ -35,17 +35,17 @@ class Lab:
     def __init__(self, *, detach: bool = True) -> None:
         self.record = WorldRecord()
         self._calls = 0
-        self.record.take_down(messages.Remember(WorldConfig(detach=detach)))
+        self.record.record_received(messages.Remember(WorldConfig(detach=detach)))
         self.ask(messages.StartWorld(spec()), STARTED)
 
     def ask(self, request: Any, reply: Any = None) -> None:
         self._calls += 1
-        self.record.take_down(messages.Ask(self._calls, request))
+        self.record.record_received(messages.Ask(self._calls, request))
         if reply is not None or isinstance(request, messages.StopWorld):
-            self.record.take_up(messages.Answer(self._calls, reply))
+            self.record.record_sent(messages.Answer(self._calls, reply))
 
     def run(self, name: str = "task", *ranks: int, packed: bytes = b"") -> None:
-        self.record.take_down(messages.Run(name, ranks or (0, 1), packed))
+        self.record.record_received(messages.Run(name, ranks or (0, 1), packed))
 
     def begin(self, number: int, *ranks: int) -> None:
         """Run a task that is told of: `task1` is cell 1."""
@@ -53,11 +53,11 @@ class Lab:
         self.run(task.id, *ranks, packed=pack(task))
 
     def say(self, rank: int, output: Output, name: str = "task") -> None:
-        self.record.take_up(Outputs(((rank, name, output),)))
+        self.record.record_sent(Outputs(((rank, name, output),)))
 
     @property
     def said(self) -> list[Any]:
-        return [(rank, o) for batch in self.record.again() for rank, _, o in batch.items]
+        return [(rank, o) for batch in self.record.replay_batches() for rank, _, o in batch.items]
 
     @property
     def there(self) -> messages.Attached:
@@ -71,7 +71,7 @@ def lab() -> Lab:
 
 def test_what_workers_become(lab: Lab) -> None:
     """While they start there is a world; once they were stopped, or could not, there is none."""
-    lab.record.take_down(messages.Ask(7, messages.GetStatus()))
+    lab.record.record_received(messages.Ask(7, messages.GetStatus()))
     there = lab.there
     # The number of the next call is told: answers to old ones are for nobody.
     assert (there.pids, there.spec, there.run, there.next_call) == (STARTED.pids, spec(), None, 8)
@@ -79,16 +79,16 @@ def test_what_workers_become(lab: Lab) -> None:
     lab.ask(messages.StopWorld(1.0))
     assert not lab.record.has_world
     lab.ask(messages.StartWorld(spec()))
-    assert (lab.record.has_world, bool(lab.record.changing)) == (True, True)
-    lab.record.take_up(messages.Answer(3, messages.StartFailure(0, "", "", "", ())))
-    assert (lab.record.has_world, bool(lab.record.changing)) == (False, False)
+    assert (lab.record.has_world, bool(lab.record.pending_calls)) == (True, True)
+    lab.record.record_sent(messages.Answer(3, messages.StartFailure(0, "", "", "", ())))
+    assert (lab.record.has_world, bool(lab.record.pending_calls)) == (False, False)
 
 
 def test_a_cell_that_nobody_saw_end(lab: Lab) -> None:
     """All that it has shown so far, also what the notebook before has seen; and its end."""
     lab.run()
     lab.say(0, Text("stdout", "one"))
-    lab.record.seen()
+    lab.record.mark_all_acknowledged()
     lab.say(1, Text("stdout", "two"))
     assert lab.said == [(0, Text("stdout", "one")), (1, Text("stdout", "two"))]
     assert lab.there.run == messages.Run("task", (0, 1), b"")
@@ -105,7 +105,7 @@ def test_a_cell_that_was_seen_to_its_end(lab: Lab) -> None:
     lab.run()
     for rank in (0, 1):
         lab.say(rank, Done("ok", 1.0, frozenset({"np"}), {"np": "numpy"}))
-    lab.record.seen()
+    lab.record.mark_all_acknowledged()
     assert (lab.there.run, lab.said, lab.there.forgotten) == (None, [], 1)
     assert lab.there.bound[0] == {"np": "numpy"}
     lab.run("next")
@@ -118,7 +118,7 @@ def test_ranks_that_died(lab: Lab) -> None:
     lab.run()
     lab.say(0, DONE)
     lab.say(1, Died(-9, 1, pid=11))
-    lab.record.seen()
+    lab.record.mark_all_acknowledged()
     assert (lab.record.state, [*lab.there.dead]) == ("broken", [1])
     lab.ask(messages.Heal(), messages.Healed({0: 10, 1: 12}, {0: "", 1: ""}, spec()))
     assert (lab.there.dead, lab.there.pids) == ({}, {0: 10, 1: 12})
@@ -130,7 +130,7 @@ def test_ranks_that_died(lab: Lab) -> None:
 )
 def test_collectives_that_were_aborted(lab: Lab, news: Any) -> None:
     """The group is to be formed anew, until it has been."""
-    lab.record.take_up(news)
+    lab.record.record_sent(news)
     assert not lab.there.is_whole
     lab.ask(messages.Heal(), messages.Healed(STARTED.pids, STARTED.logs, spec()))
     assert lab.there.is_whole
@@ -144,7 +144,7 @@ def test_more_workers(lab: Lab) -> None:
     assert lab.there.spec == spec()
     lab.ask(messages.Scale(spec(3), (0, 1)), messages.Healed(three, {}, spec(3)))
     assert lab.there.spec == spec(3)
-    lab.record.take_up(messages.NodeJoined("node3"))
+    lab.record.record_sent(messages.NodeJoined("node3"))
     assert lab.there.came == ("node3",)
     lab.ask(messages.Grow(), messages.Healed({**three, 3: 13}, {}, spec(4)))
     assert (lab.there.came, lab.there.spec) == ((), spec(4))
@@ -157,15 +157,15 @@ def test_what_is_over(lab: Lab) -> None:
     """
     lab.run("gather")
     lab.say(0, events.InputRequest(1, "? "), "gather")
-    lab.record.take_down(messages.SendInput(0, InputReply(1, "yes")))
+    lab.record.record_received(messages.SendInput(0, InputReply(1, "yes")))
     assert lab.said == []
     lent = SegmentRef("/proc/1/fd/2#3", (1,))
     for rank, values in enumerate([Payload(segment=lent), Payload(within=((lent.path, lent),))]):
         lab.say(rank, Done("ok", 1.0, values=values), "gather")
-    assert lab.record.unread() == []
+    assert lab.record.pop_unreleased_values() == []
     lab.run("next")
-    assert lab.record.unread() == [messages.ReleaseValues("gather", (0, 1))]
-    assert lab.record.unread() == []
+    assert lab.record.pop_unreleased_values() == [messages.ReleaseValues("gather", (0, 1))]
+    assert lab.record.pop_unreleased_values() == []
 
 
 def test_how_much_is_kept(lab: Lab) -> None:
@@ -173,7 +173,7 @@ def test_how_much_is_kept(lab: Lab) -> None:
     lab.run()
     for rank in (0, 1, 0, 1):
         lab.say(rank, Display({"image/png": "x" * (5 << 20)}, {}))
-    assert (len(lab.record.again()), len(lab.said)) == (2, 4)
+    assert (len(lab.record.replay_batches()), len(lab.said)) == (2, 4)
     lab = Lab(detach=False)
     lab.run()
     lab.say(0, Text("stdout", "one"))
@@ -193,8 +193,8 @@ def test_the_last_failure(lab: Lab) -> None:
     lab.say(1, BAD, "task1")
     lab.begin(2, 0, 1)
     lab.say(0, BAD, "task1")
-    lab.record.take_up(messages.Located({0: Place(line=2, operation="barrier"), 1: Place()}))
-    lab.record.take_down(messages.Abort((0, 1)))
+    lab.record.record_sent(messages.Located({0: Place(line=2, operation="barrier"), 1: Place()}))
+    lab.record.record_received(messages.Abort((0, 1)))
     found = lab.record.tasks
     last, failed = found.last, found.failed
     assert (last.cell, last.title, last.troubles) == (2, "x = 2", ())

@@ -124,7 +124,7 @@ class SimulatedAgent:
     def _receive(self, message: NodeDown) -> None:
         match message:
             case Run(task_id, ranks, packed):
-                self._outbox.begin(ranks)
+                self._outbox.mark_running(ranks)
                 task = task_from(packed)
                 for rank in ranks:
                     for output in _outputs_of(task, rank):

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from nbdist.agent.code_folder import CodeFolder
-from nbdist.agent.forming import shares
+from nbdist.agent.forming import group_by_node
 from nbdist.cluster.head import Head, displayed_only, first_answer, on_head_clock, rows_of
 from nbdist.cluster.node import KeptCode, NodeLost, place_new_world
 from nbdist.cluster.nodes import NodePool
@@ -326,7 +326,7 @@ class Direct:
         if self.is_lost:
             raise NodeLost(f"{self.name} is lost")
         self.parts += isinstance(request, PutCode)
-        return self.code.take(request)
+        return self.code.answer(request)
 
     @property
     def files(self) -> dict[str, str]:
@@ -419,7 +419,7 @@ async def test_rows_and_answers() -> None:
         there, rank = (first, 5) if number == 0 else (second, 2)
         there.resolve_request(message.id, (WorkerStatus(rank, 7, "a", "idle", 0.0, 0, "cpu"),))
     assert [each.rank for each in await rows] == [2, 5]
-    assert shares([3, 0, 1, 9], {0: 0, 1: 0, 3: 2}) == {2: (3,), 0: (0, 1)}  # 9 is on none
+    assert group_by_node([3, 0, 1, 9], {0: 0, 1: 0, 3: 2}) == {2: (3,), 0: (0, 1)}  # 9 is on none
     second.mark_lost("gone")
     known = Completions((Candidate("x"),), 0, 0)
     question = messages.Consult((0, 1), Complete("x", 1))

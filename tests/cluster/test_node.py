@@ -227,7 +227,7 @@ async def test_one_that_is_lost() -> None:
     """What waits for it ends, and as a part of the world it has a problem, and no ranks."""
     sent: list[NodeDown] = []
     there = node(1, sent.append)
-    waiting = asyncio.create_task(there.do(messages.StartPart(SEATED, (0,), 1)))
+    waiting = asyncio.create_task(there.execute(messages.StartPart(SEATED, (0,), 1)))
     await asyncio.sleep(0)
     there.mark_lost("the connection to b was lost")
     there.mark_lost("again")
@@ -236,11 +236,11 @@ async def test_one_that_is_lost() -> None:
     assert (failed.host, failed.reason) == ("b", "the connection to b was lost")
     before = len(sent)
     nothing = messages.Formed({}, {}, (), there.lost)
-    assert await there.do(messages.Form(SEATED, (0,), 1, 2, 1, (), {})) == nothing
-    assert await there.do(messages.GetHeld()) == messages.Held({}, there.lost)
-    assert await there.do(messages.LocateRanks((0,))) == {}
-    assert await there.do(messages.Prepare(SEATED, (0,))) == there.lost
-    await there.do(messages.CallOff(2))
-    await there.do(messages.EndRanks((0,), 0.0))
+    assert await there.execute(messages.Form(SEATED, (0,), 1, 2, 1, (), {})) == nothing
+    assert await there.execute(messages.GetHeld()) == messages.Held({}, there.lost)
+    assert await there.execute(messages.LocateRanks((0,))) == {}
+    assert await there.execute(messages.Prepare(SEATED, (0,))) == there.lost
+    await there.execute(messages.CallOff(2))
+    await there.execute(messages.EndRanks((0,), 0.0))
     assert len(sent) == before
     assert repr(there) == "<Node 1 b lost: the connection to b was lost>"

@@ -46,7 +46,7 @@ class Side:
         self.send = self.sent.append
         self.problem = ""
 
-    async def do(self, bring: Bring) -> str:
+    async def execute(self, bring: Bring) -> str:
         return self.problem or await self.receiving.bring(bring.refs)
 
 

@@ -26,7 +26,7 @@ from nbdist.system.processes import (
     Child,
     OwnTime,
     identify,
-    ignores,
+    ignores_signal,
     is_exiting,
     is_stopped,
     may_run,
@@ -72,7 +72,7 @@ def test_its_session_its_end_and_its_log(tmp_path: Path) -> None:
     assert (child.exit_code(), child.host) == (3, "a")
     assert child.last_lines() == ["x" * 4090, "last"]
     assert repr(child) == f"<Child {child.pid} exit code 3>"
-    child._end_stdin()
+    child._close_stdin()
     child.close()
 
 
@@ -100,8 +100,8 @@ input()
 
 ASKS = """
 import os, signal, sys
-from nbdist.system.processes import signal_on_parents_end
-print(signal_on_parents_end(signal.SIGKILL, os.getppid() + int(sys.argv[1])), flush=True)
+from nbdist.system.processes import signal_on_parent_exit
+print(signal_on_parent_exit(signal.SIGKILL, os.getppid() + int(sys.argv[1])), flush=True)
 input()
 """
 
@@ -168,14 +168,14 @@ def test_what_is_known_without_asking() -> None:
     """What a process does with a signal; whether it sleeps, is stopped, exiting or gone."""
     code = "import signal; signal.signal(signal.SIGUSR1, print)"
     with python(f"{code}; signal.signal(signal.SIGUSR2, signal.SIG_IGN)") as pid:
-        assert not ignores(pid, signal.SIGUSR1)
-        assert ignores(pid, signal.SIGUSR2)
+        assert not ignores_signal(pid, signal.SIGUSR1)
+        assert ignores_signal(pid, signal.SIGUSR2)
         wait_until(lambda: thread_state(pid) == "S")
         assert not is_stopped(pid)
         assert not is_exiting(pid)
         os.kill(pid, signal.SIGSTOP)
         wait_until(lambda: is_stopped(pid))
-    assert not ignores(pid, signal.SIGUSR2)
+    assert not ignores_signal(pid, signal.SIGUSR2)
     assert (thread_state(pid), is_exiting(pid)) == ("X", True)
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         process.kill()

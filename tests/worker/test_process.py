@@ -141,7 +141,7 @@ def wrote(source: str) -> list[Text]:
         assert child.stderr is not None
         while data := os.read(child.stdout.fileno(), 1 << 20):
             merger.receive_stdout(data, time.monotonic())
-            for item in merger.take(time.monotonic()):
+            for item in merger.pop_ready(time.monotonic()):
                 if found and found[-1].stream == item.stream:
                     found[-1] = Text(item.stream, found[-1].text + item.text)
                 else:

@@ -57,7 +57,7 @@ def test_an_agent_that_hangs_is_killed(
     monkeypatch.setattr(tempfile, "tempdir", None)
     code = CodeFolder()
     archive = zlib.compress(archive_of(Path(__file__).parent, [Path(__file__).name]))
-    assert code.take(PutCode("digest", archive, is_last=True)).is_here
+    assert code.answer(PutCode("digest", archive, is_last=True)).is_here
     os.close(code._claim)  # as the kernel does at a process's end
     agent, guarded = AgentProcess(runtime.path, fork_server=True), RuntimeFolder()
     other = AgentProcess(guarded.path, fork_server=False)

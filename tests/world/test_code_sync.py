@@ -207,7 +207,7 @@ def bring(code: CodeSync, node: CodeFolder) -> int:
     def asks(request: GetCode | PutCode, _: float) -> Generator[None, None, CodeHeld]:
         asked.append(request)
         is_get = isinstance(request, GetCode)
-        return node.take(request._replace(landmark=None) if is_get else request)
+        return node.answer(request._replace(landmark=None) if is_get else request)
         yield
 
     list(code.bringing(asks))
