@@ -56,7 +56,10 @@ class Agent:
         self._forker = Forker(runtime, self._children, fork_server) if fork_server else None
         self._serving = Serving(self._answer, self._send)
         self._outbox = Outbox(self._send)
-        port, shut_down = HeldPort(route.local_address if route else "127.0.0.1"), self._serving.stop
+        port, shut_down = (
+            HeldPort(route.local_address if route else "127.0.0.1"),
+            self._serving.stop,
+        )
         self._link: NotebookLink | HeadLink
         self._head: HeadLink | None = None
         self._store: StoreWindow | None = None

@@ -173,7 +173,7 @@ class FinishedCells:
     def lose_widgets(self, gone: Mapping[str, int]) -> None:
         """Replace widgets of ranks that have ended by a line; `gone` maps widget ids to ranks."""
         for transcript, _ in self._cells:
-            lost = [each.lose_widgets(gone) for each in transcript]
+            lost = [each.replace_lost_widgets(gone) for each in transcript]
             if any(lost):
                 self._changed.add(transcript)
 

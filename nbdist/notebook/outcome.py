@@ -20,8 +20,8 @@ from nbdist.output.ansi import strip
 from nbdist.output.events import Died
 from nbdist.output.html_parts import LINES, RED, barred, bold, dim, line, panel, traceback_html
 from nbdist.output.screen import Line
-from nbdist.output.transcript import followed_text
-from nbdist.output.wording import body_text, error_text, fold_ranks, shortened
+from nbdist.output.transcript import later_errors_text
+from nbdist.output.wording import body_text, error_text, fold_ranks, shorten_traceback
 from nbdist.values.payload import open_payload
 from nbdist.values.pickling import unpickle
 from nbdist.wire.ops import Brought
@@ -168,7 +168,11 @@ class Why:
         """The failure as an output, for pages and for terminals."""
         log = f"all of its lines: {self.log}" if self.log else ""
         text = "\n".join(filter(None, [self.title, strip(self.body), *self.followed, log]))
-        body = traceback_html(shortened(self.body, TRACEBACK_LINES, WIDTH)) if self.body else ""
+        body = (
+            traceback_html(shorten_traceback(self.body, TRACEBACK_LINES, WIDTH))
+            if self.body
+            else ""
+        )
         ends = "".join(line(dim(text)) for text in (*self.followed, log))
         box = barred(body + ends, RED, f";{LINES}") if body or ends else ""
         return Shown(panel(line(bold(self.title)), box), text)
@@ -193,7 +197,7 @@ def why_of(running: TaskRun, error: NbdistError, logs: Mapping[int, str]) -> Why
     # The agent of a lost machine cannot send the last lines: use the output that was shown.
     tail = running.transcript[rank].tail(LAST_LINES)
     body = body_text(first, (each.text for each in tail if isinstance(each, Line)))
-    return Why(title, body, tuple(followed_text(errors, rank)), logs.get(rank, ""))
+    return Why(title, body, tuple(later_errors_text(errors, rank)), logs.get(rank, ""))
 
 
 def why_died(rank: int, host: str, died: Died, log: str) -> Why:

@@ -24,7 +24,7 @@ from packaging.version import Version
 
 from nbdist.notebook.output_count import OUTPUTS
 from nbdist.output.events import Comm, CommKind, Display, MimeBundle, plain_of, text_of
-from nbdist.output.html import MOST_BELOW, leftovers
+from nbdist.output.html import MOST_BELOW, page_only_displays
 from nbdist.output.html_parts import bold, panel
 from nbdist.output.mimes import images_in
 from nbdist.output.transcript import Transcript
@@ -150,7 +150,7 @@ def below_panel(
     Returns all displays of the ranks in `of`.  Without `of` it returns `MOST_BELOW` displays at
     most, and a caption that says which ranks have more.
     """
-    found = leftovers(transcript, of)
+    found = page_only_displays(transcript, of)
     most = MOST_BELOW if of is None else len(found)
     shown: list[Display] = []
     for ranks, run in groupby(found[:most], key=itemgetter(0)):

@@ -72,10 +72,10 @@ def _coloured(style: Style, code: int, colour: str) -> Style:
 
 def styled(text: str) -> Iterator[tuple[str, Style]]:
     """Yield the text between colour codes, each part with its style."""
-    first, *rest = SGR.split(text)
+    first, *pieces = SGR.split(text)
     yield first, PLAIN
     style = PLAIN
-    for parameters, part in zip(rest[::2], rest[1::2], strict=True):
+    for parameters, part in zip(pieces[::2], pieces[1::2], strict=True):
         style = restyle(style, parameters)
         yield part, style
 
@@ -124,7 +124,10 @@ _FAINT, _MIDDLE = 3.5, 0.18
 
 
 def ansi_html(text: str) -> str:
-    """Escape the text, its colours as `<span style=...>`; other escapes must be gone."""
+    """Return the text as escaped HTML, with its colours as `<span style=...>`.
+
+    Escape sequences other than colours must have been removed from the text before.
+    """
     if "\x1b" not in text:
         return escape(text, quote=False)
     html = ""
@@ -175,12 +178,12 @@ def _rgb(colour: str) -> Rgb | None:
 
 
 def _legible(colour: Rgb) -> Rgb:
-    """Take the colour itself, or the nearest shade of it that is readable in both themes."""
+    """Return the colour, or its nearest shade that can be read on both white and near-black."""
     light = _luminance(colour)
     if light > _LIGHTEST:
         return _mix(colour, 0, (_LIGHTEST / light) ** (1 / 2.2))
     if light < _DARKEST:
-        # So much white, in linear light, brings it up to the wanted luminance.
+        # Mixing the colour with this share of white, in linear light, gives `_DARKEST`.
         share = (_DARKEST - light) / (1 - light)
         return _mix(colour, 255, 1 - share ** (1 / 2.2))
     return colour

@@ -15,79 +15,83 @@ _MOST_BARS = 1000
 class BarRows:
     """The bars of a screen, in rows that are numbered from the first row ever written.
 
-    `by_row` has the bars in all rows but the row of the cursor.  `cut_at` has rows whose bar was
-    cut behind a space, and the bar's number of characters.  `forgotten` counts rows of bars that
-    are no longer in `by_row`.
+    `by_row` has the bars in all rows but the row of the cursor.  `cut_widths` has by row the number
+    of characters of a bar that was cut behind a space.  `forgotten` counts the rows of bars that
+    were removed from `by_row` because the screen keeps a limited number of rows.
     """
 
     def __init__(self) -> None:
         self.by_row: dict[int, Bar] = {}
-        self.cut_at: dict[int, int] = {}
+        self.cut_widths: dict[int, int] = {}
         self.forgotten = 0
         # Bars that were removed from their rows and not drawn again, by name and total: the row,
         # the bar, and its number of characters.
-        self._left: dict[object, tuple[int, Bar, int]] = {}
-        # By row: the bar that was drawn there first, its position when the program began to draw
-        # it, and the row from which a line of text has moved it, or -1.
-        self._began: dict[int, tuple[tuple[str, str], float, int]] = {}
-        self._wiped = set[int]()  # rows of bars that were erased in another row
+        self._removed: dict[object, tuple[int, Bar, int]] = {}
+        # By row: the name and total of the first bar drawn in the row, the first position of that
+        # bar, and the row from which a line of text has moved the bar, or -1.
+        self._first_drawn: dict[int, tuple[tuple[str, str], float, int]] = {}
+        self._erased_rows = set[int]()  # rows of bars that were erased in another row
 
-    def found(
+    def list_bars(
         self, at_cursor: tuple[int, Bar] | None, is_ended: Callable[[int], bool]
     ) -> list[tuple[int, Bar]]:
-        """Return the bars and their rows, the topmost first; one may be `at_cursor`.
+        """Return the bars and their rows, the topmost first.
 
-        A bar that was drawn again further down, below a line of text, is only in its last row.
-        `is_ended` says whether a program has ended a row with a newline, or the row is not kept.
+        `at_cursor` is the row of the cursor and its bar, if the row has a bar.  A bar that was
+        drawn again further down, below a line of text, is only in its last row.  `is_ended` returns
+        True for a row that a program has ended with a newline, and for a row that is not kept.
         """
-        found = {row: bar for row, bar in self.by_row.items() if row not in self._wiped}
+        in_rows = {row: bar for row, bar in self.by_row.items() if row not in self._erased_rows}
         if at_cursor:
-            found[at_cursor[0]] = at_cursor[1]
-        left = ((row, bar) for row, bar, _ in self._left.values())
-        rows = sorted([*left, *found.items()], key=lambda each: each[0])
+            in_rows[at_cursor[0]] = at_cursor[1]
+        removed = ((row, bar) for row, bar, _ in self._removed.values())
+        rows = sorted([*removed, *in_rows.items()], key=lambda each: each[0])
         later: dict[tuple[str, str], tuple[int, Bar]] = {}
         kept = []
         for row, bar in reversed(rows):
-            again = later.get(key := (bar.name, bar.total))
+            redrawn = later.get(key := (bar.name, bar.total))
             if (
-                again is None
-                or not bar.is_before(again[1])
-                or self._is_over(row, bar, again[0], is_ended)
+                redrawn is None
+                or not bar.is_before(redrawn[1])
+                or self._is_over(row, bar, redrawn[0], is_ended)
             ):
                 kept.append((row, bar))
             later[key] = row, bar
         return kept[::-1]
 
     def _is_over(self, row: int, bar: Bar, later: int, is_ended: Callable[[int], bool]) -> bool:
-        """Return True if a bar was broken off, and the same name in row `later` is another bar.
+        """Return True if a bar was broken off, and the bar of the same name in row `later` is new.
 
-        That is so if the program ended the row of the first bar with a newline, and the second bar
-        began below the position that the first had reached.
+        The second bar is new if the program ended the row of the first bar with a newline, and the
+        second bar began below the position that the first bar had reached.
         """
         if self.by_row.get(row) == bar and not is_ended(row):
             return False
-        key, position, moved_from = self._began.get(later, (None, 0.0, -1))
+        key, position, moved_from = self._first_drawn.get(later, (None, 0.0, -1))
         return key == (bar.name, bar.total) and moved_from != row and position < bar.position
 
     def put(self, row: int, bar: Bar | None) -> None:
-        """Record the bar in a row that the cursor leaves, or that the row has none."""
+        """Record the bar in a row that the cursor leaves; None records that the row has no bar."""
         if bar is None:
             self.by_row.pop(row, None)
             return
         self.by_row[row] = bar
-        self.erase(bar)
+        self.drop_removed(bar)
 
-    def open(self, row: int) -> int:
-        """Forget the bar of the row to which the cursor comes; return where it was cut, or 0."""
+    def pop_row(self, row: int) -> int:
+        """Forget the bar of the row to which the cursor moves.
+
+        Return the number of characters of the bar if it was cut behind a space, else 0.
+        """
         self.by_row.pop(row, None)
-        self._wiped.discard(row)
-        return self.cut_at.pop(row, 0)
+        self._erased_rows.discard(row)
+        return self.cut_widths.pop(row, 0)
 
-    def keep(self, bars: Iterable[Bar], row: int) -> None:
-        """Keep bars of other screens, as if they had been removed from a row."""
-        self._left = {number: (row, bar, 0) for number, bar in enumerate(bars)}
+    def set_removed(self, bars: Iterable[Bar], row: int) -> None:
+        """Keep bars of other screens as bars that were removed from `row`."""
+        self._removed = {number: (row, bar, 0) for number, bar in enumerate(bars)}
 
-    def take_out(self, row: int, bar: Bar, width: int, end: int) -> None:
+    def record_removed(self, row: int, bar: Bar, width: int, end: int) -> None:
         """Keep a bar of `width` characters whose row will now hold text.
 
         If a row below, up to but not including row `end`, already shows a later state of the bar,
@@ -97,30 +101,30 @@ class BarRows:
         key = bar.name, bar.total
         if any(each and (each.name, each.total) == key and bar.is_before(each) for each in below):
             return
-        self._left[key] = row, bar, width
-        if len(self._left) > _MOST_BARS:
-            del self._left[next(iter(self._left))]
+        self._removed[key] = row, bar, width
+        if len(self._removed) > _MOST_BARS:
+            del self._removed[next(iter(self._removed))]
 
-    def erase(self, bar: Bar) -> None:
-        """Drop a bar that was removed from its row: a program draws it again, or has erased it."""
-        self._left.pop((bar.name, bar.total), None)
+    def drop_removed(self, bar: Bar) -> None:
+        """Drop a removed bar, since a program draws the bar again, or has erased it."""
+        self._removed.pop((bar.name, bar.total), None)
 
-    def erase_lowest(self, width: int, first: int, width_of: Callable[[int], int]) -> None:
+    def drop_lowest(self, width: int, first: int, width_of: Callable[[int], int]) -> None:
         """Drop the lowest bar of `width` characters, since a program has erased such a bar.
 
         The bar is not in the row that was erased, because lines of text have moved nested bars.  It
         is in row `first` or below; `width_of` returns the number of characters of a row.
         """
-        found: list[tuple[int, object]] = [
-            (row, key) for key, (row, _, of_left) in self._left.items() if of_left == width
+        candidates: list[tuple[int, object]] = [
+            (row, key) for key, (row, _, bar_width) in self._removed.items() if bar_width == width
         ]
-        rows = (row for row in self.by_row if row >= first and row not in self._wiped)
-        found += [(row, row) for row in rows if width_of(row) == width]
-        _, key = max(found, key=lambda each: each[0], default=(0, None))
+        rows = (row for row in self.by_row if row >= first and row not in self._erased_rows)
+        candidates += [(row, row) for row in rows if width_of(row) == width]
+        _, key = max(candidates, key=lambda each: each[0], default=(0, None))
         if isinstance(key, int):
-            self._wiped.add(key)
+            self._erased_rows.add(key)
         else:
-            self._left.pop(key, None)
+            self._removed.pop(key, None)
 
     def parse(
         self, row: int, plain: str, before: int, *, has_older: bool
@@ -132,7 +136,7 @@ class BarRows:
         if the text need not be parsed, which is slow.  `before` is the number of characters of the
         previous drawing; with `has_older` older characters stand behind the text.
         """
-        end, is_first = end_of_bar(plain), row not in self._began
+        end, is_first = end_of_bar(plain), row not in self._first_drawn
         is_cut_longer = not end and len(plain) > before and is_cut(plain)
         if not (end or is_first or is_cut_longer or has_older):
             return None, 0, 0  # nearly always
@@ -141,8 +145,8 @@ class BarRows:
             return None, 0, 0
         key = bar.name, bar.total
         if is_first:
-            self._note_begin(row, key, bar.position)
-        before = before or (self._left[key][2] if key in self._left else 0)
+            self._record_first_drawn(row, key, bar.position)
+        before = before or (self._removed[key][2] if key in self._removed else 0)
         # A bar that is cut to fit its line has the same length each time.
         has_more = is_cut_longer and 0 < before < len(plain.rstrip(" "))
         if has_more and (cut := read_row(plain[:before], is_edited=False)):
@@ -151,18 +155,19 @@ class BarRows:
         is_erased = end and not plain[end:before].strip(" ")
         return bar, end, max(end, before) if is_erased else end
 
-    def _note_begin(self, row: int, key: tuple[str, str], position: float) -> None:
+    def _record_first_drawn(self, row: int, key: tuple[str, str], position: float) -> None:
         """Record the position of a bar that is drawn in this row for the first time.
 
-        If a line of text has moved the bar here from another row, its first position there counts.
+        If a line of text has moved the bar from another row to this row, the first position in the
+        other row counts.
         """
         moved_from = -1
-        if key in self._left:
-            other, left, _ = self._left[key]
-            began_as, began, _ = self._began.get(other, (None, 0.0, -1))
-            if began_as == key and position >= left.position:
-                position, moved_from = began, other
-        self._began[row] = key, position, moved_from
+        if key in self._removed:
+            other, removed, _ = self._removed[key]
+            first_key, first_position, _ = self._first_drawn.get(other, (None, 0.0, -1))
+            if first_key == key and position >= removed.position:
+                position, moved_from = first_position, other
+        self._first_drawn[row] = key, position, moved_from
 
     def drop_below(self, row: int) -> None:
         """Drop the bars in all rows below this row, which were erased."""
@@ -170,11 +175,11 @@ class BarRows:
             del self.by_row[below]
 
     def drop_above(self, first: int) -> None:
-        """Drop what is known of rows above row `first`, but keep the newest of their bars."""
-        for row in [row for row in self._began if row < first]:
-            del self._began[row]
-        self._wiped -= {row for row in self._wiped if row not in self.by_row}
-        gone = sorted(row for row in self.by_row if row < first)
-        for row in gone[: max(0, len(self.by_row) - _MOST_BARS)]:
+        """Drop the records of rows above row `first`, but keep the newest bars of these rows."""
+        for row in [row for row in self._first_drawn if row < first]:
+            del self._first_drawn[row]
+        self._erased_rows -= {row for row in self._erased_rows if row not in self.by_row}
+        rows_above = sorted(row for row in self.by_row if row < first)
+        for row in rows_above[: max(0, len(self.by_row) - _MOST_BARS)]:
             del self.by_row[row]
             self.forgotten += 1

@@ -1,8 +1,9 @@
-"""The progress bars of all ranks as one table: how far each rank is, and which one is behind.
+"""The progress bars of all ranks as one table: how far each rank is, and which rank is behind.
 
-While a cell runs, each rank has a row for its current bar.  A bar is "left" if its rank goes on to
-something else: ranks that left a bar at the same place share a row.  In a finished cell all bars
-are left.  The notebook's process draws the table in a panel.  Pure: no I/O here.
+While a cell runs, each rank has a row for its current bar.  A bar is "left" if its rank has printed
+text below the bar or begun another bar: ranks that left a bar at the same position share a row.  In
+a finished cell all bars are left.  The notebook's process draws the table in a panel.  Pure: no I/O
+here.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _RATE = re.compile(r"([\d.]+)(\D.*)")
 
 
 class RankBars(NamedTuple):
-    """The innermost bar of a rank, and those around it, outermost first."""
+    """The innermost bar of a rank, and the bars around that bar, the outermost first."""
 
     rank: int
     bar: Bar
@@ -70,19 +71,23 @@ class RankBars(NamedTuple):
 
 
 class LeftBar(NamedTuple):
-    """A bar that some ranks have left at the same place; `rate` and `rest` merge those of all."""
+    """A bar that some ranks have left at the same position.
+
+    `rate` and `other_text` are merged from the bars of all these ranks.
+    """
 
     ranks: tuple[int, ...]
     bar: Bar
     rate: str
-    rest: str
+    other_text: str
 
 
 class BarTable(NamedTuple):
-    """The bars of some ranks: `rows` for current bars, and `left` for bars that ranks have left.
+    """The bars of some ranks: `rows` are of current bars, and `left_bars` of bars that are left.
 
-    Of many ranks only the slowest have rows, and `summary` says how far all are.  `more` counts
-    earlier left bars without a row.  `behind` says how far the slowest rank is behind the first.
+    If there are many ranks, only the slowest have rows, and `summary` says how far all ranks are.
+    `more` counts earlier left bars without a row.  `behind` says how far the slowest rank is behind
+    the first.
     """
 
     ranks: tuple[int, ...]
@@ -90,7 +95,7 @@ class BarTable(NamedTuple):
     slowest: int | None = None
     behind: str = ""
     summary: str = ""
-    left: tuple[LeftBar, ...] = ()
+    left_bars: tuple[LeftBar, ...] = ()
     more: int = 0
 
     def share(self, bars: RankBars) -> float | None:
@@ -108,18 +113,18 @@ class BarTable(NamedTuple):
         return (epochs.index(bars.numbers) + share) / len(epochs)
 
 
-def bars_of(said: RankTranscript) -> RankBars | None:
+def current_bars_of(output: RankTranscript) -> RankBars | None:
     """Return the current bar of a rank: unfinished, or finished with nothing below; else None."""
-    screen = said.pieces[-1] if said.pieces else None
-    if said.state in FAILED or not isinstance(screen, Screen):
+    screen = output.pieces[-1] if output.pieces else None
+    if output.state in FAILED or not isinstance(screen, Screen):
         return None
-    found = [(row, bar) for row, bar in screen.bars() if row >= screen.end - _LOOK_BACK]
-    if (edited := _edited_bar(screen)) and not (found and found[-1][0] == screen.cursor):
-        found.append((screen.cursor, edited))
-    if not found:
+    candidates = [(row, bar) for row, bar in screen.bars() if row >= screen.end - _LOOK_BACK]
+    if (edited := _edited_bar(screen)) and not (candidates and candidates[-1][0] == screen.cursor):
+        candidates.append((screen.cursor, edited))
+    if not candidates:
         return None
-    *above, (row, bar) = found
-    is_over = bar.is_finished or said.state != "running"
+    *above, (row, bar) = candidates
+    is_over = bar.is_finished or output.state != "running"
     if is_over and row < screen.end - 1:
         return None
     around: list[Bar] = []
@@ -128,7 +133,7 @@ def bars_of(said: RankTranscript) -> RankBars | None:
             break
         around.append(outer)
         row = at
-    return RankBars(said.rank, bar, tuple(around[::-1]))
+    return RankBars(output.rank, bar, tuple(around[::-1]))
 
 
 def _edited_bar(screen: Screen) -> Bar | None:
@@ -138,104 +143,108 @@ def _edited_bar(screen: Screen) -> Bar | None:
     return next((read_bar(line.text, is_edited=True) for line in screen.lines(screen.cursor)), None)
 
 
-def _bars_of_all(transcript: Transcript) -> list[RankBars]:
+def _all_current_bars(transcript: Transcript) -> list[RankBars]:
     """Return the current bars of all ranks; none if no running rank has one."""
-    found = [bars for each in transcript if (bars := bars_of(each))]
-    return found if any(transcript[bars.rank].state == "running" for bars in found) else []
+    current = [bars for each in transcript if (bars := current_bars_of(each))]
+    return current if any(transcript[bars.rank].state == "running" for bars in current) else []
 
 
-def bars_left(bars: Mapping[int, Sequence[Bar]], at: Sequence[RankBars] = ()) -> list[LeftBar]:
-    """Make rows for the bars of these ranks, in order, without bars that are current in `at`.
+def find_left_bars(
+    bars: Mapping[int, Sequence[Bar]], current: Sequence[RankBars] = ()
+) -> list[LeftBar]:
+    """Make rows for the left bars of these ranks, in order; bars in `current` are not left yet.
 
-    If a rank has several bars of the same name and total, its second one is matched with the second
-    one of other ranks, and so on.
+    If ranks have several bars of the same name and total, the second bar of a rank shares a row
+    with the second bars of other ranks, and so on.
     """
-    present = {(bar.name, bar.total) for each in at for bar in (*each.around, each.bar)}
-    found: dict[tuple[object, ...], dict[int, Bar]] = {}
-    for rank, own in bars.items():
+    present = {(bar.name, bar.total) for each in current for bar in (*each.around, each.bar)}
+    by_place: dict[tuple[object, ...], dict[int, Bar]] = {}
+    for rank, rank_bars in bars.items():
         times = Counter[tuple[str, str]]()
-        for bar in own:
+        for bar in rank_bars:
             key = bar.name, bar.total
             times[key] += 1
             if key not in present:
                 amount = (bar.done, bar.is_finished)
-                found.setdefault((*key, times[key], *amount), {})[rank] = bar
-    return [_left_bar(same) for same in found.values()]
+                by_place.setdefault((*key, times[key], *amount), {})[rank] = bar
+    return [_merge_left_bars(same) for same in by_place.values()]
 
 
-def _left_bar(bars: Mapping[int, Bar]) -> LeftBar:
-    """Merge the bars that ranks have left at the same place."""
+def _merge_left_bars(bars: Mapping[int, Bar]) -> LeftBar:
+    """Merge the bars that ranks have left at the same position."""
     first, *_ = bars.values()
     elapsed = max((bar.elapsed for bar in bars.values() if bar.elapsed is not None), default=None)
-    rest = fold_plain([bar.rest for bar in bars.values()])
+    other_text = fold_plain([bar.other_text for bar in bars.values()])
     rate = _rates([bar.rate for bar in bars.values()])
-    return LeftBar(tuple(bars), first._replace(elapsed=elapsed, remaining=None), rate, rest)
+    return LeftBar(tuple(bars), first._replace(elapsed=elapsed, remaining=None), rate, other_text)
 
 
 def _rates(rates: Sequence[str]) -> str:
     """Write `5.8it/s`, or `5.6 to 5.9it/s`; "" if ranks have other units, or none."""
     parts = [_RATE.fullmatch(rate) for rate in rates]
-    known = [(float(found[1]), found[2]) for found in parts if found]
-    if len(known) < len(rates) or len({unit for _, unit in known}) > 1:
+    pairs = [(float(match[1]), match[2]) for match in parts if match]
+    if len(pairs) < len(rates) or len({unit for _, unit in pairs}) > 1:
         return rates[0] if len({*rates}) == 1 else ""
-    (low, unit), (high, _) = min(known), max(known)
+    (low, unit), (high, _) = min(pairs), max(pairs)
     digits = ".3g" if high < 1000 else ".0f"
     places = max(len(format(end, digits).partition(".")[2]) for end in (low, high))
-    ends = dict.fromkeys(f"{end:.{places}f}" for end in (low, high))
-    return f"{' to '.join(ends)}{unit}"
+    texts = dict.fromkeys(f"{end:.{places}f}" for end in (low, high))
+    return f"{' to '.join(texts)}{unit}"
 
 
 def final_table(transcript: Transcript) -> BarTable | None:
     """Lay out the bars of a finished cell; None if it had none."""
-    left = bars_left({said.rank: said.bars for said in transcript})
-    return _with_left(BarTable(()), left, MOST_ROWS) if left else None
+    left_bars = find_left_bars({each.rank: each.bars for each in transcript})
+    return _add_left_bars(BarTable(()), left_bars, MOST_ROWS) if left_bars else None
 
 
-def _with_left(table: BarTable, left: Sequence[LeftBar], most: int) -> BarTable:
-    """Add the last `most` rows of left bars to a table, and count the earlier ones."""
-    ranks = {*table.ranks, *(rank for row in left for rank in row.ranks)}
-    more = max(0, len(left) - most)
-    return table._replace(ranks=tuple(sorted(ranks)), left=tuple(left[more:]), more=more)
+def _add_left_bars(table: BarTable, left_bars: Sequence[LeftBar], max_rows: int) -> BarTable:
+    """Add the last `max_rows` left bars to a table, and count the earlier bars."""
+    ranks = {*table.ranks, *(rank for row in left_bars for rank in row.ranks)}
+    more = max(0, len(left_bars) - max_rows)
+    return table._replace(ranks=tuple(sorted(ranks)), left_bars=tuple(left_bars[more:]), more=more)
 
 
-def bars_of_rank(said: RankTranscript) -> BarTable | None:
+def bars_of_rank(output: RankTranscript) -> BarTable | None:
     """Lay out all bars of one rank; None if it has none."""
-    rows = [LeftBar((said.rank,), bar, bar.rate, bar.rest) for bar in said.bars]
-    return BarTable((said.rank,), left=tuple(rows)) if rows else None
+    rows = [LeftBar((output.rank,), bar, bar.rate, bar.other_text) for bar in output.bars]
+    return BarTable((output.rank,), left_bars=tuple(rows)) if rows else None
 
 
 def bar_table(transcript: Transcript) -> BarTable | None:
     """Lay out the bars of a running cell; None if it has none."""
-    found = _bars_of_all(transcript)
-    left = bars_left({said.rank: said.bars for said in transcript}, found)
-    if not (found or left):
+    bars = _all_current_bars(transcript)
+    left_bars = find_left_bars({each.rank: each.bars for each in transcript}, bars)
+    if not (bars or left_bars):
         return None
-    return _with_left(_present_table(found) if found else BarTable(()), left, _MOST_LEFT_LIVE)
+    return _add_left_bars(
+        _present_table(bars) if bars else BarTable(()), left_bars, _MOST_LEFT_LIVE
+    )
 
 
-def _present_table(found: Sequence[RankBars]) -> BarTable:
+def _present_table(rank_bars: Sequence[RankBars]) -> BarTable:
     """Lay out the current bars of ranks."""
-    ranks, rows, summary = tuple(bars.rank for bars in found), [*found], ""
-    if len(found) > MOST_ROWS:
-        rows = sorted(found, key=lambda bars: (_way(bars), bars.rank))[:SLOWEST_ROWS]
-        low, middle, high = _spread(found)
-        left = _longest_left(found)
-        parts = [_common_name(found), f"min {low} · median {middle} · max {high}"]
-        parts += [] if left is None else [f"ETA {clock_text(left)}"]
+    ranks, rows, summary = tuple(bars.rank for bars in rank_bars), [*rank_bars], ""
+    if len(rank_bars) > MOST_ROWS:
+        rows = sorted(rank_bars, key=lambda bars: (_progress_key(bars), bars.rank))[:SLOWEST_ROWS]
+        low, middle, high = _spread(rank_bars)
+        remaining = _longest_time_left(rank_bars)
+        parts = [_common_name(rank_bars), f"min {low} · median {middle} · max {high}"]
+        parts += [] if remaining is None else [f"ETA {clock_text(remaining)}"]
         summary = " · ".join(filter(None, [*parts, "slowest first:"]))
-    slowest, behind = _slowest(found)
+    slowest, behind = _slowest(rank_bars)
     return BarTable(ranks, tuple(rows), slowest, behind, summary)
 
 
-def _slowest(found: Sequence[RankBars]) -> tuple[int | None, str]:
+def _slowest(rank_bars: Sequence[RankBars]) -> tuple[int | None, str]:
     """Return the rank that is clearly behind, and `rank 2 is 20 % behind`; else None and ""."""
-    low, high = min(found, key=_way), max(found, key=_way)
-    if len({_NUMBERS.sub("#", bars.outer.name) for bars in found}) > 1:
+    low, high = min(rank_bars, key=_progress_key), max(rank_bars, key=_progress_key)
+    if len({_NUMBERS.sub("#", bars.outer.name) for bars in rank_bars}) > 1:
         return None, ""
     if low.numbers != high.numbers:
         return low.rank, f"rank {low.rank} is behind"
     # Each epoch may have its own bar, with the same name: bars that began at other times differ.
-    running = [bars.outer for bars in found if not bars.outer.is_finished]
+    running = [bars.outer for bars in rank_bars if not bars.outer.is_finished]
     elapsed = [bar.elapsed for bar in running if bar.elapsed is not None] or [0.0]
     longest, behind = max(elapsed), high.overall - low.overall
     if longest - min(elapsed) > max(_BEGAN_APART, _BEGAN_APART_SHARE * longest):
@@ -245,7 +254,7 @@ def _slowest(found: Sequence[RankBars]) -> tuple[int | None, str]:
     return low.rank, f"rank {low.rank} is {100 * behind / high.overall:.0f} % behind"
 
 
-def _way(bars: RankBars) -> tuple[tuple[int, ...], float]:
+def _progress_key(bars: RankBars) -> tuple[tuple[int, ...], float]:
     # `epoch 2` at 20 % is further than `epoch 1` at 80 %.
     return bars.numbers, bars.overall
 
@@ -256,50 +265,50 @@ def merged_line(transcript: Transcript) -> str:
     If some ranks are already at the bar of the next epoch, both bars are on the line.
     """
     named = dict[tuple[str, ...], list[RankBars]]()
-    for bars in (found := _bars_of_all(transcript)):
+    for bars in (rank_bars := _all_current_bars(transcript)):
         named.setdefault(tuple(bar.name for bar in (*bars.around, bars.bar)), []).append(bars)
-    parts = named.values() if len(named) == 2 else filter(None, [found])
-    return " · ".join(map(_merged, parts))
+    parts = named.values() if len(named) == 2 else filter(None, [rank_bars])
+    return " · ".join(map(_progress_text, parts))
 
 
-def _merged(found: Sequence[RankBars]) -> str:
+def _progress_text(rank_bars: Sequence[RankBars]) -> str:
     """Say how far the ranks of these bars are."""
-    low, middle, high = _spread(found)
+    low, middle, high = _spread(rank_bars)
     spread = "" if low == high else f"({low.rstrip('%')}-{high.rstrip('%')})"
-    elapsed = max((b.bar.elapsed for b in found if b.bar.elapsed is not None), default=None)
-    times = _times_text(elapsed, _longest_left(found))
-    parts = [f"[{format_ranks(bars.rank for bars in found)}]", _common_name(found), middle]
+    elapsed = max((b.bar.elapsed for b in rank_bars if b.bar.elapsed is not None), default=None)
+    times = _times_text(elapsed, _longest_time_left(rank_bars))
+    parts = [f"[{format_ranks(bars.rank for bars in rank_bars)}]", _common_name(rank_bars), middle]
     return " ".join(filter(None, [*parts, spread, times]))
 
 
-def _common_name(found: Sequence[RankBars]) -> str:
+def _common_name(rank_bars: Sequence[RankBars]) -> str:
     """Return the name that all bars share, such as `epoch 2-3/10, step`; "" if they differ."""
-    names = {bars.name for bars in found}
+    names = {bars.name for bars in rank_bars}
     if len(names) == 1:
         return names.pop()[: 2 * _LONGEST_NAME]
-    inner = {bars.bar.name for bars in found}
-    around = {tuple((bar.name, bar.total) for bar in bars.around) for bars in found}
+    inner = {bars.bar.name for bars in rank_bars}
+    around = {tuple((bar.name, bar.total) for bar in bars.around) for bars in rank_bars}
     if len(around) > 1 or len(inner) > 1:
         return ""
     outer = []
-    for bars in zip(*(bars.around for bars in found), strict=True):
+    for bars in zip(*(bars.around for bars in rank_bars), strict=True):
         low, high = (pick(bars, key=lambda bar: bar.position) for pick in (min, max))
         done = low.done if low.done == high.done else f"{low.done}-{high.done}"
         outer.append(f"{low.name} {low._replace(done=done).amount}".strip())
     return ", ".join(filter(None, [*outer, inner.pop()]))
 
 
-def _spread(found: Sequence[RankBars]) -> tuple[str, str, str]:
+def _spread(rank_bars: Sequence[RankBars]) -> tuple[str, str, str]:
     """Return the progress of the last, the middle and the first rank, as texts."""
-    order = sorted((bars.bar for bars in found), key=lambda bar: bar.position)
+    order = sorted((bars.bar for bars in rank_bars), key=lambda bar: bar.position)
     if all(bar.fraction is not None for bar in order):
-        ways = [bar.position for bar in order]
-        return _percent(ways[0]), _percent(median(ways)), _percent(ways[-1])
+        positions = [bar.position for bar in order]
+        return _percent(positions[0]), _percent(median(positions)), _percent(positions[-1])
     return order[0].done, order[len(order) // 2].done, order[-1].done
 
 
-def _longest_left(found: Sequence[RankBars]) -> float | None:
-    return max((left for bars in found if (left := bars.bar.left) is not None), default=None)
+def _longest_time_left(rank_bars: Sequence[RankBars]) -> float | None:
+    return max((time for b in rank_bars if (time := b.bar.time_left) is not None), default=None)
 
 
 def _times_text(elapsed: float | None, remaining: float | None) -> str:
@@ -323,28 +332,28 @@ class _Row(NamedTuple):
     amount: str
     times: str
     rate: str
-    rest: str
+    other_text: str
     is_finished: bool
     is_slowest: bool = False
 
 
 def _rows(shown: BarTable) -> Iterator[_Row]:
-    for left in shown.left:
-        bar = left.bar
+    for left_bar in shown.left_bars:
+        bar = left_bar.bar
         percent = "" if bar.fraction is None or bar.is_finished else _percent(bar.fraction)
         took = whole_seconds_text(bar.elapsed) if bar.elapsed else ""
-        beside = (percent, bar.amount, took, left.rate, left.rest, bar.is_finished)
-        yield _Row(left.ranks, _short(bar.name), bar.fraction, *beside)
+        beside = (percent, bar.amount, took, left_bar.rate, left_bar.other_text, bar.is_finished)
+        yield _Row(left_bar.ranks, _shorten_name(bar.name), bar.fraction, *beside)
     for bars in shown.rows:
         bar = bars.bar
         percent = "" if bar.fraction is None else _percent(bar.fraction)
         times = _times_text(bar.elapsed, None if bar.is_finished else bar.remaining)
-        beside = (percent, bar.amount, times, bar.rate, bar.rest, bar.is_finished)
+        beside = (percent, bar.amount, times, bar.rate, bar.other_text, bar.is_finished)
         is_slowest = bars.rank == shown.slowest
-        yield _Row([bars.rank], _short(bars.name), shown.share(bars), *beside, is_slowest)
+        yield _Row([bars.rank], _shorten_name(bars.name), shown.share(bars), *beside, is_slowest)
 
 
-def _short(name: str) -> str:
+def _shorten_name(name: str) -> str:
     return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…"
 
 
@@ -367,17 +376,17 @@ def bars_html(shown: BarTable) -> str:
     # The mark of the slowest rank has room from the start, so that columns do not move later.
     has_mark = len(shown.rows) > 1
     rows = table((_row_html(row, has_mark=has_mark) for row in _rows(shown)), ";width:100%")
-    return line(dim(" · ".join(_above(shown)))) + rows
+    return line(dim(" · ".join(_lines_above(shown)))) + rows
 
 
-def _above(shown: BarTable) -> list[str]:
+def _lines_above(shown: BarTable) -> list[str]:
     """Return texts for the line above the table: earlier bars without a row, and the summary."""
     more = f"… {count(shown.more, 'earlier bar')}" if shown.more else ""
     return [*filter(None, [more, shown.summary])]
 
 
 def _row_html(row: _Row, *, has_mark: bool) -> list[tuple[str, str]]:
-    """Write the cells of a row; those on the right are cut if the page is too narrow."""
+    """Write the cells of a row; cells on the right are cut if the page is too narrow."""
     drawn = ""
     if row.share is not None:
         colour = GREEN if row.is_finished else AMBER if row.is_slowest else BLUE
@@ -386,7 +395,7 @@ def _row_html(row: _Row, *, has_mark: bool) -> list[tuple[str, str]]:
     mark = coloured(_SLOWEST, AMBER) if row.is_slowest else ""
     return [
         (_CELL, bold(name_ranks(row.ranks))),
-        (_name_style(row.name), _cut(row.name)),
+        (_name_style(row.name), _cell_text(row.name)),
         (_CELL, drawn),
         (_RIGHT, row.percent),
         *([(_MARK, mark)] if has_mark else ()),
@@ -394,7 +403,7 @@ def _row_html(row: _Row, *, has_mark: bool) -> list[tuple[str, str]]:
         (_CELL, dim(row.times)),
         # On the left: a range above, such as `15.4 to 16.6it/s`, moves no rate to the page's edge.
         (_CELL, dim(row.rate)),
-        (_REST, _cut(clip(row.rest, _LONGEST_REST))),
+        (_REST, _cell_text(clip(row.other_text, _LONGEST_REST))),
     ]
 
 
@@ -403,18 +412,18 @@ def _name_style(name: str) -> str:
     return _CELL if len(name) <= _SHORT_NAME else _NAME.format(1 + 0.9 * len(name))
 
 
-def _cut(text: str) -> str:
-    """Write text of a cell that may be too narrow for it; the mouse over the text shows all."""
+def _cell_text(text: str) -> str:
+    """Write a text that a narrow cell may cut; the mouse over the text shows all of it."""
     return (
         f'<span title="{escape(text)}">{dim(text)}</span>' if len(text) > _SHORT_NAME else dim(text)
     )
 
 
-def left_line(left: LeftBar) -> str:
+def left_bar_line(left_bar: LeftBar) -> str:
     """Write a left bar as one line of text: `[0-3] epoch 0  63/63  10 s  5.8it/s`."""
-    (row,) = _rows(BarTable(left.ranks, left=(left,)))
-    parts = row.name, row.percent, row.amount, row.times, row.rate, row.rest
-    return f"[{format_ranks(left.ranks)}] {'  '.join(filter(None, parts))}"
+    (row,) = _rows(BarTable(left_bar.ranks, left_bars=(left_bar,)))
+    parts = row.name, row.percent, row.amount, row.times, row.rate, row.other_text
+    return f"[{format_ranks(left_bar.ranks)}] {'  '.join(filter(None, parts))}"
 
 
 def bars_text(shown: BarTable) -> list[str]:
@@ -425,7 +434,7 @@ def bars_text(shown: BarTable) -> list[str]:
         blocks = ("█" * whole + _PARTS[part].strip()).ljust(_CELLS)
         drawn = "" if row.share is None else f"|{blocks}|"
         mark = _SLOWEST if row.is_slowest else ""
-        cells = (row.percent.rjust(4), mark, row.amount, row.times, row.rate, row.rest)
+        cells = (row.percent.rjust(4), mark, row.amount, row.times, row.rate, row.other_text)
         rows.append([name_ranks(row.ranks), row.name, drawn, *cells])
     columns = filter(any, zip(*rows, strict=True))
-    return [*_above(shown), *aligned([*zip(*columns, strict=True)])]
+    return [*_lines_above(shown), *aligned([*zip(*columns, strict=True)])]

@@ -56,9 +56,9 @@ class Far(NamedTuple):
 class Bands:
     """A run of all ranks in columns of steps; None in a column without finite numbers.
 
-    Among the ranks that are not `far`, `low` and `high` are the means of the lowest and highest
-    rank, and `bottom` and `top` are the extremes of all their numbers in a column.  `odd` are the
-    ranks with NaN or infinity.
+    `far_ranks` are the ranks outside the band.  Among the other ranks, `low` and `high` are the
+    means of the lowest and highest rank, and `bottom` and `top` are the extremes of all numbers in
+    a column.  `odd` are the ranks with NaN or infinity.
     """
 
     steps: list[float]
@@ -68,7 +68,7 @@ class Bands:
     high: list[float | None]
     bottom: list[float | None]
     top: list[float | None]
-    far: tuple[Far, ...]
+    far_ranks: tuple[Far, ...]
     odd: Mapping[int, Odd]
 
     @property
@@ -79,23 +79,23 @@ class Bands:
 
 def bands_of(run: Run) -> Bands:
     """Compare the ranks of a run."""
-    most = max(FEWEST_COLUMNS, min(MOST_COLUMNS, COLUMNS_OF_ALL // len(run)))
+    max_columns = max(FEWEST_COLUMNS, min(MOST_COLUMNS, COLUMNS_OF_ALL // len(run)))
     begin = min(each.columns[0][0] for each in run.values())
     end = max(each.last_step for each in run.values())
-    columns = min(most, max(map(len, run.values())))
+    columns = min(max_columns, max(map(len, run.values())))
     width = (end - begin) / max(1, columns - 1) or 1.0
     steps = [begin + at * width for at in range(columns)]
     if all(float.is_integer(step) for series in run.values() for step in series.columns[0]):
         steps = [*map(float, map(round, steps))]
     spread = {rank: _columns(series, begin, width, columns) for rank, series in run.items()}
-    means = {rank: [each and each.mean for each in found] for rank, found in spread.items()}
+    means = {rank: [each and each.mean for each in points] for rank, points in spread.items()}
     medians = [_median(at) for at in zip(*means.values(), strict=True)]
-    far = tuple(_far(run, spread, medians)) if len(run) >= FEWEST_RANKS else ()
-    away = {each.rank for each in far}
+    far_ranks = tuple(_find_far_ranks(run, spread, medians)) if len(run) >= FEWEST_RANKS else ()
+    away = {each.rank for each in far_ranks}
     # If every rank was away from the others at some step, the band is of all ranks.
-    near = [found for rank, found in spread.items() if rank not in away] or [*spread.values()]
+    near = [points for rank, points in spread.items() if rank not in away] or [*spread.values()]
     at_once = [[each for each in at if each is not None] for at in zip(*near, strict=True)]
-    odd = {rank: found for rank in sorted(run) if (found := run[rank].odd)}
+    odd = {rank: numbers for rank in sorted(run) if (numbers := run[rank].odd)}
     return Bands(
         steps,
         means,
@@ -104,65 +104,65 @@ def bands_of(run: Run) -> Bands:
         [max((each.mean for each in at), default=None) for at in at_once],
         [min((each.low for each in at), default=None) for at in at_once],
         [max((each.high for each in at), default=None) for at in at_once],
-        far,
+        far_ranks,
         odd,
     )
 
 
 def _columns(series: Series, begin: float, width: float, columns: int) -> list[Point | None]:
     """Spread a rank's points over the columns, with linear interpolation between two points."""
-    found: list[Point | None] = [None] * columns
+    by_column: list[Point | None] = [None] * columns
     point: Point | None
     for point in series:
         at = min(columns - 1, round((point.step - begin) / width))
-        before = found[at]
-        found[at] = point if before is None else before + point
+        before = by_column[at]
+        by_column[at] = point if before is None else before + point
     last: int | None = None
-    for at, point in enumerate(found):
+    for at, point in enumerate(by_column):
         if point is None:
             continue
         if not point.finite:
-            found[at], last = None, None
+            by_column[at], last = None, None
             continue
-        if last is not None and (start := found[last]) is not None:
+        if last is not None and (start := by_column[last]) is not None:
             for between in range(last + 1, at):
                 share = (between - last) / (at - last)
-                ends = zip(start, point, strict=True)
-                found[between] = Point(*(a * (1 - share) + b * share for a, b in ends))
+                pairs = zip(start, point, strict=True)
+                by_column[between] = Point(*(a * (1 - share) + b * share for a, b in pairs))
         last = at
-    return found
+    return by_column
 
 
 def _median(numbers: Iterable[float | None]) -> float | None:
-    found = [each for each in numbers if each is not None]
-    if not found:
+    values = [each for each in numbers if each is not None]
+    if not values:
         return None
-    low, high = median_low(found), median_high(found)
+    low, high = median_low(values), median_high(values)
     return low if low == high else low / 2 + high / 2  # low + high could overflow
 
 
-def _far(
+def _find_far_ranks(
     run: Run, spread: Mapping[int, Sequence[Point | None]], medians: Sequence[float | None]
 ) -> Iterator[Far]:
     """Yield the ranks that were far from the others in `LONG` columns in a row or more."""
-    means = {rank: [each and each.mean for each in found] for rank, found in spread.items()}
-    stretches = dict(_stretches(means, medians))
+    means = {rank: [each and each.mean for each in points] for rank, points in spread.items()}
+    stretches = dict(_find_stretches(means, medians))
     for rank, (away, is_back) in stretches.items():
         first, last = spread[rank][away[0]], spread[rank][away[-1]]
         assert first is not None
         assert last is not None
-        others = {other: found[away[-1]] for other, found in means.items() if other != rank}
+        others = {other: by_column[away[-1]] for other, by_column in means.items() if other != rank}
         near = [mean for other, mean in others.items() if other not in stretches]
-        # Perhaps every other rank with a number there is far away too: then take all of them.
-        if (theirs := _median(near)) is None:
-            theirs = _median(others.values())
-        assert theirs is not None
-        step, own = run[rank].step_from(first.step), run[rank].finite_until(last.step)
+        # If all other ranks with a number in this column are far too, compare with all of them.
+        if (others_median := _median(near)) is None:
+            others_median = _median(others.values())
+        assert others_median is not None
+        step, newest = run[rank].step_from(first.step), run[rank].finite_until(last.step)
         is_exact = step == first.step and first.finite + first.odd == 1
-        yield Far(rank, step, is_exact, own.step, is_back, own.mean, theirs)
+        yield Far(rank, step, is_exact, newest.step, is_back, newest.mean, others_median)
 
 
-def _stretches(
+def _find_stretches(
     means: Mapping[int, Sequence[float | None]], medians: Sequence[float | None]
 ) -> Iterator[tuple[int, tuple[list[int], bool]]]:
     """Yield each far rank, its last columns in a row outside the bound, and whether it is back."""
@@ -174,20 +174,20 @@ def _stretches(
             mean is not None and at is not None and bound is not None and abs(mean - at) > bound
             for mean, at, bound in zip(means[rank], medians, bounds, strict=True)
         ]
-        known = [at for at, mean in enumerate(means[rank]) if mean is not None]
-        runs = [(is_away, [*at]) for is_away, at in groupby(known, key=away.__getitem__)]
+        columns = [at for at, mean in enumerate(means[rank]) if mean is not None]
+        runs = [(is_away, [*at]) for is_away, at in groupby(columns, key=away.__getitem__)]
         long = [at for is_away, at in runs if is_away and len(at) >= LONG]
         if long:
-            yield rank, (long[-1], long[-1][-1] != known[-1])
+            yield rank, (long[-1], long[-1][-1] != columns[-1])
 
 
 def _bound(at: Sequence[float | None], least: float) -> float | None:
     """Return the distance from the median above which a rank is far; None for too few ranks."""
     middle, *means = at
-    found = [abs(mean - middle) for mean in means if mean is not None and middle is not None]
-    if middle is None or len(found) < FEWEST_RANKS:
+    distances = [abs(mean - middle) for mean in means if mean is not None and middle is not None]
+    if middle is None or len(distances) < FEWEST_RANKS:
         return None
-    return max(FAR * median(found), least, abs(middle) / 100, 1e-12)
+    return max(FAR * median(distances), least, abs(middle) / 100, 1e-12)
 
 
 # --- as text ------------------------------------------------------------------------------------
@@ -225,51 +225,53 @@ def headline(name: str, curve: Curve, bands: Bands) -> str:
     """
     run, earlier = curve.last, len(curve.runs) - 1
     end_of_line = f" · {count(earlier, 'earlier run')}" if earlier else ""
-    known = [at for at, each in enumerate(bands.medians) if each is not None]
-    if not known:
+    columns = [at for at, each in enumerate(bands.medians) if each is not None]
+    if not columns:
         return f"{shown_name(name)} · {ranks_text(run)}{end_of_line}"
-    last = known[-1]
-    whole = [at for at in known if all(means[at] is not None for means in bands.means.values())]
-    # Ranks without newer numbers are most likely as far, and will send theirs soon.
+    last = columns[-1]
+    whole = [at for at in columns if all(means[at] is not None for means in bands.means.values())]
+    # A rank without newer numbers has most likely made as many steps, and sends them soon.
     if whole and whole[-1] >= last * 3 / 4 and not bands.odd:
         last = whole[-1]
     end = math.inf
     if last < len(bands.steps) - 1:
         end = (bands.steps[last] + bands.steps[last + 1]) / 2
-    # All ranks with numbers there count, also ranks outside the band.
-    there = [run[rank] for rank, means in bands.means.items() if means[last] is not None]
-    points = [series.finite_until(end) for series in there]
+    # Compare all ranks that have a number in this column, also ranks outside the band.
+    compared = [run[rank] for rank, means in bands.means.items() if means[last] is not None]
+    points = [series.finite_until(end) for series in compared]
     step = min(point.step for point in points)
     # Compare the ranks over all steps of the widest point.
-    stop = max(series.end_of(point) for series, point in zip(there, points, strict=True))
-    points = [series.merged(step, stop) for series in there]
-    means, most = [each.mean for each in points], max(each.finite for each in points)
+    stop = max(series.end_of(point) for series, point in zip(compared, points, strict=True))
+    points = [series.merge_points(step, stop) for series in compared]
+    means, merged_count = [each.mean for each in points], max(each.finite for each in points)
     when = f"step {step_text(step)}"
-    if most > 1:
-        when = f"mean of {most:,.0f} from {when} on"
-    ranks = ranks_text(run) if len(there) == len(run) else f"{len(there)} of {len(run)} ranks"
-    if len(there) > 1:
+    if merged_count > 1:
+        when = f"mean of {merged_count:,.0f} from {when} on"
+    ranks = ranks_text(run) if len(compared) == len(run) else f"{len(compared)} of {len(run)} ranks"
+    if len(compared) > 1:
         low, high = min(means), max(means)
-        equal = " equal" if len(there) == len(run) else ", equal"
-        ends = f"{number_text(low)} to {number_text(high)}"
-        ranks = f"{ranks}{equal}" if is_same(low, high) else f"{ends} on {ranks}"
+        equal = " equal" if len(compared) == len(run) else ", equal"
+        range_text = f"{number_text(low)} to {number_text(high)}"
+        ranks = f"{ranks}{equal}" if is_same(low, high) else f"{range_text} on {ranks}"
     return f"{shown_name(name)} {number_text(_median(means))} · {when} · {ranks}{end_of_line}"
 
 
 def remarks(bands: Bands) -> list[str]:
-    """Say which ranks have left the band, and which have NaN or infinite numbers."""
-    found = []
-    for far in bands.far:
-        begin = f"from {'' if far.is_exact else 'about '}step {step_text(far.step)}"
-        when = f"{begin} to {step_text(far.until)}, and came back" if far.is_back else f"{begin} on"
-        has = "had" if far.is_back else "has"
-        numbers = f"at step {step_text(far.until)} it {has} {number_text(far.mean)}"
-        theirs = f"beside {number_text(far.median)} on the others"
-        found.append(f"rank {far.rank} left the band {when}: {numbers}, {theirs}")
+    """Return a line for each rank that has left the band, or has NaN or infinite numbers."""
+    lines = []
+    for each in bands.far_ranks:
+        begin = f"from {'' if each.is_exact else 'about '}step {step_text(each.step)}"
+        when = (
+            f"{begin} to {step_text(each.until)}, and came back" if each.is_back else f"{begin} on"
+        )
+        has = "had" if each.is_back else "has"
+        numbers = f"at step {step_text(each.until)} it {has} {number_text(each.mean)}"
+        others = f"beside {number_text(each.median)} on the others"
+        lines.append(f"rank {each.rank} left the band {when}: {numbers}, {others}")
     ranks: dict[Odd, list[int]] = {}
     for rank, odd in bands.odd.items():
         ranks.setdefault(odd, []).append(rank)
-    return found + [f"{name_ranks(of)}: {odd_text(odd)}" for odd, of in sorted(ranks.items())]
+    return lines + [f"{name_ranks(of)}: {odd_text(odd)}" for odd, of in sorted(ranks.items())]
 
 
 def odd_text(odd: Odd) -> str:
@@ -290,7 +292,7 @@ def curves_text(curves: Curves, names: Sequence[str] = ()) -> str:
 
 
 def more_text(curves: Curves) -> str:
-    """Say which names were dropped; "" for none."""
+    """Say which names have no curve because there are too many; "" if all names have one."""
     if not curves.more:
         return ""
     names = [*map(shown_name, curves.more)]
@@ -300,15 +302,15 @@ def more_text(curves: Curves) -> str:
 
 def _table(name: str, curve: Curve) -> str:
     run, bands = curve.last, bands_of(curve.last)
-    far = [each.rank for each in bands.far]
-    # Lowest and highest are of the ranks inside the band, unless every rank has left the band.
-    others = "others' " if 0 < len(far) < len(run) else ""
-    columns = f"{others}lowest", f"{others}highest", *(f"rank {rank}" for rank in far)
+    far_ranks = [each.rank for each in bands.far_ranks]
+    # The lowest and highest numbers are of the ranks in the band, unless all have left the band.
+    others = "others' " if 0 < len(far_ranks) < len(run) else ""
+    columns = f"{others}lowest", f"{others}highest", *(f"rank {rank}" for rank in far_ranks)
     rows = [("step", "median", *columns)]
     last = len(bands.steps) - 1 if {*bands.low, *bands.high} != {bands.medians[-1]} else 0
     for at in sorted({round(last * number / (ROWS - 1)) for number in range(ROWS)}):
         numbers = bands.medians[at], bands.low[at], bands.high[at]
-        away = (bands.means[rank][at] for rank in far)
+        away = (bands.means[rank][at] for rank in far_ranks)
         rows.append((step_text(bands.steps[at]), *map(number_text, (*numbers, *away))))
     head = headline(name, curve, bands)
     return "\n".join([head, *remarks(bands), *(aligned(rows) if last else ())])
@@ -350,7 +352,7 @@ def live_curves(curves: Curves, pool: str = "") -> tuple[str, str]:
     begun = time.monotonic()
     due, version, html, text = curves.drawn
     if version != curves.version and begun >= due:
-        html = curves_html(curves, most=MOST_LIVE_BYTES, pool=pool)
+        html = curves_html(curves, max_bytes=MOST_LIVE_BYTES, pool=pool)
         text = curves_text(curves)
         now = time.monotonic()
         due = max(begun + REDRAW, now + SHARE * (now - begun))
@@ -359,16 +361,16 @@ def live_curves(curves: Curves, pool: str = "") -> tuple[str, str]:
 
 
 def curves_html(
-    curves: Curves, names: Sequence[str] = (), most: int = MOST_BYTES, pool: str = ""
+    curves: Curves, names: Sequence[str] = (), max_bytes: int = MOST_BYTES, pool: str = ""
 ) -> str:
-    """Write the curves of some names, by default all, as HTML of about `most` bytes.
+    """Write the curves of some names, by default all, as HTML of about `max_bytes` bytes.
 
     The command for the names left out names the `pool`, unless that is "".
     """
     chosen, tiles = [*names] or [*curves.by_name], list[str]()
     for name in chosen[:MOST_PICTURES]:
-        tiles.append(tile := _tile(name, curves.by_name[name], most))
-        most -= size(tile)
+        tiles.append(tile := _tile(name, curves.by_name[name], max_bytes))
+        max_bytes -= size(tile)
     shows_one = in_pool("`%dist_plot NAME` shows one", pool)
     more = [f"{count(len(chosen) - MOST_PICTURES, 'more name')}: {shows_one}"]
     notes = [*(more if len(chosen) > MOST_PICTURES else ()), more_text(curves)]
@@ -376,15 +378,15 @@ def curves_html(
     return f'<div style="{_TILES}">{"".join(tiles)}</div>{foot}'
 
 
-def _tile(name: str, curve: Curve, most: int) -> str:
-    """Write the numbers of one name, and its picture if it has at most `most` bytes."""
+def _tile(name: str, curve: Curve, max_bytes: int) -> str:
+    """Write the numbers of a curve, and a picture of the curve if it fits in `max_bytes` bytes."""
     bands = bands_of(curve.last)
     title, text = shown_name(name), headline(name, curve, bands)
     newest, step, *ranks = text.removeprefix(title).split(" · ")
-    # Both on one line would be one line of a page or two, as their numbers become longer.
+    # A single line would wrap to a second line as soon as its numbers become longer.
     head = line(bold(title) + dim(f"{newest} · {step}"))
     head += line(dim(" · ".join(ranks))) if ranks else ""
-    colours = FAR_COLOURS[: len(bands.far)]
+    colours = FAR_COLOURS[: len(bands.far_ranks)]
     for text, colour in zip_longest(remarks(bands), colours, fillvalue=AMBER):
         head += line(coloured(text, colour))
     if not bands.has_numbers or len(bands.steps) == 1:
@@ -393,7 +395,7 @@ def _tile(name: str, curve: Curve, most: int) -> str:
     low, high = limits(bands)
     drawn = picture(bands, Frame(begin, end, low, high))
     shown = embed(Display({"image/svg+xml": drawn}, {"width": WIDTH, "height": HEIGHT}))
-    if shown is None or size(shown) > most:
+    if shown is None or size(shown) > max_bytes:
         return f'<div style="{_TILE}">{head}</div>'
     steps = f"step {step_text(begin)}", f"step {step_text(end)}"
     drawn = with_axes(shown, (number_text(high), number_text(low)), steps)
@@ -421,8 +423,8 @@ def limits(bands: Bands) -> tuple[float, float]:
     low = min(each for each in bands.low if each is not None)
     high = max(each for each in bands.high if each is not None)
     room = (high - low) or abs(high) / 10 or 1.0
-    for far in bands.far:
-        numbers = [each for each in bands.means[far.rank] if each is not None]
+    for far_rank in bands.far_ranks:
+        numbers = [each for each in bands.means[far_rank.rank] if each is not None]
         low = max(min(low, *numbers), low - room)
         high = min(max(high, *numbers), high + room)
     if high == low:
@@ -476,20 +478,20 @@ class Frame(NamedTuple):
 
 
 def picture(bands: Bands, frame: Frame) -> str:
-    """Draw a run as SVG.
+    """Draw a run as SVG without text.
 
-    The picture has no text: text beside it has the page's own colours, light or dark, and the
-    colours of the picture are visible on both.
+    The text beside the picture has the page's own colours, light or dark; the colours of the
+    picture are visible on both.
     """
     width, height, steps = WIDTH * SCALE, HEIGHT * SCALE, bands.steps
     quarters = (f"M0 {part * height // 4}h{width}" for part in range(5))
-    far = zip(FAR_COLOURS, bands.far, strict=False)
+    lines = zip(FAR_COLOURS, bands.far_ranks, strict=False)
     shapes = [
         _stroke("".join(quarters), GRID, 1),
         frame.band(steps, bands.bottom, bands.top, EXTREMES),
         frame.band(steps, bands.low, bands.high, BAND),
         frame.curve(steps, bands.medians, BLUE, 2 * SCALE),
-        *(frame.curve(steps, bands.means[each.rank], colour, 2 * SCALE) for colour, each in far),
+        *(frame.curve(steps, bands.means[each.rank], colour, 2 * SCALE) for colour, each in lines),
         frame.marks((each.step for each in bands.odd.values()), RED),
     ]
     return (
@@ -505,6 +507,6 @@ def _stroke(path: str, colour: str, width: int) -> str:
 
 def _path(points: Sequence[tuple[int, int]]) -> str:
     """Return an SVG path through points, by relative moves; a single point is a short line."""
-    (x, y), *rest = points
-    ways = [f"{c - a} {d - b}" for (a, b), (c, d) in pairwise(points)]
-    return f"M{x} {y}l{' '.join(ways) if rest else '1 0'}"
+    (x, y), *others = points
+    moves = [f"{c - a} {d - b}" for (a, b), (c, d) in pairwise(points)]
+    return f"M{x} {y}l{' '.join(moves) if others else '1 0'}"

@@ -26,17 +26,17 @@ MOST_NAMES, MOST_RUNS = 64, 8
 
 
 class Series:
-    """A rank's points of one run; above `most` points, neighbours are merged.
+    """The points of a rank in one run; if there are more than `max_points`, neighbours are merged.
 
     `columns` has an array for each field of `Point`.  A merged point covers `wide` steps and begins
     at a multiple of `wide`, so that ranks with equal numbers have equal points.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, max_points: int) -> None:
         self.columns = tuple(array("d") for _ in range(OF_POINT))
         self.wide = 0.0  # 0: nothing is merged yet
         self.odd: Odd | None = None
-        self._most = most
+        self._most = max_points
 
     def __len__(self) -> int:
         return len(self.columns[0])
@@ -58,15 +58,15 @@ class Series:
         """Return the last point up to `step` with a finite number, else the first one after it."""
         finite = self.columns[1]
         end = bisect_right(self.columns[0], step)
-        found = (at for at in chain(reversed(range(end)), range(end, len(self))) if finite[at])
-        return self._point(next(found))
+        indexes = (at for at in chain(reversed(range(end)), range(end, len(self))) if finite[at])
+        return self._point(next(indexes))
 
     def end_of(self, point: Point) -> float:
         """Return the step of the next point; after the last point, count a step for each number."""
         at = bisect_right(self.columns[0], point.step)
         return self.columns[0][at] if at < len(self) else point.step + point.finite + point.odd
 
-    def merged(self, begin: float, end: float) -> Point:
+    def merge_points(self, begin: float, end: float) -> Point:
         """Return the first point from `begin` on and all others before `end`, merged to one point.
 
         A worker that sends late merges its steps into wider points than another does.  Merged over
@@ -80,7 +80,7 @@ class Series:
         return Point(*(column[at] for column in self.columns))
 
     def add(self, point: Point) -> None:
-        """Append a point, whose step is not below the last one."""
+        """Append a point; its step must not be below the step of the last point."""
         if point.odd:
             # A worker begins a new point with the first odd number, so `point.step` is its step.
             step, numbers, goes_on = self.odd or (point.step, 0, True)
@@ -126,9 +126,10 @@ class Odd(NamedTuple):
 
 
 class Point(NamedTuple):
-    """One or more numbers in a row: the count of finite ones, their extremes, their mean.
+    """Consecutive numbers of a rank, merged to one point that begins at `step`.
 
-    `odd` is the count of the others, which are NaN or infinite.
+    `finite` is the count of finite numbers; `low`, `high` and `mean` are of the finite numbers.
+    `odd` is the count of the other numbers, which are NaN or infinite.
     """
 
     step: float
@@ -141,8 +142,8 @@ class Point(NamedTuple):
     def __add__(self, other: object) -> Point:
         assert isinstance(other, Point)
         if not self.finite or not other.finite:
-            found = self if self.finite else other
-            return found._replace(step=self.step, odd=self.odd + other.odd)
+            kept = self if self.finite else other
+            return kept._replace(step=self.step, odd=self.odd + other.odd)
         total = self.finite + other.finite
         mean = self.mean * (self.finite / total) + other.mean * (other.finite / total)
         low, high = min(self.low, other.low), max(self.high, other.high)
@@ -154,34 +155,37 @@ Run = dict[int, Series]
 
 
 class Curve:
-    """All numbers of ranks under one name: a step below the last one begins a new run."""
+    """All numbers of ranks under one name, in runs.
+
+    A new run begins if a rank tracks a step below its last step.
+    """
 
     def __init__(self) -> None:
         self.runs: dict[int, Run] = {}
-        self._at: dict[int, int] = {}  # by rank: the number of its current run
-        self._begun = ("", 0)  # the last task, and the newest run when the task began
+        self._current_runs: dict[int, int] = {}  # by rank: the number of its current run
+        self._last_task = ("", 0)  # the last task, and the newest run when the task began
 
     @property
     def last(self) -> Run:
         """The newest run."""
         return self.runs[max(self.runs)]
 
-    def take(self, rank: int, task_id: str, points: Iterable[Point], ranks: int) -> None:
-        """Add points of a rank; of more `ranks` in all, fewer points are kept of each."""
-        if task_id != self._begun[0]:
-            self._begun = task_id, max(self.runs, default=0)
-        most = min(MOST_POINTS, max(FEWEST_POINTS, POINTS_OF_ALL // max(1, ranks)))
-        at = self._at.setdefault(rank, self._begun[1])
+    def add_points(self, rank: int, task_id: str, points: Iterable[Point], ranks: int) -> None:
+        """Add points of a rank; the more `ranks` there are, the fewer points each rank keeps."""
+        if task_id != self._last_task[0]:
+            self._last_task = task_id, max(self.runs, default=0)
+        max_points = min(MOST_POINTS, max(FEWEST_POINTS, POINTS_OF_ALL // max(1, ranks)))
+        at = self._current_runs.setdefault(rank, self._last_task[1])
         for point in points:
             series = self.runs.get(at, {}).get(rank)
             if series is not None and point.step < series.last_step:
                 at, series = at + 1, None
             if series is None:
-                series = self.runs.setdefault(at, {}).setdefault(rank, Series(most))
+                series = self.runs.setdefault(at, {}).setdefault(rank, Series(max_points))
                 while len(self.runs) > MOST_RUNS:
                     del self.runs[min(self.runs)]
             series.add(point)
-        self._at[rank] = at
+        self._current_runs[rank] = at
 
 
 class Curves:
@@ -191,11 +195,11 @@ class Curves:
         self.by_name: dict[str, Curve] = {}
         self.more: dict[str, None] = {}
         self.version = 0
-        self._firsts: dict[str, tuple[str, int]] = {}  # by name: a task, and its first step
-        self._ends: dict[str, int] = {}  # by name: the number of steps counted in all tasks
+        self._first_steps: dict[str, tuple[str, int]] = {}  # by name: a task, and its first step
+        self._step_counts: dict[str, int] = {}  # by name: the number of steps counted in all tasks
         self.drawn = 0.0, -1, "", ""  # cache: time of the next drawing, version, HTML, text
 
-    def placed(self, task_id: str, tracked: Tracked) -> Tracked:
+    def with_continued_steps(self, task_id: str, tracked: Tracked) -> Tracked:
         """Return `tracked` with its counted steps moved behind the steps of earlier tasks.
 
         A task counts steps from 0, but a curve over several tasks has to go on.
@@ -203,17 +207,17 @@ class Curves:
         curves = dict(tracked.curves)
         for name, counted in tracked.counted.items():
             # Numbers that a thread tracks after its task (id "") continue the steps of that task.
-            if name not in self._firsts or task_id not in ("", self._firsts[name][0]):
-                self._firsts[name] = task_id, self._ends.get(name, 0)
-            first = self._firsts[name][1]
-            self._ends[name] = max(self._ends.get(name, 0), first + counted)
+            if name not in self._first_steps or task_id not in ("", self._first_steps[name][0]):
+                self._first_steps[name] = task_id, self._step_counts.get(name, 0)
+            first = self._first_steps[name][1]
+            self._step_counts[name] = max(self._step_counts.get(name, 0), first + counted)
             moved = array("d", curves.get(name, ()))
             for at in range(0, len(moved), OF_POINT):
                 moved[at] += first
             curves[name] = tuple(moved)
         return tracked._replace(curves=curves)
 
-    def take(self, rank: int, task_id: str, tracked: Tracked, ranks: int) -> None:
+    def add(self, rank: int, task_id: str, tracked: Tracked, ranks: int) -> None:
         """Add the numbers that a rank has tracked in a task."""
         self.version += 1
         for name, flat in tracked.curves.items():
@@ -221,16 +225,16 @@ class Curves:
                 self.more.setdefault(name)
                 continue
             points = (Point(*flat[at : at + OF_POINT]) for at in range(0, len(flat), OF_POINT))
-            self.by_name.setdefault(name, Curve()).take(rank, task_id, points, ranks)
+            self.by_name.setdefault(name, Curve()).add_points(rank, task_id, points, ranks)
 
-    def named(self, name: str) -> Curve:
+    def find_curve(self, name: str) -> Curve:
         """Return the curve of a name; raise UsageError if nothing was tracked under the name."""
         if name in self.by_name:
             return self.by_name[name]
-        there = ", ".join(f"`{one_line(each, 60)}`" for each in [*self.by_name][:8])
-        found = f"Tracked: {there}." if there else "Nothing was tracked."
+        names = ", ".join(f"`{one_line(each, 60)}`" for each in [*self.by_name][:8])
+        hint = f"Tracked: {names}." if names else "Nothing was tracked."
         raise UsageError(
-            f"no numbers of `{one_line(name, 60)}`. {found} "
+            f"no numbers of `{one_line(name, 60)}`. {hint} "
             "`track(loss=loss)` in a cell tracks a number of each rank."
         )
 
@@ -239,7 +243,7 @@ class Curves:
 
         Raises UsageError if the name has no curve, or pandas is not installed.
         """
-        curve = self.named(name)
+        curve = self.find_curve(name)
         try:
             import pandas
         except ImportError:
@@ -255,8 +259,8 @@ class Curves:
                     mean = point.mean if point.finite else math.nan
                     rows.setdefault((number, point.step), {})[f"rank {rank}"] = mean
         order = sorted(rows)
-        found = {} if len(curve.runs) == 1 else {"run": [run for run, _ in order]}
+        run_column = {} if len(curve.runs) == 1 else {"run": [run for run, _ in order]}
         steps = [int(step) if step.is_integer() else step for _, step in order]
         columns = [f"rank {rank}" for rank in ranks]
         numbers = {each: [rows[at].get(each, math.nan) for at in order] for each in columns}
-        return pandas.DataFrame({**found, "step": steps, **numbers})
+        return pandas.DataFrame({**run_column, "step": steps, **numbers})

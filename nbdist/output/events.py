@@ -1,6 +1,6 @@
-"""The outputs of one rank, in the order in which the rank showed them.
+"""The types of the outputs of a rank, such as `Text`, `Display`, `Failure` and `Done`.
 
-A worker's agent makes them from Jupyter messages and from the worker's stdout, and sends them to
+A worker's agent makes outputs from Jupyter messages and from the worker's stdout, and sends them to
 the notebook, whose `Transcript` collects them.
 """
 
@@ -26,7 +26,7 @@ _LONGEST_JSON = 2000
 
 
 class Text(NamedTuple):
-    """Characters written to a stream, with whatever control characters they hold."""
+    """Characters that were written to a stream, control characters included."""
 
     stream: StreamName
     text: str
@@ -48,8 +48,8 @@ class Skipped:
 def plain_of(data: MimeBundle) -> str:
     """Return the text/plain of a bundle.
 
-    If that is only the name of a class of IPython, return the source, such as Markdown, or else the
-    mime types.
+    If the text/plain is only the name of a class of IPython, return the source instead, such as
+    Markdown, or else the mime types.
     """
     text = text_of(data.get("text/plain", ""))
     if text and not _NAME_OF_A_CLASS.fullmatch(text):  # as for `display(Markdown("**done**"))`
@@ -61,7 +61,7 @@ def plain_of(data: MimeBundle) -> str:
 
 
 def text_of(value: object) -> str:
-    """Return a mime value as one string: it may also be a list of lines, or any object of JSON."""
+    """Return a mime value as one string: the value may be a string, lines, or any JSON object."""
     if isinstance(value, list) and all(isinstance(part, str) for part in value):
         return "".join(value)
     if isinstance(value, dict | list):
@@ -161,7 +161,7 @@ class Died(NamedTuple):
 class Incomplete(NamedTuple):
     """Variables that may hold a part of the result of an aborted collective.
 
-    `line` is the line of the cell that called it, 0 if no cell did, such as in a script.
+    `line` is the line of the cell that called the collective, 0 if no cell did, as in a script.
 
     `parts` are pairs of a part and the name of its variable: ("", "x"), ("gradients", "model").
     The name is "" if no variable is known to hold the tensor.
@@ -349,7 +349,7 @@ def size_of(output: Output) -> int:
 
 
 def _length(value: object) -> int:
-    length, waiting = 0, [value]  # not by recursion: JSON can be as deep as its sender likes
+    length, waiting = 0, [value]  # no recursion, since JSON may be nested to any depth
     while waiting:
         match waiting.pop():
             case str(text):

@@ -52,7 +52,7 @@ def normal(text: str) -> str:
         text = text.replace(_MARK, 2 * _MARK)
     if not any(hint in text for hint in _HINTS):
         return text
-    return _VARIES.sub(lambda found: f"{found[found.lastgroup or 0]}{_PLACE}", text)
+    return _VARIES.sub(lambda match: f"{match[match.lastgroup or 0]}{_PLACE}", text)
 
 
 def may_have_time(text: str) -> bool:
@@ -155,12 +155,12 @@ def error_keys(rank: int, error: RankError | None) -> tuple[str, ...]:
     """
     if not isinstance(error, Failure):
         return (f"died {error.exit_code}" if error else "",)
-    place, said = _place(error), _compared(error.message)
+    place, message = _place(error), _compared(error.message)
     number = re.compile(rf"(?<!\d)(?<!\d\.){rank}(?!\d|\.\d| sub-exception)")
     # The messages of an exception group's errors are in its traceback.
-    own_place = _ERROR_OF_GROUP.sub(lambda found: number.sub(_PLACE, found[0]), place)
-    own = f"{own_place}\n{error.name}: {number.sub(_PLACE, said)}"
-    return f"{place}\n{error.name}: {said}", own
+    own_place = _ERROR_OF_GROUP.sub(lambda match: number.sub(_PLACE, match[0]), place)
+    with_placeholder = f"{own_place}\n{error.name}: {number.sub(_PLACE, message)}"
+    return f"{place}\n{error.name}: {message}", with_placeholder
 
 
 def _place(failure: Failure) -> str:
@@ -236,10 +236,10 @@ _SEPARATORS = " \t:-•|·"
 
 
 class Bar(NamedTuple):
-    """One progress bar; `rest` is other text of its line, and times are seconds.
+    """A progress bar; `other_text` is the other text of the bar's line, and times are in seconds.
 
-    `done` and `total` are as they were written ("1.2G"), "" if they were not; `fraction` is between
-    0 and 1, or None if neither a total nor a percentage is known.
+    `done` and `total` are as they were written ("1.2G"), or "" if the line did not have them.
+    `fraction` is between 0 and 1, or None if neither a total nor a percentage is known.
     """
 
     name: str = ""
@@ -249,7 +249,7 @@ class Bar(NamedTuple):
     elapsed: float | None = None
     remaining: float | None = None
     rate: str = ""
-    rest: str = ""
+    other_text: str = ""
 
     @property
     def is_finished(self) -> bool:
@@ -266,8 +266,8 @@ class Bar(NamedTuple):
         return f"{self.done}/{self.total}" if self.total else self.done
 
     @property
-    def left(self) -> float | None:
-        """The remaining seconds: those that the bar shows, or an estimate from its pace so far."""
+    def time_left(self) -> float | None:
+        """The remaining seconds that the bar shows, or an estimate from its pace so far."""
         if self.remaining is None and self.fraction and self.elapsed is not None:
             return self.elapsed * (1 - self.fraction) / self.fraction
         return self.remaining
@@ -286,8 +286,8 @@ def read_bar(text: str, *, is_edited: bool = False) -> Bar | None:
     if len(text) > LONGEST_BAR or not any(sign in text for sign in _SIGNS):
         return None
     plain = strip(text).strip()
-    if found := _match_tqdm(plain):
-        return _from_tqdm(found)
+    if match := _match_tqdm(plain):
+        return _from_tqdm(match)
     drawn = _DRAWN.search(plain)
     return _from_any(plain, drawn) if drawn or is_edited else None
 
@@ -304,11 +304,11 @@ def read_row(text: str, *, is_edited: bool) -> Bar | None:
     if not (is_edited or "[" in text):  # a bar of tqdm has its times in brackets
         return None
     plain = strip(text).strip()
-    if found := _match_tqdm(plain):
-        return _from_tqdm(found)
+    if match := _match_tqdm(plain):
+        return _from_tqdm(match)
     drawn = _DRAWN.search(plain) if is_edited else None
     bar = _from_any(plain, drawn) if drawn else None
-    return bar if bar is not None and (bar.is_finished or not bar.rest) else None
+    return bar if bar is not None and (bar.is_finished or not bar.other_text) else None
 
 
 def end_of_bar(text: str) -> int:
@@ -346,34 +346,34 @@ def _match_tqdm(plain: str) -> re.Match[str] | None:
     return next(filter(None, matches), None)
 
 
-def _from_tqdm(found: re.Match[str]) -> Bar | None:
-    said = {name: (value or "").strip() for name, value in found.groupdict().items()}
-    if said.get("more") or _end_of_brackets(said["rest"]):
+def _from_tqdm(match: re.Match[str]) -> Bar | None:
+    fields = {name: (value or "").strip() for name, value in match.groupdict().items()}
+    if fields.get("more") or _end_of_brackets(fields["rest"]):
         return None  # text was printed behind the bar: an ordinary line
-    total = said.get("total", "").replace("?", "")
-    percent = float(said["percent"]) / 100 if said.get("percent") else None
-    if "unit" in said and not total:
-        said["done"] += said["unit"]
+    total = fields.get("total", "").replace("?", "")
+    percent = float(fields["percent"]) / 100 if fields.get("percent") else None
+    if "unit" in fields and not total:
+        fields["done"] += fields["unit"]
     return Bar(
-        said["name"].rstrip(_SEPARATORS),
-        said["done"],
+        fields["name"].rstrip(_SEPARATORS),
+        fields["done"],
         total,
-        fraction_of(said["done"], total, percent),
-        seconds_of(said["elapsed"]),
-        seconds_of(said["remaining"]),
-        said.get("rate", ""),
-        said["rest"],
+        fraction_of(fields["done"], total, percent),
+        seconds_of(fields["elapsed"]),
+        seconds_of(fields["remaining"]),
+        fields.get("rate", ""),
+        fields["rest"],
     )
 
 
 def _from_any(plain: str, drawn: re.Match[str] | None) -> Bar | None:
     """Parse the columns of a bar in any order; `drawn` is the drawn bar itself, if any."""
     left, right = (plain[: drawn.start()], plain[drawn.end() :]) if drawn else (plain, "")
-    rest = f"{left}\0{right}"
+    remainder = f"{left}\0{right}"
     # Counts left of the drawn bar belong to the name, as in Lightning's "Epoch 0/1", if there are
     # others on its right.
     counts = _COUNTS.search(right) or _COUNTS.search(left)
-    percent = _PERCENT.search(rest)
+    percent = _PERCENT.search(remainder)
     if counts and not 0 <= number_of(counts["done"]) <= number_of(counts["total"]):
         counts = None
     share = float(percent[0].rstrip(" %").replace(",", "")) / 100 if percent else None
@@ -381,30 +381,30 @@ def _from_any(plain: str, drawn: re.Match[str] | None) -> Bar | None:
         return None
     done, total = (counts["done"], counts["total"]) if counts else ("", "")
     for match in (counts, percent):
-        rest = rest.replace(match[0], "\0", 1) if match else rest
+        remainder = remainder.replace(match[0], "\0", 1) if match else remainder
     fraction = fraction_of(done, total, share)
-    rest, elapsed, remaining = _without_times(rest, is_finished=fraction == 1)
-    rate = _RATE.search(rest) if drawn else None
-    rest = rest.replace(rate[0], "\0", 1) if rate else rest
-    name, *parts = (part.strip(_SEPARATORS) for part in rest.split("\0"))
-    said = " ".join(filter(None, parts))
-    return Bar(name, done, total, fraction, elapsed, remaining, rate[0] if rate else "", said)
+    remainder, elapsed, remaining = _without_times(remainder, is_finished=fraction == 1)
+    rate = _RATE.search(remainder) if drawn else None
+    remainder = remainder.replace(rate[0], "\0", 1) if rate else remainder
+    name, *parts = (part.strip(_SEPARATORS) for part in remainder.split("\0"))
+    other_text = " ".join(filter(None, parts))
+    return Bar(name, done, total, fraction, elapsed, remaining, rate[0] if rate else "", other_text)
 
 
-def _without_times(rest: str, *, is_finished: bool) -> tuple[str, float | None, float | None]:
-    """Remove the times; return the rest, and the elapsed and the remaining seconds.
+def _without_times(text: str, *, is_finished: bool) -> tuple[str, float | None, float | None]:
+    """Remove the times; return the other text, and the elapsed and the remaining seconds.
 
     A single time is the remaining one, or the elapsed one if the bar is finished.
     """
-    clocks = [*_CLOCK.finditer(rest)][:2]
-    if not clocks and "\0" in rest:
-        clocks = [*_SECONDS.finditer(rest)][:1]
+    clocks = [*_CLOCK.finditer(text)][:2]
+    if not clocks and "\0" in text:
+        clocks = [*_SECONDS.finditer(text)][:1]
     for clock in clocks:
-        rest = rest.replace(clock[0], "\0", 1)
+        text = text.replace(clock[0], "\0", 1)
     times = [*(seconds_of(clock["time"]) for clock in clocks), None, None]
     if len(clocks) == 1:
         times = [times[0], None] if is_finished else [None, times[0]]
-    return rest, times[0], times[1]
+    return text, times[0], times[1]
 
 
 def fraction_of(done: str, total: str, percent: float | None) -> float | None:
@@ -417,10 +417,10 @@ def fraction_of(done: str, total: str, percent: float | None) -> float | None:
 
 def number_of(text: str) -> float:
     """Parse `1,200`, `1.2G` or `15it`; 0 if there is no number."""
-    found = re.match(rf"({_NUMBER})([kKMGTPE]?)", text)
-    if found is None:
+    match = re.match(rf"({_NUMBER})([kKMGTPE]?)", text)
+    if match is None:
         return 0.0
-    return float(found[1].replace(",", "")) * _SUFFIXES.get(found[2], 1)
+    return float(match[1].replace(",", "")) * _SUFFIXES.get(match[2], 1)
 
 
 def seconds_of(text: str) -> float | None:
@@ -433,6 +433,6 @@ def seconds_of(text: str) -> float | None:
 
 def clock_text(seconds: float) -> str:
     """Write `00:12`, `1:02:03`, as bars do."""
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, remainder = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes:02}:{rest:02}"
+    return f"{hours}:{minutes:02}:{remainder:02}" if hours else f"{minutes:02}:{remainder:02}"

@@ -1,7 +1,7 @@
-"""Writes panels as HTML, with all that their layout has put in them.
+"""Writes panels as HTML, with all parts that the layout has put into a panel.
 
-The notebook's display calls `panel_html`, and shows `leftovers` below the panel.  Pure: no I/O
-here.
+The notebook's display calls `panel_html`, and shows `page_only_displays` below the panel.  Pure: no
+I/O here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from nbdist.output.html_parts import (
     dim,
     embed,
     is_figure,
-    is_leftover,
+    is_page_only,
     kind_text,
     line,
     lines_html,
@@ -77,17 +77,17 @@ _TALL = "display:flex;flex-direction:column-reverse;max-height:546px;overflow:au
 
 def panel_html(shown: Panel) -> str:
     """Write a panel as HTML, with the same content as its text."""
-    failed, others = shown.parted
+    failed, others = shown.failed_and_others
     parts = [_head(shown), line(dim(shown.waits)), line(dim(shown.spread))]
     parts += [_block(block, shown) for block in failed]
     parts += [bars_html(shown.bars) if shown.bars else "", _curves(shown)]
     if shown.tabs:
         parts.append(_tabs(others, shown.tabs))
     else:
-        parts += [_side_by_side(run, shown) for run in tiled(others)]
+        parts += [_side_by_side(run, shown) for run in side_by_side_runs(others)]
     parts.append(_rows(shown))
-    if shown.rest:
-        parts.append(_rest(shown))
+    if shown.folded_blocks:
+        parts.append(_folded_blocks(shown))
     parts.append(line(dim(shown.more_text)))
     silent = f"{name_ranks(shown.silent)}: no output" if shown.silent else ""
     return panel(*parts, line(dim(silent)), line(dim(shown.note)))
@@ -104,16 +104,16 @@ def _curves(shown: Panel) -> str:
 
 
 def _head(shown: Panel) -> str:
-    """Write `8 ranks · 12.3 s · ● 7 · ✗ 1`, and a square for each rank if there are many.
+    """Write `8 ranks · 12.3 s · ● 7 · ✗ 1`, and a square for each rank if there are many ranks.
 
-    If there are warnings, they follow below, and the head is orange.
+    If there are warnings, the head is orange, and the warnings follow below the head.
     """
     warned = "".join(line(coloured(text, AMBER)) for text in shown.warnings)
     if not shown.states:
-        said = " · ".join(filter(None, [shown.ranks, shown.seconds, shown.pace]))
-        return line(coloured(said, AMBER) if warned else dim(said)) + warned
+        text = " · ".join(filter(None, [shown.ranks, shown.seconds, shown.pace]))
+        return line(coloured(text, AMBER) if warned else dim(text)) + warned
     colours = {**_COLOURS, "ok": AMBER, "running": AMBER} if warned else _COLOURS
-    states = [coloured(text, colours[look]) for look, text in shown.states]
+    states = [coloured(text, colours[state]) for state, text in shown.states]
     words = bold(shown.ranks), dim(shown.seconds), *states, dim(shown.pace), dim(shown.now)
     head = line(dim(" · ").join(filter(None, words)))
     if shown.foot:  # on the rest of the line, so that nothing moves without it
@@ -123,43 +123,43 @@ def _head(shown: Panel) -> str:
     if not shown.squares:
         return head
     chips = " ".join(
-        f'<span style="{_SQUARE};background-color:{_COLOURS[look]}">{ranks}</span>'
-        for ranks, look in shown.squares
+        f'<span style="{_SQUARE};background-color:{_COLOURS[state]}">{ranks}</span>'
+        for ranks, state in shown.squares
     )
     more = dim(f" and {shown.more_squares} more") if shown.more_squares else ""
     return f'{head}<div style="{_SQUARES}">{chips}</div>{more}'
 
 
 def _rows(shown: Panel) -> str:
-    """Write a table of rows, each with its ranks and their line."""
+    """Write a table of `Panel.rows`: the ranks of each row, and the line of these ranks."""
     if not shown.rows:
         return ""
-    found = []
+    cells = []
     for row in shown.rows:
         # The line itself shows sets, so that likeness needs no words.
         text = lines_html([row.line], opens=not shown.is_live)
         ranks = name_ranks(row.ranks)
         style = _VALUE if len(ranks) > _LONGEST_RANKS else f"{_VALUE};white-space:nowrap"
-        found.append([(style, dim(ranks)), (_VALUE, text)])
-    return f'<div style="max-height:560px;overflow:auto">{table(found)}</div>'
+        cells.append([(style, dim(ranks)), (_VALUE, text)])
+    return f'<div style="max-height:560px;overflow:auto">{table(cells)}</div>'
 
 
-def _rest(shown: Panel) -> str:
-    """Write the blocks of `Panel.rest` behind one closed line."""
-    ranks = [rank for block in shown.rest for rank in block.group.ranks]
+def _folded_blocks(shown: Panel) -> str:
+    """Write all blocks of `Panel.folded_blocks` below a title that opens and closes them."""
+    ranks = [rank for block in shown.folded_blocks for rank in block.group.ranks]
     title = bold(count(len(ranks), "more rank"))
-    said = dim(f"with output of their own: {format_ranks(ranks)}")
-    blocks = "".join(_side_by_side(run, shown) for run in tiled(shown.rest))
-    return details(f"{title} {said}", blocks, GREY, is_open=False)
+    about = dim(f"with output of their own: {format_ranks(ranks)}")
+    blocks = "".join(_side_by_side(run, shown) for run in side_by_side_runs(shown.folded_blocks))
+    return details(f"{title} {about}", blocks, GREY, is_open=False)
 
 
 def _block(block: Block, shown: Panel, style: str = "") -> str:
     is_closed = shown.is_live and not block.is_open
     block, last = _with_last_line(block) if is_closed else (block, "")
     body = _body(block, is_live=shown.is_live)
-    look = block.group.shown.look
-    colour, words = _COLOURS[look], dim(block.about)
-    mark = coloured(MARKS[look], colour)
+    state = block.group.shown.display_state
+    colour, words = _COLOURS[state], dim(block.about)
+    mark = coloured(MARKS[state], colour)
     title = " ".join(filter(None, [bold(name_ranks(block.group.ranks)), mark, words]))
     if block.failed:
         title += f" {coloured(clip(block.failed, 200), colour)}"
@@ -170,14 +170,14 @@ def _block(block: Block, shown: Panel, style: str = "") -> str:
 
 
 def _with_last_line(block: Block) -> tuple[Block, str]:
-    """Remove the first text of a block, and return its last line, which the title shows.
+    """Remove the first text of a block, and return the last line of the text for the title.
 
-    This is for blocks of a running cell that will be closed at the end of the cell.
+    A block of a running cell shows only this line if the final layout will close the block.
     """
     for index, item in enumerate(block.items):
         if isinstance(item, list):
-            rest = (*block.items[:index], *block.items[index + 1 :])
-            return block._replace(items=rest), strip(item[-1].text)
+            others = (*block.items[:index], *block.items[index + 1 :])
+            return block._replace(items=others), strip(item[-1].text)
     return block, ""
 
 
@@ -187,7 +187,7 @@ def _body(block: Block, *, is_live: bool) -> str:
     for item in block.items:
         match item:
             case Hidden():
-                html += line(dim(block.where_rest(item)))
+                html += line(dim(block.hidden_text(item)))
             case str():
                 html += line(dim(item))
             case Shown():
@@ -217,8 +217,8 @@ def _display(shown: Shown) -> str:
 _WIDEST_LINE, _WIDEST_TABLE = 42, 60
 _MOST_LINES = 16
 _ROW = "display:flex;flex-wrap:wrap;column-gap:14px;align-items:flex-start"
-# Two figures fit beside one another on a page of 700 pixels with its margins, and none is much
-# larger than it was.
+# Two figures fit side by side on a page of 700 pixels with its margins, and no figure is drawn much
+# larger than its own size.
 _FIGURE = "flex:1 1 {}%;max-width:620px;min-width:240px;box-sizing:border-box"
 _OTHER = "flex:0 1 {:.1f}em;min-width:0;box-sizing:border-box"
 _COLUMN_STEP = 4  # characters
@@ -226,15 +226,15 @@ _GAP = 1.2  # em between columns, with some room for rounding
 _EM = 0.62  # of a character, which is 0.6 of them wide in most fonts; JupyterLab allows no `ch`
 
 
-def tiled(blocks: Iterable[Block]) -> Iterator[list[Block]]:
-    """Yield runs of neighbours that stand side by side, and the others one by one."""
+def side_by_side_runs(blocks: Iterable[Block]) -> Iterator[list[Block]]:
+    """Yield runs of neighbours that stand side by side; yield each other block as a run of one."""
     for side_by_side, run in groupby(blocks, key=is_tile):
-        found = [*run]
-        yield from [found] if side_by_side else ([block] for block in found)
+        blocks_of_run = [*run]
+        yield from [blocks_of_run] if side_by_side else ([block] for block in blocks_of_run)
 
 
 def is_tile(block: Block) -> bool:
-    """Return True for a block that is narrow and low; failed ranks have the whole width."""
+    """Return True for a narrow and low block; blocks of failed ranks have the whole width."""
     is_calm = block.is_open and not block.failed and not block.group.has_failed
     return is_calm and bool(block.items) and all(map(_is_narrow, block.items))
 
@@ -262,35 +262,35 @@ def _fits(rows: list[str], width: int) -> bool:
 def _side_by_side(blocks: list[Block], shown: Panel) -> str:
     """Write the blocks of a run in columns that are equally wide; figures share the page's width.
 
-    Three beside one another where there is room, but two and four are two in a row.
+    If the page is wide enough, a row has three blocks; runs of two and of four have two in a row.
     """
     if len(blocks) == 1:
         return _block(blocks[0], shown)
     items = [item for each in blocks for item in each.items]
     if any(isinstance(item, Shown) and is_figure(item.display.data) for item in items):
         style = _FIGURE.format(45 if len(blocks) in (2, 4) else 30)
-        # In a last row that is not full these take the place of figures, and are not seen.
-        rest = 2 * f'<div style="{style}"></div>'
+        # Invisible blocks fill a last row with fewer figures, so that all figures are as wide.
+        fillers = 2 * f'<div style="{style}"></div>'
     else:
-        # With room for the bar, and for the sign that opens a block.  Of lines in steps: while the
-        # cell runs they become longer, and would move the columns each time.
-        most = max(map(_characters, blocks)) + 4
+        # 4 characters are for the bar, and for the sign that opens a block.  While a cell runs its
+        # lines become longer: a width in steps moves the columns less often.
+        width = max(map(_characters, blocks)) + 4
         if all(isinstance(item, list) for item in items):
-            most += -most % _COLUMN_STEP
-        style, rest = _OTHER.format(_EM * most), ""
+            width += -width % _COLUMN_STEP
+        style, fillers = _OTHER.format(_EM * width), ""
     tiles = [_block(block, shown, f";{style}") for block in blocks]
-    if len(tiles) == 4 and not rest:
-        pair = _OTHER.format(2 * _EM * most + _GAP)
+    if len(tiles) == 4 and not fillers:
+        pair = _OTHER.format(2 * _EM * width + _GAP)
         tiles = [
             f'<div style="{_ROW};{pair}">{a}{b}</div>'
             for a, b in zip(tiles[::2], tiles[1::2], strict=True)
         ]
-    return f'<div style="{_ROW}">{"".join(tiles)}{rest}</div>'
+    return f'<div style="{_ROW}">{"".join(tiles)}{fillers}</div>'
 
 
 def _characters(block: Block) -> int:
     """Count the characters of the widest line of a block, its title included."""
-    mark = MARKS[block.group.shown.look]
+    mark = MARKS[block.group.shown.display_state]
     rows = [f"{name_ranks(block.group.ranks)} {mark} {block.about}"]
     for item in block.items:
         if isinstance(item, Shown):
@@ -321,12 +321,12 @@ def _tabs(blocks: list[Block], name: str) -> str:
     written = []
     for block in blocks:
         body = _body(block, is_live=False)
-        colour = _COLOURS[look := block.group.shown.look]
-        title = f"{bold(name_ranks(block.group.ranks))} {coloured(MARKS[look], colour)}"
+        colour = _COLOURS[state := block.group.shown.display_state]
+        title = f"{bold(name_ranks(block.group.ranks))} {coloured(MARKS[state], colour)}"
         failed = coloured(clip(block.failed, 200), colour) if block.failed else ""
-        said = line(" ".join(filter(None, [dim(" · ".join(block.words)), failed])))
+        about = line(" ".join(filter(None, [dim(" · ".join(block.words)), failed])))
         html = f'<summary style="{_TAB.format(colour)}">{title}</summary>'
-        html += f'<div style="{_OUTPUT}">{said}{body}</div>'
+        html += f'<div style="{_OUTPUT}">{about}{body}</div>'
         written.append((block.is_open, html))
     # The digest gives equal output an equal name, so that saved notebooks do not differ.
     digest = blake2b("".join(html for _, html in written).encode(), digest_size=6).hexdigest()
@@ -341,26 +341,26 @@ MOST_BELOW = 32
 """The most displays of a cell that are shown below its panel."""
 
 
-def leftovers(
+def page_only_displays(
     transcript: Transcript, ranks: Collection[int] | None = None
 ) -> list[tuple[tuple[int, ...], Display]]:
     """Return the displays of some or all ranks that only the page can render, with their ranks.
 
     Equal displays of several ranks are one; if a rank shows the same display twice, there are two.
     """
-    found: dict[object, tuple[list[int], Display]] = {}
+    by_content: dict[object, tuple[list[int], Display]] = {}
     for each in (each for each in transcript if ranks is None or each.rank in ranks):
         times: Counter[object] = Counter()
         for shown in each.displays:
-            if is_leftover(shown.display.data):
+            if is_page_only(shown.display.data):
                 key = shown.content, model_of(shown.display)
-                found.setdefault((key, times[key]), ([], shown.display))[0].append(each.rank)
+                by_content.setdefault((key, times[key]), ([], shown.display))[0].append(each.rank)
                 times[key] += 1
-    return [(tuple(those), display) for those, display in found.values()]
+    return [(tuple(shown_by), display) for shown_by, display in by_content.values()]
 
 
 def all_show_widgets(transcript: Transcript) -> bool:
-    """Return True if every rank that still runs shows a widget, so that their order is final."""
+    """Return True if every rank that still runs shows a widget, so that the order is final."""
     shows = [any(model_of(shown.display) for shown in each.displays) for each in transcript]
     ended = [each.state in ENDED for each in transcript]
     return any(shows) and all(map(operator.or_, shows, ended))
@@ -368,11 +368,11 @@ def all_show_widgets(transcript: Transcript) -> bool:
 
 def figures(transcript: Transcript) -> list[tuple[str, Display]]:
     """Return the images of the panel, each with its ranks, for clients that are programs."""
-    found = []
+    result = []
     for group in transcript.groups():
         for shown in group.displays:
             data = shown.display.data
             if is_figure(data) and embed(shown.display) is not None:
                 images = {mime.kind: data[mime.kind] for mime in images_in(data)}
-                found.append((name_ranks(group.ranks), shown.display._replace(data=images)))
-    return found
+                result.append((name_ranks(group.ranks), shown.display._replace(data=images)))
+    return result

@@ -41,7 +41,7 @@ _TEXT = (  # JupyterLab breaks lines of other <pre> in the middle of words
     f"font-size:13px;line-height:1.4;word-break:normal;{LINES}"
 )
 _LONG, _THREE_ROWS = 600, 230
-"""Characters above which a line is folded, and those still seen: three rows of a narrow page."""
+"""Characters above which a line is folded, and the visible ones: three rows of a narrow page."""
 
 _DRAWN, _BAR = re.compile("[█▉▊▋▌▍▎▏]{2,}"), rf'<span style="color:{BLUE}">\g<0></span>'
 
@@ -52,12 +52,12 @@ def panel(*parts: str) -> str:
 
 
 def line(html: str) -> str:
-    """Put HTML on a line of its own; "" if there is none."""
+    """Put HTML on a line of its own; return "" for empty HTML."""
     return f"<div>{html}</div>" if html else ""
 
 
 def dim(text: str) -> str:
-    """Escape text, and show it paler than other text."""
+    """Escape a text, and style it paler than other texts; return "" for an empty text."""
     return f'<span style="opacity:0.62">{escape(text, quote=False)}</span>' if text else ""
 
 
@@ -75,18 +75,18 @@ def barred(body: str, colour: str, style: str = "") -> str:
 
 
 def details(title: str, body: str, colour: str, *, is_open: bool, style: str = "") -> str:
-    """Draw a block as `barred` does, below a title that opens and closes the block."""
+    """Draw a bar to the left of a block, and above the block a title that opens and closes it."""
     start = f'<details{" open" * is_open} style="{_LEFT.format(colour)}{style}">'
     return f"{start}{opening(title)}{body}</details>"
 
 
 def opening(html: str) -> str:
-    """Make the title of `<details>`, which is seen also while they are closed."""
+    """Make the title of `<details>`, which is visible also while the details are closed."""
     return f'<summary style="cursor:pointer">{html}</summary>'
 
 
 def table(rows: Iterable[Iterable[tuple[str, str]]], style: str = "") -> str:
-    """Make a table of rows of cells, each a style and HTML; "" without rows."""
+    """Make a table of rows; a cell is a pair of a style and HTML.  Return "" without rows."""
     cells = "".join(
         '<tr style="background-color:transparent">'
         + "".join(f'<td style="{style}">{html}</td>' for style, html in row)
@@ -123,9 +123,9 @@ def _kind(line: Line) -> tuple[bool, bool]:
 
 
 def _long(text: str) -> str:
-    start, rest = cut(text, _THREE_ROWS)
-    more = dim(f" … {len(rest):,} more characters" if "\x1b" not in rest else " … more characters")
-    return opening(ansi_html(start) + more) + ansi_html(rest)
+    start, tail = cut(text, _THREE_ROWS)
+    more = dim(f" … {len(tail):,} more characters" if "\x1b" not in tail else " … more characters")
+    return opening(ansi_html(start) + more) + ansi_html(tail)
 
 
 def size(html: str) -> int:
@@ -148,30 +148,30 @@ _ENDLESS = frozenset(
 def kind_text(data: MimeBundle) -> str:
     """Name the kind of a bundle that only the page can render: `Markdown`, or its mime type."""
     mimes = [mime for mime in map(mime_of, data) if mime.embedding != "text"]
-    own = [mime for mime in mimes if mime.embedding == "page"]
-    mime = (own or mimes)[0]
+    page_only = [mime for mime in mimes if mime.embedding == "page"]
+    mime = (page_only or mimes)[0]
     return mime.name or mime.kind
 
 
 def is_figure(data: MimeBundle) -> bool:
     """Return True if the bundle is an image that panels can embed, and has no HTML."""
-    return "text/html" not in data and any(images_in(data)) and not is_leftover(data)
+    return "text/html" not in data and any(images_in(data)) and not is_page_only(data)
 
 
-def is_leftover(data: MimeBundle) -> bool:
+def is_page_only(data: MimeBundle) -> bool:
     """Return True if only the page's own renderers can show the bundle."""
     if "text/html" in data:
         html = text_of(data["text/html"])
         if len(html) > _LONGEST_HTML or not _is_contained(html):
             return True
-    found = {mime_of(kind).embedding for kind in data}
-    return "page" in found or ("other form" in found and found.isdisjoint(("html", "image")))
+    kinds = {mime_of(kind).embedding for kind in data}
+    return "page" in kinds or ("other form" in kinds and kinds.isdisjoint(("html", "image")))
 
 
 def embed(display: Display) -> str | None:
     """Return the display as HTML; None if it has only text, or only the page can render it."""
     data, metadata = display.data, display.metadata
-    if is_leftover(data):
+    if is_page_only(data):
         return None
     if "text/html" in data:
         return text_of(data["text/html"])
@@ -183,8 +183,8 @@ def embed(display: Display) -> str | None:
 
 
 def _image(kind: str, encoded: str, metadata: MimeBundle) -> str:
-    found = metadata.get(kind)
-    about: Mapping[str, Any] = found if isinstance(found, Mapping) else metadata
+    of_kind = metadata.get(kind)
+    about: Mapping[str, Any] = of_kind if isinstance(of_kind, Mapping) else metadata
     size = "".join(
         f' {side}="{value:.0f}"'
         for side in ("width", "height")
@@ -213,14 +213,17 @@ def shown_later(text: str, seconds: int) -> str:
     width = int(7.5 * len(text))
     drawn = _LATER.format(width=width, colour=GREY, text=escape(text), seconds=seconds)
     encoded = b64encode(drawn.encode()).decode()
-    # No higher than the line of text in which it stands.
+    # The image is no higher than the line of text in which it stands.
     style = "max-width:100%;height:auto;vertical-align:middle"
     return f'<img src="data:image/svg+xml;base64,{encoded}" width="{width}" style="{style}">'
 
 
 @lru_cache(maxsize=256)
 def _is_contained(html: str) -> bool:
-    """Return True for HTML without scripts whose tags are all closed, so that none leaks out."""
+    """Return True for HTML without scripts whose tags are all closed.
+
+    An open tag would change how the page shows what follows the display.
+    """
     parser = _Balance()
     parser.feed(html)
     parser.close()

@@ -1,4 +1,4 @@
-"""Chooses what the panel of a cell shows, from its transcript; `html` and `text` write the panel.
+"""Lays out the panel of a cell from its transcript; `html` and `text` write the panel.
 
 A live layout is small, since the whole panel is drawn a few times a second.  In a final layout
 people can open the parts that are closed.  Pure: no I/O here.
@@ -14,7 +14,7 @@ from nbdist.output.bars import MOST_ROWS, bar_table, final_table
 from nbdist.output.events import Failure, Skipped
 from nbdist.output.html_parts import (
     is_figure,
-    is_leftover,
+    is_page_only,
 )
 from nbdist.output.panel import (
     MARKS,
@@ -24,8 +24,8 @@ from nbdist.output.panel import (
     Item,
     Panel,
     Row,
-    limited,
-    merged,
+    limit_size,
+    merge_hidden,
 )
 from nbdist.output.rank_transcript import FAILED, Look, Piece, RankTranscript, Shown
 from nbdist.output.screen import Line, Screen
@@ -62,9 +62,9 @@ _MANY_GROUPS, _MOST_VALUES = 16, 256
 _LONGEST_VALUE = 100
 _MOST_LINES, _FEWER_LINES, _FEWER_LINES_FROM = 200, 50, 64
 _OPEN_LINES = 60
-_OWN = frozenset[Look](("failed", "died"))  # the cause is on the rank itself
+_OWN = frozenset[Look](("failed", "died"))  # the cause of the failure is on the rank itself
 _SHORT = 8
-"""A block with so few lines is always open: it costs little room, and may be the odd one."""
+"""A block with at most so many lines is always open, since it costs little room."""
 
 # The pace is shown if the times of ranks differ by so many seconds, and by such a share of the
 # slowest rank's time.
@@ -87,7 +87,7 @@ def live_layout(
 ) -> Panel:
     """Lay out a running cell much like its final layout, so that little moves at the end.
 
-    `waits` is a line such as which ranks wait where, and `usage` says what resources ranks use.
+    `waits` is a line that says which ranks wait where; `usage` says what resources the ranks use.
     `clock` is the time of day, shown because a page that is not drawn again keeps an old panel.
     Progress bars are in one table above the lines of text.  If many ranks differ, only failed ranks
     and ranks that wait for input have blocks; the others have a row for each different last line.
@@ -100,19 +100,19 @@ def live_layout(
         for group in transcript.groups(failed_first=True, is_live=True)
         if group.has_failed or not group.shown.is_silent
     ]
-    groups.sort(key=lambda group: (asks(group), turn in group.ranks))
-    own = [group for group in groups if group.has_failed or asks(group)]
-    others = [group for group in groups if group not in own]
+    groups.sort(key=lambda group: (waits_for_input(group), turn in group.ranks))
+    urgent = [group for group in groups if group.has_failed or waits_for_input(group)]
+    others = [group for group in groups if group not in urgent]
     is_many = len(transcript.ranks) > MANY_RANKS and len(groups) > _FEW_GROUPS
-    values = () if any(group.ahead for group in groups) else _values(others, is_live=True)
-    in_blocks, rows = (own, values) if is_many or values else (groups, ())
+    values = () if any(group.ahead for group in groups) else _value_rows(others, is_live=True)
+    in_blocks, rows = (urgent, values) if is_many or values else (groups, ())
     if is_many:
         rows = tuple(Row(tuple(ranks), line) for line, ranks in _by_last_line(others).items())
     rows = (*(Row(ranks, line) for group in in_blocks for ranks, line in group.ahead), *rows)
     left_out = [group.ranks for group in in_blocks[MOST_ROWS:]]
     left_out += [row.ranks for row in rows[MOST_ROWS:]]
     foot = in_pool(_LIVE.format(clock), pool)
-    shown = _of_all(transcript, now, pool)._replace(
+    shown = _base_panel(transcript, now, pool)._replace(
         waits=waits,
         note=note,
         is_live=True,
@@ -123,49 +123,49 @@ def live_layout(
         rows=rows[:MOST_ROWS],
         more=tuple(rank for ranks in left_out for rank in ranks),
     )
-    return limited(shown)
+    return limit_size(shown)
 
 
-def asks(group: Group) -> bool:
+def waits_for_input(group: Group) -> bool:
     """Return True if a rank of the group waits for input."""
-    return any(each.asks is not None for each in group.members)
+    return any(each.input_request is not None for each in group.members)
 
 
 def _live_blocks(
     transcript: Transcript, groups: Sequence[Group], *, is_many: bool
 ) -> tuple[Block, ...]:
-    """Make the blocks of a running cell; blocks that will be closed at its end have one line."""
+    """Make the blocks of a running cell; a block that the final layout closes has one line."""
     blocks, room = [], _OPEN_LINES
     for group in groups:
         lines = min(group.line_count, _MOST_LINES)
-        is_open = _is_open(group, transcript, lines, room) or asks(group)
+        is_open = _is_open(group, transcript, lines, room) or waits_for_input(group)
         if is_open:
             room -= lines
-        most = _LIVE_LINES_OF_FAILED if is_many else TALL_LINES if is_open else 1
-        most = LIVE_LINES_OF_ASKING if asks(group) else most
-        items = items_of(group, most, is_live=True)
+        max_lines = _LIVE_LINES_OF_FAILED if is_many else TALL_LINES if is_open else 1
+        max_lines = LIVE_LINES_OF_ASKING if waits_for_input(group) else max_lines
+        items = items_of(group, max_lines, is_live=True)
         earlier = group.line_count - lines_in(items)
-        said = tuple(filter(None, [sameness(group)]))
-        failed = _failed_with(group, transcript)
-        blocks.append(Block(group, said, items, failed, is_open=is_open, earlier=earlier))
+        words = tuple(filter(None, [sameness(group)]))
+        failed = _error_line(group, transcript)
+        blocks.append(Block(group, words, items, failed, is_open=is_open, earlier=earlier))
     return tuple(blocks)
 
 
 def _by_last_line(groups: Iterable[Group]) -> dict[Line, list[int]]:
-    found: dict[Line, list[int]] = {}
+    by_line: dict[Line, list[int]] = {}
     for group in groups:
         match group.last:
             case Line() as line:
                 pass
             case Shown() as shown:
-                said = FIGURE_LATER if _is_figure(shown) else shown.plain.split("\n")[0]
-                line = Line(said, stderr=False)
+                text = FIGURE_LATER if _is_figure(shown) else shown.plain.split("\n")[0]
+                line = Line(text, stderr=False)
             case Skipped(lines=lines):
                 line = Line(in_log_only(lines), stderr=False)
             case None:
                 line = Line("", stderr=False)
-        found.setdefault(line, []).extend(group.ranks)
-    return found
+        by_line.setdefault(line, []).extend(group.ranks)
+    return by_line
 
 
 # --- final ------------------------------------------------------------------------------
@@ -186,7 +186,7 @@ def final_layout(
     that hold only such outputs are left out.
     """
     logs = logs or {}
-    shown = _of_all(transcript, now, pool)._replace(pace=_pace(transcript), note=note)
+    shown = _base_panel(transcript, now, pool)._replace(pace=_pace(transcript), note=note)
     bars = final_table(transcript)
     ended_well = all(each.state == "ok" for each in transcript)
     if transcript.is_silent and ended_well and not bars:
@@ -196,49 +196,49 @@ def final_layout(
     silent = [group for group in groups if group.shown.is_silent and group.shown.state == "ok"]
     failed = [group for group in groups if group.has_failed]
     others = [group for group in groups if group not in failed and group not in silent]
-    rest: list[Group] = []
-    if rows := _values(others):
+    folded: list[Group] = []
+    if rows := _value_rows(others):
         others = []
     elif len(others) > _MANY_GROUPS:
-        seen = {transcript.ranks[0], *unlike_most(others)}
-        rest = [each for each in others if each.ranks[0] not in seen and len(each.ranks) == 1]
-        others = [group for group in others if group not in rest]
+        kept = {transcript.ranks[0], *unlike_most(others)}
+        folded = [each for each in others if each.ranks[0] not in kept and len(each.ranks) == 1]
+        others = [group for group in others if group not in folded]
     if is_on_page:
-        others, rest = ([*filterfalse(_is_below, part)] for part in (others, rest))
+        others, folded = ([*filterfalse(_is_below, part)] for part in (others, folded))
     shown = shown._replace(
-        spread=spread(transcript) if len(groups) > 1 else "",  # one group shows all its numbers
+        spread=spread(transcript) if len(groups) > 1 else "",  # a single group shows all numbers
         bars=bars,
         blocks=_final_blocks(transcript, [*failed, *others], logs, _OPEN_LINES, pool),
         rows=rows,
-        rest=_final_blocks(transcript, rest, logs, 0, pool),
+        folded_blocks=_final_blocks(transcript, folded, logs, 0, pool),
         silent=tuple(sorted({r for group in silent for r in group.ranks}.difference(with_bars))),
     )
-    return limited(shown)
+    return limit_size(shown)
 
 
 def _is_below(group: Group) -> bool:
     """Return True if the ranks have shown only outputs that the page shows below the panel."""
-    if group.shown.state != "ok" or not (said := group.shown.said):
+    if group.shown.state != "ok" or not (pieces := group.shown.visible_pieces):
         return False
-    return all(isinstance(each, Shown) and is_leftover(each.display.data) for each in said)
+    return all(isinstance(each, Shown) and is_page_only(each.display.data) for each in pieces)
 
 
-def _values(groups: Sequence[Group], *, is_live: bool = False) -> tuple[Row, ...]:
-    """Make a row for each group if every rank has shown just one short line; else no rows."""
+def _value_rows(groups: Sequence[Group], *, is_live: bool = False) -> tuple[Row, ...]:
+    """Make a row for each group if every rank has shown a single short line; else no rows."""
     if len(groups) > _MOST_VALUES:
         return ()
     rows: list[Row] = []
     for group in groups:
-        if (value := _value(group, is_live=is_live)) is None:
+        if (value := _short_value(group, is_live=is_live)) is None:
             return ()
         rows.append(Row(group.ranks, value, sameness(group)))
     return tuple(rows)
 
 
-def _value(group: Group, *, is_live: bool) -> Line | None:
-    """Return the line of a group that has shown just one short line; else None."""
+def _short_value(group: Group, *, is_live: bool) -> Line | None:
+    """Return the line of a group that has shown a single short line; else None."""
     is_well = group.shown.state == "ok" or (is_live and group.shown.state == "running")
-    if not is_well or len(group.shown.said) != 1 or group.shown.rows > 1:
+    if not is_well or len(group.shown.visible_pieces) != 1 or group.shown.rows > 1:
         return None
     match group.last:
         case Line() as line:
@@ -251,7 +251,7 @@ def _value(group: Group, *, is_live: bool) -> Line | None:
     return line if is_short else None
 
 
-def most_lines(transcript: Transcript) -> int:
+def max_block_lines(transcript: Transcript) -> int:
     """Return how many lines a block of a finished cell has at most."""
     return _MOST_LINES if len(transcript.ranks) < _FEWER_LINES_FROM else _FEWER_LINES
 
@@ -265,47 +265,56 @@ def _final_blocks(
 ) -> tuple[Block, ...]:
     """Make the blocks of a finished cell.
 
-    The first block, blocks of failed ranks and short blocks are open, and others as long as their
-    lines fit in `room`.  The title of a block says how much output there is if not all is seen.
+    The first block, blocks of failed ranks and short blocks are open; other blocks are open as long
+    as their lines fit in `room`.  If a page does not show all output of a block at once, the title
+    of the block says how much output there is.
     """
     blocks = []
-    most = most_lines(transcript)
+    max_lines = max_block_lines(transcript)
     for group in groups:
-        items = items_of(group, most)
+        items = items_of(group, max_lines)
         lines = sum(len(item) for item in items if isinstance(item, list))
         is_open = _is_open(group, transcript, lines, room)
         room -= lines if is_open else 0
         # Of more than `TALL_LINES` lines a page shows the last; the first are out of sight.
         hides = not is_open or lines > TALL_LINES or any(isinstance(i, Hidden) for i in items)
         words = [
-            _failed_first(group, transcript),
+            _failed_first_text(group, transcript),
             sameness(group),
-            _amount(group.shown) if hides else "",
+            _output_size(group.shown) if hides else "",
             "aborted" if group.shown.state == "aborted" else "",
         ]
-        failed, log = _failed_with(group, transcript), logs.get(group.ranks[0])
+        failed, log = _error_line(group, transcript), logs.get(group.ranks[0])
         about = tuple(filter(None, words))
         blocks.append(Block(group, about, items, failed, log, is_open, pool))
     return tuple(blocks)
 
 
-def _failed_first(group: Group, transcript: Transcript) -> str:
-    """Say `failed first`; "" if no other rank failed, or Stop or another rank ended this one."""
+def _failed_first_text(group: Group, transcript: Transcript) -> str:
+    """Say `failed first` of a group.
+
+    Return "" if no other rank failed, or if Stop or another rank's failure ended the group's cell.
+    """
     others = [each for each in transcript if each.state in FAILED and each.rank not in group.ranks]
     error = group.shown.error
-    if group.part != "first" or not others or error is None or group.shown.look not in _OWN:
+    if (
+        group.part != "first"
+        or not others
+        or error is None
+        or group.shown.display_state not in _OWN
+    ):
         return ""
     was_ended = error.connections if isinstance(error, Failure) else error.why
-    stopped = [each.error for each in others if each.look == "stopped"]
+    stopped = [each.error for each in others if each.display_state == "stopped"]
     if was_ended or any(each and each.time_ns < error.time_ns for each in stopped):
         return ""
     return "failed first" if len(group.ranks) == 1 else f"rank {group.shown.rank} failed first"
 
 
 def _pace(transcript: Transcript) -> str:
-    """Say `slowest rank 3 (3.2 s), fastest rank 0 (1.1 s)`; "" if their times are similar.
+    """Say `slowest rank 3 (3.2 s), fastest rank 0 (1.1 s)`; "" if all ranks took similar times.
 
-    Also "" if the cell failed on a rank, since that rank's time means nothing.
+    Return "" also if the cell failed on a rank, since the time of a failed rank means nothing.
     """
     timed = {each.rank: each.seconds for each in transcript if each.seconds is not None}
     if len(timed) < max(2, len(transcript.ranks)) or any(each.state != "ok" for each in transcript):
@@ -318,9 +327,9 @@ def _pace(transcript: Transcript) -> str:
     return f"slowest {slow[0]} ({slow[1]}), fastest {fast[0]} ({fast[1]})"
 
 
-def _amount(said: RankTranscript) -> str:
+def _output_size(output: RankTranscript) -> str:
     """Say `3 lines`, `1 line, 2 displays`."""
-    lines, displays = said.line_count, len(said.displays)
+    lines, displays = output.line_count, len(output.displays)
     parts = [lines_text(lines)] if lines else []
     parts += [count(displays, "display")] if displays else []
     return ", ".join(parts)
@@ -330,49 +339,52 @@ def _amount(said: RankTranscript) -> str:
 
 
 def _is_open(group: Group, transcript: Transcript, lines: int, room: int) -> bool:
-    """Return True for the first block, a failed one, and one of few lines or within `room`."""
+    """Return True for the block of the first rank, a failed block, and a block of few lines.
+
+    Also return True if the lines of the block fit in `room`.
+    """
     is_first = group.ranks[0] == transcript.ranks[0]
     return is_first or group.has_failed or lines <= max(room, _SHORT)
 
 
 def items_of(
-    group: Group, most: int, *, is_live: bool = False, bars: bool = False
+    group: Group, limit: int, *, is_live: bool = False, bars: bool = False
 ) -> tuple[Item, ...]:
-    """Return the displays and the last `most` lines of a group.
+    """Return the displays and the last `limit` lines of a group.
 
-    In a finished cell `Hidden` items stand in the places of lines that are left out.  In a running
-    cell a display counts as a line, and only the newest figure is shown, even before the last
-    `most`; a remark stands for an older figure among them.
+    In a finished cell `Hidden` items replace lines that are left out.  In a running cell a display
+    counts as a line, and only the newest figure is shown, even if it is older than the last
+    `limit` lines; a remark replaces each older figure among these lines.
     With `bars` the progress bars of the only rank of the group are lines.
     """
-    found: list[Item] = []
+    items: list[Item] = []
     has_figure = False
     all_pieces = [(piece,) for piece in group.shown.pieces] if bars else group.pieces
     for pieces in reversed(all_pieces):
         is_newest_figure = not has_figure and _is_figure(pieces[0])
-        if is_live and most <= 0 and not is_newest_figure:
+        if is_live and limit <= 0 and not is_newest_figure:
             continue
         has_figure |= is_newest_figure
         match pieces[0]:
             case Shown():
                 is_old = is_live and _is_figure(pieces[0]) and not is_newest_figure
                 shown = fold_shown([piece for piece in pieces if isinstance(piece, Shown)])
-                found.append(FIGURE_LATER if is_old else shown)
-                most -= is_live
+                items.append(FIGURE_LATER if is_old else shown)
+                limit -= is_live
             case Skipped(lines=lines):
-                found.append(Hidden(lines, in_log_only=True))
-                most -= is_live
+                items.append(Hidden(lines, in_log_only=True))
+                limit -= is_live
             case Screen() as piece:
                 dropped = piece.dropped if bars else piece.dropped_lines
                 kept = piece.end - dropped if bars else len(piece)
-                if rows := piece.tail(most, bars=True) if bars else fold_tail(pieces, most):
-                    found.append(rows)
+                if rows := piece.tail(limit, bars=True) if bars else fold_tail(pieces, limit):
+                    items.append(rows)
                 if not is_live and kept > len(rows):
-                    found.append(Hidden(kept - len(rows), in_log_only=False))
+                    items.append(Hidden(kept - len(rows), in_log_only=False))
                 if not is_live and dropped:
-                    found.append(Hidden(dropped, in_log_only=True))
-                most -= len(rows)
-    return tuple(merged(found[::-1]))
+                    items.append(Hidden(dropped, in_log_only=True))
+                limit -= len(rows)
+    return tuple(merge_hidden(items[::-1]))
 
 
 def lines_in(items: Iterable[Item]) -> int:
@@ -395,29 +407,29 @@ def sameness(group: Group) -> str:
 
 
 def state_counts(transcript: Transcript) -> tuple[tuple[Look, str], ...]:
-    """Count the ranks of each state, without states that no rank is in: `✗ 1`, `3 released`."""
-    looks = transcript.looks()
+    """Count the ranks in each state, without states that no rank has: `✗ 1`, `3 released`."""
+    counts = transcript.count_display_states()
     # Failed and died ranks have the same mark; the block of the rank says what happened.
-    looks["failed"] += looks.pop("died", 0)
+    counts["failed"] += counts.pop("died", 0)
     return tuple(
-        (look, _WITH_WORDS.get(look, f"{MARKS[look]} {{}}").format(looks[look]))
-        for look in MARKS
-        if looks[look]
+        (state, _WITH_WORDS.get(state, f"{MARKS[state]} {{}}").format(counts[state]))
+        for state in MARKS
+        if counts[state]
     )
 
 
-def _of_all(transcript: Transcript, now: float | None, pool: str) -> Panel:
+def _base_panel(transcript: Transcript, now: float | None, pool: str) -> Panel:
     """Make a panel with the parts that are about all ranks; `pool` is "" for the default pool.
 
-    More than `MANY_RANKS` ranks have a square each, and very many a square for each run of ranks of
-    the same state.
+    If there are more than `MANY_RANKS` ranks, each rank has a square.  If there are very many
+    ranks, each run of ranks in the same state has a square.
     """
-    squares = [(str(each.rank), each.look) for each in transcript]
+    squares = [(str(each.rank), each.display_state) for each in transcript]
     if len(squares) <= MANY_RANKS:
         squares = []
     elif len(squares) > _MOST_SQUARES:
-        runs = groupby(transcript, key=lambda each: each.look)
-        squares = [(format_ranks(each.rank for each in run), look) for look, run in runs]
+        runs = groupby(transcript, key=lambda each: each.display_state)
+        squares = [(format_ranks(each.rank for each in run), state) for state, run in runs]
     return Panel(
         " · ".join(filter(None, [pool and f"pool {pool}", ranks_text(transcript.ranks)])),
         seconds_text(transcript.elapsed(now)),
@@ -430,14 +442,14 @@ def _of_all(transcript: Transcript, now: float | None, pool: str) -> Panel:
     )
 
 
-def _failed_with(group: Group, transcript: Transcript) -> str:
+def _error_line(group: Group, transcript: Transcript) -> str:
     """Say the group's error in one line; "" if it is the first error, whose traceback is shown."""
     error = group.error
     if error is None or (group.part == "first" and isinstance(error, Failure)):
         return ""
-    said = error_text(error)
+    text = error_text(error)
     if group.part == "same" and (cause := transcript.root_cause()) is not None:
-        is_equal = said == error_text(cause[1])
+        is_equal = text == error_text(cause[1])
         if is_equal or isinstance(error, Failure):
-            return f"{said} ({'as' if is_equal else 'in the same place as'} on rank {cause[0]})"
-    return said
+            return f"{text} ({'as' if is_equal else 'in the same place as'} on rank {cause[0]})"
+    return text

@@ -11,14 +11,14 @@ from typing import Literal, NamedTuple
 Embedding = Literal["text", "html", "image", "other form", "page"]
 """How a panel shows a kind of content.
 
-"text": as lines, if the display has nothing else.  "html": as it is.  "image": as an `<img>`.
-"page": not at all, since only the page's own renderers can show it.  "other form": like "page", but
-if the display also has HTML or an image, a panel shows that instead.
+"text": as lines, if the display has nothing else.  "html": unchanged.  "image": as an `<img>`.
+"page": not at all, since only the page's own renderers can show the content.  "other form": like
+"page", but if the display also has HTML or an image, a panel shows the HTML or the image.
 """
 
 
 class Mime(NamedTuple):
-    """A mime type; `suffix` is that of files with its content, and `name` stands in messages.
+    """A mime type; `suffix` is for files with such content, and `name` is used in messages.
 
     `is_base64` is True if displays have the content as base64, and `is_readable` if its source says
     more to people than the name of a class.
@@ -57,7 +57,7 @@ _BY_KIND = {each.kind: each for each in _KNOWN}
 
 
 def mime_of(kind: str) -> Mime:
-    """Return what is known of a mime type; only the page can show types that are not known."""
+    """Return the `Mime` of a mime type; only the page can show a type that nbdist does not know."""
     return _BY_KIND.get(kind) or Mime(kind, "txt", "page")
 
 

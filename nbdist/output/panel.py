@@ -1,4 +1,4 @@
-"""A panel as data: what it shows of a cell, and how much output that may be.
+"""A panel as data: the parts of a cell's output that are shown, and the limits of their size.
 
 `layout` and `tabs` make panels; `html` and `text` write all that is in them.  Pure: no I/O here.
 """
@@ -15,7 +15,7 @@ from nbdist.output.events import Failure
 from nbdist.output.html_parts import (
     embed,
     is_figure,
-    is_leftover,
+    is_page_only,
     lines_html,
     size,
     traceback_html,
@@ -29,7 +29,7 @@ from nbdist.output.wording import (
     clip,
     in_log_only,
     lines_text,
-    shortened,
+    shorten_traceback,
     traceback_text,
 )
 from nbdist.words import format_ranks, in_pool, name_ranks
@@ -50,7 +50,7 @@ TALL_LINES = 30
 
 
 class Hidden(NamedTuple):
-    """A number of lines left out here; `in_log_only` if the notebook does not have them."""
+    """A number of lines that are left out; `in_log_only` if the notebook does not have them."""
 
     lines: int
     in_log_only: bool
@@ -83,10 +83,10 @@ class Block(NamedTuple):
 
     @property
     def above(self) -> list[str]:
-        """Say `… 9,800 earlier`; nothing if all lines are shown."""
+        """Say `… 9,800 earlier`; empty if all lines are shown."""
         return [f"… {self.earlier:,} earlier"] if self.earlier else []
 
-    def where_rest(self, hidden: Hidden) -> str:
+    def hidden_text(self, hidden: Hidden) -> str:
         """Say `… 9,800 lines more: %dist_output -r 3 --all, or logs/rank3.log`."""
         if hidden.in_log_only:
             return in_log_only(hidden.lines, self.log)
@@ -96,7 +96,7 @@ class Block(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A line that is shown of some ranks, such as a short value or their last line."""
+    """A line of some ranks in the table of a panel: a short value, or the ranks' last line."""
 
     ranks: tuple[int, ...]
     line: Line
@@ -110,8 +110,8 @@ class Panel(NamedTuple):
     `warnings` are shown below the head.  `now` says what resources the ranks use, and `waits` which
     ranks wait where.  `bars` and then `curves` come after the blocks of failed ranks.  `spread`
     says how far the numbers of ranks differ.  The ranks of `more` have neither a block nor a row.
-    The blocks of `rest` are closed, behind one line.  `silent` are ranks without output.  `note`
-    and `foot` are the last lines.  A panel without `states` is one dim line.
+    The `folded_blocks` are together below a title that opens them.  `silent` are ranks without
+    output.  `note` and `foot` are the last lines.  A panel without `states` is a single dim line.
     """
 
     ranks: str
@@ -132,7 +132,7 @@ class Panel(NamedTuple):
     blocks: tuple[Block, ...] = ()
     rows: tuple[Row, ...] = ()
     more: tuple[int, ...] = ()
-    rest: tuple[Block, ...] = ()
+    folded_blocks: tuple[Block, ...] = ()
     silent: tuple[int, ...] = ()
     pool: str = ""
     tabs: str = ""  # a unique name if the page shows one block at a time, else ""
@@ -143,11 +143,11 @@ class Panel(NamedTuple):
         if not self.more:
             return ""
         command = in_pool(f": %dist_output -r {format_ranks(self.more)}", self.pool)
-        said = f"and {len(self.more)} more: {name_ranks(self.more)}"
-        return said if self.is_live else said + command
+        text = f"and {len(self.more)} more: {name_ranks(self.more)}"
+        return text if self.is_live else text + command
 
     @property
-    def parted(self) -> tuple[list[Block], list[Block]]:
+    def failed_and_others(self) -> tuple[list[Block], list[Block]]:
         """The blocks of failed ranks, and all others; with tabs, all are others, in rank order."""
         if self.tabs:
             return [], [*self.blocks]
@@ -155,16 +155,16 @@ class Panel(NamedTuple):
         return failed, [block for block in self.blocks if not block.group.has_failed]
 
 
-def merged(items: Iterable[Item]) -> list[Item]:
+def merge_hidden(items: Iterable[Item]) -> list[Item]:
     """Merge neighbouring `Hidden` items to one, and keep all other items."""
-    found: list[Item] = []
+    result: list[Item] = []
     for item in items:
-        if isinstance(item, Hidden) and found and isinstance(before := found[-1], Hidden):
+        if isinstance(item, Hidden) and result and isinstance(before := result[-1], Hidden):
             log_only = item.in_log_only and before.in_log_only
-            found[-1] = Hidden(item.lines + before.lines, log_only)
+            result[-1] = Hidden(item.lines + before.lines, log_only)
         else:
-            found.append(item)
-    return found
+            result.append(item)
+    return result
 
 
 # --- limits -----------------------------------------------------------------------------
@@ -181,48 +181,49 @@ _MOST_BLOCKS = 400
 _WIDEST, _WIDEST_LIVE, _NARROWEST = 100_000, 400, 40  # characters of a line
 # Bytes of the tags and texts of parts that have no limit of their own.
 _OF_HEAD, _OF_SQUARE, _OF_BAR, _OF_BLOCK = 4_000, 160, 1_800, 1_000
-_OF_RUN = size(lines_html([Line("", stderr=False)], opens=False))  # tags of lines of one stream
+# Bytes of the tags around a run of lines of the same stream.
+_OF_RUN = size(lines_html([Line("", stderr=False)], opens=False))
 _TRACEBACKS = ((100, 1000), (24, 400), (5, 200), (1, 100))  # rows, and their width
 
 
-def limited(shown: Panel) -> Panel:
+def limit_size(shown: Panel) -> Panel:
     """Cut long lines and leave out older output, so that the panel has a bounded number of bytes.
 
-    Each block may use an equal share of the bytes that the blocks before it have left.
+    Each block may use an equal share of the bytes that earlier blocks have not used.
     """
-    left = (MOST_LIVE_BYTES if shown.is_live else MOST_BYTES) - _OF_HEAD
-    left -= _OF_SQUARE * len(shown.squares)
+    budget = (MOST_LIVE_BYTES if shown.is_live else MOST_BYTES) - _OF_HEAD
+    budget -= _OF_SQUARE * len(shown.squares)
     if shown.bars:
-        left -= _OF_BAR * (len(shown.bars.rows) + len(shown.bars.left))
-    share = left // 2 // max(1, len(shown.rows)) - _OF_RUN
+        budget -= _OF_BAR * (len(shown.bars.rows) + len(shown.bars.left_bars))
+    share = budget // 2 // max(1, len(shown.rows)) - _OF_RUN
     rows = []
     for row in shown.rows:
-        line, used = _cut(row.line, share, is_live=shown.is_live)
+        line, used = _clip_line(row.line, share, is_live=shown.is_live)
         rows.append(row._replace(line=line))
-        left -= used + _OF_RUN
-    first, blocks = len(shown.blocks), [*shown.blocks, *shown.rest]
+        budget -= used + _OF_RUN
+    first, blocks = len(shown.blocks), [*shown.blocks, *shown.folded_blocks]
     figure = MOST_LIVE_FIGURES // max(1, len(blocks))
     kept = blocks[:_MOST_BLOCKS]
     for done, block in enumerate(kept):
-        share = left // (len(kept) - done)
-        kept[done], used = _limited(block, share, figure, is_live=shown.is_live)
-        left -= used
+        share = budget // (len(kept) - done)
+        kept[done], used = _limit_block(block, share, figure, is_live=shown.is_live)
+        budget -= used
     left_out = (rank for block in blocks[_MOST_BLOCKS:] for rank in block.group.ranks)
     return shown._replace(
         rows=tuple(rows),
         blocks=tuple(kept[:first]),
-        rest=tuple(kept[first:]),
+        folded_blocks=tuple(kept[first:]),
         more=(*shown.more, *left_out),
     )
 
 
-def _limited(block: Block, most: int, figure: int, *, is_live: bool) -> tuple[Block, int]:
-    """Limit a block to `most` bytes, its newest output first; return it, and its bytes.
+def _limit_block(block: Block, max_bytes: int, figure: int, *, is_live: bool) -> tuple[Block, int]:
+    """Return a block with its newest output, limited to `max_bytes` bytes, and the block's bytes.
 
     While the cell runs, a figure is shown if it has at most `figure` bytes.
     """
-    traceback, used = _traceback(block, most // 2, is_live=is_live)
-    left = most - _OF_BLOCK - used
+    traceback, used = _limit_traceback(block, max_bytes // 2, is_live=is_live)
+    budget = max_bytes - _OF_BLOCK - used
     items: list[Item] = []
     earlier = block.earlier
     for item in reversed(block.items):
@@ -230,78 +231,84 @@ def _limited(block: Block, most: int, figure: int, *, is_live: bool) -> tuple[Bl
             html = embed(item.display)
             item = item if html and size(html) <= figure else FIGURE_LATER
         elif isinstance(item, Shown):
-            item, used = _limited_display(item, left, is_live=is_live)
-            left -= used
+            item, used = _limit_display(item, budget, is_live=is_live)
+            budget -= used
         if not isinstance(item, list):
             items.append(item)
             continue
-        lines, used = _newest(item, left, is_live=is_live)
+        lines, used = _newest_lines(item, budget, is_live=is_live)
         items += [lines] if lines else []
-        left -= used
+        budget -= used
         if is_live:
             earlier += len(item) - len(lines)
         elif len(lines) < len(item):
             items.append(Hidden(len(item) - len(lines), in_log_only=False))
-    newest = tuple(merged(items[::-1]))
-    return block._replace(items=newest, traceback=traceback, earlier=earlier), most - left
+    newest = tuple(merge_hidden(items[::-1]))
+    return block._replace(items=newest, traceback=traceback, earlier=earlier), max_bytes - budget
 
 
-def _limited_display(shown: Shown, most: int, *, is_live: bool) -> tuple[Item, int]:
-    """Return what is shown of a display, and its bytes: 0 for text, which `_newest` counts."""
+def _limit_display(shown: Shown, max_bytes: int, *, is_live: bool) -> tuple[Item, int]:
+    """Return a display as an item of at most `max_bytes` bytes, and the item's bytes.
+
+    A display that has only text becomes lines, with 0 bytes since `_newest_lines` counts the lines.
+    A display with too many bytes becomes `Hidden`, or in a running cell its lines of text/plain.
+    """
     html = embed(shown.display)
-    is_text = html is None and (is_live or not is_leftover(shown.display.data))
+    is_text = html is None and (is_live or not is_page_only(shown.display.data))
     used = size(shown.plain) + (0 if html is None or is_figure(shown.display.data) else size(html))
-    if used <= most and not is_text:
+    if used <= max_bytes and not is_text:
         return shown, used
     if is_live or is_text:
         return [Line(row, stderr=False) for row in shown.plain.split("\n")], 0
     return Hidden(1, in_log_only=False), 0
 
 
-def _newest(lines: list[Line], most: int, *, is_live: bool) -> tuple[list[Line], int]:
-    """Return as many of the last lines as `most` bytes hold, and their bytes."""
+def _newest_lines(lines: list[Line], max_bytes: int, *, is_live: bool) -> tuple[list[Line], int]:
+    """Return as many of the last lines as `max_bytes` bytes hold, and their bytes."""
     kept: list[Line] = []
     used = 0
     for each in reversed(lines):
-        line, of_line = _cut(each, most - used, is_live=is_live)
-        if kept and kept[-1].stderr == line.stderr:  # it stands in one run with the line below
+        line, of_line = _clip_line(each, max_bytes - used, is_live=is_live)
+        if kept and kept[-1].stderr == line.stderr:  # the line is in the run of the line below
             of_line -= _OF_RUN
-        if used + of_line > most:
+        if used + of_line > max_bytes:
             break
         kept.append(line)
         used += of_line
     return kept[::-1], used
 
 
-def _cut(line: Line, most: int, *, is_live: bool) -> tuple[Line, int]:
-    """Clip a line; if it still has more than `most` bytes, drop its colours, and clip it more.
+def _clip_line(line: Line, max_bytes: int, *, is_live: bool) -> tuple[Line, int]:
+    """Clip a line to a width; while the line has too many bytes, drop colours and clip it more.
 
     Return the line, and the bytes that it has as a run of its own.
     """
     # A character has at least two bytes: one in HTML, and one in text.
-    width = max(_NARROWEST, min(_WIDEST_LIVE if is_live else _WIDEST, most // 2))
+    width = max(_NARROWEST, min(_WIDEST_LIVE if is_live else _WIDEST, max_bytes // 2))
     text = clip(line.text, width)
     while True:
         cut = line._replace(text=text)
         used = size(lines_html([cut], opens=False)) + size(text)
-        if used <= most or width <= _NARROWEST:
+        if used <= max_bytes or width <= _NARROWEST:
             return cut, used
         width //= 4
         text = clip(strip(line.text), width)
 
 
-def _traceback(block: Block, most: int, *, is_live: bool) -> tuple[tuple[Part, ...], int]:
-    """Return the parts of the block's traceback, in `most` bytes if possible, and their bytes.
+def _limit_traceback(
+    block: Block, max_bytes: int, *, is_live: bool
+) -> tuple[tuple[Part, ...], int]:
+    """Return the parts of the block's traceback, in `max_bytes` bytes if possible, and their bytes.
 
-    Return no parts if the title of the block says all that is to be shown of the error.
+    Return no parts if the title of the block already says all that a panel shows of the error.
     """
     error, part = block.group.error, block.group.part
-    is_said = part == "same" or (part == "other" and is_live)
-    if not isinstance(error, Failure) or is_said or traceback_text(error) == block.failed:
+    is_in_title = part == "same" or (part == "other" and is_live)
+    if not isinstance(error, Failure) or is_in_title or traceback_text(error) == block.failed:
         return (), 0
     for rows, width in _TRACEBACKS[is_live:]:
-        parts = shortened(traceback_text(error), rows, width)
+        parts = shorten_traceback(traceback_text(error), rows, width)
         used = 2 * size(traceback_html(parts))  # as HTML and as text
-        if used <= most:
+        if used <= max_bytes:
             break
     return tuple(parts), used

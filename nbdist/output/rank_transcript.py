@@ -1,4 +1,4 @@
-"""The output of one rank in one cell: pieces of text and displays, and how the cell ended.
+"""Collects the output of a rank in a cell: pieces of text and displays, and how the cell ended.
 
 `Transcript` has a `RankTranscript` for each rank, in the notebook's process.  Pure: no I/O here.
 """
@@ -29,7 +29,7 @@ SHOWN = events.Text | events.Display | Skipped | events.Failure | events.Typed
 
 State = Literal["waiting", "running", "ok", "failed", "died", "aborted"]
 Look: TypeAlias = State | Literal["released", "stopped"]
-"""A state as people see it.
+"""A state in the words that people see.
 
 If another rank's failure ended a rank's cell, the rank is "released", and after Stop it is
 "stopped": neither rank has failed itself.
@@ -39,8 +39,8 @@ ENDED: frozenset[State] = frozenset({"ok", "failed", "died", "aborted"})
 FAILED: frozenset[State] = frozenset({"failed", "died"})
 
 
-def look_of(error: events.RankError) -> Look:
-    """Return the look of a rank whose cell ended with this error."""
+def display_state_of(error: events.RankError) -> Look:
+    """Return the display state of a rank whose cell ended with this error."""
     if isinstance(error, events.Died):
         return "died"
     if error.name == "KeyboardInterrupt":
@@ -49,7 +49,7 @@ def look_of(error: events.RankError) -> Look:
 
 
 class Shown(NamedTuple):
-    """A rich display with its newest content; `content` is the key of all but its text/plain."""
+    """A rich display with its newest content; `content` is the key of all data but text/plain."""
 
     display: events.Display
     key: Key
@@ -65,7 +65,7 @@ class Shown(NamedTuple):
         plain, content = repr(display.data.get("text/plain")), content_key(data)
         if not data:
             return cls(display, key_of(plain), content)
-        # Figures and tables that differ in a number are not alike: a set could not be shown there.
+        # Figures and tables that differ in a number are not alike: a figure cannot show a set.
         same = content + plain.encode("utf-8", "surrogatepass")
         return cls(display, Key(same, same), content)
 
@@ -81,7 +81,7 @@ Entry: TypeAlias = Line | Shown | Skipped
 
 
 class RankTranscript:
-    """The output of one rank: its pieces in the order in which the rank showed them."""
+    """The pieces of a rank's output in a cell, in the order in which the rank showed them."""
 
     def __init__(self, rank: int, keep_lines: int, most_shown: int = SHOWN_AT_MOST) -> None:
         """Keep the newest `keep_lines` lines, and displays of `most_shown` characters."""
@@ -91,7 +91,7 @@ class RankTranscript:
         self.failure: events.Failure | None = None
         self.died: events.Died | None = None
         self.done: events.Done | None = None
-        self.asks: events.InputRequest | None = None
+        self.input_request: events.InputRequest | None = None
         self.started: float | None = None
         self.finished: float | None = None
         self.version = 0
@@ -112,10 +112,10 @@ class RankTranscript:
         return self.failure if self.failure.time_ns <= self.died.time_ns else self.died
 
     @property
-    def look(self) -> Look:
+    def display_state(self) -> Look:
         """The state of the rank as people see it."""
         if self.state == "failed" and isinstance(error := self.error, events.Failure):
-            return look_of(error)
+            return display_state_of(error)
         return self.state
 
     @property
@@ -127,7 +127,7 @@ class RankTranscript:
 
     @property
     def seconds(self) -> float | None:
-        """How long the rank ran the cell, once that is known."""
+        """The seconds that the rank took for the cell; None until the rank has finished."""
         if self.done is not None:
             return self.done.seconds
         if self.started is None or self.finished is None:
@@ -154,8 +154,8 @@ class RankTranscript:
         return any(shown.display.display_id == display_id for shown in self.displays)
 
     @property
-    def said(self) -> list[Piece]:
-        """The pieces that show lines or displays: as many on ranks whose bodies are alike."""
+    def visible_pieces(self) -> list[Piece]:
+        """The pieces that show lines or displays; ranks with alike bodies have equally many."""
         return [piece for piece in self.pieces if not isinstance(piece, Screen) or piece.line_count]
 
     @property
@@ -177,32 +177,32 @@ class RankTranscript:
         """The key of all output, to compare with other ranks; `error_keys` compares the errors."""
         if self._body is None or self._body[0] != self.version:
             digest = Digest()
-            for piece in self.said:  # without screens whose lines were all erased
+            for piece in self.visible_pieces:  # without screens whose lines were all erased
                 digest.add_key(key_of(repr(piece)) if isinstance(piece, Skipped) else piece.key)
             self._body = self.version, digest.key
         return self._body[1]
 
     def tail(self, count: int) -> list[Entry]:
         """Return the last `count` lines, displays and gaps, the oldest first."""
-        found: list[Entry] = []
+        entries: list[Entry] = []
         for piece in reversed(self.pieces):
-            if len(found) >= count:
+            if len(entries) >= count:
                 break
             if isinstance(piece, Screen):
-                found.extend(reversed(piece.tail(count - len(found))))
+                entries.extend(reversed(piece.tail(count - len(entries))))
             else:
-                found.append(piece)
-        return found[::-1]
+                entries.append(piece)
+        return entries[::-1]
 
     def written(self, *, stderr: bool = False) -> str:
-        """Return the lines of one stream that are still kept, as a terminal would show them."""
+        """Return the kept lines of stdout, or of stderr, as a terminal would show them."""
         lines = (line for screen in self.screens for line in screen.lines(bars=True))
         return "".join(f"{strip(line.text)}\n" for line in lines if line.stderr is stderr)
 
     def receive(self, output: events.Output, now: float) -> None:
-        """Add an output of the rank; `version` grows if that changes what is shown."""
+        """Add an output of the rank; `version` grows if the output changes what is shown."""
         self.begin(now)
-        self.version += self._take(output, now)
+        self.version += self._apply(output, now)
 
     def begin(self, now: float) -> None:
         """Mark the rank as running from `now` on, if it was waiting."""
@@ -212,7 +212,7 @@ class RankTranscript:
             self.state = "running"
             self.version += 1
 
-    def _take(self, output: events.Output, now: float) -> bool:
+    def _apply(self, output: events.Output, now: float) -> bool:
         if isinstance(output, events.Text) and not output.text:
             return False
         if self._clear_next and isinstance(output, SHOWN):
@@ -235,16 +235,18 @@ class RankTranscript:
             case events.Failure():
                 self.failure, self.state = output, "failed"
             case events.InputRequest():
-                self.asks = output  # the input box shows the prompt until something is typed
+                self.input_request = (
+                    output  # the input box shows the prompt until something is typed
+                )
             case events.Typed(text=text):
-                prompt = self.asks.prompt if self.asks is not None else ""
+                prompt = self.input_request.prompt if self.input_request is not None else ""
                 self._screen().write("stdout", f"{prompt}{text}\n")
-                self.asks = None
+                self.input_request = None
             case events.Died():
-                self.asks = None
+                self.input_request = None
                 self.died, self.state, self.finished = output, "died", now
             case events.Done(status=status):
-                self.asks = None
+                self.input_request = None
                 self.done, self.finished = output, now
                 if status == "ok" and self.failure is not None:
                     self._show_error(self.failure)
@@ -254,7 +256,7 @@ class RankTranscript:
         return True
 
     def _show_error(self, shown: events.Failure) -> None:
-        """Write a traceback as stderr text: the error did not end the cell, or came after it."""
+        """Write a traceback as stderr text, for an error during or after a cell that succeeded."""
         self._screen().write("stderr", "\n".join([*shown.traceback, ""]))
 
     def _screen(self) -> Screen:
@@ -289,17 +291,20 @@ class RankTranscript:
             self._count(display)
         return display is not None
 
-    def lose_widgets(self, gone: Collection[str]) -> bool:
-        """Replace the displays of these widget models by lines; return True if there was one."""
-        lost = False
+    def replace_lost_widgets(self, model_ids: Collection[str]) -> bool:
+        """Replace the displays of widgets whose models are lost by lines of text.
+
+        Return True if the rank had such a display.
+        """
+        has_changed = False
         for position, piece in enumerate(self.pieces):
-            if isinstance(piece, Shown) and events.model_of(piece.display) in gone:
-                lost = True
+            if isinstance(piece, Shown) and events.model_of(piece.display) in model_ids:
+                has_changed = True
                 text = f"{piece.plain} (this widget ended with its rank)"
                 data = {"text/plain": text}
                 self.pieces[position] = Shown.of(piece.display._replace(data=data))
-        self.version += lost
-        return lost
+        self.version += has_changed
+        return has_changed
 
     def _skip(self, skipped: Skipped) -> None:
         if skipped.displays:
@@ -316,20 +321,20 @@ class RankTranscript:
         self._room -= self._cost(display)
         if self._room >= 0:
             return
-        self._room = self._most_shown  # earlier contents of updated displays are gone
+        self._room = self._most_shown  # count again, without earlier contents of updated displays
         kept: list[Piece] = []
-        place = left = 0
+        note_place = dropped = 0
         for piece in reversed(self.pieces):
             if isinstance(piece, Shown) and piece is not self._note:
                 if self._room <= self._most_shown // 2:
-                    place = place if left else len(kept)
-                    left += 1
+                    note_place = note_place if dropped else len(kept)
+                    dropped += 1
                     continue
                 self._room -= self._cost(piece.display)
             kept.append(piece)
         self.pieces = kept[::-1]
-        if left:
-            self._leave_out(len(kept) - place, left)
+        if dropped:
+            self._leave_out(len(kept) - note_place, dropped)
             *older, newest = self.pieces
             self.pieces = [*_joined(older), newest]
 
@@ -337,7 +342,7 @@ class RankTranscript:
         return max(events.size_of(display), self._most_shown // MOST_DISPLAYS)
 
     def _leave_out(self, at: int, number: int) -> None:
-        """Count `number` more dropped displays, and put the only note of their count at `at`."""
+        """Count `number` more dropped displays, and move the note with the count to index `at`."""
         self._left_out += number
         note = events.Display({"text/plain": left_out_text(self._left_out)}, {})
         self.pieces.insert(at, shown := Shown.of(note))
@@ -354,13 +359,16 @@ class RankTranscript:
 
 
 def _joined(pieces: Sequence[Piece]) -> Iterator[Piece]:
-    """Join the texts between two displays to one text, and put the gaps before it as one gap."""
+    """Join all texts between two displays to a single text, and all gaps to a gap before the text.
+
+    Displays are yielded unchanged.
+    """
     for is_shown, run in groupby(pieces, lambda piece: isinstance(piece, Shown)):
         if is_shown:
             yield from run
             continue
-        said = [*run]
-        if skipped := [piece for piece in said if isinstance(piece, Skipped)]:
+        texts = [*run]
+        if skipped := [piece for piece in texts if isinstance(piece, Skipped)]:
             yield functools.reduce(operator.add, skipped)
-        if screens := [piece for piece in said if isinstance(piece, Screen)]:
+        if screens := [piece for piece in texts if isinstance(piece, Screen)]:
             yield screens[0] if len(screens) == 1 else Screen.joined(screens)

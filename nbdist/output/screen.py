@@ -1,8 +1,8 @@
 """A terminal of unlimited height, which shows the text that one rank has printed.
 
 Progress bars are kept apart from lines of text, in `BarRows`.  If a program prints text behind or
-over a bar, the bar is removed from the row.  A row with only a bar is no line.  `RankTranscript`
-writes to screens.  Pure: no I/O here.
+over a bar, the bar is removed from its row.  A row with only a bar does not count as a line.
+`RankTranscript` writes to screens.  Pure: no I/O here.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _STDERR, _EDITED, _DRAWN, _ENDED = 1, 2, 4, 8
 
 
 class Line(NamedTuple):
-    """A line with complete colour codes; `stderr` is True if that stream has written to it."""
+    """A line with complete colour codes; `stderr` is True if stderr has written to the line."""
 
     text: str
     stderr: bool
@@ -131,18 +131,17 @@ class Screen:
         self._characters = 0  # roughly, in finished rows
         self._row = 0  # of the cursor, in _rows
         self._column = 0
-        self._open: _OpenRow | None = None  # the row _rows[_row] while it is being written
+        self._open: _OpenRow | None = None  # replaces _rows[_row] while a program writes the row
         self._style = PLAIN
         self._pending = {"stdout": "", "stderr": ""}
         self._digest = Digest()  # of the rows before _settled
         self._settled = 0
         self._bars = BarRows()
-        self._read: tuple[str, Bar | None] = "", None  # cache: the last parsed row, and its bar
+        self._parsed: tuple[str, Bar | None] = "", None  # cache: the last parsed row, and its bar
         self._drawn_before = 0  # characters of the previous drawing in this row
-        self._is_redrawing = False  # a carriage return or the like has come in this row
-        self._drawn_to = (
-            0  # the column up to which this row was written since the cursor came to it
-        )
+        self._is_redrawing = False  # the cursor went back in this row, as by a carriage return
+        # The column up to which this row was written since the cursor moved to the row.
+        self._drawn_to = 0
         self._last_flag = 0
 
     @property
@@ -159,11 +158,11 @@ class Screen:
     def end(self) -> int:
         """The row after the last shown one; empty rows at the end are not shown."""
         count = len(self._rows)
-        while count - 1 > self._row and not self._shown(count - 1):
+        while count - 1 > self._row and not self._is_shown(count - 1):
             count -= 1
-        if not self._shown(count - 1):
+        if not self._is_shown(count - 1):
             count -= 1
-            while count and self._flags[count - 1] & _EDITED and not self._shown(count - 1):
+            while count and self._flags[count - 1] & _EDITED and not self._is_shown(count - 1):
                 count -= 1
         return self._first + count
 
@@ -205,15 +204,15 @@ class Screen:
 
     def tail(self, count: int, *, bars: bool = False) -> list[Line]:
         """Return the last `count` lines; with `bars` rows of progress bars are lines, too."""
-        found = list[Line]()
+        lines = list[Line]()
         left_out = () if bars else self._rows_of_bars()
         row, dropped = self.end, self.dropped
-        while len(found) < count and row > dropped:
+        while len(lines) < count and row > dropped:
             row -= 1
             if row not in left_out:
                 index = row - self._first
-                found.append(Line(self._text(index), bool(self._flags[index] & _STDERR)))
-        return found[::-1]
+                lines.append(Line(self._text(index), bool(self._flags[index] & _STDERR)))
+        return lines[::-1]
 
     # --- progress bars ------------------------------------------------------------------
 
@@ -223,7 +222,7 @@ class Screen:
         A bar that was drawn again further down, below a line of text, is only in its last row.
         """
         bar = self._bar_at_cursor()
-        return self._bars.found((self.cursor, bar) if bar else None, self._is_ended)
+        return self._bars.list_bars((self.cursor, bar) if bar else None, self._is_ended)
 
     def _is_ended(self, row: int) -> bool:
         """Return True if a program has ended a row with a newline, or the row is not kept."""
@@ -239,19 +238,19 @@ class Screen:
             return self._bars.by_row.get(self.cursor)
         if self._open.width > LONGEST_BAR:
             return None
-        if (plain := self._open.plain) == self._read[0]:
-            return self._read[1]
+        if (plain := self._open.plain) == self._parsed[0]:
+            return self._parsed[1]
         is_drawn = bool(self._flags[self._row] & (_EDITED | _DRAWN))
         return read_row(plain, is_edited=is_drawn)
 
-    def _take_bar_out(self, bar: Bar, width: int) -> None:
-        """Keep a bar of `width` characters in the row of the cursor, which will now hold text."""
-        self._bars.take_out(self.cursor, bar, width, self._first + len(self._rows))
+    def _remove_bar(self, bar: Bar, width: int) -> None:
+        """Record that the bar in the cursor's row, of `width` characters, is replaced by text."""
+        self._bars.record_removed(self.cursor, bar, width, self._first + len(self._rows))
 
-    def _part_from_bar(self, row: _OpenRow) -> None:
+    def _remove_bar_before_text(self, row: _OpenRow) -> None:
         """If a program has printed text behind a bar, remove the bar, and keep the text in the row.
 
-        Older characters behind the bar are erased.
+        Older characters behind the new text are erased.
         """
         plain = row.plain[: self._drawn_to]
         has_older = row.width > len(plain)
@@ -263,9 +262,9 @@ class Screen:
         if has_older:
             row.cut(len(plain))
         if not end:
-            self._read = plain, bar
+            self._parsed = plain, bar
             return
-        self._take_bar_out(bar, width)
+        self._remove_bar(bar, width)
         row.cut_start(end)
         self._column = max(0, self._column - end)
         self._flags[self._row] = self._last_flag
@@ -311,7 +310,7 @@ class Screen:
         text = self._open.render()
         return text.rstrip(" ") if self._flags[row] & _EDITED else text
 
-    def _shown(self, row: int) -> bool:
+    def _is_shown(self, row: int) -> bool:
         if row == self._row and self._open is not None and not self._flags[row] & _EDITED:
             return self._open.width > 0
         return bool(self._text(row))
@@ -323,7 +322,7 @@ class Screen:
         if self._pending[stream]:
             text, self._pending[stream] = self._pending[stream] + text, ""
         if "\x1b" in text:
-            text = self._hold_back(stream, text)
+            text = self._keep_unfinished(stream, text)
         if "\r\n" in text:  # means the same, but a plain newline is much faster
             text = text.replace("\r\n", "\n")
         flag = _STDERR if stream == "stderr" else 0
@@ -349,12 +348,12 @@ class Screen:
 
     def _append(self, text: str, flag: int) -> None:
         """Append a simple text, whole lines at once, which is fast."""
-        head, newline, rest = text.partition("\n")
+        head, newline, remainder = text.partition("\n")
         self._write_tokens(head, flag)
         if not newline:
             return
         self._newline()
-        block, newline, last = rest.rpartition("\n")
+        block, newline, last = remainder.rpartition("\n")
         if newline:
             lines = block.split("\n")
             if "\x1b" in block or self._style != PLAIN:
@@ -379,8 +378,11 @@ class Screen:
         start = f"\x1b[{before.codes}m" if before != PLAIN else ""
         return f"{start}{line}{RESET if self._style != PLAIN else ''}"
 
-    def _hold_back(self, stream: str, text: str) -> str:
-        """Return the text without an incomplete escape sequence at its end, and keep that."""
+    def _keep_unfinished(self, stream: str, text: str) -> str:
+        """Return the text without an incomplete escape sequence at its end.
+
+        The incomplete sequence is kept until `write` is called with the next text of the stream.
+        """
         start = text.rfind("\x1b", max(0, len(text) - _LONGEST_ESCAPE))
         if start > 0 and text[start - 1 : start] == "\x1b":
             start -= 1
@@ -407,13 +409,13 @@ class Screen:
                     self._is_redrawing, self._drawn_to = True, 0
                     self._column = 0 if token[0] == "\r" else max(0, self._column - 1)
                 case "command":
-                    self._obey(token["command"], token["parameters"])
+                    self._execute(token["command"], token["parameters"])
 
     def _drawn_width(self) -> int:
-        """Return the number of characters drawn in this row; 0 if there are too many for a bar."""
+        """Return the number of characters drawn in this row; 0 if the row is too long for a bar."""
         if self._open is None:
             width = len(self._rows[self._row]) if self.cursor in self._bars.by_row else 0
-            return max(width, self._bars.cut_at.get(self.cursor, 0))
+            return max(width, self._bars.cut_widths.get(self.cursor, 0))
         if self._open.width > LONGEST_BAR:
             return 0
         return _width(self._open.plain[: self._drawn_to or None])
@@ -425,7 +427,7 @@ class Screen:
         # A stream may write a row in several pieces: only the first piece can be beside a bar.
         has_come = not self._drawn_to and not self._is_redrawing
         if row.width and has_come and (bar := self._bar_at_cursor()):
-            self._take_bar_out(bar, _width(row.plain))
+            self._remove_bar(bar, _width(row.plain))
             row.cut(0)
             self._column, self._flags[self._row] = 0, 0
         elif has_come and self._column and not row.plain.strip():
@@ -433,11 +435,11 @@ class Screen:
             self._column, self._flags[self._row] = 0, 0
         elif text.isspace() and not self._column and self._is_redrawing:
             if bar := self._bar_at_cursor():
-                self._bars.erase(bar)
+                self._bars.drop_removed(bar)
                 row.cut(len(text))  # also the rest of a longer bar
             elif not row.plain.strip():
                 first = max(self._first, self.cursor - _UNSETTLED)
-                self._bars.erase_lowest(len(text), first, self._width_of)
+                self._bars.drop_lowest(len(text), first, self._width_of)
             self._flags[self._row] |= _EDITED
         if self._column < row.width:
             self._flags[self._row] |= _EDITED
@@ -448,7 +450,7 @@ class Screen:
         self._column += len(text)
         self._drawn_to = max(self._drawn_to, self._column)
         if self._is_redrawing and row.width <= LONGEST_BAR:
-            self._part_from_bar(row)
+            self._remove_bar_before_text(row)
         if row.width > LONGEST_LINE:
             self._newline()
 
@@ -464,7 +466,7 @@ class Screen:
     def _open_row(self) -> _OpenRow:
         self.changed_from = min(self.changed_from, self.cursor)
         if self._open is None:
-            width = self._bars.open(self.cursor)  # the row is parsed when the cursor leaves it
+            width = self._bars.pop_row(self.cursor)  # the row is parsed when the cursor leaves it
             self._flags[self._row] &= ~_ENDED
             self._open = _OpenRow(self._rows[self._row].ljust(width))
             self._characters -= len(self._rows[self._row])
@@ -472,7 +474,7 @@ class Screen:
 
     def _move_to(self, row: int) -> None:
         if self._first + row < self._settled:
-            # The digest already has rows that may change now: it starts again from the rows kept.
+            # The digest includes rows that may change now: compute it again from the kept rows.
             self._digest, self._settled = Digest(), self._first
         self._is_redrawing, self._drawn_to, self._drawn_before = False, 0, 0
         if self._open is not None:
@@ -480,14 +482,17 @@ class Screen:
             if self._flags[self._row] & _DRAWN and self._open.width <= LONGEST_BAR:
                 plain = self._open.plain
                 if plain[-1:] == " " and is_cut(plain):  # the stored row has no trailing space
-                    self._bars.cut_at[self.cursor] = len(plain)
+                    self._bars.cut_widths[self.cursor] = len(plain)
             self._rows[self._row] = text = self._text(self._row)
             self._characters += len(text) + 1
             self._open = None
         self._row = row
 
-    def _obey(self, command: str, parameters: str) -> None:
-        """Execute `ESC[<parameters><command>`: colours, cursor moves, erasing; ignore others."""
+    def _execute(self, command: str, parameters: str) -> None:
+        """Execute the escape sequence `ESC[<parameters><command>`.
+
+        Colours, cursor moves and erasing are executed, and all other commands are ignored.
+        """
         if command == "m":
             if SGR.fullmatch(f"\x1b[{parameters}m"):
                 self._style = restyle(self._style, parameters)
@@ -516,7 +521,7 @@ class Screen:
             self._column = 0
 
     def _erase(self, part: int) -> None:
-        """Erase in the cursor's row: 0 from the cursor on, 1 up to the cursor, 2 everything."""
+        """Erase the cursor's row from the cursor on (0), up to the cursor (1), or all of it (2)."""
         row = self._open_row()
         if row.width:
             self._flags[self._row] |= _EDITED
@@ -529,7 +534,7 @@ class Screen:
 
     @classmethod
     def joined(cls, screens: Sequence[Screen]) -> Screen:
-        """Join screens that are no longer written to; the new screen must not be written to."""
+        """Join screens to a new screen; after that, do not write to any of these screens."""
         new = cls(screens[0]._keep)
         for each in screens:
             new._digest.add_key(each.key)
@@ -541,7 +546,7 @@ class Screen:
         new._row = len(lines)
         new._settled = sum(each.line_count for each in screens)
         new._first = new._settled - len(lines)
-        new._bars.keep(bars, new._first)
+        new._bars.set_removed(bars, new._first)
         return new
 
     def forget(self, count: int) -> None:

@@ -1,8 +1,8 @@
-"""Panels in which each rank has its own block, with its output in the order of its arrival.
+"""Panels in which each rank has its own block, with the rank's output in the order of arrival.
 
-In a finished cell each rank has a tab.  In a running cell the blocks of a few ranks are below one
-another, since each new drawing of the panel would close an opened tab.  The notebook's display
-calls this file.  Pure: no I/O here.
+In a finished cell each rank has a tab.  In a running cell the blocks of a few ranks stand below
+each other, since each new drawing of the panel would close an opened tab.  The notebook's display
+calls these functions.  Pure: no I/O here.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from nbdist.output.events import Failure
 from nbdist.output.layout import (
     LIVE_LINES_OF_ASKING,
     MANY_RANKS,
-    asks,
     items_of,
     lines_in,
-    most_lines,
+    max_block_lines,
+    waits_for_input,
 )
-from nbdist.output.panel import Block, Hidden, Panel, limited
+from nbdist.output.panel import Block, Hidden, Panel, limit_size
 from nbdist.output.transcript import Group, Transcript, spread
 from nbdist.output.wording import error_text, lines_text
 
@@ -35,18 +35,18 @@ def live_by_rank(shown: Panel, transcript: Transcript, turn: int | None = None) 
     if len(transcript.ranks) > MANY_RANKS:
         return shown
     groups = [group for group in transcript.single_groups() if _has_output(group)]
-    groups.sort(key=lambda group: (asks(group), turn in group.ranks))
+    groups.sort(key=lambda group: (waits_for_input(group), turn in group.ranks))
     each = max(2, _LIVE_LINES // max(1, len(groups)))
     blocks = []
     for group in groups:
-        most = LIVE_LINES_OF_ASKING if asks(group) else each
-        items = items_of(group, most, is_live=True, bars=True)
+        max_lines = LIVE_LINES_OF_ASKING if waits_for_input(group) else each
+        items = items_of(group, max_lines, is_live=True, bars=True)
         bars = sum(screen.end - screen.line_count for screen in group.shown.screens)
         earlier = group.line_count + bars - lines_in(items)
         is_first = group.part == "first" and isinstance(group.error, Failure)
         failed = "" if group.error is None or is_first else error_text(group.error)
         blocks.append(Block(group, (), items, failed, earlier=earlier))
-    return limited(shown._replace(bars=None, blocks=tuple(blocks), rows=(), more=()))
+    return limit_size(shown._replace(bars=None, blocks=tuple(blocks), rows=(), more=()))
 
 
 def final_tabs(shown: Panel, transcript: Transcript, logs: Mapping[int, str], name: str) -> Panel:
@@ -55,17 +55,17 @@ def final_tabs(shown: Panel, transcript: Transcript, logs: Mapping[int, str], na
     The tab of the rank that failed first is open, or else the first tab.  `name` must be unique
     among the panels of a page.
     """
-    if not shown.states:  # the panel is one line
+    if not shown.states:  # the panel has only its head line
         return shown
     groups = [group for group in transcript.single_groups() if _has_output(group)]
-    if not groups:  # the ranks of a cell that was given back while they run
+    if not groups:  # no rank has shown anything yet, and the ranks may still run
         return shown
     with_output = {group.ranks[0] for group in groups}
     groups.sort(key=lambda group: not group.has_failed)
     kept = sorted(groups[:MOST_TABS], key=lambda group: group.ranks)
     opened = next((group for group in kept if group.part == "first"), kept[0])
-    most = most_lines(transcript)
-    blocks = [_tab(group, most, logs, shown.pool, is_open=group is opened) for group in kept]
+    max_lines = max_block_lines(transcript)
+    blocks = [_tab(group, max_lines, logs, shown.pool, is_open=group is opened) for group in kept]
     shown = shown._replace(
         squares=(),
         more_squares=0,
@@ -73,16 +73,16 @@ def final_tabs(shown: Panel, transcript: Transcript, logs: Mapping[int, str], na
         bars=None,
         blocks=tuple(blocks),
         rows=(),
-        rest=(),
+        folded_blocks=(),
         more=tuple(sorted(group.ranks[0] for group in groups[MOST_TABS:])),
         silent=tuple(rank for rank in transcript.ranks if rank not in with_output),
         tabs=name if len(blocks) > 1 else "",
     )
-    return limited(shown)
+    return limit_size(shown)
 
 
-def _tab(group: Group, most: int, logs: Mapping[int, str], pool: str, *, is_open: bool) -> Block:
-    items = items_of(group, most, bars=True)
+def _tab(group: Group, limit: int, logs: Mapping[int, str], pool: str, *, is_open: bool) -> Block:
+    items = items_of(group, limit, bars=True)
     hides = any(isinstance(item, Hidden) for item in items)
     words = [lines_text(group.line_count) if hides else ""]
     words += ["aborted"] if group.shown.state == "aborted" else []
@@ -95,6 +95,6 @@ def _tab(group: Group, most: int, logs: Mapping[int, str], pool: str, *, is_open
 
 
 def _has_output(group: Group) -> bool:
-    said = group.shown
-    is_over = said.state in ("failed", "died", "aborted")
-    return is_over or not said.is_silent or bool(said.bars)
+    output = group.shown
+    is_over = output.state in ("failed", "died", "aborted")
+    return is_over or not output.is_silent or bool(output.bars)

@@ -13,12 +13,12 @@ from itertools import chain, islice
 
 from nbdist.output import events
 from nbdist.output.ansi import strip
-from nbdist.output.bars import bars_left, bars_of_rank, bars_text, left_line
+from nbdist.output.bars import bars_of_rank, bars_text, find_left_bars, left_bar_line
 from nbdist.output.curves import Curves
 from nbdist.output.fingerprint import Bar
 from nbdist.output.layout import sameness
 from nbdist.output.panel import MARKS, Block, Hidden, Panel
-from nbdist.output.rank_transcript import Shown, look_of
+from nbdist.output.rank_transcript import Shown, display_state_of
 from nbdist.output.screen import Screen
 from nbdist.output.transcript import Transcript
 from nbdist.output.wording import (
@@ -58,21 +58,21 @@ def curves_lines(curves: Curves, *, is_live: bool = False) -> list[str]:
 
 def failures_text(shown: Panel, *, colours: bool) -> Iterator[str]:
     """Yield the errors of a cell, each below a header with all ranks that failed in that way."""
-    found: dict[tuple[str, ...], list[Block]] = {}
-    for block in (*shown.blocks, *shown.rest):
+    by_error: dict[tuple[str, ...], list[Block]] = {}
+    for block in (*shown.blocks, *shown.folded_blocks):
         if block.group.has_failed:
             error = block.group.error
             if block.group.part == "first" and isinstance(error, events.Failure):
-                # Whole, not as short as in a panel: a terminal has no other text of the error.
+                # A panel shows fewer rows, but a terminal shows the error in no other place.
                 text = traceback_text(error)
-                said = [*traceback_rows(text if colours else strip(text), _MOST_ROWS)]
+                rows = [*traceback_rows(text if colours else strip(text), _MOST_ROWS)]
             else:
-                said = _error(block)
-            found.setdefault((block.group.shown.look, *said), []).append(block)
-    for (_, *lines), blocks in found.items():
+                rows = _error(block)
+            by_error.setdefault((block.group.shown.display_state, *rows), []).append(block)
+    for (_, *lines), blocks in by_error.items():
         first, *others = blocks
         ranks = sorted(rank for block in blocks for rank in block.group.ranks)
-        mark = MARKS[first.group.shown.look]
+        mark = MARKS[first.group.shown.display_state]
         yield _header(ranks, mark=mark) if others else _block_header(first)
         yield from lines
 
@@ -80,16 +80,16 @@ def failures_text(shown: Panel, *, colours: bool) -> Iterator[str]:
 def whole_text(
     transcript: Transcript, ranks: Iterable[int], logs: Mapping[int, str] | None = None
 ) -> str:
-    """Write all lines of some ranks that are still kept, each rank below its own header.
+    """Write all kept lines of some ranks, the lines of each rank below a header.
 
     Lines that are not kept are replaced by their number and the name of the file in `logs`.  The
     error of each rank comes last, with its traceback, which a panel shows for the first rank only.
     """
     parts: list[str] = []
-    for said in map(transcript.__getitem__, ranks):
-        log = (logs or {}).get(said.rank)
-        parts.append(_header([said.rank]))
-        for piece in said.pieces:
+    for output in map(transcript.__getitem__, ranks):
+        log = (logs or {}).get(output.rank)
+        parts.append(_header([output.rank]))
+        for piece in output.pieces:
             match piece:
                 case Screen(dropped_lines=lost):
                     parts += [in_log_only(lost, log)] if lost else []
@@ -98,17 +98,20 @@ def whole_text(
                     parts.append(in_log_only(lost, log))
                 case Shown():
                     parts += _plain(piece)
-        parts += bars_text(own) if (own := bars_of_rank(said)) else []
-        if isinstance(said.error, events.Failure):
-            parts += traceback_rows(strip(traceback_text(said.error)), _MOST_ROWS)
-        elif said.error is not None:
-            parts.append(error_text(said.error))
+        parts += bars_text(bars) if (bars := bars_of_rank(output)) else []
+        if isinstance(output.error, events.Failure):
+            parts += traceback_rows(strip(traceback_text(output.error)), _MOST_ROWS)
+        elif output.error is not None:
+            parts.append(error_text(output.error))
     return "\n".join(parts)
 
 
 def _body(shown: Panel) -> Iterator[str]:
-    failed, others = shown.parted
-    parts = [[*_block(block, is_live=shown.is_live)] for block in (*failed, *others, *shown.rest)]
+    failed, others = shown.failed_and_others
+    parts = [
+        [*_block(block, is_live=shown.is_live)]
+        for block in (*failed, *others, *shown.folded_blocks)
+    ]
     if shown.curves:
         parts.insert(len(failed), curves_lines(shown.curves, is_live=shown.is_live))
     if shown.bars:
@@ -129,7 +132,7 @@ def _block(block: Block, *, is_live: bool) -> Iterator[str]:
     for item in block.items:
         match item:
             case Hidden():
-                yield block.where_rest(item)
+                yield block.hidden_text(item)
             case str():
                 yield item
             case Shown():
@@ -149,12 +152,16 @@ def _error(block: Block, *, is_live: bool = False) -> list[str]:
         return [clip(block.failed or error_text(error), _LIVE_WIDTH)]
     if block.group.part != "first" or not isinstance(error, events.Failure):
         return [block.failed] if block.failed else []
-    return [strip(row) for part in block.traceback for row in part.seen]
+    return [strip(row) for part in block.traceback for row in part.visible_rows]
 
 
 def _block_header(block: Block) -> str:
     group = block.group
-    mark = MARKS[group.shown.look] if group.has_failed or group.shown.state == "aborted" else ""
+    mark = (
+        MARKS[group.shown.display_state]
+        if group.has_failed or group.shown.state == "aborted"
+        else ""
+    )
     return _header(group.ranks, sameness(group), mark)
 
 
@@ -176,60 +183,60 @@ _KEEP = 64_000
 
 @dataclass(slots=True)
 class _Rank:
-    """The output of one rank: a screen, and a queue of its complete lines and displays."""
+    """The screen of a rank, and a queue of the rank's complete lines and displays."""
 
     screen: Screen = field(default_factory=lambda: Screen(_KEEP))
-    taken: int = 0
+    queued_to: int = 0  # the row of the screen up to which lines are queued
     bars: list[Bar] = field(default_factory=list)  # of earlier screens
     queue: deque[tuple[float, str]] = field(default_factory=deque)
     waiting: Counter[str] = field(default_factory=Counter)  # the texts in the queue
 
-    def take(self, output: events.Output, now: float) -> None:
+    def add(self, output: events.Output, now: float) -> None:
         """Queue the lines that an output completes."""
         match output:
             case events.Text(stream=stream, text=text):
                 for start in range(0, len(text), _SLICE):
                     self.screen.write(stream, text[start : start + _SLICE])
                     # Nested progress bars go back up to lines that were complete before.
-                    self.taken = min(self.taken, self.screen.changed_from)
+                    self.queued_to = min(self.queued_to, self.screen.changed_from)
                     self.screen.changed_from = self.screen.cursor
-                    self._take_lines(self.screen.cursor, now)
+                    self._queue_lines(self.screen.cursor, now)
             case events.Display(data=data) | events.Update(data=data):
-                self._say(events.plain_of(data), now)
+                self._queue_text(events.plain_of(data), now)
             case events.Skipped(lines=lines, displays=displays):
                 if displays:
-                    self._say(left_out_text(displays), now)
+                    self._queue_text(left_out_text(displays), now)
                 if lines:
-                    self._say(in_log_only(lines), now)
+                    self._queue_text(in_log_only(lines), now)
             case events.Failure() | events.Died():
-                self._say(f"{MARKS[look_of(output)]} {error_text(output)}", now)
+                self._queue_text(f"{MARKS[display_state_of(output)]} {error_text(output)}", now)
             case events.Done() | events.InputRequest():
                 self.end_screen(now)
             case events.Typed() | events.Clear():
                 pass  # a terminal shows typed text itself, and printed lines cannot be cleared
 
-    def _say(self, text: str, now: float) -> None:
+    def _queue_text(self, text: str, now: float) -> None:
         self.end_screen(now)
-        self._push([text], now)
+        self._queue_texts([text], now)
 
     def end_screen(self, now: float) -> None:
         """Queue all lines of the screen, with an incomplete last line, and begin a new screen."""
-        self._take_lines(self.screen.end, now)
+        self._queue_lines(self.screen.end, now)
         self.bars += [bar for _, bar in self.screen.bars()]
-        self.screen, self.taken = Screen(_KEEP), 0
+        self.screen, self.queued_to = Screen(_KEEP), 0
 
-    def _take_lines(self, stop: int, now: float) -> None:
-        self._push((line.text for line in self.screen.lines(self.taken, stop)), now)
-        self.taken = max(self.taken, stop)
+    def _queue_lines(self, stop: int, now: float) -> None:
+        self._queue_texts((line.text for line in self.screen.lines(self.queued_to, stop)), now)
+        self.queued_to = max(self.queued_to, stop)
 
-    def _push(self, texts: Iterable[str], now: float) -> None:
-        """Queue texts; the lines of one text, such as a table's rows, are never parted."""
+    def _queue_texts(self, texts: Iterable[str], now: float) -> None:
+        """Queue whole texts: the lines of a text, such as the rows of a table, stay together."""
         for text in texts:
             self.queue.append((now, text))
             self.waiting[text] += 1
 
-    def before(self, text: str) -> int:
-        """Return the number of texts before this text; 0 if it is not among the next texts."""
+    def count_before(self, text: str) -> int:
+        """Return the number of texts before this text; 0 if the next texts do not include it."""
         if text not in self.waiting:
             return 0
         soon = islice(self.queue, _LOOK_AHEAD)
@@ -244,14 +251,14 @@ class _Rank:
         return text
 
 
-def _after(ranks: Iterable[int], text: str) -> Iterator[str]:
+def _with_ranks(ranks: Iterable[int], text: str) -> Iterator[str]:
     """Yield the lines of a text, each after the ranks: `[0-3] epoch 1`."""
     start = f"[{format_ranks(ranks)}] "
     return (f"{start}{line}" for line in text.split("\n"))
 
 
 class PlainLines:
-    """Merges the outputs of ranks to one stream of lines, equal lines as one: `[0-3] epoch 1`.
+    """Merges the outputs of ranks to one stream of lines; equal lines become one: `[0-3] epoch 1`.
 
     Call `due` about every `MERGE_SECONDS`, and `finish` at the end.  Times are monotonic seconds.
     """
@@ -261,7 +268,7 @@ class PlainLines:
 
     def receive(self, rank: int, output: events.Output, now: float) -> Iterator[str]:
         """Add an output, and yield the lines that need not wait for other ranks."""
-        self._ranks[rank].take(output, now)
+        self._ranks[rank].add(output, now)
         yield from self.due(now)
 
     def due(self, now: float) -> Iterator[str]:
@@ -276,12 +283,12 @@ class PlainLines:
                 return
             same = []
             for number, rank in self._ranks.items():
-                for _ in range(rank.before(text)):  # first the earlier lines of this rank
-                    yield from _after([number], rank.pop())
+                for _ in range(rank.count_before(text)):  # first the earlier lines of this rank
+                    yield from _with_ranks([number], rank.pop())
                 if rank.queue and rank.queue[0][1] == text:
                     rank.pop()
                     same.append(number)
-            yield from _after(same, text)
+            yield from _with_ranks(same, text)
 
     def flush(self) -> Iterator[str]:
         """Yield all complete lines, without waiting for other ranks."""
@@ -293,6 +300,6 @@ class PlainLines:
             rank.end_screen(now)
         yield from self.flush()
         bars = {number: rank.bars for number, rank in self._ranks.items()}
-        yield from map(left_line, bars_left(bars))
+        yield from map(left_bar_line, find_left_bars(bars))
         for rank in self._ranks.values():
             rank.bars = []

@@ -1,4 +1,4 @@
-"""The output of one cell on all its ranks, and the groups of ranks that are shown together.
+"""Collects a cell's output on all ranks, and groups the ranks whose outputs are shown together.
 
 The notebook's process fills a `Transcript` while the cell runs; `nbdist.output.layout` reads it.
 Pure: no I/O here.
@@ -48,7 +48,7 @@ MOST_ROWS = 16
 
 
 class Transcript:
-    """One cell on some ranks: the output of each rank, groups of alike ranks, the first failure."""
+    """The output of a cell on each rank, the groups of alike ranks, and the first failure."""
 
     def __init__(self, ranks: Iterable[int], keep_lines: int = 10_000) -> None:
         self.ranks = tuple(sorted(ranks))
@@ -88,9 +88,9 @@ class Transcript:
         if text not in self.warnings and len(self.warnings) < MOST_WARNINGS:
             self.warnings.append(text)
 
-    def looks(self) -> Counter[Look]:
+    def count_display_states(self) -> Counter[Look]:
         """Count the ranks by the state that people see."""
-        return Counter(each.look for each in self)
+        return Counter(each.display_state for each in self)
 
     @property
     def is_finished(self) -> bool:
@@ -104,28 +104,30 @@ class Transcript:
         """Return the seconds from the start to `now`, or to the end of the last rank."""
         if self.started is None:
             return 0.0
-        ends = [each.finished for each in self if each.finished is not None]
+        finish_times = [each.finished for each in self if each.finished is not None]
         if self.is_finished or now is None:
-            now = max(ends, default=self.started)
+            now = max(finish_times, default=self.started)
         return max(0.0, now - self.started)
 
     def groups(self, *, failed_first: bool = False, is_live: bool = False) -> list[Group]:
         """Return the groups of ranks whose output and error are alike.
 
-        If all groups together have at most `MOST_ROWS` rows, the output of a group differs in times
-        of day only.  Else it may differ in numbers too, and a set of them is shown.  With `is_live`
-        ranks that are some lines ahead of others stay in their group, since ranks that print the
-        same do so at different moments.
+        If all groups together have at most `MOST_ROWS` rows, the outputs in a group differ only in
+        times of day.  Else they may differ in numbers too, and a set of the numbers is shown.  With
+        `is_live` ranks that are some lines ahead of others stay in their group, since ranks that
+        print the same lines do not print them at the same moment.
         """
         members = self._members(exactly=True)
         is_exact = sum(each[0].rows for each in members) <= MOST_ROWS
         if not is_exact:
-            members = _but_numbers(self._members(exactly=False))
+            members = _merge_but_numbers(self._members(exactly=False))
         if is_live:
-            members = _with_those_ahead(members, is_exact=is_exact)
+            members = _merge_those_ahead(members, is_exact=is_exact)
         groups = self._grouped(members, is_exact=is_exact)
         if failed_first:
-            groups.sort(key=lambda each: (not each.has_failed, each.part != "first", each.follows))
+            groups.sort(
+                key=lambda each: (not each.has_failed, each.part != "first", each.is_consequence)
+            )
         return groups
 
     def single_groups(self) -> list[Group]:
@@ -140,19 +142,19 @@ class Transcript:
 
     def _members(self, *, exactly: bool) -> list[list[RankTranscript]]:
         members: list[list[RankTranscript]] = []
-        known: dict[object, list[RankTranscript]] = {}
+        by_key: dict[object, list[RankTranscript]] = {}
         for each in self:
             body = each.body.same if exactly else each.body.alike
             alike = _alike_keys(each.error, each.error_keys)
             # Running ranks are grouped with ranks that are done, or blocks would come and go.
             end = "failed" if each.state in FAILED else each.state == "aborted"
             keys = [(body, end, key) for key in alike]
-            group = next((known[key] for key in keys if key in known), None)
+            group = next((by_key[key] for key in keys if key in by_key), None)
             if group is None:
                 members.append(group := [])
             group.append(each)
             for key in keys:
-                known.setdefault(key, group)
+                by_key.setdefault(key, group)
         return members
 
     @property
@@ -168,11 +170,11 @@ class Transcript:
     def root_cause(self) -> tuple[int, RankError] | None:
         """Return the rank and error of the earliest failure that is no consequence of another.
 
-        If all errors are consequences, return the one of the lowest rank; without errors, None.
+        If all errors are consequences, return the lowest rank and its error; without errors, None.
         """
 
         def order(item: tuple[int, RankError]) -> tuple[bool, int]:
-            is_released = follows(item[1])
+            is_released = is_consequence(item[1])
             return is_released, item[0] if is_released else item[1].time_ns
 
         return min(self.errors.items(), key=order, default=None)
@@ -187,7 +189,7 @@ class Transcript:
         )
 
 
-def follows(error: RankError) -> bool:
+def is_consequence(error: RankError) -> bool:
     """Return True if the error is a consequence of another rank's failure, or of Stop."""
     if not isinstance(error, Failure):
         return False
@@ -234,14 +236,14 @@ class Group(NamedTuple):
         return self.shown.state in FAILED
 
     @property
-    def follows(self) -> bool:
+    def is_consequence(self) -> bool:
         """Whether another rank's failure, or Stop, has ended the cell on the ranks of the group."""
-        return self.shown.error is not None and follows(self.shown.error)
+        return self.shown.error is not None and is_consequence(self.shown.error)
 
     @property
     def pieces(self) -> list[tuple[Piece, ...]]:
         """The pieces of the output: each is a tuple of that piece on all members."""
-        return [*zip(*(each.said for each in self.members), strict=True)]
+        return [*zip(*(each.visible_pieces for each in self.members), strict=True)]
 
     @property
     def line_count(self) -> int:
@@ -250,18 +252,18 @@ class Group(NamedTuple):
 
     @property
     def ahead(self) -> list[tuple[tuple[int, ...], Line]]:
-        """The lines that only some members have printed so far, each with the ranks that have."""
-        common, found = self.line_count, []
+        """The lines that only some members have printed so far, each with these members' ranks."""
+        common, lines_ahead = self.line_count, []
         for number in range(1, max(each.line_count for each in self.members) - common + 1):
-            own = [each for each in self.members if each.line_count - common >= number]
-            entries = [each.tail(each.line_count - common)[number - 1] for each in own]
+            longer = [each for each in self.members if each.line_count - common >= number]
+            entries = [each.tail(each.line_count - common)[number - 1] for each in longer]
             lines = [entry for entry in entries if isinstance(entry, Line)]
-            found.append((tuple(each.rank for each in own), fold_lines(lines)))
-        return found
+            lines_ahead.append((tuple(each.rank for each in longer), fold_lines(lines)))
+        return lines_ahead
 
     @property
     def displays(self) -> list[Shown]:
-        """The displays of the group, each one once for all members."""
+        """The displays of the group, each merged from the displays of all members."""
         shown = zip(*(each.displays for each in self.members), strict=True)
         return [*map(fold_shown, shown)]
 
@@ -285,10 +287,10 @@ def _group_of(
     *,
     is_exact: bool,
 ) -> Group:
-    """Make a group of these members; `first` is the rank that failed first.
+    """Make a group of `members`; `first` is the rank that failed first, None if no rank failed.
 
-    `alike` are the ranks with an error like that of `first`.  If the group `is_exact`, the lines
-    that all members have printed differ at most in times of day.
+    `alike` are the ranks with an error like the error of `first`.  If the group `is_exact`, the
+    lines that all members have printed differ at most in times of day.
     """
     # As long as a member runs, the group is shown as running.
     runs = next((each for each in members if each.state not in ENDED), members[0])
@@ -303,7 +305,7 @@ def _group_of(
         # In a script that was stopped no line of the cell is known.
         has_line = not shown.error_keys[0].startswith("\n")
         likeness, error = "stopped in the same line" if has_line else "stopped", shown.error
-    elif len({said_by(each.error) for each in members}) == 1 and (
+    elif len({error_content(each.error) for each in members}) == 1 and (
         is_exact or len({each.body.same for each in members}) == 1
     ):
         likeness = "same"
@@ -314,40 +316,40 @@ _LONGEST_KNOWN = 400
 """Characters of a line up to which `_split_numbers` caches its result."""
 
 MOST_NUMBERED, _MOST_PLACES = 200, 4
-"""The most lines of a rank, and differing numbers in a line, in a group made by `_but_numbers`."""
+"""The most lines of a rank, and differing numbers in a line, of groups that are merged."""
 
 
-def _but_numbers(members: Sequence[list[RankTranscript]]) -> list[list[RankTranscript]]:
+def _merge_but_numbers(members: Sequence[list[RankTranscript]]) -> list[list[RankTranscript]]:
     """Merge groups whose lines differ only in numbers, if the sets of numbers stay readable."""
     if len(members) == 1:
         return [*members]
-    found: dict[object, list[RankTranscript]] = {}
+    by_words: dict[object, list[RankTranscript]] = {}
     for each in members:
-        found.setdefault(_words(each[0]) or id(each), []).extend(each)
+        by_words.setdefault(_words(each[0]) or id(each), []).extend(each)
     groups = []
-    for together in found.values():
+    for together in by_words.values():
         if len(together) == 1:
             groups.append(together)
         elif _differs_much(together):
             groups += [each for each in members if each[0] in together]
         else:
-            groups.append(sorted(together, key=lambda said: said.rank))
+            groups.append(sorted(together, key=lambda each: each.rank))
     return sorted(groups, key=lambda group: group[0].rank)
 
 
 _Words: TypeAlias = tuple[tuple[object, ...], tuple[tuple[str, bool], ...]]
-"""How a rank has ended, and its lines without numbers, each with whether it is of stderr."""
+"""How a rank has ended, and its lines without numbers; True marks a line of stderr."""
 
 
-def _words(said: RankTranscript, *, is_exact: bool = False) -> _Words | None:
+def _words(output: RankTranscript, *, is_exact: bool = False) -> _Words | None:
     """Return a rank's lines without numbers; None if it has displays, no line, or too many lines.
 
     With `is_exact` the lines keep their numbers, but not times of day.
     """
-    count = said.line_count
-    if said.displays or not 0 < count <= MOST_NUMBERED:
+    count = output.line_count
+    if output.displays or not 0 < count <= MOST_NUMBERED:
         return None
-    lines = said.tail(count)
+    lines = output.tail(count)
     texts = [(strip(line.text), line.stderr) for line in lines if isinstance(line, Line)]
     if len(texts) < count:
         return None
@@ -355,43 +357,43 @@ def _words(said: RankTranscript, *, is_exact: bool = False) -> _Words | None:
         texts = [(without_times(text), is_stderr) for text, is_stderr in texts]
     else:
         texts = [(_split_numbers(text)[0], is_stderr) for text, is_stderr in texts]
-    end = "failed" if said.state in FAILED else said.state == "aborted"
-    return (end, said.error_keys[0]), tuple(texts)
+    end = "failed" if output.state in FAILED else output.state == "aborted"
+    return (end, output.error_keys[0]), tuple(texts)
 
 
 MOST_AHEAD = 3  # lines
 
 
-def _with_those_ahead(
+def _merge_those_ahead(
     members: Sequence[list[RankTranscript]], *, is_exact: bool
 ) -> list[list[RankTranscript]]:
     """Merge groups if the lines of one group are the first lines of the other group."""
     if not 1 < len(members) <= MOST_ROWS:
         return [*members]
     joined: list[list[RankTranscript]] = []
-    ends: list[tuple[int, _Words | None]] = []  # of each group: fewest lines, longest output
+    extents: list[tuple[int, _Words | None]] = []  # of each group: fewest lines, longest output
     for each in sorted(members, key=lambda group: group[0].line_count):
         words = _words(each[0], is_exact=is_exact)
-        for index, (fewest, most) in enumerate(ends):
-            if most is None or words is None or not _continues(most, words):
+        for index, (fewest, longest) in enumerate(extents):
+            if longest is None or words is None or not _continues(longest, words):
                 continue
             together = [*joined[index], *each]
             is_far = len(words[1]) - fewest > MOST_AHEAD
             if is_far or (not is_exact and _differs_much(together)):
                 continue
-            joined[index], ends[index] = together, (fewest, words)
+            joined[index], extents[index] = together, (fewest, words)
             break
         else:
             joined.append([*each])
-            ends.append((each[0].line_count, words))
-    groups = [sorted(group, key=lambda said: said.rank) for group in joined]
+            extents.append((each[0].line_count, words))
+    groups = [sorted(group, key=lambda each: each.rank) for group in joined]
     return sorted(groups, key=lambda group: group[0].rank)
 
 
 def _continues(words: _Words, longer: _Words) -> bool:
     """Return True if `longer` has more lines than `words`, and begins with the same lines."""
-    end, said = words
-    return longer[0] == end and len(longer[1]) > len(said) and longer[1][: len(said)] == said
+    end, lines = words
+    return longer[0] == end and len(longer[1]) > len(lines) and longer[1][: len(lines)] == lines
 
 
 def _split_numbers(text: str) -> tuple[str, tuple[str, ...]]:
@@ -430,10 +432,10 @@ def fold(texts: Sequence[str]) -> str | None:
     if all(text == first for text in texts):
         return first
     for split in (split_times, _split_places):  # times alone are found much faster
-        found = [split(text) for text in texts]
-        frame = found[0][0]
-        if all(parts == frame for parts, _ in found):
-            sets = [*map(_set, zip(*(places for _, places in found), strict=True)), ""]
+        splits = [split(text) for text in texts]
+        frame = splits[0][0]
+        if all(parts == frame for parts, _ in splits):
+            sets = [*map(_set, zip(*(places for _, places in splits), strict=True)), ""]
             return "".join(fixed + differs for fixed, differs in zip(frame, sets, strict=True))
     return None
 
@@ -478,7 +480,7 @@ def fold_tail(pieces: Sequence[Piece], count: int) -> list[Line]:
         ahead = screen.line_count - common
         lines = screen.tail(count + ahead)
         tails.append(reversed(lines[: len(lines) - ahead]))
-    # A screen may keep fewer lines than another, so the lines are paired from the last one on.
+    # A screen may keep fewer lines than another, so the lines are paired from the last line on.
     return [fold_lines(lines) for lines in zip(*tails, strict=False)][::-1]
 
 
@@ -488,7 +490,7 @@ def fold_errors(errors: Sequence[RankError]) -> RankError | None:
     if not failures or len(failures) < len(errors):
         return errors[0] if errors else None
     first = failures[0]
-    if all(said_by(failure) == said_by(first) for failure in failures):
+    if all(error_content(failure) == error_content(first) for failure in failures):
         return first
     message = fold([failure.message for failure in failures])
     texts = ["\n".join(failure.traceback) for failure in failures]
@@ -499,19 +501,23 @@ def fold_errors(errors: Sequence[RankError]) -> RankError | None:
     return first._replace(message=message, traceback=(traceback,))
 
 
-def followed_text(errors: Mapping[int, RankError], first: int) -> list[str]:
+def later_errors_text(errors: Mapping[int, RankError], first: int) -> list[str]:
     """Say how the ranks after the first failed: `ranks 1-3: the same`, `rank 4: OSError: 5`."""
-    found = {rank: _alike_keys(each, error_keys(rank, each)) for rank, each in errors.items()}
-    alike = {rank for rank, keys in found.items() if not keys.isdisjoint(found[first])}
-    same = {r for r in alike if said_by(errors[r]) == said_by(errors[first])}
+    keys_by_rank = {
+        rank: _alike_keys(each, error_keys(rank, each)) for rank, each in errors.items()
+    }
+    alike = {
+        rank for rank, keys in keys_by_rank.items() if not keys.isdisjoint(keys_by_rank[first])
+    }
+    same = {r for r in alike if error_content(errors[r]) == error_content(errors[first])}
     texts = {r: error_text(each) for r, each in errors.items() if r not in same}
     if (folded := fold_errors([errors[r] for r in sorted(alike - same)])) is not None:
         texts |= dict.fromkeys(alike - same, error_text(folded))
-    said = [f"{name_ranks(same - {first})}: the same"] if len(same) > 1 else []
-    return said + [f"{name_ranks(ranks)}: {text}" for text, ranks in fold_ranks(texts).items()]
+    lines = [f"{name_ranks(same - {first})}: the same"] if len(same) > 1 else []
+    return lines + [f"{name_ranks(ranks)}: {text}" for text, ranks in fold_ranks(texts).items()]
 
 
-def said_by(error: RankError | None) -> object:
+def error_content(error: RankError | None) -> object:
     """Return the parts of an error that are shown, to compare the errors of two ranks."""
     if isinstance(error, Failure):
         return error.name, error.message, "\n".join(error.traceback)
@@ -521,7 +527,7 @@ def said_by(error: RankError | None) -> object:
 def _alike_keys(error: RankError | None, keys: Collection[str]) -> frozenset[str]:
     """Return the keys of an error; two errors are alike if they share a key.
 
-    Exits of processes are alike if also the reason for which the agent killed them is the same.
+    Exits of processes are alike only if the agent killed the processes for the same reason too.
     """
     why = error.why if isinstance(error, Died) else ""
     return frozenset(f"{key} {why}" for key in keys)
@@ -554,8 +560,8 @@ def _set(values: tuple[str, ...]) -> str:
 def _runs(values: Sequence[str], *, counts: bool) -> Iterator[str]:
     """Write `5*3` for a value that comes 3 times in a row; with `counts`, also `0-3` and `5*2`.
 
-    Of fractions, two equal neighbours are both written: in `{1.59, 1.42, 1.42, 1.38}` every rank
-    has its place, but `{1.59, 1.42*2, 1.38}` has to be decoded.
+    Without `counts`, as for fractions, two equal neighbours are both written, since people can
+    count the ranks in `{1.59, 1.42, 1.42, 1.38}` more easily than in `{1.59, 1.42*2, 1.38}`.
     """
     start = 0
     while start < len(values):
@@ -584,7 +590,7 @@ _MOST_ODD, _MOST_SPREADS = 8, 4
 _FEWEST_RANKS, _SEEN_AT_A_GLANCE = 3, 8
 
 # A number that stands by itself, maybe with a unit, but not in a name, an address or a time.
-# `12,254` is one number, but `10:11:12,254` has none: the milliseconds of a logger.
+# `12,254` is a number, but `10:11:12,254` is a time with the milliseconds of a logger.
 _NUMBER = re.compile(
     r"(?<![\w.:/-])(?<!\d,)(-?(?:[1-9]\d{0,2}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?)"
     rf"(?={UNITS}?(?![\w/-]|[.:,]\d))"
@@ -601,7 +607,8 @@ Numbers: TypeAlias = tuple[tuple[str, ...], ...]
 def unlike_most(groups: Sequence[Group]) -> frozenset[int]:
     """Return the first rank of each group whose short output has other words than most ranks.
 
-    Return none if no words are those of more than half of the ranks, or too many groups differ.
+    Return no ranks if no output is shared by more than half of the ranks, or if too many groups
+    differ from the shared output.
     """
     words = {group.ranks[0]: _short(group.shown) for group in groups if group.shown.state == "ok"}
     counted = Counter[Words]()
@@ -622,22 +629,24 @@ def spread(transcript: Transcript) -> str:
     Return "" for few ranks or lines, which people can compare themselves.  Numbers without a name,
     and names that have a curve, are left out.
     """
-    said = {each.rank: short for each in transcript if (short := _short(each))}
-    usual = Counter(words for words, _ in said.values()).most_common(1)
+    short_outputs = {each.rank: short for each in transcript if (short := _short(each))}
+    usual = Counter(words for words, _ in short_outputs.values()).most_common(1)
     if not usual:
         return ""
-    most, ranks = usual[0]
-    if ranks < _FEWEST_RANKS or ranks * len(most) <= _SEEN_AT_A_GLANCE:
+    usual_words, ranks = usual[0]
+    if ranks < _FEWEST_RANKS or ranks * len(usual_words) <= _SEEN_AT_A_GLANCE:
         return ""
-    same = {rank: numbers for rank, (words, numbers) in said.items() if words == most}
+    same = {
+        rank: numbers for rank, (words, numbers) in short_outputs.items() if words == usual_words
+    }
     curves = {_DIVIDER.sub("_", name).casefold() for name in transcript.curves.by_name}
     # If a name is in several lines, the last one counts: the end of a training.
-    found = {}
-    for name, text in _spreads(most, same):
+    texts_by_name = {}
+    for name, text in _spreads(usual_words, same):
         plain = _DIVIDER.sub("_", name).casefold()
         if curves.isdisjoint({plain, plain.rpartition("_")[2]}):
-            found[name] = text
-    texts = [f"{name} {text}" for name, text in found.items() if text]
+            texts_by_name[name] = text
+    texts = [f"{name} {text}" for name, text in texts_by_name.items() if text]
     text = " · ".join(texts[-_MOST_SPREADS:])
     if not text or len(same) == len(transcript.ranks):
         return text
@@ -647,8 +656,8 @@ def spread(transcript: Transcript) -> str:
 def _spreads(words: Words, numbers: dict[int, Numbers]) -> Iterator[tuple[str, str]]:
     """Yield names and the ranges of their numbers; "" if all ranks have the same number.
 
-    The range is also "" if each rank's number is its own rank.  A name has two words if its last
-    word is in several places.
+    The range is also "" if each rank has printed its own rank as the number.  A name has two words
+    if its last word names several numbers.
     """
     labels = {
         (line, place): label
@@ -670,17 +679,20 @@ def _spreads(words: Words, numbers: dict[int, Numbers]) -> Iterator[tuple[str, s
                 yield name, ""
                 continue
             low, high = min(of, key=of.__getitem__), max(of, key=of.__getitem__)
-            found = _UNIT.match(line[place + 1])
-            unit = found[0] if found else ""
+            match = _UNIT.match(line[place + 1])
+            unit = match[0] if match else ""
             text = f"{values[low]}{unit} (rank {low}) to {values[high]}{unit} (rank {high})"
             yield name, text
 
 
-def _short(said: RankTranscript) -> tuple[Words, Numbers] | None:
-    """Split the lines of a rank that has ended well and has printed only some short lines."""
-    if said.state != "ok" or said.displays or not 0 < said.line_count <= SHORT_LINES:
+def _short(output: RankTranscript) -> tuple[Words, Numbers] | None:
+    """Split the lines of a rank into words and numbers.
+
+    Return None if the cell did not succeed, or if the rank has displays, long lines or many lines.
+    """
+    if output.state != "ok" or output.displays or not 0 < output.line_count <= SHORT_LINES:
         return None
-    lines = said.tail(SHORT_LINES)
+    lines = output.tail(SHORT_LINES)
     if any(not isinstance(line, Line) or len(line.text) > _LONGEST_LINE for line in lines):
         return None
     parts = [_parts(strip(line.text)) for line in lines if isinstance(line, Line)]
@@ -688,6 +700,6 @@ def _short(said: RankTranscript) -> tuple[Words, Numbers] | None:
 
 
 def _parts(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    found = _NUMBER.split(text)
-    # Other digits are in names: of a device, a file, an address.
-    return tuple(_DIGITS.sub("0", part) for part in found[::2]), tuple(found[1::2])
+    parts = _NUMBER.split(text)
+    # Digits that are left are in names of devices and files, and in addresses.
+    return tuple(_DIGITS.sub("0", part) for part in parts[::2]), tuple(parts[1::2])

@@ -22,12 +22,12 @@ _CODES_PER_CHARACTER = 8
 _Said = TypeVar("_Said", bound=Hashable)
 
 
-def fold_ranks(said: Mapping[int, _Said]) -> dict[_Said, list[int]]:
+def fold_ranks(values: Mapping[int, _Said]) -> dict[_Said, list[int]]:
     """Group the ranks that have the same value, by value; groups are in the order of ranks."""
-    found: dict[_Said, list[int]] = {}
-    for rank in sorted(said):
-        found.setdefault(said[rank], []).append(rank)
-    return found
+    ranks_by_value: dict[_Said, list[int]] = {}
+    for rank in sorted(values):
+        ranks_by_value.setdefault(values[rank], []).append(rank)
+    return ranks_by_value
 
 
 def difference(values: Mapping[int, Hashable]) -> str:
@@ -57,14 +57,14 @@ def whole_seconds_text(seconds: float) -> str:
     """Say `3 s`, `12 min 5 s`, `2 h 7 min`."""
     if seconds < 600:
         return f"{seconds:.0f} s"
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, remainder = divmod(round(seconds), 60)
     if minutes < 60:
-        return f"{minutes} min {rest} s"
+        return f"{minutes} min {remainder} s"
     return f"{minutes // 60} h {minutes % 60} min"
 
 
 def error_text(error: RankError) -> str:
-    """Write an error in one line: `ValueError: bad shard`, `the process exited with code 3`."""
+    """Return an error as a line: `ValueError: bad shard`, `the process exited with code 3`."""
     if isinstance(error, Failure):
         line = one_line(strip(error.message))
         return f"{error.name}: {line}" if line else error.name
@@ -80,7 +80,7 @@ def traceback_text(failure: Failure) -> str:
 
 
 def body_text(error: RankError, shown: Iterable[str] = ()) -> str:
-    """Return the traceback, or the last lines of a process; if it has none, the lines `shown`."""
+    """Return the traceback, or the last lines of the process, or else the lines `shown`."""
     if isinstance(error, Failure):
         return traceback_text(error)
     lines = [*error.last_lines] or [*shown]
@@ -138,18 +138,18 @@ _MOST_LIBRARIES = 3
 
 
 class Part(NamedTuple):
-    """Rows of a traceback; `folded` is the line that is shown instead of rows that are folded."""
+    """Rows of a traceback; if the rows are folded, the line `folded` is shown instead of them."""
 
     rows: tuple[str, ...]
     folded: str = ""
 
     @property
-    def seen(self) -> tuple[str, ...]:
+    def visible_rows(self) -> tuple[str, ...]:
         """The rows that are seen while the part is folded."""
         return (self.folded,) if self.folded else self.rows
 
 
-def parted(text: str) -> list[Part]:
+def split_traceback(text: str) -> list[Part]:
     """Split a traceback in parts: three or more calls in libraries in a row are one folded part.
 
     The last call before an error is always seen, since it raised the error.
@@ -159,8 +159,8 @@ def parted(text: str) -> list[Part]:
     for frame, after in zip_longest(frames, frames[1:]):
         is_last = after is None or _NEXT_ERROR.match(strip(after[0]))
         head = "" if is_last else strip(frame[0])
-        found = _LIBRARY.search(head) if _FRAME.match(head) else None
-        kinds.append(found["name"] if found else "")  # "": the user's own code
+        match = _LIBRARY.search(head) if _FRAME.match(head) else None
+        kinds.append(match["name"] if match else "")  # "": the user's own code
     parts = []
     for in_library, run in groupby(zip(frames, kinds, strict=True), key=lambda pair: bool(pair[1])):
         pairs = [*run]
@@ -186,26 +186,26 @@ def _frames(rows: Iterable[str]) -> Iterator[list[str]]:
     yield frame
 
 
-def shortened(text: str, most: int, width: int = 2000) -> list[Part]:
-    """Split a traceback so that about `most` rows are seen: the cell's call, and the last rows.
+def shorten_traceback(text: str, max_rows: int, width: int = 2000) -> list[Part]:
+    """Split a traceback so that about `max_rows` rows are seen: the cell's call, and the last rows.
 
     Each row is cut to about `width` characters.
     """
     # On a page of 700 pixels 75 characters would take two rows.
-    parts = parted(_HEADER.sub(rf"{'-' * 66}\1", text))
+    parts = split_traceback(_HEADER.sub(rf"{'-' * 66}\1", text))
     parts = [Part(tuple(clip(row, width) for row in part.rows), part.folded) for part in parts]
-    rows = [row for part in parts for row in part.seen]
-    if len(rows) <= most + 1:
+    rows = [row for part in parts for row in part.visible_rows]
+    if len(rows) <= max_rows + 1:
         return parts
     # The first call is in the cell.
-    own = next((frame for frame in _frames(rows) if _FRAME.match(strip(frame[0]))), [])
-    arrows = [row for row in own if _ARROW.match(strip(row))]
-    last = rows[-most:]
-    first = [row for row in dict.fromkeys([rows[0], *own[:1], *arrows[:1]]) if row not in last]
-    left = len(rows) - len(first) - len(last)
-    return [Part((*first, f"… {left} lines …", *last))]
+    call = next((frame for frame in _frames(rows) if _FRAME.match(strip(frame[0]))), [])
+    arrows = [row for row in call if _ARROW.match(strip(row))]
+    last = rows[-max_rows:]
+    first = [row for row in dict.fromkeys([rows[0], *call[:1], *arrows[:1]]) if row not in last]
+    hidden = len(rows) - len(first) - len(last)
+    return [Part((*first, f"… {hidden} lines …", *last))]
 
 
 def traceback_rows(text: str, lines: int) -> list[str]:
     """Return the rows of a shortened traceback; folded calls are one row with their number."""
-    return [row for part in shortened(text, lines) for row in part.seen]
+    return [row for part in shorten_traceback(text, lines) for row in part.visible_rows]

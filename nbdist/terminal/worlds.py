@@ -17,7 +17,7 @@ from contextlib import ExitStack, suppress
 
 from nbdist.output.ansi import strip
 from nbdist.output.events import Died, Failure, RankError
-from nbdist.output.transcript import followed_text, follows
+from nbdist.output.transcript import is_consequence, later_errors_text
 from nbdist.output.wording import body_text, error_text
 from nbdist.wire.log_files import LogTail
 from nbdist.wire.places import Place, Stack
@@ -316,7 +316,7 @@ def failure_text(task: TaskSeen) -> str:
     places = {**{stack.rank: stack.place for stack in task.places}, **released}
     # Other ranks were released, or failed because another rank had failed.
     causes = [r for r, e in errors.items()
-           if not (follows(e) or (r in released and isinstance(e, Failure)))]  # fmt: skip
+           if not (is_consequence(e) or (r in released and isinstance(e, Failure)))]  # fmt: skip
     first = min(causes or errors, key=lambda rank: errors[rank].time_ns)
     error = errors[first]
     clock = time.strftime("%H:%M:%S", time.localtime(error.time_ns / 1e9))
@@ -334,7 +334,7 @@ def failure_text(task: TaskSeen) -> str:
         lines.append(strip(body_text(error)))
     after = {rank: _short(each, released.get(rank), errors) for rank, each in errors.items()}
     lines += [] if causes else [f"rank {first}: {error_text(after[first])}"]
-    return "\n".join([*lines, *followed_text(after, first)])
+    return "\n".join([*lines, *later_errors_text(after, first)])
 
 
 def _short(error: RankError, released: Place | None, errors: Mapping[int, RankError]) -> RankError:

@@ -1,4 +1,4 @@
 """Magics and options that few people use, with their ops.
 
-They are found by entry points, as those of another package would be.
+nbdist finds these magics and options by entry points, as it finds those of other packages.
 """

@@ -1,7 +1,8 @@
-"""Code of the notebook as plain Python for a script: its cells, and what binds its variables.
+"""Turns code of the notebook into plain Python for a script: cells, definitions and small values.
 
-The text stays as it was typed, but for what needs IPython, and the process group, which the script
-makes itself: that becomes Python, or a comment with the reason.
+The text stays as it was typed, except code that needs IPython, and calls that make or destroy the
+process group, since the script has its own.  Such code becomes plain Python, or a comment with the
+reason for which it was left out.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from nbdist.values.payload import is_atomic
 from nbdist.words import one_line
 
 Transform = Callable[[str], str]
-"""IPython's, which makes Python of magics: `shell.transform_cell`."""
+"""IPython's function that replaces magics by Python: `shell.transform_cell`."""
 
 _OUR_LINE = re.compile(r"# %%(?:distributed|rank)\b[^\n]*(?:\n|$)")
 _MAGIC = re.compile(r"\s*%%(\w+)[^\n]*(?:\n|$)")
@@ -41,46 +42,46 @@ _LOOK_ON = ("time", "prun", "memit", "mprun", "lprun", "capture")
 
 
 def cell_code(
-    source: str, transform: Transform, known: Collection[str] = (), *, shows_value: bool = False
+    source: str, transform: Transform, variables: Collection[str] = (), *, shows_value: bool = False
 ) -> tuple[str, list[str]]:
-    """Make a script's code of a cell as it was sent, and say what of the cell it does not do.
+    """Return a cell as code for a script, and a line for each thing that the code leaves out.
 
-    `known` are variables that `$name` in a command can stand for; with `shows_value` the last
-    line's value is printed.
+    `variables` are names that commands can use as `$name`; with `shows_value` the code prints the
+    value of the last line.
     """
     source = _OUR_LINE.sub("", source, count=1) if source.startswith("# %%") else source
     magic = _MAGIC.match(source)
     if magic and magic[1] in ("distributed", "rank", *_LOOK_ON):
-        return cell_code(source[magic.end() :], transform, known, shows_value=shows_value)
+        return cell_code(source[magic.end() :], transform, variables, shows_value=shows_value)
     try:
         text = transform(source)
-        tree, is_async = ast.parse(text), awaits(text)
+        tree, is_async = ast.parse(text), has_top_level_await(text)
     except SyntaxError:
         why = "it cannot be read as Python"
         return f"# {why}:\n{source}".replace("\n", "\n# "), [why]
-    edits, lost = _without_ipython(tree, text.encode().split(b"\n"), known)
+    edits, omitted = _without_ipython(tree, text.encode().split(b"\n"), variables)
     match tree.body:
         case [*_, ast.Expr(value)] if shows_value and not any(map(_is_shell_call, ast.walk(value))):
             shown = ast.get_source_segment(text, value)
             bare = isinstance(value, ast.Tuple)  # `a, b`, and others: brackets do no harm
             edits.append((value, f"print(repr(({shown})))" if bare else f"print(repr({shown}))"))
-    text = _edited(text, edits).strip("\n")
-    news = "".join(new for _, new in edits)
-    modules = [each for each in ("subprocess", "pathlib") if f"{each}." in news]
+    text = _apply_edits(text, edits).strip("\n")
+    new_code = "".join(new for _, new in edits)
+    modules = [each for each in ("subprocess", "pathlib") if f"{each}." in new_code]
     if is_async:
-        lost.append("tasks that it leaves running end with its event loop")
-    return "\n".join([*(f"import {each}" for each in modules), text]), lost
+        omitted.append("tasks that it leaves running end with its event loop")
+    return "\n".join([*(f"import {each}" for each in modules), text]), omitted
 
 
-def guarded(text: str, ranks: Iterable[int]) -> str:
+def guard_by_rank(text: str, ranks: Iterable[int]) -> str:
     """Put code under a condition for these ranks."""
     first, *others = sorted(ranks)
     condition = f"rank in {(first, *others)}" if others else f"rank == {first}"
     body = text if ast.parse(text).body else f"{text}\npass"
-    return f"if {condition}:\n{indented(body)}"
+    return f"if {condition}:\n{indent(body)}"
 
 
-def indented(text: str) -> str:
+def indent(text: str) -> str:
     """Indent code by four spaces, but not the lines inside its strings."""
     inside = {
         number
@@ -100,15 +101,15 @@ Edits = list[tuple[ast.AST, str]]
 
 
 class _LeftOut(Exception):
-    """There is no Python for a statement; has it as people know it, and why."""
+    """A statement cannot be written as Python; the arguments are its text, and the reason."""
 
 
 def _without_ipython(
-    tree: ast.Module, lines: Sequence[bytes], known: Collection[str]
+    tree: ast.Module, lines: Sequence[bytes], variables: Collection[str]
 ) -> tuple[Edits, list[str]]:
-    """Replace calls of IPython and of the process group; also return what is left out."""
+    """Replace calls of IPython and of the process group; also name the statements left out."""
     edits: Edits = []
-    lost = []
+    omitted = []
     for statement in ast.walk(tree):
         parts = ast.iter_child_nodes(statement)
         inner = any(isinstance(each, ast.stmt | ast.match_case) for each in parts)
@@ -123,17 +124,17 @@ def _without_ipython(
             called = text.partition("(")[0].rpartition(".")[2]
             if isinstance(statement, ast.Expr) and called in _GROUP:
                 raise _LeftOut(text, "the script calls it itself")
-            edits += [(call, _plain_call(call, known)) for call in calls]  # type: ignore[arg-type]
+            edits += [(call, _plain_call(call, variables)) for call in calls]  # type: ignore[arg-type]
         except _LeftOut as left:
             typed, why = map(one_line, left.args)
             _, column, last, end = _place(statement)
             shown = f"pass  # {typed}: {why}" if column else f"# {typed}: {why}"
             edits.append((statement, "pass" if b";" in lines[last - 1][end:] else shown))
-            lost += [] if is_future else [f"`{typed}`: {why}"]
-    return edits, lost
+            omitted += [] if is_future else [f"`{typed}`: {why}"]
+    return edits, omitted
 
 
-def _edited(text: str, edits: Edits) -> str:
+def _apply_edits(text: str, edits: Edits) -> str:
     source = text.encode()
     starts = [0, *accumulate(map(len, source.splitlines(keepends=True)))]
     for node, new in sorted(edits, key=lambda edit: _place(edit[0]), reverse=True):
@@ -153,15 +154,15 @@ def _is_shell_call(node: ast.AST) -> bool:
     return isinstance(func, ast.Attribute) and ast.unparse(func.value) == "get_ipython()"
 
 
-def _plain_call(call: ast.Call, known: Collection[str]) -> str:
+def _plain_call(call: ast.Call, variables: Collection[str]) -> str:
     assert isinstance(call.func, ast.Attribute)
     texts = [each.value for each in call.args if isinstance(each, ast.Constant)]
     match call.func.attr, texts:
         case "system" | "system_raw" | "system_piped", [str(command)]:
-            return f"subprocess.run({_command(command, known)}, shell=True, check=False)"
+            return f"subprocess.run({_command(command, variables)}, shell=True, check=False)"
         case "getoutput" | "getoutput_all", [str(command)]:
             options = "shell=True, check=False, capture_output=True, text=True"
-            return f"subprocess.run({_command(command, known)}, {options}).stdout.splitlines()"
+            return f"subprocess.run({_command(command, variables)}, {options}).stdout.splitlines()"
         case "run_line_magic", [str(name), str(line), *_]:
             return _line_magic(name, line.strip())
         case "run_cell_magic", ["bash" | "sh" as shell, "", str(body)]:
@@ -186,12 +187,12 @@ def _line_magic(name: str, line: str) -> str:
     raise _LeftOut(f"%{name} {line}".strip(), "has no counterpart in a script")
 
 
-def _command(command: str, known: Collection[str]) -> str:
-    """Write a command for the system; what IPython fills in makes it an f-string."""
+def _command(command: str, variables: Collection[str]) -> str:
+    """Write a shell command as a string, or as an f-string if the command has variables."""
 
-    def fill_in(found: re.Match[str]) -> str:
-        is_name = not found[1] and found[2] in known
-        return f"{{{found[2]}}}" if is_name else found[0].replace("$$", "$")
+    def fill_in(match: re.Match[str]) -> str:
+        is_name = not match[1] and match[2] in variables
+        return f"{{{match[2]}}}" if is_name else match[0].replace("$$", "$")
 
     filled_in = _DOLLAR.sub(fill_in, command)
     fills_in = any(map(is_python, _BRACES.findall(filled_in)))
@@ -209,21 +210,21 @@ def is_python(text: str) -> bool:
     return True
 
 
-def awaits(text: str) -> bool:
+def has_top_level_await(text: str) -> bool:
     """Return True if code awaits outside of functions."""
     code = compile(text, "cell", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
     return bool(code.co_flags & inspect.CO_COROUTINE)
 
 
-def in_event_loop(text: str, title: str) -> str:
-    """Wrap code that awaits into a function of its own, whose variables are the script's."""
+def wrap_in_event_loop(text: str, title: str) -> str:
+    """Wrap code that awaits in an `async` function, whose variables are global in the script."""
     bound = ", ".join(sorted(names_bound(text)))
     shared = f"    global {bound}\n" if bound else ""
-    function = f"async def {title}():\n{shared}{indented(text)}"
+    function = f"async def {title}():\n{shared}{indent(text)}"
     return f"import asyncio\n{function}\n\n\nasyncio.run({title}())"
 
 
-# --- what binds variables of the notebook --------------------------------------------------
+# --- statements that bind variables of the notebook -----------------------------------------
 
 
 POSTPONED = "from __future__ import annotations"
@@ -244,7 +245,10 @@ class Statements:
                     self._imports[name].append(text)
 
     def importing(self, name: str, value: Any) -> list[str]:
-        """Find the imports that give a variable its value: those of the cells, or its module's."""
+        """Find the imports that bind a variable to its value.
+
+        Imports of the cells come first; if none fits, import the value from its own module.
+        """
         guess = ""
         if isinstance(value, types.ModuleType):
             guess = f"import {value.__name__} as {name}"
@@ -252,8 +256,8 @@ class Statements:
             guess = f"from {value.__module__} import {value.__qualname__} as {name}"
         guess = guess.replace(f" {name} as {name}", f" {name}")
         for texts in (self._imports[name], [guess]):
-            if found := [each for each in texts if _gives(each, name, value)]:
-                return [*dict.fromkeys(found)]
+            if matching := [each for each in texts if _binds_value(each, name, value)]:
+                return [*dict.fromkeys(matching)]
         return []
 
     def names_used(self, text: str) -> frozenset[str]:
@@ -261,15 +265,16 @@ class Statements:
         return names_used(f"{POSTPONED}\n{text}" if self.postpones else text)
 
     def binding(self, name: str, value: Any = None) -> str:
-        """Find the last statement that bound a variable, or "": first in the cell that defined it.
+        """Return the last statement that bound a variable, or "" if no cell binds the variable.
 
-        Before it those whose value it uses, as in `f = decorated(f)`.
+        The cell that defined the value is searched first.  If the statement uses an earlier value
+        of the variable, as in `f = decorated(f)`, the statement that bound that value is before it.
         """
         texts: list[str] = []
         for cell in [*_cells_of(value), *reversed(self._cells)]:
             for node in reversed(ast.parse(cell).body):
                 if isinstance(node, ast.Assign | ast.AnnAssign | ast.FunctionDef | ast.ClassDef):
-                    text = _typed(cell, node)
+                    text = _source_of(cell, node)
                     if name in text and name in names_bound(text):
                         texts.insert(0, text)
                         if name not in self.names_used(text):
@@ -278,7 +283,7 @@ class Statements:
 
 
 def _imports_by(node: ast.AST) -> Iterator[tuple[str, str]]:
-    """Yield each name that an import binds, and that import alone."""
+    """Yield each name that an import statement binds, and an import of only this name."""
     match node:
         case ast.Import() | ast.ImportFrom(level=0) if node.names[0].name != "*":
             for each in node.names:
@@ -287,18 +292,18 @@ def _imports_by(node: ast.AST) -> Iterator[tuple[str, str]]:
                 yield each.asname or each.name.partition(".")[0], ast.unparse(alone)
 
 
-def _gives(statement: str, name: str, value: Any) -> bool:
-    """Return True if an import binds the name to this very value; its module is loaded."""
-    found: dict[str, Any] = {}
+def _binds_value(statement: str, name: str, value: Any) -> bool:
+    """Return True if an import binds the name to this same object; the import is executed."""
+    namespace: dict[str, Any] = {}
     try:
-        exec(statement, found)
+        exec(statement, namespace)
     except (ImportError, SyntaxError):  # SyntaxError: `<locals>` in the name of a function.
         return False
-    return found.get(name) is value and "__main__" not in statement
+    return namespace.get(name) is value and "__main__" not in statement
 
 
 def _cells_of(value: Any) -> Iterator[str]:
-    """Yield the cell that defined a function or class, where that is known."""
+    """Yield the cell that defined a function or class, or nothing if the cell is not known."""
     for each in vars(value).values() if isinstance(value, type) else [value]:
         code = getattr(each, "__code__", None)
         cell = cell_source(code.co_filename) if isinstance(code, types.CodeType) else None
@@ -307,7 +312,7 @@ def _cells_of(value: Any) -> Iterator[str]:
             return
 
 
-def _typed(source: str, node: ast.stmt) -> str:
+def _source_of(source: str, node: ast.stmt) -> str:
     """Return a statement's lines, with its decorators and the comments right above it."""
     lines = source.split("\n")
     first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))])
@@ -316,30 +321,31 @@ def _typed(source: str, node: ast.stmt) -> str:
     return "\n".join(lines[first - 1 : node.end_lineno])
 
 
-# --- what has become of functions and classes since their definition ----------------------------
+# --- attributes of functions and classes that were set since their definition -------------------
 
 
-def read_at_once(text: str) -> frozenset[str]:
-    """Find the names that statements read as they run; the bodies of functions run later."""
-    found, waiting = set[str](), list[Any](ast.parse(text).body)
+def names_read_at_once(text: str) -> frozenset[str]:
+    """Find the names that statements read when they run; function bodies run later."""
+    names, waiting = set[str](), list[Any](ast.parse(text).body)
     while waiting:
         match node := waiting.pop():
             case ast.Name(name):
-                found.add(name)
+                names.add(name)
             case ast.FunctionDef() | ast.AsyncFunctionDef():
                 waiting += [*node.decorator_list, *node.args.defaults, *node.args.kw_defaults]
             case ast.AST() if not isinstance(node, ast.Lambda):
                 waiting += ast.iter_child_nodes(node)
-    return frozenset(found)
+    return frozenset(names)
 
 
 def attributes_since(name: str, value: Any, text: str) -> tuple[list[str], list[str]]:
-    """Find the attributes that a function or class has got since the statements that define it.
+    """Find the attributes of a function or class that were set after its definition.
 
-    Return statements that set them, and the names of those that no statement can set.
+    `text` is the definition.  Return statements that set the attributes again, and the names of
+    attributes that no statement can set.
     """
     *_, node = ast.parse(text).body
-    # A metaclass, as that of enumerations, and a named tuple make other attributes of a body.
+    # Named tuples, and classes with a metaclass such as enumerations, change what their body binds.
     if type(value) not in (types.FunctionType, type, ABCMeta) or hasattr(value, "_fields"):
         return [], []
     typed: dict[str, ast.expr | None] = {}
@@ -352,21 +358,21 @@ def attributes_since(name: str, value: Any, text: str) -> tuple[list[str], list[
             case _:
                 typed |= dict.fromkeys(names_bound(ast.unparse(each)))
     # Python begins the name of an attribute `__private` with the name of its class.
-    own = ("__", "_abc_", f"_{getattr(node, 'name', '').lstrip('_')}__")
-    texts, lost = [], []
+    internal = ("__", "_abc_", f"_{getattr(node, 'name', '').lstrip('_')}__")
+    texts, unset = [], []
     for key, now in vars(value).items():
         if key == "registry" and isinstance(now, types.MappingProxyType):  # of singledispatch
-            lost += [f"{name}.{key}"] if len(now) > 1 else []
-        elif not key.startswith(own) and not (key in typed and _is_as_typed(typed[key], now)):
-            if (said := literal(now)) is not None:
-                texts.append(f"{name}.{key} = {said}")
+            unset += [f"{name}.{key}"] if len(now) > 1 else []
+        elif not key.startswith(internal) and not (key in typed and _is_as_typed(typed[key], now)):
+            if (code := literal(now)) is not None:
+                texts.append(f"{name}.{key} = {code}")
             elif key in typed or not getattr(node, "decorator_list", [node]):
-                lost.append(f"{name}.{key}")
-    return texts, lost
+                unset.append(f"{name}.{key}")
+    return texts, unset
 
 
 def _is_as_typed(typed: ast.expr | None, now: Any) -> bool:
-    """Return False if an attribute is known to have another value than its class's body binds.
+    """Return False if an attribute has certainly another value than the body of its class binds.
 
     `typed` is None if the body binds the attribute by no single expression.  If an expression is no
     plain value, only the sizes of containers are compared.
@@ -386,11 +392,11 @@ def _is_as_typed(typed: ast.expr | None, now: Any) -> bool:
 # --- values -------------------------------------------------------------------------------
 
 MOST_PARTS, MOST_CHARACTERS = 150, 1_000
-"""Of a value that is written into the script."""
+"""The most parts and characters of a value that is written into the script."""
 
 
 def literal(value: Any) -> str | None:
-    """Write a small value of Python's own types as code; None for others."""
+    """Write a small value of Python's own types as code; return None for all other values."""
     if type(value) is float and not math.isfinite(value):
         return f'float("{value}")'
     if type(value).__name__ == "dtype" and type(value).__module__ == "torch":
@@ -408,22 +414,25 @@ def literal(value: Any) -> str | None:
     return None
 
 
-def needed_to_read(value: Any) -> frozenset[str]:
-    """Find which functions and classes a script has to define to read a value that torch saved.
+def definitions_to_read(value: Any) -> frozenset[str]:
+    """Return the functions and classes that a script must define to read a value saved by torch.
 
-    Raises what pickle does.
+    Raises the errors of pickle, and of the value's own methods.
     """
     needs, tensor = set[str](), getattr(sys.modules.get("torch"), "Tensor", ())
 
-    def note(part: Any) -> str | None:
+    def record_need(part: Any) -> str | None:
         is_tensor = isinstance(part, tensor)
-        found = type(part) if is_tensor else part
-        if isinstance(found, type | types.FunctionType) and found.__module__ == "__main__":
-            needs.add(found.__qualname__.partition(".")[0])
+        definition = type(part) if is_tensor else part
+        if (
+            isinstance(definition, type | types.FunctionType)
+            and definition.__module__ == "__main__"
+        ):
+            needs.add(definition.__qualname__.partition(".")[0])
         return "tensor" if is_tensor else None
 
     with open(os.devnull, "wb") as nowhere:
         pickler = pickle.Pickler(nowhere)
-        pickler.persistent_id = note  # type: ignore[method-assign]
+        pickler.persistent_id = record_need  # type: ignore[method-assign]
         pickler.dump(value)
     return frozenset(needs)

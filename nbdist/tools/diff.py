@@ -1,4 +1,4 @@
-"""`%dist_diff`: compares a value over the ranks, part by part.
+"""`%dist_diff` compares a value over the ranks, part by part.
 
 Runs in the notebook.  The op `diff` (`nbdist.tools.diff_op`) describes the values on the ranks;
 `Comparison`, which is pure, finds what differs.  `--watch` uses it too.
@@ -26,7 +26,7 @@ from nbdist.world.exchange import check_expressions, refusal
 MOST_ROWS, MOST_DISTANCES = 50, 3
 
 MOST_COMPARED = 128 << 20
-"""The most bytes of parts whose numbers are compared; of further parts only the digests are."""
+"""Bytes of parts whose numbers are compared; only the digests of further parts are compared."""
 
 Group = tuple[Part | None, list[int]]
 """A part and the ranks on which it is equal; None and the ranks without this part."""
@@ -45,24 +45,24 @@ def dist_diff(line: Line) -> Shown | str:
     """
     expressions = [*expressions_in(line.options.names)]
     check_expressions(expressions)
-    shown = [_compared(line, each) for each in expressions]
+    shown = [_compare_expression(line, each) for each in expressions]
     if all(isinstance(each, str) for each in shown):
         return "\n".join(map(str, shown))
     return below(block(each) if isinstance(each, str) else each for each in shown)
 
 
-def _compared(line: Line, expression: str) -> Shown | str:
+def _compare_expression(line: Line, expression: str) -> Shown | str:
     looked: dict[int, Looked] = line.call("diff", expression=expression)
     failed = {rank: each for rank, each in looked.items() if each.missing or each.problem}
     if len(failed) == len(looked) or any(each.problem for each in failed.values()):
         refused = {r: Brought(expression, None, e.missing, e.problem) for r, e in failed.items()}
         if error := refusal(line.world.session, refused):
             raise error
-    found = Comparison(expression, looked)
-    for reference, (others, paths) in found.to_compare().items():
-        found.take(distances(line, expression, reference, others, paths))
-    rows = [*found.rows()]
-    head, more = found.head(len(rows)), len(rows) - MOST_ROWS
+    comparison = Comparison(expression, looked)
+    for reference, (others, paths) in comparison.to_compare().items():
+        comparison.add_distances(distances(line, expression, reference, others, paths))
+    rows = [*comparison.rows()]
+    head, more = comparison.head(len(rows)), len(rows) - MOST_ROWS
     last = [(f"and {more} more", "", "")] if more > 0 else []
     shown = [("part", "type", "ranks"), *rows[:MOST_ROWS], *last]
     return table(head, shown) if rows else head
@@ -71,13 +71,13 @@ def _compared(line: Line, expression: str) -> Shown | str:
 def distances(
     line: Line, expression: str, reference: int, others: Sequence[int], paths: Sequence[str]
 ) -> Mapping[int, Mapping[str, Distance]]:
-    """Return by rank and path how far these parts of `others` are from those of `reference`.
+    """Return by rank and path how far parts of the ranks `others` are from parts of `reference`.
 
     The parts of `reference` are sent to the others through shared memory.
     """
     pool, world = line.pool, line.world
-    wanted = {"expression": expression, "paths": tuple(paths)}
-    lending = world.task(Call("diff.lend", wanted), ranks=(reference,))
+    arguments = {"expression": expression, "paths": tuple(paths)}
+    lending = world.task(Call("diff.lend", arguments), ranks=(reference,))
     try:
         lent: Brought = bring(pool, world, lending)[reference]
         # Send nothing else to the lending rank meanwhile: its next task would release the parts.
@@ -91,8 +91,8 @@ def distances(
 class Comparison:
     """The value called `title` on each rank, and how far the ranks are apart.
 
-    `distances` has by path and rank how far the rank's part is from that of the largest group of
-    equal ranks.
+    `distances` has by path and rank how far the rank's part is from the part of the largest group
+    of equal ranks.
     """
 
     title: str
@@ -111,7 +111,7 @@ class Comparison:
 
     def groups(self, path: str) -> list[Group]:
         """Group the ranks with equal parts at this path, the largest group first."""
-        return _grouped({rank: self.looked[rank].parts.get(path) for rank in self.have})
+        return _group_ranks({rank: self.looked[rank].parts.get(path) for rank in self.have})
 
     def to_compare(self) -> dict[int, tuple[list[int], list[str]]]:
         """Return by reference rank which other ranks must compare which paths with it.
@@ -119,22 +119,22 @@ class Comparison:
         The reference is the first rank of the largest group of equal ranks.  Parts of another kind,
         and parts beyond `MOST_COMPARED` bytes, are left out.
         """
-        left = MOST_COMPARED
-        found: dict[int, tuple[list[int], list[str]]] = {}
+        budget = MOST_COMPARED
+        by_reference: dict[int, tuple[list[int], list[str]]] = {}
         for path in self.paths:
             (part, same), *others = self.groups(path)
-            if part is None or not 0 < part.size <= left:
+            if part is None or not 0 < part.size <= budget:
                 continue
             alike = (ranks for other, ranks in others if other and other.kind == part.kind)
             if not (apart := [*chain.from_iterable(alike)]):
                 continue
-            left -= part.size
-            ranks, paths = found.setdefault(same[0], ([], []))
+            budget -= part.size
+            ranks, paths = by_reference.setdefault(same[0], ([], []))
             ranks[:] = sorted({*ranks, *apart})
             paths.append(path)
-        return found
+        return by_reference
 
-    def take(self, distances: Mapping[int, Mapping[str, Distance]]) -> None:
+    def add_distances(self, distances: Mapping[int, Mapping[str, Distance]]) -> None:
         """Add distances of ranks from their reference, by rank and path."""
         for rank, by_path in distances.items():
             for path, distance in by_path.items():
@@ -146,33 +146,35 @@ class Comparison:
         parts = self.looked[have[0]].parts.values()
         size = sum(part.size for part in parts)
         much = f", {size_text(size)}" if size else ""
-        said = [f"{self.title}: {count(len(parts), 'part')}{much}"]
+        phrases = [f"{self.title}: {count(len(parts), 'part')}{much}"]
         if differing:
-            said.append(f"{differing} of {len(self.paths)} differ{'s' if differing == 1 else ''}")
+            phrases.append(
+                f"{differing} of {len(self.paths)} differ{'s' if differing == 1 else ''}"
+            )
         else:
-            said.append(f"{name_ranks(have)} agree" if len(have) > 1 else "one rank alone")
+            phrases.append(f"{name_ranks(have)} agree" if len(have) > 1 else "one rank alone")
         if missing := [rank for rank in self.looked if rank not in have]:
-            said.append(f"{name_ranks(missing)} {'has' if len(missing) == 1 else 'have'} none")
+            phrases.append(f"{name_ranks(missing)} {'has' if len(missing) == 1 else 'have'} none")
         groups = map(self.groups, self.paths)
         if unseen := sum(any(p and not p.digest for p, _ in each) for each in groups):
-            said.append(f"{count(unseen, 'part')} not compared: sharded, or of unknown kind")
-        return " · ".join(said)
+            phrases.append(f"{count(unseen, 'part')} not compared: sharded, or of unknown kind")
+        return " · ".join(phrases)
 
     def rows(self) -> Iterator[tuple[str, str, str]]:
         """Yield path, kind and differences of each part that differs between ranks."""
         for path in self.paths:
             groups, apart = self.groups(path), self.distances.get(path, {})
-            # These ranks have equal numbers with other bits: -0.0 for 0.0, or another NaN.
+            # Ranks without a differing number are equal: only bits differ, as of -0.0 and 0.0.
             equal = {rank for rank, distance in apart.items() if not distance.differing}
             parts = {rank: part for part, ranks in groups for rank in ranks}
-            groups = _grouped({r: groups[0][0] if r in equal else p for r, p in parts.items()})
+            groups = _group_ranks({r: groups[0][0] if r in equal else p for r, p in parts.items()})
             if len(groups) > 1:
                 kinds = {part.kind if part else "" for part, _ in groups}
                 kind = kinds.pop() if len(kinds) == 1 else ""
                 yield path or self.title, kind, _difference(groups, apart)
 
 
-def _grouped(parts: Mapping[int, Part | None]) -> list[Group]:
+def _group_ranks(parts: Mapping[int, Part | None]) -> list[Group]:
     same = fold_ranks({rank: part and (part.kind, part.digest) for rank, part in parts.items()})
     groups = [(parts[ranks[0]], ranks) for ranks in same.values()]
     return sorted(groups, key=lambda group: (-len(group[1]), group[1][0]))
@@ -181,23 +183,25 @@ def _grouped(parts: Mapping[int, Part | None]) -> list[Group]:
 def _difference(groups: list[Group], apart: Mapping[int, Distance]) -> str:
     """Return a text like `ranks 0-2 agree, rank 3 differs by at most 0.0312 (12 of 4,096)`."""
     if len({part.kind if part else "" for part, _ in groups}) > 1:
-        return _listed((part.kind if part else "nothing", ranks) for part, ranks in groups)
+        return _list_texts((part.kind if part else "nothing", ranks) for part, ranks in groups)
     if all(part and part.text for part, _ in groups):
-        return _listed((part.text if part else "", ranks) for part, ranks in groups)
+        return _list_texts((part.text if part else "", ranks) for part, ranks in groups)
     (first, same), *others = groups
     begin = f"{name_ranks(same)} agree" if len(same) > 1 else f"compared with {name_ranks(same)}"
     total = first.count if first else 0
-    ranks = [rank for _, those in others for rank in those]
-    said = fold_ranks({rank: _distance_text(apart.get(rank), total) for rank in ranks})
-    if len(said) > MOST_DISTANCES and all(rank in apart for rank in ranks):
+    ranks = [rank for _, unequal in others for rank in unequal]
+    texts = fold_ranks({rank: _distance_text(apart.get(rank), total) for rank in ranks})
+    if len(texts) > MOST_DISTANCES and all(rank in apart for rank in ranks):
         numbers = ((each.most, each.differing, each.odd) for each in apart.values())
-        said = {_distance_text(Distance(*map(max, *numbers)), total): ranks}
-    differ = (f"{name_ranks(r)} differ{'s' if len(r) == 1 else ''}{how}" for how, r in said.items())
+        texts = {_distance_text(Distance(*map(max, *numbers)), total): ranks}
+    differ = (
+        f"{name_ranks(r)} differ{'s' if len(r) == 1 else ''}{how}" for how, r in texts.items()
+    )
     return ", ".join([begin, *differ])
 
 
-def _listed(said: Iterable[tuple[str, list[int]]]) -> str:
-    return ", ".join(f"{text} on {name_ranks(ranks)}" for text, ranks in said)
+def _list_texts(texts: Iterable[tuple[str, list[int]]]) -> str:
+    return ", ".join(f"{text} on {name_ranks(ranks)}" for text, ranks in texts)
 
 
 def _distance_text(distance: Distance | None, total: int) -> str:

@@ -1,4 +1,4 @@
-"""The op of `%dist_diff`: describes a rank's value, and measures how far it is from another rank's.
+"""The op of `%dist_diff`: describes a rank's value, and measures its distance from other ranks'.
 
 Runs in workers.  A value is divided into leaves: a module into parameters and buffers, an optimizer
 and any other object with a `state_dict` into that, a container into its items, other objects into
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 def diff(context: Context, expression: str) -> Looked:
     """Evaluate the expression, and describe each part of its value with a digest."""
     try:
-        found = leaves(eval(expression, context.names))
-        return Looked({path: part_of(leaf) for path, leaf in found.items()})
+        parts = leaves(eval(expression, context.names))
+        return Looked({path: part_of(leaf) for path, leaf in parts.items()})
     except NameError as error:
         return Looked(missing=error.name or expression)
     except TooManyLeaves:
@@ -46,9 +46,9 @@ def diff(context: Context, expression: str) -> Looked:
 
 
 def lend(context: Context, expression: str, paths: Sequence[str]) -> Brought:
-    """Pack the parts at these paths, for `compare` on other ranks."""
-    found = leaves(eval(expression, context.names))
-    return Brought(packed=context.lend({path: comparable(found.get(path)) for path in paths}))
+    """Return the parts at `paths`, packed so that other ranks can read them in `compare`."""
+    parts = leaves(eval(expression, context.names))
+    return Brought(packed=context.lend({path: comparable(parts.get(path)) for path in paths}))
 
 
 def compare(context: Context, expression: str, packed: Payload) -> dict[str, Distance]:
@@ -56,8 +56,8 @@ def compare(context: Context, expression: str, packed: Payload) -> dict[str, Dis
 
     Parts that are no numbers, or have another shape, are left out.
     """
-    found, theirs = leaves(eval(expression, context.names)), context.namespace.open(packed)
-    both = {path: (comparable(found.get(path)), tensor) for path, tensor in theirs.items()}
+    parts, other_parts = leaves(eval(expression, context.names)), context.namespace.open(packed)
+    both = {path: (comparable(parts.get(path)), tensor) for path, tensor in other_parts.items()}
     return {
         path: distance(mine, other)
         for path, (mine, other) in both.items()
@@ -123,8 +123,8 @@ def is_sharded(tensor: Any) -> bool:
 
 
 def _local(tensor: Any) -> torch.Tensor:
-    found: torch.Tensor = tensor.to_local() if hasattr(tensor, "placements") else tensor
-    return found
+    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "placements") else tensor
+    return local
 
 
 def digest_of(tensor: torch.Tensor) -> str:
@@ -147,11 +147,11 @@ def fold(data: torch.Tensor) -> torch.Tensor:
     """
     if data.storage_offset() % 4:
         data = data.clone()
-    words, rest = data[: data.numel() // 4 * 4].view(torch.int32), data[data.numel() // 4 * 4 :]
+    words, tail = data[: data.numel() // 4 * 4].view(torch.int32), data[data.numel() // 4 * 4 :]
     table = words[: words.numel() // ROW * ROW].view(-1, ROW)
     pieces = (table[at : at + ROWS] for at in range(0, len(table), ROWS))
     sums = [(rows * _factors(data.device)).sum(1) for rows in pieces]
-    return torch.cat([*sums, words[table.numel() :].long(), rest.long()])
+    return torch.cat([*sums, words[table.numel() :].long(), tail.long()])
 
 
 @functools.cache
@@ -164,10 +164,10 @@ def _factors(device: torch.device) -> torch.Tensor:
 # --- how far apart ----------------------------------------------------------------------
 
 
-def distance(ours: torch.Tensor, theirs: torch.Tensor) -> Distance:
-    """Compare two tensors of one shape and dtype; NaN is equal to NaN, and -0.0 to 0.0."""
-    flat, other = ours.reshape(-1), theirs.reshape(-1)
-    most, differing, odd = 0.0, 0, 0
+def distance(tensor: torch.Tensor, reference: torch.Tensor) -> Distance:
+    """Compare two tensors of equal shape and dtype; NaN is equal to NaN, and -0.0 to 0.0."""
+    flat, other = tensor.reshape(-1), reference.reshape(-1)
+    largest, differing, odd = 0.0, 0, 0
     for start in range(0, flat.numel(), COMPARED_AT_ONCE):
         a = flat[start : start + COMPARED_AT_ONCE]
         b = other[start : start + COMPARED_AT_ONCE].to(a.device)
@@ -179,10 +179,10 @@ def distance(ours: torch.Tensor, theirs: torch.Tensor) -> Distance:
         wide = torch.complex128 if a.is_complex() else torch.float64
         apart = (a[differs].to(wide) - b[differs].to(wide)).abs()
         finite = apart[apart.isfinite()]
-        most = max(most, finite.max().item() if finite.numel() else 0.0)
+        largest = max(largest, finite.max().item() if finite.numel() else 0.0)
         differing += int(differs.sum())
         odd += apart.numel() - finite.numel()
-    return Distance(float(most), differing, odd)
+    return Distance(float(largest), differing, odd)
 
 
 # --- everything else --------------------------------------------------------------------
@@ -194,8 +194,8 @@ def _part_of_plain(leaf: Any) -> Part:
         return Part("itself again", "=")
     if isinstance(leaf, CALLABLE):
         code = getattr(leaf, "__code__", None)
-        said = repr((leaf.__qualname__, code and code.co_code, code and code.co_consts))
-        return Part(kind, _digest_of_text(said), leaf.__qualname__)
+        description = repr((leaf.__qualname__, code and code.co_code, code and code.co_consts))
+        return Part(kind, _digest_of_text(description), leaf.__qualname__)
     if isinstance(leaf, set | frozenset):
         return Part(f"{kind} of {len(leaf)}", _digest_of_text(repr(sorted(map(repr, leaf)))))
     if isinstance(leaf, bytes | bytearray | str):
@@ -239,16 +239,16 @@ def leaves(value: Any) -> dict[str, Any]:
 
     Raises TooManyLeaves, and any error of a user's class.
     """
-    found: dict[str, Any] = {}
+    leaf_by_path: dict[str, Any] = {}
     for path, leaf in _walk(value, "", ()):
-        found[path] = leaf
-        if len(found) > MOST_LEAVES:
+        leaf_by_path[path] = leaf
+        if len(leaf_by_path) > MOST_LEAVES:
             raise TooManyLeaves
-    return found
+    return leaf_by_path
 
 
 class Again:
-    """The stand-in of a container inside of itself, where the search ends."""
+    """Replaces a container inside of itself, or a value nested too deep: the search ends there."""
 
 
 def _walk(value: Any, path: str, above: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
@@ -270,7 +270,7 @@ def _walk(value: Any, path: str, above: tuple[int, ...]) -> Iterator[tuple[str, 
 
 
 def _steps(value: Any) -> list[tuple[str, Any]] | None:
-    """List the parts of a value, each with the step that leads to it; None if it has none."""
+    """List the parts of a value with their path steps; None for a value that is not divided."""
     match value:
         case torch.nn.Module():
             named = [*value.named_parameters(), *value.named_buffers()]
@@ -310,7 +310,7 @@ def _as_numbers(value: Any) -> np.ndarray[Any, Any] | None:
     if len(kinds) != 1 or not kinds <= {bool, int, float, complex}:
         return None
     try:
-        found = np.array(value)
+        array = np.array(value)
     except OverflowError:
         return None
-    return None if found.dtype == object else found
+    return None if array.dtype == object else array

@@ -56,7 +56,7 @@ SMALL = 1 << 14
 """Bytes of a tensor up to which new memory for its copy costs less than a view of shared memory."""
 
 MOST_SAMPLED = 1024
-"""The elements that are read, at most about, of a tensor that a forward has got."""
+"""About how many elements are read of a large tensor that is an argument of a forward."""
 
 Spare = dict[tuple[torch.device, torch.dtype], torch.Tensor]
 """Memory for copies of pieces, which the digests of several tensors share."""
@@ -86,7 +86,7 @@ class Target(NamedTuple):
         return model.module if isinstance(model, DistributedDataParallel) else model
 
 
-def check(value: Any) -> str:
+def unsupported_type(value: Any) -> str:
     """Return "" for a module or an optimizer, and the name of the type for any other value."""
     is_optimizer = callable(getattr(value, "step", None)) and hasattr(value, "param_groups")
     return "" if isinstance(value, torch.nn.Module) or is_optimizer else type(value).__qualname__
@@ -95,21 +95,21 @@ def check(value: Any) -> str:
 def parts_of(target: Target) -> tuple[dict[str, Part], int]:
     """Describe a module's parameters or an optimizer's states by path.
 
-    Also return the number of sharded ones, which are left out.
+    Also return the number of sharded tensors, which are left out.
     """
     value = target.value
-    return _described(value.named_parameters() if target.is_module else _states(value))
+    return _describe_values(value.named_parameters() if target.is_module else _states(value))
 
 
 def buffers_of(target: Target) -> dict[str, Part]:
     """Describe a module's buffers by path."""
-    return _described(target.value.named_buffers(), "buffer ")[0]
+    return _describe_values(target.value.named_buffers(), "buffer ")[0]
 
 
 def has_buffers(target: Target) -> bool:
     """Return True for a module with buffers that can be compared.
 
-    False for a compiled DDP module: no hook can see when it sends rank 0's buffers.
+    Return False for a compiled DDP module: no hook can see when it sends rank 0's buffers.
     """
     if not target.is_module:
         return False
@@ -121,19 +121,19 @@ def share_parameters(targets: Iterable[Target], optimizer: Any) -> bool:
     """Return True if the optimizer has a parameter of one of these targets."""
     watched = set[int]()
     for each in targets:
-        found = each.value.parameters() if each.is_module else _parameters(each.value)
-        watched.update(map(id, found))
+        parameters = each.value.parameters() if each.is_module else _parameters(each.value)
+        watched.update(map(id, parameters))
     return any(id(each) in watched for each in _parameters(optimizer))
 
 
 def names_of(targets: Iterable[Target]) -> dict[str, str]:
-    """Return names of parameters by where a watched optimizer keeps their state.
+    """Return the names of parameters by the keys of their states in watched optimizers.
 
-    So `optimizer state[3]` becomes the name that a watched module has for the parameter.
+    The key `optimizer state[3]` has the name that a watched module gives to the parameter.
     """
     targets = [*targets]
     modules = (each.value.named_parameters() for each in targets if each.is_module)
-    names = {id(parameter): name for found in modules for name, parameter in found}
+    names = {id(parameter): name for named in modules for name, parameter in named}
     return {
         f"{each.expression} state[{number}]": names[id(parameter)]
         for each in targets
@@ -144,7 +144,7 @@ def names_of(targets: Iterable[Target]) -> dict[str, str]:
 
 
 def digest_of_all(parts: Parts) -> str:
-    """Return one digest of all parts, which is equal on ranks with equal parts."""
+    """Return a digest of all parts together, which is equal on ranks with equal parts."""
     by_path = [(e, p, x.kind, x.digest) for e, of in parts.items() for p, x in of.items()]
     return digest_bytes(repr(by_path).encode())
 
@@ -164,13 +164,15 @@ def _states(optimizer: Any) -> Iterator[tuple[str, Any]]:
         yield f"param_groups[{number}]['params']", f"{len(group['params'])}: {shapes}"
 
 
-def _described(found: Iterable[tuple[str, Any]], kind: str = "") -> tuple[dict[str, Part], int]:
-    """Describe parts with their digests; wait only once for the sums of those on a device."""
+def _describe_values(
+    named: Iterable[tuple[str, Any]], kind: str = ""
+) -> tuple[dict[str, Part], int]:
+    """Describe values with their digests; wait only once for all sums of each device."""
     parts: dict[str, Part] = {}
     sums: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
     spare: Spare = {}
     sharded = 0
-    for path, leaf in found:
+    for path, leaf in named:
         if is_sharded(leaf):
             sharded += 1
             continue
@@ -195,24 +197,24 @@ def _described(found: Iterable[tuple[str, Any]], kind: str = "") -> tuple[dict[s
 def _pieces(tensor: torch.Tensor, spare: Spare) -> Iterator[torch.Tensor]:
     """Yield a tensor's contents in logical order as bytes; use each piece before the next.
 
-    Floating-point numbers are copied by `_alike`.
+    Floating-point numbers are copied by `_canonical_copy`.
     """
     if (wide := WIDE.get(tensor.dtype)) is None or tensor.nbytes <= SMALL:
-        yield bytes_of(_alike(tensor))
+        yield bytes_of(_canonical_copy(tensor))
         return
     device = tensor.device
-    most = (PIECE if device.type == "cpu" else DEVICE_PIECE) // wide.itemsize
-    size = min(most, tensor.numel())
+    piece_length = (PIECE if device.type == "cpu" else DEVICE_PIECE) // wide.itemsize
+    size = min(piece_length, tensor.numel())
     copy = spare.get((device, wide))
     if copy is None or copy.numel() < size:
         copy = spare[device, wide] = torch.empty(size, dtype=wide, device=device)
     flat = tensor.detach().contiguous().reshape(-1)
-    for start in range(0, flat.numel(), most):
-        piece = flat[start : start + most]
-        yield bytes_of(_alike(piece, copy[: piece.numel()]))
+    for start in range(0, flat.numel(), piece_length):
+        piece = flat[start : start + piece_length]
+        yield bytes_of(_canonical_copy(piece, copy[: piece.numel()]))
 
 
-def _alike(numbers: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+def _canonical_copy(numbers: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """Return a copy, in `out` if given, whose bits differ only where numbers differ.
 
     In it -0.0 is 0.0, and all NaNs are the same.  A tensor of a type not in `WIDE` is returned.
@@ -222,34 +224,34 @@ def _alike(numbers: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tens
     if numbers.dtype is not wide:
         numbers = numbers.to(wide) if out is None else out.copy_(numbers)
     copy = torch.add(numbers, 0.0, out=out)
-    # A sum is NaN if a number is.  On another device it would have to be waited for.
+    # A sum is NaN if a number is NaN.  On other devices, reading the sum would wait for the device.
     if not copy.is_cpu or (total := copy.sum().item()) != total:
         copy.masked_fill_(copy != copy, torch.nan)
     return copy
 
 
-# --- what can differ before parts do ----------------------------------------------------------
+# --- facts that can differ before parts do: random states, inputs, collectives ------------------
 
 
-def generators() -> dict[str, str]:
+def generator_digests() -> dict[str, str]:
     """Return a digest of each random state that training commonly uses."""
-    found = {"torch": digest_bytes(torch.get_rng_state().numpy().data)}
-    found["random"] = digest_bytes(repr(random.getstate()).encode())
+    states = {"torch": digest_bytes(torch.get_rng_state().numpy().data)}
+    states["random"] = digest_bytes(repr(random.getstate()).encode())
     if (numpy := sys.modules.get("numpy")) is not None:
         state = numpy.random.get_state()
-        found["numpy"] = digest_bytes(state[1].data) + f"{state[2:]}"
+        states["numpy"] = digest_bytes(state[1].data) + f"{state[2:]}"
     if (on_gpu := accelerator.random_state()) is not None:
-        found["the GPU"] = digest_bytes(on_gpu.numpy().data)
-    return found
+        states["the GPU"] = digest_bytes(on_gpu.numpy().data)
+    return states
 
 
-def collectives() -> int:
+def count_collectives() -> int:
     """Count the collectives that this rank's gloo backends have begun."""
     groups = seam.recorded_groups().values()
     return sum(int(each["last_enqueued_collective"]) for each in groups)
 
 
-def sampled(args: Any) -> tuple[torch.Tensor | int, str]:
+def sample_digest(args: Any) -> tuple[torch.Tensor | int, str]:
     """Return a digest of a forward's arguments, and the shapes of their first tensors.
 
     For tensors on a device the digest stays on the device.  Of a large tensor the digest has only
@@ -262,9 +264,9 @@ def sampled(args: Any) -> tuple[torch.Tensor | int, str]:
             if (tensor := comparable(leaf)) is not None and tensor.numel():
                 some = tensor.reshape(-1)[:: max(1, tensor.numel() // MOST_SAMPLED)]
                 if some.device.type == "cpu":
-                    plain = zlib.crc32(bytes_of(_alike(some)).numpy().data, plain)
+                    plain = zlib.crc32(bytes_of(_canonical_copy(some)).numpy().data, plain)
                 else:
-                    words = fold(bytes_of(_alike(some)))
+                    words = fold(bytes_of(_canonical_copy(some)))
                     factors = (torch.arange(words.numel(), device=words.device) * 2 + 1) * FACTOR
                     digests.append((words * factors).sum())
         elif isinstance(leaf, int | float | str | bool):
@@ -279,24 +281,24 @@ def sampled(args: Any) -> tuple[torch.Tensor | int, str]:
     return total + plain, text
 
 
-# --- how ranks compare them ---------------------------------------------------------------------
+# --- how ranks compare their digests ------------------------------------------------------------
 
 MOST_TIMES = 100_000
 """The most comparisons in a cell: each adds some 300 bytes to the file where local ranks meet."""
 
 MEET_TIMEOUT, LOOK_EVERY = 600.0, 0.5
-"""Seconds that a rank waits for ranks whose cell is running, and between two checks whether one's
-cell has ended."""
+"""Seconds that a rank waits for ranks whose cell is running, and between two checks whether their
+cells have ended."""
 
 
 class RanksDiffer(Exception):
-    """Ends the cell for `--stop-on-difference`: ranks differ, or one has not come to compare."""
+    """Ends the cell for `--stop-on-difference`: ranks differ, or a rank did not come to compare."""
 
 
 class Exchange:
-    """One rank's side of the comparisons in a cell.
+    """Compares the digests of ranks in a cell; each rank has an exchange with the same `key`.
 
-    A comparison has a name `when`, the same on all ranks.  If `waits`, each rank waits for the
+    A comparison has a name `when`, the same on all ranks.  With `waits` each rank waits for the
     others in each comparison (`--stop-on-difference`); else the last rank to come compares.
     """
 
@@ -306,11 +308,11 @@ class Exchange:
         self._key, self._ranks, self._rank, self._waits = f"nbdist/{key}", ranks, rank, waits
         self._warn = warn
         self._store: Any = None
-        self._left: deque[str] = deque()
+        self._stored_keys: deque[str] = deque()
         self.times = 0
 
     def compare(self, when: str, digest: str) -> str:
-        """Store this rank's digest; return the first comparison that is known to differ, or "".
+        """Store this rank's digest; return the first comparison with a known difference, or "".
 
         If the exchange `waits`, raise RanksDiffer instead.
         """
@@ -326,14 +328,14 @@ class Exchange:
         if self._waits:
             return self._compare_together(key, when)
         if self._store.add(key, 1) == len(self._ranks):
-            said = self._difference(key, when)
+            text = self._difference(key, when)
             self._forget(key, *(f"{key}/{rank}" for rank in self._ranks))
-            if said:
+            if text:
                 self._store.set(f"{self._key}/found", when)
-                self._warn(f"watch: {said}")  # while the cell runs
-        return self.found()
+                self._warn(f"watch: {text}")  # while the cell runs
+        return self.first_difference()
 
-    def found(self) -> str:
+    def first_difference(self) -> str:
         """Return the name of the comparison in which ranks were found to differ, or ""."""
         key = f"{self._key}/found"
         if self._store is None or not self._store.check([key]):
@@ -341,7 +343,7 @@ class Exchange:
         return str(self._store.get(key).decode())
 
     def end(self) -> None:
-        """Release ranks that wait for this one, whose cell has ended."""
+        """Release ranks that wait for this rank, because the cell of this rank has ended."""
         if self._waits and self._store is not None:
             self._store.set(f"{self._key}/ended", str(self._rank))
 
@@ -354,30 +356,30 @@ class Exchange:
         until = time.monotonic() + MEET_TIMEOUT
         keys = {f"{key}/{rank}": rank for rank in self._ranks}
         while True:
-            try:  # this wait raises another error if a rank dies
+            try:  # `wait` raises another error if a rank dies
                 self._store.wait([*keys], timedelta(seconds=LOOK_EVERY))
                 break
             except DistStoreError:
                 if self._store.check([f"{self._key}/ended"]):
                     return ""
             if time.monotonic() > until:
-                late = [rank for each, rank in keys.items() if not self._store.check([each])]
-                why = f"{name_ranks(late)} did not come to step {when} in {MEET_TIMEOUT:.0f} s"
+                missing = [rank for each, rank in keys.items() if not self._store.check([each])]
+                why = f"{name_ranks(missing)} did not come to step {when} in {MEET_TIMEOUT:.0f} s"
                 raise RanksDiffer(why)
-        said = self._difference(key, when)
-        # Before this comparison all ranks have read the digests of the one before the last.
-        self._left.append(f"{key}/{self._rank}")
-        if len(self._left) > 2:
-            self._forget(self._left.popleft())
-        if said:
+        text = self._difference(key, when)
+        # All ranks have stored a digest of this comparison, so they have read all earlier digests.
+        self._stored_keys.append(f"{key}/{self._rank}")
+        if len(self._stored_keys) > 2:
+            self._forget(self._stored_keys.popleft())
+        if text:
             self._store.set(f"{self._key}/found", when)
-            raise RanksDiffer(f"{said}; `%dist_debug` looks at this step")
+            raise RanksDiffer(f"{text}; `%dist_debug` looks at this step")
         return ""
 
     def _difference(self, key: str, when: str) -> str:
         """Return which ranks differ from the largest group that agrees; "" if all agree."""
-        said = difference({rank: self._store.get(f"{key}/{rank}") for rank in self._ranks})
-        return said and f"{said} at step {when}"
+        text = difference({rank: self._store.get(f"{key}/{rank}") for rank in self._ranks})
+        return text and f"{text} at step {when}"
 
     def _forget(self, *keys: str) -> None:
         with suppress(NotImplementedError, RuntimeError):  # etcd's store cannot delete

@@ -1,7 +1,8 @@
-"""`%dist_export`: the distributed cells as a script that torchrun runs without nbdist.
+"""`%dist_export` writes the distributed cells as a script that torchrun runs without nbdist.
 
-Definitions of the notebook come first, as they were typed.  Before each cell stand the values that
-it uses: small ones as text, others out of a file that `torch.save` writes.  Runs in the notebook.
+Definitions of the notebook come first, as they were typed.  Before each cell the script binds the
+values that the cell uses: small values as text, others from a file that `torch.save` has written.
+Runs in the notebook.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ from nbdist.tools.cell_code import (
     Statements,
     Transform,
     attributes_since,
-    awaits,
     cell_code,
-    guarded,
-    in_event_loop,
+    definitions_to_read,
+    guard_by_rank,
+    has_top_level_await,
     literal,
-    needed_to_read,
-    read_at_once,
+    names_read_at_once,
+    wrap_in_event_loop,
 )
 from nbdist.values.definitions import SYSTEM_NAMES
 from nbdist.words import count, one_line, size_text
@@ -66,7 +67,7 @@ def dist_export(line: Line) -> Shown:
     path, file = _free_paths(line.options.file, force=line.options.force)
     world, shell = line.world, line.pool.shell
     history = shell.history_manager.input_hist_parsed  # type: ignore[union-attr]
-    # What auto mode sent to the ranks was typed here, and bound nothing here.
+    # Cells that auto mode sent to the ranks are in the history, but bound nothing in the notebook.
     cells = Statements(line.auto.ran.get(number, source) for number, source in enumerate(history))
     past, names = world.session.past, world.session.names
     composer = Composer(past, names, cells, shell.transform_cell)
@@ -78,18 +79,20 @@ def dist_export(line: Line) -> Shown:
     line.display.wait_for(f"writing {path} …")
     size = _write(script, path, file, shell.user_ns)
     saved = f" · {count(len(script.saved), 'variable')} in {file} ({size_text(size)})"
-    said = f"{path} · {count(script.cells, 'cell')}{saved if script.saved else ''}"
-    lost = ["not carried over:", *(f"  {each}" for each in script.lost)] if script.lost else []
+    summary = f"{path} · {count(script.cells, 'cell')}{saved if script.saved else ''}"
+    lines = (
+        ["not carried over:", *(f"  {each}" for each in script.omitted)] if script.omitted else []
+    )
     if script.missing:
         lacks = f"{list_names(script.missing)}, which it uses and lacks"
-        first = [f"{path} ends in a NameError until you add {lacks}", said]
+        first = [f"{path} ends in a NameError until you add {lacks}", summary]
     else:
-        first = [f"{said} · `torchrun --nproc-per-node {world.size} {path}`"]
-    return block("\n".join([*first, *lost]))
+        first = [f"{summary} · `torchrun --nproc-per-node {world.size} {path}`"]
+    return block("\n".join([*first, *lines]))
 
 
 def _free_paths(text: str | None, *, force: bool) -> tuple[Path, Path]:
-    """Return where the script and its values go; raises UsageError where they cannot."""
+    """Return the paths of the script and of its values; raises UsageError for unusable paths."""
     path = Path(text or "").expanduser()
     if not text or path.suffix != ".py":
         typed = f" {text}" if text else ""
@@ -100,9 +103,9 @@ def _free_paths(text: str | None, *, force: bool) -> tuple[Path, Path]:
     if not path.parent.is_dir():
         raise UsageError(f"`%dist_export {text}`: there is no folder {path.parent}.")
     paths = path, _values_file(path)
-    if there := [each for each in paths if each.exists() and not (force and each.is_file())]:
+    if files := [each for each in paths if each.exists() and not (force and each.is_file())]:
         hint = "" if force else f" `%dist_export --force {path}` overwrites it."
-        raise UsageError(f"`%dist_export`: {' and '.join(map(str, there))} already exists.{hint}")
+        raise UsageError(f"`%dist_export`: {' and '.join(map(str, files))} already exists.{hint}")
     return paths
 
 
@@ -111,7 +114,7 @@ def _values_file(path: Path) -> Path:
 
 
 def _write(script: Script, path: Path, file: Path, names: Mapping[str, object]) -> int:
-    """Write both files, or none; return the size of the one with values."""
+    """Write both files, or no file at all; return the size of the file with values."""
     size = 0
     try:
         with whole_file(path) as written:
@@ -128,30 +131,30 @@ def _write(script: Script, path: Path, file: Path, names: Mapping[str, object]) 
     return size
 
 
-# --- what is around the cells ---------------------------------------------------------------
+# --- the parts of a script around the cells -------------------------------------------------
 
 
 def group_of(world: World) -> tuple[str, tuple[str, ...]]:
-    """Return the backend of a script, and what of the workers it does not have.
+    """Return the backend of a script, and a line for each setting of the workers that it lacks.
 
-    "" is the backend that suits the machine, "none" no group.
+    The backend "" means the backend that suits the machine, and "none" means no process group.
     """
-    config, lost = world.session.config, []
+    config, omitted = world.session.config, []
     if given := given_environ(config):
-        lost.append(f"the environment of the workers: {', '.join(sorted(given))}")
+        omitted.append(f"the environment of the workers: {', '.join(sorted(given))}")
     if config.gpus:
-        lost.append(f"the choice of GPUs {config.gpus}: set CUDA_VISIBLE_DEVICES")
+        omitted.append(f"the choice of GPUs {config.gpus}: set CUDA_VISIBLE_DEVICES")
     backend = "none" if world.session.spec.backend is None else config.backend or ""
-    return backend, tuple(lost)
+    return backend, tuple(omitted)
 
 
-def _docstring(path: Path, ranks: int, lost: Sequence[str]) -> str:
+def _docstring(path: Path, ranks: int, omitted: Sequence[str]) -> str:
     notebook = os.path.basename(os.environ.get("JPY_SESSION_NAME", "")) or "a notebook"
     lines = [
         f"The distributed cells of {notebook}, written by `%dist_export` of nbdist.",
         f"\n    torchrun --nproc-per-node {ranks} {path.name}",
-        *(["\nNot carried over:"] if lost else []),
-        *(f"- {each}" for each in lost),
+        *(["\nNot carried over:"] if omitted else []),
+        *(f"- {each}" for each in omitted),
     ]
     text = "\n".join(lines).replace("\\", "/").replace('"""', "'''")
     return f'"""{text}\n"""'
@@ -166,7 +169,7 @@ if torch.cuda.is_available():
     torch.cuda.set_device(device)
 else:
     device = torch.device("cpu")"""
-"""What cells find on every worker; the group comes after it."""
+"""Code that defines the names that cells find on every worker; the process group comes next."""
 
 CHOSEN = '"cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"'
 
@@ -182,21 +185,21 @@ _KNOWN = {*dir(builtins), *WORKERS_OWN, *WORKERS_MODULES, "os", "__file__", "__n
 _KNOWN -= {"display", "get_ipython"}
 
 _IN_PLACE = {"display": "display = print", "track": "track = lambda **_: None"}
-"""What the script has in place of what cells find."""
+"""By name: the script's own definitions of functions that cells find on every worker."""
 
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """A script's text, the variables in the file beside it, and what it does not have.
+    """A script's text, the variables that are saved in the file of values, and what it lacks.
 
-    `lost` are lines on all that is not carried over; `missing` are names that the script uses, and
-    that nothing in it binds.
+    `omitted` has a line for each thing of the notebook that the script leaves out.  `missing` are
+    names that the script uses and does not bind.
     """
 
     text: str
     saved: tuple[str, ...]
     cells: int
-    lost: tuple[str, ...]
+    omitted: tuple[str, ...]
     missing: tuple[str, ...] = ()
 
 
@@ -204,8 +207,9 @@ class Script:
 class _Origin:
     """How the script gets a variable of the notebook: by `text`, or from the file of values.
 
-    `needs` are names that have to be there, and `after` statements that set its attributes.
-    A definition is a function, a class, or what can only be made as a cell has made it.
+    `needs` are names that the script must bind before, and `after` are statements that set the
+    attributes of the variable.  A definition is a function, a class, or a value that only the
+    statement of a cell can make.
     """
 
     text: str = ""
@@ -217,11 +221,11 @@ class _Origin:
 
 
 class Composer:
-    """Puts one script together.
+    """Composes a script.
 
-    Imports and definitions of the notebook come first: they may change values as they are made,
-    and these follow.  Then come the cells in the order in which they last ran, each after the
-    values that were sent until then, as they were sent if that is known.
+    Imports and definitions of the notebook come first, and values follow, since a definition may
+    change a value when it is executed.  Then come the cells in the order in which they last ran.
+    Before each cell are the values that were sent until then, as they were sent if that is known.
     """
 
     def __init__(
@@ -230,91 +234,93 @@ class Composer:
         self._past = past
         self._names = names
         self._statements = statements
-        self._lost = dict[str, None]()
+        self._omitted = dict[str, None]()
         self._missing = dict[str, None]()
-        self._defined = set[str]()  # definitions, and values as they are at first
-        self._lines: list[str] = []  # what stands before the next cell
-        self._given = dict[str, SentName | None]()  # as variables were sent; None: not known
-        self._there = dict[str, object]()  # versions of variables that no cell has bound since
-        self._made = frozenset[str]().union(*(task.made for task in past.tasks))
-        self._cells = [*self._translated(transform)]
-        self._made = self._made.union(*(names_bound(text) for _, text in self._cells))
+        self._defined = set[str]()  # names whose definition or first value is in the script
+        self._lines: list[str] = []  # lines that come before the next cell
+        # By name: how the value that was written last had been sent; None if that is not known.
+        self._written = dict[str, SentName | None]()
+        self._versions = dict[str, object]()  # of written values that no cell has bound since
+        self._bound = frozenset[str]().union(*(task.made for task in past.tasks))
+        self._cells = [*self._translate_cells(transform)]
+        self._bound = self._bound.union(*(names_bound(text) for _, text in self._cells))
         self._is_postponed = any(POSTPONED in task.text for task, _ in self._cells)
         self._is_starred = False
-        self._own = self._made - {each.name for each in past.sent}
+        self._unsent = self._bound - {each.name for each in past.sent}
         self._origins = dict[str, _Origin]()
         self._find_origins(
-            set[str]().union(*(names_used(text) for _, text in self._cells)) - self._own
+            set[str]().union(*(names_used(text) for _, text in self._cells)) - self._unsent
         )
 
     def compose(
-        self, path: Path, ranks: int, backend: str = "", lost: tuple[str, ...] = ()
+        self, path: Path, ranks: int, backend: str = "", omitted: tuple[str, ...] = ()
     ) -> Script:
-        """Put it together; what could not be carried over is in it too."""
+        """Return the whole script; its docstring lists `omitted` and what else the script lacks."""
         chosen = f'"{backend}"' if backend else CHOSEN
         begin, end = f"dist.init_process_group({chosen})", "dist.destroy_process_group()"
         if backend == "none":
             begin = end = ""
-        there = {*_KNOWN}
-        sections = [self._definitions(there)]
+        available = {*_KNOWN}
+        sections = [self._definitions(available)]
         for task, text in self._cells:
             sent, used, self._lines = self._past.sent_before(task.last), names_used(text), []
-            for name in sorted((used - self._made) | sent.keys()):
-                self._give(name, sent, is_used=name in used)
-            self._note_missing(_title_of(task), text, there)
-            self._there = {n: v for n, v in self._there.items() if n not in names_bound(text)}
+            for name in sorted((used - self._bound) | sent.keys()):
+                self._write_value(name, sent, is_used=name in used)
+            self._record_missing(_title_of(task), text, available)
+            self._versions = {n: v for n, v in self._versions.items() if n not in names_bound(text)}
             self._defined -= names_bound(text)
-            sections.append(_shown(task, text, self._lines))
-        self._lost |= dict.fromkeys([*_left_out(self._past), *lost])
+            sections.append(_cell_section(task, text, self._lines))
+        self._omitted |= dict.fromkeys([*_omitted_tasks(self._past), *omitted])
         parts = [
-            _docstring(path, ranks, [*self._lost]),
+            _docstring(path, ranks, [*self._omitted]),
             f"{POSTPONED}\n{IMPORTS}" if self._is_postponed else IMPORTS,
             f"{PROLOGUE}\n{begin}",
             *sections,
             end,
         ]
         text = "\n\n".join(part.strip("\n") for part in parts if part) + "\n"
-        return Script(text, (*self._saved,), len(self._cells), (*self._lost,), (*self._missing,))
+        return Script(text, (*self._saved,), len(self._cells), (*self._omitted,), (*self._missing,))
 
     @property
     def _saved(self) -> list[str]:
         return sorted(name for name, each in self._origins.items() if each.is_saved)
 
-    def _translated(self, transform: Transform) -> Iterator[tuple[PastTask, str]]:
+    def _translate_cells(self, transform: Transform) -> Iterator[tuple[PastTask, str]]:
         tasks = [each for each in self._past.tasks if each.kind == "cell" and _is_written(each)]
-        known = WORKERS_OWN.union(self._made, (each.name for each in self._past.sent))
+        variables = WORKERS_OWN.union(self._bound, (each.name for each in self._past.sent))
         for task in sorted(tasks, key=lambda task: task.last):
-            text, lost = cell_code(task.text, transform, known, shows_value=task.shows_value)
-            lost += ["its figures are drawn and not shown"] if task.draws else []
-            lost += [STOPPED] if task.status == "interrupted" else []
-            self._lost |= {f"{_title_of(task)}: {each}": None for each in lost}
+            text, omitted = cell_code(task.text, transform, variables, shows_value=task.shows_value)
+            omitted += ["its figures are drawn and not shown"] if task.draws else []
+            omitted += [STOPPED] if task.status == "interrupted" else []
+            self._omitted |= {f"{_title_of(task)}: {each}": None for each in omitted}
             yield task, text
 
-    def _note_missing(self, title: str, text: str, there: set[str]) -> None:
-        """Find the names that a section uses and nothing before it binds; add its own to `there`.
+    def _record_missing(self, title: str, text: str, available: set[str]) -> None:
+        """Record the names that a section uses before they are bound; add its names to `available`.
 
-        What definitions read, which have no title, cells and values may bind later.
+        The section of definitions has no title: cells and values may bind later what the bodies of
+        its functions read.
         """
         text = "\n".join([*([POSTPONED] if self._is_postponed else []), *self._lines, text])
         used, bound = names_used(text), names_bound(text)
-        # What a loop or a condition binds counts as bound for the lines below it.
-        missing = used - there - (bound - names_read_first(text))
+        # A name bound in a loop or a condition counts as bound for the lines below.
+        missing = used - available - (bound - names_read_first(text))
         if not title:
-            found = (name for name, each in self._origins.items() if each.text or each.is_saved)
-            missing -= self._made.union(found) - read_at_once(text)
+            origins = (name for name, each in self._origins.items() if each.text or each.is_saved)
+            missing -= self._bound.union(origins) - names_read_at_once(text)
         self._lines[:0] = [_IN_PLACE[name] for name in sorted(missing & _IN_PLACE.keys())]
-        self._is_starred |= "import *" in text  # what that binds is not known here
+        self._is_starred |= "import *" in text  # which binds unknown names
         for name in () if self._is_starred else sorted(missing - _IN_PLACE.keys()):
             self._missing[name] = None
             why = f"{title} uses {name}, which no cell before it binds"
-            is_late = title and name in self._made
-            self._lost[why if is_late else f"`{name}` is used and not there"] = None
-        there |= used | bound
+            is_late = title and name in self._bound
+            self._omitted[why if is_late else f"`{name}` is used and not there"] = None
+        available |= used | bound
 
     # --- variables of the notebook --------------------------------------------------------------
 
     def _find_origins(self, names: Iterable[str]) -> None:
-        """Find how the script can get these variables, and all that they need."""
+        """Find how the script can get these variables, and all variables that they need."""
         sent = {each.name: each.shipped.needs for each in self._past.sent}
         waiting = {*names}
         while waiting:
@@ -322,7 +328,7 @@ class Composer:
             is_known = name in self._origins or name in _KNOWN or SYSTEM_NAMES.fullmatch(name)
             if not is_known and (name in sent or name in self._names.namespace):
                 origin = self._origins[name] = self._find_origin(name)
-                waiting |= origin.needs | (sent.get(name, frozenset()) - self._own)
+                waiting |= origin.needs | (sent.get(name, frozenset()) - self._unsent)
 
     def _find_origin(self, name: str) -> _Origin:
         if name not in self._names.namespace:
@@ -336,37 +342,40 @@ class Composer:
         whole = inspect.unwrap(value) if callable(value) else value
         if not isinstance(whole, types.FunctionType | types.MethodType | type):
             try:
-                return _Origin(needs=needed_to_read(value), is_saved=True)
+                return _Origin(needs=definitions_to_read(value), is_saved=True)
             except Exception as error:  # noqa: BLE001 (a user's __reduce__ can raise anything)
                 why = one_line(f"{type(error).__name__}: {error}")
                 problem = f"`{name}` cannot be saved ({why})"
         if not (text := self._statements.binding(name, whole)):
             return _Origin(problem=problem)
         self._is_postponed |= self._statements.postpones
-        texts, lost = attributes_since(name, value, text)
-        problem = f"{list_names(lost)}, as set since the definition of `{name}`" if lost else ""
+        texts, unset = attributes_since(name, value, text)
+        problem = f"{list_names(unset)}, as set since the definition of `{name}`" if unset else ""
         needs = self._statements.names_used(text)
-        # What cells bind is there when its functions are called, but not before.
+        # Values that cells bind exist when cells call the functions, but not yet in definitions.
         kinds = types.ModuleType | type | types.FunctionType | types.BuiltinFunctionType
-        values = {n for n in self._own if not isinstance(self._names.namespace.get(n), kinds)}
-        needs -= values - read_at_once(text)
+        values = {n for n in self._unsent if not isinstance(self._names.namespace.get(n), kinds)}
+        needs -= values - names_read_at_once(text)
         return _Origin(text, needs, problem, is_definition=True, after=tuple(texts))
 
-    def _definitions(self, there: set[str]) -> str:
+    def _definitions(self, available: set[str]) -> str:
         """Write imports and definitions, and read the file of values."""
         for name in sorted(name for name, each in self._origins.items() if each.is_definition):
             self._define(name)
         for _, origin in sorted(self._origins.items()):
             self._lines += origin.after
-            self._lost |= {origin.problem: None} if origin.is_definition and origin.problem else {}
+            self._omitted |= (
+                {origin.problem: None} if origin.is_definition and origin.problem else {}
+            )
         self._lines += [VALUES] if self._saved else []
-        self._note_missing("", "", there)
+        self._record_missing("", "", available)
         return "\n".join(["# --- from the notebook ---", *self._lines]) if self._lines else ""
 
     def _define(self, name: str) -> None:
-        """Write a definition, and before it those that it needs and the values that it runs with.
+        """Write a definition, after the definitions that it needs and the values that it reads.
 
-        A value is there as its cell has made it: what definitions register is registered again.
+        A value is written as the statement of a cell that made it, since definitions may fill it:
+        a table in which functions register themselves must be empty at first.
         """
         if name in self._defined:
             return
@@ -375,7 +384,7 @@ class Composer:
         text = (
             origin.text if origin.is_definition else self._statements.binding(name) or origin.text
         )
-        at_once = read_at_once(text)
+        at_once = names_read_at_once(text)
         self._find_origins(at_once)
         run = [self._origins[each] for each in at_once & self._origins.keys()]
         inner = {need for each in run for need in each.needs if self._is_container(need)}
@@ -384,38 +393,38 @@ class Composer:
                 self._define(need)
         if not origin.is_definition and (text == origin.text or not self._is_container(name)):
             if origin.text:
-                text, self._there[name] = origin.text, self._version_now(name)
+                text, self._versions[name] = origin.text, self._version_now(name)
             else:
                 why = f"`{name}`: definitions run with the one that its cell makes, not its value"
-                self._lost[why] = None
+                self._omitted[why] = None
         self._lines += [text] if text and text not in self._lines else []
 
     def _is_container(self, name: str) -> bool:
         return isinstance(self._names.namespace.get(name), list | dict | set)
 
-    def _give(self, name: str, sent: Mapping[str, SentName], *, is_used: bool) -> None:
+    def _write_value(self, name: str, sent: Mapping[str, SentName], *, is_used: bool) -> None:
         """Write a value before a cell, as it was when it was sent if that is known.
 
-        A set-up cell has brought variables to new workers, of which no task is known to have sent
-        them.
+        That is not known for a variable that a set-up cell has brought to new workers, since no
+        task is recorded that sent the variable.
         """
         origin, record = self._origins.get(name), sent.get(name)
-        if origin is None or self._given.get(name, self) is record:
+        if origin is None or self._written.get(name, self) is record:
             return
-        is_again, self._given[name] = name in self._given, record
+        is_again, self._written[name] = name in self._written, record
         now = self._version_now(name)
         version = record.shipped.version if record else now
         for need in () if record else sorted(origin.needs):
-            self._give(need, sent, is_used=False)
-        if self._there.get(name, self) == version:
+            self._write_value(need, sent, is_used=False)
+        if self._versions.get(name, self) == version:
             return
-        self._there[name] = version
+        self._versions[name] = version
         text = _atom(version)
         is_import = origin.text.startswith(("import ", "from "))
         if (text is None and version != now) if record else (is_used and not is_import):
-            self._lost[f"`{name}` as it was sent: the script has it as it is now"] = None
+            self._omitted[f"`{name}` as it was sent: the script has it as it is now"] = None
         if origin.problem:
-            self._lost[origin.problem] = None
+            self._omitted[origin.problem] = None
         if text is not None:
             self._lines.append(f"{name} = {text}")
         elif origin.is_saved:  # read again: cells may have changed the value in NOTEBOOK
@@ -430,19 +439,19 @@ class Composer:
 
 
 def _atom(version: object) -> str | None:
-    """Write a small value as it was sent; None for others, whose versions do not have them."""
+    """Return a small value as code; None for other values, which their versions do not contain."""
     match version:
         case (str(kind), str(text)) if kind != "module":
             return literal(eval(text, {"inf": math.inf, "nan": math.nan, "Ellipsis": ...}))
     return None
 
 
-def _shown(task: PastTask, text: str, before: Sequence[str]) -> str:
-    """Write a cell in its place, after the values that it uses."""
-    if awaits(text):
-        text = in_event_loop(text, f"cell_{task.number or task.last}")
+def _cell_section(task: PastTask, text: str, before: Sequence[str]) -> str:
+    """Write a cell below its title and the lines `before`, which bind the values that it uses."""
+    if has_top_level_await(text):
+        text = wrap_in_event_loop(text, f"cell_{task.number or task.last}")
     if text.strip() and not task.on_all:
-        text = guarded(text, task.ranks)
+        text = guard_by_rank(text, task.ranks)
     times = f", which ran {task.runs} times" if task.runs > 1 else ""
     stopped = [f"# {STOPPED[0].upper()}{STOPPED[1:]}."] if task.status == "interrupted" else []
     return "\n".join([f"# --- {_title_of(task)}{times} ---", *before, *stopped, text])
@@ -452,26 +461,26 @@ STOPPED = "this cell was stopped before its end, and the script runs all of it"
 
 
 def _is_written(task: PastTask) -> bool:
-    """Return True for a cell that is in the script: ranks keep what a stopped cell has done."""
+    """Return True for a cell that is in the script; a stopped cell is, since its effects stay."""
     return task.status in ("ok", "interrupted")
 
 
-def _left_out(past: Past) -> list[str]:
-    """Say which tasks are not in a script, and what they had made."""
-    said = []
+def _omitted_tasks(past: Past) -> list[str]:
+    """Return a line for each task that is not in a script, with the names that it had bound."""
+    lines = []
     if past.forgotten:
-        said.append(f"the first {count(past.forgotten, 'cell')}: they are no longer known")
+        lines.append(f"the first {count(past.forgotten, 'cell')}: they are no longer known")
     for task in past.tasks:
         ended = ""
         if task.kind == "cell" and not _is_written(task):
             ended = f" failed ({task.error})" if task.error else " failed"
         if ended or task.kind in ("script", "call"):
             made = f", which bound {list_names(task.made)}" if task.made else ""
-            said.append(f"{_title_of(task)}{ended}{made}")
+            lines.append(f"{_title_of(task)}{ended}{made}")
     if past.gathered:
         names = list_names(past.gathered)
-        said.append(f"what the notebook itself did with {names}, which were gathered")
-    return said
+        lines.append(f"what the notebook itself did with {names}, which were gathered")
+    return lines
 
 
 _MAGICS = {
@@ -480,7 +489,7 @@ _MAGICS = {
     "values.give_back": "%dist_restart --keep",
     **{"snapshot": "%dist_restore", "run": "World.run"},
 }
-"""What people have typed, by op, or the op's module."""
+"""By op, or by the op's module: the magic or method that the user has called."""
 
 
 def _title_of(task: PastTask) -> str:

@@ -36,20 +36,20 @@ def dist_plot(line: Line) -> Shown | str:
     if world is None or not world.session.curves.by_name:
         return NOTHING
     curves = world.session.curves
-    names = chosen(curves, line.options.names)
+    names = choose_curves(curves, line.options.names)
     # Imported late: `%load_ext`, which must be fast, loads this file for its option.
     from nbdist.output.chart import curves_html, curves_text
 
     return Shown(panel(curves_html(curves, names)), curves_text(curves, names))
 
 
-def chosen(curves: Curves, words: Sequence[str]) -> list[str]:
-    """Return the names of the wanted curves, by default all; raises UsageError for unknown ones."""
+def choose_curves(curves: Curves, words: Sequence[str]) -> list[str]:
+    """Return the names of the chosen curves, by default all; raises UsageError for other names."""
     # `loss,lr` stands for two names, unless a curve is called so.
     parts = ([word] if word in curves.by_name else word.split(",") for word in words)
     names = [name for each in parts for name in each if name]
     for name in names:
-        curves.named(name)
+        curves.find_curve(name)
     return [*dict.fromkeys(names)] or [*curves.by_name]
 
 
@@ -75,25 +75,25 @@ def _plotted(line: Line) -> Iterator[None]:
     try:
         yield
     finally:
-        if said := _end(line, names):
-            line.pool.display().say(said)
+        if text := _stop_reading_logs(line, names):
+            line.pool.display().say(text)
 
 
-def _end(line: Line, names: Sequence[str]) -> str:
+def _stop_reading_logs(line: Line, names: Sequence[str]) -> str:
     """Stop reading logs; return a line about names that were never logged, or ""."""
     try:
-        found = line.call("plot.end")
+        logged = line.call("plot.end")
     except NbdistError as error:
         return f"`--plot`: {one_line(str(error))}"
-    seen = {name for each in found.values() for name in each or ()}
-    missing = [name for name in names if name not in seen]
+    logged_names = {name for each in logged.values() for name in each or ()}
+    missing = [name for name in names if name not in logged_names]
     if not missing:
         return ""
-    there = sorted(seen.difference(names))
-    those = f"logged were {list_names(there)}" if there else "nothing else was logged"
+    others = sorted(logged_names.difference(names))
+    others_text = f"logged were {list_names(others)}" if others else "nothing else was logged"
     return (
         f"`--plot`: no bar of tqdm and no log of transformers or Lightning had "
-        f"{list_names(missing)}; {those}. `track(loss=loss)` tracks any number."
+        f"{list_names(missing)}; {others_text}. `track(loss=loss)` tracks any number."
     )
 
 

@@ -35,7 +35,7 @@ def begin(context: Context, names: Sequence[str]) -> None:
 
 
 def end(context: Context) -> tuple[str, ...]:
-    """Stop tracking; return the names of numbers that were logged, whether tracked or not."""
+    """Stop tracking, and return the names of all numbers that were logged, tracked or not."""
     return _stop()
 
 
@@ -43,7 +43,7 @@ def _stop() -> tuple[str, ...]:
     return _begun.pop().stop() if _begun else ()
 
 
-# --- what they log ----------------------------------------------------------------------------
+# --- readers of the arguments of methods that log -----------------------------------------------
 
 
 def _of_postfix(
@@ -81,7 +81,7 @@ READERS: dict[str, tuple[str, dict[str, Reader]]] = {
 class Taps(MetaPathFinder):
     """Wraps the methods in `READERS` until `stop` is called.
 
-    It is a finder on `sys.meta_path`, to wrap methods of modules that are imported later.
+    This is a finder on `sys.meta_path`, to wrap methods of modules that are imported later.
     """
 
     def __init__(self, names: frozenset[str]) -> None:
@@ -96,22 +96,22 @@ class Taps(MetaPathFinder):
     def stop(self) -> tuple[str, ...]:
         """Restore the methods, and return the names of logged numbers.
 
-        If other code has wrapped a method meanwhile, our wrapper stays inside, but does nothing.
+        If other code has wrapped a method meanwhile, this wrapper stays inside, but does nothing.
         """
         self._names = frozenset()
         sys.meta_path.remove(self)
-        for owner, name, before, ours in self._wrapped:
-            if vars(owner).get(name) is ours:
-                setattr(owner, name, before)
+        for owner, name, original, wrapper in self._wrapped:
+            if vars(owner).get(name) is wrapper:
+                setattr(owner, name, original)
         return tuple(self._seen)
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Find a module of `READERS` as Python does, but wrap its methods once it is loaded."""
-        if fullname not in READERS or not (found := PathFinder.find_spec(fullname, path)):
+        if fullname not in READERS or not (spec := PathFinder.find_spec(fullname, path)):
             return None
-        loader: Any = found.loader
+        loader: Any = spec.loader
         execute = loader.exec_module
 
         def execute_and_wrap(module: ModuleType) -> None:
@@ -120,30 +120,30 @@ class Taps(MetaPathFinder):
                 self._wrap(module)
 
         loader.exec_module = execute_and_wrap
-        return found
+        return spec
 
     def _wrap(self, module: ModuleType) -> None:
         owner_name, readers = READERS[module.__name__]
         owner = getattr(module, owner_name, None)
         for name, read in readers.items():
-            before = getattr(owner, name, None)
-            if isinstance(owner, type) and before is not None and name in vars(owner):
-                ours = self._wrapper(before, read)
-                self._wrapped.append((owner, name, before, ours))
-                setattr(owner, name, ours)
+            original = getattr(owner, name, None)
+            if isinstance(owner, type) and original is not None and name in vars(owner):
+                wrapper = self._wrapper(original, read)
+                self._wrapped.append((owner, name, original, wrapper))
+                setattr(owner, name, wrapper)
 
-    def _wrapper(self, before: Callable[..., Any], read: Reader) -> Callable[..., Any]:
-        @wraps(before)
+    def _wrapper(self, original: Callable[..., Any], read: Reader) -> Callable[..., Any]:
+        @wraps(original)
         def log(*args: Any, **kwargs: Any) -> Any:
-            returned = before(*args, **kwargs)
+            returned = original(*args, **kwargs)
             if self._names:
-                self._take(*read(*args, **kwargs))
+                self._track_logged(*read(*args, **kwargs))
             return returned
 
         return log
 
-    def _take(self, step: float | None, logged: Mapping[str, Any]) -> None:
-        """Track the logged values that are numbers and have a wanted name."""
+    def _track_logged(self, step: float | None, logged: Mapping[str, Any]) -> None:
+        """Track the logged values that are numbers and whose names `--plot` has chosen."""
         for name, value in _numbers(logged.items()):
             if (also := ALSO.get(name)) in self._names and also not in logged:
                 name = str(also)

@@ -32,7 +32,7 @@ from nbdist.wire.ops import Met, RankTimes, TracePart
 from nbdist.words import count, one_line, size_text
 
 SLICES, MOST_BARS = 60, 32
-"""Characters of a bar; ranks with a bar at most: of more ranks, those that stand out."""
+"""Characters of a bar, and how many ranks have a bar: of more ranks, the ones that stand out."""
 
 Span = tuple[float, float]
 
@@ -48,57 +48,57 @@ def dist_timeline(line: Line) -> Shown | str:
     The straggler is named, with how long others waited for it in collectives.  With
     `%%distributed --profile` torch's profiler writes a trace of the cell.
     """
-    found = timeline_of(line.call("timeline"))
-    if found is None:
+    timeline = timeline_of(line.call("timeline"))
+    if timeline is None:
         return "no cell has run on these workers"
-    shown = [_table(found), _bars(found)]
+    shown = [_table(timeline), _bars(timeline)]
     if "nccl" in line.world.session.backend:
         shown.append(block(ON_GPUS))
     return below(shown)
 
 
-def headline(found: Timeline) -> str:
+def headline(timeline: Timeline) -> str:
     """Return a line with the time of the cell, and the rank that kept the others waiting."""
-    met = count(found.met, "collective")
-    if not found.is_recorded:
-        met = "which rank came last is not recorded before torch 2.11"
-    elif not found.is_whole:
-        met = f"the last {met}"
-    parts = [count(len(found.rows), "rank"), seconds_text(found.seconds), met]
-    if (late := found.straggler) is not None:
-        last = f"came last to {late.came_last} of them; " if late.came_last > 1 else ""
+    collectives = count(timeline.collective_count, "collective")
+    if not timeline.is_recorded:
+        collectives = "which rank came last is not recorded before torch 2.11"
+    elif not timeline.is_whole:
+        collectives = f"the last {collectives}"
+    parts = [count(len(timeline.rows), "rank"), seconds_text(timeline.seconds), collectives]
+    if (row := timeline.straggler) is not None:
+        last = f"came last to {row.came_last} of them; " if row.came_last > 1 else ""
         parts.append(
-            f"rank {late.rank} {last}others waited {_seconds(late.awaited, found.seconds)} for it"
+            f"rank {row.rank} {last}others waited {_seconds(row.awaited, timeline.seconds)} for it"
         )
     return " · ".join(parts)
 
 
-def _table(found: Timeline) -> Shown:
+def _table(timeline: Timeline) -> Shown:
     rows = [("rank", "total", "computing", "in collectives", "times last", "wait caused")]
-    text = partial(_seconds, whole=found.seconds)
-    for row in _shown(found):
+    text = partial(_seconds, whole=timeline.seconds)
+    for row in _rows_to_show(timeline):
         waiting = f"{text(row.waiting)} ({row.waiting / (row.seconds or 1):.0%})"
-        late = text(row.awaited) if row.awaited >= found.seconds / 200 else ""
+        caused = text(row.awaited) if row.awaited >= timeline.seconds / 200 else ""
         times = str(row.rank), text(row.seconds), text(row.computing), waiting
-        rows.append((*times, str(row.came_last or ""), late))
-    return table(headline(found), rows)
+        rows.append((*times, str(row.came_last or ""), caused))
+    return table(headline(timeline), rows)
 
 
-def _bars(found: Timeline) -> Shown:
+def _bars(timeline: Timeline) -> Shown:
     """Draw a bar for each rank, and below the bars a legend and the collectives."""
-    bars = {row.rank: bar_of(row, found.seconds) for row in _shown(found)}
+    bars = {row.rank: bar_of(row, timeline.seconds) for row in _rows_to_show(timeline)}
     width = max(len(str(rank)) for rank in bars)
     both = f"  {MIXED} both" if any(MIXED in bar for bar in bars.values()) else ""
-    said = [f"{COMPUTES} computing  {WAITS} in collectives{both}"]
-    if more := len(found.rows) - len(bars):
-        said.append(count(more, "more rank"))
-    said += [" · ".join(found.operations[:4])] if found.operations else []
-    return block("\n".join([*(f"rank {r:>{width}} {bar}" for r, bar in bars.items()), *said]))
+    lines = [f"{COMPUTES} computing  {WAITS} in collectives{both}"]
+    if more := len(timeline.rows) - len(bars):
+        lines.append(count(more, "more rank"))
+    lines += [" · ".join(timeline.operations[:4])] if timeline.operations else []
+    return block("\n".join([*(f"rank {r:>{width}} {bar}" for r, bar in bars.items()), *lines]))
 
 
-def _shown(found: Timeline) -> list[Row]:
+def _rows_to_show(timeline: Timeline) -> list[Row]:
     """Return the rows to show: of many ranks, the most awaited and then the slowest."""
-    order = sorted(found.rows, key=lambda row: (-row.awaited, -row.computing))
+    order = sorted(timeline.rows, key=lambda row: (-row.awaited, -row.computing))
     return sorted(order[:MOST_BARS], key=lambda row: row.rank)
 
 
@@ -133,15 +133,15 @@ cell."""
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One rank's cell; times are in seconds since the first rank began."""
+    """The times of a rank in the cell; times are in seconds since the first rank began."""
 
     rank: int
     begin: float
     seconds: float  # how long the cell took
     waiting: float  # how much of that the rank waited in collectives
-    spans: tuple[Span, ...]  # when it waited
-    came_last: int = 0  # how many collectives it began late, after all other ranks
-    awaited: float = 0.0  # how long each other rank waited for it, on average
+    spans: tuple[Span, ...]  # when the rank waited
+    came_last: int = 0  # how many collectives the rank began late, after all other ranks
+    awaited: float = 0.0  # how long each other rank waited for this rank, on average
 
     @property
     def computing(self) -> float:
@@ -154,7 +154,7 @@ class Timeline:
     """A cell on all ranks that ran it."""
 
     rows: tuple[Row, ...]
-    met: int  # the number of collectives that more than one rank began
+    collective_count: int  # the number of collectives that more than one rank began
     straggler: Row | None  # the rank for which others waited, None if no rank stands out
     operations: tuple[str, ...]  # such as `all_reduce x 3 (3 KiB)`
     is_recorded: bool  # as in `RankTimes`, for all ranks
@@ -174,11 +174,11 @@ def timeline_of(times: Mapping[int, RankTimes]) -> Timeline | None:
     origin = min(each.began_ns for each in times.values())
     arrivals: dict[tuple[str, int], dict[int, int]] = defaultdict(dict)
     for rank, each in times.items():
-        for met in each.met:
-            arrivals[met.group, met.number][rank] = met.at_ns
+        for collective in each.met:
+            arrivals[collective.group, collective.number][rank] = collective.at_ns
     meetings = {key: at for key, at in arrivals.items() if len(at) > 1}
     last = {key: max(at.values()) for key, at in meetings.items()}
-    spans = {rank: _waits(each, last) for rank, each in times.items()}
+    spans = {rank: _wait_spans(each, last) for rank, each in times.items()}
     took = {rank: each.ended_ns - each.began_ns for rank, each in times.items()}
     awaited, came_last = _lateness(meetings, spans)
     others = max(1, len(times) - 1)
@@ -194,31 +194,33 @@ def timeline_of(times: Mapping[int, RankTimes]) -> Timeline | None:
         )
         for rank, each in sorted(times.items())
     )
-    most = max(rows, key=lambda row: row.awaited)
+    most_awaited = max(rows, key=lambda row: row.awaited)
     longest = max(row.seconds for row in rows)
     return Timeline(
         rows,
         len(meetings),
-        most if most.awaited >= max(LEAST, LEAST_SHARE * longest) else None,
+        most_awaited if most_awaited.awaited >= max(LEAST, LEAST_SHARE * longest) else None,
         _operations(each.met for each in times.values()),
         all(each.is_recorded for each in times.values()),
         all(each.is_whole for each in times.values()),
     )
 
 
-def _waits(times: RankTimes, last: Mapping[tuple[str, int], int]) -> list[tuple[int, int]]:
-    """Return when a rank waited: measured spans and assumed ones of C++ code, merged.
+def _wait_spans(times: RankTimes, last: Mapping[tuple[str, int], int]) -> list[tuple[int, int]]:
+    """Return when a rank waited, from measured waits and assumed waits in C++ code, merged.
 
     `last` has by group and number when the last rank began the collective.
     """
     spans = [*times.waits]
-    begins = sorted([*(met.at_ns for met in times.met), *(a for a, _ in times.waits)])
+    begins = sorted([*(collective.at_ns for collective in times.met), *(a for a, _ in times.waits)])
     begins.append(times.ended_ns)
-    for met in times.met:
-        until = last.get((met.group, met.number), 0)
-        after = begins[bisect_right(begins, met.at_ns)] if met.at_ns < begins[-1] else 0
-        if met.at_ns < until <= after:
-            spans.append((met.at_ns, until))
+    for collective in times.met:
+        until = last.get((collective.group, collective.number), 0)
+        after = (
+            begins[bisect_right(begins, collective.at_ns)] if collective.at_ns < begins[-1] else 0
+        )
+        if collective.at_ns < until <= after:
+            spans.append((collective.at_ns, until))
     merged: list[tuple[int, int]] = []
     for begin, end in sorted(spans):
         if merged and begin <= merged[-1][1]:
@@ -232,18 +234,18 @@ def _lateness(
     meetings: Mapping[tuple[str, int], Mapping[int, int]],
     spans: Mapping[int, list[tuple[int, int]]],
 ) -> tuple[dict[int, float], dict[int, int]]:
-    """Return by rank how many nanoseconds all others waited for it, and how often it was last."""
+    """Return by rank how many nanoseconds others waited for the rank, and how often it was last."""
     awaited: dict[int, float] = dict.fromkeys(spans, 0.0)
     came_last: dict[int, int] = dict.fromkeys(spans, 0)
     done: dict[int, int] = defaultdict(int)  # by rank: until when its waits are counted
     for at in sorted(meetings.values(), key=lambda at: max(at.values())):
-        late = max(at, key=lambda rank: at[rank])
-        came_last[late] += at[late] - min(at.values()) >= LATE * 1e9
+        last_rank = max(at, key=lambda rank: at[rank])
+        came_last[last_rank] += at[last_rank] - min(at.values()) >= LATE * 1e9
         for rank, arrived in at.items():
-            if rank != late:
+            if rank != last_rank:
                 begin = max(arrived, done[rank])
-                awaited[late] += _overlap(spans[rank], begin, at[late])
-                done[rank] = max(done[rank], at[late])
+                awaited[last_rank] += _overlap(spans[rank], begin, at[last_rank])
+                done[rank] = max(done[rank], at[last_rank])
     return awaited, came_last
 
 
@@ -261,7 +263,7 @@ def _overlap(spans: Sequence[Span], begin: float, end: float) -> float:
 def _operations(ranks: Iterable[tuple[Met, ...]]) -> tuple[str, ...]:
     """Return texts like `all_reduce x 3 (3 KiB)`, the most bytes first.
 
-    They are of the rank that began the most collectives.
+    The texts describe the collectives of the rank that began the most.
     """
     sizes: dict[str, list[int]] = defaultdict(list)
     for each in max(ranks, key=len, default=()):
@@ -306,17 +308,19 @@ def _profiled(line: Line) -> Iterator[None]:
 def _collect(line: Line, path: Path, origin: int) -> str:
     """Fetch the ranks' events and write the trace; return the line to show."""
     try:
-        found = line.call("timeline.end_profile", origin_ns=origin)
-        parts = {rank: part or TracePart() for rank, part in found.items()}
+        traces = line.call("timeline.end_profile", origin_ns=origin)
+        parts = {rank: part or TracePart() for rank, part in traces.items()}
         write_trace(path, parts)
     except NbdistError as error:
         return f"no trace of this cell: {one_line(str(error))}"
     events = sum(part.count for part in parts.values())
-    said = [f"{path} · {events:,} events of {count(len(parts), 'rank')} · ui.perfetto.dev opens it"]
+    phrases = [
+        f"{path} · {events:,} events of {count(len(parts), 'rank')} · ui.perfetto.dev opens it"
+    ]
     for rank, part in parts.items():
         lost = f"the last {part.dropped:,} events are not in it" if part.dropped else part.problem
-        said += [f"rank {rank}: {lost}"] if lost else []
-    return " · ".join(said)
+        phrases += [f"rank {rank}: {lost}"] if lost else []
+    return " · ".join(phrases)
 
 
 PROFILE = CellOption(

@@ -1,4 +1,4 @@
-"""The ops of `%dist_timeline` and `--profile`.
+"""The ops of `%dist_timeline` and `--profile`: times of ranks, and events of torch's profiler.
 
 Runs in workers.  `timeline` returns when the rank waited in its last cell, and which collectives it
 began.  `begin_profile` and `end_profile` are called before and after a cell, each by its own task.

@@ -1,8 +1,9 @@
 """`%%distributed --watch model,optimizer` finds the first step after which ranks differ.
 
 Runs in the notebook; ranks compare themselves (`nbdist.tools.watch_op`).  It shows which parts
-differ, and what began to differ before them, where users can look for the cause.  Ranks that train
-with data parallelism have their own data and random states, so what always differed is left out.
+differ, and which facts began to differ before the parts, since one of them may be the cause.  Ranks
+that train with data parallelism have their own data and random states, so facts that always
+differed are left out.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ _WANTED = (
 )  # fmt: skip
 
 
-def _add(magic: Magic) -> Magic:
+def _add_options(magic: Magic) -> Magic:
     for option in reversed(_WANTED):
         magic = option(magic)
     return magic
@@ -77,15 +78,15 @@ def _watched(line: Line) -> Iterator[None]:
         return
     if options.no_wait:
         raise UsageError("`--watch`: what it found is shown after the cell: not with `--no-wait`.")
-    wanted = [*dict.fromkeys(filter(None, map(str.strip, options.watch.split(","))))]
-    if not wanted:
+    expressions = [*dict.fromkeys(filter(None, map(str.strip, options.watch.split(","))))]
+    if not expressions:
         raise UsageError(
             "`--watch`: name modules and optimizers, such as `--watch model,optimizer`."
         )
     line.pool.ensure(options, line.display)
     exchange = uuid.uuid4().hex[:8], line.ranks, options.stop_on_difference
     every = options.every or EVERY
-    refused = line.call("watch.begin", wanted=wanted, every=every, exchange=exchange)
+    refused = line.call("watch.begin", expressions=expressions, every=every, exchange=exchange)
     if any(refused.values()):
         line.call("watch.end")  # for ranks that did not refuse, and have begun to watch
         expression, why = next((e, w) for each in refused.values() for e, w in each.items())
@@ -96,31 +97,31 @@ def _watched(line: Line) -> Iterator[None]:
     try:
         yield
     finally:
-        _show(line, wanted)
+        _show(line, expressions)
 
 
-WATCH = CellOption(_add, _watched)
+WATCH = CellOption(_add_options, _watched)
 
 
-def _show(line: Line, wanted: Sequence[str]) -> None:
+def _show(line: Line, expressions: Sequence[str]) -> None:
     """Fetch the ranks' notes of the cell, and show the first difference or that there is none."""
     display, ran = line.pool.display(), line.pool.last
     try:
-        found = {r: each for r, each in line.call("watch.end").items() if each is not None}
+        notes = {r: each for r, each in line.call("watch.end").items() if each is not None}
     except NbdistError as error:
         display.say(f"watch: nothing is known of this cell: {one_line(str(error))}")
         return
-    divergence = Divergence(wanted, found)
+    divergence = Divergence(expressions, notes)
     if divergence.differs:
         if divergence.is_of_the_end and ran is not None:  # no rank has warned while the cell ran
             ran.transcript.warn(divergence.head())
             line.display.end_again(ran.transcript, line.pool.log_files())
-        _drawn(line, divergence).on(display)
+        _draw(line, divergence).on(display)
     else:
         display.say(divergence.agreement())
 
 
-def _drawn(line: Line, divergence: Divergence) -> Shown:
+def _draw(line: Line, divergence: Divergence) -> Shown:
     """Draw the first difference; how far parts are apart is measured now, after the cell."""
     from nbdist.tools.diff import distances
 
@@ -130,7 +131,7 @@ def _drawn(line: Line, divergence: Divergence) -> Shown:
             for reference, (others, paths) in each.to_compare().items():
                 apart = distances(line, each.title, reference, others, paths)
                 # Parts that are equal by now did differ when ranks compared them.
-                each.take({r: {p: d for p, d in by.items() if d.differing}
+                each.add_distances({r: {p: d for p, d in by.items() if d.differing}
                            for r, by in apart.items()})  # fmt: skip
         except NbdistError:  # the rank is gone, or the name
             pass
@@ -138,21 +139,21 @@ def _drawn(line: Line, divergence: Divergence) -> Shown:
     titles, more = ("part", "type", "ranks, and how far apart they are now"), len(rows) - MOST_ROWS
     last = [(f"and {more} more", "", "")] if more > 0 else []
     shown = table(divergence.head(), [titles, *rows[:MOST_ROWS], *last])
-    return below([shown, block("\n".join(divergence.before()))])
+    return below([shown, block("\n".join(divergence.facts_before()))])
 
 
 @dataclass
 class Divergence:
-    """The ranks' notes of the watched expressions (`wanted`), up to the first difference if any."""
+    """The ranks' notes of the watched `expressions`, up to the first difference if there is one."""
 
-    wanted: Sequence[str]
+    expressions: Sequence[str]
     noted: Mapping[int, Watched]
 
     @property
     def step(self) -> int:
         """The step after which ranks differ, or the last step that all ranks have made."""
-        found = [each.found for each in self.noted.values() if each.found]
-        return min(found) if found else min(each.steps for each in self.noted.values())
+        steps = [each.found for each in self.noted.values() if each.found]
+        return min(steps) if steps else min(each.steps for each in self.noted.values())
 
     @property
     def is_of_the_end(self) -> bool:
@@ -170,7 +171,7 @@ class Divergence:
         steps = {each.steps for each in self.noted.values()}
         if len(steps) > 1 or steps == {0}:
             return False
-        return any(len(fold_ranks(self._digests(each))) > 1 for each in self.wanted)
+        return any(len(fold_ranks(self._digests(each))) > 1 for each in self.expressions)
 
     def _digests(self, expression: str) -> dict[int, Any]:
         return {
@@ -181,17 +182,17 @@ class Divergence:
     def head(self) -> str:
         """Return a line like `watch: after step 50 rank 2 differs from ranks 0-1,3`."""
         when = "at the end, after" if self.is_of_the_end else "after"
-        digests = [self._digests(each) for each in self.wanted]
+        digests = [self._digests(each) for each in self.expressions]
         alike = {rank: tuple(each[rank] for each in digests) for rank in self.noted}
-        said = difference(alike) or "ranks differed; in what is no longer known"
-        return f"watch: {when} step {self.step} {said}"
+        text = difference(alike) or "ranks differed; in what is no longer known"
+        return f"watch: {when} step {self.step} {text}"
 
     def comparisons(self) -> Iterator[Comparison]:
         """Yield the comparison of each watched expression whose parts are known."""
         # Imported late: `%load_ext`, which must be fast, loads this file for its option.
         from nbdist.tools.diff import Comparison
 
-        for expression in self.wanted:
+        for expression in self.expressions:
             parts = {rank: each.parts.get(expression, {}) for rank, each in self.noted.items()}
             if any(parts.values()):
                 yield Comparison(expression, {rank: Looked(of) for rank, of in parts.items()})
@@ -208,29 +209,29 @@ class Divergence:
         return f"{expression}: {path}"
 
     def agreement(self) -> str:
-        """Return a line that says how often ranks were equal, and what was left out."""
+        """Return a line that says how often ranks were equal, and which parts were left out."""
         if not self.noted:
             return "watch: nothing was watched on any rank"
         steps = {rank: each.steps for rank, each in self.noted.items()}
         parts = max(sum(map(len, each.parts.values())) for each in self.noted.values())
         times = min(each.times for each in self.noted.values())
         if not max(steps.values()):
-            said = [
+            phrases = [
                 "watch: no step was counted: no optimizer of what is watched made one, and "
                 "`nbdist.watch()` was not called"
             ]
         elif not times:
-            said = [f"watch: {', '.join(self.wanted)}: not compared"]
+            phrases = [f"watch: {', '.join(self.expressions)}: not compared"]
         else:
             alike = f"the same on {name_ranks(self.noted)}" if len(self.noted) > 1 else "one rank"
             much = f"{count(parts, 'part')} " if parts else ""  # none are kept after a problem
-            said = [
-                f"watch: {', '.join(self.wanted)}: {much}{alike}, compared after {times} of "
+            phrases = [
+                f"watch: {', '.join(self.expressions)}: {much}{alike}, compared after {times} of "
                 f"{count(min(steps.values()), 'step')}"
             ]
         if len({*steps.values()}) > 1:
-            said.append(_by_ranks(steps, lambda each: f"made {count(each, 'step')}"))
-        return " · ".join([*said, *self._left_out()])
+            phrases.append(_by_ranks(steps, lambda each: f"made {count(each, 'step')}"))
+        return " · ".join([*phrases, *self._left_out()])
 
     def _left_out(self) -> Iterator[str]:
         if sharded := max(each.sharded for each in self.noted.values()):
@@ -238,26 +239,26 @@ class Divergence:
         problems = {rank: each.problem for rank, each in self.noted.items() if each.problem}
         for problem, ranks in fold_ranks(problems).items():
             yield f"{name_ranks(ranks)} stopped comparing: {problem}"
-        for expression in self.wanted:
+        for expression in self.expressions:
             refused = {r: n.refused[expression] for r, n in self.noted.items()
                        if expression in n.refused}  # fmt: skip
             if refused:  # ranks may have different reasons: the first stands for all
                 why = one_line(next(iter(refused.values())), 90)
                 yield f"`{expression}` on {name_ranks(refused)} was not compared: {why}"
 
-    # --- what differed before ------------------------------------------------------------------
+    # --- facts that differed before the parts ---------------------------------------------------
 
-    def before(self) -> Iterator[str]:
-        """Yield lines about what began to differ before the parts did, and at which step."""
+    def facts_before(self) -> Iterator[str]:
+        """Yield a line for each fact that began to differ before the parts did, with its step."""
         compared = [step for step, _ in self._facts]
         equal = [step for step in compared if step < self.step]
-        told = [*self._inputs(), *self._generators(), *self._modules(), *self._collectives()]
+        lines = [*self._inputs(), *self._generators(), *self._modules(), *self._collectives()]
         if equal:
             yield f"all were equal after step {equal[-1]}; what else came to differ until then:"
         else:
             yield "this is the first comparison; what else differs, as it may on purpose:"
-        yield from (f"  {each}" for each in told)
-        if not told:
+        yield from (f"  {each}" for each in lines)
+        if not lines:
             yield (
                 "  none of these: the data that forward got, random states, which modules ran, "
                 "the number of collectives"
@@ -273,10 +274,11 @@ class Divergence:
                 by_step.setdefault(facts.step, {})[rank] = facts
         return [(s, by_step[s]) for s in sorted(by_step) if len(by_step[s]) == len(self.noted)]
 
-    def _first(self, values: Iterable[Stepped]) -> Stepped | None:
-        """Return the first value in which ranks differ after they were equal; None if none.
+    def _first_difference(self, values: Iterable[Stepped]) -> Stepped | None:
+        """Return the first value in which ranks differ after a value in which they were equal.
 
-        If there was no earlier comparison, ranks do not count as equal at the beginning.
+        Return None if there is no such value.  If the first comparison has found that parts differ,
+        ranks count as equal before, so that every fact in which they differ is named.
         """
         was_equal = not any(step < self.step for step, _ in self._facts)
         for step, by_rank in values:
@@ -289,29 +291,31 @@ class Divergence:
     def _generators(self) -> Iterator[str]:
         states = [(s, {r: f.generators for r, f in of.items()}) for s, of in self._facts]
         names = (name for _, of in states for each in of.values() for name in each)
-        told: dict[str, list[str]] = {}
+        names_by_text: dict[str, list[str]] = {}
         for name in dict.fromkeys(names):
             values = ((s, {r: each.get(name, "") for r, each in of.items()}) for s, of in states)
-            if found := self._first(values):
-                said = f"from step {found[0]} on: {difference(found[1])}"
-                told.setdefault(said, []).append(name)
-        for said, which in told.items():
-            yield f"random state of {', '.join(which)}, {said}"
+            if difference_at := self._first_difference(values):
+                text = f"from step {difference_at[0]} on: {difference(difference_at[1])}"
+                names_by_text.setdefault(text, []).append(name)
+        for text, which in names_by_text.items():
+            yield f"random state of {', '.join(which)}, {text}"
 
     def _modules(self) -> Iterator[str]:
-        found = self._first((s, {r: f.ran for r, f in of.items()}) for s, of in self._facts)
-        if found is None:
+        first = self._first_difference(
+            (s, {r: f.ran for r, f in of.items()}) for s, of in self._facts
+        )
+        if first is None:
             return
-        ran = found[1]
+        ran = first[1]
         every, common = frozenset().union(*ran.values()), frozenset.intersection(*ran.values())
         for module in sorted(every - common)[:MOST_NAMED]:
             ranks = [rank for rank, names in ran.items() if module in names]
-            yield f"`{module}` ran forward in step {found[0]} on {name_ranks(ranks)} alone"
+            yield f"`{module}` ran forward in step {first[0]} on {name_ranks(ranks)} alone"
 
     def _collectives(self) -> Iterator[str]:
         counts = [(s, {r: f.collectives for r, f in of.items()}) for s, of in self._facts]
-        if found := self._first(counts):
-            yield f"collectives begun until step {found[0]}: {_by_ranks(found[1], str)}"
+        if first := self._first_difference(counts):
+            yield f"collectives begun until step {first[0]}: {_by_ranks(first[1], str)}"
             return
         rates = [
             (min(new.values()) - min(old.values())) / (step - before)
@@ -338,10 +342,10 @@ class Divergence:
             if len(by_call[call]) == len(self.noted)
         ]
         shapes = [(step, {r: shape for r, (_, shape) in of.items()}) for step, of in calls]
-        if found := self._first(shapes):
-            yield f"shapes of {DATA}, from step {found[0]} on: {_by_ranks(found[1], str)}"
-        elif found := self._first(calls):
-            yield f"{DATA}, from step {found[0]} on: {difference(found[1])}"
+        if first := self._first_difference(shapes):
+            yield f"shapes of {DATA}, from step {first[0]} on: {_by_ranks(first[1], str)}"
+        elif first := self._first_difference(calls):
+            yield f"{DATA}, from step {first[0]} on: {difference(first[1])}"
 
 
 def _by_ranks(values: Mapping[int, Any], text: Callable[[Any], str]) -> str:

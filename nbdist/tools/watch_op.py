@@ -20,7 +20,7 @@ from torch.optim.optimizer import (
 )
 
 from nbdist.tools import digests
-from nbdist.tools.digests import Exchange, Parts, RanksDiffer, Target, sampled
+from nbdist.tools.digests import Exchange, Parts, RanksDiffer, Target, sample_digest
 from nbdist.wire.ops import Facts, Input, Watched
 from nbdist.words import one_line
 from nbdist.worker import tracking
@@ -33,27 +33,27 @@ KEPT_FACTS, KEPT_PARTS = 64, 20_000
 """Comparisons whose facts are kept, and parts that are kept: ranks may be some steps apart."""
 
 MOST_INPUTS = 2_000
-"""The most forwards whose inputs are kept; usually those since the comparison before the last."""
+"""Forwards whose inputs are kept; usually all since the comparison before the last."""
 
 _watches: list[Watch] = []
 """The watch that runs, if any: until `end`, or the next `begin`."""
 
 
 def begin(
-    context: Context, wanted: Sequence[str], every: int, exchange: Sequence[Any]
+    context: Context, expressions: Sequence[str], every: int, exchange: Sequence[Any]
 ) -> dict[str, str]:
     """Start a watch that lasts until the next cell has ended.
 
-    `every` is the number of steps between comparisons; `exchange` has its key, the ranks, and
-    whether ranks wait for each other.  Return by expression the types of values that cannot be
-    watched; if there is one, no watch starts.
+    `every` is the number of steps between comparisons; `exchange` has the key of an `Exchange`, the
+    ranks, and whether ranks wait for each other.  Return by expression the types of values that
+    cannot be watched; if any value cannot be watched, no watch starts.
     """
     while _watches:
         _watches.pop().close()
     refused = {}
-    for expression in wanted:
+    for expression in expressions:
         try:
-            why = digests.check(eval(expression, context.names))
+            why = digests.unsupported_type(eval(expression, context.names))
         except Exception:  # noqa: BLE001 (the cell may make the value later)
             continue
         if why:
@@ -61,7 +61,7 @@ def begin(
     if not refused:
         key, ranks, waits = exchange
         meets = Exchange(key, ranks, context.rank, context.namespace.warn, waits=waits)
-        watch = Watch(context, wanted, every, meets)
+        watch = Watch(context, expressions, every, meets)
         _watches.append(watch)
         watch.open()
     return refused
@@ -77,13 +77,13 @@ def end(context: Context) -> Watched | None:
 
 
 class Watch:
-    """One rank's side of a watch; all methods run on the main thread."""
+    """Counts the steps of a rank, and compares the rank; all methods run on the main thread."""
 
     def __init__(
-        self, context: Context, wanted: Sequence[str], every: int, exchange: Exchange
+        self, context: Context, expressions: Sequence[str], every: int, exchange: Exchange
     ) -> None:
         self._shell, self._names = context.shell, context.names
-        self._wanted, self._every, self._exchange = wanted, every, exchange
+        self._expressions, self._every, self._exchange = expressions, every, exchange
         self._targets: dict[str, Target] = {}
         self._refused: dict[str, str] = {}
         self._hooks: list[Any] = []
@@ -93,45 +93,45 @@ class Watch:
         self._parts: dict[str, Parts] = {}
         self._facts: deque[Facts] = deque(maxlen=KEPT_FACTS)
         self.step = self._times = self._sharded = 0
-        self._found = self._problem = ""
+        self._differing = self._problem = ""
         self._buffers_are_due = False
 
     def __repr__(self) -> str:
-        return f"<Watch of {', '.join(self._wanted)}, step {self.step}>"
+        return f"<Watch of {', '.join(self._expressions)}, step {self.step}>"
 
     def open(self) -> None:
         """Add hooks to all optimizers, and to watched modules that exist already."""
-        self._hooks.append(register_optimizer_step_pre_hook(self._begins_step))
-        self._hooks.append(register_optimizer_step_post_hook(self._stepped))
-        tracking.step_callbacks.append(self._counted)
-        self._shell.events.register("post_run_cell", self._cell_ended)
+        self._hooks.append(register_optimizer_step_pre_hook(self._begin_step))
+        self._hooks.append(register_optimizer_step_post_hook(self._end_step))
+        tracking.step_callbacks.append(self._count_manual_step)
+        self._shell.events.register("post_run_cell", self._end_cell)
         self._guarded(self._resolve)
         self._guarded(self._prepare)
 
     def close(self) -> None:
-        """Remove all hooks; what was noted stays."""
+        """Remove all hooks, and keep the notes."""
         self._seen.close()
         while self._hooks:
             self._hooks.pop().remove()
-        if self._counted in tracking.step_callbacks:
-            tracking.step_callbacks.remove(self._counted)
-            self._shell.events.unregister("post_run_cell", self._cell_ended)
+        if self._count_manual_step in tracking.step_callbacks:
+            tracking.step_callbacks.remove(self._count_manual_step)
+            self._shell.events.unregister("post_run_cell", self._end_cell)
 
-    def _cell_ended(self, _: object) -> None:
+    def _end_cell(self, _: object) -> None:
         self.close()
         self._exchange.end()
 
     def result(self) -> Watched:
-        """Return the notes of this rank; with the present parts if no difference was found."""
+        """Return the notes of this rank, with the present parts if no difference was found."""
         if not self._problem:
-            self._guarded(self._look_at_the_end)
-        found = int(self._found.split()[0]) if self._found else 0
-        last = found or self.step
+            self._guarded(self._compare_at_end)
+        found_step = int(self._differing.split()[0]) if self._differing else 0
+        last = found_step or self.step
         return Watched(
             steps=self.step,
             times=self._times,
-            found=found,
-            parts=self._parts.get(self._found, {}),
+            found=found_step,
+            parts=self._parts.get(self._differing, {}),
             sharded=self._sharded,
             facts=tuple(each for each in self._facts if each.step <= last),
             inputs=self._seen.inputs_until(last),
@@ -140,20 +140,20 @@ class Watch:
             problem=self._problem,
         )
 
-    def _look_at_the_end(self) -> None:
-        self._found = self._found or self._exchange.found()
-        if not self._found:
+    def _compare_at_end(self) -> None:
+        self._differing = self._differing or self._exchange.first_difference()
+        if not self._differing:
             self._resolve()
-            self._parts[""] = self._described()
+            self._parts[""] = self._describe()
 
     # --- steps --------------------------------------------------------------------------------
 
-    def _begins_step(self, optimizer: Any, *_: object) -> None:
+    def _begin_step(self, optimizer: Any, *_: object) -> None:
         # If this optimizer is in the list, its last step has raised an error: drop that step.
         self._within[:] = [*takewhile(lambda each: each is not optimizer, self._within), optimizer]
 
-    def _stepped(self, optimizer: Any, *_: object) -> None:
-        """Count the step if it is of the first optimizer that changes a watched parameter.
+    def _end_step(self, optimizer: Any, *_: object) -> None:
+        """Count a step of the optimizer that was the first to change a watched parameter.
 
         A step inside of another optimizer's step does not count, as in ZeroRedundancyOptimizer.
         """
@@ -165,37 +165,37 @@ class Watch:
             if digests.share_parameters(self._targets.values(), optimizer):
                 self._clock = optimizer
         if self._clock is optimizer:
-            self._next()
+            self._count_step()
 
-    def _counted(self) -> None:
+    def _count_manual_step(self) -> None:
         """Count a step of `nbdist.watch()`, unless steps of an optimizer are counted."""
         if self._clock is None:
             self._clock = tracking.watch
         if self._clock is tracking.watch:
-            self._next()
+            self._count_step()
 
-    def _next(self) -> None:
+    def _count_step(self) -> None:
         self.step += 1
         if self._is_over:
             return
         self._seen.step = self.step
         if self.step == 1 or self.step % self._every == 0:
-            self._guarded(self._look)
+            self._guarded(self._compare_step)
         self._prepare()
 
     @property
     def _is_over(self) -> bool:
-        return bool(self._found or self._problem)
+        return bool(self._differing or self._problem)
 
-    def _guarded(self, look: Callable[[], None]) -> None:
-        """Call `look`; an error in it ends the watch, and not the training.
+    def _guarded(self, action: Callable[[], None]) -> None:
+        """Call `action`, and end the watch, but not the training, if the call raises an error.
 
-        Raise RanksDiffer, and ConnectionResetError after a release, since these end the cell.
+        RanksDiffer is raised, and so is ConnectionResetError after a release: both end the cell.
         """
         try:
-            look()
+            action()
         except RanksDiffer:
-            self._found = self._exchange.found()
+            self._differing = self._exchange.first_difference()
             raise
         except ConnectionResetError:  # the rank was released while it waited for others
             self._problem = "a rank that it waited for has failed"
@@ -203,18 +203,20 @@ class Watch:
         except Exception as error:  # noqa: BLE001 (users' classes, and the store)
             self._problem = f"{type(error).__name__}: {one_line(str(error))}"
 
-    def _look(self) -> None:
+    def _compare_step(self) -> None:
         self._resolve()
         targets = self._targets.values()
         ran = frozenset(self._seen.ran)
-        self._facts.append(Facts(self.step, digests.generators(), ran, digests.collectives()))
-        parts = self._described()
+        self._facts.append(
+            Facts(self.step, digests.generator_digests(), ran, digests.count_collectives())
+        )
+        parts = self._describe()
         self._buffers_are_due = any(map(digests.has_buffers, targets))
         self._compare(f"{self.step}", parts)
         self._times += 1
 
-    def _described(self) -> Parts:
-        """Describe all targets; drop a target that cannot be described, and note why."""
+    def _describe(self) -> Parts:
+        """Describe all targets; if a target cannot be described, drop it and note the reason."""
         parts: Parts = {}
         self._sharded = 0
         for expression, target in [*self._targets.items()]:
@@ -223,22 +225,22 @@ class Watch:
                 self._sharded += sharded
             except Exception as error:  # noqa: BLE001 (users' classes)
                 del self._targets[expression]
-                self._wanted = [each for each in self._wanted if each != expression]
+                self._expressions = [each for each in self._expressions if each != expression]
                 self._refused[expression] = f"{type(error).__name__}: {one_line(str(error))}"
         return parts
 
-    def look_at_buffers(self) -> None:
+    def compare_due_buffers(self) -> None:
         """Compare buffers if a step was compared since the last call.
 
         Called in a forward, when DDP has just sent rank 0's buffers.
         """
         if self._buffers_are_due and not self._is_over:
             self._buffers_are_due = False
-            self._guarded(self._look_at_buffers)
+            self._guarded(self._compare_buffers)
 
-    def _look_at_buffers(self) -> None:
-        found = filter(digests.has_buffers, self._targets.values())
-        parts = {each.expression: digests.buffers_of(each) for each in found}
+    def _compare_buffers(self) -> None:
+        targets = filter(digests.has_buffers, self._targets.values())
+        parts = {each.expression: digests.buffers_of(each) for each in targets}
         self._compare(f"{self.step} (buffers)", parts)
 
     def _compare(self, when: str, parts: Parts) -> None:
@@ -246,30 +248,30 @@ class Watch:
         kept = [sum(map(len, each.values())) for each in self._parts.values()]
         while sum(kept) > KEPT_PARTS and len(kept) > 2:
             del self._parts[next(iter(self._parts))], kept[0]
-        self._found = self._exchange.compare(when, digests.digest_of_all(parts))
+        self._differing = self._exchange.compare(when, digests.digest_of_all(parts))
 
-    # --- what is watched ----------------------------------------------------------------------
+    # --- the watched values -------------------------------------------------------------------
 
     def _resolve(self) -> None:
         """Evaluate the expressions again, and add hooks to new modules."""
-        for expression in self._wanted:
+        for expression in self._expressions:
             try:
                 value = eval(expression, self._names)
             except Exception as error:  # noqa: BLE001 (the expression is the user's)
                 if expression not in self._targets:
                     self._refused[expression] = f"{type(error).__name__}: {error}"
                 continue
-            if why := digests.check(value):
+            if why := digests.unsupported_type(value):
                 self._refused[expression] = why
                 continue
             self._refused.pop(expression, None)
-            known = self._targets.get(expression)
-            if known is None or known.value is not value:
+            target = self._targets.get(expression)
+            if target is None or target.value is not value:
                 self._targets[expression] = Target(expression, value)
-                self._seen.hook(self._targets[expression], self._names, self.look_at_buffers)
+                self._seen.hook(self._targets[expression], self._names, self.compare_due_buffers)
 
     def _prepare(self) -> None:
-        """Let the modules that run be noted in the next step if that will be compared."""
+        """Start noting which modules run if the next step will be compared; else stop."""
         is_next = self.step == 0 or (self.step + 1) % self._every == 0
         self._seen.note_modules(on=is_next and not self._is_over)
 
@@ -286,25 +288,25 @@ class Seen:
     def __init__(self, every: int) -> None:
         self.step = 0
         self._hooks: list[Any] = []
-        self._of_step: list[Any] = []
+        self._module_hooks: list[Any] = []
         self._inputs: deque[tuple[int, Any, str]] = deque(maxlen=min(MOST_INPUTS, 2 * every + 64))
         self._names: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()
         self.ran: set[str] = set()
         """The names of modules that have run since `note_modules` was last turned on."""
         self._wrapped: set[int] = set()
-        self._within = 0  # calls of DDP modules
+        self._within = 0  # the number of DDP modules whose forward runs now
 
     def close(self) -> None:
-        """Remove all hooks; what was noted stays."""
+        """Remove all hooks, and keep the notes."""
         self.note_modules(on=False)
         while self._hooks:
             self._hooks.pop().remove()
 
     def hook(self, target: Target, names: Mapping[str, Any], begins: Callable[[], None]) -> None:
-        """Add hooks to a module; `begins` is called when its forward begins.
+        """Add hooks to a module; `begins` is called when the module's forward begins.
 
-        If a variable of the user in `names` is a DDP module around it, `begins` is only called
-        within a forward of the DDP module.
+        If a variable of the user in `names` is a DDP module around this module, `begins` is only
+        called within a forward of the DDP module.
         """
         if not target.is_module:
             return
@@ -319,7 +321,7 @@ class Seen:
             if torch.compiler.is_compiling():
                 return
             if module.training and torch.is_grad_enabled():
-                self._inputs.append((self.step + 1, *sampled((args, kwargs))))
+                self._inputs.append((self.step + 1, *sample_digest((args, kwargs))))
             # The user may call the inner module directly, when DDP has not sent buffers.
             if self._within or id(inner) not in self._wrapped:
                 begins()
@@ -328,13 +330,13 @@ class Seen:
         for model in [*names.values()]:
             if isinstance(model, DistributedDataParallel) and model.module is inner:
                 self._wrapped.add(id(inner))
-                self._hooks.append(model.register_forward_pre_hook(self._enter))
-                self._hooks.append(model.register_forward_hook(self._leave, always_call=True))
+                self._hooks.append(model.register_forward_pre_hook(self._enter_ddp))
+                self._hooks.append(model.register_forward_hook(self._leave_ddp, always_call=True))
 
-    def _enter(self, *_: object) -> None:
+    def _enter_ddp(self, *_: object) -> None:
         self._within += 1
 
-    def _leave(self, *_: object) -> None:
+    def _leave_ddp(self, *_: object) -> None:
         self._within -= 1
 
     def inputs_until(self, last: int) -> tuple[Input, ...]:
@@ -345,13 +347,13 @@ class Seen:
 
     def note_modules(self, *, on: bool) -> None:
         """Start or stop noting which modules run; modules in compiled code are not noted."""
-        while self._of_step:
-            self._of_step.pop().remove()
+        while self._module_hooks:
+            self._module_hooks.pop().remove()
         if on:
             self.ran.clear()
             for module in [*self._names]:
-                self._of_step.append(module.register_forward_pre_hook(self._runs))
+                self._module_hooks.append(module.register_forward_pre_hook(self._record_module))
 
-    def _runs(self, module: torch.nn.Module, _: object) -> None:
+    def _record_module(self, module: torch.nn.Module, _: object) -> None:
         if not torch.compiler.is_compiling():
             self.ran.add(self._names[module])

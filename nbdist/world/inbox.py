@@ -92,10 +92,10 @@ def _handle_output(workers: Workers, rank: int, task_id: str, output: Any) -> No
         workers.advance(Event.RANK_DIED)
     running = workers.running
     if isinstance(output, Tracked):
-        output = workers.curves.placed(task_id, output)
-        workers.curves.take(rank, task_id, output, workers.size)
+        output = workers.curves.with_continued_steps(task_id, output)
+        workers.curves.add(rank, task_id, output, workers.size)
         if running is not None and task_id == running.task.id:
-            running.transcript.curves.take(rank, task_id, output, workers.size)
+            running.transcript.curves.add(rank, task_id, output, workers.size)
         return
     if isinstance(output, Warned):
         if running is not None and task_id == running.task.id:

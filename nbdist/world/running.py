@@ -19,7 +19,7 @@ from nbdist.config import CONTROL_TIMEOUT, Patience
 from nbdist.errors import KEPT, NbdistError
 from nbdist.output import events
 from nbdist.output.events import Died, Done, Failure, Output
-from nbdist.output.transcript import Transcript, follows
+from nbdist.output.transcript import Transcript, is_consequence
 from nbdist.values.payload import Payload, localize, open_payload
 from nbdist.values.pickling import unpickle
 from nbdist.wire.messages import Aborted, Attached, Located, Silent, Used
@@ -496,7 +496,9 @@ class TaskRun:
         if self.lost is not None:
             return self.lost
         cause = self.transcript.root_cause()
-        is_of_stop = cause is None or follows(cause[1]) or getattr(cause[1], "by_stop", False)
+        is_of_stop = (
+            cause is None or is_consequence(cause[1]) or getattr(cause[1], "by_stop", False)
+        )
         if self.timed_out is not None and is_of_stop:
             late, timeout = self.unfinished, self.patience.timeout or 0.0
             is_safe = self._is_safe and not (self.killed_by_stop or self.damage)
@@ -510,7 +512,7 @@ class TaskRun:
             return None
         rank, first = cause
         failed = self.transcript.errors
-        own = {rank: error for rank, error in failed.items() if not follows(error)}
+        own = {rank: error for rank, error in failed.items() if not is_consequence(error)}
         if not own and not self.is_stopping:  # the cell itself has raised KeyboardInterrupt
             own = {
                 rank: error

@@ -155,7 +155,7 @@ def case_of(name: str, seed: int) -> Case:
 def watched(world: World, source: str, wanted: list[str], key: str) -> Divergence:
     """Run it under a watch."""
     exchange = key, range(world.size), False
-    world.call("watch.begin", wanted=wanted, every=EVERY, exchange=exchange)
+    world.call("watch.begin", expressions=wanted, every=EVERY, exchange=exchange)
     world.execute(source)
     return Divergence(wanted, dict(enumerate(world.call("watch.end"))))
 
@@ -165,7 +165,7 @@ def verdict(case: Case, found: Divergence) -> str:
     if not found.differs:
         return found.agreement()
     named = {path.removeprefix("module.") for path, _, _ in comparison(found, "net")}
-    before = "\n".join(found.before())
+    before = "\n".join(found.facts_before())
     wrong = []
     if found.step != case.step:
         wrong.append(f"step {found.step}, not {case.step}")
@@ -317,11 +317,15 @@ def cost(world: World) -> None:
     size = int(value_of(world, "size"))
     for wanted in (["big"], ["big", "adamw"]):
         world.call(
-            "watch.begin", ranks=[0], wanted=wanted, every=1, exchange=("cost", range(9), False)
+            "watch.begin",
+            ranks=[0],
+            expressions=wanted,
+            every=1,
+            exchange=("cost", range(9), False),
         )
         look = (
             "from nbdist.tools import watched\nwatch = watched._watches[-1]\nlooks = []\n"
-            "for _ in range(4):\n    begin = time.perf_counter()\n    watch._look()\n"
+            "for _ in range(4):\n    begin = time.perf_counter()\n    watch._compare_step()\n"
             "    looks.append(time.perf_counter() - begin)\nmin(looks)"
         )
         world.execute(look, ranks=[0])
@@ -356,7 +360,7 @@ def main() -> None:
                 found = watched(world, sound_source(name, seed), ["model", "optimizer"], name)
                 alarms += found.differs
                 said = (
-                    "\n".join([found.head(), *found.before()])
+                    "\n".join([found.head(), *found.facts_before()])
                     if found.differs
                     else found.agreement()
                 )

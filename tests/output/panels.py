@@ -210,7 +210,7 @@ def with_curves(
             is_odd = not math.isfinite(number)
             points += [step, int(not is_odd), *[0.0 if is_odd else number] * 3, int(is_odd)]
         said = Tracked({name: tuple(points)}, {})
-        transcript.curves.take(rank, "task", said, len(transcript.ranks))
+        transcript.curves.add(rank, "task", said, len(transcript.ranks))
     return transcript
 
 

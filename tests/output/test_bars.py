@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tqdm.std import tqdm
 
-from nbdist.output.bars import bar_table, bars_of, final_table, merged_line
+from nbdist.output.bars import bar_table, current_bars_of, final_table, merged_line
 from nbdist.output.events import Output, Text
 from nbdist.output.layout import live_layout
 from nbdist.output.transcript import Transcript
@@ -38,7 +38,7 @@ def at(*positions: int) -> Transcript:
 def test_the_last_line(said: list[Output], amount: str | None) -> None:
     """A rank is at the bar that is its last line, whatever it printed before."""
     (rank,) = running(1, lambda rank: said)
-    found = bars_of(rank)
+    found = current_bars_of(rank)
     bars = None if found is None else (found.name, found.bar.amount, found.around)
     assert bars == (None if amount is None else ("train", amount, ()))
 
@@ -48,7 +48,7 @@ def test_nested_bars() -> None:
     names = set()
     for written in nested_bars(3):
         (said,) = running(1, lambda rank, text=written: [err(text)])
-        names.add(bars_of(said).name)
+        names.add(current_bars_of(said).name)
     assert names == {"epoch", "epoch 0/4, step", "epoch 1/4, step", "epoch 2/4, step"}
     # Of two ranks the outer bar says who is behind, though the inner one is further.
     steps = {epochs: nested_bars(epochs, 6)[:-2] for epochs in (2, 3)}
@@ -139,8 +139,8 @@ def test_postfixes_in_other_words() -> None:
     """A row for all ranks has what each of them said behind its bar."""
     said = ["loss=0.5", "loss=0.6", "restarting"]
     rows = [err(f"\r100%|##########| 5/5 [00:01<00:00, 4.0it/s, {each}]\n") for each in said]
-    (row,) = final_table(make(3, lambda rank: [rows[rank]])).left
-    assert (row.ranks, row.rest) == ((0, 1, 2), " | ".join(said))
+    (row,) = final_table(make(3, lambda rank: [rows[rank]])).left_bars
+    assert (row.ranks, row.other_text) == ((0, 1, 2), " | ".join(said))
 
 
 def test_both_ends_of_rates_have_as_many_digits() -> None:
@@ -148,5 +148,5 @@ def test_both_ends_of_rates_have_as_many_digits() -> None:
     rates = {0: "6.06", 1: "4.70", 2: "5.00"}
     left = "\rtrain: 100%|##########| 5/5 [00:01<00:00, {}it/s]\n"
     for ranks, said in ((3, "4.70 to 6.06it/s"), (1, "6.06it/s")):
-        (row,) = final_table(make(ranks, lambda rank: [err(left.format(rates[rank]))])).left
+        (row,) = final_table(make(ranks, lambda rank: [err(left.format(rates[rank]))])).left_bars
         assert row.rate == said

@@ -40,7 +40,7 @@ def curves_of(
     curves = Curves()
     for rank in range(ranks):
         said = tracked(range(steps), lambda step, rank=rank: value(rank, step), name)
-        curves.take(rank, "task", said, ranks)
+        curves.add(rank, "task", said, ranks)
     return curves
 
 
@@ -80,7 +80,7 @@ def test_extreme_numbers_are_drawn(random: random.Random) -> None:
     for rank in range(random.randint(1, 5)):
         steps = [random.choice(LARGE) * random.random() for _ in range(random.choice((1, 9, 300)))]
         said = tracked(random.choice((steps, sorted(steps))), lambda _: random.choice(VALUES))
-        curves.take(rank, "task", said, 5)
+        curves.add(rank, "task", said, 5)
     assert curves_html(curves)
     assert curves_text(curves)
     medians = (bands_of(run).medians for run in curves.by_name["loss"].runs.values())
@@ -91,7 +91,7 @@ def test_no_rank_is_near_the_others() -> None:
     """Each of four ranks is far from the others at some steps: the band is of all of them."""
     curves = curves_of(4, 96, lambda rank, step: 100.0 if step // 24 == rank else step % 2)
     bands = bands_of(curves.by_name["loss"].last)
-    assert [each.rank for each in bands.far] == [0, 1, 2, 3]
+    assert [each.rank for each in bands.far_ranks] == [0, 1, 2, 3]
     assert len(bands.low) == len(bands.steps)
     assert curves_html(curves)
 
@@ -110,7 +110,7 @@ def test_a_step_that_goes_back_begins_a_run() -> None:
     curves = curves_of(2, 5, falling)
     for _ in range(MOST_RUNS):
         for rank in (1, 0):
-            curves.take(rank, "next", tracked(range(3), math.sqrt), 2)
+            curves.add(rank, "next", tracked(range(3), math.sqrt), 2)
     curve = curves.by_name["loss"]
     assert len(curve.runs) == MOST_RUNS
     assert all({*run} == {0, 1} for run in curve.runs.values())
@@ -123,12 +123,12 @@ def test_counted_steps_go_on() -> None:
     curves = Curves()
     for task, counts in (("a", (5, 3)), ("b", (2, 2))):
         for rank, count in enumerate(counts):
-            said = curves.placed(
+            said = curves.with_continued_steps(
                 task, Tracked(tracked(range(count), float).curves, {"loss": count})
             )
-            curves.take(rank, task, said, 2)
+            curves.add(rank, task, said, 2)
     late = Tracked({"loss": tuple(point(2, 0.5))}, {"loss": 3})
-    curves.take(0, "", curves.placed("", late), 2)
+    curves.add(0, "", curves.with_continued_steps("", late), 2)
     (run,) = curves.by_name["loss"].runs.values()
     assert [*run[0].columns[0]] == [0, 1, 2, 3, 4, 5, 6, 7]
     assert [*run[1].columns[0]] == [0, 1, 2, 5, 6]
@@ -140,7 +140,7 @@ def test_a_rank_that_leaves_the_band_is_named(ranks: int) -> None:
     away = lambda rank, step: falling(rank, step) + max(0, step - 100) / 20 * (rank == 1)  # noqa: E731
     curves = curves_of(ranks, 300, away)
     bands = bands_of(curves.by_name["loss"].last)
-    (far,) = bands.far
+    (far,) = bands.far_ranks
     assert far.rank == 1
     assert 100 < far.step < 140
     about = "" if far.is_exact else "about "
@@ -157,9 +157,9 @@ def test_noise_names_nobody() -> None:
     for seed in range(20):
         found = random.Random(seed)
         curves = curves_of(4, 300, lambda rank, step, found=found: 2 / (1 + step) + found.random())
-        assert bands_of(curves.by_name["loss"].last).far == ()
+        assert bands_of(curves.by_name["loss"].last).far_ranks == ()
     halves = curves_of(4, 50, lambda rank, step: rank % 2 + step / 1000)
-    assert bands_of(halves.by_name["loss"].last).far == ()
+    assert bands_of(halves.by_name["loss"].last).far_ranks == ()
 
 
 def test_numbers_that_are_none() -> None:
@@ -215,7 +215,7 @@ def test_the_axes_have_numbers() -> None:
 def test_only_the_newest_run_is_drawn() -> None:
     """Runs before it are counted; their numbers stretch neither axis."""
     curves = curves_of(2, 126, lambda rank, step: 3 - step / 50)
-    curves.take(0, "next", tracked(range(51), lambda step: 9 + step / 50), 2)
+    curves.add(0, "next", tracked(range(51), lambda step: 9 + step / 50), 2)
     newest, ranks, *axes = Panel(curves_html(curves)).lines
     assert (newest, ranks) == ("loss 10 · step 50", "rank 0 · 1 earlier run")
     assert axes == ["10", "9", "step 0", "step 50"]
@@ -226,7 +226,7 @@ def test_in_a_panel() -> None:
     name = "<b>x</b>\n& more"
     transcript = make(2, lambda rank: [])
     for rank in (0, 1):
-        transcript.curves.take(rank, "task", tracked(range(9), float, name), 2)
+        transcript.curves.add(rank, "task", tracked(range(9), float, name), 2)
         transcript.receive(rank, Done("ok", 1.0), 1.2)
     assert Panel(final_html(transcript)).lines[:3] == [
         "2 ranks · 1.2 s",
@@ -257,7 +257,7 @@ def test_ranks_that_are_behind() -> None:
         (9, "loss 99 · step 99 · 1 of 2 ranks"),
     ):
         curves = curves_of(1, 100, lambda rank, step: step)
-        curves.take(1, "task", tracked(range(ended), float), 2)
+        curves.add(1, "task", tracked(range(ended), float), 2)
         assert curves_text(curves).splitlines()[0] == said
 
 
@@ -268,14 +268,14 @@ def test_many_names_are_bounded() -> None:
     for name in range(MOST_NAMES + 5):
         for rank in range(4):
             said = tracked(range(400), lambda step: found.random(), f"n{name}")
-            curves.take(rank, "task", said, 4)
+            curves.add(rank, "task", said, 4)
     assert len(curves.by_name) == MOST_NAMES
     assert "64 names are kept; left out: n64, n65, n66, n67, n68" in curves_text(curves)
     html, text = live_curves(curves)
     assert len(html) < chart.MOST_LIVE_BYTES + 10_000
     assert "58 more names: `%dist_plot NAME` shows one" in html
     # It is drawn again twice a second at most.
-    curves.take(0, "task", tracked([400], float, "n0"), 4)
+    curves.add(0, "task", tracked([400], float, "n0"), 4)
     assert live_curves(curves) == (html, text)
     assert curves_text(curves) != text
 
@@ -283,9 +283,9 @@ def test_many_names_are_bounded() -> None:
 def test_what_was_not_tracked() -> None:
     """The line says what was, and how to."""
     with pytest.raises(UsageError, match=r"no numbers of `los`\. Nothing was tracked\. `track"):
-        Curves().named("los")
+        Curves().find_curve("los")
     with pytest.raises(UsageError, match=r"Tracked: `loss`\."):
-        curves_of(1, 1, falling).named("los")
+        curves_of(1, 1, falling).find_curve("los")
 
 
 def test_a_table() -> None:
@@ -296,7 +296,7 @@ def test_a_table() -> None:
         "rank 0": [0.0, 1.0],
         "rank 1": [1.0, -1.0],
     }
-    curves.take(0, "next", tracked([0], float), 2)
+    curves.add(0, "next", tracked([0], float), 2)
     assert [*curves.table("loss")["run"]] == [0, 0, 1]
 
 
@@ -311,5 +311,5 @@ def test_whole_steps_stay_whole() -> None:
     assert len(table) == chart.ROWS
     assert all(row.split()[0].isdecimal() for row in table)
     halves = Curves()
-    halves.take(0, "task", tracked([each / 2 for each in range(9)], float), 1)
+    halves.add(0, "task", tracked([each / 2 for each in range(9)], float), 1)
     assert bands_of(halves.by_name["loss"].last).steps[:3] == [0, 0.5, 1]

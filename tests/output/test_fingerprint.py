@@ -125,7 +125,7 @@ def test_tqdm(*, total, share, elapsed, prefix, postfix, columns, ascii_):
     assert (bar.name, bar.done, bar.total) == (prefix, str(done), str(total))
     assert bar.fraction == done / total
     assert bar.elapsed == pytest.approx(elapsed, abs=1)
-    assert bar.rest == (postfix or "") or len(line) == columns
+    assert bar.other_text == (postfix or "") or len(line) == columns
     assert bar.is_finished == (done == total)
 
 
@@ -168,7 +168,7 @@ def test_others() -> None:
         assert read_bar(line) == bar
     # How long it will run: as it says itself, else by its pace so far.
     bars = [read_bar(f" 25%|##  | 1/4 [00:06<{left}, ?it/s]") for left in ("00:07", "?")]
-    assert [bar and bar.left for bar in bars] == [7, 18]
+    assert [bar and bar.time_left for bar in bars] == [7, 18]
 
 
 def test_rich() -> None:
@@ -201,7 +201,7 @@ def test_lines_that_were_written_over() -> None:
         ("acc 130%", None, ""),
     ):
         bar = read_bar(line, is_edited=True)
-        said = None if bar is None else (bar.fraction, bar.rest)
+        said = None if bar is None else (bar.fraction, bar.other_text)
         assert said == (None if fraction is None else (fraction, rest))
         assert read_bar(line) is None
     # Ordinary lines, rules, tables, and a bar behind which something was printed are none.

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from nbdist.output.events import Display, Done, Failure, InputRequest, Output, Skipped
-from nbdist.output.html import is_tile, panel_html, tiled
+from nbdist.output.html import is_tile, panel_html, side_by_side_runs
 from nbdist.output.html_parts import AMBER, RED
 from nbdist.output.layout import final_layout
 from nbdist.output.panel import MOST_BYTES, MOST_LIVE_BYTES, MOST_LIVE_FIGURES
@@ -242,7 +242,7 @@ def test_what_is_small(said: Callable[[int], Sequence[Output]], *, is_there: boo
     blocks = final_layout(make(4, said)).blocks
     assert blocks
     assert {is_tile(block) for block in blocks} == {is_there}
-    assert max(len(run) for run in tiled(blocks)) == (4 if is_there else 1)
+    assert max(len(run) for run in side_by_side_runs(blocks)) == (4 if is_there else 1)
 
 
 def test_tiles_as_html() -> None:
@@ -272,7 +272,7 @@ def test_tiles_as_html() -> None:
     assert found.opened == [True] * 4
     # Only neighbours stand side by side, so that ranks stay in order.
     transcript = make(5, lambda rank: [out("x" * 60 + "\ny\n" if rank == 2 else f"{rank}\ny\n")])
-    runs = [*tiled(final_layout(transcript).blocks)]
+    runs = [*side_by_side_runs(final_layout(transcript).blocks)]
     assert [[block.group.ranks[0] for block in run] for run in runs] == [[0, 1], [2], [3, 4]]
     # While the cell runs they stand in the same places.
     for said, count in ((figure, 1), (table, 1), (lambda rank: out(f"{'abc'[int(rank)]}\ny\n"), 1)):

@@ -161,7 +161,7 @@ def test_values() -> None:
     panel = final_layout(make(4, lambda rank: [value(f"{rank // 2}")]))
     first = Row((0, 1), Line("0", stderr=False), "same")
     assert panel.rows == (first, Row((2, 3), Line("1", stderr=False), "same"))
-    assert panel.blocks == panel.rest == ()
+    assert panel.blocks == panel.folded_blocks == ()
     # A longer line, a second one or too many different ones have blocks.
     for transcript in (
         make(2, lambda rank: [out("x" * 101 + "\n")]),
@@ -211,18 +211,18 @@ def test_what_stands_back() -> None:
     said |= {rank: [out("same\n" * 3)] for rank in (50, 51)}
     panel = final_layout(make(64, lambda rank: said.get(rank, [lines(2, f"{rank} ")])))
     assert ranks_of(panel.blocks) == [(40,), (0,), (50, 51)]
-    assert len(panel.rest) == 60
+    assert len(panel.folded_blocks) == 60
     # Of very many the first have blocks, each with some of its lines, and the others are named.
     panel = final_layout(make(1_000, lambda rank: [lines(99, f"{rank} {'x' * 90} ")]))
-    assert len(panel.blocks) + len(panel.rest) == 400
+    assert len(panel.blocks) + len(panel.folded_blocks) == 400
     assert panel.more == tuple(range(400, 1_000))
-    assert all(lines_in(block.items) > 1 and len(block.items) == 2 for block in panel.rest)
+    assert all(lines_in(block.items) > 1 and len(block.items) == 2 for block in panel.folded_blocks)
     # Of many short outputs those in other words have blocks of their own.
     said = {17: [out("shard 17\nno data left\n")], 33: [out("shard 33\n")]}
     usual = [f"shard {rank}\nloss {2 + rank / 100}\n" for rank in range(64)]
     panel = final_layout(make(64, lambda rank: said.get(rank, [out(usual[rank])])))
     assert ranks_of(panel.blocks) == [(0,), (17,), (33,)]
-    assert len(panel.rest) == 61
+    assert len(panel.folded_blocks) == 61
     assert panel.spread == "62 of 64 ranks: loss 2.0 (rank 0) to 2.63 (rank 63)"
 
 
@@ -331,7 +331,7 @@ def test_every_rank_is_somewhere(said: list[str]) -> None:
     if not panel.states:
         assert set(said) == {""}
         return
-    parts = [block.group.ranks for block in (*panel.blocks, *panel.rest)]
+    parts = [block.group.ranks for block in (*panel.blocks, *panel.folded_blocks)]
     parts += [panel.silent, *(row.ranks for row in panel.rows)]
     assert sorted(rank for part in parts for rank in part) == [*range(len(said))]
 
@@ -412,7 +412,7 @@ def test_a_curve_of_the_same_name() -> None:
     transcript = make(8, lambda rank: [out(text.format(round(0.5 + rank / 100, 2)))])
     for name in ("Loss", "val_acc"):
         point = tuple(map(float, (0, 1, 3, 3, 3, 0)))
-        transcript.curves.take(0, "task", Tracked({name: point}, {}), 8)
+        transcript.curves.add(0, "task", Tracked({name: point}, {}), 8)
     assert spread(transcript) == "lr 0.5 (rank 0) to 0.57 (rank 7)"
 
 

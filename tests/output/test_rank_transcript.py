@@ -141,12 +141,12 @@ def test_what_is_typed() -> None:
     """It is shown after its prompt, which the input box shows until then; Stop leaves neither."""
     asks = InputRequest(1, "name? ")
     transcript = said(out("hi\n"), asks)
-    assert (transcript.asks, texts(transcript)) == (asks, ["hi"])
+    assert (transcript.input_request, texts(transcript)) == (asks, ["hi"])
     transcript.receive(Typed("ada"), 1.0)
-    assert (transcript.asks, texts(transcript)) == (None, ["hi", "name? ada"])
+    assert (transcript.input_request, texts(transcript)) == (None, ["hi", "name? ada"])
     transcript.receive(InputRequest(2, "age? "), 1.0)
     transcript.receive(Done("error", 1.0), 1.0)
-    assert (transcript.asks, texts(transcript)) == (None, ["hi", "name? ada"])
+    assert (transcript.input_request, texts(transcript)) == (None, ["hi", "name? ada"])
 
 
 OUTPUTS = st.lists(

@@ -313,8 +313,8 @@ def test_text_behind_a_bar_without_room(*, in_pieces: bool) -> None:
     ((_, bar),) = screen.bars()
     assert (bar.name, bar.amount) == ("cut", "4/4")
     # How much of it is left depends on how fast the loop was.
-    assert "accuracy=0.123, loss=1.23, lr=0.0001".startswith(bar.rest)
-    assert "behind" not in bar.rest
+    assert "accuracy=0.123, loss=1.23, lr=0.0001".startswith(bar.other_text)
+    assert "behind" not in bar.other_text
 
 
 @pytest.mark.parametrize("in_pieces", [True, False])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from nbdist.output.events import Died, Done, Failure, Output, Update
 from nbdist.output.fingerprint import normal
 from nbdist.output.screen import Line
-from nbdist.output.transcript import Transcript, fold, fold_lines, followed_text
+from nbdist.output.transcript import Transcript, fold, fold_lines, later_errors_text
 from tests.output.lab import (
     drawing,
     err,
@@ -33,10 +33,10 @@ def groups(transcript: Transcript) -> list[tuple[int, ...]]:
 def test_states() -> None:
     """A rank waits, runs, and ends in the state that its last output tells."""
     transcript = Transcript(range(5))
-    assert transcript.looks() == {"waiting": 5}
+    assert transcript.count_display_states() == {"waiting": 5}
     assert transcript.elapsed(5.0) == 0.0
     transcript.start(10.0)
-    assert transcript.looks() == {"running": 5}
+    assert transcript.count_display_states() == {"running": 5}
     assert transcript.elapsed(12.0) == 2.0
     transcript.receive(0, Done("ok", 1.5), 12.0)
     transcript.receive(1, failure("x", 5), 12.0)
@@ -59,7 +59,7 @@ def test_workers_that_end() -> None:
     transcript = running(3, lambda rank: [out("x\n")])
     transcript.receive(0, Done("ok", 1.0), 1.0)
     transcript.abort(5.0)
-    assert transcript.looks() == {"ok": 1, "aborted": 2}
+    assert transcript.count_display_states() == {"ok": 1, "aborted": 2}
     assert (transcript.is_finished, transcript.elapsed(99.0)) == (True, 5.0)
 
 
@@ -164,7 +164,7 @@ def test_equal_errors(message: str) -> None:
     assert (group.likeness == "same") is ("{rank}" not in message)
     assert transcript.alike_error(2) == (0, 1, 2, 3, 4, 5)
     others = f"E: {message.format(rank='{0-4}')}" if "{rank}" in message else "the same"
-    assert followed_text(transcript.errors, 5) == [f"ranks 0-4: {others}"]
+    assert later_errors_text(transcript.errors, 5) == [f"ranks 0-4: {others}"]
 
 
 def test_stop_hits_anywhere() -> None:

@@ -400,8 +400,8 @@ def test_marks(ends: list[str]) -> None:
             transcript.receive(rank, known[end], 1.0)
     for layout in (live_layout(transcript, 1.0), final_layout(transcript, now=1.0)):
         for block in layout.blocks:
-            looks = {transcript[rank].look for rank in block.group.ranks}
-            look = block.group.shown.look
+            looks = {transcript[rank].display_state for rank in block.group.ranks}
+            look = block.group.shown.display_state
             assert looks == {look} or (look == "running" and looks == {"running", "ok"})
             assert "aborted" not in block.words or looks == {"aborted"}
 
@@ -481,7 +481,7 @@ def tracked_by(ranks: list[list[float]], sent: set[tuple[int, int]]) -> Curves:
         tracking.flush()
         tracking.connect(None)
         for message in messages:
-            curves.take(rank, "task", Tracked(message["curves"], message["counted"]), len(ranks))
+            curves.add(rank, "task", Tracked(message["curves"], message["counted"]), len(ranks))
         messages.clear()
     return curves
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from nbdist.output.ansi import strip
 from nbdist.output.events import IGNORES_STOP, Died, Display, Failure, plain_of
-from nbdist.output.html import figures, leftovers
+from nbdist.output.html import figures, page_only_displays
 from nbdist.output.html_parts import lines_html, traceback_html
 from nbdist.output.layout import final_layout
 from nbdist.output.screen import Line
@@ -21,9 +21,9 @@ from nbdist.output.wording import (
     clip,
     error_text,
     fold_ranks,
-    parted,
     seconds_text,
-    shortened,
+    shorten_traceback,
+    split_traceback,
     traceback_rows,
     traceback_text,
 )
@@ -128,7 +128,7 @@ def test_each_kind_of_image(kind: str) -> None:
         assert {each["src"] for each in Panel(html).images} == {f"data:{kind};base64,aGk="}
         assert {each["width"] for each in Panel(html).images} == {"90"}
     assert [each.data for _, each in figures(ended)] == [{kind: "aGk=\n"}]
-    assert leftovers(ended) == []
+    assert page_only_displays(ended) == []
 
 
 def test_data_table() -> None:
@@ -137,7 +137,7 @@ def test_data_table() -> None:
     table = pandas.DataFrame({"loss": [1.5, 2.5], "name": ["<a>", "b"]})._repr_html_()
     transcript = make(4, lambda rank: [Display({"text/html": table, "text/plain": "x"}, {})])
     assert final_html(transcript).count(table) == 1
-    assert leftovers(transcript) == []
+    assert page_only_displays(transcript) == []
 
 
 def test_text_of_other_kinds() -> None:
@@ -178,7 +178,7 @@ def test_leftovers(data: dict[str, Any], kind: str) -> None:
     """What would not survive or would break the panel comes after it, with its ranks, once."""
     shown = Display({**data, "text/plain": "Figure"}, {})
     transcript = make(4, lambda rank: [out("x\n"), shown] if rank else [out("x\n")])
-    assert leftovers(transcript) == [((1, 2, 3), shown)]
+    assert page_only_displays(transcript) == [((1, 2, 3), shown)]
     assert Panel(final_html(transcript)).lines[-1] == f"{kind}, shown below"
     # A block that would say nothing else is left out; while the cell runs it is there.
     transcript = make(4, lambda rank: [shown] if rank else [out("x\n")])
@@ -191,7 +191,7 @@ def test_leftovers(data: dict[str, Any], kind: str) -> None:
     # HTML and images are in the panel, whatever else says the same.
     for picture in ({"text/html": "<b>x</b>"}, {"image/png": "aGk="}):
         beside = Display({"text/latex": "x", "text/markdown": "x", **picture}, {})
-        assert leftovers(make(1, lambda rank, beside=beside: [beside])) == []
+        assert page_only_displays(make(1, lambda rank, beside=beside: [beside])) == []
 
 
 class Large(str):
@@ -207,15 +207,15 @@ def test_how_leftovers_are_compared() -> None:
     """By values, of JSON too, without addresses in texts; large ones are not copied."""
     texts = [Large("x" * 300_000), Large("y" * 300_000)]
     shown = [Display({"text/html": text, "text/plain": "Figure"}, {}) for text in texts]
-    found = leftovers(make(2, lambda rank: shown[rank:]))
+    found = page_only_displays(make(2, lambda rank: shown[rank:]))
     assert found == [((0,), shown[0]), ((0, 1), shown[1])]
     # 1 is neither 1.0 nor true; whether parts are one object makes no difference.
     values = [{"a": ["a", "a"], "b": [1, None]}, {"a": [*"aa"], "b": [1, None]}]
     values += [{"a": ["a", "a"], "b": [other, None]} for other in (1.0, True, "1")]
     transcript = make(5, lambda rank: [Display({"application/x": values[rank]}, {})])
-    assert [ranks for ranks, _ in leftovers(transcript)] == [(0, 1), (2,), (3,), (4,)]
+    assert [ranks for ranks, _ in page_only_displays(transcript)] == [(0, 1), (2,), (3,), (4,)]
     mine = [{"application/x": {"a": 1}, "text/plain": f"<Mine at 0x{n:08x}>"} for n in range(2)]
-    found = leftovers(make(2, lambda rank: [Display(mine[rank], {})]))
+    found = page_only_displays(make(2, lambda rank: [Display(mine[rank], {})]))
     assert [ranks for ranks, _ in found] == [(0, 1)]
 
 
@@ -251,7 +251,7 @@ def test_calls_in_libraries() -> None:
     assert seen == ["cell_0(x)", folded[0], "own_6(x)", folded[1], "torch_10(x)"]
     assert rows[-1] == "RuntimeError: mat1 and mat2"
     # On a page what is folded opens.
-    panel = Panel(traceback_html(shortened(text, 100, 1000)))
+    panel = Panel(traceback_html(shorten_traceback(text, 100, 1000)))
     assert panel.opened == [False, False]
     rows = [row for row in strip(text).split("\n") if row.strip()]
     assert [line for line in panel.lines if line in rows] == rows
@@ -272,10 +272,12 @@ def test_headers_fit_a_narrow_page() -> None:
     header = f"\x1b[31m{'-' * 75}\x1b[39m\n{name}{' ' * 32}{words}\nCell In[1], line 1"
     text = f"{header}\n\nDuring handling of the above:\n\n{header}\n{'-' * 75}"
     narrow = ["-" * 66, f"ValueError{' ' * 23}{words}", "Cell In[1], line 1"]
-    lines = Panel(traceback_html(shortened(text, 100, 1000))).lines
+    lines = Panel(traceback_html(shorten_traceback(text, 100, 1000))).lines
     assert lines == [*narrow, "During handling of the above:", *narrow, "-" * 75]
     long_name = f"{'-' * 75}\n{'E' * 60} {words}"
-    assert Panel(traceback_html(shortened(long_name, 100, 1000))).lines == long_name.split("\n")
+    assert Panel(traceback_html(shorten_traceback(long_name, 100, 1000))).lines == long_name.split(
+        "\n"
+    )
 
 
 def test_long_ones() -> None:
@@ -297,7 +299,7 @@ def test_long_ones() -> None:
     assert len(rows) == 10
     # Of another text the first line and the last ones are.
     text = "\n".join(f"frame {number}" for number in range(100))
-    html = traceback_html(shortened(text, 3, 100))
+    html = traceback_html(shorten_traceback(text, 3, 100))
     assert Panel(html).lines == ["frame 0", "… 96 lines …", "frame 97", "frame 98", "frame 99"]
 
 
@@ -305,6 +307,6 @@ def test_long_ones() -> None:
 def test_nothing_is_lost(places: list[str], most: int) -> None:
     """Put together, the parts are the traceback; fewer rows than asked for are never seen."""
     text = traceback_of(*places)
-    assert "\n".join(row for part in parted(text) for row in part.rows) == text
-    seen = sum(len(part.seen) for part in shortened(text, most))
+    assert "\n".join(row for part in split_traceback(text) for row in part.rows) == text
+    seen = sum(len(part.visible_rows) for part in shorten_traceback(text, most))
     assert seen <= most + 5

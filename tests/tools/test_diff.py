@@ -160,7 +160,7 @@ THREE, FOUR, SHORT = part("a", "int", "3"), part("b", "int", "4"), part("b", "fl
 def test_what_differs(parts: list[Part | None], apart: dict[int, Distance], said: str | None):
     """Ranks that differ are named beside the most that agree."""
     found = compared(*parts)
-    found.take({rank: {"w": each} for rank, each in apart.items()})
+    found.add_distances({rank: {"w": each} for rank, each in apart.items()})
     assert [text for path, _, text in found.rows() if path == "w"] == ([said] if said else [])
 
 

@@ -29,9 +29,9 @@ from nbdist.tools.cell_code import (
     Statements,
     attributes_since,
     cell_code,
-    guarded,
+    definitions_to_read,
+    guard_by_rank,
     literal,
-    needed_to_read,
 )
 from nbdist.tools.export import Composer, Script
 from nbdist.values.payload import Identity
@@ -118,7 +118,7 @@ def test_the_whole() -> None:
     lab.ran("x", shows=True)
     script = lab.script()
     assert script.text == WHOLE
-    assert (script.saved, script.cells, script.lost) == ((), 3, ())
+    assert (script.saved, script.cells, script.omitted) == ((), 3, ())
     lab.ran("display(1)\ntrack(loss=1)")
     other = lab.script("mpi").text
     assert 'dist.init_process_group("mpi")' in other
@@ -174,7 +174,7 @@ def test_a_saved_value_that_is_sent_again() -> None:
     assert "x = NOTEBOOK['x']\ny = 1\na = x, y" in body
     again = 'x = torch.load(VALUES, map_location="cpu", weights_only=False)'
     assert f"{again}['x']\ny = 1\nb = x, y" in body
-    assert (lab.script().saved, lab.script().lost) == (("x",), ())
+    assert (lab.script().saved, lab.script().omitted) == (("x",), ())
 
 
 def test_a_definition_that_a_cell_has_replaced() -> None:
@@ -204,7 +204,7 @@ def test_classes_of_saved_values() -> None:
         lab.ran("use(1)")
         lab.ran("use(points)", "points")
         lines = lab.body().split("\n")
-        assert needed_to_read([torch.ones(1).as_subclass(main.Tensor)]) == {"Tensor"}
+        assert definitions_to_read([torch.ones(1).as_subclass(main.Tensor)]) == {"Tensor"}
     finally:
         sys.modules["__main__"] = before
     assert lines[1:3] == ["class Base: pass", "class Point(Base): pass"]
@@ -269,7 +269,7 @@ def test_what_definitions_run_with() -> None:
         "# --- In [1] ---\ncfg = {}\nimport math\nf()\ng()\nlate = sizes"
     )
     assert script.missing == ("names",)
-    assert script.lost == (
+    assert script.omitted == (
         "`names`: definitions run with the one that its cell makes, not its value",
         "`names` is used and not there",
     )
@@ -284,7 +284,7 @@ def test_what_is_left_out_is_named(*, fails: bool) -> None:
     lab.ran(Call("snapshot.read"), made="model")
     lab.ran("y = x, data, model, late, nothing, Out[3]", made="y")
     lab.past.gathered["loss"] = None
-    lost = "\n".join(lab.script().lost)
+    lost = "\n".join(lab.script().omitted)
     if fails:
         assert "In [4] uses x, which no cell before it binds" in lost
         assert "In [1] failed (ValueError), which bound x" in lost
@@ -314,7 +314,7 @@ def test_a_cell_that_was_stopped() -> None:
         "# --- In [1] ---\n# This cell was stopped before its end, and the script runs all of it.\n"
         "model = 1\n"
     )
-    assert script.lost == (
+    assert script.omitted == (
         "In [1]: this cell was stopped before its end, and the script runs all of it",
     )
 
@@ -349,7 +349,7 @@ def test_cells_that_ran_again() -> None:
     assert lab.body() == (
         "# --- In [2] ---\ny = x\n\n# --- In [3], which ran 2 times ---\nx = 1\nz = y"
     )
-    assert script.lost == ("In [2] uses x, which no cell before it binds",)
+    assert script.omitted == ("In [2] uses x, which no cell before it binds",)
 
 
 def test_what_functions_use_later() -> None:
@@ -360,7 +360,7 @@ def test_what_functions_use_later() -> None:
     lab.ran("step()", "lr")
     given = "# --- In [2] ---\nlr = 0.5\nstep()"
     assert given in lab.body()
-    assert lab.script().lost == ()
+    assert lab.script().omitted == ()
 
 
 def test_what_has_changed_since() -> None:
@@ -371,9 +371,9 @@ def test_what_has_changed_since() -> None:
     del lab.namespace["gone"]
     script = lab.script()
     assert "data = [1, 2]" in script.text
-    assert "`data` as it was sent: the script has it as it is now" in script.lost
-    assert "`gone` was sent, and is gone from the notebook" in script.lost
-    assert any(each.startswith("`lock` cannot be saved (TypeError: ") for each in script.lost)
+    assert "`data` as it was sent: the script has it as it is now" in script.omitted
+    assert "`gone` was sent, and is gone from the notebook" in script.omitted
+    assert any(each.startswith("`lock` cannot be saved (TypeError: ") for each in script.omitted)
     lab.cells = ["lock = threading.Lock()"]
     assert "lock = threading.Lock()" in lab.script().text
 
@@ -509,7 +509,7 @@ def test_awaiting() -> None:
         "        print(repr(x))\n\n\n    asyncio.run(cell_1())\n\n"
         "# --- In [2] ---\nasync def f():\n    await g()"
     )
-    assert lab.script().lost == (
+    assert lab.script().omitted == (
         "In [1]: tasks that it leaves running end with its event loop",
         "In [1] uses f, which no cell before it binds",
         "`y` is used and not there",
@@ -528,14 +528,14 @@ LINES = some.lists(
 @given(LINES)
 def test_some_ranks(lines: list[str]) -> None:
     """Whatever the code, under a condition it is the same code."""
-    assert guarded("# nothing", [3, 0]) == "if rank in (0, 3):\n    # nothing\n    pass"
+    assert guard_by_rank("# nothing", [3, 0]) == "if rank in (0, 3):\n    # nothing\n    pass"
     text = "\n".join(lines)
     try:
         plain = ast.parse(text)
     except SyntaxError:
         return
     if plain.body:
-        [found] = ast.parse(guarded(text, [2])).body
+        [found] = ast.parse(guard_by_rank(text, [2])).body
         assert isinstance(found, ast.If)
         assert [ast.dump(each) for each in found.body] == [ast.dump(each) for each in plain.body]
 

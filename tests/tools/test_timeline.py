@@ -128,7 +128,7 @@ def test_the_straggler() -> None:
     )
     late = timeline.straggler
     assert late is not None
-    assert (late.rank, late.came_last, timeline.met) == (1, 2, 2)
+    assert (late.rank, late.came_last, timeline.collective_count) == (1, 2, 2)
     assert late.awaited == pytest.approx(0.3)  # 400 ms of rank 0 and 200 ms of rank 2
     assert [row.waiting for row in timeline.rows] == pytest.approx([0.402, 0.002, 0.202])
     assert timeline.rows[0].computing == pytest.approx(0.598)
@@ -156,7 +156,7 @@ def test_operations_and_what_is_known() -> None:
     timeline = found(r0=times(1, 2, name="all_reduce"), r1=RankTimes(START, START, (), 0, (),
                      is_recorded=False, is_whole=False))  # fmt: skip
     assert [*timeline.operations] == ["all_reduce x 2 (8 B)"]
-    assert (timeline.is_recorded, timeline.is_whole, timeline.met) == (False, False, 0)
+    assert (timeline.is_recorded, timeline.is_whole, timeline.collective_count) == (False, False, 0)
     assert "which rank came last is not recorded before torch 2.11" in headline(timeline)
     long = found(r0=RankTimes(1, 2, (), 0, (), is_whole=False))
     assert "the last 0 collectives" in headline(long)

@@ -13,7 +13,7 @@ from hypothesis import strategies as some
 
 from nbdist.output.html_parts import AMBER
 from nbdist.tools.diff_op import ROW, distance
-from nbdist.tools.digests import PIECE, WIDE, Target, buffers_of, sampled
+from nbdist.tools.digests import PIECE, WIDE, Target, buffers_of, sample_digest
 from nbdist.tools.watch import Divergence
 from nbdist.wire.ops import Facts, Input, Part, Watched
 from nbdist.worker.tracking import watch
@@ -275,7 +275,7 @@ def test_equal_numbers_have_equal_digests(dtype: torch.dtype, kind: Any) -> None
             assert not torch.equal(other.view(bits), numbers.view(bits))
             assert distance(other, numbers).differing == 0
             assert digest(other, kind) == digest(numbers, kind)
-            assert sampled(other[:3]) == sampled(numbers[:3])
+            assert sample_digest(other[:3]) == sample_digest(numbers[:3])
             for place in (0, size // 2, size - 1):
                 changed = other.clone()
                 changed[place] = 2.0
@@ -298,7 +298,7 @@ def facts(step: int, state: str = "a", ran: str = "", collectives: int = 0) -> F
 
 
 def told(*ranks: Watched) -> list[str]:
-    return [*Divergence(["model"], dict(enumerate(ranks))).before()]
+    return [*Divergence(["model"], dict(enumerate(ranks))).facts_before()]
 
 
 def test_the_head() -> None:

@@ -196,7 +196,7 @@ def test_steps_that_begin_again_and_again(sent: list[dict[str, Any]]) -> None:
     found, curve = points(sent, "loss"), Curve()
     assert len(found) <= MOST_SENT
     assert sum(each.finite for each in found) == 3_000
-    curve.take(0, "task", found, 1)
+    curve.add_points(0, "task", found, 1)
     for run in curve.runs.values():
         steps = [each.step for each in run[0]]
         assert (steps[0], steps[-1] > 25_000, len(steps) > 3) == (0, True, True)

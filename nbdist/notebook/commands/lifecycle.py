@@ -13,7 +13,7 @@ from nbdist.notebook.command import Line, command
 from nbdist.notebook.commands.cells import send, sending_options
 from nbdist.notebook.jobs import Steps
 from nbdist.notebook.options import at_once, given, ranks_option, world_options
-from nbdist.output.transcript import follows
+from nbdist.output.transcript import is_consequence
 from nbdist.output.wording import seconds_text
 from nbdist.words import count, name_ranks
 from nbdist.world.agents import Found, to_attach, worlds
@@ -74,7 +74,7 @@ def dist_interrupt(line: Line) -> str:
         return "no cell is running on the workers"
     pool.world.interrupt()
     through(follow_steps(pool, pool.world, running, pool.display()))
-    if running.unfinished or not all(map(follows, running.transcript.errors.values())):
+    if running.unfinished or not all(map(is_consequence, running.transcript.errors.values())):
         check_end(pool, pool.world, running, stopped=False)
     return str(Interrupted(running.task.ranks, damage=running.damage))
 
