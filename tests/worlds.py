@@ -39,7 +39,7 @@ class SharedLink(Link):
         """End the workers, if any are left, and give the link back."""
         if not self.is_taken or os.getpid() != self.pid:
             return
-        self.is_taken = self._is_remembered = self.tells_all = False
+        self.is_taken = self._is_remembered = self.signals_all_messages = False
         try:
             self.call(StopWorld(0.0), SOON)
         except (AgentLost, StartError):
@@ -48,7 +48,7 @@ class SharedLink(Link):
         while self.arrived:
             item = self.arrived.popleft()
             if isinstance(item, Received) and self.is_up:
-                self.received(item)
+                self.acknowledge(item)
 
     def detach(self) -> None:
         """Refuse: the agent is to be there for the next test."""

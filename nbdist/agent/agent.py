@@ -213,7 +213,7 @@ class Agent:
                 workers = (self._workers.all[rank] for rank in ranks if rank in self._workers.all)
                 return await self._step_stops.hold(workers)
             case node_messages.Bring(refs) if self._head:
-                return await self._head.memory.bring(refs)
+                return await self._head.memory.copy_segments(refs)
         reply = await self._workers.execute(request)
         if isinstance(request, node_messages.EndRanks) and request.drops:
             self._outbox.clear()

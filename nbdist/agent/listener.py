@@ -87,7 +87,7 @@ class Door:
         task = asyncio.current_task()
         assert task is not None
         try:
-            if queries.user_at(writer.get_extra_info("socket")) == os.geteuid():
+            if queries.peer_user(writer.get_extra_info("socket")) == os.geteuid():
                 # Disconnect a process whose question is malformed, or that does not read its
                 # answer.  A cancellation must not leave this function: asyncio's streams would
                 # report it to the loop's exception handler, which ends the agent.

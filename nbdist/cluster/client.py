@@ -186,8 +186,8 @@ class HeadLink:
             self._lost_timer.cancel()
             self._lost_timer = None
         if self._has_connected:
-            self._link.send(self._numbered.sign(Kind.AGAIN))
-            for frames in self._numbered.again():
+            self._link.send(self._numbered.bare_header(Kind.AGAIN))
+            for frames in self._numbered.replay():
                 self._link.send_multipart(frames, copy=False)
 
     def _start_lost_timer(self) -> None:
@@ -216,7 +216,7 @@ class HeadLink:
             self._lost_timer.cancel()
         if self._probing is not None:
             self._probing.cancel()
-        self._link.send_multipart([self._numbered.sign(Kind.ENDED), self._identity])
+        self._link.send_multipart([self._numbered.bare_header(Kind.ENDED), self._identity])
         self._link.flush(zmq.POLLOUT)
         self._link.socket.disable_monitor()
         self._monitor.close()
@@ -227,14 +227,14 @@ class HeadLink:
         header, *data = frames
         self._received_at = asyncio.get_running_loop().time()
         try:
-            kind = self._numbered.take(header.bytes)
+            kind = self._numbered.read_header(header.bytes)
         except Mismatch:
             kind = Kind.ENDED
         match kind:
             case Kind.MESSAGE:
                 self._handle_message(*data)
             case Kind.BEAT if self._numbered.has_read:
-                self._link.send(self._numbered.sign(Kind.BEAT))
+                self._link.send(self._numbered.bare_header(Kind.BEAT))
             case Kind.ENDED:
                 self._give_up()
 
@@ -247,7 +247,7 @@ class HeadLink:
             case Fetch() as fetch:
                 self.send(piece_of(fetch))
             case Piece() as piece:
-                self.memory.take(piece)
+                self.memory.add_piece(piece)
             case Drop(path):
                 self.memory.drop([path])
             case Run() as run:

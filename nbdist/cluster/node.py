@@ -137,7 +137,7 @@ class Node:
         try:
             reply = await self.ask(sent, request.timeout)
         except NodeLost as error:
-            reply = request.lost(str(error))
+            reply = request.lost_answer(str(error))
         if isinstance(reply, StartFailure):
             reply = replace(reply, host=self.name)
         return reply  # type: ignore[no-any-return]

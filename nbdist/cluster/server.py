@@ -170,7 +170,7 @@ class NodeServer:
 
     def _drop(self, identity: bytes) -> None:
         if line := self._lines.pop(identity, None):
-            self._send_frames(identity, [line.numbered.sign(Kind.ENDED)])
+            self._send_frames(identity, [line.numbered.bare_header(Kind.ENDED)])
             self._on_lost(identity)
 
     async def _read(self) -> None:
@@ -184,12 +184,12 @@ class NodeServer:
             line.set_connection(first)
         header, *data = [each.buffer for each in frames] or [memoryview(b"")]
         try:
-            kind = line.numbered.take(bytes(header))
+            kind = line.numbered.read_header(bytes(header))
         except BadFrame as error:  # later messages of a known agent are still read
             self._count_unreadable(error)
             return
         except Mismatch:
-            self._send_frames(identity, [line.numbered.sign(Kind.ENDED)])
+            self._send_frames(identity, [line.numbered.bare_header(Kind.ENDED)])
             return
         match kind:
             case Kind.MESSAGE:
@@ -198,7 +198,7 @@ class NodeServer:
                 except BadFrame as error:
                     self._count_unreadable(error)
                     # Without this message, the agent's next messages would be wrong: end it.
-                    self._send_frames(identity, [line.numbered.sign(Kind.ENDED)])
+                    self._send_frames(identity, [line.numbered.bare_header(Kind.ENDED)])
                     if self._lines.pop(identity, None):
                         self._on_lost(identity)
                     return
@@ -206,7 +206,7 @@ class NodeServer:
                 self._on_message(identity, message)
             case Kind.AGAIN if identity in self._lines:
                 line.set_connection(first)
-                for again in line.numbered.again():
+                for again in line.numbered.replay():
                     self._send_frames(identity, again)
             case Kind.ENDED if data:
                 self._drop(bytes(data[0]))
@@ -226,7 +226,7 @@ class NodeServer:
             for identity, line in [*self._lines.items()]:
                 if line.lost_for is not None:
                     line.lost_for += BEAT_INTERVAL
-                self._send_frames(identity, [line.numbered.sign(Kind.BEAT)])
+                self._send_frames(identity, [line.numbered.bare_header(Kind.BEAT)])
                 seconds = line.silent_seconds()
                 if seconds >= self.link_timeout:
                     self._drop(identity)

@@ -26,7 +26,7 @@ import zmq
 from nbdist.errors import UsageError
 from nbdist.system import folders
 from nbdist.system.processes import agent_command, safe_environ
-from nbdist.wire.frames import built, fits
+from nbdist.wire.frames import fits, from_plain
 from nbdist.wire.spec import AGENTS_WAIT, LINK_TIMEOUT, NBDIST_DECIDES
 from nbdist.wire.transfer import Kind, Numbered
 
@@ -78,7 +78,7 @@ class Ticket:
 def ticket_from(line: bytes) -> Ticket:
     """Read a ticket from its line; raises BadTicket."""
     try:
-        ticket: Ticket = built(json.loads(line), Ticket)
+        ticket: Ticket = from_plain(json.loads(line), Ticket)
     except (ValueError, TypeError) as error:
         raise BadTicket(f"that is no ticket of a world: {type(error).__name__}") from None
     if fits(ticket, Ticket):
@@ -248,7 +248,7 @@ def report_killed_agent(line: bytes) -> None:
         link.linger = LONGEST_SAYING
         connect_with(link, ticket)
         link.connect(endpoint(ticket.addresses[0], ticket.port))
-        link.send_multipart([Numbered().sign(Kind.ENDED), ended])
+        link.send_multipart([Numbered().bare_header(Kind.ENDED), ended])
 
 
 # --- the command nbdist join ------------------------------------------------------------------

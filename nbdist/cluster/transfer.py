@@ -179,7 +179,7 @@ class BulkTransfers:
         if self._pending.get(rank) is not pending:
             return  # the task was interrupted, or its node is lost
         receiving = self._receiving[pending.node]
-        problem = await receiving.bring(pending.refs)
+        problem = await receiving.copy_segments(pending.refs)
         if self._pending.get(rank) is not pending:
             return
         places = receiving.places(pending.refs)
@@ -193,7 +193,7 @@ class BulkTransfers:
 
     def store_piece(self, node: int, piece: Piece) -> None:
         """Store a piece that was requested from a node."""
-        self._receiving[node].take(piece)
+        self._receiving[node].add_piece(piece)
         self._show_all_progress()
 
     def _fail_rank(self, rank: int, name: str, message: str) -> None:

@@ -40,7 +40,7 @@ from nbdist.topology import parse_ranks
 from nbdist.wire.work import Call, Source, Task, Work
 from nbdist.words import in_pool, name_ranks, size_text
 from nbdist.world.calling import ask
-from nbdist.world.exchange import binding
+from nbdist.world.exchange import bind_steps
 from nbdist.world.names import WORKERS_MODULES, WORKERS_OWN, NameTable
 from nbdist.world.recovery import late_stop_text, stop_text, undefined_name
 from nbdist.world.result import CellResult, usage_text
@@ -152,14 +152,14 @@ def attempt_steps(
         pids = world.pids
         shipment = settled(pool, world, names, pack)
         running = yield from _attempt(pool, world, attempt, shipment, display, patience, setup)
-        if not running.restart:
+        if not running.restart_text:
             break
         _keep_why(pool, running)
         display = pool.display()
-        display.note(running.restart)
+        display.note(running.restart_text)
         new = [rank for rank, pid in world.pids.items() if pid != pids.get(rank)]
-        names.taken_over(new, world.session.names)
-        world.session.told(running.fated)
+        names.copy_entries(new, world.session.names)
+        world.session.mark_reported(running.recovered_ranks)
     return outcome_of(pool, world, running, display)
 
 
@@ -203,13 +203,13 @@ def _attempt(
     task = replace(task, names=packed.payloads)
     try:
         # Ranks may run the task before `follow_steps` begins: handle a Stop as it does.
-        with met_stops(partial(world.session.meet_stop, task)):
+        with met_stops(partial(world.session.count_stop, task)):
             machines = world.session.machines
             running = pool.last = world.session.submit(task, patience, shipment.parcels)
             pool.tell_of_deaths(world, display, machines)
             history = pool.shell.history_manager
             cells = history.input_hist_raw if history is not None else []
-            if said := world.session.surroundings.take_note(cells):
+            if said := world.session.surroundings.pop_note(cells):
                 display.note(said)
             yield from follow_steps(pool, world, running, display)
         if setup and not running.error():
@@ -234,7 +234,7 @@ def follow_steps(
     """
     is_here = True  # the running notebook cell is the one that sent the task
     is_job = running.patience.control_timeout is None
-    with met_stops(partial(world.session.meet_stop, running.task)):
+    with met_stops(partial(world.session.count_stop, running.task)):
         following, longest = world.follow(running, answers=True), None
         try:
             while True:
@@ -299,16 +299,16 @@ def check_end(pool: Pool, world: World, running: TaskRun, *, stopped: bool | Non
     killed = running.killed_by_stop
     stopped = bool(running.stops) if stopped is None else stopped
     if stopped and not running.unfinished and (killed or not running.deaths):
-        world.session.told(killed)
+        world.session.mark_reported(killed)
         fate = stop_text(world.session, killed) if killed else late_stop_text(running)
         raise Interrupted(running.task.ranks, fate, running.damage)
-    if not running.lacking and cause and (name := undefined_name(cause[1])):
-        running.lacking = _not_sent_text(pool, name)
-    running.fate = in_pool(running.fate, pool.own_name)
+    if not running.lacking_text and cause and (name := undefined_name(cause[1])):
+        running.lacking_text = _not_sent_text(pool, name)
+    running.recovery_text = in_pool(running.recovery_text, pool.own_name)
     running.differing = in_pool(running.differing, pool.own_name)
-    running.lacking = in_pool(running.lacking, pool.own_name)
+    running.lacking_text = in_pool(running.lacking_text, pool.own_name)
     if error := running.error():
-        world.session.told(running.fated)
+        world.session.mark_reported(running.recovered_ranks)
         _keep_why(pool, running)
         if isinstance(error, CellTimeout) and killed:
             error.add(stop_text(world.session, killed))
@@ -340,7 +340,7 @@ def bring(
     """
     pool.wait_for_job(pool.display())
     show = progress(display, what) if display else None
-    with met_stops(partial(world.session.meet_stop, task)):
+    with met_stops(partial(world.session.count_stop, task)):
         machines = world.session.machines
         running = world.submit(task)
         pool.tell_of_deaths(world, display or pool.display(), machines)
@@ -367,7 +367,7 @@ def bind(
     The first step is shown if there is a display.
     """
     machines = world.session.machines
-    for running in binding(world.session, take, work, shipped):
+    for running in bind_steps(world.session, take, work, shipped):
         pool.tell_of_deaths(world, display or pool.display(), machines)
         if display:
             pool.last = running

@@ -103,7 +103,7 @@ class Line:
         session = pool.world.session
         # In a subshell another thread may run a cell, and only that thread receives messages.
         is_beside = is_in_subshell(pool.shell)
-        return session.look(request) if is_beside else session.ask(request)
+        return session.ask_from_thread(request) if is_beside else session.ask(request)
 
     @property
     def ranks(self) -> tuple[int, ...]:

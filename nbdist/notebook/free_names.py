@@ -425,7 +425,7 @@ class Gathered:
             self._values[name] = Identity(self._namespace[name])
             self._of_this_cell.add(name)
 
-    def bound_in_notebook(self, names: Iterable[str]) -> None:
+    def record_assigned(self, names: Iterable[str]) -> None:
         """Forget names that the notebook has bound; called when a cell has ended.
 
         `names` are those that the cell may have bound.  A name with a number or text is forgotten

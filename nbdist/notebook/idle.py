@@ -68,7 +68,7 @@ class IdleWatch:
         if link is None or not is_main_thread():
             return
         # A duplicate stays open, and its number is not reused, when the link closes its own.
-        self._link, self.loop, self._asides = link, loop, os.dup(link.asides)
+        self._link, self.loop, self._asides = link, loop, os.dup(link.idle_signal)
         # An empty context: in the context of this cell, later output would be shown below it.
         contextvars.Context().run(loop.add_reader, self._asides, self._wake)
 
@@ -79,7 +79,7 @@ class IdleWatch:
         once it is false.
         """
         if self._link is not None:
-            self._link.tells_all = self._goes_on()
+            self._link.signals_all_messages = self._goes_on()
         # In a terminal the loop is closed while a cell runs; the next prompt has a new one.
         if self.loop is None or self.loop.is_closed():
             return

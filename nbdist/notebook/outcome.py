@@ -140,8 +140,8 @@ def _brought(
             rank: unpickle(open_payload(each), session.namespace) for rank, each in packed.items()
         }
     finally:
-        session.let_go_of(task, packed)
-        session.let_go_of(running.task, packed)
+        session.release_lent_values(task, packed)
+        session.release_lent_values(running.task, packed)
 
 
 # --- the last failure -----------------------------------------------------------------------------

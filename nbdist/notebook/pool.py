@@ -36,7 +36,7 @@ from nbdist.output.events import Died, RankError
 from nbdist.words import count, name_ranks
 from nbdist.world.link import Link
 from nbdist.world.names import list_names
-from nbdist.world.recovery import healing_text, note_changes, scaled_text
+from nbdist.world.recovery import healing_text, record_changes, scaled_text
 from nbdist.world.running import TaskRun
 from nbdist.world.snapshot_store import SnapshotStore, owner_of, root_folder
 from nbdist.world.spec import default_log_dir
@@ -185,7 +185,7 @@ class Pool:
         if self.world is None or self.world.state is State.STOPPED:
             return None
         before, self.shown_size = self.shown_size, self.world.size
-        moved = self.world.session.take_moved()
+        moved = self.world.session.pop_renumbering()
         if before != self.shown_size or moved:
             display.note(size_text(self.shown_size, moved))
         return self.world
@@ -305,7 +305,7 @@ class Pool:
         """
         names, session = self.world.session.names, self.world.session  # type: ignore[union-attr]
         ours = [n for n in read if n in self.shell.user_ns and n not in self.gathered]
-        known = [name for name in ours if names.record(name) or names.others_of(name)]
+        known = [name for name in ours if names.record(name) or names.ranks_that_assigned(name)]
         if (
             not known
             or not session.is_idle
@@ -314,9 +314,9 @@ class Pool:
         ):
             return
         if names.objects.have_run and any(map(names.record, known)):
-            note_changes(session, session.everyone)
+            record_changes(session, session.everyone)
         for name in known:
-            is_other = bool(names.others_of(name)) or names.is_changed(name)
+            is_other = bool(names.ranks_that_assigned(name)) or names.is_changed(name)
             if is_other and names.is_first_notice(f"{name} here"):
                 self.display().say(
                     f"this is the notebook's `{name}`; the ranks have another: "
@@ -337,7 +337,7 @@ class Pool:
         self.gathered.add(found)
         if self.world is not None:
             for name in found:
-                self.world.session.names.gathered(name, ranks if name in theirs else ())
+                self.world.session.names.record_gathered(name, ranks if name in theirs else ())
 
     def watch_prompt(self) -> None:
         """Watch the workers while a terminal's prompt is open; called on the prompt's loop."""
@@ -356,15 +356,15 @@ class Pool:
                 self._widgets.close()
             self._widgets = WidgetRelay(self.shell, widgets, self.world.session)
         self._widgets.show()
-        if widgets.gone:
-            gone, widgets.gone = widgets.gone, {}
+        if widgets.ended_widgets:
+            gone, widgets.ended_widgets = widgets.ended_widgets, {}
             self.ended.lose_widgets(gone)
 
     def show_late(self, *, at_once: bool = True) -> None:
         """Add output that came after the end of its cell to that cell, and update widgets."""
         if self.world is not None:
             self.show_widgets()
-            self.ended.receive(self.world.session.take_late())
+            self.ended.receive(self.world.session.pop_late_outputs())
             self.ended.show(self.log_files(), at_once=at_once)
 
     def _notice(self) -> None:
@@ -427,7 +427,7 @@ class Pool:
         `machines` are those of the ranks before they were replaced.  The last of the deaths is
         kept for `%dist_why`.
         """
-        dead = {**dead, **world.session.take_replaced()}
+        dead = {**dead, **world.session.pop_replaced()}
         for rank, died in dead.items():
             self.why = why_died(rank, machines.name(rank), died, self.log_files().get(rank, ""))
             display.note(f"rank {rank} {idle_end(died)}")
@@ -566,13 +566,13 @@ class Pools:
         if bound and result.success:
             # The cell may have deleted a name again, or not have run the line that assigns it.
             self.gathered.add(name for name in assigned_in(python) if name in self.shell.user_ns)
-        self.gathered.bound_in_notebook(bound)
+        self.gathered.record_assigned(bound)
         for pool in self:
             if pool.world is not None:
                 own = [name for name in bound if name not in self.gathered]
                 if not is_theirs:
                     surely = names_certainly_bound(python) if python and result.success else ()
-                    pool.world.session.names.bound_in_notebook(own, surely)
+                    pool.world.session.names.record_assigned(own, surely)
                 if python and result.success:
                     pool.say_others(names_used(python))
 

@@ -204,7 +204,7 @@ class WidgetRelay:
 
         The contents of Output widgets are sent to their ranks too, as a page would send them.
         """
-        for rank, comm in self.widgets.news():
+        for rank, comm in self.widgets.pop_messages():
             if rank >= 0:
                 self._send(rank, comm)
             elif comm.kind == "comm_open":

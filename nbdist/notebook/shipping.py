@@ -289,7 +289,7 @@ class Plan:
 
     def _record_of_object(self, name: str, value: Any) -> Sent:
         try:
-            token = self.outgoing.look(value)
+            token = self.outgoing.scan_value(value)
         except Exception as problem:  # noqa: BLE001 (a user's `__reduce__` can raise anything)
             self._refuse([name], problem)
         scan, reached = self.outgoing.scan, self.outgoing.reach(token)
@@ -340,7 +340,7 @@ class Plan:
         self.outgoing.compare()
         if self._forced:
             return
-        asked = self.outgoing.asked()
+        asked = self.outgoing.objects_to_inspect()
         names, ranks = set[str](), {r for r, changed in self.outgoing.changed.items() if changed}
         for name in self._looks:
             lack, have = self._lacking(name), self._having(name)
@@ -367,7 +367,7 @@ class Plan:
 
     def answer(self, found: Mapping[int, Inspected]) -> None:
         """Use the answers of ranks: objects that they have changed stay theirs."""
-        self.outgoing.answer(found)
+        self.outgoing.apply_replies(found)
         self._keep_found(found)
         for name in self._looks:
             self._hold_back(name, found)
@@ -377,8 +377,8 @@ class Plan:
         """Leave ranks the variables of a notebook before this one that they have changed."""
         for name in [*self._looks]:
             changed = any(name in i.names and i.names[name].is_changed for i in found.values())
-            if changed and self._table.is_of_another(name):
-                self._table.keep_theirs(name)
+            if changed and self._table.is_of_earlier_notebook(name):
+                self._table.record_sent_before(name)
                 del self._looks[name]
                 self._note(
                     name,

@@ -104,8 +104,8 @@ def find_world(world: str) -> Found:
     if not running:
         raise UsageError("none of this user's worlds runs on this machine")
     if not world and len(running) > 1:
-        raise UsageError(f"say which world, by its name or process: {agents.listed(running)}")
-    _question.world = target = agents.named(running, world, "world") if world else running[0]
+        raise UsageError(f"say which world, by its name or process: {agents.names_text(running)}")
+    _question.world = target = agents.find_by_name(running, world, "world") if world else running[0]
     return target
 
 

@@ -25,7 +25,7 @@ from nbdist.wire.queries import Look, TaskSeen, WorldInfo
 from nbdist.wire.status import Usage
 from nbdist.words import aligned, count, name_ranks, one_line
 from nbdist.world import hangs
-from nbdist.world.agents import Found, ask_all, named, worlds
+from nbdist.world.agents import Found, ask_all, find_by_name, worlds
 from nbdist.world.result import log_lines, logs_text, rows, usage_text
 
 # --- `nbdist ps` and `nbdist kill` ------------------------------------------------------------
@@ -64,7 +64,7 @@ def row_of(world: Found) -> tuple[str, ...]:
 
 def kill_world(name: str) -> int:
     """End a world and all its processes; UsageError if no world, or several, have this name."""
-    world = named(worlds(), name, "nbdist kill")
+    world = find_by_name(worlds(), name, "nbdist kill")
     is_over = _end(world.agent, world.info.guard)
     sys.stdout.write(f"{world.name} {'ended' if is_over else 'does not end'}\n")
     return 0 if is_over else 1
@@ -276,7 +276,9 @@ def _waits(places: Mapping[int, Place], idle: Collection[int]) -> Iterator[str]:
             text += f" · {name_ranks(idle)} {verb} not run this cell, or finished it"
         yield f"waiting: {text}"
     if places and not idle and all(place.operation for place in places.values()):
-        verdict = hangs.verdict(places) if hangs.never_meet(places) else hangs.differing(places)
+        verdict = (
+            hangs.verdict(places) if hangs.is_call_mismatch(places) else hangs.differing(places)
+        )
         yield verdict or "all ranks wait in collectives: they may go on by themselves"
 
 
@@ -288,7 +290,7 @@ def stacks_text(stacks: Iterable[Stack]) -> str:
     def who(ranks: Iterable[int]) -> str:
         return f"{name_ranks(ranks)} (pid {', '.join(pids[rank] for rank in [*ranks][:8])})"
 
-    return "\n".join(hangs.stacks_text(hangs.alike(stacks), who)) or "no ranks"
+    return "\n".join(hangs.stacks_text(hangs.group_stacks(stacks), who)) or "no ranks"
 
 
 def last_lines(logs: Sequence[LogTail], pattern: re.Pattern[str] | None, limit: int) -> str:
@@ -339,5 +341,5 @@ def failure_text(task: TaskSeen) -> str:
 
 def _short(error: RankError, released: Place | None, errors: Mapping[int, RankError]) -> RankError:
     if isinstance(error, Failure) and (released or error.connections == "ended"):
-        return hangs.in_one_line(error, released, None, errors.values())
+        return hangs.shorten_error(error, released, None, errors.values())
     return error

@@ -21,7 +21,7 @@ from nbdist.output.wording import fold_ranks
 from nbdist.wire.ops import Brought, Distance, Looked, Part
 from nbdist.wire.work import Call
 from nbdist.words import count, name_ranks, size_text
-from nbdist.world.exchange import check_expressions, refusal
+from nbdist.world.exchange import check_expressions, missing_error
 
 MOST_ROWS, MOST_DISTANCES = 50, 3
 
@@ -56,7 +56,7 @@ def _compare_expression(line: Line, expression: str) -> Shown | str:
     failed = {rank: each for rank, each in looked.items() if each.missing or each.problem}
     if len(failed) == len(looked) or any(each.problem for each in failed.values()):
         refused = {r: Brought(expression, None, e.missing, e.problem) for r, e in failed.items()}
-        if error := refusal(line.world.session, refused):
+        if error := missing_error(line.world.session, refused):
             raise error
     comparison = Comparison(expression, looked)
     for reference, (others, paths) in comparison.to_compare().items():
@@ -84,7 +84,7 @@ def distances(
         given = {"expression": expression, "packed": lent.packed}
         return bring(pool, world, world.task(Call("diff.compare", given), ranks=tuple(others)))
     finally:
-        world.session.let_go_of(lending, (reference,))
+        world.session.release_lent_values(lending, (reference,))
 
 
 @dataclass

@@ -1,6 +1,6 @@
-"""Where a worker's memory has the calls of its main thread.
+"""The layout of a worker's memory: the addresses and offsets of its main thread's calls.
 
-A worker writes it into a file for its agent.  With it `nbdist.agent.stacks` reads the stack of a
+A worker writes its layout into a file.  With the layout `nbdist.agent.stacks` reads the stack of a
 rank whose threads cannot run.
 """
 
@@ -9,17 +9,18 @@ from __future__ import annotations
 from typing import NamedTuple
 
 LARGEST = 4096
-"""No offset is as large; what is read may come from a cell that wrote into the file."""
+"""Offsets from here on are refused: a cell of the user can have written into the file."""
 
 
 class CallLayout(NamedTuple):
-    """Where a worker's memory has the calls of its main thread, which its agent reads there.
+    """The addresses and offsets with which an agent reads the calls of a worker's main thread.
 
-    Addresses of the `thread`'s state and of two types; all else are offsets in bytes.  The state
-    has the innermost `call`, or, unless `holder` is 0, a pointer there to what has it.  A call has
-    its `code`, the `previous` one, the `instruction` that it is at, and by its `owner` whether it
-    is one of Python code.  A code object ends with its `instructions`.  The letters of an `ascii`
-    text begin elsewhere than those of any `other`.
+    `thread` is the address of the thread's state, `code_type` and `text_type` are the addresses of
+    two types; all other fields are offsets in bytes.  The innermost call is at `call` in the state
+    if `holder` is 0; otherwise the state has at `holder` a pointer to an object that has the call.
+    A call has its `code`, the `previous` call and its current `instruction`; its `owner` says
+    whether it runs Python code.  The `instructions` are at the end of a code object.  Letters of a
+    text begin at `ascii` if all of them are ASCII, otherwise at `other`.
     """
 
     thread: int
@@ -40,12 +41,12 @@ class CallLayout(NamedTuple):
     other: int
 
     def line(self) -> bytes:
-        """Write it as one line of text."""
+        """Return the layout as a line of text, which `read` reads."""
         return " ".join(map(str, self)).encode() + b"\n"
 
     @classmethod
     def read(cls, line: bytes) -> CallLayout:
-        """Read such a line; raises ValueError where it is none."""
+        """Read a line that `line` returned; raises ValueError if the line is not valid."""
         thread, code_type, text_type, *offsets = map(int, line.split())
         if len(offsets) != len(cls._fields) - 3 or not all(0 <= n < LARGEST for n in offsets):
             raise ValueError("these are not the offsets of calls")

@@ -20,14 +20,14 @@ TYPES = "_jupyter_types_experimental"
 
 
 class Complete(NamedTuple):
-    """Which completions are there at the cursor?  `cursor` counts characters of the code."""
+    """Ask for the completions at the cursor; `cursor` counts characters of the code."""
 
     code: str
     cursor: int
 
 
 class Inspect(NamedTuple):
-    """What is at the cursor?  `detail` 1 asks for the source too, as `x??` does."""
+    """Ask for a description of the name at the cursor; with `detail` 1 also for its source."""
 
     code: str
     cursor: int
@@ -39,7 +39,7 @@ Question = Complete | Inspect
 
 
 class Candidate(NamedTuple):
-    """One completion; `type` is jedi's word for what it names: `function`, `instance`, ..."""
+    """A completion, whose `type` is jedi's word for its object: `function`, `instance`, ..."""
 
     text: str
     type: str = ""
@@ -98,7 +98,7 @@ class Description:
 
 
 class Locate(NamedTuple):
-    """Where is the main thread?  Answered by `Place`.
+    """Ask where the main thread is; answered by `Place`.
 
     `briefly` leaves out the fields that only the detection of hangs needs: each system call for
     them may cost milliseconds.
@@ -109,22 +109,22 @@ class Locate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Where is the main thread, and through which calls did it get there?  Answered by `Traced`."""
+    """Ask where the main thread is and for the calls of its stack; answered by `Traced`."""
 
 
 @dataclass(frozen=True, slots=True)
 class LastCollective:
-    """Which collective did the rank begin last?  Answered by `Collective`, or `Ok` for none."""
+    """Ask for the collective that the rank began last; answered by `Collective`, `Ok` for none."""
 
 
 @dataclass(frozen=True, slots=True)
 class ListGroups:
-    """Which process groups does the rank belong to?  Answered by `HeldGroups`."""
+    """Ask for the process groups that the rank belongs to; answered by `HeldGroups`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ListSecrets:
-    """Which values of the rank's environment variables are secrets?  Answered by these values."""
+    """Ask for the secrets in the rank's environment variables; answered by a tuple of values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ class Announce:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Which names that nbdist needs do torch and IPython lack?  Answered by a sentence for each."""
+    """Ask which names that nbdist needs torch and IPython lack; answered by a sentence for each."""
 
 
 class ReleaseValues(NamedTuple):
@@ -247,7 +247,7 @@ class HeldGroups:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The request failed; if `unfit`, the cause is in the worker itself, which its agent ends."""
+    """The request failed; if `unfit`, the worker cannot go on, and its agent ends it."""
 
     error: str
     unfit: bool
@@ -255,7 +255,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Ok:
-    """The request is done, or what it asks for does not exist."""
+    """The request is done, or the object that it asks for does not exist."""
 
 
 Said = Completions | Description

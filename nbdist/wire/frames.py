@@ -28,12 +28,12 @@ class BadFrame(Exception):
 
 
 def pack(message: object) -> bytes:
-    """Return the message as one frame."""
+    """Pickle a message; `unpack` reads the frame."""
     return pickle.dumps(message, protocol=5)
 
 
 def unpack(frame: bytes | memoryview) -> Any:
-    """Return the message that `pack` packed.
+    """Unpickle a message that `pack` has pickled.
 
     The sender must be trusted: unpickling can run any code.
     """
@@ -47,12 +47,12 @@ def object_from(frame: bytes, kind: Any, *parts: type) -> Any:
     runs.  Every field of the returned object has the type that its annotation says.
     """
     try:
-        found = _Unpickler(frame, _classes_by_name(kind, *parts)).load()
+        value = _Unpickler(frame, _classes_by_name(kind, *parts)).load()
     except Exception as error:  # garbage can make unpickling raise anything
         raise BadFrame(f"{type(error).__name__}: {error}"[:200]) from error
-    if not fits(found, kind):
+    if not fits(value, kind):
         raise BadFrame(f"it is no {getattr(kind, '__name__', kind)}"[:200])
-    return found
+    return value
 
 
 class _Unpickler(pickle.Unpickler):
@@ -76,30 +76,30 @@ def _parts_of(kind: Any) -> tuple[Any, tuple[Any, ...], Mapping[str, Any]]:
     """Return an annotation's origin and arguments, and the annotations of a record's fields."""
     hints: dict[str, Any] = {}
     if _is_record(kind):
-        known = get_type_hints(kind)
+        all_hints = get_type_hints(kind)
         names = (each.name for each in fields(kind)) if is_dataclass(kind) else kind._fields
-        hints = {name: known[name] for name in names}
+        hints = {name: all_hints[name] for name in names}
     return get_origin(kind), get_args(kind), hints
 
 
 @cache
 def _classes_by_name(*kinds: Any) -> Mapping[tuple[str, str], type]:
-    found: set[type] = set()
+    classes: set[type] = set()
     waiting = [*kinds]
     while waiting:
         each = waiting.pop()
-        if each in found:
+        if each in classes:
             continue
         if _is_record(each):
-            found.add(each)
-        _, inner, held = _parts_of(each)
-        waiting += [*inner, *held.values()]
-    return {(each.__module__, each.__qualname__): each for each in found}
+            classes.add(each)
+        _, inner, hints = _parts_of(each)
+        waiting += [*inner, *hints.values()]
+    return {(each.__module__, each.__qualname__): each for each in classes}
 
 
 def fits(value: Any, kind: Any) -> bool:
     """Return True if a value, and all that it contains, has the type of an annotation."""
-    origin, inner, held = _parts_of(kind)
+    origin, inner, hints = _parts_of(kind)
     if kind is Any:
         return True
     if kind is float:
@@ -111,7 +111,7 @@ def fits(value: Any, kind: Any) -> bool:
     if not isinstance(value, origin or kind):
         return False
     if origin is None:
-        return all(fits(getattr(value, name, _MISSING), each) for name, each in held.items())
+        return all(fits(getattr(value, name, _MISSING), each) for name, each in hints.items())
     if issubclass(origin, Mapping):
         return all(fits(k, inner[0]) and fits(each, inner[1]) for k, each in value.items())
     if origin is tuple and inner[-1] is not ...:
@@ -119,16 +119,16 @@ def fits(value: Any, kind: Any) -> bool:
     return all(fits(each, inner[0]) for each in value)
 
 
-def plain(value: Any) -> Any:
-    """Return a value as JSON can express it: records as mappings.  `built` is the inverse."""
+def to_plain(value: Any) -> Any:
+    """Return a value as JSON can express it: records as mappings.  `from_plain` is the inverse."""
     kind: Any = type(value)
     if _is_record(kind):
-        return {name: plain(getattr(value, name)) for name in _parts_of(kind)[2]}
-    return [*map(plain, value)] if isinstance(value, tuple) else value
+        return {name: to_plain(getattr(value, name)) for name in _parts_of(kind)[2]}
+    return [*map(to_plain, value)] if isinstance(value, tuple) else value
 
 
-def built(value: Any, kind: Any) -> Any:
-    """Return the value of this kind that `plain` turned into JSON: records and tuples again.
+def from_plain(value: Any, kind: Any) -> Any:
+    """Return the value of this kind that `to_plain` turned into JSON: records and tuples again.
 
     Unknown fields are dropped: another version of nbdist may send more of them.  Raises TypeError
     if a field is missing.  The caller checks the types of the fields with `fits`.
@@ -137,12 +137,12 @@ def built(value: Any, kind: Any) -> Any:
     if origin in (Union, types.UnionType):  # the first record that has no other required fields
         for each in inner:
             with suppress(TypeError):
-                return built(value, each)
+                return from_plain(value, each)
     if isinstance(value, dict) and _is_record(kind):
-        known = {name: each for name, each in _parts_of(kind)[2].items() if name in value}
-        return kind(**{name: built(value[name], each) for name, each in known.items()})
+        given = {name: each for name, each in _parts_of(kind)[2].items() if name in value}
+        return kind(**{name: from_plain(value[name], each) for name, each in given.items()})
     if isinstance(value, list) and origin is tuple:
-        return tuple(built(each, inner[0]) for each in value)
+        return tuple(from_plain(each, inner[0]) for each in value)
     return value
 
 
@@ -154,16 +154,16 @@ def framed(data: bytes) -> bytes:
 class FrameCutter:
     """Cuts a stream of bytes into frames; raises BadFrame for a frame of more than `most` bytes."""
 
-    def __init__(self, most: int | None = None) -> None:
+    def __init__(self, max_bytes: int | None = None) -> None:
         self._data = bytearray()
-        self._most = most
+        self._max_bytes = max_bytes
 
     def feed(self, data: bytes) -> Iterator[bytes]:
         """Add bytes that were read, and yield the frames that are now complete."""
         self._data += data
         while len(self._data) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._data)
-            if self._most is not None and length > self._most:
+            if self._max_bytes is not None and length > self._max_bytes:
                 raise BadFrame(f"a frame of {length:,} bytes")
             end = _LENGTH.size + length
             if len(self._data) < end:

@@ -18,14 +18,15 @@ MOVED, ATTEMPT = "[nbdist: what stood before this line was moved to ", "attempt_
 the beginning of the name of a folder with the files of one start of the workers."""
 
 BLOCK, PAGE, LONGEST = 1 << 16, 1 << 20, 1 << 14
-"""Bytes that are read at once, bytes of lines that end an answer, and bytes kept of a line."""
+"""The bytes of one read; of lines after which an answer ends; and of a line that are kept."""
 
 
 class GetLogs(NamedTuple):
     """Read the last `most` lines of these ranks' logs; answered by a tuple of `LogTail`.
 
-    Long lines are fewer: `PAGE` bytes end an answer.  `attempt` is None for the present start of
-    the workers.  With `end`, the `start` of an earlier answer, the lines before it are read.
+    Of long lines fewer are returned, since an answer ends after `PAGE` bytes.  `attempt` is None
+    for the present start of the workers.  `end` is the `start` of an earlier answer: then the lines
+    before that answer are read.
     """
 
     ranks: tuple[int, ...]
@@ -58,10 +59,10 @@ CUT_MARK = "cut"
 
 def read_logs(folders_of: Mapping[int, Path | None], get: GetLogs) -> tuple[LogTail, ...]:
     """Read the requested log lines; `folders_of` has the log folder of each rank, None for none."""
-    found = []
+    tails = []
     for rank, stream in product([rank for rank in get.ranks if rank in folders_of], get.streams):
         if (folder := folders_of[rank]) is None:
-            found.append(LogTail(rank, stream))
+            tails.append(LogTail(rank, stream))
             continue
         run = folder.parent.parent  # with a folder for each attempt
         names = (each.name for each in run.glob(f"{ATTEMPT}*"))
@@ -71,29 +72,29 @@ def read_logs(folders_of: Mapping[int, Path | None], get: GetLogs) -> tuple[LogT
         file = folder / f"{stream}.log"
         lines, start = last_lines(file, get.most, get.end)
         is_cut = (folder / CUT_MARK).exists()
-        found.append(LogTail(rank, stream, str(file), tuple(lines), start, attempts, is_cut))
-    return tuple(found)
+        tails.append(LogTail(rank, stream, str(file), tuple(lines), start, attempts, is_cut))
+    return tuple(tails)
 
 
-def last_lines(file: Path, most: int, end: int | None = None) -> tuple[list[str], int]:
+def last_lines(file: Path, limit: int, end: int | None = None) -> tuple[list[str], int]:
     """Return the last lines of a log before `end`, and where the first of them begins.
 
     Lines of the earlier file count too.
     """
     earlier = earlier_file(file)
     moved = earlier.stat().st_size if earlier.exists() else 0
-    own = _backwards(file, None if end is None else end - moved)
-    found: list[str] = []
+    current = _backwards(file, None if end is None else end - moved)
+    lines: list[str] = []
     start = size = 0
-    for at, line in chain(((moved + at, line) for at, line in own), _backwards(earlier, end)):
+    for at, line in chain(((moved + at, line) for at, line in current), _backwards(earlier, end)):
         start = at
         if moved and at >= moved and line.startswith(MOVED.encode()):
             continue
-        found.append(line.decode("utf-8", "replace"))
+        lines.append(line.decode("utf-8", "replace"))
         size += len(line)
-        if len(found) == most or size > PAGE:
+        if len(lines) == limit or size > PAGE:
             break
-    return found[::-1], start
+    return lines[::-1], start
 
 
 def _backwards(file: Path, end: int | None) -> Iterator[tuple[int, bytes]]:
@@ -104,21 +105,21 @@ def _backwards(file: Path, end: int | None) -> Iterator[tuple[int, bytes]]:
     with suppress(FileNotFoundError), file.open("rb") as opened:
         position = opened.seek(0, os.SEEK_END)
         position = position if end is None else max(0, min(position, end))
-        rest, is_last = b"", True
+        carried, is_last = b"", True
         while position > 0:
             size = min(BLOCK, position)
             position -= size
             opened.seek(position)
-            lines = (opened.read(size) + rest).split(b"\n")
+            lines = (opened.read(size) + carried).split(b"\n")
             starts = accumulate((len(each) + 1 for each in lines), initial=position)
-            found = [*zip(starts, lines, strict=False)]
-            if is_last and len(found) > 1 and not lines[-1]:
-                found.pop()  # the file ends with a newline
+            pairs = [*zip(starts, lines, strict=False)]
+            if is_last and len(pairs) > 1 and not lines[-1]:
+                pairs.pop()  # the file ends with a newline
             is_last = False
-            yield from reversed(found[1:])
-            rest = lines[0][-LONGEST:]
-        if rest or not is_last:
-            yield 0, rest
+            yield from reversed(pairs[1:])
+            carried = lines[0][-LONGEST:]
+        if carried or not is_last:
+            yield 0, carried
 
 
 def moved_line(earlier: Path, limit: int) -> str:

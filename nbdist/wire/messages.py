@@ -42,8 +42,8 @@ class Landmark(NamedTuple):
     def of(cls, path: str) -> Landmark | None:
         """Return the landmark that this file is on this machine, or None if there is no file."""
         with suppress(OSError):
-            found = os.stat(path)
-            return cls(path, found.st_ino, found.st_ctime_ns)
+            status = os.stat(path)
+            return cls(path, status.st_ino, status.st_ctime_ns)
         return None
 
 
@@ -64,22 +64,22 @@ class StopWorld(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GetStatus:
-    """What is the status of each worker?  Answered by a tuple of `WorkerStatus`."""
+    """Ask for the status of each worker; answered by a tuple of `WorkerStatus`."""
 
 
 @dataclass(frozen=True, slots=True)
 class GetRefused:
-    """Notebook to head: how many connections did the head refuse?  Answered by a number."""
+    """Ask how many connections the head has refused; answered by a number."""
 
 
 class GetStacks(NamedTuple):
-    """Which calls are these ranks in?  Answered by a tuple of `Stack`."""
+    """Ask for the stacks of some ranks; answered by a tuple of `Stack`."""
 
     ranks: tuple[int, ...]
 
 
 class GetSecrets(NamedTuple):
-    """Which secrets are in the environments of these ranks?  A tuple of `RankSecrets` answers."""
+    """Ask for the secrets in the environments of ranks; answered by a tuple of `RankSecrets`."""
 
     ranks: tuple[int, ...]
 
@@ -92,10 +92,10 @@ class RankSecrets(NamedTuple):
 
 
 class Consult(NamedTuple):
-    """Ask an idle one of these ranks; answered by its answer.
+    """Ask an idle rank of `ranks` the question; answered by the rank's answer.
 
-    The answer is None if no rank is idle, or if neither of the first two idle ranks answers in
-    time.
+    At most two idle ranks are asked, one after the other.  The answer is None if neither answers in
+    time, or if no rank is idle.
     """
 
     ranks: tuple[int, ...]
@@ -118,14 +118,14 @@ class Scale(NamedTuple):
 
 
 class Kill(NamedTuple):
-    """Kill these ranks' processes; a `Died` with the reason `why` follows for each."""
+    """Kill the processes of some ranks; a `Died` with the reason `why` follows for each."""
 
     ranks: tuple[int, ...]
     why: str = ""
 
 
 class GetCode(NamedTuple):
-    """Does the node have the notebook's code with this digest?  Answered by `CodeHeld`.
+    """Ask whether a node has the notebook's code with this digest; answered by `CodeHeld`.
 
     A node that has no copy yet, and on which `landmark` is the very same file, shares the folder
     and needs none.  Otherwise the archive follows in `PutCode` messages.
@@ -139,7 +139,7 @@ class PutCode(NamedTuple):
     """A part of the archive with this digest; answered by `CodeHeld`.
 
     The archive is a tar file that zlib has compressed.  Once the node has the part that `is_last`
-    it unpacks the files, and removes those of the archive before that are not in this one.  Files
+    it unpacks the files, and removes files of the previous archive that this one lacks.  Files
     that user code has written stay.
     """
 
@@ -260,7 +260,7 @@ class Run(NamedTuple):
 
 
 class Locate(NamedTuple):
-    """Notebook to agent: where are these ranks?  Answered by a `Located` with the same `asked`."""
+    """Notebook to agent: locate these ranks; answered by a `Located` with the same `asked`."""
 
     ranks: tuple[int, ...]
     asked: float
@@ -362,7 +362,7 @@ class Attached:
     run: Run | None = None
     started: float = 0.0  # when `run` was sent, on the monotonic clock
     started_ns: int = 0  # the same in nanoseconds since 1970
-    # By rank: when it finished `run`, on the monotonic clock.
+    # By rank: the time on the monotonic clock at which the rank finished `run`.
     ended: dict[int, float] = field(default_factory=dict)
     next_call: int = 1  # the id that the notebook's next `Ask` must have
     forgotten: int = 0  # tasks before `run`, whose outputs are gone

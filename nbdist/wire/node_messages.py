@@ -97,9 +97,9 @@ R = TypeVar("R")
 
 
 class PartRequest(Generic[R]):
-    """A request to one machine of a world, which answers with an `R`.
+    """A request from the head to one machine of a world; answered by an `R`.
 
-    If the machine is lost, or does not answer in time, `lost` makes the answer.
+    If the machine is lost, or does not answer in time, `lost_answer` makes the answer.
     """
 
     __slots__ = ()
@@ -109,7 +109,7 @@ class PartRequest(Generic[R]):
         """Seconds for the answer: longer than an agent takes, but for a fault."""
         return PART_TIMEOUT
 
-    def lost(self, why: str) -> R:
+    def lost_answer(self, why: str) -> R:
         """Return the answer for a machine that cannot answer.
 
         `why` says what happened: the machine is lost, or was too slow. Its workers may be alive.
@@ -119,7 +119,7 @@ class PartRequest(Generic[R]):
 
 @dataclass(frozen=True, slots=True)
 class GetClock(PartRequest[int]):
-    """What time is it on the machine?  Answered in nanoseconds since 1970."""
+    """Ask for the time on the machine; answered in nanoseconds since 1970."""
 
 
 class Target(NamedTuple):
@@ -132,9 +132,9 @@ class Target(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Reach(PartRequest[str]):
-    """Can the machine reach these targets?
+    """Ask whether the machine can reach the targets.
 
-    Answered by one that it cannot reach, and why; "" if it reaches all.
+    Answered by a target that is out of reach, and the reason; "" if all can be reached.
     """
 
     targets: tuple[Target, ...]
@@ -143,33 +143,33 @@ class Reach(PartRequest[str]):
 
 @dataclass(frozen=True, slots=True)
 class LocateRanks(PartRequest[Mapping[int, Place]]):
-    """Where are these ranks?  Answered by a place for each live one."""
+    """Ask for the places of ranks; answered by the place of each live rank."""
 
     ranks: tuple[int, ...]
     timeout = 10.0
 
-    def lost(self, why: str) -> Mapping[int, Place]:
+    def lost_answer(self, why: str) -> Mapping[int, Place]:
         return {}
 
 
 @dataclass(frozen=True, slots=True)
 class HoldRanks(PartRequest[Mapping[int, StepCount | None]]):
-    """Hold these ranks at the beginning of their next optimizer step; answered by step counts.
+    """Hold ranks at the beginning of their next optimizer step; answered by step counts.
 
     The answer also has the machine's ranks that have finished the same task.
     """
 
     ranks: tuple[int, ...]
 
-    def lost(self, why: str) -> Mapping[int, StepCount | None]:
+    def lost_answer(self, why: str) -> Mapping[int, StepCount | None]:
         return dict.fromkeys(self.ranks)
 
 
 @dataclass(frozen=True, slots=True)
 class StartPart(PartRequest[WorldStarted | StartFailure]):
-    """Start these ranks.
+    """Start the workers of `ranks`.
 
-    If one of them fails, or a `CallOff` comes, the machine ends all of them.
+    If a worker fails, or a `CallOff` comes, the machine ends all workers of `ranks`.
     """
 
     spec: WorldSpec
@@ -177,32 +177,32 @@ class StartPart(PartRequest[WorldStarted | StartFailure]):
     attempt: int
     timeout = 190.0
 
-    def lost(self, why: str) -> StartFailure:
+    def lost_answer(self, why: str) -> StartFailure:
         return StartFailure(self.ranks[0], "", "the agent", why, ())
 
 
 @dataclass(frozen=True, slots=True)
 class GetHeld(PartRequest[Held]):
-    """Which ranks are alive, and which groups do they belong to?"""
+    """Ask which ranks are alive, and which groups the live ranks belong to."""
 
     timeout = 35.0
 
-    def lost(self, why: str) -> Held:
+    def lost_answer(self, why: str) -> Held:
         return Held({}, why)
 
 
 @dataclass(frozen=True, slots=True)
 class Prepare(PartRequest[str]):
-    """Prepare to start these ranks: make folders, start the fork server.
+    """Prepare the start of ranks: make folders, start the fork server.
 
-    Answered by the reason why they cannot be started, or "".
+    Answered by the reason why the ranks cannot be started, or "".
     """
 
     spec: WorldSpec
     ranks: tuple[int, ...]
     timeout = 160.0
 
-    def lost(self, why: str) -> str:
+    def lost_answer(self, why: str) -> str:
         return why
 
 
@@ -219,12 +219,12 @@ class Form(PartRequest[Formed]):
     generation: int
     sized_in: int  # the generation in which the world's group got its present size
     missing: tuple[int, ...]  # ranks of all machines that must be started
-    # The other groups to reconnect; None if the world's group gets another size, so that no group
-    # that was made from it can stay.
+    # The other groups to reconnect.  None if the world's group gets another size, since groups that
+    # were made from the old group cannot stay.
     groups: Groups | None
     timeout = 60.0
 
-    def lost(self, why: str) -> Formed:
+    def lost_answer(self, why: str) -> Formed:
         return Formed({}, {}, (), why)
 
 
@@ -240,7 +240,7 @@ class CallOff(PartRequest[None]):
 
 @dataclass(frozen=True, slots=True)
 class EndRanks(PartRequest[None]):
-    """End these ranks: idle workers have `grace` seconds to exit, all others are killed at once.
+    """End the workers of `ranks`: idle workers have `grace` seconds to exit, others are killed.
 
     `drops` is set if no rank of the world stays: the agent discards their pending outputs.
     """
@@ -263,7 +263,7 @@ class Renumber(PartRequest[None]):
 
 @dataclass(frozen=True, slots=True)
 class Bring(PartRequest[str]):
-    """Copy these segments of shared memory to the machine.
+    """Copy segments of shared memory to the machine.
 
     Its agent sends a `Fetch` for each piece.  Answered by the reason if the machine has no room,
     else "".  The long timeout is for slow networks; a silent machine is lost long before.
@@ -272,7 +272,7 @@ class Bring(PartRequest[str]):
     refs: tuple[SegmentRef, ...]
     timeout = 86_400.0
 
-    def lost(self, why: str) -> str:
+    def lost_answer(self, why: str) -> str:
         return ""
 
 

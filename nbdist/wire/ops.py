@@ -72,7 +72,7 @@ class GpuMemory(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """What a rank's memory is used for, in bytes."""
+    """The use of a rank's memory, in bytes."""
 
     pss: int
     peak: Peak
@@ -87,7 +87,7 @@ class Memory(NamedTuple):
 
 
 class Met(NamedTuple):
-    """A collective that a rank has begun: number `number` in its `group`, with `size` bytes."""
+    """A collective that a rank has begun, with its `number` in its `group`, of `size` bytes."""
 
     group: str
     number: int
@@ -109,7 +109,7 @@ class RankTimes(NamedTuple):
     waited_ns: int  # the sum of all waits in Python code
     met: tuple[Met, ...]
     is_recorded: bool = True  # False if torch's Flight Recorder does not record gloo
-    is_whole: bool = True  # False if there were too many; `waits` and `met` are not all of them
+    is_whole: bool = True  # False if `waits` or `met` lacks entries, because of too many
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +128,9 @@ class TracePart:
 
 
 class Spread(NamedTuple):
-    """A DTensor in a value, of which each of these ranks has a part only.
+    """A DTensor inside a value: each of these ranks has only a part of the tensor.
 
-    `what` describes it: shape, dtype and placements.
+    `what` describes the tensor: shape, dtype and placements.
     """
 
     ranks: tuple[int, ...]
@@ -164,7 +164,7 @@ class Replaced:
 
 @dataclass(frozen=True, slots=True)
 class Inspected:
-    """What a rank has changed of the objects and names that the notebook asked about.
+    """The changes of a rank to the objects and names that the notebook has asked about.
 
     `gone` has the keys of objects that no longer exist on the rank.
     """
@@ -175,11 +175,11 @@ class Inspected:
 
 
 class Brought(NamedTuple):
-    """A rank's values of some expressions, `packed` together unless one of them has no value.
+    """A rank's values of some expressions, `packed` together.
 
-    In that case `of` is that expression, and it needs the undefined name `missing`, or has another
-    `problem`.  If parts are `spread` over ranks, all ranks must first put them together, so nothing
-    is packed yet.
+    Nothing is packed if an expression has no value: then `of` is the expression, and `missing` the
+    undefined name that it needs, or `problem` another reason.  Nothing is packed either if parts of
+    a value are `spread` over ranks: the ranks must first put the parts together.
     """
 
     of: str = ""
@@ -205,7 +205,7 @@ class Part:
 
 
 class Looked(NamedTuple):
-    """The parts of a rank's value by path; else the undefined name `missing`, or a `problem`."""
+    """The parts of a rank's value by path; without a value, the name `missing`, or a `problem`."""
 
     parts: Mapping[str, Part] = NOTHING
     missing: str = ""
@@ -232,7 +232,7 @@ class Input(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """What may already differ between ranks after a step whose parameters are still equal.
+    """Values that may differ between ranks after a step whose parameters are still equal.
 
     `generators` has digests of random states, `ran` the modules whose forward ran in the step;
     `collectives` counts the collectives of gloo that the rank has begun.
@@ -245,7 +245,7 @@ class Facts(NamedTuple):
 
 
 class Watched(NamedTuple):
-    """A rank's notes of a watch (`--watch`).
+    """The record of a rank about a watch (`--watch`).
 
     `parts` has the watched values by expression and path.  They are of step `found`, or if no
     difference was found, of the end.
@@ -258,9 +258,9 @@ class Watched(NamedTuple):
     sharded: int = 0  # parts that were left out because they are sharded
     facts: tuple[Facts, ...] = ()  # of the last comparisons until `found`
     inputs: tuple[Input, ...] = ()  # of the last forwards until `found`
-    refused: Mapping[str, str] = NOTHING  # by expression: why it cannot be watched
+    refused: Mapping[str, str] = NOTHING  # by expression: the reason for not watching its value
     names: Mapping[str, str] = NOTHING  # of parameters, by the beginning of an optimizer's path
-    problem: str = ""  # what ended the watch early
+    problem: str = ""  # the reason for an early end of the watch
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,10 +273,10 @@ class Mesh:
     names: tuple[str, ...] | None = None
 
     @classmethod
-    def read(cls, found: Mapping[str, Any]) -> Mesh:
+    def read(cls, entry: Mapping[str, Any]) -> Mesh:
         """Read a mesh from a snapshot's manifest."""
-        names = found["names"] and tuple(found["names"])
-        return cls(found["device"], tuple(found["shape"]), tuple(found["ranks"]), names)
+        names = entry["names"] and tuple(entry["names"])
+        return cls(entry["device"], tuple(entry["shape"]), tuple(entry["ranks"]), names)
 
     def fitted(self, before: int, after: int) -> Mesh | None:
         """Return the mesh for a world of another size, with a first dimension of another length.

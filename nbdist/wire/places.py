@@ -1,4 +1,4 @@
-"""Where a rank is: its line of the cell, the collectives that it has begun, its stack.
+"""The place of a rank: its line of the cell, the collectives that it has begun, its stack.
 
 Workers and agents make these records; the notebook and the terminal's commands show them.
 """
@@ -18,7 +18,7 @@ PACKAGES = re.compile(r"^.*/(?:site|dist)-packages/|^.*/lib/python3\.\d+/(?=[^/]
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A collective: number `number` of its group; `began_ns` is in nanoseconds since 1970."""
+    """A collective, with its `number` in its group; `began_ns` is in nanoseconds since 1970."""
 
     name: str
     number: int
@@ -31,7 +31,7 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A collective that a rank has begun in its cell: number `number` of its `group`.
+    """A collective that a rank has begun in its cell, with its `number` in its `group`.
 
     Only tensors that must be alike on all ranks of the group are described: `sizes` as in
     `[2] [3, 4]`, `dtypes` by torch's names in C++ ("Float"), `elements` as in `2 12`.
@@ -48,7 +48,7 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rank is in its cell or script, and what tells whether it can go on.
+    """The position of a rank in its cell or script, and the facts that show if it can go on.
 
     Made by the worker's probe, or by its agent for a worker that does not answer.
     """
@@ -76,13 +76,13 @@ class Place:
     @property
     def is_in_code(self) -> bool:
         """Whether the rank may be in the user's code; else its task is beginning or ending."""
-        known = self.line or self.file or self.operation
-        return bool(known) or self.holds_gil or self.is_stopped
+        spot = self.line or self.file or self.operation
+        return bool(spot) or self.holds_gil or self.is_stopped
 
 
 @dataclass(frozen=True, slots=True)
 class StackFrame:
-    """One call of a stack.
+    """A call of a stack.
 
     `file` is a path or `Cell In[5]`; `code` is the source of the line, "" if unknown.
     """

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from nbdist.output.events import RankError
-from nbdist.wire.frames import BadFrame, built, fits, plain
+from nbdist.wire.frames import BadFrame, fits, from_plain, to_plain
 from nbdist.wire.log_files import LogTail
 from nbdist.wire.places import Stack
 from nbdist.wire.spec import Versions
@@ -35,20 +35,20 @@ LONGEST_QUESTION, MOST_BYTES = 1 << 16, 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class Describe:
-    """Which world is it, and what is it doing?  Answered by `WorldInfo`."""
+    """Ask for the world's description and its present activity; answered by `WorldInfo`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What are the world and each of its ranks doing?  Answered by a complete `WorldInfo`."""
+    """Ask for the activity of the world and of each rank; answered by a complete `WorldInfo`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Inquire:
-    """What is known about these ranks, or about all ranks if `ranks` is empty?
+    """Ask about some ranks, or about all ranks if `ranks` is empty; answered by `Findings`.
 
-    Answered by `Findings`: the ranks' stacks, the last `most` lines of their logs, the secrets in
-    their environments, or the last tasks, which are always those of all ranks.
+    `about` selects the ranks' stacks, the last `most` lines of their logs, the secrets in their
+    environments, or the last tasks.  Tasks are returned for all ranks.
     """
 
     about: Literal["stacks", "logs", "tasks", "secrets"]
@@ -71,7 +71,7 @@ class Attach:
 
 @dataclass(frozen=True, slots=True)
 class WorldInfo:
-    """A world, or one machine's part of it.
+    """The description of a world, or of one machine's part of a world.
 
     Before the first start, and for a part, there are no `workers` and no `name`.  The last four
     fields are set in the answer to `Look` only.
@@ -90,7 +90,7 @@ class WorldInfo:
     detach: bool = False  # whether the world outlives its notebook
     guard: int = 0  # the process that ends after all others of the world
     versions: Versions = field(default_factory=dict)  # of the agent's interpreter
-    notebook_name: str = ""  # as Jupyter's server calls it, "" if unknown
+    notebook_name: str = ""  # its name for Jupyter's server, "" if unknown
     backend: str = ""
     at: float = 0.0  # the monotonic clock, for comparing the `cpu_seconds` of two answers
     ranks: tuple[WorkerStatus, ...] = ()
@@ -108,8 +108,8 @@ class Trouble(NamedTuple):
 class TaskSeen:
     """A task in a world of `size` ranks, and the failures of ranks in it or after it.
 
-    `places` has where ranks were when a notebook last asked, `aborted` where ranks were that were
-    released from a collective.  Their `Stack`s have no frames.
+    `places` has the places of ranks when a notebook last asked for them, `aborted` the places of
+    ranks that were released from a collective.  Both are `Stack`s without frames.
     """
 
     title: str
@@ -124,9 +124,10 @@ class TaskSeen:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """The answer to an `Inquire`; only the fields that it asked about are set.
+    """The answer to an `Inquire`; only the fields about which it asked are set.
 
-    `last` is the task that runs or ran last, `failed` the last one in or after which a rank failed.
+    `last` is the task that runs or ran last, `failed` the last task in or after which a rank
+    failed.
     """
 
     stacks: tuple[Stack, ...] = ()
@@ -156,21 +157,21 @@ Said = Describe | Look | Inquire | Attach | WorldInfo | Findings | Accepted | Re
 _KINDS: dict[str, Any] = {each.__name__: each for each in get_args(Said)}
 
 
-def to_line(said: Said) -> bytes:
+def to_line(message: Said) -> bytes:
     """Return a question or answer as one line of JSON."""
-    return json.dumps({type(said).__name__: plain(said)}).encode() + b"\n"
+    return json.dumps({type(message).__name__: to_plain(message)}).encode() + b"\n"
 
 
 def from_line(line: bytes) -> Said:
     """Return the question or answer in a line of JSON; raises BadFrame for anything else."""
     try:
         ((name, values),) = json.loads(line).items()
-        said: Said = built(values, _KINDS[name])
+        message: Said = from_plain(values, _KINDS[name])
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
         raise BadFrame(f"{type(error).__name__}: {error}"[:200]) from error
-    if not fits(said, _KINDS[name]):
+    if not fits(message, _KINDS[name]):
         raise BadFrame(f"it is no {name}")
-    return said
+    return message
 
 
 def connect_to(path: Path, timeout: float) -> socket.socket:
@@ -182,7 +183,7 @@ def connect_to(path: Path, timeout: float) -> socket.socket:
     try:
         end.settimeout(timeout)
         end.connect(os.fsencode(path))
-        if user_at(end) != os.geteuid():
+        if peer_user(end) != os.geteuid():
             raise PermissionError(f"{path} is another user's")
     except BaseException:
         end.close()
@@ -190,12 +191,12 @@ def connect_to(path: Path, timeout: float) -> socket.socket:
     return end
 
 
-def user_at(end: socket.socket) -> int:
+def peer_user(end: socket.socket) -> int:
     """Return the user id of the process at the other end, from the kernel (unix(7))."""
     return _peer(end)[1]
 
 
-def process_at(end: socket.socket) -> int:
+def peer_process(end: socket.socket) -> int:
     """Return the id of the process that connected, or listened, at the other end.
 
     It is 0 for a process in another pid namespace.

@@ -43,29 +43,29 @@ class Difference(NamedTuple):
 @cache
 def versions_here() -> Versions:
     """Return the versions of this interpreter and its packages, without importing any."""
-    found = {"Python": platform.python_version()}
+    versions = {"Python": platform.python_version()}
     for package in ("torch", "cloudpickle"):
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
-            found[package] = ""
-    return found
+            versions[package] = ""
+    return versions
 
 
-def difference(there: Versions, here: Versions) -> Difference | None:
-    """Return the first of `here` with another minor version `there`; None if there is none.
+def difference(other: Versions, here: Versions) -> Difference | None:
+    """Return the first package with another minor version in `other` than `here`, or None.
 
     Packages that only one side has are not compared.
     """
-    for what, ours in here.items():
-        theirs = there.get(what, "")
-        if theirs and ours and theirs.split(".")[:2] != ours.split(".")[:2]:
-            return Difference(what, theirs, ours)
+    for what, local in here.items():
+        remote = other.get(what, "")
+        if remote and local and remote.split(".")[:2] != local.split(".")[:2]:
+            return Difference(what, remote, local)
     return None
 
 
 LAST_LINE_SAYS = 78
-"""The exit code of a worker that cannot start, and whose last line of output says fully why."""
+"""The exit code of a worker that cannot start and has printed the full reason as its last line."""
 
 
 class TorchStore(NamedTuple):
@@ -81,7 +81,7 @@ class TorchStore(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WorldSpec:
-    """What all ranks of a world have in common.
+    """The description of a world that all of its ranks share.
 
     With several machines each agent replaces the fields that depend on the machine: environment,
     folder, interpreter, GPUs, threads, network interface (`nbdist.agent.worker_group.adapt_spec`).
@@ -96,7 +96,7 @@ class WorldSpec:
     sys_path: tuple[str, ...]  # the notebook's
     threads: int  # that a rank may use for one operation; 0 leaves the choice to each agent
     python: str  # the interpreter; "" until the agent of another machine puts its own
-    gpus: tuple[str, ...] = ()  # of one machine, as CUDA_VISIBLE_DEVICES names them
+    gpus: tuple[str, ...] = ()  # of a single machine, named as in CUDA_VISIBLE_DEVICES
     log_limit: int = 0  # bytes of each log file, 0 for no limit
     slots: Slots = ()  # by rank; () on a single node
     room: tuple[int, ...] = ()  # how many ranks each simulated node takes, () without such nodes
@@ -111,10 +111,11 @@ class WorldSpec:
     torch_store: TorchStore | None = None  # if not None, ranks meet there and not in nbdist's store
     # The notebook's, if workers may have other ones: the user named an interpreter or a wrapper.
     versions: Versions = field(default_factory=dict)
-    # What the user asked for, completed by the notebook: launcher, name, log folder, interpreter
-    # on other machines, and whether workers are forked.
+    # The user's options.  The notebook adds the launcher, name, log folder, interpreter on other
+    # machines, and whether workers are forked.
     config: WorldConfig = field(default_factory=WorldConfig)
-    # The fork server imports what DDP, FSDP2 and optimizers need before it forks the workers.
+    # If True, the fork server imports the modules that DDP, FSDP2 and optimizers need before it
+    # forks the workers.
     for_training: bool = False
 
     @property
@@ -143,8 +144,8 @@ class WorldSpec:
     def slot(self, rank: int) -> Slot:
         """Return a rank's slot; nodes without ranks are not counted, as with torchrun."""
         node, local_rank = self.slots[rank] if self.slots else (0, rank)
-        there = sorted({*self.nodes})
-        return Slot(local_rank, self.nodes.count(node), there.index(node), len(there))
+        used_nodes = sorted({*self.nodes})
+        return Slot(local_rank, self.nodes.count(node), used_nodes.index(node), len(used_nodes))
 
     @property
     def here(self) -> tuple[int, ...]:
@@ -162,13 +163,13 @@ class WorldSpec:
             node = nodes[rank]
             first, here = sum(each < node for each in nodes), min(nodes.count(node), len(gpus))
             gpus = tuple(gpus[(first + each) % len(gpus)] for each in range(here))
-        own = self.slot(rank).local_rank % max(1, len(gpus))
-        return gpus[own : own + 1] if any(map(is_slice, gpus)) else gpus
+        index = self.slot(rank).local_rank % max(1, len(gpus))
+        return gpus[index : index + 1] if any(map(is_slice, gpus)) else gpus
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerStart:
-    """What one worker process gets from its agent at its start."""
+    """The data that a worker process gets from its agent at its start."""
 
     rank: int
     world: WorldSpec
@@ -233,10 +234,10 @@ def cancel_file(path: str | Path, generation: int) -> Path:
     return Path(f"{path}.over{generation}")
 
 
-def moved_path(path: str, here: str, there: str) -> str:
-    """Return the path with `there` in place of the folder `here`; unchanged outside of `here`."""
-    if path == here or path.startswith(f"{here}/"):
-        return there + path[len(here) :]
+def moved_path(path: str, old: str, new: str) -> str:
+    """Return the path with the folder `new` in place of `old`; unchanged outside of `old`."""
+    if path == old or path.startswith(f"{old}/"):
+        return new + path[len(old) :]
     return path
 
 
@@ -274,16 +275,16 @@ WITH_NCCL: Mapping[str, str] = {
     # Otherwise a first abort writes Flight Recorder's trace to a file, for up to 15 s.
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     # Otherwise, if a rank has died, the watchdog sleeps for four times this number of milliseconds,
-    # as if it had written a trace: a minute, for which the end of its group waits (torch 2.11).
+    # as after writing a trace: for a minute, and its group cannot end before that (torch 2.11).
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
     # NVLS keeps state in NVLink's switches that does not survive an abort, so the group could not
-    # be rebuilt with it (NVIDIA's in-process restart turns it off too).
+    # be rebuilt.  NVIDIA's in-process restart turns NVLS off too.
     "NCCL_NVLS_ENABLE": "0",
     # Otherwise a rank connects in its first collective of a kind: it waits for the other ranks in
     # C++ before Flight Recorder has an entry of the collective (NCCL from 2.22 on).
     "NCCL_RUNTIME_CONNECT": "0",
     # nccl's own monitor listens on TCP and answers everybody.  It would not help: like Flight
-    # Recorder it counts launched operations, but neither their ends nor send and recv.
+    # Recorder, the monitor counts launched operations, but neither their ends nor send and recv.
     "NCCL_RAS_ENABLE": "0",
 }
 """Further variables of ranks whose backend uses nccl, unless the user sets them.
@@ -363,14 +364,14 @@ def sharing_variables(
     the ranks connect by sockets of the loopback interface.  Values that the user set stay, except
     for NCCL_HOSTID, which gets the rank appended.
     """
-    wanted = {"NCCL_NVLS_ENABLE": "0"}  # it reduces in the switch between GPUs
+    defaults = {"NCCL_NVLS_ENABLE": "0"}  # NVLS reduces in the switch between GPUs
     if not slices:
-        wanted["NCCL_MAX_CTAS"] = "1"  # the kernels of all ranks have to fit on it
+        defaults["NCCL_MAX_CTAS"] = "1"  # the kernels of all ranks have to fit on the GPU
     if version >= MULTI_RANK_NCCL:
-        wanted["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+        defaults["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
     else:
-        wanted |= {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "=lo", "NCCL_MNNVL_ENABLE": "0"}
-    chosen = {name: environ.get(name, value) for name, value in wanted.items()}
+        defaults |= {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "=lo", "NCCL_MNNVL_ENABLE": "0"}
+    chosen = {name: environ.get(name, value) for name, value in defaults.items()}
     if version < MULTI_RANK_NCCL:
         chosen["NCCL_HOSTID"] = f"{environ.get('NCCL_HOSTID', 'nbdist')}-{rank}"
     return chosen
@@ -392,10 +393,10 @@ def torchrun_variables(
     unless_set = {
         # Otherwise gloo would resolve the host's name, and listen on the address that it gets.
         "GLOO_SOCKET_IFNAME": spec.interface,
-        # With torchrun's 1, torch ends a worker that has waited for ten minutes, even if a debugger
-        # holds it; nbdist itself aborts collectives that wait in vain.
+        # With torchrun's 1, torch ends a worker that has waited for ten minutes, even if the worker
+        # is in a debugger.  nbdist itself aborts collectives that wait in vain.
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-        "TORCH_NCCL_ENABLE_MONITORING": "0",  # it would end waiting workers, too
+        "TORCH_NCCL_ENABLE_MONITORING": "0",  # the monitor would end waiting workers, too
         "MPLBACKEND": "module://matplotlib_inline.backend_inline",  # figures are the cell's outputs
     }
     if uses_nccl(spec.backend or ""):

@@ -1,4 +1,4 @@
-"""The status of a worker, as its agent sees it: state, memory, GPU, and where the rank is.
+"""The status of a worker, as its agent reports it: state, memory, GPU, and the rank's place.
 
 Agents make these records; `%dist_status`, `nbdist status` and the head of a running cell show them.
 """
@@ -24,7 +24,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """The resources of one worker: memory in bytes (PSS), and its GPU, None if unknown."""
+    """The memory that a worker uses, in bytes (PSS), and its GPU, None if unknown."""
 
     memory: int
     gpu: Gpu | None = None
@@ -32,7 +32,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """A row of `%dist_status`: one worker as its agent sees it."""
+    """A row of `%dist_status`: the status of a worker, as its agent reports it."""
 
     rank: int
     pid: int
@@ -43,7 +43,7 @@ class WorkerStatus:
     device: str
     place: Place | None = None  # of a busy rank, or of an idle one that is stuck or stopped
     code: str = ""  # the source of the place's line
-    collective: Collective | None = None  # the last one, None if unknown
+    collective: Collective | None = None  # the last collective, None if unknown
     gpu: Gpu | None = None
     cpu_seconds: float = 0.0  # of all threads since the process started
     cell: int | None = None  # the execution count of a busy rank's cell

@@ -26,20 +26,20 @@ again.
 
 
 class Set(NamedTuple):
-    """Store these values under these keys; answered by None."""
+    """Store each value under its key; answered by None."""
 
     values: Mapping[str, bytes]
 
 
 class Get(NamedTuple):
-    """Wait for all these keys; answered by their values, or by None after `seconds` seconds."""
+    """Wait until all keys exist; answered by their values, or by None after `seconds` seconds."""
 
     keys: tuple[str, ...]
     seconds: float
 
 
 class Wait(NamedTuple):
-    """Wait for all these keys for at most `seconds` seconds; answered by whether they exist."""
+    """Wait at most `seconds` seconds until all keys exist; answered by whether all exist."""
 
     keys: tuple[str, ...]
     seconds: float = 0.0
@@ -93,9 +93,9 @@ Operation = Waiting | Set | Add | CompareSet | Append | Delete | Count
 Answer = None | bool | int | bytes | tuple[bytes, ...] | Refused
 
 
-def to_frame(said: Operation | Answer) -> bytes:
+def to_frame(message: Operation | Answer) -> bytes:
     """Pack an operation or answer as one frame of a stream."""
-    return framed(pack(said))
+    return framed(pack(message))
 
 
 def operation_from(frame: bytes) -> Operation:
@@ -168,8 +168,8 @@ class HostedStore:
 
     async def _wait_for(self, keys: tuple[str, ...], seconds: float) -> _Values | None:
         """Return the values once all keys exist; None if one is missing after `seconds`."""
-        if (found := self._found(keys)) is not None or not seconds:
-            return found
+        if (values := self._found(keys)) is not None or not seconds:
+            return values
         wait: asyncio.Future[_Values] = asyncio.get_running_loop().create_future()
         for key in keys:
             self._waits.setdefault(key, {})[wait] = keys
@@ -186,8 +186,8 @@ class HostedStore:
     def _put(self, key: str, value: bytes) -> None:
         self._values[key] = value
         for wait, keys in self._waits.get(key, {}).items():
-            if not wait.done() and (found := self._found(keys)) is not None:
-                wait.set_result(found)
+            if not wait.done() and (values := self._found(keys)) is not None:
+                wait.set_result(values)
 
     def _found(self, keys: tuple[str, ...]) -> _Values | None:
         """Return the values, or None if a key is missing."""

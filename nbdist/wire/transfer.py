@@ -60,36 +60,36 @@ class Mismatch(Exception):
 
 
 class Numbered:
-    """One end of a link: numbers messages, and keeps them until the other end has read them."""
+    """Numbers the messages at one end of a link, and keeps each until the other end has read it."""
 
     def __init__(self) -> None:
         self._kept: deque[Sequence[Frame]] = deque()
-        self._last = 0
-        self._read = 0
-        self._told = 0
+        self._last_sent = 0
+        self._last_read = 0
+        self._acknowledged = 0
 
     @property
     def has_read(self) -> bool:
         """Whether this end has read a message since it last sent anything."""
-        return self._told < self._read
+        return self._acknowledged < self._last_read
 
     def message(self, frames: Sequence[Frame]) -> list[Frame]:
         """Return the frames with a header that has the next number, and keep them."""
-        self._last += 1
+        self._last_sent += 1
         self._kept.append(frames)
-        return [self._header(Kind.MESSAGE, self._last), *frames]
+        return [self._header(Kind.MESSAGE, self._last_sent), *frames]
 
-    def sign(self, kind: Kind) -> bytes:
+    def bare_header(self, kind: Kind) -> bytes:
         """Return a header of a kind that has no number."""
         return self._header(kind, 0)
 
-    def again(self) -> Iterator[list[Frame]]:
+    def replay(self) -> Iterator[list[Frame]]:
         """Yield all kept messages, for a new connection."""
-        first = self._last - len(self._kept) + 1
+        first = self._last_sent - len(self._kept) + 1
         for number, frames in enumerate([*self._kept], first):
             yield [self._header(Kind.MESSAGE, number), *frames]
 
-    def take(self, header: bytes) -> Kind | None:
+    def read_header(self, header: bytes) -> Kind | None:
         """Read the header of a transmission, and drop the kept messages that it acknowledges.
 
         Return its kind, or None for a message that must be ignored: it is not the next one.
@@ -100,19 +100,19 @@ class Numbered:
             kind = Kind(sign)
         except (struct.error, ValueError) as error:
             raise BadFrame(f"a header of {len(header)} bytes: {error}") from None
-        if read > self._last:
+        if read > self._last_sent:
             raise Mismatch
-        while len(self._kept) > self._last - read:
+        while len(self._kept) > self._last_sent - read:
             self._kept.popleft()
         if kind is Kind.MESSAGE:
-            if number != self._read + 1:
+            if number != self._last_read + 1:
                 return None
-            self._read = number
+            self._last_read = number
         return kind
 
     def _header(self, kind: Kind, number: int) -> bytes:
-        self._told = self._read
-        return HEADER.pack(kind.value, number, self._read)
+        self._acknowledged = self._last_read
+        return HEADER.pack(kind.value, number, self._last_read)
 
 
 # --- segments of shared memory ----------------------------------------------------------------
@@ -156,7 +156,7 @@ def piece_of(fetch: Fetch) -> Piece:
 
 @dataclass
 class _Coming:
-    """An incomplete segment: `asked` bytes have been asked for.
+    """An incomplete segment: `requested` bytes have been asked for.
 
     `end` gets the problem, or "" once the segment is complete, gone or dropped.
     """
@@ -164,34 +164,35 @@ class _Coming:
     ref: SegmentRef
     blank: Blank
     end: asyncio.Future[str]
-    asked: int = 0
+    requested: int = 0
 
 
 class Receiving:
     """Copies segments of the process at the other end of a link into segments of this process.
 
-    `send` sends a `Fetch` to the other end; the caller passes the answers to `take`, in order.
+    `send` sends a `Fetch` to the other end.  The caller passes the pieces that
+    answer to `add_piece`, in order.
     """
 
     def __init__(self, send: Callable[[Fetch], None]) -> None:
         self._send = send
         self._coming: dict[str, _Coming] = {}
         self._segments: dict[str, Segment] = {}
-        self._under_way: deque[float] = deque()
+        self._request_times: deque[float] = deque()
         """When each piece in flight was asked for; answers come in the same order."""
         self._window = FIRST_WINDOW
         self._least_delay = float("inf")
 
     def __repr__(self) -> str:
-        pieces = f"{len(self._under_way)} of {self._window} pieces under way"
+        pieces = f"{len(self._request_times)} of {self._window} pieces under way"
         return f"<Receiving {len(self._coming)} segments, {pieces}, has {len(self._segments)}>"
 
-    async def bring(self, refs: Iterable[SegmentRef]) -> str:
-        """Copy these segments to this process; return why there is no room for one, or "".
+    async def copy_segments(self, refs: Iterable[SegmentRef]) -> str:
+        """Copy segments to this process; return why a segment has no room here, or "".
 
         A segment that is gone, or was dropped meanwhile, is no reason: `places` lacks it then.
         """
-        ends = []
+        futures = []
         for ref in refs:
             if ref.path in self._segments:
                 continue
@@ -200,17 +201,17 @@ class Receiving:
                     blank = Blank(ref.sizes)
                 except (NotEnoughMemory, OSError) as error:
                     return str(error)
-                end = asyncio.get_running_loop().create_future()
-                self._coming[ref.path] = _Coming(ref, blank, end)
-            ends.append(self._coming[ref.path].end)
-        self._go_on()
-        if ends:
-            await asyncio.wait(ends)
-        return next(filter(None, (end.result() for end in ends)), "")
+                future = asyncio.get_running_loop().create_future()
+                self._coming[ref.path] = _Coming(ref, blank, future)
+            futures.append(self._coming[ref.path].end)
+        self._request_pieces()
+        if futures:
+            await asyncio.wait(futures)
+        return next(filter(None, (future.result() for future in futures)), "")
 
-    def take(self, piece: Piece) -> None:
+    def add_piece(self, piece: Piece) -> None:
         """Store a piece in its segment, and ask for more pieces."""
-        delay = time.monotonic() - self._under_way.popleft()
+        delay = time.monotonic() - self._request_times.popleft()
         # A slow piece has waited for others on the link, as a message of Stop would: ask for fewer.
         self._least_delay = min(self._least_delay, delay)
         step = 1 if delay - self._least_delay < MOST_DELAY else -1
@@ -219,14 +220,14 @@ class Receiving:
         # Other pieces answer an earlier request: the segment was dropped, and requested again.
         if coming is not None and piece.offset == coming.blank.filled:
             self._fill(coming, piece)
-        self._go_on()
+        self._request_pieces()
 
-    def _go_on(self) -> None:
+    def _request_pieces(self) -> None:
         for coming in self._coming.values():
-            while coming.asked < coming.blank.total and len(self._under_way) < self._window:
-                self._under_way.append(time.monotonic())
-                self._send(Fetch(coming.ref, coming.asked))
-                coming.asked += PIECE
+            while coming.requested < coming.blank.total and len(self._request_times) < self._window:
+                self._request_times.append(time.monotonic())
+                self._send(Fetch(coming.ref, coming.requested))
+                coming.requested += PIECE
 
     def _fill(self, coming: _Coming, piece: Piece) -> None:
         blank, problem = coming.blank, ""
@@ -263,9 +264,9 @@ class Receiving:
         }
 
     def drop(self, paths: Iterable[str]) -> None:
-        """Release the copies of these segments, complete or not.
+        """Release the copies of the segments with these paths, complete or not.
 
-        A process that has mapped one can still use it.
+        A process that has mapped a segment can still use it.
         """
         for path in paths:
             if coming := self._coming.get(path):
@@ -276,7 +277,7 @@ class Receiving:
     def abandon(self) -> None:
         """Release all incomplete copies: the link is lost."""
         self.drop([*self._coming])
-        self._under_way.clear()
+        self._request_times.clear()
 
     def close(self) -> None:
         """Release all copies."""

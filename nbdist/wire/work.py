@@ -42,7 +42,7 @@ class Script:
     """A script, module or executable that a rank runs in place of a cell: `train.py`, `pkg.mod`."""
 
     kind: Kind
-    name: str  # as the user wrote it
+    name: str  # exactly the text that the user wrote
     args: tuple[str, ...] = ()
     file: str = ""  # its path on the notebook's machine; "" for a module that is no file
     root: str = ""  # the folder of the script's own code
@@ -72,10 +72,11 @@ Work = Source | Script | Call
 
 
 class Surroundings(NamedTuple):
-    """What has changed in the notebook's process since the world started, for ranks to follow.
+    """The changes of the notebook's process since the world started, which ranks make too.
 
-    Its current folder is `folder` and was `first`.  `sys_path` is None if it has not changed.
-    `environ` has the changed environment variables, with None for removed ones.
+    `folder` is the notebook's current folder, `first` its folder at the start.  `sys_path` is None
+    if it has not changed.  `environ` has the changed environment variables, with None for a removed
+    variable.
     """
 
     folder: str
@@ -108,7 +109,7 @@ class Task:
     attempt: Attempt = Attempt()
     # From this level on the ranks' `logging` sends records to the notebook; None for no records.
     log_level: int | None = None
-    # By new rank: what other ranks have imported, as in `Done.imported`.
+    # By new rank: the names that other ranks have imported, as in `Done.imported`.
     imports: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
     # By rank: keys of objects that no longer exist in the notebook.
     forget: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
@@ -133,7 +134,7 @@ class Task:
 
     @property
     def title(self) -> str:
-        """One line for messages: a cell's first line (not a magic's), a script's call, or an op."""
+        """A title for messages: a cell's first line that is no magic, a script's call, or an op."""
         match self.work:
             case Source(text):
                 lines = (line.strip() for line in text.splitlines())
@@ -209,10 +210,10 @@ Said = Finished | InputRequest | CatchUp
 
 def said_from(frame: bytes) -> Said:
     """Unpack a worker's message about its task; raises BadFrame for anything else."""
-    said: Said = object_from(frame, Said, Payload)
-    if isinstance(said, Finished) and not fits(said.done.values, Payload | None):
+    message: Said = object_from(frame, Said, Payload)
+    if isinstance(message, Finished) and not fits(message.done.values, Payload | None):
         raise BadFrame("what it brings back is no payload")
-    return said
+    return message
 
 
 # --- marks ------------------------------------------------------------------------------------
@@ -236,7 +237,7 @@ def mark_pattern(token: str) -> re.Pattern[bytes]:
 
 
 LONGEST_MARK = 80
-"""The most bytes of a mark: if a read ends in the middle of one, so many are held back."""
+"""The most bytes of a mark: so many are held back if a read ends in the middle of a mark."""
 
 
 def cut_off_pattern(token: str) -> re.Pattern[bytes]:

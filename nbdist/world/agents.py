@@ -42,11 +42,11 @@ def require_open_files() -> None:
             try:
                 opened.callback(os.close, os.open(os.devnull, os.O_RDONLY))
             except OSError as error:
-                most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+                limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
                 raise UsageError(
                     "nbdist cannot be used here, neither its magics nor workers: this process can "
                     f"open {number} more files, and {NEEDED} are needed ({error.strerror}; "
-                    f"`ulimit -n` is {most}). Start the notebook after `ulimit -n 1024`."
+                    f"`ulimit -n` is {limit}). Start the notebook after `ulimit -n 1024`."
                 ) from None
 
 
@@ -115,7 +115,7 @@ class Asking:
         self, folder: Path, question: queries.Said, timeout: float = ANSWER_TIMEOUT
     ) -> None:
         self._socket = queries.connect_to(folder / DOOR, timeout)
-        self.process = queries.process_at(self._socket)
+        self.process = queries.peer_process(self._socket)
         try:
             self._socket.sendall(queries.to_line(question))
         except OSError:
@@ -124,14 +124,14 @@ class Asking:
 
     def answer(self, timeout: float) -> queries.Said:
         """Wait for the answer; raises OSError if it is late, and BadFrame if it is not valid."""
-        deadline, said = time.monotonic() + timeout, bytearray()
-        while not said.endswith(b"\n"):
+        deadline, line = time.monotonic() + timeout, bytearray()
+        while not line.endswith(b"\n"):
             self._socket.settimeout(max(0.0, deadline - time.monotonic()))
             data = self._socket.recv(READ_SIZE)
-            if not data or len(said) > queries.MOST_BYTES:
+            if not data or len(line) > queries.MOST_BYTES:
                 raise ConnectionResetError("it has closed the connection")
-            said += data
-        return queries.from_line(bytes(said))
+            line += data
+        return queries.from_line(bytes(line))
 
     def close(self) -> None:
         """Close the connection."""
@@ -140,77 +140,86 @@ class Asking:
 
 def ask_all(question: queries.Describe | queries.Look, timeout: float) -> list[Found]:
     """Ask all worlds of this user; return those that answer within `timeout` seconds."""
-    found = []
+    running_worlds = []
     with ExitStack() as opened:
-        asked: dict[Path, Asking] = {}
+        calls: dict[Path, Asking] = {}
         for folder in runtime_folders():
             with suppress(OSError):  # the world has ended
-                asked[folder] = opened.enter_context(closing(Asking(folder, question, timeout)))
+                calls[folder] = opened.enter_context(closing(Asking(folder, question, timeout)))
         deadline = time.monotonic() + timeout
-        for folder, asking in asked.items():
+        for folder, asking in calls.items():
             with suppress(OSError, BadFrame):  # the world does not answer, or has ended
                 info = asking.answer(deadline - time.monotonic())
                 if isinstance(info, WorldInfo):
-                    found.append(Found(folder, asking.process, info))
-    return found
+                    running_worlds.append(Found(folder, asking.process, info))
+    return running_worlds
 
 
 def worlds(timeout: float = ANSWER_TIMEOUT) -> list[Found]:
     """Find this user's worlds that have workers and answer in time, in the order of their names."""
-    asked = ask_all(queries.Describe(), timeout)
-    found = [each for each in asked if each.info.name and each.info.workers]
-    return sorted(found, key=lambda each: (each.info.name, each.agent))
+    answering = ask_all(queries.Describe(), timeout)
+    with_workers = [each for each in answering if each.info.name and each.info.workers]
+    return sorted(with_workers, key=lambda each: (each.info.name, each.agent))
 
 
-def named(found: Sequence[Found], name: str, asked: str, *, to_attach: bool = False) -> Found:
+def find_by_name(
+    choices: Sequence[Found], name: str, command: str, *, detached_first: bool = False
+) -> Found:
     """Return the world of this name; UsageError if there is none, or if there are several.
 
-    With `to_attach`, detached worlds of the name go first.  `asked` is the command for the message.
+    `detached_first` prefers detached worlds.  `command` is for the error message.
     """
-    chosen = [each for each in found if each.is_called(name)]
-    if to_attach:
+    chosen = [each for each in choices if each.is_called(name)]
+    if detached_first:
         chosen = [each for each in chosen if each.is_detached] or chosen
     if len(chosen) == 1:
         return chosen[0]
     if chosen:
-        problem = f"{len(chosen)} worlds have this name, {listed(chosen)}. "
-        problem += f"Use the number of its process: `{asked} {chosen[0].agent}`"
+        problem = f"{len(chosen)} worlds have this name, {names_text(chosen)}. "
+        problem += f"Use the number of its process: `{command} {chosen[0].agent}`"
     else:
-        there = f"there {'is' if len(found) == 1 else 'are'} {listed(found)}" if found else "none"
-        problem = f"none of your worlds on this machine has this name ({there}). "
+        available = (
+            f"there {'is' if len(choices) == 1 else 'are'} {names_text(choices)}"
+            if choices
+            else "none"
+        )
+        problem = f"none of your worlds on this machine has this name ({available}). "
         problem += "`nbdist ps` in a terminal lists them"
-    raise UsageError(f"`{asked} {one_line(name, 60)}`: {problem}.")
+    raise UsageError(f"`{command} {one_line(name, 60)}`: {problem}.")
 
 
-def to_attach(found: Sequence[Found], name: str | None) -> Found:
+def find_attachable(choices: Sequence[Found], name: str | None) -> Found:
     """Return the world of this name, or without a name the only detached world.
 
     Raises UsageError if there is no such world, or if this process cannot take it over.
     """
-    free, asked = [each for each in found if each.is_detached], "%dist_attach"
+    free, command = [each for each in choices if each.is_detached], "%dist_attach"
     if name is not None:
-        free, asked = [named(found, name, asked, to_attach=True)], f"{asked} {name}"
+        free, command = (
+            [find_by_name(choices, name, command, detached_first=True)],
+            f"{command} {name}",
+        )
     if not free:
         problem = "none of your worlds on this machine is without a notebook"
     elif len(free) > 1:
-        problem = f"there are {listed(free)}. `%dist_attach NAME` takes one"
+        problem = f"there are {names_text(free)}. `%dist_attach NAME` takes one"
     else:
-        problem = _why_not(free[0])
+        problem = _attach_problem(free[0])
     if problem:
-        raise UsageError(f"`{asked}`: {problem}.")
+        raise UsageError(f"`{command}`: {problem}.")
     return free[0]
 
 
-def _why_not(found: Found) -> str:
+def _attach_problem(candidate: Found) -> str:
     """Return why this process cannot take the world over, with the remedy; "" if it can."""
-    info, world = found.info, f"world {found.name}"
+    info, world = candidate.info, f"world {candidate.name}"
     if info.version != __version__:
         kill = f"`nbdist kill {info.name}` in a terminal ends it"
         return f"{world} runs nbdist {info.version}, and this is {__version__}. {kill}"
     if differs := difference(info.versions, versions_here()):
-        there, here = f"{differs.what} {differs.there}", f"this notebook {differs.here}"
+        remote, local = f"{differs.what} {differs.there}", f"this notebook {differs.here}"
         remedy = "Attach from an environment like the world's"
-        return f"{world} runs {there}, and {here}: {differs.why}. {remedy}"
+        return f"{world} runs {remote}, and {local}: {differs.why}. {remedy}"
     if info.notebook == os.getpid():
         return f"{world} cannot be attached to: this notebook uses it. Its cells run there"
     if info.notebook:
@@ -220,10 +229,10 @@ def _why_not(found: Found) -> str:
     return ""
 
 
-def listed(found: Sequence[Found]) -> str:
+def names_text(choices: Sequence[Found]) -> str:
     """Write `exp (process 9), run2 (process 11)`, of many worlds the first."""
-    more = f" and {len(found) - MOST_LISTED} more" if len(found) > MOST_LISTED else ""
-    return ", ".join(f"{each.name} (process {each.agent})" for each in found[:MOST_LISTED]) + more
+    more = f" and {len(choices) - MOST_LISTED} more" if len(choices) > MOST_LISTED else ""
+    return ", ".join(f"{each.name} (process {each.agent})" for each in choices[:MOST_LISTED]) + more
 
 
 def runtime_folders() -> list[Path]:
@@ -231,13 +240,13 @@ def runtime_folders() -> list[Path]:
 
     Folders that another user could have made are left out.
     """
-    found = set()
+    private_folders = set()
     for folder in _possible_folders():
         with suppress(OSError):
             folders.check_private(folder)
             if (folder / DOOR).is_socket():
-                found.add(folder)
-    return sorted(found)
+                private_folders.add(folder)
+    return sorted(private_folders)
 
 
 def _possible_folders() -> Iterator[Path]:
@@ -257,17 +266,17 @@ def _possible_folders() -> Iterator[Path]:
 class AttachedAgent:
     """An agent that another process has started, and that serves this process now."""
 
-    def __init__(self, found: Found, socket: str) -> None:
+    def __init__(self, world: Found, socket: str) -> None:
         """Ask the world to connect to the notebook's `socket`; UsageError if it refuses."""
-        self.host, self.command = found.info.host, f"the agent of world {found.name}"
+        self.host, self.command = world.info.host, f"the agent of world {world.name}"
         try:
             with ExitStack() as opened:
-                asking = Asking(found.folder, queries.Attach(__version__, os.getpid(), socket))
+                asking = Asking(world.folder, queries.Attach(__version__, os.getpid(), socket))
                 opened.callback(asking.close)
                 answer = asking.answer(ADMIT_TIMEOUT)
                 if not isinstance(answer, queries.Accepted):
-                    raise found.refusal(getattr(answer, "why", "its agent says something else"))
-                log = found.folder / "agent.log"  # opened now, to be readable after its removal
+                    raise world.refusal(getattr(answer, "why", "its agent says something else"))
+                log = world.folder / "agent.log"  # opened now, to be readable after its removal
                 self._log = opened.enter_context(open(log if log.exists() else os.devnull, "rb"))
                 self._guard = os.pidfd_open(answer.guard)  # the guard ends after the agent
                 opened.callback(os.close, self._guard)
@@ -275,7 +284,7 @@ class AttachedAgent:
                 opened.callback(os.close, self._agent)
                 self._opened = opened.pop_all()
         except (OSError, BadFrame) as error:
-            raise found.refusal(error) from None
+            raise world.refusal(error) from None
         self.pid = answer.agent
 
     def __repr__(self) -> str:
@@ -318,7 +327,7 @@ class AgentProcess(Child):
         self._oom_kills = OomKills(self.pid)
 
     def last_lines(self) -> list[str]:
-        """Return the end of its log, and a line if the kernel killed it because memory ran out."""
+        """Return the log's last lines, and a line if the kernel killed the agent to free memory."""
         return [*super().last_lines(), *self._oom_kills.text(self.exit_code() or 0).splitlines()]
 
     def end(self, timeout: float) -> None:

@@ -147,7 +147,7 @@ def ask(session: Session, running: TaskRun, rank: int) -> None:
             session.reply(running, {rank: None})
         # Without an input box IPython raises NotImplementedError, without stdin Python the others.
         except (NotImplementedError, OSError, RuntimeError, ValueError):
-            session.refuse(running)
+            session.refuse_prompts(running)
         else:
             session.reply(running, answers)
         return
@@ -186,13 +186,13 @@ def sending(
     outgoing = Outgoing(objects, session.namespace, frozenset(ranks))
     while True:
         for value in values.values():
-            outgoing.look(value)
+            outgoing.scan_value(value)
         outgoing.compare()
-        if asked := outgoing.asked():
+        if to_inspect := outgoing.objects_to_inspect():
             on = tuple(sorted(rank for rank, changed in outgoing.changed.items() if changed))
-            question = Question(on, asked)
+            question = Question(on, to_inspect)
             task = session.task(Call("values.inspect", question.arguments), ranks=on)
-            outgoing.answer(session.run(task).by_rank)
+            outgoing.apply_replies(session.run(task).by_rank)
         if not outgoing.renew_replaced():
             break
     for key in outgoing.kept():
@@ -210,9 +210,9 @@ def sending(
         yield payloads, outgoing.parcels(sent)
 
 
-def run(session: Session, task: Task, most: int = 0) -> CellResult[Any]:
-    """Run a task, and run it again if it fails, at most `most` times; raises as `outcome`."""
-    return outcome(session, map(session.submit, session.attempts(task, most)))
+def run(session: Session, task: Task, max_restarts: int = 0) -> CellResult[Any]:
+    """Run a task, and again at most `max_restarts` times if it fails; raises as `outcome`."""
+    return outcome(session, map(session.submit, session.attempts(task, max_restarts)))
 
 
 def outcome(session: Session, attempts: Iterable[TaskRun]) -> CellResult[Any]:
@@ -236,19 +236,19 @@ def outcome(session: Session, attempts: Iterable[TaskRun]) -> CellResult[Any]:
 def _follow(session: Session, running: TaskRun) -> None:
     """Print the output of ranks until all have finished, and let the user answer their prompts."""
     lines, bars = PlainLines(running.task.ranks), MovingLine(sys.stdout)
-    for news in session.follow(running, answers=True):
+    for outputs in session.follow(running, answers=True):
         with running.counting_stops():
             now = time.monotonic()
-            for rank, output in news if session.config.show else ():
+            for rank, output in outputs if session.config.show else ():
                 if not isinstance(output, RankError):
                     _write(lines.receive(rank, output, now), bars)
             _write(lines.due(now), bars)
             if session.config.show and bars.is_due(now):
                 bars.show(merged_line(running.transcript), now)
-            if (asks := running.next_to_ask) is not None:
+            if (rank_to_ask := running.next_to_ask) is not None:
                 _write(lines.flush(), bars)
                 bars.clear()
-                ask(session, running, asks)
+                ask(session, running, rank_to_ask)
     _write(lines.finish(time.monotonic()), bars)
     bars.clear()
 

@@ -1,7 +1,7 @@
 """Keeps the notebook's folder the same on all nodes that do not share it: `--sync-code`.
 
-On the session's thread, before each cell: `CodeSync` looks which files there are, and if any has
-changed, sends all of them in one archive, which nodes recognise by its digest.
+Before each cell, on the session's thread, `CodeSync` lists the files.  If a file has changed, it
+sends all files in one archive, which nodes recognise by its digest.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from nbdist.wire.places import PACKAGES
 from nbdist.words import size_text
 
 MOST_BYTES = 64 << 20  # of all files together
-MOST_LOOKED_AT = 50_000  # files and folders, if git does not say which there are
+MOST_LOOKED_AT = 50_000  # files and folders, if git does not list them
 FRESH = 2 * 10**9  # nanoseconds after a change in which a second one may not show in a file's times
 NAMED = 3  # files that an error names
 BRING_TIMEOUT = 1200.0  # seconds; must exceed a head's time to send all to its machines
@@ -41,10 +41,10 @@ QUIET = re.compile(r"(.*/)?(__pycache__|\.ipynb_checkpoints)/.*|.*\.ipynb")
 """Files that no rank needs, and that change when the notebook is saved or imports a module."""
 
 NO_CODE = re.compile(r"\..*|__pycache__|node_modules")
-"""Folders that are not looked into if git does not say which files there are."""
+"""Folders that are not searched if git does not list the files."""
 
 Stamp = tuple[int, int, int, int]
-"""What differs of a file once it has changed: mtime and ctime in nanoseconds, bytes, inode."""
+"""The facts of a file that show a change: mtime and ctime in nanoseconds, bytes, inode."""
 
 Asks = Callable[[GetCode | PutCode, float], Generator[Starting, None, CodeHeld]]  # `Link.calling`
 
@@ -58,52 +58,52 @@ class CodeSync:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.is_shared = False
-        self._brought: dict[str, Stamp] = {}
-        self._brought_at = 0  # nanoseconds since 1970
+        self._sent_files: dict[str, Stamp] = {}
+        self._sent_at = 0  # nanoseconds since 1970
 
     def forget(self) -> None:
-        """Send the files the next time: another agent or head is there."""
-        self._brought, self.is_shared = {}, False
+        """Forget which files were sent: a new agent or head has none of them."""
+        self._sent_files, self.is_shared = {}, False
 
-    def bringing(self, asks: Asks, *, to_new: bool = False) -> Generator[Starting, None, None]:
-        """Send the files if any has changed since the last time; raises CodeNotSent.
+    def send_changes(self, asks: Asks, *, to_new: bool = False) -> Generator[Starting, None, None]:
+        """Send all files if a file has changed since the last call; raises CodeNotSent.
 
-        If none has, nodes are asked only with `to_new`: some may have come.  Nodes that share the
-        folder have each change at once.
+        If no file has changed, nodes are asked only with `to_new`: new nodes may lack the files.
+        Nodes that share the folder see each change at once, and get nothing.
         """
         if self.is_shared and not to_new:
             return
         try:
             os.stat(self.folder)  # raises if the folder was removed
-            now, found = time.time_ns(), dict(_files_in(self.folder))
+            now, files = time.time_ns(), dict(_files_in(self.folder))
             # A file that had just changed when it was sent may have changed again since.
-            is_fresh = any(abs(self._brought_at - each[0]) < FRESH for each in found.values())
-            if found == self._brought and not (to_new or is_fresh):
+            is_fresh = any(abs(self._sent_at - each[0]) < FRESH for each in files.values())
+            if files == self._sent_files and not (to_new or is_fresh):
                 return
             self.forget()
-            if sum(each[2] for each in found.values()) > MOST_BYTES:
-                raise CodeNotSent("", _too_large(found))
-            archive = archive_of(self.folder, found)
+            if sum(each[2] for each in files.values()) > MOST_BYTES:
+                raise CodeNotSent("", _too_large(files))
+            archive = archive_of(self.folder, files)
         except OSError as error:
             raise CodeNotSent("", f"{error.filename or self.folder}: {error.strerror}") from None
         # Other machines may be slow to see a change, so choose a file that changed long ago.
-        oldest = min(found, key=lambda path: found[path][1], default="")
+        oldest = min(files, key=lambda path: files[path][1], default="")
         digest = blake2b(archive, digest_size=16).hexdigest()
         landmark = Landmark.of(f"{self.folder}/{oldest}")
-        held = yield from asks(GetCode(digest, landmark), BRING_TIMEOUT)
-        for put in () if held.is_here else PutCode.of(digest, zlib.compress(archive, level=1)):
-            held = yield from asks(put, BRING_TIMEOUT)
-        if held.problem:
-            raise CodeNotSent(held.host, held.problem)
-        self.is_shared, self._brought, self._brought_at = held.is_shared, found, now
+        reply = yield from asks(GetCode(digest, landmark), BRING_TIMEOUT)
+        for put in () if reply.is_here else PutCode.of(digest, zlib.compress(archive, level=1)):
+            reply = yield from asks(put, BRING_TIMEOUT)
+        if reply.problem:
+            raise CodeNotSent(reply.host, reply.problem)
+        self.is_shared, self._sent_files, self._sent_at = reply.is_shared, files, now
 
     def has(self, path: str) -> bool:
         """Return True for a file that nodes have."""
-        return self.is_shared or path in self._brought
+        return self.is_shared or path in self._sent_files
 
 
-def _too_large(found: Mapping[str, Stamp]) -> str:
-    sizes = {path: stamp[2] for path, stamp in found.items()}
+def _too_large(stamps: Mapping[str, Stamp]) -> str:
+    sizes = {path: stamp[2] for path, stamp in stamps.items()}
     largest = sorted(sizes, key=lambda path: -sizes[path])[:NAMED]
     named = ", ".join(f"{path} ({size_text(sizes[path])})" for path in largest)
     total = size_text(sum(sizes.values()))
@@ -115,20 +115,20 @@ def _too_large(found: Mapping[str, Stamp]) -> str:
 
 
 def _files_in(folder: Path, above: str = "") -> Iterator[tuple[str, Stamp]]:
-    """Yield the files to be sent, sorted by path: all that git does not ignore, or Python files.
+    """Yield the files to send, sorted by path: all that git does not ignore, or Python files.
 
     The paths begin with `above`.  Git is asked again in each repository in the folder, such as a
     submodule.
     """
-    known = _known_to_git(folder)
-    for path in sorted({*(_python_files(folder) if known is None else known)}):
+    paths = _known_to_git(folder)
+    for path in sorted({*(_python_files(folder) if paths is None else paths)}):
         here = folder / path
         try:
-            found = here.stat()
+            status = here.stat()
         except OSError:  # a link that leads nowhere, or a file that git knows and that was removed
             continue
-        if stat.S_ISREG(found.st_mode) and not QUIET.fullmatch(path):
-            stamp = found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino
+        if stat.S_ISREG(status.st_mode) and not QUIET.fullmatch(path):
+            stamp = status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino
             yield above + path, stamp
         elif (here / ".git").exists() and not here.is_symlink() and here != folder:
             yield from _files_in(here, f"{above}{path.rstrip('/')}/")
@@ -193,21 +193,21 @@ def missing_text(
 ) -> str:
     """Return where the notebook has the module or file that an error says `host` lacks, or "".
 
-    `folder` is the notebook's, `path` its `sys.path`; `code` keeps the folder in step there.
+    `folder` is the notebook's, `path` its `sys.path`; `code` sends the folder there.
     """
-    found = _MISSING.search(message)
-    if found is None:
+    match = _MISSING.search(message)
+    if match is None:
         return ""
-    name = found[2] or found[1].replace(".", "/")
-    files = [found[2]] if found[2] else [f"{name}.py", f"{name}/__init__.py"]
+    name = match[2] or match[1].replace(".", "/")
+    files = [match[2]] if match[2] else [f"{name}.py", f"{name}/__init__.py"]
     if file := next((each for each in files if (folder / each).is_file()), ""):
         if code is not None:
             return "" if code.has(file) else LEFT_OUT.format(file)
         has_not = f"`{file}` is in the notebook's folder, which {host} does not have"
-        return "" if found[2] else f"{has_not}: `--sync-code` sends it."
-    if found[2]:
+        return "" if match[2] else f"{has_not}: `--sync-code` sends it."
+    if match[2]:
         return ""
-    module = found[1].partition(".")[0]
+    module = match[1].partition(".")[0]
     spec = PathFinder.find_spec(module, [entry for entry in path if entry])
     origin = (spec.origin or next(iter(spec.submodule_search_locations or ()), "")) if spec else ""
     if not origin:

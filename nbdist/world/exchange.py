@@ -46,15 +46,15 @@ def check_expressions(expressions: Sequence[str]) -> None:
 
 def variable_in(expression: str) -> str:
     """Return `model` for `model.head` and `model[0]`; "" for other expressions."""
-    found = re.match(r"(\w+)[.\[]", expression)
-    return found[1] if found and found[1].isidentifier() else ""
+    match = re.match(r"(\w+)[.\[]", expression)
+    return match[1] if match and match[1].isidentifier() else ""
 
 
 def gather(
     session: Session,
     expressions: Sequence[str],
     ranks: Sequence[int] | None,
-    bring: Callable[[Task], Mapping[int, Brought]],
+    run_task: Callable[[Task], Mapping[int, Brought]],
     *,
     rank: int | None = None,
     how: Joining | None = None,
@@ -62,36 +62,36 @@ def gather(
 ) -> list[Any]:
     """Return the values of expressions on these ranks, by default all; see `World.gather`.
 
-    The expressions have been checked.  `bring` runs a task and returns its result by rank.  The
+    The expressions have been checked.  `run_task` runs a task and returns its result by rank.  The
     result has a list for each expression; with `rank` that rank's value, with `how` the joined
     value.
     """
     arguments: dict[str, Any] = {"expressions": tuple(expressions)}
     task = session.task(Call("values.gather", arguments), ranks=ranks)
-    brought = bring(task)
+    brought = run_task(task)
     if spread := {rank: each for rank, each in brought.items() if each.spread}:
         _check_spread(spread, task.ranks)
         task = session.task(Call("values.gather", {**arguments, "joins": True}), ranks=task.ranks)
-        brought = bring(task)
-    found = _read(session, task, brought)
+        brought = run_task(task)
+    values = _read(session, task, brought)
     if rank is not None:
-        return [by_rank[rank] for by_rank in found]
+        return [by_rank[rank] for by_rank in values]
     if how is None:
-        return [[*by_rank.values()] for by_rank in found]
-    return [join(how, name, each, dim) for name, each in zip(expressions, found, strict=True)]
+        return [[*by_rank.values()] for by_rank in values]
+    return [join(how, name, each, dim) for name, each in zip(expressions, values, strict=True)]
 
 
-def _check_spread(found: Mapping[int, Brought], asked: Sequence[int]) -> None:
+def _check_spread(replies: Mapping[int, Brought], ranks: Sequence[int]) -> None:
     """Raise UsageError unless a sharded value can be assembled.
 
     All ranks that hold a part of it have to be asked, and to have the same sharding of it.
     """
-    for brought in found.values():
+    for brought in replies.values():
         for number, part in enumerate(brought.spread):
-            there = {rank: each.spread[number : number + 1] for rank, each in found.items()}
-            lacking = [rank for rank in part.ranks if there.get(rank) != (part,)]
+            parts = {rank: each.spread[number : number + 1] for rank, each in replies.items()}
+            lacking = [rank for rank in part.ranks if parts.get(rank) != (part,)]
             over = f"`{brought.of}` is spread over {name_ranks(part.ranks)} (DTensor, FSDP2)"
-            if {*lacking} - {*asked}:
+            if {*lacking} - {*ranks}:
                 raise UsageError(
                     f"{over}: gather it from all of them, without `-r`. Or run in a cell of all of "
                     "them `whole = x.full_tensor()`, for a model `whole = get_model_state_dict("
@@ -102,56 +102,58 @@ def _check_spread(found: Mapping[int, Brought], asked: Sequence[int]) -> None:
                 raise UsageError(f"{over}, and {who} have the same of it there.")
 
 
-def _read(session: Session, task: Task, found: Mapping[int, Brought]) -> list[dict[int, Any]]:
+def _read(session: Session, task: Task, replies: Mapping[int, Brought]) -> list[dict[int, Any]]:
     """Unpickle the values, by rank for each expression; UsageError if a rank has no value."""
     try:
-        if error := refusal(session, found):
+        if error := missing_error(session, replies):
             raise error
         opened = {
             rank: unpickle(open_payload(brought.packed), session.namespace)
-            for rank, brought in found.items()
+            for rank, brought in replies.items()
             if brought.packed is not None
         }
     finally:
-        lent = (rank for rank, each in found.items() if each.packed and each.packed.segment)
-        session.let_go_of(task, lent)
+        lent = (rank for rank, each in replies.items() if each.packed and each.packed.segment)
+        session.release_lent_values(task, lent)
     number = len(next(iter(opened.values()), ()))
     return [{rank: values[index] for rank, values in opened.items()} for index in range(number)]
 
 
-def refusal(session: Session, found: Mapping[int, Brought]) -> UsageError | None:
+def missing_error(session: Session, replies: Mapping[int, Brought]) -> UsageError | None:
     """Return the error that names ranks without a value; None if all ranks have one."""
-    lacking = {rank: each for rank, each in found.items() if each.packed is None}
+    lacking = {rank: each for rank, each in replies.items() if each.packed is None}
     if not lacking:
         return None
     if missing := next((each.missing for each in lacking.values() if each.missing), ""):
-        return UsageError(_missing_text(session, missing, found))
+        return UsageError(_missing_text(session, missing, replies))
     problems = fold_ranks({rank: (each.of, each.problem) for rank, each in lacking.items()})
     (of, problem), ranks = next(iter(problems.items()))
     more = f" (and {len(problems) - 1} other problems)" if len(problems) > 1 else ""
     return UsageError(f"`{of}` on {name_ranks(ranks)}: {one_line(problem).rstrip('.')}{more}.")
 
 
-def _missing_text(session: Session, name: str, found: Mapping[int, Brought]) -> str:
-    lack = [rank for rank, each in found.items() if each.missing == name]
+def _missing_text(session: Session, name: str, replies: Mapping[int, Brought]) -> str:
+    lack = [rank for rank, each in replies.items() if each.missing == name]
     lacking = f"{name_ranks(lack)} {'has no' if len(lack) == 1 else 'have no'}"
     had = session.names.ranks_that_own(name) | session.names.ranks_that_have(name)
-    if have := {r for r, each in found.items() if each.packed is not None} | (had - found.keys()):
+    if have := {r for r, each in replies.items() if each.packed is not None} | (
+        had - replies.keys()
+    ):
         verb = "has" if len(have) == 1 else "have"
         return f"{lacking} `{name}`; {name_ranks(have)} {verb} it: `-r {format_ranks(have)}`."
     lacking = "no rank has" if len(lack) == session.size else lacking
     if name in session.namespace and name not in WORKERS_OWN:
         return f"{lacking} `{name}`; the notebook has it: `%dist_push {name}`."
-    known = [each for rank in found for each in session.names.bound(rank)]
-    return f"{lacking} `{name}`.{did_you_mean(name, known)}"
+    names = [each for rank in replies for each in session.names.bound(rank)]
+    return f"{lacking} `{name}`.{did_you_mean(name, names)}"
 
 
-def binding(
+def bind_steps(
     session: Session, take: Task, work: Work, shipped: Mapping[int, Parcel] | None = None
 ) -> Iterator[TaskRun]:
     """Send the two tasks and yield each; the caller has to wait for it before the next.
 
-        for running in binding(session, take, Call("values.bind_scattered")):
+        for running in bind_steps(session, take, Call("values.bind_scattered")):
             session.wait(running)
         session.check(running)
 
@@ -166,7 +168,7 @@ def binding(
             bound = commit(session, work, shipped)
     finally:
         if bound is None and session.state.has_workers:
-            session.let_go_of(take, take.ranks)
+            session.release_lent_values(take, take.ranks)
     if bound is not None:
         yield bound
 
@@ -183,10 +185,10 @@ def commit(session: Session, work: Work, shipped: Mapping[int, Parcel] | None = 
     recovery.heal(session)
     session.check_ready()
     before, ranks = taken.members.pids, taken.task.ranks
-    if gone := [rank for rank in ranks if session.pids.get(rank) != before[rank]]:
+    if lost_ranks := [rank for rank in ranks if session.pids.get(rank) != before[rank]]:
         died, lost = dict(session.replaced), Died(None, time.time_ns())
-        session.told(gone)
-        error = recovery.death(session, {rank: died.get(rank, lost) for rank in gone})
+        session.mark_reported(lost_ranks)
+        error = recovery.death_error(session, {rank: died.get(rank, lost) for rank in lost_ranks})
         error.add("Nothing was bound.")
         raise error
     patience = replace(taken.patience, holds_stop=True)
@@ -195,7 +197,7 @@ def commit(session: Session, work: Work, shipped: Mapping[int, Parcel] | None = 
 
 def bind(session: Session, take: Task, work: Work) -> TaskRun:
     """Run both tasks and return the last one; raise its error, or KeyboardInterrupt after Stop."""
-    for running in binding(session, take, work):
+    for running in bind_steps(session, take, work):
         session.wait(running)
     session.check(running)
     return running
@@ -239,15 +241,15 @@ class Scatter:
             except NbdistError:  # such as NotEnoughMemory
                 raise
             except Exception as problem:  # noqa: BLE001 (a user's __reduce__ can raise anything)
-                found = blame(name, part, fails_in(session.namespace), problem)
-                raise VariableNotSent(name, *found) from None
+                explanation = blame(name, part, fails_in(session.namespace), problem)
+                raise VariableNotSent(name, *explanation) from None
         self.bytes = sum(map(size_of, self._frames.values()))
 
     def __str__(self) -> str:
         """Write `x: 10 rows, 3 to each of ranks 0-1, 2 to each of ranks 2-3`."""
         shares = fold_ranks(self._sizes).items()
-        said = (f"{n} to {'each of ' if len(r) > 1 else ''}{name_ranks(r)}" for n, r in shares)
-        return f"{self.name}: {sum(self._sizes.values())} {self._unit}, {', '.join(said)}"
+        texts = (f"{n} to {'each of ' if len(r) > 1 else ''}{name_ranks(r)}" for n, r in shares)
+        return f"{self.name}: {sum(self._sizes.values())} {self._unit}, {', '.join(texts)}"
 
     def packing(self) -> Generator[int, None, None]:
         """Copy each part to shared memory, if it is not small; yield the bytes copied so far."""
@@ -298,10 +300,10 @@ def sync(
         if not 0 <= rank < session.size:
             raise BadRanks(str(rank), session.size, f"there is no rank {rank}")
     to = None if ranks is None else tuple(rank for rank in ranks if rank != source)
-    wanted = tuple(dict.fromkeys(names))
-    take = Call("values.sync", {"wanted": wanted, "source": source, "to": to})
+    unique = tuple(dict.fromkeys(names))
+    take = Call("values.sync", {"wanted": unique, "source": source, "to": to})
     try:
-        running = bind(session, session.task(take), Call("values.bind_synced", {"wanted": wanted}))
+        running = bind(session, session.task(take), Call("values.bind_synced", {"wanted": unique}))
     except WorkerError:
         assert session.running is not None
         for rank, failure in session.running.transcript.errors.items():
@@ -314,7 +316,7 @@ def sync(
         if track.rank != source and track.done is not None and track.done.bound >= {*names}
     )
     for rank in got:
-        session.names.objects.copied_from(source, rank, running.gained(rank))
+        session.names.objects.record_copies(source, rank, running.gained(rank))
     return got
 
 
@@ -343,26 +345,26 @@ def save(
     """
     name = store.default_name if name is None else name
     if names is None:
-        recovery.note_changes(session, session.everyone)
+        recovery.record_changes(session, session.everyone)
     theirs = session.names.theirs
-    wanted = {r: theirs(r) if names is None else [*names] for r in session.everyone}
+    names_by_rank = {r: theirs(r) if names is None else [*names] for r in session.everyone}
     with store.writing(name) as folder:
-        arguments = {"folder": str(folder), "wanted": wanted, "leave_out": names is None}
+        arguments = {"folder": str(folder), "wanted": names_by_rank, "leave_out": names is None}
         write = session.task(Call("snapshot.write", arguments), ranks=None)
         parts: Mapping[int, Written] = session.run(write).by_rank
         if problem := _problem(parts):
             raise UsageError(f"No snapshot was written: {problem}.")
-        there = {each for part in parts.values() for each in part.names}
-        if names is not None and (missing := [each for each in names if each not in there]):
-            said = f"No snapshot was written: no rank has `{'`, `'.join(missing)}`."
+        saved = {each for part in parts.values() for each in part.names}
+        if names is not None and (missing := [each for each in names if each not in saved]):
+            text = f"No snapshot was written: no rank has `{'`, `'.join(missing)}`."
             whole = variable_in(missing[0])
             if session.names.ranks_with(whole):
-                said += f" Variables are saved by name: `%dist_snapshot {whole}` saves `{whole}`."
+                text += f" Variables are saved by name: `%dist_snapshot {whole}` saves `{whole}`."
             elif missing == [names[0]]:
                 named = " ".join(["%dist_snapshot", *names[1:], "--name", names[0]])
-                said += f" If that is to be the snapshot's name: `{named}`."
-            raise UsageError(said)
-        if not there:
+                text += f" If that is to be the snapshot's name: `{named}`."
+            raise UsageError(text)
+        if not saved:
             raise UsageError("No snapshot was written: no cell has bound a name on the workers.")
         return store.publish(folder, name, parts)
 
@@ -383,14 +385,14 @@ def restore(
     bound, if a file is damaged or the snapshot does not fit.
     """
     if snapshot.distrust:
-        raise store.distrusted(snapshot, snapshot.distrust)
+        raise store.distrust_error(snapshot, snapshot.distrust)
     if snapshot.problem:
-        raise store.damaged(snapshot, snapshot.problem)
+        raise store.damage_error(snapshot, snapshot.problem)
     if missing := [name for name in names or () if name not in snapshot.names]:
-        said = f"`{snapshot.key}` has no {', '.join(missing)}; it has {', '.join(snapshot.names)}."
+        text = f"`{snapshot.key}` has no {', '.join(missing)}; it has {', '.join(snapshot.names)}."
         if store.of(missing[0].partition("@")[0]):
-            said += f" `%dist_restore --name {missing[0]}` restores the snapshot of this name."
-        raise UsageError(said)
+            text += f" `%dist_restore --name {missing[0]}` restores the snapshot of this name."
+        raise UsageError(text)
     sources = _sources(snapshot, session.size, ranks, from_rank)
     on = (*sources,)
     if meshes := _meshes(snapshot, session.size, from_rank):
@@ -402,23 +404,23 @@ def restore(
     load, running = session.task(Call("snapshot.load", arguments), ranks=on), None
     try:
         _check_loaded(session.run(load).by_rank, store, snapshot)
-        wanted = {"names": names and [*names], "with_random": from_rank is None}
-        running = commit(session, Call("snapshot.bind", wanted))
+        bind_arguments = {"names": names and [*names], "with_random": from_rank is None}
+        running = commit(session, Call("snapshot.bind", bind_arguments))
     finally:
         if running is None and session.state.has_workers:
-            session.let_go_of(load, on)
+            session.release_lent_values(load, on)
     bound = session.finish(running).values()
     for rank in on:
-        session.names.objects.gained(rank, running.gained(rank))
+        session.names.objects.record_gained(rank, running.gained(rank))
     return Restored(snapshot, tuple(sorted(set().union(*bound))), on)
 
 
 def _check_loaded(loaded: Mapping[int, Loaded], store: SnapshotStore, snapshot: Snapshot) -> None:
     """Raise UsageError if a rank could not load its file."""
     if distrust := next((part.distrust for part in loaded.values() if part.distrust), ""):
-        raise store.distrusted(snapshot, distrust)
+        raise store.distrust_error(snapshot, distrust)
     if damage := next((part.damage for part in loaded.values() if part.damage), ""):
-        raise store.damaged(snapshot, damage)
+        raise store.damage_error(snapshot, damage)
     if problem := _problem(loaded):
         if differs := difference(snapshot.versions, versions_here()):
             problem += f" (written with {differs.what} {differs.there}, here is {differs.here})"
@@ -427,7 +429,7 @@ def _check_loaded(loaded: Mapping[int, Loaded], store: SnapshotStore, snapshot: 
 
 def _problem(parts: Mapping[int, Written | Loaded]) -> str:
     problems = fold_ranks({rank: part.problem for rank, part in parts.items() if part.problem})
-    return next((f"{name_ranks(ranks)}: {said}" for said, ranks in problems.items()), "")
+    return next((f"{name_ranks(ranks)}: {text}" for text, ranks in problems.items()), "")
 
 
 def _sources(

@@ -63,7 +63,7 @@ DTYPES = {
 
 
 class Watch:
-    """Watches the unfinished ranks of a task: their last two places, and when to locate them again.
+    """The last two places of a task's unfinished ranks, and the time to locate the ranks again.
 
     Times are monotonic seconds.
     """
@@ -72,7 +72,7 @@ class Watch:
         self.places: dict[int, Place] = {}
         self._before: dict[int, Place] = {}
         self._since: dict[int, float] = {}
-        self._looks = 0
+        self._polls = 0
         self._in_flight = 0
         self._was_soon = False
         self._aborts: dict[int, tuple[Place, int]] = {}
@@ -80,32 +80,32 @@ class Watch:
         self._fast_since: float | None = None
 
     def poll_fast(self, now: float) -> None:
-        """Locate soon and often for `FAST_SECONDS`: some ranks have finished, or will soon."""
+        """Locate the ranks often for `FAST_SECONDS`: some have finished, or will finish soon."""
         if self._fast_since is None:
             self._fast_since = now
             self._next = min(self._next, now + SOON)
 
-    def finished(self) -> None:
+    def restart(self) -> None:
         """Start the observation again: a rank has finished, and others may have moved since."""
-        self._looks = 0
+        self._polls = 0
         self._since.clear()
 
-    def wait(self, now: float) -> float:
-        """Return the seconds until the ranks have to be located again."""
+    def seconds_to_poll(self, now: float) -> float:
+        """Return the seconds until the ranks must be located again."""
         return max(0.0, self._next - now)
 
-    def asked(self, now: float) -> None:
+    def record_request(self, now: float) -> None:
         """Record that the ranks are being located; do not repeat that before `ANSWER_TIMEOUT`."""
         self._next = now + ANSWER_TIMEOUT
 
-    def take(self, places: Mapping[int, Place], now: float, in_flight: int = 0) -> None:
+    def record_places(self, places: Mapping[int, Place], now: float, in_flight: int = 0) -> None:
         """Store the places of the unfinished ranks, and choose when to locate them again.
 
         `in_flight` counts the packets of all ranks, also of finished ones, that have not arrived.
         """
         self._before, self.places = self.places, dict(places)
         self._in_flight = in_flight
-        self._looks += 1
+        self._polls += 1
         for rank, place in places.items():
             if rank not in self._since or not _is_same(place, self._before.get(rank)):
                 self._since[rank] = now
@@ -126,19 +126,19 @@ class Watch:
         seconds.
         """
         ranks = tuple(unfinished)
-        rest = self._looks >= 2 and all(self._is_idle(rank, now, unchanged) for rank in ranks)
+        are_idle = self._polls >= 2 and all(self._is_idle(rank, now, unchanged) for rank in ranks)
         # A packet in flight may let a rank go on.  TCP repeats it for minutes, each time after
         # twice the interval; if TCP gives up, gloo raises.
-        return rest and not self._in_flight
+        return are_idle and not self._in_flight
 
     def is_dead_end(
         self, ranks: Iterable[int], now: float, *, is_known: bool, runs_ahead: bool = False
     ) -> bool:
-        """Return True if these ranks, which are all ranks, wait for each other for ever.
+        """Return True if all ranks of the world, `ranks`, wait for each other for ever.
 
         `is_known` means that their calls are known not to match.  Otherwise nothing must have moved
-        for `ALL_UNCHANGED` seconds, and no rank may have another thread or a GPU that could let it
-        go on.  With `runs_ahead` a rank can finish before its collectives do.
+        for `ALL_UNCHANGED` seconds, and no rank may have another thread or a GPU that could let the
+        rank go on.  With `runs_ahead` a rank can finish before its collectives do.
         """
         ranks = tuple(ranks)
         # With nccl no rank is ever seen to be calm, so the time has to decide.
@@ -158,7 +158,7 @@ class Watch:
         is_calm = place.is_calm or before.is_calm
         return is_calm or now - self._since[rank] >= unchanged
 
-    def aborted_in_vain(self, ranks: Iterable[int]) -> tuple[int, ...]:
+    def unwakeable_ranks(self, ranks: Iterable[int]) -> tuple[int, ...]:
         """Return the ranks that still wait in a collective that was aborted `ABORTS` times."""
 
         def is_one(rank: int) -> bool:
@@ -167,15 +167,15 @@ class Watch:
 
         return tuple(filter(is_one, ranks))
 
-    def start_over(self, now: float) -> None:
+    def record_abort(self, now: float) -> None:
         """Forget all places and count the abort of the collectives that the ranks wait in.
 
         The ranks are located again in a while, to see which of them still wait.
         """
         before, self._aborts = self._aborts, {}
         for rank, place in self.places.items():
-            met, times = before.get(rank, (place, 0))
-            self._aborts[rank] = (place, times + 1 if _is_same(place, met) else 1)
+            aborted_place, times = before.get(rank, (place, 0))
+            self._aborts[rank] = (place, times + 1 if _is_same(place, aborted_place) else 1)
         self.places, self._before = {}, {}
         self._next = now + 5 * SOON
 
@@ -188,27 +188,27 @@ def _is_same(place: Place, before: Place | None) -> bool:
 # --- whether collectives match ------------------------------------------------------------
 
 
-def never_meet(places: Mapping[int, Place]) -> bool:
-    """Return True if a rank waits in a collective that is another one on other ranks.
+def is_call_mismatch(places: Mapping[int, Place]) -> bool:
+    """Return True if a rank waits in a collective while other ranks began a different one.
 
     The collectives of all ranks are compared by their number in the group.
     """
-    met = _first(places, lambda each: each.name)
-    return any(not each.is_done and places[rank].operation for rank, each in met.items())
+    begun = _mismatch(places, lambda each: each.name)
+    return any(not each.is_done and places[rank].operation for rank, each in begun.items())
 
 
 def verdict(places: Mapping[int, Place]) -> str:
-    """Say why these ranks, which are all ranks, wait for each other for ever.
+    """Return a sentence that says why all ranks of the world wait for each other for ever.
 
     `ranks 1-2 are in barrier (line 2), rank 0 in all_reduce (line 3): these calls do not ...`.
     """
-    if not never_meet(places):
-        return differing(places) or f"{_where(places)}: all ranks wait for each other"
-    met = _first(places, lambda each: each.name)
-    said = f"{_where(places)}: these calls do not match and would wait forever"
-    if any(each.is_done or places[rank].operation != each.name for rank, each in met.items()):
-        said += f"; the first that differ: {_each(met, lambda each: each.name)}"
-    return said
+    if not is_call_mismatch(places):
+        return differing(places) or f"{_places_text(places)}: all ranks wait for each other"
+    begun = _mismatch(places, lambda each: each.name)
+    text = f"{_places_text(places)}: these calls do not match and would wait forever"
+    if any(each.is_done or places[rank].operation != each.name for rank, each in begun.items()):
+        text += f"; the first that differ: {_by_ranks_text(begun, lambda each: each.name)}"
+    return text
 
 
 def differing(places: Mapping[int, Place]) -> str:
@@ -216,44 +216,44 @@ def differing(places: Mapping[int, Place]) -> str:
 
     `all_reduce (line 2), sizes differ: rank 0 [2], rank 1 [3]; the result on rank 0 is wrong`.
     """
-    met = _first(places, _tensors)
-    if not met or len({each.name for each in met.values()}) > 1:
+    begun = _mismatch(places, _tensors)
+    if not begun or len({each.name for each in begun.values()}) > 1:
         return ""
-    name = next(iter(met.values())).name
+    name = next(iter(begun.values())).name
     spots = {_spot(place) for place in places.values() if place.operation == name}
     line = spots.pop().removeprefix(name) if len(spots) == 1 else ""
-    if len({each.dtypes for each in met.values()}) == 1:
-        differ = f"sizes differ: {_each(met, lambda each: each.sizes)}"
-    elif len({each.sizes for each in met.values()}) == 1:
-        differ = f"dtypes differ: {_each(met, _dtypes)}"
+    if len({each.dtypes for each in begun.values()}) == 1:
+        differ = f"sizes differ: {_by_ranks_text(begun, lambda each: each.sizes)}"
+    elif len({each.sizes for each in begun.values()}) == 1:
+        differ = f"dtypes differ: {_by_ranks_text(begun, _dtypes)}"
     else:
-        differ = f"sizes and dtypes differ: {_each(met, _worded)}"
-    said = f"{name}{line}, {differ}"
-    if done := [rank for rank, each in met.items() if each.is_done]:
+        differ = f"sizes and dtypes differ: {_by_ranks_text(begun, _tensors_text)}"
+    text = f"{name}{line}, {differ}"
+    if done := [rank for rank, each in begun.items() if each.is_done]:
         # Except for an `all_` collective the root's result may be right, and the root is not known.
         verb = "is" if name.startswith("all_") else "may be"
-        said += f"; the result on {name_ranks(done)} {verb} wrong"
-    return said
+        text += f"; the result on {name_ranks(done)} {verb} wrong"
+    return text
 
 
 def why_aborted(
     aborted: Mapping[int, Place],
-    seen: Mapping[int, Place],
+    all_places: Mapping[int, Place],
     ran: Collection[int],
     failed: Collection[int],
     world_size: int,
 ) -> str:
     """Say why the collectives of some ranks were aborted.
 
-    `aborted` are the places of these ranks, and `seen` those of all ranks at that time.  `ran` are
-    the ranks of the task, and `failed` those of them that did not finish it well.
+    `aborted` has the places of these ranks, and `all_places` the places of all ranks at that time.
+    `ran` are the ranks of the task, and `failed` its ranks that did not finish it well.
     """
     finished = set(ran) - set(failed)
-    if len(aborted) == world_size or never_meet(seen):
+    if len(aborted) == world_size or is_call_mismatch(all_places):
         also = f"; {name_ranks(finished)} finished the cell" if finished else ""
-        return verdict(seen) + also
-    if found := differing(seen):
-        return found
+        return verdict(all_places) + also
+    if difference := differing(all_places):
+        return difference
     if finished:
         return f"{waits_text(aborted)}; {name_ranks(finished)} finished the cell without it"
     outside = set(range(world_size)) - set(ran)
@@ -270,25 +270,27 @@ def why_died(rank: int, died: Died, survivors: Mapping[int, Place]) -> str:
     """
     if not died.received_too_much:
         return ""
-    said = f"Rank {rank} received more than its tensor holds: sizes or dtypes differ between ranks"
+    text = f"Rank {rank} received more than its tensor holds: sizes or dtypes differ between ranks"
     last = {other: place.begun[-1] for other, place in survivors.items() if place.begun}
-    met = _first(survivors, _tensors) or last
-    if met and len({(each.name, each.number) for each in met.values()}) == 1:
-        said += f" in {next(iter(met.values())).name} ({_each(met, _worded)})"
-    return f"{said}. With `--debug` that is found before."
+    begun = _mismatch(survivors, _tensors) or last
+    if begun and len({(each.name, each.number) for each in begun.values()}) == 1:
+        text += f" in {next(iter(begun.values())).name} ({_by_ranks_text(begun, _tensors_text)})"
+    return f"{text}. With `--debug` that is found before."
 
 
-def _first(places: Mapping[int, Place], kind: Callable[[Begun], Hashable]) -> Mapping[int, Begun]:
+def _mismatch(
+    places: Mapping[int, Place], kind: Callable[[Begun], Hashable]
+) -> Mapping[int, Begun]:
     """Return by rank the first collective, by its number in a group, whose `kind` differs.
 
     Empty if no two ranks differ.
     """
-    met: defaultdict[tuple[int, str], dict[int, Begun]] = defaultdict(dict)
+    begun: defaultdict[tuple[int, str], dict[int, Begun]] = defaultdict(dict)
     for rank, place in places.items():
         for each in place.begun:
-            met[each.number, each.group][rank] = each
-    differ = (key for key in sorted(met) if len({kind(each) for each in met[key].values()}) > 1)
-    return met[found] if (found := next(differ, None)) is not None else {}
+            begun[each.number, each.group][rank] = each
+    differ = (key for key in sorted(begun) if len({kind(each) for each in begun[key].values()}) > 1)
+    return begun[first] if (first := next(differ, None)) is not None else {}
 
 
 def _tensors(each: Begun) -> Hashable:
@@ -299,22 +301,22 @@ def _dtypes(each: Begun) -> str:
     return " ".join(DTYPES.get(name, name.lower()) for name in each.dtypes.split())
 
 
-def _worded(each: Begun) -> str:
+def _tensors_text(each: Begun) -> str:
     return f"{_dtypes(each)} {each.sizes}".strip()
 
 
-def _each(met: Mapping[int, Begun], text: Callable[[Begun], str]) -> str:
+def _by_ranks_text(begun: Mapping[int, Begun], text: Callable[[Begun], str]) -> str:
     """Write `rank 0 [2], ranks 1-3 [3]`."""
-    texts = {rank: text(each) for rank, each in met.items()}
-    return ", ".join(f"{name_ranks(ranks)} {said}" for said, ranks in fold_ranks(texts).items())
+    texts = {rank: text(each) for rank, each in begun.items()}
+    return ", ".join(f"{name_ranks(ranks)} {value}" for value, ranks in fold_ranks(texts).items())
 
 
-def _where(places: Mapping[int, Place]) -> str:
+def _places_text(places: Mapping[int, Place]) -> str:
     """Write `ranks 1-2 are in barrier (line 2), rank 0 in all_reduce (line 3)`."""
     texts = {rank: _spot(place) for rank, place in places.items() if place.operation}
     parts = sorted(fold_ranks(texts).items(), key=lambda part: places[part[1][0]].line)
     verb = "is" if len(parts[0][1]) == 1 else "are"
-    first, *others = (f"{name_ranks(ranks)} {{}}in {said}" for said, ranks in parts)
+    first, *others = (f"{name_ranks(ranks)} {{}}in {spot}" for spot, ranks in parts)
     return ", ".join([first.format(f"{verb} "), *(each.format("") for each in others)])
 
 
@@ -328,9 +330,9 @@ def _spot(place: Place) -> str:
 
 def waits_text(places: Mapping[int, Place], source: str = "") -> str:
     """Write `ranks 0-2 wait in all_reduce, line 6 · rank 3 is in line 5: time.sleep(600)`."""
-    found = fold_ranks({rank: _doing(place, source) for rank, place in places.items()})
+    groups = fold_ranks({rank: _activity(place, source) for rank, place in places.items()})
     return " · ".join(
-        f"{name_ranks(ranks)} {_verb(ranks, doing)}" for doing, ranks in found.items()
+        f"{name_ranks(ranks)} {_with_verb(ranks, doing)}" for doing, ranks in groups.items()
     )
 
 
@@ -349,15 +351,15 @@ def stalled_text(places: Mapping[int, Place], machines: Machines) -> str:
     An address is replaced by its machine's name, if a rank has reported it as its own.
     """
     pairs = {rank: place.stalled for rank, place in places.items() if place.stalled}
-    names = {own: machines.name(rank) for rank, each in pairs.items() for own, _ in each}
-    ends = {names.get(end, end) for each in pairs.values() for pair in each for end in pair}
-    return f"the network between {' and '.join(sorted(ends))} is stalled" if ends else ""
+    names = {address: machines.name(rank) for rank, each in pairs.items() for address, _ in each}
+    hosts = {names.get(end, end) for each in pairs.values() for pair in each for end in pair}
+    return f"the network between {' and '.join(sorted(hosts))} is stalled" if hosts else ""
 
 
 def released_text(places: Mapping[int, Place]) -> str:
     """Write `ranks 0-2 were waiting in all_reduce (line 6) and were released`."""
-    found = fold_ranks({rank: _spot(place) for rank, place in places.items()})
-    waited = (f"{name_ranks(each)} {_was(each)} waiting in {spot}" for spot, each in found.items())
+    groups = fold_ranks({rank: _spot(place) for rank, place in places.items()})
+    waited = (f"{name_ranks(each)} {_was(each)} waiting in {spot}" for spot, each in groups.items())
     return f"{', '.join(waited)} and {_was(places)} released"
 
 
@@ -365,7 +367,7 @@ def _was(ranks: Collection[int]) -> str:
     return "was" if len(ranks) == 1 else "were"
 
 
-def in_one_line(
+def shorten_error(
     failure: Failure, aborted: Place | None, script: Script | None, errors: Iterable[RankError]
 ) -> Failure:
     """Shorten torch's error about connections that an abort, or another rank, has closed.
@@ -374,29 +376,31 @@ def in_one_line(
     Otherwise the line comes from the traceback, and the reason from the `errors` of other ranks.
     """
     if aborted is not None:
-        file, number, said = aborted.file or "cell", aborted.line, f"in {aborted.operation}"
+        file, number, wait = aborted.file or "cell", aborted.line, f"in {aborted.operation}"
     else:
-        text, said = strip("\n".join(failure.traceback)), f"for a rank that {_end_of_peer(errors)}"
-        file, found = "cell", CELL_LINE.findall(text)[:1]
+        text, wait = strip("\n".join(failure.traceback)), f"for a rank that {_peer_end(errors)}"
+        file, matches = "cell", CELL_LINE.findall(text)[:1]
         if script is not None:
             file = os.path.basename(script.file)
-            found = re.findall(rf"File {re.escape(script.file)}:(\d+)", text)[-1:]
-        number = int(found[0]) if found else 0
-    said = f"it waited {said}" + (f" ({file} line {number})" if number else "")
-    return Failure(ABORTED, said, (f"{ABORTED}: {said}",), failure.time_ns, connections="ended")
+            matches = re.findall(rf"File {re.escape(script.file)}:(\d+)", text)[-1:]
+        number = int(matches[0]) if matches else 0
+    wait = f"it waited {wait}" + (f" ({file} line {number})" if number else "")
+    return Failure(ABORTED, wait, (f"{ABORTED}: {wait}",), failure.time_ns, connections="ended")
 
 
-def _end_of_peer(errors: Iterable[RankError]) -> str:
-    own = [each for each in errors if isinstance(each, Died) or each.connections != "ended"]
-    if not own:  # such as a rank that has destroyed its process group
+def _peer_end(errors: Iterable[RankError]) -> str:
+    causes = [each for each in errors if isinstance(each, Died) or each.connections != "ended"]
+    if not causes:  # such as a rank that has destroyed its process group
         return "had closed its connection"
-    if any(isinstance(each, Died) for each in own):
+    if any(isinstance(each, Died) for each in causes):
         return "died"
-    timed_out = any(isinstance(each, Failure) and each.connections == "timed out" for each in own)
+    timed_out = any(
+        isinstance(each, Failure) and each.connections == "timed out" for each in causes
+    )
     return "had timed out" if timed_out else "had failed"
 
 
-def _doing(place: Place, source: str = "") -> str:
+def _activity(place: Place, source: str = "") -> str:
     """Write `wait in all_reduce, line 6`, `in line 5: sleep(600)`, `in train.py line 5: ...`."""
     line = f"line {place.line}" if place.line else "no line of the cell"
     if place.file:
@@ -422,8 +426,8 @@ def doing_of(ranks: Sequence[int], place: Place, code: str) -> str:
 
     `code` is the source text of the line in `place`.
     """
-    doing = _doing(place, "\n" * (place.line - 1) + code)
-    return _verb(ranks, doing).removeprefix("is ").removeprefix("are ")
+    doing = _activity(place, "\n" * (place.line - 1) + code)
+    return _with_verb(ranks, doing).removeprefix("is ").removeprefix("are ")
 
 
 class Alike(NamedTuple):
@@ -443,7 +447,7 @@ class Alike(NamedTuple):
         return who(self.ranks) + (" same" if len(self.ranks) > 1 else "")
 
 
-def alike(stacks: Iterable[Stack]) -> list[Alike]:
+def group_stacks(stacks: Iterable[Stack]) -> list[Alike]:
     """Group the ranks whose stacks are equal except for addresses and process ids."""
     same: dict[str, list[Stack]] = {}
     for stack in sorted(stacks, key=attrgetter("rank")):
@@ -474,7 +478,7 @@ def _calls(stack: Stack) -> list[str]:
     return [*lines, *([f"  {stack.problem}"] if stack.problem else [])]
 
 
-def _verb(ranks: Sequence[int], doing: str) -> str:
+def _with_verb(ranks: Sequence[int], doing: str) -> str:
     if doing.startswith("wait"):
         return doing.replace("wait", "waits", 1) if len(ranks) == 1 else doing
     return f"{'is' if len(ranks) == 1 else 'are'} {doing}"

@@ -41,44 +41,44 @@ def receive(workers: Workers, timeout: float) -> None:
 
 
 def receive_waiting(workers: Workers) -> None:
-    """Handle the messages that have arrived; not messages that arrive meanwhile.
+    """Handle the messages that have arrived, but not messages that arrive meanwhile.
 
-    Ranks that print without end would otherwise keep this function busy for ever.
+    Otherwise ranks that print without end would keep this function busy for ever.
     """
     if (link := workers.link_or_none) is None:
         return
     for _ in range(len(link.arrived)):
         match link.arrived[0]:
             case AgentLost() as lost:
-                take_loss(workers, lost)
+                handle_agent_loss(workers, lost)
             case Received() as batch:
-                link.received(batch)
+                link.acknowledge(batch)
             case messages.NodeJoined(host):
                 workers.joined[host] = None
             case (rank, task_id, output):
                 _handle_output(workers, rank, task_id, output)
-            case news if workers.running is not None:
-                if isinstance(news, messages.Aborted):
+            case message if workers.running is not None:
+                if isinstance(message, messages.Aborted):
                     workers.advance(Event.ABORTED)
-                workers.running.take(news, time.monotonic())
+                workers.running.handle_message(message, time.monotonic())
         link.arrived.popleft()
         if workers.link_or_none is not link:
             return
 
 
-def take_loss(workers: Workers, lost: AgentLost) -> None:
-    """Record that the agent has ended, and its workers with it; close the link."""
+def handle_agent_loss(workers: Workers, lost: AgentLost) -> None:
+    """Record that the agent and its workers have ended, and close the link."""
     workers.lost = lost
     if workers.widgets is not None:
         workers.widgets.end()
     if workers.running is not None:
-        workers.running.take_loss(lost)
+        workers.running.handle_agent_loss(lost)
     workers.advance(Event.AGENT_LOST)
     workers.close_link()
 
 
 def _handle_output(workers: Workers, rank: int, task_id: str, output: Any) -> None:
-    """Record what a rank shows or reports, in the tables and in the task that it belongs to."""
+    """Record an output or a report of a rank in the world's tables, and in the task it is from."""
     if isinstance(output, Record):
         host = workers.machines.name(rank) or output.host
         hand_over(output._replace(host=host), is_shown=workers.config.show)
@@ -107,8 +107,8 @@ def _handle_output(workers: Workers, rank: int, task_id: str, output: Any) -> No
         running = running if is_more else None
     if isinstance(output, Done):
         is_received = running is not None and output.received
-        received = running.received(rank) if running and is_received else NOTHING_SENT
-        workers.names.finished(rank, output, received, running.sent_at if running else None)
+        received = running.received_parcel(rank) if running and is_received else NOTHING_SENT
+        workers.names.record_finished(rank, output, received, running.sent_at if running else None)
     if running is None:
         if isinstance(output, InputRequest):
             workers.link.send(SendInput(rank, InputReply(output.number, problem=NO_INPUT)))
@@ -120,7 +120,7 @@ def _handle_output(workers: Workers, rank: int, task_id: str, output: Any) -> No
         # The group is broken: connections were closed by an abort, a death or gloo itself.
         if isinstance(output, Failure) and output.connections and running.members.has_group:
             workers.advance(Event.ABORTED)
-        if running.is_of_another(rank, output):
+        if running.is_of_earlier_task(rank, output):
             workers.late.append((rank, output))
         running.receive(rank, output)
         if not running.unfinished and workers.state is not State.BROKEN:
@@ -128,7 +128,7 @@ def _handle_output(workers: Workers, rank: int, task_id: str, output: Any) -> No
 
 
 def _pass_to_widgets(workers: Workers, rank: int, output: Output) -> Output | None:
-    """Pass an output to the table of widgets; return what the cell shows of it, or None.
+    """Pass an output to the table of widgets; return the output that the cell shows, or None.
 
     The first message of a widget makes the table, if a page can show widgets.
     """
@@ -139,4 +139,4 @@ def _pass_to_widgets(workers: Workers, rank: int, output: Output) -> Output | No
         from nbdist.world.widgets import Widgets
 
         workers.widgets = Widgets()
-    return workers.widgets.take(rank, output)
+    return workers.widgets.handle_output(rank, output)

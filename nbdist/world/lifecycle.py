@@ -1,4 +1,4 @@
-"""The start and the end of a world's workers, and taking over workers that are there already.
+"""Starts and ends the workers of a world, and takes over workers that are running already.
 
 Runs in the notebook's process, on the thread that made the world.  The functions act on `Workers`;
 `Session` has them as methods, and `nbdist.world.recovery` restarts or ends workers with them.
@@ -34,9 +34,9 @@ QUIET_SECONDS = 2.0  # a start that takes less time shows no line
 
 
 def starting(workers: Workers) -> Iterator[Starting]:
-    """Start the workers unless they are running; yield the progress of the start.
+    """Start the workers of a world that has none; yield the progress of the start.
 
-    Raises StartError; then everything that was started has been ended.
+    Raises StartError, after ending everything that was started.
     """
     if workers.state not in (State.STOPPED, State.LOST):
         return
@@ -51,7 +51,7 @@ def starting(workers: Workers) -> Iterator[Starting]:
                 workers.code.forget()
         workers.remember()
         if workers.code is not None:
-            yield from workers.code.bringing(workers.link.calling, to_new=True)
+            yield from workers.code.send_changes(workers.link.calling, to_new=True)
         timeout = CALL_TIMEOUT if workers.config.launcher_name == LOCAL else COMING_TIMEOUT
         request = messages.StartWorld(workers.spec)
         match started := (yield from workers.link.calling(request, timeout)):
@@ -59,8 +59,8 @@ def starting(workers: Workers) -> Iterator[Starting]:
                 raise StartError(rank, host, command, reason, last_lines)
     except BaseException:  # Stop too: everything that has been started is ended
         workers.advance(Event.START_FAILED)
-        if left := workers.close_link():
-            log.warning("%s", left)
+        if leftovers := workers.close_link():
+            log.warning("%s", leftovers)
         raise
     assert isinstance(started, messages.WorldStarted)
     # A head returns the spec, since its machines determine the size.
@@ -68,7 +68,7 @@ def starting(workers: Workers) -> Iterator[Starting]:
     workers.record_processes(started, workers.link.agent.host)
     # For machines that do not share the folder.
     if workers.code is not None and workers.is_elsewhere:
-        yield from workers.code.bringing(workers.link.calling, to_new=True)
+        yield from workers.code.send_changes(workers.link.calling, to_new=True)
     workers.advance(Event.STARTED)
 
 
@@ -77,24 +77,24 @@ def starting_texts(workers: Workers) -> Iterator[str]:
 
     A start that takes less than `QUIET_SECONDS` yields no line.
     """
-    said, begun = "", time.monotonic()
-    for far in starting(workers):
-        ready = f"{far.up} ready" if far.up < workers.size else "forming their group"
+    last_text, begun = "", time.monotonic()
+    for progress in starting(workers):
+        ready = f"{progress.up} ready" if progress.up < workers.size else "forming their group"
         text = f"starting {count(workers.size, 'worker')}: {ready}"
-        if far.text:  # of other machines, which determine the number of workers
-            text = f"starting: {far.text}" + (f" · {far.up} ready" if far.up else "")
+        if progress.text:  # of other machines, which determine the number of workers
+            text = f"starting: {progress.text}" + (f" · {progress.up} ready" if progress.up else "")
         elif time.monotonic() - begun < QUIET_SECONDS:
             text = ""
-        yield text if text != said else ""
-        said = text or said
+        yield text if text != last_text else ""
+        last_text = text or last_text
 
 
 def start(workers: Workers) -> None:
-    """Start the workers unless they are running; in a terminal, stderr shows a slow start."""
-    line, said = MovingLine(sys.stderr), ""
+    """Start the workers of a world that has none; in a terminal, stderr shows a slow start."""
+    line, last_text = MovingLine(sys.stderr), ""
     try:
         for text in starting_texts(workers):
-            line.show(said := text or said, time.monotonic())
+            line.show(last_text := text or last_text, time.monotonic())
     finally:
         line.clear()
 
@@ -115,7 +115,7 @@ def start_anew(workers: Workers, *, agent_too: bool = False) -> None:
     while (link := workers.link_or_none) is not None and link.arrived:
         item = link.arrived.popleft()
         if isinstance(item, Received) and link.is_up:
-            link.received(item)
+            link.acknowledge(item)
     if agent_too:
         workers.close_link()
     start(workers)
@@ -128,10 +128,10 @@ def shutdown(workers: Workers) -> str:
     """
     workers.setup.forget()
     workers.advance(Event.STOP)
-    left = _stop(workers, STOP_GRACE) if workers.is_connected else ""
-    left = left or workers.close_link()
+    leftovers = _stop(workers, STOP_GRACE) if workers.is_connected else ""
+    leftovers = leftovers or workers.close_link()
     workers.advance(Event.STOPPED)
-    return left
+    return leftovers
 
 
 def _stop(workers: Workers, grace: float) -> str:
@@ -146,25 +146,27 @@ def _stop(workers: Workers, grace: float) -> str:
     return ""
 
 
-def attach(workers: Workers, link: Link, there: Attached, namespace: dict[str, Any]) -> None:
+def attach(workers: Workers, link: Link, attached: Attached, namespace: dict[str, Any]) -> None:
     """Take over the running workers of an agent that another notebook has started.
 
-    `there` is the agent's description of their state; `namespace` has the notebook's variables.
+    `attached` is the agent's description of the world; `namespace` has the notebook's variables.
     """
     workers.link_or_none, workers.namespace = link, namespace
     workers.names = NameTable(namespace)
-    workers.names.found(there.bound, there.pids)
-    workers.missing, workers.dead = there.missing, dict(there.dead)
-    workers.joined = dict.fromkeys(there.came)
-    workers.past.forgotten = there.forgotten
-    workers.setup.tasks |= dict(there.memory.setup)  # the agent holds the memory with their names
-    workers.record_processes(there, link.agent.host)
+    workers.names.record_attached(attached.bound, attached.pids)
+    workers.missing, workers.dead = attached.missing, dict(attached.dead)
+    workers.joined = dict.fromkeys(attached.came)
+    workers.past.forgotten = attached.forgotten
+    workers.setup.tasks |= dict(
+        attached.memory.setup
+    )  # the agent holds the memory with their names
+    workers.record_processes(attached, link.agent.host)
     workers.advance(Event.START)
     workers.advance(Event.STARTED)
-    if there.run is not None:
-        workers.running = TaskRun.found(there, workers.members)
+    if attached.run is not None:
+        workers.running = TaskRun.from_attached(attached, workers.members)
         workers.advance(Event.TASK)
-    if there.dead:
+    if attached.dead:
         workers.advance(Event.RANK_DIED)
-    if not there.is_whole:
+    if not attached.is_whole:
         workers.advance(Event.ABORTED)

@@ -54,9 +54,9 @@ Arrived = Item | Received | News | AgentLost
 class Link:
     """A connection to the agent or head of a world, from its start to its end.
 
-    `arrived` has the messages that the consumer has yet to handle.  `asides` is a descriptor for an
-    event loop: it becomes readable if a message came that does not belong to a running cell.  With
-    `tells_all` it becomes readable at every message.
+    `arrived` has the messages that the consumer has yet to handle.  `idle_signal` is a descriptor
+    for an event loop: it becomes readable if a message came that does not belong to a running cell.
+    With `signals_all_messages` it becomes readable at every message.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Link:
         self.address = f"ipc://{self._folder.path}/{self._folder.socket}"
         self._socket.bind(self.address)
         self._wake, self._wake_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self.asides, self._asides_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self.idle_signal, self._idle_signal_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._waiting: deque[messages.Down] = deque()
         self._last_received: Received | None = None
         self._answers: dict[int, Future[Reply]] = {}
@@ -92,7 +92,7 @@ class Link:
         self._attached: Future[Attached] = Future()
         self._lost: AgentLost | None = None
         self._opened = self._closing = self._is_detached = self._is_remembered = False
-        self.tells_all = False
+        self.signals_all_messages = False
         self._starting = Starting(0)
         self._launched = threading.Event()
         self._agent: Agent | None = None
@@ -212,9 +212,11 @@ class Link:
         an item only after it was handled.
         """
         deadline = time.monotonic() + timeout
-        while not (self.arrived or self._is_woken) and (left := deadline - time.monotonic()) > 0:
+        while (
+            not (self.arrived or self._is_woken) and (remaining := deadline - time.monotonic()) > 0
+        ):
             with suppress(queue.Empty):
-                self._bell.get(timeout=max(left, SHORTEST_WAIT))
+                self._bell.get(timeout=max(remaining, SHORTEST_WAIT))
         self._is_woken = False
 
     def wake(self) -> None:
@@ -222,7 +224,7 @@ class Link:
         self._is_woken = True
         self._bell.put(None)
 
-    def received(self, batch: Received) -> None:
+    def acknowledge(self, batch: Received) -> None:
         """Acknowledge a batch of outputs; a second call for the same batch, after Stop, is ignored.
 
         A single acknowledgement waits until another message is sent or received, since the agent
@@ -246,13 +248,13 @@ class Link:
         self.send(messages.Shutdown())
         if self._opened:
             self._launched.wait(LEAVE_TIMEOUT)
-        left = ""
+        leftovers = ""
         if self._agent is not None:
             self._agent.end(LEAVE_TIMEOUT)
-            left = find_leftovers(self._agent.last_lines())
-        self._end()
+            leftovers = find_leftovers(self._agent.last_lines())
+        self._release_resources()
         self._folder.close()
-        return left
+        return leftovers
 
     def detach(self) -> None:
         """Close the link alone: an agent with the `detach` option keeps running, another ends."""
@@ -262,10 +264,10 @@ class Link:
         if self._opened:
             self._launched.wait(LEAVE_TIMEOUT)
         _write_to(self._wake_end)
-        self._end()
+        self._release_resources()
         self._folder.release()
 
-    def _end(self) -> None:
+    def _release_resources(self) -> None:
         if self._thread.is_alive():  # ends soon: the agent has ended, or the link is detached
             self._thread.join(THREAD_TIMEOUT)
         # Close the socket before the agent's descriptors, so that the last messages come before the
@@ -274,11 +276,11 @@ class Link:
         self._context.term()
         if self._agent is not None:
             self._agent.close()
-        ends = (self._wake, self._wake_end, self.asides, self._asides_end)
+        descriptors = (self._wake, self._wake_end, self.idle_signal, self._idle_signal_end)
         # A later wake-up must not write to a file that has got one of these numbers.
-        self._wake_end = self._asides_end = CLOSED
-        for end in ends:
-            os.close(end)
+        self._wake_end = self._idle_signal_end = CLOSED
+        for descriptor in descriptors:
+            os.close(descriptor)
 
     def _wait_for_hello(self, tick: float) -> Iterator[Starting]:
         try:
@@ -354,9 +356,9 @@ class Link:
     def _read(self) -> None:
         with suppress(zmq.Again):
             while True:
-                self._take(unpack(self._socket.recv(zmq.NOBLOCK)))
+                self._handle_message(unpack(self._socket.recv(zmq.NOBLOCK)))
 
-    def _take(self, message: messages.Up) -> None:
+    def _handle_message(self, message: messages.Up) -> None:
         match message:
             case Hello() as hello:
                 self._hello.set_result(hello)
@@ -366,18 +368,18 @@ class Link:
                 if (answer := self._answers.get(number)) is not None:
                     answer.set_result(reply)
             case messages.Outputs(items):
-                # `Received` marks the end of the batch; the consumer passes it to `received`.
-                self._arrive(*items, Received())
+                # `Received` marks the end of the batch; the consumer passes it to `acknowledge`.
+                self._add_arrived(*items, Received())
             case Starting() as starting:
                 self._starting = starting
-            case news:
-                self._arrive(news)
+            case item:
+                self._add_arrived(item)
 
-    def _arrive(self, *items: Arrived) -> None:
+    def _add_arrived(self, *items: Arrived) -> None:
         self.arrived.extend(items)
         self._bell.put(None)
-        if self.tells_all or any(map(_is_aside, items)):
-            _write_to(self._asides_end)
+        if self.signals_all_messages or any(map(_can_come_while_idle, items)):
+            _write_to(self._idle_signal_end)
 
     def _fail(self, agent: Agent) -> None:
         self._lost = lost = _lost(agent)
@@ -386,21 +388,21 @@ class Link:
         for each in calls:
             if not each.done():
                 each.set_exception(lost)
-        self._arrive(lost)
+        self._add_arrived(lost)
 
 
 def _lost(agent: Agent) -> AgentLost:
     return AgentLost(agent.host, agent.exit_code(), "".join(agent.last_lines()[-1:]))
 
 
-def _write_to(end: int) -> None:
+def _write_to(descriptor: int) -> None:
     """Make a pipe readable, unless it is closed; a full pipe is readable already."""
-    if end != CLOSED:
+    if descriptor != CLOSED:
         with suppress(BlockingIOError):
-            os.write(end, b"x")
+            os.write(descriptor, b"x")
 
 
-def _is_aside(item: Arrived) -> bool:
+def _can_come_while_idle(item: Arrived) -> bool:
     """Return True if an item can come while no cell runs.
 
     Such items are deaths, output outside of tasks, and the end of the agent.

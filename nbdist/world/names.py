@@ -86,7 +86,7 @@ E = TypeVar("E", Sent, BoundByWorker)
 
 
 class NameTable:
-    """Knows for each rank which names the notebook has sent, tasks have bound, and it has lost."""
+    """For each rank, the names that the notebook sent, that tasks bound, and that the rank lost."""
 
     def __init__(self, namespace: dict[str, Any]) -> None:
         self.namespace = namespace
@@ -97,7 +97,7 @@ class NameTable:
         self._bound_at: dict[str, int] = {}
         self._deleted_there: set[str] = set()
         self._noticed: set[str] = set()
-        self._is_found = False
+        self._is_attached = False
         self.assigned: set[str] = set()
         """Names that the notebook has assigned since it started or took the ranks over."""
         self.in_functions: set[str] = set()
@@ -106,7 +106,7 @@ class NameTable:
     def copy(self) -> NameTable:
         """Return a copy whose entries later changes of the original do not affect.
 
-        The given notices, and what is known of the notebook's assignments, stay shared.
+        The record of the notices, and of the notebook's assignments, stays shared.
         """
         copied = copy(self)
         copied._ranks = {rank: dict(has) for rank, has in self._ranks.items()}
@@ -114,14 +114,14 @@ class NameTable:
         copied._deleted_there = set(self._deleted_there)
         return copied
 
-    def found(
+    def record_attached(
         self, bound: Mapping[int, Mapping[str, str | None]], ranks: Iterable[int] = ()
     ) -> None:
         """Fill the table of a world that was taken over from another notebook.
 
         `bound` has by rank the names that tasks have bound, with the path of an import or None.
         """
-        self._is_found = True
+        self._is_attached = True
         self._ranks = {
             rank: {
                 name: BoundByWorker(Identity(self._value(name)), import_path)
@@ -130,10 +130,10 @@ class NameTable:
             for rank in {*ranks, *bound}
         }
 
-    def sent(self, records: Mapping[str, Sent]) -> int:
+    def record_sent(self, records: Mapping[str, Sent]) -> int:
         """Record that a task with these variables is being sent.
 
-        Returns a time, by a clock that counts events, which the caller passes to `finished`.
+        Returns a time, by a clock that counts events, which the caller passes to `record_finished`.
         """
         self._deleted_there.difference_update(records)
         for name, record in records.items():
@@ -143,15 +143,17 @@ class NameTable:
                     has[name] = replace(entry, is_last=False)
         return next(self._clock)
 
-    def finished(self, rank: int, done: Done, received: Parcel, since: int | None = None) -> None:
+    def record_finished(
+        self, rank: int, done: Done, received: Parcel, since: int | None = None
+    ) -> None:
         """Record the names and objects that a rank has received and bound by a finished task.
 
-        `since` is the time when the task was sent, from `sent`: a variable that the notebook has
-        assigned later belongs to the notebook.
+        `since` is the time that `record_sent` returned for the task: a variable that the notebook
+        has assigned later belongs to the notebook.
         """
         has = self._ranks.setdefault(rank, {})
         has.update(received.names)
-        self.objects.finished(rank, received, done.dead, done.lost)
+        self.objects.record_finished(rank, received, done.dead, done.lost)
 
         def is_later(name: str) -> bool:
             return since is not None and self._bound_at.get(name, -1) > since
@@ -173,8 +175,8 @@ class NameTable:
                 path = entry.import_path if isinstance(entry, BoundByWorker) else None
                 has[name] = BoundByWorker(Identity(self._value(name)), path, was_sent=True)
 
-    def bound_in_notebook(self, names: Iterable[str], surely: Container[str] = ()) -> None:
-        """Record that a cell of the notebook may have bound these names: they are the notebook's.
+    def record_assigned(self, names: Iterable[str], surely: Container[str] = ()) -> None:
+        """Record names that a cell of the notebook may have bound: they belong to the notebook now.
 
         If the notebook still has the same object, and the object has an identity, the name counts
         as bound only if it is in `surely`: the cell may be `if False: model = Net()`.  Variables
@@ -197,29 +199,29 @@ class NameTable:
         self.objects.links.drop_unused()
 
     def _deleted(self) -> list[str]:
-        sent = (name for rank in self._ranks for name in self._of_rank(rank, Sent))
+        sent = (name for rank in self._ranks for name in self._names_of_rank(rank, Sent))
         return [name for name in sent if name not in self.namespace]
 
-    def take_deleted(self, ranks: Collection[int]) -> dict[int, tuple[str, ...]]:
+    def pop_deleted(self, ranks: Collection[int]) -> dict[int, tuple[str, ...]]:
         """Return by rank the variables that the rank was sent and the notebook has deleted.
 
         Each is returned once: from then on the table lists it as the rank's own.
         """
-        found = {}
+        deleted = {}
         for rank in ranks:
             has = self._ranks.get(rank, {})
-            gone = [
+            names = [
                 name
                 for name, entry in has.items()
                 if isinstance(entry, Sent) and entry.identity is None and name not in self.namespace
             ]
-            for name in gone:  # if the rank deletes it too, `Done.gone` removes the entry
+            for name in names:  # `Done.gone` removes the entry if the rank deletes the name
                 has[name] = BoundByWorker(Identity(_NOTHING), was_sent=True)
-            if gone:
-                found[rank] = tuple(gone)
-        return found
+            if names:
+                deleted[rank] = tuple(names)
+        return deleted
 
-    def gathered(self, name: str, ranks: Collection[int] = ()) -> None:
+    def record_gathered(self, name: str, ranks: Collection[int] = ()) -> None:
         """Record that the notebook has bound a name to values that it has fetched from workers.
 
         The name still belongs to the ranks where a task has bound it, and now also to `ranks`: the
@@ -233,7 +235,7 @@ class NameTable:
             elif rank in ranks:
                 has[name] = BoundByWorker(identity)
 
-    def replaced(
+    def record_replaced(
         self,
         ranks: Iterable[int],
         made: Iterable[str] = (),
@@ -246,9 +248,10 @@ class NameTable:
         notebook has sent with the task in which the rank died: the rank may have had them too.
         """
         kinds = {
-            name: [own.kind for own in self._of(name, BoundByWorker).values()] for name in made
+            name: [entry.kind for entry in self._entries(name, BoundByWorker).values()]
+            for name in made
         }
-        lost = {name: Missing(kind=min(found, default=OTHER)) for name, found in kinds.items()}
+        lost = {name: Missing(kind=min(bound, default=OTHER)) for name, bound in kinds.items()}
         ranks = tuple(ranks)
         changed = {*self.changed_names()}
         for rank in ranks:
@@ -257,9 +260,9 @@ class NameTable:
             changes = {name: Missing(kind=kind_of(self._value(name))) for name in kept}
             self._had[rank] = {*had, *(brought or {}).get(rank, ())}
             self._ranks[rank] = {**_losses([had]), **lost, **changes}
-        self.objects.replaced(ranks)
+        self.objects.record_replaced(ranks)
 
-    def note_lost(self, ranks: Iterable[int]) -> None:
+    def record_lost(self, ranks: Iterable[int]) -> None:
         """Record that new ranks lack the notebook's variables that other ranks have changed.
 
         A rank that has replaced another process lacks only those that the other process had.
@@ -270,18 +273,18 @@ class NameTable:
             for name in kind.keys() & had - has.keys():
                 has[name] = Missing(kind=kind[name])
 
-    def renumbered(self, was: Mapping[int, int], after: int) -> None:
+    def renumber(self, was: Mapping[int, int], after: int) -> None:
         """Record the new numbers of `after` ranks; `was` has the old numbers of those that stay.
 
         The others are new, and lack all variables that any rank has bound.
         """
         losses, had = _losses(self._ranks.values()), self._ranks
-        self.objects.renumbered(was, after)
+        self.objects.renumber(was, after)
         self._ranks = {
             rank: had.get(was[rank], {}) if rank in was else {**losses} for rank in range(after)
         }
 
-    def taken_over(self, ranks: Iterable[int], now: NameTable) -> None:
+    def copy_entries(self, ranks: Iterable[int], now: NameTable) -> None:
         """Copy the entries of some ranks from the table `now`.
 
         The ranks were restarted after this table was copied from that one.
@@ -290,40 +293,40 @@ class NameTable:
             self._ranks[rank] = dict(now._ranks.get(rank, {}))
             self.objects.known[rank] = dict(now.objects.known.get(rank, {}))
 
-    def take_lost_imports(self, ranks: Iterable[int]) -> dict[int, dict[str, str]]:
+    def pop_lost_imports(self, ranks: Iterable[int]) -> dict[int, dict[str, str]]:
         """Return by rank the names that were imported before the rank was replaced, with the paths.
 
         Each is returned once.
         """
-        found: dict[int, dict[str, str]] = {}
+        imports: dict[int, dict[str, str]] = {}
         for rank in ranks:
             for name, entry in [*self._ranks.get(rank, {}).items()]:
                 if isinstance(entry, Missing) and entry.import_path is not None:
-                    found.setdefault(rank, {})[name] = entry.import_path
+                    imports.setdefault(rank, {})[name] = entry.import_path
                     del self._ranks[rank][name]
-        return found
+        return imports
 
     def ranks_that_own(self, name: str) -> frozenset[int]:
         """Return the ranks where a task has bound this name; none if it is the notebook's again."""
-        return frozenset(self._current(name, BoundByWorker))
+        return frozenset(self._current_entries(name, BoundByWorker))
 
     def holders(self, name: str) -> frozenset[int]:
         """Return the ranks to which this or an earlier notebook has sent an object of this name."""
-        if self.is_of_another(name):
+        if self.is_of_earlier_notebook(name):
             return frozenset(self._ranks)
-        sent = self._of(name, Sent).items()
+        sent = self._entries(name, Sent).items()
         return frozenset(rank for rank, entry in sent if entry.token is not None)
 
-    def is_of_another(self, name: str) -> bool:
+    def is_of_earlier_notebook(self, name: str) -> bool:
         """Return True if ranks can have this variable only from an earlier notebook.
 
         That is, this notebook took the world over, has not assigned the variable since, and no rank
         has an entry for it.
         """
         is_known = name in self.assigned or any(name in has for has in self._ranks.values())
-        return self._is_found and not is_known
+        return self._is_attached and not is_known
 
-    def keep_theirs(self, name: str) -> None:
+    def record_sent_before(self, name: str) -> None:
         """Record that a variable which an earlier notebook has sent belongs to the ranks."""
         identity = Identity(self._value(name))
         for has in self._ranks.values():
@@ -334,22 +337,22 @@ class NameTable:
 
         Unlike `ranks_that_own`, also those where the notebook has bound the name since.
         """
-        return frozenset(self._of(name, BoundByWorker))
+        return frozenset(self._entries(name, BoundByWorker))
 
     def is_older(self, name: str, ranks: Container[int]) -> bool:
-        """Return True if a rank has another object of a variable than the notebook has now."""
-        sent, value = self._of(name, Sent).items(), self._value(name)
+        """Return True if a rank was sent an object that is no longer the notebook's variable."""
+        sent, value = self._entries(name, Sent).items(), self._value(name)
         had = (each.identity for rank, each in sent if rank in ranks)
         return not all(identity and identity.is_still(value) for identity in had)
 
     def changed_names(self) -> list[str]:
         """List the variables of the notebook whose objects ranks are known to have changed."""
-        return [name for name in self._all() if self.is_changed(name)]
+        return [name for name in self._all_names() if self.is_changed(name)]
 
     def is_changed(self, name: str) -> bool:
         """Return True if ranks are known to have changed an object of a variable that was sent."""
         changed = self.objects.changed
-        sent = self._of(name, Sent).items() if changed else ()
+        sent = self._entries(name, Sent).items() if changed else ()
         return any(
             not changed.keys().isdisjoint(self.objects.reach(rank, entry.bound_to))
             for rank, entry in sent
@@ -368,40 +371,40 @@ class NameTable:
         key_of = self.objects.links.key_of
         return [
             name
-            for name in self._all()
+            for name in self._all_names()
             if any(
                 each.identity is None and each.token != (..., key_of(self._value(name)))
-                for each in self._of(name, Sent).values()
+                for each in self._entries(name, Sent).values()
             )
         ]
 
-    def keep_changed(self, name: str, rank: int) -> None:
+    def record_changed_value(self, name: str, rank: int) -> None:
         """Record that a rank has changed a variable that the notebook has assigned again since."""
         self._ranks[rank][name] = BoundByWorker(None, was_sent=True)
 
-    def others_of(self, name: str) -> frozenset[int]:
+    def ranks_that_assigned(self, name: str) -> frozenset[int]:
         """Return the ranks to which a variable was sent and that have assigned it since."""
-        own = self._current(name, BoundByWorker).items()
-        return frozenset(rank for rank, each in own if each.was_sent)
+        entries = self._current_entries(name, BoundByWorker).items()
+        return frozenset(rank for rank, each in entries if each.was_sent)
 
     def names_of_kind(self, kind: int) -> list[str]:
         """List the variables that are of this kind on a rank: modules, optimizers or tensors."""
 
         def is_one(name: str) -> bool:
-            own = self._of(name, BoundByWorker).values()
-            sent = self._of(name, Sent) and kind_of(self._value(name)) == kind
-            return bool(sent) or any(entry.kind == kind for entry in own)
+            bound = self._entries(name, BoundByWorker).values()
+            sent = self._entries(name, Sent) and kind_of(self._value(name)) == kind
+            return bool(sent) or any(entry.kind == kind for entry in bound)
 
-        return sorted(filter(is_one, self._all()))
+        return sorted(filter(is_one, self._all_names()))
 
     def ranks_with(self, name: str) -> tuple[int, ...]:
         """Return the ranks that have a variable of this name, from the notebook or their own."""
-        return tuple(sorted({*self._of(name, Sent), *self._of(name, BoundByWorker)}))
+        return tuple(sorted({*self._entries(name, Sent), *self._entries(name, BoundByWorker)}))
 
     def import_path(self, name: str) -> str | None:
         """Return the path from which the ranks have imported a name, None if they have not."""
-        found = (entry.import_path for entry in self._of(name, BoundByWorker).values())
-        return next(filter(None, found), None)
+        paths = (entry.import_path for entry in self._entries(name, BoundByWorker).values())
+        return next(filter(None, paths), None)
 
     def ranks_that_have(self, name: str, token: Hashable = None) -> frozenset[int]:
         """Return the ranks to which the notebook has sent the object of this token under a name.
@@ -411,24 +414,24 @@ class NameTable:
         """
         return frozenset(
             rank
-            for rank, entry in self._of(name, Sent).items()
+            for rank, entry in self._entries(name, Sent).items()
             if (entry.bound_to == token if token is not None else entry.identity and entry.is_last)
         )
 
     def record(self, name: str) -> Sent | None:
         """Return the record of the variable as it was last sent; None if no rank has it so."""
-        shipped = self._of(name, Sent).values()
+        shipped = self._entries(name, Sent).values()
         return max(shipped, key=lambda each: bool(each.identity and each.is_last), default=None)
 
     def owners(self) -> dict[str, tuple[Literal["notebook", "workers"], frozenset[int]]]:
         """Return for each known name its owner, and the ranks that have the owner's value."""
-        found: dict[str, tuple[Literal["notebook", "workers"], frozenset[int]]] = {}
-        for name in self._all():
+        owners: dict[str, tuple[Literal["notebook", "workers"], frozenset[int]]] = {}
+        for name in self._all_names():
             if ranks := self.ranks_that_own(name):
-                found[name] = ("workers", ranks)
+                owners[name] = ("workers", ranks)
             elif self.record(name) is not None:
-                found[name] = ("notebook", self.ranks_that_have(name))
-        return found
+                owners[name] = ("notebook", self.ranks_that_have(name))
+        return owners
 
     def bound(self, rank: int) -> list[str]:
         """List the names that tasks have bound on this rank, without those that they imported."""
@@ -439,16 +442,16 @@ class NameTable:
 
     def theirs(self, rank: int) -> list[str]:
         """List the variables that are a rank's own: tasks have bound or changed them there."""
-        sent = (name for name in self._of_rank(rank, Sent) if self.is_changed(name))
+        sent = (name for name in self._names_of_rank(rank, Sent) if self.is_changed(name))
         return sorted({*self.bound(rank), *sent})
 
-    def _of_rank(self, rank: int, kind: type[E]) -> list[str]:
+    def _names_of_rank(self, rank: int, kind: type[E]) -> list[str]:
         has = self._ranks.get(rank, {})
         return [name for name, entry in has.items() if isinstance(entry, kind)]
 
-    def lacking(self, ranks: Iterable[int]) -> str:
+    def lacking_text(self, ranks: Iterable[int]) -> str:
         """Write which variables new ranks lack: `model, x and 3 more`, modules first."""
-        lost = self._lacking(ranks)
+        lost = self._lacking_kinds(ranks)
         return list_names(lost, order=lost)
 
     def sources_of_lacking(self, ranks: Iterable[int]) -> dict[int, list[str]]:
@@ -456,21 +459,21 @@ class NameTable:
 
         Variables that no rank has are left out.
         """
-        found: dict[int, list[str]] = {}
-        for name in sorted(self._lacking(ranks)):
+        sources: dict[int, list[str]] = {}
+        for name in sorted(self._lacking_kinds(ranks)):
             if has := self.ranks_with(name):
-                found.setdefault(has[0], []).append(name)
-        return found
+                sources.setdefault(has[0], []).append(name)
+        return sources
 
-    def _lacking(self, ranks: Iterable[int]) -> dict[str, int]:
+    def _lacking_kinds(self, ranks: Iterable[int]) -> dict[str, int]:
         # A new worker has a `rank` of its own, even if a cell had bound that name.
-        own = WORKERS_OWN | WORKERS_MODULES.keys()
+        predefined = WORKERS_OWN | WORKERS_MODULES.keys()
         return {
             name: entry.kind
             for rank in ranks
             for name, entry in self._ranks.get(rank, {}).items()
             if isinstance(entry, Missing) and entry.import_path is None
-            if name not in own
+            if name not in predefined
         }
 
     def is_first_notice(self, name: str) -> bool:
@@ -479,26 +482,26 @@ class NameTable:
         self._noticed.add(name)
         return is_first
 
-    def _all(self) -> Iterable[str]:
+    def _all_names(self) -> Iterable[str]:
         return dict.fromkeys(name for has in self._ranks.values() for name in has)
 
     def _value(self, name: str) -> Any:
         return self.namespace.get(name, _NOTHING)
 
-    def _of(self, name: str, kind: type[E]) -> dict[int, E]:
+    def _entries(self, name: str, kind: type[E]) -> dict[int, E]:
         """Return by rank the entries of this kind for a name."""
-        found = ((rank, has.get(name)) for rank, has in self._ranks.items())
-        return {rank: entry for rank, entry in found if isinstance(entry, kind)}
+        entries = ((rank, has.get(name)) for rank, has in self._ranks.items())
+        return {rank: entry for rank, entry in entries if isinstance(entry, kind)}
 
-    def _current(self, name: str, kind: type[E]) -> dict[int, E]:
+    def _current_entries(self, name: str, kind: type[E]) -> dict[int, E]:
         """Return by rank the entries of this kind that the notebook has not replaced since.
 
         The entry's `identity` still has to be the notebook's present object, or absence, of the
         name.
         """
-        found, value = self._of(name, kind).items(), self._value(name)
+        entries, value = self._entries(name, kind).items(), self._value(name)
         return {
-            rank: each for rank, each in found if each.identity and each.identity.is_still(value)
+            rank: each for rank, each in entries if each.identity and each.identity.is_still(value)
         }
 
 
@@ -527,11 +530,11 @@ def check_are_free(names: Iterable[str], line: str) -> None:
 
 
 def list_names(
-    names: Iterable[str], most: int = MOST_NAMES, order: Mapping[str, int] | None = None
+    names: Iterable[str], limit: int = MOST_NAMES, order: Mapping[str, int] | None = None
 ) -> str:
     """Write `a, b and c`, or `a, b, c, d, e, f and 3 more`; names with a low `order` first."""
     ordered = sorted(names, key=lambda name: ((order or {}).get(name, 0), name))
-    shown, more = ordered[:most], len(ordered) - most
+    shown, more = ordered[:limit], len(ordered) - limit
     if more > 0:
         return f"{', '.join(shown)} and {more} more"
     return " and ".join(filter(None, [", ".join(shown[:-1]), *shown[-1:]]))

@@ -50,13 +50,14 @@ class Outgoing:
     """Compares the objects that values lead to with the states in which ranks were sent them.
 
         outgoing = Outgoing(objects, namespace, ranks)
-        token = outgoing.look(value)
+        token = outgoing.scan_value(value)
         outgoing.compare()
-        asked = outgoing.asked()  # if not empty: ask the ranks, and pass the replies to `answer`
+        if objects := outgoing.objects_to_inspect():
+            outgoing.apply_replies(replies)  # of the ranks, about these objects
         outgoing.renew_replaced()
         message, states = outgoing.message({"x": value}, rank)
 
-    With `forces` ranks get the notebook's state of all objects that were looked at.
+    With `forces` ranks get the notebook's state of all objects that were scanned.
     """
 
     def __init__(
@@ -81,9 +82,9 @@ class Outgoing:
         self._namespace = namespace
         self._scan: Scan | None = None
 
-    # --- looking --------------------------------------------------------------------------
+    # --- scanning -------------------------------------------------------------------------
 
-    def look(self, value: Any) -> Token:
+    def scan_value(self, value: Any) -> Token:
         """Read the states of all objects that a value leads to; return the token of the value.
 
         Raises PicklingError, and any exception of a class's own `__reduce__`.
@@ -97,24 +98,24 @@ class Outgoing:
             raise
         return token
 
-    def look_again(self) -> None:
-        """Forget all states that were read; call `look` again, since objects have new keys."""
+    def drop_scan(self) -> None:
+        """Forget the states that were read: `scan_value` reads them again, under new keys."""
         self._scan = None
 
     @property
     def scan(self) -> Scan:
-        """The states of all objects that were looked at."""
+        """The scan with the states of all objects that the values lead to."""
         if self._scan is None:
-            self._scan = self._new_scan(before=self._known.get)
+            self._scan = self._new_scan(before=self._sent_states.get)
         return self._scan
 
     @cached_property
-    def _known(self) -> dict[int, State]:
-        """The known states by key; if ranks have different states of an object, one of them."""
-        known: dict[int, State] = {}
+    def _sent_states(self) -> dict[int, State]:
+        """The states that ranks were sent, by key; the state of any rank if ranks differ."""
+        states: dict[int, State] = {}
         for rank in self.ranks:
-            known |= self.objects.of(rank)
-        return known
+            states |= self.objects.of(rank)
+        return states
 
     def reach(self, token: Token) -> set[int]:
         """Return the keys of all objects that a value with this token leads to."""
@@ -133,69 +134,69 @@ class Outgoing:
         """Find the objects, with their parts, that have changed since ranks were sent them."""
         self.states = dict(self.scan.states)
         if not self.forces and self.objects.may_differ(self.ranks):
-            self._look_at_others()
+            self._scan_others()
         self.changed = {rank: self._changed_on(rank) for rank in self.ranks}
 
-    def _look_at_others(self) -> None:
+    def _scan_others(self) -> None:
         """Read also objects that ranks have and no value leads to: a cell can reach them there."""
-        known = self._known
-        left = [
+        known_states = self._sent_states
+        unread = [
             entry
             for entry in self.objects.links.entries()
-            if entry.key in known and entry.key not in self.states
+            if entry.key in known_states and entry.key not in self.states
         ]
-        others = self._new_scan(before=known.get, trusts_samples=True)
+        others = self._new_scan(before=known_states.get, trusts_samples=True)
         others.states.update(self.states)
         with without_cycles():
-            others.read_all(left)
+            others.read_all(unread)
         # Keep the known State object if it is equal: `_changed_on` then skips it by identity.
-        found = ((key, known.get(key), state) for key, state in others.states.items())
-        self.states = {key: before if before == state else state for key, before, state in found}
+        compared = ((key, known_states.get(key), state) for key, state in others.states.items())
+        self.states = {key: before if before == state else state for key, before, state in compared}
 
     def _changed_on(self, rank: int) -> dict[int, Parts]:
-        found: dict[int, Parts] = {}
-        known, ended = self.objects.of(rank), self.objects.ended.get(rank, {})
+        changed: dict[int, Parts] = {}
+        known_states, ended = self.objects.of(rank), self.objects.ended.get(rank, {})
         for key, state in self.states.items():
-            before = known.get(key)
+            before = known_states.get(key)
             if ended and before == state:
-                self._note_unreached(state, ended)
+                self._record_unreached(state, ended)
             if before is None or (before is state and not self.forces):
                 continue
             if self.forces:
                 parts = state.changed_since(before)
-                found[key] = parts if parts and HEAD in parts else None
+                changed[key] = parts if parts and HEAD in parts else None
             elif before != state:
-                left = self.objects.left_to_send(key, state.changed_since(before))
-                if left is not False:
-                    found[key] = None if left is True else left
-        return found
+                to_send = self.objects.sendable_parts(key, state.changed_since(before))
+                if to_send is not False:
+                    changed[key] = None if to_send is True else to_send
+        return changed
 
-    def _note_unreached(self, parent: State, ended: Mapping[int, State]) -> None:
+    def _record_unreached(self, parent: State, ended: Mapping[int, State]) -> None:
         """Record objects in `parent` that a rank has dropped and the notebook has changed."""
         for key in parent.children:
             if key in ended and key in self.states and self.states[key] != ended[key]:
                 self.unreached.add(key)
 
-    def asked(self) -> dict[int, Parts]:
+    def objects_to_inspect(self) -> dict[int, Parts]:
         """Return the objects and parts about which to ask ranks whether they have changed them.
 
         These are the objects that would be changed on a rank, and objects that would be dropped.
         """
-        asked: dict[int, Parts] = {}
+        objects: dict[int, Parts] = {}
         for rank, changed in self.changed.items():
             for key, parts in changed.items():
                 for part, dropped in self._dropped_by(key, parts, self.objects.of(rank)):
                     self._dropped.setdefault(key, {}).setdefault(part, set()).update(dropped)
-                    asked |= dict.fromkeys(dropped)
+                    objects |= dict.fromkeys(dropped)
                 # A new object in place of the rank's would discard all changes of the rank.
-                if parts is None or HEAD in parts or asked.get(key, parts) is None:
-                    asked[key] = None
+                if parts is None or HEAD in parts or objects.get(key, parts) is None:
+                    objects[key] = None
                 else:
-                    asked[key] = parts | (asked.get(key) or frozenset())
-        return asked
+                    objects[key] = parts | (objects.get(key) or frozenset())
+        return objects
 
     def _dropped_by(
-        self, key: int, parts: Parts, known: Mapping[int, State]
+        self, key: int, parts: Parts, known_states: Mapping[int, State]
     ) -> Iterator[tuple[Token, set[int]]]:
         """Yield each part with the keys of the objects that it no longer leads to.
 
@@ -203,7 +204,7 @@ class Outgoing:
         the ranks may have trained the old memory.  An object that the notebook still has elsewhere
         is left out, unless it is hidden: the ranks keep that object too, with its changes.
         """
-        before, now, links = known[key], self.states[key], self.objects.links
+        before, now, links = known_states[key], self.states[key], self.objects.links
         entry = links.by_key.get(key)
         for part in parts or [None]:
             if part is None:
@@ -212,67 +213,69 @@ class Outgoing:
                 tokens = (s.parts.get(part) if s.parts else None for s in (before, now))
                 old, new = map(keys_in, tokens)
                 lost = {*old} - {*new}
-            dropped = reachable_keys(known, lost)
+            dropped = reachable_keys(known_states, lost)
             if entry is None or not _has_hidden_contents(entry.tool, part):
                 dropped = {each for each in dropped if links.find(each) is None}
             if dropped:
                 yield part, dropped
 
-    def answer(self, found: Mapping[int, Inspected]) -> None:
+    def apply_replies(self, replies: Mapping[int, Inspected]) -> None:
         """Use the replies of ranks: an object that both sides have changed stays the ranks' own."""
         links = self.objects.links
-        for inspected in found.values():
+        for inspected in replies.values():
             for key, by_part in self._dropped.items():
                 hit = {p for p, keys in by_part.items() if not keys.isdisjoint(inspected.changed)}
                 entry = links.by_key.get(key)
                 kept = {part for part in hit if entry and _has_hidden_contents(entry.tool, part)}
                 if kept:
-                    self.objects.keep_theirs(key, None if None in kept else frozenset(kept))
+                    self.objects.record_kept(key, None if None in kept else frozenset(kept))
                 if hit - kept:
                     self.replaced_parts.setdefault(key, set()).update(hit - kept)
-        for rank, inspected in found.items():
-            self.objects.note_changed(inspected.changed)
+        for rank, inspected in replies.items():
+            self.objects.record_changed(inspected.changed)
             self.objects.drop(rank, inspected.gone)
             for key, theirs in inspected.changed.items():
                 if key not in self.changed.get(rank, {}):
                     continue
-                ours = self.changed[rank][key]
-                is_by_part = ours is not None and theirs is not None and HEAD not in ours
-                both: Parts = ours & theirs if is_by_part else None  # type: ignore[operator]
+                changed_here = self.changed[rank][key]
+                is_by_part = (
+                    changed_here is not None and theirs is not None and HEAD not in changed_here
+                )
+                both: Parts = changed_here & theirs if is_by_part else None  # type: ignore[operator]
                 if both is None or both:
-                    self.objects.keep_theirs(key, both)
+                    self.objects.record_kept(key, both)
         self.changed = {rank: self._changed_on(rank) for rank in self.ranks}
 
     def kept(self) -> dict[int, Parts]:
         """Return the changed objects and parts that ranks keep in their own state, for a notice.
 
-        An object is returned once for each state: `SentObjects.told` has the states of notices.
+        An object is returned once for each state (`SentObjects.noticed_digests`).
         """
-        found: dict[int, Parts] = {}
+        kept: dict[int, Parts] = {}
         for key in self.states.keys() & self.objects.theirs.keys():
             state, theirs = self.states[key], self.objects.theirs[key]
-            known = (self.objects.of(rank).get(key) for rank in self.ranks)
-            for before in known:
+            sent_states = (self.objects.of(rank).get(key) for rank in self.ranks)
+            for before in sent_states:
                 if before is None or before == state:
                     continue
                 changed = state.changed_since(before)
                 if theirs is None or changed is None:
-                    found[key] = None
+                    kept[key] = None
                 elif changed & theirs:
-                    found[key] = changed & theirs
-        found |= {key: None for key in self.unreached if key not in found}
-        for key in [*found]:
+                    kept[key] = changed & theirs
+        kept |= {key: None for key in self.unreached if key not in kept}
+        for key in [*kept]:
             digest = self.states[key].digest
-            if self.objects.told.get(key) == digest:
-                del found[key]
-            self.objects.told[key] = digest
-        return found
+            if self.objects.noticed_digests.get(key) == digest:
+                del kept[key]
+            self.objects.noticed_digests[key] = digest
+        return kept
 
     def renew_replaced(self) -> bool:
         """Give a new key to objects whose counterpart on a rank cannot be changed in place.
 
-        Returns True if there were any: then all values have to be looked at again, since an object
-        that has such an object as a part may have to be replaced too.  Call it until it returns
+        Returns True if there were any: then all values must be scanned again, since an object that
+        has such an object as a part may have to be replaced too.  Call this until it returns
         False.  That happens at the latest when all objects have new keys: no rank has an object
         under a new key, so no object is replaced twice.
         """
@@ -286,37 +289,37 @@ class Outgoing:
         for key in replaced:
             links.renew(links.by_key[key])
         if replaced:
-            self.look_again()
+            self.drop_scan()
         return bool(replaced)
 
     # --- sending --------------------------------------------------------------------------
 
     def groups(self, lacks: Mapping[int, Collection[str]]) -> list[tuple[int, ...]]:
         """Group the ranks that lack the same names and have the same states of objects."""
-        found: dict[Hashable, list[int]] = {}
+        ranks_by_signature: dict[Hashable, list[int]] = {}
         for rank in sorted(self.ranks):
-            known = self.objects.of(rank)
-            signature = (*lacks.get(rank, ()),), (*map(id, map(known.get, self.states)),)
-            found.setdefault(signature, []).append(rank)
-        return [tuple(ranks) for ranks in found.values()]
+            known_states = self.objects.of(rank)
+            signature = (*lacks.get(rank, ()),), (*map(id, map(known_states.get, self.states)),)
+            ranks_by_signature.setdefault(signature, []).append(rank)
+        return [tuple(ranks) for ranks in ranks_by_signature.values()]
 
     def message(self, values: Mapping[str, Any], rank: int) -> tuple[Message, dict[int, State]]:
         """Pickle values, and changes of objects, for a rank; return also the states it will have.
 
         Raises any exception of pickling.
         """
-        known, links = self.objects.of(rank), self.objects.links
+        known_states, links = self.objects.of(rank), self.objects.links
         updates: list[Update] = []
         states: dict[int, State] = {}
         scan = self._new_scan()
         for key, parts in self.changed[rank].items():
-            before, now = known[key], self.states[key]
+            before, now = known_states[key], self.states[key]
             if (block := links.blocks.get(key)) is not None:
                 updates.append((key, "block", block))
             elif (entry := links.by_key.get(key)) is not None and entry() is not None:
                 updates.append(update_of(entry, now, before, parts, scan))
             states[key] = merged(now, before, parts)
-        message = write(values, updates, links, self.states, known.keys(), self._namespace)
+        message = write(values, updates, links, self.states, known_states.keys(), self._namespace)
         states |= self._registered(message)
         return message, states
 
@@ -337,10 +340,10 @@ class Outgoing:
         `binds` are variables that the task assigns in any case.
         """
         compared = 0 if self.forces else self.objects.runs
-        found = dict.fromkeys(self.ranks, Parcel(compared=compared, binds=binds))
+        parcels = dict.fromkeys(self.ranks, Parcel(compared=compared, binds=binds))
         for ranks, parcel in sent:
-            found |= dict.fromkeys(ranks, replace(parcel, compared=compared, binds=binds))
-        return found
+            parcels |= dict.fromkeys(ranks, replace(parcel, compared=compared, binds=binds))
+        return parcels
 
 
 def merged(now: State, before: State, parts: Parts) -> State:

@@ -161,7 +161,7 @@ def join(how: Joining, name: str, values: Mapping[int, Any], dim: int = 0) -> An
     """
     kinds = fold_ranks({rank: _shape_text(value) for rank, value in values.items()})
     polars = getattr(sys.modules.get("polars"), "exceptions", None)
-    own = (polars.PolarsError,) if polars else ()
+    polars_error = (polars.PolarsError,) if polars else ()
     parts = [*values.values()]
     try:
         if how == "cat":
@@ -169,7 +169,7 @@ def join(how: Joining, name: str, values: Mapping[int, Any], dim: int = 0) -> An
         if torch := _library_of("torch", "Tensor", parts):
             return _joined_tensors(torch.stack, parts, dim)
         return _array("stack", parts, dim)
-    except (ValueError, TypeError, RuntimeError, IndexError, *own) as error:
+    except (ValueError, TypeError, RuntimeError, IndexError, *polars_error) as error:
         has = [f"{kind} on {name_ranks(ranks)}" for kind, ranks in kinds.items()]
         other = ", or `--cat`" if how == "stack" and len(has) > 1 else ""
         raise UsageError(
@@ -209,7 +209,7 @@ def _joined_tensors(how: Callable[[list[Any], int], Any], values: Sequence[Any],
 
 
 def _array(how: Literal["stack", "concatenate"], values: Sequence[Any], dim: int) -> Any:
-    """Make one array of the values; TypeError if that would be an array of objects."""
+    """Join the values as a numpy array; TypeError if that would be an array of objects."""
     import numpy as np  # installed, since torch needs numpy
 
     if any(isinstance(value, np.ma.MaskedArray) for value in values):

@@ -53,8 +53,8 @@ class Setup:
         if segment is not None:
             self._segments[key] = segment
 
-    def on(self, key: str, ranks: tuple[int, ...]) -> tuple[Task, dict[int, Parcel]]:
-        """Return a task that runs the cell on new `ranks`, and by rank what the task brings."""
+    def task_for(self, key: str, ranks: tuple[int, ...]) -> tuple[Task, dict[int, Parcel]]:
+        """Return a task that runs a set-up cell on new `ranks`, and the parcel of each rank."""
         task = self.tasks[key]
         names = dict.fromkeys(ranks, task.names[ANY]) if ANY in task.names else {}
         parcel = self._parcels.get(key)
@@ -153,7 +153,7 @@ class Past:
         now = self._count
         for name, shipped in running.shipped_names().items():
             self.sent.append(SentName(now, name, shipped))
-        task = _past(running, now)
+        task = _entry_of(running, now)
         if task is None:
             match running.task.work:
                 case Call("values.gather", {"expressions": asked}):
@@ -186,7 +186,7 @@ class Past:
             self._tasks = {key: task for key, task in now.items() if task.ranks}
             self._characters = sum(len(task.text) for task in self._tasks.values())
 
-    def knows(self, task: Task) -> bool:
+    def has_cell(self, task: Task) -> bool:
         """Return True if the history has this cell already, as when a set-up cell is replayed."""
         same = (each.text == task.source for each in self._tasks.values() if each.kind == "cell")
         return task.key in self._tasks or any(same)
@@ -201,7 +201,7 @@ class Past:
         return task
 
 
-def _past(running: TaskRun, now: int) -> PastTask | None:
+def _entry_of(running: TaskRun, now: int) -> PastTask | None:
     """Return the entry of a task that has ended; None if the task leaves nothing on the workers."""
     task = running.task
     kind: Kind

@@ -27,7 +27,7 @@ from nbdist.world import inbox, lifecycle
 from nbdist.world.code_sync import missing_text
 from nbdist.world.hangs import ANSWER_TIMEOUT, differing
 from nbdist.world.names import list_names
-from nbdist.world.replicas import differing_text, incomplete_text, named_in, names_in
+from nbdist.world.replicas import differing_text, incomplete_text, occurring_names, occurring_or_all
 from nbdist.world.running import News, Step, TaskRun
 from nbdist.world.states import Event, State, size_text
 from nbdist.world.workers import Workers
@@ -68,16 +68,16 @@ def follow(workers: Workers, running: TaskRun, *, answers: bool = False) -> Foll
     With `answers` the caller has to `reply` to prompts; otherwise ranks get an error.  Send the
     generator the longest time in seconds that it may block, at most `TICK`; 0.0 polls.
     """
-    before, longest = running.stops_met, TICK
+    before, longest = running.handled_stops, TICK
     while running.unfinished:
         with running.counting_stops():
             # Handle Stop first: Stop may have come while the task was sent, or in the consumer.
-            is_stopped = running.stops > running.stops_met
+            is_stopped = running.stops > running.handled_stops
             is_first = is_stopped and not running.is_stopping
             if workers.outlives_kernel(LEAVE_SECONDS if is_first else 0.0):
                 return
             if is_stopped:
-                running.stops_met = running.stops
+                running.handled_stops = running.stops
                 number = running.stops - before
                 is_waited_for = running.patience.control_timeout is not None
                 if number == 1 or not (running.is_stopping and is_waited_for):
@@ -85,27 +85,27 @@ def follow(workers: Workers, running: TaskRun, *, answers: bool = False) -> Foll
                 if number > 1 and is_waited_for:  # else each Stop only interrupts the ranks again
                     running.give_up_at = 0.0
             if time.monotonic() >= running.give_up_at - SPARE_TIMEOUT:
-                _spare(workers, running)
+                _spare_ranks(workers, running)
                 if running.unfinished:
                     workers.advance(Event.GAVE_UP)
                     return
             # Then wait for messages, until the ranks have to be located again.
             now = time.monotonic()
             tick = min(longest, TICK if running.age > EAGER_SECONDS else EAGER_TICK)
-            left = running.give_up_at - SPARE_TIMEOUT - now
-            wait = min(tick, left, running.seconds_to_look(now))
+            remaining = running.give_up_at - SPARE_TIMEOUT - now
+            wait = min(tick, remaining, running.seconds_to_poll(now))
             inbox.receive(workers, max(0.0, wait))
             # Then act on the new state.
             for step in running.next_steps(time.monotonic()):
-                _take(workers, running, step)
-        sent = yield running.take_news()
+                _carry_out(workers, running, step)
+        sent = yield running.pop_outputs()
         longest = TICK if sent is None else sent
         if not answers:
-            workers.refuse(running)
+            workers.refuse_prompts(running)
     while not (running.is_over or running.wants_control(before)):
         with running.counting_stops(raises=True):
-            _end(workers, running)
-        yield running.take_news()
+            _complete(workers, running)
+        yield running.pop_outputs()
 
 
 def interrupt(workers: Workers, running: TaskRun) -> None:
@@ -122,7 +122,7 @@ def interrupt(workers: Workers, running: TaskRun) -> None:
         workers.link.send(Interrupt(running.unfinished))
 
 
-def _spare(workers: Workers, running: TaskRun) -> None:
+def _spare_ranks(workers: Workers, running: TaskRun) -> None:
     """Tell the agent to kill ranks that have not stopped only if Stop is pressed again.
 
     `running.spared` are then the ranks that were still alive after the message.  Does nothing if
@@ -135,7 +135,7 @@ def _spare(workers: Workers, running: TaskRun) -> None:
     running.spared = frozenset(_locate(workers, running, SPARE_TIMEOUT))
 
 
-def _take(workers: Workers, running: TaskRun, step: Step) -> None:
+def _carry_out(workers: Workers, running: TaskRun, step: Step) -> None:
     # Collectives are aborted on all ranks: only the rank that accepted a connection can close it,
     # and a rank that is busy now must not wait later for a rank that was released.
     match step:
@@ -165,37 +165,37 @@ def _take(workers: Workers, running: TaskRun, step: Step) -> None:
 def _locate(
     workers: Workers, running: TaskRun, timeout: float = ANSWER_TIMEOUT
 ) -> dict[int, Place]:
-    running.places, running.asked = {}, time.monotonic()
-    workers.link.send(Locate(workers.everyone, running.asked))
-    deadline = running.asked + timeout
-    while not (running.places or running.lost) and (left := deadline - time.monotonic()) > 0:
-        inbox.receive(workers, left)
+    running.places, running.requested_at = {}, time.monotonic()
+    workers.link.send(Locate(workers.everyone, running.requested_at))
+    deadline = running.requested_at + timeout
+    while not (running.places or running.lost) and (remaining := deadline - time.monotonic()) > 0:
+        inbox.receive(workers, remaining)
     return running.places
 
 
-def _end(workers: Workers, running: TaskRun) -> None:
+def _complete(workers: Workers, running: TaskRun) -> None:
     """Do the work after all ranks have finished a task: heal the group, and explain the result.
 
     The sentences about it become attributes of `running`, and the task is added to `Past`.
     """
     # First, because a Stop can break off the steps below.
-    running.replicas = _replicas_text(workers, running)
-    running.incomplete = incomplete_text(running.done())
+    running.replicas_text = _replicas_text(workers, running)
+    running.incomplete_text = incomplete_text(running.done())
     _abort_leftovers(workers, running)
-    if running.members.heals and running.explains_death({}):
+    if running.members.heals and running.explain_death({}):
         # Locate the survivors before healing: after it they no longer know their last collectives.
         places = {**running.unwoken, **_locate(workers, running)}
-        running.why_died = running.explains_death(places)
+        running.why_died = running.explain_death(places)
     # In a stalled network the ranks could not form a group now; the next cell heals instead.
     # Healing may restart further ranks, which is why `again` is added to the deaths.
     again = () if running.was_stalled else heal(workers)
     if lost := sorted({*running.deaths, *again}):
-        running.fate = healing_text(workers, lost)
-        running.fated = tuple(lost) if workers.on_failure == "heal" else workers.everyone
-    running.restart = _restart_text(workers, running)
-    running.lacking = _lacking_text(workers, running)
-    is_again = workers.setup.is_replaying and workers.past.knows(running.task)
-    if not (running.restart or is_again):
+        running.recovery_text = healing_text(workers, lost)
+        running.recovered_ranks = tuple(lost) if workers.on_failure == "heal" else workers.everyone
+    running.restart_text = _restart_text(workers, running)
+    running.lacking_text = _lacking_text(workers, running)
+    is_again = workers.setup.is_replaying and workers.past.has_cell(running.task)
+    if not (running.restart_text or is_again):
         workers.past.add(running)
     running.is_over = True
 
@@ -211,17 +211,17 @@ def _abort_leftovers(workers: Workers, running: TaskRun) -> None:
     now = time.monotonic()
     enough, until = now + (LEFTOVERS_GRACE if members.runs_ahead else 0.0), now + SLOW_GRACE
     looks = 0
-    known: dict[int, Place] = {}  # the last place of each rank
+    last_places: dict[int, Place] = {}  # the last place of each rank
     while looks < 2 or time.monotonic() < enough:
         places = _locate(workers, running)
         answers = {rank: place for rank, place in places.items() if not place.holds_gil}
-        known.update(answers)
-        running.differing = differing(known)
+        last_places.update(answers)
+        running.differing = differing(last_places)
         # A rank without unfinished collectives stays so: only the others have to answer again.
-        ended = {rank for rank, place in known.items() if not place.unfinished}
+        ended = {rank for rank, place in last_places.items() if not place.unfinished}
         if not {*answers, *ended}.issuperset(workers.everyone) and time.monotonic() < until:
             continue
-        if not any(place.unfinished for place in known.values()):
+        if not any(place.unfinished for place in last_places.values()):
             return
         looks += 1
         if members.runs_ahead:
@@ -253,9 +253,9 @@ def _replicas_text(workers: Workers, running: TaskRun) -> str:
         return ""
     source, names = running.task.source, workers.names
     sharded, modules = names.names_of_kind(SHARDED), names.names_of_kind(MODULE)
-    modules = names_in(source, [*sharded, *modules])
-    optimizers = names_in(source, names.names_of_kind(OPTIMIZER))
-    trained = [*map(names.ranks_with, named_in(source, [*modules, *optimizers]))]
+    modules = occurring_or_all(source, [*sharded, *modules])
+    optimizers = occurring_or_all(source, names.names_of_kind(OPTIMIZER))
+    trained = [*map(names.ranks_with, occurring_names(source, [*modules, *optimizers]))]
     were_cut = running.is_stopping or bool(running.aborted or running.deaths)
     # A rank that has none of the models and optimizers of the cell holds no replica.
     done = {
@@ -270,8 +270,8 @@ def undefined_name(error: RankError) -> str:
     """Return the name that a NameError says is not defined; "" for other errors."""
     if not isinstance(error, Failure) or error.name != "NameError":
         return ""
-    found = re.match(r"name '(\w+)' is not defined", error.message)
-    return found[1] if found else ""
+    match = re.match(r"name '(\w+)' is not defined", error.message)
+    return match[1] if match else ""
 
 
 # --- healing and scaling of the group ---------------------------------------------------------
@@ -333,7 +333,7 @@ def regroup(workers: Workers, request: Heal | Scale | Grow) -> tuple[tuple[int, 
         assert isinstance(healed, Healed)
         # Deaths during the request arrive before the reply: these ranks were replaced, too.
         inbox.receive_waiting(workers)
-        workers.take_healed(healed)
+        workers.apply_healed(healed)
         if again := {r for r, died in workers.dead.items() if died.pid == healed.pids[r]}:
             workers.problem = f"{name_ranks(again)} died again"
         why = healed.not_scaled
@@ -341,22 +341,22 @@ def regroup(workers: Workers, request: Heal | Scale | Grow) -> tuple[tuple[int, 
             outcome, replaced = Event.HEALED, workers.replace_dead(made, brought)
     except AgentLost as lost:
         outcome, workers.problem = Event.AGENT_LOST, ""
-        inbox.take_loss(workers, lost)
+        inbox.handle_agent_loss(workers, lost)
     finally:
         workers.advance(outcome)
     if isinstance(request, Scale):
         # Ranks that were being added and died are new to the user: no line about their restart.
-        workers.told(workers.renumbering.new)
+        workers.mark_reported(workers.renumbering.new)
     new = {*replaced, *workers.renumbering.new}
     if new:
-        note_changes(workers, [rank for rank in workers.everyone if rank not in new])
-        workers.names.note_lost(new)
+        record_changes(workers, [rank for rank in workers.everyone if rank not in new])
+        workers.names.record_lost(new)
     replay(workers, new)
     return replaced, why
 
 
-def note_changes(workers: Workers, ranks: Collection[int]) -> None:
-    """Ask these ranks which objects of the notebook they have changed, and record the answers.
+def record_changes(workers: Workers, ranks: Collection[int]) -> None:
+    """Ask ranks which objects of the notebook they have changed, and record their answers.
 
     Does nothing if there are no such objects, or if the state is not READY.
     """
@@ -372,10 +372,10 @@ def note_changes(workers: Workers, ranks: Collection[int]) -> None:
             pass
         if not (running.stops or running.error()):
             for rank, inspected in running.result().by_rank.items():
-                objects.note_changed(inspected.changed)
-                for name, found in inspected.names.items():
-                    if found.is_changed:
-                        workers.names.keep_changed(name, rank)
+                objects.record_changed(inspected.changed)
+                for name, replaced in inspected.names.items():
+                    if replaced.is_changed:
+                        workers.names.record_changed_value(name, rank)
             objects.have_run = False
     finally:
         workers.running = before
@@ -398,7 +398,7 @@ def replay(workers: Workers, ranks: Collection[int]) -> NbdistError | None:
         for key, kept in [*setup.tasks.items()]:
             if not (on := tuple(rank for rank in kept.ranks if rank in ranks)):
                 continue
-            task, parcels = setup.on(key, on)
+            task, parcels = setup.task_for(key, on)
             running = workers.send(task, shipped=parcels)
             for _ in follow(workers, running):
                 pass
@@ -415,7 +415,7 @@ def replay(workers: Workers, ranks: Collection[int]) -> NbdistError | None:
 # --- texts about deaths and new sizes ----------------------------------------------------------
 
 
-def death(workers: Workers, dead: Mapping[int, Died]) -> WorkerDied:
+def death_error(workers: Workers, dead: Mapping[int, Died]) -> WorkerDied:
     """Return the error of ranks that died while no task ran, and what was done about them."""
     rank, died = next(iter(dead.items()))
     host, pid = workers.machines.name(rank), died.pid or workers.pids.get(rank, 0)
@@ -426,9 +426,9 @@ def death(workers: Workers, dead: Mapping[int, Died]) -> WorkerDied:
 
 def _restart_text(workers: Workers, running: TaskRun) -> str:
     """Write `rank 2 was killed by SIGKILL: restart 1 of 3`; "" if the task is not restarted."""
-    done, most = running.task.attempt.number, running.task.attempt.most
+    done, max_restarts = running.task.attempt.number, running.task.attempt.most
     cause = running.transcript.root_cause()
-    if done >= most or cause is None or running.stops or workers.state is not State.READY:
+    if done >= max_restarts or cause is None or running.stops or workers.state is not State.READY:
         return ""
     error = running.error()
     if not isinstance(error, errors.WorkerError) or isinstance(error, errors.RanksReleased):
@@ -441,19 +441,19 @@ def _restart_text(workers: Workers, running: TaskRun) -> str:
     else:
         did = "failed" if first.name == events.SCRIPT_FAILED else f"raised {first.name}"
         did += f": {one_line(first.message)}" if first.message.strip() else ""
-    return f"rank {rank} {did}: restart {done + 1} of {most}"
+    return f"rank {rank} {did}: restart {done + 1} of {max_restarts}"
 
 
 def healing_text(workers: Workers, dead: Iterable[int]) -> str:
-    """Say what was done about dead ranks, and which variables are lost.
+    """Return a text that says how dead ranks were replaced, and which variables are lost.
 
-    If the group is still broken, say how to repair it.
+    If the group is still broken, the text says how to repair it.
     """
     if workers.state is State.BROKEN:
         if not workers.problem:
             return "`%dist_restart` restarts all workers; their variables are lost."
-        said = str(WorldBroken(workers.problem))
-        return said[0].upper() + said[1:]
+        text = str(WorldBroken(workers.problem))
+        return text[0].upper() + text[1:]
     if workers.on_failure == "stop":
         return "All workers were ended (`--on-failure stop`); the next cell starts new ones."
     if workers.on_failure == "restart-all":
@@ -461,28 +461,28 @@ def healing_text(workers: Workers, dead: Iterable[int]) -> str:
             return f"All workers were ended, and could not be restarted: {workers.problem}"
         done = "All workers were restarted (`--on-failure restart-all`)"
         return f"{done}; their variables are lost.{workers.setup.problem}"
-    ranks, found = tuple(dead), workers.renumbering
-    if found.after < found.before:
-        size = size_text(found.after, found.moved)
-        said = f"No other machine can take {name_ranks(ranks)}: {size}"
+    ranks, renumbering = tuple(dead), workers.renumbering
+    if renumbering.after < renumbering.before:
+        size = size_text(renumbering.after, renumbering.moved)
+        text = f"No other machine can take {name_ranks(ranks)}: {size}"
         back = f" {workers.rejoin_hint}" if workers.rejoin_hint else ""
-        return f"{said}; the other ranks keep their variables.{back}{workers.setup.problem}"
+        return f"{text}; the other ranks keep their variables.{back}{workers.setup.problem}"
     did = "was restarted and its" if len(ranks) == 1 else "were restarted and their"
-    lacking = f" ({lost})" if (lost := workers.names.lacking(ranks)) else ""
-    said = f"{name_ranks(ranks)} {did} variables{lacking} are gone"
-    return f"{said}{_others_text(workers, ranks)}.{workers.setup.problem}"
+    lacking = f" ({lost})" if (lost := workers.names.lacking_text(ranks)) else ""
+    text = f"{name_ranks(ranks)} {did} variables{lacking} are gone"
+    return f"{text}{_others_text(workers, ranks)}.{workers.setup.problem}"
 
 
 def stop_text(workers: Workers, killed: Iterable[int]) -> str:
     """Write `ranks 0-3 ignored Stop and were restarted; variables lost: model, x`."""
     ranks = tuple(killed)
-    said = f"{name_ranks(ranks)} ignored Stop"
+    text = f"{name_ranks(ranks)} ignored Stop"
     if workers.state is State.BROKEN or workers.on_failure != "heal":
-        return f"{said}. {healing_text(workers, ranks)}"
-    said += " and was restarted" if len(ranks) == 1 else " and were restarted"
-    if lost := workers.names.lacking(ranks):
-        said += f"; variables lost: {lost}"
-    return f"{said}{_others_text(workers, ranks)}.{workers.setup.problem}"
+        return f"{text}. {healing_text(workers, ranks)}"
+    text += " and was restarted" if len(ranks) == 1 else " and were restarted"
+    if lost := workers.names.lacking_text(ranks):
+        text += f"; variables lost: {lost}"
+    return f"{text}{_others_text(workers, ranks)}.{workers.setup.problem}"
 
 
 def late_stop_text(running: TaskRun) -> str:
@@ -499,12 +499,12 @@ def late_stop_text(running: TaskRun) -> str:
 
 def scaled_text(workers: Workers) -> str:
     """Write `now 4 workers`, the ranks that have new numbers, and the variables new ranks lack."""
-    found = workers.renumbering
-    new, text = found.new, size_text(found.after, found.moved)
+    renumbering = workers.renumbering
+    new, text = renumbering.new, size_text(renumbering.after, renumbering.moved)
     if not new:
         return text
     verb = "does" if len(new) == 1 else "do"
-    if lacking := workers.names.lacking(new):
+    if lacking := workers.names.lacking_text(new):
         text += f" · new {name_ranks(new)} {verb} not have {lacking}"
         sources = workers.names.sources_of_lacking(new)
         lines = [f"`%dist_sync {' '.join(names)} --from {rank}`" for rank, names in sources.items()]

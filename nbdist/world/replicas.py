@@ -22,14 +22,17 @@ FIRST_STEPS = 2
 
 
 def find_training(done: Mapping[int, Done]) -> dict[int, Done]:
-    """Return the ranks that train one model together, as their numbers of steps suggest.
+    """Return the ranks that train a model together, as their numbers of steps suggest.
 
     Returns none if the numbers differ by more than MAX_STEPS_APART, or if no rank made a step.
     """
-    most = max((each.steps for each in done.values()), default=0)
-    found = {rank: each for rank, each in done.items() if each.steps or most <= FIRST_STEPS}
-    is_one = most > 0 and most - min(each.steps for each in found.values()) <= MAX_STEPS_APART
-    return found if is_one else {}
+    max_steps = max((each.steps for each in done.values()), default=0)
+    training = {rank: each for rank, each in done.items() if each.steps or max_steps <= FIRST_STEPS}
+    is_one = (
+        max_steps > 0
+        and max_steps - min(each.steps for each in training.values()) <= MAX_STEPS_APART
+    )
+    return training if is_one else {}
 
 
 def ends_differ(done: Mapping[int, Done], *, were_cut: bool) -> bool:
@@ -37,9 +40,9 @@ def ends_differ(done: Mapping[int, Done], *, were_cut: bool) -> bool:
 
     If all ranks raise by themselves inside of the same step, they raise at the same line: False.
     """
-    ends = {(each.steps, each.is_in_step) for each in done.values()}
-    is_inside = any(is_in_step for _, is_in_step in ends)
-    return len(done) > 1 and (len(ends) > 1 or (were_cut and is_inside))
+    last_steps = {(each.steps, each.is_in_step) for each in done.values()}
+    is_inside = any(is_in_step for _, is_in_step in last_steps)
+    return len(done) > 1 and (len(last_steps) > 1 or (were_cut and is_inside))
 
 
 def differing_text(
@@ -60,8 +63,8 @@ def differing_text(
     done = find_training(done)
     if not ends_differ(done, were_cut=were_cut):
         return ""
-    ends = fold_ranks({rank: (each.is_in_step, each.steps) for rank, each in done.items()})
-    ((is_inside, step), ranks), *others = ends.items()
+    ranks_by_end = fold_ranks({rank: (each.is_in_step, each.steps) for rank, each in done.items()})
+    ((is_inside, step), ranks), *others = ranks_by_end.items()
     where = f"{name_ranks(ranks)} ended {_place(is_inside)} optimizer step {step}"
     for (is_inside, step), ranks in others:
         where += f", {name_ranks(ranks)} {_place(is_inside)} step {step}"
@@ -84,9 +87,11 @@ def incomplete_text(done: Mapping[int, Done]) -> str:
 
     Write `` `x` on ranks 2-3 may hold a part of the result (all_reduce, line 3).``.
     """
-    found = {rank: each.incomplete for rank, each in done.items() if each.incomplete is not None}
+    incomplete = {
+        rank: each.incomplete for rank, each in done.items() if each.incomplete is not None
+    }
     sentences = []
-    for (operation, line, parts), ranks in fold_ranks(found).items():
+    for (operation, line, parts), ranks in fold_ranks(incomplete).items():
         names = ", ".join(_part_text(part, name) for part, name in parts)
         who = f"{names[0].upper()}{names[1:]} on {name_ranks(ranks)}"
         where = f"{operation}, line {line}" if line else operation
@@ -107,13 +112,13 @@ def _source(done: Mapping[int, Done]) -> int:
     return min(done, key=lambda rank: (done[rank].is_in_step, -done[rank].steps, rank))
 
 
-def named_in(source: str, names: Iterable[str]) -> list[str]:
+def occurring_names(source: str, names: Iterable[str]) -> list[str]:
     """Return the names that occur in the source code."""
     words = set(re.findall(r"\w+", source))
     return [name for name in names if name in words]
 
 
-def names_in(source: str, names: Iterable[str]) -> list[str]:
+def occurring_or_all(source: str, names: Iterable[str]) -> list[str]:
     """Return the names that occur in the source code, or all if none does."""
-    known = [*names]
-    return named_in(source, known) or known
+    all_names = [*names]
+    return occurring_names(source, all_names) or all_names

@@ -52,9 +52,9 @@ class Contents:
         if not isinstance(packed, Payload):
             return cls()
         args, attributes, whole = unpickle(open_payload(packed), names)
-        found = {name: _read(each, names) for name, each in attributes.items()}
-        known = {name: value for name, value in found.items() if value is not _UNREAD}
-        return cls(tuple(_read(each, names) for each in args), known, _read(whole, names))
+        values = {name: _read(each, names) for name, each in attributes.items()}
+        readable = {name: value for name, value in values.items() if value is not _UNREAD}
+        return cls(tuple(_read(each, names) for each in args), readable, _read(whole, names))
 
 
 _UNREAD = type("_Unread", (), {"__repr__": lambda _: "<not sent>"})()
@@ -78,14 +78,14 @@ def as_raised(
     If no class can derive from both, `error.original` is a copy of the rank's exception.
     """
     contents = contents or Contents()
-    for original in map(_known, kinds):
+    for original in map(_imported_class, kinds):
         if original is Exception:
             break
         if original is None or issubclass(original, BaseExceptionGroup):
             continue
-        if (both := _also(error, original, contents)) is not None:
+        if (both := _as_both(error, original, contents)) is not None:
             return both
-        error.original = _as_it_is(error, original, contents)
+        error.original = _copy_of_original(error, original, contents)
         if error.original is not None:
             break
     return error
@@ -96,45 +96,47 @@ def raised(error: WorkerError) -> BaseException:
     if (original := error.original) is None:
         return error
     # The class may refuse to have attributes set.
-    own: dict[str, Any] = object.__getattribute__(original, "__dict__")
-    own["__notes__"] = [str(error), *getattr(error, "__notes__", ())]
+    attributes: dict[str, Any] = object.__getattribute__(original, "__dict__")
+    attributes["__notes__"] = [str(error), *getattr(error, "__notes__", ())]
     return original
 
 
-def _known(name: str) -> type[Exception] | None:
+def _imported_class(name: str) -> type[Exception] | None:
     """Return the exception class `module:qualified.name`; None unless its module was imported."""
     module, _, path = name.partition(":")
-    found: Any = sys.modules.get(module)
+    value: Any = sys.modules.get(module)
     for part in path.split("."):
-        found = getattr(found, part, None)
-    return found if isinstance(found, type) and issubclass(found, Exception) else None
+        value = getattr(value, part, None)
+    return value if isinstance(value, type) and issubclass(value, Exception) else None
 
 
-def _also(error: WorkerError, original: type[Exception], contents: Contents) -> WorkerError | None:
+def _as_both(
+    error: WorkerError, original: type[Exception], contents: Contents
+) -> WorkerError | None:
     """Return the error as an instance of `original` too; None if no class can be both."""
-    kind, said = type(error), str(error)
-    own = {
+    kind, text = type(error), str(error)
+    namespace = {
         "__module__": kind.__module__,
         # The methods of the other class may need attributes that only its constructor sets.
         "__setattr__": Exception.__setattr__,
         **{name: getattr(object, name) for name in ("__eq__", "__hash__", "__getattribute__")},
-        "__str__": lambda _: said,
-        "__repr__": lambda _: f"{kind.__name__}({said!r})",
+        "__str__": lambda _: text,
+        "__repr__": lambda _: f"{kind.__name__}({text!r})",
         "__bool__": lambda _: True,
-        "__reduce__": lambda _: (rebuild, (kind, (said,)), {**vars(error)}),
+        "__reduce__": lambda _: (rebuild, (kind, (text,)), {**vars(error)}),
         **vars(error),  # the other class may have properties of these names
     }
     try:
-        both: type[WorkerError] = type(kind.__name__, (kind, original), own)
+        both: type[WorkerError] = type(kind.__name__, (kind, original), namespace)
         # Without the constructor, which may need arguments that are not known.
-        made = bare(both, said)
+        made = bare(both, text)
     except Exception:  # noqa: BLE001 (a metaclass, or `__init_subclass__`, can raise anything)
         return None
     _fill(made, contents, vars(error))
     return made
 
 
-def _as_it_is(
+def _copy_of_original(
     error: WorkerError, original: type[Exception], contents: Contents
 ) -> Exception | None:
     """Return a copy of the rank's exception, with the error's attributes; None if impossible."""
@@ -144,25 +146,27 @@ def _as_it_is(
     except Exception:  # noqa: BLE001 (a user's class can raise anything while it is made)
         return None
     # The class may refuse to have attributes set.
-    own: dict[str, Any] = object.__getattribute__(made, "__dict__")
+    attributes: dict[str, Any] = object.__getattribute__(made, "__dict__")
     _fill(made, contents, {})
-    own |= {k: v for k, v in vars(error).items() if k not in own and not hasattr(original, k)}
-    own["_render_traceback_"] = error._render_traceback_
+    attributes |= {
+        k: v for k, v in vars(error).items() if k not in attributes and not hasattr(original, k)
+    }
+    attributes["_render_traceback_"] = error._render_traceback_
     return made
 
 
-def _fill(made: BaseException, contents: Contents, ours: Mapping[str, Any]) -> None:
-    """Set the arguments and attributes of an exception; those in `ours` go first."""
+def _fill(made: BaseException, contents: Contents, overrides: Mapping[str, Any]) -> None:
+    """Set the arguments and attributes of an exception; those in `overrides` go first."""
     BaseException.args.__set__(made, contents.args)  # type: ignore[attr-defined]
-    own: dict[str, Any] = object.__getattribute__(made, "__dict__")
+    attributes: dict[str, Any] = object.__getattribute__(made, "__dict__")
     for name, value in contents.attributes.items():
-        if name in ours:
+        if name in overrides:
             continue
         try:
             Exception.__setattr__(made, name, value)
         except (AttributeError, TypeError):  # the class has a property of this name
-            own[name] = value
-    own |= ours
+            attributes[name] = value
+    attributes |= overrides
 
 
 LONGEST_REPR = 2000  # characters of the values in a `repr`
@@ -236,7 +240,7 @@ class CellResult(Generic[R_co]):
         return not self.errors
 
     def rank(self, number: int) -> R_co:
-        """Return the value of one rank; KeyError if it failed or did not run the task."""
+        """Return the value of a rank; KeyError if the rank failed or did not run the task."""
         return self[number]
 
     def index(self, hostname: str, local_rank: int) -> R_co:
@@ -244,12 +248,12 @@ class CellResult(Generic[R_co]):
 
         Raises UsageError if there is no such value.
         """
-        wanted = socket.gethostname() if hostname == "localhost" else hostname
+        machine = socket.gethostname() if hostname == "localhost" else hostname
         for rank, value in self.items():
-            if self.hosts.get(rank) == (wanted, local_rank):
+            if self.hosts.get(rank) == (machine, local_rank):
                 return value
-        there = ", ".join(f"{host} {number}" for host, number in self.hosts.values())
-        raise UsageError(f"No result of local rank {local_rank} on {hostname}; there are {there}.")
+        hosts = ", ".join(f"{host} {number}" for host, number in self.hosts.values())
+        raise UsageError(f"No result of local rank {local_rank} on {hostname}; there are {hosts}.")
 
     def __iter__(self) -> Iterator[R_co]:
         return iter(self.values())
@@ -421,13 +425,13 @@ def _handlers(logger: logging.Logger, is_shown: bool) -> Iterator[logging.Handle
 
     If output `is_shown`, handlers of the root logger that write to stdout or stderr are left out.
     """
-    ours = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
+    streams = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
     each: logging.Logger | None = logger
     while each is not None:
         for handler in each.handlers:
             console = getattr(handler, "console", None)  # the handler of the `rich` package has it
             stream = getattr(handler, "stream", getattr(console, "file", None))
-            writes_here = stream is not None and any(stream is own for own in ours)
+            writes_here = stream is not None and any(stream is own_stream for own_stream in streams)
             if not (each.parent is None and is_shown and writes_here):
                 yield handler
         each = each.parent if each.propagate else None

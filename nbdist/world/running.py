@@ -1,4 +1,4 @@
-"""The state of one task in progress: its output, where its ranks are, what to do next, its result.
+"""The state of a task in progress: its output, the places of ranks, the next steps, the result.
 
 Runs in the notebook's process and does no I/O.  `nbdist.world.inbox` passes in the messages of
 the agent, and `nbdist.world.recovery` carries out `TaskRun.next_steps`.
@@ -84,10 +84,11 @@ class TaskRun:
     """A task that was sent to its ranks: their output, their places, and how the task ended.
 
     `shipped` has by rank the names and objects that the task has brought.  `is_over` is True when
-    the work after the end of all ranks, such as healing, is done.  From then on `fate` says what
-    was done about the ranks that died or were restarted (`fated`), and `restart` why the task has
-    to run again; it is "" if it does not.  `why_died`, `differing`, `lacking`, `replicas` and
-    `incomplete` are sentences for the user, "" for nothing to say.
+    the work after the end of all ranks, such as healing, is done.  From then on `recovery_text`
+    says what was done about the ranks that died or were restarted (`recovered_ranks`).
+    `restart_text` says why the task is run again, "" if it is not.  `why_died`, `differing`,
+    `lacking_text`, `replicas_text` and `incomplete_text` are sentences for the user, "" for nothing
+    to say.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class TaskRun:
         """
         self.task = task
         self.shipped: Mapping[int, Parcel] = shipped or {}
-        self.sent_at: int | None = None  # see `NameTable.sent`
+        self.sent_at: int | None = None  # see `NameTable.record_sent`
         self.patience = patience
         self.transcript = Transcript(task.ranks)
         self.prompts = Prompts()
@@ -115,13 +116,13 @@ class TaskRun:
         self.aborted: dict[int, Place] = {}
         self.places: dict[int, Place] = {}
         self.unwoken: dict[int, Place] = {}  # of ranks that were killed, as no abort woke them
-        self.asked = 0.0  # monotonic seconds; places that were requested before are ignored
+        self.requested_at = 0.0  # monotonic seconds; places that were requested before are ignored
         self.moved: dict[int, events.Moved] = {}
         self.usage: Mapping[int, Usage] = {}
         self.silent = Silent((), 0.0)
         self.stops = 0
-        self.stops_met = 0  # stops that `follow` has acted on
-        self.raises_stops = False  # True while Stop ends a block: see `counting_stops`
+        self.handled_stops = 0  # stops that `follow` has acted on
+        self.is_interruptible = False  # True while Stop ends a block: see `counting_stops`
         self.interrupts = 0
         self.spared: frozenset[int] = frozenset()  # ranks that are killed only if Stop comes again
         self.give_up_at = float("inf")  # monotonic seconds; when a stopped cell returns control
@@ -129,16 +130,18 @@ class TaskRun:
         # between ranks was stalled when Stop came.
         self.is_stopping = self.is_over = self.shows_value = self.was_stalled = False
         self.lost: errors.AgentLost | None = None
-        self.fate = self.restart = self.why_died = self.differing = self.lacking = ""
-        self.replicas = ""  # which ranks of a training ended at another step, and the remedy
-        self.incomplete = ""  # which variables may hold a part of a collective's result
-        self.fated: tuple[int, ...] = ()
+        self.recovery_text = self.restart_text = self.why_died = self.differing = (
+            self.lacking_text
+        ) = ""
+        self.replicas_text = ""  # which ranks of a training ended at another step, and the remedy
+        self.incomplete_text = ""  # which variables may hold a part of a collective's result
+        self.recovered_ranks: tuple[int, ...] = ()
         self.timed_out: str | None = None  # where the ranks were when the timeout expired
         self._why_aborted = ""
         # Torch's own errors of ranks whose connections another rank has closed.
         self._released: dict[int, Failure] = {}
-        self._news: News = []
-        self._has_met_death = False
+        self._outputs: News = []
+        self._has_handled_death = False
         self._started, self._started_ns = started or (time.monotonic(), time.time_ns())
         self._ended = dict(ended or {})
         self._watch = hangs.Watch(self._started, patience.hang_timeout)
@@ -148,14 +151,14 @@ class TaskRun:
         return f"<TaskRun {self.task.id[:8]} unfinished {self.unfinished}>"
 
     @classmethod
-    def found(cls, there: Attached, members: Members) -> Self:
+    def from_attached(cls, attached: Attached, members: Members) -> Self:
         """Make the run of a task that another notebook has sent, with the original start time."""
-        assert there.run is not None
-        patience = there.memory.patience
+        assert attached.run is not None
+        patience = attached.memory.patience
         if patience.control_timeout is None:  # ran in the background; now a cell waits for the task
             patience = replace(patience, control_timeout=CONTROL_TIMEOUT)
-        started, task = (there.started, there.started_ns), task_from(there.run.task)
-        return cls(task, patience, members, started=started, ended=there.ended)
+        started, task = (attached.started, attached.started_ns), task_from(attached.run.task)
+        return cls(task, patience, members, started=started, ended=attached.ended)
 
     # --- state ----------------------------------------------------------------------------
 
@@ -201,15 +204,15 @@ class TaskRun:
 
     @property
     def waits(self) -> str:
-        """Machines that do not respond, stalled networks and ranks that wait; "" for none."""
+        """A text about silent machines, stalled networks and ranks that wait; "" for none."""
         stalled = hangs.stalled_text(self.places, self.members.machines)
         return " · ".join(filter(None, [hangs.silent_text(self.silent), stalled, self._waiting]))
 
     @property
     def _waiting(self) -> str:
-        """Which ranks wait in which collective, and where the others are; "" if none waits.
+        """A text that says which ranks wait in which collective, and where other ranks are; or "".
 
-        For a task on all ranks, "" also until `Patience.hang_timeout` has passed.
+        It is "" if no rank waits; for a task on all ranks, also before `Patience.hang_timeout`.
         """
         if self.prompts.ranks:  # the other ranks may wait for the rank that waits for input
             return ""
@@ -220,21 +223,21 @@ class TaskRun:
         # In a cell for some ranks, a rank may wait for ranks that do not run the cell.
         if not waiting or (self.age < self.patience.hang_timeout and not others):
             return ""
-        said = hangs.waits_text(places, self.task.source)
+        text = hangs.waits_text(places, self.task.source)
         if done := set(self.task.ranks) - set(unfinished):
-            said += f" · {name_ranks(done)} finished"
+            text += f" · {name_ranks(done)} finished"
         if others:
-            said += f" · not in this cell: {name_ranks(others)}"
-        if hangs.never_meet(places):
-            said += " · these calls do not match and would wait forever"
-        return said
+            text += f" · not in this cell: {name_ranks(others)}"
+        if hangs.is_call_mismatch(places):
+            text += " · these calls do not match and would wait forever"
+        return text
 
     @property
     def doing(self) -> str:
-        """Where the unfinished ranks are, as far as known."""
+        """A text about the places of the unfinished ranks, as far as they are known."""
         places, unfinished = self._watch.places, self.unfinished
-        known = {rank: places[rank] for rank in unfinished if rank in places}
-        return hangs.waits_text(known, self.task.source)
+        known_places = {rank: places[rank] for rank in unfinished if rank in places}
+        return hangs.waits_text(known_places, self.task.source)
 
     @property
     def not_stopped(self) -> errors.RanksNotStopped:
@@ -258,8 +261,8 @@ class TaskRun:
         if self._seconds_left(now) <= 0:
             yield Step.TIME_OUT
         # Survivors without a connection to the dead rank would wait for each other for ever.
-        if self.deaths and not self._has_met_death:
-            self._has_met_death = True
+        if self.deaths and not self._has_handled_death:
+            self._has_handled_death = True
             if not self.members.heals:
                 yield Step.END_SURVIVORS
             elif self.members.has_group:
@@ -273,20 +276,20 @@ class TaskRun:
         aborts = self.patience.aborts and not self.is_stopping
         if aborts and self._can_never_go_on(unfinished, now):
             yield Step.END_UNWAKEABLE if self.unwakeable else Step.ABORT
-        elif self._watch.wait(now) == 0:
-            self._watch.asked(now)
+        elif self._watch.seconds_to_poll(now) == 0:
+            self._watch.record_request(now)
             yield Step.LOCATE
 
     @property
     def unwakeable(self) -> tuple[int, ...]:
         """The ranks that still wait in a collective although it was aborted again and again."""
         # With nccl the agent of the rank handles such ranks.
-        return () if self.members.runs_ahead else self._watch.aborted_in_vain(self.unfinished)
+        return () if self.members.runs_ahead else self._watch.unwakeable_ranks(self.unfinished)
 
-    def seconds_to_look(self, now: float) -> float:
+    def seconds_to_poll(self, now: float) -> float:
         """Return the seconds until `next_steps` has something to do, if no message arrives."""
-        until_look = self._watch.wait(now) if self._is_watched else float("inf")
-        return max(0.0, min(until_look, self._seconds_left(now)))
+        until_poll = self._watch.seconds_to_poll(now) if self._is_watched else float("inf")
+        return max(0.0, min(until_poll, self._seconds_left(now)))
 
     @property
     def _is_watched(self) -> bool:
@@ -307,8 +310,8 @@ class TaskRun:
         if len(unfinished) == self.members.size:
             # With gloo, collectives of different sizes complete, with a wrong result.
             differ = ahead and bool(hangs.differing(self.places))
-            known = differ or hangs.never_meet(self.places)
-            return self._watch.is_dead_end(unfinished, now, is_known=known, runs_ahead=ahead)
+            is_mismatch = differ or hangs.is_call_mismatch(self.places)
+            return self._watch.is_dead_end(unfinished, now, is_known=is_mismatch, runs_ahead=ahead)
         # A failed task gains nothing by a longer wait.
         unchanged = GPU_UNCHANGED if has_failed and ahead else hangs.UNCHANGED
         if not self._watch.is_deadlocked(unfinished, now, unchanged):
@@ -325,18 +328,18 @@ class TaskRun:
 
         Consumers of `follow` use this while they show output.  A handler of SIGINT counts a Stop
         without an exception, so that the block runs to its end; with `raises` it raises instead
-        (`Session.meet_stop`).
+        (`Session.count_stop`).
         """
-        self.raises_stops = raises
+        self.is_interruptible = raises
         try:
             yield
         except KeyboardInterrupt:
             self.stops += 1
         finally:
-            self.raises_stops = False
+            self.is_interruptible = False
 
     def stop(self, now: float) -> None:
-        """Record that the ranks are being interrupted, and until when control has to be returned.
+        """Record an interrupt of the ranks, and the deadline for returning control to the user.
 
         `recovery.interrupt` sends the message to the ranks.
         """
@@ -352,31 +355,35 @@ class TaskRun:
     @property
     def ends_after_stop(self) -> bool:
         """Whether Stop came in the work after the task's end, such as healing, and a cell waits."""
-        return self.raises_stops and self.stops > 0 and self.patience.control_timeout is not None
+        return (
+            self.is_interruptible and self.stops > 0 and self.patience.control_timeout is not None
+        )
 
     def wants_control(self, before: int) -> bool:
         """Return True if a cell waits, and Stop came twice since `stops` was `before`."""
         return self.patience.control_timeout is not None and self.stops > before + 1
 
-    def take(self, news: Located | Aborted | Silent | Used, now: float) -> None:
+    def handle_message(self, message: Located | Aborted | Silent | Used, now: float) -> None:
         """Update the state from a message of the agent."""
-        match news:
-            case Located(places, asked) if asked >= self.asked:
+        match message:
+            case Located(places, requested_at) if requested_at >= self.requested_at:
                 self.places, unfinished = dict(places), self.unfinished
-                known = {rank: place for rank, place in places.items() if rank in unfinished}
-                self._watch.take(known, now, sum(place.in_flight for place in places.values()))
+                located = {rank: place for rank, place in places.items() if rank in unfinished}
+                self._watch.record_places(
+                    located, now, sum(place.in_flight for place in places.values())
+                )
             case Aborted(places):
                 self.aborted.update(places)
-                self._watch.start_over(now)
+                self._watch.record_abort(now)
             case Silent():
-                self.silent = news
+                self.silent = message
             case Used(usage):
                 self.usage = {**self.usage, **usage}  # a message covers the ranks of one machine
 
     def abort(self, now: float) -> None:
         """Record that the ranks are deadlocked, and that their collectives are being aborted."""
         unfinished, places = self.unfinished, self.places
-        self.take(Aborted({rank: self._watch.places[rank] for rank in unfinished}), now)
+        self.handle_message(Aborted({rank: self._watch.places[rank] for rank in unfinished}), now)
         ran, failed, size = (
             self.task.ranks,
             {*self.transcript.errors, *unfinished},
@@ -385,12 +392,12 @@ class TaskRun:
         self.differing = hangs.differing(places)
         self._why_aborted = hangs.why_aborted(self.aborted, places, ran, failed, size)
 
-    def explains_death(self, places: Mapping[int, Place]) -> str:
+    def explain_death(self, places: Mapping[int, Place]) -> str:
         """Return why gloo killed a rank, given the places of the survivors; "" if it did not."""
-        said = (hangs.why_died(rank, died, places) for rank, died in sorted(self.deaths.items()))
-        return next(filter(None, said), "")
+        texts = (hangs.why_died(rank, died, places) for rank, died in sorted(self.deaths.items()))
+        return next(filter(None, texts), "")
 
-    def take_loss(self, lost: errors.AgentLost) -> None:
+    def handle_agent_loss(self, lost: errors.AgentLost) -> None:
         """Record that the agent has ended, and all unfinished ranks with it."""
         self.lost = lost
         for rank in self.unfinished:
@@ -404,14 +411,14 @@ class TaskRun:
         if isinstance(output, Failure) and (output.connections == "ended" or output.name in leads):
             if rank not in self.aborted:
                 self._released[rank] = output
-            output = self._in_one_line(rank, output)
+            output = self._shortened(rank, output)
         now = time.monotonic()
         if isinstance(output, Done | Died):
             now = self._ended.pop(rank, now)
             self.prompts.drop(rank, now)
         match output:
             case Done():
-                self._watch.finished()
+                self._watch.restart()
             case events.InputRequest():
                 self.prompts.receive(rank, output, now)
             case events.Display(is_result=True):
@@ -419,41 +426,41 @@ class TaskRun:
         self.transcript.receive(rank, output, now)
         if self._released and isinstance(output, Failure | Died):
             self._explain_released()
-        self._news.append((rank, output))
+        self._outputs.append((rank, output))
 
-    def _in_one_line(self, rank: int, failure: Failure) -> Failure:
+    def _shortened(self, rank: int, failure: Failure) -> Failure:
         aborted, errors = self.aborted.get(rank), self.transcript.errors.values()
-        return hangs.in_one_line(failure, aborted, self.task.script, errors)
+        return hangs.shorten_error(failure, aborted, self.task.script, errors)
 
     def _explain_released(self) -> None:
         """Rewrite the errors of released ranks: why the other rank failed may be known only now."""
         for rank, failure in self._released.items():
-            track, explained = self.transcript[rank], self._in_one_line(rank, failure)
+            track, explained = self.transcript[rank], self._shortened(rank, failure)
             if track.failure is not None and track.failure.message != explained.message:
                 track.failure, track.version = explained, track.version + 1
 
-    def take_news(self) -> News:
+    def pop_outputs(self) -> News:
         """Return the outputs that ranks have sent since the last call."""
-        news, self._news = self._news, []
-        return news
+        outputs, self._outputs = self._outputs, []
+        return outputs
 
     def waits_after(self, rank: int) -> bool:
         """Return True if this rank has finished the task and others have not."""
         return bool(self.unfinished) and rank in set(self.task.ranks) - set(self.unfinished)
 
-    def is_of_another(self, rank: int, output: Output) -> bool:
+    def is_of_earlier_task(self, rank: int, output: Output) -> bool:
         """Return True if the output updates a display of an earlier task."""
         has = self.transcript[rank].has_display
         return isinstance(output, events.Update) and not has(output.display_id)
 
     @property
     def damage(self) -> str:
-        """Which variables the end of the task has left incomplete or different; "" for none."""
-        return " ".join(filter(None, (self.incomplete, self.replicas)))
+        """Sentences about variables that the task has left incomplete or different; "" for none."""
+        return " ".join(filter(None, (self.incomplete_text, self.replicas_text)))
 
     # --- result ---------------------------------------------------------------------------
 
-    def received(self, rank: int) -> Parcel:
+    def received_parcel(self, rank: int) -> Parcel:
         """Return the names and objects of `shipped` that this rank has, as far as known."""
         error = self.transcript[rank].error
         was_refused = isinstance(error, Failure) and error.name == events.NAME_PROBLEM
@@ -487,9 +494,9 @@ class TaskRun:
                     values |= {rank: self.value(each)} if each.kept is None else {}
         else:
             values = {r: None if self.task.keeps else self.value(each) for r, each in done.items()}
-        told, hosts = self.transcript, self.members.machines.by_rank
-        seconds = told.elapsed(time.monotonic())
-        return CellResult(self.task, told, seconds, told.errors, values, hosts)
+        transcript, hosts = self.transcript, self.members.machines.by_rank
+        seconds = transcript.elapsed(time.monotonic())
+        return CellResult(self.task, transcript, seconds, transcript.errors, values, hosts)
 
     def error(self) -> NbdistError | None:
         """Return the error that a failed or unfinished task raises; None if all ranks succeeded."""
@@ -500,9 +507,9 @@ class TaskRun:
             cause is None or is_consequence(cause[1]) or getattr(cause[1], "by_stop", False)
         )
         if self.timed_out is not None and is_of_stop:
-            late, timeout = self.unfinished, self.patience.timeout or 0.0
+            unfinished, timeout = self.unfinished, self.patience.timeout or 0.0
             is_safe = self._is_safe and not (self.killed_by_stop or self.damage)
-            stopped = errors.CellTimeout(timeout, self.timed_out, late, is_safe=is_safe)
+            stopped = errors.CellTimeout(timeout, self.timed_out, unfinished, is_safe=is_safe)
             if self.damage:
                 stopped.add(self.damage)
             return stopped
@@ -512,33 +519,33 @@ class TaskRun:
             return None
         rank, first = cause
         failed = self.transcript.errors
-        own = {rank: error for rank, error in failed.items() if not is_consequence(error)}
-        if not own and not self.is_stopping:  # the cell itself has raised KeyboardInterrupt
-            own = {
+        own_errors = {rank: error for rank, error in failed.items() if not is_consequence(error)}
+        if not own_errors and not self.is_stopping:  # the cell itself has raised KeyboardInterrupt
+            own_errors = {
                 rank: error
                 for rank, error in failed.items()
                 if isinstance(error, Failure) and error.connections != "ended"
             }
-            rank, first = min(own.items(), key=lambda item: item[1].time_ns, default=cause)
+            rank, first = min(own_errors.items(), key=lambda item: item[1].time_ns, default=cause)
         host, pid = self.members.machines.name(rank), self.members.pids.get(rank, 0)
         blame = errors.Blame(rank, host, pid, failed)
         seconds, deaths = self.seconds_until(first.time_ns), self.deaths.values()
         why_ended = next((f"{each.why}." for each in deaths if each.why and not each.by_stop), "")
         if isinstance(first, Died):
             died = errors.WorkerDied(blame, seconds, first.exit_code, first.end)
-            for fact in filter(None, (why_ended, self.why_died, self.fate, self.damage)):
+            for fact in filter(None, (why_ended, self.why_died, self.recovery_text, self.damage)):
                 died.add(fact)
             return died
-        if not own and self.aborted and not self.is_stopping:
-            facts = " ".join(filter(None, (self.fate, self.damage)))
+        if not own_errors and self.aborted and not self.is_stopping:
+            facts = " ".join(filter(None, (self.recovery_text, self.damage)))
             return errors.RanksReleased(blame, self._why_aborted, facts)
-        blame = errors.Blame(rank, host, pid, own or failed)
-        who, said = self.members.machines.who([rank]), (first.name, first.message)
-        error = errors.WorkerError(blame, len(self.task.ranks), seconds, said, who)
-        kept, differing = "" if self.fate or self.damage else KEPT, self.differing
+        blame = errors.Blame(rank, host, pid, own_errors or failed)
+        who, description = self.members.machines.who([rank]), (first.name, first.message)
+        error = errors.WorkerError(blame, len(self.task.ranks), seconds, description, who)
+        kept, differing = "" if self.recovery_text or self.damage else KEPT, self.differing
         released = f"{hangs.released_text(self.aborted)}{kept}." if self.aborted else ""
         differing = f"Before that: {differing}." if differing else ""
-        cures = (self.fate, differing, self.lacking, self.damage)
+        cures = (self.recovery_text, differing, self.lacking_text, self.damage)
         for fact in filter(None, (released, why_ended, *cures)):
             error.add(fact)
         done = self.transcript[rank].done
@@ -547,8 +554,8 @@ class TaskRun:
 
     def payloads(self) -> dict[int, Payload]:
         """Return the values that the ranks have sent back, still packed, by rank."""
-        found = {rank: done.values for rank, done in self.done().items()}
-        return {rank: each for rank, each in found.items() if isinstance(each, Payload)}
+        values = {rank: done.values for rank, done in self.done().items()}
+        return {rank: each for rank, each in values.items() if isinstance(each, Payload)}
 
     def done(self) -> dict[int, Done]:
         """Return the `Done` message of each rank that has sent it."""

@@ -37,10 +37,10 @@ class SentObjects:
     """The notebook's objects by key, and for each rank the states in which it was sent them.
 
     `known` has these states by rank and key.  `theirs` has objects, or parts of objects, that both
-    ranks and the notebook have changed: the ranks keep their own.  `told` has by key the digest of
-    the state for which a notice has said that.  `changed` has objects that ranks are known to have
-    changed, whether the notebook has changed them or not.  `runs` counts how often code of the
-    notebook has run, which may have changed any object.  `have_run` is True if ranks have run a
+    ranks and the notebook have changed: the ranks keep their own.  `noticed_digests` has by key the
+    digest of the state for which a notice has said so.  `changed` has objects that ranks are known
+    to have changed, whether the notebook has changed them or not.  `runs` counts how often code of
+    the notebook has run, which may have changed any object.  `have_run` is True if ranks have run a
     task since they were last asked what they have changed.
     """
 
@@ -49,7 +49,7 @@ class SentObjects:
         self.known: dict[int, dict[int, State]] = {}
         self.theirs: dict[int, Parts] = {}
         self.changed: dict[int, Parts] = {}
-        self.told: dict[int, bytes] = {}
+        self.noticed_digests: dict[int, bytes] = {}
         self.runs = 1
         self.have_run = False
         # By rank and key, the states in which objects were sent that have ended on the rank.  Among
@@ -78,12 +78,12 @@ class SentObjects:
         for states in before.known.values():
             self._last |= states
 
-    def gained(self, rank: int, keys: Iterable[int]) -> None:
+    def record_gained(self, rank: int, keys: Iterable[int]) -> None:
         """Record that a rank has got the objects of these keys from a file or its old process."""
-        found = {key: self._last[key] for key in keys if key in self._last}
+        gained = {key: self._last[key] for key in keys if key in self._last}
         for states in self.known.values():
-            found |= {key: states[key] for key in keys if key in states}
-        self.of(rank).update(found)
+            gained |= {key: states[key] for key in keys if key in states}
+        self.of(rank).update(gained)
 
     def of(self, rank: int) -> dict[int, State]:
         """Return the states of the objects that a rank has, by key."""
@@ -93,7 +93,7 @@ class SentObjects:
         """Return True if code of the notebook has run since the ranks' objects were compared."""
         return any(self._compared.get(rank) != self.runs for rank in ranks)
 
-    def finished(
+    def record_finished(
         self, rank: int, received: Parcel, dead: Iterable[int], lost: Iterable[int] = ()
     ) -> None:
         """Record the parcel that a rank has received with a finished task, and its ended objects.
@@ -101,9 +101,9 @@ class SentObjects:
         `dead` are the keys of objects that have ended on the rank, and `lost` the keys of those of
         them that the rank had changed.
         """
-        known = self.of(rank)
+        known_states = self.of(rank)
         self.lost_changes[rank] = self.lost_on(rank) - received.states.keys() | {*lost}
-        known.update(received.states)
+        known_states.update(received.states)
         for key in received.states.keys() & self.ended.get(rank, {}).keys():
             del self.ended[rank][key]
         self._compared[rank] = max(received.compared, self._compared.get(rank, 0))
@@ -120,16 +120,16 @@ class SentObjects:
             if (state := self.of(rank).pop(key, None)) is not None:
                 self.ended.setdefault(rank, {})[key] = state
 
-    def copied_from(self, source: int, rank: int, keys: Iterable[int]) -> None:
+    def record_copies(self, source: int, rank: int, keys: Iterable[int]) -> None:
         """Record that a rank has got copies of these objects of another rank, in its states."""
-        known, there = self.of(rank), self.of(source)
-        known.update({key: there[key] for key in keys if key in there})
+        states, source_states = self.of(rank), self.of(source)
+        states.update({key: source_states[key] for key in keys if key in source_states})
 
-    def keep_theirs(self, key: int, parts: Parts) -> None:
+    def record_kept(self, key: int, parts: Parts) -> None:
         """Record that ranks keep an object, or these parts of it, as they have changed it."""
         self.theirs[key] = _together(self.theirs.get(key, frozenset()), parts)
 
-    def note_changed(self, changed: Changed) -> None:
+    def record_changed(self, changed: Changed) -> None:
         """Record objects that ranks have changed, whether the notebook has changed them or not."""
         for key, parts in changed.items():
             self.changed[key] = _together(self.changed.get(key, frozenset()), parts)
@@ -138,10 +138,10 @@ class SentObjects:
         """Record that ranks get the notebook's state of these objects, instead of their own."""
         for key in keys:
             self.theirs.pop(key, None)
-            self.told.pop(key, None)
+            self.noticed_digests.pop(key, None)
             self.changed.pop(key, None)
 
-    def left_to_send(self, key: int, parts: Parts) -> Parts | bool:
+    def sendable_parts(self, key: int, parts: Parts) -> Parts | bool:
         """Return which changed parts of an object may be sent.
 
         False for none, and True for the whole object.
@@ -153,7 +153,7 @@ class SentObjects:
             return False
         return parts - kept or False
 
-    def replaced(self, ranks: Iterable[int]) -> None:
+    def record_replaced(self, ranks: Iterable[int]) -> None:
         """Record that ranks are new processes, which have no object of the notebook."""
         for rank in ranks:
             self.known[rank] = {}
@@ -161,7 +161,7 @@ class SentObjects:
             self.lost_changes.pop(rank, None)
             self._compared.pop(rank, None)
 
-    def renumbered(self, was: Mapping[int, int], after: int) -> None:
+    def renumber(self, was: Mapping[int, int], after: int) -> None:
         """Record the new numbers of ranks; `was` has the old numbers of those that stay."""
         before, self._compared = self.known, {}
         ended, lost = self.ended, self.lost_changes
@@ -177,7 +177,7 @@ class SentObjects:
         """Return the ranks that have the object with this key."""
         return frozenset(rank for rank, states in self.known.items() if key in states)
 
-    def take_forgotten(self, ranks: Collection[int]) -> dict[int, tuple[int, ...]]:
+    def pop_forgotten(self, ranks: Collection[int]) -> dict[int, tuple[int, ...]]:
         """Return by rank the keys of its objects that have ended in the notebook.
 
         Each key is returned once for each rank, and removed from the table.
@@ -187,22 +187,22 @@ class SentObjects:
         self._dead.update(self.links.pop_dead_keys())
         if not self._dead:
             return {}
-        found = {}
+        forgotten = {}
         for rank in ranks:
-            known = self.known.get(rank, {})
-            if gone := known.keys() & self._dead:
-                found[rank] = tuple(gone)
-                for key in gone:
-                    del known[key]
+            known_states = self.known.get(rank, {})
+            if keys := known_states.keys() & self._dead:
+                forgotten[rank] = tuple(keys)
+                for key in keys:
+                    del known_states[key]
         for key in self._dead:
             for ended in self.ended.values():
                 ended.pop(key, None)
             self.theirs.pop(key, None)
-            self.told.pop(key, None)
+            self.noticed_digests.pop(key, None)
             self.changed.pop(key, None)
-        left = set[int]().union(*self.known.values()) if self.known else set()
-        self._dead &= left
-        return found
+        remaining = set[int]().union(*self.known.values()) if self.known else set()
+        self._dead &= remaining
+        return forgotten
 
 
 def _together(one: Parts, other: Parts) -> Parts:

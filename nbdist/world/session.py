@@ -62,7 +62,7 @@ class Session(Workers):
     follow = recovery.follow
     receive = inbox.receive
     receive_waiting = inbox.receive_waiting
-    take_loss = inbox.take_loss
+    handle_agent_loss = inbox.handle_agent_loss
     starting = lifecycle.starting
     starting_texts = lifecycle.starting_texts
     start = lifecycle.start
@@ -83,11 +83,11 @@ class Session(Workers):
         number.
         """
         # Before the start, other machines may still determine the size.
-        most = self.size if self.state.has_workers else sys.maxsize
+        limit = self.size if self.state.has_workers else sys.maxsize
         if hasattr(ranks, "__index__") and not getattr(ranks, "shape", ()):
             raise UsageError(f"`ranks={ranks}`: give a list of ranks, such as `ranks=[{ranks}]`.")
         for rank in () if ranks is None else ranks:
-            if not (hasattr(rank, "__index__") and 0 <= rank < most):  # also numpy's integers
+            if not (hasattr(rank, "__index__") and 0 <= rank < limit):  # also numpy's integers
                 raise BadRanks(str(ranks), self.size, f"{rank!r} is none of them, by its number")
         on = self.everyone if ranks is None else tuple(map(operator.index, ranks))
         work = Source(work) if isinstance(work, str) else work
@@ -113,11 +113,11 @@ class Session(Workers):
             self.heal()
         self.check_ready()
         if self.code is not None:
-            for _ in self.code.bringing(self.link.calling):
+            for _ in self.code.send_changes(self.link.calling):
                 pass
-        return self.send(self.of_those_there(task, before), patience, shipped)
+        return self.send(self.with_current_ranks(task, before), patience, shipped)
 
-    def of_those_there(self, task: Task, before: Sequence[int]) -> Task:
+    def with_current_ranks(self, task: Task, before: Sequence[int]) -> Task:
         """Return the task for the present size of the world, which healing may have changed.
 
         A task on all ranks `before` is on all ranks now.  Raises BadRanks for another task that
@@ -129,14 +129,14 @@ class Session(Workers):
             raise BadRanks(format_ranks(task.ranks), self.size, f"there is no rank {missing[0]}")
         return task
 
-    def meet_stop(self, task: Task) -> bool:
+    def count_stop(self, task: Task) -> bool:
         """Count a Stop that came during a task, and wake `follow`; for a signal handler.
 
         Returns False if the handler has to raise KeyboardInterrupt instead: `task` is not the one
         that was sent last, or the block that runs now may be interrupted.
         """
         running = self.running
-        if running is None or running.task.id != task.id or running.raises_stops:
+        if running is None or running.task.id != task.id or running.is_interruptible:
             return False
         running.stops += 1
         if self.link_or_none is not None:
@@ -149,14 +149,15 @@ class Session(Workers):
             self.link.send(SendInput(rank, InputReply(running.prompts[rank].number, text)))
             running.prompts.answered(rank, time.monotonic())
 
-    def attempts(self, task: Task, most: int) -> Iterator[Task]:
-        """Yield the task to submit and follow, then again as long as its run has to be restarted.
+    def attempts(self, task: Task, max_restarts: int) -> Iterator[Task]:
+        """Yield a task for its first attempt, and again for each restart of its run.
 
-        At most `most` restarts follow the first attempt; see `TaskRun.restart`.
+        The caller submits and follows each.  At most `max_restarts` restarts follow the first
+        attempt; see `TaskRun.restart_text`.
         """
-        for number in range(read_restarts(most) + 1):
-            yield replace(task, id=uuid.uuid4().hex, attempt=Attempt(number, most))
-            if self.running is None or not self.running.restart:
+        for number in range(read_restarts(max_restarts) + 1):
+            yield replace(task, id=uuid.uuid4().hex, attempt=Attempt(number, max_restarts))
+            if self.running is None or not self.running.restart_text:
                 return
 
     def run(self, task: Task) -> CellResult[Any]:
@@ -177,12 +178,12 @@ class Session(Workers):
     def check(self, running: TaskRun) -> None:
         """Raise the error of a task that has been followed, or KeyboardInterrupt after Stop."""
         if running.stops:
-            fate = recovery.late_stop_text(running)
-            if fate or running.damage:
-                raise errors.Interrupted(running.task.ranks, fate, running.damage)
+            recovery_text = recovery.late_stop_text(running)
+            if recovery_text or running.damage:
+                raise errors.Interrupted(running.task.ranks, recovery_text, running.damage)
             raise KeyboardInterrupt
         if error := running.error():
-            self.told(running.fated)
+            self.mark_reported(running.recovered_ranks)
             raise error
 
     def interrupt(self) -> None:
@@ -206,7 +207,7 @@ class Session(Workers):
         """
         if (running := self.stopped_task) is None:
             return ""
-        told = running.damage
+        reported_damage = running.damage
         running.give_up_at, stops = time.monotonic() + LATE_TIMEOUT, running.stops
         for _ in self.follow(running):
             if running.stops > stops:
@@ -214,7 +215,7 @@ class Session(Workers):
         if running.stops > stops:
             self.interrupt()
             raise KeyboardInterrupt
-        return "" if running.damage == told else running.damage
+        return "" if running.damage == reported_damage else running.damage
 
     def keep_setup(
         self,
@@ -236,15 +237,17 @@ class Session(Workers):
     def release_values(self, running: TaskRun) -> None:
         """Let the ranks release the values that the task fetched: this process has read them."""
         payloads = running.payloads().items()
-        self.let_go_of(running.task, (rank for rank, payload in payloads if payload.segment))
+        self.release_lent_values(
+            running.task, (rank for rank, payload in payloads if payload.segment)
+        )
 
-    def let_go_of(self, task: Task, ranks: Iterable[int]) -> None:
-        """Let these ranks release the memory of the values that they returned for a task."""
+    def release_lent_values(self, task: Task, ranks: Iterable[int]) -> None:
+        """Let ranks release the memory of the values that they have returned for a task."""
         if lent := tuple(ranks):
             self.link.send(ReleaseValues(task.id, lent))
 
     def check_ready(self) -> None:
-        """Raise the error that says why no task can be sent now, with the remedy, if none can."""
+        """Raise an error that says why and names the remedy, if no task can be sent now."""
         running = self.running
         if self.state is State.READY:
             return
@@ -258,10 +261,12 @@ class Session(Workers):
             raise errors.WorldBusy(running.unfinished, running.age)
         # The reason why the ranks share no group is repeated for every task until a restart.
         if running is not None and running.deaths:
-            running.fate = recovery.healing_text(self, running.deaths)
+            running.recovery_text = recovery.healing_text(self, running.deaths)
             if error := running.error():
                 raise error
-        raise recovery.death(self, self.dead) if self.dead else errors.WorldBroken(self.problem)
+        raise (
+            recovery.death_error(self, self.dead) if self.dead else errors.WorldBroken(self.problem)
+        )
 
     def heal(self) -> None:
         """Repair a broken group as `on_failure` says, then let machines that have come join it."""
@@ -276,7 +281,7 @@ class Session(Workers):
         If the start fails with the new options or is interrupted, the old ones are valid again.
         Raises the error of a set-up cell that failed in the new workers.
         """
-        kept = self.take(keep, self.everyone)
+        kept = self.fetch_kept(keep, self.everyone)
         # The notebook's environment, path and folder may have changed meanwhile.
         before, size = self.config, self.size
         after = before.with_changes(n, **changes)
@@ -292,25 +297,25 @@ class Session(Workers):
         # Only now, since other machines determine the size during the start.
         self.setup.renumber(Renumbering(size, self.size, {}))
         error = recovery.replay(self, self.everyone)
-        self.give_back(kept)
+        self.bind_kept(kept)
         if error:
             raise error
 
     def replace(self, ranks: Sequence[int], keep: Sequence[str] = ()) -> None:
-        """Restart these ranks in place, with the variables in `keep`; see `World.replace`."""
+        """Restart ranks in place, with the variables in `keep`; see `World.replace`."""
         self.receive_waiting()
         others = set(self.unfinished) - set(ranks)
         if others or self.state not in (State.READY, State.BROKEN, State.STUCK):
             self.check_ready()
-        kept, ending = self.take(keep, ranks), {*ranks}
-        recovery.note_changes(self, self.everyone)
+        kept, ending = self.fetch_kept(keep, ranks), {*ranks}
+        recovery.record_changes(self, self.everyone)
         self.link.call(Kill((*ending,)))
         deadline = time.monotonic() + KILL_TIMEOUT
         while not self.dead.keys() >= ending and time.monotonic() < deadline:
             self.receive(max(0.0, deadline - time.monotonic()))
         if self.state is State.BROKEN:
             recovery.regroup(self, Heal())
-        self.give_back(kept)
+        self.bind_kept(kept)
 
     def scale(self, n: int | str | None = None, ranks: Sequence[int] | None = None) -> None:
         """Change the number of workers to `n`, or keep only these ranks; see `World.scale`."""
@@ -336,15 +341,15 @@ class Session(Workers):
         _, why = recovery.regroup(self, Scale(spec, keep))
         if self.lost is not None:
             raise self.lost
-        if self.is_elsewhere:  # `take_healed` leaves the config alone there: machines come and go
+        if self.is_elsewhere:  # `apply_healed` leaves the config alone there: machines come and go
             self.config = self.config.with_size(self.size)
         if self.state is State.BROKEN:
             raise errors.WorldBroken(self.problem)
         if why:
             raise errors.ScaleError(before, size, why)
 
-    def take(self, names: Sequence[str], ranks: Iterable[int]) -> Kept:
-        """Return these variables of these ranks, pickled, for workers that will replace them.
+    def fetch_kept(self, names: Sequence[str], ranks: Iterable[int]) -> Kept:
+        """Fetch variables of ranks, pickled, for the workers that will replace these ranks.
 
         Raises as `run`, and UsageError if no rank has one of the variables.
         """
@@ -361,11 +366,11 @@ class Session(Workers):
             rank: [bytes(memoryview(frame)) for frame in open_payload(payload)]
             for rank, payload in running.result().by_rank.items()
         }
-        self.let_go_of(running.task, running.task.ranks)
+        self.release_lent_values(running.task, running.task.ranks)
         return kept
 
-    def give_back(self, kept: Kept) -> None:
-        """Bind variables that `take` has returned; skip ranks that do not exist any more."""
+    def bind_kept(self, kept: Kept) -> None:
+        """Bind variables that `fetch_kept` has returned; skip ranks that do not exist any more."""
         for rank, frames in kept.items():
             if rank >= self.size:
                 continue
@@ -374,7 +379,7 @@ class Session(Workers):
                 task = self.task(Call("values.give_back", {"packed": payload}), ranks=(rank,))
                 running = self.submit(task)
                 self.finish(running)
-                self.names.objects.gained(rank, running.gained(rank))
+                self.names.objects.record_gained(rank, running.gained(rank))
 
     # --- the agent ------------------------------------------------------------------------
 
@@ -387,23 +392,23 @@ class Session(Workers):
         if not self.state.has_workers:
             return ()
         try:
-            return self._named(self.link.call(request))
+            return self._with_host_names(self.link.call(request))
         except AgentLost as lost:
-            self.take_loss(lost)
+            self.handle_agent_loss(lost)
             return ()
 
-    def look(self, request: Request) -> Any:
+    def ask_from_thread(self, request: Request) -> Any:
         """Ask as `ask`, but from any thread: messages that have arrived are not handled.
 
         Also returns an empty tuple if the agent does not answer within `LOOK_TIMEOUT`.
         """
-        asked = self._asked(request)
+        future = self._send_request(request)
         try:
-            return () if asked is None else self._named(asked.result(LOOK_TIMEOUT))
+            return () if future is None else self._with_host_names(future.result(LOOK_TIMEOUT))
         except (AgentLost, TimeoutError):
             return ()
 
-    def _named(self, reply: Reply) -> Any:
+    def _with_host_names(self, reply: Reply) -> Any:
         """Replace the host names in a status by the names that the other messages use."""
         match reply:
             case (WorkerStatus(), *_):
@@ -412,14 +417,14 @@ class Session(Workers):
         return reply
 
     def consult(self, question: Question, ranks: Iterable[int]) -> Future[Reply] | None:
-        """Ask one of these ranks a question about names, from any thread.
+        """Ask an idle rank of `ranks` a question about names; any thread may call this.
 
-        Returns a future, or None without workers.  Its result is None if no rank has answered in
-        time; wait for it with a timeout.
+        Returns a future, or None without workers.  The future's result is None if no rank has
+        answered in time; wait for the future with a timeout.
         """
-        return self._asked(Consult(tuple(ranks), question))
+        return self._send_request(Consult(tuple(ranks), question))
 
-    def _asked(self, request: Request) -> Future[Reply] | None:
+    def _send_request(self, request: Request) -> Future[Reply] | None:
         if not self.state.has_workers or (link := self.link_or_none) is None or not link.is_up:
             return None
         return link.ask(request)

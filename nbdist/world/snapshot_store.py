@@ -141,9 +141,9 @@ def _kernel() -> str:
 
 
 class SnapshotStore:
-    """The snapshots in one folder, of all notebooks; `owner` is this notebook.
+    """All notebooks' snapshots in a folder; `owner` is this notebook.
 
-    Without a full name, this notebook's snapshots go before those of others.
+    Without a full name, this notebook's snapshots go before those of other notebooks.
     """
 
     def __init__(self, root: Path, owner: str = NO_FILE) -> None:
@@ -151,9 +151,9 @@ class SnapshotStore:
 
     def all(self) -> list[Snapshot]:
         """Return all snapshots, the newest first."""
-        found = [each for folder in _folders(self.root) for each in self.of(folder.name)]
-        found.sort(key=lambda each: (each.time or float("inf"), each.stamp), reverse=True)
-        return sorted(found, key=lambda each: each.stamp.partition(".")[0], reverse=True)
+        snapshots = [each for folder in _folders(self.root) for each in self.of(folder.name)]
+        snapshots.sort(key=lambda each: (each.time or float("inf"), each.stamp), reverse=True)
+        return sorted(snapshots, key=lambda each: each.stamp.partition(".")[0], reverse=True)
 
     def of(self, name: str) -> list[Snapshot]:
         """Return the snapshots of a name, the newest first."""
@@ -165,16 +165,18 @@ class SnapshotStore:
         stem = Path(self.owner).stem if self.owner.startswith("/") else ""
         return "-".join(re.findall(r"[\w.-]+", stem, re.ASCII)).lstrip(".-") or "snapshot"
 
-    def mine(self) -> list[Snapshot]:
+    def own_snapshots(self) -> list[Snapshot]:
         """Return the snapshots that this notebook has written, the newest first.
 
         A snapshot whose manifest cannot be read counts as the notebook's, if the notebook has
         others of that name.
         """
-        found = self.all()
-        names = {each.name for each in found if each.owner == self.owner}
-        lost = [each for each in found if each.problem and not each.owner and each.name in names]
-        return [each for each in found if each.owner == self.owner or each in lost]
+        snapshots = self.all()
+        names = {each.name for each in snapshots if each.owner == self.owner}
+        lost = [
+            each for each in snapshots if each.problem and not each.owner and each.name in names
+        ]
+        return [each for each in snapshots if each.owner == self.owner or each in lost]
 
     def find(self, key: str | None) -> Snapshot:
         """Return the newest snapshot of this notebook, or of a name, or the one of `NAME@STAMP`.
@@ -183,25 +185,25 @@ class SnapshotStore:
         is none.
         """
         name, _, stamp = (key or "").partition("@")
-        mine = self.mine()
-        found = self.of(name) if _is_name(name) else [] if key else mine
-        found = [each for each in found if not stamp or each.stamp == stamp]
-        if found:
+        mine = self.own_snapshots()
+        matches = self.of(name) if _is_name(name) else [] if key else mine
+        matches = [each for each in matches if not stamp or each.stamp == stamp]
+        if matches:
             keys = {each.key for each in mine}
-            return next((each for each in found if each.key in keys), found[0])
+            return next((each for each in matches if each.key in keys), matches[0])
         newest = [snapshot.name for snapshot in self.all()]
-        there = sorted({*newest})
-        listed = ", ".join(f"`{name}`" for name in there[:6]) + (" …" if len(there) > 6 else "")
-        said = f"No snapshot is known to be this notebook's. Available: {listed}. "
-        if not there:
-            said = f"There are no snapshots in {self.root}. `%dist_snapshot model step` saves one."
+        names = sorted({*newest})
+        listed = ", ".join(f"`{name}`" for name in names[:6]) + (" …" if len(names) > 6 else "")
+        text = f"No snapshot is known to be this notebook's. Available: {listed}. "
+        if not names:
+            text = f"There are no snapshots in {self.root}. `%dist_snapshot model step` saves one."
         elif key:
-            said = f"There is no snapshot `{key}` in {self.root}. Available: {listed}."
+            text = f"There is no snapshot `{key}` in {self.root}. Available: {listed}."
         else:
-            said += f"`%dist_restore --name {newest[0]}` restores one of them."
-        raise UsageError(said)
+            text += f"`%dist_restore --name {newest[0]}` restores one of them."
+        raise UsageError(text)
 
-    def damaged(self, snapshot: Snapshot, problem: str) -> UsageError:
+    def damage_error(self, snapshot: Snapshot, problem: str) -> UsageError:
         """Return the error about a damaged snapshot.
 
         It names the next older snapshot of the same notebook that looks intact.
@@ -214,7 +216,7 @@ class SnapshotStore:
             remedy = f"`%dist_restore --name {intact.key}` takes the one of {intact.clock}."
         return UsageError(f"The snapshot `{snapshot.key}` is damaged: {problem}. {remedy}")
 
-    def distrusted(self, snapshot: Snapshot, why: str) -> UsageError:
+    def distrust_error(self, snapshot: Snapshot, why: str) -> UsageError:
         """Return the error about a snapshot that others could have written, with the remedy."""
         return UsageError(
             f"`{snapshot.key}` was not restored, because {why}: restoring a snapshot can run "
@@ -235,14 +237,14 @@ class SnapshotStore:
         try:
             folders.make_private(self.root)
             for other in _folders(self.root):
-                for left in other.glob(f"{UNFINISHED}*"):
-                    folders.remove(left)
+                for leftover in other.glob(f"{UNFINISHED}*"):
+                    folders.remove(leftover)
             with suppress(FileExistsError):
                 (self.root / name).mkdir(mode=folders.PRIVATE_FOLDER)
             lock = self.root / name / ".lock"
-            held = folders.open_private(lock, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW)
-            with os.fdopen(held, "rb"):
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            descriptor = folders.open_private(lock, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW)
+            with os.fdopen(descriptor, "rb"):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 folder = self.root / name / f"{UNFINISHED}{uuid.uuid4().hex}"
                 claim = None
                 try:
@@ -277,7 +279,7 @@ class SnapshotStore:
         """Complete a snapshot in the folder of `writing`: add the manifest, rename the folder.
 
         Then remove this notebook's older snapshots of the name.  Snapshots of other notebooks stay,
-        and those of another run of this notebook that has not ended (`_may_go`).
+        and those of another run of this notebook that has not ended (`_is_removable`).
         """
         now = time.time()
         stamp = _next_stamp(self.root / name, now)
@@ -303,12 +305,12 @@ class SnapshotStore:
         _sync(folder)
         folder.rename(self.root / name / stamp)
         _sync(self.root / name)
-        own = [each for each in self.of(name) if each.owner == self.owner]
-        for old in [each for each in own if self._may_go(each)][KEPT:]:
+        own_snapshots = [each for each in self.of(name) if each.owner == self.owner]
+        for old in [each for each in own_snapshots if self._is_removable(each)][KEPT:]:
             _remove(old)
         return _read(name, self.root / name / stamp)
 
-    def _may_go(self, snapshot: Snapshot) -> bool:
+    def _is_removable(self, snapshot: Snapshot) -> bool:
         """Return True if an old snapshot may be removed.
 
         False while another run that wrote it goes on.  A run on another machine is taken to go on
@@ -325,17 +327,19 @@ class SnapshotStore:
 
         Raises UsageError if there is none.
         """
-        found = self.find(key)
-        wanted = [found] if "@" in key else [e for e in self.mine() if e.name == found.name]
-        if not wanted:
+        newest = self.find(key)
+        chosen = (
+            [newest] if "@" in key else [e for e in self.own_snapshots() if e.name == newest.name]
+        )
+        if not chosen:
             raise UsageError(
                 f"`{key}` was not removed: another notebook has saved it. "
-                f"`%dist_snapshot --remove {found.key}` removes one of its snapshots."
+                f"`%dist_snapshot --remove {newest.key}` removes one of its snapshots."
             )
-        removed = [each for each in wanted if _remove(each)]
+        removed = [each for each in chosen if _remove(each)]
         if not removed:
             raise UsageError(f"`{key}` was not removed: there are files in it that are not ours.")
-        folder = found.folder.parent
+        folder = newest.folder.parent
         if not _stamped(folder):
             with suppress(OSError):  # another notebook may be writing a snapshot there
                 (folder / ".lock").unlink()
@@ -381,7 +385,7 @@ def _read(name: str, folder: Path) -> Snapshot:
         }
         meshes = tuple(Mesh.read(mesh) for mesh in manifest["meshes"])
         versions = {k: str(v) for k, v in manifest.get("versions", {}).items()}
-        found = (manifest["time"], parts, manifest["left_out"], versions, meshes)
+        contents = (manifest["time"], parts, manifest["left_out"], versions, meshes)
         process = str(manifest.get("process", ""))
         # A copy that the user has made under another stamp belongs to no notebook.
         is_copy = manifest.get("stamp", folder.name) != folder.name
@@ -392,7 +396,7 @@ def _read(name: str, folder: Path) -> Snapshot:
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return Snapshot(name, folder.name, folder, problem=f"{MANIFEST} cannot be read")
     problem = next(filter(None, problems), "")
-    return Snapshot(name, folder.name, folder, *found, owner, process, problem)
+    return Snapshot(name, folder.name, folder, *contents, owner, process, problem)
 
 
 def _problem_of(path: Path, part: Written) -> str:

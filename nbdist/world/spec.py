@@ -56,14 +56,14 @@ def read_env_file(path: str) -> dict[str, str]:
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not a text in UTF-8"
         raise UsageError(f"`--env-file {path}`: {why}.") from None
-    found = {}
+    variables = {}
     for number, line in enumerate(text.split("\n"), start=1):
         try:
-            found.update(parse_line(line.strip()))
+            variables.update(parse_line(line.strip()))
         except ValueError as why:
             shown = one_line(line, 40).partition("=")[0]  # the value may be a secret
             raise UsageError(f"{path}, line {number} (`{shown}`): {why}.") from None
-    return found
+    return variables
 
 
 def parse_line(line: str) -> dict[str, str]:
@@ -73,12 +73,12 @@ def parse_line(line: str) -> dict[str, str]:
     """
     if not line or line.startswith("#"):
         return {}
-    if not (found := _LINE.fullmatch(line)):
+    if not (match := _LINE.fullmatch(line)):
         forms = "NAME=value, NAME='value', export NAME=value, or # comments"
         raise ValueError(f"lines are {forms}, with each quote closed")
-    name, single, double, plain = found.groups()
+    name, single, double, plain = match.groups()
     if double is not None:
-        return {name: _ESCAPE.sub(lambda found: _ESCAPED.get(found[1], found[1]), double)}
+        return {name: _ESCAPE.sub(lambda match: _ESCAPED.get(match[1], match[1]), double)}
     return {name: _COMMENT.sub("", plain).strip() if single is None else single}
 
 
@@ -204,9 +204,9 @@ def scaled(
     if config.launcher_name != LOCAL:
         config.with_changes(n=size)
         return replace(spec, world_size=size), ""
-    for found in memory_limits():
-        if size * LEAST_MEMORY > found.limit:  # the number must be a typing error
-            why = f"{size:,} workers take more than the {size_text(found.limit)} of {found.where}"
+    for memory in memory_limits():
+        if size * LEAST_MEMORY > memory.limit:  # the number must be a typing error
+            why = f"{size:,} workers take more than the {size_text(memory.limit)} of {memory.where}"
             raise BadTopology("-n", str(size), why, topology.WORKERS_FORMS)
     cores = topology.usable_cores() if cores is None else cores
     devices = spec.environ.get("CUDA_VISIBLE_DEVICES")
@@ -216,9 +216,9 @@ def scaled(
     shared = config.share_gpus or any(map(topology.is_slice, spec.gpus))
     more = check_nvls(spec.backend or "none", spec.environ, shared=shared)
     # `OMP_NUM_THREADS=4,2` is for nested regions; torch uses the outer number.
-    asked = spec.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    omp_threads = spec.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     share = config.cpus or max(1, cores // size)
-    threads = max(1, int(asked)) if asked.isdigit() else share
+    threads = max(1, int(omp_threads)) if omp_threads.isdigit() else share
     room = spec.room
     while room and sum(room) < size:  # add simulated nodes until all workers have room
         room = (*room, room[-1])
@@ -240,14 +240,14 @@ def parse_size(n: int | str, size: int) -> int:
     if not _WORKERS.fullmatch(text):
         raise UsageError(f"`%dist_scale {text}`: that is not a number of workers. {_SIZE_FORMS}")
     is_relative = isinstance(n, str) and text[0] in "+-"
-    asked = int(text) + (size if is_relative else 0)
-    if asked < 1:
-        there = f" There are {size}." if is_relative else ""
+    workers = int(text) + (size if is_relative else 0)
+    if workers < 1:
+        present = f" There are {size}." if is_relative else ""
         raise UsageError(
-            f"`%dist_scale {text}`: it takes at least one worker.{there} "
+            f"`%dist_scale {text}`: it takes at least one worker.{present} "
             "`%dist_shutdown` ends them all."
         )
-    return asked
+    return workers
 
 
 def given_environ(config: WorldConfig) -> dict[str, str]:
@@ -269,11 +269,11 @@ def given_environ(config: WorldConfig) -> dict[str, str]:
 
 def copied(patterns: str, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that match the patterns, without those that nbdist sets itself."""
-    wanted = [pattern.strip() for pattern in patterns.split(",")]
+    stripped = [pattern.strip() for pattern in patterns.split(",")]
     return {
         name: value
         for name, value in environ.items()
-        if name not in NBDIST_DECIDES and any(fnmatchcase(name, each) for each in wanted)
+        if name not in NBDIST_DECIDES and any(fnmatchcase(name, each) for each in stripped)
     }
 
 
@@ -285,17 +285,17 @@ def find_python(config: WorldConfig, environ: Mapping[str, str]) -> str:
     text = config.python or environ.get("PYTHON_EXEC")
     if not text:
         return ""
-    found = shutil.which(os.path.expanduser(text), path=environ.get("PATH"))
-    if found is None:
-        there = Path(text).expanduser().exists()
-        why = "it cannot be executed" if there else "this program does not exist"
+    path = shutil.which(os.path.expanduser(text), path=environ.get("PATH"))
+    if path is None:
+        exists = Path(text).expanduser().exists()
+        why = "it cannot be executed" if exists else "this program does not exist"
         raise UsageError(
             f"`--python {text}`: {why}. The path of an interpreter that has torch and nbdist, "
             "such as `/path/to/venv/bin/python`; PYTHON_EXEC in the environment sets it too."
         )
     # Links are not resolved: a virtual environment's interpreter is a link to another one, which
     # does not use that environment.
-    return os.path.abspath(found)
+    return os.path.abspath(path)
 
 
 def default_log_dir(*, is_here: bool = True) -> str:
@@ -311,18 +311,18 @@ def default_log_dir(*, is_here: bool = True) -> str:
 
 
 def log_limit(environ: Mapping[str, str]) -> int:
-    """Read NBDIST_LOG_LIMIT: the most bytes of a stream in a rank's log; 0 for no limit.
+    """Return the most bytes of a stream in a rank's log (NBDIST_LOG_LIMIT); 0 for no limit.
 
     Raises UsageError if it is not valid.
     """
     text = environ.get("NBDIST_LOG_LIMIT", "").strip() or DEFAULT_LOG_LIMIT
-    found = _SIZE.fullmatch(text)
-    if text != "0" and (not found or not int(found[1])):
+    match = _SIZE.fullmatch(text)
+    if text != "0" and (not match or not int(match[1])):
         raise UsageError(
             f"`NBDIST_LOG_LIMIT={text}`: how much a rank's log keeps of each stream, such as "
             f"{DEFAULT_LOG_LIMIT}, 2G, or 0 for all."
         )
-    return int(found[1]) << (30 if found[2] in "gG" else 20) if found else 0
+    return int(match[1]) << (30 if match[2] in "gG" else 20) if match else 0
 
 
 def path_for(here: Here, given: str, *, is_foreign: bool) -> tuple[str, ...]:
@@ -384,26 +384,26 @@ class NotebookSurroundings:
 
     def __init__(self, spec: WorldSpec) -> None:
         self._config, self._spec = spec.config, spec
-        self._start = self._seen = Here()
-        self._said: Mapping[str, str | None] = {}
+        self._start = self._last = Here()
+        self._last_changes: Mapping[str, str | None] = {}
         self._new = dict[str, bool]()  # changed variables, and whether ranks get the changes too
         self._here = self._compare()  # at once: the spec may be of a world that was taken over
 
     def now(self) -> Surroundings | None:
         """Return the changes since the spec was made; None for none."""
-        seen = self._seen
+        last = self._last
         with suppress(FileNotFoundError):  # the folder was removed: keep the last state
             folder, path, environ = os.getcwd(), (*sys.path,), dict(os.environ)
-            if (folder, path, environ) != (seen.cwd, seen.sys_path, seen.environ):
-                self._seen = replace(seen, cwd=folder, sys_path=path, environ=environ)
+            if (folder, path, environ) != (last.cwd, last.sys_path, last.environ):
+                self._last = replace(last, cwd=folder, sys_path=path, environ=environ)
                 self._here = self._compare()
         return self._here
 
-    def take_note(self, cells: Iterable[str]) -> str:
+    def pop_note(self, cells: Iterable[str]) -> str:
         """Return a line about environment variables that have changed since the last line, or "".
 
-        It names only variables that occur in `cells`: imports set others, which nobody wants to
-        read about.
+        The line names only variables that occur in `cells`: imports set other variables, which are
+        of no interest to the user.
         """
         new, self._new = self._new, {}
         named = {*re.findall(r"\w+", " ".join(cells))} if new else set[str]()
@@ -412,31 +412,33 @@ class NotebookSurroundings:
         texts = [f"{_list(too)} changed in the notebook, and on the ranks too"] if too else []
         if restart:
             option = "" if self._config.launcher_name == LOCAL else f" --env {min(restart)}=..."
-            said_of = f"{_list(restart)} changed in the notebook after the workers started"
-            texts.append(f"{said_of}: `%dist_restart{option}` gives it to them")
+            subject = f"{_list(restart)} changed in the notebook after the workers started"
+            texts.append(f"{subject}: `%dist_restart{option}` gives it to them")
         return " · ".join(texts)
 
     def _compare(self) -> Surroundings | None:
-        now, path = self._seen, None
+        now, path = self._last, None
         given: Mapping[str, str] = self._config.env
         with suppress(UsageError):  # the file of `--env-file` was removed
             given = given_environ(self._config)
         if now.sys_path != self._start.sys_path:
             path = path_for(now, given.get("PYTHONPATH", ""), is_foreign=self._spec.own_path)
-        before, own = self._start.environ, {*NBDIST_SETS, *given}
+        before, fixed_names = self._start.environ, {*NBDIST_SETS, *given}
         names = {n for n in {**before, **now.environ} if not n.startswith("NBDIST_")}
         changes = {n: v for n in names if before.get(n) != (v := now.environ.get(n))}
-        followed = {name: "" for name in {**self._said, **changes} if name not in own}
+        followed = {
+            name: "" for name in {**self._last_changes, **changes} if name not in fixed_names
+        }
         if self._config.launcher_name != LOCAL:  # values of this machine may be wrong on others
             followed = copied(self._config.copy_env or "", followed)
         sent = {name: value for name, value in changes.items() if name in followed}
-        self._new |= self._changed_since_said(changes, followed)
-        self._said = changes
+        self._new |= self._changes_since_last(changes, followed)
+        self._last_changes = changes
         if now.cwd == self._spec.cwd and path is None and not sent:
             return None
         return Surroundings(now.cwd, self._spec.cwd, path, sent)
 
-    def _changed_since_said(
+    def _changes_since_last(
         self, changes: Mapping[str, str | None], followed: Collection[str]
     ) -> dict[str, bool]:
         """Return the variables that have changed since the last comparison.
@@ -444,14 +446,16 @@ class NotebookSurroundings:
         The value says whether running ranks get the change.  Variables that nbdist sets itself,
         such as RANK, are left out.
         """
-        said, absent = self._said, object()
-        names = {**said, **changes}.keys() - NBDIST_DECIDES
-        new = [name for name in names if said.get(name, absent) != changes.get(name, absent)]
+        last_changes, absent = self._last_changes, object()
+        names = {**last_changes, **changes}.keys() - NBDIST_DECIDES
+        new = [
+            name for name in names if last_changes.get(name, absent) != changes.get(name, absent)
+        ]
         return {n: n in followed and not READ_AT_START.fullmatch(n) for n in new}
 
 
 def _list(names: Sequence[str]) -> str:
     shown = ", ".join(f"`{name}`" for name in sorted(names)[:MOST_NAMES])
-    left = len(names) - MOST_NAMES
+    more = len(names) - MOST_NAMES
     title = "environment variable" if len(names) == 1 else "environment variables"
-    return f"{title} {shown}" + (f" and {count(left, 'other')}" if left > 0 else "")
+    return f"{title} {shown}" + (f" and {count(more, 'other')}" if more > 0 else "")

@@ -135,14 +135,14 @@ class Machines:
 
     def who(self, ranks: Iterable[int]) -> str:
         """Write `ranks 0-1 on hosta, 2 on hostb`; on one machine `ranks 0-2`."""
-        asked = tuple(ranks)
+        numbers = tuple(ranks)
         if len(self.names) < 2:
-            return name_ranks(asked)
+            return name_ranks(numbers)
         on: dict[str, list[int]] = {}
-        for rank in sorted(set(asked)):
+        for rank in sorted(set(numbers)):
             on.setdefault(self.name(rank), []).append(rank)
         parts = ", ".join(f"{format_ranks(some)} on {host}" for host, some in on.items())
-        return f"{'ranks' if len(set(asked)) > 1 else 'rank'} {parts}"
+        return f"{'ranks' if len(set(numbers)) > 1 else 'rank'} {parts}"
 
     def __str__(self) -> str:
         """Write `hosta`, `hosta, hostb and hostc`, `hosta and 7 other machines`."""
@@ -297,8 +297,8 @@ class Prompts:
         """Return by rank the input that follows from a line that was typed at a rank's prompt.
 
         Usually that is the line, for this rank.  In a debugger, `-r all c` sends `c` to all ranks
-        that wait in a debugger now.  Raises UsageError if none of them does, or if they are no
-        ranks of this world.
+        that wait in a debugger now.  Raises UsageError if none of the named ranks does, or if the
+        world has no such ranks.
         """
         words = typed.split(maxsplit=2)
         if not self._open[rank].by_debugger or len(words) < 2 or words[0] != TO_RANKS:

@@ -58,8 +58,8 @@ class Model:
 
         Items that are not valid are left out.
         """
-        found = self.state.get("outputs")
-        parts = found if isinstance(found, list | tuple) else ()
+        outputs = self.state.get("outputs")
+        parts = outputs if isinstance(outputs, list | tuple) else ()
         return [each for each in parts if isinstance(each, dict)]
 
     def change(self, comm: Comm) -> None:
@@ -83,17 +83,17 @@ class Widgets:
 
     def __init__(self) -> None:
         self.models: dict[str, Model] = {}
-        self.gone: dict[str, int] = {}
+        self.ended_widgets: dict[str, int] = {}
         """By id the ranks of widgets whose rank has ended, until the notebook has shown that."""
-        self._news: list[Comm] = []
+        self._messages: list[Comm] = []
         self._capturing: dict[int, list[str]] = {}  # by rank the ids of `Output`s, innermost last
         self._written: dict[str, None] = {}  # ids of `Output`s whose new outputs pages lack
         self._lock = threading.RLock()
 
     def __repr__(self) -> str:
-        return f"<Widgets {len(self.models)} models, {len(self._news)} messages wait>"
+        return f"<Widgets {len(self.models)} models, {len(self._messages)} messages wait>"
 
-    def take(self, rank: int, output: Output) -> Output | None:
+    def handle_output(self, rank: int, output: Output) -> Output | None:
         """Handle an output of a rank; return the output that the cell shows, or None.
 
         Messages of widgets update their models.  Output in the context of an `Output` widget goes
@@ -104,7 +104,7 @@ class Widgets:
                 case Comm(id=name):
                     if name in self.models and self.models[name].rank != rank:
                         return Display({"text/plain": NOT_ITS_OWN}, {})
-                    self._take_comm(rank, output)
+                    self._handle_comm(rank, output)
                     return None
                 case Died():
                     self.end([rank])
@@ -119,20 +119,20 @@ class Widgets:
                     return self._shown(output)
             return output
 
-    def _take_comm(self, rank: int, comm: Comm) -> None:
+    def _handle_comm(self, rank: int, comm: Comm) -> None:
         if comm.kind == "comm_open":
             self.models[comm.id] = model = Model(rank)
             model.change(comm)
-        elif (known := self.models.get(comm.id)) is None:  # opened while another notebook had it
+        elif (existing := self.models.get(comm.id)) is None:  # opened while another notebook had it
             return
         elif comm.kind == "comm_close":
             self._forget(comm.id)
         else:
-            model = known
+            model = existing
             model.change(comm)
         if comm.id in self.models and model.captures:
             self._begin_or_end(model, comm)
-        self._news.append(comm)
+        self._messages.append(comm)
 
     def _begin_or_end(self, model: Model, comm: Comm) -> None:
         """Begin or end the capturing of the rank's outputs, if the message says so by `msg_id`."""
@@ -158,8 +158,8 @@ class Widgets:
                 if last.get("name") == stream and isinstance(before := last.get("text"), str):
                     text = before + text
                     outputs.pop()
-                said = {"output_type": "stream", "name": stream, "text": text[-MOST_TEXT:]}
-                outputs.append(said)
+                saved = {"output_type": "stream", "name": stream, "text": text[-MOST_TEXT:]}
+                outputs.append(saved)
             case _:
                 outputs.append(as_saved(output))
         model.state["outputs"] = outputs[-MOST_OUTPUTS:]
@@ -176,22 +176,22 @@ class Widgets:
 
     # --- for pages ------------------------------------------------------------------------
 
-    def news(self) -> list[tuple[int, Comm]]:
+    def pop_messages(self) -> list[tuple[int, Comm]]:
         """Return the messages for pages, and for ranks, since the last call.
 
         Each has the rank that it is for, or -1 if it is for pages.
         """
         with self._lock:
-            said, self._news = merged(map(self._for_page, self._news)), []
-            found = [(-1, each) for each in said]
+            comms, self._messages = merged(map(self._for_page, self._messages)), []
+            messages = [(-1, each) for each in comms]
             for name in self._written:
                 if model := self.models.get(name):
                     data = {"method": "update", "state": {"outputs": model.state["outputs"]}}
                     comm = Comm("comm_msg", name, {**data, "buffer_paths": []}, {})
                     # The rank's own widget gets the outputs too, as from a page that shows it.
-                    found += [(-1, comm), (model.rank, comm)]
+                    messages += [(-1, comm), (model.rank, comm)]
             self._written.clear()
-            return found
+            return messages
 
     def _for_page(self, comm: Comm) -> Comm:
         """Return a message without the parts by which a page would capture outputs itself.
@@ -203,8 +203,8 @@ class Widgets:
         if model is None or not model.captures or not isinstance(state, Mapping):
             return comm
         echoes = comm.data.get("method") == "echo_update"
-        own = {k: v for k, v in state.items() if k != "msg_id" and not (k == "outputs" and echoes)}
-        return comm._replace(data={**comm.data, "state": own})
+        kept = {k: v for k, v in state.items() if k != "msg_id" and not (k == "outputs" and echoes)}
+        return comm._replace(data={**comm.data, "state": kept})
 
     def from_page(self, comm: Comm) -> int | None:
         """Update a model by a message of a page; return the rank that has to get the message.
@@ -236,8 +236,8 @@ class Widgets:
             for name, model in [*self.models.items()]:
                 if ranks is None or model.rank in ranks:
                     self._forget(name)
-                    self.gone[name] = model.rank
-                    self._news.append(Comm("comm_close", name, {}, {}))
+                    self.ended_widgets[name] = model.rank
+                    self._messages.append(Comm("comm_close", name, {}, {}))
 
     def renumber(self, became: Mapping[int, int]) -> None:
         """Change the models' ranks to their new numbers; close the widgets of ranks without one."""
@@ -258,7 +258,7 @@ class Widgets:
 REFERENCE = "IPY_MODEL_"  # the prefix of an id in a state that refers to another model
 
 
-def merged(said: Iterable[Comm]) -> list[Comm]:
+def merged(comms: Iterable[Comm]) -> list[Comm]:
     """Join successive changes of a widget's state, and changes of a widget that was just opened.
 
     A loop that moves a slider would send the page a message for each step and rank; and Jupyter's
@@ -267,30 +267,30 @@ def merged(said: Iterable[Comm]) -> list[Comm]:
     changes that follow the opening of a widget go into the message that opens it: anywidget loses
     messages that come while a page loads its code.
     """
-    found: list[Comm] = []
-    fresh: dict[str, int] = {}  # by id, the index in `found` of an opening message without buffers
+    result: list[Comm] = []
+    fresh: dict[str, int] = {}  # by id, the index in `result` of an opening message without buffers
     joined: dict[tuple[str, str], Comm] = {}
-    for comm in said:
+    for comm in comms:
         state = comm.data.get("state")
         is_change = comm.kind == "comm_msg" and isinstance(state, Mapping) and not comm.buffers
         new: dict[str, Any] = {**state} if is_change and state else {}
         if is_change and comm.id in fresh and REFERENCE not in repr(new):
-            found[fresh[comm.id]] = _changed(found[fresh[comm.id]], new)
+            result[fresh[comm.id]] = _changed(result[fresh[comm.id]], new)
             continue
         fresh.pop(comm.id, None)
         key = comm.id, str(comm.data.get("method"))
         before = joined[key].data["state"] if key in joined else {}
         values = (*before.values(), *new.values())
         if not is_change or not all(isinstance(each, int | float | str) for each in values):
-            found += joined.values()
+            result += joined.values()
             joined.clear()
         if not is_change:
             if comm.kind == "comm_open" and not comm.buffers:
-                fresh[comm.id] = len(found)
-            found.append(comm)
+                fresh[comm.id] = len(result)
+            result.append(comm)
         elif new:
             joined[key] = _changed(joined[key], new) if key in joined else comm
-    return [*found, *joined.values()]
+    return [*result, *joined.values()]
 
 
 def _changed(comm: Comm, new: Mapping[str, Any]) -> Comm:
@@ -301,7 +301,7 @@ def as_saved(output: Display | Failure) -> dict[str, Any]:
     """Return an output in the format of a notebook file."""
     if isinstance(output, Failure):
         trace = [*output.traceback]
-        said = {"ename": output.name, "evalue": output.message, "traceback": trace}
-        return {"output_type": "error", **said}
+        error = {"ename": output.name, "evalue": output.message, "traceback": trace}
+        return {"output_type": "error", **error}
     data, metadata = {**output.data}, {**output.metadata}
     return {"output_type": "display_data", "data": data, "metadata": metadata}

@@ -54,7 +54,7 @@ class Workers:
     set `kernel_exiting` when this process is about to end.
     """
 
-    def __init__(self, config: WorldConfig, there: Attached | None = None) -> None:
+    def __init__(self, config: WorldConfig, attached: Attached | None = None) -> None:
         """Make the spec of a new world and start nothing; or use the spec of an attached world."""
         self.state = State.STOPPED
         self.namespace: dict[str, Any] = sys.modules["__main__"].__dict__
@@ -73,17 +73,17 @@ class Workers:
         self.replaced: dict[int, Died] = {}  # deaths of restarted ranks, until the user is told
         self.setup, self.past = Setup(), Past()
         self.renumbering = Renumbering(0, 0, {})  # of the last time that the group was formed
-        self._renumbered: Renumbering | None = None  # all changes since `take_moved`
+        self._renumbered: Renumbering | None = None  # all changes since `pop_renumbering`
         self.joined: dict[str, None] = {}  # machines that have come, and could have ranks
         self.widgets: Widgets | None = None  # made for the first widget that a page can show
         self.shows_widgets = False
         self.lost: AgentLost | None = None
         self.running: TaskRun | None = None
         self.kernel_exiting = threading.Event()
-        self.link_or_none: Link | None = None  # use `link`, which checks it
+        self.link_or_none: Link | None = None  # see `link`, which raises errors instead
         self._remembered = Remember()
         self.config = config
-        self.configure(config, there.spec if there else None)
+        self.configure(config, attached.spec if attached else None)
 
     @property
     def size(self) -> int:
@@ -97,19 +97,19 @@ class Workers:
 
     @property
     def layout(self) -> str:
-        """The layout: `1x4`, or `2x4` for two simulated nodes with four workers each."""
+        """The layout of the world: `1x4`, or `2x4` for two simulated nodes of four workers each."""
         slot = self.spec.slot(0)
         return f"{slot.nodes}x{slot.local_world_size}"
 
     @property
     def members(self) -> Members:
-        """The workers as they are now."""
+        """The present workers, as a new `TaskRun` records them."""
         heals = self.on_failure == "heal"
         return Members(self.size, self.backend, self.machines, self.pids, self.namespace, heals)
 
     @property
     def everyone(self) -> tuple[int, ...]:
-        """All ranks."""
+        """All ranks of the world."""
         return tuple(range(self.size))
 
     def resolve(self, n: int | str) -> int:
@@ -139,7 +139,7 @@ class Workers:
 
     @property
     def is_connected(self) -> bool:
-        """Whether there is a connection to an agent, which is neither lost nor closed."""
+        """Whether the world has a link to an agent that is neither lost nor closed."""
         return self.link_or_none is not None and self.link_or_none.is_up
 
     @property
@@ -172,8 +172,8 @@ class Workers:
         """
         if spec is None:
             spec, self.warning = make_spec(config, name)
-            gone = removed_folder()
-            self.folder_note = FOLDER_REMOVED.format(gone, spec.cwd) if gone else ""
+            removed = removed_folder()
+            self.folder_note = FOLDER_REMOVED.format(removed, spec.cwd) if removed else ""
         self.config, self.spec = config, spec
         self.code = CodeSync(Path(spec.cwd)) if config.sync_code else None
         self.surroundings = NotebookSurroundings(spec)
@@ -210,42 +210,42 @@ class Workers:
         self.names, self.past = NameTable(self.namespace), Past()
         self.names.objects.follow(before)
 
-    def take_healed(self, healed: Healed) -> None:
+    def apply_healed(self, healed: Healed) -> None:
         """Update processes, spec and all tables by rank after the group was formed again.
 
         There may be more or fewer workers than before, and ranks may have other numbers.
         """
         now = processes(healed.pids, healed.spec.slots)
-        found = compare(processes(self.pids, self.spec.slots), now)
-        self.problem, self.rejoin_hint, after = healed.problem, healed.rejoin_hint, found.after
-        if found.before != after and not self.is_elsewhere:
+        change = compare(processes(self.pids, self.spec.slots), now)
+        self.problem, self.rejoin_hint, after = healed.problem, healed.rejoin_hint, change.after
+        if change.before != after and not self.is_elsewhere:
             self.config = self.config.with_size(after)
         self.spec = healed.spec
         self.record_processes(healed, self.machines.name(0))
-        if found.before != after or found.moved:
-            self.names.renumbered(found.was, after)
+        if change.before != after or change.moved:
+            self.names.renumber(change.was, after)
             if self.widgets is not None:
-                self.widgets.renumber(found.became)
-            self.setup.renumber(found)
-            self.past.renumber(found)
+                self.widgets.renumber(change.became)
+            self.setup.renumber(change)
+            self.past.renumber(change)
         # Forget deaths of ranks beyond the new size, such as of a rank that could not be added; and
         # if numbers have changed, deaths whose number belongs to another process now.
         self.dead = {
             rank: died
             for rank, died in self.dead.items()
-            if rank < after and (died.pid == self.pids[rank] or not found.moved)
+            if rank < after and (died.pid == self.pids[rank] or not change.moved)
         }
-        self.renumbering = found
-        self._renumbered = self._renumbered.then(found) if self._renumbered else found
+        self.renumbering = change
+        self._renumbered = self._renumbered.then(change) if self._renumbered else change
 
-    def record_processes(self, there: messages.WorldStarted | Healed | Attached, host: str) -> None:
+    def record_processes(self, reply: messages.WorldStarted | Healed | Attached, host: str) -> None:
         """Store the processes, log folders and machines of all ranks.
 
         All ranks are on `host` unless the message names their machines.
         """
-        self.pids, self.logs, self.is_elsewhere = there.pids, there.logs, bool(there.hosts)
+        self.pids, self.logs, self.is_elsewhere = reply.pids, reply.logs, bool(reply.hosts)
         one = Machines.one(host, self.size)
-        self.machines = Machines.of(there.hosts, self.spec) if there.hosts else one
+        self.machines = Machines.of(reply.hosts, self.spec) if reply.hosts else one
 
     def replace_dead(
         self, made: Collection[str], brought: Mapping[int, Collection[str]]
@@ -256,30 +256,30 @@ class Workers:
         those that it `brought`, if other ranks have changed them.
         """
         ranks = tuple(self.dead)
-        self.names.replaced(ranks, made, brought)
+        self.names.record_replaced(ranks, made, brought)
         self.replaced |= self.dead
         self.dead = {}
         return ranks
 
-    def take_replaced(self) -> dict[int, Died]:
+    def pop_replaced(self) -> dict[int, Died]:
         """Return the deaths of the ranks that were replaced since the last call, and clear them."""
         replaced, self.replaced = self.replaced, {}
         return replaced
 
-    def told(self, ranks: Iterable[int]) -> None:
+    def mark_reported(self, ranks: Iterable[int]) -> None:
         """Record that an error has told the user that these ranks were replaced."""
         for rank in ranks:
             self.replaced.pop(rank, None)
 
-    def take_moved(self) -> Mapping[int, int]:
+    def pop_renumbering(self) -> Mapping[int, int]:
         """Return the new numbers of ranks by their old number at the last call, and clear them."""
-        found, self._renumbered = self._renumbered, None
-        return found.moved if found else {}
+        renumbering, self._renumbered = self._renumbered, None
+        return renumbering.moved if renumbering else {}
 
-    def take_late(self) -> list[tuple[int, Any]]:
+    def pop_late_outputs(self) -> list[tuple[int, Any]]:
         """Return the outputs outside of tasks since the last call, with their ranks."""
-        late, self.late = [*self.late], deque(maxlen=LATE_KEPT)
-        return late
+        outputs, self.late = [*self.late], deque(maxlen=LATE_KEPT)
+        return outputs
 
     # --- a task ---------------------------------------------------------------------------
 
@@ -293,14 +293,14 @@ class Workers:
 
         `shipped` has by rank the names and objects that the task brings to the rank.
         """
-        imports = self.names.take_lost_imports(task.ranks)
+        imports = self.names.pop_lost_imports(task.ranks)
         around = self.surroundings.now()
         level = wanted_level(is_shown=self.config.show)
         # `values.inspect` may ask about objects that the notebook has dropped: the ranks must not
         # forget them before they answer.
         is_question = isinstance(task.work, Call) and task.work.op == "values.inspect"
-        forget = {} if is_question else self.names.objects.take_forgotten(task.ranks)
-        deleted = self.names.take_deleted(task.ranks)
+        forget = {} if is_question else self.names.objects.pop_forgotten(task.ranks)
+        deleted = self.names.pop_deleted(task.ranks)
         task = replace(
             task,
             log_level=level,
@@ -314,12 +314,12 @@ class Workers:
         self.remember(running.patience)
         self.advance(Event.TASK)
         self.running = running
-        running.sent_at = self.names.sent(running.shipped_names())
+        running.sent_at = self.names.record_sent(running.shipped_names())
         with running.counting_stops():  # Stop may come when ranks have begun already
             link.send(packed)
         return running
 
-    def refuse(self, running: TaskRun) -> None:
+    def refuse_prompts(self, running: TaskRun) -> None:
         """Answer all open prompts with an error: this front end cannot ask for input."""
         for rank in running.prompts.ranks:
             self.link.send(
@@ -334,7 +334,7 @@ class Workers:
         self.link_or_none = link
 
     def detach_link(self) -> Link | None:
-        """Remove and return the link, which the caller has to close; None if there is none."""
+        """Remove and return the link, for the caller to close; None without a link."""
         link, self.link_or_none = self.link_or_none, None
         return link
 

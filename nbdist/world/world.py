@@ -26,7 +26,7 @@ from nbdist.wire.places import Stack
 from nbdist.wire.status import WorkerStatus
 from nbdist.wire.work import Call, Task, Work
 from nbdist.world import calling, exchange
-from nbdist.world.agents import AttachedAgent, Found, to_attach, worlds
+from nbdist.world.agents import AttachedAgent, Found, find_attachable, worlds
 from nbdist.world.calling import find_script
 from nbdist.world.exchange import Scatter
 from nbdist.world.link import Link
@@ -46,7 +46,7 @@ R = TypeVar("R")
 
 
 class World:
-    """N workers that share one process group, with their variables, until shut down.
+    """N workers that share a process group, with their variables, until shut down.
 
         with World(n=4) as world:
             world.execute("x = torch.ones(1) * rank; dist.all_reduce(x)")
@@ -135,8 +135,8 @@ class World:
 
     def shutdown(self) -> None:
         """End all workers and their agent; log a warning if processes are left elsewhere."""
-        if left := self.session.shutdown():
-            log.warning("%s", left)
+        if leftovers := self.session.shutdown():
+            log.warning("%s", leftovers)
 
     def __enter__(self) -> World:
         self.start()
@@ -261,9 +261,11 @@ class World:
         exchange.check_expressions(names)  # first: a bad expression starts no workers
         if join not in (None, *get_args(Joining)):
             raise UsageError(f'`join={join!r}`: use "stack" or "cat".')
-        session, asked = self._started, ranks if rank is None else (rank,)
-        bring = lambda task: calling.run(session, task).by_rank  # noqa: E731
-        values = exchange.gather(session, names, asked, bring, rank=rank, how=join, dim=dim)
+        session, chosen_ranks = self._started, ranks if rank is None else (rank,)
+        run_task = lambda task: calling.run(session, task).by_rank  # noqa: E731
+        values = exchange.gather(
+            session, names, chosen_ranks, run_task, rank=rank, how=join, dim=dim
+        )
         return values[0] if isinstance(name, str) else tuple(values)
 
     def scatter(
@@ -315,7 +317,7 @@ class World:
         `Session.submit`.
         """
         before, session = self.session.everyone, self._started
-        return session.submit(session.of_those_there(task, before), patience)
+        return session.submit(session.with_current_ranks(task, before), patience)
 
     def follow(self, running: TaskRun, *, answers: bool = False) -> Following:
         """Yield output until the task has ended, as `Session.follow`; then check `error()`."""
@@ -341,7 +343,7 @@ class World:
     # --- the group ------------------------------------------------------------------------
 
     def replace(self, ranks: Sequence[int], keep: Sequence[str] = ()) -> None:
-        """Restart these ranks with the variables in `keep`; the other ranks keep all variables.
+        """Restart ranks with the variables in `keep`; all other ranks keep all variables.
 
         Raises WorldNotStarted, and WorldBusy while a task runs on other ranks.
         """
@@ -367,7 +369,7 @@ class World:
     def sync(
         self, names: Sequence[str], source: int = 0, ranks: Sequence[int] | None = None
     ) -> tuple[int, ...]:
-        """Copy variables from one rank to others, through the process group.
+        """Copy variables from a rank to other ranks, through the process group.
 
         Returns the ranks that have received them.  By default the receivers are the ranks that
         lack one of the variables; with `ranks` they are these ranks, whatever they have.  All
@@ -420,9 +422,9 @@ class World:
         With `from_rank` every rank gets the variables of that rank.  Raises UsageError if the
         snapshot is damaged or of a world of another size; then nothing is bound.
         """
-        store, wanted = self.snapshot_store, _names_in(variables)
-        found = store.find(name)  # first: a missing snapshot starts no workers
-        return exchange.restore(self._started, store, found, wanted, ranks, from_rank)
+        store, names = self.snapshot_store, _names_in(variables)
+        snapshot = store.find(name)  # first: a missing snapshot starts no workers
+        return exchange.restore(self._started, store, snapshot, names, ranks, from_rank)
 
     @property
     def snapshot_store(self) -> SnapshotStore:
@@ -449,10 +451,10 @@ def run(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> CellR
     `World.run`.
     """
     if options := _options_of_world(function, kwargs):
-        said = ", ".join(f"{name}={value!r}" for name, value in options.items())
+        arguments = ", ".join(f"{name}={value!r}" for name, value in options.items())
         raise UsageError(
             f"`nbdist.run`: all arguments are the function's, which has no `{min(options)}`. "
-            f"`nbdist.distributed({said})(function)(...)` calls it on such workers."
+            f"`nbdist.distributed({arguments})(function)(...)` calls it on such workers."
         )
     return distributed(function)(*args, **kwargs)
 
@@ -516,23 +518,23 @@ def attach(name: str | None = None) -> World:
     Raises:
         UsageError: there is no such world, or a notebook still uses it.
     """
-    return take_over(to_attach(worlds(), name), sys.modules["__main__"].__dict__)
+    return take_over(find_attachable(worlds(), name), sys.modules["__main__"].__dict__)
 
 
-def take_over(found: Found, namespace: dict[str, Any]) -> World:
+def take_over(running_world: Found, namespace: dict[str, Any]) -> World:
     """Take over a world that was found; its session reads and binds names in `namespace`.
 
     Raises UsageError if the world refuses, as `attach` does.
     """
     try:
-        folder = JoinedFolder(found.folder)
+        folder = JoinedFolder(running_world.folder)
         link = Link(folder=folder)  # its socket is bound before the agent is asked to connect
     except OSError as error:
-        raise found.refusal(error) from None
+        raise running_world.refusal(error) from None
     try:
-        there = link.take_over(AttachedAgent(found, folder.socket))
-        session = Session(there.memory.config, there)
-        session.attach(link, there, namespace)
+        attached = link.take_over(AttachedAgent(running_world, folder.socket))
+        session = Session(attached.memory.config, attached)
+        session.attach(link, attached, namespace)
     except BaseException:
         link.detach()
         raise

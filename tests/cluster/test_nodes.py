@@ -256,7 +256,7 @@ def test_a_silent_agent_hides_no_world(launchers: None) -> None:
         (head,) = psutil.Process(world.session.link.agent.pid).children()
         with paused(agents(head.pid)["1"].pid), ThreadPoolExecutor() as pool:
             in_terminal = pool.submit(ask_all, Look(), TERMINAL_TIMEOUT)
-            assert [row.rank for row in world.session.look(GetStatus())] == [0]
+            assert [row.rank for row in world.session.ask_from_thread(GetStatus())] == [0]
             found = {each.agent: each.info for each in in_terminal.result()}
             assert [row.rank for row in found[head.pid].ranks] == [0]
 

@@ -107,7 +107,7 @@ async def test_agents_come_and_go(opened: Opened) -> None:
         opened.server.send(opened.who[0], Shutdown())
         assert unpack(await next_message(link)) == Shutdown()
         assert (opened.lost, opened.server.refused) == ([], 0)
-        link.send_multipart([Numbered().sign(Kind.ENDED), opened.who[0]])
+        link.send_multipart([Numbered().bare_header(Kind.ENDED), opened.who[0]])
         await until(lambda: opened.lost)
         assert opened.lost == opened.who
 
@@ -122,17 +122,17 @@ async def test_an_agent_that_connects_again(opened: Opened) -> None:
         opened.server.send(b"agent", Spare((rank,)))
     talk.message([pack(Starting(1))])  # of which nothing arrives
     with connect(ticket, b"agent") as link:
-        link.send_multipart([talk.sign(Kind.AGAIN)])
-        for frames in [*talk.again()] * 2:
+        link.send_multipart([talk.bare_header(Kind.AGAIN)])
+        for frames in [*talk.replay()] * 2:
             link.send_multipart(frames)
         assert [await next_message(link) for _ in range(2)] == [
             pack(Spare((rank,))) for rank in (1, 2)
         ]
         await until(lambda: len(opened.said) > 1)
         assert (opened.said, opened.lost) == ([Starting(0), Starting(1)], [])
-    talk.take(bytes(Numbered().message([])[0]))
+    talk.read_header(bytes(Numbered().message([])[0]))
     with connect(ticket, b"another") as link:
-        link.send_multipart([talk.sign(Kind.AGAIN)])
+        link.send_multipart([talk.bare_header(Kind.AGAIN)])
         assert await asyncio.to_thread(link.poll, SOON * 1000)
         assert link.recv().startswith(Kind.ENDED.value)
 
@@ -259,8 +259,8 @@ async def test_somebody_on_the_way(opened: Opened) -> None:
             between.changes = True
             link.send_multipart(talk.message([pack(Starting(2))]))
             await until(lambda: len(between.sent) > 1, "it connects again")
-            link.send_multipart([talk.sign(Kind.AGAIN)])
-            for frames in talk.again():
+            link.send_multipart([talk.bare_header(Kind.AGAIN)])
+            for frames in talk.replay():
                 link.send_multipart(frames)
             await until(lambda: len(opened.said) > 1)
         assert opened.said == [Starting(1), Starting(2)]

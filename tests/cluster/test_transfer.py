@@ -47,7 +47,7 @@ class Side:
         self.problem = ""
 
     async def execute(self, bring: Bring) -> str:
-        return self.problem or await self.receiving.bring(bring.refs)
+        return self.problem or await self.receiving.copy_segments(bring.refs)
 
 
 class Head:
@@ -74,7 +74,7 @@ class Head:
             self.transfers.fetch(number, node.asked.popleft())
             piece = node.sent.pop()
             assert isinstance(piece, Piece)
-            node.receiving.take(piece)
+            node.receiving.add_piece(piece)
         for _ in range(3):
             await asyncio.sleep(0)
         return offsets
@@ -255,7 +255,7 @@ async def test_what_brings_nothing_back(
         await head.bring_back(1)
         assert head.shown == []
     with monkeypatch.context() as patch:
-        patch.setattr(Receiving, "bring", no_room)
+        patch.setattr(Receiving, "copy_segments", no_room)
         assert head.shows(1, end_of(segment)) == []
         await head.bring_back(1)
         assert said() == "NotEnoughMemory: where the notebook is: 2 MB are free."

@@ -137,7 +137,7 @@ DIES = "import os, time\nif rank == 1: time.sleep(0.2); os.kill(os.getpid(), 9)\
 @pytest.fixture
 def world(started: World) -> World:
     """Four ready ranks with `kept`, and no earlier test's replacements or policy."""
-    started.session.take_replaced()
+    started.session.pop_replaced()
     started.session.on_failure = "heal"
     if started.state is not State.READY or started.size != 4:
         started.restart(4)
@@ -165,7 +165,7 @@ def test_restart_all(world: World) -> None:
     assert "All workers were restarted (`--on-failure restart-all`); their" in str(error)
     with pytest.raises(WorkerDied):
         world.session.check(ran.running)
-    assert world.session.take_replaced() == {}
+    assert world.session.pop_replaced() == {}
     assert set(before.values()).isdisjoint(world.pids.values())
     assert world.gather("globals().get('kept')") == [None] * 4
     world.execute(SUM)
@@ -291,7 +291,7 @@ def test_a_survivor_dies_while_it_forms_the_group(world: World) -> None:
     )
     kill_idle(world, 1)
     world.execute(SUM)
-    assert world.session.take_replaced().keys() == {0, 1}
+    assert world.session.pop_replaced().keys() == {0, 1}
     assert world.gather("globals().get('kept')") == [None, None, 2, 3]
 
 
@@ -315,7 +315,7 @@ def test_a_survivor_that_fails_once_all_have_its_address(world: World) -> None:
     lost = {fails, (fails + 1) % 4}
     kill_idle(world, max(lost - {fails}))
     world.execute(SUM)
-    assert world.session.take_replaced().keys() == lost
+    assert world.session.pop_replaced().keys() == lost
     kept = [None if rank in lost else rank for rank in range(4)]
     assert world.gather("globals().get('kept')") == kept
 
@@ -329,7 +329,7 @@ def test_replace(world: World) -> None:
         assert [rank for rank in before if before[rank] != world.pids[rank]] == ranks
         kept = [None if rank in ranks else rank for rank in range(4)]
         assert world.gather("globals().get('kept')") == kept
-        assert re.search("kept(,| and) net", world.session.names.lacking(ranks))
+        assert re.search("kept(,| and) net", world.session.names.lacking_text(ranks))
         world.execute(SUM)
     running = world.submit(world.task("import time; time.sleep(1)"))
     with pytest.raises(UsageError, match="still running an earlier cell"):
@@ -357,7 +357,7 @@ def test_keep(world: World) -> None:
     assert world.gather("'other' in globals()") == [False] * 4
     world.replace([2], keep=["big"])
     assert world.gather("big[0].item()") == [0.0, 1.0, 2.0, 3.0]
-    assert world.session.names.lacking([2]) == "both"
+    assert world.session.names.lacking_text([2]) == "both"
     world.execute("import threading; lock = threading.Lock()")
     before = dict(world.pids)
     for keep in ("nowhere", "lock"):

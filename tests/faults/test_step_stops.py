@@ -76,7 +76,7 @@ def test_a_fast_loop(world: World) -> None:
         assert len({*steps(running)}) == 1
         assert steps(running)[0] > 0
         assert are_equal(world)
-        assert running.replicas == ""
+        assert running.replicas_text == ""
         assert {each.name for each in running.transcript.errors.values()} == {"KeyboardInterrupt"}
 
 
@@ -109,7 +109,7 @@ def test_other_trainings(world: World, name: str) -> None:
         stop(world, running)
         assert are_equal(world)
         assert len({*steps(running)}) == 1
-        assert running.replicas == ""
+        assert running.replicas_text == ""
 
 
 def test_a_rank_that_is_stuck(world: World) -> None:
@@ -119,7 +119,7 @@ def test_a_rank_that_is_stuck(world: World) -> None:
     assert waits_for_steps([seconds_to_stop(world, running)])
     assert running.deaths == {}
     assert steps(running) == [5, 5, 4, 5]
-    assert running.replicas == (
+    assert running.replicas_text == (
         "Replicas may differ: ranks 0-1,3 ended after optimizer step 5, rank 2 after step 4. "
         "`%dist_diff model` shows the differences, `%dist_sync model optimizer --from 0 -r all` "
         "copies from rank 0."
@@ -138,7 +138,7 @@ def test_a_sharded_model(world: World) -> None:
     cell = AT_STEP_5.format(when="rank == 2", do="time.sleep(600)")
     running = train(world, cell, 5, 5, 4, 5)
     stop(world, running)
-    assert running.replicas == (
+    assert running.replicas_text == (
         "Replicas may differ: ranks 0-1,3 ended after optimizer step 5, rank 2 after step 4. "
         "Shards of `model` cannot be copied from one rank: restore a snapshot or a checkpoint, or "
         "run again the cells that make them."
@@ -156,7 +156,7 @@ def test_a_second_stop(world: World) -> None:
         world.session.receive(0.2)
         seconds.append(seconds_to_stop(world, running))
         world.session.wait_for_stop()
-        assert "rank 2 after step 4" in running.replicas
+        assert "rank 2 after step 4" in running.replicas_text
     assert not waits_for_steps(seconds)
 
 
@@ -167,7 +167,7 @@ def test_slow_steps(world: World) -> None:
     )
     running = train(world, cell, 3, 2, 3, 3)  # the next step of rank 1 begins 3 s later
     stop(world, running)
-    assert "Replicas may differ: rank 0,2-3" in running.replicas.replace("ranks", "rank")
+    assert "Replicas may differ: rank 0,2-3" in running.replicas_text.replace("ranks", "rank")
 
 
 @pytest.mark.parametrize("when", ["while it cleans up", "afterwards"])
@@ -176,7 +176,7 @@ def test_a_rank_that_leaves_late(world: World, when: str) -> None:
     do = "try:\n            time.sleep(600)\n        finally:\n            time.sleep(6)"
     running = train(world, AT_STEP_5.format(when="rank == 2", do=do), 5, 5, 4, 5)
     press_stop(world, running)
-    assert (running.unfinished, running.replicas) == ((2,), "")
+    assert (running.unfinished, running.replicas_text) == ((2,), "")
     if when == "afterwards":
         wait_until(lambda: world.session.receive(0.1) or not running.unfinished, "it has left")
     with pytest.warns(UserWarning, match="stopped late.*Replicas may differ: .* rank 2 after"):
@@ -190,7 +190,7 @@ def test_what_does_not_train(world: World) -> None:
     for _ in range(3):
         running = run_for(world, "for _ in range(9): optimizer.step()\ntime.sleep(600)", 2.5)
         seconds.append(seconds_to_stop(world, running))
-        assert running.replicas == ""
+        assert running.replicas_text == ""
     assert not waits_for_steps(seconds)
 
 
@@ -201,7 +201,7 @@ def test_a_rank_without_the_model(world: World) -> None:
         running = train(world, cell, 1, 1, 1, 1)
         stop(world, running)
         assert steps(running) == [1, 1, 0, 1]
-        assert ("rank 2 after step 0" in running.replicas) == has_model
+        assert ("rank 2 after step 0" in running.replicas_text) == has_model
         world.execute("if rank == 2: globals().pop('optimizer', None)")
 
 
@@ -229,7 +229,7 @@ def test_a_step_is_not_cut(world: World) -> None:
     running = train(world, "if rank: slow.step()\ntime.sleep(600)", 0, 1, 1, 1)
     stop(world, running)
     assert world.gather("ended") == [None, True, True, True]
-    assert "rank 0 ended after optimizer step 0" in running.replicas
+    assert "rank 0 ended after optimizer step 0" in running.replicas_text
 
 
 FINISHES = """
@@ -256,7 +256,7 @@ def test_a_rank_that_has_just_finished(world: World) -> None:
     stop(world, running)
     assert steps(running) == [5, 5, 5, 5]
     assert running.transcript.errors == {}
-    assert running.replicas == ""
+    assert running.replicas_text == ""
     assert are_equal(world)
 
 
@@ -290,7 +290,7 @@ def test_sigint_as_a_task_ends(world: World, late: int) -> None:
     cell = AT_STEP_5.format(when="rank", do="time.sleep(600)")
     running = train(world, LATE_SIGINT.format(late=late) + cell, 5, 4, 4, 4)
     stop(world, running)
-    assert "rank 0 ended after optimizer step 5, ranks 1-3 after step 4" in running.replicas
+    assert "rank 0 ended after optimizer step 5, ranks 1-3 after step 4" in running.replicas_text
     world.execute("signal.signal = set_handler")
 
 

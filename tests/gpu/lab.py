@@ -78,7 +78,7 @@ def make_world(kind: str, n: int, **options: Any) -> World:
 def whole(world: World) -> World:
     """The world, ready for the next test whatever the one before has done to it."""
     world.session.setup.forget()
-    world.session.take_replaced()
+    world.session.pop_replaced()
     world.session.on_failure = "heal"
     if world.state is not State.READY:
         world.restart()

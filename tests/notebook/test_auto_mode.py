@@ -101,7 +101,7 @@ def test_extensions_that_both_have_loaded(cells: Any, shell: Shell) -> None:
     ran(cells, f"%load_ext {__name__}")
     assert ran(cells, "%ours x") == "%%distributed --auto\n%ours x"
     world = World(1, log_dir="")
-    world.session.names.found({0: {"model": None}})
+    world.session.names.record_attached({0: {"model": None}})
     names = ("model", "torch", "dist", "x")
     assert [n for n in names if _is_theirs(world, {"torch": 1}, n)] == ["model", "dist"]
     assert not _is_theirs(None, {}, "dist")

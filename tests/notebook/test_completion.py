@@ -182,7 +182,7 @@ def with_two(pools: Pools) -> Pools:
     world = pools.default.world = World(2, log_dir="")
     for rank in (0, 1):
         done = Done("ok", 0.0, frozenset({"loss", "model", "np"}), {"np": "numpy"})
-        world.session.names.finished(rank, done, NOTHING_SENT)
+        world.session.names.record_finished(rank, done, NOTHING_SENT)
     world.session.state = State.READY
     return pools
 

@@ -39,16 +39,16 @@ from nbdist.output.transcript import Transcript
 class Pipe:
     """As much of a link as is watched: where it writes a byte for each piece of news."""
 
-    asides: int
+    idle_signal: int
     end: int
-    tells_all: bool = False
+    signals_all_messages: bool = False
 
 
 @pytest.fixture
 def link() -> Iterator[Any]:
     pipe = Pipe(*os.pipe2(os.O_NONBLOCK))
     yield pipe
-    os.close(pipe.asides)
+    os.close(pipe.idle_signal)
     if pipe.end >= 0:
         os.close(pipe.end)
 
@@ -93,14 +93,14 @@ async def test_what_goes_on(link: Any):
     for _ in range(2):
         watch.follow(link)
     watch.update()
-    assert link.tells_all
+    assert link.signals_all_messages
     await third.wait()
     os.write(link.end, b"x")
     await asyncio.sleep(0.01)
     assert len(noticed) == 4
     tasks.clear()
     watch.update()
-    assert not link.tells_all
+    assert not link.signals_all_messages
     await asyncio.sleep(2.5 * PAUSE)
     watch.stop()
     assert noticed[2] - noticed[0] >= 2 * PAUSE

@@ -25,7 +25,7 @@ def test_frames_come_out_whole() -> None:
 
 def test_a_frame_that_is_too_long() -> None:
     """It is refused when its length is known, before it has come."""
-    cutter = FrameCutter(most=9)
+    cutter = FrameCutter(max_bytes=9)
     assert list(cutter.feed(framed(b"x" * 9))) == [b"x" * 9]
     with pytest.raises(BadFrame, match="a frame of 10 bytes"):
         list(cutter.feed(framed(b"x" * 10)[:8]))

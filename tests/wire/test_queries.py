@@ -22,8 +22,8 @@ from nbdist.wire.queries import (
     WorldInfo,
     connect_to,
     from_line,
+    peer_user,
     to_line,
-    user_at,
 )
 from nbdist.wire.status import Gpu, WorkerStatus
 
@@ -72,7 +72,7 @@ def test_who_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """As the kernel says, not the other side; names of sockets stay in the folder."""
     one, other = socket.socketpair()
     with one, other:
-        assert user_at(one) == user_at(other) == os.geteuid()
+        assert peer_user(one) == peer_user(other) == os.geteuid()
     # It is connected to; one that somebody else listens at is not, nor one that is not there.
     path = tmp_path / "x.sock"
     with pytest.raises(FileNotFoundError):
@@ -81,7 +81,7 @@ def test_who_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         door.bind(str(path))
         door.listen()
         with connect_to(path, 1.0) as end:
-            assert (end.gettimeout(), user_at(end)) == (1.0, os.geteuid())
+            assert (end.gettimeout(), peer_user(end)) == (1.0, os.geteuid())
         monkeypatch.setattr(os, "geteuid", lambda: 12345)
         with pytest.raises(PermissionError, match="another user's"):
             connect_to(path, 1.0)

@@ -44,7 +44,7 @@ class End:
 
     def take(self) -> None:
         header, *frames = self.coming.popleft()
-        if self.talk.take(bytes(header)) is Kind.MESSAGE:
+        if self.talk.read_header(bytes(header)) is Kind.MESSAGE:
             self.read += map(bytes, frames)
 
 
@@ -61,37 +61,37 @@ def test_whatever_is_lost(steps: list[str]) -> None:
             case "take" if other.coming:
                 other.take()
             case "beat":
-                one.coming.append([other.talk.sign(Kind.BEAT)])
+                one.coming.append([other.talk.bare_header(Kind.BEAT)])
                 one.take()
             case "lose":
                 other.coming.clear()
                 one.coming.clear()
             case "connect":
                 for end, peer in ((one, other), (other, one)):
-                    peer.coming.append([end.talk.sign(Kind.AGAIN)])
-                    peer.coming.extend(end.talk.again())
+                    peer.coming.append([end.talk.bare_header(Kind.AGAIN)])
+                    peer.coming.extend(end.talk.replay())
     while other.coming:
         other.take()
     assert other.read == sent
-    one.coming.append([other.talk.sign(Kind.BEAT)])
+    one.coming.append([other.talk.bare_header(Kind.BEAT)])
     while one.coming:
         one.take()
-    assert [*one.talk.again()] == []
+    assert [*one.talk.replay()] == []
 
 
 def test_what_has_been_read_is_acknowledged_once() -> None:
     """With the next message, or a sign that is due for it."""
     one, other = Numbered(), Numbered()
     assert not other.has_read
-    assert other.take(bytes(one.message([b"1"])[0])) is Kind.MESSAGE
+    assert other.read_header(bytes(one.message([b"1"])[0])) is Kind.MESSAGE
     assert other.has_read
     other.message([b"2"])
     assert not other.has_read
     # It has read what a new conversation has not sent.
     one, other = Numbered(), Numbered()
-    other.take(bytes(one.message([b"1"])[0]))
+    other.read_header(bytes(one.message([b"1"])[0]))
     with pytest.raises(Mismatch):
-        Numbered().take(other.sign(Kind.AGAIN))
+        Numbered().read_header(other.bare_header(Kind.AGAIN))
 
 
 SMALL_PIECE = 1000
@@ -134,12 +134,14 @@ class Line:
         if self.asked and (not self.coming or self._random.random() < 0.5):
             self.coming.append(piece_of(self.asked.popleft()))
         elif self.coming:
-            self.receiving.take(self.coming.popleft())
+            self.receiving.add_piece(self.coming.popleft())
         return bool(self.asked or self.coming)
 
     async def begin(self, *segments: Segment) -> asyncio.Task[str]:
         """Have the receiver ask for these."""
-        bringing = asyncio.create_task(self.receiving.bring([each.ref for each in segments]))
+        bringing = asyncio.create_task(
+            self.receiving.copy_segments([each.ref for each in segments])
+        )
         await asyncio.sleep(0)
         return bringing
 
@@ -275,7 +277,7 @@ async def test_a_slow_link_is_not_filled(monkeypatch: pytest.MonkeyPatch) -> Non
         await line.begin(segment)
         for _ in range(60):  # four pieces a second, and only one at a time
             clock += 0.25
-            line.receiving.take(piece_of(line.asked.popleft()))
+            line.receiving.add_piece(piece_of(line.asked.popleft()))
         assert len(line.asked) <= 3
         for _ in range(60):
             clock += 0.0001

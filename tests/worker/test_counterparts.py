@@ -35,11 +35,11 @@ class Rank:
     def send(self, *pushed: str, **values: Any) -> None:
         """Bind variables in the notebook, and send them; or push those that there are."""
         self.table.namespace.update(values)
-        self.table.bound_in_notebook(values)
+        self.table.record_assigned(values)
         cell = ", ".join(values or self.table.namespace)
         found = push(pushed, self.table, (0,)) if pushed else plan(cell, self.table, (0,))
         shipment = found.shipment()
-        self.own.forget(self.table.objects.take_forgotten([0]).get(0, ()))
+        self.own.forget(self.table.objects.pop_forgotten([0]).get(0, ()))
         for packet in shipment.packets:
             payload, segment = pack_frames(packet.message.frames)
             self.segments += [segment] if segment else []
@@ -50,7 +50,7 @@ class Rank:
 
     def finish(self, received: Parcel = NOTHING_SENT) -> None:
         """End a task of the rank."""
-        self.table.finished(0, Done("ok", 0.0, dead=self.own.pop_ended_keys()), received)
+        self.table.record_finished(0, Done("ok", 0.0, dead=self.own.pop_ended_keys()), received)
 
     def sent(self) -> dict[int, None]:
         """Return the keys of all objects that the rank has been sent, each as a whole."""
@@ -217,7 +217,7 @@ def test_a_message_for_what_is_gone(rank: Rank) -> None:
     rows.append(2)
     for change in (lambda: setattr(box, "value", 2), lambda: None):
         change()
-        rank.table.bound_in_notebook(("box", "rows"))
+        rank.table.record_assigned(("box", "rows"))
         rank.table.namespace["new"] = [box]
         shipment = plan("new", rank.table, (0,)).shipment()
         (packet,) = shipment.packets

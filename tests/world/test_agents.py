@@ -28,7 +28,7 @@ from nbdist.wire.messages import GetStatus, PutCode
 from nbdist.wire.queries import DOOR, Describe, WorldInfo
 from nbdist.wire.spec import versions_here
 from nbdist.world import agents
-from nbdist.world.agents import AgentProcess, Asking, Found, to_attach
+from nbdist.world.agents import AgentProcess, Asking, Found, find_attachable
 from nbdist.world.code_sync import archive_of
 from nbdist.world.link import Link
 from nbdist.world.states import State
@@ -148,7 +148,7 @@ def test_which_is_meant() -> None:
         (found(agent=8), "8", 8),
         (found(notebook=5, agent=8), "exp", 9),
     ):
-        assert to_attach([found(), other], name).agent == agent
+        assert find_attachable([found(), other], name).agent == agent
 
 
 PYTHON = platform.python_version()
@@ -177,7 +177,7 @@ NINE = "are " + "`exp` (process 9), " * 5 + "`exp` (process 9) and 3 more)"
 def test_what_cannot_be_had(there: list[Found], name: str | None, said: str) -> None:
     """Is said in one line, with what to do."""
     with pytest.raises(UsageError) as error:
-        to_attach(there, name)
+        find_attachable(there, name)
     assert said in str(error.value)
     assert "\n" not in str(error.value)
 

@@ -409,7 +409,7 @@ def test_what_is_run_again(world: World, write: Write) -> None:
     with pytest.raises(ValueError, match="bad"):
         world.run_script("fails.py", max_restarts=1)
     ran = world.session.running
-    assert (said(ran), ran and ran.restart) == (["1"] * N, "")
+    assert (said(ran), ran and ran.restart_text) == (["1"] * N, "")
 
 
 # --- a line that is written over --------------------------------------------------------

@@ -146,7 +146,7 @@ def test_a_module_that_is_missing_there(tmp_path: Path) -> None:
     (tmp_path / "data.csv").touch()
     assert missing_text(no_file, "b", folder, path, None) == ""
     code = CodeSync(folder)
-    list(code.bringing(taken))
+    list(code.send_changes(taken))
     assert missing_text("No module named 'mine'", "b", folder, path, code) == ""
     assert missing_text(no_file.replace("config", "none"), "b", folder, path, code) == ""
     for elsewhere in ("../data.csv", "./config.yaml"):
@@ -210,7 +210,7 @@ def bring(code: CodeSync, node: CodeFolder) -> int:
         return node.answer(request._replace(landmark=None) if is_get else request)
         yield
 
-    list(code.bringing(asks))
+    list(code.send_changes(asks))
     return len(asked)
 
 

@@ -175,14 +175,17 @@ if rank == 1:
         world.submit(world.task(source))
 
         def have_ended() -> bool:
-            rows = world.session.look(GetStatus())
+            rows = world.session.ask_from_thread(GetStatus())
             return [row.state for row in rows] == ["idle", "dead"]
 
         wait_until(have_ended, "both have ended it")
         world.restart()
         world.execute("pass")
         session = world.session
-        assert [(session.dead, session.take_replaced()), session.take_late()] == [({}, {}), []]
+        assert [(session.dead, session.pop_replaced()), session.pop_late_outputs()] == [
+            ({}, {}),
+            [],
+        ]
         assert [session.names.bound(rank) for rank in (0, 1)] == [[], []]
 
 
@@ -231,14 +234,14 @@ CELLS = ("import os", "os.environ.update(NBT_A='1', NBT_TOKEN='', NBT_B='', RANK
 
 def note(world: World) -> str:
     world.execute("pass")
-    return world.session.surroundings.take_note(CELLS)
+    return world.session.surroundings.pop_note(CELLS)
 
 
 def test_the_folder(here: World, tmp_path: Path) -> None:
     """Ranks go where the notebook goes, also new ones, and one that has gone elsewhere before."""
     os.chdir(tmp_path)
     assert here.gather(FOLDER) == [str(tmp_path)] * 2
-    here.session.surroundings.take_note(CELLS)  # pytest has variables of its own for each test
+    here.session.surroundings.pop_note(CELLS)  # pytest has variables of its own for each test
     here.execute("import os; os.chdir('/')", ranks=[1])
     sys.path.append("/more")  # the folder is the same: the rank stays where it is
     assert here.gather(FOLDER) == [str(tmp_path), "/"]
@@ -252,7 +255,7 @@ def test_the_folder(here: World, tmp_path: Path) -> None:
     assert here.gather(FOLDER) == [str(tmp_path / "below")] * 2
     here.replace([1])
     assert here.gather(FOLDER) == [str(tmp_path / "below")] * 2
-    assert here.session.surroundings.take_note(CELLS) == ""
+    assert here.session.surroundings.pop_note(CELLS) == ""
     shutil.rmtree(tmp_path / "below")
     assert here.gather("rank") == [0, 1]
     os.chdir(tmp_path)
@@ -322,7 +325,7 @@ def test_on_other_machines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     for name in "ABC":
         monkeypatch.setenv(f"NBT_{name}", "2")
     assert found.now() == Surroundings(str(tmp_path), str(tmp_path), None, {"NBT_A": "2"})
-    said = found.take_note(CELLS)
+    said = found.pop_note(CELLS)
     assert "`NBT_A` changed in the notebook, and on the ranks too" in said
     assert said.endswith("`%dist_restart --env NBT_B=...` gives it to them")
     spec = replace(make_spec(WorldConfig(n=2))[0], cwd="/earlier")

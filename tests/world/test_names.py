@@ -24,7 +24,9 @@ def table() -> NameTable:
 
 def bind(table: NameTable, rank: int, *names: str, **imported: str) -> None:
     """A cell binds names on this rank; some of them it imports."""
-    table.finished(rank, Done("ok", 0.0, frozenset({*names, *imported}), imported), NOTHING_SENT)
+    table.record_finished(
+        rank, Done("ok", 0.0, frozenset({*names, *imported}), imported), NOTHING_SENT
+    )
 
 
 def ship(
@@ -32,15 +34,15 @@ def ship(
 ) -> None:
     """A cell takes names of the notebook along."""
     records = {name: Sent(version, Identity(table.namespace[name]), **more) for name in names}
-    table.sent(records)
+    table.record_sent(records)
     for rank in ranks:
-        table.finished(rank, Done("ok", 0.0), Parcel(records))
+        table.record_finished(rank, Done("ok", 0.0), Parcel(records))
 
 
 def test_what_is_shipped_is_the_notebooks(table: NameTable) -> None:
     """On the ranks that it has reached; of an older version nobody has it; it is not lost."""
-    table.sent({"x": Sent(1, Identity(1))})
-    table.finished(0, Done("error", 0.0), NOTHING_SENT)  # it could not be rebuilt there
+    table.record_sent({"x": Sent(1, Identity(1))})
+    table.record_finished(0, Done("error", 0.0), NOTHING_SENT)  # it could not be rebuilt there
     assert table.owners() == {}
     ship(table, "x", "model")
     assert table.owners() == {name: ("notebook", {0, 1}) for name in ("x", "model")}
@@ -53,11 +55,11 @@ def test_what_is_shipped_is_the_notebooks(table: NameTable) -> None:
     assert (last.version, table.record("y")) == (3, None)
     bind(table, 1, "x", "model")
     ship(table, "x")
-    table.replaced([1])
-    assert table.lacking([1]) == "model"  # what was shipped is shipped again
+    table.record_replaced([1])
+    assert table.lacking_text([1]) == "model"  # what was shipped is shipped again
     assert table.ranks_that_have("x") == {0}
     ship(table, "model")
-    assert table.lacking([1]) == ""
+    assert table.lacking_text([1]) == ""
 
 
 def test_what_a_rank_has_bound_is_its_own(table: NameTable) -> None:
@@ -68,7 +70,9 @@ def test_what_a_rank_has_bound_is_its_own(table: NameTable) -> None:
     assert (table.ranks_that_own("x"), table.ranks_that_have("x")) == ({0}, {1})
     assert table.owners()["x"] == ("workers", {0})
     assert (table.bound(0), table.bound(1)) == (["x"], [])
-    table.finished(0, Done("ok", 0.0, gone=frozenset({"model", "x", "unknown"})), NOTHING_SENT)
+    table.record_finished(
+        0, Done("ok", 0.0, gone=frozenset({"model", "x", "unknown"})), NOTHING_SENT
+    )
     assert table.owners() == {name: ("notebook", {1}) for name in ("x", "model")}
 
 
@@ -76,10 +80,10 @@ def test_what_a_rank_has_bound_is_its_own(table: NameTable) -> None:
 def test_what_the_notebook_binds_again_is_its_own(table: NameTable, name: str) -> None:
     """What a rank has is still what a cell bound there, until the notebook's is shipped."""
     bind(table, 0, name)
-    table.bound_in_notebook([name])
+    table.record_assigned([name])
     assert table.ranks_that_own(name) == ({0} if name == "model" else set())
     table.namespace[name] = [2]
-    table.bound_in_notebook([name])
+    table.record_assigned([name])
     assert table.ranks_that_own(name) == set()
     assert table.bound(0) == [name]
     ship(table, name)
@@ -92,15 +96,15 @@ def test_what_stays_the_workers(table: NameTable) -> None:
     ship(table, "model")
     bind(table, 1, "x", "y")
     table.namespace.update(x=[1, 1], model=[[1], [1]])
-    table.gathered("x", (0,))
-    table.gathered("model", (0,))
+    table.record_gathered("x", (0,))
+    table.record_gathered("model", (0,))
     owners = {"model": {0}, "x": {0, 1}, "y": {1}}
     assert table.owners() == {name: ("workers", ranks) for name, ranks in owners.items()}
     bind(table, 1, "model")
     ship(table, "model", ranks=(1,))
     assert table.ranks_that_own("model") == {0}
     table.namespace["model"] = [2]
-    table.bound_in_notebook(["model"])
+    table.record_assigned(["model"])
     assert table.ranks_that_own("model") == set()
 
 
@@ -113,12 +117,12 @@ def test_what_ranks_have_changed_in_place(table: NameTable) -> None:
         name: Sent(1, Identity(table.namespace[name]), token=token)
         for name, token in tokens.items()
     }
-    table.sent(records)
+    table.record_sent(records)
     for rank in (0, 1):
-        table.finished(rank, Done("ok", 0.0), Parcel(records, states))
+        table.record_finished(rank, Done("ok", 0.0), Parcel(records, states))
     assert table.holders("model") == {0, 1}
     assert (table.changed_names(), table.theirs(0)) == ([], [])
-    table.objects.note_changed({1: frozenset({"a"})})
+    table.objects.record_changed({1: frozenset({"a"})})
     assert table.owners()["model"] == ("notebook", {0, 1})
     assert {*table.changed_names()} == {"model", "trainer"}
     bind(table, 0, "loss")
@@ -126,11 +130,11 @@ def test_what_ranks_have_changed_in_place(table: NameTable) -> None:
         ["loss", "model", "trainer"],
         ["model", "trainer"],
     )
-    table.replaced([1])
+    table.record_replaced([1])
     assert table.is_missing("model", 1)
-    table.note_lost([1])
+    table.record_lost([1])
     assert [table.is_missing(name, 1) for name in tokens] == [True, True, False]
-    assert table.lacking([1]) == "model and trainer"
+    assert table.lacking_text([1]) == "model and trainer"
     table.objects.overwrite([1])
     assert table.changed_names() == []
 
@@ -144,7 +148,7 @@ def test_which_object_a_rank_has(table: NameTable) -> None:
     assert not table.is_older("model", [0, 1])
     table.namespace["model"] = [1]
     assert table.is_older("model", [0, 1])
-    table.bound_in_notebook(["model"])
+    table.record_assigned(["model"])
     assert table.ranks_that_have("model") == set()
     assert table.ranks_that_have("model", (..., 1)) == {0, 1}
     ship(table, "model", token=(..., 2), ranks=(0,))
@@ -158,10 +162,10 @@ def test_what_ranks_have_bound_over_what_was_sent(table: NameTable) -> None:
     ship(table, "model")
     bind(table, 0, "model", "y")
     bind(table, 0, "model")
-    assert (table.others_of("model"), table.others_of("y")) == ({0}, set())
+    assert (table.ranks_that_assigned("model"), table.ranks_that_assigned("y")) == ({0}, set())
     table.namespace["model"] = [2]
-    table.bound_in_notebook(["model"])
-    assert table.others_of("model") == set()
+    table.record_assigned(["model"])
+    assert table.ranks_that_assigned("model") == set()
 
 
 def test_what_the_notebook_deletes(table: NameTable) -> None:
@@ -169,35 +173,35 @@ def test_what_the_notebook_deletes(table: NameTable) -> None:
     ship(table, "model", "x")
     bind(table, 1, "model")
     del table.namespace["model"]
-    assert table.take_deleted([0, 1]) == {}, "a cell may still be running"
-    table.bound_in_notebook(["model"])
-    assert [table.take_deleted([0, 1]) for _ in range(2)] == [{0: ("model",)}, {}]
+    assert table.pop_deleted([0, 1]) == {}, "a cell may still be running"
+    table.record_assigned(["model"])
+    assert [table.pop_deleted([0, 1]) for _ in range(2)] == [{0: ("model",)}, {}]
     # Until the rank says that it has deleted its own too.
     assert table.owners()["model"] == ("workers", {0})
-    table.finished(0, Done("ok", 0.0, gone=frozenset({"model"})), NOTHING_SENT)
+    table.record_finished(0, Done("ok", 0.0, gone=frozenset({"model"})), NOTHING_SENT)
     assert table.owners() == {"x": ("notebook", {0, 1})}
     assert table.bound(1) == ["model"]
     del table.namespace["x"]
-    table.bound_in_notebook([])  # a cell that does not name it
-    assert table.take_deleted([0, 1]) == {0: ("x",), 1: ("x",)}
+    table.record_assigned([])  # a cell that does not name it
+    assert table.pop_deleted([0, 1]) == {0: ("x",), 1: ("x",)}
 
 
 def test_what_was_assigned_while_a_task_ran(table: NameTable) -> None:
     """It is the notebook's, though the task has bound it later."""
-    since = table.sent({})
+    since = table.record_sent({})
     table.namespace["model"] = [2]
-    table.bound_in_notebook(["model"])
-    table.finished(0, Done("ok", 0.0, frozenset({"model", "x"})), NOTHING_SENT, since)
+    table.record_assigned(["model"])
+    table.record_finished(0, Done("ok", 0.0, frozenset({"model", "x"})), NOTHING_SENT, since)
     assert (table.ranks_that_own("model"), table.ranks_that_own("x")) == (set(), {0})
     assert table.ranks_that_bound("model") == {0}
 
 
 def test_what_another_notebook_has_sent(table: NameTable) -> None:
     """Of any name that is not known, unless this notebook binds it, ranks may have changed it."""
-    table.found({1: {"y": None}}, (0, 1))
+    table.record_attached({1: {"y": None}}, (0, 1))
     assert table.holders("x") == table.holders("model") == {0, 1}
     assert table.holders("y") == set()
-    table.bound_in_notebook(["x"])
+    table.record_assigned(["x"])
     assert table.holders("x") == set()
     ship(table, "x", token=(..., 1))
     assert table.copy().holders("x") == {0, 1}
@@ -207,15 +211,15 @@ def test_a_copy_stays_as_it_is(table: NameTable) -> None:
     """But for ranks that are other processes now; it knows which notices were given."""
     ship(table, "x")
     assert [table.is_first_notice("model") for _ in range(2)] == [True, False]
-    table.bound_in_notebook(["model"])
+    table.record_assigned(["model"])
     copy = table.copy()
     assert copy.is_first_notice("model")
     assert not table.is_first_notice("model")
     bind(table, 0, "x")
-    table.replaced([1])
+    table.record_replaced([1])
     bind(table, 1, "y")
     assert copy.owners() == {"x": ("notebook", {0, 1})}
-    copy.taken_over([1], table)
+    copy.copy_entries([1], table)
     assert copy.owners() == {"x": ("notebook", {0}), "y": ("workers", {1})}
 
 
@@ -226,19 +230,19 @@ def test_what_a_new_rank_lacks(table: NameTable) -> None:
     """All that cells bound on it, and the last one on the others; modules are missed first."""
     for rank in (0, 1):
         bind(table, rank, "model", "x")
-    table.replaced([1], {"late"})
-    assert (table.lacking([1]), table.lacking([0])) == ("late, model and x", "")
+    table.record_replaced([1], {"late"})
+    assert (table.lacking_text([1]), table.lacking_text([0])) == ("late, model and x", "")
     assert (table.bound(1), table.ranks_that_own("x")) == ([], {0})
     bind(table, 1, "x", "late")
-    assert table.lacking([1]) == "model"
+    assert table.lacking_text([1]) == "model"
     kinds = {"net": 0, "opt": 1, "weights": 2}
     names = frozenset({*kinds, "a", "b"})
-    table.finished(1, Done("ok", 0.0, names, kinds=kinds), NOTHING_SENT)
-    table.replaced([1])
-    assert table.lacking([1]) == "net, opt, weights, a, b, late and 2 more"
-    table.finished(1, Done("ok", 0.0, names, kinds=kinds), NOTHING_SENT)
-    table.replaced([0], made={"a", "net"})
-    assert table.lacking([0]) == "net, a, model and x"
+    table.record_finished(1, Done("ok", 0.0, names, kinds=kinds), NOTHING_SENT)
+    table.record_replaced([1])
+    assert table.lacking_text([1]) == "net, opt, weights, a, b, late and 2 more"
+    table.record_finished(1, Done("ok", 0.0, names, kinds=kinds), NOTHING_SENT)
+    table.record_replaced([0], made={"a", "net"})
+    assert table.lacking_text([0]) == "net, a, model and x"
 
 
 def test_what_was_imported_is_imported_again(table: NameTable) -> None:
@@ -246,11 +250,11 @@ def test_what_was_imported_is_imported_again(table: NameTable) -> None:
     bind(table, 1, "made", "hidden", np="numpy", time="time", hides="numpy")
     bind(table, 1, "time", hidden="torch")
     assert table.bound(1) == ["made", "time"]
-    table.replaced([1])
-    assert table.lacking([1]) == "made and time"
-    assert table.take_lost_imports([0]) == {}
+    table.record_replaced([1])
+    assert table.lacking_text([1]) == "made and time"
+    assert table.pop_lost_imports([0]) == {}
     lost = {1: {"np": "numpy", "hides": "numpy", "hidden": "torch"}}
-    assert [table.take_lost_imports([0, 1]) for _ in range(2)] == [lost, {}]
+    assert [table.pop_lost_imports([0, 1]) for _ in range(2)] == [lost, {}]
 
 
 def test_new_ranks_lack_what_any_other_has(table: NameTable) -> None:
@@ -258,14 +262,14 @@ def test_new_ranks_lack_what_any_other_has(table: NameTable) -> None:
     ship(table, "x")
     bind(table, 0, "a", "both")
     bind(table, 1, "b", both="numpy", np="numpy")
-    table.renumbered({0: 0, 1: 1}, 3)
-    assert table.lacking([2]) == "a, b and both"
-    assert table.lacking([0, 1]) == ""
-    assert table.take_lost_imports([2]) == {2: {"np": "numpy"}}
+    table.renumber({0: 0, 1: 1}, 3)
+    assert table.lacking_text([2]) == "a, b and both"
+    assert table.lacking_text([0, 1]) == ""
+    assert table.pop_lost_imports([2]) == {2: {"np": "numpy"}}
     assert table.ranks_that_have("x") == {0, 1}
-    table.renumbered({0: 0}, 1)
+    table.renumber({0: 0}, 1)
     assert table.owners().keys() == {"x", "a", "both"}
-    assert table.lacking([1, 2]) == ""
+    assert table.lacking_text([1, 2]) == ""
 
 
 def test_new_ranks_lack_no_name_of_their_own(table: NameTable) -> None:
@@ -273,11 +277,11 @@ def test_new_ranks_lack_no_name_of_their_own(table: NameTable) -> None:
     bind(table, 0, "rank", "world_size", "device", "local_rank", "dist", "x", "y")
     bind(table, 1, "z", "y")
     bind(table, 2, "gone")
-    table.renumbered({0: 0, 1: 1}, 3)
-    assert table.lacking([2]) == "gone, x, y and z"
+    table.renumber({0: 0, 1: 1}, 3)
+    assert table.lacking_text([2]) == "gone, x, y and z"
     assert table.sources_of_lacking([2]) == {0: ["x", "y"], 1: ["z"]}
-    table.replaced([0])
-    assert table.lacking([0]) == "x and y"
+    table.record_replaced([0])
+    assert table.lacking_text([0]) == "x and y"
     assert table.sources_of_lacking([0]) == {1: ["y"]}
 
 
@@ -291,7 +295,7 @@ def test_who_has_something_under_a_name(table: NameTable) -> None:
         None,
         None,
     )
-    table.replaced([1])
+    table.record_replaced([1])
     assert table.ranks_with("loss") == table.ranks_with("nope") == ()
 
 

@@ -33,7 +33,7 @@ class Lab:
         self.objects.runs += 1
         outgoing = Outgoing(self.objects, {}, frozenset({0, 1}), forces=forces)
         for value in values:
-            outgoing.look(value)
+            outgoing.scan_value(value)
         outgoing.compare()
         return outgoing
 
@@ -42,7 +42,7 @@ class Lab:
         outgoing = self.looked(*values, forces=forces)
         for rank in ranks:
             _, states = outgoing.message(dict(enumerate(values)), rank)
-            self.objects.finished(rank, Parcel(states=states), ())
+            self.objects.record_finished(rank, Parcel(states=states), ())
         return outgoing
 
     def key(self, value: Any) -> int:
@@ -76,13 +76,16 @@ def test_what_is_asked(lab: Lab) -> None:
     """The parts that any rank is to get; the whole object if another one takes its place."""
     cfg, made = {"a": 1, "b": 2}, Made(1)
     lab.send(cfg, made, [3])
-    assert lab.looked(cfg, made).asked() == {}
+    assert lab.looked(cfg, made).objects_to_inspect() == {}
     cfg["a"] = 5
     lab.send(cfg, ranks=(0,))
     cfg["b"] = 6
     made.number = 2
     assert lab.looked(cfg, made).changed[1][lab.key(made)] == {HEAD}
-    assert lab.looked(cfg, made).asked() == {lab.key(cfg): {"a", "b"}, lab.key(made): None}
+    assert lab.looked(cfg, made).objects_to_inspect() == {
+        lab.key(cfg): {"a", "b"},
+        lab.key(made): None,
+    }
 
 
 def test_what_ranks_keep(lab: Lab) -> None:
@@ -92,7 +95,7 @@ def test_what_ranks_keep(lab: Lab) -> None:
     key = lab.key(cfg)
     cfg.update(a=5, b=6)
     outgoing = lab.looked(cfg)
-    outgoing.answer({0: Inspected({key: frozenset({"a", "c"})}), 1: Inspected()})
+    outgoing.apply_replies({0: Inspected({key: frozenset({"a", "c"})}), 1: Inspected()})
     assert outgoing.changed == {0: {key: {"b"}}, 1: {key: {"b"}}}
     assert [outgoing.kept() for _ in range(2)] == [{key: {"a"}}, {}]
     cfg["a"] = 7
@@ -107,7 +110,7 @@ def test_what_has_ended_on_a_rank(lab: Lab) -> None:
     lab.send(rows)
     rows.append(2)
     outgoing = lab.looked(rows)
-    outgoing.answer({0: Inspected(gone=(lab.key(rows),))})
+    outgoing.apply_replies({0: Inspected(gone=(lab.key(rows),))})
     assert outgoing.changed == {0: {}, 1: {lab.key(rows): None}}
     assert outgoing.message({"rows": rows}, 0)[0].keys == {lab.key(rows)}
     assert outgoing.message({"rows": rows}, 1)[0].keys == set()
@@ -123,7 +126,7 @@ def test_what_is_replaced(lab: Lab) -> None:
     outgoing = lab.looked(rows)
     assert outgoing.renew_replaced()
     assert lab.key(made) != old
-    outgoing.look(rows)
+    outgoing.scan_value(rows)
     outgoing.compare()
     assert outgoing.changed[0] == {lab.key(rows): None}
     assert not outgoing.renew_replaced()
@@ -134,7 +137,7 @@ def test_ranks_that_lack_the_same(lab: Lab) -> None:
     rows = [1]
     lab.send(rows, ranks=(0,))
     assert lab.looked(rows).groups({}) == [(0,), (1,)]
-    lab.objects.copied_from(0, 1, (lab.key(rows),))
+    lab.objects.record_copies(0, 1, (lab.key(rows),))
     assert lab.looked(rows).groups({}) == [(0, 1)]
     assert lab.looked(rows).groups({0: ["x"], 1: []}) == [(0,), (1,)]
 
@@ -147,8 +150,8 @@ def test_what_a_new_rank_gets(lab: Lab) -> None:
     message, states = outgoing.whole({"rows": rows})
     assert message.keys == states.keys() == outgoing.states.keys()
     with pytest.raises(TypeError, match="cannot pickle"):
-        outgoing.look([(each for each in rows)])
-    outgoing.look(rows)
+        outgoing.scan_value([(each for each in rows)])
+    outgoing.scan_value(rows)
     outgoing.compare()
     assert outgoing.changed[0] == {}
 

@@ -140,11 +140,11 @@ def test_set_up_cells_are_kept_in_order() -> None:
         setup.renumber(Renumbering(4, after, {}))
         assert [task.ranks for task in setup.tasks.values()] == [tuple(range(after)), (0, 1)]
     task = ended(Source("import os"), key="a").task
-    assert not past.knows(task)
+    assert not past.has_cell(task)
     past.add(ended(Source("import os"), key="a"))
-    assert past.knows(task)
-    assert past.knows(ended(Source("import os")).task)
-    assert not past.knows(ended(Source("import sys")).task)
+    assert past.has_cell(task)
+    assert past.has_cell(ended(Source("import os")).task)
+    assert not past.has_cell(ended(Source("import sys")).task)
 
 
 def test_tasks_of_ranks_that_are_gone() -> None:
@@ -204,7 +204,7 @@ def test_setup_runs_in_every_new_worker(world: World) -> None:
     error = run(world, f"base = 0\n{DIES}").error
     assert isinstance(error, WorkerDied)
     assert world.gather("base") == [0, expected[1], 0]
-    assert "base" not in world.session.names.lacking([1])
+    assert "base" not in world.session.names.lacking_text([1])
     world.replace([2])
     assert world.gather("base") == [0, *expected[1:]]
     world.restart()

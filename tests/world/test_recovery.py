@@ -166,12 +166,12 @@ def test_new_ranks_run_the_set_up_cells_and_lack_the_rest(world: World) -> None:
         world.execute(f"print({text!r})", ranks=[2])
     assert log.read_text().endswith("first\nsecond\n")
     names = world.session.names
-    assert "made" in names.lacking([2])
-    assert "train" not in names.lacking([2])
+    assert "made" in names.lacking_text([2])
+    assert "train" not in names.lacking_text([2])
     assert world.gather("train.__name__", ranks=[2]) == ["train"]
     assert world.gather("train is before", ranks=[0, 1]) == [True, True]  # it ran on new ones alone
     assert world.sync(["made", "given"]) == (1, 2)
-    assert "made" not in names.lacking([2])
+    assert "made" not in names.lacking_text([2])
     assert names.ranks_that_own("given") == {0, 1, 2}
 
 
@@ -189,8 +189,8 @@ def test_it_takes_workers_that_have_nothing_to_do(world: World) -> None:
         World(2).scale(3)
     two: Any = Workers(WorldConfig(2, log_dir=""))
     assert healing_text(two, [1, 0]) == "ranks 0-1 were restarted and their variables are gone."
-    two.names.finished(1, Done("ok", 0.0, frozenset("x")), NOTHING_SENT)
-    two.names.replaced([1])
+    two.names.record_finished(1, Done("ok", 0.0, frozenset("x")), NOTHING_SENT)
+    two.names.record_replaced([1])
     said = "rank 1 was restarted and its variables (x) are gone; other ranks are unaffected."
     assert healing_text(two, [1]) == said
 
@@ -242,7 +242,7 @@ def test_a_survivor_that_dies_meanwhile_is_replaced(world: World) -> None:
         world.scale(3)
     assert world.gather("dist.get_world_size()") == [3] * 3
     assert world.gather("globals().get('kept')") == [0, None, None]
-    assert "layer" in world.session.names.lacking([1])
+    assert "layer" in world.session.names.lacking_text([1])
 
 
 LATE = """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nbdist.output.events import Done, Incomplete
-from nbdist.world.replicas import differing_text, incomplete_text, names_in
+from nbdist.world.replicas import differing_text, incomplete_text, occurring_or_all
 
 
 def ended(*steps: int, inside: int | None = None) -> dict[int, Done]:
@@ -42,8 +42,8 @@ def test_nothing_is_said() -> None:
 
 def test_names_of_the_cell() -> None:
     """Only variables that the source names are, if it names any."""
-    assert names_in("model.step()", ["model", "mod"]) == ["model"]
-    assert names_in("train()", ["model", "net"]) == ["model", "net"]
+    assert occurring_or_all("model.step()", ["model", "mod"]) == ["model"]
+    assert occurring_or_all("train()", ["model", "net"]) == ["model", "net"]
 
 
 def test_incomplete_variables() -> None:

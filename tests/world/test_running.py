@@ -45,7 +45,7 @@ def looks(task: TaskRun, now: float) -> list[Step]:
     steps: list[Step] = []
     for number in range(3):
         steps += task.next_steps(now + 1.5 * (number + 1))
-        task.take(Located({0: WAITS, 1: Place()}), now + 1.5 * (number + 1))
+        task.handle_message(Located({0: WAITS, 1: Place()}), now + 1.5 * (number + 1))
     return steps
 
 
@@ -56,14 +56,14 @@ def test_it_is_over_when_all_ranks_are_done() -> None:
     task.moved = {0: Moved(1, 10), 1: Moved(2, 20)}
     task.receive(0, Done("ok", 0.1, bound=frozenset({"x"})))
     assert (task.unfinished, task.waits_after(0), task.bytes_moved) == ((1,), True, (3, 30))
-    assert [[rank for rank, _ in task.take_news()] for _ in range(2)] == [[0, 0], []]
+    assert [[rank for rank, _ in task.pop_outputs()] for _ in range(2)] == [[0, 0], []]
     assert (task.made, task.result().by_rank) == ({"x"}, {0: None})
     assert isinstance(task.error(), RanksNotStopped)
     task.receive(1, Done("ok", 0.1))
     assert (task.unfinished, task.error()) == ((), None)
     assert [*task.next_steps(time.monotonic())] == []
     task, lost = running(), AgentLost("here", -9)
-    task.take_loss(lost)
+    task.handle_agent_loss(lost)
     assert (task.unfinished, task.error()) == ((), lost)
 
 
@@ -84,7 +84,7 @@ def test_a_death(backend: str, *, heals: bool, step: list[Step]) -> None:
     assert [*task.next_steps(now)] == []
     assert isinstance(task.error(), RanksNotStopped)  # rank 0 still runs
     task.receive(0, Done("ok", 0.1))
-    task.fate = "It was replaced."
+    task.recovery_text = "It was replaced."
     error = task.error()
     assert isinstance(error, WorkerDied)
     assert str(error).endswith("It was replaced.")
@@ -112,11 +112,11 @@ def test_who_is_not_watched_costs_no_processor(backend: str) -> None:
     """A notebook that has nothing to ask ranks for waits, and does not look again at once."""
     task, now = running(backend=backend), time.monotonic() + FIRST_LOOK
     is_watched = backend != "none"
-    assert (task.seconds_to_look(now) == 0) == is_watched
+    assert (task.seconds_to_poll(now) == 0) == is_watched
     assert ([*task.next_steps(now)] == [Step.LOCATE]) == is_watched
     asks = running()
     asks.receive(1, InputRequest(1, "name: "))
-    assert asks.seconds_to_look(now) == float("inf")
+    assert asks.seconds_to_poll(now) == float("inf")
     assert [*asks.next_steps(now)] == []
 
 
@@ -169,9 +169,9 @@ def test_a_gpu_has_just_ended_a_collective() -> None:
     task.receive(1, Done("error", 0.1))
     seems = Place(line=2, operation="all_reduce")
     for tenths in range(13):
-        task.take(Located({0: seems, 1: Place()}), now + tenths / 10)
+        task.handle_message(Located({0: seems, 1: Place()}), now + tenths / 10)
         assert Step.ABORT not in task.next_steps(now + tenths / 10)
-    task.take(Located({0: seems, 1: Place()}), now + 2)
+    task.handle_message(Located({0: seems, 1: Place()}), now + 2)
     assert [*task.next_steps(now + 2)] == [Step.ABORT]
 
 
@@ -187,7 +187,7 @@ def test_nobody_waits_in_vain_for_one_that_is_debugged() -> None:
 @pytest.mark.parametrize("backend", ["gloo", "none"])
 def test_it_takes_too_long(backend: str) -> None:
     """It is stopped once, and where its ranks were is the error; time to type does not count."""
-    assert running(patience=Patience(timeout=0.5)).seconds_to_look(time.monotonic()) <= 0.5
+    assert running(patience=Patience(timeout=0.5)).seconds_to_poll(time.monotonic()) <= 0.5
     task = running(backend=backend, patience=Patience(hang_timeout=1000.0, timeout=500.0))
     now = time.monotonic()
     assert Step.TIME_OUT not in task.next_steps(now + 490)
@@ -195,7 +195,7 @@ def test_it_takes_too_long(backend: str) -> None:
     assert Step.TIME_OUT not in task.next_steps(now + 600)
     task.prompts.drop(0, now + 600)
     assert Step.TIME_OUT in task.next_steps(now + 1101)
-    task.take(Located({0: WAITS, 1: Place(line=1)}), now)
+    task.handle_message(Located({0: WAITS, 1: Place(line=1)}), now)
     task.timed_out = task.doing
     task.stop(now + 1101)
     assert Step.TIME_OUT not in task.next_steps(now + 1200)
@@ -235,7 +235,7 @@ def test_what_nothing_wakes_is_ended(backend: str, ended: tuple[int, ...]) -> No
     while len(steps) < 4:
         now += 1.0
         goes_on = replace(WAITS, moved=len(steps))
-        task.take(Located({0: WAITS, 1: goes_on, 2: Place()}), now)
+        task.handle_message(Located({0: WAITS, 1: goes_on, 2: Place()}), now)
         for step in set(task.next_steps(now)) - {Step.LOCATE}:
             steps.append(step)
             assert task.unwakeable == (ended if len(steps) == 4 else ())
@@ -246,7 +246,7 @@ def test_what_nothing_wakes_is_ended(backend: str, ended: tuple[int, ...]) -> No
 def test_who_waits_where() -> None:
     """It is said once it may be in vain; machines and networks that are silent come first."""
     task = running(patience=Patience(hang_timeout=0.0))
-    task.take(Located({0: WAITS, 1: Place(line=2)}), 1.0)
+    task.handle_message(Located({0: WAITS, 1: Place(line=2)}), 1.0)
     assert task.doing == task.waits == "rank 0 waits in barrier, line 1 · rank 1 is in line 2"
     task.receive(1, Done("ok", 0.1))
     assert task.waits.endswith("· rank 1 finished")
@@ -256,7 +256,7 @@ def test_who_waits_where() -> None:
     task.silent = Silent(("hosta", "hostb"), 2.5)
     assert task.waits == "hosta and hostb do not respond and count as lost after 2.5 s"
     task.silent = Silent((), 2.5)
-    task.take(Located({0: replace(WAITS, stalled=(("10.0.0.1", "10.0.0.2"),))}), 1.0)
+    task.handle_message(Located({0: replace(WAITS, stalled=(("10.0.0.1", "10.0.0.2"),))}), 1.0)
     assert task.waits == "the network between 10.0.0.2 and here is stalled"
 
 
@@ -279,7 +279,7 @@ def watch(*looks: Places, every: float = SOON) -> Watch:
     """A watch that has been told these places, one after the other."""
     found = Watch(0.0)
     for number, places in enumerate(looks):
-        found.take(places, number * every)
+        found.record_places(places, number * every)
     return found
 
 
@@ -307,37 +307,37 @@ def test_all_wait_and_nothing_moves(looks: list[Places], every: float, *, never:
 def test_what_may_still_bring_on_who_waits() -> None:
     """Ends that are on their way from ranks that have finished, and bytes, which TCP repeats."""
     found = watch(BOTH, BOTH, BOTH)
-    found.finished()
+    found.restart()
     assert found.places == BOTH
     assert not found.is_deadlocked((0,), 3 * SOON)
     for number, is_enough in ((3, False), (4, True)):
-        found.take(ONE, number * SOON)
+        found.record_places(ONE, number * SOON)
         assert found.is_deadlocked((0,), number * SOON) is is_enough
-    found.finished()
+    found.restart()
     for now in (10 * UNCHANGED, 10 * UNCHANGED + SOON):
-        found.take(BUSY, now)
+        found.record_places(BUSY, now)
     assert not found.is_deadlocked((0,), 10 * UNCHANGED + SOON)
     found = watch(ONE, ONE)
     for now, in_flight in ((SOON, 0), (2 * SOON, 1), (500.0, 1), (501.0, 0)):
-        found.take(ONE, now, in_flight=in_flight)
+        found.record_places(ONE, now, in_flight=in_flight)
         assert found.is_deadlocked((0,), now) is (not in_flight)
 
 
 def test_when_to_look() -> None:
     """Late while all are at work, soon once one has finished, or, once, where all wait."""
     found = Watch(10.0)
-    assert found.wait(10.0) == FIRST_LOOK
-    assert Watch(10.0, hang_timeout=0.5).wait(10.0) == 0.5
+    assert found.seconds_to_poll(10.0) == FIRST_LOOK
+    assert Watch(10.0, hang_timeout=0.5).seconds_to_poll(10.0) == 0.5
     found.poll_fast(10.5)
-    assert found.wait(10.5) == pytest.approx(SOON)
-    found.asked(11.2)
-    assert found.wait(11.5) > 0
-    found.take({0: CALM}, 11.5)
-    assert found.wait(11.5) == pytest.approx(SOON)
+    assert found.seconds_to_poll(10.5) == pytest.approx(SOON)
+    found.record_request(11.2)
+    assert found.seconds_to_poll(11.5) > 0
+    found.record_places({0: CALM}, 11.5)
+    assert found.seconds_to_poll(11.5) == pytest.approx(SOON)
     found = watch(ALL)
-    assert found.wait(0.0) == pytest.approx(SOON)
-    found.take({0: CALM, 1: replace(CALM, counts={"0": 5})}, SOON)
-    assert found.wait(SOON) == pytest.approx(LOOK_EVERY)
+    assert found.seconds_to_poll(0.0) == pytest.approx(SOON)
+    found.record_places({0: CALM, 1: replace(CALM, counts={"0": 5})}, SOON)
+    assert found.seconds_to_poll(SOON) == pytest.approx(LOOK_EVERY)
 
 
 def test_all_wait_for_one_another() -> None:
@@ -404,7 +404,7 @@ def test_verdict() -> None:
         (waits(REDUCE), Place(line=1, operation="recv")),
         (waits(OVER[0], replace(REDUCE, number=6)), waits(OVER[1], replace(REDUCE, number=6))),
     ):
-        assert not hangs.never_meet({0: first, 1: other})
+        assert not hangs.is_call_mismatch({0: first, 1: other})
     three = {0: waits(REDUCE, line=3), 1: waits(BARRIER), 2: waits(BARRIER)}
     said = "ranks 1-2 are in barrier (line 2), rank 0 in all_reduce (line 3)"
     assert hangs.verdict(three) == f"{said}: {NEVER}"

@@ -109,7 +109,7 @@ def test_two_notebooks_of_one_name(store: SnapshotStore) -> None:
     assert a.find("Untitled") == a.find(None) == first
     damaged = take(a, "Untitled")
     (damaged.folder / MANIFEST).write_text("")
-    assert f"--name {first.key}`" in str(a.damaged(a.find("Untitled"), "it is cut"))
+    assert f"--name {first.key}`" in str(a.damage_error(a.find("Untitled"), "it is cut"))
     assert [each.key for each in a.remove("Untitled")] == [damaged.key, first.key]
     assert a.of("Untitled") == [*reversed(others[-KEPT:])]
 
@@ -226,13 +226,13 @@ def test_the_next_older_intact_one_is_named(store: SnapshotStore) -> None:
     """By what brings it back; none where all older ones are damaged, or of another format."""
     oldest, older, newest = (take(store, "a") for _ in range(3))
     (older.folder / "rank1.frames").unlink()
-    said = str(store.damaged(newest, "it is cut"))
+    said = str(store.damage_error(newest, "it is cut"))
     assert said.startswith(f"The snapshot `{newest.key}` is damaged: it is cut. ")
     assert said.endswith(f"`%dist_restore --name {oldest.key}` takes the one of {oldest.clock}.")
     manifest = json.loads((oldest.folder / MANIFEST).read_text())
     (oldest.folder / MANIFEST).write_text(json.dumps(manifest | {"format": 1, "nbdist": "0.0"}))
     assert store.find(oldest.key).problem == "nbdist 0.0 wrote it in another format"
-    assert str(store.damaged(newest, "it is cut")).endswith("There is no older one.")
+    assert str(store.damage_error(newest, "it is cut")).endswith("There is no older one.")
 
 
 def test_where_they_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

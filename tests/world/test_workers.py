@@ -19,12 +19,12 @@ from nbdist.world.workers import Workers
 def test_who_was_replaced_is_said_once() -> None:
     """With how they ended; ranks that there are no more do not count."""
     workers = Workers(WorldConfig(n=2, log_dir=""))
-    workers.names.finished(1, Done("ok", 0.0, frozenset("x")), NOTHING_SENT)
+    workers.names.record_finished(1, Done("ok", 0.0, frozenset("x")), NOTHING_SENT)
     workers.dead = {1: Died(-9, 0), 2: Died(-9, 0)}
-    workers.take_healed(Healed({0: 1, 1: 2}, {0: "", 1: ""}, workers.spec))
+    workers.apply_healed(Healed({0: 1, 1: 2}, {0: "", 1: ""}, workers.spec))
     assert workers.replace_dead({"late"}, {}) == (1,)
-    assert (workers.dead, workers.names.lacking([1])) == ({}, "late and x")
-    assert [workers.take_replaced(), workers.take_replaced()] == [{1: Died(-9, 0)}, {}]
+    assert (workers.dead, workers.names.lacking_text([1])) == ({}, "late and x")
+    assert [workers.pop_replaced(), workers.pop_replaced()] == [{1: Died(-9, 0)}, {}]
 
 
 def test_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,7 +48,7 @@ def test_ranks_that_have_other_numbers_now() -> None:
     there = Workers(WorldConfig(layout="2x1", log_dir=""))
     there.pids = {0: 100, 1: 101}
     spec = replace(there.spec, world_size=1, slots=(Position(1, 0),))
-    there.take_healed(Healed({0: 101}, {0: ""}, spec))
+    there.apply_healed(Healed({0: 101}, {0: ""}, spec))
     assert (there.size, there.pids) == (1, {0: 101})
-    assert [there.take_moved(), there.take_moved()] == [{1: 0}, {}]
+    assert [there.pop_renumbering(), there.pop_renumbering()] == [{1: 0}, {}]
     assert Workers(there.config).size == 1  # after a restart, too

@@ -91,7 +91,7 @@ def _run_here(line: Line, running: TaskRun) -> BaseException | None:
         # Ranks that have ended own the names that they bound, as do ranks that end later.
         for track in running.transcript:
             for name in track.done.bound if track.done else ():
-                world.session.names.gathered(name, (track.rank,))
+                world.session.names.record_gathered(name, (track.rank,))
     error: BaseException | None = ran.error_before_exec
     if error is None:  # not `or`, as a user's exception can be falsy
         error = ran.error_in_exec
@@ -105,7 +105,7 @@ def _bind(line: Line, name: str, value: object) -> None:
     if name:
         line.pool.shell.user_ns[name] = value
         if line.pool.world:
-            line.pool.world.session.names.bound_in_notebook([name])
+            line.pool.world.session.names.record_assigned([name])
 
 
 ASKED = (

@@ -45,8 +45,8 @@ from nbdist.wire.log_files import GetLogs, LogTail, read_logs
 from nbdist.wire.messages import GetRefused, GetStacks, GetStatus
 from nbdist.wire.places import Stack
 from nbdist.words import count, format_ranks, in_pool, name_ranks
-from nbdist.world.hangs import Who, alike, stacks_text
-from nbdist.world.recovery import note_changes
+from nbdist.world.hangs import Who, group_stacks, stacks_text
+from nbdist.world.recovery import record_changes
 from nbdist.world.result import log_lines, logs_text, rows
 from nbdist.world.session import Session
 from nbdist.world.spec import default_log_dir
@@ -235,7 +235,7 @@ def _shown_of(line: Line, pool: Pool) -> Shown:
     if pool.world is not None:
         session = pool.world.session
         if session.is_idle:
-            note_changes(session, session.everyone)
+            record_changes(session, session.everyone)
         owners, changed = session.names.owners(), session.names.changed_names()
     lines = []
     for owner, words in (("workers", "made on the workers"), ("notebook", "sent by the notebook")):
@@ -259,7 +259,7 @@ def shown_stacks(head: str, stacks: Iterable[Stack], who: Who = name_ranks) -> S
 
     The first group is open on a page, and further groups until `OPEN_LINES` lines are shown.
     """
-    groups, parts, drawn = alike(stacks), [line(bold(head))], 0
+    groups, parts, drawn = group_stacks(stacks), [line(bold(head))], 0
     for each in groups:
         drawn += len(each.lines)
         shown, colour = f"{bold(each.named(who))} {dim(each.doing)}", _colour(each.first)

@@ -16,7 +16,7 @@ from nbdist.notebook.options import at_once, given, ranks_option, world_options
 from nbdist.output.transcript import is_consequence
 from nbdist.output.wording import seconds_text
 from nbdist.words import count, name_ranks
-from nbdist.world.agents import Found, to_attach, worlds
+from nbdist.world.agents import Found, find_attachable, worlds
 from nbdist.world.recovery import healing_text, scaled_text
 from nbdist.world.spec import parse_size
 from nbdist.world.world import take_over
@@ -94,7 +94,7 @@ def _replace(line: Line, keep: list[str]) -> str:
     world, ranks = line.busy_world, line.ranks
     line.display.wait_for(f"restarting {name_ranks(ranks)}")
     world.replace(ranks, keep)
-    world.session.told(ranks)
+    world.session.mark_reported(ranks)
     return healing_text(world.session, ranks)
 
 
@@ -147,7 +147,7 @@ def dist_attach(line: Line) -> str | None:
     """
     pool, options = line.options.pool, line.options
     known = [each for each in worlds() if pool in (None, each.info.pool)]
-    found = to_attach(known, options.name)
+    found = find_attachable(known, options.name)
     line.pool = line.pool_of(found.info.pool)
     if line.pool.has_workers:
         said = "" if found.info.pool == DEFAULT_POOL else f" --pool {found.info.pool}"

@@ -43,7 +43,7 @@ class House:
     def cell(self, source: str) -> Any:
         """A cell of the notebook, as the post_run_cell hook sees it."""
         result = self.notebook.run(source)
-        self.table.bound_in_notebook(names_bound(source))
+        self.table.record_assigned(names_bound(source))
         return result
 
     def distributed(self, source: str, ranks: tuple[int, ...] = ALL) -> Any:
@@ -59,7 +59,7 @@ class House:
         bound = frozenset(name for name in after if before.get(name) != after[name])
         gone, dead = frozenset(before.keys() - after.keys()), self.worker.pop_ended_keys()
         for rank in ranks:
-            self.table.finished(rank, Done("ok", 0.0, bound, gone=gone, dead=dead), Parcel())
+            self.table.record_finished(rank, Done("ok", 0.0, bound, gone=gone, dead=dead), Parcel())
         return result
 
     def settled(self, found: Plan, *changed: int) -> Shipment:
@@ -78,19 +78,19 @@ class House:
         """Send what was planned; ranks with a packet of their own receive it one by one."""
         shipment = self.settled(found, *changed)
         self.notices += [*shipment.notices, *(f"sent {each}" for each in shipment.big)]
-        forgotten = self.table.objects.take_forgotten(ranks)
-        deleted = self.table.take_deleted(ranks)
+        forgotten = self.table.objects.pop_forgotten(ranks)
+        deleted = self.table.pop_deleted(ranks)
         self.worker.forget([*{key for keys in forgotten.values() for key in keys}])
         for packet in shipment.packets:
             payload, segment = pack_frames(packet.message.frames)
             self.worker.receive(payload)
-            self.table.sent(packet.parcel.names)
+            self.table.record_sent(packet.parcel.names)
             if segment:
                 segment.close()
         gone = self.worker.delete([*{name for names in deleted.values() for name in names}])
         for rank in ranks:
             done = Done("ok", 0.0, gone=frozenset(gone))
-            self.table.finished(rank, done, shipment.parcels.get(rank, Parcel()))
+            self.table.record_finished(rank, done, shipment.parcels.get(rank, Parcel()))
         return shipment
 
     def plan(self, source: str, ranks: tuple[int, ...] = ALL) -> Shipment:

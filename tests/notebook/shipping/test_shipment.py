@@ -177,7 +177,7 @@ def test_what_arrives_is_what_there_is(
     names = house.notebook.names
     made = make(plan, names["Point"])
     names.update(a=made[-1], b=made[second % len(made)])
-    house.table.bound_in_notebook({"a", "b"})
+    house.table.record_assigned({"a", "b"})
 
     def check() -> list[Any]:
         here: list[Any] = names["tell"]([names["a"], names["b"]])
@@ -190,7 +190,7 @@ def test_what_arrives_is_what_there_is(
         change(made[number % len(made)], seed)
         if wraps:
             names.update(a=[names["a"]], b=[names["b"]])
-        house.table.bound_in_notebook({"a", "b"})
+        house.table.record_assigned({"a", "b"})
         check()
         there = "[type(x).__name__ for x in kept if id(x) not in walk([a, b])]"
         assert {*house.run(there)} <= {"list", "tuple"}, "only containers are replaced"

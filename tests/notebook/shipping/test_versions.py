@@ -158,8 +158,8 @@ def test_a_new_rank_does_not_get_the_old_one(house: Any) -> None:
     house.distributed("xs.append('theirs')")
     house.cell("xs.append(2)")
     house.distributed("xs")
-    house.table.replaced([1])
-    house.table.note_lost([1])
+    house.table.record_replaced([1])
+    house.table.record_lost([1])
     sent = house.settled(plan("xs", house.table, ALL), 0)
     assert sent.packets == ()
     assert sent.notices == (
@@ -197,14 +197,14 @@ def test_until_the_notebook_binds_the_name_itself() -> None:
     gathered = Gathered(names)
     assert not gathered.has_any
     gathered.add(["losses", "n"])
-    gathered.bound_in_notebook(["n", "losses", "own"])  # in the cell that has gathered them
+    gathered.record_assigned(["n", "losses", "own"])  # in the cell that has gathered them
     assert [name for name in names if name in gathered] == ["losses", "n"]
-    gathered.bound_in_notebook(["losses"])  # `if False: losses = []`
+    gathered.record_assigned(["losses"])  # `if False: losses = []`
     names["alias"] = names["losses"]
     assert ("losses" in gathered, "alias" in gathered) == (True, False)
     names["losses"] = [1, 2]
     assert "losses" not in gathered
-    gathered.bound_in_notebook(["losses", "n"])
+    gathered.record_assigned(["losses", "n"])
     assert (gathered.has_any, "n" in gathered) == (False, False)
     gathered.add(["n"])
     del names["n"]
@@ -228,7 +228,7 @@ def test_is_sent_by_push_alone(house: Any) -> None:
     house.notebook.names["acc"] = [0.5, 0.5]
     gathered = Gathered(house.notebook.names)
     gathered.add(["acc"])
-    house.table.gathered("acc")
+    house.table.record_gathered("acc")
     first = plan("acc + f()", house.table, ALL, None, gathered).shipment()
     said = "`acc` was gathered: the cell uses the ranks' own"
     assert (first.names, first.notices) == ((), (said,))

@@ -79,11 +79,11 @@ class Sender:
     def packed(self, *pushed: str, **values: Any) -> Payload:
         """Return what a cell, or a push of these variables, takes along."""
         self.table.namespace.update(values)
-        self.table.bound_in_notebook(values)
+        self.table.record_assigned(values)
         cell = ", ".join(values)
         found = push_of(pushed, self.table, (0,)) if pushed else plan(cell, self.table, (0,))
         shipment = found.shipment()
-        self.table.finished(0, Done("ok", 0.0), shipment.parcels[0])
+        self.table.record_finished(0, Done("ok", 0.0), shipment.parcels[0])
         (packet,) = shipment.packets
         return pack_frames(packet.message.frames)[0]
 
