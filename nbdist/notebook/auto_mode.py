@@ -1,8 +1,8 @@
-"""Auto mode: decides which lines of a cell run in the notebook and which on the workers.
+"""Decides, in auto mode, which lines of a cell run in the notebook and which on the workers.
 
 Runs in the notebook's process.  `AutoCells` wraps the kernel's `do_execute`, or `run_cell` of a
-terminal's shell, and replaces the cell by one that sends lines to the workers.  Also without auto
-mode, it does so for cells with the tag `distributed`.
+terminal's shell, and replaces a cell by code that sends lines to the workers.  Cells with the tag
+`distributed` are replaced without auto mode too.
 """
 
 from __future__ import annotations
@@ -85,14 +85,14 @@ _LINE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """How to tell the sides apart.
+    """Tells which names belong to the ranks and which magics to the notebook.
 
-    `is_theirs` returns True for a variable of the ranks, and `is_ours` for a magic that is in
-    none of the tables and that only the notebook has.
+    `is_on_ranks` returns True for a variable of the ranks, and `is_notebook_magic` for a magic that
+    is in none of the tables and that only the notebook has.
     """
 
-    is_theirs: Callable[[str], bool] = lambda name: False
-    is_ours: Callable[[str], bool] = lambda magic: False
+    is_on_ranks: Callable[[str], bool] = lambda name: False
+    is_notebook_magic: Callable[[str], bool] = lambda magic: False
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,13 +107,13 @@ class Part:
     is_here: bool = False
 
 
-def parts_of(code: str, side: Side) -> list[Part]:
+def split_cell(code: str, side: Side) -> list[Part]:
     """Split a cell into parts that run one after the other, between statements of its top level."""
     if (magic := cell_magic(code)) is not None or code.lstrip().startswith("%%!"):
         name = magic.name if magic else "!"
-        is_here = name in _CELLS or (name not in _PLACES and side.is_ours(f"%%{name}"))
+        is_here = name in _CELLS or (name not in _PLACES and side.is_notebook_magic(f"%%{name}"))
         if name in AROUND:
-            below = parts_of(code.lstrip().partition("\n")[2], side)
+            below = split_cell(code.lstrip().partition("\n")[2], side)
             is_here = bool(below) and all(part.is_here for part in below)
         return [Part(0, code, is_here=is_here)]
     lines = code.splitlines(keepends=True)
@@ -123,13 +123,13 @@ def parts_of(code: str, side: Side) -> list[Part]:
     for first, end, place in _magics(lines, side):
         text = "".join(lines[first:end])
         if place == "here":
-            parts += _for_ranks(kept, begun, first)
+            parts += _rank_parts(kept, begun, first)
             kept[first:end], begun = ["#\n"] * (end - first), end
         parts.append(Part(first, text, is_here=True))
-    return [*parts, *_for_ranks(kept, begun, len(kept))]
+    return [*parts, *_rank_parts(kept, begun, len(kept))]
 
 
-def in_one(code: str, parts: list[Part], magic: str) -> str:
+def join_parts(code: str, parts: list[Part], magic: str) -> str:
     """Return a cell that runs the parts in order, so that lines keep their numbers.
 
     Parts for the ranks are passed to the cell magic `magic`, which includes its options.
@@ -151,48 +151,48 @@ def in_one(code: str, parts: list[Part], magic: str) -> str:
     return "\n".join(lines)
 
 
-def _for_ranks(lines: list[str], first: int, end: int) -> list[Part]:
-    there = lines[first:end]
-    has_code = any(line.strip() and not line.lstrip().startswith("#") for line in there)
-    return [Part(first, "".join(there))] if has_code else []
+def _rank_parts(lines: list[str], first: int, end: int) -> list[Part]:
+    selected = lines[first:end]
+    has_code = any(line.strip() and not line.lstrip().startswith("#") for line in selected)
+    return [Part(first, "".join(selected))] if has_code else []
 
 
 def _magics(lines: list[str], side: Side) -> Iterator[tuple[int, int, Place]]:
-    """Yield first line, end and place of each top-level magic or command not for ranks alone."""
-    left, end = [*lines], 0
+    """Yield first line, end and place of each top-level magic that not only the ranks run."""
+    remaining, end = [*lines], 0
     while True:
-        # One magic at a time, then blank it: its text, such as `it's`, may not be valid tokens.
-        for first in (row for row in _beginnings(left) if row >= end):
-            if found := _LINE.match(left[first]):
+        # Blank each magic before the next search: text such as `it's` is not valid Python tokens.
+        for first in (row for row in _statement_rows(remaining) if row >= end):
+            if match := _LINE.match(remaining[first]):
                 break
         else:
             return
-        end = find_end_of_continued_line(left, first) + 1
-        whole = "".join(left[first:end])
-        left[first:end] = ["\n"] * (end - first)
-        found = _LINE.match(whole)
-        assert found is not None
-        place = _place_of(found, "".join(lines[:first]), side)
+        end = find_end_of_continued_line(remaining, first) + 1
+        whole = "".join(remaining[first:end])
+        remaining[first:end] = ["\n"] * (end - first)
+        match = _LINE.match(whole)
+        assert match is not None
+        place = _place_of(match, "".join(lines[:first]), side)
         if place != "there":
             yield first, end, place
 
 
-def _place_of(found: re.Match[str], above: str, side: Side) -> Place:
-    name, rest, is_bound = found["name"], found["rest"], bool(found["bound"])
+def _place_of(match: re.Match[str], above: str, side: Side) -> Place:
+    name, text, is_bound = match["name"], match["rest"], bool(match["bound"])
     if name is not None and name.startswith("dist_"):
         return "here"
     place = _PLACES.get(name or "", "there")
-    if found["bang"] or place == "command":
-        uses = names_filled_in(rest)
-        fills_in = any(side.is_theirs(use) or re.search(rf"\b{use}\b", above) for use in uses)
+    if match["bang"] or place == "command":
+        uses = names_filled_in(text)
+        fills_in = any(side.is_on_ranks(use) or re.search(rf"\b{use}\b", above) for use in uses)
         return "there" if is_bound or fills_in else "here"
-    is_own = name == "config" and OWN_SETTINGS.match(rest)
-    if place == "both" and (is_own or rest.strip() == "nbdist"):  # `%load_ext nbdist`
+    is_own = name == "config" and OWN_SETTINGS.match(text)
+    if place == "both" and (is_own or text.strip() == "nbdist"):  # `%load_ext nbdist`
         return "here"
-    return "here" if name not in _PLACES and side.is_ours(f"%{name}") else place
+    return "here" if name not in _PLACES and side.is_notebook_magic(f"%{name}") else place
 
 
-def _beginnings(lines: list[str]) -> Iterator[int]:
+def _statement_rows(lines: list[str]) -> Iterator[int]:
     """Yield the lines at which top-level statements begin; none if the indentation is wrong."""
     try:
         statements = make_tokens_by_line(lines)
@@ -221,13 +221,13 @@ class AutoCells:
         self._pools = pools
         self._mode = pools.auto
 
-    def sent(self, code: str, tags: Iterable[str] = ()) -> str:
+    def code_to_run(self, code: str, tags: Iterable[str] = ()) -> str:
         """Return the code that IPython runs in place of a typed cell, or the cell itself."""
         mode = self._mode
         pool = DEFAULT_POOL if mode.pool is None and TAG in tags else mode.pool
         if pool is None:
             return code
-        parts = parts_for(self._pools, pool, code)
+        parts = split_for_pool(self._pools, pool, code)
         if all(part.is_here for part in parts):
             return code
         if len(parts) == 1 or not is_python(self._shell, code):
@@ -235,7 +235,7 @@ class AutoCells:
         for part in parts:
             mode.loaded |= {name.partition(".")[0] for name in _LOADS.findall(part.text)}
         other = "" if pool == DEFAULT_POOL else f" --pool {pool}"
-        return in_one(code, parts, f"distributed --auto{other}")
+        return join_parts(code, parts, f"distributed --auto{other}")
 
     def do_execute(
         self,
@@ -246,11 +246,11 @@ class AutoCells:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Wrap the kernel's method of this name: replace cells that are stored in the history."""
+        """Wrap the kernel's `do_execute`, to replace cells that are stored in the history."""
         if store_history and not silent:
             metadata = self._shell.get_parent().get("metadata", {})
             tags = metadata.get("tags") if isinstance(metadata, dict) else None
-            code = self._given(code, tags if isinstance(tags, list) else ())
+            code = self._record_code(code, tags if isinstance(tags, list) else ())
         return original(code, silent, store_history, *args, **kwargs)
 
     def run_cell(
@@ -262,9 +262,9 @@ class AutoCells:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Wrap the method of this name of a terminal's shell, as `do_execute` does in a kernel."""
+        """Wrap `run_cell` of a terminal's shell, to replace cells as `do_execute` does."""
         if store_history and not silent:
-            raw_cell = self._given(raw_cell)
+            raw_cell = self._record_code(raw_cell)
         return original(raw_cell, store_history, silent, *args, **kwargs)
 
     def store_inputs(
@@ -274,7 +274,7 @@ class AutoCells:
         source: str,
         source_raw: str | None = None,
     ) -> Any:
-        """Wrap the history's method of this name, so that the history has the typed cell."""
+        """Wrap `store_inputs` of IPython's history, so that the history has the typed cell."""
         mode = self._mode
         if source_raw is None or not mode.running or source_raw.rstrip() != mode.running.rstrip():
             return original(line_num, source, source_raw)
@@ -283,41 +283,41 @@ class AutoCells:
             source = self._shell.transform_cell(mode.typed)
         return original(line_num, source, mode.typed)
 
-    def _given(self, code: str, tags: Iterable[str] = ()) -> str:
-        """Return the result of `sent`, and record it with the typed cell for `store_inputs`."""
-        self._mode.typed, sent = code, self.sent(code, tags)
-        self._mode.running = sent if sent != code else ""
-        return sent
+    def _record_code(self, code: str, tags: Iterable[str] = ()) -> str:
+        """Return `code_to_run` of a cell, and record code and typed cell for `store_inputs`."""
+        self._mode.typed, replaced = code, self.code_to_run(code, tags)
+        self._mode.running = replaced if replaced != code else ""
+        return replaced
 
 
-def runs_there(pools: Pools, code: str) -> bool:
+def runs_on_ranks(pools: Pools, code: str) -> bool:
     """Return True if auto mode is on and would run a part of this cell on the ranks."""
     pool = pools.auto.pool
-    return pool is not None and not all(part.is_here for part in parts_for(pools, pool, code))
+    return pool is not None and not all(part.is_here for part in split_for_pool(pools, pool, code))
 
 
-def parts_for(pools: Pools, name: str, code: str) -> list[Part]:
-    """Split a cell as `parts_of` does, by the pool's variables and the notebook's magics."""
+def split_for_pool(pools: Pools, name: str, code: str) -> list[Part]:
+    """Split a cell as `split_cell` does, by the pool's variables and the notebook's magics."""
     world, shell = pools.world_of(name), pools.shell
-    is_ours = partial(_is_ours, shell, frozenset(pools.auto.loaded))
-    side = Side(partial(_is_theirs, world, shell.user_ns), is_ours)
-    return parts_of(as_magic(shell, code, world), side)
+    is_notebook_magic = partial(_is_notebook_magic, shell, frozenset(pools.auto.loaded))
+    side = Side(partial(_is_on_ranks, world, shell.user_ns), is_notebook_magic)
+    return split_cell(as_magic(shell, code, world), side)
 
 
-def _is_theirs(world: World | None, ours: dict[str, Any], name: str) -> bool:
+def _is_on_ranks(world: World | None, user_ns: dict[str, Any], name: str) -> bool:
     if world is None:
         return False
     names = world.session.names
     if name in WORKERS_OWN or names.ranks_that_own(name):
         return True
-    return name not in ours and (name in WORKERS_MODULES or bool(names.ranks_with(name)))
+    return name not in user_ns and (name in WORKERS_MODULES or bool(names.ranks_with(name)))
 
 
-def _is_ours(shell: Any, loaded: frozenset[str], magic: str) -> bool:
+def _is_notebook_magic(shell: Any, loaded: frozenset[str], magic: str) -> bool:
     """Return True if only the notebook has a magic: not IPython's, not loaded on the ranks."""
     find = shell.find_cell_magic if magic.startswith("%%") else shell.find_line_magic
-    found = find(magic.lstrip("%"))
-    if found is None:
+    function = find(magic.lstrip("%"))
+    if function is None:
         return False
-    package = str(getattr(found, "__module__", "") or "").partition(".")[0]
+    package = str(getattr(function, "__module__", "") or "").partition(".")[0]
     return package not in {"IPython", "ipykernel", *loaded}

@@ -66,39 +66,39 @@ class MagicLine:
     @property
     def pool(self) -> str | None:
         """The value of `--pool` in the line, or None."""
-        found = POOL.search(self.text)
-        return found[1] if found else None
+        match = POOL.search(self.text)
+        return match[1] if match else None
 
     @property
     def ranks(self) -> str | None:
         """The text that selects ranks: the value of `-r`, or the line of `%%rank` without pool."""
         if self.name == "rank":
             return "".join(POOL.sub(" ", self.text).split()) or None
-        found = RANKS.search(self.text)
-        return found[1] if found else None
+        match = RANKS.search(self.text)
+        return match[1] if match else None
 
 
 def cell_magic(code: str) -> MagicLine | None:
     """Return the cell magic at the beginning of a cell, also below comments, or None."""
-    found = _FIRST.match(code)
-    if found is None:
+    match = _FIRST.match(code)
+    if match is None:
         return None
-    rest = code[found.end() :].partition("\n")[0]
-    return MagicLine(found[1], rest, found.end())
+    text = code[match.end() :].partition("\n")[0]
+    return MagicLine(match[1], text, match.end())
 
 
 def magic_at(code: str, cursor: int) -> MagicLine | None:
     """Return the magic of the line in which the cursor is, or None."""
-    found = _MAGIC_LINE.match(code, code.rfind("\n", 0, cursor) + 1)
-    return MagicLine(found[1], found[2], found.start(2)) if found else None
+    match = _MAGIC_LINE.match(code, code.rfind("\n", 0, cursor) + 1)
+    return MagicLine(match[1], match[2], match.start(2)) if match else None
 
 
 def as_comment(code: str) -> str:
     """Turn the line of a cell magic into a comment; each other character keeps its position."""
-    found = _FIRST.match(code)
-    if found is None:
+    match = _FIRST.match(code)
+    if match is None:
         return code
-    place = code.index("%%", found.start(1) - 2)
+    place = code.index("%%", match.start(1) - 2)
     return f"{code[:place]}# {code[place + 2 :]}"
 
 
@@ -108,8 +108,8 @@ def root_at(code: str, cursor: int) -> tuple[str, bool]:
     Also return True if an attribute, item or call follows the name: "losses" and True for
     `losses[0]`.  Return "" and False if there is no name.
     """
-    found = _ROOT.search(code[:cursor])
-    return (found[1], bool(found[2])) if found else ("", False)
+    match = _ROOT.search(code[:cursor])
+    return (match[1], bool(match[2])) if match else ("", False)
 
 
 # --- lines that may stand above a cell's magic, which IPython itself does not allow -----------
@@ -139,68 +139,68 @@ def transform_first_lines(lines: list[str], *, local_is_plain: bool = True) -> l
     comment, except in a terminal (`local_is_plain` False), which would run a plain cell at the
     end of its first line.  A cell with a magic in the middle becomes a line that raises an error.
     """
-    if place := misplaced(lines):
+    if place := find_misplaced_magic(lines):
         name, number = place
         return [f"get_ipython().run_line_magic('%{name}', '{AT}{number}')\n"]
     above = _count_above(lines)
-    found = _MAGIC.fullmatch(lines[above]) if above < len(lines) else None
-    if found is None:
+    match = _MAGIC.fullmatch(lines[above]) if above < len(lines) else None
+    if match is None:
         return lines
-    name, rest = found.groups()
+    name, text = match.groups()
     if name == "rank":
-        rest = _BRACKETS.sub(lambda ranks: " " + "".join(ranks[1].split()), rest, count=1)
-    first = f"{'# ' * (name == 'local' and local_is_plain)}%%{name}{rest}"
+        text = _BRACKETS.sub(lambda ranks: " " + "".join(ranks[1].split()), text, count=1)
+    first = f"{'# ' * (name == 'local' and local_is_plain)}%%{name}{text}"
     if not first.endswith("\n"):
         first += "\n"
     comments = [f"# {line}" if _LOADS.match(line) else line for line in lines[:above]]
     return [first, *comments, *lines[above + 1 :]]
 
 
-def misplaced(lines: Sequence[str]) -> tuple[str, int] | None:
-    """Find a cell magic of nbdist below other code; return its name and line number, or None."""
+def find_misplaced_magic(lines: Sequence[str]) -> tuple[str, int] | None:
+    """Return name and line number of a cell magic of nbdist that is below other code, or None."""
     begin = _count_above(lines)
     is_first = begin < len(lines) and _MAGIC.fullmatch(lines[begin]) is not None
     begin += is_first
-    rest = [*lines[begin:]]
-    code = next(iter(rest[_count_above(rest) :]), "")
+    body = [*lines[begin:]]
+    code = next(iter(body[_count_above(body) :]), "")
     is_of_another = code.lstrip().startswith("%%") and not _MAGIC.match(code)
-    if is_of_another or not any("%%" in line and _MAGIC.match(line) for line in rest):
+    if is_of_another or not any("%%" in line and _MAGIC.match(line) for line in body):
         return None
-    unseen = int(is_first and "--auto" in lines[begin - 1].split())
-    for tokens in make_tokens_by_line(rest):
+    added = int(is_first and "--auto" in lines[begin - 1].split())
+    for tokens in make_tokens_by_line(body):
         token = next((each for each in tokens if each.string.strip()), None)
         if token is not None and token.string == "%":
             row = token.start[0]
-            if found := _MAGIC.fullmatch(rest[row - 1]):
-                return found[1], begin + row - unseen
+            if match := _MAGIC.fullmatch(body[row - 1]):
+                return match[1], begin + row - added
     return None
 
 
-def divide(cell: str) -> tuple[str, list[LineMagic]]:
-    """Split a cell into the part for the ranks and the `%dist_...` magics at its end.
+def split_off_magics(cell: str) -> tuple[str, list[LineMagic]]:
+    """Split a cell into the part for the ranks and the `%dist_...` magics at the cell's end.
 
-    A cell of such magics alone, or of another cell magic, is returned whole, without magics.
+    A cell that has only such magics, or another cell magic, is returned whole, without magics.
     """
-    lines, found = cell.splitlines(keepends=True), list[LineMagic]()
+    lines, magics = cell.splitlines(keepends=True), list[LineMagic]()
     if cell.lstrip().startswith("%%"):
-        return cell, found
+        return cell, magics
     end = at = len(lines)
     while at:
         at -= 1
         if _is_comment(lines[at]):
             continue
         if (magic := _NOTEBOOKS.fullmatch(lines[at].rstrip())) is None:
-            return "".join(lines[:end]), found
-        found.insert(0, (magic[2], magic[3] or "", magic[1] or ""))
+            return "".join(lines[:end]), magics
+        magics.insert(0, (magic[2], magic[3] or "", magic[1] or ""))
         end = at
     return cell, []
 
 
-def without_comment(line: str) -> str:
+def remove_comment(line: str) -> str:
     """Remove a comment from the end of a magic's line: `#` after a space, outside of quotes."""
     plain = _QUOTED.sub(lambda quoted: "_" * len(quoted[0]), line)
-    found = _COMMENT.search(plain)
-    return line[: found.start()] if found else line
+    match = _COMMENT.search(plain)
+    return line[: match.start()] if match else line
 
 
 def _count_above(lines: Sequence[str]) -> int:
@@ -292,23 +292,23 @@ def as_magic(shell: Any, cell: str, world: World | None) -> str:
 
     IPython only does so in cells of one line; with a cell magic above, the cell has two.
     """
-    found = _WORD.fullmatch(cell)
-    if found is None or (world and world.session.names.ranks_with(found[1])):
+    match = _WORD.fullmatch(cell)
+    if match is None or (world and world.session.names.ranks_with(match[1])):
         return cell
-    if not shell.find_line_magic(found[1]):
+    if not shell.find_line_magic(match[1]):
         return cell
     is_meant = shell.prefilter_manager.prefilter_lines(cell.strip()) != cell.strip()
     return f"%{cell.lstrip()}" if is_meant else cell
 
 
 def check_commands(
-    python: str, names: NameTable, ranks: Collection[int], ours: Container[str]
+    python: str, names: NameTable, ranks: Collection[int], user_ns: Container[str]
 ) -> None:
     """Raise UsageError if a command fills in a variable that some ranks have and others lack."""
     for name in names_in_commands(python):
         have = names.ranks_with(name)
         lacking = [rank for rank in ranks if rank not in have]
-        if have and lacking and name not in ours and name not in names_bound(python):
+        if have and lacking and name not in user_ns and name not in names_bound(python):
             raise UsageError(
                 f"`{name}`, which a command fills in, is on {name_ranks(have)} and not on "
                 f"{name_ranks(lacking)}: `%dist_sync {name} --from {have[0]}` copies it, or begin "
@@ -339,7 +339,7 @@ def check_magics(module: ast.Module) -> None:
                 args=[ast.Constant(str(name)), ast.Constant(str(text))],
             ):
                 if name.lstrip("%") in MAGICS and name.startswith("%"):
-                    raise not_first(name, text if text.startswith(AT) else f"{AT}{node.lineno}")
+                    raise place_error(name, text if text.startswith(AT) else f"{AT}{node.lineno}")
                 is_load = name in LOADING and text.split()[:1] == ["nbdist"]
                 if name.startswith("dist_") or name in MAGICS or is_load:
                     raise UsageError(
@@ -348,22 +348,22 @@ def check_magics(module: ast.Module) -> None:
                     )
 
 
-def not_first(name: str, where: str) -> UsageError:
+def place_error(name: str, where: str) -> UsageError:
     """Return the error of a cell magic below other lines; `name` begins with one `%`."""
     return UsageError(f"%{name} must be the first line of its cell: split the cell {where}.")
 
 
-def refuse_place(shell: InteractiveShell, name: str, text: str) -> None:
+def refuse_magic(shell: InteractiveShell, name: str, text: str) -> None:
     """Raise the error of a cell magic below other lines.
 
     Registered as a line magic, as IPython takes `%%distributed` in the middle of a cell for the
-    line magic `%distributed`.  `text` has the line's number if `transform_first_lines` has seen
-    the cell.  Otherwise, if this cell loads the extension, the cell's text has it.
+    line magic `%distributed`.  `text` has the line's number if `transform_first_lines` has
+    replaced the cell.  A cell that loads the extension is not replaced: search the cell's text.
     """
     cell = [*shell.history_manager.input_hist_raw][-1]  # type: ignore[union-attr]
-    found = misplaced(cell.splitlines(keepends=True))
-    where = f"{AT}{found[1]}" if found else "there"
-    raise not_first(name, text if text.startswith(AT) else where)
+    place = find_misplaced_magic(cell.splitlines(keepends=True))
+    where = f"{AT}{place[1]}" if place else "there"
+    raise place_error(name, text if text.startswith(AT) else where)
 
 
 def in_notebook_lines(first_line: str, cell: str) -> str:
@@ -402,5 +402,5 @@ def request_of(shell: InteractiveShell) -> dict[str, Any]:
 
 
 def is_attended(shell: InteractiveShell) -> bool:
-    """Return False if nobody can type, as nbclient, nbconvert and papermill say in each request."""
+    """Return False if nobody can type: requests of nbclient, nbconvert and papermill say so."""
     return bool(request_of(shell).get("content", {}).get("allow_stdin", True))

@@ -1,6 +1,6 @@
 """Runs a cell on a pool: checks it, sends it with its variables, follows it, and runs it again.
 
-Called by commands, on IPython's main thread.  A generator runs the cell: `through` runs the
+Called by commands, on IPython's main thread.  A generator runs the cell: `run_steps` runs the
 generator to its end, and a `Job` runs it step by step.
 """
 
@@ -28,10 +28,10 @@ from nbdist.notebook.cell_text import (
     request_of,
 )
 from nbdist.notebook.display import CellDisplay, progress
-from nbdist.notebook.idle import met_stops, raised_stops
+from nbdist.notebook.idle import raise_stops, redirect_stops
 from nbdist.notebook.jobs import Steps
-from nbdist.notebook.options import at_once
-from nbdist.notebook.outcome import last_values, why_of
+from nbdist.notebook.options import immediate_options
+from nbdist.notebook.outcome import failure_of, last_values
 from nbdist.notebook.pool import Pool
 from nbdist.notebook.shipment import Shipment
 from nbdist.notebook.shipping import Plan, plan
@@ -101,7 +101,7 @@ def prepare(
         number = last.task.execution_count
         cell = f"cell [{number}]" if number else "the last cell"
         page_text = "this page was opened or reloaded"
-        display.note(f"{page_text} before {cell} had ended: `%dist_output -2` shows its output")
+        display.add_note(f"{page_text} before {cell} had ended: `%dist_output -2` shows its output")
     on = parse_ranks("all" if options.ranks is None else options.ranks, world.size)
     # With `--detach`, another notebook may later bind the cell's last value.
     keeps = options.out is not None or world.session.config.detach
@@ -109,17 +109,17 @@ def prepare(
     return world.session.task(work, ranks=on, execution_count=count, key=key, keeps=keeps), world
 
 
-def through(steps: Generator[Any, Any, R | BaseException]) -> R:
+def run_steps(steps: Generator[Any, Any, R | BaseException]) -> R:
     """Run a generator to its end; return its result, or raise it if it is an error."""
     while True:
         try:
             next(steps)
         except StopIteration as end:
-            led_to: R | BaseException = end.value
+            outcome: R | BaseException = end.value
             break
-    if isinstance(led_to, BaseException):
-        raise led_to
-    return led_to
+    if isinstance(outcome, BaseException):
+        raise outcome
+    return outcome
 
 
 # --- sending, and running again ---------------------------------------------------------
@@ -139,10 +139,10 @@ def attempt_steps(
     The error is returned and not raised: it is a StopIteration if a rank raised one, and a
     generator cannot raise that.  `setup` is the key of a cell that new workers will run too.
 
-    With `--max-restarts`, each attempt starts from the same table of names, whatever an attempt
-    before it has bound.  Restarted ranks get the variables that they lack.
+    With `--max-restarts`, each attempt starts from the same table of names: names that a failed
+    attempt has bound do not count.  Restarted ranks get the variables that they lack.
     """
-    patience = world.session.config.with_changes(**at_once(options)).patience
+    patience = world.session.config.with_changes(**immediate_options(options)).patience
     patience = replace(patience, timeout=options.timeout)
     if options.no_wait:
         patience = replace(patience, control_timeout=None)
@@ -150,13 +150,13 @@ def attempt_steps(
     names = names.copy() if options.max_restarts else names
     for attempt in world.session.attempts(task, options.max_restarts):
         pids = world.pids
-        shipment = settled(pool, world, names, pack)
+        shipment = make_shipment(pool, world, names, pack)
         running = yield from _attempt(pool, world, attempt, shipment, display, patience, setup)
         if not running.restart_text:
             break
-        _keep_why(pool, running)
+        _record_failure(pool, running)
         display = pool.display()
-        display.note(running.restart_text)
+        display.add_note(running.restart_text)
         new = [rank for rank, pid in world.pids.items() if pid != pids.get(rank)]
         names.copy_entries(new, world.session.names)
         world.session.mark_reported(running.recovered_ranks)
@@ -170,24 +170,24 @@ def outcome_of(
     try:
         check_end(pool, world, running)
     except (NbdistError, Interrupted) as error:
-        if running.patience.control_timeout is None:  # a job: no cell shows its error
-            display.note(str(error), at_once=False)
-            display.end_again(running.transcript, pool.log_files())
+        if running.patience.control_timeout is None:  # a background job: no cell shows its error
+            display.add_note(str(error), at_once=False)
+            display.redraw_ended(running.transcript, pool.log_files())
         return error
     return result_of(pool, world, running)
 
 
-def settled(pool: Pool, world: World, names: NameTable, pack: Pack) -> Shipment:
+def make_shipment(pool: Pool, world: World, names: NameTable, pack: Pack) -> Shipment:
     """Decide which variables to send with a cell.
 
-    If needed, ranks are asked first which objects they have changed since these were sent: the
-    ranks keep such objects.
+    If needed, ask the ranks first which objects they have changed since the last sending.  The
+    ranks keep changed objects.
     """
-    found = pack(names)
-    if (question := found.question) is not None:
+    send_plan = pack(names)
+    if (question := send_plan.question) is not None:
         task = world.task(Call("values.inspect", question.arguments), ranks=question.ranks)
-        found.answer(bring(pool, world, task))
-    return found.shipment()
+        send_plan.answer(fetch_results(pool, world, task))
+    return send_plan.shipment()
 
 
 def _attempt(
@@ -202,15 +202,15 @@ def _attempt(
     packed = shipment.packed(display)
     task = replace(task, names=packed.payloads)
     try:
-        # Ranks may run the task before `follow_steps` begins: handle a Stop as it does.
-        with met_stops(partial(world.session.count_stop, task)):
+        # Ranks may run the task before `follow_steps` handles Stop, so handle it from here on.
+        with redirect_stops(partial(world.session.count_stop, task)):
             machines = world.session.machines
             running = pool.last = world.session.submit(task, patience, shipment.parcels)
-            pool.tell_of_deaths(world, display, machines)
+            pool.note_deaths(world, display, machines)
             history = pool.shell.history_manager
             cells = history.input_hist_raw if history is not None else []
-            if said := world.session.surroundings.pop_note(cells):
-                display.note(said)
+            if note := world.session.surroundings.pop_note(cells):
+                display.add_note(note)
             yield from follow_steps(pool, world, running, display)
         if setup and not running.error():
             kept = packed.pop_setup()
@@ -229,17 +229,17 @@ def follow_steps(
 ) -> Generator[TaskRun, float | None, None]:
     """Follow a task step by step until it ends, or until Stop returns control.
 
-    Shows its output if there is a display.  If a rank reads input, an input box opens below the
-    output, but only while a cell waits for the task.  A Stop is handled wherever it comes.
+    Shows the task's output if there is a display.  If a rank reads input, an input box opens below
+    the output, but only while a cell waits for the task.  A Stop is handled at any moment.
     """
     is_here = True  # the running notebook cell is the one that sent the task
     is_job = running.patience.control_timeout is None
-    with met_stops(partial(world.session.count_stop, running.task)):
+    with redirect_stops(partial(world.session.count_stop, running.task)):
         following, longest = world.follow(running, answers=True), None
         try:
             while True:
                 try:
-                    news = following.send(longest)
+                    outputs = following.send(longest)
                 except StopIteration:
                     break
                 is_attended = bool(longest) or not is_job
@@ -247,32 +247,32 @@ def follow_steps(
                 with running.counting_stops():
                     if display:
                         pool.show_widgets()  # first the widget models, then displays of them
-                        _show_news(running, news, display, is_attended=is_attended)
+                        _redraw(running, outputs, display, is_attended=is_attended)
                         pool.show_late(at_once=False)
                     if is_attended and (rank := running.next_to_ask) is not None:
-                        with raised_stops():
+                        with raise_stops():
                             if display:
                                 asks = running.prompts.text
                                 display.show_all(running.transcript, asks, rank)
                             ask(world.session, running, rank)
                             if display and is_here:
-                                display.typed()
+                                display.continue_below_input()
                 longest = yield running
-        except GeneratorExit:  # `Job.lose`: the workers have ended
+        except GeneratorExit:  # `Job.end_as_lost`: the workers have ended
             if display:
                 running.transcript.abort(time.monotonic())
-                display.note("the workers ended before the cell had finished", at_once=False)
+                display.add_note("the workers ended before the cell had finished", at_once=False)
                 display.end(running.transcript, pool.log_files())
             raise
         if display:
             pool.show_widgets()
             for text in notes_on(running.transcript, world.session.names):
-                display.note(text, at_once=False)
+                display.add_note(text, at_once=False)
             display.end(running.transcript, pool.log_files())
             pool.end_cell(running, display)
 
 
-def _show_news(running: TaskRun, news: News, display: CellDisplay, *, is_attended: bool) -> None:
+def _redraw(running: TaskRun, outputs: News, display: CellDisplay, *, is_attended: bool) -> None:
     waits, asks = running.waits, running.prompts.text
     done, total = running.bytes_moved
     # Only in a panel: in a terminal, each change would be another line.
@@ -280,16 +280,16 @@ def _show_news(running: TaskRun, news: News, display: CellDisplay, *, is_attende
         waits = f"big values are being packed: {size_text(done)} of {size_text(total)}"
     if asks and not is_attended:
         waits = f"{asks} · you will be asked when a cell waits for this one"
-    display.show(running.transcript, news, waits, usage_text(running.usage.values()))
+    display.show(running.transcript, outputs, waits, usage_text(running.usage.values()))
     if not is_attended:
         display.pause()
 
 
 def check_end(pool: Pool, world: World, running: TaskRun, *, stopped: bool | None = None) -> None:
-    """Raise the error of a cell that failed or was stopped, with the fate of dead ranks.
+    """Raise the error of a cell that failed or was stopped, with how dead ranks are replaced.
 
-    Returns if the cell succeeded.  `stopped` says whether Stop was pressed; by default the task
-    knows.  Records the failure for `%dist_why`.
+    Returns if the cell succeeded.  `stopped` says whether Stop was pressed; by default, whether
+    the task has counted a Stop.  Records the failure for `%dist_why`.
     """
     if running.unfinished and world.session.outlives_kernel():
         find = f"`%dist_attach {world.session.spec.name}` in the next one finds them"
@@ -300,8 +300,8 @@ def check_end(pool: Pool, world: World, running: TaskRun, *, stopped: bool | Non
     stopped = bool(running.stops) if stopped is None else stopped
     if stopped and not running.unfinished and (killed or not running.deaths):
         world.session.mark_reported(killed)
-        fate = stop_text(world.session, killed) if killed else late_stop_text(running)
-        raise Interrupted(running.task.ranks, fate, running.damage)
+        recovery = stop_text(world.session, killed) if killed else late_stop_text(running)
+        raise Interrupted(running.task.ranks, recovery, running.damage)
     if not running.lacking_text and cause and (name := undefined_name(cause[1])):
         running.lacking_text = _not_sent_text(pool, name)
     running.recovery_text = in_pool(running.recovery_text, pool.own_name)
@@ -309,7 +309,7 @@ def check_end(pool: Pool, world: World, running: TaskRun, *, stopped: bool | Non
     running.lacking_text = in_pool(running.lacking_text, pool.own_name)
     if error := running.error():
         world.session.mark_reported(running.recovered_ranks)
-        _keep_why(pool, running)
+        _record_failure(pool, running)
         if isinstance(error, CellTimeout) and killed:
             error.add(stop_text(world.session, killed))
         if pool.routine.hint and isinstance(error, WorkerDied):
@@ -330,7 +330,7 @@ def _not_sent_text(pool: Pool, name: str) -> str:
     return f"{why}; `%dist_push {name}` sends it."
 
 
-def bring(
+def fetch_results(
     pool: Pool, world: World, task: Task, display: CellDisplay | None = None, what: str = ""
 ) -> dict[int, Any]:
     """Run a task without showing its output, and return its results by rank.
@@ -340,38 +340,38 @@ def bring(
     """
     pool.wait_for_job(pool.display())
     show = progress(display, what) if display else None
-    with met_stops(partial(world.session.count_stop, task)):
+    with redirect_stops(partial(world.session.count_stop, task)):
         machines = world.session.machines
         running = world.submit(task)
-        pool.tell_of_deaths(world, display or pool.display(), machines)
+        pool.note_deaths(world, display or pool.display(), machines)
         for _ in follow_steps(pool, world, running, None):
             with running.counting_stops():
                 if show and running.moved:
                     show(*running.bytes_moved)
     check_end(pool, world, running)
-    found = {**running.result().by_rank}
+    results = {**running.result().by_rank}
     world.session.release_values(running)
-    return found
+    return results
 
 
 def bind(
     pool: Pool,
     world: World,
-    take: Task,
+    task: Task,
     work: Work,
     display: CellDisplay | None = None,
     shipped: Mapping[int, Parcel] | None = None,
 ) -> TaskRun:
-    """Run the task `take`, and bind its values on all its ranks, or on none if a rank fails.
+    """Run `task`, then bind its values by `work` on all its ranks, or on none if a rank fails.
 
-    The first step is shown if there is a display.
+    If there is a display, it shows the output of `task`, but not of `work`.
     """
     machines = world.session.machines
-    for running in bind_steps(world.session, take, work, shipped):
-        pool.tell_of_deaths(world, display or pool.display(), machines)
+    for running in bind_steps(world.session, task, work, shipped):
+        pool.note_deaths(world, display or pool.display(), machines)
         if display:
             pool.last = running
-        through(follow_steps(pool, world, running, display))
+        run_steps(follow_steps(pool, world, running, display))
         display = None
     check_end(pool, world, running)
     return running
@@ -379,20 +379,20 @@ def bind(
 
 def result_of(pool: Pool, world: World, running: TaskRun) -> CellResult[Any]:
     """Return the result of a cell with its last values; big values are fetched on access."""
-    values = last_values(world.session, running, partial(bring, pool, world))
+    values = last_values(world.session, running, partial(fetch_results, pool, world))
     return replace(running.result(), by_rank=values)
 
 
-def _keep_why(pool: Pool, running: TaskRun) -> None:
+def _record_failure(pool: Pool, running: TaskRun) -> None:
     if error := running.error():
-        pool.why = why_of(running, error, pool.log_files()) or pool.why
+        pool.last_failure = failure_of(running, error, pool.log_files()) or pool.last_failure
 
 
 def notes_on(transcript: Transcript, table: NameTable) -> Iterator[str]:
     """Yield notes on a cell that has ended.
 
-    They name files that were edited after ranks imported them, and names of the workers, such as
-    `rank`, to which the cell gave another value.
+    The notes name files that were edited after ranks imported the files, and names of the workers,
+    such as `rank`, to which the cell gave another value.
     """
     changed: dict[str, list[int]] = defaultdict(list)
     covered: dict[str, list[int]] = defaultdict(list)

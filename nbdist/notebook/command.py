@@ -1,7 +1,7 @@
-"""`@command` makes a magic from a function, and `Line` is what the function gets when it is typed.
+"""Makes magics from functions with the decorator `@command`.
 
 Runs in the notebook's process.  Every function with `@command` in a file of
-`nbdist.notebook.commands` becomes a magic when the extension is loaded.
+`nbdist.notebook.commands` becomes a magic, which calls the function with a `Line`.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from IPython.core.magic_arguments import magic_arguments
 from nbdist import plugins
 from nbdist.errors import Interrupted, NbdistError, UsageError, WorkerError, WorldNotStarted
 from nbdist.notebook import commands
-from nbdist.notebook.cell_text import without_comment
-from nbdist.notebook.cells import bring
+from nbdist.notebook.cell_text import remove_comment
+from nbdist.notebook.cells import fetch_results
 from nbdist.notebook.display import CellDisplay, Shown, has_panels
-from nbdist.notebook.idle import command_stops, held_stops, is_in_subshell
+from nbdist.notebook.idle import command_stops, delay_stops, is_in_subshell
 from nbdist.notebook.options import (
     Magic,
     flags_of,
@@ -57,11 +57,11 @@ MORE_OPTIONS = (
 )
 
 Split = Callable[[Magic, str], tuple[str, list[str]]]
-"""Divides a line into what argparse reads and the words that it does not."""
+"""Divides a line into the text that argparse reads, and the words that argparse does not read."""
 
 
 class Line:
-    """One call of a magic: the typed text, the parsed options, and the pool, world and display.
+    """A call of a magic, with the typed text, the parsed options, and the pool, world and display.
 
     `pool` is the pool that `--pool` names, or the default pool.  `pools` has all pools if no
     pool is named.
@@ -72,13 +72,13 @@ class Line:
         self.auto = pools.auto
         self.text = f"{command.shown_name} {text}"
         self.cell = cell
-        ours, self.words = command.split(command.run, text)
-        self.options: argparse.Namespace = parse(command.run, command.shown_name, ours)
-        for said in old_flags(ours, flags_of(command.run)):
-            sys.stdout.write(f"{said}\n")
-        self.pool = pools.at(self.options.pool)
+        option_text, self.words = command.split(command.run, text)
+        self.options: argparse.Namespace = parse(command.run, command.shown_name, option_text)
+        for warning in old_flags(option_text, flags_of(command.run)):
+            sys.stdout.write(f"{warning}\n")
+        self.pool = pools.find_or_make(self.options.pool)
         self.pools = [self.pool] if self.options.pool else [*pools]
-        self.pool_of = pools.at
+        self.pool_of = pools.find_or_make
 
     @property
     def world(self) -> World:
@@ -96,8 +96,8 @@ class Line:
             raise WorldNotStarted(f"`{self.command.shown_name}`")
         return self.pool.world
 
-    def look(self, pool: Pool, request: Request) -> Any:
-        """Ask a pool's agent for rows on its ranks, also while a cell runs; () without a world."""
+    def query_agent(self, pool: Pool, request: Request) -> Any:
+        """Return an agent's rows on a pool's ranks, also while a cell runs; () without a world."""
         if pool.world is None:
             return ()
         session = pool.world.session
@@ -120,7 +120,7 @@ class Line:
     def call(self, op: str, **arguments: Any) -> dict[int, Any]:
         """Call an op of `nbdist.worker.ops` on `ranks`, and return its results by rank."""
         task = self.world.task(Call(op, arguments), ranks=self.ranks)
-        return bring(self.pool, self.world, task)
+        return fetch_results(self.pool, self.world, task)
 
     @cached_property
     def display(self) -> CellDisplay:
@@ -130,7 +130,7 @@ class Line:
     def end_display(self) -> None:
         """Repeat the last output for clients that redraw no displays, if the magic has any."""
         if "display" in vars(self):
-            with held_stops():
+            with delay_stops():
                 self.display.close()
 
 
@@ -168,7 +168,7 @@ class Command:
 
     @property
     def shown_name(self) -> str:
-        """The name as it is typed: `%dist_init`, `%%distributed`."""
+        """The name as users type it: `%dist_init`, `%%distributed`."""
         return f"{'%%' if self.kind == 'cell' else '%'}{self.name}"
 
     def short(self, name: str, option: str) -> Command:
@@ -179,9 +179,9 @@ class Command:
         def run(line: Line) -> Returned:
             return self.run(line)
 
-        said, _, usage = (self.run.__doc__ or "").partition("\n\n::\n\n")
+        text, _, usage = (self.run.__doc__ or "").partition("\n\n::\n\n")
         summary, usage = f"Short for {how}.", usage.replace(self.shown_name, f"%{name}", 1)
-        run.__name__, run.__doc__ = name, f"{summary}\n\n{said}\n\n::\n\n{usage}"
+        run.__name__, run.__doc__ = name, f"{summary}\n\n{text}\n\n::\n\n{usage}"
         return replace(
             self,
             run=run,
@@ -201,11 +201,11 @@ class Command:
 
         @wraps(self.run)  # so that `%dist_init?` shows the help and the file of the function
         def magic(text: str, cell: str = "") -> Any:
-            # Magics in a subshell run beside others in another thread: the count is not theirs.
+            # In a subshell the count would include output of magics that the main thread runs.
             is_panel = has_panels(pools.shell, pools.settings)
             is_counted = is_panel and not is_in_subshell(pools.shell)
             with OUTPUTS.counting() if is_counted else nullcontext():
-                line = Line(self, pools, without_comment(text), cell)
+                line = Line(self, pools, remove_comment(text), cell)
                 try:
                     return run(line)
                 finally:
@@ -232,7 +232,7 @@ class Command:
                 raise
             match shown:
                 case Shown():
-                    shown.on(line.display)
+                    shown.show_on(line.display)
                 case str():
                     line.display.answer(shown)
             return shown.value if isinstance(shown, Value) and is_used() else None
@@ -283,7 +283,7 @@ def command(
         options: decorators that add options, in the order of the help; `--pool` is always added.
         kind: "cell" for a magic on the first line of a cell.
         split: divides a line that has more than options into options and other words.
-        looks: the options with which the magic changes nothing and only asks by `Line.look`, so
+        looks: the options with which the magic changes nothing but asks by `query_agent`, so
             that it may run while a cell runs; "" says that no option is needed.
         in_a_line: whether the cell magic is also a line magic: `%distributed x = 1`.
     """
@@ -291,22 +291,22 @@ def command(
     def decorate(run: Callable[[Line], Returned]) -> Command:
         # The world's options come last: they are in groups, and argparse would add any option
         # that follows to the last group.
-        own = [option for option in options if option is not world_options]
-        shown = (*own, pool_option, *(set(options) - set(own)))
+        own_options = [option for option in options if option is not world_options]
+        shown = (*own_options, pool_option, *(set(options) - set(own_options)))
         for option in reversed(shown):
             option(run)
-        said, run.__doc__ = cleandoc(run.__doc__ or ""), None
+        help_text, run.__doc__ = cleandoc(run.__doc__ or ""), None
         magic_arguments()(run)  # sets `run.parser`, and a docstring with usage and options
-        made = _usage(run, shown)
+        usage = _usage(run, shown)
         escape = "%%" if kind == "cell" else "%"
-        run.__doc__ = f"{said}\n\n{made.replace('  %', f'  {escape}', 1)}\n"
-        return Command(run, kind, split, said.partition("\n")[0], looks, in_a_line)
+        run.__doc__ = f"{help_text}\n\n{usage.replace('  %', f'  {escape}', 1)}\n"
+        return Command(run, kind, split, help_text.partition("\n")[0], looks, in_a_line)
 
     return decorate
 
 
 def _usage(run: Magic, options: Sequence[Callable[[Magic], Magic]]) -> str:
-    """Return IPython's help on these options; only `%dist_init` lists all options of a world."""
+    """Return the help on a magic's options; only `%dist_init` lists all options of a world."""
     if world_options not in options or {*options} == {pool_option, world_options}:
         return (run.__doc__ or "").strip()
 
@@ -322,8 +322,8 @@ def _usage(run: Magic, options: Sequence[Callable[[Magic], Magic]]) -> str:
 
 def find_commands() -> Iterator[Command]:
     """Yield all commands: of the files in `nbdist.notebook.commands`, and of plugins."""
-    for found in sorted(pkgutil.iter_modules(commands.__path__), key=lambda each: each.name):
-        module = import_module(f"{commands.__name__}.{found.name}")
+    for file in sorted(pkgutil.iter_modules(commands.__path__), key=lambda each: each.name):
+        module = import_module(f"{commands.__name__}.{file.name}")
         yield from (each for each in vars(module).values() if isinstance(each, Command))
     for point in _plugins().values():
         if point.group == plugins.COMMANDS:
@@ -332,12 +332,12 @@ def find_commands() -> Iterator[Command]:
 
 def cell_options() -> list[CellOption]:
     """Return the options that plugins add to `%%distributed`; broken plugins are left out."""
-    found: list[CellOption] = []
+    loaded: list[CellOption] = []
     for point in _plugins().values():
         if point.group == plugins.CELL_OPTIONS:
             with suppress(Exception):  # other people's modules
-                found.append(point.load())
-    return found
+                loaded.append(point.load())
+    return loaded
 
 
 @cache
@@ -348,18 +348,18 @@ def _plugins() -> Mapping[str, EntryPoint]:
 def _loaded(point: EntryPoint) -> Command:
     """Load a plugin's magic; if that fails, return a magic of the same name that says why."""
     try:
-        found = point.load()
-        if isinstance(found, Command):
-            return found
+        loaded = point.load()
+        if isinstance(loaded, Command):
+            return loaded
         why = "it is no command"
     except Exception as error:  # noqa: BLE001 (other people's modules)
         why = f"{type(error).__name__}: {one_line(str(error))}"
-    said = f"`%{point.name}` cannot be used: {point.value} was not imported ({why})."
+    problem = f"`%{point.name}` cannot be used: {point.value} was not imported ({why})."
 
     def run(_: Line) -> None:
-        raise UsageError(said)
+        raise UsageError(problem)
 
-    run.__name__, run.__doc__ = point.name, said
+    run.__name__, run.__doc__ = point.name, problem
     return command(split=lambda _run, _line: ("", []))(run)
 
 
@@ -370,12 +370,12 @@ def _name_pool(error: NbdistError, pool: Pool) -> None:
 
 
 def _stopped(stop: KeyboardInterrupt, world: World | None) -> KeyboardInterrupt:
-    """Return the error for a Stop during a command, with the state in which it left the workers."""
+    """Return the error for a Stop during a command, with the state of the workers after it."""
     if isinstance(stop, Interrupted) or world is None:
         return stop if isinstance(stop, Interrupted) else Interrupted(())
     if world.state is State.STOPPING:
-        fate = "the workers are still shutting down; `%dist_shutdown` waits for them"
-        return Interrupted((), outcome=fate)
+        recovery = "the workers are still shutting down; `%dist_shutdown` waits for them"
+        return Interrupted((), outcome=recovery)
     if world.state is State.BROKEN:
         return Interrupted((), outcome=healing_text(world.session, range(world.size)))
     return Interrupted(range(world.size) if world.state.has_workers else ())

@@ -1,7 +1,7 @@
 """Completion and inspection in cells of the workers and in the lines of nbdist's magics.
 
 Runs in the notebook's process; the kernel's methods are wrapped, and front ends may ask from
-several threads.  No name of the workers is bound in the notebook for it.
+several threads.  No name of the workers is bound in the notebook for completion.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from IPython.core.completer import Completion as IPythonCompletion
 from IPython.utils.tokenutil import token_at_cursor
 
 from nbdist.errors import NbdistError
-from nbdist.notebook.auto_mode import runs_there
+from nbdist.notebook.auto_mode import runs_on_ranks
 from nbdist.notebook.cell_text import (
     CELL_MAGICS,
     MagicLine,
@@ -46,7 +46,7 @@ TIMEOUT = 0.9  # seconds for the workers' answer: JupyterLab waits for one secon
 
 
 class Completion:
-    """Answers by asking an idle rank of the cell's pool, or else from the table of names."""
+    """Answers requests of front ends, by asking an idle rank or from the pool's table of names."""
 
     def __init__(self, pools: Pools, commands: Iterable[Command]) -> None:
         self._pools = pools
@@ -55,23 +55,23 @@ class Completion:
     # --- wrappers of the kernel's methods -----------------------------------------------------
 
     def complete(self, original: Callable[..., Any], code: str, cursor_pos: int | None) -> Any:
-        """Wrap a kernel's `do_complete`: answer, or let the kernel answer."""
+        """Wrap a kernel's `do_complete`; the kernel answers if `_answer` returns None."""
         cursor = len(code) if cursor_pos is None else cursor_pos
-        found = self._answer(Complete(code, cursor))
-        if found is None:
+        answer = self._answer(Complete(code, cursor))
+        if answer is None:
             return original(self._plain_text(code, cursor), cursor_pos)
-        return found.reply()
+        return answer.reply()
 
     def completions(
         self, original: Callable[..., Iterator[Any]], text: str, offset: int
     ) -> Iterator[Any]:
-        """Wrap the method of this name of a terminal's completer."""
-        found = self._answer(Complete(text, offset))
-        if not isinstance(found, Completions):
+        """Wrap `completions` of a terminal's completer."""
+        answer = self._answer(Complete(text, offset))
+        if not isinstance(answer, Completions):
             yield from original(self._plain_text(text, offset), offset)
             return
-        for each in found.candidates:
-            start, end, kind = found.start, found.end, each.type
+        for each in answer.candidates:
+            start, end, kind = answer.start, answer.end, each.type
             yield IPythonCompletion(start, end, each.text, type=kind, signature=each.signature)
 
     def inspect(
@@ -83,10 +83,10 @@ class Completion:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Wrap a kernel's `do_inspect`: answer, or let the kernel answer."""
-        told = self._answer(Inspect(code, cursor_pos, detail_level))
-        if told is not None:
-            return told.reply()
+        """Wrap a kernel's `do_inspect`; the kernel answers if `_answer` returns None."""
+        answer = self._answer(Inspect(code, cursor_pos, detail_level))
+        if answer is not None:
+            return answer.reply()
         text = self._plain_text(code, cursor_pos)
         return original(text, cursor_pos, detail_level, *args, **kwargs)
 
@@ -101,7 +101,7 @@ class Completion:
         cursor, line = question.cursor, None
         if isinstance(question, Complete):
             line = self._code_in_line(question.code, cursor)
-        if line is None and (in_line := self._in_line(question)):
+        if line is None and (in_line := self._answer_in_line(question)):
             return in_line
         magic = line[0] if line else self._workers_cell(question)
         if magic is None:
@@ -117,27 +117,27 @@ class Completion:
         is_theirs = root in WORKERS_OWN or bool(world.session.names.ranks_that_own(root))
         if needs_root and root in self._pools.shell.user_ns and not is_theirs:
             return None
-        theirs = _asked(world, magic, question._replace(code=text))
+        answer = _ask(world, magic, question._replace(code=text))
         if not needs_root:
-            return self._with_known(world, theirs, root, text[:cursor])
-        if theirs or not is_theirs:
-            return theirs or None
+            return self._add_names(world, answer, root, text[:cursor])
+        if answer or not is_theirs:
+            return answer or None
         # The notebook must not answer: under this name it may have another object.
         return Description({}) if isinstance(question, Inspect) else Completions((), cursor, cursor)
 
-    def _with_known(self, world: World, theirs: Any, root: str, text: str) -> Completions | None:
-        """Add names of the notebook to a rank's answer; if it is None, of the workers too."""
+    def _add_names(self, world: World, answer: Any, root: str, text: str) -> Completions | None:
+        """Add names of the notebook to a rank's answer; without an answer, of the workers too."""
         shell = self._pools.shell
-        known = {**shell.user_ns}.keys() - shell.user_ns_hidden
-        if theirs is None:
-            known |= {*world.session.names.owners(), *WORKERS_OWN, *WORKERS_MODULES}
-        found = theirs or Completions((), len(text) - len(root), len(text))
-        there, begun = {each.text for each in found.candidates}, text[found.start :]
-        names = sorted(name for name in known - there if root and name.startswith(begun))
+        known_names = {**shell.user_ns}.keys() - shell.user_ns_hidden
+        if answer is None:
+            known_names |= {*world.session.names.owners(), *WORKERS_OWN, *WORKERS_MODULES}
+        completions = answer or Completions((), len(text) - len(root), len(text))
+        present, begun = {each.text for each in completions.candidates}, text[completions.start :]
+        names = sorted(name for name in known_names - present if root and name.startswith(begun))
         more = (Candidate(name, "instance") for name in names)
-        return replace(found, candidates=(*found.candidates, *more)) or None
+        return replace(completions, candidates=(*completions.candidates, *more)) or None
 
-    def _in_line(self, question: Question) -> Completions | Description | None:
+    def _answer_in_line(self, question: Question) -> Completions | Description | None:
         """Answer about the line of a magic of nbdist; None elsewhere, or without an answer."""
         magic = magic_at(question.code, question.cursor)
         command = self._commands.get(magic.name) if magic else None
@@ -154,9 +154,9 @@ class Completion:
         return Completions(candidates, end - len(begun), end) if candidates else None
 
     def _code_in_line(self, code: str, cursor: int) -> tuple[MagicLine, str] | None:
-        """Find the code that the cursor is in after a magic such as `%distributed -r 0`.
+        """Find the code with the cursor after a magic such as `%distributed -r 0`.
 
-        Return the magic, and the code with blanks in place of all that is before it.
+        Return the magic, and the code, with blanks in place of all text before the code.
         """
         magic = magic_at(code, cursor)
         command = self._commands.get(magic.name) if magic else None
@@ -165,10 +165,10 @@ class Completion:
         if code.startswith("%%", magic.start - len(magic.name) - 2):
             return None
         typed = code[magic.start : cursor].rstrip()
-        _, found = split_code(command.run, typed)
-        if not found or found == "-":  # `-` is the beginning of an option
+        _, typed_code = split_code(command.run, typed)
+        if not typed_code or typed_code == "-":  # `-` is the beginning of an option
             return None
-        begin = magic.start + len(typed) - len(found)
+        begin = magic.start + len(typed) - len(typed_code)
         return magic, " " * begin + code[begin:].partition("\n")[0]
 
     def _plain_text(self, code: str, cursor: int) -> str:
@@ -183,12 +183,12 @@ class Completion:
         In auto mode, a plain cell that runs on the workers has a magic too.
         """
         magic, auto = workers_cell(question.code, question.cursor), self._pools.auto
-        if magic is None and runs_there(self._pools, question.code):
+        if magic is None and runs_on_ranks(self._pools, question.code):
             return MagicLine(CELL_MAGICS[0], f"--pool {auto.pool}", 0)
         return magic
 
 
-def _asked(world: World, magic: MagicLine, question: Question) -> Completions | Description | None:
+def _ask(world: World, magic: MagicLine, question: Question) -> Completions | Description | None:
     """Ask an idle rank of the cell's ranks, then of the others; None without a timely answer."""
     every = range(world.size)
     try:
@@ -197,9 +197,9 @@ def _asked(world: World, magic: MagicLine, question: Question) -> Completions | 
         ranks = (*every,)
     until = time.monotonic() + TIMEOUT
     for each in (ranks, {*every}.difference(ranks)):
-        asked = world.session.consult(question, each)
+        future = world.session.consult(question, each)
         try:
-            answer: Any = asked.result(until - time.monotonic()) if asked else None
+            answer: Any = future.result(until - time.monotonic()) if future else None
         except (FutureTimeoutError, NbdistError):  # the agent may have ended
             return None
         if isinstance(answer, Completions | Description):
@@ -208,7 +208,7 @@ def _asked(world: World, magic: MagicLine, question: Question) -> Completions | 
 
 
 def workers_cell(code: str, cursor: int) -> MagicLine | None:
-    """Return the cell's `%%distributed` or `%%rank` if the cursor is below its line, else None."""
+    """Return the cell's `%%distributed` or `%%rank` if the cursor is below that line, or None."""
     magic = cell_magic(code)
     if magic is None or magic.name not in CELL_MAGICS:
         return None
@@ -229,12 +229,12 @@ def choices(pools: Pools, command: Command, text: str, pool: str | None) -> tupl
     """Return the candidates for the last word of a command's line, and its typed beginning.
 
     The candidates are options with their help, or names of variables if the command takes names.
-    Options and names that are in the line already are left out.
+    Options and names that the line has already are left out.
     """
     *words, begun = _BETWEEN.split(text)
     arguments, shell, world = arguments_of(command.run), pools.shell, pools.world_of(pool)
     if begun.startswith("-") or not any(each.dest in NAMES for each in arguments):
-        found = [
+        candidates = [
             Candidate(each.option_strings[-1], "option", str(each.help).replace("%%", "%"))
             for each in arguments
             if each.help != SUPPRESS
@@ -246,5 +246,5 @@ def choices(pools: Pools, command: Command, text: str, pool: str | None) -> tupl
         names = [each for each in owners if world and not world.session.names.import_path(each)]
         if command.name in ("dist_push", "dist_scatter"):
             names = [*{**shell.user_ns}.keys() - shell.user_ns_hidden]
-        found = [Candidate(each, "instance") for each in sorted(names) if each not in words]
-    return tuple(each for each in found if each.text.startswith(begun)), begun
+        candidates = [Candidate(each, "instance") for each in sorted(names) if each not in words]
+    return tuple(each for each in candidates if each.text.startswith(begun)), begun

@@ -42,7 +42,7 @@ REDRAW = 0.25  # seconds between drawings: the page rebuilds the whole panel at 
 
 
 class PanelDisplay:
-    """The output panel of one cell, redrawn a few times a second and replaced at the end.
+    """The panel with a cell's output, redrawn a few times a second and replaced at the end.
 
     A page in a browser redraws displays.  Other clients may show only new displays, so for them
     the last drawing is a new display.
@@ -51,7 +51,7 @@ class PanelDisplay:
         notes: lines that are shown below the output, also of the finished cell.
         is_alone: whether the cell consists of one magic of nbdist and nothing else.
         is_page: whether a page in a browser shows the cell.
-        place: returns the request of the cell that runs now.
+        find_request: returns the request of the cell that runs now.
         seconds: the setting of this name; with "none" the panel is only drawn at the end.
         pool: named in the head of the panel and in the magics that notes advise; "" for the
             default pool.
@@ -66,7 +66,7 @@ class PanelDisplay:
         *,
         is_alone: bool = False,
         is_page: bool = True,
-        place: Callable[[], object] = lambda: None,
+        find_request: Callable[[], object] = lambda: None,
         seconds: str = "page",
         pool: str = "",
         tabs: str = "",
@@ -74,33 +74,33 @@ class PanelDisplay:
         self._pool = pool
         self._tabs = tabs
         self._is_alone, self._is_page = is_alone, is_page
-        self._find_place, self._place = place, place()
+        self._find_request, self._request = find_request, find_request()
         self._seconds = seconds
         self._shown: MimeBundle = {}
         self._is_redrawn = False  # the last drawing reached only clients that redraw displays
         self._displays = 0  # number of displays below the cell that this panel has made
         self._begin()
-        self._above = ""  # id of the display above the last typed input
+        self._id_above = ""  # id of the display above the last typed input
         self._below = Below(pool)
         self._draw_at = time.monotonic() + FIRST_DRAWING
         self._notes, self._passing = [*notes], list[str]()
 
-    def note(self, text: str, *, at_once: bool = True, stays: bool = True) -> None:
+    def add_note(self, text: str, *, at_once: bool = True, stays: bool = True) -> None:
         """Add a line below the output; unless `stays`, only while the cell runs."""
         (self._notes if stays else self._passing).append(in_pool(text, self._pool))
         if at_once:
-            self.wait_for("")
+            self.show_status("")
 
-    def wait_for(self, text: str) -> None:
+    def show_status(self, text: str) -> None:
         """Show the notes and this line until something else is drawn.
 
         If the setting `seconds` is "none", nothing is drawn, as the panel only appears at the end.
         """
         if not (text and self._seconds == "none"):
-            said = " · ".join(filter(None, [*self._notes, *self._passing, text]))
-            self._draw(panel(dim(said)), self._passing_text(said) if text else said)
+            lines = " · ".join(filter(None, [*self._notes, *self._passing, text]))
+            self._draw(panel(dim(lines)), self._passing_text(lines) if text else lines)
 
-    def say(self, text: str, html: str = "") -> None:
+    def show_text(self, text: str, html: str = "") -> None:
         """Show this text as the whole output, with `html` as its form on a page."""
         self._draw(html or panel(dim(text)), text)
 
@@ -110,7 +110,7 @@ class PanelDisplay:
         below = panel(dim(notes)) if notes else ""
         self._draw((html or panel(dim(text))) + below, "\n".join(filter(None, [text, notes])))
 
-    def show(self, transcript: Transcript, news: News, waits: str = "", usage: str = "") -> None:
+    def show(self, transcript: Transcript, outputs: News, waits: str = "", usage: str = "") -> None:
         """Redraw the running cell's panel, unless it was drawn a moment ago.
 
         Called after each output of a rank, and periodically without output.  `waits` is a line
@@ -128,16 +128,16 @@ class PanelDisplay:
         """
         self._draw_live(transcript, time.monotonic(), asks, turn=turn)
 
-    def typed(self) -> None:
+    def continue_below_input(self) -> None:
         """Continue in a new display, after input was typed below this one."""
         # A page keeps the typed text as output, so the panel moves below it.
-        self._above = self._id
+        self._id_above = self._id
         self._begin()
 
     def _begin(self) -> None:
         """Let the next drawing create a new display."""
         self._id = f"nbdist-{uuid.uuid4().hex}"
-        self._is_there = False
+        self._is_drawn = False
 
     def _draw_live(
         self,
@@ -155,8 +155,8 @@ class PanelDisplay:
         # Figures make a panel big: it is redrawn less often, which bounds the bytes per second.
         self._draw_at = now + REDRAW * max(1.0, len(html) / MOST_LIVE_BYTES)
         self._draw(html, self._passing_text(panel_text(shown)))
-        # Progress bars must be seen while the cell runs.  Once each rank has one, their order is
-        # final.
+        # Widgets, such as progress bars, must be seen while the cell runs.  Once each rank shows a
+        # widget, the order of the displays is final.
         if all_show_widgets(transcript):
             self._below.add(transcript)
 
@@ -171,7 +171,7 @@ class PanelDisplay:
             data = {**figure.data, "text/html": NOTHING, "text/plain": text}
             display(data, raw=True, metadata=dict(figure.metadata))
 
-    again = end
+    show_again = end
 
     def close(self) -> None:
         """Repeat the last drawing as a new display, for clients that do not redraw displays.
@@ -183,36 +183,36 @@ class PanelDisplay:
         self._is_alone, self._is_page = False, True
 
     def _begin_last(self) -> bool:
-        """Let the next drawing create a display that replaces the present one, if possible.
+        """Let the next drawing create a new display in place of the present one, if possible.
 
-        Return False if the next drawing will not replace one: nothing was drawn, another cell
-        runs now, or the cell has other output on a page, where the present display is updated.
-        A new display is also seen on a page where the user has cleared the cell's output.
+        Return False if that is impossible: nothing was drawn, another cell runs now, or the cell
+        has other output on a page, where the present display is updated.  If the user has cleared
+        the cell's output on a page, only a new display is seen.
         """
-        if not (self._is_there or self._above) or self._find_place() != self._place:
+        if not (self._is_drawn or self._id_above) or self._find_request() != self._request:
             return False
         is_alone = self._is_alone and OUTPUTS.number == self._displays + self._below.count
         # On a page, displays below the panel may be widgets, whose state would be lost.
         if is_alone and not (self._is_page and self._below.count):
-            # This removes typed text too, and the input box that a page keeps after Stop.  If it
-            # were done earlier, it would remove an input box that still waits.
+            # Clearing removes typed text too, and the input box that a page keeps after Stop.
+            # Clearing earlier would remove an input box that still waits.
             clear_output(wait=True)
-            self._above, self._below = "", Below(self._pool)
+            self._id_above, self._below = "", Below(self._pool)
             self._displays = OUTPUTS.number = 0
         elif self._is_page:
             return False
-        elif self._is_there:
-            self._above = self._id
+        elif self._is_drawn:
+            self._id_above = self._id
         self._begin()
         return True
 
     def pause(self) -> None:
         """Prepare for output of another cell; a panel needs no preparation."""
 
-    def end_again(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
+    def redraw_ended(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
         """Redraw the panel of a cell that has ended, with output that came later."""
         self._draw_final(transcript, logs)
-        self._is_redrawn = False  # `close` must not repeat it: other clients keep the first end
+        self._is_redrawn = False  # else `close` would add a second panel for other clients
         self._below.change(transcript)
 
     def _draw_final(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
@@ -224,22 +224,22 @@ class PanelDisplay:
         self._draw(html, panel_text(shown if self._seconds == "all" else timeless))
 
     def _passing_text(self, text: str) -> str:
-        """Add a line break for clients other than a page, which append the next text to it."""
+        """Add a line break for clients other than a page, which append the next text."""
         return text if self._is_page else f"{text}\n"
 
     def _draw(self, html: str, text: str) -> None:
         bundle = self._shown = {"text/html": _encodable(html), "text/plain": _encodable(text)}
-        self._is_redrawn = self._is_there
-        if self._is_there:
+        self._is_redrawn = self._is_drawn
+        if self._is_drawn:
             update_display(bundle, display_id=self._id, raw=True)
         else:
             display(bundle, display_id=self._id, raw=True)
-            self._is_there = True
+            self._is_drawn = True
             self._displays += 1
             OUTPUTS.number += 1
-        if self._above:
-            update_display(EMPTY.data, display_id=self._above, raw=True)
-            self._above = ""
+        if self._id_above:
+            update_display(EMPTY.data, display_id=self._id_above, raw=True)
+            self._id_above = ""
 
 
 def _encodable(text: str) -> str:
@@ -248,7 +248,7 @@ def _encodable(text: str) -> str:
 
 
 class PlainDisplay:
-    """Prints the output of one cell line by line, for terminals and logs.
+    """Prints a cell's output line by line, for terminals and logs.
 
     Has the methods of `PanelDisplay`.
     """
@@ -265,28 +265,28 @@ class PlainDisplay:
         self._stream = sys.stdout
         self._bars = MovingLine(self._stream)
 
-    def note(self, text: str, *, at_once: bool = True, stays: bool = True) -> None:
-        self.say(in_pool(text, self._pool))
+    def add_note(self, text: str, *, at_once: bool = True, stays: bool = True) -> None:
+        self.show_text(in_pool(text, self._pool))
 
-    def wait_for(self, text: str) -> None:
-        self.say(text)
+    def show_status(self, text: str) -> None:
+        self.show_text(text)
 
-    def say(self, text: str, html: str = "") -> None:
+    def show_text(self, text: str, html: str = "") -> None:
         self._bars.clear()
         sys.stdout.write(f"{text}\n")
 
-    answer = say
+    answer = show_text
 
-    def show(self, transcript: Transcript, news: News, waits: str = "", usage: str = "") -> None:
+    def show(self, transcript: Transcript, outputs: News, waits: str = "", usage: str = "") -> None:
         now = time.monotonic()
         if self._lines is None:
             self._lines = PlainLines(transcript.ranks)
-        for rank, output in news:
+        for rank, output in outputs:
             self._write(self._lines.receive(rank, output, now))
         self._write(self._lines.due(now))
         self._warn(transcript)
         if waits and waits != self._waits:
-            self.note(waits)
+            self.add_note(waits)
         self._waits = waits
         # If `sys.stdout` is another stream, a prompt is open, which would overwrite a bar.
         if sys.stdout is self._stream and self._bars.is_due(now):
@@ -298,7 +298,7 @@ class PlainDisplay:
             self._write(self._lines.flush())
         sys.stdout.flush()
 
-    def typed(self) -> None:
+    def continue_below_input(self) -> None:
         """Do nothing, as the terminal itself shows the typed text."""
 
     def pause(self) -> None:
@@ -316,16 +316,16 @@ class PlainDisplay:
         self._write(save_figures(transcript, logs))
         if transcript.is_finished and not shown.states:  # a silent cell
             shown = shown._replace(states=(("ok", f"✓ {len(transcript.ranks)}"),))
-        self.say(" · ".join([head_text(shown), *self._notes]))
+        self.show_text(" · ".join([head_text(shown), *self._notes]))
         sys.stdout.flush()
 
-    def again(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
+    def show_again(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
         now = time.monotonic()
         shown = final_layout(transcript, logs, now=now, is_on_page=False, pool=self._pool)
-        self.say(panel_text(shown))
+        self.show_text(panel_text(shown))
         self._write(save_figures(transcript, logs))
 
-    def end_again(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
+    def redraw_ended(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
         pass
 
     def close(self) -> None:
@@ -333,7 +333,7 @@ class PlainDisplay:
 
     def _warn(self, transcript: Transcript) -> None:
         for text in transcript.warnings[self._warned :]:
-            self.say(text)
+            self.show_text(text)
         self._warned = len(transcript.warnings)
 
     def _write(self, lines: Iterable[str]) -> None:
@@ -364,7 +364,7 @@ def make_display(
             notes,
             is_alone=is_of_magic(cell),
             is_page=bool(cell_id(shell)),
-            place=partial(request_of, shell),
+            find_request=partial(request_of, shell),
             seconds=settings.seconds,
             pool=pool,
             tabs=tabs,
@@ -383,10 +383,10 @@ _PANELS_OF = (*CELL_MAGICS, "debug")  # IPython's `%debug` leads to `%dist_debug
 
 
 def is_of_magic(cell: str) -> bool:
-    """Return True if a cell is one magic of nbdist, so that all its output is the magic's."""
+    """Return True if a cell is a single magic of nbdist, so that all its output is the magic's."""
     text = cell.strip()
-    found = cell_magic(text) or (magic_at(text, 0) if "\n" not in text else None)
-    return found is not None and (found.name.startswith("dist_") or found.name in _PANELS_OF)
+    magic = cell_magic(text) or (magic_at(text, 0) if "\n" not in text else None)
+    return magic is not None and (magic.name.startswith("dist_") or magic.name in _PANELS_OF)
 
 
 # --- tables and blocks of text that commands show ---------------------------------------------
@@ -405,7 +405,7 @@ class Shown:
     html: str
     text: str
 
-    def on(self, display: CellDisplay) -> None:
+    def show_on(self, display: CellDisplay) -> None:
         """Show this output on a display, as the answer of its command."""
         display.answer(self.text, self.html)
 
@@ -441,7 +441,7 @@ def block(text: str) -> Shown:
 
 
 def below(parts: Iterable[Shown]) -> Shown:
-    """Join several outputs into one output, one below the other."""
+    """Return a single output that shows several outputs from top to bottom."""
     parts = [*parts]
     html, text = "".join(part.html for part in parts), "\n".join(part.text for part in parts)
     return Shown(html, text)
@@ -473,7 +473,7 @@ def progress(display: CellDisplay, what: str) -> Callable[[int, int], None]:
         if (now := time.monotonic()) >= due:
             # Lines in a terminal are not replaced: the time between them doubles.
             due = now + (REDRAW if display.can_change else now - started)
-            display.wait_for(progress_text(what, done, total, now - started))
+            display.show_status(progress_text(what, done, total, now - started))
 
     return show
 
@@ -486,11 +486,11 @@ def progress_text(what: str, done: int, total: int, seconds: float) -> str:
 def moved(steps: Generator[int, None, Made], total: int, display: CellDisplay, what: str) -> Made:
     """Run a generator to its end, showing its progress, and return its result.
 
-    The generator yields the number of bytes that are done.  Stop ends it between two steps, and
-    the partial result is released.
+    The generator yields the number of bytes that are done.  Stop ends the generator between two
+    steps, and the partial result is released.
     """
     show = progress(display, what)
-    with closing(Steps(steps)) as found:
-        for done in found:
+    with closing(Steps(steps)) as running:
+        for done in running:
             show(done, total)
-    return found.made
+    return running.made

@@ -21,7 +21,7 @@ from IPython.core.error import UsageError as IPythonUsageError
 import nbdist
 from nbdist.config import DEFAULT_POOL
 from nbdist.errors import NbdistError, UsageError, WrongVersion
-from nbdist.notebook.cell_text import MAGICS, refuse_place, transform_first_lines
+from nbdist.notebook.cell_text import MAGICS, refuse_magic, transform_first_lines
 from nbdist.notebook.free_names import names_filled_in
 from nbdist.notebook.options import NbDist, hint_on_magic
 from nbdist.plugins import requirements
@@ -72,7 +72,7 @@ def load(shell: InteractiveShell) -> None:
     atexit.register(pools.close)
     stack.callback(atexit.unregister, pools.close)
     stack.callback(pools.close)
-    help_at_border(shell, pools, commands, stack)
+    wrap_methods(shell, pools, commands, stack)
     read_rest_of_cell(shell)
     _loaded[shell] = pools, stack
 
@@ -83,7 +83,7 @@ def pools_of(shell: InteractiveShell) -> Pools | None:
 
 
 def unload(shell: InteractiveShell) -> None:
-    """End the workers and leave the shell as it was."""
+    """End the workers and remove nbdist from the shell."""
     _, stack = _loaded.pop(shell)
     stack.close()
 
@@ -92,20 +92,20 @@ def register(
     shell: InteractiveShell, pools: Pools, commands: Sequence[Command], stack: ExitStack
 ) -> None:
     """Register the magics, and line magics that refuse cell magics in the middle of a cell."""
-    wanted: list[tuple[Callable[..., Any], str, str]] = [
+    magics: list[tuple[Callable[..., Any], str, str]] = [
         (each.magic(pools), each.kind, each.name) for each in commands
     ]
-    wanted += [(partial(refuse_place, shell, f"%{name}"), "line", f"%{name}") for name in MAGICS]
-    wanted += [(each.line_magic(pools), "line", each.name) for each in commands if each.in_a_line]
+    magics += [(partial(refuse_magic, shell, f"%{name}"), "line", f"%{name}") for name in MAGICS]
+    magics += [(each.line_magic(pools), "line", each.name) for each in commands if each.in_a_line]
     manager: Any = shell.magics_manager
-    also_there: Any = vars(manager.user_magics)
-    for magic, kind, name in wanted:
+    user_magics: Any = vars(manager.user_magics)
+    for magic, kind, name in magics:
         manager.register_function(magic, kind, name)
         stack.callback(manager.magics[kind].pop, name, None)
-        stack.callback(also_there.pop, name, None)
+        stack.callback(user_magics.pop, name, None)
 
 
-def help_at_border(
+def wrap_methods(
     shell: InteractiveShell, pools: Pools, commands: Sequence[Command], stack: ExitStack
 ) -> None:
     """Wrap methods of the shell, and of its kernel if it has one, until the stack is closed.
@@ -119,7 +119,7 @@ def help_at_border(
     completion, auto = Completion(pools, commands), AutoCells(pools)
     border = Border(pools, commands)
     kernel: Any = getattr(shell, "kernel", None)
-    wanted: list[tuple[object, str, Any]] = [
+    wrappers: list[tuple[object, str, Any]] = [
         (shell, "showtraceback", border.show_traceback),
         (shell, "debugger", partial(debug_ranks, pools)),
         (shell, "var_expand", border.expand),
@@ -127,29 +127,29 @@ def help_at_border(
         (shell.extension_manager, "reload_extension", partial(keep_loaded, pools)),
     ]
     if kernel is not None:
-        wanted += [
+        wrappers += [
             (kernel, "do_complete", completion.complete),
             (kernel, "do_inspect", completion.inspect),
             (kernel, "do_execute", auto.do_execute),
             (kernel, "do_shutdown", pools.do_shutdown),
         ]
     else:
-        wanted += [
+        wrappers += [
             (shell, "run_cell", auto.run_cell),
             (shell.Completer, "completions", completion.completions),
         ]
     stack.callback(pools.pages.listen(kernel))
-    # First of all, as IPython then removes leading blank lines, which changes line numbers.
+    # Before IPython's own transformers: they remove leading blank lines, which changes numbers.
     transform = partial(transform_first_lines, local_is_plain=kernel is not None)
     shell.input_transformers_cleanup.insert(0, transform)
     stack.callback(shell.input_transformers_cleanup.remove, transform)
-    for each in wanted:
+    for each in wrappers:
         if hasattr(each[0], each[1]):  # not every kernel is an ipykernel
             stack.callback(wrap(*each))
 
 
 def keep_loaded(pools: Pools, original: Callable[[str], object], module_str: str) -> object:
-    """Wrap IPython's reload: keep nbdist loaded if it has workers, which unloading would end."""
+    """Wrap IPython's reload, to keep nbdist loaded if it has workers, which unloading would end."""
     if module_str != nbdist.__name__ or not any(pool.has_workers for pool in pools):
         return original(module_str)
     sys.stdout.write("nbdist stays loaded, with its workers: `%unload_ext nbdist` ends them\n")
@@ -160,12 +160,12 @@ def keep_loaded(pools: Pools, original: Callable[[str], object], module_str: str
 
 
 def wrap(holder: object, name: str, around: Callable[..., Any]) -> Callable[[], None]:
-    """Wrap a method of one object; return a function that restores the method.
+    """Wrap a method of an object, and return a function that restores the method.
 
     `around` is called with the original method and its arguments.  If other code has wrapped the
-    method since, the wrapper stays in place when it is undone, and only passes calls on.
+    method since, the wrapper cannot be removed: from then on it only calls the original method.
     """
-    was_its_own, original, is_on = name in vars(holder), getattr(holder, name), True
+    was_on_instance, original, is_on = name in vars(holder), getattr(holder, name), True
 
     @wraps(original)
     def method(*args: Any, **kwargs: Any) -> Any:
@@ -175,7 +175,7 @@ def wrap(holder: object, name: str, around: Callable[..., Any]) -> Callable[[], 
         nonlocal is_on
         is_on = False
         if vars(holder).get(name) is method:
-            setattr(holder, name, original) if was_its_own else delattr(holder, name)
+            setattr(holder, name, original) if was_on_instance else delattr(holder, name)
 
     setattr(holder, name, method)
     return undo
@@ -255,10 +255,10 @@ class Border:
         self._names = [each.shown_name for each in commands]
 
     def show_traceback(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Wrap `InteractiveShell.showtraceback`: add a hint to the error, and cut its traceback."""
-        told = args[0] if args else kwargs.get("exc_tuple")
-        error = told[1] if told else sys.exc_info()[1]
-        _leave_out_insides(error)
+        """Wrap `InteractiveShell.showtraceback`, to add hints to errors and cut tracebacks."""
+        given = args[0] if args else kwargs.get("exc_tuple")
+        error = given[1] if given else sys.exc_info()[1]
+        _cut_traceback(error)
         if isinstance(error, NbdistError):
             kwargs.pop("exc_tuple", None)
             # IPython would show the whole traceback of a SyntaxError, or of an error whose
@@ -274,30 +274,30 @@ class Border:
         return original(*args, **kwargs)
 
     def expand(self, original: Callable[..., str], cmd: str, depth: int = 0, **how: Any) -> str:
-        """Wrap `InteractiveShell.var_expand`: UsageError for a name that only the ranks have."""
+        """Wrap `InteractiveShell.var_expand`, to raise UsageError for names only of ranks."""
         # IPython reads names in the frame at `depth`; the wrapper adds two frames.
         expanded = original(cmd, depth + 2, **how)
-        left = names_filled_in(expanded)
+        unfilled = names_filled_in(expanded)
         for name in names_filled_in(cmd):
-            if name in left and (hint := self.hint(name)):
-                own = f"; `$${name}` is the shell's own" if f"${name}" in cmd else ""
-                raise UsageError(f"{hint}{own}. Nothing has run.")
+            if name in unfilled and (hint := self.hint(name)):
+                hint_end = f"; `$${name}` is the shell's own" if f"${name}" in cmd else ""
+                raise UsageError(f"{hint}{hint_end}. Nothing has run.")
         return expanded
 
     def hint(self, name: str) -> str:
-        """Return on which ranks of which pool a name is and how to get it; "" if on none."""
+        """Return which ranks of which pool have a name, and how to get the value; "" if none."""
         hints = (hint_of(pool, name) for pool in self._pools if pool.has_workers)
         return next(filter(None, hints), "")
 
 
-def _leave_out_insides(error: BaseException | None) -> None:
+def _cut_traceback(error: BaseException | None) -> None:
     """Remove nbdist's frames from the tracebacks of its own errors and of Stop.
 
     Also for errors that are the cause or the context of another error.
     """
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
+    seen_ids: set[int] = set()
+    while error is not None and id(error) not in seen_ids:
+        seen_ids.add(id(error))
         tb = error.__traceback__ if isinstance(error, OF_OURS) else None
         while tb is not None:
             if tb.tb_next and tb.tb_next.tb_frame.f_code.co_filename.startswith(OURS):
@@ -315,10 +315,10 @@ def hint_of(pool: Pool, name: str) -> str:
     begin = f"begin the cell with %%distributed{of_pool}"
     ranks = world.session.names.ranks_with(name)
     if ranks:
-        lives = f"`{name}` is on {name_ranks(ranks)}: {begin}"
+        text = f"`{name}` is on {name_ranks(ranks)}: {begin}"
         if world.session.names.import_path(name):
-            return f"{lives}, or import it here too"
-        return f"{lives}, or `%dist_gather{of_pool} {name}`"
+            return f"{text}, or import it here too"
+        return f"{text}, or `%dist_gather{of_pool} {name}`"
     if name in WORKERS_MODULES:
         of = WORKERS_MODULES[name]
         here = f"import {of}" if of == name else f"import {of} as {name}"

@@ -119,8 +119,8 @@ def names_in_commands(source: str) -> list[str]:
 
 def names_filled_in(text: str) -> list[str]:
     """Find the names that `{x}` and `$x` fill into a command, except the shell's variables."""
-    found = (name for source in _filled_in([text]) for name in sorted(names_used(source)))
-    return [name for name in dict.fromkeys(found) if not _is_the_shells(name, text)]
+    names = (name for source in _filled_in([text]) for name in sorted(names_used(source)))
+    return [name for name in dict.fromkeys(names) if not _is_the_shells(name, text)]
 
 
 @functools.lru_cache(maxsize=64)
@@ -169,19 +169,19 @@ class _Code:
         if self._is_function and not code.co_name.startswith(_GENERIC):
             self.later = self.later.union(*reads)
         else:
-            self._follow(reads, self._states(bytecode))
+            self._record_all_reads(reads, self._states(bytecode))
         del self._steps
 
     # --- what an instruction reads and binds ----------------------------------------------
 
     def _reads(self, index: int, step: dis.Instruction) -> _Reads:
-        """Return the names that one instruction reads; record names it binds and attributes."""
+        """Return the names that an instruction reads; record bound names, and read attributes."""
         name = step.argval
         if step.opname in _DOTS:
-            self._note_dots(index)
-            return self._in_magic(index)
+            self._record_chain(index)
+            return self._reads_in_magic(index)
         if isinstance(name, types.CodeType):
-            return self._made(index, name)
+            return self._reads_of_definition(index, name)
         if name in _PYTHONS_OWN:
             return {}
         if step.opname in (*_BINDS, *_READS):
@@ -192,7 +192,7 @@ class _Code:
             self.unbound.add(name)
         return {name: _NONE} if step.opname in _READS else {}
 
-    def _made(self, index: int, code: types.CodeType) -> _Reads:
+    def _reads_of_definition(self, index: int, code: types.CodeType) -> _Reads:
         """Return the names that are read when a function or class is made.
 
         Records the names that are read later, when the function is called.
@@ -220,7 +220,7 @@ class _Code:
             called = called.union(*before)
         return inner.used | dict.fromkeys(called, _NONE)
 
-    def _note_dots(self, index: int) -> None:
+    def _record_chain(self, index: int) -> None:
         chain: list[str] = []
         while self._steps[index].opname in _DOTS:
             chain.insert(0, self._steps[index].argval)
@@ -228,7 +228,7 @@ class _Code:
         if self._steps[index].opname in _READS:
             self.chains.add((self._steps[index].argval, *chain))
 
-    def _in_magic(self, index: int) -> _Reads:
+    def _reads_in_magic(self, index: int) -> _Reads:
         """Return the names that a call `get_ipython().run_line_magic("time", "f(x)")` reads."""
         method, before = self._steps[index].argval, self._steps[max(0, index - 3) : index]
         if not any(step.argval == "get_ipython" for step in before):
@@ -240,15 +240,15 @@ class _Code:
         sources = code_in_magic(method, texts)
         if self._is_cell:
             self.bound.update(*map(names_bound, sources))
-        own = {*self._code.co_varnames, *self._code.co_cellvars, *self._code.co_freevars}
-        found: _Reads = {}
+        local_names = {*self._code.co_varnames, *self._code.co_cellvars, *self._code.co_freevars}
+        reads: _Reads = {}
         for source in sources:
-            _add(found, bound_before(source))
-        return {name: bound for name, bound in found.items() if name not in own}
+            _add(reads, bound_before(source))
+        return {name: bound for name, bound in reads.items() if name not in local_names}
 
     # --- in which order -------------------------------------------------------------------
 
-    def _follow(self, reads: list[_Reads], states: list[_State | None]) -> None:
+    def _record_all_reads(self, reads: list[_Reads], states: list[_State | None]) -> None:
         """Fill in `used` and `certain` from the reads and states of all instructions.
 
         A name is in `used` if there is any path to a read on which the name may be unbound.
@@ -256,12 +256,12 @@ class _Code:
         for step, names, state in zip(self._steps, reads, states, strict=True):
             if state is not None:
                 # Comprehensions, functions and classes in a class do not see its names.
-                self._load(names, state if step.opname in _OWN_READS else state - self._own)
+                self._record_reads(names, state if step.opname in _OWN_READS else state - self._own)
         if not self._is_cell:
             return
-        ways = zip(self._steps, states, strict=True)
-        ends = [state for step, state in ways if step.opname in _RETURNS and state is not None]
-        at_end = frozenset.intersection(*ends) if ends else frozenset()
+        pairs = zip(self._steps, states, strict=True)
+        exits = [state for step, state in pairs if step.opname in _RETURNS and state is not None]
+        at_end = frozenset.intersection(*exits) if exits else frozenset()
         self.certain = _names_in(at_end).difference(_PYTHONS_OWN)
         unbound = {step.argval for step in self._steps if step.opname in _UNBINDS}
         for index, (_, later) in self._functions.items():  # later cells may call the functions
@@ -269,15 +269,15 @@ class _Code:
             bound = _names_in(at_end | (when_made - unbound))
             _add(self.used, dict.fromkeys(later - bound, bound))
 
-    def _load(self, names: _Reads, state: _State) -> None:
+    def _record_reads(self, names: _Reads, state: _State) -> None:
         bound_here = _names_in(state) - self._own
         waiting = [(name, bound | bound_here) for name, bound in names.items()]
-        seen = set[tuple[str, frozenset[str]]]()
+        done = set[tuple[str, frozenset[str]]]()
         while waiting:
             name, bound = read = waiting.pop()
-            if read in seen:
+            if read in done:
                 continue
-            seen.add(read)
+            done.add(read)
             if name not in state:
                 _add(self.used, {name: bound})
             for index, (function, later) in self._functions.items():
@@ -302,10 +302,10 @@ class _Code:
         waiting: list[tuple[int, _State]] = [(0, frozenset(self._functions))]
         while waiting:
             index, state = waiting.pop()
-            known, step = states[index], self._steps[index]
-            if known is not None and known <= state:
+            former, step = states[index], self._steps[index]
+            if former is not None and former <= state:
                 continue
-            states[index] = state = state if known is None else known & state
+            states[index] = state = state if former is None else former & state
             if index in handlers:
                 waiting.append((handlers[index], state))
             if step.opname in _BINDS:
@@ -324,7 +324,7 @@ class _Code:
         The names count as bound there: almost no context manager suppresses errors.  Returns an
         empty dict if the code names `suppress` or `raises`, which do.
         """
-        found: dict[int, set[str]] = {}
+        bound_by_jump: dict[int, set[str]] = {}
         for start, step in enumerate(self._steps):
             if step.opname == "WITH_EXCEPT_START" and not self._may_swallow:
                 jump = next(
@@ -332,8 +332,8 @@ class _Code:
                 )
                 body = [index for index, handler in handlers.items() if handler == start - 1]
                 inside = self._steps[min(body) : max(body) + 1]
-                found[jump] = {step.argval for step in inside if step.opname in _BINDS}
-        return found
+                bound_by_jump[jump] = {step.argval for step in inside if step.opname in _BINDS}
+        return bound_by_jump
 
 
 def _names_in(state: _State) -> frozenset[str]:
@@ -341,7 +341,7 @@ def _names_in(state: _State) -> frozenset[str]:
 
 
 def _add(reads: _Reads, more: Mapping[str, frozenset[str]]) -> None:
-    """Add reads.  For a name that was read before, keep the names that are bound at both reads."""
+    """Add `more` to `reads`; for a name in both, keep the names that are bound at both reads."""
     for name, bound in more.items():
         reads[name] = reads.get(name, bound) & bound
 
@@ -373,10 +373,10 @@ def _filled_in(texts: list[str]) -> list[str]:
 def _python(text: str) -> str:
     """Return the text of a magic, without leading options, if it is Python; else ""."""
     while True:
-        found = next(filter(_is_python, (text, _MAGIC_LINE.sub("", text))), "")
+        code = next(filter(_is_python, (text, _MAGIC_LINE.sub("", text))), "")
         option = _OPTION.match(text)
-        if found or not option:
-            return found
+        if code or not option:
+            return code
         text = text[option.end() :].lstrip(" ")
 
 
@@ -402,7 +402,7 @@ _NOTHING = object()
 class Gathered:
     """The variables that hold values gathered from ranks: `name in gathered`.
 
-    A name is in it until the notebook binds the name to another object.
+    A name is contained until the notebook binds the name to another object.
     """
 
     def __init__(self, namespace: Mapping[str, Any]) -> None:
@@ -420,7 +420,7 @@ class Gathered:
         return bool(self._values)
 
     def add(self, names: Iterable[str]) -> None:
-        """Record that these names were just bound to values of ranks."""
+        """Record names that were just bound to values of ranks."""
         for name in names:
             self._values[name] = Identity(self._namespace[name])
             self._of_this_cell.add(name)
@@ -446,11 +446,11 @@ def assigned_in(source: str) -> frozenset[str]:
 
     IPython has transformed the cell to Python before.
     """
-    found: set[str] = set()
+    assigned: set[str] = set()
     if GATHERS in source:
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith(GATHERS):
                 inside = [each for target in node.targets for each in ast.walk(target)]
                 names = [each for each in inside if isinstance(each, ast.Name)]
-                found |= {each.id for each in names if isinstance(each.ctx, ast.Store)}
-    return frozenset(found)
+                assigned |= {each.id for each in names if isinstance(each.ctx, ast.Store)}
+    return frozenset(assigned)

@@ -29,21 +29,21 @@ TOO_LATE = "the notebook was busy for too long: nothing was run"
 
 def look(until: float, pool: str, magic: str, line: str = "") -> None:
     """Run a magic that changes nothing; its output goes to `nbdist mcp` and not to the page."""
-    _do(until, pool, lambda shell, _: shell.run_line_magic(magic, line))
+    _call(until, pool, lambda shell, _: shell.run_line_magic(magic, line))
 
 
 def output(until: float, pool: str, number: int, ranks: str) -> None:
-    """Print the output of these ranks in a past cell: -1 is the last cell, -2 the one before."""
+    """Print the output of `ranks` in the cell `number`; -1 is the last cell, -2 the one before."""
 
-    def show(_: Any, found: Pool) -> None:
-        past = found.ended.past(found.last.transcript) if found.last else []
+    def show(_: Any, target: Pool) -> None:
+        past = target.past_cells.past(target.last.transcript) if target.last else []
         if not -len(past) <= number < 0:
             raise UsageError(f"the output of {count(len(past), 'cell')} is kept; -1 is the last")
         transcript = past[number]
-        wanted = parse_ranks(ranks, max(transcript.ranks) + 1)
-        print(whole_text(transcript, [rank for rank in wanted if rank in transcript.ranks]))  # noqa: T201
+        selected = parse_ranks(ranks, max(transcript.ranks) + 1)
+        print(whole_text(transcript, [rank for rank in selected if rank in transcript.ranks]))  # noqa: T201
 
-    _do(until, pool, show)
+    _call(until, pool, show)
 
 
 def run(until: float, pool: str, who: str, magic: str, line: str, cell: str = "") -> None:
@@ -51,30 +51,30 @@ def run(until: float, pool: str, who: str, magic: str, line: str, cell: str = ""
     command = f"{'%%' if cell else '%'}{magic} {line}".rstrip()
     head = f"{who} ran this by `nbdist mcp` at {time.strftime('%H:%M:%S')}:"
 
-    def run_it(shell: Any, found: Pool) -> None:
+    def run_it(shell: Any, target: Pool) -> None:
         code = "\n".join([command, *cell.splitlines()])
         body = barred(escape(code, quote=False), BLUE, f";{LINES}")
-        Shown(panel(as_line(bold(head)), body), f"{head}\n{code}").on(found.display())
+        Shown(panel(as_line(bold(head)), body), f"{head}\n{code}").show_on(target.display())
         if cell:
             shell.run_cell_magic(magic, line, cell)
         else:
             shell.run_line_magic(magic, line)
 
-    _do(until, pool, run_it, is_seen=True)
+    _call(until, pool, run_it, is_seen=True)
 
 
 def note(until: float, pool: str, text: str) -> None:
     """Show a line under the user's last distributed cell."""
-    _do(until, pool, lambda _, found: block(text).on(found.display()), is_seen=True)
+    _call(until, pool, lambda _, target: block(text).show_on(target.display()), is_seen=True)
 
 
-def _do(
-    until: float, pool: str, do: Callable[[Any, Pool], object], *, is_seen: bool = False
+def _call(
+    until: float, pool: str, action: Callable[[Any, Pool], object], *, is_seen: bool = False
 ) -> None:
-    """Call `do` with the shell and the pool, unless `until` has passed; show errors as cells do.
+    """Call `action` with shell and pool, unless `until` has passed; show errors as cells do.
 
-    If `is_seen`, the output is shown under the last distributed cell of the user.  Output that
-    comes after this call is shown there in any case, as the caller no longer listens.
+    If `is_seen`, the output is shown under the user's last distributed cell.  Output that comes
+    after this call is shown under that cell in any case, as the caller no longer listens.
     """
     shell: Any = get_ipython()
     request: dict[str, Any] = {}
@@ -82,14 +82,14 @@ def _do(
         pools = pools_of(shell)
         if time.time() > until:
             raise UsageError(TOO_LATE)
-        if pools is None or (found := pools.known(pool)) is None:
+        if pools is None or (target := pools.find(pool)) is None:
             raise UsageError("this notebook has no such workers any more")
-        request = found.request
+        request = target.request
         if is_seen and not request:
             raise UsageError(f"{UNSEEN}: nothing was run")
         if is_seen:
             shell.set_parent(request)
-        do(shell, found)
+        action(shell, target)
     except Exception:  # noqa: BLE001 (what a cell raises is the user's)
         shell.showtraceback()
     finally:

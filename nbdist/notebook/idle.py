@@ -1,7 +1,7 @@
-"""Shows what workers do while no cell runs, and handles Stop (SIGINT) in the notebook.
+"""Watches workers while no cell runs, adds late output to its cells, and handles Stop (SIGINT).
 
-Runs in the notebook's process, on IPython's main thread.  `pool.py` owns the classes: late output
-is added to the panels of cells that have ended, and deaths are reported.
+Runs in the notebook's process, on IPython's main thread.  `Pool` owns an `IdleWatch` and the
+`FinishedCells`, `Pools` an `IdleStop`.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ PAUSES_PER_NOTICE = 4  # after each call, `IdleWatch` pauses this many times as 
 class IdleWatch:
     """Calls `notice` on the event loop of the notebook when a rank dies or prints between cells.
 
-    While `goes_on()` is true, because a task runs in the background, it also calls `notice` at
+    While `is_active()` is true, because a task runs in the background, it also calls `notice` at
     all other messages of ranks, and every `PAUSE` seconds.  The loop of an ipykernel runs between
     cells; in a terminal each prompt has its own loop.
     """
 
-    def __init__(self, notice: Callable[[], None], goes_on: Callable[[], bool]) -> None:
+    def __init__(self, notice: Callable[[], None], is_active: Callable[[], bool]) -> None:
         self._notice = notice
-        self._goes_on = goes_on
+        self._is_active = is_active
         self._link: Link | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
-        self._asides = -1
+        self._wakeup_fd = -1
         self._notice_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
@@ -54,9 +54,9 @@ class IdleWatch:
         return f"<IdleWatch of {self._link}>"
 
     def follow(self, link: Link | None) -> None:
-        """Watch this link instead of the former one; None to watch no link.
+        """Watch this link instead of the former link; None to watch no link.
 
-        Does nothing more than that without a running event loop, or outside the main thread.
+        Without a running event loop, or outside the main thread, no link is watched.
         """
         if link is self._link and not (self.loop and self.loop.is_closed()):
             return
@@ -68,40 +68,40 @@ class IdleWatch:
         if link is None or not is_main_thread():
             return
         # A duplicate stays open, and its number is not reused, when the link closes its own.
-        self._link, self.loop, self._asides = link, loop, os.dup(link.idle_signal)
+        self._link, self.loop, self._wakeup_fd = link, loop, os.dup(link.idle_signal)
         # An empty context: in the context of this cell, later output would be shown below it.
-        contextvars.Context().run(loop.add_reader, self._asides, self._wake)
+        contextvars.Context().run(loop.add_reader, self._wakeup_fd, self._wake)
 
     def update(self) -> None:
-        """Start the periodic calls of `notice` if `goes_on()` is true now.
+        """Start the periodic calls of `notice` if `is_active()` is true now.
 
-        Called whenever the value of `goes_on()` may have changed.  The calls end by themselves
+        Called whenever the value of `is_active()` may have changed.  The calls end by themselves
         once it is false.
         """
         if self._link is not None:
-            self._link.signals_all_messages = self._goes_on()
+            self._link.signals_all_messages = self._is_active()
         # In a terminal the loop is closed while a cell runs; the next prompt has a new one.
         if self.loop is None or self.loop.is_closed():
             return
-        if self._goes_on() and self._timer is None:
+        if self._is_active() and self._timer is None:
             # An empty context, as in `follow`.
             self._timer = contextvars.Context().run(self.loop.call_later, PAUSE, self._notice_now)
 
     def stop(self) -> None:
-        """Stop watching: cancel the timer and close the descriptor."""
+        """Watch no link any more: cancel the timer and close the descriptor."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         if self.loop is not None:
             if not self.loop.is_closed():
-                self.loop.remove_reader(self._asides)
-            os.close(self._asides)
+                self.loop.remove_reader(self._wakeup_fd)
+            os.close(self._wakeup_fd)
         self._link = self.loop = None
 
     def _wake(self) -> None:
         is_closed = False
         with suppress(BlockingIOError):  # the wake-up was already read
-            is_closed = os.read(self._asides, 4096) == b""
+            is_closed = os.read(self._wakeup_fd, 4096) == b""
         loop = self.loop
         if is_closed:
             self.stop()
@@ -111,7 +111,7 @@ class IdleWatch:
             # Each call redraws panels, and a rank may write without pause: keep the interval.
             wait = max(0.0, self._notice_at - time.monotonic())
             self._timer = loop.call_later(wait, self._notice_now)
-        elif self._goes_on():
+        elif self._is_active():
             # Messages wait to be received.  The panels limit by themselves how often they draw.
             self._timer.cancel()
             self._timer = loop.call_later(0.0, self._notice_now)
@@ -130,16 +130,16 @@ class IdleWatch:
 OUTPUTS_KEPT = 1000  # outputs that belong to no cell; older ones are dropped
 
 CELLS_KEPT = 20  # cells whose displays can still change
-MOST_CHARACTERS = 300  # of one rank's late output, if it cannot be shown under its cell
+MOST_CHARACTERS = 300  # of a rank's late output that cannot be shown under its cell
 
 
 class FinishedCells:
     """The last cells that have ended, newest last, each with its display."""
 
     def __init__(self) -> None:
-        # The display is None for cells of former workers, from which no output can come.
+        # The display is None for cells of former workers, which send no output any more.
         self._cells: deque[tuple[Transcript, CellDisplay | None]] = deque(maxlen=CELLS_KEPT)
-        self._left: deque[tuple[int, Output]] = deque(maxlen=OUTPUTS_KEPT)
+        self._without_cell: deque[tuple[int, Output]] = deque(maxlen=OUTPUTS_KEPT)
         self._changed = set[Transcript]()
         self._last_update: tuple[Transcript, int] | None = None
         self._show_at = 0.0
@@ -157,27 +157,27 @@ class FinishedCells:
         self._cells = deque([(each, None) for each, _ in self._cells], CELLS_KEPT)
         self._changed.clear()
         self._last_update = None
-        self._left.clear()
+        self._without_cell.clear()
 
-    def receive(self, late: Iterable[tuple[int, Output]]) -> None:
-        """Add late output to its cells; keep output without a cell for `take_texts`."""
-        for rank, output in late:
+    def receive(self, outputs: Iterable[tuple[int, Output]]) -> None:
+        """Add late output to its cells; keep output without a cell for `pop_texts`."""
+        for rank, output in outputs:
             if not isinstance(output, Visible):
                 continue
             if (cell := self._cell_of(rank, output)) is None:
-                self._left.append((rank, output))
+                self._without_cell.append((rank, output))
             else:
                 cell.receive(rank, output, time.monotonic())
                 self._changed.add(cell)
 
-    def lose_widgets(self, gone: Mapping[str, int]) -> None:
-        """Replace widgets of ranks that have ended by a line; `gone` maps widget ids to ranks."""
+    def lose_widgets(self, rank_by_id: Mapping[str, int]) -> None:
+        """Replace the widgets of lost ranks by lines; `rank_by_id` maps widget ids to ranks."""
         for transcript, _ in self._cells:
-            lost = [each.replace_lost_widgets(gone) for each in transcript]
+            lost = [each.replace_lost_widgets(rank_by_id) for each in transcript]
             if any(lost):
                 self._changed.add(transcript)
 
-    def again(self, transcript: Transcript) -> None:
+    def mark_changed(self, transcript: Transcript) -> None:
         """Redraw this cell at the next `show`."""
         self._changed.add(transcript)
 
@@ -193,15 +193,15 @@ class FinishedCells:
         if self._changed and (at_once or time.monotonic() >= self._show_at):
             for transcript, display in self._cells:
                 if transcript in self._changed and display is not None:
-                    display.end_again(transcript, logs)
+                    display.redraw_ended(transcript, logs)
             self._changed.clear()
             self._show_at = time.monotonic() + REDRAW
 
-    def take_texts(self) -> list[str]:
+    def pop_texts(self) -> list[str]:
         """Remove and return late output without a cell: a line for all ranks with equal output."""
-        left = [*self._left]
-        self._left.clear()
-        return late_texts(left)
+        outputs = [*self._without_cell]
+        self._without_cell.clear()
+        return late_texts(outputs)
 
     def _cell_of(self, rank: int, output: Output) -> Transcript | None:
         for transcript, display in reversed(self._cells):
@@ -212,13 +212,13 @@ class FinishedCells:
         return None
 
 
-def late_texts(late: Iterable[tuple[int, Output]]) -> list[str]:
+def late_texts(outputs: Iterable[tuple[int, Output]]) -> list[str]:
     """Write `ranks 0-1 printed after their last cell: bye`, a line for each different output."""
-    said: dict[int, str] = {}
-    for rank, output in late:
-        said[rank] = said.get(rank, "") + _text_of(output)
-    lines = {rank: map(str.strip, strip(text).splitlines()) for rank, text in said.items()}
-    same = fold_ranks({rank: " / ".join(filter(None, found)) for rank, found in lines.items()})
+    text_by_rank: dict[int, str] = {}
+    for rank, output in outputs:
+        text_by_rank[rank] = text_by_rank.get(rank, "") + _text_of(output)
+    lines = {rank: map(str.strip, strip(text).splitlines()) for rank, text in text_by_rank.items()}
+    same = fold_ranks({rank: " / ".join(filter(None, parts)) for rank, parts in lines.items()})
     texts: list[str] = []
     for text, ranks in same.items():
         if text:
@@ -253,35 +253,35 @@ LOOK_AGAIN = 0.25  # seconds between checks whether a cell still runs
 class Stops:
     """A context manager in which Stop (SIGINT) raises no KeyboardInterrupt by itself.
 
-    Without `meet`, each Stop adds 1 to `count`.  With `meet`, the signal handler calls it, and
-    raises KeyboardInterrupt only if it returns False.  Otherwise a KeyboardInterrupt between any
-    two lines of a loop would end the loop: the ranks would keep running, and their output would
-    be lost.  Has no effect outside the main thread, where Stop never raises.
+    Without `on_stop`, each Stop adds 1 to `count`.  With `on_stop`, the signal handler calls that
+    function, and raises KeyboardInterrupt only if the function returns False.  With Python's own
+    handler, a KeyboardInterrupt between any two lines of a loop would end the loop: the ranks would
+    keep running, and their output would be lost.  Has no effect outside the main thread.
     """
 
-    def __init__(self, meet: Callable[[], bool] | None = None) -> None:
+    def __init__(self, on_stop: Callable[[], bool] | None = None) -> None:
         self.count = 0
-        self.meet = meet
+        self.on_stop = on_stop
         self._before: Any = None
 
     def __enter__(self) -> Self:
         if is_main_thread():
-            self._before = signal.signal(signal.SIGINT, self._take)
+            self._before = signal.signal(signal.SIGINT, self._handle_signal)
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._before is not None:
             signal.signal(signal.SIGINT, self._before)
 
-    def _take(self, number: int, frame: FrameType | None) -> None:
-        if self.meet is None:
+    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.on_stop is None:
             self.count += 1
-        elif not self.meet():
+        elif not self.on_stop():
             signal.default_int_handler(number, frame)
 
 
 def command_stops() -> AbstractContextManager[object]:
-    """Install a handler that raises KeyboardInterrupt, and that `met_stops` can redirect.
+    """Install a handler that raises KeyboardInterrupt, and that `redirect_stops` can redirect.
 
     Does nothing if SIGINT has another handler than Python's own.
     """
@@ -289,32 +289,32 @@ def command_stops() -> AbstractContextManager[object]:
     return Stops(lambda: False) if is_raised else nullcontext()
 
 
-def raised_stops() -> AbstractContextManager[object]:
+def raise_stops() -> AbstractContextManager[object]:
     """Let Stop raise KeyboardInterrupt again, inside of a `Stops`."""
-    return Stops(lambda: False) if _in_use() else nullcontext()
+    return Stops(lambda: False) if _active_stops() else nullcontext()
 
 
 @contextmanager
-def met_stops(meet: Callable[[], bool]) -> Iterator[None]:
-    """Call `meet` in the signal handler at each Stop; False raises KeyboardInterrupt after all.
+def redirect_stops(on_stop: Callable[[], bool]) -> Iterator[None]:
+    """Call `on_stop` in the signal handler at each Stop; False raises KeyboardInterrupt after all.
 
-    Does nothing unless a `Stops` with a `meet` is active, such as that of `command_stops`.
+    Does nothing unless a `Stops` with an `on_stop` is active, such as that of `command_stops`.
     """
-    stops = _in_use()
-    if stops is None or stops.meet is None:
+    stops = _active_stops()
+    if stops is None or stops.on_stop is None:
         yield
         return
     # The handler stays: a job's steps continue in later cells, which have their own handlers.
-    before, stops.meet = stops.meet, meet
+    before, stops.on_stop = stops.on_stop, on_stop
     try:
         yield
     finally:
-        stops.meet = before
+        stops.on_stop = before
 
 
 @contextmanager
-def held_stops() -> Iterator[None]:
-    """Delay a Stop that comes inside: it is raised when the block is left."""
+def delay_stops() -> Iterator[None]:
+    """Delay a Stop that comes inside of the block until the block is left."""
     stops = Stops()  # before `try`, so that `finally` has it whenever the Stop comes
     try:
         with stops:
@@ -324,9 +324,9 @@ def held_stops() -> Iterator[None]:
             signal.raise_signal(signal.SIGINT)
 
 
-def _in_use() -> Stops | None:
-    taker = getattr(signal.getsignal(signal.SIGINT), "__self__", None)
-    return taker if isinstance(taker, Stops) else None
+def _active_stops() -> Stops | None:
+    owner = getattr(signal.getsignal(signal.SIGINT), "__self__", None)
+    return owner if isinstance(owner, Stops) else None
 
 
 def is_main_thread() -> bool:
@@ -344,27 +344,27 @@ class IdleStop:
     def __init__(self, stop: Callable[[], None], is_wanted: Callable[[], bool]) -> None:
         self._stop = stop
         self._is_wanted = is_wanted
-        self._is_there = False
+        self._is_installed = False
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def update(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
-        """Install or remove the handler, as `is_wanted()` says; `loop` is where `stop` runs.
+        """Install the handler if `is_wanted()`, else remove it; `stop` will run on `loop`.
 
-        A handler of somebody else is never replaced.  If a cell runs, so that the handler cannot
-        be removed yet, try again later.
+        A handler of other code is never replaced.  While a cell runs, the handler cannot be
+        removed: try again later.
         """
         self._loop = loop or self._loop
-        found, loop = signal.getsignal(signal.SIGINT), self._loop
+        handler, loop = signal.getsignal(signal.SIGINT), self._loop
         if self._is_wanted() and loop is not None:
-            if found is signal.SIG_IGN:
-                signal.signal(signal.SIGINT, self._take)
-                self._is_there = True
-        elif self._is_there and found == self._take:
+            if handler is signal.SIG_IGN:
+                signal.signal(signal.SIGINT, self._handle_signal)
+                self._is_installed = True
+        elif self._is_installed and handler == self._handle_signal:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-            self._is_there = False
-        elif self._is_there and loop is not None and not loop.is_closed():
+            self._is_installed = False
+        elif self._is_installed and loop is not None and not loop.is_closed():
             loop.call_later(LOOK_AGAIN, self.update)
 
-    def _take(self, _number: int, _frame: FrameType | None) -> None:
+    def _handle_signal(self, _number: int, _frame: FrameType | None) -> None:
         if self._loop is not None:  # on the loop, as the signal may interrupt a drawing
             self._loop.call_soon_threadsafe(self._stop)

@@ -1,7 +1,7 @@
-"""`Job`, the object for a cell that was sent with `--no-wait`: its state, its result, its end.
+"""The class `Job`, whose objects stand for cells that were sent with `--no-wait`.
 
 Runs in the notebook's process, on IPython's main thread.  Between cells, the event loop runs the
-job step by step (see `Pool.take_step`); in a cell, `wait` does.
+job step by step (see `Pool.run_job_step`); in a cell, `wait` does.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from IPython.lib.pretty import RepresentationPrinter
 from nbdist.errors import CellTimeout, Interrupted, JobLost, JobTimeout, NbdistError, WorkerError
 from nbdist.notebook.cell_text import request_of
 from nbdist.notebook.display import CellDisplay
-from nbdist.notebook.idle import Stops, held_stops, is_main_thread
+from nbdist.notebook.idle import Stops, delay_stops, is_main_thread
 from nbdist.output.wording import ranks_text, seconds_text
 from nbdist.words import one_line
 from nbdist.world.recovery import TICK
@@ -53,8 +53,8 @@ class Job:
         (await job)[0]           # the same, while other coroutines go on
         job.interrupt()          # what Stop does to a cell that is waited for
 
-    Its output stays under its cell, live while the notebook is idle, or waits for it.  What it
-    raises, `wait` and `result` raise.  `running` is the task, or the last attempt at it.
+    The job's output stays under its cell, live while the notebook is idle or waits for the job.
+    `wait` and `result` raise the job's error.  `running` is the task, or its last attempt.
     """
 
     def __init__(self, steps: Steps, running: TaskRun, name: str, place: CellPlace) -> None:
@@ -72,18 +72,18 @@ class Job:
     def __repr__(self) -> str:
         if not self.has_ended:
             word = "stopping" if self.running.is_stopping else "running"
-            said = self.running.waits or self.running.doing
+            detail = self.running.waits or self.running.doing
         elif self._error is not None:
             word = "stopped" if isinstance(self._error, Interrupted) else "failed"
-            said = str(self._error)
+            detail = str(self._error)
         else:
-            word, said = "done", ""
+            word, detail = "done", ""
         ranks = ranks_text(self.running.transcript.ranks)
-        parts = [f"Job {word}", ranks, seconds_text(self.seconds), said]
+        parts = [f"Job {word}", ranks, seconds_text(self.seconds), detail]
         return f"<{' · '.join(filter(None, parts))}>"
 
     def _repr_pretty_(self, printer: RepresentationPrinter, cycle: bool) -> None:  # noqa: FBT001
-        self.done()  # without it, the text could be `running` although the panel shows the end
+        self.done()  # draws new output, so that the text agrees with the panel
         printer.text("<Job ...>" if cycle else repr(self))
 
     def __reduce__(self) -> NoReturn:
@@ -94,14 +94,14 @@ class Job:
     def done(self) -> bool:
         """Return True if the job has ended, well or not; first show the new output of its ranks."""
 
-        def said() -> int:  # grows with each output
+        def version() -> int:  # grows with each output
             return sum(track.version for track in self.running.transcript)
 
-        enough, before = time.monotonic() + LONGEST_LOOK, said()
+        deadline, before = time.monotonic() + LONGEST_LOOK, version()
         self.step()
         # A rank's end follows its last output, and the job ends some steps after the last rank.
-        while self._can_step and time.monotonic() < enough:
-            now = said()
+        while self._can_step and time.monotonic() < deadline:
+            now = version()
             if now == before and self.running.unfinished:
                 break
             before = now
@@ -120,7 +120,7 @@ class Job:
             self.step()
         try:
             return self.result()
-        except StopIteration as error:  # Python turns it into a RuntimeError in a coroutine
+        except StopIteration as error:  # a coroutine cannot raise StopIteration
             raise NbdistError(str(error)) from None
 
     def wait(self, timeout: float | None = None) -> None:
@@ -130,18 +130,18 @@ class Job:
         KeyboardInterrupt after `interrupt`.  If the job still runs after `timeout` seconds, raises
         JobTimeout, a TimeoutError.  Stop raises KeyboardInterrupt and ends only the waiting.
         """
-        stops = self._step_on(float("inf") if timeout is None else timeout)
+        stops = self._run_until(float("inf") if timeout is None else timeout)
         self._was_waited_for |= self.has_ended
         if not self.has_ended:
             if stops:
-                raise Interrupted((), outcome=self.runs_on)
+                raise Interrupted((), outcome=self.keeps_running_text)
             raise JobTimeout(self.title, timeout or 0.0, self.running.waits or self.running.doing)
         if self._error is not None:
             error = raised(self._error) if isinstance(self._error, WorkerError) else self._error
             raise error.with_traceback(None)
 
-    def _step_on(self, timeout: float, show: Callable[[], None] = lambda: None) -> int:
-        """Run the job until it ends, `timeout` is over or Stop is pressed; return the Stops."""
+    def _run_until(self, timeout: float, show: Callable[[], None] = lambda: None) -> int:
+        """Run the job to its end, or until `timeout` or a Stop; return the number of Stops."""
         deadline = time.monotonic() + timeout
         with Stops() as stops:
             while not (self.has_ended or stops.count) and time.monotonic() < deadline:
@@ -171,30 +171,30 @@ class Job:
     # --- for the notebook -----------------------------------------------------------------
 
     @property
-    def runs_on(self) -> str:
-        """A line for the error of an interrupted wait: the job keeps running, and what stops it."""
+    def keeps_running_text(self) -> str:
+        """A line for the error of an interrupted wait: the job runs on, and how to stop the job."""
         again = "Stop again, or " if self._place.is_known else ""
         return f"{self.title} keeps running: {again}`%dist_interrupt` stops it"
 
-    def wait_for_turn(self, display: CellDisplay) -> None:
+    def wait_with_status(self, display: CellDisplay) -> None:
         """Wait until the job has ended, with a line on the display of the cell that waits.
 
         Stop raises Interrupted and ends only the waiting.
         """
-        said = ""
+        shown = ""
 
         def show() -> None:
-            nonlocal said
+            nonlocal shown
             text = (
                 f"Waiting for {self.title} (running for {self.seconds:.0f} s). "
                 "Stop cancels this cell only; that one keeps running."
             )
-            if not said or (display.can_change and said != text):
-                said = text
-                display.wait_for(text)
+            if not shown or (display.can_change and shown != text):
+                shown = text
+                display.show_status(text)
 
-        if self._step_on(float("inf"), show) and not self.has_ended:
-            raise Interrupted((), outcome=f"This cell has not run; {self.runs_on}")
+        if self._run_until(float("inf"), show) and not self.has_ended:
+            raise Interrupted((), outcome=f"This cell has not run; {self.keeps_running_text}")
 
     @property
     def seconds(self) -> float:
@@ -210,51 +210,51 @@ class Job:
     def _can_step(self) -> bool:
         return not (self.has_ended or self._is_stepping) and is_main_thread()
 
-    def take_unheard(self) -> str:
-        """Return, once, a line on a failure that `wait`, `result` or `await` has not raised."""
+    def pop_failure_note(self) -> str:
+        """Return a line on a failure that `wait`, `result` or `await` has not raised; only once."""
         is_heard, self._was_waited_for = self._was_waited_for, True
         if is_heard or not isinstance(self._error, WorkerError | CellTimeout):
             return ""
         return f"{self.title} has failed: {one_line(str(self._error))}"
 
-    def take_drawn_between(self) -> bool:
+    def pop_drawn_between(self) -> bool:
         """Return True if the job was drawn between cells since the last call."""
-        was, self._was_drawn_between = self._was_drawn_between, False
-        return was
+        was_drawn, self._was_drawn_between = self._was_drawn_between, False
+        return was_drawn
 
     def step(self, longest: float = 0.0, *, in_its_cell: bool = False) -> None:
-        """Receive and show the job's news, waiting for them `longest` seconds at most.
+        """Receive and show the job's new output, waiting `longest` seconds at most for output.
 
         If `in_its_cell`, the output belongs to the notebook cell that sent the job.
         """
         if not self._can_step:
             return
-        with held_stops():  # a Stop in here could leave `_is_stepping` True for ever
+        with delay_stops():  # a Stop in here could leave `_is_stepping` True for ever
             self._is_stepping = True
             self._was_drawn_between |= in_its_cell
             try:
-                with self._place.within(in_its_cell):
+                with self._place.show_in_cell(in_its_cell):
                     self.running = self._steps.send(longest)
             except StopIteration as end:
                 self._end(end.value)
             except BaseException as error:
                 self._end(error)
-                if not isinstance(error, NbdistError | Interrupted):  # a fault of ours
+                if not isinstance(error, NbdistError | Interrupted):  # a fault of nbdist
                     raise
             finally:
                 self._is_stepping = False
 
-    def lose(self, why: str) -> None:
+    def end_as_lost(self, why: str) -> None:
         """End the job with JobLost if it still runs: its workers have ended, `why` says how."""
         if not self.has_ended:
             self._end(JobLost(self.title, self.seconds, why))
             self._steps.close()
 
-    def _end(self, led_to: CellResult[Any] | BaseException) -> None:
-        if isinstance(led_to, BaseException):
-            self._error = led_to
+    def _end(self, outcome: CellResult[Any] | BaseException) -> None:
+        if isinstance(outcome, BaseException):
+            self._error = outcome
         else:
-            self._result = led_to
+            self._result = outcome
         self._ended.set()
 
 
@@ -270,7 +270,7 @@ class CellPlace:
         self.is_known = bool(self._parent)
 
     @contextmanager
-    def within(self, is_wanted: bool) -> Iterator[None]:  # noqa: FBT001
+    def show_in_cell(self, is_wanted: bool) -> Iterator[None]:  # noqa: FBT001
         """Let output inside belong to the remembered cell, if `is_wanted` and it is known."""
         if not (is_wanted and self.is_known):
             yield

@@ -45,9 +45,9 @@ GROUPS = {
 """The groups of a world's options in the help of a magic, by the first option of each group."""
 
 READ_LATE = {"env", "rdzv_endpoint"}
-"""Options whose text `given` reads, not argparse.
+"""Options whose text `typed_options` reads, not argparse.
 
-`--env` can be repeated, and `%dist_run` may ignore `--rdzv-endpoint`, whatever it is.
+`--env` can be repeated, and `%dist_run` may ignore `--rdzv-endpoint`, even an invalid one.
 """
 
 Magic = Callable[..., Any]
@@ -97,22 +97,28 @@ restarts_option = argument(
 )
 
 
-def given(options: argparse.Namespace) -> dict[str, Any]:
+def typed_options(options: argparse.Namespace) -> dict[str, Any]:
     """Return the options for `World` that were typed, without `--pool`, which only names a pool."""
-    found = {name: getattr(options, name, None) for name in OPTIONS if name != "pool"}
-    found = {name: value for name, value in found.items() if value is not None}
-    return found | {name: OPTIONS[name].read(found[name]) for name in READ_LATE & found.keys()}
+    typed = {name: getattr(options, name, None) for name in OPTIONS if name != "pool"}
+    typed = {name: value for name, value in typed.items() if value is not None}
+    return typed | {name: OPTIONS[name].read(typed[name]) for name in READ_LATE & typed.keys()}
 
 
-def at_once(options: argparse.Namespace) -> dict[str, Any]:
+def immediate_options(options: argparse.Namespace) -> dict[str, Any]:
     """Return the options that were typed and that apply to running workers without a restart."""
-    return {name: value for name, value in given(options).items() if OPTIONS[name].is_dynamic}
+    return {
+        name: value for name, value in typed_options(options).items() if OPTIONS[name].is_dynamic
+    }
 
 
 def check_same(world: World, options: argparse.Namespace) -> None:
     """Raise UsageError if a cell has options that differ from those of the running workers."""
-    asked = {name: value for name, value in given(options).items() if not OPTIONS[name].is_dynamic}
-    if "n" in asked and (size := world.session.resolve(asked.pop("n"))) != world.size:
+    typed = {
+        name: value
+        for name, value in typed_options(options).items()
+        if not OPTIONS[name].is_dynamic
+    }
+    if "n" in typed and (size := world.session.resolve(typed.pop("n"))) != world.size:
         pool = world.session.config.pool
         raise WorldSizeMismatch(world.size, size, "" if pool == DEFAULT_POOL else pool)
     # Options that were not typed at the start have the values that the start has chosen.
@@ -121,17 +127,19 @@ def check_same(world: World, options: argparse.Namespace) -> None:
     is_full = not isinstance(session.config.n, int)  # no fewer workers than `-j` has room for
     chosen["layout"] = (is_full and session.config.layout) or session.layout
     chosen["launcher"] = session.config.launcher_name
-    for name, wanted in asked.items():
-        option, has = OPTIONS[name], chosen.get(name, getattr(session.config, name))
+    for name, new in typed.items():
+        option, old = OPTIONS[name], chosen.get(name, getattr(session.config, name))
         if name == "env":
-            wanted = {key: text for key, text in wanted.items() if has.get(key) != text}
-            has = {key: has[key] for key in wanted if key in has}
-        if wanted != has:
-            again = option.as_typed(wanted)
-            is_said = has and not isinstance(has, bool)
-            said = f"`{option.as_typed(has)}`, not `{again}`" if is_said else f"no `{option.flag}`"
+            new = {key: text for key, text in new.items() if old.get(key) != text}
+            old = {key: old[key] for key in new if key in old}
+        if new != old:
+            again = option.as_typed(new)
+            is_said = old and not isinstance(old, bool)
+            problem = (
+                f"`{option.as_typed(old)}`, not `{again}`" if is_said else f"no `{option.flag}`"
+            )
             raise UsageError(
-                f"The running workers have {said}. `%dist_restart {again}` starts new ones."
+                f"The running workers have {problem}. `%dist_restart {again}` starts new ones."
             )
 
 
@@ -148,7 +156,7 @@ def torchrun_options(magic: Magic) -> Magic:
 
 
 def _read_ignored(flag: str, only: Collection[str], value: str) -> str:
-    """Return the option as it was typed; UsageError for a value that cannot be ignored."""
+    """Return the typed option, or raise UsageError for a value that cannot be ignored."""
     if only and value not in only:
         raise UsageError(f"`{flag}={value}`: {TORCHRUN[flag]}.")
     return f"{flag}={value}"
@@ -163,17 +171,17 @@ ARGPARSE = (
 
 
 def parse(magic: Magic, name: str, line: str) -> argparse.Namespace:
-    """Read the options in a magic's line; UsageError in one line that says where to read more."""
+    """Read the options in a magic's line; an UsageError is a line that says where to read more."""
     try:
         return magic.parser.parse_args([word for word, *_ in words_of(magic, line)])  # type: ignore[attr-defined, no-any-return]
     except (IPythonUsageError, ValueError) as error:
         text = str(error)
-        said = meant_by(text, flags_of(magic))
-        if not said:
-            for theirs, ours in ARGPARSE:
-                text = theirs.sub(ours, text)
-            said = f"{text.rstrip('.')}."
-        raise UsageError(f"`{name}`: {said} `{name}?` shows all options.") from None
+        hint = hint_on_argument(text, flags_of(magic))
+        if not hint:
+            for pattern, replacement in ARGPARSE:
+                text = pattern.sub(replacement, text)
+            hint = f"{text.rstrip('.')}."
+        raise UsageError(f"`{name}`: {hint} `{name}?` shows all options.") from None
 
 
 def words_of(magic: Magic, line: str) -> Iterator[tuple[str, bool, int]]:
@@ -184,11 +192,11 @@ def words_of(magic: Magic, line: str) -> Iterator[tuple[str, bool, int]]:
     """
     flags, at = flags_of(magic), 0
     while line[at:].strip():
-        if not (found := OPTION.match(line, at)):
+        if not (match := OPTION.match(line, at)):
             word, at = _word(line, at)
             yield word, False, at
             continue
-        option, at = our_flag(found[1], flags), found.end()
+        option, at = our_flag(match[1], flags), match.end()
         is_given = line.startswith("=", at)
         is_next = _takes_value(option, flags) and not OPTION.match(line, at) and line[at:].strip()
         if is_given or is_next:
@@ -199,22 +207,22 @@ def words_of(magic: Magic, line: str) -> Iterator[tuple[str, bool, int]]:
 
 def _takes_value(flag: str, flags: Mapping[str, argparse.Action]) -> bool:
     # A flag may be abbreviated, as argparse allows.
-    known = flags.get(flag) or next((flags[each] for each in flags if each.startswith(flag)), None)
-    theirs = _dashed(flag)
-    return known.nargs != 0 if known else theirs in TORCHRUN and theirs not in _WITHOUT_VALUE
+    action = flags.get(flag) or next((flags[each] for each in flags if each.startswith(flag)), None)
+    dashed = _dashed(flag)
+    return action.nargs != 0 if action else dashed in TORCHRUN and dashed not in _WITHOUT_VALUE
 
 
 def _word(line: str, at: int) -> tuple[str, int]:
     """Return the word at a position, without its quotes or those of its value, and its end."""
-    found = WORD.match(line, at)
-    if found is None:
+    match = WORD.match(line, at)
+    if match is None:
         return "", len(line)
-    word, name, group = found[1], found[2] or "", found[3]
+    word, name, group = match[1], match[2] or "", match[3]
     if word[0] in "\"'" and line.count(word[0], at) == 1:
         raise ValueError("No closing quotation")
     if group:
         word = name + ("".join(group.split()) if group.startswith("[") else group[1:-1])
-    return word, found.end()
+    return word, match.end()
 
 
 def split_code(magic: Magic, line: str) -> tuple[str, str]:
@@ -356,33 +364,33 @@ def our_flag(flag: str, flags: Collection[str]) -> str:
 
     Any other flag is returned unchanged.
     """
-    ours = SAME.get(flag) or OLD.get(flag) or _dashed(flag)
-    return ours if ours in flags and flag not in flags else flag
+    renamed = SAME.get(flag) or OLD.get(flag) or _dashed(flag)
+    return renamed if renamed in flags and flag not in flags else flag
 
 
 def _dashed(flag: str) -> str:
     return flag.replace("_", "-")
 
 
-def meant_by(message: str, flags: Collection[str]) -> str:
+def hint_on_argument(message: str, flags: Collection[str]) -> str:
     """Return a hint on the argument that argparse has not recognized, by argparse's message.
 
     Returns "" for other messages and for words that are no options.
     """
-    found = _UNRECOGNIZED.match(message)
-    if found is None:
+    match = _UNRECOGNIZED.match(message)
+    if match is None:
         return ""
-    words = [_dashed(word.partition("=")[0]) for word in found[1].split()]
-    if told := dict.fromkeys(f"`{word}`: {TORCHRUN[word]}" for word in words if word in TORCHRUN):
-        return f"{'; '.join(told)}."
-    typed, _, value = found[2].partition("=")
+    words = [_dashed(word.partition("=")[0]) for word in match[1].split()]
+    if hints := dict.fromkeys(f"`{word}`: {TORCHRUN[word]}" for word in words if word in TORCHRUN):
+        return f"{'; '.join(hints)}."
+    typed, _, value = match[2].partition("=")
     if typed.isdigit() and "-n" in flags:
         return f"unexpected `{typed}`: did you mean `-n {typed}`?"
     if not typed.startswith("-"):
         return ""
-    ours = {flag.strip("-"): flag for flag in flags}
-    near = get_close_matches(typed.strip("-"), ours, 1, NEAR_FLAG)
-    meant = MEANT.get(typed) or (ours[near[0]] if near else "")
+    flag_by_name = {flag.strip("-"): flag for flag in flags}
+    near = get_close_matches(typed.strip("-"), flag_by_name, 1, NEAR_FLAG)
+    meant = MEANT.get(typed) or (flag_by_name[near[0]] if near else "")
     if meant not in flags:
         return f"unknown option `{typed}`."
     return f"unknown option `{typed}`: did you mean `{meant}{' ' if value else ''}{value}`?"
@@ -393,14 +401,14 @@ def hint_on_magic(message: str, shown_names: Iterable[str]) -> str:
 
     `message` is IPython's error.
     """
-    found = _NOT_FOUND.match(message)
-    if found is None or " exists, " in message:  # IPython's message has a hint already
+    match = _NOT_FOUND.match(message)
+    if match is None or " exists, " in message:  # IPython's message has a hint already
         return ""
-    if answer := MAGICS.get(found[2]):
+    if answer := MAGICS.get(match[2]):
         return f"In nbdist {answer}."
-    ours = {name.lstrip("%"): name for name in shown_names}
-    near = get_close_matches(found[2], ours, 1, NEAR_MAGIC)
-    return f"Did you mean `{ours[near[0]]}`?" if near else ""
+    shown_by_name = {name.lstrip("%"): name for name in shown_names}
+    near = get_close_matches(match[2], shown_by_name, 1, NEAR_MAGIC)
+    return f"Did you mean `{shown_by_name[near[0]]}`?" if near else ""
 
 
 # --- settings ---------------------------------------------------------------------------------

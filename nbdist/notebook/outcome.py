@@ -41,10 +41,10 @@ class LastValues(Mapping[int, Any]):
     `values` and `items` fetch all missing values together.  No value is fetched twice.
     """
 
-    def __init__(self, values: Mapping[int, Any], bring: Bring) -> None:
-        """Take a value for each rank: an `Elsewhere` for a value that has yet to be fetched."""
+    def __init__(self, values: Mapping[int, Any], fetch: Bring) -> None:
+        """Use `values`, which has an `Elsewhere` for each value that `fetch` has yet to fetch."""
         self._values = dict(sorted(values.items()))
-        self._bring = bring
+        self._fetch = fetch
 
     def __repr__(self) -> str:
         return repr(self._values)
@@ -56,7 +56,7 @@ class LastValues(Mapping[int, Any]):
         return dict, (dict(self.items()),)
 
     def __getitem__(self, rank: int) -> Any:
-        self._want([rank])
+        self._fetch_missing([rank])
         return self._values[rank]
 
     def __iter__(self) -> Iterator[int]:
@@ -67,18 +67,18 @@ class LastValues(Mapping[int, Any]):
 
     def values(self) -> ValuesView[Any]:
         """Fetch all missing values, then return the values."""
-        self._want(self._values)
+        self._fetch_missing(self._values)
         return super().values()
 
     def items(self) -> ItemsView[int, Any]:
         """Fetch all missing values, then return pairs of rank and value."""
-        self._want(self._values)
+        self._fetch_missing(self._values)
         return super().items()
 
-    def _want(self, ranks: Iterable[int]) -> None:
+    def _fetch_missing(self, ranks: Iterable[int]) -> None:
         missing = tuple(each for each in ranks if isinstance(self._values[each], Elsewhere))
         if missing:
-            self._values.update(self._bring(missing))
+            self._values.update(self._fetch(missing))
 
 
 class Elsewhere(str):
@@ -92,12 +92,12 @@ class Elsewhere(str):
 
 
 def last_values(
-    session: Session, running: TaskRun, bring: Callable[[Task], Mapping[int, Brought]]
+    session: Session, running: TaskRun, fetch: Callable[[Task], Mapping[int, Brought]]
 ) -> LastValues:
     """Return the last values of a cell that has ended.
 
-    Small values are in the cell's end messages.  For bigger ones `bring` runs a task, but only
-    when they are accessed.
+    Small values are in the cell's end messages.  Bigger values are fetched when they are accessed,
+    by a task that `fetch` runs.
     """
     values: dict[int, Any] = {}
     unread: dict[int, str] = {}
@@ -111,16 +111,16 @@ def last_values(
         try:
             values[track.rank] = running.value(done)
         except Exception as error:  # noqa: BLE001 (a class can raise anything while it is rebuilt)
-            said = one_line(f"{type(error).__name__}: {error}")
-            unread[track.rank] = f"cannot be read in the notebook: {said}"
+            problem = one_line(f"{type(error).__name__}: {error}")
+            unread[track.rank] = f"cannot be read in the notebook: {problem}"
             values[track.rank] = Elsewhere(f"<{unread[track.rank]}>")
-    return LastValues(values, partial(_brought, session, running, bring, unread))
+    return LastValues(values, partial(_fetch_values, session, running, fetch, unread))
 
 
-def _brought(
+def _fetch_values(
     session: Session,
     running: TaskRun,
-    bring: Callable[[Task], Mapping[int, Brought]],
+    fetch: Callable[[Task], Mapping[int, Brought]],
     unread: Mapping[int, str],
     ranks: tuple[int, ...],
 ) -> dict[int, Any]:
@@ -130,10 +130,10 @@ def _brought(
     if new := [rank for rank in ranks if pids.get(rank) != running.members.pids.get(rank)]:
         raise ValueLost(new, "is gone with its worker")
     task = session.task(Call("values.last_value", {"of": running.task.id}), ranks=ranks)
-    found = bring(task)
-    packed = {rank: each.packed for rank, each in found.items() if each.packed is not None}
+    answers = fetch(task)
+    packed = {rank: each.packed for rank, each in answers.items() if each.packed is not None}
     try:
-        if lacking := {rank: each.problem for rank, each in found.items() if each.problem}:
+        if lacking := {rank: each.problem for rank, each in answers.items() if each.problem}:
             problem, lack = next(iter(fold_ranks(lacking).items()))
             raise ValueLost(lack, problem)
         return {
@@ -152,7 +152,7 @@ LAST_LINES = 20
 
 @dataclass(frozen=True, slots=True)
 class Why:
-    """One failure, for `%dist_why`.
+    """A failure of a rank or of its agent, as `%dist_why` shows it.
 
     `title` names the rank, the time and the error.  `body` is the traceback, or the last lines of
     output.  `followed` are lines on failures of other ranks, and `log` is the rank's log file.
@@ -173,13 +173,13 @@ class Why:
             if self.body
             else ""
         )
-        ends = "".join(line(dim(text)) for text in (*self.followed, log))
-        box = barred(body + ends, RED, f";{LINES}") if body or ends else ""
+        lines_below = "".join(line(dim(text)) for text in (*self.followed, log))
+        box = barred(body + lines_below, RED, f";{LINES}") if body or lines_below else ""
         return Shown(panel(line(bold(self.title)), box), text)
 
 
-def why_of(running: TaskRun, error: NbdistError, logs: Mapping[int, str]) -> Why | None:
-    """Describe why a cell failed, or return None if the error is not a failure of a rank.
+def failure_of(running: TaskRun, error: NbdistError, logs: Mapping[int, str]) -> Why | None:
+    """Return why a cell failed, or None if the error is not a failure of a rank.
 
     If the agent was lost, only the title is known.
     """
@@ -200,8 +200,8 @@ def why_of(running: TaskRun, error: NbdistError, logs: Mapping[int, str]) -> Why
     return Why(title, body, tuple(later_errors_text(errors, rank)), logs.get(rank, ""))
 
 
-def why_died(rank: int, host: str, died: Died, log: str) -> Why:
-    """Describe the death of a rank that was in no cell, for `%dist_why`."""
+def death_of(rank: int, host: str, died: Died, log: str) -> Why:
+    """Return the failure of a rank that died in no cell, for `%dist_why`."""
     who = f"rank {rank} on {host}" + (f" (pid {died.pid})" if died.pid else "")
     end = f"the process {idle_end(died)}"
     return Why(f"{_clock(died.time_ns / 1e9)} · {who} · {end}", body_text(died), (), log)
@@ -230,7 +230,7 @@ class Routine:
     """
 
     every: int = 0
-    wanted: tuple[tuple[str, ...] | None, str | None] = (None, None)  # variables, name
+    selection: tuple[tuple[str, ...] | None, str | None] = (None, None)  # variables, name
     cells: int = 0
     newest: Snapshot | None = field(default=None, repr=False)
 

@@ -16,7 +16,7 @@ from nbdist.notebook.cell_text import execution_count, page_of
 from nbdist.world.running import TaskRun
 
 KIND = "kernel_info_request"  # the first message of every page
-QUEUED_SECONDS = 0.5  # after a cell; within it the kernel handles messages that waited for the cell
+QUEUED_SECONDS = 0.5  # time after a cell in which the kernel handles messages that were queued
 
 
 class Connected(NamedTuple):
@@ -68,8 +68,8 @@ class Pages:
 
     def has_missed(self, page: str, running: TaskRun) -> bool:
         """Return True if a page connected while this cell ran, so that it missed output."""
-        found, transcript = self._connected.get(page), running.transcript
-        if found is None or transcript.started is None or found.at < transcript.started:
+        connected, transcript = self._connected.get(page), running.transcript
+        if connected is None or transcript.started is None or connected.at < transcript.started:
             return False
-        is_within = found.at <= transcript.started + transcript.elapsed()
-        return is_within or (found.cell > 0 and found.cell == running.task.execution_count)
+        is_within = connected.at <= transcript.started + transcript.elapsed()
+        return is_within or (connected.cell > 0 and connected.cell == running.task.execution_count)

@@ -28,8 +28,8 @@ from nbdist.notebook.free_names import (
 )
 from nbdist.notebook.idle import FinishedCells, IdleStop, IdleWatch, is_in_subshell
 from nbdist.notebook.jobs import Job
-from nbdist.notebook.options import NbDist, check_same, given
-from nbdist.notebook.outcome import Routine, Why, idle_end, why_died
+from nbdist.notebook.options import NbDist, check_same, typed_options
+from nbdist.notebook.outcome import Routine, Why, death_of, idle_end
 from nbdist.notebook.pages import Pages
 from nbdist.notebook.rich_output import WidgetRelay
 from nbdist.output.events import Died, RankError
@@ -45,7 +45,7 @@ from nbdist.world.world import World
 
 
 class Pool:
-    """One pool: the world in which its cells run, its past cells, and its job.
+    """A pool, with the world in which its cells run, its past cells, and its job.
 
     Only IPython's main thread uses it.
     """
@@ -58,8 +58,8 @@ class Pool:
         self.name = name
         self.world: World | None = None
         self.last: TaskRun | None = None  # the newest cell, also while it runs
-        self.ended = FinishedCells()
-        self.why: Why | None = None  # the last failure, for `%dist_why`
+        self.past_cells = FinishedCells()
+        self.last_failure: Why | None = None  # the last failure, for `%dist_why`
         # The rank that failed first in the last cell that failed, with the time and its error.
         self.failed: tuple[float, int, RankError] | None = None
         self.routine = Routine()
@@ -68,7 +68,7 @@ class Pool:
         self._displayed_in = 0  # the length of IPython's history at the last `display`
         self.prestarted: Link | None = None  # to the agent of `%load_ext`, until a world uses it
         self._widgets: WidgetRelay | None = None
-        self._idle = IdleWatch(self._notice, self._goes_on)
+        self._idle = IdleWatch(self._notice, self._is_active)
         self._job: Job | None = None
 
     def __repr__(self) -> str:
@@ -153,41 +153,41 @@ class Pool:
         Raises:
             UsageError: the running world has other options.
         """
-        if (world := self.mended(display)) is not None:
+        if (world := self.heal_world(display)) is not None:
             check_same(world, options)
             world.session.on_failure = options.on_failure or world.session.on_failure
             if options.detach and not world.session.config.detach:
                 world.session.config = world.session.config.with_changes(detach=True)
                 world.session.remember()
             return world
-        world = self._new_world(options)
+        world = self._make_world(options)
         world.session.spec = replace(world.session.spec, for_training=for_training)
         self._start(world, display)
         return world
 
-    def mended(self, display: CellDisplay) -> World | None:
+    def heal_world(self, display: CellDisplay) -> World | None:
         """Return the world, ready for a cell, or None if there are no workers.
 
         Waits for the job and for ranks that are still in a stopped cell, and replaces dead
-        workers.  Notes on the display tell what was lost since the last cell.
+        workers.  Notes on the display name the ranks that were lost since the last cell.
         """
         self.wait_for_job(display)
         job, self._job = self._job, None
-        if job is not None and (said := job.take_unheard()):
-            display.note(said)
+        if job is not None and (failure := job.pop_failure_note()):
+            display.add_note(failure)
         if self.world is not None:
             _complete_shutdown(self.world)
             self._wait_for_stop(self.world, display)
-            self._mend(self.world, display)
+            self._heal_between_cells(self.world, display)
         self.show_late()
-        for text in self.ended.take_texts():
-            display.note(text)
+        for text in self.past_cells.pop_texts():
+            display.add_note(text)
         if self.world is None or self.world.state is State.STOPPED:
             return None
         before, self.shown_size = self.shown_size, self.world.size
         moved = self.world.session.pop_renumbering()
         if before != self.shown_size or moved:
-            display.note(size_text(self.shown_size, moved))
+            display.add_note(size_text(self.shown_size, moved))
         return self.world
 
     def _wait_for_stop(self, world: World, display: CellDisplay) -> None:
@@ -195,16 +195,16 @@ class Pool:
         if (running := world.session.stopped_task) is None:
             return
         if running.unfinished:
-            late = name_ranks(running.unfinished)
-            display.wait_for(f"waiting for {late} to leave the stopped cell …")
+            ranks = name_ranks(running.unfinished)
+            display.show_status(f"waiting for {ranks} to leave the stopped cell …")
         if damage := world.session.wait_for_stop():
-            display.note(f"the stopped cell: {damage}")
+            display.add_note(f"the stopped cell: {damage}")
             running.transcript.warn(damage)
-        self.ended.again(running.transcript)
+        self.past_cells.mark_changed(running.transcript)
 
     def attach(self, world: World) -> None:
         """Use a world that already runs; the agent that `%load_ext` started is closed."""
-        self._started(world)
+        self._use_world(world)
         self._close_prestarted()
 
     def restart(
@@ -214,23 +214,23 @@ class Pool:
 
         The variables in `keep` are kept.  Without a world, start one.
         """
-        world, changes = self.world, given(options)
+        world, changes = self.world, typed_options(options)
         if world is None:
-            self._start(self._new_world(options), display)
+            self._start(self._make_world(options), display)
             return
         _complete_shutdown(world)
-        display.wait_for("restarting")
+        display.show_status("restarting")
         try:
             world.restart(keep=keep, **changes)
         except BaseException:  # also KeyboardInterrupt, by Stop
             if not world.state.has_workers:
-                self._lose_job("its workers were ended")
+                self._end_lost_job("its workers were ended")
             raise
-        self._lose_job("its workers were restarted")
-        self._started(world)
+        self._end_lost_job("its workers were restarted")
+        self._use_world(world)
         warning = world.session.warning if changes else ""
         for text in filter(None, (warning, world.session.folder_note)):
-            display.note(text)
+            display.add_note(text)
 
     def shutdown(self) -> str:
         """End the workers and the agent; return a line on the result, "" if there were none."""
@@ -239,10 +239,12 @@ class Pool:
             widgets.end()
             self.show_late()
         self._end("its workers were shut down")
-        left = self.world.session.shutdown() if self.world is not None else ""
+        problem = self.world.session.shutdown() if self.world is not None else ""
         # Only after the wait: if Stop interrupts it, the next `%dist_shutdown` needs the world.
         self.world = None
-        return f"workers ended, but {left}" if left else "workers ended" if had_workers else ""
+        return (
+            f"workers ended, but {problem}" if problem else "workers ended" if had_workers else ""
+        )
 
     def close(self) -> None:
         """End the workers at once, except those of a world with `--detach`, which are detached."""
@@ -254,7 +256,7 @@ class Pool:
                 link.detach() if stays else link.close()
 
     def _end(self, why: str) -> None:
-        self._lose_job(why)
+        self._end_lost_job(why)
         if self._widgets is not None:
             self._widgets.close()
             self._widgets = None
@@ -266,10 +268,10 @@ class Pool:
         if link is not None:
             link.close()
 
-    def _new_world(self, options: argparse.Namespace) -> World:
+    def _make_world(self, options: argparse.Namespace) -> World:
         config = self.world.session.config if self.world else WorldConfig(pool=self.name)
-        world = World(**vars(config.with_changes(**given(options))))
-        world.session.namespace = self.shell.user_ns  # in an embedded shell it isn't `__main__`'s
+        world = World(**vars(config.with_changes(**typed_options(options))))
+        world.session.namespace = self.shell.user_ns  # not `__main__`'s in an embedded shell
         if self.prestarted is not None and world.session.config.launcher_name == LOCAL:
             world.session.adopt(self.prestarted)
             self.prestarted = None
@@ -277,48 +279,50 @@ class Pool:
 
     def _start(self, world: World, display: CellDisplay) -> None:
         if world.session.warning:
-            display.note(world.session.warning, stays=False)
-        display.wait_for(f"starting {count(world.size, 'worker')} …")
+            display.add_note(world.session.warning, stays=False)
+        display.show_status(f"starting {count(world.size, 'worker')} …")
         try:
             for text in filter(None, world.session.starting_texts()):
-                display.wait_for(text)
+                display.show_status(text)
         except KeyboardInterrupt:
             raise Interrupted(()) from None
         for text in (*world.session.missing, world.session.folder_note):
             if text:
-                display.note(text.rstrip("."))
-        self._started(world)
+                display.add_note(text.rstrip("."))
+        self._use_world(world)
 
-    def _started(self, world: World) -> None:
+    def _use_world(self, world: World) -> None:
         if self.world is world:
-            self.show_late()  # before `forget`: it marks the widgets of the former workers as lost
+            self.show_late()  # before `forget`, after which no widget can be marked as lost
         self.world, self.shown_size = world, world.size
         is_page = hasattr(self.shell, "kernel") and has_panels(self.shell, self._pools.settings)
         world.session.shows_widgets = is_page
-        self.ended.forget()
+        self.past_cells.forget()
         self._watch_while_idle()
 
-    def say_others(self, read: Collection[str]) -> None:
-        """Tell the user once of each variable that a notebook cell read and ranks have otherwise.
+    def note_other_values(self, read: Collection[str]) -> None:
+        """Note, once per variable, that a notebook cell has read a variable that differs on ranks.
 
         `read` are the names that the cell used.  Does nothing while the workers are busy.
         """
         names, session = self.world.session.names, self.world.session  # type: ignore[union-attr]
-        ours = [n for n in read if n in self.shell.user_ns and n not in self.gathered]
-        known = [name for name in ours if names.record(name) or names.ranks_that_assigned(name)]
+        notebook_names = [n for n in read if n in self.shell.user_ns and n not in self.gathered]
+        shared = [
+            name for name in notebook_names if names.record(name) or names.ranks_that_assigned(name)
+        ]
         if (
-            not known
+            not shared
             or not session.is_idle
             or self.job is not None
             or session.state is not State.READY
         ):
             return
-        if names.objects.have_run and any(map(names.record, known)):
+        if names.objects.have_run and any(map(names.record, shared)):
             record_changes(session, session.everyone)
-        for name in known:
+        for name in shared:
             is_other = bool(names.ranks_that_assigned(name)) or names.is_changed(name)
             if is_other and names.is_first_notice(f"{name} here"):
-                self.display().say(
+                self.display().show_text(
                     f"this is the notebook's `{name}`; the ranks have another: "
                     f"`%dist_gather {name} --as {name}_ranks` brings theirs"
                 )
@@ -326,18 +330,18 @@ class Pool:
     # --- while no cell runs ---------------------------------------------------------------
 
     def bind_gathered(
-        self, found: Mapping[str, Any], theirs: Sequence[str], ranks: Collection[int]
+        self, values: Mapping[str, Any], rank_names: Sequence[str], ranks: Collection[int]
     ) -> None:
         """Bind values that were gathered from these ranks, in the notebook.
 
-        `theirs` are the names that the ranks use for the same value.  Gathered names are not sent
-        back to the ranks by themselves.
+        `rank_names` are the names that the ranks use for the same value.  Gathered names are not
+        sent with cells.
         """
-        self.shell.user_ns.update(found)
-        self.gathered.add(found)
+        self.shell.user_ns.update(values)
+        self.gathered.add(values)
         if self.world is not None:
-            for name in found:
-                self.world.session.names.record_gathered(name, ranks if name in theirs else ())
+            for name in values:
+                self.world.session.names.record_gathered(name, ranks if name in rank_names else ())
 
     def watch_prompt(self) -> None:
         """Watch the workers while a terminal's prompt is open; called on the prompt's loop."""
@@ -357,23 +361,23 @@ class Pool:
             self._widgets = WidgetRelay(self.shell, widgets, self.world.session)
         self._widgets.show()
         if widgets.ended_widgets:
-            gone, widgets.ended_widgets = widgets.ended_widgets, {}
-            self.ended.lose_widgets(gone)
+            lost, widgets.ended_widgets = widgets.ended_widgets, {}
+            self.past_cells.lose_widgets(lost)
 
     def show_late(self, *, at_once: bool = True) -> None:
         """Add output that came after the end of its cell to that cell, and update widgets."""
         if self.world is not None:
             self.show_widgets()
-            self.ended.receive(self.world.session.pop_late_outputs())
-            self.ended.show(self.log_files(), at_once=at_once)
+            self.past_cells.receive(self.world.session.pop_late_outputs())
+            self.past_cells.show(self.log_files(), at_once=at_once)
 
     def _notice(self) -> None:
-        self.take_step()
+        self.run_job_step()
         # Programs that run notebooks drop all output between two cells: show it in the next cell.
         if is_attended(self.shell):
             self.show_news()
 
-    def _goes_on(self) -> bool:
+    def _is_active(self) -> bool:
         """Return True while a job runs, or while ranks are still in a stopped cell."""
         return self.job is not None or bool(self._stopped and self._stopped.unfinished)
 
@@ -384,7 +388,7 @@ class Pool:
 
     def end_cell(self, running: TaskRun, display: CellDisplay) -> None:
         """Record a cell that has ended, so that later output of its ranks is added to it."""
-        self.ended.add(running.transcript, display)
+        self.past_cells.add(running.transcript, display)
         self.show_late()
         self._idle.update()
 
@@ -396,30 +400,30 @@ class Pool:
         world = self.world
         if world is not None and (stopped := self._stopped) is not None:
             world.session.receive_waiting()
-            self.ended.update(stopped.transcript)
-            self.ended.show(self.log_files(), at_once=not stopped.unfinished)
+            self.past_cells.update(stopped.transcript)
+            self.past_cells.show(self.log_files(), at_once=not stopped.unfinished)
         elif world is not None and world.session.is_idle and world.state.has_workers:
             display = self.display()
-            self._mend(world, display)
+            self._heal_between_cells(world, display)
             self.show_late()
             if world.session.lost is not None:
-                display.note(str(world.session.lost))
+                display.add_note(str(world.session.lost))
 
-    def _mend(self, world: World, display: CellDisplay) -> None:
+    def _heal_between_cells(self, world: World, display: CellDisplay) -> None:
         """Replace workers that died while no cell ran, add new machines, and note both."""
         world.session.receive_waiting()
         if not world.session.is_idle:
             return
         machines, dead = world.session.machines, dict(world.session.dead)
-        came = list_names(world.session.joined)
+        joined = list_names(world.session.joined)
         world.session.heal()
-        if came and not world.session.joined:
-            display.note(f"{came} came · {scaled_text(world.session)}")
+        if joined and not world.session.joined:
+            display.add_note(f"{joined} came · {scaled_text(world.session)}")
             self.shown_size = world.size
         dead = {rank: died for rank, died in dead.items() if rank not in world.session.dead}
-        self.tell_of_deaths(world, display, machines, dead)
+        self.note_deaths(world, display, machines, dead)
 
-    def tell_of_deaths(
+    def note_deaths(
         self, world: World, display: CellDisplay, machines: Machines, dead: Mapping[int, Died] = {}
     ) -> None:
         """Note on the display which ranks died outside of a cell and were replaced.
@@ -429,12 +433,14 @@ class Pool:
         """
         dead = {**dead, **world.session.pop_replaced()}
         for rank, died in dead.items():
-            self.why = why_died(rank, machines.name(rank), died, self.log_files().get(rank, ""))
-            display.note(f"rank {rank} {idle_end(died)}")
+            self.last_failure = death_of(
+                rank, machines.name(rank), died, self.log_files().get(rank, "")
+            )
+            display.add_note(f"rank {rank} {idle_end(died)}")
         if dead:
-            display.note(healing_text(world.session, dead).rstrip("."))
+            display.add_note(healing_text(world.session, dead).rstrip("."))
             if self.routine.hint:
-                display.note(self.routine.hint)
+                display.add_note(self.routine.hint)
 
     # --- the cell that was sent with `--no-wait`; one at a time ---------------------------
 
@@ -443,7 +449,7 @@ class Pool:
         """The cell in the background while it runs, else None."""
         return self._job if self._job is not None and not self._job.has_ended else None
 
-    def begin(self, job: Job) -> None:
+    def begin_job(self, job: Job) -> None:
         """Let the event loop run this job step by step from now on, and Stop interrupt it."""
         self._job = job
         self._idle.update()
@@ -451,7 +457,7 @@ class Pool:
     def wait_for_job(self, display: CellDisplay) -> None:
         """Wait until the job has ended; Stop ends only the waiting, not the job."""
         if (job := self.job) is not None:
-            job.wait_for_turn(display)
+            job.wait_with_status(display)
 
     def show_job(self) -> None:
         """Show the job's new output; called at the end of each notebook cell."""
@@ -459,12 +465,12 @@ class Pool:
         if job is None or is_in_subshell(self.shell):  # subshells are other threads
             return
         job.step()
-        if job.has_ended and job.take_drawn_between():
+        if job.has_ended and job.pop_drawn_between():
             # nbclient ignores updates between cells, so the panel is drawn again in this cell.
-            self.ended.again(job.running.transcript)
+            self.past_cells.mark_changed(job.running.transcript)
             self.show_late()
 
-    def take_step(self) -> None:
+    def run_job_step(self) -> None:
         """Run a step of the job between cells, and let Stop interrupt the job while no cell runs.
 
         Once no job runs, Stop has no effect between cells again.
@@ -475,9 +481,9 @@ class Pool:
         if self.job is None:
             self._pools.idle_stop.update()
 
-    def _lose_job(self, why: str) -> None:
+    def _end_lost_job(self, why: str) -> None:
         if self._job is not None:
-            self._job.lose(why)
+            self._job.end_as_lost(why)
             self._pools.idle_stop.update()
 
 
@@ -511,7 +517,7 @@ class Pools:
         """The pool of cells without `--pool`."""
         return self._pools[DEFAULT_POOL]
 
-    def at(self, name: str | None) -> Pool:
+    def find_or_make(self, name: str | None) -> Pool:
         """Return the pool of this name, or make it; None or "" is the default pool.
 
         Raises:
@@ -527,28 +533,28 @@ class Pools:
             self._pools[name] = Pool(self, name)
         return self._pools[name]
 
-    def known(self, name: str | None) -> Pool | None:
+    def find(self, name: str | None) -> Pool | None:
         """Return the pool of this name or None; callable from any thread, which must only read."""
         return self._pools.get(name or DEFAULT_POOL)
 
     def world_of(self, name: str | None) -> World | None:
         """Return the world of a pool that has workers, else None; any thread may read from it."""
-        pool = self.known(name)
+        pool = self.find(name)
         return pool.world if pool and pool.has_workers else None
 
     def show_news(self, _info: object) -> None:
-        """Show in a cell that begins what happened since the last one; IPython calls it.
+        """Show, in the cell that begins, news since the last cell; called by IPython before cells.
 
-        Only if a program runs the notebook; for people, the event loop shows it between cells.
+        Only if a program runs the notebook; for people, the event loop calls `Pool.show_news`.
         """
         if not (is_attended(self.shell) or is_in_subshell(self.shell)):
             for pool in self:
                 pool.show_news()
 
     def notice_names(self, result: ExecutionResult) -> None:
-        """Record the names that a cell has bound in the notebook; IPython calls it after each.
+        """Record the names that a cell has bound in the notebook; called by IPython after cells.
 
-        Also shows new output of jobs, and notes variables that the ranks have otherwise.
+        Also shows new output of jobs, and notes on variables that differ on the ranks.
         """
         prompt: Any = getattr(self.shell, "pt_app", None)  # only in a terminal
         for pool in self:
@@ -569,12 +575,12 @@ class Pools:
         self.gathered.record_assigned(bound)
         for pool in self:
             if pool.world is not None:
-                own = [name for name in bound if name not in self.gathered]
+                assigned = [name for name in bound if name not in self.gathered]
                 if not is_theirs:
                     surely = names_certainly_bound(python) if python and result.success else ()
-                    pool.world.session.names.record_assigned(own, surely)
+                    pool.world.session.names.record_assigned(assigned, surely)
                 if python and result.success:
-                    pool.say_others(names_used(python))
+                    pool.note_other_values(names_used(python))
 
     def do_shutdown(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Wrap the kernel's method of this name, which runs in its control thread.
@@ -596,4 +602,4 @@ class Pools:
         for pool in self:
             if pool.job is not None:
                 pool.job.running.stops += 1
-                pool.take_step()
+                pool.run_job_step()

@@ -50,8 +50,8 @@ def save_figures(transcript: Transcript, logs: Mapping[int, str]) -> Iterator[st
     """
     for group in transcript.groups():
         for shown in group.displays:
-            if (found := _image(shown.display.data)) is not None:
-                where = _saved(*found, logs.get(group.ranks[0]))
+            if (image := _image(shown.display.data)) is not None:
+                where = _saved(*image, logs.get(group.ranks[0]))
                 yield f"figure of {name_ranks(group.ranks)}: {where}"
 
 
@@ -92,7 +92,7 @@ EMPTY = Display({"text/html": NOTHING, "text/plain": ""}, {})
 
 
 class Below:
-    """The displays below one panel, under captions that name their ranks."""
+    """Shows displays below a panel, under captions that name their ranks."""
 
     def __init__(self, pool: str = "") -> None:
         self._pool = pool
@@ -107,7 +107,7 @@ class Below:
     def add(self, transcript: Transcript, of: Collection[int] | None = None) -> None:
         """Append new displays of ranks; `of` selects ranks.
 
-        Does nothing if a display would change its place: a widget on the page would be rebuilt.
+        Does nothing if a display would move, since the page would rebuild its widget.
         """
         now = below_panel(transcript, of, self._pool)
         if now[: len(self._shown)] == self._shown:
@@ -150,15 +150,15 @@ def below_panel(
     Returns all displays of the ranks in `of`.  Without `of` it returns `MOST_BELOW` displays at
     most, and a caption that says which ranks have more.
     """
-    found = page_only_displays(transcript, of)
-    most = MOST_BELOW if of is None else len(found)
+    displays = page_only_displays(transcript, of)
+    limit = MOST_BELOW if of is None else len(displays)
     shown: list[Display] = []
-    for ranks, run in groupby(found[:most], key=itemgetter(0)):
+    for ranks, run in groupby(displays[:limit], key=itemgetter(0)):
         shown += [_caption(name_ranks(ranks)), *(_readable(each) for _, each in run)]
-    if left := found[most:]:
-        ranks = sorted({rank for those, _ in left for rank in those})
+    if hidden := displays[limit:]:
+        ranks = sorted({rank for group, _ in hidden for rank in group})
         again = in_pool(f"`%dist_output -r {format_ranks(ranks)}` shows them", pool)
-        shown.append(_caption(f"… {len(left)} more displays of {name_ranks(ranks)}: {again}"))
+        shown.append(_caption(f"… {len(hidden)} more displays of {name_ranks(ranks)}: {again}"))
     return shown
 
 
@@ -209,13 +209,13 @@ class WidgetRelay:
                 self._send(rank, comm)
             elif comm.kind == "comm_open":
                 self._connect(comm)
-            elif (known := self._open.get(comm.id)) is None:  # a page has closed the comm
+            elif (opened := self._open.get(comm.id)) is None:  # a page has closed the comm
                 continue
             elif comm.kind == "comm_msg":
-                known.send({**comm.data}, {**comm.metadata}, [*comm.buffers])
+                opened.send({**comm.data}, {**comm.metadata}, [*comm.buffers])
             else:
                 del self._open[comm.id]
-                known.close()
+                opened.close()
 
     def close(self) -> None:
         """End the widgets, close their comms, and answer no more requests of pages for them."""
@@ -236,11 +236,11 @@ class WidgetRelay:
             metadata={**comm.metadata},
             buffers=[*comm.buffers],
         )
-        opened.on_msg(partial(self._hear, "comm_msg", comm.id))
-        opened.on_close(partial(self._hear, "comm_close", comm.id))
+        opened.on_msg(partial(self._handle_message, "comm_msg", comm.id))
+        opened.on_close(partial(self._handle_message, "comm_close", comm.id))
         self._open[comm.id] = opened
 
-    def _hear(self, kind: CommKind, name: str, message: Mapping[str, Any]) -> None:
+    def _handle_message(self, kind: CommKind, name: str, message: Mapping[str, Any]) -> None:
         """Pass a message of a page to its rank; answer a request for state from the copy here."""
         content = message["content"]
         data = content.get("data") or {}
@@ -284,14 +284,14 @@ def _send_states(control: Any, message: Mapping[str, Any]) -> None:
     states: dict[str, Any] = {}
     paths: list[list[Any]] = []
     buffers: list[bytes] = []
-    for name, state, found in _states():
+    for name, state, buffers_by_path in _states():
         states[name] = {
             "model_name": state["_model_name"],
             "model_module": state["_model_module"],
             "model_module_version": state["_model_module_version"],
             "state": state,
         }
-        for path, buffer in found.items():
+        for path, buffer in buffers_by_path.items():
             paths.append([name, "state", *path])
             buffers.append(buffer)
     data = {"method": "update_states", "states": states, "buffer_paths": paths}
@@ -304,11 +304,11 @@ def _states() -> Iterator[tuple[str, Mapping[str, Any], Mapping[tuple[Any, ...],
         for name, model in [*relay.widgets.models.items()]:
             yield name, {**model.state}, {**model.buffers}
     if (ipywidgets := sys.modules.get("ipywidgets")) is not None:
-        for name, own in ipywidgets.Widget.get_manager_state()["state"].items():
-            found = {
-                tuple(each["path"]): b64decode(each["data"]) for each in own.get("buffers", ())
+        for name, state in ipywidgets.Widget.get_manager_state()["state"].items():
+            buffers = {
+                tuple(each["path"]): b64decode(each["data"]) for each in state.get("buffers", ())
             }
-            yield name, own["state"], found
+            yield name, state["state"], buffers
 
 
 def create_comm(**options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Variables and changes on their way to ranks with a cell, and the lines that say so.
+"""The variables and changes that are sent to ranks with a cell, and lines for the user.
 
 `nbdist.notebook.shipping` makes shipments; `nbdist.notebook.cells` packs and sends them.
 """
@@ -56,10 +56,10 @@ class Shipment:
         The caller closes the result once the ranks have the packets.
         """
         for notice in self.notices:
-            display.note(notice)
+            display.add_note(notice)
         packed = Packed()
         if self.big and display.can_change:
-            display.wait_for(" · ".join(f"sending {each}" for each in self.big))
+            display.show_status(" · ".join(f"sending {each}" for each in self.big))
         what = f"sending {list_names(self.names)}"
         try:
             for packet in [*self.packets, *filter(None, [self.setup])]:
@@ -74,7 +74,7 @@ class Shipment:
             packed.close()
             raise
         for each in self.big:
-            display.note(f"sent {each}")
+            display.add_note(f"sent {each}")
         return packed
 
 
@@ -105,12 +105,12 @@ class Packed:
 
 
 def replaced_text(
-    name: str, value: Any, there: Mapping[int, Replaced], verb: str = "changed"
+    name: str, value: Any, replaced: Mapping[int, Replaced], verb: str = "changed"
 ) -> str:
     """Write "the notebook's `m` (Net) replaces the ranks' `m` (Net, trained)"."""
-    kinds = dict.fromkeys(each.kind for each in there.values())
-    others = dict.fromkeys(other for each in there.values() for other in each.others)
-    is_changed = any(each.is_changed for each in there.values())
+    kinds = dict.fromkeys(each.kind for each in replaced.values())
+    others = dict.fromkeys(other for each in replaced.values() for other in each.others)
+    is_changed = any(each.is_changed for each in replaced.values())
     was = ", ".join([*kinds, *([verb] if is_changed else [])])
     text = f"the notebook's `{name}` ({type_text(value)}) replaces the ranks' `{name}` ({was})"
     if others:

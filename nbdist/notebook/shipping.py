@@ -1,8 +1,8 @@
-"""Which variables of the notebook are sent with a cell, and which changes of objects.
+"""Decides which variables of the notebook, and which changes of objects, are sent with a cell.
 
-Which process a variable belongs to is in `NameTable`, which objects ranks have is in `SentObjects`.
-Commands call `plan` or `push`, on IPython's own thread; `nbdist.notebook.cells.settled` asks the
-ranks what a plan needs to know.
+`NameTable` records which process owns a variable, and `SentObjects` which objects ranks have.
+Commands call `plan` or `push`, on IPython's own thread.  `nbdist.notebook.cells.make_shipment`
+sends the question of a plan to the ranks.
 """
 
 from __future__ import annotations
@@ -81,48 +81,48 @@ def plan(
 ) -> Plan:
     """Find the variables and changes that `ranks` lack for a cell.
 
-    `source` is the cell after IPython's transformations, `hidden` IPython's table of
-    names that are not the user's (`shell.user_ns_hidden`), `gathered` has names whose values
-    are the ranks'.  With a set-up cell goes for new workers what these ranks have.
-    Raises `VariableNotSent`, and SyntaxError; nothing has been sent or recorded then.
+    `source` is the cell after IPython's transformations.  `hidden` is IPython's table of names
+    that are not the user's (`shell.user_ns_hidden`), and `gathered` has the names whose values
+    were gathered from ranks.  If `is_setup`, the shipment also has all these variables for new
+    workers.  Raises `VariableNotSent` or SyntaxError before anything is sent or recorded.
     """
     chains = dotted_names(source)
-    found = Plan(table, frozenset(ranks), hidden or {}, chains, gathered, is_setup)
-    found.binds = names_certainly_bound(source)
-    found.follow(names_used(source), bound_before(source))
+    new_plan = Plan(table, frozenset(ranks), hidden or {}, chains, gathered, is_setup)
+    new_plan.binds = names_certainly_bound(source)
+    new_plan.follow(names_used(source), bound_before(source))
     table.in_functions |= names_used_later(source)
-    found.follow_calls()
-    found.follow_other_names()
-    found.compare()
-    return found
+    new_plan.follow_calls()
+    new_plan.follow_other_names()
+    new_plan.compare()
+    return new_plan
 
 
 def push(names: Iterable[str], table: NameTable, ranks: Iterable[int]) -> Plan:
-    """Find the variables and changes that replace the ranks' variables of some names.
+    """Find the variables and changes that replace the ranks' variables called `names`.
 
     Raises `VariableNotSent`, UsageError for a name that each worker has of its own, and
-    KeyError for one that the notebook lacks.
+    KeyError for a name that the notebook lacks.
     """
     names = [*names]
     check_are_free(names, "`%dist_push`")
-    found = Plan(table, frozenset(ranks))
-    found.force(names)
-    found.compare()
-    return found
+    new_plan = Plan(table, frozenset(ranks))
+    new_plan.force(names)
+    new_plan.compare()
+    return new_plan
 
 
 def version_now(name: str, table: NameTable) -> Hashable:
-    """Say how a variable of the notebook is now, to compare with a `Sent.version` of before.
+    """Return the version of a notebook variable now, to compare with an earlier `Sent.version`.
 
-    Raises `VariableNotSent`, where it has become something that cannot travel.
+    Raises `VariableNotSent` if the variable cannot be sent any more.
     """
-    found = Plan(table, frozenset())
-    return found.look(name).record.version
+    new_plan = Plan(table, frozenset())
+    return new_plan.examine(name).record.version
 
 
 @dataclass(slots=True)
 class _Look:
-    """How a variable is now."""
+    """A variable's present value, and the record of that value."""
 
     value: Any
     record: Sent
@@ -130,7 +130,7 @@ class _Look:
 
 @dataclass
 class Plan:
-    """Follows names to the names that they need, and finds what ranks lack of them."""
+    """Finds the variables that a cell needs, and the variables and changes that ranks lack."""
 
     _table: NameTable
     _ranks: frozenset[int]
@@ -138,7 +138,7 @@ class Plan:
     _chains: frozenset[tuple[str, ...]] = frozenset()
     _gathered: Container[str] = ()
     _is_setup: bool = False
-    _looks: dict[str, _Look] = field(default_factory=dict)
+    _examined: dict[str, _Look] = field(default_factory=dict)
     _forced: frozenset[str] = frozenset()
     _notices: list[str] = field(default_factory=list)
     _big: list[str] = field(default_factory=list)
@@ -156,7 +156,7 @@ class Plan:
 
     @functools.cached_property
     def outgoing(self) -> Outgoing:
-        """The objects that the variables lead to."""
+        """The objects that the examined variables lead to."""
         forces = bool(self._forced)
         return Outgoing(self._objects, self._names, self._ranks, forces=forces)
 
@@ -168,31 +168,31 @@ class Plan:
     def follow(
         self, names: Iterable[str], before: Mapping[str, frozenset[str]] | None = None
     ) -> None:
-        """Look at names, and at the names that their functions need.
+        """Examine variables, and the variables that their functions need.
 
-        `before` has by name what the cell has bound by itself whenever it reads that name.
+        `before` maps each name to the names that the cell has bound whenever it reads the name.
         """
         waiting = [(name, (before or {}).get(name, frozenset())) for name in sorted(names)]
         waiting.reverse()
         while waiting:
             name, bound = waiting.pop()
-            if name in self._names and name not in self._looks and self._is_ours(name):
-                needs = self.look(name).record.needs - bound
+            if name in self._names and name not in self._examined and self._is_for_workers(name):
+                needs = self.examine(name).record.needs - bound
                 waiting += [(need, bound) for need in sorted(needs, reverse=True)]
 
     def follow_calls(self) -> None:
-        """Look at variables that functions on the ranks use: the calling cell may not name them.
+        """Examine variables that functions on the ranks use, as a cell that calls them may not.
 
-        At what the notebook has bound again since it was sent, and at what is small and can have
-        changed in place.
+        Only variables that the notebook has bound again since they were sent, and small variables
+        that may have changed in place.
         """
-        waiting, seen = [*self._table.in_functions], set[str]()
+        waiting, visited = [*self._table.in_functions], set[str]()
         while waiting:
             name = waiting.pop()
             record = self._table.record(name) if name in self._names else None
-            if name in seen or record is None:
+            if name in visited or record is None:
                 continue
-            seen.add(name)
+            visited.add(name)
             waiting += record.needs
             if name in self._gathered or self._table.ranks_that_own(name):
                 continue
@@ -203,7 +203,7 @@ class Plan:
                 try:
                     self.follow([name])
                 except VariableNotSent:  # the cell itself does not use it
-                    self._note(name, f"`{name}` {OLD_IN_FUNCTIONS}")
+                    self._notify(name, f"`{name}` {OLD_IN_FUNCTIONS}")
 
     def follow_other_names(self) -> None:
         """Send new names of objects that all ranks have already.
@@ -225,15 +225,15 @@ class Plan:
                     self.follow([name])
 
     def force(self, names: Collection[str]) -> None:
-        """Send variables whatever the table says, and the variables that their functions need."""
+        """Send variables even if ranks have them, and the variables that their functions need."""
         self._forced = frozenset(names)
         for name in names:
-            self.look(name)
-        for look in [*self._looks.values()]:
-            self.follow(look.record.needs)
+            self.examine(name)
+        for variable in [*self._examined.values()]:
+            self.follow(variable.record.needs)
 
-    def _is_ours(self, name: str) -> bool:
-        """Return True if the notebook's value of a name is for the workers; note why not."""
+    def _is_for_workers(self, name: str) -> bool:
+        """Return True if the notebook's value of a name may be sent; else add a notice why not."""
         value = self._names[name]
         if SYSTEM_NAMES.fullmatch(name) or self._hidden.get(name, _MISSING) is value:
             return False
@@ -241,20 +241,20 @@ class Plan:
             last = self._table.record(name)
             has_pushed = last and last.identity and last.identity.is_still(value)
             if last and not has_pushed:  # the ranks have another value under this name
-                self._note(name, f"`{name}` was gathered: the cell uses the ranks' own")
+                self._notify(name, f"`{name}` was gathered: the cell uses the ranks' own")
             return False
         if name in WORKERS_OWN or name in WORKERS_MODULES:
             is_module = isinstance(value, types.ModuleType)
             if not (is_module and value.__name__ == WORKERS_MODULES.get(name)):
-                own = WORKERS_MODULES.get(name, "its own")
-                self._note(name, f"Your notebook's `{name}` was ignored: each worker has {own}")
+                owned = WORKERS_MODULES.get(name, "its own")
+                self._notify(name, f"Your notebook's `{name}` was ignored: each worker has {owned}")
                 return False
             if not self._submodules(name, value):
                 return False
         owners = self._table.ranks_that_own(name)
         without = self._ranks - owners - self._table.ranks_that_have(name)
         if owners and without:
-            self._note(name, self._missing_text(name, owners, without))
+            self._notify(name, self._missing_text(name, owners, without))
         return not owners
 
     def _missing_text(self, name: str, owners: frozenset[int], without: frozenset[int]) -> str:
@@ -267,15 +267,15 @@ class Plan:
         where = f"{exists} on {name_ranks(owners)} but not on {name_ranks(without)}"
         return f"`{name}` {where}: `{copy} {min(owners)}`"
 
-    def _note(self, name: str, notice: str) -> None:
+    def _notify(self, name: str, notice: str) -> None:
         """Add a notice on a variable, once until the notebook assigns the variable again."""
         if self._table.is_first_notice(name):
             self._notices.append(notice)
 
-    # --- how they are ---------------------------------------------------------------------
+    # --- the present values and their records ---------------------------------------------
 
-    def look(self, name: str) -> _Look:
-        """Look at a variable, and at all objects that it leads to."""
+    def examine(self, name: str) -> _Look:
+        """Record the present value of a variable, and of all objects that the variable leads to."""
         value = self._names[name]
         if is_atomic(value):
             version: Hashable = atomic_version(value)
@@ -284,8 +284,8 @@ class Plan:
             record = self._record_of_module(name, value, self._table.record(name))
         else:
             record = self._record_of_object(name, value)
-        self._looks[name] = look = _Look(value, record)
-        return look
+        self._examined[name] = variable = _Look(value, record)
+        return variable
 
     def _record_of_object(self, name: str, value: Any) -> Sent:
         try:
@@ -316,88 +316,88 @@ class Plan:
     def _record_of_module(self, name: str, module: types.ModuleType, last: Sent | None) -> Sent:
         submodules = self._submodules(name, module)
         match last.version if last else None:
-            case ("module", known, frozenset(before)) if known == module.__name__:
+            case ("module", last_name, frozenset(before)) if last_name == module.__name__:
                 submodules |= before
         version = "module", module.__name__, submodules
         return Sent(version, Identity(module))
 
     def _submodules(self, name: str, module: types.ModuleType) -> frozenset[str]:
         """Return modules that the cell reaches through this one: `xml` alone has no `xml.dom`."""
-        found = set()
+        paths = set()
         for chain in self._chains:
             path = module.__name__
             for part in chain[1:] if chain[0] == name else ():
                 path = f"{path}.{part}"
                 if path not in sys.modules:
                     break
-                found.add(path)
-        return frozenset(found)
+                paths.add(path)
+        return frozenset(paths)
 
     # --- what ranks lack ------------------------------------------------------------------
 
     def compare(self) -> None:
-        """Find which objects differ from what ranks have been sent, and what to ask ranks first."""
+        """Find the objects that differ from those sent before, and make the question for ranks."""
         self.outgoing.compare()
         if self._forced:
             return
-        asked = self.outgoing.objects_to_inspect()
+        objects = self.outgoing.objects_to_inspect()
         names, ranks = set[str](), {r for r, changed in self.outgoing.changed.items() if changed}
-        for name in self._looks:
-            lack, have = self._lacking(name), self._having(name)
-            if there := lack & self._to_ask(name):
+        for name in self._examined:
+            lack, have = self._ranks_without(name), self._ranks_with(name)
+            if ranks_to_ask := lack & self._ranks_to_ask(name):
                 names.add(name)
-                ranks |= there
+                ranks |= ranks_to_ask
             if lack and have and not self._is_setup:
-                reached = self._reach(name) & set[int]().union(*map(self._objects.of, have))
-                asked |= dict.fromkeys(reached)
+                reached = self._reached_keys(name) & set[int]().union(*map(self._objects.of, have))
+                objects |= dict.fromkeys(reached)
                 ranks |= have
             if not lack and self._is_sampled(name):
-                self._note(
+                self._notify(
                     name,
                     f"`{name}` was taken for unchanged: it is too big to be compared as a whole; "
                     f"`%dist_push {name}` sends it",
                 )
-        if asked or names:
-            self.question = Question(tuple(sorted(ranks)), asked, tuple(sorted(names)))
+        if objects or names:
+            self.question = Question(tuple(sorted(ranks)), objects, tuple(sorted(names)))
 
     def _is_sampled(self, name: str) -> bool:
         """Return True if a variable leads to memory of which only samples are compared."""
-        blocks = map(self._objects.links.blocks.get, self._reach(name))
+        blocks = map(self._objects.links.blocks.get, self._reached_keys(name))
         return any(block is not None and block.size > WHOLE_LIMIT for block in blocks)
 
-    def answer(self, found: Mapping[int, Inspected]) -> None:
-        """Use the answers of ranks: objects that they have changed stay theirs."""
-        self.outgoing.apply_replies(found)
-        self._keep_found(found)
-        for name in self._looks:
-            self._hold_back(name, found)
-            self._say_replaced(name, found)
+    def answer(self, answers: Mapping[int, Inspected]) -> None:
+        """Use the answers of ranks to the question: ranks keep objects that they have changed."""
+        self.outgoing.apply_replies(answers)
+        self._keep_changed(answers)
+        for name in self._examined:
+            self._hold_back(name, answers)
+            self._notice_replaced(name, answers)
 
-    def _keep_found(self, found: Mapping[int, Inspected]) -> None:
-        """Leave ranks the variables of a notebook before this one that they have changed."""
-        for name in [*self._looks]:
-            changed = any(name in i.names and i.names[name].is_changed for i in found.values())
+    def _keep_changed(self, answers: Mapping[int, Inspected]) -> None:
+        """Keep variables on the ranks that an earlier notebook sent and that ranks have changed."""
+        for name in [*self._examined]:
+            changed = any(name in i.names and i.names[name].is_changed for i in answers.values())
             if changed and self._table.is_of_earlier_notebook(name):
                 self._table.record_sent_before(name)
-                del self._looks[name]
-                self._note(
+                del self._examined[name]
+                self._notify(
                     name,
                     f"`{name}` was changed on the ranks since it was sent: the cell uses "
                     f"theirs; `%dist_push {name}` sends the notebook's",
                 )
 
-    def _hold_back(self, name: str, found: Mapping[int, Inspected]) -> None:
-        """Leave a variable out for restarted ranks if the ranks that have it have changed it.
+    def _hold_back(self, name: str, answers: Mapping[int, Inspected]) -> None:
+        """Do not send a variable to restarted ranks if other ranks have it and have changed it.
 
-        Other ranks without the variable get the notebook's.  In both cases a line says so, and
-        how to copy the ranks' value.
+        Ranks that never had the variable, or have an older one, get the notebook's value.  In both
+        cases a notice says how to copy the other ranks' value.
         """
-        lack = self._lacking(name)
+        lack = self._ranks_without(name)
         if not lack or self._is_setup:
             return
-        reached, have = self._reach(name), self._having(name)
-        changed = [r for r in have & found.keys() if not reached.isdisjoint(found[r].changed)]
-        theirs = {key for r in changed for key in found[r].changed} & reached
+        reached, have = self._reached_keys(name), self._ranks_with(name)
+        changed = [r for r in have & answers.keys() if not reached.isdisjoint(answers[r].changed)]
+        theirs = {key for r in changed for key in answers[r].changed} & reached
         # Ranks with the changed objects under another name only get the name for those objects.
         lack = frozenset(r for r in lack if not theirs <= self._objects.of(r).keys())
         if not changed or not lack:
@@ -412,60 +412,60 @@ class Plan:
                 f"{done}; {name_ranks(sorted(new))} {verb} not have it: {sync}` copies it, "
                 f"`%dist_push {name}` sends the notebook's"
             )
-            self._note(name, text)
+            self._notify(name, text)
         if others := lack - new:
             verb = "gets" if len(others) == 1 else "get"
             text = (
                 f"{done}; {name_ranks(sorted(others))} {verb} the notebook's: "
                 f"{sync} -r {format_ranks(sorted(others))}` copies theirs"
             )
-            self._note(f"{name} is older", text)
+            self._notify(f"{name} is older", text)
 
-    def _reach(self, name: str) -> set[int]:
+    def _reached_keys(self, name: str) -> set[int]:
         """Return the keys of all objects that a variable leads to."""
-        look = self._looks[name]
-        if is_atomic(look.value) or isinstance(look.value, types.ModuleType):
+        variable = self._examined[name]
+        if is_atomic(variable.value) or isinstance(variable.value, types.ModuleType):
             return set()
-        return self.outgoing.reach(look.record.bound_to)
+        return self.outgoing.reach(variable.record.bound_to)
 
-    def _having(self, name: str) -> frozenset[int]:
+    def _ranks_with(self, name: str) -> frozenset[int]:
         """Return the ranks that have the notebook's object under a name."""
-        return self._table.ranks_that_have(name, self._looks[name].record.bound_to)
+        return self._table.ranks_that_have(name, self._examined[name].record.bound_to)
 
-    def _lacking(self, name: str) -> frozenset[int]:
-        """Return the ranks that have another object under a name, or none."""
+    def _ranks_without(self, name: str) -> frozenset[int]:
+        """Return the ranks that have another object under a name, or that lack the name."""
         if name in self._forced:
             return self._ranks
-        return self._ranks - self._having(name) - self._held_back.get(name, frozenset())
+        return self._ranks - self._ranks_with(name) - self._held_back.get(name, frozenset())
 
-    def _to_ask(self, name: str) -> frozenset[int]:
-        """Return the ranks that may have changed or bound what they have under a name."""
+    def _ranks_to_ask(self, name: str) -> frozenset[int]:
+        """Return the ranks that were sent an object under a name, or have bound the name."""
         return self._table.holders(name) | self._table.ranks_that_bound(name)
 
-    # --- what goes ------------------------------------------------------------------------
+    # --- packing the shipment -------------------------------------------------------------
 
     def shipment(self) -> Shipment:
         """Make a packet for each group of ranks that lack the same variables and changes."""
         while self.outgoing.renew_replaced():
-            for name in [*self._looks]:
-                self.look(name)
+            for name in [*self._examined]:
+                self.examine(name)
             self.outgoing.compare()
         for key, parts in ({} if self._forced else self.outgoing.kept()).items():
-            self._say_kept(key, parts)
+            self._notice_conflict(key, parts)
         for key, replaced in self.outgoing.replaced_parts.items():
-            self._say_new_parts(key, frozenset(replaced))
-        lacks = {r: [n for n in self._looks if r in self._lacking(n)] for r in self._ranks}
-        packets = [self._packet(ranks, lacks[ranks[0]]) for ranks in self.outgoing.groups(lacks)]
-        found = tuple(packet for packet in packets if packet is not None)
-        setup = self._setup_packet() if self._is_setup and self._looks else None
-        size = sum(packet.message.size for packet in found)
+            self._notice_new_parts(key, frozenset(replaced))
+        lacks = {r: [n for n in self._examined if r in self._ranks_without(n)] for r in self._ranks}
+        made = [self._packet(ranks, lacks[ranks[0]]) for ranks in self.outgoing.groups(lacks)]
+        packets = tuple(packet for packet in made if packet is not None)
+        setup = self._setup_packet() if self._is_setup and self._examined else None
+        size = sum(packet.message.size for packet in packets)
         if size >= BIG:
-            self._big.append(self._big_text(size, [n for p in found for n in p.names]))
+            self._big.append(self._big_text(size, [n for p in packets for n in p.names]))
         if self._forced:
             self._objects.overwrite(self.outgoing.states)
-        sent = ((packet.ranks, packet.parcel) for packet in found)
+        sent = ((packet.ranks, packet.parcel) for packet in packets)
         parcels = self.outgoing.parcels(sent, self.binds)
-        return Shipment(tuple(self._notices), found, parcels, setup, tuple(self._big))
+        return Shipment(tuple(self._notices), packets, parcels, setup, tuple(self._big))
 
     def _packet(self, ranks: tuple[int, ...], names: Sequence[str]) -> Packet | None:
         if not names and not self.outgoing.changed[ranks[0]]:
@@ -475,36 +475,36 @@ class Plan:
         except Exception as problem:  # noqa: BLE001 (a user's `__reduce__` can raise anything)
             self._refuse(names, problem)
         if not self._forced:
-            self._say_lost(ranks, states)
-        self._say_left_out(states)
-        records = {name: self._looks[name].record for name in names}
+            self._notice_dropped(ranks, states)
+        self._notice_left_out(states)
+        records = {name: self._examined[name].record for name in names}
         return Packet(ranks, tuple(names), message, Parcel(records, states))
 
     def _setup_packet(self) -> Packet:
         try:
-            message, states = self.outgoing.whole(self._values(self._looks))
+            message, states = self.outgoing.whole(self._values(self._examined))
         except Exception as problem:  # noqa: BLE001 (a user's `__reduce__` can raise anything)
-            self._refuse(self._looks, problem)
-        records = {name: look.record for name, look in self._looks.items()}
-        return Packet((), (*self._looks,), message, Parcel(records, states))
+            self._refuse(self._examined, problem)
+        records = {name: variable.record for name, variable in self._examined.items()}
+        return Packet((), (*self._examined,), message, Parcel(records, states))
 
     def _values(self, names: Iterable[str]) -> dict[str, Any]:
         return {name: self._value(name) for name in names}
 
     def _value(self, name: str) -> Any:
-        look = self._looks[name]
-        if isinstance(look.value, types.ModuleType):
-            return Import(look.value, look.record.version[2])  # type: ignore[index]
-        return look.value
+        variable = self._examined[name]
+        if isinstance(variable.value, types.ModuleType):
+            return Import(variable.value, variable.record.version[2])  # type: ignore[index]
+        return variable.value
 
-    # --- what to say ----------------------------------------------------------------------
+    # --- notices for the user -------------------------------------------------------------
 
     def _verb(self, name: str) -> str:
         kind = kind_of(self._names.get(name))
         return "trained" if kind in (*range(OPTIMIZER + 1), TENSOR) else "changed"
 
-    def _say_kept(self, key: int, parts: Parts) -> None:
-        """Say that ranks keep an object that both sides have changed, and both remedies."""
+    def _notice_conflict(self, key: int, parts: Parts) -> None:
+        """Add a notice that ranks keep an object that both sides have changed, with remedies."""
         name = self._name_of(key)
         if name is None:
             return
@@ -525,8 +525,8 @@ class Plan:
             if text not in self._notices:
                 self._notices.append(text)
 
-    def _say_new_parts(self, key: int, parts: Parts) -> None:
-        """Say which parts of an object replace what ranks have changed."""
+    def _notice_new_parts(self, key: int, parts: Parts) -> None:
+        """Add a notice for each part of an object that replaces a rank's changed part."""
         if (name := self._name_of(key)) is None:
             return
         entry = self._objects.links.by_key.get(key)
@@ -539,8 +539,8 @@ class Plan:
                 "changed there"
             )
 
-    def _say_lost(self, ranks: Sequence[int], states: Mapping[int, State]) -> None:
-        """Say which objects are sent once more because ranks have changed and then dropped them."""
+    def _notice_dropped(self, ranks: Sequence[int], states: Mapping[int, State]) -> None:
+        """Add notices on objects that are sent again, as ranks have changed and dropped them."""
         lost = {rank: self._objects.lost_on(rank) & states.keys() for rank in ranks}
         ranks_by_name: dict[str, list[int]] = {}
         for rank, keys in lost.items():
@@ -553,28 +553,28 @@ class Plan:
                 f"{gets} the notebook's `{name}`"
             )
 
-    def _say_left_out(self, states: Mapping[int, State]) -> None:
-        """Say which variables are sent without what torch keeps about their tensors."""
+    def _notice_left_out(self, states: Mapping[int, State]) -> None:
+        """Add notices on variables that are sent without autograd graphs or without hooks."""
         scan = self.outgoing.scan
         for name in dict.fromkeys(map(self._name_of, sorted(scan.with_graph & states.keys()))):
             if name is not None and kind_of(self._names.get(name)) > OPTIMIZER:
-                self._note(
+                self._notify(
                     f"graph of {name}",
                     f"`{name}` is sent without its autograd graph: `backward()` on the ranks stops "
                     f"at `{name}`; compute `{name}` in a distributed cell to train",
                 )
         for name in dict.fromkeys(map(self._name_of, sorted(scan.with_hooks & states.keys()))):
             if name is not None:
-                self._note(
+                self._notify(
                     f"hooks of {name}",
                     f"`{name}` is sent without the hooks of its tensors: register them in a "
                     "distributed cell",
                 )
 
     def _name_of(self, key: int) -> str | None:
-        """Find the variable of the notebook that leads to an object; of several the nearest."""
-        for name in self._looks:
-            if key in self._reach(name):
+        """Return the name of a variable that leads to an object, first of this plan, or None."""
+        for name in self._examined:
+            if key in self._reached_keys(name):
                 return name
         for name in self._table.owners():
             record = self._table.record(name)
@@ -588,43 +588,43 @@ class Plan:
                 return name
         return None
 
-    def _say_replaced(self, name: str, found: Mapping[int, Inspected]) -> None:
-        """Say which object of the ranks the notebook's takes the place of, and what holds it."""
-        lack = self._lacking(name)
-        there = {r: each.names[name] for r, each in found.items() if name in each.names}
-        there = {rank: each for rank, each in there.items() if rank in lack}
+    def _notice_replaced(self, name: str, answers: Mapping[int, Inspected]) -> None:
+        """Add a notice if a replaced object of ranks was changed, or has other names there."""
+        lack = self._ranks_without(name)
+        replaced = {r: each.names[name] for r, each in answers.items() if name in each.names}
+        replaced = {rank: each for rank, each in replaced.items() if rank in lack}
         # Variables that are replaced with this one do not hold the old object for long.
-        also = {other for other in self._looks if self._lacking(other)}
-        there = {
+        also = {other for other in self._examined if self._ranks_without(other)}
+        replaced = {
             rank: replace(each, others=tuple(n for n in each.others if n not in also))
-            for rank, each in there.items()
+            for rank, each in replaced.items()
         }
         value = self._names[name]
         if isinstance(value, types.ModuleType):  # both sides have imported the module
-            there = {r: each for r, each in there.items() if each.kind != type_text(value)}
-        if any(each.is_changed or each.others for each in there.values()):
-            self._notices.append(replaced_text(name, self._names[name], there, self._verb(name)))
+            replaced = {r: each for r, each in replaced.items() if each.kind != type_text(value)}
+        if any(each.is_changed or each.others for each in replaced.values()):
+            self._notices.append(replaced_text(name, self._names[name], replaced, self._verb(name)))
 
     def _big_text(self, size: int, names: Collection[str]) -> str:
-        """Write `corpus (191 MiB) to 4 ranks`, with the names that make up most of it."""
+        """Write `corpus (191 MiB) to 4 ranks`, with the variables that have most of the bytes."""
         names = [*dict.fromkeys(names)]
-        heavy = [name for name in names if self._looks[name].record.size >= BIG // 2] or names
+        heavy = [name for name in names if self._examined[name].record.size >= BIG // 2] or names
         listed = heavy or ["changes"]
-        blame = [f", most of it in {path}" for path in map(self._heaviest, heavy) if path]
+        blame = [f", most of it in {path}" for path in map(self._heaviest_part, heavy) if path]
         to = count(len(self._ranks), "rank")
         return f"{', '.join(listed)} ({size_text(size)}{''.join(blame)}) to {to}"
 
-    def _heaviest(self, name: str) -> str:
-        """Find the variable of a function, or of a class, that makes up most of it."""
-        value = self._looks[name].value
+    def _heaviest_part(self, name: str) -> str:
+        """Return the path of the largest part of a callable; "" if smaller than half of `BIG`."""
+        value = self._examined[name].value
         if not callable(value):
             return ""
         size, heaviest = 0, ""
         for step, part in parts_of(value):
             with suppress(Exception):  # a part that cannot be pickled was left out
-                found = pickle(part, self._names, sketch=True).size
-                if found > size:
-                    size, heaviest = found, name + step
+                part_size = pickle(part, self._names, sketch=True).size
+                if part_size > size:
+                    size, heaviest = part_size, name + step
         return heaviest if size >= BIG // 2 else ""
 
 

@@ -12,7 +12,7 @@ from itertools import chain
 
 from IPython.core.magic_arguments import argument
 
-from nbdist.notebook.cells import bring
+from nbdist.notebook.cells import fetch_results
 from nbdist.notebook.command import Line, command
 from nbdist.notebook.commands.values import expressions_in
 from nbdist.notebook.display import Shown, below, block, table
@@ -79,10 +79,12 @@ def distances(
     arguments = {"expression": expression, "paths": tuple(paths)}
     lending = world.task(Call("diff.lend", arguments), ranks=(reference,))
     try:
-        lent: Brought = bring(pool, world, lending)[reference]
+        lent: Brought = fetch_results(pool, world, lending)[reference]
         # Send nothing else to the lending rank meanwhile: its next task would release the parts.
         given = {"expression": expression, "packed": lent.packed}
-        return bring(pool, world, world.task(Call("diff.compare", given), ranks=tuple(others)))
+        return fetch_results(
+            pool, world, world.task(Call("diff.compare", given), ranks=tuple(others))
+        )
     finally:
         world.session.release_lent_values(lending, (reference,))
 

@@ -76,7 +76,7 @@ def dist_export(line: Line) -> Shown:
         raise UsageError(
             "`%dist_export`: no `%%distributed` cell has succeeded since the workers were started."
         )
-    line.display.wait_for(f"writing {path} …")
+    line.display.show_status(f"writing {path} …")
     size = _write(script, path, file, shell.user_ns)
     saved = f" · {count(len(script.saved), 'variable')} in {file} ({size_text(size)})"
     summary = f"{path} · {count(script.cells, 'cell')}{saved if script.saved else ''}"

@@ -76,7 +76,7 @@ def _plotted(line: Line) -> Iterator[None]:
         yield
     finally:
         if text := _stop_reading_logs(line, names):
-            line.pool.display().say(text)
+            line.pool.display().show_text(text)
 
 
 def _stop_reading_logs(line: Line, names: Sequence[str]) -> str:

@@ -296,13 +296,13 @@ def _profiled(line: Line) -> Iterator[None]:
         raise UsageError("`--profile`: the trace is written after the cell: not with `--no-wait`.")
     path = check_path(line.options.profile)
     line.pool.ensure(line.options, line.display)
-    line.display.wait_for("starting torch's profiler …")
+    line.display.show_status("starting torch's profiler …")
     line.call("timeline.begin_profile")
     origin = time.time_ns()
     try:
         yield
     finally:
-        line.pool.display().say(_collect(line, path, origin))
+        line.pool.display().show_text(_collect(line, path, origin))
 
 
 def _collect(line: Line, path: Path, origin: int) -> str:

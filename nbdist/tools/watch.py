@@ -109,16 +109,16 @@ def _show(line: Line, expressions: Sequence[str]) -> None:
     try:
         notes = {r: each for r, each in line.call("watch.end").items() if each is not None}
     except NbdistError as error:
-        display.say(f"watch: nothing is known of this cell: {one_line(str(error))}")
+        display.show_text(f"watch: nothing is known of this cell: {one_line(str(error))}")
         return
     divergence = Divergence(expressions, notes)
     if divergence.differs:
         if divergence.is_of_the_end and ran is not None:  # no rank has warned while the cell ran
             ran.transcript.warn(divergence.head())
-            line.display.end_again(ran.transcript, line.pool.log_files())
-        _draw(line, divergence).on(display)
+            line.display.redraw_ended(ran.transcript, line.pool.log_files())
+        _draw(line, divergence).show_on(display)
     else:
-        display.say(divergence.agreement())
+        display.show_text(divergence.agreement())
 
 
 def _draw(line: Line, divergence: Divergence) -> Shown:

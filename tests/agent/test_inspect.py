@@ -303,7 +303,7 @@ def test_a_rank_that_is_replaced_meanwhile() -> None:
     """Is told without its memory; that it had another process just now ends nothing."""
     status = WorkerStatus(0, os.getpid(), "vm", "starting", 0.0, 0, "cpu")
     given = SimpleNamespace(gpu="")
-    rank = SimpleNamespace(pid=0, rank=0, given=given, status=lambda: status)
+    rank = SimpleNamespace(pid=0, rank=0, start_info=given, status=lambda: status)
     rows = asyncio.run(status_of([rank], UsageWatch(lambda used: None)))
     assert [(row.pid, row.memory) for row in rows] == [(os.getpid(), 0)]
 

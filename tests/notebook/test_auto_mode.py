@@ -15,21 +15,21 @@ from nbdist.errors import UsageError
 from nbdist.notebook.auto_mode import (
     AutoCells,
     Side,
-    _is_theirs,
-    in_one,
-    parts_of,
-    runs_there,
+    _is_on_ranks,
+    join_parts,
+    runs_on_ranks,
+    split_cell,
 )
 from nbdist.notebook.cell_text import (
     CellSyntaxError,
     as_comment,
     cell_magic,
     check_source,
-    divide,
     magic_at,
+    remove_comment,
     root_at,
+    split_off_magics,
     transform_first_lines,
-    without_comment,
 )
 from nbdist.notebook.options import NbDist
 from nbdist.notebook.pool import Pools
@@ -75,17 +75,17 @@ def test_what_stays_and_what_is_sent(cells: Any, shell: Shell) -> None:
     """Magics of the notebook, commands, cells without code; what is silent, and other tags."""
     for code in ("%cd x", "!ls", "ls", "cd /tmp", "%%local\nx", "# a\n\n%%html\nx", "", "# only"):
         assert ran(cells, code) == code
-        assert not runs_there(cells._pools, code)
+        assert not runs_on_ranks(cells._pools, code)
     assert ran(cells, PLAIN, silent=True) == ran(cells, PLAIN, stored=False) == PLAIN
     cells._pools.auto.pool = None
-    assert not runs_there(cells._pools, PLAIN)
+    assert not runs_on_ranks(cells._pools, PLAIN)
     for shell.request in ({}, {"tags": ["a"]}, {"tags": "distributed"}, {"tags": None}, []):
         assert ran(cells, PLAIN) == PLAIN
     # Other cells are sent, as if the magic stood above; to the pool that was named, or for a tag.
     cells._pools.auto.pool, shell.request = "default", {}
     for code in (PLAIN, "# a\nx?", "%time x", "%cd x\ny = = 1"):
         assert ran(cells, code) == f"%%distributed --auto\n{code}"
-        assert runs_there(cells._pools, code)
+        assert runs_on_ranks(cells._pools, code)
     cells._pools.auto.pool = "other"
     assert ran(cells, PLAIN) == f"%%distributed --auto --pool other\n{PLAIN}"
     cells._pools.auto.pool = None
@@ -103,8 +103,8 @@ def test_extensions_that_both_have_loaded(cells: Any, shell: Shell) -> None:
     world = World(1, log_dir="")
     world.session.names.record_attached({0: {"model": None}})
     names = ("model", "torch", "dist", "x")
-    assert [n for n in names if _is_theirs(world, {"torch": 1}, n)] == ["model", "dist"]
-    assert not _is_theirs(None, {}, "dist")
+    assert [n for n in names if _is_on_ranks(world, {"torch": 1}, n)] == ["model", "dist"]
+    assert not _is_on_ranks(None, {}, "dist")
 
 
 def ours(line: str) -> None:
@@ -129,7 +129,7 @@ def test_the_history(cells: Any) -> None:
 
 def sides(code: str) -> list[tuple[int, str]]:
     """From which line on something runs where, in its order."""
-    return [(part.first, "here" if part.is_here else "there") for part in parts_of(code, SIDE)]
+    return [(part.first, "here" if part.is_here else "there") for part in split_cell(code, SIDE)]
 
 
 def test_where_lines_run() -> None:
@@ -159,19 +159,19 @@ def test_where_lines_run() -> None:
         ("", []),
     ):
         assert sides(code) == where
-        assert in_one(code, parts_of(code, SIDE), MAGIC) or not where
+        assert join_parts(code, split_cell(code, SIDE), MAGIC) or not where
 
 
 def test_one_cell_of_them() -> None:
     """Each part stands in its own lines, and the ranks' part has its line numbers."""
     code = "x = 1\nz = 2\n%dist_gather x\ny = 2"
-    first, nothing, here, last = in_one(code, parts_of(code, SIDE), MAGIC).splitlines()
+    first, nothing, here, last = join_parts(code, split_cell(code, SIDE), MAGIC).splitlines()
     assert (nothing, here) == ("", "%dist_gather x")
     for line, sent in ((first, "x = 1\nz = 2\n"), (last, "#\n#\n#\ny = 2")):
         arguments = line.partition("(")[2].partition("(")[2]
         assert ast.literal_eval(f"({arguments}") == ("distributed", "--auto", sent)
-    assert in_one("x", parts_of("x", SIDE), MAGIC) == f"%%{MAGIC}\nx"
-    assert in_one("%cd", parts_of("%cd", SIDE), MAGIC) == "%cd"
+    assert join_parts("x", split_cell("x", SIDE), MAGIC) == f"%%{MAGIC}\nx"
+    assert join_parts("%cd", split_cell("%cd", SIDE), MAGIC) == "%cd"
 
 
 MAGIC = "distributed --auto"
@@ -255,7 +255,7 @@ def test_what_the_notebook_runs_at_the_end() -> None:
         ("for x in y:\n    %dist_push x\n", "for x in y:\n    %dist_push x\n", []),
         ("x = '''\n%dist_status\n'''", "x = '''\n%dist_status\n'''", []),
     ):
-        assert divide(cell) == (rest, magics)
+        assert split_off_magics(cell) == (rest, magics)
 
 
 def test_a_comment_ends_a_line() -> None:
@@ -266,7 +266,7 @@ def test_a_comment_ends_a_line() -> None:
         ("d['#'] d[\"a # b\"]  # c", "d['#'] d[\"a # b\"] "),
         ("--env K=#x", "--env K=#x"),
     ):
-        assert without_comment(line) == without
+        assert remove_comment(line) == without
 
 
 @pytest.fixture

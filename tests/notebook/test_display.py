@@ -53,18 +53,18 @@ def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
     """They are printed as they come, and the ranks that wait once; again, as the panel would be."""
     display = PlainDisplay()
     transcript, news = took(Text("stdout", "a\nb"))
-    display.note("a note")
+    display.add_note("a note")
     for waits in ("rank 0 waits", "rank 0 waits", ""):
         display.show(transcript, news, waits)
         news = []
     display.end(transcript, {})
-    display.end_again(transcript, {})
+    display.redraw_ended(transcript, {})
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "a note"
     assert sorted(lines[1:4]) == ["[0] a", "[0] b", "rank 0 waits"]
     assert lines[4:] == ["2 ranks · 1.0 s · ✓ 2"]
     for kind in (PlainDisplay, PanelDisplay):
-        kind().again(transcript, {})
+        kind().show_again(transcript, {})
     *lines, drawn = capsys.readouterr().out.splitlines()
     assert lines == ["2 ranks · 1.0 s · ✓ 2", "── rank 0 ──", "a", "b", "── rank 1 (no output) ──"]
     assert ast.literal_eval(drawn)["text/plain"].splitlines() == ["2 ranks · ✓ 2", *lines[1:]]
@@ -89,7 +89,7 @@ def test_where_seconds_are_shown(
     """By default on the page alone, and all of it is drawn once where they are shown nowhere."""
     display = PanelDisplay(seconds=seconds)
     transcript, news = took(Text("stdout", "a\n"))
-    display.wait_for("starting 2 workers")
+    display.show_status("starting 2 workers")
     time.sleep(FIRST_DRAWING)
     display.show(transcript, news)
     display.end(transcript, {})
@@ -108,7 +108,7 @@ def test_warnings_stand_below_the_head(capsys: pytest.CaptureFixture[str]) -> No
         plain.show(transcript, [])
     plain.end(transcript, {})
     assert capsys.readouterr().out.count("watch: rank 1 differs\n") == 1
-    plain.again(transcript, {})
+    plain.show_again(transcript, {})
     assert "\nwatch: rank 1 differs\n── ranks 0-1 (same) ──" in capsys.readouterr().out
 
 
@@ -118,8 +118,8 @@ def test_a_fast_cell_does_not_flash(capsys: pytest.CaptureFixture[str]) -> None:
     transcript, news = took(Text("stdout", "a\n"))
     display.show(transcript, news)
     assert shown(capsys) == []
-    display.note("4 workers on 2 CPU cores", stays=False)
-    display.note("restarted")
+    display.add_note("4 workers on 2 CPU cores", stays=False)
+    display.add_note("restarted")
     assert shown(capsys)[-1]["text/plain"].endswith("restarted · 4 workers on 2 CPU cores")
     display.end(transcript, {})
     *_, last = shown(capsys)
@@ -136,7 +136,7 @@ def test_below_what_was_typed(capsys: pytest.CaptureFixture[str]) -> None:
         display = PanelDisplay(is_alone=is_alone)
         transcript, _ = took(Text("stdout", "a\n"))
         display.show_all(transcript, "rank 0 waits for your input", 0)
-        display.typed()
+        display.continue_below_input()
         display.show_all(transcript, "", 0)
         display.end(transcript, {})
         said = capsys.readouterr().out
@@ -162,11 +162,11 @@ def test_the_last_display(capsys: pytest.CaptureFixture[str], other: str, is_pag
     transcript, _ = took(Text("stdout", "a\n"))
     OUTPUTS.number = 0
     display = PanelDisplay(
-        is_alone=other != "magic", is_page=is_page, place=lambda: place[0], seconds="all"
+        is_alone=other != "magic", is_page=is_page, find_request=lambda: place[0], seconds="all"
     )
-    display.wait_for("starting")
+    display.show_status("starting")
     if other == "display":
-        PanelDisplay().say("another")
+        PanelDisplay().show_text("another")
     elif other == "cell":
         place[0] = "cell 2"
     display.end(transcript, {})

@@ -25,10 +25,10 @@ from nbdist.notebook.idle import (
     IdleWatch,
     Stops,
     command_stops,
-    held_stops,
+    delay_stops,
     late_texts,
-    met_stops,
-    raised_stops,
+    raise_stops,
+    redirect_stops,
 )
 from nbdist.notebook.jobs import CellPlace, Job
 from nbdist.output.events import Display, Done, Failure, Skipped, Text, Update
@@ -155,7 +155,7 @@ def test_below_the_last_cell(cells: FinishedCells, capsys: pytest.CaptureFixture
     assert "first\na\nb\nd" in "".join(shown(capsys))
     cells.show({})
     assert shown(capsys) == []
-    assert cells.take_texts() == []
+    assert cells.pop_texts() == []
     transcript = ended(1)
     transcript.receive(1, Display({"text/plain": "old"}, {}, "other"), 1.0)
     cells.add(transcript, PanelDisplay())
@@ -167,14 +167,14 @@ def test_below_the_last_cell(cells: FinishedCells, capsys: pytest.CaptureFixture
 def test_what_belongs_to_no_cell(cells: FinishedCells) -> None:
     """It is said with the next one, once; so is what lines that are printed cannot take in."""
     cells.receive([(2, out("bye\n")), (3, out("bye\n"))])
-    assert cells.take_texts() == ["ranks 2-3 printed after their last cell: bye"]
-    assert cells.take_texts() == []
+    assert cells.pop_texts() == ["ranks 2-3 printed after their last cell: bye"]
+    assert cells.pop_texts() == []
     cells.receive([(2, out("bye\n"))])
     cells.forget()
-    assert cells.take_texts() == []
+    assert cells.pop_texts() == []
     cells.add(ended(0), PlainDisplay())
     cells.receive([(0, out("bye\n"))])
-    assert cells.take_texts() == ["rank 0 printed after its last cell: bye"]
+    assert cells.pop_texts() == ["rank 0 printed after its last cell: bye"]
 
 
 def test_texts(cells: FinishedCells) -> None:
@@ -217,15 +217,15 @@ def test_stops_are_counted():
     """And raised again afterwards; one while somebody types, or of a command's, is no other's."""
     with Stops() as stops:
         press()
-        with pytest.raises(KeyboardInterrupt), raised_stops():
+        with pytest.raises(KeyboardInterrupt), raise_stops():
             press()
-        with command_stops(), met_stops(lambda: pytest.fail("called")):
+        with command_stops(), redirect_stops(lambda: pytest.fail("called")):
             press()
     assert stops.count == 2
     with pytest.raises(KeyboardInterrupt):
         press()
     before = signal.getsignal(signal.SIGINT)
-    with raised_stops():
+    with raise_stops():
         assert signal.getsignal(signal.SIGINT) is before
 
 
@@ -234,14 +234,14 @@ def test_a_stop_comes_later():
     done: list[int] = []
 
     def hold() -> None:
-        with held_stops():
+        with delay_stops():
             press()
             done.append(1)
 
     with pytest.raises(KeyboardInterrupt):
         hold()
     with Stops() as stops:
-        with held_stops():
+        with delay_stops():
             press()
             assert stops.count == 0
         done.append(2)
@@ -260,10 +260,10 @@ def test_a_stop_at_any_moment():
     next(steps)
 
     def hold() -> None:
-        with held_stops():
+        with delay_stops():
             pass
 
-    for action, names in ((hold, ("held_stops", "__enter__", "__exit__")), (job.step, ("step",))):
+    for action, names in ((hold, ("delay_stops", "__enter__", "__exit__")), (job.step, ("step",))):
         passed = with_a_stop(action, names, at=0)
         assert passed > 7
         for number in range(1, passed + 1):
@@ -306,18 +306,18 @@ def test_stops_of_a_command():
         met.append(number)
         return takes
 
-    with met_stops(partial(meet, 0)), pytest.raises(KeyboardInterrupt):
+    with redirect_stops(partial(meet, 0)), pytest.raises(KeyboardInterrupt):
         press()  # no command runs
     with command_stops():
         with pytest.raises(KeyboardInterrupt):
             press()
-        with met_stops(partial(meet, 1)):
+        with redirect_stops(partial(meet, 1)):
             press()
-            with command_stops(), met_stops(partial(meet, 2)):
+            with command_stops(), redirect_stops(partial(meet, 2)):
                 press()
-            with pytest.raises(KeyboardInterrupt), raised_stops():
+            with pytest.raises(KeyboardInterrupt), raise_stops():
                 press()
-            with pytest.raises(KeyboardInterrupt), met_stops(partial(meet, 3, takes=False)):
+            with pytest.raises(KeyboardInterrupt), redirect_stops(partial(meet, 3, takes=False)):
                 press()
         with pytest.raises(KeyboardInterrupt):
             press()

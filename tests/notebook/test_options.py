@@ -21,12 +21,11 @@ from nbdist.notebook.options import (
     GROUPS,
     SAME,
     NbDist,
-    at_once,
     check_same,
     flags_of,
-    given,
+    hint_on_argument,
     hint_on_magic,
-    meant_by,
+    immediate_options,
     names_in,
     old_flags,
     our_flag,
@@ -35,6 +34,7 @@ from nbdist.notebook.options import (
     ranks_option,
     restarts_option,
     split_code,
+    typed_options,
     words_of,
     world_options,
 )
@@ -62,7 +62,7 @@ def test_all_options() -> None:
         " --env-file .env --debug --python py --wrap 'nice -n 5' --cpus 2 --launcher local"
         " --no-fork --on-failure stop --hang-timeout 0.5 --no-free --pool trainer"
     )
-    assert given(said) == {
+    assert typed_options(said) == {
         **{"n": 4, "backend": "gloo", "gpus": "0,1", "share_gpus": True, "name": "exp/run"},
         **{"env": {"A": "1", "B": "x y"}, "env_file": ".env", "debug": True, "python": "py"},
         **{"wrap": "nice -n 5", "cpus": 2, "launcher": "local", "fork": False},
@@ -72,19 +72,19 @@ def test_all_options() -> None:
         "-j 1:2x1 --hosts a:1,b --salloc '-p x' --memory 2g --copy-env 'HF_*,A' --address eth0"
         " --link-timeout 30 --detach --sync-code --rdzv-backend etcd-v2 --rdzv-endpoint a:2379"
     )
-    assert given(elsewhere) == {
+    assert typed_options(elsewhere) == {
         **{"layout": "1:2x1", "hosts": "a:1,b", "salloc": "-p x", "memory": "2G"},
         **{"copy_env": "HF_*,A", "address": "eth0", "detach": True, "sync_code": True},
         **{"link_timeout": 30},
         **{"rdzv_backend": "etcd-v2", "rdzv_endpoint": "a:2379"},
     }
     assert said.pool == "trainer"
-    assert at_once(said) == {"on_failure": "stop", "hang_timeout": 0.5, "free": False}
+    assert immediate_options(said) == {"on_failure": "stop", "hang_timeout": 0.5, "free": False}
     nothing = options("")
-    assert given(nothing) == {}
+    assert typed_options(nothing) == {}
     assert (nothing.pool, nothing.ranks, nothing.max_restarts) == (None, None, 0)
     only_in_python = {name for name, option in OPTIONS.items() if not option.flag}
-    all_given = given(said).keys() | given(elsewhere).keys()
+    all_given = typed_options(said).keys() | typed_options(elsewhere).keys()
     assert all_given == OPTIONS.keys() - only_in_python - {"pool"}
 
 
@@ -96,9 +96,9 @@ def test_values_and_names() -> None:
     for line, ranks in (("-r -1,0", "-1,0"), ("--ranks=::2", "::2"), ("-r 0 a", "0")):
         assert options(line).ranks == ranks
     for line in ("--wrap='nice -n 5'", '--wrap "nice -n 5"'):
-        assert given(options(line)) == {"wrap": "nice -n 5"}
-    assert given(options('--env A="1 2"')) == {"env": {"A": "1 2"}}
-    assert given(options("--hang-timeout '3'")) == {"hang_timeout": 3.0}
+        assert typed_options(options(line)) == {"wrap": "nice -n 5"}
+    assert typed_options(options('--env A="1 2"')) == {"env": {"A": "1 2"}}
+    assert typed_options(options("--hang-timeout '3'")) == {"hang_timeout": 3.0}
     for words in (["a", "b"], ["a,", "b"], ["a,b"], ["a", ",", "b"]):
         assert names_in(words) == ["a", "b"]
 
@@ -117,7 +117,7 @@ def test_what_cannot_be_is_one_line() -> None:
         ("--name 'x", "`%magic`: No closing quotation. `%magic?` shows all options."),
     ):
         with pytest.raises(UsageError) as found:
-            given(options(line))
+            typed_options(options(line))
         assert str(found.value).startswith(said)
         assert "\n" not in str(found.value)
 
@@ -206,8 +206,8 @@ def test_what_was_meant() -> None:
         ("4", "unexpected `4`: did you mean `-n 4`?"),
         ("model", ""),
     ):
-        assert meant_by(f"unrecognized arguments: {typed}", FLAGS) == said
-    assert meant_by("argument -n: expected one argument", FLAGS) == ""
+        assert hint_on_argument(f"unrecognized arguments: {typed}", FLAGS) == said
+    assert hint_on_argument("argument -n: expected one argument", FLAGS) == ""
 
 
 def test_a_magic_that_is_not_there() -> None:

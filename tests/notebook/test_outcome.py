@@ -9,7 +9,7 @@ from pathlib import Path
 
 from nbdist.config import Patience
 from nbdist.errors import WorkerDied
-from nbdist.notebook.outcome import Elsewhere, LastValues, Routine, idle_end, why_died, why_of
+from nbdist.notebook.outcome import Elsewhere, LastValues, Routine, death_of, failure_of, idle_end
 from nbdist.output.events import IGNORES_STOP, Died, Text
 from nbdist.wire.ops import Written
 from nbdist.wire.work import Source, Task
@@ -34,13 +34,13 @@ def test_a_rank_whose_machine_is_lost() -> None:
     running.receive(0, Died(None, time.time_ns(), why="its machine counts as lost"))
     error = running.error()
     assert isinstance(error, WorkerDied)
-    why = why_of(running, error, {})
+    why = failure_of(running, error, {})
     assert why.body == "its last lines:\nloading shards\nepoch 7"
 
 
 def test_a_rank_that_died() -> None:
     """Who, where, how, and its last lines, or that there are none."""
-    why = why_died(2, "node1", Died(-11, 1, 4711, ("Fatal error", "stack")), "2.log")
+    why = death_of(2, "node1", Died(-11, 1, 4711, ("Fatal error", "stack")), "2.log")
     assert "rank 2 on node1 (pid 4711)" in why.title
     assert why.title.endswith("the process was killed by SIGSEGV while no cell was running")
     assert why.shown.text.split("\n")[1:] == [
@@ -49,7 +49,7 @@ def test_a_rank_that_died() -> None:
         "stack",
         "all of its lines: 2.log",
     ]
-    assert why_died(2, "node1", Died(1, 1), "").body == "it had printed nothing"
+    assert death_of(2, "node1", Died(1, 1), "").body == "it had printed nothing"
 
 
 def test_only_what_is_asked_for():

@@ -42,7 +42,7 @@ def test_a_line_that_failed_has_gathered_nothing(
     assert ("theirs" in pools.gathered, "kept" in pools.gathered) == (True, False)
     monkeypatch.setattr(os, "getpid", lambda: 1)
     with pytest.raises(ForkedProcess):
-        pools.at(None)
+        pools.find_or_make(None)
 
 
 def test_each_has_its_own(pools: Notebook) -> None:

@@ -26,7 +26,7 @@ from nbdist.output.transcript import Transcript
 from nbdist.wire.places import Collective, Place
 from nbdist.wire.status import Gpu, Usage, WorkerStatus
 from nbdist.wire.work import Call, Task
-from nbdist.worker.publishing import plain
+from nbdist.worker.publishing import plain_record
 from nbdist.worker.tracebacks import contents_of
 from nbdist.world.result import CellResult, Contents, as_raised, hand_over, raised, rows, usage_text
 from nbdist.world.world import World
@@ -323,7 +323,7 @@ def test_nothing_travels_where_nobody_listens(
     assert "to nobody" in running.transcript[0].tail(9)[0].text  # type: ignore[union-attr]
     capsys.readouterr()
     logged = logging.makeLogRecord({"msg": "x", "levelno": logging.ERROR})
-    hand_over(plain(logged, "host"), is_shown=True)
+    hand_over(plain_record(logged, "host"), is_shown=True)
     assert capsys.readouterr() == ("", "")
 
 

@@ -13,10 +13,10 @@ from IPython.core.magic_arguments import argument
 
 from nbdist.config import number_of_seconds
 from nbdist.errors import LocalCellError, NbdistError, UsageError
-from nbdist.notebook.cell_text import as_magic, divide, has_code
-from nbdist.notebook.cells import result_of, source_steps, through
+from nbdist.notebook.cell_text import as_magic, has_code, split_off_magics
+from nbdist.notebook.cells import result_of, run_steps, source_steps
 from nbdist.notebook.command import Command, Line, cell_options, command, find_commands
-from nbdist.notebook.commands.values import take_due
+from nbdist.notebook.commands.values import save_due_snapshot
 from nbdist.notebook.display import Shown, below, table
 from nbdist.notebook.jobs import CellPlace, Job, Steps
 from nbdist.notebook.options import POOL, Magic, parse, ranks_option, restarts_option, world_options
@@ -52,18 +52,18 @@ def send(line: Line, steps: Steps) -> None:
         )
     running = next(steps)
     if options.no_wait:
-        told = f"`{name}.wait()` waits for it, " if name else ""
+        wait_hint = f"`{name}.wait()` waits for it, " if name else ""
         ranks = count(len(running.task.ranks), "rank")
-        line.display.wait_for(
-            f"running on {ranks} in the background · {told}`%dist_interrupt` stops it"
+        line.display.show_status(
+            f"running on {ranks} in the background · {wait_hint}`%dist_interrupt` stops it"
         )
         job = Job(steps, running, name, CellPlace(pool.shell))
-        pool.begin(job)
+        pool.begin_job(job)
         _bind(line, name, job)
     raised = _run_here(line, running) if here else None
     if not options.no_wait:
         try:
-            _bind(line, name, through(steps))
+            _bind(line, name, run_steps(steps))
         except NbdistError:
             if pool.last and pool.world:
                 _bind(line, name, result_of(pool, pool.world, pool.last))
@@ -88,7 +88,7 @@ def _run_here(line: Line, running: TaskRun) -> BaseException | None:
     """
     ran: Any = line.pool.shell.run_cell(line.cell)
     if world := line.pool.world:
-        # Ranks that have ended own the names that they bound, as do ranks that end later.
+        # A rank whose task has ended owns the names that it bound, as a rank that ends later does.
         for track in running.transcript:
             for name in track.done.bound if track.done else ():
                 world.session.names.record_gathered(name, (track.rank,))
@@ -118,7 +118,7 @@ NO_CODE = "the cell has no code, so nothing has run; `%dist_init -n 4` starts wo
 CELL_OPTIONS = cell_options()
 
 _RESET = re.compile(r"\s*%reset\b([^\n]*)")
-_BETWEEN = re.compile(r"(?<=\d)\s+(?=[\d-])")  # where ranks are divided by blanks alone
+_BETWEEN = re.compile(r"(?<=\d)\s+(?=[\d-])")  # blanks between ranks that no comma divides
 
 
 @command(
@@ -149,11 +149,11 @@ def distributed(line: Line) -> None:
     """
     if line.options.auto and not _reset_here(line):
         return
-    line.cell, last = divide(line.cell)
+    line.cell, last = split_off_magics(line.cell)
     if has_code(line.cell):
         send(line, _steps(line))
     elif not last:
-        line.display.say(NO_CODE)
+        line.display.show_text(NO_CODE)
     shell = line.pool.shell
     for name, text, target in last:
         value = shell.run_line_magic(name, text)
@@ -168,19 +168,19 @@ def _reset_here(line: Line) -> bool:
     """
     shell: Any = line.pool.shell
     cell = as_magic(shell, line.cell, line.pool.world)
-    found = _RESET.match(cell)
-    if found is None:
+    match = _RESET.match(cell)
+    if match is None:
         return True
-    if "-f" not in found[1].split():
+    if "-f" not in match[1].split():
         try:
             is_meant = shell.ask_yes_no(ASKED, default="n")
         except StdinNotImplementedError:  # if nobody can answer, IPython's `%reset` deletes too
             is_meant = True
         if not is_meant:
-            line.display.say("nothing was deleted")
+            line.display.show_text("nothing was deleted")
             return False
-    shell.run_line_magic("reset", f"-f {found[1]}")
-    line.cell = f"%reset -f {found[1]}{cell[found.end() :]}"
+    shell.run_line_magic("reset", f"-f {match[1]}")
+    line.cell = f"%reset -f {match[1]}{cell[match.end() :]}"
     return True
 
 
@@ -193,7 +193,7 @@ def _steps(line: Line) -> Steps:
             stack.enter_context(each.around(line))
         result = yield from source_steps(pool, first_line, line.cell, line.display, options)
     if not isinstance(result, BaseException):
-        take_due(pool)
+        save_due_snapshot(pool)
     return result
 
 
@@ -283,12 +283,12 @@ def dist_help(line: Line) -> Shown:
         title: [commands[name] for name in names if name in commands]
         for title, names in GROUPS.items()
     }
-    ours = {name for names in GROUPS.values() for name in names}
-    others = [each for each in commands.values() if each.name not in ours and not each.short_for]
+    grouped = {name for names in GROUPS.values() for name in names}
+    others = [each for each in commands.values() if each.name not in grouped and not each.short_for]
     tables = {
-        title: [("magic", "what it does"), *((each.shown_name, summary(each)) for each in found)]
-        for title, found in {**groups, "other packages": others}.items()
-        if found
+        title: [("magic", "what it does"), *((each.shown_name, summary(each)) for each in group)]
+        for title, group in {**groups, "other packages": others}.items()
+        if group
     }
     tables["many machines"] += MACHINES
     if line.options.everything:

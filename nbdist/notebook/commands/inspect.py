@@ -58,7 +58,7 @@ ATTEMPT = whole_number("--attempt", "a number, such as `--attempt 1`", minimum=0
 
 STREAMS = ("stdout", "stderr")
 
-PAGE_LINES = 10_000  # lines that are asked for at a time where more are needed
+PAGE_LINES = 10_000  # lines per further request, if the first answer has too few
 
 Ask = Callable[[GetLogs], tuple[LogTail, ...]]
 
@@ -85,8 +85,8 @@ def log_of(line: Line) -> Shown:
     try:
         pattern = None if options.grep is None else re.compile(options.grep)
     except re.error as error:
-        said = f"`--grep {options.grep}` is not a regular expression: {error}."
-        raise UsageError(said) from None
+        problem = f"`--grep {options.grep}` is not a regular expression: {error}."
+        raise UsageError(problem) from None
     streams = tuple(s for s in STREAMS if getattr(options, s)) or STREAMS
     if world is None:
         raise UsageError(
@@ -95,14 +95,14 @@ def log_of(line: Line) -> Shown:
         )
     session = world.session
     if session.is_elsewhere:
-        ask = partial(line.look, line.pool)
+        ask = partial(line.query_agent, line.pool)
     else:
         folders = {rank: Path(folder) for rank, folder in world.logs.items() if folder}
         ask = partial(read_logs, {rank: folders.get(rank) for rank in line.ranks})
     get = GetLogs(line.ranks, streams, options.tail, options.attempt)
-    found = ask(get)
-    files = [*_files(found, get, session)]
-    tails = [each._replace(lines=last_lines(each, get, ask, pattern)) for each in found]
+    answers = ask(get)
+    files = [*_files(answers, get, session)]
+    tails = [each._replace(lines=last_lines(each, get, ask, pattern)) for each in answers]
     none = "no lines" + (f" with {options.grep}" if pattern else "")
     return block("\n".join([*(logs_text(tails, session.machines.who) or [none]), *files]))
 
@@ -114,36 +114,36 @@ def last_lines(
 
     `tail` is the answer to `get` for this file; earlier pages are requested with `ask` as needed.
     """
-    found: list[str] = []
+    lines: list[str] = []
     more = get._replace(ranks=(tail.rank,), streams=(tail.stream,), most=PAGE_LINES)
     while True:
-        found = log_lines(tail, pattern) + found
-        if len(found) >= get.most or not tail.start:
-            return tuple(found[-get.most :])
+        lines = log_lines(tail, pattern) + lines
+        if len(lines) >= get.most or not tail.start:
+            return tuple(lines[-get.most :])
         (tail,) = ask(more._replace(end=tail.start)) or (tail._replace(lines=(), start=0),)
 
 
-def _files(found: Sequence[LogTail], get: GetLogs, session: Session) -> Iterator[str]:
-    """Yield lines on the files' places, lost lines, and ranks whose agent has not answered.
+def _files(tails: Sequence[LogTail], get: GetLogs, session: Session) -> Iterator[str]:
+    """Yield lines that name the files, files with lost lines, and ranks without an answer.
 
     Raises UsageError if no rank has files, or none of the attempt.
     """
     machines, folders = session.machines, dict[tuple[str, Path], list[int]]()
-    there = {number for each in found for number in each.attempts}
-    for each in found:
+    attempts = {number for each in tails for number in each.attempts}
+    for each in tails:
         if each.file:
             host = f"{machines.name(each.rank)}:" if session.is_elsewhere else ""
             folders.setdefault((host, Path(each.file).parent.parent), []).append(each.rank)
-    if found and not folders:
+    if tails and not folders:
         raise UsageError(NO_FILES)
-    if folders and get.attempt is not None and get.attempt not in there:
-        last = f"there are {format_ranks(there)}, the last is now"
+    if folders and get.attempt is not None and get.attempt not in attempts:
+        last = f"there are {format_ranks(attempts)}, the last is now"
         raise UsageError(f"`--attempt {get.attempt}`: {last}.")
     for (host, folder), on in folders.items():
         yield f"files: {host}{folder}/[{format_ranks(on)}]/[{','.join(get.streams)}].log"
-    if cut := sorted({each.rank for each in found if each.is_cut}):
+    if cut := sorted({each.rank for each in tails if each.is_cut}):
         yield f"{machines.who(cut)} wrote more than is there: the files could not be written"
-    if lost := {*get.ranks} - {each.rank for each in found}:
+    if lost := {*get.ranks} - {each.rank for each in tails}:
         yield f"no answer for {machines.who(lost)}"
 
 
@@ -175,24 +175,24 @@ def dist_status(line: Line) -> None:
     came there, while they compute, wait in a collective or hold the GIL in C code.
     """
     if line.options.doctor:
-        examined().on(line.display)
+        doctor_report().show_on(line.display)
         return
     pools = [pool for pool in line.pools if pool.has_workers] or [line.pool]
     every = line.options.follow
     if every is None:
         for pool in pools:
-            _shown_of(line, pool).on(pool.display())
+            _pool_status(line, pool).show_on(pool.display())
         return
     clear = "\x1b[H\x1b[2J" if sys.stdout.isatty() and not line.display.can_change else ""
     with suppress(KeyboardInterrupt):
         while True:
-            shown = below(_shown_of(line, pool) for pool in pools)
+            shown = below(_pool_status(line, pool) for pool in pools)
             sys.stdout.write(clear)
-            shown.on(line.display)
+            shown.show_on(line.display)
             time.sleep(max(every, SHORTEST))
 
 
-def examined() -> Shown:
+def doctor_report() -> Shown:
     """Run `nbdist doctor` in a new process with this process's environment and limits.
 
     Raises UsageError if the process has not ended after DOCTOR_TIMEOUT seconds.
@@ -215,15 +215,15 @@ def examined() -> Shown:
     return block(done.stdout.rstrip())
 
 
-def _shown_of(line: Line, pool: Pool) -> Shown:
+def _pool_status(line: Line, pool: Pool) -> Shown:
     if line.options.stack:
         if pool.world is None:
             return shown_stacks(pool.headline, ())
         ranks = parse_ranks(line.options.ranks or "all", pool.world.size)
-        stacks = line.look(pool, GetStacks(ranks))
+        stacks = line.query_agent(pool, GetStacks(ranks))
         # The headline after the stacks: asking for them is how a lost agent is noticed.
         return shown_stacks(pool.headline, stacks, pool.world.session.machines.who)
-    workers = line.look(pool, GetStatus())
+    workers = line.query_agent(pool, GetStatus())
     if line.options.ranks is not None:
         ranks = parse_ranks(line.options.ranks, len(workers))
         workers = tuple(each for each in workers if each.rank in ranks)
@@ -246,7 +246,7 @@ def _shown_of(line: Line, pool: Pool) -> Shown:
                 lines.append(f"sent, and changed on the workers: {', '.join(sorted(changed))}")
         lines.append(f"{words}: {', '.join(names) or 'none'}")
     if pool.world is not None and pool.world.session.is_elsewhere:
-        refused = line.look(pool, GetRefused()) or "none"
+        refused = line.query_agent(pool, GetRefused()) or "none"
         lines.append(f"refused connections without this world's keys: {refused}")
     return below([shown, block("\n".join(lines))])
 
@@ -302,7 +302,7 @@ def dist_output(line: Line) -> Shown | str | None:
     `--log` the end of all that ranks have written since they were started.
     """
     if line.options.failed:
-        return line.pool.why.shown if line.pool.why else "nothing has failed yet"
+        return line.pool.last_failure.shown if line.pool.last_failure else "nothing has failed yet"
     if line.options.log:
         return log_of(line)
     pool, everything = line.pool, line.options.everything
@@ -310,7 +310,7 @@ def dist_output(line: Line) -> Shown | str | None:
         raise UsageError("No distributed cell has run yet, so there is no output to show.")
     pool.request = request_of(pool.shell)  # this page has the output now: no note on missed output
     pool.show_job()
-    past, number = pool.ended.past(pool.last.transcript), line.options.cell
+    past, number = pool.past_cells.past(pool.last.transcript), line.options.cell
     if not -len(past) <= number < 0:
         raise UsageError(
             f"`%dist_output {number}`: the output of {count(len(past), 'cell')} is kept; "
@@ -318,7 +318,7 @@ def dist_output(line: Line) -> Shown | str | None:
         )
     transcript = past[number]
     if line.options.ranks is None and not everything:
-        line.display.again(transcript, pool.log_files())
+        line.display.show_again(transcript, pool.log_files())
         return None
     ranks = [rank for rank in line.ranks if rank in transcript.ranks]
     if not ranks:
@@ -327,7 +327,7 @@ def dist_output(line: Line) -> Shown | str | None:
     if not everything and (more := len(lines) - LINES_AGAIN) > 0:
         again = in_pool(f"%dist_output -r {format_ranks(ranks)} --all", pool.own_name)
         lines[:more] = [f"… {lines_text(more)} more: {again}"]
-    block("\n".join(lines)).on(line.display)
+    block("\n".join(lines)).show_on(line.display)
     if line.display.can_change:
         Below(pool.own_name).add(transcript, ranks)
     return None

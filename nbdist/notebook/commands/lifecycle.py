@@ -8,11 +8,11 @@ from IPython.core.magic_arguments import argument
 
 from nbdist.config import CONTROL_TIMEOUT, DEFAULT_POOL, OPTIONS
 from nbdist.errors import Interrupted, NbdistError, UsageError
-from nbdist.notebook.cells import check_end, follow_steps, outcome_of, through
+from nbdist.notebook.cells import check_end, follow_steps, outcome_of, run_steps
 from nbdist.notebook.command import Line, command
 from nbdist.notebook.commands.cells import send, sending_options
 from nbdist.notebook.jobs import Steps
-from nbdist.notebook.options import at_once, given, ranks_option, world_options
+from nbdist.notebook.options import immediate_options, ranks_option, typed_options, world_options
 from nbdist.output.transcript import is_consequence
 from nbdist.output.wording import seconds_text
 from nbdist.words import count, name_ranks
@@ -26,7 +26,7 @@ from nbdist.world.world import take_over
 def dist_init(line: Line) -> str:
     """Start workers now, as the first `%%distributed` cell would."""
     world = line.pool.ensure(line.options, line.display)
-    world.session.config = world.session.config.with_changes(**at_once(line.options))
+    world.session.config = world.session.config.with_changes(**immediate_options(line.options))
     return line.pool.ready_text
 
 
@@ -73,7 +73,7 @@ def dist_interrupt(line: Line) -> str:
     if pool.world is None or running is None or not running.unfinished:
         return "no cell is running on the workers"
     pool.world.interrupt()
-    through(follow_steps(pool, pool.world, running, pool.display()))
+    run_steps(follow_steps(pool, pool.world, running, pool.display()))
     if running.unfinished or not all(map(is_consequence, running.transcript.errors.values())):
         check_end(pool, pool.world, running, stopped=False)
     return str(Interrupted(running.task.ranks, damage=running.damage))
@@ -82,17 +82,17 @@ def dist_interrupt(line: Line) -> str:
 @command()
 def dist_shutdown(line: Line) -> str:
     """Shut down all workers, or those of one pool."""
-    said = dict.fromkeys(pool.shutdown() for pool in line.pools)
-    return "; ".join(filter(None, said)) or "no workers were running"
+    results = dict.fromkeys(pool.shutdown() for pool in line.pools)
+    return "; ".join(filter(None, results)) or "no workers were running"
 
 
 def _replace(line: Line, keep: list[str]) -> str:
-    if given(line.options):
+    if typed_options(line.options):
         raise UsageError(
             "`%dist_restart -r`: the options of workers can only be changed for all of them."
         )
     world, ranks = line.busy_world, line.ranks
-    line.display.wait_for(f"restarting {name_ranks(ranks)}")
+    line.display.show_status(f"restarting {name_ranks(ranks)}")
     world.replace(ranks, keep)
     world.session.mark_reported(ranks)
     return healing_text(world.session, ranks)
@@ -120,16 +120,16 @@ def dist_scale(line: Line) -> str:
     keep = None if ranks is None else line.ranks
     if size is not None or keep:
         after = len(keep) if keep else parse_size(size, before)
-        line.display.wait_for(f"scaling from {before} to {count(after, 'worker')} …")
+        line.display.show_status(f"scaling from {before} to {count(after, 'worker')} …")
     machines = world.session.machines
     try:
         world.scale(size, ranks=keep)
     finally:
-        line.pool.tell_of_deaths(world, line.display, machines)
+        line.pool.note_deaths(world, line.display, machines)
     if world.size == before:
         return f"already {count(before, 'worker')}"
     if world.session.warning:
-        line.display.note(world.session.warning)
+        line.display.add_note(world.session.warning)
     line.pool.shown_size = world.size
     return scaled_text(world.session)
 
@@ -146,31 +146,31 @@ def dist_attach(line: Line) -> str | None:
     everything else are as before.
     """
     pool, options = line.options.pool, line.options
-    known = [each for each in worlds() if pool in (None, each.info.pool)]
-    found = find_attachable(known, options.name)
-    line.pool = line.pool_of(found.info.pool)
+    candidates = [each for each in worlds() if pool in (None, each.info.pool)]
+    chosen = find_attachable(candidates, options.name)
+    line.pool = line.pool_of(chosen.info.pool)
     if line.pool.has_workers:
-        said = "" if found.info.pool == DEFAULT_POOL else f" --pool {found.info.pool}"
+        pool_option = "" if chosen.info.pool == DEFAULT_POOL else f" --pool {chosen.info.pool}"
         raise UsageError(
             f"`%dist_attach`: this notebook already has workers in the place of those of "
-            f"{found.name}."
-            f" `%dist_shutdown{said}` ends them."
+            f"{chosen.name}."
+            f" `%dist_shutdown{pool_option}` ends them."
         )
-    world = take_over(found, line.pool.shell.user_ns)
+    world = take_over(chosen, line.pool.shell.user_ns)
     line.pool.attach(world)
     running = world.session.running
     if running is None:
-        return f"{_title(found)} · no cell has run meanwhile"
-    line.display.note(f"{_title(found)} · {running.task.title}")
+        return f"{_title(chosen)} · no cell has run meanwhile"
+    line.display.add_note(f"{_title(chosen)} · {running.task.title}")
     send(line, _steps(line))
     return None
 
 
-def _title(found: Found) -> str:
-    if not found.info.since or not found.is_detached:
-        return f"attached to {found.info.name}"
-    ago = seconds_text(max(0.0, time.time() - found.info.since))
-    return f"attached to {found.info.name}, {ago} without a notebook"
+def _title(world: Found) -> str:
+    if not world.info.since or not world.is_detached:
+        return f"attached to {world.info.name}"
+    ago = seconds_text(max(0.0, time.time() - world.info.since))
+    return f"attached to {world.info.name}, {ago} without a notebook"
 
 
 def _steps(line: Line) -> Steps:

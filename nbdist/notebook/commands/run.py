@@ -18,7 +18,7 @@ from nbdist.notebook.cells import (
     check_end,
     follow_steps,
     prepare,
-    through,
+    run_steps,
 )
 from nbdist.notebook.command import Line, command
 from nbdist.notebook.commands.cells import send, sending_options
@@ -54,11 +54,11 @@ NO_PYTHON_MODULE = (
 def split_line(magic: Magic, line: str) -> tuple[str, list[str]]:
     """Split a line into nbdist's options at its beginning, and the words that follow them."""
     try:
-        ours, program = split_code(magic, line)
+        options, program = split_code(magic, line)
         words = shlex.split(program)
     except ValueError as error:  # a quote that is not closed
         raise UsageError(f"`%{magic.__name__}`: {str(error).lower()}.") from None
-    return ours, words[1:] if words[:1] == ["--"] else words
+    return options, words[1:] if words[:1] == ["--"] else words
 
 
 @command(
@@ -81,8 +81,8 @@ def dist_run(line: Line) -> None:
     left, and in the notebook's folder.  Options for `%dist_run` come before the script, all else
     is the script's; `{lr}` and `$lr` are the notebook's `lr`.
     """
-    for said in _torchruns_line(line):
-        line.display.note(said)
+    for note in _torchruns_line(line):
+        line.display.add_note(note)
     send(line, _steps(line))
 
 
@@ -140,10 +140,10 @@ def dist_debug(line: Line) -> None:
     ranks = line.ranks if line.options.ranks is not None else (failed_rank(line.pool),)
     task = world.task(Call("run.debug"), ranks=ranks)
     running = line.pool.last = world.submit(task)
-    through(follow_steps(line.pool, world, running, line.display))
+    run_steps(follow_steps(line.pool, world, running, line.display))
     check_end(line.pool, world, running)
-    found = zip(ranks, running.result(), strict=True)
-    if none := [rank for rank, was_there in found if not was_there]:
+    results = zip(ranks, running.result(), strict=True)
+    if none := [rank for rank, was_there in results if not was_there]:
         verb = "has" if len(none) == 1 else "have"
         raise UsageError(
             f"`%dist_debug`: {name_ranks(none)} {verb} no exception: none was raised, or"
@@ -169,14 +169,14 @@ def failed_rank(pool: Pool) -> int:
 
 
 def debug_ranks(pools: Pools, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Wrap `InteractiveShell.debugger`: after an error of a rank, debug that rank."""
+    """Wrap `InteractiveShell.debugger`, to debug a rank if the last error was a rank's."""
     shell = pools.shell
     is_wanted = bool(args or kwargs) or shell.call_pdb
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if not is_wanted or not isinstance(error, NbdistError | Interrupted):
         return original(*args, **kwargs)
     if isinstance(error, UsageError) and shell.call_pdb:
-        return None  # nothing has run, so there are no frames to debug
+        return None  # a command was refused before a rank ran it: no frames to debug
     failed = [(pool.failed[0], pool.name) for pool in pools if pool.failed is not None]
     _, name = max(failed, default=(0.0, DEFAULT_POOL))
     return shell.run_line_magic("dist_debug", "" if name == DEFAULT_POOL else f"--pool {name}")
@@ -197,36 +197,36 @@ def dist_memory(line: Line) -> Shown:
     Memory (PSS: shared pages count in part) and GPU, the most that was used since the last cell
     began, and what only the last traceback and `Out` hold, which `--free` frees.
     """
-    return freed(line) if line.options.free else shown_of(line.call("memory"))
+    return free_memory(line) if line.options.free else memory_tables(line.call("memory"))
 
 
-def shown_of(found: Mapping[int, Memory]) -> Shown:
+def memory_tables(by_rank: Mapping[int, Memory]) -> Shown:
     """Draw the memory of ranks: a line for all, a table by rank, and tables of the largest tensors.
 
     The last table has tensors that only tracebacks and `Out` hold.
     """
-    parts = [table(headline(found), per_rank(found, used_by))]
-    largest = names(found, [(rank, held) for rank in found for held in found[rank].held])
-    if largest:
-        parts.append(table("Largest tensors, by variable", largest))
-    kept = names(found, [(rank, held) for rank in found for held in found[rank].kept])
+    parts = [table(headline(by_rank), per_rank(by_rank, used_figures))]
+    rows = tensor_rows(by_rank, [(rank, each) for rank in by_rank for each in by_rank[rank].held])
+    if rows:
+        parts.append(table("Largest tensors, by variable", rows))
+    kept = tensor_rows(by_rank, [(rank, each) for rank in by_rank for each in by_rank[rank].kept])
     if kept:
-        sizes = size_range(memory.kept_size for memory in found.values() if memory.kept)
-        who = name_ranks(rank for rank, memory in found.items() if memory.kept)
-        said = f"{sizes} that only the last traceback and `Out` hold on {who}"
-        parts.append(table(f"{said}: `%dist_memory --free` frees it", kept))
-    if cut := [rank for rank, memory in found.items() if not memory.is_whole]:
+        sizes = size_range(memory.kept_size for memory in by_rank.values() if memory.kept)
+        who = name_ranks(rank for rank, memory in by_rank.items() if memory.kept)
+        title = f"{sizes} that only the last traceback and `Out` hold on {who}"
+        parts.append(table(f"{title}: `%dist_memory --free` frees it", kept))
+    if cut := [rank for rank, memory in by_rank.items() if not memory.is_whole]:
         parts.append(table(f"not all variables of {name_ranks(cut)} were searched in time", []))
     return below(parts)
 
 
-def headline(found: Mapping[int, Memory]) -> str:
+def headline(by_rank: Mapping[int, Memory]) -> str:
     """Write the range of the ranks: `ranks 0-3 · 42-61 MiB · this machine 3.1 GiB of 23.5 GiB`."""
-    parts = [name_ranks(found), size_range(memory.pss for memory in found.values())]
-    if gpus := [memory.gpu for memory in found.values() if memory.gpu]:
+    parts = [name_ranks(by_rank), size_range(memory.pss for memory in by_rank.values())]
+    if gpus := [memory.gpu for memory in by_rank.values() if memory.gpu]:
         used, total = size_range(gpu.used for gpu in gpus), size_range(gpu.total for gpu in gpus)
         parts.append(f"GPU {used} of {total}")
-    limits = [memory.limit for memory in found.values() if memory.limit]
+    limits = [memory.limit for memory in by_rank.values() if memory.limit]
     if limits:
         least = min(limits, key=lambda limit: limit.free)
         used = size_text(max(0, least.limit - least.free))
@@ -239,21 +239,21 @@ F = TypeVar("F")
 Figures = Sequence[tuple[str, str]]  # pairs of a heading and a rank's text below the heading
 
 
-def per_rank(found: Mapping[int, F], figures_of: Callable[[F], Figures]) -> list[tuple[str, ...]]:
+def per_rank(by_rank: Mapping[int, F], figures_of: Callable[[F], Figures]) -> list[tuple[str, ...]]:
     """Return the rows of a table: headings, then a row for all ranks with equal figures."""
-    figures = {rank: figures_of(each) for rank, each in found.items()}
+    figures = {rank: figures_of(each) for rank, each in by_rank.items()}
     (first, *_) = figures.values()
     headings = ("ranks", *(heading for heading, _ in first))
     same = fold_ranks({rank: tuple(text for _, text in each) for rank, each in figures.items()})
-    return in_use([headings, *((format_ranks(on), *row) for row, on in same.items())])
+    return drop_empty_columns([headings, *((format_ranks(on), *row) for row, on in same.items())])
 
 
-def in_use(table: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+def drop_empty_columns(table: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """Remove columns that are empty below their heading, such as those of GPUs without GPUs."""
     return [*zip(*(each for each in zip(*table, strict=True) if any(each[1:])), strict=True)]
 
 
-def used_by(memory: Memory) -> Figures:
+def used_figures(memory: Memory) -> Figures:
     """Return the figures of a rank's memory, of the CPU and of the GPU."""
     gpu = memory.gpu
     return [
@@ -271,10 +271,12 @@ def _peak_text(peak: Peak) -> str:
     return f"at most {size_text(peak.size)}" if peak.is_bound else size_text(peak.size)
 
 
-def names(found: Mapping[int, Memory], held: Iterable[tuple[int, Held]]) -> list[tuple[str, ...]]:
-    """Return the rows of a table of the largest tensors, a row for all ranks with an equal one."""
+def tensor_rows(
+    by_rank: Mapping[int, Memory], tensors: Iterable[tuple[int, Held]]
+) -> list[tuple[str, ...]]:
+    """Return the rows of a table of the largest tensors; ranks with equal tensors share a row."""
     on: dict[Held, list[int]] = {}
-    for rank, each in held:
+    for rank, each in tensors:
         on.setdefault(each, []).append(rank)
     largest = sorted(on, key=lambda each: -each.size)[:MOST_ROWS]
     if not largest:
@@ -283,31 +285,31 @@ def names(found: Mapping[int, Memory], held: Iterable[tuple[int, Held]]) -> list
     table = [("size", "name", "what", "device", "ranks")]
     for each in largest:
         device = each.device if is_on_gpu else ""
-        ranks = "all" if len(on[each]) == len(found) else format_ranks(on[each])
+        ranks = "all" if len(on[each]) == len(by_rank) else format_ranks(on[each])
         table.append((size_text(each.size), each.name, each.kind, device, ranks))
-    return in_use(table)
+    return drop_empty_columns(table)
 
 
 dist_clean = dist_memory.short("dist_clean", "--free")
 
 
-def freed(line: Line) -> Shown:
+def free_memory(line: Line) -> Shown:
     """Release the last traceback with its frames, `Out` and `_`, cycles, and torch's cache.
 
     Returns a table of the sizes before and after.  Variables are kept.
     """
     head = f"{name_ranks(line.ranks)} · tracebacks, Out and _, cycles, cached GPU memory released"
-    return table(head, per_rank(line.call("memory.clean"), freed_by))
+    return table(head, per_rank(line.call("memory.clean"), freed_figures))
 
 
-def freed_by(cleaned: Cleaned) -> Figures:
+def freed_figures(cleaned: Cleaned) -> Figures:
     """Return the figures of a rank's memory before and after the release."""
     titles = ("memory", "GPU tensors", "GPU held by torch")
-    found = list[tuple[str, str]]()
+    figures = list[tuple[str, str]]()
     for title, sizes in zip(titles, cleaned, strict=True):
         before, after = map(rounded, sizes) if any(sizes) or title == "memory" else ("", "")
-        found += [(f"{title} before", before), ("after", after)]
-    return found
+        figures += [(f"{title} before", before), ("after", after)]
+    return figures
 
 
 def rounded(size: int) -> str:

@@ -12,7 +12,7 @@ from IPython.core.magic_arguments import argument
 
 from nbdist.config import whole_number
 from nbdist.errors import NbdistError, UsageError
-from nbdist.notebook.cells import bind, bring, settled
+from nbdist.notebook.cells import bind, fetch_results, make_shipment
 from nbdist.notebook.command import Line, Value, command, is_used
 from nbdist.notebook.display import Shown, block, moved
 from nbdist.notebook.options import names_in, ranks_option
@@ -63,28 +63,28 @@ def dist_gather(line: Line) -> Value:
     is_one = how is None and ONE_RANK.fullmatch(options.ranks or "")
     one, dim = ranks[0] if is_one else None, options.dim or 0
     what = f"gathering {list_names(expressions)}"
-    brought = partial(bring, pool, line.world, display=line.display, what=what)
-    made = exchange.gather(session, expressions, ranks, brought, rank=one, how=how, dim=dim)
-    named = zip(targets, made, strict=True)
-    found = {target: value for target, value in named if target.isidentifier()}
-    pool.bind_gathered(found, [each for each in found if each in expressions], ranks)
-    return Value(made[0] if len(made) == 1 else tuple(made))
+    fetch = partial(fetch_results, pool, line.world, display=line.display, what=what)
+    results = exchange.gather(session, expressions, ranks, fetch, rank=one, how=how, dim=dim)
+    named = zip(targets, results, strict=True)
+    values = {target: value for target, value in named if target.isidentifier()}
+    pool.bind_gathered(values, [each for each in values if each in expressions], ranks)
+    return Value(results[0] if len(results) == 1 else tuple(results))
 
 
 def expressions_in(words: Sequence[str]) -> Iterator[str]:
     """Yield the expressions in a line: two in `a b[0, 1]` and in `a, b[0]`, one in `x + 1`."""
     whole = " ".join(words)
-    if not all(map(_between_commas, words)) and (found := _between_commas(whole)):
-        yield from found
+    if not all(map(_between_commas, words)) and (expressions := _between_commas(whole)):
+        yield from expressions
         return
-    begun: list[str] = []
+    words_so_far: list[str] = []
     for word in words:
-        begun.append(word)
-        if found := _between_commas(" ".join(begun)):
-            yield from found
-            begun = []
-    if begun:
-        yield " ".join(begun)
+        words_so_far.append(word)
+        if expressions := _between_commas(" ".join(words_so_far)):
+            yield from expressions
+            words_so_far = []
+    if words_so_far:
+        yield " ".join(words_so_far)
 
 
 def _between_commas(text: str) -> list[str]:
@@ -94,16 +94,12 @@ def _between_commas(text: str) -> list[str]:
     """
     call = f"_({text.strip()})"
     try:
-        found = ast.parse(call, mode="eval").body
+        node = ast.parse(call, mode="eval").body
     except (SyntaxError, ValueError):
         return []
-    if (
-        not isinstance(found, ast.Call)
-        or found.keywords
-        or found.end_col_offset != len(call.encode())
-    ):
+    if not isinstance(node, ast.Call) or node.keywords or node.end_col_offset != len(call.encode()):
         return []
-    return [ast.get_source_segment(call, each) or "" for each in found.args]
+    return [ast.get_source_segment(call, each) or "" for each in node.args]
 
 
 def targets_of(
@@ -116,7 +112,7 @@ def targets_of(
     """
     exchange.check_expressions(expressions)
     line = f"`%dist_gather {' '.join(expressions)}`"
-    targets = _renamed(expressions, given, f"{line}: {len(expressions)} values")
+    targets = _target_names(expressions, given, f"{line}: {len(expressions)} values")
     for expression, target in zip(expressions, targets, strict=True):
         if not (target.isidentifier() or (is_assigned and given is None)):
             remedy = f"`%dist_gather {expression} --as values`"
@@ -126,7 +122,7 @@ def targets_of(
     return targets
 
 
-def _renamed(names: Sequence[str], given: str | None, have: str) -> list[str]:
+def _target_names(names: Sequence[str], given: str | None, have: str) -> list[str]:
     """Return the names after `--as`, or `names` without it; UsageError if the numbers differ."""
     targets = [*names] if given is None else given.replace(" ", "").split(",")
     if len(targets) == len(names):
@@ -143,26 +139,26 @@ def dist_push(line: Line) -> str:
     names, pool, world = names_in(line.options.names), line.pool, line.world
     _check_are_here(line, names)
     pack = partial(push, names, ranks=line.ranks)
-    shipment = settled(pool, world, world.session.names, pack)
+    shipment = make_shipment(pool, world, world.session.names, pack)
     with shipment.packed(line.display) as packed:
-        take = world.task(Call("values.push", {"packed": packed.payloads}), ranks=line.ranks)
+        task = world.task(Call("values.push", {"packed": packed.payloads}), ranks=line.ranks)
         running = bind(
-            pool, world, take, Call("values.bind_pushed"), line.display, shipment.parcels
+            pool, world, task, Call("values.bind_pushed"), line.display, shipment.parcels
         )
-    found = {rank: each for rank, each in running.result().by_rank.items() if each}
+    replaced = {rank: each for rank, each in running.result().by_rank.items() if each}
     for name in names:
-        if there := {rank: each[name] for rank, each in found.items() if name in each}:
-            line.display.note(replaced_text(name, line.pool.shell.user_ns[name], there))
+        if by_rank := {rank: each[name] for rank, each in replaced.items() if name in each}:
+            line.display.add_note(replaced_text(name, line.pool.shell.user_ns[name], by_rank))
     is_all = len(line.ranks) == world.size
     to = count(world.size, "rank") if is_all else name_ranks(line.ranks)
     return f"sent {list_names(names, MOST_SAID)} to {to}"
 
 
 def _check_are_here(line: Line, names: Sequence[str]) -> None:
-    ours = line.pool.shell.user_ns
-    if missing := [name for name in names if name not in ours]:
-        listed, near = "`, `".join(missing), did_you_mean(missing[0], ours)
-        if exchange.variable_in(missing[0]) in ours:
+    user_ns = line.pool.shell.user_ns
+    if missing := [name for name in names if name not in user_ns]:
+        listed, near = "`, `".join(missing), did_you_mean(missing[0], user_ns)
+        if exchange.variable_in(missing[0]) in user_ns:
             near = f" Variables are sent by name: assign it first, as in `part = {missing[0]}`."
         raise UsageError(f"`{line.command.shown_name}`: the notebook has no `{listed}`.{near}")
 
@@ -184,17 +180,17 @@ def dist_scatter(line: Line) -> str:
     """
     names, world = names_in(line.options.names), line.world
     have = f"`%dist_scatter {' '.join(names)}`: {count(len(names), 'variable')}"
-    targets = _renamed(names, line.options.target, have)
+    targets = _target_names(names, line.options.target, have)
     _check_are_here(line, names)
     values = [line.pool.shell.user_ns[name] for name in names]
-    said = []
+    texts = []
     for target, value in zip(targets, values, strict=True):
         scatter = Scatter(world.session, target, value, line.ranks, line.options.dim)
         with closing(scatter):
             moved(scatter.packing(), scatter.bytes, line.display, f"scattering {target}")
             bind(line.pool, world, *scatter.tasks())
-            said.append(str(scatter))
-    return f"scattered {'; '.join(said)}"
+            texts.append(str(scatter))
+    return f"scattered {'; '.join(texts)}"
 
 
 @command(
@@ -217,7 +213,7 @@ def dist_sync(line: Line) -> str:
     source = sources[0]
     to = None if line.options.ranks is None else line.ranks
     listed = ", ".join(names)
-    line.display.wait_for(f"copying {listed} …")
+    line.display.show_status(f"copying {listed} …")
     got = world.sync(names, source, to)
     if got:
         return f"copied {listed} from rank {source} to {name_ranks(got)}"
@@ -251,24 +247,24 @@ def dist_snapshot(line: Line) -> str:
     if options.remove is not None:
         removed = line.pool.snapshot_store.remove(options.remove)
         return f"removed {', '.join(f'`{each.key}`' for each in removed)}"
-    wanted = tuple(names_in(options.variables)) or None, options.name
-    if every == 0 and wanted == (None, None):
+    selection = tuple(names_in(options.variables)) or None, options.name
+    if every == 0 and selection == (None, None):
         routine.every = 0
         return "automatic snapshots are off"
-    taken = _take(line.pool, line.world, *wanted)
+    snapshot = _save_snapshot(line.pool, line.world, *selection)
     if every is not None:
-        routine.every, routine.wanted, routine.cells = every, wanted, 0
-    ranks = count(len(taken.parts), "rank")
-    saved = f"saved {list_names(taken.names, MOST_SAID)} of {ranks} · snapshot `{taken.name}`"
+        routine.every, routine.selection, routine.cells = every, selection, 0
+    ranks = count(len(snapshot.parts), "rank")
+    saved = f"saved {list_names(snapshot.names, MOST_SAID)} of {ranks} · snapshot `{snapshot.name}`"
     again = f"again after every {count(routine.every, 'cell')}" if every else ""
-    left = "; ".join(f"{name} ({why})" for name, why in taken.left_out.items())
-    left = left and f"left out: {left}"
-    parts = [saved, size_text(taken.size), left, again, str(taken.folder)]
+    left_out = "; ".join(f"{name} ({why})" for name, why in snapshot.left_out.items())
+    left_out = left_out and f"left out: {left_out}"
+    parts = [saved, size_text(snapshot.size), left_out, again, str(snapshot.folder)]
     return " · ".join(filter(None, parts))
 
 
-def take_due(pool: Pool) -> None:
-    """Take a snapshot after a cell that succeeded, if `--every` says so.
+def save_due_snapshot(pool: Pool) -> None:
+    """Save a snapshot after a cell that succeeded, if one is due by `--every`.
 
     If the snapshot fails, a line says why, and the cell still succeeds.
     """
@@ -276,11 +272,11 @@ def take_due(pool: Pool) -> None:
     if not routine.is_due() or pool.world is None:
         return
     try:
-        _take(pool, pool.world, *routine.wanted)
+        _save_snapshot(pool, pool.world, *routine.selection)
     except NbdistError as error:
-        named = f" `{name}`" if (name := routine.wanted[1]) else ""
+        named = f" `{name}`" if (name := routine.selection[1]) else ""
         text = f"no snapshot{named} after this cell: {one_line(str(error))}"
-        pool.display().say(text)
+        pool.display().show_text(text)
 
 
 @command(
@@ -311,28 +307,30 @@ def dist_restore(line: Line) -> Shown | str:
     world = line.world
     ranks = line.ranks if options.ranks is not None else None
     source = options.from_rank
-    line.display.wait_for("restoring …")
+    line.display.show_status("restoring …")
     store = world.snapshot_store
     names = names_in(options.variables)
     done = world.restore(names or (), name=options.name, ranks=ranks, from_rank=source)
-    taken = done.snapshot
+    snapshot = done.snapshot
     of_rank = f" of rank {source}" if source is not None else ""
-    said = f"restored {list_names(done.names, MOST_SAID)}{of_rank} on {name_ranks(done.ranks)} "
-    of_other = "" if taken.owner == store.owner else ", which this notebook did not save"
-    return f"{said}from `{taken.key}` of {taken.clock}{of_other}"
+    text = f"restored {list_names(done.names, MOST_SAID)}{of_rank} on {name_ranks(done.ranks)} "
+    of_other = "" if snapshot.owner == store.owner else ", which this notebook did not save"
+    return f"{text}from `{snapshot.key}` of {snapshot.clock}{of_other}"
 
 
-def _take(pool: Pool, world: World, names: tuple[str, ...] | None, name: str | None) -> Snapshot:
-    pool.routine.newest = taken = world.snapshot(names or (), name=name)
-    return taken
+def _save_snapshot(
+    pool: Pool, world: World, names: tuple[str, ...] | None, name: str | None
+) -> Snapshot:
+    pool.routine.newest = snapshot = world.snapshot(names or (), name=name)
+    return snapshot
 
 
-def _row(taken: Snapshot, owner: str) -> tuple[str, str, str, str, str, str]:
-    if taken.distrust:
-        return taken.key, "", "", "", "", f"not to be restored: {taken.distrust}"
-    if taken.problem:
-        return taken.key, "", "", "", "", f"damaged: {taken.problem}"
-    file = taken.owner if taken.owner.startswith("/") else "another session"
-    by = "this notebook" if taken.owner == owner else file
-    ranks, size = str(len(taken.parts)), size_text(taken.size)
-    return taken.key, taken.clock, by, ranks, size, list_names(taken.names)
+def _row(snapshot: Snapshot, owner: str) -> tuple[str, str, str, str, str, str]:
+    if snapshot.distrust:
+        return snapshot.key, "", "", "", "", f"not to be restored: {snapshot.distrust}"
+    if snapshot.problem:
+        return snapshot.key, "", "", "", "", f"damaged: {snapshot.problem}"
+    file = snapshot.owner if snapshot.owner.startswith("/") else "another session"
+    by = "this notebook" if snapshot.owner == owner else file
+    ranks, size = str(len(snapshot.parts)), size_text(snapshot.size)
+    return snapshot.key, snapshot.clock, by, ranks, size, list_names(snapshot.names)

@@ -89,7 +89,9 @@ def test_without_workers(typed: Callable[[str], str], pools: Pools):
     assert shown[1:] == ["made on the workers: none", "sent by the notebook: none"]
     assert typed("%dist_stack").startswith("no workers are running")
     assert typed("%dist_why") == "nothing has failed yet\n"
-    pools.at("a").why = Why("12:00:00 · rank 1", "bad shard", ("rank 2: the same",), "/x.log")
+    pools.find_or_make("a").last_failure = Why(
+        "12:00:00 · rank 1", "bad shard", ("rank 2: the same",), "/x.log"
+    )
     assert typed("%dist_why --pool a").splitlines() == [
         "12:00:00 · rank 1", "bad shard", "rank 2: the same", "all of its lines: /x.log"
     ]  # fmt: skip

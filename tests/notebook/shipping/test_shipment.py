@@ -228,7 +228,7 @@ def test_what_is_said_of_a_transfer(
     assert capsys.readouterr().out.startswith("shipping x: 1 KiB of 3 KiB · ")
 
     class Stopped(PlainDisplay):
-        def wait_for(self, text: str) -> None:
+        def show_status(self, text: str) -> None:
             raise KeyboardInterrupt
 
     ended.clear()
