@@ -43,9 +43,9 @@ control back although ranks may still be running.  With all other delays both ar
 # --- parsers of options: of a flag's text, or of an argument in Python --------------------------
 
 _NAME_LIMIT, _PART_LIMIT = 200, 100
-_BYTES = re.compile(r"([0-9]{1,6})([MGT])(?:i?B)?", re.IGNORECASE)
+_BYTE_SIZE = re.compile(r"([0-9]{1,6})([MGT])(?:i?B)?", re.IGNORECASE)
 _PATTERN = re.compile(r"[A-Za-z0-9_*?]+")
-_ADDRESS = re.compile(r"(\[)?([A-Za-z0-9_:][A-Za-z0-9_.:%-]{0,100})(?(1)\])")
+_LISTEN_ADDRESS = re.compile(r"(\[)?([A-Za-z0-9_:][A-Za-z0-9_.:%-]{0,100})(?(1)\])")
 RDZV_BACKENDS, RDZV_HANDLERS = ("c10d", "static", "etcd", "etcd-v2"), "torchrun.handlers"
 """The rendezvous backends of torch, and the entry point group in which packages add others."""
 _ENDPOINT = re.compile(r"(?:[A-Za-z0-9_.-]{1,250}|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})")
@@ -155,7 +155,7 @@ _read_salloc = _shell_parser(
 
 def _read_memory(text: object) -> str:
     """Parse the value of `--memory`, and return it as Slurm writes it: `16G`."""
-    match = _BYTES.fullmatch(str(text).replace(" ", ""))
+    match = _BYTE_SIZE.fullmatch(str(text).replace(" ", ""))
     if not match or not int(match[1]):
         raise _refusal("--memory", text, "memory for each worker, such as 16G or 500M")
     return f"{int(match[1])}{match[2].upper()}"
@@ -171,7 +171,7 @@ def _read_patterns(text: str | Iterable[str]) -> str:
 
 
 def _read_address(text: str) -> str:
-    match = _ADDRESS.fullmatch(text.strip())
+    match = _LISTEN_ADDRESS.fullmatch(text.strip())
     if not match:
         what = "an address of this machine or a network interface, such as 10.0.0.1 or eth0"
         raise _refusal("--address", text, f"{what}; the port is found")

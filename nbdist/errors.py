@@ -12,11 +12,11 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from nbdist.words import LACKED_MEMORY, count, format_ranks, name_ranks, one_line, word_exit
 
-Made = TypeVar("Made", bound=BaseException)
+E = TypeVar("E", bound=BaseException)
 
 START_LOG_LINES = 20
 
-KEPT = "; no variables were lost"
+NO_VARIABLES_LOST = "; no variables were lost"
 
 MEAN_N = ("workers", "num_workers", "nprocs", "num_processes", "nproc_per_node", "world_size")
 """Names that other libraries have for the number of workers."""
@@ -46,7 +46,7 @@ def rebuild(kind: type[NbdistError], args: tuple[object, ...]) -> NbdistError:
     return error
 
 
-def bare(kind: type[Made], *args: object) -> Made:
+def bare(kind: type[E], *args: object) -> E:
     """Make an exception by the constructor of its builtin base class, not by its own.
 
     Raises TypeError if the class has two builtin bases with different constructors.
@@ -54,7 +54,7 @@ def bare(kind: type[Made], *args: object) -> Made:
     base: Any = kind
     while base.__module__ != "builtins":
         base = base.__base__
-    made: Made = base.__new__(kind, *args)
+    made: E = base.__new__(kind, *args)
     return made
 
 
@@ -222,10 +222,12 @@ class RanksNotStopped(UsageError):
         ranks = [*ranks]
         is_one = len(ranks) == 1
         verb, them, their = ("has", "it", "its") if is_one else ("have", "them", "their")
+        kept = NO_VARIABLES_LOST
+        if not is_safe:
+            kept = f", and may have to be ended, with {their} variables"
         super().__init__(
             f"{name_ranks(ranks)} {verb} not stopped yet{f' ({doing})' if doing else ''}"
-            f"{KEPT if is_safe else f', and may have to be ended, with {their} variables'}. "
-            f"The next cell waits for {them}; `%dist_interrupt` presses Stop again"
+            f"{kept}. The next cell waits for {them}; `%dist_interrupt` presses Stop again"
             f"{f', which may end {them}' if is_safe else ''}, and "
             f"`%dist_restart -r {format_ranks(ranks)}` restarts {them}."
         )
@@ -358,7 +360,7 @@ class RanksReleased(WorkerError):
         """`why` says which ranks waited in vain; `recovery` says which were restarted, or ""."""
         self.rank, self.host, self.pid, self.errors = blame
         NbdistError.__init__(
-            self, f"{why}. The waiting ranks were released{'' if recovery else KEPT}."
+            self, f"{why}. The waiting ranks were released{'' if recovery else NO_VARIABLES_LOST}."
         )
         if recovery:
             self.add(recovery)
@@ -375,7 +377,7 @@ class CellTimeout(NbdistError, TimeoutError):
         With `is_safe` no variables were lost, and only Stop may kill these ranks.
         """
         running, doing = [*running], f": {where}" if where else ""
-        kept = KEPT if is_safe else ""
+        kept = NO_VARIABLES_LOST if is_safe else ""
         super().__init__(f"the cell was stopped by `--timeout {seconds:g}`{doing}{kept}.")
         if running:
             verb = "has" if len(running) == 1 else "have"

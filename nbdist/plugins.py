@@ -19,8 +19,8 @@ from importlib.metadata import Distribution, EntryPoint, PackageNotFoundError, r
 from pathlib import Path
 from typing import NamedTuple
 
-COMMANDS, CELL_OPTIONS = "nbdist.commands", "nbdist.cell_options"
-OPS, LAUNCHERS = "nbdist.ops", "nbdist.launchers"
+COMMANDS_GROUP, CELL_OPTIONS_GROUP = "nbdist.commands", "nbdist.cell_options"
+OPS_GROUP, LAUNCHERS_GROUP = "nbdist.ops", "nbdist.launchers"
 
 PROJECT = Path(__file__).parent.parent / "pyproject.toml"
 

@@ -41,12 +41,12 @@ _GPUS_FORM = "Use numbers with commas, `--gpus 0,1,3` or `0-3`."
 
 # A limit on digits, because int() has one too and would raise beyond it.
 _LAYOUT = re.compile(r"(?:(?:([0-9]{1,6}):)?([0-9]{1,6})x)?([0-9]{1,6})")
-_NUMBER = re.compile(r"[0-9]{1,6}")
-_SPAN = re.compile(r"([0-9]{1,6})-([0-9]{1,6})")
+_RANK_NUMBER = re.compile(r"[0-9]{1,6}")
+_RANK_SPAN = re.compile(r"([0-9]{1,6})-([0-9]{1,6})")
 _SIGNED = re.compile(r"-?[0-9]{1,6}")
 _DRIVER = re.compile(r"^Driver Version\s*: (\S+)", re.MULTILINE)
 _MIG_SLICE = re.compile(r"^\s+MIG .*\(UUID: (MIG-[^)]+)\)", re.MULTILINE)
-_SLICE = re.compile(r"(-?[0-9]{1,6})?:(-?[0-9]{1,6})?(?::(-?[0-9]{1,6})?)?")
+_RANK_SLICE = re.compile(r"(-?[0-9]{1,6})?:(-?[0-9]{1,6})?(?::(-?[0-9]{1,6})?)?")
 
 
 # --- how many workers -----------------------------------------------------------------
@@ -57,7 +57,7 @@ def parse_workers(text: str) -> WorkerCount:
     word = text.strip()
     if word in ("auto", "gpu", "cpu"):
         return cast(WorkerCount, word)
-    if not _NUMBER.fullmatch(word):
+    if not _RANK_NUMBER.fullmatch(word):
         raise BadTopology("-n", text, "that is not a number of workers", WORKERS_FORMS)
     if int(word) < 1:
         raise BadTopology("-n", text, "it takes at least one worker", WORKERS_FORMS)
@@ -151,8 +151,8 @@ _HOSTS_FORMS = (
     "Use `--hosts a,b`, or `--hosts a:4,user@b:2` with the number of workers on each; write an "
     "IPv6 address in brackets, `[fe80::1]:2`."
 )
-_ADDRESS = r"\[([^\]%]*(?:%[A-Za-z0-9_.-]{1,15})?)\]|([^:\[\]]*)"
-_HOST = re.compile(rf"(?:([^@]*)@)?(?:{_ADDRESS})(?::([0-9]{{1,6}}))?")
+_HOST_AND_PORT = r"\[([^\]%]*(?:%[A-Za-z0-9_.-]{1,15})?)\]|([^:\[\]]*)"
+_HOST = re.compile(rf"(?:([^@]*)@)?(?:{_HOST_AND_PORT})(?::([0-9]{{1,6}}))?")
 # The pattern allows neither an option of ssh nor a character that is special in a shell.
 _HOST_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}")
 _DOTTED = re.compile(r"[0-9.]+")
@@ -321,9 +321,9 @@ def parse_gpus(text: str, visible: Sequence[str]) -> tuple[str, ...]:
     """
     numbers: list[int] = []
     for item in text.replace(" ", "").split(","):
-        if span := _SPAN.fullmatch(item):
+        if span := _RANK_SPAN.fullmatch(item):
             numbers += range(int(span[1]), int(span[2]) + 1)
-        elif _NUMBER.fullmatch(item):
+        elif _RANK_NUMBER.fullmatch(item):
             numbers.append(int(item))
         else:
             raise BadTopology("--gpus", text, "that is not a list of GPUs", _GPUS_FORM)
@@ -343,7 +343,7 @@ def _cuda_list(text: str) -> tuple[str, ...]:
     """Parse CUDA_VISIBLE_DEVICES as CUDA does: up to the first bad name; () for a repeated one."""
     entries: list[str] = []
     for entry in (part.strip() for part in text.split(",")):
-        if not (_NUMBER.fullmatch(entry) or entry.startswith(("GPU-", "MIG-"))):
+        if not (_RANK_NUMBER.fullmatch(entry) or entry.startswith(("GPU-", "MIG-"))):
             break
         entries.append(str(int(entry)) if entry.isdigit() else entry)
     return tuple(entries) if len(set(entries)) == len(entries) else ()
@@ -388,13 +388,13 @@ def _select(item: str, world_size: int) -> Sequence[int]:
         return range(world_size)
     if _SIGNED.fullmatch(item):
         return (_rank(int(item), world_size),)
-    if span := _SPAN.fullmatch(item):
+    if span := _RANK_SPAN.fullmatch(item):
         ranks = range(int(span[1]), int(span[2]) + 1)
         if not ranks:
             raise ValueError(f"`{item}` runs backwards")
         _rank(ranks[-1], world_size)
         return ranks
-    if parts := _SLICE.fullmatch(item):
+    if parts := _RANK_SLICE.fullmatch(item):
         start, stop, step = (None if part is None else int(part) for part in parts.groups())
         if step == 0:
             raise ValueError("a step cannot be 0")

@@ -83,7 +83,7 @@ def size_range(sizes: Iterable[float]) -> str:
     return f"{low.removesuffix(high[high.index(' ') :])}-{high}"
 
 
-_MAGIC = re.compile(r"%dist_(?!auto|help|attach)\w+(?! --pool)\b")
+_DIST_MAGIC = re.compile(r"%dist_(?!auto|help|attach)\w+(?! --pool)\b")
 
 
 def in_pool(text: str, pool: str) -> str:
@@ -91,7 +91,7 @@ def in_pool(text: str, pool: str) -> str:
 
     The text stays as it is for the default pool, which is "".
     """
-    return _MAGIC.sub(rf"\g<0> --pool {pool}", text) if pool else text
+    return _DIST_MAGIC.sub(rf"\g<0> --pool {pool}", text) if pool else text
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -12,11 +12,11 @@ from typing import Any
 from nbdist.errors import NbdistError
 from nbdist.output.ansi import strip
 from nbdist.output.events import Failure, Output, Skipped
-from nbdist.output.rank_transcript import Shown
-from nbdist.output.screen import Line
+from nbdist.output.rank_transcript import RichDisplay
+from nbdist.output.screen import ScreenLine
 from nbdist.world.result import CellResult
-from nbdist.world.running import TaskRun
-from nbdist.world.states import State
+from nbdist.world.states import WorldState
+from nbdist.world.task_run import TaskRun
 from nbdist.world.world import World
 from tests.waiting import SOON, wait_until
 
@@ -34,9 +34,9 @@ class Ran:
         found = []
         for item in self.running.transcript[rank].tail(10_000):
             match item:
-                case Line(text=text):
+                case ScreenLine(text=text):
                     found.append(text)
-                case Shown(display=display):
+                case RichDisplay(display=display):
                     found.append(f"<{display.data['text/plain']}>")
                 case Skipped(lines=number):
                     found.append(f"({number} lines skipped)")
@@ -45,7 +45,7 @@ class Ran:
     def stderr(self, rank: int = 0) -> list[str]:
         """The lines among them that came by stderr."""
         items = self.running.transcript[rank].tail(10_000)
-        return [item.text for item in items if isinstance(item, Line) and item.stderr]
+        return [item.text for item in items if isinstance(item, ScreenLine) and item.stderr]
 
     def failure(self, rank: int = 0) -> Failure:
         """What ended it there."""
@@ -125,7 +125,7 @@ def ends(
     error = running.error()
     assert not stopped, f"it did not end by itself within {within:.0f} s; Stop: {error}"
     assert error is not None, "nothing failed"
-    assert world.state is State.READY
+    assert world.state is WorldState.READY
     return running, error
 
 

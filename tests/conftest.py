@@ -20,7 +20,7 @@ import pytest
 
 import nbdist
 from nbdist.system.limits import control_groups
-from nbdist.world.states import State
+from nbdist.world.states import WorldState
 from nbdist.world.world import World
 from tests import worlds
 from tests.tiers import (  # noqa: F401 (pytest's hooks)
@@ -175,7 +175,7 @@ def world(request: pytest.FixtureRequest, started: World) -> World:
     """It, started anew where a test has lost it, or has given it another size."""
     (ranks,) = request.node.get_closest_marker("shared_world").args
     started.session.receive_waiting()
-    if started.state is not State.READY or started.size != ranks:
+    if started.state is not WorldState.READY or started.size != ranks:
         started.restart(ranks)
     return started
 

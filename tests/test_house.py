@@ -188,7 +188,11 @@ def is_early_torch(each: Import) -> bool:
 @pytest.mark.parametrize(
     ("file", "source", "told"),
     [
-        ("wire/x.py", "def f():\n    from nbdist.world import link", "2 imports nbdist.world.link"),
+        (
+            "wire/x.py",
+            "def f():\n    from nbdist.world import spec",
+            "2 imports nbdist.world.spec",
+        ),
         ("world/x.py", "from ..notebook import y", "1 imports nbdist.notebook.y"),
         ("agent/x.py", "if TYPE_CHECKING:\n    import nbdist.worker", "2 imports nbdist.worker"),
         ("agent/x.py", "from nbdist.cluster import y", "1 imports nbdist.cluster.y"),

@@ -183,7 +183,7 @@ KERNEL = "from ipykernel.kernelbase import Kernel\n"
         ("NAME = '_showtraceback'", "1 uses _showtraceback"),
         (f"{KERNEL}class Ours(Kernel):\n    def _topic(self): pass", "3 uses Ours._topic"),
         ("class C:\n    def __init__(self):\n        self._x = 1\n    def f(c): return c._x", None),
-        ("from nbdist.world.link import _x", None),
+        ("from nbdist.world.agent_link import _x", None),
         ("x.__dict__, _, __file__", None),
     ],
 )
@@ -191,6 +191,61 @@ def test_a_private_name_is_told(source: str, told: str | None):
     """The file, the line and the name."""
     found = [str(use) for use in uses_in("x.py", source)]
     assert found == ([] if told is None else [f"nbdist/x.py:{told}"])
+
+
+# --- one name, one meaning -------------------------------------------------------------------
+
+# Constants that several files define with the same value and the same meaning.
+SAME_IN_ALL_FILES = {
+    "ALIGNMENT": "of memory that is sent",
+    "PACKAGE": "the folder of the package",
+    "READ_FROM": "the size from which on a pickle is read in pieces",
+    "RankOutput": "a rank's output, with the id of its task",
+    "TCP_INFO": "an option of sockets in Linux, which Python does not name",
+    "_BRACES": "how IPython finds expressions in a command's line",
+    "_DOLLAR": "how IPython finds variables in a command's line",
+    "_JUMPS": "the opcodes of CPython that jump",
+}
+
+
+def files_by_name(sources: Mapping[str, str]) -> dict[str, set[str]]:
+    """Return the files that define each type and constant on their top level.
+
+    Names of one letter, which type variables have, are left out.
+    """
+    files: dict[str, set[str]] = {}
+    for file, source in sources.items():
+        for statement in nodes_of(source)[0].body:  # type: ignore[attr-defined]
+            match statement:
+                case ast.ClassDef(name):
+                    names = [name]
+                case ast.Assign() | ast.AnnAssign():
+                    stored = (node for node in ast.walk(statement) if isinstance(node, ast.Name))
+                    names = [node.id for node in stored if isinstance(node.ctx, ast.Store)]
+                case _:
+                    continue
+            for name in names:
+                if len(name) > 1 and (name.isupper() or name.lstrip("_")[:1].isupper()):
+                    files.setdefault(name, set()).add(file)
+    return files
+
+
+def test_no_type_or_constant_has_two_meanings():
+    """A type or constant has a name that no other file gives to something else."""
+    several = {name: files for name, files in files_by_name(sources()).items() if len(files) > 1}
+    unknown = {
+        name: sorted(files) for name, files in several.items() if name not in SAME_IN_ALL_FILES
+    }
+    assert unknown == {}
+    assert SAME_IN_ALL_FILES.keys() - several.keys() == set(), "one file defines each: remove them"
+
+
+def test_names_of_types_and_constants_are_found():
+    """Classes, aliases and constants count, also in tuples; variables and type variables do not."""
+    source = (
+        "class Aa: X = 1\nBb: object = int\nC_D, _E = 1, 2\nT = F(x := 1)\ndef G(): H = 1\ni = 1"
+    )
+    assert files_by_name({"x.py": source}) == {n: {"x.py"} for n in ("Aa", "Bb", "C_D", "_E")}
 
 
 # --- what docstrings name in backticks is there: modules, classes and functions --------------

@@ -17,16 +17,16 @@ import pytest
 from nbdist import plugins
 from nbdist.errors import UsageError
 from nbdist.notebook import command
-from nbdist.notebook.display import Shown
+from nbdist.notebook.display import CommandOutput
 from nbdist.worker import namespace
 from tests.sources import PACKAGE
 from tests.waiting import SOON
 
 EXAMPLE = '''
-from nbdist.notebook.command import Line, command
+from nbdist.notebook.command import MagicCall, command
 
 @command()
-def dist_hello(line: Line) -> str:
+def dist_hello(line: MagicCall) -> str:
     """Say hello."""
     return "hello"
 '''
@@ -68,12 +68,17 @@ def test_entry_points(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """
     said = tomllib.loads(plugins.PROJECT.read_text())["project"]["entry-points"]
     monkeypatch.setattr(sys, "path", [str(package), str(package / "nowhere")])
-    for group in (plugins.COMMANDS, plugins.CELL_OPTIONS, plugins.OPS, plugins.LAUNCHERS):
+    for group in (
+        plugins.COMMANDS_GROUP,
+        plugins.CELL_OPTIONS_GROUP,
+        plugins.OPS_GROUP,
+        plugins.LAUNCHERS_GROUP,
+    ):
         found = {name: point.value for name, point in plugins.entry_points(group).items()}
         assert found.items() >= said[group].items()
-    assert plugins.entry_points(plugins.OPS)["its_op"].value == "its_package"
+    assert plugins.entry_points(plugins.OPS_GROUP)["its_op"].value == "its_package"
     monkeypatch.setattr(plugins, "PROJECT", package / "pyproject.toml")
-    assert [*plugins.entry_points(plugins.OPS)] == ["its_op", "gone_op", "diff"]
+    assert [*plugins.entry_points(plugins.OPS_GROUP)] == ["its_op", "gone_op", "diff"]
 
 
 @pytest.mark.usefixtures("package")
@@ -84,7 +89,7 @@ def test_magics_of_a_package() -> None:
     assert found["dist_hello"].run(None) == "hello"
     typed: Any = SimpleNamespace(options=SimpleNamespace(everything=False))
     shown = found["dist_help"].run(typed)
-    assert isinstance(shown, Shown)
+    assert isinstance(shown, CommandOutput)
     assert re.search(r"%dist_hello +Say hello\n", shown.text.partition("other packages")[2])
     with pytest.raises(UsageError) as gone:
         found["dist_gone"].run(None)

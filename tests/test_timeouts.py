@@ -24,12 +24,12 @@ SAID = re.compile(r"\b(milli|nano)?seconds\b", re.IGNORECASE)
 
 NOT_TIMES = {
     "agent/inspect.LARGEST_SHARE",
-    "agent/stacks.LONGEST_WAIT",  # turns of a loop
-    "agent/stopping.ASLEEP",  # how little of a processor a rank uses
+    "agent/stacks.MAX_PAUSE_STEPS",  # turns of a loop
+    "agent/interrupts.ASLEEP",  # how little of a processor a rank uses
     "output/events.MAX_STEP",
     "output/html._COLUMN_STEP",
     "tools/timeline.LEAST_SHARE",
-    "tools/watch.EVERY",  # steps
+    "tools/watch.DEFAULT_WATCH_STEPS",  # steps
     "wire/spec.AGENTS_WAIT",  # times a link timeout
 }
 """What looks like a time and is none."""
@@ -37,7 +37,7 @@ NOT_TIMES = {
 UNITS = {"s": 1.0, "ms": 1e-3, "ns": 1e-9}
 
 TERM = re.compile(r"[a-z_]+(?:/[a-z_]+)*(?:\.[A-Z]\w*)+(?:\.timeout)?")
-"""A constant in an expression of the page, such as `world/link.CALL_TIMEOUT`."""
+"""A constant in an expression of the page, such as `world/agent_link.CALL_TIMEOUT`."""
 
 
 class Row(NamedTuple):

@@ -12,10 +12,10 @@ from typing import Any
 
 from nbdist.errors import AgentLost, StartError
 from nbdist.notebook import extension
-from nbdist.wire.messages import GetStatus, Received, StopWorld
+from nbdist.wire.messages import BatchAcknowledged, GetStatus, StopWorld
 from nbdist.world import lifecycle
-from nbdist.world.agents import AGENT
-from nbdist.world.link import Link
+from nbdist.world.agent_link import Link
+from nbdist.world.agents import AGENT_MODULE
 from nbdist.world.world import World
 from tests.waiting import SOON
 
@@ -47,7 +47,7 @@ class SharedLink(Link):
             super().close()
         while self.arrived:
             item = self.arrived.popleft()
-            if isinstance(item, Received) and self.is_up:
+            if isinstance(item, BatchAcknowledged) and self.is_up:
                 self.acknowledge(item)
 
     def detach(self) -> None:
@@ -96,9 +96,9 @@ class SharedAgent:
         """Whether a test has ended it."""
         return self._link is not None and not self._link.is_up
 
-    def link(self, module: str = AGENT, **options: Any) -> Link:
+    def link(self, module: str = AGENT_MODULE, **options: Any) -> Link:
         """Make what `Link` makes: the shared one, or one of its own where that is not free."""
-        if module != AGENT or not self.is_offered or not self.is_free:
+        if module != AGENT_MODULE or not self.is_offered or not self.is_free:
             return Link(module, **options)
         assert self._link is not None
         self._link.is_taken = True

@@ -13,21 +13,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbdist.agent.fork_server import ForkServerProcess
-from nbdist.agent.forming import Forming
+from nbdist.agent.group_formation import GroupFormation
 from nbdist.agent.inspect import UsageWatch, ask_idle_worker, secrets_of, stack_of, status_of
+from nbdist.agent.interrupts import Interrupter
 from nbdist.agent.listener import Listener, StoreWindow, with_ranks
 from nbdist.agent.notebook_link import NotebookLink, Serving
 from nbdist.agent.outbox import Outbox
 from nbdist.agent.processes import Children, Forker
 from nbdist.agent.step_stops import StepStops
-from nbdist.agent.stopping import Stopping
 from nbdist.agent.worker import Worker
 from nbdist.agent.worker_group import HeldPort, WorkerGroup
 from nbdist.system.processes import Guard
 from nbdist.wire import control, messages, node_messages
 from nbdist.wire.log_files import GetLogs, read_logs
-from nbdist.wire.messages import Ask
-from nbdist.wire.places import Place
+from nbdist.wire.messages import AgentRequest
+from nbdist.wire.places import RankPosition
 from nbdist.wire.queries import WorldInfo
 
 if TYPE_CHECKING:
@@ -75,9 +75,9 @@ class Agent:
         self._workers = WorkerGroup(
             runtime, self._children, self._forker, emit, self._send, self._store, port
         )
-        self._forming = Forming({0: self}, on_one_machine=True)
+        self._forming = GroupFormation({0: self}, on_one_machine=True)
         self._usage = UsageWatch(self._send)
-        self._stopping = Stopping(
+        self._stopping = Interrupter(
             lambda: self._workers.abort(self._workers.all),
             lambda places: self._send(messages.Aborted(places)),
         )
@@ -125,22 +125,24 @@ class Agent:
     def _receive(self, message: node_messages.NodeDown) -> None:
         spawn, reply = self._serving.spawn, self._serving.reply
         match message:
-            case Ask(number, node_messages.PartRequest() as request):
+            case AgentRequest(number, node_messages.PartRequest() as request):
                 spawn(reply(number, self.execute, request))
-            case messages.Run() as run:
+            case messages.RunTask() as run:
                 self._run(run)
-            case Ask(number, messages.GetStatus()):
+            case AgentRequest(number, messages.GetStatus()):
                 workers = tuple(self._workers.all.values())
                 spawn(reply(number, status_of, workers, self._usage))
-            case Ask(number, messages.GetStacks() | messages.GetSecrets() | GetLogs() as request):
+            case AgentRequest(
+                number, messages.GetStacks() | messages.GetSecrets() | GetLogs() as request
+            ):
                 spawn(reply(number, self._read_ranks, request))
-            case Ask(number, messages.Consult(ranks, question)):
+            case AgentRequest(number, messages.Consult(ranks, question)):
                 spawn(reply(number, ask_idle_worker, self._workers.alive(ranks), question))
-            case Ask() as ask:
+            case AgentRequest() as ask:
                 self._serving.enqueue(ask)
-            case messages.Locate(ranks, asked_at):
+            case messages.RequestLocations(ranks, asked_at):
                 spawn(self._report_places(ranks, asked_at))
-            case messages.Abort(ranks):
+            case messages.AbortRanks(ranks):
                 spawn(self._workers.abort(ranks))
             case messages.Interrupt(ranks):
                 self._step_stops.stop(self._workers.alive(ranks))
@@ -148,22 +150,22 @@ class Agent:
                 self._step_stops.interrupt(self._workers.alive(ranks))
             case node_messages.InterruptAt(ranks, step, seconds):
                 self._step_stops.stop_at(self._workers.alive(ranks), step, seconds)
-            case messages.Spare(ranks):
+            case messages.SpareRanks(ranks):
                 self._stopping.spare(ranks)
-            case messages.ReleaseValues(task_id, ranks):
-                spawn(self._workers.ask(ranks, control.ReleaseValues(task_id), RELEASE_TIMEOUT))
+            case messages.ReleaseRankValues(task_id, ranks):
+                spawn(self._workers.ask(ranks, control.ReleaseTaskValues(task_id), RELEASE_TIMEOUT))
             case messages.SendInput(rank, typed):
                 for worker in self._workers.alive([rank]):
                     worker.answer_input(typed)
             case messages.ToWidget(rank, comm):
                 for worker in self._workers.alive([rank]):
                     worker.send_comm(comm)
-            case messages.Received():
+            case messages.BatchAcknowledged():
                 self._outbox.acknowledge()
             case messages.Shutdown():
                 self._serving.stop()
 
-    async def _answer(self, request: messages.Request) -> messages.Reply:
+    async def _answer(self, request: messages.RequestBody) -> messages.Reply:
         match request:
             case messages.StartWorld(spec):
                 return await self._forming.start(spec)
@@ -180,7 +182,7 @@ class Agent:
                 return await asyncio.to_thread(self._workers.code.answer, request)
         return None
 
-    def _run(self, run: messages.Run) -> None:
+    def _run(self, run: messages.RunTask) -> None:
         self._outbox.mark_running(run.ranks)
         if not self._usage.is_on:
             self._serving.spawn(self._usage.watch(self._busy))
@@ -199,7 +201,7 @@ class Agent:
         return tuple(await asyncio.gather(*map(read, workers)))
 
     async def execute(self, request: node_messages.PartRequest[Any]) -> Any:
-        """Carry out a request of `Forming` or of the head to this machine; return the answer."""
+        """Carry out a request of `GroupFormation` or the head; return the answer."""
         match request:
             case node_messages.GetClock():
                 return time.time_ns()
@@ -212,7 +214,7 @@ class Agent:
             case node_messages.HoldRanks(ranks):
                 workers = (self._workers.all[rank] for rank in ranks if rank in self._workers.all)
                 return await self._step_stops.hold(workers)
-            case node_messages.Bring(refs) if self._head:
+            case node_messages.CopySegments(refs) if self._head:
                 return await self._head.memory.copy_segments(refs)
         reply = await self._workers.execute(request)
         if isinstance(request, node_messages.EndRanks) and request.drops:
@@ -222,7 +224,7 @@ class Agent:
     async def _report_places(self, ranks: Sequence[int], asked_at: float) -> None:
         self._send(messages.Located(await self._locate(ranks), asked_at))
 
-    async def _locate(self, ranks: Sequence[int]) -> dict[int, Place]:
+    async def _locate(self, ranks: Sequence[int]) -> dict[int, RankPosition]:
         alive = self._workers.alive(ranks)
         places = await asyncio.gather(*(worker.locate() for worker in alive))
         located = zip(alive, places, strict=True)

@@ -26,7 +26,7 @@ from nbdist.wire.spec import WorldSpec, moved_path
 
 log = logging.getLogger("nbdist.agent")
 
-PREFIX = "nbdist-code-"
+CODE_FOLDER_PREFIX = "nbdist-code-"
 
 FILES, LIST, NEW_FILE = "code", "files", "new"
 """The entries of the folder that `CodeFolder` makes: the copy of the notebook's folder, the list of
@@ -89,7 +89,7 @@ class CodeFolder:
         if self.path is None:
             parent = Path(tempfile.gettempdir())
             remove_dead_folders(parent)
-            folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+            folder = Path(tempfile.mkdtemp(prefix=CODE_FOLDER_PREFIX, dir=parent))
             self._claim = folders.claim(folder)
             self.path = folder / FILES
             folders.make_private(self.path)
@@ -123,7 +123,7 @@ def remove(folder: Path) -> list[str]:
 
 def remove_dead_folders(parent: Path) -> None:
     """Remove the folders of agents that were killed, but not those of running agents."""
-    for folder in parent.glob(PREFIX + folders.MADE):
+    for folder in parent.glob(CODE_FOLDER_PREFIX + folders.MADE):
         if (lock := folders.join(folder, fcntl.LOCK_EX)) is not None:
             os.close(lock)
             remove(folder)

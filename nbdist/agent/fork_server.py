@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from nbdist.system.folders import current_folder
 from nbdist.system.limits import raise_file_limit, word_start_error
-from nbdist.system.processes import MODULE, Guard, fork_below_guard
+from nbdist.system.processes import MODULE_OPTIONS, Guard, fork_below_guard
 from nbdist.wire.frames import FrameCutter, framed, pack, unpack
 
 if TYPE_CHECKING:
@@ -120,7 +120,13 @@ def start_fork_server(runtime: Path) -> ForkServerProcess:
         with server_end, (runtime / LOG).open("wb") as log:
             server_fd = server_end.fileno()
             popen = subprocess.Popen(
-                [sys.executable, *MODULE, "nbdist.agent.fork_server", str(server_fd), str(runtime)],
+                [
+                    sys.executable,
+                    *MODULE_OPTIONS,
+                    "nbdist.agent.fork_server",
+                    str(server_fd),
+                    str(runtime),
+                ],
                 pass_fds=[server_fd],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -137,7 +143,7 @@ def start_fork_server(runtime: Path) -> ForkServerProcess:
 
 # --- the fork server ----------------------------------------------------------------------------
 
-READ_SIZE = 1 << 16
+REQUEST_READ_SIZE = 1 << 16
 
 IMPORTED_AT_START = (
     "nbdist.worker.main",
@@ -264,7 +270,7 @@ class ForkServer:
         """
         requests: list[Fork] = []
         while True:
-            data, descriptors, _, _ = socket.recv_fds(self._agent, READ_SIZE, DESCRIPTORS)
+            data, descriptors, _, _ = socket.recv_fds(self._agent, REQUEST_READ_SIZE, DESCRIPTORS)
             self._descriptors.extend(descriptors)
             requests += map(unpack, self._requests.feed(data))
             if not data:

@@ -22,9 +22,9 @@ from nbdist.agent.stacks import frames_of, user_frames, with_code
 from nbdist.system.processes import OwnTime, is_stopped
 from nbdist.system.secrets import secret_values
 from nbdist.wire import control
-from nbdist.wire.control import Completions, Description, Question
-from nbdist.wire.messages import RankSecrets, Used
-from nbdist.wire.places import Collective, Place, Stack, StackFrame
+from nbdist.wire.control import Completions, Description, TypingQuestion
+from nbdist.wire.messages import RankSecrets, UsageReport
+from nbdist.wire.places import Collective, RankPosition, Stack, StackFrame
 from nbdist.wire.status import Gpu, Usage, WorkerStatus
 
 if TYPE_CHECKING:
@@ -41,21 +41,23 @@ SAMPLE_TIMEOUT = 0.4  # seconds to read a stack from memory, for `world.stacks` 
 
 CONSULT_TIMEOUT = 0.4  # seconds for each of two ranks; the notebook waits for 0.9
 
-IN_TORCH = "/torch/distributed/"  # in the file of the innermost frame of a waiting collective
+TORCH_DISTRIBUTED = (
+    "/torch/distributed/"  # in the file of the innermost frame of a waiting collective
+)
 CALLS = "/nbdist/worker/ops/run.py"  # its function `call` calls a function instead of a cell
 
 NO_ANSWER = "it does not answer, and its stack cannot be read"
-NO_LINE = "no line of the cell runs: variables are being received or sent"
+NO_CELL_LINE = "no line of the cell runs: variables are being received or sent"
 
 
 async def stack_of(worker: Worker) -> Stack:
     """Return the worker's place and calls, read from its memory if it does not answer."""
     state = worker.state
     if state in ("starting", "dead"):
-        return Stack(worker.rank, worker.pid, state, Place())
+        return Stack(worker.rank, worker.pid, state, RankPosition())
     with _Turn(worker, STACK_TIMEOUT) as turn:
         answer = await _ask(worker, control.Trace(), STACK_TIMEOUT)
-    if isinstance(answer, Place):
+    if isinstance(answer, RankPosition):
         return Stack(worker.rank, worker.pid, state, answer)
     frames: Sequence[StackFrame]
     if isinstance(answer, control.Traced):
@@ -66,7 +68,7 @@ async def stack_of(worker: Worker) -> Stack:
         if not frames:
             return Stack(worker.rank, worker.pid, state, place, problem=NO_ANSWER)
     shown = user_frames(frames)
-    problem = NO_LINE if state == "busy" and not shown else ""
+    problem = NO_CELL_LINE if state == "busy" and not shown else ""
     return Stack(worker.rank, worker.pid, state, place, with_code(shown), problem)
 
 
@@ -85,7 +87,7 @@ async def secrets_of(worker: Worker) -> RankSecrets:
 
 
 async def ask_idle_worker(
-    workers: Sequence[Worker], question: Question
+    workers: Sequence[Worker], question: TypingQuestion
 ) -> Completions | Description | None:
     """Return the answer of an idle worker to a question of a front end.
 
@@ -123,11 +125,11 @@ async def _status_of(worker: Worker) -> WorkerStatus:
     if status.state == "idle":
         with _Turn(worker, STATUS_TIMEOUT) as turn:
             answer = await _last_collective(worker)
-        place = await _place_of_silent(worker, turn) if answer is None else Place()
+        place = await _place_of_silent(worker, turn) if answer is None else RankPosition()
         if place.holds_gil:  # the worker may only have been slow, waiting for a disk or a lock
             answer = await _last_collective(worker, BRIEF_SAMPLE_TIMEOUT)
         if answer is not None:  # an answer shows that C code does not hold the GIL
-            place = Place(is_stopped=is_stopped(worker.pid))
+            place = RankPosition(is_stopped=is_stopped(worker.pid))
     else:
         place, answer = await asyncio.gather(_place(worker), _last_collective(worker))
     task = worker.task
@@ -140,16 +142,20 @@ async def _status_of(worker: Worker) -> WorkerStatus:
     return replace(status, place=shown, code=code, collective=collective, cell=cell)
 
 
-async def _ask(worker: Worker, request: control.Request, timeout: float) -> control.Answer | None:
-    """Return the rank's answer; a `Place` if its process is stopped, None if there is no answer."""
+async def _ask(
+    worker: Worker, request: control.ControlRequest, timeout: float
+) -> control.ControlReply | None:
+    """Return the rank's answer, `RankPosition` if its process is stopped, None if it is silent."""
     if not is_stopped(worker.pid):
         answer = await worker.ask(request, timeout)
         if answer is not None or not is_stopped(worker.pid):
             return answer
-    return Place(is_stopped=True)
+    return RankPosition(is_stopped=True)
 
 
-async def place_from_outside(worker: Worker, timeout: float) -> tuple[Place, list[StackFrame]]:
+async def place_from_outside(
+    worker: Worker, timeout: float
+) -> tuple[RankPosition, list[StackFrame]]:
     """Return the place and frames of a rank that cannot answer, as read from its memory.
 
     The frames begin with the innermost; there are none if the memory cannot be read.
@@ -161,9 +167,9 @@ async def place_from_outside(worker: Worker, timeout: float) -> tuple[Place, lis
         file = os.path.basename(task.script.file)
         line = next((frame.line for frame in frames if frame.file == task.script.file), 0)
     # A rank that waits in a collective does not hold the GIL: it only answers slowly.
-    waits = bool(frames) and IN_TORCH in frames[0].file
+    waits = bool(frames) and TORCH_DISTRIBUTED in frames[0].file
     operation = frames[0].function if waits else ""
-    return Place(line=line, operation=operation, holds_gil=not waits, file=file), frames
+    return RankPosition(line=line, operation=operation, holds_gil=not waits, file=file), frames
 
 
 def _line_of(frames: Sequence[StackFrame]) -> int:
@@ -174,15 +180,15 @@ def _line_of(frames: Sequence[StackFrame]) -> int:
     return next((frame.line for frame in reversed(frames) if frame.is_cell), 0)
 
 
-async def _place(worker: Worker) -> Place:
+async def _place(worker: Worker) -> RankPosition:
     with _Turn(worker, STATUS_TIMEOUT) as turn:
-        answer = await _ask(worker, control.Locate(briefly=True), STATUS_TIMEOUT)
-    return answer if isinstance(answer, Place) else await _place_of_silent(worker, turn)
+        answer = await _ask(worker, control.LocateMainThread(briefly=True), STATUS_TIMEOUT)
+    return answer if isinstance(answer, RankPosition) else await _place_of_silent(worker, turn)
 
 
-async def _place_of_silent(worker: Worker, turn: _Turn) -> Place:
+async def _place_of_silent(worker: Worker, turn: _Turn) -> RankPosition:
     if is_stopped(worker.pid):
-        return Place(is_stopped=True)
+        return RankPosition(is_stopped=True)
     place, _ = await place_from_outside(worker, BRIEF_SAMPLE_TIMEOUT)
     return turn.judge(place)
 
@@ -212,7 +218,7 @@ class _Turn:
     def _start(self) -> None:
         self._clocks = [OwnTime(self._pid), OwnTime(os.getpid())]
 
-    def judge(self, place: Place) -> Place:
+    def judge(self, place: RankPosition) -> RankPosition:
         """Return the place of a silent rank, with `holds_gil` only if it had time to answer."""
         if not (place.holds_gil and self._clocks):
             return replace(place, holds_gil=False)
@@ -375,17 +381,17 @@ def _text(value: str | bytes) -> str:
 
 # --- reports to the notebook --------------------------------------------------------------------
 
-FIRST_AFTER = 1.0  # seconds into a task; nothing is read during shorter tasks
-EVERY = 2.0  # seconds between reports
+FIRST_USAGE_DELAY = 1.0  # seconds into a task; nothing is read during shorter tasks
+USAGE_INTERVAL = 2.0  # seconds between reports
 COUNT_TIMEOUT = 1.0  # seconds for a count of pages, and for reading GPUs
-FEWEST_SECONDS, LARGEST_SHARE = 10.0, 0.005
+MIN_COUNT_SECONDS, LARGEST_SHARE = 10.0, 0.005
 """Least seconds that a count of pages is used, and the share of a core that counting may take."""
 
 
 class UsageWatch:
     """Reports memory and GPUs of busy workers to the notebook every few seconds, by `send`."""
 
-    def __init__(self, send: Callable[[Used], None]) -> None:
+    def __init__(self, send: Callable[[UsageReport], None]) -> None:
         self.memory = MemoryGauge()
         self._gpus = GpuGauge()
         self._send = send
@@ -402,21 +408,21 @@ class UsageWatch:
 
     async def _watch(self, busy: Callable[[], Sequence[Worker]]) -> None:
         try:
-            await asyncio.sleep(FIRST_AFTER)
+            await asyncio.sleep(FIRST_USAGE_DELAY)
             while workers := busy():
                 pids = {worker.rank: worker.pid for worker in workers}
                 memory = await self.memory.read([*pids.values()], COUNT_TIMEOUT, self.fresh_seconds)
                 gpus = await self.gpus(workers, COUNT_TIMEOUT)
                 used = {rank: Usage(memory[pid], gpus.get(rank)) for rank, pid in pids.items()}
-                self._send(Used(used))
-                await asyncio.sleep(EVERY)
+                self._send(UsageReport(used))
+                await asyncio.sleep(USAGE_INTERVAL)
         finally:
             self.is_on = False
 
     @property
     def fresh_seconds(self) -> float:
         """How many seconds a count of pages is used, so that repeated counts stay cheap."""
-        return max(FEWEST_SECONDS, self.memory.cost / LARGEST_SHARE)
+        return max(MIN_COUNT_SECONDS, self.memory.cost / LARGEST_SHARE)
 
     async def gpus(self, workers: Sequence[Worker], timeout: float) -> dict[int, Gpu]:
         """Return the GPUs of workers by rank; without the GPUs that cannot be read in time."""

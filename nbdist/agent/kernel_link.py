@@ -25,16 +25,16 @@ from zmq.eventloop.zmqstream import ZMQStream
 
 from nbdist.output import events
 from nbdist.wire import control
-from nbdist.wire.frames import NOTHING, BadFrame, FrameCutter, fits, framed, pack
+from nbdist.wire.frames import NO_VALUES, BadFrame, FrameCutter, fits, framed, pack
 from nbdist.wire.spec import WorkerStart
-from nbdist.wire.work import MOST_BYTES, InputReply, Said, SigintSent, said_from
+from nbdist.wire.work import MAX_TASK_MESSAGE_BYTES, InputReply, SigintSent, TaskMessage, said_from
 from nbdist.words import one_line
 
 # --- messages ---------------------------------------------------------------------------------
 
 log = logging.getLogger("nbdist.agent")
 
-OURS = (
+HIDDEN_FILES = (
     os.path.join("nbdist", "worker", "group", "gloo.py"),  # wraps torch's `Work.wait`
     os.path.join("nbdist", "worker", "ops", "run.py"),
     os.path.join("nbdist", "worker", "kernel.py"),  # replaces `input`
@@ -57,7 +57,7 @@ MAX_LEVELS = 100
 ENDING = "`%dist_shutdown` ends all workers."
 
 
-class Message(NamedTuple):
+class KernelMessage(NamedTuple):
     """A Jupyter message of a worker.
 
     `number` counts the messages that have a mark in the worker's stdout, 0 for a message without.
@@ -70,7 +70,7 @@ class Message(NamedTuple):
     number: int
     extras: Mapping[str, Any]
     buffers: Sequence[bytes | memoryview] = ()
-    metadata: Mapping[str, Any] = NOTHING
+    metadata: Mapping[str, Any] = NO_VALUES
     is_too_deep: bool = False
 
 
@@ -78,7 +78,7 @@ class BadWidgetMessage(ValueError):
     """Raised for a widget's message that no page could use; the text says why."""
 
 
-def message_from(session: Session, frames: list[bytes]) -> Message | None:
+def message_from(session: Session, frames: list[bytes]) -> KernelMessage | None:
     """Read a Jupyter message; log a warning and return None if the frames are no such message."""
     try:
         raw = session.deserialize(session.feed_identities(frames)[1], content=False)
@@ -87,13 +87,13 @@ def message_from(session: Session, frames: list[bytes]) -> Message | None:
         # A message keeps its number even if its content is dropped: later output waits for it.
         content = _unpack_content(session, raw["content"])
         is_too_deep = content is None or is_deeper(metadata, MAX_LEVELS)
-        return Message(
+        return KernelMessage(
             str(raw["header"]["msg_type"]),
             {} if is_too_deep else {**content},
             int(extras.get("number", 0)),
             extras,
             raw["buffers"],
-            NOTHING if is_too_deep else metadata,
+            NO_VALUES if is_too_deep else metadata,
             is_too_deep,
         )
     except Exception as error:  # noqa: BLE001 (garbage can make each of these raise anything)
@@ -121,7 +121,7 @@ def is_deeper(value: object, levels: int) -> bool:
     return True
 
 
-def output_from(message: Message) -> events.Output | None:
+def output_from(message: KernelMessage) -> events.Output | None:
     """Turn a message into an output; None for kinds that are not relayed, and malformed messages.
 
     A malformed message of a widget becomes a line of output that says so, and so does a message
@@ -166,16 +166,16 @@ def _output(
         case "display_data":
             return events.Display(*_bundles(content), display)
         case "update_display_data" if display:
-            return events.Update(*_bundles(content), display)
+            return events.DisplayUpdate(*_bundles(content), display)
         case "clear_output":
             return events.Clear(bool(content.get("wait")))
-        case events.MOVED:
-            return events.Moved(int(content["done"]), int(content["total"]))
-        case events.RECORD:
+        case events.MOVED_TYPE:
+            return events.TransferProgress(int(content["done"]), int(content["total"]))
+        case events.RECORD_TYPE:
             return events.Record(**content)
-        case events.TRACKED:
+        case events.TRACKED_TYPE:
             return _tracked(content)
-        case events.WARNED:
+        case events.WARNED_TYPE:
             return events.Warned(one_line(str(content["text"])))
     return None
 
@@ -208,7 +208,7 @@ def _bundles(content: Mapping[str, Any]) -> tuple[events.MimeBundle, events.Mime
     return data, {**(content.get("metadata") or {})}
 
 
-def _comm(message: Message) -> events.Output:
+def _comm(message: KernelMessage) -> events.Output:
     """Turn a message to a widget's model in the page into an output.
 
     If a message opens a comm that belongs to no widget, a line of output says that ranks cannot.
@@ -251,7 +251,9 @@ def _line(text: str) -> events.Display:
 def user_failure(failure: events.Failure) -> events.Failure:
     """Return the failure as users see it: without nbdist's frames, and SystemExit as a sentence."""
     plain = ((frame, ANSI.sub("", frame)) for frame in failure.traceback)
-    traceback = tuple(frame for frame, text in plain if not any(part in text for part in OURS))
+    traceback = tuple(
+        frame for frame, text in plain if not any(part in text for part in HIDDEN_FILES)
+    )
     if failure.name != "SystemExit":
         return failure._replace(traceback=traceback)
     # IPython's own text explains how to leave a terminal, which does not apply here.
@@ -281,7 +283,7 @@ class FrameConnection(asyncio.Protocol):
     ) -> None:
         self._on_frame = on_frame
         self._on_lost = on_lost
-        self._cutter = FrameCutter(MOST_BYTES)
+        self._cutter = FrameCutter(MAX_TASK_MESSAGE_BYTES)
         self._is_lost = False
 
     def data_received(self, data: bytes) -> None:
@@ -317,7 +319,7 @@ class KernelClient:
         self._tasks: asyncio.WriteTransport | None = None
         self._control: asyncio.WriteTransport | None = None
         self._request_count = 0
-        self._answers: dict[int, asyncio.Future[control.Answer]] = {}
+        self._answers: dict[int, asyncio.Future[control.ControlReply]] = {}
 
     def write_connection_file(self) -> None:
         """Write the kernel's connection file.  Raises ChildProcessError if that fails."""
@@ -336,7 +338,7 @@ class KernelClient:
             raise ChildProcessError(f"{error.strerror} in {folder}") from error
 
     async def connect(
-        self, on_message: Callable[[Said], None], on_lost: Callable[[BadFrame | None], None]
+        self, on_message: Callable[[TaskMessage], None], on_lost: Callable[[BadFrame | None], None]
     ) -> None:
         """Connect to the worker; on return iopub is subscribed, so no output can be missed.
 
@@ -378,8 +380,8 @@ class KernelClient:
             self._tasks.write(framed(message if isinstance(message, bytes) else pack(message)))
 
     async def ask(
-        self, request: control.Request, timeout: float, exited: asyncio.Future[int]
-    ) -> control.Answer | None:
+        self, request: control.ControlRequest, timeout: float, exited: asyncio.Future[int]
+    ) -> control.ControlReply | None:
         """Return the control thread's answer.
 
         Returns None if there is no answer within `timeout`, or if the worker exits first.
@@ -412,7 +414,7 @@ class KernelClient:
         for file in (*files, self._start.connection_file, self._start.task_socket):
             Path(file).unlink(missing_ok=True)
 
-    def _request(self, request: control.Request) -> int:
+    def _request(self, request: control.ControlRequest) -> int:
         assert self._control is not None
         self._request_count += 1
         self._control.write(framed(pack((self._request_count, request))))

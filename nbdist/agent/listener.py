@@ -26,14 +26,14 @@ from nbdist.wire.log_files import GetLogs
 from nbdist.wire.messages import GetSecrets, GetStacks, OfEachRank
 from nbdist.wire.spec import WorldSpec
 from nbdist.wire.status import WorkerStatus
-from nbdist.wire.store import MOST_BYTES
+from nbdist.wire.store import MAX_STORE_BYTES
 
 log = logging.getLogger("nbdist.agent")
 
-MOST_CALLING = 16  # connections at a time with the same kind of question, or with none yet
+MAX_QUERY_CONNECTIONS = 16  # connections at a time with the same kind of question, or with none yet
 LINE_TIMEOUT = 10.0  # seconds for a question to arrive, and for its answer to be read
-MOST_ASKING = 4096  # connections at a time to the store; a rank has one for each thread
-READ_SIZE = 1 << 18
+MAX_STORE_CONNECTIONS = 4096  # connections at a time to the store; a rank has one for each thread
+CONNECTION_READ_SIZE = 1 << 18
 TOO_SOON = "more was asked before the answer came"
 NOTEBOOK_NAME = "JPY_SESSION_NAME"  # by this variable Jupyter's server names a kernel's notebook
 
@@ -41,7 +41,7 @@ NOTEBOOK_NAME = "JPY_SESSION_NAME"  # by this variable Jupyter's server names a 
 def with_ranks(
     info: queries.WorldInfo, spec: WorldSpec | None, ranks: tuple[WorkerStatus, ...]
 ) -> queries.WorldInfo:
-    """Return the answer to `Look`: the description of the world, completed by its ranks.
+    """Return the answer to `DescribeRanks`: the description of the world, completed by its ranks.
 
     `spec` is None before the first start, when there are no ranks.
     """
@@ -60,7 +60,7 @@ class Door:
         self.path = path
         self._server: asyncio.Server | None = None
         # The kind of each connection's question, None before the question has arrived.
-        self._connections: dict[asyncio.Task[None], type[queries.Said] | None] = {}
+        self._connections: dict[asyncio.Task[None], type[queries.QueryMessage] | None] = {}
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.path}, {len(self._connections)} connections>"
@@ -72,7 +72,7 @@ class Door:
                 return
             self._server.close()
         self._server = await asyncio.start_unix_server(
-            self._serve, self.path, limit=queries.LONGEST_QUESTION, backlog=MOST_ASKING
+            self._serve, self.path, limit=queries.MAX_QUESTION_BYTES, backlog=MAX_STORE_CONNECTIONS
         )
         self.path.chmod(PRIVATE_FILE)
 
@@ -110,10 +110,10 @@ class Door:
 Read = Callable[[OfEachRank], Awaitable[tuple[Any, ...]]]
 """Reads the stacks, secrets or logs of ranks, on all machines of the world."""
 
-STREAMS = ("stdout", "stderr")
-MOST_LINES, LINES_OF_ALL, LONGEST_LINE = 1000, 8000, 400
+LOG_STREAMS = ("stdout", "stderr")
+MAX_LOG_LINES, MAX_LINES_OF_ALL_LOGS, MAX_LOG_LINE_LENGTH = 1000, 8000, 400
 """Limits of the logs in one answer: lines of a file, lines of all files, characters of a line."""
-MOST_READ = 256  # ranks whose logs are read for one answer
+MAX_RANKS_READ = 256  # ranks whose logs are read for one answer
 
 
 async def _cancel(*tasks: asyncio.Task[Any]) -> None:
@@ -123,11 +123,11 @@ async def _cancel(*tasks: asyncio.Task[Any]) -> None:
 
 
 class Listener(Door):
-    """Answers a question for each connection, at most `MOST_CALLING` of a kind at a time.
+    """Answers a question for each connection, at most `MAX_QUERY_CONNECTIONS` of a kind at a time.
 
     `add_ranks` adds the state of the ranks to the world's description; `read` fetches stacks, logs
     and secrets.  An agent of a world on several machines has no `link` and answers only `Describe`
-    and `Look`; the world's head answers the other questions.
+    and `DescribeRanks`; the world's head answers the other questions.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Listener(Door):
         link: NotebookLink | None,
         read: Read | None = None,
     ) -> None:
-        super().__init__(runtime / queries.DOOR)
+        super().__init__(runtime / queries.QUERY_SOCKET)
         self._add_ranks, self._link, self._read = add_ranks, link, read
 
     async def open(self) -> None:
@@ -156,13 +156,13 @@ class Listener(Door):
         when the connection closes.
         """
         waiting = self._connections_of(None)
-        if len(waiting) >= MOST_CALLING:
+        if len(waiting) >= MAX_QUERY_CONNECTIONS:
             waiting[0].cancel()
             del self._connections[waiting[0]]
         self._connections[task] = None
         async with asyncio.timeout(LINE_TIMEOUT):
             question = queries.from_line(await reader.readline())
-        if len(self._connections_of(type(question))) >= MOST_CALLING:
+        if len(self._connections_of(type(question))) >= MAX_QUERY_CONNECTIONS:
             return
         self._connections[task] = type(question)
         if (answer := await self._answer(question)) is None:
@@ -173,7 +173,7 @@ class Listener(Door):
             async with asyncio.timeout(LINE_TIMEOUT):
                 await writer.drain()
             if isinstance(answer, queries.Accepted):
-                while await reader.read(queries.LONGEST_QUESTION):
+                while await reader.read(queries.MAX_QUESTION_BYTES):
                     pass
         finally:
             match question, answer:
@@ -181,40 +181,40 @@ class Listener(Door):
                     # Reached also if the notebook has ended before it got the answer.
                     self._link.attach_connection_closed(pid)
 
-    def _connections_of(self, kind: type[queries.Said] | None) -> list[asyncio.Task[None]]:
+    def _connections_of(self, kind: type[queries.QueryMessage] | None) -> list[asyncio.Task[None]]:
         """Return the connections with this kind of question, or with none yet; oldest first."""
         return [task for task, question in self._connections.items() if question is kind]
 
-    async def _answer(self, question: queries.Said) -> queries.Said | None:
+    async def _answer(self, question: queries.QueryMessage) -> queries.QueryMessage | None:
         match question:
             case queries.Describe():
                 return self._describe()
-            case queries.Look():
+            case queries.DescribeRanks():
                 return await self._add_ranks(self._describe())
-            case queries.Inquire() if self._link and self._read:
+            case queries.InspectRanks() if self._link and self._read:
                 return await self._inspect(question, self._link, self._read)
             case queries.Attach() if self._link:
                 return await self._link.attach(question)
         return None
 
     async def _inspect(
-        self, question: queries.Inquire, link: NotebookLink, read: Read
-    ) -> queries.Findings:
+        self, question: queries.InspectRanks, link: NotebookLink, read: Read
+    ) -> queries.Inspection:
         if question.about == "tasks":
             return link.tasks
         ranks = question.ranks or tuple(link.ranks)
         if question.about == "stacks":
-            return queries.Findings(stacks=await read(GetStacks(ranks)))
+            return queries.Inspection(stacks=await read(GetStacks(ranks)))
         if question.about == "secrets":
             rows = await read(GetSecrets(ranks))
-            return queries.Findings(secrets=tuple({each for row in rows for each in row.values}))
-        ranks = ranks[:MOST_READ]
-        share = LINES_OF_ALL // (len(STREAMS) * max(1, len(ranks)))
-        max_lines = max(1, min(question.most, MOST_LINES, share))
-        return queries.Findings(
+            return queries.Inspection(secrets=tuple({each for row in rows for each in row.values}))
+        ranks = ranks[:MAX_RANKS_READ]
+        share = MAX_LINES_OF_ALL_LOGS // (len(LOG_STREAMS) * max(1, len(ranks)))
+        max_lines = max(1, min(question.most, MAX_LOG_LINES, share))
+        return queries.Inspection(
             logs=tuple(
-                each._replace(lines=tuple(line[:LONGEST_LINE] for line in each.lines))
-                for each in await read(GetLogs(ranks, STREAMS, max_lines))
+                each._replace(lines=tuple(line[:MAX_LOG_LINE_LENGTH] for line in each.lines))
+                for each in await read(GetLogs(ranks, LOG_STREAMS, max_lines))
             )
         )
 
@@ -224,7 +224,7 @@ class Listener(Door):
         return self._link.describe()
 
 
-AskStore = Callable[[store.Operation], Awaitable[store.Answer]]
+AskStore = Callable[[store.Operation], Awaitable[store.StoreReply]]
 """Asks the head's store; raises ConnectionError if the head is lost."""
 
 
@@ -235,18 +235,18 @@ class StoreWindow(Door):
     """
 
     def __init__(self, runtime: Path, ask: AskStore) -> None:
-        super().__init__(runtime / store.SOCKET)
+        super().__init__(runtime / store.STORE_SOCKET)
         self._ask = ask
 
     async def _serve_connection(
         self, task: asyncio.Task[None], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        if len(self._connections) >= MOST_ASKING:
+        if len(self._connections) >= MAX_STORE_CONNECTIONS:
             return
         self._connections[task] = None
-        cutter = FrameCutter(MOST_BYTES)
+        cutter = FrameCutter(MAX_STORE_BYTES)
         try:
-            while data := await reader.read(READ_SIZE):
+            while data := await reader.read(CONNECTION_READ_SIZE):
                 frames = [*cutter.feed(data)]
                 if len(frames) > 1:
                     raise BadFrame(TOO_SOON)
@@ -268,7 +268,7 @@ class StoreWindow(Door):
             frame = store.to_frame(answer.result())
         finally:
             await _cancel(answer, extra)
-        if len(frame) > MOST_BYTES:
-            problem = f"these values have more than {MOST_BYTES >> 20} MiB"
-            frame = store.to_frame(store.Refused(problem))
+        if len(frame) > MAX_STORE_BYTES:
+            problem = f"these values have more than {MAX_STORE_BYTES >> 20} MiB"
+            frame = store.to_frame(store.StoreRefused(problem))
         return frame

@@ -27,19 +27,26 @@ from nbdist import __version__
 from nbdist.agent.world_record import WorldRecord
 from nbdist.output.events import Died
 from nbdist.system import folders
-from nbdist.system.processes import LEAVES, STAYS, Guard, adopt_orphans, kill_descendants
+from nbdist.system.processes import LEAVES_BYTE, STAYS_BYTE, Guard, adopt_orphans, kill_descendants
 from nbdist.values.payload import Segment, SegmentGone, SegmentRef
 from nbdist.wire import messages
 from nbdist.wire.frames import pack, unpack
-from nbdist.wire.queries import SOCKET, Accepted, Attach, Findings, Refused, WorldInfo
+from nbdist.wire.queries import (
+    ATTACH_SOCKET_PATTERN,
+    Accepted,
+    Attach,
+    AttachRefused,
+    Inspection,
+    WorldInfo,
+)
 from nbdist.wire.spec import versions_here
 from nbdist.wire.work import task_from
 
-Result = TypeVar("Result")
+T = TypeVar("T")
 
 log = logging.getLogger("nbdist.agent")
 
-LINK_LINGER = 500  # milliseconds to deliver queued messages after `close`
+NOTEBOOK_LINK_LINGER = 500  # milliseconds to deliver queued messages after `close`
 CHANGE_TIMEOUT, CHANGE_STEP = 20.0, 0.05
 """Seconds that an attaching notebook waits while workers start or heal, and between two checks."""
 LAST_WORDS = 0.1  # seconds for the last messages of a notebook that has ended to arrive
@@ -73,7 +80,9 @@ class NotebookLink:
         self._on_message, self._shut_down = on_message, shut_down
         self._has_machines = has_machines
         self._record = WorldRecord()
-        self._stream: ZMQStream | None = self._connect(folders.SOCKET)  # None while detached
+        self._stream: ZMQStream | None = self._connect(
+            folders.NOTEBOOK_SOCKET
+        )  # None while detached
         self.notebook_pid = notebook_pid  # 0 while detached
         self._watched_fds: list[int] = []  # descriptors that become readable when the notebook ends
         self._replayed_in_flight = self._live_in_flight = 0  # unacknowledged batches
@@ -95,7 +104,7 @@ class NotebookLink:
 
     def _connect(self, name: str) -> ZMQStream:
         dealer: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-        dealer.linger = LINK_LINGER
+        dealer.linger = NOTEBOOK_LINK_LINGER
         dealer.sndhwm = dealer.rcvhwm = 0
         dealer.connect(f"ipc://{self._runtime}/{name}")
         stream = ZMQStream(dealer)
@@ -117,17 +126,17 @@ class NotebookLink:
             # No notebook acknowledges the batch: without this, the outbox would stop sending.
             self._live_in_flight -= 1
             loop = asyncio.get_running_loop()
-            loop.call_soon(self._on_message, messages.Received())
+            loop.call_soon(self._on_message, messages.BatchAcknowledged())
             died = any(isinstance(output, Died) for _, _, output in message.items)
             if died and self._record.running_ranks:
                 # Other ranks may wait for the dead rank, and no notebook aborts their collectives.
                 all_ranks = tuple(self._record.world.pids)
-                loop.call_soon(self._on_message, messages.Abort(all_ranks))
+                loop.call_soon(self._on_message, messages.AbortRanks(all_ranks))
         if self._stream is None and not self._must_keep_world():
             self._shut_down()
 
     async def close(self) -> None:
-        """Close the connection.  Queued messages are still delivered within `LINK_LINGER`."""
+        """Close the connection; queued messages are delivered within `NOTEBOOK_LINK_LINGER`."""
         stream, self._stream = self._stream, None  # from here on `_notebook_ended` does nothing
         self._unwatch_all()
         if stream is not None:
@@ -137,7 +146,7 @@ class NotebookLink:
 
     def _receive(self, message: messages.Down) -> None:
         match message:
-            case messages.Received():
+            case messages.BatchAcknowledged():
                 # The replayed batches were sent first, and the outbox did not send them.
                 if self._replayed_in_flight:
                     self._replayed_in_flight -= 1
@@ -147,15 +156,15 @@ class NotebookLink:
                 if not (self._replayed_in_flight or self._live_in_flight):
                     self._record.mark_all_acknowledged()
                 return
-            case messages.Remember():
+            case messages.HandoverState():
                 message = self._open_segments(message)
                 if message.config.detach != self._record.detach:
-                    self._guard.send(STAYS if message.config.detach else LEAVES)
+                    self._guard.send(STAYS_BYTE if message.config.detach else LEAVES_BYTE)
         self._record.record_received(message)
-        if not isinstance(message, messages.Remember):
+        if not isinstance(message, messages.HandoverState):
             self._on_message(message)
 
-    def _open_segments(self, state: messages.Remember) -> messages.Remember:
+    def _open_segments(self, state: messages.HandoverState) -> messages.HandoverState:
         """Open the shared memory of the set-up cells here, so that it outlives the notebook.
 
         The returned message refers to the segments that this process has opened.  Segments of
@@ -213,7 +222,7 @@ class NotebookLink:
         self._stream, self.notebook_pid, self._owner_since = None, 0, time.time()
         # The notebook will neither acknowledge batches nor release the values that it was sent.
         for _ in range(self._live_in_flight):
-            self._on_message(messages.Received())
+            self._on_message(messages.BatchAcknowledged())
         for release in self._record.pop_unreleased_values():
             self._on_message(release)
         self._live_in_flight = self._replayed_in_flight = 0
@@ -245,7 +254,7 @@ class NotebookLink:
         return self._record.world.pids.keys()
 
     @property
-    def tasks(self) -> Findings:
+    def tasks(self) -> Inspection:
         """The last task, and the last task in which, or after which, a rank failed."""
         return self._record.tasks
 
@@ -268,7 +277,7 @@ class NotebookLink:
             versions=versions_here(),
         )
 
-    async def attach(self, request: Attach) -> Accepted | Refused:
+    async def attach(self, request: Attach) -> Accepted | AttachRefused:
         """Give the world to a notebook, unless another notebook uses it.
 
         Waits at most `CHANGE_TIMEOUT` until the end of the last notebook is noticed, and until
@@ -278,16 +287,18 @@ class NotebookLink:
         while True:
             info = self.describe()
             if request.version != __version__:
-                return Refused(f"it is of nbdist {__version__}, and this is {request.version}")
+                return AttachRefused(
+                    f"it is of nbdist {__version__}, and this is {request.version}"
+                )
             if info.notebook:
-                return Refused(f"the notebook of process {info.notebook} uses it")
+                return AttachRefused(f"the notebook of process {info.notebook} uses it")
             if self._stream is None and not self._record.pending_calls:
                 break
             if time.monotonic() > deadline:
-                return Refused("its workers are being started or healed just now")
+                return AttachRefused("its workers are being started or healed just now")
             await asyncio.sleep(CHANGE_STEP)
-        if not SOCKET.fullmatch(request.socket):
-            return Refused("that is no notebook's socket")
+        if not ATTACH_SOCKET_PATTERN.fullmatch(request.socket):
+            return AttachRefused("that is no notebook's socket")
         self.notebook_pid = request.pid
         self._stream = self._connect(request.socket)
         self._send_hello()
@@ -315,12 +326,12 @@ class Serving:
 
     def __init__(
         self,
-        answer: Callable[[messages.Request], Awaitable[messages.Reply]],
-        send: Callable[[messages.Answer], None],
+        answer: Callable[[messages.RequestBody], Awaitable[messages.Reply]],
+        send: Callable[[messages.AgentReply], None],
     ) -> None:
         self._answer = answer
         self._send = send
-        self._calls: asyncio.Queue[messages.Ask[Any]] = asyncio.Queue()
+        self._calls: asyncio.Queue[messages.AgentRequest[Any]] = asyncio.Queue()
         self._stopped = asyncio.Event()
         self._error: BaseException | None = None
 
@@ -345,7 +356,7 @@ class Serving:
         if self._error is not None:
             raise self._error
 
-    def enqueue(self, ask: messages.Ask[Any]) -> None:
+    def enqueue(self, ask: messages.AgentRequest[Any]) -> None:
         """Carry out a call after all earlier calls have been answered."""
         self._calls.put_nowait(ask)
 
@@ -356,7 +367,7 @@ class Serving:
 
         Pass this coroutine to `spawn`, so that the call does not wait for others.
         """
-        self._send(messages.Answer(number, await answer(*arguments)))
+        self._send(messages.AgentReply(number, await answer(*arguments)))
 
     def spawn(self, coroutine: Coroutine[Any, Any, object]) -> None:
         """Run a coroutine concurrently.  `stop` cancels it; after `stop` it is not started."""
@@ -378,13 +389,13 @@ class Serving:
     async def _serve_calls(self) -> None:
         while True:
             ask = await self._calls.get()
-            self._send(messages.Answer(ask.id, await self._answer(ask.request)))
+            self._send(messages.AgentReply(ask.id, await self._answer(ask.request)))
 
 
-def run(runtime: Path, serve: Callable[[], Awaitable[Result]]) -> Result:
+def run(runtime: Path, serve: Callable[[], Awaitable[T]]) -> T:
     """Run `serve` in an event loop, then kill all descendants and remove the runtime folder."""
 
-    async def main() -> Result:
+    async def main() -> T:
         return await serve()
 
     logging.basicConfig(format="%(asctime)s %(name)s %(message)s")

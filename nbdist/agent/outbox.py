@@ -16,17 +16,17 @@ from nbdist.output.events import (
     Comm,
     Died,
     Display,
+    DisplayUpdate,
     Done,
     Failure,
     InputRequest,
     MimeBundle,
-    Moved,
     Output,
     Record,
     Skipped,
     Text,
     Tracked,
-    Update,
+    TransferProgress,
     Warned,
     size_of,
 )
@@ -41,7 +41,7 @@ OF_ITEM = 1000  # characters added to the size of each output: many small output
 
 JOINED_AT_MOST = 1 << 16  # characters of an output to which later text of the rank is appended
 
-Item = tuple[int, str, Output]
+RankOutput = tuple[int, str, Output]
 """Rank, task id, output."""
 
 
@@ -63,14 +63,14 @@ class Backlog:
         return sum(map(len, self._queues.values()))
 
     @property
-    def items(self) -> tuple[Item, ...]:
+    def items(self) -> tuple[RankOutput, ...]:
         """All pending outputs, grouped by rank."""
         return tuple((rank, *each) for rank, items in self._queues.items() for each in items)
 
     def add(self, rank: int, cell_id: str, output: Output) -> None:
         """Append an output, then drop older outputs if a limit is exceeded."""
         queue = self._queues[rank]
-        if isinstance(output, Update):
+        if isinstance(output, DisplayUpdate):
             self._drop_pending_update(queue, output.display_id)
         match output, queue[-1:]:
             case Text(stream, text), [(last_cell, Text(last_stream, last_text))] if (
@@ -96,12 +96,12 @@ class Backlog:
             if not (isinstance(output, InputRequest) and output.number == number)
         ]
 
-    def pop_batch(self, size: int) -> list[Item]:
+    def pop_batch(self, size: int) -> list[RankOutput]:
         """Remove and return the oldest outputs, rank by rank, until they have `size` characters.
 
         The last output may exceed `size`, so the batch is only empty if the backlog is.
         """
-        batch: list[Item] = []
+        batch: list[RankOutput] = []
         while self._queues and size > 0:
             rank = next(iter(self._queues))
             queue, count = self._queues.pop(rank), 0
@@ -122,7 +122,7 @@ class Backlog:
         """Remove the pending update of a display that is about to get a newer update."""
         for index in reversed(range(len(queue))):
             match queue[index][1]:
-                case Update(display_id=other) as update if other == display:
+                case DisplayUpdate(display_id=other) as update if other == display:
                     self._other_size -= size_of(update)
                     del queue[index]
                     return
@@ -158,7 +158,9 @@ class Backlog:
                 # A `comm_open` stays: a page cannot show a widget that was not opened.
                 is_comm_message = isinstance(output, Comm) and output.kind == "comm_msg"
                 is_droppable = (
-                    isinstance(output, Display | Update | Record | Moved | Tracked)
+                    isinstance(
+                        output, Display | DisplayUpdate | Record | TransferProgress | Tracked
+                    )
                     or is_comm_message
                     or (is_superseded and isinstance(output, Failure | Clear | Warned))
                 )
@@ -265,7 +267,7 @@ class Outbox:
                 self._schedule_flush(0.0)
 
 
-def deduplicated(items: Iterable[Item]) -> tuple[Item, ...]:
+def deduplicated(items: Iterable[RankOutput]) -> tuple[RankOutput, ...]:
     """Replace equal texts and equal display data by one object, so that a pickle has it once."""
     texts: dict[Text, Text] = {}
     values: dict[str, str] = {}
@@ -274,7 +276,7 @@ def deduplicated(items: Iterable[Item]) -> tuple[Item, ...]:
         match output:
             case Text():
                 return texts.setdefault(output, output)
-            case Display(data) | Update(data):
+            case Display(data) | DisplayUpdate(data):
                 shared: MimeBundle = {
                     kind: values.setdefault(value, value) if isinstance(value, str) else value
                     for kind, value in data.items()

@@ -28,7 +28,7 @@ from nbdist.system import processes
 from nbdist.system.folders import current_folder
 from nbdist.system.limits import Lack, word_lack, word_start_error
 from nbdist.system.processes import (
-    END_TIMEOUT,
+    EXIT_TIMEOUT,
     OwnTime,
     kill_adopted,
     kill_group,
@@ -72,7 +72,7 @@ class Children:
         asyncio.get_running_loop().call_soon(self._reap)
 
     def close(self) -> None:
-        """Kill and reap all expected children; waits at most `END_TIMEOUT` seconds."""
+        """Kill and reap all expected children; waits at most `EXIT_TIMEOUT` seconds."""
         asyncio.get_running_loop().remove_signal_handler(signal.SIGCHLD)
         for pid in self._expected:
             kill_group(pid)
@@ -199,7 +199,7 @@ def command_of(spec: WorldSpec, path: str | None) -> list[str]:
 
 # --- forked workers ---------------------------------------------------------------------------
 
-IMPORT_TIMEOUT = 150.0  # seconds for the fork server to import torch
+FORK_SERVER_IMPORT_TIMEOUT = 150.0  # seconds for the fork server to import torch
 FORK_TIMEOUT = 20.0  # seconds for a fork, which waits for at most one import
 
 READ_ON_IMPORT = re.compile(
@@ -265,7 +265,7 @@ class Forker:
                 raise Lack(word_start_error(error)) from error
             self._listen(self._server)
         imported = self._imported
-        await self._wait(imported, IMPORT_TIMEOUT, lambda: not imported.done())
+        await self._wait(imported, FORK_SERVER_IMPORT_TIMEOUT, lambda: not imported.done())
         imported.result()
 
     async def start(self, start: WorkerStart, stdout: int, stderr: int) -> WorkerProcess:
@@ -303,7 +303,7 @@ class Forker:
         except OSError as error:
             del self._pending[number]
             raise ChildProcessError(f"its fork server cannot be asked: {error}") from error
-        timeout = IMPORT_TIMEOUT if start.world.for_training else FORK_TIMEOUT
+        timeout = FORK_SERVER_IMPORT_TIMEOUT if start.world.for_training else FORK_TIMEOUT
         try:
             await self._wait(forked, timeout, lambda: number in self._pending)
         except asyncio.CancelledError:  # the caller's time is over
@@ -329,7 +329,7 @@ class Forker:
                 self._kill(server)
 
         timer = asyncio.get_running_loop().call_later(timeout, kill_if_open)
-        await asyncio.wait([answer], timeout=timeout + END_TIMEOUT)
+        await asyncio.wait([answer], timeout=timeout + EXIT_TIMEOUT)
         if not answer.done():
             raise ForkServerLost("the fork server does not answer")
         timer.cancel()
@@ -349,7 +349,7 @@ class Forker:
 
     def _read(self, server: fork_server.ForkServerProcess) -> None:
         try:
-            data = server.socket.recv(fork_server.READ_SIZE, socket.MSG_DONTWAIT)
+            data = server.socket.recv(fork_server.REQUEST_READ_SIZE, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return
         except ConnectionResetError:  # the fork server exited before it had read a request

@@ -31,9 +31,9 @@ from nbdist.wire.call_layout import CallLayout
 from nbdist.wire.places import StackFrame
 from nbdist.wire.work import Task
 
-Found = TypeVar("Found")
+T = TypeVar("T")
 
-Call = tuple[str, int, str]
+FrameInfo = tuple[str, int, str]
 """File, line and function."""
 
 READ_EVERY = 0.005  # seconds between two attempts to read the calls
@@ -42,9 +42,9 @@ LOCKED_TIMEOUT = 1.0
 """Seconds by which a reading may exceed its timeout: nobody can read a process's memory while the
 operating system is changing the mappings, for example while it pins memory for a GPU."""
 
-MOST_IN_FILE = 1 << 20  # bytes that are read of a dump; user code can write to the file, too
+MAX_DUMP_BYTES = 1 << 20  # bytes that are read of a dump; user code can write to the file, too
 CRASH, CRASHED = "Fatal Python error: ", "Stack (most recent call first):"
-FRAME = re.compile(r'^  File "(.*)", line (\d{1,9}|\?\?\?) in (.*)$')
+DUMP_FRAME = re.compile(r'^  File "(.*)", line (\d{1,9}|\?\?\?) in (.*)$')
 
 CRASHES = frozenset(
     -number
@@ -54,7 +54,7 @@ CRASHES = frozenset(
 
 CELL_FILE = re.compile(r"/ipykernel_\d+/\d+\.py$")
 
-OURS = (
+CELL_RUNNER_FILES = (
     *("/ipykernel/", "/IPython/", "/tornado/", "/traitlets/", "/asyncio/"),
     *("/nbdist/worker/", "/nbdist/agent/", "runpy>", "/runpy.py", "/selectors.py"),
 )
@@ -66,9 +66,9 @@ class StackFile:
 
     def __init__(self, path: str) -> None:
         self._path = Path(path)
-        self._reading: asyncio.Future[tuple[Call, ...]] | None = None
+        self._reading: asyncio.Future[tuple[FrameInfo, ...]] | None = None
 
-    async def sample(self, pid: int, timeout: float) -> tuple[Call, ...]:
+    async def sample(self, pid: int, timeout: float) -> tuple[FrameInfo, ...]:
         """Return the main thread's calls, innermost first; none if they change all the time."""
         loop = asyncio.get_running_loop()
         if self._reading is None or self._reading.done():
@@ -80,11 +80,11 @@ class StackFile:
         await asyncio.wait([self._reading], timeout=timeout + LOCKED_TIMEOUT)
         return self._reading.result() if self._reading.done() else ()
 
-    def _read_calls(self, pid: int, deadline: float) -> tuple[Call, ...]:
+    def _read_calls(self, pid: int, deadline: float) -> tuple[FrameInfo, ...]:
         """Read the main thread's calls, again and again until the deadline; runs in a thread."""
         try:
             with self._path.open("rb") as file, open(f"/proc/{pid}/mem", "rb", 0) as memory:
-                layout = CallLayout.read(file.readline(MOST_IN_FILE))
+                layout = CallLayout.read(file.readline(MAX_DUMP_BYTES))
                 while True:
                     with suppress(Torn, OSError):
                         if calls := calls_in(memory.fileno(), layout):
@@ -112,22 +112,22 @@ class StackFile:
 
     def _read(self) -> str:
         with suppress(OSError), self._path.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - MOST_IN_FILE))
-            return file.read(MOST_IN_FILE).decode(errors="replace")
+            file.seek(max(0, file.seek(0, os.SEEK_END) - MAX_DUMP_BYTES))
+            return file.read(MAX_DUMP_BYTES).decode(errors="replace")
         return ""
 
 
-def crash_calls(dump: str) -> tuple[Call, ...]:
+def crash_calls(dump: str) -> tuple[FrameInfo, ...]:
     """Return the calls of the thread that has crashed, from what faulthandler has written."""
     _, _, calls = dump.partition(CRASHED)
-    matches = filter(None, map(FRAME.match, calls.splitlines()))
+    matches = filter(None, map(DUMP_FRAME.match, calls.splitlines()))
     return tuple(
         (match[1], int(match[2]) if match[2].isdigit() else 0, function_name(match[3]))
         for match in matches
     )
 
 
-def frames_of(calls: tuple[Call, ...], task: Task | None) -> list[StackFrame]:
+def frames_of(calls: tuple[FrameInfo, ...], task: Task | None) -> list[StackFrame]:
     """Return calls as frames; `Cell In[N]` is the running cell, `Cell In[?]` any other cell."""
     cell = next((file for file, _, _ in reversed(calls) if CELL_FILE.search(file)), "")
     lines, frames = task.source.splitlines() if task else [], []
@@ -146,7 +146,11 @@ def user_frames(frames: Iterable[StackFrame]) -> list[StackFrame]:
     cells = [index for index, frame in enumerate(outwards) if frame.is_cell]
     if cells:
         return outwards[: cells[-1] + 1][::-1]
-    kernels = (i for i, frame in enumerate(outwards) if any(part in frame.file for part in OURS))
+    kernels = (
+        i
+        for i, frame in enumerate(outwards)
+        if any(part in frame.file for part in CELL_RUNNER_FILES)
+    )
     return outwards[: next(kernels, len(outwards))][::-1]
 
 
@@ -164,13 +168,17 @@ def with_code(frames: Iterable[StackFrame]) -> tuple[StackFrame, ...]:
 
 # --- calls in the memory of a process -----------------------------------------------------------
 
-TYPE, SIZE, STATE, BYTES = 8, 16, 32, 32
+TYPE_OFFSET, SIZE_OFFSET, STATE_OFFSET, BYTES_OFFSET = 8, 16, 32, 32
 """Offsets in objects: of the type, of the length of a string or bytes, of the kind of a string's
 letters (PyASCIIObject in unicodeobject.h), and of the first byte of bytes."""
 
-KINDS = {1: "B", 2: "H", 4: "I"}  # `struct` codes of a string's letters, by the bytes of a letter
-PYTHONS = 3  # calls with a smaller owner run Python code; others stand for C code in between
-READS, LONGEST_WAIT = 32, 1500
+LETTER_CODES = {
+    1: "B",
+    2: "H",
+    4: "I",
+}  # `struct` codes of a string's letters, by the bytes of a letter
+MIN_C_OWNER = 3  # calls with a smaller owner run Python code; others stand for C code in between
+MIN_EQUAL_READS, MAX_PAUSE_STEPS = 32, 1500
 """How many readings must agree, and the most steps of a loop that waits between two readings.
 
 If calls change while they are read, a reading can mix old and new calls.  In a program that is made
@@ -179,14 +187,14 @@ make the readings independent, so that 32 of them agree on a mixture once in 4,0
 On a machine without free processors, sleeps would take longer than all readings.
 """
 
-MOST_CALLS, MOST_LETTERS, MOST_BYTES = 2000, 4096, 1 << 20  # bytes of a name, of a table of lines
+MAX_CALLS, MAX_LETTERS, MAX_CODE_BYTES = 2000, 4096, 1 << 20  # bytes of a name, of a table of lines
 
 LARGEST_ADDRESS = 1 << 63
 COUNT_BIT = 1
 """A bit of a call's pointer to its code: Python 3.14 sets it if the call owns no reference."""
 
 CODE_UNIT = 2  # bytes of an instruction; tables of lines count in such units
-ONE_LINE, NO_COLUMNS, LONG, NO_LINE = range(10, 13), 13, 14, 15
+ONE_LINE, NO_COLUMNS, LONG_ENTRY, NO_LINE = range(10, 13), 13, 14, 15
 """Kinds of entries in a table of lines (InternalDocs/code_objects.md in CPython's repository)."""
 
 
@@ -198,7 +206,7 @@ Address = tuple[int, int, int]
 """The addresses of a call in memory, of its code, and of its instruction."""
 
 
-def calls_in(memory: int, layout: CallLayout) -> tuple[Call, ...]:
+def calls_in(memory: int, layout: CallLayout) -> tuple[FrameInfo, ...]:
     """Return the calls in a process's /proc/PID/mem, innermost first; raises Torn, OSError."""
     reader = _Reader(memory, layout)
     frames = read_stable(lambda: [*reader.frames()])
@@ -208,11 +216,11 @@ def calls_in(memory: int, layout: CallLayout) -> tuple[Call, ...]:
     return calls
 
 
-def read_stable(read: Callable[[], Found]) -> Found:
-    """Call `read` at `READS` random moments; return the result, raise Torn if two differ."""
+def read_stable(read: Callable[[], T]) -> T:
+    """Call `read` at `MIN_EQUAL_READS` random moments; raise Torn if two of its results differ."""
     result = read()
-    for _ in range(READS - 1):
-        for _ in range(random.randrange(LONGEST_WAIT)):
+    for _ in range(MIN_EQUAL_READS - 1):
+        for _ in range(random.randrange(MAX_PAUSE_STEPS)):
             pass
         if read() != result:
             raise Torn("it has changed")
@@ -228,21 +236,21 @@ class _Reader:
         self._codes: dict[int, tuple[str, str, int, bytes]] = {}
 
     def frames(self) -> Iterator[Address]:
-        """Yield the calls of Python code, innermost first, at most `MOST_CALLS`."""
+        """Yield the calls of Python code, innermost first, at most `MAX_CALLS`."""
         layout = self._layout
         holder = self._pointer(layout.thread + layout.holder) if layout.holder else layout.thread
         address = self._pointer(holder + layout.call)
         size = max(layout.code, layout.previous, layout.instruction, layout.owner) + 8
-        for _ in range(MOST_CALLS):
+        for _ in range(MAX_CALLS):
             if not address:
                 return
             call = self._read(address, size)
-            if call[layout.owner] < PYTHONS:
+            if call[layout.owner] < MIN_C_OWNER:
                 code = _word(call, layout.code) & ~COUNT_BIT
                 yield address, code, _word(call, layout.instruction)
             address = _word(call, layout.previous)
 
-    def call(self, frame: Address) -> Call:
+    def call(self, frame: Address) -> FrameInfo:
         _, code, instruction = frame
         if code not in self._codes:
             self._codes[code] = self._read_code(code)
@@ -254,32 +262,32 @@ class _Reader:
         """Read a code object: its file, name, first line and table of lines."""
         layout = self._layout
         code = self._read(address, layout.instructions)
-        if _word(code, TYPE) != layout.code_type:
+        if _word(code, TYPE_OFFSET) != layout.code_type:
             raise Torn("that is no code")
         file, name = (self._read_text(_word(code, member)) for member in (layout.file, layout.name))
         first = int.from_bytes(code[layout.first_line : layout.first_line + 4], sys.byteorder)
         table = _word(code, layout.lines)
-        size = self._pointer(table + SIZE)
-        return file, name, first, self._read(table + BYTES, size, MOST_BYTES)
+        size = self._pointer(table + SIZE_OFFSET)
+        return file, name, first, self._read(table + BYTES_OFFSET, size, MAX_CODE_BYTES)
 
     def _read_text(self, address: int) -> str:
-        head = self._read(address, STATE + 8)
-        if _word(head, TYPE) != self._layout.text_type:
+        head = self._read(address, STATE_OFFSET + 8)
+        if _word(head, TYPE_OFFSET) != self._layout.text_type:
             raise Torn("that is no text")
         # Bits: 2 for interning, 3 for the bytes of a letter, 1 for a compact string, 1 for ASCII.
-        width, is_ascii = head[STATE] >> 2 & 7, head[STATE] >> 6 & 1
+        width, is_ascii = head[STATE_OFFSET] >> 2 & 7, head[STATE_OFFSET] >> 6 & 1
         start = address + (self._layout.ascii if is_ascii else self._layout.other)
-        size = _word(head, SIZE)
+        size = _word(head, SIZE_OFFSET)
         letters = self._read(start, size * width)
         try:
-            return "".join(map(chr, struct.unpack(f"{size}{KINDS[width]}", letters)))
+            return "".join(map(chr, struct.unpack(f"{size}{LETTER_CODES[width]}", letters)))
         except (KeyError, ValueError, OverflowError) as error:
             raise Torn("these are no letters") from error
 
     def _pointer(self, address: int) -> int:
         return _word(self._read(address, 8), 0)
 
-    def _read(self, address: int, size: int, limit: int = MOST_LETTERS) -> bytes:
+    def _read(self, address: int, size: int, limit: int = MAX_LETTERS) -> bytes:
         if not 0 < address < LARGEST_ADDRESS or size > limit:
             raise Torn("nothing can be there")
         data = os.pread(self._memory, size, address)
@@ -301,7 +309,7 @@ def line_at(table: bytes, first: int, unit: int) -> int:
         kind = table[begin] >> 3 & 15
         if kind in ONE_LINE:
             line += kind - ONE_LINE[0]
-        elif kind in (NO_COLUMNS, LONG):
+        elif kind in (NO_COLUMNS, LONG_ENTRY):
             line += _read_signed(table[begin + 1 : after])
         end += (table[begin] & 7) + 1
         if unit < end:

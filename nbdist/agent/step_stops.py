@@ -25,17 +25,17 @@ from nbdist.wire.control import (
 )
 
 if TYPE_CHECKING:
-    from nbdist.agent.stopping import Stopping
+    from nbdist.agent.interrupts import Interrupter
     from nbdist.agent.worker import Worker
 
-Key = TypeVar("Key")
+K = TypeVar("K")
 
 STEP_TIMEOUT = 2.0
 """Seconds from Stop until late ranks are interrupted.
 
 A rank counts as training if its next step is due within this time, or overdue by less."""
 
-ANSWER_TIMEOUT = 0.6  # seconds for a rank to answer how many steps it has begun
+STEP_ANSWER_TIMEOUT = 0.6  # seconds for a rank to answer how many steps it has begun
 NODE_TIMEOUT = 1.0  # seconds for the head to get the counts of all machines
 
 POLL_INTERVAL = 0.02  # seconds between checks whether ranks have left the task
@@ -67,8 +67,8 @@ def can_wait(count: StepCount | None) -> bool:
 
 
 async def collect_counts(
-    requests: Mapping[Key, Coroutine[Any, Any, StepCount | None]],
-) -> dict[Key, StepCount | None]:
+    requests: Mapping[K, Coroutine[Any, Any, StepCount | None]],
+) -> dict[K, StepCount | None]:
     """Wait for the counts of all ranks.
 
     Stop waiting as soon as a count shows that the ranks must be interrupted at once: then ranks
@@ -95,7 +95,7 @@ class StepStops:
 
     def __init__(
         self,
-        stopping: Stopping,
+        stopping: Interrupter,
         all_ranks: Callable[[], Iterable[Worker]],
         spawn: Callable[[Coroutine[Any, Any, object]], None],
     ) -> None:
@@ -190,14 +190,14 @@ class StepStops:
 async def _hold(rank: Worker, task_id: str) -> StepCount | None:
     if rank.input_requests:  # a person may take long to answer an input request
         return None
-    answer = await rank.ask(HoldSteps(task_id), ANSWER_TIMEOUT)
+    answer = await rank.ask(HoldSteps(task_id), STEP_ANSWER_TIMEOUT)
     return answer if isinstance(answer, StepCount) else None
 
 
 async def _ask_all(
     requests: Mapping[Worker, StopAtStep | ReleaseSteps],
 ) -> dict[Worker, StepCount | None]:
-    replies = (rank.ask(request, ANSWER_TIMEOUT) for rank, request in requests.items())
+    replies = (rank.ask(request, STEP_ANSWER_TIMEOUT) for rank, request in requests.items())
     answers: Iterable[Any] = await asyncio.gather(*replies)
     counts = (answer if isinstance(answer, StepCount) else None for answer in answers)
     return dict(zip(requests, counts, strict=True))

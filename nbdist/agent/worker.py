@@ -25,17 +25,19 @@ from nbdist.system.limits import Lack, OomKills, lack_in
 from nbdist.system.processes import cpu_seconds, is_exiting, is_stopped
 from nbdist.wire import control
 from nbdist.wire.frames import BadFrame
-from nbdist.wire.messages import Run
-from nbdist.wire.places import Place, RankState
+from nbdist.wire.messages import RunTask
+from nbdist.wire.places import RankPosition, RankState
 from nbdist.wire.spec import LAST_LINE_SAYS, WorkerStart, WorldSpec
 from nbdist.wire.status import WorkerStatus
-from nbdist.wire.work import CatchUp, Finished, InputReply, Said, SigintSent, Task, task_from
+from nbdist.wire.work import CatchUp, Finished, InputReply, SigintSent, Task, TaskMessage, task_from
 from nbdist.words import word_exit
 
 log = logging.getLogger("nbdist.agent")
 
-KILL_TIMEOUT = 5.0  # seconds for a killed process to exit
-LOCATE_TIMEOUT = 0.5  # seconds for a worker to answer `Locate`; else it counts as holding the GIL
+WORKER_KILL_TIMEOUT = 5.0  # seconds for a killed process to exit
+LOCATE_TIMEOUT = (
+    0.5  # seconds for a worker to answer `LocateMainThread`; else it counts as holding the GIL
+)
 LOST_GRACE = 1.0  # seconds for a worker to exit by itself after its task connection was closed
 UNREADABLE = "the agent could not read what it sent"
 UNREACHABLE = "it closed the connection to its agent"
@@ -135,7 +137,7 @@ class Worker:
         """The running task, which each call unpacks again; None while idle."""
         return task_from(self._packed) if self.task_id else None
 
-    def run(self, run: Run) -> None:
+    def run(self, run: RunTask) -> None:
         """Send a packed task to the worker.  Outputs are emitted, and at its end `Done` or `Died`.
 
         If the worker has exited, `Died` is emitted again.
@@ -161,13 +163,17 @@ class Worker:
         """Send a page's message to one of the worker's widgets."""
         self._kernel.send(comm)
 
-    async def ask(self, request: control.Request, timeout: float) -> control.Answer | None:
+    async def ask(
+        self, request: control.ControlRequest, timeout: float
+    ) -> control.ControlReply | None:
         """Return the answer of the worker's control thread; None if the thread is not in time."""
         if self.process is None:
             return None
         return await self._kernel.ask(request, timeout, self.process.exited)
 
-    async def ask_or_kill(self, request: control.Request, timeout: float) -> control.Answer | None:
+    async def ask_or_kill(
+        self, request: control.ControlRequest, timeout: float
+    ) -> control.ControlReply | None:
         """Ask the worker; kill it if it answers that only a new process can carry this out."""
         answer = await self.ask(request, timeout)
         if isinstance(answer, control.Failed) and answer.unfit:
@@ -179,13 +185,13 @@ class Worker:
         if self.process is not None and not self.process.exited.done():
             self.emit_stderr(f"{UNFIT}: {why}\n")
             self.kill()
-            await asyncio.wait([self.process.exited], timeout=KILL_TIMEOUT)
+            await asyncio.wait([self.process.exited], timeout=WORKER_KILL_TIMEOUT)
 
-    async def locate(self) -> Place:
+    async def locate(self) -> RankPosition:
         """Return the worker's place; without an answer, the worker counts as holding the GIL."""
-        place = await self.ask(control.Locate(), LOCATE_TIMEOUT)
-        if not isinstance(place, Place):
-            place = Place(holds_gil=True, is_stopped=is_stopped(self.pid))
+        place = await self.ask(control.LocateMainThread(), LOCATE_TIMEOUT)
+        if not isinstance(place, RankPosition):
+            place = RankPosition(holds_gil=True, is_stopped=is_stopped(self.pid))
         return replace(place, asks=bool(self.input_requests))
 
     def emit_stderr(self, text: str) -> None:
@@ -251,7 +257,7 @@ class Worker:
                 self._kernel.shut_down()
                 await process.exit_within(grace)
             process.kill()
-            await asyncio.wait([process.exited], timeout=KILL_TIMEOUT)
+            await asyncio.wait([process.exited], timeout=WORKER_KILL_TIMEOUT)
         for timer in (self._count_timer, self._kill_timer):
             if timer is not None:
                 timer.cancel()
@@ -302,7 +308,7 @@ class Worker:
             self._errors_sent.add(number)
         self.output.receive(number, output)
 
-    def _handle_item(self, item: Output | Said) -> None:
+    def _handle_item(self, item: Output | TaskMessage) -> None:
         match item:
             case InputRequest():
                 self._handle_input_request(item)

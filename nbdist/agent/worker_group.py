@@ -1,7 +1,7 @@
 """The workers of one machine, and the store by which the workers of a world find one another.
 
-Runs in the agent.  `WorkerGroup` carries out the requests of `nbdist.agent.forming`: to start
-workers, to form their groups, and to stop workers.
+Runs in the agent.  `WorkerGroup` carries out the requests of `nbdist.agent.group_formation`: to
+start workers, to form their groups, and to stop workers.
 """
 
 from __future__ import annotations
@@ -29,15 +29,17 @@ from nbdist.system.limits import Lack, lack_in, word_lack_of_files
 from nbdist.topology import parse_gpus, usable_cores, visible_gpus
 from nbdist.wire import control, node_messages
 from nbdist.wire.messages import StartFailure, Starting, WorldStarted
-from nbdist.wire.node_messages import Form, Formed, Groups, Held
+from nbdist.wire.node_messages import Form, Formed, Groups, LiveRanks
 from nbdist.wire.spec import WorkerStart, WorldSpec, cancel_file, torchrun_variables
 
-START_TIMEOUT = 180.0  # seconds to start all workers and form their group; a busy disk is slow
-HEAL_TIMEOUT = 30.0  # seconds for survivors and new workers to form their groups
+GROUP_START_TIMEOUT = (
+    180.0  # seconds to start all workers and form their group; a busy disk is slow
+)
+GROUP_HEAL_TIMEOUT = 30.0  # seconds for survivors and new workers to form their groups
 HELD_TIMEOUT = 10.0  # seconds for a worker to list its groups, which are ignored otherwise
 
 SILENT = "it did not answer while the group was formed"
-ABORT_TIMEOUT = 1.0  # seconds for which `abort` waits for the workers' answers
+ABORT_ANSWER_TIMEOUT = 1.0  # seconds for which `abort` waits for the workers' answers
 HUNG_ABORT_TIMEOUT = 75.0  # seconds for a worker to answer; an abort of nccl may take it 60
 CHECK_TIMEOUT = 1.0  # seconds for a worker to list missing libraries; else none are reported
 
@@ -70,7 +72,7 @@ class WorkerGroup:
         """The world's spec, adapted to this machine; None before the first start."""
         self._run_folder: RunFolder | None = None
         self._log_folder: Path | None = None
-        self._aborting: set[asyncio.Task[control.Answer | None]] = set()
+        self._aborting: set[asyncio.Task[control.ControlReply | None]] = set()
 
     def alive(self, ranks: Iterable[int] | None = None) -> list[Worker]:
         """Return the workers of `ranks`, by default all, that have started and not exited."""
@@ -79,15 +81,15 @@ class WorkerGroup:
         return [worker for worker in workers if worker.state in ("idle", "busy")]
 
     async def ask(
-        self, ranks: Iterable[int], request: control.Request, timeout: float
-    ) -> dict[Worker, control.Answer | None]:
+        self, ranks: Iterable[int], request: control.ControlRequest, timeout: float
+    ) -> dict[Worker, control.ControlReply | None]:
         """Ask the live workers of `ranks` concurrently; None stands for no answer in time."""
         alive = self.alive(ranks)
         answers = await asyncio.gather(*(worker.ask(request, timeout) for worker in alive))
         return dict(zip(alive, answers, strict=True))
 
     async def execute(self, request: node_messages.PartRequest[Any]) -> Any:
-        """Carry out a request of `nbdist.agent.forming` to this machine; return its answer."""
+        """Carry out a request of `nbdist.agent.group_formation`; return the answer."""
         match request:
             case node_messages.StartPart(spec, ranks, attempt):
                 return await self._start(self._adapt_spec(spec), ranks, attempt)
@@ -97,7 +99,7 @@ class WorkerGroup:
                     each.rank: answer if isinstance(answer, control.HeldGroups) else None
                     for each, answer in answers.items()
                 }
-                return Held({rank: groups[rank] for rank in groups if self.alive([rank])})
+                return LiveRanks({rank: groups[rank] for rank in groups if self.alive([rank])})
             case node_messages.Prepare(spec, ranks):
                 return await self._prepare(self._adapt_spec(spec), ranks)
             case node_messages.Form(spec):
@@ -166,8 +168,8 @@ class WorkerGroup:
         workers = self.all.values()
         reports = [asyncio.create_task(self._report_progress(each)) for each in workers]
         try:
-            with CallOff(self._rendezvous.cancel_file) as call_off:
-                starts = (call_off.start(each, START_TIMEOUT) for each in workers)
+            with FormingWatch(self._rendezvous.cancel_file) as call_off:
+                starts = (call_off.start(each, GROUP_START_TIMEOUT) for each in workers)
                 errors = await asyncio.gather(*starts)
         finally:
             for each in reports:
@@ -223,24 +225,26 @@ class WorkerGroup:
         return Formed(*self._pids_and_logs(), alive, problem)
 
     async def _form_groups(
-        self, forms: Mapping[Worker, control.Request], new: Sequence[Worker]
+        self, forms: Mapping[Worker, control.ControlRequest], new: Sequence[Worker]
     ) -> str:
         """Let survivors form their groups, and start new workers, all concurrently.
 
         Returns what prevented the group, or "".  Survivors that do not answer are killed.
         """
         exits = [worker.process.exited for worker in forms if worker.process is not None]
-        with CallOff(self._rendezvous.cancel_file, exits) as call_off:
+        with FormingWatch(self._rendezvous.cancel_file, exits) as call_off:
             answers, errors = await asyncio.gather(
-                asyncio.gather(*(call_off.ask(each, forms[each], HEAL_TIMEOUT) for each in forms)),
-                asyncio.gather(*(call_off.start(each, HEAL_TIMEOUT) for each in new)),
+                asyncio.gather(
+                    *(call_off.ask(each, forms[each], GROUP_HEAL_TIMEOUT) for each in forms)
+                ),
+                asyncio.gather(*(call_off.start(each, GROUP_HEAL_TIMEOUT) for each in new)),
             )
         silent = (each for each, answer in zip(forms, answers, strict=True) if answer is None)
         await asyncio.gather(*(each.kill_unfit(SILENT) for each in silent))
         failed = ((each, error) for each, error in zip(new, errors, strict=True) if error)
         return problem_in((_word_failed(*each) for each in failed), answers)
 
-    def _form_request(self, plan: Form, rank: int) -> control.Request:
+    def _form_request(self, plan: Form, rank: int) -> control.ControlRequest:
         """Return the request by which a survivor reconnects its groups, or joins another size."""
         spec = plan.spec
         environ = self._rendezvous.environ_of(spec, rank, self._logs_of(rank))
@@ -249,19 +253,20 @@ class WorkerGroup:
         return control.Resize(plan.generation, rank, spec, plan.missing, environ)
 
     async def abort(self, ranks: Iterable[int]) -> bool:
-        """Abort the collectives of `ranks`; return True if all answer within `ABORT_TIMEOUT`.
+        """Abort the collectives of `ranks`; return True if all answer within
+        `ABORT_ANSWER_TIMEOUT`.
 
         A worker is killed if it answers that it cannot abort, even if the answer comes later.
         """
         queries = {
-            asyncio.create_task(each.ask_or_kill(control.Abort(), HUNG_ABORT_TIMEOUT))
+            asyncio.create_task(each.ask_or_kill(control.AbortCollectives(), HUNG_ABORT_TIMEOUT))
             for each in self.alive(ranks)
         }
         self._aborting |= queries
         for each in queries:
             each.add_done_callback(self._aborting.discard)
         if queries:
-            await asyncio.wait(queries, timeout=ABORT_TIMEOUT)
+            await asyncio.wait(queries, timeout=ABORT_ANSWER_TIMEOUT)
         return all(each.done() and each.result() is not None for each in queries)
 
     def _source(self, spec: WorldSpec) -> ProcessSource:
@@ -309,7 +314,7 @@ def interface_of(address: str) -> str:
     return ""
 
 
-def problem_in(starts: Iterable[str], answers: Iterable[control.Answer | None]) -> str:
+def problem_in(starts: Iterable[str], answers: Iterable[control.ControlReply | None]) -> str:
     """Return the reason why ranks could not form their groups, or ""; prefers a reached limit.
 
     `starts` are the problems of new workers, `answers` the answers of survivors.
@@ -446,7 +451,7 @@ class Rendezvous:
         return f"{self._runtime}/a{self.attempt}g{self.generation}r{rank}"
 
 
-class CallOff:
+class FormingWatch:
     """Calls off the forming of a group when a worker cannot take part.
 
     The reasons are a survivor that exits (`exits`) or does not form its groups, and a new worker
@@ -459,7 +464,7 @@ class CallOff:
         self._exits = exits
         self._event = asyncio.Event()
 
-    def __enter__(self) -> CallOff:
+    def __enter__(self) -> FormingWatch:
         for future in self._exits:
             future.add_done_callback(self._call_off)
         return self
@@ -469,8 +474,8 @@ class CallOff:
             future.remove_done_callback(self._call_off)
 
     async def ask(
-        self, worker: Worker, request: control.Request, timeout: float
-    ) -> control.Answer | None:
+        self, worker: Worker, request: control.ControlRequest, timeout: float
+    ) -> control.ControlReply | None:
         """Ask a survivor to form its groups; return its answer.
 
         If the survivor fails, or does not answer within `timeout`, the forming is called off.

@@ -27,15 +27,15 @@ from nbdist.wire.log_files import CUT_MARK, earlier_file, moved_line, renumbered
 
 log = logging.getLogger("nbdist.agent")
 
-READ_SIZE = 1 << 18
+PIPE_READ_SIZE = 1 << 18
 PIPE_SIZE = 1 << 18  # bytes a rank can write ahead of its agent; all pipes of a user share a quota
-LAST_LINES, LONGEST_LAST, LONGEST_LINE = 20, 4096, 400
+MAX_LAST_LINES, MAX_LAST_LENGTH, MAX_LAST_LINE_LENGTH = 20, 4096, 400
 """The number of `last_lines`, the characters of each text kept for them, and of `last_line`."""
 
 LOST_AFTER = 5.0  # seconds after its mark until a message that has not arrived counts as lost
 MARK_READS = 16  # reads that empty any pipe, and so find a mark that was written before
 
-Message = TypeVar("Message")
+M = TypeVar("M")
 
 
 class WorkerOutput:
@@ -46,27 +46,27 @@ class WorkerOutput:
     """
 
     def __init__(
-        self, token: str, log: WorkerLog, on_item: Callable[[Output | work.Said], None]
+        self, token: str, log: WorkerLog, on_item: Callable[[Output | work.TaskMessage], None]
     ) -> None:
         self.up, self.ready = asyncio.Event(), asyncio.Event()
         self._log = log
         self._on_item = on_item
-        self._merger: Merger[Output | work.Said | None] = Merger(token)
-        self._last_texts: deque[str] = deque(maxlen=LAST_LINES)
+        self._merger: Merger[Output | work.TaskMessage | None] = Merger(token)
+        self._last_texts: deque[str] = deque(maxlen=MAX_LAST_LINES)
         self._stdout, self._stderr = OutputPipe(self._read_stdout), OutputPipe(self._read_stderr)
         self._retry: asyncio.TimerHandle | None = None
 
     @property
     def last_lines(self) -> tuple[str, ...]:
         """The last lines that the worker has written, to explain why the worker exited."""
-        return tuple("".join(self._last_texts).splitlines()[-LAST_LINES:])
+        return tuple("".join(self._last_texts).splitlines()[-MAX_LAST_LINES:])
 
     @property
     def last_line(self) -> str:
         """The beginning of the last line that is not blank, or ""."""
-        end = "".join(self._last_texts)[-LONGEST_LAST:]  # an entry may be a part of a line
+        end = "".join(self._last_texts)[-MAX_LAST_LENGTH:]  # an entry may be a part of a line
         line = next((each for each in reversed(end.splitlines()) if each.strip()), "")
-        return line[:LONGEST_LINE]
+        return line[:MAX_LAST_LINE_LENGTH]
 
     @property
     def write_ends(self) -> tuple[int, int]:
@@ -83,7 +83,7 @@ class WorkerOutput:
         self._merger.receive_message(number, output, time.monotonic())
         self._emit_ready()
 
-    def place(self, message: work.Said) -> None:
+    def place(self, message: work.TaskMessage) -> None:
         """Add the end of a task, an input request or a `CatchUp`, at its place in the text.
 
         The worker has written the message's mark to stdout before, so reading now finds the mark.
@@ -105,7 +105,7 @@ class WorkerOutput:
         for item in self._merger.pop_all():
             self.emit(item)
 
-    def emit(self, item: Output | work.Said | None) -> None:
+    def emit(self, item: Output | work.TaskMessage | None) -> None:
         """Write text, prompts and replies to the log, and call `on_item` at once.
 
         Before the end of a task and before a prompt, pending text of stderr is read and emitted.
@@ -124,7 +124,7 @@ class WorkerOutput:
                 self._log.write("stdout", f"{text}\n")
             case Text(stream, text):
                 self._log.write(stream, text)
-                self._last_texts.append(text[-LONGEST_LAST:])
+                self._last_texts.append(text[-MAX_LAST_LENGTH:])
         self._on_item(item)
 
     def close(self) -> None:
@@ -183,7 +183,7 @@ class OutputPipe:
         data = b""
         if self._open:
             try:
-                data = os.read(self._read_end, READ_SIZE)
+                data = os.read(self._read_end, PIPE_READ_SIZE)
             except BlockingIOError:
                 return False
         if data:
@@ -193,7 +193,7 @@ class OutputPipe:
         return bool(data)
 
 
-class Merger(Generic[Message]):
+class Merger(Generic[M]):
     """Puts the numbered messages of a worker where their marks are in its stdout; pure.
 
     `up` and `ready` turn True when the worker's mark of this name is read.
@@ -203,7 +203,7 @@ class Merger(Generic[Message]):
         self.up = self.ready = False
         self._pattern, self._cut_off = work.mark_pattern(token), work.cut_off_pattern(token)
         self.queue: deque[Text | int] = deque()  # text, and the numbers of messages at their places
-        self._messages: dict[int, Message] = {}  # arrived, by number
+        self._messages: dict[int, M] = {}  # arrived, by number
         self.placed = 0  # the last number whose place is known; a worker counts from 1
         self._awaited_since: dict[int, float] = {}  # when each number was queued
         self._last_arrival = 0.0  # when a message was last taken from the queue
@@ -235,7 +235,7 @@ class Merger(Generic[Message]):
             places = (i for i, item in enumerate(self.queue) if isinstance(item, int))
             self.queue.insert(next(places, len(self.queue)), Text("stderr", text))
 
-    def receive_message(self, number: int, message: Message, now: float) -> None:
+    def receive_message(self, number: int, message: M, now: float) -> None:
         """Add a numbered message, which waits for its mark unless it had counted as lost."""
         self._messages[number] = message
         if number <= self.placed and number not in self._awaited_since:
@@ -250,12 +250,12 @@ class Merger(Generic[Message]):
             self._add_place(lost, now)
         self.placed = max(self.placed, number)
 
-    def pop_ready(self, now: float) -> list[Text | Message]:
+    def pop_ready(self, now: float) -> list[Text | M]:
         """Remove and return all items before the first message that has yet to arrive.
 
         A message that does not arrive within `LOST_AFTER` is skipped.
         """
-        items: list[Text | Message] = []
+        items: list[Text | M] = []
         while self.queue:
             head = self.queue[0]
             if isinstance(head, Text):
@@ -276,11 +276,11 @@ class Merger(Generic[Message]):
         texts = ((name, text) for name, text in endings if text)
         return [Text("stdout" if name == "stdout" else "stderr", text) for name, text in texts]
 
-    def pop_all(self) -> list[Text | Message]:
+    def pop_all(self) -> list[Text | M]:
         """Remove and return all items of a worker that has exited, messages without a mark last."""
         self._add(self._partial_mark)
         self._partial_mark = b""
-        items: list[Text | Message] = self.pop_ready(now=float("inf"))
+        items: list[Text | M] = self.pop_ready(now=float("inf"))
         items.extend(self.pop_incomplete_text())
         items.extend(self._messages.pop(number) for number in sorted(self._messages))
         return items
@@ -310,7 +310,7 @@ class Merger(Generic[Message]):
 RUNS_KEPT = 20  # the newest runs below nbdist's own log folder; older runs are removed
 LONGEST_LOGGED = 1 << 20  # bytes by which a file may exceed its share to complete a line
 
-ATTEMPT = re.compile(r"attempt_\d+", re.ASCII)
+ATTEMPT_FOLDER = re.compile(r"attempt_\d+", re.ASCII)
 """The name of the folder of a start of the workers, which holds its log files."""
 
 
@@ -484,7 +484,7 @@ def drop_old_runs(root: Path) -> None:
     newest = {*sorted(runs, key=lambda run: run.stat().st_mtime)[-RUNS_KEPT:]}
     for folder in reversed(claimed):  # inner folders come before the folders around them
         names = {each.name for each in folder.iterdir()} - {folders.LOCK_FILE}
-        if folder not in newest and all(map(ATTEMPT.fullmatch, names)):
+        if folder not in newest and all(map(ATTEMPT_FOLDER.fullmatch, names)):
             folders.remove(folder)
 
 

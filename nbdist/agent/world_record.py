@@ -10,14 +10,14 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from nbdist.agent.outbox import ENOUGH_IN_A_BATCH, TEXT_KEPT, Backlog, Item
+from nbdist.agent.outbox import ENOUGH_IN_A_BATCH, TEXT_KEPT, Backlog, RankOutput
 from nbdist.output.events import Died, Done, Failure, Output, RankError, size_of
 from nbdist.values.payload import refs_in
 from nbdist.wire import messages
 from nbdist.wire.messages import Outputs
 from nbdist.wire.node_messages import processes
-from nbdist.wire.places import Place, Stack
-from nbdist.wire.queries import Findings, TaskSeen, Trouble
+from nbdist.wire.places import RankPosition, Stack
+from nbdist.wire.queries import Inspection, ReportedFailure, TaskSummary
 from nbdist.wire.work import task_from
 
 TEXT_OF_ALL, TEXT_AT_LEAST = 256 << 20, 1 << 16
@@ -36,7 +36,7 @@ class WorldRecord:
     """
 
     def __init__(self) -> None:
-        self.world = messages.Attached(messages.Remember())  # sent to the next notebook
+        self.world = messages.Attached(messages.HandoverState())  # sent to the next notebook
         self.began = time.time()  # when the world or its last task was started
         self.running_ranks: set[int] = set()  # which still run the last task
         self.pending_calls: dict[int, Changing] = {}  # unanswered calls, by number
@@ -74,25 +74,25 @@ class WorldRecord:
     def record_received(self, message: messages.Down) -> None:
         """Update the record from a message of the notebook."""
         match message:
-            case messages.Remember():
+            case messages.HandoverState():
                 self.world.memory = message
-            case messages.Ask(number, request):
+            case messages.AgentRequest(number, request):
                 self.world.next_call = max(self.world.next_call, number + 1)
                 if isinstance(request, Changing):
                     self.pending_calls[number] = request
-            case messages.Run():
+            case messages.RunTask():
                 self._begin_task(message)
-            case messages.Abort(ranks) if self._last:
+            case messages.AbortRanks(ranks) if self._last:
                 self._last.abort(ranks)
             case messages.SendInput(rank, reply):
                 self._backlog.discard_input_request(rank, reply.number)
-            case messages.ReleaseValues(task_id, ranks):
+            case messages.ReleaseRankValues(task_id, ranks):
                 self._lent.get(task_id, set()).difference_update(ranks)
 
     def record_sent(self, message: messages.Up) -> None:
         """Update the record from a message to the notebook; while detached, no notebook gets it."""
         match message:
-            case messages.Answer(number, reply) if number in self.pending_calls:
+            case messages.AgentReply(number, reply) if number in self.pending_calls:
                 self._record_change(self.pending_calls.pop(number), reply)
             case Outputs(items):
                 for item in items:
@@ -115,10 +115,10 @@ class WorldRecord:
             self._forget_task()
 
     @property
-    def tasks(self) -> Findings:
+    def tasks(self) -> Inspection:
         """The running or last task, and the last task in which, or after which, a rank failed."""
         last, failed = self._last, self._last_failed
-        return Findings(
+        return Inspection(
             last=last.summary() if last else None, failed=failed.summary() if failed else None
         )
 
@@ -126,7 +126,7 @@ class WorldRecord:
     def _last_failed(self) -> _TaskRecord | None:
         return self._last if self._last and self._last.troubles else self._failed
 
-    def _begin_task(self, run: messages.Run) -> None:
+    def _begin_task(self, run: messages.RunTask) -> None:
         self._forget_task()
         world = self.world
         self._failed, self._last = self._last_failed, _TaskRecord(run, len(world.pids))
@@ -172,7 +172,7 @@ class WorldRecord:
         # Drop the tasks whose values are released on all ranks.
         self._lent = {task: ranks for task, ranks in self._lent.items() if ranks}
 
-    def _record_change(self, request: messages.Request, reply: messages.Reply) -> None:
+    def _record_change(self, request: messages.RequestBody, reply: messages.Reply) -> None:
         world = self.world
         match request, reply:
             case messages.StartWorld(), messages.WorldStarted():
@@ -218,7 +218,7 @@ class WorldRecord:
 
     def replay_batches(self) -> list[Outputs]:
         """Return the recorded outputs in batches, to replay them to a notebook that attaches."""
-        batches: list[list[Item]] = [[]]
+        batches: list[list[RankOutput]] = [[]]
         size = 0
         for item in self._backlog.items:
             if size > ENOUGH_IN_A_BATCH:
@@ -228,20 +228,20 @@ class WorldRecord:
             size += size_of(item[2])
         return [Outputs(tuple(batch)) for batch in batches if batch]
 
-    def pop_unreleased_values(self) -> list[messages.ReleaseValues]:
+    def pop_unreleased_values(self) -> list[messages.ReleaseRankValues]:
         """Return the messages by which workers release the values of finished tasks, only once.
 
         Called when the notebook that was sent the values has ended.
         """
         running = self.world.run.id if self.world.run else ""
         finished = [task for task in self._lent if task != running]
-        return [messages.ReleaseValues(task, tuple(self._lent.pop(task))) for task in finished]
+        return [messages.ReleaseRankValues(task, tuple(self._lent.pop(task))) for task in finished]
 
 
 # --- tasks, for `nbdist mcp` ----------------------------------------------------------------------
 
-MOST_LINES, LONGEST_LINE, LONGEST_MESSAGE = 60, 400, 2000
-WITH_LINES, MOST_TROUBLES = 8, 256
+MAX_RECORD_LINES, MAX_RECORD_LINE_LENGTH, MAX_RECORD_MESSAGE_LENGTH = 60, 400, 2000
+WITH_LINES, MAX_RANK_FAILURES = 8, 256
 """How many failed ranks are kept with the lines of their errors, and how many at all.
 
 The first to fail are kept: among them is the rank whose failure caused the others."""
@@ -251,16 +251,20 @@ The first to fail are kept: among them is the rank whose failure caused the othe
 class _TaskRecord:
     """A task, still packed, in a world of `size` ranks, and the failures of its ranks."""
 
-    run: messages.Run
+    run: messages.RunTask
     size: int
     began_ns: int = field(default_factory=time.time_ns)
-    places: Mapping[int, Place] = field(default_factory=dict)  # from the last answer to `Locate`
-    aborted: dict[int, Place] = field(default_factory=dict)  # ranks released from a collective
-    troubles: dict[int, Trouble] = field(default_factory=dict)
+    places: Mapping[int, RankPosition] = field(
+        default_factory=dict
+    )  # from the last answer to `LocateMainThread`
+    aborted: dict[int, RankPosition] = field(
+        default_factory=dict
+    )  # ranks released from a collective
+    troubles: dict[int, ReportedFailure] = field(default_factory=dict)
 
     def abort(self, ranks: tuple[int, ...]) -> None:
         """Record the places of those `ranks` that wait in a collective, which is being aborted."""
-        places = {rank: self.places.get(rank, Place()) for rank in ranks}
+        places = {rank: self.places.get(rank, RankPosition()) for rank in ranks}
         self.aborted.update((rank, place) for rank, place in places.items() if place.operation)
 
     def fail(self, rank: int, task_id: str, error: Failure | Died) -> None:
@@ -268,15 +272,15 @@ class _TaskRecord:
 
         Later failures of the same rank, and failures in other tasks, are ignored.
         """
-        if task_id in ("", self.run.id) and len(self.troubles) < MOST_TROUBLES:
+        if task_id in ("", self.run.id) and len(self.troubles) < MAX_RANK_FAILURES:
             kept = shortened(error, has_lines=len(self.troubles) < WITH_LINES)
-            self.troubles.setdefault(rank, Trouble(rank, kept, is_idle=not task_id))
+            self.troubles.setdefault(rank, ReportedFailure(rank, kept, is_idle=not task_id))
 
-    def summary(self) -> TaskSeen:
+    def summary(self) -> TaskSummary:
         """Return the summary that `nbdist mcp` gets."""
         task = task_from(self.run.task)
-        return TaskSeen(
-            title=task.title[:LONGEST_LINE],
+        return TaskSummary(
+            title=task.title[:MAX_RECORD_LINE_LENGTH],
             cell=task.execution_count,
             ranks=self.run.ranks,
             size=self.size,
@@ -287,7 +291,7 @@ class _TaskRecord:
         )
 
 
-def _as_stacks(places: Mapping[int, Place]) -> tuple[Stack, ...]:
+def _as_stacks(places: Mapping[int, RankPosition]) -> tuple[Stack, ...]:
     return tuple(Stack(rank, 0, "busy", place) for rank, place in places.items())
 
 
@@ -297,12 +301,12 @@ def shortened(error: RankError, *, has_lines: bool) -> RankError:
         return error._replace(last_lines=_cut(error.last_lines) if has_lines else ())
     lines = [line for frame in error.traceback for line in frame.splitlines()]
     return error._replace(
-        message=error.message[:LONGEST_MESSAGE],
-        traceback=_cut([*lines[-MOST_LINES:], *error.account]) if has_lines else (),
+        message=error.message[:MAX_RECORD_MESSAGE_LENGTH],
+        traceback=_cut([*lines[-MAX_RECORD_LINES:], *error.account]) if has_lines else (),
         kinds=(),
         account=(),
     )
 
 
 def _cut(lines: Iterable[str]) -> tuple[str, ...]:
-    return tuple(line[:LONGEST_LINE] for line in lines)
+    return tuple(line[:MAX_RECORD_LINE_LENGTH] for line in lines)

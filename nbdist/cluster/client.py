@@ -39,32 +39,32 @@ from nbdist.system.processes import Guard
 from nbdist.topology import usable_cores, visible_gpus
 from nbdist.wire import messages
 from nbdist.wire.frames import pack
-from nbdist.wire.messages import Run, Shutdown
+from nbdist.wire.messages import RunTask, Shutdown
 from nbdist.wire.node_messages import (
     NodeDown,
     NodeFacts,
     NodeHello,
     NodeUp,
-    Target,
+    ProbeTarget,
     node_frames,
     node_message_from,
 )
 from nbdist.wire.spec import AGENTS_WAIT, versions_here
-from nbdist.wire.store import Answer, Operation
+from nbdist.wire.store import Operation, StoreReply
 from nbdist.wire.transfer import (
     Drop,
     Fetch,
-    Kind,
+    FrameKind,
     Mismatch,
     Numbered,
-    Piece,
     Receiving,
+    SegmentPiece,
     piece_of,
 )
 from nbdist.wire.work import task_from
 
 TICKET_TIMEOUT = 60.0  # seconds for the ticket to arrive; a user may have to type it
-LINK_LINGER = 500  # milliseconds for the last messages to reach the head
+HEAD_LINK_LINGER = 500  # milliseconds for the last messages to reach the head
 
 
 def read_ticket() -> Ticket:
@@ -101,7 +101,7 @@ class HeadLink:
         self._head_address = head_endpoint.removeprefix("tcp://")
         self._port = port
         self._numbers = itertools.count(1)
-        self._pending: dict[int, asyncio.Future[Answer]] = {}
+        self._pending: dict[int, asyncio.Future[StoreReply]] = {}
         self._on_message, self._leave = on_message, leave
         self.memory = Receiving(self.send)
         self._has_connected = self._is_shut_down = False
@@ -114,7 +114,7 @@ class HeadLink:
         if guard is not None:
             guard.send(guard_line(self._identity, route.ticket, route.address))
         link: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-        link.linger = LINK_LINGER
+        link.linger = HEAD_LINK_LINGER
         link.routing_id = self._identity
         connect_with(link, route.ticket)
         monitor: Any = link.get_monitor_socket(
@@ -152,16 +152,16 @@ class HeadLink:
         """Send a message to the head."""
         self._link.send_multipart(self._numbered.message(node_frames(message)), copy=False)
 
-    async def ask_store(self, operation: Operation) -> Answer:
+    async def ask_store(self, operation: Operation) -> StoreReply:
         """Return the answer of the head's store.
 
         If the head has ended, this waits until the agent exits.
         """
         number = next(self._numbers)
-        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[StoreReply] = asyncio.get_running_loop().create_future()
         self._pending[number] = answer
         try:
-            self.send(messages.Ask(number, operation))
+            self.send(messages.AgentRequest(number, operation))
             return await answer
         finally:
             del self._pending[number]
@@ -186,7 +186,7 @@ class HeadLink:
             self._lost_timer.cancel()
             self._lost_timer = None
         if self._has_connected:
-            self._link.send(self._numbered.bare_header(Kind.AGAIN))
+            self._link.send(self._numbered.bare_header(FrameKind.AGAIN))
             for frames in self._numbered.replay():
                 self._link.send_multipart(frames, copy=False)
 
@@ -201,7 +201,7 @@ class HeadLink:
             self._probing = loop.create_task(self._probe_head())
 
     async def _probe_head(self) -> None:
-        result = await _connect(self._route.address, self._route.ticket.port, REACH_TIMEOUT)
+        result = await _connect(self._route.address, self._route.ticket.port, HEAD_REACH_TIMEOUT)
         if isinstance(result, ConnectionRefusedError):  # no process listens on that port
             self._give_up()
 
@@ -211,12 +211,12 @@ class HeadLink:
         self._leave()
 
     async def close(self) -> None:
-        """Close the link; sent messages have `LINK_LINGER` to arrive."""
+        """Close the link; sent messages have `HEAD_LINK_LINGER` to arrive."""
         if self._lost_timer is not None:
             self._lost_timer.cancel()
         if self._probing is not None:
             self._probing.cancel()
-        self._link.send_multipart([self._numbered.bare_header(Kind.ENDED), self._identity])
+        self._link.send_multipart([self._numbered.bare_header(FrameKind.ENDED), self._identity])
         self._link.flush(zmq.POLLOUT)
         self._link.socket.disable_monitor()
         self._monitor.close()
@@ -229,28 +229,28 @@ class HeadLink:
         try:
             kind = self._numbered.read_header(header.bytes)
         except Mismatch:
-            kind = Kind.ENDED
+            kind = FrameKind.ENDED
         match kind:
-            case Kind.MESSAGE:
+            case FrameKind.MESSAGE:
                 self._handle_message(*data)
-            case Kind.BEAT if self._numbered.has_read:
-                self._link.send(self._numbered.bare_header(Kind.BEAT))
-            case Kind.ENDED:
+            case FrameKind.BEAT if self._numbered.has_read:
+                self._link.send(self._numbered.bare_header(FrameKind.BEAT))
+            case FrameKind.ENDED:
                 self._give_up()
 
     def _handle_message(self, frame: zmq.Frame, *data: zmq.Frame) -> None:
         match node_message_from(frame.bytes, *(each.buffer for each in data)):
-            case messages.Answer(number, answer):
+            case messages.AgentReply(number, answer):
                 future = self._pending.get(number)
                 if future is not None and not future.done():
                     future.set_result(answer)
             case Fetch() as fetch:
                 self.send(piece_of(fetch))
-            case Piece() as piece:
+            case SegmentPiece() as piece:
                 self.memory.add_piece(piece)
             case Drop(path):
                 self.memory.drop([path])
-            case Run() as run:
+            case RunTask() as run:
                 # Let the task refer to memory of the notebook that was received here before it.
                 if places := self.memory.places(run.segments):
                     run = run._replace(task=pack(task_from(run.task).moved(places)))
@@ -262,7 +262,7 @@ class HeadLink:
 
 WAY_TIMEOUT = 5.0  # seconds for an address of the head to answer
 ORDER_GRACE = 0.2  # further seconds for an address that is before the quickest in order
-REACH_TIMEOUT = 4.0  # seconds for a machine to answer: enough for two lost packets
+HEAD_REACH_TIMEOUT = 4.0  # seconds for a machine to answer: enough for two lost packets
 
 
 class NoWay(OSError):
@@ -311,7 +311,9 @@ async def _find_route(ticket: Ticket, number: int) -> Way:
     raise NoWay(f"{socket.gethostname()} cannot reach the notebook's machine at {listed}")
 
 
-async def first_unreached(targets: Sequence[Target], timeout: float = REACH_TIMEOUT) -> str:
+async def first_unreached(
+    targets: Sequence[ProbeTarget], timeout: float = HEAD_REACH_TIMEOUT
+) -> str:
     """Connect to all targets at once; return a target that was not reached, and why, or ""."""
     errors = await asyncio.gather(*(_connect(to.address, to.port, timeout) for to in targets))
     for peer, error in zip(targets, errors, strict=True):

@@ -1,7 +1,7 @@
 """The head of a world of several machines: the notebook talks to it as to a single agent.
 
-Runs in a process of its own on the notebook's machine. `Forming` decides what all machines have to
-agree on, here as in the agent of a single machine.
+Runs in a process of its own on the notebook's machine.  `GroupFormation` decides what all machines
+have to agree on, here as in the agent of a single machine.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nbdist.agent.forming import group_by_node, nodes_of
+from nbdist.agent.group_formation import group_by_node, nodes_of
 from nbdist.agent.listener import Listener, with_ranks
 from nbdist.agent.notebook_link import NotebookLink, Serving
 from nbdist.agent.step_stops import NODE_TIMEOUT, STEP_TIMEOUT, find_stop_step
@@ -37,7 +37,7 @@ from nbdist.cluster.node import (
 from nbdist.cluster.nodes import CannotStart, NodePool
 from nbdist.cluster.transfer import BulkTransfers
 from nbdist.config import WorldConfig
-from nbdist.output.events import Clear, Died, Display, Done, Failure, Text, Update
+from nbdist.output.events import Clear, Died, Display, DisplayUpdate, Done, Failure, Text
 from nbdist.system.processes import Guard
 from nbdist.wire import messages
 from nbdist.wire.control import StepCount
@@ -46,11 +46,11 @@ from nbdist.wire.node_messages import HoldRanks, InterruptAt, LocateRanks, NodeU
 from nbdist.wire.queries import WorldInfo
 from nbdist.wire.spec import TorchStore, WorldSpec
 from nbdist.wire.store import HostedStore, Operation
-from nbdist.wire.transfer import Fetch, Piece
+from nbdist.wire.transfer import Fetch, SegmentPiece
 
 log = logging.getLogger("nbdist.cluster")
 
-ToRanks = messages.Abort | InterruptAt | messages.ReleaseValues | messages.Spare
+ToRanks = messages.AbortRanks | InterruptAt | messages.ReleaseRankValues | messages.SpareRanks
 
 
 class Head:
@@ -128,10 +128,10 @@ class Head:
     def _receive(self, message: messages.Down) -> None:
         spawn, reply = self._serving.spawn, self._serving.reply
         match message:
-            case messages.Run(ranks=ranks) as run:
+            case messages.RunTask(ranks=ranks) as run:
                 numbers = [node.number for node in self._parts(ranks) if not node.lost]
                 self._transfers.run(run, numbers)
-            case messages.Ask(
+            case messages.AgentRequest(
                 number,
                 messages.GetStatus()
                 | messages.GetStacks()
@@ -139,32 +139,32 @@ class Head:
                 | GetLogs() as request,
             ):
                 spawn(reply(number, rows_of, self._present_nodes, request))
-            case messages.Ask(number, messages.GetRefused()):
+            case messages.AgentRequest(number, messages.GetRefused()):
                 refused = self._pool.server.refused if self._pool else 0
-                self._send(messages.Answer(number, refused))
-            case messages.Ask(number, messages.Consult() as consult):
+                self._send(messages.AgentReply(number, refused))
+            case messages.AgentRequest(number, messages.Consult() as consult):
                 spawn(reply(number, first_answer, self._parts(consult.ranks), consult))
-            case messages.Ask() as ask:
+            case messages.AgentRequest() as ask:
                 self._serving.enqueue(ask)
-            case messages.Locate(ranks, asked):
+            case messages.RequestLocations(ranks, asked):
                 spawn(self._locate(ranks, asked))
             case messages.Interrupt(ranks):
                 self._interrupt(self._transfers.interrupt(ranks))
-            case messages.ReleaseValues(task_id, ranks):
+            case messages.ReleaseRankValues(task_id, ranks):
                 self._transfers.release_values(ranks, task_id)
                 self._forward(message, ranks)
-            case messages.Abort(ranks) | messages.Spare(ranks):
+            case messages.AbortRanks(ranks) | messages.SpareRanks(ranks):
                 self._forward(message, ranks)
             case messages.SendInput(rank) | messages.ToWidget(rank):
                 for node in self._parts([rank]):
                     node.send(message)
-            case messages.Received():
+            case messages.BatchAcknowledged():
                 if sender := self._batch_senders.popleft():
                     sender.send(message)
             case messages.Shutdown():
                 self._serving.stop()
 
-    async def _execute(self, request: messages.Request) -> messages.Reply:
+    async def _execute(self, request: messages.RequestBody) -> messages.Reply:
         match request:
             case messages.StartWorld(spec):
                 self._forget_tasks()
@@ -198,7 +198,7 @@ class Head:
         for node, part in self._parts(ranks).items():
             node.send(message._replace(ranks=part))
 
-    def _send_run(self, run: messages.Run) -> None:
+    def _send_run(self, run: messages.RunTask) -> None:
         for node, part in self._parts(run.ranks).items():
             self._task_of.update(dict.fromkeys(part, run.id))
             self._last_task.update(dict.fromkeys(part, run.id))
@@ -253,25 +253,25 @@ class Head:
                 self._show(displayed_only(message), node)
             case _ if node.lost:
                 log.info("%s said more after it was lost: %s", node.name, type(message).__name__)
-            case messages.Answer(number, reply):
+            case messages.AgentReply(number, reply):
                 node.resolve_request(number, reply)
             case messages.Outputs() as outputs:
                 outputs = on_head_clock(outputs, node.offset_ns)
                 self._show(self._transfers.hold_back(node.number, outputs), node)
             case Fetch() as fetch:
                 self._transfers.fetch(node.number, fetch)
-            case Piece() as piece:
+            case SegmentPiece() as piece:
                 self._transfers.store_piece(node.number, piece)
-            case messages.Aborted() | messages.Used():
+            case messages.Aborted() | messages.UsageReport():
                 self._send(message)
-            case messages.Ask(number, operation):
+            case messages.AgentRequest(number, operation):
                 self._serving.spawn(self._ask_store(node, number, operation))
             case messages.Starting(up):
                 self._started_workers[node.number] = up
                 self._send(messages.Starting(sum(self._started_workers.values()), self._progress))
 
     async def _ask_store(self, node: Node, number: int, operation: Operation) -> None:
-        node.send(messages.Answer(number, await self._store.ask(operation)))
+        node.send(messages.AgentReply(number, await self._store.ask(operation)))
 
     def _show(self, outputs: messages.Outputs, node: Node | None) -> None:
         """Forward a batch, and record its sender: batches are acknowledged in this order."""
@@ -426,16 +426,16 @@ class Head:
         return await pool.forming.scale(spec, keep)
 
 
-LOOK_TIMEOUT = 5.0  # seconds for nodes to describe their ranks: longer than an agent takes
+NODE_STATUS_TIMEOUT = 5.0  # seconds for nodes to describe their ranks: longer than an agent takes
 
-Parts = Mapping[Node, tuple[int, ...]]
+RanksByNode = Mapping[Node, tuple[int, ...]]
 """Nodes, with the ranks of each node that a question is about."""
 
 
-async def ask(node: Node, request: messages.Request) -> Any:
+async def ask(node: Node, request: messages.RequestBody) -> Any:
     """Return a node's answer, or None if the node is lost."""
     try:
-        return await node.ask(request, LOOK_TIMEOUT)
+        return await node.ask(request, NODE_STATUS_TIMEOUT)
     except NodeLost:
         return None
 
@@ -449,7 +449,7 @@ async def rows_of(
     return tuple(sorted(rows, key=lambda row: int(row.rank)))
 
 
-async def first_answer(parts: Parts, consult: messages.Consult) -> Any:
+async def first_answer(parts: RanksByNode, consult: messages.Consult) -> Any:
     """Send the question to each node; return the first answer that is not empty, or None."""
     requests = [ask(node, consult._replace(ranks=ranks)) for node, ranks in parts.items()]
     answer = None
@@ -472,5 +472,5 @@ def on_head_clock(outputs: messages.Outputs, offset_ns: int) -> messages.Outputs
 
 def displayed_only(outputs: messages.Outputs) -> messages.Outputs:
     """Keep only printed and displayed output: the ranks of a lost machine are reported dead."""
-    shown = Text | Display | Update | Clear
+    shown = Text | Display | DisplayUpdate | Clear
     return messages.Outputs(tuple(each for each in outputs.items if isinstance(each[2], shown)))

@@ -26,19 +26,19 @@ from nbdist.cluster.ticket import (
     write_join_key,
 )
 from nbdist.config import WorldConfig
-from nbdist.system.processes import MODULE, Child
+from nbdist.system.processes import MODULE_OPTIONS, Child
 from nbdist.system.processes import agent_command as agent_command  # for launchers of plugins
 from nbdist.topology import Host
 
-ARRIVE_TIMEOUT = 60.0  # seconds for a started agent to connect: Python has to start first
-KILL_TIMEOUT = 2.0  # seconds for a killed process to exit
+AGENTS_ARRIVE_TIMEOUT = 60.0  # seconds for a started agent to connect: Python has to start first
+LAUNCHER_KILL_TIMEOUT = 2.0  # seconds for a killed process to exit
 
 
 class LaunchError(Exception):
     """No agent can be started; the message says why, and the remedy."""
 
 
-class AgentProcess(ABC):
+class LauncherProcess(ABC):
     """A local process that ends when its agents on other machines end, and the other way round.
 
     `command` has started the agent of `host`; `host` is "" if the process stands for several hosts.
@@ -82,12 +82,12 @@ class Launched:
     ended or was lost; None if that is not possible.
     """
 
-    processes: Sequence[AgentProcess]
+    processes: Sequence[LauncherProcess]
     nodes: int
     hosts: Sequence[str] = ()
     invitation: str = ""
-    arrive_timeout: float = ARRIVE_TIMEOUT
-    again: Callable[[int], AgentProcess] | None = None
+    arrive_timeout: float = AGENTS_ARRIVE_TIMEOUT
+    again: Callable[[int], LauncherProcess] | None = None
     news: Callable[[], str] = str
     """Returns what agents that have not connected wait for, "" if nothing is known."""
     close: Callable[[], object] = str
@@ -104,13 +104,13 @@ class Launcher(Protocol):
 def find_launcher(name: str) -> Launcher:
     """Return a new launcher of that name; raises LaunchError if its module cannot be imported."""
     try:
-        launcher = plugins.entry_points(plugins.LAUNCHERS)[name].load()
+        launcher = plugins.entry_points(plugins.LAUNCHERS_GROUP)[name].load()
     except (ImportError, AttributeError) as error:
         raise LaunchError(f"`--launcher {name}` cannot be loaded: {error}") from error
     return cast("Launcher", launcher())
 
 
-class AgentCommand(Child, AgentProcess):
+class AgentCommand(Child, LauncherProcess):
     """Agents that exit when a local command's stdin is closed: `ssh`, `srun`, an interpreter."""
 
     def __init__(
@@ -134,12 +134,12 @@ class AgentCommand(Child, AgentProcess):
         if self._exits_within(timeout):
             return
         self._process.terminate()
-        if not self._exits_within(KILL_TIMEOUT):
+        if not self._exits_within(LAUNCHER_KILL_TIMEOUT):
             self._process.kill()
-            self._exits_within(KILL_TIMEOUT)
+            self._exits_within(LAUNCHER_KILL_TIMEOUT)
 
 
-CONNECT_TIMEOUT = 5  # seconds for a host to answer
+SSH_CONNECT_TIMEOUT = 5  # seconds for a host to answer
 ALIVE_EVERY = 15
 """Seconds of silence after which ssh asks the host for an answer; ssh ends after three times.
 
@@ -180,7 +180,7 @@ def ssh_command(host: str, number: int, config: WorldConfig) -> list[str]:
     """Return the command that starts an agent on a host by ssh."""
     options = {
         "BatchMode": "yes",
-        "ConnectTimeout": str(CONNECT_TIMEOUT),
+        "ConnectTimeout": str(SSH_CONNECT_TIMEOUT),
         "ServerAliveInterval": str(max(ALIVE_EVERY, config.link_timeout or 0)),
     }
     remote = shlex.join([*config.wrapper, *agent_command(config.python, number)])
@@ -207,7 +207,7 @@ class JoinLauncher:
         return Launched((), config.min_nodes, (), invitation, WAIT_TIMEOUT, close=key.unlink)
 
 
-_KNOWN = {
+_FAILURE_REASONS = {
     r"Could not resolve hostname (\S+?):": "the name {0} cannot be resolved: an address, or a"
     " `HostName` in ~/.ssh/config",
     r"REMOTE HOST IDENTIFICATION HAS CHANGED": "its host key is not the one that ssh knows:"
@@ -233,10 +233,12 @@ _KNOWN = {
 def why_refused(host: str, lines: Sequence[str], command: str = "") -> str:
     """Return the first known reason in the last lines of `command`, with a remedy; else ""."""
     text = "\n".join(lines)
-    for pattern, reason in _KNOWN.items():
+    for pattern, reason in _FAILURE_REASONS.items():
         if match := re.search(pattern, text, re.MULTILINE):
             # In the command, the words of `--wrap` are before the interpreter.
-            *wrapper, _ = re.split(r"[\s'\"]+", command.partition(f" {' '.join(MODULE)} ")[0])
+            *wrapper, _ = re.split(
+                r"[\s'\"]+", command.partition(f" {' '.join(MODULE_OPTIONS)} ")[0]
+            )
             is_wrapper = not {*wrapper}.isdisjoint(match.groups())
             named_by = "`--wrap` names it" if is_wrapper else "`--python` names the interpreter"
             fields = {"host": host, "version": __version__, "named_by": named_by}

@@ -19,12 +19,12 @@ from nbdist.config import WorldConfig
 from nbdist.errors import BadTopology
 from nbdist.topology import Slots, free_slots, move_lost_ranks
 from nbdist.wire.messages import (
-    Ask,
+    AgentRequest,
     CodeHeld,
     GetCode,
     PutCode,
     Reply,
-    Request,
+    RequestBody,
     StartFailure,
 )
 from nbdist.wire.node_messages import (
@@ -35,9 +35,9 @@ from nbdist.wire.node_messages import (
     NodeHello,
     PartRequest,
     Prepare,
+    ProbeTarget,
     Renumber,
     StartPart,
-    Target,
 )
 from nbdist.wire.spec import Versions, WorldSpec, difference
 from nbdist.words import count
@@ -81,14 +81,14 @@ class Node:
         if not self.lost:
             self._send(message)
 
-    async def ask(self, request: Request | PartRequest[Any], timeout: float) -> Any:
+    async def ask(self, request: RequestBody | PartRequest[Any], timeout: float) -> Any:
         """Send a request of the notebook or the head, and return the reply; raises NodeLost."""
         if self.lost:
             raise NodeLost(self.lost)
         number = next(self._request_numbers)
         answer = self._pending[number] = asyncio.get_running_loop().create_future()
         try:
-            self._send(Ask(number, request))
+            self._send(AgentRequest(number, request))
             async with asyncio.timeout(timeout):
                 return await answer
         except TimeoutError:
@@ -122,7 +122,7 @@ class Node:
     async def execute(self, request: PartRequest[T]) -> T:
         """Let the node carry out its part of a change of the world; return its reply.
 
-        `nbdist.agent.forming` calls this. If the node is lost, return `request.lost(why)`.
+        `nbdist.agent.group_formation` calls this. If the node is lost, return `request.lost(why)`.
         """
         match request:
             case StartPart() | Form():
@@ -279,9 +279,9 @@ def mismatch(name: str, hello: NodeHello, here: Versions) -> str:
 # --- from machine to machine ------------------------------------------------------------------
 
 
-def targets(nodes: Sequence[Node]) -> Mapping[int, tuple[Target, ...]]:
+def targets(nodes: Sequence[Node]) -> Mapping[int, tuple[ProbeTarget, ...]]:
     """Choose, by node number, the other machines that each node tries to reach."""
-    everyone = [Target(node.name, node.facts.address, node.facts.port) for node in nodes]
+    everyone = [ProbeTarget(node.name, node.facts.address, node.facts.port) for node in nodes]
     return {
         node.number: (*everyone[at + 1 :], *everyone[:at])[:REACHED]
         for at, node in enumerate(nodes)

@@ -13,12 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nbdist.agent.forming import Forming
-from nbdist.cluster.launcher import AgentProcess, Launched, LaunchError, find_launcher, why_refused
+from nbdist.agent.group_formation import GroupFormation
+from nbdist.cluster.launcher import (
+    Launched,
+    LauncherProcess,
+    LaunchError,
+    find_launcher,
+    why_refused,
+)
 from nbdist.cluster.node import Node, NodeLost, mismatch, room_of, targets
 from nbdist.cluster.server import NodeServer, addresses, listen_addresses
 from nbdist.config import WorldConfig
-from nbdist.wire.messages import Shutdown, Silent, StartFailure
+from nbdist.wire.messages import Shutdown, StartFailure, UnresponsiveHosts
 from nbdist.wire.node_messages import NodeHello, NodeUp, Reach
 from nbdist.wire.spec import LINK_TIMEOUT, versions_here
 from nbdist.words import count, word_exit
@@ -29,7 +35,7 @@ LAST_CALL = 1.0  # seconds after the last node joined until a start with fewer n
 AGAIN_INTERVAL = 5.0  # seconds between two attempts to start missing agents
 
 LAST_WORD_TIMEOUT, LAST_WORD_STEP = 3.0, 0.1
-LEAVE_TIMEOUT = 5.0  # seconds for an agent to end all that it has started, after a Shutdown
+NODE_LEAVE_TIMEOUT = 5.0  # seconds for an agent to end all that it has started, after a Shutdown
 
 
 class CannotStart(Exception):
@@ -56,11 +62,11 @@ class NodePool:
         on_message: Callable[[Node, NodeUp], None],
         on_lost: Callable[[Node], None],
         on_joined: Callable[[Node], None],
-        notify: Callable[[Silent], None],
+        notify: Callable[[UnresponsiveHosts], None],
     ) -> None:
         self.config, self._machine_options = config, _machine_options(config)
         self.nodes: dict[int, Node] = {}
-        self.forming = Forming(self.nodes)
+        self.forming = GroupFormation(self.nodes)
         self.server = NodeServer(self._handle_message, self._handle_disconnect, self._report_silent)
         self._folder = folder
         self._on_message = on_message
@@ -68,7 +74,7 @@ class NodePool:
         self._on_joined = on_joined
         self._notify = notify
         self._launched = Launched((), 0)
-        self._processes: list[AgentProcess] = []
+        self._processes: list[LauncherProcess] = []
         self._background_tasks: set[asyncio.Task[None]] = set()
         self._by_identity: dict[bytes, Node] = {}
         self._failures: list[CannotStart] = []
@@ -147,7 +153,7 @@ class NodePool:
         if self._launched.again is not None:
             self._run_in_background(self._restart_missing_agents())
 
-    def _watch_process(self, process: AgentProcess) -> None:
+    def _watch_process(self, process: LauncherProcess) -> None:
         self._processes.append(process)
         asyncio.get_running_loop().add_reader(process.fileno(), self._handle_process_exit, process)
 
@@ -168,7 +174,7 @@ class NodePool:
         processes = self._processes
         for process in processes:
             loop.remove_reader(process.fileno())
-        exits = (asyncio.to_thread(process.end, LEAVE_TIMEOUT) for process in processes)
+        exits = (asyncio.to_thread(process.end, NODE_LEAVE_TIMEOUT) for process in processes)
         await asyncio.gather(*exits)
         for process in processes:
             process.close()
@@ -294,7 +300,7 @@ class NodePool:
     def _report_silent(self, identities: Collection[bytes]) -> None:
         nodes = (self._by_identity.get(identity) for identity in identities)
         names = tuple(sorted(node.name for node in nodes if node is not None and not node.lost))
-        self._notify(Silent(names, self.server.link_timeout))
+        self._notify(UnresponsiveHosts(names, self.server.link_timeout))
 
     def _handle_disconnect(self, identity: bytes) -> None:
         node = self._by_identity.pop(identity, None)
@@ -303,7 +309,7 @@ class NodePool:
             why = _first_complaint(processes) or f"the connection to {node.name} was lost"
             self._mark_lost(node, why)
 
-    def _handle_process_exit(self, process: AgentProcess) -> None:
+    def _handle_process_exit(self, process: LauncherProcess) -> None:
         asyncio.get_running_loop().remove_reader(process.fileno())
         code = process.exit_code() or 0
         lines = tuple(process.last_lines())
@@ -349,7 +355,7 @@ async def _read_clock(node: Node) -> None:
         await node.measure_clock()
 
 
-def _first_complaint(processes: Sequence[AgentProcess]) -> str:
+def _first_complaint(processes: Sequence[LauncherProcess]) -> str:
     return next(filter(None, (process.complaint() for process in processes)), "")
 
 

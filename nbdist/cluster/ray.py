@@ -25,17 +25,17 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from nbdist import topology
-from nbdist.cluster.launcher import KILL_TIMEOUT, AgentProcess, Launched, agent_command
+from nbdist.cluster.launcher import LAUNCHER_KILL_TIMEOUT, Launched, LauncherProcess, agent_command
 from nbdist.cluster.ticket import Ticket
 from nbdist.config import WorldConfig
-from nbdist.system.processes import MODULE, Child
+from nbdist.system.processes import MODULE_OPTIONS, Child
 from nbdist.words import count
 
 PLACED_TIMEOUT = 60.0  # seconds to import Ray, and for Ray to place all actors
 
-LEAVE_TIMEOUT = 5.0  # seconds for the driver to disconnect from Ray
+RAY_LEAVE_TIMEOUT = 5.0  # seconds for the driver to disconnect from Ray
 
-ARRIVE_TIMEOUT = 180.0
+RAY_ARRIVE_TIMEOUT = 180.0
 """Seconds for the agents to connect once they are placed.
 
 On each node Ray first starts an interpreter, which imports Ray; beside four spinning processes on
@@ -63,7 +63,7 @@ class RayLauncher:
         driver = Driver(folder / "ray.log")
         agents = driver.place(config, ticket)
         hosts = [agent.host for agent in agents]
-        return Launched(agents, len(agents), hosts, "", ARRIVE_TIMEOUT, close=driver.leave)
+        return Launched(agents, len(agents), hosts, "", RAY_ARRIVE_TIMEOUT, close=driver.leave)
 
 
 class Driver(Child):
@@ -75,7 +75,7 @@ class Driver(Child):
     """
 
     def __init__(self, log: Path) -> None:
-        command = [sys.executable, *MODULE, "nbdist.cluster.ray"]
+        command = [sys.executable, *MODULE_OPTIONS, "nbdist.cluster.ray"]
         super().__init__("", command, log, stdout=subprocess.PIPE)
         self._agents: Sequence[RayAgent] = ()
         self._listener = threading.Thread(target=self._listen, name="ray", daemon=True)
@@ -93,7 +93,7 @@ class Driver(Child):
             self._agents = [RayAgent(self, at, host, config) for at, host in enumerate(reply)]
             self._listener.start()
             return self._agents
-        self._end(KILL_TIMEOUT)
+        self._end(LAUNCHER_KILL_TIMEOUT)
         lines = self.last_lines()
         self.close()
         if any(map(TOKEN.search, [reply or "", *lines])):
@@ -108,8 +108,8 @@ class Driver(Child):
 
     def leave(self) -> None:
         """End the process, and with it all actors."""
-        self._end(LEAVE_TIMEOUT)
-        self._listener.join(KILL_TIMEOUT)
+        self._end(RAY_LEAVE_TIMEOUT)
+        self._listener.join(LAUNCHER_KILL_TIMEOUT)
         self.close()
 
     def close(self) -> None:
@@ -122,7 +122,7 @@ class Driver(Child):
         self._close_stdin()
         if not self._exits_within(timeout):
             self._process.kill()
-            self._exits_within(KILL_TIMEOUT)
+            self._exits_within(LAUNCHER_KILL_TIMEOUT)
 
     def _listen(self) -> None:
         while (ended := read_message(self._process.stdout)) is not None:
@@ -133,7 +133,7 @@ class Driver(Child):
             agent.record_end(code, [])
 
 
-class RayAgent(AgentProcess):
+class RayAgent(LauncherProcess):
     """An agent that is the child of an actor; `host` is the node that Ray has chosen."""
 
     def __init__(self, driver: Driver, number: int, host: str, config: WorldConfig) -> None:
@@ -200,10 +200,14 @@ def send(stream: IO[bytes] | None, message: object) -> None:
 
 # --- resources of the cluster's nodes -----------------------------------------------------------
 
-CPU, GPU, MEMORY = "CPU", "GPU", "memory"  # Ray's names for resources; memory is in bytes
-MOST_TOLD = 6  # the most nodes whose resources an error lists
-_BYTES = {"M": 1 << 20, "G": 1 << 30, "T": 1 << 40}  # units in `--memory`
-_DIGITS = re.compile(r"([0-9]+)")
+CPU_RESOURCE, GPU_RESOURCE, MEMORY_RESOURCE = (
+    "CPU",
+    "GPU",
+    "memory",
+)  # Ray's names for resources; memory is in bytes
+MAX_LISTED_NODES = 6  # the most nodes whose resources an error lists
+_UNIT_BYTES = {"M": 1 << 20, "G": 1 << 30, "T": 1 << 40}  # units in `--memory`
+_DIGIT_RUN = re.compile(r"([0-9]+)")
 
 Bundle = Mapping[str, float]
 
@@ -222,12 +226,12 @@ class NoRoom(ValueError):
 def bundles_of(config: WorldConfig, nodes: Sequence[RayNode]) -> list[Bundle]:
     """Return the resources to reserve on each node; raises NoRoom if the cluster has too few."""
     per_node, workers = config.per_node, config.workers
-    has_gpus = any(node.resources.get(GPU) for node in nodes) and config.backend != "gloo"
-    one: dict[str, float] = {CPU: config.cpus or 1}
+    has_gpus = any(node.resources.get(GPU_RESOURCE) for node in nodes) and config.backend != "gloo"
+    one: dict[str, float] = {CPU_RESOURCE: config.cpus or 1}
     if has_gpus or per_node == "gpu":
-        one[GPU] = 1
+        one[GPU_RESOURCE] = 1
     if config.memory:
-        one[MEMORY] = int(config.memory[:-1]) * _BYTES[config.memory[-1]]
+        one[MEMORY_RESOURCE] = int(config.memory[:-1]) * _UNIT_BYTES[config.memory[-1]]
     # Workers for which each node has room while no other program uses it.
     fits = (min(node.resources.get(n, 0) // much for n, much in one.items()) for node in nodes)
     rooms = sorted(map(int, fits), reverse=True)
@@ -236,7 +240,9 @@ def bundles_of(config: WorldConfig, nodes: Sequence[RayNode]) -> list[Bundle]:
         is_enough, least = len(shares) >= config.min_nodes, per_node
         needed = count(config.min_nodes, "node")
     else:
-        if GPU not in one and per_node != "cpu":  # the user chose no processor for the workers
+        if (
+            GPU_RESOURCE not in one and per_node != "cpu"
+        ):  # the user chose no processor for the workers
             rooms = [min(room, topology.AUTO_LIMIT) for room in rooms]
         shares, least = [room for room in rooms if room], 1
         if workers is not None:
@@ -251,8 +257,8 @@ def bundles_of(config: WorldConfig, nodes: Sequence[RayNode]) -> list[Bundle]:
 
 def word_bundle(bundle: Bundle) -> str:
     """Return resources in words: `2 CPU, 1 GPU, 3.0 GiB of memory`."""
-    words = [f"{bundle[name]:g} {name}" for name in (CPU, GPU) if name in bundle]
-    memory = bundle.get(MEMORY)
+    words = [f"{bundle[name]:g} {name}" for name in (CPU_RESOURCE, GPU_RESOURCE) if name in bundle]
+    memory = bundle.get(MEMORY_RESOURCE)
     words += [f"{memory / (1 << 30):.1f} GiB of memory"] if memory else []
     return ", ".join(words) or "no CPU"
 
@@ -262,8 +268,10 @@ def _times(one: Bundle, number: int) -> Bundle:
 
 
 def _word_nodes(nodes: Sequence[RayNode]) -> str:
-    text = "; ".join(f"{node.name} has {word_bundle(node.resources)}" for node in nodes[:MOST_TOLD])
-    more = f"; and {len(nodes) - MOST_TOLD} more" if len(nodes) > MOST_TOLD else ""
+    text = "; ".join(
+        f"{node.name} has {word_bundle(node.resources)}" for node in nodes[:MAX_LISTED_NODES]
+    )
+    more = f"; and {len(nodes) - MAX_LISTED_NODES} more" if len(nodes) > MAX_LISTED_NODES else ""
     return f"the cluster has {count(len(nodes), 'node')}: {text}{more}"
 
 
@@ -277,12 +285,12 @@ def distinct(names: Sequence[str], addresses: Sequence[str]) -> list[str]:
 
 def natural_key(name: str) -> list[int | str]:
     """Return a key that sorts names as a person expects: node2 before node10."""
-    return [int(part) if part.isdigit() else part for part in _DIGITS.split(name)]
+    return [int(part) if part.isdigit() else part for part in _DIGIT_RUN.split(name)]
 
 
 # --- the driver: what runs in its process -----------------------------------------------------
 
-REACH_TIMEOUT = 5.0  # seconds for the cluster's address to answer
+RAY_REACH_TIMEOUT = 5.0  # seconds for the cluster's address to answer
 REACH_TRIES = ("RAY_NUM_REDIS_GET_RETRIES", "3")  # tries, a second apart; Ray's default is 20
 
 PLACE_TIMEOUT = 20.0
@@ -291,7 +299,7 @@ PLACE_TIMEOUT = 20.0
 After a world has ended, its resources become free little by little, some after more than 5 s.
 """
 
-REMEDY = "`ray start` makes it one, and RAY_ADDRESS names another"
+NO_RAY_REMEDY = "`ray start` makes it one, and RAY_ADDRESS names another"
 CURRENT = "ray_current_cluster"
 """The file in Ray's folder with the address of this machine's cluster."""
 
@@ -310,7 +318,7 @@ sys.exit(code)
 # the leftovers of a killed agent: so this process stands between the actor and the guard.
 
 
-class Agent:
+class AgentActor:
     """The actor that Ray places on a node, and shows in its dashboard; its child is the agent.
 
     Ray pickles the class with all that it uses of this module, which must not use nbdist: only the
@@ -395,13 +403,13 @@ def word_no_cluster(requested: str) -> str:
     """Return why no cluster can be running, or ""; quicker than importing Ray to find out."""
     address = current_cluster() if requested == "auto" else requested
     if not address:
-        return f"this machine is no node of a Ray cluster; {REMEDY}"
+        return f"this machine is no node of a Ray cluster; {NO_RAY_REMEDY}"
     host, _, port = address.rpartition("://")[2].rpartition(":")
     try:
         if port.isdigit():  # Ray would try for a minute
-            socket.create_connection((host.strip("[]"), int(port)), REACH_TIMEOUT).close()
+            socket.create_connection((host.strip("[]"), int(port)), RAY_REACH_TIMEOUT).close()
     except OSError as error:
-        return f"no Ray cluster answers at {address}: {error.strerror or error}; {REMEDY}"
+        return f"no Ray cluster answers at {address}: {error.strerror or error}; {NO_RAY_REMEDY}"
     return ""
 
 
@@ -456,13 +464,13 @@ def start(config: WorldConfig, ticket: bytes, places: Sequence[Reserved]) -> lis
     started = []
     for number, (group, index, bundle) in enumerate(places):
         actor = (
-            ray.remote(Agent)
+            ray.remote(AgentActor)
             .options(
                 name=actor_name(config, number),
                 max_concurrency=2,
-                num_cpus=bundle[CPU],
-                num_gpus=bundle.get(GPU, 0),
-                memory=bundle.get(MEMORY),
+                num_cpus=bundle[CPU_RESOURCE],
+                num_gpus=bundle.get(GPU_RESOURCE, 0),
+                memory=bundle.get(MEMORY_RESOURCE),
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, index),
             )
             .remote()

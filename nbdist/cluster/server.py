@@ -33,7 +33,7 @@ from nbdist.cluster.ticket import (
 from nbdist.wire.frames import BadFrame
 from nbdist.wire.node_messages import NodeDown, NodeUp, node_frames, node_message_from
 from nbdist.wire.spec import LINK_TIMEOUT
-from nbdist.wire.transfer import Frame, Kind, Mismatch, Numbered
+from nbdist.wire.transfer import Frame, FrameKind, Mismatch, Numbered
 
 log = logging.getLogger("nbdist.cluster")
 
@@ -170,7 +170,7 @@ class NodeServer:
 
     def _drop(self, identity: bytes) -> None:
         if line := self._lines.pop(identity, None):
-            self._send_frames(identity, [line.numbered.bare_header(Kind.ENDED)])
+            self._send_frames(identity, [line.numbered.bare_header(FrameKind.ENDED)])
             self._on_lost(identity)
 
     async def _read(self) -> None:
@@ -189,26 +189,26 @@ class NodeServer:
             self._count_unreadable(error)
             return
         except Mismatch:
-            self._send_frames(identity, [line.numbered.bare_header(Kind.ENDED)])
+            self._send_frames(identity, [line.numbered.bare_header(FrameKind.ENDED)])
             return
         match kind:
-            case Kind.MESSAGE:
+            case FrameKind.MESSAGE:
                 try:
                     message = node_message_from(*data)
                 except BadFrame as error:
                     self._count_unreadable(error)
                     # Without this message, the agent's next messages would be wrong: end it.
-                    self._send_frames(identity, [line.numbered.bare_header(Kind.ENDED)])
+                    self._send_frames(identity, [line.numbered.bare_header(FrameKind.ENDED)])
                     if self._lines.pop(identity, None):
                         self._on_lost(identity)
                     return
                 self._lines[identity] = line
                 self._on_message(identity, message)
-            case Kind.AGAIN if identity in self._lines:
+            case FrameKind.AGAIN if identity in self._lines:
                 line.set_connection(first)
                 for again in line.numbered.replay():
                     self._send_frames(identity, again)
-            case Kind.ENDED if data:
+            case FrameKind.ENDED if data:
                 self._drop(bytes(data[0]))
 
     def _count_unreadable(self, error: BadFrame) -> None:
@@ -226,7 +226,7 @@ class NodeServer:
             for identity, line in [*self._lines.items()]:
                 if line.lost_for is not None:
                     line.lost_for += BEAT_INTERVAL
-                self._send_frames(identity, [line.numbered.bare_header(Kind.BEAT)])
+                self._send_frames(identity, [line.numbered.bare_header(FrameKind.BEAT)])
                 seconds = line.silent_seconds()
                 if seconds >= self.link_timeout:
                     self._drop(identity)

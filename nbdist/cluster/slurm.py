@@ -26,10 +26,10 @@ from pathlib import Path
 from nbdist.cluster.launcher import AgentCommand, Launched, LaunchError, agent_command
 from nbdist.cluster.ticket import Ticket
 from nbdist.config import WorldConfig
-from nbdist.system.processes import LEFT, MODULE, find_leftovers
+from nbdist.system.processes import LEFT_BEHIND, MODULE_OPTIONS, find_leftovers
 from nbdist.words import count, one_line, word_exit
 
-ASK_TIMEOUT = 10.0  # seconds for Slurm's controller to answer a question on an allocation
+SLURM_QUERY_TIMEOUT = 10.0  # seconds for Slurm's controller to answer a question on an allocation
 QUEUE_TIMEOUT = 86_000.0  # seconds that an allocation may wait in Slurm's queue; Stop ends the wait
 
 OF_ALLOCATION = (
@@ -55,18 +55,18 @@ IN_ALLOCATION = (
     'srun --jobid="$SLURM_JOB_ID" --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES"'
 )
 
-_SPAN = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6}))?")
+_NODE_NUMBERS = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6}))?")
 _SAID = re.compile(r"(?:salloc|srun): (?:(?:error|fatal): )?(.+)")
 _REASON = re.compile(r"(?:salloc|srun): (error|fatal|unrecognized|invalid|option)")
 _NOT_SLURMS = re.compile(r"task [-0-9,]+: (Exited with|Killed|Terminated)")
-_OWN = re.compile(r"nbdist: (salloc .*)")
-_ENDED = re.compile(
+_SALLOC_LINE = re.compile(r"nbdist: (salloc .*)")
+_JOB_GONE = re.compile(
     r"has expired|Invalid job id|Expired or invalid job|Force Terminated|been revoked|CANCELLED"
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class SlurmJob:
     """An allocation, as Slurm describes it."""
 
     number: str
@@ -92,7 +92,7 @@ class SlurmLauncher:
             return Launched([owner], nodes, arrive_timeout=QUEUE_TIMEOUT, news=queue_text)
         job = find_job(os.environ)
         nodes = nodes_of(job, config)
-        names = ask("scontrol", "show", "hostnames", job.names, timeout=ASK_TIMEOUT).split()
+        names = ask("scontrol", "show", "hostnames", job.names, timeout=SLURM_QUERY_TIMEOUT).split()
         command, environ = srun_command(job.number, nodes, config), step_environ(os.environ)
         process = SlurmCommand("", command, ticket, folder, environ)
         process.allocation = f"allocation {job.number}"
@@ -113,7 +113,7 @@ class Allocation(SlurmCommand):
 
     def __init__(self, config: WorldConfig, ticket: Ticket, folder: Path) -> None:
         command = salloc_command(config)
-        owner = [sys.executable, *MODULE, "nbdist.cluster.slurm"]
+        owner = [sys.executable, *MODULE_OPTIONS, "nbdist.cluster.slurm"]
         super().__init__("", [*owner, *command], ticket, folder)
         self.allocation, self.command = f"`--salloc {config.salloc}`", shlex.join(command)
 
@@ -121,7 +121,7 @@ class Allocation(SlurmCommand):
         """End the job; report on stderr, the head's log, what Slurm has not ended."""
         super().end(timeout + 2 * CANCEL_TIMEOUT)  # a last scancel may begin just before the end
         if remaining := find_leftovers(self.last_lines()):
-            sys.stderr.write(f"{LEFT}{remaining}\n")
+            sys.stderr.write(f"{LEFT_BEHIND}{remaining}\n")
 
 
 # --- commands -----------------------------------------------------------------------------
@@ -202,7 +202,7 @@ def requested_nodes(config: WorldConfig) -> tuple[int, int]:
         text = parser.parse_known_args(_split(config.salloc or ""))[0].nodes
     except argparse.ArgumentError as error:
         raise LaunchError(f"`--salloc {config.salloc}`: {error}") from None
-    match = _SPAN.fullmatch(text) if text else None
+    match = _NODE_NUMBERS.fullmatch(text) if text else None
     of_layout = (config.min_nodes, config.max_nodes or config.min_nodes)
     if match is None:
         return of_layout
@@ -217,7 +217,7 @@ def requested_nodes(config: WorldConfig) -> tuple[int, int]:
 # --- allocations --------------------------------------------------------------------------
 
 
-def find_job(environ: Mapping[str, str]) -> Job:
+def find_job(environ: Mapping[str, str]) -> SlurmJob:
     """Return the allocation of this process; LaunchError if there is none, or it has ended.
 
     OSError if Slurm does not answer.
@@ -230,13 +230,15 @@ def find_job(environ: Mapping[str, str]) -> Job:
         )
     state = ""
     try:
-        description = ask("scontrol", "show", "--oneliner", "job", number, timeout=ASK_TIMEOUT)
+        description = ask(
+            "scontrol", "show", "--oneliner", "job", number, timeout=SLURM_QUERY_TIMEOUT
+        )
         job = read_job(number, description)
         if job.state == "RUNNING":
             return job
         state = f" ({job.state})"
     except OSError as error:
-        if not _ENDED.search(str(error)):
+        if not _JOB_GONE.search(str(error)):
             raise
     raise LaunchError(
         f"allocation {number} has ended{state}. Begin the notebook in a new one; "
@@ -244,14 +246,14 @@ def find_job(environ: Mapping[str, str]) -> Job:
     )
 
 
-def read_job(number: str, text: str) -> Job:
+def read_job(number: str, text: str) -> SlurmJob:
     """Read the output of `scontrol show --oneliner job`."""
     fields = dict(word.partition("=")[::2] for word in text.split())
     nodes = fields.get("NumNodes", "0").partition("-")[0]
-    return Job(number, fields.get("JobState", ""), int(nodes), fields.get("NodeList", ""))
+    return SlurmJob(number, fields.get("JobState", ""), int(nodes), fields.get("NodeList", ""))
 
 
-def nodes_of(job: Job, config: WorldConfig) -> int:
+def nodes_of(job: SlurmJob, config: WorldConfig) -> int:
     """Return the number of agents in an allocation; LaunchError if it has too few nodes."""
     if job.nodes < config.min_nodes:
         raise LaunchError(
@@ -263,11 +265,11 @@ def nodes_of(job: Job, config: WorldConfig) -> int:
 
 def word_complaint(name: str, lines: Sequence[str]) -> str:
     """Return why Slurm has ended or refused an allocation or a step; "" if it was not Slurm."""
-    if owner_messages := [match[1] for line in lines if (match := _OWN.fullmatch(line))]:
+    if owner_messages := [match[1] for line in lines if (match := _SALLOC_LINE.fullmatch(line))]:
         return f"{name}: {owner_messages[0]}"
     reasons = [line for line in lines if _REASON.match(line) and not _NOT_SLURMS.search(line)]
     refused = [line for line in reasons if line.startswith("salloc")]
-    if not refused and any(_ENDED.search(line) for line in lines):
+    if not refused and any(_JOB_GONE.search(line) for line in lines):
         return f"the allocation of {name} has ended" if name[0] == "`" else f"{name} has ended"
     messages = [match[1].strip() for line in refused or reasons if (match := _SAID.fullmatch(line))]
     return f"{name}: Slurm says: {'; '.join(messages)}" if messages else ""
@@ -276,7 +278,7 @@ def word_complaint(name: str, lines: Sequence[str]) -> str:
 def word_queue(lines: Sequence[str]) -> str:
     """Return that salloc waits for an allocation, and why; "" once it is granted."""
     text = "\n".join(lines)
-    numbers = _NUMBER.findall(text) if GRANTED not in text else []
+    numbers = _JOB_NUMBER.findall(text) if GRANTED not in text else []
     reason = next((line for line in reversed(lines) if line.startswith(REASON)), REASON)
     why = f": {reason.removeprefix(REASON)}" if reason != REASON else ""
     return f"job {numbers[-1]} waits in Slurm's queue{why}" if numbers else ""
@@ -284,10 +286,13 @@ def word_queue(lines: Sequence[str]) -> str:
 
 # --- the process that owns an allocation of `--salloc` ------------------------------------
 
-END_TIMEOUT = 3.0  # seconds for agents to exit, and for salloc to release its allocation
+JOB_END_TIMEOUT = 3.0  # seconds for agents to exit, and for salloc to release its allocation
 CANCEL_TIMEOUT, CANCEL_STEP = 4.0, 0.1  # seconds for Slurm to end a job, and between two checks
 
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds between questions why a job waits; they double
+MIN_QUEUE_PAUSE, MAX_QUEUE_PAUSE = (
+    1.0,
+    30.0,
+)  # seconds between questions why a job waits; they double
 
 LONGEST_LOG = 1 << 20
 
@@ -306,8 +311,8 @@ Other variables of an allocation or a step ask for tasks, memory or nodes themse
 GRANTED = "Granted job allocation"
 REASON, NO_REASON = "nbdist: the queue: ", "None"
 """The beginning of a log line on why a job waits, and squeue's reason before Slurm has looked."""
-_NUMBER = re.compile(r"(?:Granted|Pending) job allocation ([0-9]+)")
-_ENDS = frozenset(("", "COMPLETING"))
+_JOB_NUMBER = re.compile(r"(?:Granted|Pending) job allocation ([0-9]+)")
+_FINAL_JOB_STATES = frozenset(("", "COMPLETING"))
 _FORGOTTEN = "Invalid job id"
 
 
@@ -336,12 +341,12 @@ def own_allocation() -> None:
     _wait_for_end(poller)
     salloc.poll()
     log_text = os.pread(2, LONGEST_LOG, 0).decode(errors="replace")
-    number = numbers[-1] if (numbers := _NUMBER.findall(log_text)) else ""
+    number = numbers[-1] if (numbers := _JOB_NUMBER.findall(log_text)) else ""
     if salloc.returncode is None:
         if GRANTED not in log_text:
             salloc.terminate()  # in the queue salloc does not read stdin
         with suppress(subprocess.TimeoutExpired):
-            salloc.wait(END_TIMEOUT)
+            salloc.wait(JOB_END_TIMEOUT)
     elif salloc.returncode < 0:
         consequence = f", and job {number} ends with it" if number else ""
         sys.stderr.write(f"nbdist: salloc {word_exit(salloc.returncode)}{consequence}\n")
@@ -350,29 +355,29 @@ def own_allocation() -> None:
         salloc.kill()
     code = salloc.wait()
     if problem:
-        sys.exit(f"{LEFT}{problem}")
+        sys.exit(f"{LEFT_BEHIND}{problem}")
     sys.exit(code if code >= 0 else 128 - code)
 
 
 def _wait_for_end(poller: select.poll) -> None:
     """Wait until salloc or stdin ends; log why the job waits, whenever the reason changes."""
-    logged, pause = "", FIRST_PAUSE
+    logged, pause = "", MIN_QUEUE_PAUSE
     while not poller.poll(pause * 1000):
         log_text = os.pread(2, LONGEST_LOG, 0).decode(errors="replace")
         if GRANTED in log_text:
             poller.poll()
             return
-        numbers = _NUMBER.findall(log_text)
+        numbers = _JOB_NUMBER.findall(log_text)
         if numbers and (reason := _squeue(numbers[-1], "%r")) != logged:
             sys.stderr.write(f"{REASON}{'' if reason == NO_REASON else reason}\n")
             logged = reason
-        pause = min(2 * pause, LONGEST_PAUSE)
+        pause = min(2 * pause, MAX_QUEUE_PAUSE)
 
 
 def cancel(number: str) -> str:
     """Cancel a job; return a message if the job may still run, "" once Slurm has ended it."""
     deadline = time.monotonic() + CANCEL_TIMEOUT
-    while (state := _squeue(number, "%T")) not in _ENDS:
+    while (state := _squeue(number, "%T")) not in _FINAL_JOB_STATES:
         with suppress(OSError):
             ask("scancel", number, timeout=CANCEL_TIMEOUT / 2)
         if time.monotonic() > deadline:

@@ -28,7 +28,7 @@ from nbdist.system import folders
 from nbdist.system.processes import agent_command, safe_environ
 from nbdist.wire.frames import fits, from_plain
 from nbdist.wire.spec import AGENTS_WAIT, LINK_TIMEOUT, NBDIST_DECIDES
-from nbdist.wire.transfer import Kind, Numbered
+from nbdist.wire.transfer import FrameKind, Numbered
 
 LONGEST_TICKET = 1 << 16
 KEY_LENGTH = 40  # characters of a key in Z85
@@ -126,11 +126,11 @@ def _set_heartbeats(socket: zmq.Socket[Any], link_timeout: float) -> None:
 
 
 SUFFIX = ".key"
-LOOK_TIMEOUT = 1.0  # seconds for an address of this machine to answer
+ADDRESS_PROBE_TIMEOUT = 1.0  # seconds for an address of this machine to answer
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class HeadAddress:
     """Where a head listens, as the user types it: `10.0.0.1:4321`, `[fe80::1]:4321`."""
 
     host: str
@@ -141,12 +141,12 @@ class Place:
         return f"{host}:{self.port}"
 
 
-def place_of(ticket: Ticket) -> Place:
+def place_of(ticket: Ticket) -> HeadAddress:
     """Return the place to type for a ticket: the first of its addresses."""
-    return Place(ticket.addresses[0], ticket.port)
+    return HeadAddress(ticket.addresses[0], ticket.port)
 
 
-def place_from(text: str) -> Place:
+def place_from(text: str) -> HeadAddress:
     """Read a place that was typed for `nbdist join`; raises UsageError."""
     host, colon, port = text.strip().rpartition(":")
     in_brackets = host[:1] + host[-1:] == "[]"
@@ -157,7 +157,7 @@ def place_from(text: str) -> Place:
     elif not 0 < int(port) < 1 << 16:
         why = f"there is no port {port}"
     else:
-        return Place(host[1:-1] if in_brackets else host, int(port))
+        return HeadAddress(host[1:-1] if in_brackets else host, int(port))
     raise UsageError(f"`nbdist join {text}`: {why}.")
 
 
@@ -166,7 +166,7 @@ def join_keys_folder() -> Path:
     return Path(folders.state_folder(), "joins")
 
 
-def join_key_file(place: Place) -> Path:
+def join_key_file(place: HeadAddress) -> Path:
     """Return the file with the ticket of the world at this place."""
     return join_keys_folder() / f"{place.host.replace(':', '_')}-{place.port}{SUFFIX}"
 
@@ -180,7 +180,7 @@ def write_join_key(ticket: Ticket) -> Path:
     return path
 
 
-def find_join_key(place: Place) -> Ticket | None:
+def find_join_key(place: HeadAddress) -> Ticket | None:
     """Return the ticket of the world at this place: by address, or by a port that is unique."""
     by_port = [ticket for _, ticket in _join_keys() if ticket.port == place.port]
     by_address = [ticket for ticket in by_port if place.host in ticket.addresses]
@@ -218,7 +218,7 @@ def own_addresses() -> set[str]:
 def _is_alive(address: str, port: int) -> bool:
     with suppress(OSError):  # other errors prove nothing: count as alive
         try:
-            socket.create_connection((address, port), LOOK_TIMEOUT).close()
+            socket.create_connection((address, port), ADDRESS_PROBE_TIMEOUT).close()
         except ConnectionRefusedError:
             return False
     return True
@@ -248,14 +248,16 @@ def report_killed_agent(line: bytes) -> None:
         link.linger = LONGEST_SAYING
         connect_with(link, ticket)
         link.connect(endpoint(ticket.addresses[0], ticket.port))
-        link.send_multipart([Numbered().bare_header(Kind.ENDED), ended])
+        link.send_multipart([Numbered().bare_header(FrameKind.ENDED), ended])
 
 
 # --- the command nbdist join ------------------------------------------------------------------
 
-REACH_TIMEOUT = 5.0  # seconds for the kernel of the other machine to answer
-ENDED = 128 + signal.SIGTERM  # the exit code of a shell for a process that SIGTERM has ended
-LEAVE_TIMEOUT = 25.0  # seconds for the agent and its guard to end all processes: at most 20
+JOIN_REACH_TIMEOUT = 5.0  # seconds for the kernel of the other machine to answer
+TERMINATED_CODE = (
+    128 + signal.SIGTERM
+)  # the exit code of a shell for a process that SIGTERM has ended
+JOIN_LEAVE_TIMEOUT = 25.0  # seconds for the agent and its guard to end all processes: at most 20
 
 
 def join(text: str, key_file: str | None = None, node: int | None = None) -> int:
@@ -273,10 +275,10 @@ def join(text: str, key_file: str | None = None, node: int | None = None) -> int
     try:
         return _run_agent(place, key_file, node_number if node is None else node)
     except KeyboardInterrupt:
-        return ENDED
+        return TERMINATED_CODE
 
 
-def _run_agent(place: Place, key_file: str | None, number: int) -> int:
+def _run_agent(place: HeadAddress, key_file: str | None, number: int) -> int:
     address = _resolve(place)
     ticket = replace(_find_key(place, key_file), addresses=(address,), port=place.port)
     environ = safe_environ(agent_environ(os.environ), folders.current_folder())
@@ -296,13 +298,13 @@ def _run_agent(place: Place, key_file: str | None, number: int) -> int:
         with suppress(BrokenPipeError):
             agent.stdin.close()  # the agent then exits without leftovers
         with suppress(subprocess.TimeoutExpired):
-            agent.wait(LEAVE_TIMEOUT)
+            agent.wait(JOIN_LEAVE_TIMEOUT)
         agent.kill()  # kills the guard; the agent below then gets SIGTERM, and exits
         agent.wait()
     return code if code >= 0 else 1
 
 
-def _find_key(place: Place, key_file: str | None) -> Ticket:
+def _find_key(place: HeadAddress, key_file: str | None) -> Ticket:
     """Return the ticket of the world at this place; raises UsageError if there is none."""
     try:
         if key_file == "-":
@@ -324,10 +326,10 @@ def _find_key(place: Place, key_file: str | None) -> Ticket:
     )
 
 
-def _resolve(place: Place) -> str:
+def _resolve(place: HeadAddress) -> str:
     """Return the numeric address that answers at this place; raises UsageError if none does."""
     try:
-        with socket.create_connection((place.host, place.port), REACH_TIMEOUT) as connection:
+        with socket.create_connection((place.host, place.port), JOIN_REACH_TIMEOUT) as connection:
             return socket.getnameinfo(connection.getpeername(), socket.NI_NUMERICHOST)[0]
     except OSError as error:
         why = "no answer" if isinstance(error, TimeoutError) else error.strerror or str(error)

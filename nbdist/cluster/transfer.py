@@ -12,22 +12,24 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nbdist.cluster.node import Node
-from nbdist.output.events import Done, Moved, Output
+from nbdist.output.events import Done, Output, TransferProgress
 from nbdist.values.payload import SegmentRef, is_open, length_of, refs_in, relocate
-from nbdist.wire.messages import Outputs, Run
-from nbdist.wire.node_messages import Bring
-from nbdist.wire.transfer import Drop, Fetch, Piece, Receiving, piece_of
+from nbdist.wire.messages import Outputs, RunTask
+from nbdist.wire.node_messages import CopySegments
+from nbdist.wire.transfer import Drop, Fetch, Receiving, SegmentPiece, piece_of
 from nbdist.wire.work import failure_in_words
 
 SAY_EVERY = 0.25  # seconds between two lines on the progress of big values
-LOOK_EVERY = 1.0  # seconds between two checks which segments the notebook still has open
+TRANSFER_POLL_INTERVAL = (
+    1.0  # seconds between two checks which segments the notebook still has open
+)
 
 
 @dataclass
 class _Waiting:
     """A task whose memory is in flight: `sent` is the bytes sent so far, by node and path."""
 
-    run: Run
+    run: RunTask
     total: int
     sent: dict[tuple[int, str], int]
 
@@ -56,7 +58,7 @@ class BulkTransfers:
     def __init__(
         self,
         node: Callable[[int], Node],
-        send_run: Callable[[Run], None],
+        send_run: Callable[[RunTask], None],
         show_outputs: Callable[[Outputs], None],
         spawn: Callable[[Coroutine[Any, Any, None]], None],
     ) -> None:
@@ -72,7 +74,7 @@ class BulkTransfers:
 
     # --- down ------------------------------------------------------------------------------
 
-    def run(self, run: Run, nodes: Iterable[int]) -> None:
+    def run(self, run: RunTask, nodes: Iterable[int]) -> None:
         """Send a task to nodes, after the segments of its memory that the nodes lack."""
         self.release_values(run.ranks)
         missing = {}
@@ -97,7 +99,7 @@ class BulkTransfers:
         if task not in self._waiting:
             return  # the task was interrupted
         node = self._node(number)
-        problem = await node.execute(Bring(refs))
+        problem = await node.execute(CopySegments(refs))
         if (waiting := self._waiting.get(task)) is None:
             return
         if problem:
@@ -121,7 +123,7 @@ class BulkTransfers:
                 waiting.sent[node, fetch.ref.path] = fetch.offset
         self._show_all_progress()
 
-    def _fail(self, run: Run, failed: Collection[int], name: str, message: str) -> None:
+    def _fail(self, run: RunTask, failed: Collection[int], name: str, message: str) -> None:
         """End the task on all of its ranks before it began, on the `failed` with this error."""
         self._cancel(run.id)
         failure, items = failure_in_words(name, message), list[tuple[int, str, Output]]()
@@ -145,7 +147,7 @@ class BulkTransfers:
     async def _drop_closed_segments(self) -> None:
         """Let nodes drop segments that the notebook has closed and no task waits for."""
         while self._refs:
-            await asyncio.sleep(LOOK_EVERY)
+            await asyncio.sleep(TRANSFER_POLL_INTERVAL)
             needed = {path for _, path in self._needed_segments()}
             closed = [
                 path for path, ref in self._refs.items() if path not in needed and not is_open(ref)
@@ -191,7 +193,7 @@ class BulkTransfers:
             self._received[rank] = pending.task, pending.node, tuple(places)
             self._finish(rank, replace(pending.done, values=relocate(pending.done.values, places)))
 
-    def store_piece(self, node: int, piece: Piece) -> None:
+    def store_piece(self, node: int, piece: SegmentPiece) -> None:
         """Store a piece that was requested from a node."""
         self._receiving[node].add_piece(piece)
         self._show_all_progress()
@@ -264,4 +266,4 @@ class BulkTransfers:
             self._show_progress(rank, pending.task, done, sum(map(length_of, pending.refs)))
 
     def _show_progress(self, rank: int, task: str, done: int, total: int) -> None:
-        self._show(Outputs(((rank, task, Moved(done, total)),)))
+        self._show(Outputs(((rank, task, TransferProgress(done, total)),)))

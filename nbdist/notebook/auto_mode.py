@@ -20,14 +20,14 @@ from nbdist.config import DEFAULT_POOL
 from nbdist.notebook.cell_text import as_magic, cell_magic, is_python
 from nbdist.notebook.free_names import names_filled_in
 from nbdist.notebook.pool import Pools
-from nbdist.world.names import WORKERS_MODULES, WORKERS_OWN
+from nbdist.world.name_table import WORKERS_MODULES, WORKERS_OWN
 from nbdist.world.world import World
 
 # --- which lines of a cell in auto mode run in the notebook, and which on the ranks -----------
 
-Place = Literal["here", "there", "both", "command"]
+RunTarget = Literal["here", "there", "both", "command"]
 
-REASONS: dict[Place, dict[str, str]] = {
+REASONS: dict[RunTarget, dict[str, str]] = {
     "here": {
         "nbdist's own": "local distributed rank",
         "installs for all ranks at once": "pip conda mamba micromamba uv",
@@ -67,24 +67,24 @@ CELLS_HERE = {
 }
 """Cell magics that run in the notebook, by the reason."""
 
-AROUND = ("time", "capture")  # cell magics that run in the notebook if all lines below do
+WRAPPING_MAGICS = ("time", "capture")  # cell magics that run in the notebook if all lines below do
 OWN_SETTINGS = re.compile(r"\s*(NbDist\b|$)")  # texts of `%config` that only the notebook handles
 
-_PLACES = {
+_TARGETS = {
     name: place
     for place, groups in REASONS.items()
     for names in groups.values()
     for name in names.split()
 }
-_CELLS = {name for names in CELLS_HERE.values() for name in names.split()}
-_LINE = re.compile(
+_CELL_MAGICS_HERE = {name for names in CELLS_HERE.values() for name in names.split()}
+_COMMAND_LINE = re.compile(
     r"(?P<bound>[^\W\d][\w, ]*=\s*)?(?:%(?P<name>[^\W\d]\w*)|(?P<bang>!!?)(?![=!]))(?P<rest>.*)",
     re.DOTALL,
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class SideRules:
     """Tells which names belong to the ranks and which magics to the notebook.
 
     `is_on_ranks` returns True for a variable of the ranks, and `is_notebook_magic` for a magic that
@@ -96,7 +96,7 @@ class Side:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class CellPart:
     """Lines of a cell that run on the ranks, or in the notebook if `is_here`.
 
     `first` is the number of the first line, from 0 on.
@@ -107,17 +107,19 @@ class Part:
     is_here: bool = False
 
 
-def split_cell(code: str, side: Side) -> list[Part]:
+def split_cell(code: str, side: SideRules) -> list[CellPart]:
     """Split a cell into parts that run one after the other, between statements of its top level."""
     if (magic := cell_magic(code)) is not None or code.lstrip().startswith("%%!"):
         name = magic.name if magic else "!"
-        is_here = name in _CELLS or (name not in _PLACES and side.is_notebook_magic(f"%%{name}"))
-        if name in AROUND:
+        is_here = name in _CELL_MAGICS_HERE or (
+            name not in _TARGETS and side.is_notebook_magic(f"%%{name}")
+        )
+        if name in WRAPPING_MAGICS:
             below = split_cell(code.lstrip().partition("\n")[2], side)
             is_here = bool(below) and all(part.is_here for part in below)
-        return [Part(0, code, is_here=is_here)]
+        return [CellPart(0, code, is_here=is_here)]
     lines = code.splitlines(keepends=True)
-    parts: list[Part] = []
+    parts: list[CellPart] = []
     begun = 0
     kept = [*lines]  # the lines that ranks run
     for first, end, place in _magics(lines, side):
@@ -125,11 +127,11 @@ def split_cell(code: str, side: Side) -> list[Part]:
         if place == "here":
             parts += _rank_parts(kept, begun, first)
             kept[first:end], begun = ["#\n"] * (end - first), end
-        parts.append(Part(first, text, is_here=True))
+        parts.append(CellPart(first, text, is_here=True))
     return [*parts, *_rank_parts(kept, begun, len(kept))]
 
 
-def join_parts(code: str, parts: list[Part], magic: str) -> str:
+def join_parts(code: str, parts: list[CellPart], magic: str) -> str:
     """Return a cell that runs the parts in order, so that lines keep their numbers.
 
     Parts for the ranks are passed to the cell magic `magic`, which includes its options.
@@ -151,37 +153,37 @@ def join_parts(code: str, parts: list[Part], magic: str) -> str:
     return "\n".join(lines)
 
 
-def _rank_parts(lines: list[str], first: int, end: int) -> list[Part]:
+def _rank_parts(lines: list[str], first: int, end: int) -> list[CellPart]:
     selected = lines[first:end]
     has_code = any(line.strip() and not line.lstrip().startswith("#") for line in selected)
-    return [Part(first, "".join(selected))] if has_code else []
+    return [CellPart(first, "".join(selected))] if has_code else []
 
 
-def _magics(lines: list[str], side: Side) -> Iterator[tuple[int, int, Place]]:
+def _magics(lines: list[str], side: SideRules) -> Iterator[tuple[int, int, RunTarget]]:
     """Yield first line, end and place of each top-level magic that not only the ranks run."""
     remaining, end = [*lines], 0
     while True:
         # Blank each magic before the next search: text such as `it's` is not valid Python tokens.
         for first in (row for row in _statement_rows(remaining) if row >= end):
-            if match := _LINE.match(remaining[first]):
+            if match := _COMMAND_LINE.match(remaining[first]):
                 break
         else:
             return
         end = find_end_of_continued_line(remaining, first) + 1
         whole = "".join(remaining[first:end])
         remaining[first:end] = ["\n"] * (end - first)
-        match = _LINE.match(whole)
+        match = _COMMAND_LINE.match(whole)
         assert match is not None
         place = _place_of(match, "".join(lines[:first]), side)
         if place != "there":
             yield first, end, place
 
 
-def _place_of(match: re.Match[str], above: str, side: Side) -> Place:
+def _place_of(match: re.Match[str], above: str, side: SideRules) -> RunTarget:
     name, text, is_bound = match["name"], match["rest"], bool(match["bound"])
     if name is not None and name.startswith("dist_"):
         return "here"
-    place = _PLACES.get(name or "", "there")
+    place = _TARGETS.get(name or "", "there")
     if match["bang"] or place == "command":
         uses = names_filled_in(text)
         fills_in = any(side.is_on_ranks(use) or re.search(rf"\b{use}\b", above) for use in uses)
@@ -189,7 +191,7 @@ def _place_of(match: re.Match[str], above: str, side: Side) -> Place:
     is_own = name == "config" and OWN_SETTINGS.match(text)
     if place == "both" and (is_own or text.strip() == "nbdist"):  # `%load_ext nbdist`
         return "here"
-    return "here" if name not in _PLACES and side.is_notebook_magic(f"%{name}") else place
+    return "here" if name not in _TARGETS and side.is_notebook_magic(f"%{name}") else place
 
 
 def _statement_rows(lines: list[str]) -> Iterator[int]:
@@ -210,7 +212,7 @@ def _statement_rows(lines: list[str]) -> Iterator[int]:
 
 TAG = "distributed"  # a cell's tag in place of the magic; JupyterLab sends tags with the cell
 
-_LOADS = re.compile(r"^%(?:re)?load_ext\s+([\w.]+)", re.MULTILINE)
+_LOAD_EXT = re.compile(r"^%(?:re)?load_ext\s+([\w.]+)", re.MULTILINE)
 
 
 class AutoCells:
@@ -231,9 +233,9 @@ class AutoCells:
         if all(part.is_here for part in parts):
             return code
         if len(parts) == 1 or not is_python(self._shell, code):
-            parts = [Part(0, code)]  # a syntax error names the typed line, and nothing runs
+            parts = [CellPart(0, code)]  # a syntax error names the typed line, and nothing runs
         for part in parts:
-            mode.loaded |= {name.partition(".")[0] for name in _LOADS.findall(part.text)}
+            mode.loaded |= {name.partition(".")[0] for name in _LOAD_EXT.findall(part.text)}
         other = "" if pool == DEFAULT_POOL else f" --pool {pool}"
         return join_parts(code, parts, f"distributed --auto{other}")
 
@@ -296,11 +298,11 @@ def runs_on_ranks(pools: Pools, code: str) -> bool:
     return pool is not None and not all(part.is_here for part in split_for_pool(pools, pool, code))
 
 
-def split_for_pool(pools: Pools, name: str, code: str) -> list[Part]:
+def split_for_pool(pools: Pools, name: str, code: str) -> list[CellPart]:
     """Split a cell as `split_cell` does, by the pool's variables and the notebook's magics."""
     world, shell = pools.world_of(name), pools.shell
     is_notebook_magic = partial(_is_notebook_magic, shell, frozenset(pools.auto.loaded))
-    side = Side(partial(_is_on_ranks, world, shell.user_ns), is_notebook_magic)
+    side = SideRules(partial(_is_on_ranks, world, shell.user_ns), is_notebook_magic)
     return split_cell(as_magic(shell, code, world), side)
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from IPython.core.interactiveshell import InteractiveShell
 
-    from nbdist.world.names import NameTable
+    from nbdist.world.name_table import NameTable
     from nbdist.world.world import World
 
 
@@ -33,7 +33,7 @@ CELL_MAGICS = ("distributed", "rank")  # the magics whose cells run on the worke
 
 _FIRST = re.compile(r"(?:[ \t]*(?:#[^\n]*)?\n)*[ \t]*%%(\w+)")
 _MAGIC_LINE = re.compile(r"[ \t]*%%?(\w+)(.*)")
-_ROOT = re.compile(
+_ROOT_NAME = re.compile(
     r"(?<![\w.)\]}'\"])([^\W\d]\w*)"
     r"((?:\.\w*|\[[^][]*\]|\([^()]*\))*(?:\[\s*[\"'][^\"'\]]*)?)$"
 )
@@ -108,22 +108,24 @@ def root_at(code: str, cursor: int) -> tuple[str, bool]:
     Also return True if an attribute, item or call follows the name: "losses" and True for
     `losses[0]`.  Return "" and False if there is no name.
     """
-    match = _ROOT.search(code[:cursor])
+    match = _ROOT_NAME.search(code[:cursor])
     return (match[1], bool(match[2])) if match else ("", False)
 
 
 # --- lines that may stand above a cell's magic, which IPython itself does not allow -----------
 
-MAGICS = ("distributed", "rank", "local")
+NBDIST_CELL_MAGICS = ("distributed", "rank", "local")
 
 AT = "at line "
 """Begins the text of the line that replaces a cell with a misplaced magic; a number follows."""
 
-_MAGIC = re.compile(rf"[ \t]*%%({'|'.join(MAGICS)})(?=[\s\[]|$)(.*)", re.DOTALL)
+_CELL_MAGIC_LINE = re.compile(
+    rf"[ \t]*%%({'|'.join(NBDIST_CELL_MAGICS)})(?=[\s\[]|$)(.*)", re.DOTALL
+)
 _BRACKETS = re.compile(r"\s*\[([^\]\n]*)\]")
-_LOADS = re.compile(r"[ \t]*%load_ext[ \t]+nbdist[ \t]*(?:#.*)?$", re.MULTILINE)
+_LOAD_NBDIST = re.compile(r"[ \t]*%load_ext[ \t]+nbdist[ \t]*(?:#.*)?$", re.MULTILINE)
 _QUOTED = re.compile(r"'[^']*'?|\"[^\"]*\"?")
-_COMMENT = re.compile(r"(?:^|\s)#")
+_COMMENT_START = re.compile(r"(?:^|\s)#")
 _NOTEBOOKS = re.compile(r"(?:(\w+)\s*=\s*)?%(dist_\w+)(?:[ \t]+(.*))?")
 
 
@@ -143,7 +145,7 @@ def transform_first_lines(lines: list[str], *, local_is_plain: bool = True) -> l
         name, number = place
         return [f"get_ipython().run_line_magic('%{name}', '{AT}{number}')\n"]
     above = _count_above(lines)
-    match = _MAGIC.fullmatch(lines[above]) if above < len(lines) else None
+    match = _CELL_MAGIC_LINE.fullmatch(lines[above]) if above < len(lines) else None
     if match is None:
         return lines
     name, text = match.groups()
@@ -152,26 +154,26 @@ def transform_first_lines(lines: list[str], *, local_is_plain: bool = True) -> l
     first = f"{'# ' * (name == 'local' and local_is_plain)}%%{name}{text}"
     if not first.endswith("\n"):
         first += "\n"
-    comments = [f"# {line}" if _LOADS.match(line) else line for line in lines[:above]]
+    comments = [f"# {line}" if _LOAD_NBDIST.match(line) else line for line in lines[:above]]
     return [first, *comments, *lines[above + 1 :]]
 
 
 def find_misplaced_magic(lines: Sequence[str]) -> tuple[str, int] | None:
     """Return name and line number of a cell magic of nbdist that is below other code, or None."""
     begin = _count_above(lines)
-    is_first = begin < len(lines) and _MAGIC.fullmatch(lines[begin]) is not None
+    is_first = begin < len(lines) and _CELL_MAGIC_LINE.fullmatch(lines[begin]) is not None
     begin += is_first
     body = [*lines[begin:]]
     code = next(iter(body[_count_above(body) :]), "")
-    is_of_another = code.lstrip().startswith("%%") and not _MAGIC.match(code)
-    if is_of_another or not any("%%" in line and _MAGIC.match(line) for line in body):
+    is_of_another = code.lstrip().startswith("%%") and not _CELL_MAGIC_LINE.match(code)
+    if is_of_another or not any("%%" in line and _CELL_MAGIC_LINE.match(line) for line in body):
         return None
     added = int(is_first and "--auto" in lines[begin - 1].split())
     for tokens in make_tokens_by_line(body):
         token = next((each for each in tokens if each.string.strip()), None)
         if token is not None and token.string == "%":
             row = token.start[0]
-            if match := _MAGIC.fullmatch(body[row - 1]):
+            if match := _CELL_MAGIC_LINE.fullmatch(body[row - 1]):
                 return match[1], begin + row - added
     return None
 
@@ -199,13 +201,15 @@ def split_off_magics(cell: str) -> tuple[str, list[LineMagic]]:
 def remove_comment(line: str) -> str:
     """Remove a comment from the end of a magic's line: `#` after a space, outside of quotes."""
     plain = _QUOTED.sub(lambda quoted: "_" * len(quoted[0]), line)
-    match = _COMMENT.search(plain)
+    match = _COMMENT_START.search(plain)
     return line[: match.start()] if match else line
 
 
 def _count_above(lines: Sequence[str]) -> int:
     """Count the lines at the beginning that are blank, comments or `%load_ext nbdist`."""
-    code = (at for at, line in enumerate(lines) if not (_is_comment(line) or _LOADS.match(line)))
+    code = (
+        at for at, line in enumerate(lines) if not (_is_comment(line) or _LOAD_NBDIST.match(line))
+    )
     return next(code, len(lines))
 
 
@@ -338,10 +342,10 @@ def check_magics(module: ast.Module) -> None:
                 func=ast.Attribute(attr="run_line_magic"),
                 args=[ast.Constant(str(name)), ast.Constant(str(text))],
             ):
-                if name.lstrip("%") in MAGICS and name.startswith("%"):
+                if name.lstrip("%") in NBDIST_CELL_MAGICS and name.startswith("%"):
                     raise place_error(name, text if text.startswith(AT) else f"{AT}{node.lineno}")
                 is_load = name in LOADING and text.split()[:1] == ["nbdist"]
-                if name.startswith("dist_") or name in MAGICS or is_load:
+                if name.startswith("dist_") or name in NBDIST_CELL_MAGICS or is_load:
                     raise UsageError(
                         f"line {node.lineno}: `%{name}` is for the notebook, not for the ranks: "
                         "put it in a cell of its own, or last in this one. Nothing has run."

@@ -29,7 +29,7 @@ from nbdist.notebook.cell_text import (
 )
 from nbdist.notebook.display import CellDisplay, progress
 from nbdist.notebook.idle import raise_stops, redirect_stops
-from nbdist.notebook.jobs import Steps
+from nbdist.notebook.jobs import CellSteps
 from nbdist.notebook.options import immediate_options
 from nbdist.notebook.outcome import failure_of, last_values
 from nbdist.notebook.pool import Pool
@@ -37,15 +37,15 @@ from nbdist.notebook.shipment import Shipment
 from nbdist.notebook.shipping import Plan, plan
 from nbdist.output.transcript import Transcript
 from nbdist.topology import parse_ranks
-from nbdist.wire.work import Call, Source, Task, Work
+from nbdist.wire.work import CellCode, OpCall, Task, Work
 from nbdist.words import in_pool, name_ranks, size_text
-from nbdist.world.calling import ask
-from nbdist.world.exchange import bind_steps
-from nbdist.world.names import WORKERS_MODULES, WORKERS_OWN, NameTable
+from nbdist.world.name_table import WORKERS_MODULES, WORKERS_OWN, NameTable
 from nbdist.world.recovery import late_stop_text, stop_text, undefined_name
+from nbdist.world.remote_call import ask
 from nbdist.world.result import CellResult, usage_text
-from nbdist.world.running import News, TaskRun
 from nbdist.world.sent_objects import Parcel
+from nbdist.world.task_run import RankOutputs, TaskRun
+from nbdist.world.value_transfer import bind_steps
 from nbdist.world.world import World
 
 R = TypeVar("R")
@@ -62,12 +62,12 @@ def source_steps(
     cell: str,
     display: CellDisplay,
     options: argparse.Namespace,
-) -> Steps:
+) -> CellSteps:
     """Run a cell on workers and show it; if there are no workers, start them with `options`."""
     cell = as_magic(pool.shell, cell, pool.world if pool.has_workers else None)
     python = check_source(pool.shell, first_line, cell)
     source = in_notebook_lines(first_line, cell)
-    task, world = prepare(pool, Source(source), display, options)
+    task, world = prepare(pool, CellCode(source), display, options)
     check_commands(python, world.session.names, task.ranks, pool.shell.user_ns)
     setup = (cell_id(pool.shell) or source) if options.setup else ""
     pack = partial(
@@ -92,7 +92,7 @@ def prepare(
     The task has the number of the notebook cell.  If the page was reloaded during the last
     cell, a note says how to see the missed output.
     """
-    for_training = isinstance(work, Source) and names_training(work.text)
+    for_training = isinstance(work, CellCode) and names_training(work.text)
     world = pool.ensure(options, display, for_training=for_training)
     last, page, pool.request = pool.last, page_of(pool.request), request_of(pool.shell)
     now = page_of(pool.request)
@@ -133,7 +133,7 @@ def attempt_steps(
     display: CellDisplay,
     options: argparse.Namespace,
     setup: str = "",
-) -> Steps:
+) -> CellSteps:
     """Run a cell and show it; return its result, or the error if the last attempt failed too.
 
     The error is returned and not raised: it is a StopIteration if a rank raised one, and a
@@ -185,7 +185,7 @@ def make_shipment(pool: Pool, world: World, names: NameTable, pack: Pack) -> Shi
     """
     send_plan = pack(names)
     if (question := send_plan.question) is not None:
-        task = world.task(Call("values.inspect", question.arguments), ranks=question.ranks)
+        task = world.task(OpCall("values.inspect", question.arguments), ranks=question.ranks)
         send_plan.answer(fetch_results(pool, world, task))
     return send_plan.shipment()
 
@@ -272,7 +272,9 @@ def follow_steps(
             pool.end_cell(running, display)
 
 
-def _redraw(running: TaskRun, outputs: News, display: CellDisplay, *, is_attended: bool) -> None:
+def _redraw(
+    running: TaskRun, outputs: RankOutputs, display: CellDisplay, *, is_attended: bool
+) -> None:
     waits, asks = running.waits, running.prompts.text
     done, total = running.bytes_moved
     # Only in a panel: in a terminal, each change would be another line.

@@ -1,7 +1,7 @@
 """Makes magics from functions with the decorator `@command`.
 
 Runs in the notebook's process.  Every function with `@command` in a file of
-`nbdist.notebook.commands` becomes a magic, which calls the function with a `Line`.
+`nbdist.notebook.commands` becomes a magic, which calls the function with a `MagicCall`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from nbdist.errors import Interrupted, NbdistError, UsageError, WorkerError, Wor
 from nbdist.notebook import commands
 from nbdist.notebook.cell_text import remove_comment
 from nbdist.notebook.cells import fetch_results
-from nbdist.notebook.display import CellDisplay, Shown, has_panels
+from nbdist.notebook.display import CellDisplay, CommandOutput, has_panels
 from nbdist.notebook.idle import command_stops, delay_stops, is_in_subshell
 from nbdist.notebook.options import (
     Magic,
@@ -43,12 +43,12 @@ from nbdist.notebook.options import (
 from nbdist.notebook.output_count import OUTPUTS
 from nbdist.notebook.pool import Pool, Pools
 from nbdist.topology import parse_ranks
-from nbdist.wire.messages import Request
-from nbdist.wire.work import Call
+from nbdist.wire.messages import RequestBody
+from nbdist.wire.work import OpCall
 from nbdist.words import in_pool, one_line
 from nbdist.world.recovery import healing_text
 from nbdist.world.result import raised
-from nbdist.world.states import State
+from nbdist.world.states import WorldState
 from nbdist.world.world import World
 
 MORE_OPTIONS = (
@@ -60,7 +60,7 @@ Split = Callable[[Magic, str], tuple[str, list[str]]]
 """Divides a line into the text that argparse reads, and the words that argparse does not read."""
 
 
-class Line:
+class MagicCall:
     """A call of a magic, with the typed text, the parsed options, and the pool, world and display.
 
     `pool` is the pool that `--pool` names, or the default pool.  `pools` has all pools if no
@@ -92,11 +92,11 @@ class Line:
     @property
     def busy_world(self) -> World:
         """The pool's world, also while it runs a cell that was sent with `--no-wait`."""
-        if self.pool.world is None or self.pool.world.state is State.STOPPED:
+        if self.pool.world is None or self.pool.world.state is WorldState.STOPPED:
             raise WorldNotStarted(f"`{self.command.shown_name}`")
         return self.pool.world
 
-    def query_agent(self, pool: Pool, request: Request) -> Any:
+    def query_agent(self, pool: Pool, request: RequestBody) -> Any:
         """Return an agent's rows on a pool's ranks, also while a cell runs; () without a world."""
         if pool.world is None:
             return ()
@@ -119,7 +119,7 @@ class Line:
 
     def call(self, op: str, **arguments: Any) -> dict[int, Any]:
         """Call an op of `nbdist.worker.ops` on `ranks`, and return its results by rank."""
-        task = self.world.task(Call(op, arguments), ranks=self.ranks)
+        task = self.world.task(OpCall(op, arguments), ranks=self.ranks)
         return fetch_results(self.pool, self.world, task)
 
     @cached_property
@@ -135,25 +135,25 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Value:
+class MagicResult:
     """A magic's result that `x = %magic` binds.  If it is not bound, it is not shown."""
 
     value: Any
 
 
-Returned = Shown | Value | str | None
+Returned = CommandOutput | MagicResult | str | None
 """What the function of a magic returns: the output to show, a value to bind, or None."""
 
 
 @dataclass(frozen=True, repr=False)
 class Command:
-    """A magic of nbdist; the function `run` is called with a `Line`.
+    """A magic of nbdist; the function `run` is called with a `MagicCall`.
 
     `looks` are the options with which the magic changes nothing, so that it may run beside a
     cell; "" says that no option is needed.
     """
 
-    run: Callable[[Line], Returned]
+    run: Callable[[MagicCall], Returned]
     kind: Literal["line", "cell"]
     split: Split
     summary: str = ""
@@ -176,7 +176,7 @@ class Command:
         how = f"`{self.shown_name} {option}`"
 
         @wraps(self.run)  # copies the parser
-        def run(line: Line) -> Returned:
+        def run(line: MagicCall) -> Returned:
             return self.run(line)
 
         text, _, usage = (self.run.__doc__ or "").partition("\n\n::\n\n")
@@ -205,13 +205,13 @@ class Command:
             is_panel = has_panels(pools.shell, pools.settings)
             is_counted = is_panel and not is_in_subshell(pools.shell)
             with OUTPUTS.counting() if is_counted else nullcontext():
-                line = Line(self, pools, remove_comment(text), cell)
+                line = MagicCall(self, pools, remove_comment(text), cell)
                 try:
                     return run(line)
                 finally:
                     line.end_display()
 
-        def run(line: Line) -> Any:
+        def run(line: MagicCall) -> Any:
             only_looks = any(not each or getattr(line.options, each) for each in self.looks)
             if not only_looks and is_in_subshell(pools.shell):
                 looking = sorted(how for each in find_commands() for how in each.looking)
@@ -231,11 +231,11 @@ class Command:
                 _name_pool(error, line.pool)
                 raise
             match shown:
-                case Shown():
+                case CommandOutput():
                     shown.show_on(line.display)
                 case str():
                     line.display.answer(shown)
-            return shown.value if isinstance(shown, Value) and is_used() else None
+            return shown.value if isinstance(shown, MagicResult) and is_used() else None
 
         return magic
 
@@ -267,7 +267,7 @@ class CellOption:
     """
 
     add: Callable[[Magic], Magic]
-    around: Callable[[Line], AbstractContextManager[None]]
+    around: Callable[[MagicCall], AbstractContextManager[None]]
 
 
 def command(
@@ -276,7 +276,7 @@ def command(
     split: Split = lambda _, line: (line, []),
     looks: tuple[str, ...] = (),
     in_a_line: bool = False,
-) -> Callable[[Callable[[Line], Returned]], Command]:
+) -> Callable[[Callable[[MagicCall], Returned]], Command]:
     """Make a magic from a function of the same name, whose docstring is the magic's help.
 
     Args:
@@ -288,7 +288,7 @@ def command(
         in_a_line: whether the cell magic is also a line magic: `%distributed x = 1`.
     """
 
-    def decorate(run: Callable[[Line], Returned]) -> Command:
+    def decorate(run: Callable[[MagicCall], Returned]) -> Command:
         # The world's options come last: they are in groups, and argparse would add any option
         # that follows to the last group.
         own_options = [option for option in options if option is not world_options]
@@ -326,7 +326,7 @@ def find_commands() -> Iterator[Command]:
         module = import_module(f"{commands.__name__}.{file.name}")
         yield from (each for each in vars(module).values() if isinstance(each, Command))
     for point in _plugins().values():
-        if point.group == plugins.COMMANDS:
+        if point.group == plugins.COMMANDS_GROUP:
             yield _loaded(point)
 
 
@@ -334,7 +334,7 @@ def cell_options() -> list[CellOption]:
     """Return the options that plugins add to `%%distributed`; broken plugins are left out."""
     loaded: list[CellOption] = []
     for point in _plugins().values():
-        if point.group == plugins.CELL_OPTIONS:
+        if point.group == plugins.CELL_OPTIONS_GROUP:
             with suppress(Exception):  # other people's modules
                 loaded.append(point.load())
     return loaded
@@ -342,7 +342,7 @@ def cell_options() -> list[CellOption]:
 
 @cache
 def _plugins() -> Mapping[str, EntryPoint]:
-    return plugins.entry_points(plugins.COMMANDS, plugins.CELL_OPTIONS)
+    return plugins.entry_points(plugins.COMMANDS_GROUP, plugins.CELL_OPTIONS_GROUP)
 
 
 def _loaded(point: EntryPoint) -> Command:
@@ -356,7 +356,7 @@ def _loaded(point: EntryPoint) -> Command:
         why = f"{type(error).__name__}: {one_line(str(error))}"
     problem = f"`%{point.name}` cannot be used: {point.value} was not imported ({why})."
 
-    def run(_: Line) -> None:
+    def run(_: MagicCall) -> None:
         raise UsageError(problem)
 
     run.__name__, run.__doc__ = point.name, problem
@@ -373,10 +373,10 @@ def _stopped(stop: KeyboardInterrupt, world: World | None) -> KeyboardInterrupt:
     """Return the error for a Stop during a command, with the state of the workers after it."""
     if isinstance(stop, Interrupted) or world is None:
         return stop if isinstance(stop, Interrupted) else Interrupted(())
-    if world.state is State.STOPPING:
+    if world.state is WorldState.STOPPING:
         recovery = "the workers are still shutting down; `%dist_shutdown` waits for them"
         return Interrupted((), outcome=recovery)
-    if world.state is State.BROKEN:
+    if world.state is WorldState.BROKEN:
         return Interrupted((), outcome=healing_text(world.session, range(world.size)))
     return Interrupted(range(world.size) if world.state.has_workers else ())
 

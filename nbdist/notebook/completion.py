@@ -37,9 +37,9 @@ from nbdist.wire.control import (
     Completions,
     Description,
     Inspect,
-    Question,
+    TypingQuestion,
 )
-from nbdist.world.names import WORKERS_MODULES, WORKERS_OWN
+from nbdist.world.name_table import WORKERS_MODULES, WORKERS_OWN
 from nbdist.world.world import World
 
 TIMEOUT = 0.9  # seconds for the workers' answer: JupyterLab waits for one second
@@ -92,7 +92,7 @@ class Completion:
 
     # --- answers ------------------------------------------------------------------------------
 
-    def _answer(self, question: Question) -> Completions | Description | None:
+    def _answer(self, question: TypingQuestion) -> Completions | Description | None:
         """Answer about a magic's line, or about a cell of the workers by asking a rank.
 
         Returns None if the notebook's kernel should answer: for plain cells, without workers, and
@@ -137,7 +137,7 @@ class Completion:
         more = (Candidate(name, "instance") for name in names)
         return replace(completions, candidates=(*completions.candidates, *more)) or None
 
-    def _answer_in_line(self, question: Question) -> Completions | Description | None:
+    def _answer_in_line(self, question: TypingQuestion) -> Completions | Description | None:
         """Answer about the line of a magic of nbdist; None elsewhere, or without an answer."""
         magic = magic_at(question.code, question.cursor)
         command = self._commands.get(magic.name) if magic else None
@@ -177,7 +177,7 @@ class Completion:
             return line[1]
         return as_comment(code) if workers_cell(code, cursor) else code
 
-    def _workers_cell(self, question: Question) -> MagicLine | None:
+    def _workers_cell(self, question: TypingQuestion) -> MagicLine | None:
         """Return the magic of a cell of the workers, or None for a cell of the notebook.
 
         In auto mode, a plain cell that runs on the workers has a magic too.
@@ -188,7 +188,9 @@ class Completion:
         return magic
 
 
-def _ask(world: World, magic: MagicLine, question: Question) -> Completions | Description | None:
+def _ask(
+    world: World, magic: MagicLine, question: TypingQuestion
+) -> Completions | Description | None:
     """Ask an idle rank of the cell's ranks, then of the others; None without a timely answer."""
     every = range(world.size)
     try:
@@ -220,7 +222,7 @@ def workers_cell(code: str, cursor: int) -> MagicLine | None:
 NAMES = ("names", "variables")
 """The names, in the magics' parsers, of arguments that take names of variables."""
 
-_BETWEEN = re.compile(r"[\s,=]+")  # separates the words of a line
+_WORD_SEPARATOR = re.compile(r"[\s,=]+")  # separates the words of a line
 
 Choices = tuple[Candidate, ...]
 
@@ -231,7 +233,7 @@ def choices(pools: Pools, command: Command, text: str, pool: str | None) -> tupl
     The candidates are options with their help, or names of variables if the command takes names.
     Options and names that the line has already are left out.
     """
-    *words, begun = _BETWEEN.split(text)
+    *words, begun = _WORD_SEPARATOR.split(text)
     arguments, shell, world = arguments_of(command.run), pools.shell, pools.world_of(pool)
     if begun.startswith("-") or not any(each.dest in NAMES for each in arguments):
         candidates = [

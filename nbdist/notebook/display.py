@@ -22,23 +22,23 @@ from IPython.display import clear_output, display, update_display
 from nbdist.notebook.cell_text import CELL_MAGICS, cell_id, cell_magic, magic_at, request_of
 from nbdist.notebook.options import NbDist
 from nbdist.notebook.output_count import OUTPUTS
-from nbdist.notebook.rich_output import EMPTY, NOTHING, Below, save_figures
+from nbdist.notebook.rich_output import EMPTY, EMPTY_HTML, Below, save_figures
 from nbdist.output.bars import merged_line
 from nbdist.output.events import MimeBundle
 from nbdist.output.html import all_show_widgets, figures, panel_html
 from nbdist.output.html_parts import INDENT, dim, panel
 from nbdist.output.layout import final_layout, live_layout
-from nbdist.output.panel import MOST_LIVE_BYTES
+from nbdist.output.panel import MAX_LIVE_PANEL_BYTES
 from nbdist.output.tabs import final_tabs, live_by_rank
 from nbdist.output.text import PlainLines, curves_lines, failures_text, head_text, panel_text
 from nbdist.output.transcript import Transcript
-from nbdist.values.payload import Made, Steps
+from nbdist.values.payload import StepwiseValue, T
 from nbdist.words import aligned, in_pool, size_text
 from nbdist.world.moving_line import MovingLine
-from nbdist.world.running import News
+from nbdist.world.task_run import RankOutputs
 
 FIRST_DRAWING = 0.15  # seconds before anything is drawn, so that a fast cell does not flash
-REDRAW = 0.25  # seconds between drawings: the page rebuilds the whole panel at each
+REDRAW_INTERVAL = 0.25  # seconds between drawings: the page rebuilds the whole panel at each
 
 
 class PanelDisplay:
@@ -110,7 +110,9 @@ class PanelDisplay:
         below = panel(dim(notes)) if notes else ""
         self._draw((html or panel(dim(text))) + below, "\n".join(filter(None, [text, notes])))
 
-    def show(self, transcript: Transcript, outputs: News, waits: str = "", usage: str = "") -> None:
+    def show(
+        self, transcript: Transcript, outputs: RankOutputs, waits: str = "", usage: str = ""
+    ) -> None:
         """Redraw the running cell's panel, unless it was drawn a moment ago.
 
         Called after each output of a rank, and periodically without output.  `waits` is a line
@@ -153,7 +155,7 @@ class PanelDisplay:
         shown = live_by_rank(shown, transcript, turn) if self._tabs else shown
         html = panel_html(shown)
         # Figures make a panel big: it is redrawn less often, which bounds the bytes per second.
-        self._draw_at = now + REDRAW * max(1.0, len(html) / MOST_LIVE_BYTES)
+        self._draw_at = now + REDRAW_INTERVAL * max(1.0, len(html) / MAX_LIVE_PANEL_BYTES)
         self._draw(html, self._passing_text(panel_text(shown)))
         # Widgets, such as progress bars, must be seen while the cell runs.  Once each rank shows a
         # widget, the order of the displays is final.
@@ -168,7 +170,7 @@ class PanelDisplay:
         # A page shows figures in the panel; converters and other programs search for images.
         for caption, figure in figures(transcript):
             text = f"figure of {caption}, shown above"
-            data = {**figure.data, "text/html": NOTHING, "text/plain": text}
+            data = {**figure.data, "text/html": EMPTY_HTML, "text/plain": text}
             display(data, raw=True, metadata=dict(figure.metadata))
 
     show_again = end
@@ -277,7 +279,9 @@ class PlainDisplay:
 
     answer = show_text
 
-    def show(self, transcript: Transcript, outputs: News, waits: str = "", usage: str = "") -> None:
+    def show(
+        self, transcript: Transcript, outputs: RankOutputs, waits: str = "", usage: str = ""
+    ) -> None:
         now = time.monotonic()
         if self._lines is None:
             self._lines = PlainLines(transcript.ranks)
@@ -391,15 +395,17 @@ def is_of_magic(cell: str) -> bool:
 
 # --- tables and blocks of text that commands show ---------------------------------------------
 
-_CELL = "padding:0 16px 0 0;text-align:left;border:none;font-family:monospace"
-_SHORT = 24  # characters; a shorter cell of a table, such as `busy 7.5 s`, is never wrapped
+_TABLE_CELL = "padding:0 16px 0 0;text-align:left;border:none;font-family:monospace"
+_UNWRAPPED_LENGTH = (
+    24  # characters; a shorter cell of a table, such as `busy 7.5 s`, is never wrapped
+)
 _BLOCK = (
     f"font-family:monospace;font-size:13px;white-space:pre-wrap;margin:0;padding:0 0 0 {INDENT}"
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class CommandOutput:
     """An output of a command, as HTML for pages and as text for terminals."""
 
     html: str
@@ -415,7 +421,7 @@ def table(
     rows: Sequence[Sequence[str]],
     colours: Mapping[str, str] | None = None,
     first_width: int = 0,
-) -> Shown:
+) -> CommandOutput:
     """Return a table below the line `head`; the first of the `rows` has the headings.
 
     `colours` maps the first word of a cell to the cell's colour.  The first column is at least
@@ -424,33 +430,33 @@ def table(
     html = f"<div><b>{escape(head)}</b></div>"
     if rows:
         first, *others = rows
-        headings = "".join(f'<th style="{_CELL}">{heading}</th>' for heading in first)
-        wide = f"{_CELL};min-width:{0.62 * first_width:.1f}em"  # JupyterLab allows no `ch`
-        headings = headings.replace(_CELL, wide, bool(first_width))
+        headings = "".join(f'<th style="{_TABLE_CELL}">{heading}</th>' for heading in first)
+        wide = f"{_TABLE_CELL};min-width:{0.62 * first_width:.1f}em"  # JupyterLab allows no `ch`
+        headings = headings.replace(_TABLE_CELL, wide, bool(first_width))
         body = "".join(
             f"<tr>{''.join(_cell(text, colours or {}) for text in row)}</tr>" for row in others
         )
         html += f'<table style="border:none;margin:4px 0"><tr>{headings}</tr>{body}</table>'
         rows = [(first[0].ljust(first_width), *first[1:]), *others]
-    return Shown(panel(html), "\n".join([head, *aligned(rows)]))
+    return CommandOutput(panel(html), "\n".join([head, *aligned(rows)]))
 
 
-def block(text: str) -> Shown:
+def block(text: str) -> CommandOutput:
     """Return a text in a monospaced font, with its spaces and line breaks."""
-    return Shown(f'<pre style="{_BLOCK}">{escape(text)}</pre>', text)
+    return CommandOutput(f'<pre style="{_BLOCK}">{escape(text)}</pre>', text)
 
 
-def below(parts: Iterable[Shown]) -> Shown:
+def below(parts: Iterable[CommandOutput]) -> CommandOutput:
     """Return a single output that shows several outputs from top to bottom."""
     parts = [*parts]
     html, text = "".join(part.html for part in parts), "\n".join(part.text for part in parts)
-    return Shown(html, text)
+    return CommandOutput(html, text)
 
 
 def _cell(text: str, colours: Mapping[str, str]) -> str:
     colour = colours.get(text.partition(" ")[0], "")
-    style = f"{_CELL};color:{colour}" if colour else _CELL
-    if len(text) <= _SHORT:
+    style = f"{_TABLE_CELL};color:{colour}" if colour else _TABLE_CELL
+    if len(text) <= _UNWRAPPED_LENGTH:
         style += ";white-space:nowrap"
     return f'<td style="{style}">{escape(text)}</td>'
 
@@ -472,7 +478,7 @@ def progress(display: CellDisplay, what: str) -> Callable[[int, int], None]:
         nonlocal due
         if (now := time.monotonic()) >= due:
             # Lines in a terminal are not replaced: the time between them doubles.
-            due = now + (REDRAW if display.can_change else now - started)
+            due = now + (REDRAW_INTERVAL if display.can_change else now - started)
             display.show_status(progress_text(what, done, total, now - started))
 
     return show
@@ -483,14 +489,14 @@ def progress_text(what: str, done: int, total: int, seconds: float) -> str:
     return f"{what}: {size_text(done)} of {size_text(total)} · {size_text(done / seconds)}/s"
 
 
-def moved(steps: Generator[int, None, Made], total: int, display: CellDisplay, what: str) -> Made:
+def moved(steps: Generator[int, None, T], total: int, display: CellDisplay, what: str) -> T:
     """Run a generator to its end, showing its progress, and return its result.
 
     The generator yields the number of bytes that are done.  Stop ends the generator between two
     steps, and the partial result is released.
     """
     show = progress(display, what)
-    with closing(Steps(steps)) as running:
+    with closing(StepwiseValue(steps)) as running:
         for done in running:
             show(done, total)
     return running.made

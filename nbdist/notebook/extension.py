@@ -21,13 +21,13 @@ from IPython.core.error import UsageError as IPythonUsageError
 import nbdist
 from nbdist.config import DEFAULT_POOL
 from nbdist.errors import NbdistError, UsageError, WrongVersion
-from nbdist.notebook.cell_text import MAGICS, refuse_magic, transform_first_lines
+from nbdist.notebook.cell_text import NBDIST_CELL_MAGICS, refuse_magic, transform_first_lines
 from nbdist.notebook.free_names import names_filled_in
 from nbdist.notebook.options import NbDist, hint_on_magic
 from nbdist.plugins import requirements
 from nbdist.words import name_ranks
-from nbdist.world.link import Link
-from nbdist.world.names import WORKERS_MODULES, WORKERS_OWN
+from nbdist.world.agent_link import Link
+from nbdist.world.name_table import WORKERS_MODULES, WORKERS_OWN
 
 if TYPE_CHECKING:
     from types import CodeType
@@ -95,7 +95,10 @@ def register(
     magics: list[tuple[Callable[..., Any], str, str]] = [
         (each.magic(pools), each.kind, each.name) for each in commands
     ]
-    magics += [(partial(refuse_magic, shell, f"%{name}"), "line", f"%{name}") for name in MAGICS]
+    magics += [
+        (partial(refuse_magic, shell, f"%{name}"), "line", f"%{name}")
+        for name in NBDIST_CELL_MAGICS
+    ]
     magics += [(each.line_magic(pools), "line", each.name) for each in commands if each.in_a_line]
     manager: Any = shell.magics_manager
     user_magics: Any = vars(manager.user_magics)
@@ -243,7 +246,7 @@ EVENTS = ("pre_run_cell", "post_run_cell")
 
 # --- hints if a plain cell uses a name of the workers, or a magic is misspelt ---------------------
 
-OURS = os.path.dirname(nbdist.__file__) + os.sep
+PACKAGE_PREFIX = os.path.dirname(nbdist.__file__) + os.sep
 OF_OURS = (NbdistError, KeyboardInterrupt, CancelledError)  # errors that nbdist itself raises
 
 
@@ -300,7 +303,7 @@ def _cut_traceback(error: BaseException | None) -> None:
         seen_ids.add(id(error))
         tb = error.__traceback__ if isinstance(error, OF_OURS) else None
         while tb is not None:
-            if tb.tb_next and tb.tb_next.tb_frame.f_code.co_filename.startswith(OURS):
+            if tb.tb_next and tb.tb_next.tb_frame.f_code.co_filename.startswith(PACKAGE_PREFIX):
                 tb.tb_next = None
             tb = tb.tb_next
         error = error.__cause__ or error.__context__

@@ -33,7 +33,7 @@ _JUMPS = frozenset(dis.hasjrel + dis.hasjabs)
 _DOTS = ("LOAD_ATTR", "LOAD_METHOD")
 _GENERIC = "<generic parameters of "
 # Only up to Python 3.11 do comprehensions have their own code objects.
-_AT_ONCE = ("<listcomp>", "<dictcomp>", "<setcomp>")
+_INLINE_CODE = ("<listcomp>", "<dictcomp>", "<setcomp>")
 _PYTHONS_OWN = (
     *("__annotations__", "__doc__", "__name__"),
     *("__annotate__", "__conditional_annotations__"),  # from Python 3.14 on
@@ -48,7 +48,7 @@ _NOT_PYTHON = re.compile(
 _BRACES = re.compile(r"\{([^{}]+)\}")
 _DOLLAR = re.compile(r"(?<!\$)\$\{?([A-Za-z_]\w*)")
 _OPTION = re.compile(r"\s*(-\S+|\d+)")
-_MAGIC_LINE = re.compile(r"^[ \t]*[%!].*$", re.MULTILINE)
+_IPYTHON_LINE = re.compile(r"^[ \t]*[%!].*$", re.MULTILINE)
 
 _State = frozenset[str | int]
 """What is certain whenever an instruction is reached: the names (str) that are bound, and the
@@ -203,7 +203,7 @@ class _Code:
         self.chains |= inner.chains
         self.commands += inner.commands
         self.inner |= inner.inner
-        if code.co_name in _AT_ONCE:
+        if code.co_name in _INLINE_CODE:
             self.first = inner.first | self.first
         else:
             self.inner |= inner.used.keys() | inner.later
@@ -373,7 +373,7 @@ def _filled_in(texts: list[str]) -> list[str]:
 def _python(text: str) -> str:
     """Return the text of a magic, without leading options, if it is Python; else ""."""
     while True:
-        code = next(filter(_is_python, (text, _MAGIC_LINE.sub("", text))), "")
+        code = next(filter(_is_python, (text, _IPYTHON_LINE.sub("", text))), "")
         option = _OPTION.match(text)
         if code or not option:
             return code
@@ -396,7 +396,7 @@ def _is_the_shells(name: str, text: str) -> bool:
 
 # --- variables of the notebook that `%dist_gather` has bound ----------------------------------
 
-_NOTHING = object()
+_ABSENT = object()
 
 
 class Gathered:
@@ -412,7 +412,7 @@ class Gathered:
 
     def __contains__(self, name: object) -> bool:
         value = self._values.get(name) if isinstance(name, str) else None
-        return value is not None and value.is_still(self._namespace.get(str(name), _NOTHING))
+        return value is not None and value.is_still(self._namespace.get(str(name), _ABSENT))
 
     @property
     def has_any(self) -> bool:

@@ -21,15 +21,18 @@ from typing import Any, Self
 from IPython.core.interactiveshell import InteractiveShell
 
 from nbdist.notebook.cell_text import request_of
-from nbdist.notebook.display import REDRAW, CellDisplay
+from nbdist.notebook.display import REDRAW_INTERVAL, CellDisplay
 from nbdist.output.ansi import strip
-from nbdist.output.events import Display, Failure, Output, Text, Update, Visible, plain_of
+from nbdist.output.events import Display, DisplayUpdate, Failure, Output, Text, Visible, plain_of
 from nbdist.output.transcript import Transcript
 from nbdist.output.wording import fold_ranks, traceback_text
 from nbdist.words import name_ranks
-from nbdist.world.link import Link
+from nbdist.world.agent_link import Link
 
-PAUSE, LONGEST_PAUSE = 0.25, 1.0  # seconds between two calls of `notice`, at least and at most
+IDLE_PAUSE, MAX_IDLE_PAUSE = (
+    0.25,
+    1.0,
+)  # seconds between two calls of `notice`, at least and at most
 PAUSES_PER_NOTICE = 4  # after each call, `IdleWatch` pauses this many times as long as it took
 
 
@@ -37,8 +40,8 @@ class IdleWatch:
     """Calls `notice` on the event loop of the notebook when a rank dies or prints between cells.
 
     While `is_active()` is true, because a task runs in the background, it also calls `notice` at
-    all other messages of ranks, and every `PAUSE` seconds.  The loop of an ipykernel runs between
-    cells; in a terminal each prompt has its own loop.
+    all other messages of ranks, and every `IDLE_PAUSE` seconds.  The loop of an ipykernel runs
+    between cells; in a terminal each prompt has its own loop.
     """
 
     def __init__(self, notice: Callable[[], None], is_active: Callable[[], bool]) -> None:
@@ -85,7 +88,9 @@ class IdleWatch:
             return
         if self._is_active() and self._timer is None:
             # An empty context, as in `follow`.
-            self._timer = contextvars.Context().run(self.loop.call_later, PAUSE, self._notice_now)
+            self._timer = contextvars.Context().run(
+                self.loop.call_later, IDLE_PAUSE, self._notice_now
+            )
 
     def stop(self) -> None:
         """Watch no link any more: cancel the timer and close the descriptor."""
@@ -121,7 +126,9 @@ class IdleWatch:
         started = time.monotonic()
         contextvars.Context().run(self._notice)
         now = time.monotonic()
-        self._notice_at = now + min(LONGEST_PAUSE, max(PAUSE, PAUSES_PER_NOTICE * (now - started)))
+        self._notice_at = now + min(
+            MAX_IDLE_PAUSE, max(IDLE_PAUSE, PAUSES_PER_NOTICE * (now - started))
+        )
         self.update()
 
 
@@ -130,7 +137,7 @@ class IdleWatch:
 OUTPUTS_KEPT = 1000  # outputs that belong to no cell; older ones are dropped
 
 CELLS_KEPT = 20  # cells whose displays can still change
-MOST_CHARACTERS = 300  # of a rank's late output that cannot be shown under its cell
+MAX_LATE_LENGTH = 300  # of a rank's late output that cannot be shown under its cell
 
 
 class FinishedCells:
@@ -195,7 +202,7 @@ class FinishedCells:
                 if transcript in self._changed and display is not None:
                     display.redraw_ended(transcript, logs)
             self._changed.clear()
-            self._show_at = time.monotonic() + REDRAW
+            self._show_at = time.monotonic() + REDRAW_INTERVAL
 
     def pop_texts(self) -> list[str]:
         """Remove and return late output without a cell: a line for all ranks with equal output."""
@@ -207,7 +214,9 @@ class FinishedCells:
         for transcript, display in reversed(self._cells):
             if rank not in transcript.by_rank or display is None:
                 continue
-            if not isinstance(output, Update) or transcript[rank].has_display(output.display_id):
+            if not isinstance(output, DisplayUpdate) or transcript[rank].has_display(
+                output.display_id
+            ):
                 return transcript if display.can_change else None
         return None
 
@@ -223,8 +232,8 @@ def late_texts(outputs: Iterable[tuple[int, Output]]) -> list[str]:
     for text, ranks in same.items():
         if text:
             whose = "its" if len(ranks) == 1 else "their"
-            more = len(text) - MOST_CHARACTERS
-            shown = text if more <= 0 else f"{text[:MOST_CHARACTERS]} … {more:,} more characters"
+            more = len(text) - MAX_LATE_LENGTH
+            shown = text if more <= 0 else f"{text[:MAX_LATE_LENGTH]} … {more:,} more characters"
             texts.append(f"{name_ranks(ranks)} printed after {whose} last cell: {shown}")
     return texts
 

@@ -23,11 +23,11 @@ from nbdist.notebook.display import CellDisplay
 from nbdist.notebook.idle import Stops, delay_stops, is_main_thread
 from nbdist.output.wording import ranks_text, seconds_text
 from nbdist.words import one_line
-from nbdist.world.recovery import TICK
+from nbdist.world.recovery import CELL_TICK
 from nbdist.world.result import CellResult, raised
-from nbdist.world.running import TaskRun
+from nbdist.world.task_run import TaskRun
 
-Steps: TypeAlias = Generator[TaskRun, float | None, CellResult[Any] | BaseException]
+CellSteps: TypeAlias = Generator[TaskRun, float | None, CellResult[Any] | BaseException]
 """A generator that runs a cell.  The number sent to it limits the seconds of its next step.
 
 It yields the task after each step, and returns the result of the cell or the error to raise.
@@ -37,7 +37,7 @@ It yields the task after each step, and returns the result of the cell or the er
 LONGEST_LOOK = 2.0
 """Seconds after which `done` returns, as ranks can write faster than their output is shown."""
 
-AT_ONCE = 0.05  # seconds that `done` waits for more output
+JOB_STEP_SECONDS = 0.05  # seconds that `done` waits for more output
 AWAITED_EVERY = 0.05  # seconds between two steps while code awaits the job
 
 
@@ -57,7 +57,7 @@ class Job:
     `wait` and `result` raise the job's error.  `running` is the task, or its last attempt.
     """
 
-    def __init__(self, steps: Steps, running: TaskRun, name: str, place: CellPlace) -> None:
+    def __init__(self, steps: CellSteps, running: TaskRun, name: str, place: CellPlace) -> None:
         """Take over a cell whose first step has sent it to the workers."""
         self._steps = steps
         self.running = running
@@ -105,7 +105,7 @@ class Job:
             if now == before and self.running.unfinished:
                 break
             before = now
-            self.step(AT_ONCE)
+            self.step(JOB_STEP_SECONDS)
         return self.has_ended
 
     def __await__(self) -> Generator[Any, None, CellResult[Any]]:
@@ -146,7 +146,7 @@ class Job:
         with Stops() as stops:
             while not (self.has_ended or stops.count) and time.monotonic() < deadline:
                 show()
-                longest = max(0.0, min(TICK, deadline - time.monotonic()))
+                longest = max(0.0, min(CELL_TICK, deadline - time.monotonic()))
                 if is_main_thread():
                     self.step(longest)
                 else:  # in a subshell: only the main thread runs the job

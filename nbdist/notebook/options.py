@@ -1,7 +1,7 @@
 """The options of the magics, the notebook's settings, and hints on mistyped options and magics.
 
-Runs in the notebook's process.  Commands add options by the decorators here, and `Line` reads them
-with `parse`.
+Runs in the notebook's process.  Commands add options by the decorators here, and `MagicCall` reads
+them with `parse`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OPTION = re.compile(r"\s*(--?[A-Za-z][\w-]*)(?=[=\s]|$)")
 WORD = re.compile(r"""\s*((\w+=)?("[^"]*"|'[^']*'|\[[^\]]*\])(?!\S)|\S+)""")
 """A word of a line; also `"nice -n 5"`, `A="1 2"` and `[0, 2]`, which IPython would split."""
 
-GROUPS = {
+OPTION_GROUPS = {
     "n": "which workers",
     "env": "how they are started",
     "launcher": "on which machines",
@@ -58,8 +58,8 @@ def world_options(magic: Magic) -> Magic:
     for name, option in reversed([*OPTIONS.items()]):
         if option.flag and name != "pool":  # every magic has `--pool` in any case
             magic = _add(name, option)(magic)
-        if name in GROUPS:
-            magic = argument_group(GROUPS[name])(magic)
+        if name in OPTION_GROUPS:
+            magic = argument_group(OPTION_GROUPS[name])(magic)
     return magic
 
 
@@ -328,7 +328,7 @@ TORCHRUN_IGNORED: Mapping[tuple[str, ...], Collection[str]] = {
 
 _WITHOUT_VALUE = ("--standalone", "--run-path", "--use-env")
 
-MAGICS = {
+OTHER_TOOLS_MAGICS = {
     "px": "begin the cell with `%%distributed`",
     "autopx": "`%dist_auto on` sends plain cells to the workers",
     "pxresult": "`%dist_output` shows the last result again",
@@ -404,7 +404,7 @@ def hint_on_magic(message: str, shown_names: Iterable[str]) -> str:
     match = _NOT_FOUND.match(message)
     if match is None or " exists, " in message:  # IPython's message has a hint already
         return ""
-    if answer := MAGICS.get(match[2]):
+    if answer := OTHER_TOOLS_MAGICS.get(match[2]):
         return f"In nbdist {answer}."
     shown_by_name = {name.lstrip("%"): name for name in shown_names}
     near = get_close_matches(match[2], shown_by_name, 1, NEAR_MAGIC)

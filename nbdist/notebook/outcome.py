@@ -15,24 +15,24 @@ from typing import Any
 from IPython.lib.pretty import RepresentationPrinter
 
 from nbdist.errors import AgentLost, NbdistError, ValueLost, WorkerError
-from nbdist.notebook.display import Shown
+from nbdist.notebook.display import CommandOutput
 from nbdist.output.ansi import strip
 from nbdist.output.events import Died
 from nbdist.output.html_parts import LINES, RED, barred, bold, dim, line, panel, traceback_html
-from nbdist.output.screen import Line
+from nbdist.output.screen import ScreenLine
 from nbdist.output.transcript import later_errors_text
 from nbdist.output.wording import body_text, error_text, fold_ranks, shorten_traceback
 from nbdist.values.payload import open_payload
 from nbdist.values.pickling import unpickle
 from nbdist.wire.ops import Brought
-from nbdist.wire.work import Call, Task
+from nbdist.wire.work import OpCall, Task
 from nbdist.words import one_line, size_text
-from nbdist.world.names import list_names
-from nbdist.world.running import TaskRun
+from nbdist.world.name_table import list_names
 from nbdist.world.session import Session
 from nbdist.world.snapshot_store import Snapshot
+from nbdist.world.task_run import TaskRun
 
-Bring = Callable[[tuple[int, ...]], Mapping[int, Any]]  # fetches values, by rank, from ranks
+FetchValues = Callable[[tuple[int, ...]], Mapping[int, Any]]  # fetches values, by rank, from ranks
 
 
 class LastValues(Mapping[int, Any]):
@@ -41,7 +41,7 @@ class LastValues(Mapping[int, Any]):
     `values` and `items` fetch all missing values together.  No value is fetched twice.
     """
 
-    def __init__(self, values: Mapping[int, Any], fetch: Bring) -> None:
+    def __init__(self, values: Mapping[int, Any], fetch: FetchValues) -> None:
         """Use `values`, which has an `Elsewhere` for each value that `fetch` has yet to fetch."""
         self._values = dict(sorted(values.items()))
         self._fetch = fetch
@@ -129,7 +129,7 @@ def _fetch_values(
     pids = session.pids
     if new := [rank for rank in ranks if pids.get(rank) != running.members.pids.get(rank)]:
         raise ValueLost(new, "is gone with its worker")
-    task = session.task(Call("values.last_value", {"of": running.task.id}), ranks=ranks)
+    task = session.task(OpCall("values.last_value", {"of": running.task.id}), ranks=ranks)
     answers = fetch(task)
     packed = {rank: each.packed for rank, each in answers.items() if each.packed is not None}
     try:
@@ -146,8 +146,8 @@ def _fetch_values(
 
 # --- the last failure -----------------------------------------------------------------------------
 
-TRACEBACK_LINES, WIDTH = 1000, 2000
-LAST_LINES = 20
+TRACEBACK_LINES, MAX_TRACEBACK_WIDTH = 1000, 2000
+SHOWN_LAST_LINES = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,18 +164,18 @@ class Why:
     log: str = ""
 
     @property
-    def shown(self) -> Shown:
+    def shown(self) -> CommandOutput:
         """The failure as an output, for pages and for terminals."""
         log = f"all of its lines: {self.log}" if self.log else ""
         text = "\n".join(filter(None, [self.title, strip(self.body), *self.followed, log]))
         body = (
-            traceback_html(shorten_traceback(self.body, TRACEBACK_LINES, WIDTH))
+            traceback_html(shorten_traceback(self.body, TRACEBACK_LINES, MAX_TRACEBACK_WIDTH))
             if self.body
             else ""
         )
         lines_below = "".join(line(dim(text)) for text in (*self.followed, log))
         box = barred(body + lines_below, RED, f";{LINES}") if body or lines_below else ""
-        return Shown(panel(line(bold(self.title)), box), text)
+        return CommandOutput(panel(line(bold(self.title)), box), text)
 
 
 def failure_of(running: TaskRun, error: NbdistError, logs: Mapping[int, str]) -> Why | None:
@@ -195,8 +195,8 @@ def failure_of(running: TaskRun, error: NbdistError, logs: Mapping[int, str]) ->
     when += f"Cell In[{number}]" if number else "the cell"
     title = f"{_clock(first.time_ns / 1e9)} · {where} · {when} · {error_text(first)}"
     # The agent of a lost machine cannot send the last lines: use the output that was shown.
-    tail = running.transcript[rank].tail(LAST_LINES)
-    body = body_text(first, (each.text for each in tail if isinstance(each, Line)))
+    tail = running.transcript[rank].tail(SHOWN_LAST_LINES)
+    body = body_text(first, (each.text for each in tail if isinstance(each, ScreenLine)))
     return Why(title, body, tuple(later_errors_text(errors, rank)), logs.get(rank, ""))
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from IPython.core.interactiveshell import InteractiveShell
 
 from nbdist.notebook.cell_text import execution_count, page_of
-from nbdist.world.running import TaskRun
+from nbdist.world.task_run import TaskRun
 
 KIND = "kernel_info_request"  # the first message of every page
 QUEUED_SECONDS = 0.5  # time after a cell in which the kernel handles messages that were queued

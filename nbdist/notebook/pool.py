@@ -34,13 +34,13 @@ from nbdist.notebook.pages import Pages
 from nbdist.notebook.rich_output import WidgetRelay
 from nbdist.output.events import Died, RankError
 from nbdist.words import count, name_ranks
-from nbdist.world.link import Link
-from nbdist.world.names import list_names
+from nbdist.world.agent_link import Link
+from nbdist.world.name_table import list_names
 from nbdist.world.recovery import healing_text, record_changes, scaled_text
-from nbdist.world.running import TaskRun
 from nbdist.world.snapshot_store import SnapshotStore, owner_of, root_folder
 from nbdist.world.spec import default_log_dir
-from nbdist.world.states import Machines, State, size_text
+from nbdist.world.states import Machines, WorldState, size_text
+from nbdist.world.task_run import TaskRun
 from nbdist.world.world import World
 
 
@@ -182,7 +182,7 @@ class Pool:
         self.show_late()
         for text in self.past_cells.pop_texts():
             display.add_note(text)
-        if self.world is None or self.world.state is State.STOPPED:
+        if self.world is None or self.world.state is WorldState.STOPPED:
             return None
         before, self.shown_size = self.shown_size, self.world.size
         moved = self.world.session.pop_renumbering()
@@ -314,7 +314,7 @@ class Pool:
             not shared
             or not session.is_idle
             or self.job is not None
-            or session.state is not State.READY
+            or session.state is not WorldState.READY
         ):
             return
         if names.objects.have_run and any(map(names.record, shared)):
@@ -489,7 +489,7 @@ class Pool:
 
 def _complete_shutdown(world: World) -> None:
     """Complete a shutdown that Stop interrupted."""
-    if world.state is State.STOPPING:
+    if world.state is WorldState.STOPPING:
         world.shutdown()
 
 

@@ -24,7 +24,7 @@ from packaging.version import Version
 
 from nbdist.notebook.output_count import OUTPUTS
 from nbdist.output.events import Comm, CommKind, Display, MimeBundle, plain_of, text_of
-from nbdist.output.html import MOST_BELOW, page_only_displays
+from nbdist.output.html import MAX_DISPLAYS_BELOW, page_only_displays
 from nbdist.output.html_parts import bold, panel
 from nbdist.output.mimes import images_in
 from nbdist.output.transcript import Transcript
@@ -86,9 +86,9 @@ def _saved(suffix: str, image: bytes, log: str | None) -> str:
 
 # --- displays below a panel, for content that the panel cannot embed --------------------------
 
-NOTHING = "<span></span>"  # drawn for a figure that is in the panel already
+EMPTY_HTML = "<span></span>"  # drawn for a figure that is in the panel already
 
-EMPTY = Display({"text/html": NOTHING, "text/plain": ""}, {})
+EMPTY = Display({"text/html": EMPTY_HTML, "text/plain": ""}, {})
 
 
 class Below:
@@ -147,11 +147,11 @@ def below_panel(
 ) -> list[Display]:
     """Return the displays that only the page can render, with captions that name the ranks.
 
-    Returns all displays of the ranks in `of`.  Without `of` it returns `MOST_BELOW` displays at
-    most, and a caption that says which ranks have more.
+    Returns all displays of the ranks in `of`.  Without `of` it returns `MAX_DISPLAYS_BELOW`
+    displays at most, and a caption that says which ranks have more.
     """
     displays = page_only_displays(transcript, of)
-    limit = MOST_BELOW if of is None else len(displays)
+    limit = MAX_DISPLAYS_BELOW if of is None else len(displays)
     shown: list[Display] = []
     for ranks, run in groupby(displays[:limit], key=itemgetter(0)):
         shown += [_caption(name_ranks(ranks)), *(_readable(each) for _, each in run)]

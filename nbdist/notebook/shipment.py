@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nbdist.notebook.display import CellDisplay, moved
-from nbdist.values.linked import Message
+from nbdist.values.linked import ValueMessage
 from nbdist.values.payload import Payload, Segment, packing, size_of
-from nbdist.values.states import CLASS, Parts
+from nbdist.values.states import CLASS, ChangedParts
 from nbdist.wire.ops import Replaced, type_text
-from nbdist.world.names import list_names
+from nbdist.world.name_table import list_names
 from nbdist.world.sent_objects import Parcel
 
 
@@ -24,7 +24,7 @@ class Packet:
 
     ranks: tuple[int, ...]
     names: tuple[str, ...]
-    message: Message
+    message: ValueMessage
     parcel: Parcel
 
 
@@ -50,14 +50,14 @@ class Shipment:
         """The variables that any rank will bind."""
         return (*dict.fromkeys(name for packet in self.packets for name in packet.names),)
 
-    def packed(self, display: CellDisplay) -> Packed:
+    def packed(self, display: CellDisplay) -> PackedByRank:
         """Pack the packets, and show the lines.
 
         The caller closes the result once the ranks have the packets.
         """
         for notice in self.notices:
             display.add_note(notice)
-        packed = Packed()
+        packed = PackedByRank()
         if self.big and display.can_change:
             display.show_status(" · ".join(f"sending {each}" for each in self.big))
         what = f"sending {list_names(self.names)}"
@@ -79,14 +79,14 @@ class Shipment:
 
 
 @dataclass(slots=True)
-class Packed:
+class PackedByRank:
     """Payloads by rank, and the shared memory that holds them."""
 
     payloads: dict[int, Payload] = field(default_factory=dict)
     segments: list[Segment] = field(default_factory=list)
     setup: tuple[Payload | None, Segment | None] = (None, None)
 
-    def __enter__(self) -> Packed:
+    def __enter__(self) -> PackedByRank:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -124,7 +124,7 @@ HAVE_NAMED_PARTS = ("dict", "instance", "class", "function")
 """Kinds of objects (`nbdist.values.scan`) whose parts people know by a name."""
 
 
-def path_of(name: str, root: Any, value: Any, parts: Parts) -> str:
+def path_of(name: str, root: Any, value: Any, parts: ChangedParts) -> str:
     """Write "cfg['lr']" or "CFG.lr" if one part of the variable's own object is meant."""
     if value is not root or not parts or len(parts) != 1:
         return name

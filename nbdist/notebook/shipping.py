@@ -41,22 +41,22 @@ from nbdist.values.payload import (
 )
 from nbdist.values.pickling import pickle
 from nbdist.values.scan import WHOLE_LIMIT
-from nbdist.values.states import Parts, State
+from nbdist.values.states import ChangedParts, ObjectState
 from nbdist.values.unpicklable import blame, fails_in
 from nbdist.values.unpicklable import parts as parts_of
 from nbdist.wire.ops import Inspected, type_text
 from nbdist.words import count, format_ranks, name_ranks, size_text
-from nbdist.world.names import (
+from nbdist.world.name_table import (
     WORKERS_MODULES,
     WORKERS_OWN,
     NameTable,
     Sent,
     check_are_free,
 )
-from nbdist.world.outgoing import Outgoing, Question
+from nbdist.world.outgoing import Outgoing, SendQuestion
 from nbdist.world.sent_objects import Parcel, SentObjects
 
-SMALL = 64 << 10
+SMALL_VARIABLE = 64 << 10
 """Bytes up to which a variable that only functions on the ranks use is compared for each cell."""
 
 BIG = 64 << 20
@@ -67,7 +67,7 @@ MAX_PARTS_NAMED = 3
 
 OLD_IN_FUNCTIONS = "cannot be sent: functions on the ranks use the one that was sent before"
 
-_MISSING = object()
+_NO_VALUE = object()
 
 
 def plan(
@@ -143,7 +143,7 @@ class Plan:
     _notices: list[str] = field(default_factory=list)
     _big: list[str] = field(default_factory=list)
     _held_back: dict[str, frozenset[int]] = field(default_factory=dict)
-    question: Question | None = None
+    question: SendQuestion | None = None
     binds: frozenset[str] = frozenset()  # variables that the cell assigns in any case
 
     @property
@@ -198,7 +198,7 @@ class Plan:
                 continue
             value = self._names[name]
             is_fixed = is_atomic(value) or isinstance(value, types.FunctionType)
-            may_differ = record.size <= SMALL and not is_fixed
+            may_differ = record.size <= SMALL_VARIABLE and not is_fixed
             if may_differ or self._table.is_older(name, self._ranks):
                 try:
                     self.follow([name])
@@ -213,7 +213,7 @@ class Plan:
         """
         table, objects = self._table, self._objects
         for name in sorted(table.assigned - WORKERS_OWN - WORKERS_MODULES.keys()):
-            key = objects.links.key_of(self._names.get(name, _MISSING))
+            key = objects.links.key_of(self._names.get(name, _NO_VALUE))
             if key is None or name in self._gathered or table.ranks_that_own(name):
                 continue
             if table.is_deleted_there(name):
@@ -235,7 +235,7 @@ class Plan:
     def _is_for_workers(self, name: str) -> bool:
         """Return True if the notebook's value of a name may be sent; else add a notice why not."""
         value = self._names[name]
-        if SYSTEM_NAMES.fullmatch(name) or self._hidden.get(name, _MISSING) is value:
+        if SYSTEM_NAMES.fullmatch(name) or self._hidden.get(name, _NO_VALUE) is value:
             return False
         if name in self._gathered:
             last = self._table.record(name)
@@ -358,7 +358,7 @@ class Plan:
                     f"`%dist_push {name}` sends it",
                 )
         if objects or names:
-            self.question = Question(tuple(sorted(ranks)), objects, tuple(sorted(names)))
+            self.question = SendQuestion(tuple(sorted(ranks)), objects, tuple(sorted(names)))
 
     def _is_sampled(self, name: str) -> bool:
         """Return True if a variable leads to memory of which only samples are compared."""
@@ -503,7 +503,7 @@ class Plan:
         kind = kind_of(self._names.get(name))
         return "trained" if kind in (*range(OPTIMIZER + 1), TENSOR) else "changed"
 
-    def _notice_conflict(self, key: int, parts: Parts) -> None:
+    def _notice_conflict(self, key: int, parts: ChangedParts) -> None:
         """Add a notice that ranks keep an object that both sides have changed, with remedies."""
         name = self._name_of(key)
         if name is None:
@@ -525,7 +525,7 @@ class Plan:
             if text not in self._notices:
                 self._notices.append(text)
 
-    def _notice_new_parts(self, key: int, parts: Parts) -> None:
+    def _notice_new_parts(self, key: int, parts: ChangedParts) -> None:
         """Add a notice for each part of an object that replaces a rank's changed part."""
         if (name := self._name_of(key)) is None:
             return
@@ -539,7 +539,7 @@ class Plan:
                 "changed there"
             )
 
-    def _notice_dropped(self, ranks: Sequence[int], states: Mapping[int, State]) -> None:
+    def _notice_dropped(self, ranks: Sequence[int], states: Mapping[int, ObjectState]) -> None:
         """Add notices on objects that are sent again, as ranks have changed and dropped them."""
         lost = {rank: self._objects.lost_on(rank) & states.keys() for rank in ranks}
         ranks_by_name: dict[str, list[int]] = {}
@@ -553,7 +553,7 @@ class Plan:
                 f"{gets} the notebook's `{name}`"
             )
 
-    def _notice_left_out(self, states: Mapping[int, State]) -> None:
+    def _notice_left_out(self, states: Mapping[int, ObjectState]) -> None:
         """Add notices on variables that are sent without autograd graphs or without hooks."""
         scan = self.outgoing.scan
         for name in dict.fromkeys(map(self._name_of, sorted(scan.with_graph & states.keys()))):

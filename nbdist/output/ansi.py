@@ -14,7 +14,14 @@ RESET = "\x1b[0m"
 BOLD, DIM, ITALIC, UNDERLINE, INVERSE, STRIKE = 1, 2, 3, 4, 7, 9
 _ATTRIBUTES = frozenset({BOLD, DIM, ITALIC, UNDERLINE, INVERSE, STRIKE})
 # The attributes that each "off" code ends; 21 means "double underline" in other terminals.
-_ENDS = {21: {BOLD}, 22: {BOLD, DIM}, 23: {ITALIC}, 24: {UNDERLINE}, 27: {INVERSE}, 29: {STRIKE}}
+_OFF_CODES = {
+    21: {BOLD},
+    22: {BOLD, DIM},
+    23: {ITALIC},
+    24: {UNDERLINE},
+    27: {INVERSE},
+    29: {STRIKE},
+}
 
 
 class Style(NamedTuple):
@@ -58,8 +65,8 @@ def _simple(style: Style, code: int) -> Style:
         return PLAIN
     if code in _ATTRIBUTES:
         return style._replace(attributes=style.attributes | {code})
-    if code in _ENDS:
-        return style._replace(attributes=style.attributes - _ENDS[code])
+    if code in _OFF_CODES:
+        return style._replace(attributes=style.attributes - _OFF_CODES[code])
     tens, unit = divmod(code, 10)
     if tens in (3, 4, 9, 10) and unit < 8:
         return _coloured(style, 38 if tens in (3, 9) else 48, str(code))
@@ -104,7 +111,7 @@ def cut(text: str, width: int) -> tuple[str, str]:
 Rgb = tuple[int, int, int]
 
 # black red green yellow blue magenta cyan white, then the bright ones.
-_NAMED = bytes.fromhex(
+_NAMED_COLOURS = bytes.fromhex(
     "6e7681 d43a3a 1e9350 a87a00 2f7fe6 b04fc4 0c8da0 868e96"
     "7d8590 ea4e4e 28a25c bc8b10 4a90f0 c267d6 1f9cb0 959da5"
 )
@@ -168,7 +175,7 @@ def _rgb(colour: str) -> Rgb | None:
         case _:
             return None
     if number < 16:
-        red, green, blue = _NAMED[3 * number : 3 * number + 3]
+        red, green, blue = _NAMED_COLOURS[3 * number : 3 * number + 3]
         return red, green, blue
     if number < 232:
         number -= 16

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 
 from nbdist.output.fingerprint import Bar, end_of_bar, is_cut, read_row
 
-_MOST_BARS = 1000
+_MAX_BARS = 1000
 
 
 class BarRows:
@@ -102,7 +102,7 @@ class BarRows:
         if any(each and (each.name, each.total) == key and bar.is_before(each) for each in below):
             return
         self._removed[key] = row, bar, width
-        if len(self._removed) > _MOST_BARS:
+        if len(self._removed) > _MAX_BARS:
             del self._removed[next(iter(self._removed))]
 
     def drop_removed(self, bar: Bar) -> None:
@@ -180,6 +180,6 @@ class BarRows:
             del self._first_drawn[row]
         self._erased_rows -= {row for row in self._erased_rows if row not in self.by_row}
         rows_above = sorted(row for row in self.by_row if row < first)
-        for row in rows_above[: max(0, len(self.by_row) - _MOST_BARS)]:
+        for row in rows_above[: max(0, len(self.by_row) - _MAX_BARS)]:
             del self.by_row[row]
             self.forgotten += 1

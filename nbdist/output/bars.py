@@ -23,19 +23,19 @@ from nbdist.output.transcript import Transcript, fold_plain
 from nbdist.output.wording import clip, whole_seconds_text
 from nbdist.words import aligned, count, format_ranks, name_ranks
 
-MOST_ROWS, SLOWEST_ROWS = 16, 6
-_MOST_LEFT_LIVE = 4
+MAX_BAR_ROWS, SLOWEST_ROWS = 16, 6
+_MAX_LEFT_LIVE = 4
 _LOOK_BACK = 24
 """An unfinished bar with more lines below it counts as left."""
 
-_MOST_AROUND = 3
+_MAX_BARS_AROUND = 3
 _LONGEST_NAME = 32  # so that the percentage fits on a page of 700 pixels
 # A rank is behind if the first rank leads by such a share of the whole, and of its own progress.
 _BEHIND, _BEHIND_SHARE = 0.02, 0.05
 # Bars are not compared if they began further apart: in seconds, and as a share of their time.
 _BEGAN_APART, _BEGAN_APART_SHARE = 2.0, 0.25
 _NUMBERS = re.compile(r"\d+")
-_RATE = re.compile(r"([\d.]+)(\D.*)")
+_RATE_PARTS = re.compile(r"([\d.]+)(\D.*)")
 
 
 class RankBars(NamedTuple):
@@ -129,7 +129,7 @@ def current_bars_of(output: RankTranscript) -> RankBars | None:
         return None
     around: list[Bar] = []
     for at, outer in reversed(above):  # the bars in the rows right above
-        if outer.is_finished or at != row - 1 or len(around) == _MOST_AROUND:
+        if outer.is_finished or at != row - 1 or len(around) == _MAX_BARS_AROUND:
             break
         around.append(outer)
         row = at
@@ -181,7 +181,7 @@ def _merge_left_bars(bars: Mapping[int, Bar]) -> LeftBar:
 
 def _rates(rates: Sequence[str]) -> str:
     """Write `5.8it/s`, or `5.6 to 5.9it/s`; "" if ranks have other units, or none."""
-    parts = [_RATE.fullmatch(rate) for rate in rates]
+    parts = [_RATE_PARTS.fullmatch(rate) for rate in rates]
     pairs = [(float(match[1]), match[2]) for match in parts if match]
     if len(pairs) < len(rates) or len({unit for _, unit in pairs}) > 1:
         return rates[0] if len({*rates}) == 1 else ""
@@ -195,7 +195,7 @@ def _rates(rates: Sequence[str]) -> str:
 def final_table(transcript: Transcript) -> BarTable | None:
     """Lay out the bars of a finished cell; None if it had none."""
     left_bars = find_left_bars({each.rank: each.bars for each in transcript})
-    return _add_left_bars(BarTable(()), left_bars, MOST_ROWS) if left_bars else None
+    return _add_left_bars(BarTable(()), left_bars, MAX_BAR_ROWS) if left_bars else None
 
 
 def _add_left_bars(table: BarTable, left_bars: Sequence[LeftBar], max_rows: int) -> BarTable:
@@ -217,15 +217,13 @@ def bar_table(transcript: Transcript) -> BarTable | None:
     left_bars = find_left_bars({each.rank: each.bars for each in transcript}, bars)
     if not (bars or left_bars):
         return None
-    return _add_left_bars(
-        _present_table(bars) if bars else BarTable(()), left_bars, _MOST_LEFT_LIVE
-    )
+    return _add_left_bars(_present_table(bars) if bars else BarTable(()), left_bars, _MAX_LEFT_LIVE)
 
 
 def _present_table(rank_bars: Sequence[RankBars]) -> BarTable:
     """Lay out the current bars of ranks."""
     ranks, rows, summary = tuple(bars.rank for bars in rank_bars), [*rank_bars], ""
-    if len(rank_bars) > MOST_ROWS:
+    if len(rank_bars) > MAX_BAR_ROWS:
         rows = sorted(rank_bars, key=lambda bars: (_progress_key(bars), bars.rank))[:SLOWEST_ROWS]
         low, middle, high = _spread(rank_bars)
         remaining = _longest_time_left(rank_bars)
@@ -358,17 +356,17 @@ def _shorten_name(name: str) -> str:
 
 
 _ANY = "padding:0 10px 0 0;border:none;vertical-align:middle;text-align:left;white-space:nowrap"
-_CELL = f"{_ANY};width:1px"  # as wide as its text, since text never wraps
-_RIGHT = _CELL.replace("text-align:left", "text-align:right")
+_BAR_CELL = f"{_ANY};width:1px"  # as wide as its text, since text never wraps
+_RIGHT = _BAR_CELL.replace("text-align:left", "text-align:right")
 _REST = f"{_ANY};max-width:0;overflow:hidden;text-overflow:ellipsis"  # all room that is left
 _SHORT_NAME = 12  # characters
 _NAME = f"{_REST};width:{{:.0f}}%;min-width:{0.62 * _SHORT_NAME:.1f}em"
 _SLOWEST = "slowest"
-_MARK = f"{_CELL};min-width:{0.62 * len(_SLOWEST):.1f}em"
+_MARK_CELL = f"{_BAR_CELL};min-width:{0.62 * len(_SLOWEST):.1f}em"
 _FILL = "display:inline-block;vertical-align:middle;height:10px;border-radius:2px"
 _TRACK = f"{_FILL};width:100px;background-color:rgba(128,128,128,0.25);line-height:0"
 _LONGEST_REST = 120
-_CELLS, _PARTS = 20, " ▏▎▍▌▋▊▉"
+_BAR_WIDTH, _BAR_PARTS = 20, " ▏▎▍▌▋▊▉"
 
 
 def bars_html(shown: BarTable) -> str:
@@ -394,22 +392,22 @@ def _row_html(row: _Row, *, has_mark: bool) -> list[tuple[str, str]]:
         drawn = f'<span style="{_TRACK}"><span style="{fill}"></span></span>'
     mark = coloured(_SLOWEST, AMBER) if row.is_slowest else ""
     return [
-        (_CELL, bold(name_ranks(row.ranks))),
+        (_BAR_CELL, bold(name_ranks(row.ranks))),
         (_name_style(row.name), _cell_text(row.name)),
-        (_CELL, drawn),
+        (_BAR_CELL, drawn),
         (_RIGHT, row.percent),
-        *([(_MARK, mark)] if has_mark else ()),
+        *([(_MARK_CELL, mark)] if has_mark else ()),
         (_RIGHT, dim(row.amount)),
-        (_CELL, dim(row.times)),
+        (_BAR_CELL, dim(row.times)),
         # On the left: a range above, such as `15.4 to 16.6it/s`, moves no rate to the page's edge.
-        (_CELL, dim(row.rate)),
+        (_BAR_CELL, dim(row.rate)),
         (_REST, _cell_text(clip(row.other_text, _LONGEST_REST))),
     ]
 
 
 def _name_style(name: str) -> str:
     """Return the style of a name: a longer name has the room that it needs on a wide page only."""
-    return _CELL if len(name) <= _SHORT_NAME else _NAME.format(1 + 0.9 * len(name))
+    return _BAR_CELL if len(name) <= _SHORT_NAME else _NAME.format(1 + 0.9 * len(name))
 
 
 def _cell_text(text: str) -> str:
@@ -430,8 +428,8 @@ def bars_text(shown: BarTable) -> list[str]:
     """Write the table as lines of text with aligned columns; each line begins with its ranks."""
     rows = []
     for row in _rows(shown):
-        whole, part = divmod(round((row.share or 0.0) * _CELLS * 8), 8)
-        blocks = ("█" * whole + _PARTS[part].strip()).ljust(_CELLS)
+        whole, part = divmod(round((row.share or 0.0) * _BAR_WIDTH * 8), 8)
+        blocks = ("█" * whole + _BAR_PARTS[part].strip()).ljust(_BAR_WIDTH)
         drawn = "" if row.share is None else f"|{blocks}|"
         mark = _SLOWEST if row.is_slowest else ""
         cells = (row.percent.rjust(4), mark, row.amount, row.times, row.rate, row.other_text)

@@ -14,25 +14,26 @@ from itertools import groupby, pairwise, zip_longest
 from statistics import median, median_high, median_low
 from typing import NamedTuple
 
-from nbdist.output.curves import MOST_NAMES, Curve, Curves, Odd, Point, Run, Series
+from nbdist.output.curves import MAX_CURVE_NAMES, Curve, CurvePoint, Curves, Odd, RunSeries, Series
 from nbdist.output.events import Display
 from nbdist.output.html_parts import AMBER, BLUE, RED, bold, coloured, dim, embed, line, size
 from nbdist.output.wording import ranks_text
 from nbdist.words import aligned, count, in_pool, name_ranks, one_line
 
-LONGEST_NAME = 60  # characters
+MAX_CHART_NAME_LENGTH = 60  # characters
 
-ROWS = 8  # steps in the table of a curve
+TABLE_STEPS = 8  # steps in the table of a curve
 
-MOST_COLUMNS, FEWEST_COLUMNS, COLUMNS_OF_ALL = 240, 96, 16_000
+MAX_COLUMNS, MIN_COLUMNS, COLUMNS_OF_ALL = 240, 96, 16_000
 """Columns of steps in which curves are drawn and compared: for each rank, and for all ranks."""
 
 
-FAR, FAR_SHARE, LONG = 6.0, 0.08, 3
-"""A rank is far from the others if in `LONG` columns in a row its distance from the median is more
-than `FAR` times the median distance of ranks, and more than `FAR_SHARE` of the median's range."""
+FAR, FAR_SHARE, FAR_COLUMNS = 6.0, 0.08, 3
+"""A rank is far from the others if in `FAR_COLUMNS` columns in a row its distance from the median
+is more than `FAR` times the median distance of ranks, and more than `FAR_SHARE` of the median's
+range."""
 
-FEWEST_RANKS = 3  # with fewer ranks, none can be called unlike the others
+MIN_RANKS = 3  # with fewer ranks, none can be called unlike the others
 
 
 class Far(NamedTuple):
@@ -77,9 +78,9 @@ class Bands:
         return any(each is not None for each in self.medians)
 
 
-def bands_of(run: Run) -> Bands:
+def bands_of(run: RunSeries) -> Bands:
     """Compare the ranks of a run."""
-    max_columns = max(FEWEST_COLUMNS, min(MOST_COLUMNS, COLUMNS_OF_ALL // len(run)))
+    max_columns = max(MIN_COLUMNS, min(MAX_COLUMNS, COLUMNS_OF_ALL // len(run)))
     begin = min(each.columns[0][0] for each in run.values())
     end = max(each.last_step for each in run.values())
     columns = min(max_columns, max(map(len, run.values())))
@@ -90,7 +91,7 @@ def bands_of(run: Run) -> Bands:
     spread = {rank: _columns(series, begin, width, columns) for rank, series in run.items()}
     means = {rank: [each and each.mean for each in points] for rank, points in spread.items()}
     medians = [_median(at) for at in zip(*means.values(), strict=True)]
-    far_ranks = tuple(_find_far_ranks(run, spread, medians)) if len(run) >= FEWEST_RANKS else ()
+    far_ranks = tuple(_find_far_ranks(run, spread, medians)) if len(run) >= MIN_RANKS else ()
     away = {each.rank for each in far_ranks}
     # If every rank was away from the others at some step, the band is of all ranks.
     near = [points for rank, points in spread.items() if rank not in away] or [*spread.values()]
@@ -109,10 +110,10 @@ def bands_of(run: Run) -> Bands:
     )
 
 
-def _columns(series: Series, begin: float, width: float, columns: int) -> list[Point | None]:
+def _columns(series: Series, begin: float, width: float, columns: int) -> list[CurvePoint | None]:
     """Spread a rank's points over the columns, with linear interpolation between two points."""
-    by_column: list[Point | None] = [None] * columns
-    point: Point | None
+    by_column: list[CurvePoint | None] = [None] * columns
+    point: CurvePoint | None
     for point in series:
         at = min(columns - 1, round((point.step - begin) / width))
         before = by_column[at]
@@ -128,7 +129,7 @@ def _columns(series: Series, begin: float, width: float, columns: int) -> list[P
             for between in range(last + 1, at):
                 share = (between - last) / (at - last)
                 pairs = zip(start, point, strict=True)
-                by_column[between] = Point(*(a * (1 - share) + b * share for a, b in pairs))
+                by_column[between] = CurvePoint(*(a * (1 - share) + b * share for a, b in pairs))
         last = at
     return by_column
 
@@ -142,9 +143,11 @@ def _median(numbers: Iterable[float | None]) -> float | None:
 
 
 def _find_far_ranks(
-    run: Run, spread: Mapping[int, Sequence[Point | None]], medians: Sequence[float | None]
+    run: RunSeries,
+    spread: Mapping[int, Sequence[CurvePoint | None]],
+    medians: Sequence[float | None],
 ) -> Iterator[Far]:
-    """Yield the ranks that were far from the others in `LONG` columns in a row or more."""
+    """Yield the ranks that were far from the others in `FAR_COLUMNS` columns in a row or more."""
     means = {rank: [each and each.mean for each in points] for rank, points in spread.items()}
     stretches = dict(_find_stretches(means, medians))
     for rank, (away, is_back) in stretches.items():
@@ -176,7 +179,7 @@ def _find_stretches(
         ]
         columns = [at for at, mean in enumerate(means[rank]) if mean is not None]
         runs = [(is_away, [*at]) for is_away, at in groupby(columns, key=away.__getitem__)]
-        long = [at for is_away, at in runs if is_away and len(at) >= LONG]
+        long = [at for is_away, at in runs if is_away and len(at) >= FAR_COLUMNS]
         if long:
             yield rank, (long[-1], long[-1][-1] != columns[-1])
 
@@ -185,7 +188,7 @@ def _bound(at: Sequence[float | None], least: float) -> float | None:
     """Return the distance from the median above which a rank is far; None for too few ranks."""
     middle, *means = at
     distances = [abs(mean - middle) for mean in means if mean is not None and middle is not None]
-    if middle is None or len(distances) < FEWEST_RANKS:
+    if middle is None or len(distances) < MIN_RANKS:
         return None
     return max(FAR * median(distances), least, abs(middle) / 100, 1e-12)
 
@@ -206,8 +209,8 @@ def step_text(step: float) -> str:
 
 
 def shown_name(name: str) -> str:
-    """Return the first line of a name, cut to `LONGEST_NAME` characters."""
-    return one_line(name, LONGEST_NAME) or "(no name)"
+    """Return the first line of a name, cut to `MAX_CHART_NAME_LENGTH` characters."""
+    return one_line(name, MAX_CHART_NAME_LENGTH) or "(no name)"
 
 
 def is_same(low: float | None, high: float | None) -> bool:
@@ -297,7 +300,7 @@ def more_text(curves: Curves) -> str:
         return ""
     names = [*map(shown_name, curves.more)]
     names[6:] = [f"and {len(names) - 6} more"] * (len(names) > 6)
-    return f"{MOST_NAMES} names are kept; left out: {', '.join(names)}"
+    return f"{MAX_CURVE_NAMES} names are kept; left out: {', '.join(names)}"
 
 
 def _table(name: str, curve: Curve) -> str:
@@ -308,7 +311,7 @@ def _table(name: str, curve: Curve) -> str:
     columns = f"{others}lowest", f"{others}highest", *(f"rank {rank}" for rank in far_ranks)
     rows = [("step", "median", *columns)]
     last = len(bands.steps) - 1 if {*bands.low, *bands.high} != {bands.medians[-1]} else 0
-    for at in sorted({round(last * number / (ROWS - 1)) for number in range(ROWS)}):
+    for at in sorted({round(last * number / (TABLE_STEPS - 1)) for number in range(TABLE_STEPS)}):
         numbers = bands.medians[at], bands.low[at], bands.high[at]
         away = (bands.means[rank][at] for rank in far_ranks)
         rows.append((step_text(bands.steps[at]), *map(number_text, (*numbers, *away))))
@@ -318,19 +321,19 @@ def _table(name: str, curve: Curve) -> str:
 
 # --- as a picture, with words in HTML around it --------------------------------------------------
 
-WIDTH, HEIGHT = 480, 140  # of a picture, in pixels of a page
+CHART_WIDTH, CHART_HEIGHT = 480, 140  # of a picture, in pixels of a page
 SCALE = 2  # units of a picture in one pixel
 
-REDRAW, SHARE = 0.5, 20
+CHART_REDRAW_INTERVAL, SHARE = 0.5, 20
 """A running cell's picture is redrawn after so many seconds, or so many times its drawing time."""
 
-MOST_PICTURES, MOST_BYTES, MOST_LIVE_BYTES = 6, 300_000, 40_000
+MAX_PICTURES, MAX_CHART_BYTES, MAX_LIVE_CHART_BYTES = 6, 300_000, 40_000
 
 GRID = "rgba(134,142,150,0.27)"
 EXTREMES, BAND = "rgba(47,127,230,0.14)", "rgba(47,127,230,0.3)"
 FAR_COLOURS = ("#e67700", "#be4bdb", "#0ca678", "#f76707")
 
-LARGEST = 8e307  # numbers are drawn up to it: the difference of two must not overflow
+LARGEST_NUMBER = 8e307  # numbers are drawn up to it: the difference of two must not overflow
 
 Values = Sequence[float | None]
 """The numbers of a curve, by step; None is a gap."""
@@ -339,7 +342,7 @@ _TILES = "display:flex;flex-wrap:wrap;column-gap:14px;align-items:flex-end;margi
 TICK_WIDTH = 7  # of a character of the numbers beside a picture, in pixels
 
 _TILE = (
-    f"flex:1 1 40%;max-width:{WIDTH + 8 * TICK_WIDTH}px;min-width:240px;"
+    f"flex:1 1 40%;max-width:{CHART_WIDTH + 8 * TICK_WIDTH}px;min-width:240px;"
     "box-sizing:border-box;margin:2px 0"
 )
 
@@ -352,28 +355,28 @@ def live_curves(curves: Curves, pool: str = "") -> tuple[str, str]:
     begun = time.monotonic()
     due, version, html, text = curves.drawn
     if version != curves.version and begun >= due:
-        html = curves_html(curves, max_bytes=MOST_LIVE_BYTES, pool=pool)
+        html = curves_html(curves, max_bytes=MAX_LIVE_CHART_BYTES, pool=pool)
         text = curves_text(curves)
         now = time.monotonic()
-        due = max(begun + REDRAW, now + SHARE * (now - begun))
+        due = max(begun + CHART_REDRAW_INTERVAL, now + SHARE * (now - begun))
         curves.drawn = due, curves.version, html, text
     return html, text
 
 
 def curves_html(
-    curves: Curves, names: Sequence[str] = (), max_bytes: int = MOST_BYTES, pool: str = ""
+    curves: Curves, names: Sequence[str] = (), max_bytes: int = MAX_CHART_BYTES, pool: str = ""
 ) -> str:
     """Write the curves of some names, by default all, as HTML of about `max_bytes` bytes.
 
     The command for the names left out names the `pool`, unless that is "".
     """
     chosen, tiles = [*names] or [*curves.by_name], list[str]()
-    for name in chosen[:MOST_PICTURES]:
+    for name in chosen[:MAX_PICTURES]:
         tiles.append(tile := _tile(name, curves.by_name[name], max_bytes))
         max_bytes -= size(tile)
     shows_one = in_pool("`%dist_plot NAME` shows one", pool)
-    more = [f"{count(len(chosen) - MOST_PICTURES, 'more name')}: {shows_one}"]
-    notes = [*(more if len(chosen) > MOST_PICTURES else ()), more_text(curves)]
+    more = [f"{count(len(chosen) - MAX_PICTURES, 'more name')}: {shows_one}"]
+    notes = [*(more if len(chosen) > MAX_PICTURES else ()), more_text(curves)]
     foot = line(dim(" · ".join(filter(None, notes))))
     return f'<div style="{_TILES}">{"".join(tiles)}</div>{foot}'
 
@@ -393,8 +396,8 @@ def _tile(name: str, curve: Curve, max_bytes: int) -> str:
         return f'<div style="{_TILE}">{head}</div>'
     begin, end = bands.steps[0], bands.steps[-1]
     low, high = limits(bands)
-    drawn = picture(bands, Frame(begin, end, low, high))
-    shown = embed(Display({"image/svg+xml": drawn}, {"width": WIDTH, "height": HEIGHT}))
+    drawn = picture(bands, ChartRange(begin, end, low, high))
+    shown = embed(Display({"image/svg+xml": drawn}, {"width": CHART_WIDTH, "height": CHART_HEIGHT}))
     if shown is None or size(shown) > max_bytes:
         return f'<div style="{_TILE}">{head}</div>'
     steps = f"step {step_text(begin)}", f"step {step_text(end)}"
@@ -429,10 +432,10 @@ def limits(bands: Bands) -> tuple[float, float]:
         high = min(max(high, *numbers), high + room)
     if high == low:
         low, high = low - room / 2, high + room / 2
-    return max(low, -LARGEST), min(high, LARGEST)
+    return max(low, -LARGEST_NUMBER), min(high, LARGEST_NUMBER)
 
 
-class Frame(NamedTuple):
+class ChartRange(NamedTuple):
     """The part of a plane that a picture shows: first and last step, lowest and highest number."""
 
     begin: float
@@ -442,12 +445,12 @@ class Frame(NamedTuple):
 
     def across(self, step: float) -> int:
         """Return the horizontal position of a step in the picture."""
-        return round((step - self.begin) / ((self.end - self.begin) or 1.0) * SCALE * WIDTH)
+        return round((step - self.begin) / ((self.end - self.begin) or 1.0) * SCALE * CHART_WIDTH)
 
     def down(self, value: float) -> int:
         """Return the vertical position of a number; at the edge if it is outside the picture."""
         share = min(1.0, max(0.0, (self.high - value) / (self.high - self.low)))
-        return 2 * SCALE + round(share * SCALE * (HEIGHT - 4))
+        return 2 * SCALE + round(share * SCALE * (CHART_HEIGHT - 4))
 
     def parts(self, steps: Sequence[float], values: Values) -> Iterator[list[tuple[int, int]]]:
         """Yield the parts of a curve between gaps, each as a list of points."""
@@ -473,17 +476,17 @@ class Frame(NamedTuple):
 
     def marks(self, steps: Iterable[float], colour: str) -> str:
         """Draw a mark for each of some steps at the lower edge."""
-        path = (f"M{self.across(step)} {SCALE * HEIGHT}v{-8 * SCALE}" for step in steps)
+        path = (f"M{self.across(step)} {SCALE * CHART_HEIGHT}v{-8 * SCALE}" for step in steps)
         return _stroke("".join(path), colour, 4 * SCALE)
 
 
-def picture(bands: Bands, frame: Frame) -> str:
+def picture(bands: Bands, frame: ChartRange) -> str:
     """Draw a run as SVG without text.
 
     The text beside the picture has the page's own colours, light or dark; the colours of the
     picture are visible on both.
     """
-    width, height, steps = WIDTH * SCALE, HEIGHT * SCALE, bands.steps
+    width, height, steps = CHART_WIDTH * SCALE, CHART_HEIGHT * SCALE, bands.steps
     quarters = (f"M0 {part * height // 4}h{width}" for part in range(5))
     lines = zip(FAR_COLOURS, bands.far_ranks, strict=False)
     shapes = [
@@ -495,7 +498,7 @@ def picture(bands: Bands, frame: Frame) -> str:
         frame.marks((each.step for each in bands.odd.values()), RED),
     ]
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{CHART_WIDTH}" height="{CHART_HEIGHT}" '
         f'viewBox="0 0 {width} {height}" fill="none" stroke-linejoin="round">'
         f"{''.join(shapes)}</svg>"
     )

@@ -19,17 +19,17 @@ from nbdist.errors import UsageError
 from nbdist.output.events import MIN_STEP_WIDTH, OF_POINT, Tracked
 from nbdist.words import one_line
 
-MOST_POINTS, FEWEST_POINTS, POINTS_OF_ALL = 2_000, 100, 100_000
+MAX_POINTS, MIN_POINTS, POINTS_OF_ALL = 2_000, 100, 100_000
 """Points of a rank's curve, and of the curves of all ranks under one name."""
 
-MOST_NAMES, MOST_RUNS = 64, 8
+MAX_CURVE_NAMES, MAX_RUNS = 64, 8
 
 
 class Series:
     """The points of a rank in one run; if there are more than `max_points`, neighbours are merged.
 
-    `columns` has an array for each field of `Point`.  A merged point covers `wide` steps and begins
-    at a multiple of `wide`, so that ranks with equal numbers have equal points.
+    `columns` has an array for each field of `CurvePoint`.  A merged point covers `wide` steps and
+    begins at a multiple of `wide`, so that ranks with equal numbers have equal points.
     """
 
     def __init__(self, max_points: int) -> None:
@@ -41,8 +41,8 @@ class Series:
     def __len__(self) -> int:
         return len(self.columns[0])
 
-    def __iter__(self) -> Iterator[Point]:
-        return map(Point, *self.columns)
+    def __iter__(self) -> Iterator[CurvePoint]:
+        return map(CurvePoint, *self.columns)
 
     @property
     def last_step(self) -> float:
@@ -54,19 +54,19 @@ class Series:
         steps = self.columns[0]
         return steps[min(bisect_left(steps, step), len(steps) - 1)]
 
-    def finite_until(self, step: float) -> Point:
+    def finite_until(self, step: float) -> CurvePoint:
         """Return the last point up to `step` with a finite number, else the first one after it."""
         finite = self.columns[1]
         end = bisect_right(self.columns[0], step)
         indexes = (at for at in chain(reversed(range(end)), range(end, len(self))) if finite[at])
         return self._point(next(indexes))
 
-    def end_of(self, point: Point) -> float:
+    def end_of(self, point: CurvePoint) -> float:
         """Return the step of the next point; after the last point, count a step for each number."""
         at = bisect_right(self.columns[0], point.step)
         return self.columns[0][at] if at < len(self) else point.step + point.finite + point.odd
 
-    def merge_points(self, begin: float, end: float) -> Point:
+    def merge_points(self, begin: float, end: float) -> CurvePoint:
         """Return the first point from `begin` on and all others before `end`, merged to one point.
 
         A worker that sends late merges its steps into wider points than another does.  Merged over
@@ -76,10 +76,10 @@ class Series:
         points = map(self._point, range(first, max(first + 1, bisect_left(self.columns[0], end))))
         return functools.reduce(operator.add, points)
 
-    def _point(self, at: int) -> Point:
-        return Point(*(column[at] for column in self.columns))
+    def _point(self, at: int) -> CurvePoint:
+        return CurvePoint(*(column[at] for column in self.columns))
 
-    def add(self, point: Point) -> None:
+    def add(self, point: CurvePoint) -> None:
         """Append a point; its step must not be below the step of the last point."""
         if point.odd:
             # A worker begins a new point with the first odd number, so `point.step` is its step.
@@ -89,11 +89,11 @@ class Series:
             self.odd = self.odd._replace(goes_on=False)
         self._append(point)
 
-    def _append(self, point: Point) -> None:
+    def _append(self, point: CurvePoint) -> None:
         if self.wide:
             point = point._replace(step=math.floor(point.step / self.wide) * self.wide)
         if len(self) and point.step <= self.last_step:
-            last = Point(*(column.pop() for column in self.columns))
+            last = CurvePoint(*(column.pop() for column in self.columns))
             point = last + point
         for column, value in zip(self.columns, point, strict=True):
             column.append(value)
@@ -125,7 +125,7 @@ class Odd(NamedTuple):
     goes_on: bool
 
 
-class Point(NamedTuple):
+class CurvePoint(NamedTuple):
     """Consecutive numbers of a rank, merged to one point that begins at `step`.
 
     `finite` is the count of finite numbers; `low`, `high` and `mean` are of the finite numbers.
@@ -139,18 +139,18 @@ class Point(NamedTuple):
     mean: float
     odd: float
 
-    def __add__(self, other: object) -> Point:
-        assert isinstance(other, Point)
+    def __add__(self, other: object) -> CurvePoint:
+        assert isinstance(other, CurvePoint)
         if not self.finite or not other.finite:
             kept = self if self.finite else other
             return kept._replace(step=self.step, odd=self.odd + other.odd)
         total = self.finite + other.finite
         mean = self.mean * (self.finite / total) + other.mean * (other.finite / total)
         low, high = min(self.low, other.low), max(self.high, other.high)
-        return Point(self.step, total, low, high, mean, self.odd + other.odd)
+        return CurvePoint(self.step, total, low, high, mean, self.odd + other.odd)
 
 
-Run = dict[int, Series]
+RunSeries = dict[int, Series]
 """The series of each rank in one run, in which steps never go back."""
 
 
@@ -161,20 +161,20 @@ class Curve:
     """
 
     def __init__(self) -> None:
-        self.runs: dict[int, Run] = {}
+        self.runs: dict[int, RunSeries] = {}
         self._current_runs: dict[int, int] = {}  # by rank: the number of its current run
         self._last_task = ("", 0)  # the last task, and the newest run when the task began
 
     @property
-    def last(self) -> Run:
+    def last(self) -> RunSeries:
         """The newest run."""
         return self.runs[max(self.runs)]
 
-    def add_points(self, rank: int, task_id: str, points: Iterable[Point], ranks: int) -> None:
+    def add_points(self, rank: int, task_id: str, points: Iterable[CurvePoint], ranks: int) -> None:
         """Add points of a rank; the more `ranks` there are, the fewer points each rank keeps."""
         if task_id != self._last_task[0]:
             self._last_task = task_id, max(self.runs, default=0)
-        max_points = min(MOST_POINTS, max(FEWEST_POINTS, POINTS_OF_ALL // max(1, ranks)))
+        max_points = min(MAX_POINTS, max(MIN_POINTS, POINTS_OF_ALL // max(1, ranks)))
         at = self._current_runs.setdefault(rank, self._last_task[1])
         for point in points:
             series = self.runs.get(at, {}).get(rank)
@@ -182,14 +182,14 @@ class Curve:
                 at, series = at + 1, None
             if series is None:
                 series = self.runs.setdefault(at, {}).setdefault(rank, Series(max_points))
-                while len(self.runs) > MOST_RUNS:
+                while len(self.runs) > MAX_RUNS:
                     del self.runs[min(self.runs)]
             series.add(point)
         self._current_runs[rank] = at
 
 
 class Curves:
-    """The curves by name; `more` are names beyond `MOST_NAMES`, whose numbers are dropped."""
+    """The curves by name; `more` are names beyond `MAX_CURVE_NAMES`, whose numbers are dropped."""
 
     def __init__(self) -> None:
         self.by_name: dict[str, Curve] = {}
@@ -221,10 +221,10 @@ class Curves:
         """Add the numbers that a rank has tracked in a task."""
         self.version += 1
         for name, flat in tracked.curves.items():
-            if name not in self.by_name and len(self.by_name) >= MOST_NAMES:
+            if name not in self.by_name and len(self.by_name) >= MAX_CURVE_NAMES:
                 self.more.setdefault(name)
                 continue
-            points = (Point(*flat[at : at + OF_POINT]) for at in range(0, len(flat), OF_POINT))
+            points = (CurvePoint(*flat[at : at + OF_POINT]) for at in range(0, len(flat), OF_POINT))
             self.by_name.setdefault(name, Curve()).add_points(rank, task_id, points, ranks)
 
     def find_curve(self, name: str) -> Curve:

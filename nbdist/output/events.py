@@ -17,7 +17,7 @@ from nbdist.words import word_exit
 
 StreamName = Literal["stdout", "stderr"]
 MimeBundle = Mapping[str, Any]
-Connections = Literal["", "ended", "timed out"]
+ConnectionLoss = Literal["", "ended", "timed out"]
 CommKind = Literal["comm_open", "comm_msg", "comm_close"]
 COMMS: tuple[CommKind, ...] = get_args(CommKind)
 
@@ -85,7 +85,7 @@ def model_of(display: Display) -> str:
     return str(view.get("model_id", "")) if isinstance(view, Mapping) else ""
 
 
-class Update(NamedTuple):
+class DisplayUpdate(NamedTuple):
     """New content for every display that has this id."""
 
     data: MimeBundle
@@ -113,7 +113,7 @@ class Failure(NamedTuple):
     traceback: tuple[str, ...]
     time_ns: int
     kinds: tuple[str, ...] = ()
-    connections: Connections = ""
+    connections: ConnectionLoss = ""
     account: tuple[str, ...] = ()
 
 
@@ -270,7 +270,7 @@ class Comm(NamedTuple):
     target: str = ""
 
 
-class Moved(NamedTuple):
+class TransferProgress(NamedTuple):
     """The rank has packed `done` of `total` bytes of the values that it returns."""
 
     done: int
@@ -303,20 +303,31 @@ MAX_STEP = 2e18
 MIN_STEP_WIDTH = 1e-9
 """The fewest steps that a point of merged steps covers: dividing by it never overflows."""
 
-MOVED, RECORD = "nbdist_moved", "nbdist_record"
-TRACKED, WARNED = "nbdist_tracked", "nbdist_warned"
-"""The types of the Jupyter messages in which a worker sends `Moved`, `Record` and so on."""
+MOVED_TYPE, RECORD_TYPE = "nbdist_moved", "nbdist_record"
+TRACKED_TYPE, WARNED_TYPE = "nbdist_tracked", "nbdist_warned"
+"""The types of the Jupyter messages with which a worker sends `TransferProgress` and others."""
 
 TOPIC = b"nbdist"
 """The topic of all messages that the agent subscribes to; the worker replaces other topics."""
 
-Visible = Text | Skipped | Display | Update | Clear | Failure
+Visible = Text | Skipped | Display | DisplayUpdate | Clear | Failure
 """Outputs that people see."""
 
 RankError = Failure | Died
 """An exception, or the exit of the process, that ended a task on a rank."""
 
-Output = Visible | Died | Done | Moved | Record | Tracked | Warned | InputRequest | Typed | Comm
+Output = (
+    Visible
+    | Died
+    | Done
+    | TransferProgress
+    | Record
+    | Tracked
+    | Warned
+    | InputRequest
+    | Typed
+    | Comm
+)
 
 OF_EACH, OF_VALUE = 100, 32
 """Characters that `size_of` adds for each output, and for each number or key of JSON."""
@@ -330,7 +341,7 @@ def size_of(output: Output) -> int:
     match output:
         case Text(text=text):
             return len(text)
-        case Display(data, metadata) | Update(data, metadata):
+        case Display(data, metadata) | DisplayUpdate(data, metadata):
             return OF_EACH + _length([data, metadata])
         case Record(message=message, exception=exception, stack=stack):
             return OF_EACH + len(message) + len(exception) + len(stack)
@@ -342,7 +353,7 @@ def size_of(output: Output) -> int:
             return OF_EACH + _length(data) + sum(map(len, buffers))
         case Warned(text=text):
             return OF_EACH + len(text)
-        case Moved() | Clear():
+        case TransferProgress() | Clear():
             return OF_EACH
         case _:
             return 0

@@ -37,12 +37,12 @@ _VARIES = re.compile(
 )
 _HINTS = ("0x", "cuda:", "xpu:", "npu:", "hpu:", "mps:", "GPU ", "pid", "PID", "rocess", " NCCL")
 # Placeholders for varying parts and for times begin with `_MARK`; in the text itself it is doubled.
-_MARK, _PLACE, _OF_TIME = "\0", "\0n", "\0t"
+_MARK, _PLACEHOLDER, _OF_TIME = "\0", "\0n", "\0t"
 _ERROR_OF_GROUP = re.compile(r"^ *(?:\| *)+[A-Za-z_][\w.]*: .+", re.MULTILINE)
 """A row `    | ValueError: rank 3 has no shard` in the traceback of an exception group."""
 _CELL_LINE = re.compile(r"Cell In\[\d+\], line \d+")
 # A longer error text is compared to the letter, which is faster.
-_MOST_COMPARED = 100_000
+_MAX_COMPARED = 100_000
 
 
 def normal(text: str) -> str:
@@ -52,7 +52,7 @@ def normal(text: str) -> str:
         text = text.replace(_MARK, 2 * _MARK)
     if not any(hint in text for hint in _HINTS):
         return text
-    return _VARIES.sub(lambda match: f"{match[match.lastgroup or 0]}{_PLACE}", text)
+    return _VARIES.sub(lambda match: f"{match[match.lastgroup or 0]}{_PLACEHOLDER}", text)
 
 
 def may_have_time(text: str) -> bool:
@@ -82,7 +82,7 @@ def without_times(text: str) -> str:
     return _OF_TIME.join(split_times(text)[0])
 
 
-class Key(NamedTuple):
+class OutputDigests(NamedTuple):
     """Two digests of an output: `same` is equal on two ranks whose outputs are the same.
 
     Times of day may differ; for `alike` also the parts that `normal` replaces may differ.
@@ -93,12 +93,12 @@ class Key(NamedTuple):
 
 
 class Digest:
-    """Computes the `Key` of a text that arrives in blocks of whole lines."""
+    """Computes the `OutputDigests` of a text that arrives in blocks of whole lines."""
 
     __slots__ = ("_hashes",)
 
     def __init__(self) -> None:
-        # For `Key.alike`, for `Key.same`, and for the origins of lines.
+        # For `OutputDigests.alike`, for `OutputDigests.same`, and for the origins of lines.
         self._hashes = [hashlib.blake2b(digest_size=16) for _ in range(3)]
 
     def add(self, text: str, origins: bytes = b"") -> None:
@@ -109,7 +109,7 @@ class Digest:
         same.update(_bytes(timeless))
         of_origins.update(origins)
 
-    def add_key(self, key: Key) -> None:
+    def add_key(self, key: OutputDigests) -> None:
         """Add the key of a piece of output, such as a display or another text."""
         alike, same, _ = self._hashes
         alike.update(key.alike)
@@ -121,12 +121,12 @@ class Digest:
         return twin
 
     @property
-    def key(self) -> Key:
+    def key(self) -> OutputDigests:
         alike, same, origins = (each.digest() for each in self._hashes)
-        return Key(alike + origins, same + origins)
+        return OutputDigests(alike + origins, same + origins)
 
 
-def key_of(text: str) -> Key:
+def key_of(text: str) -> OutputDigests:
     """Return the key of a whole text."""
     digest = Digest()
     digest.add(text)
@@ -158,8 +158,8 @@ def error_keys(rank: int, error: RankError | None) -> tuple[str, ...]:
     place, message = _place(error), _compared(error.message)
     number = re.compile(rf"(?<!\d)(?<!\d\.){rank}(?!\d|\.\d| sub-exception)")
     # The messages of an exception group's errors are in its traceback.
-    own_place = _ERROR_OF_GROUP.sub(lambda match: number.sub(_PLACE, match[0]), place)
-    with_placeholder = f"{own_place}\n{error.name}: {number.sub(_PLACE, message)}"
+    own_place = _ERROR_OF_GROUP.sub(lambda match: number.sub(_PLACEHOLDER, match[0]), place)
+    with_placeholder = f"{own_place}\n{error.name}: {number.sub(_PLACEHOLDER, message)}"
     return f"{place}\n{error.name}: {message}", with_placeholder
 
 
@@ -172,13 +172,13 @@ def _place(failure: Failure) -> str:
     text = "\n".join(failure.traceback)
     if failure.name == "KeyboardInterrupt":
         return " ".join(_CELL_LINE.findall(strip(text)))
-    if len(failure.message) <= _MOST_COMPARED:
+    if len(failure.message) <= _MAX_COMPARED:
         text = strip(text).rstrip().removesuffix(strip(failure.message).rstrip())
     return _compared(text)
 
 
 def _compared(text: str) -> str:
-    if len(text) <= _MOST_COMPARED:
+    if len(text) <= _MAX_COMPARED:
         return normal(without_times(strip(text)))
     return hashlib.blake2b(_bytes(text), digest_size=16).hexdigest()
 
@@ -211,7 +211,7 @@ _TQDM = re.compile(
     rf"(?P<done>{_AMOUNT})/(?P<total>{_AMOUNT}|\?)\s*{_TIMES}(?:,\s*(?P<rest>.*?))?"
     r"(?:\]\s*(?P<more>[^\]]*))?"  # tqdm cuts a bar that is too wide
 )
-_ENDLESS = re.compile(
+_BAR_WITHOUT_TOTAL = re.compile(
     rf"(?:(?P<name>.*): )?(?P<done>{_AMOUNT})(?:/\?)? ?(?P<unit>[A-Za-z]+)? "
     rf"{_TIMES}(?:,\s*(?P<rest>.*))?\]"
 )
@@ -342,7 +342,7 @@ def _end_of_brackets(text: str, start: int = 0) -> int:
 
 
 def _match_tqdm(plain: str) -> re.Match[str] | None:
-    matches = (pattern.fullmatch(plain) for pattern in (_TQDM, _ENDLESS, _FASTPROGRESS))
+    matches = (pattern.fullmatch(plain) for pattern in (_TQDM, _BAR_WITHOUT_TOTAL, _FASTPROGRESS))
     return next(filter(None, matches), None)
 
 

@@ -39,9 +39,9 @@ from nbdist.output.html_parts import (
     traceback_html,
 )
 from nbdist.output.mimes import images_in
-from nbdist.output.panel import MARKS, TALL_LINES, Block, Hidden, Item, Panel
-from nbdist.output.rank_transcript import ENDED, Look, Shown
-from nbdist.output.screen import Line
+from nbdist.output.panel import MARKS, TALL_LINES, Hidden, Panel, PanelBlock, PanelItem
+from nbdist.output.rank_transcript import FINAL_STATES, DisplayState, RichDisplay
+from nbdist.output.screen import ScreenLine
 from nbdist.output.transcript import Transcript
 from nbdist.output.wording import clip
 from nbdist.words import count, format_ranks, name_ranks
@@ -49,7 +49,7 @@ from nbdist.words import count, format_ranks, name_ranks
 FOOT_SECONDS = 10
 """Seconds without a new drawing, as in a reloaded page, after which a panel's foot appears."""
 
-_COLOURS: dict[Look, str] = {
+_COLOURS: dict[DisplayState, str] = {
     "waiting": GREY,
     "running": BLUE,
     "ok": GREEN,
@@ -153,7 +153,7 @@ def _folded_blocks(shown: Panel) -> str:
     return details(f"{title} {about}", blocks, GREY, is_open=False)
 
 
-def _block(block: Block, shown: Panel, style: str = "") -> str:
+def _block(block: PanelBlock, shown: Panel, style: str = "") -> str:
     is_closed = shown.is_live and not block.is_open
     block, last = _with_last_line(block) if is_closed else (block, "")
     body = _body(block, is_live=shown.is_live)
@@ -169,7 +169,7 @@ def _block(block: Block, shown: Panel, style: str = "") -> str:
     return details(title, body, colour, is_open=block.is_open, style=style)
 
 
-def _with_last_line(block: Block) -> tuple[Block, str]:
+def _with_last_line(block: PanelBlock) -> tuple[PanelBlock, str]:
     """Remove the first text of a block, and return the last line of the text for the title.
 
     A block of a running cell shows only this line if the final layout will close the block.
@@ -181,7 +181,7 @@ def _with_last_line(block: Block) -> tuple[Block, str]:
     return block, ""
 
 
-def _body(block: Block, *, is_live: bool) -> str:
+def _body(block: PanelBlock, *, is_live: bool) -> str:
     """Write the output of a block, and its traceback."""
     html = ""
     for item in block.items:
@@ -190,7 +190,7 @@ def _body(block: Block, *, is_live: bool) -> str:
                 html += line(dim(block.hidden_text(item)))
             case str():
                 html += line(dim(item))
-            case Shown():
+            case RichDisplay():
                 html += _display(item)
             case lines:
                 html += _text(lines, is_live=is_live)
@@ -200,13 +200,13 @@ def _body(block: Block, *, is_live: bool) -> str:
     return html + traceback
 
 
-def _text(lines: list[Line], *, is_live: bool) -> str:
+def _text(lines: list[ScreenLine], *, is_live: bool) -> str:
     html = lines_html(lines, opens=not is_live)
     is_tall = len(lines) > TALL_LINES and not is_live
     return f'<div style="{_TALL}"><div>{html}</div></div>' if is_tall else html
 
 
-def _display(shown: Shown) -> str:
+def _display(shown: RichDisplay) -> str:
     if (html := embed(shown.display)) is not None:
         return f'<div style="white-space:normal;overflow-x:auto;margin:4px 0">{html}</div>'
     return line(dim(f"{kind_text(shown.display.data)}, shown below"))
@@ -215,7 +215,7 @@ def _display(shown: Shown) -> str:
 # --- which blocks of a panel stand side by side -----------------------------------------------
 
 _WIDEST_LINE, _WIDEST_TABLE = 42, 60
-_MOST_LINES = 16
+_MAX_FLOWING_LINES = 16
 _ROW = "display:flex;flex-wrap:wrap;column-gap:14px;align-items:flex-start"
 # Two figures fit side by side on a page of 700 pixels with its margins, and no figure is drawn much
 # larger than its own size.
@@ -226,28 +226,28 @@ _GAP = 1.2  # em between columns, with some room for rounding
 _EM = 0.62  # of a character, which is 0.6 of them wide in most fonts; JupyterLab allows no `ch`
 
 
-def side_by_side_runs(blocks: Iterable[Block]) -> Iterator[list[Block]]:
+def side_by_side_runs(blocks: Iterable[PanelBlock]) -> Iterator[list[PanelBlock]]:
     """Yield runs of neighbours that stand side by side; yield each other block as a run of one."""
     for side_by_side, run in groupby(blocks, key=is_tile):
         blocks_of_run = [*run]
         yield from [blocks_of_run] if side_by_side else ([block] for block in blocks_of_run)
 
 
-def is_tile(block: Block) -> bool:
+def is_tile(block: PanelBlock) -> bool:
     """Return True for a narrow and low block; blocks of failed ranks have the whole width."""
     is_calm = block.is_open and not block.failed and not block.group.has_failed
     return is_calm and bool(block.items) and all(map(_is_narrow, block.items))
 
 
-def _is_narrow(item: Item) -> bool:
+def _is_narrow(item: PanelItem) -> bool:
     match item:
         case Hidden():
             return False
         case str():
             return True
-        case Shown() if is_figure(item.display.data):
+        case RichDisplay() if is_figure(item.display.data):
             return True
-        case Shown():
+        case RichDisplay():
             # How wide a table is drawn is not known, but it is about as wide as its text.
             width = _WIDEST_LINE if embed(item.display) is None else _WIDEST_TABLE
             return _fits(item.plain.split("\n"), width)
@@ -256,10 +256,10 @@ def _is_narrow(item: Item) -> bool:
 
 
 def _fits(rows: list[str], width: int) -> bool:
-    return len(rows) <= _MOST_LINES and max(map(len, rows)) <= width
+    return len(rows) <= _MAX_FLOWING_LINES and max(map(len, rows)) <= width
 
 
-def _side_by_side(blocks: list[Block], shown: Panel) -> str:
+def _side_by_side(blocks: list[PanelBlock], shown: Panel) -> str:
     """Write the blocks of a run in columns that are equally wide; figures share the page's width.
 
     If the page is wide enough, a row has three blocks; runs of two and of four have two in a row.
@@ -267,7 +267,7 @@ def _side_by_side(blocks: list[Block], shown: Panel) -> str:
     if len(blocks) == 1:
         return _block(blocks[0], shown)
     items = [item for each in blocks for item in each.items]
-    if any(isinstance(item, Shown) and is_figure(item.display.data) for item in items):
+    if any(isinstance(item, RichDisplay) and is_figure(item.display.data) for item in items):
         style = _FIGURE.format(45 if len(blocks) in (2, 4) else 30)
         # Invisible blocks fill a last row with fewer figures, so that all figures are as wide.
         fillers = 2 * f'<div style="{style}"></div>'
@@ -288,12 +288,12 @@ def _side_by_side(blocks: list[Block], shown: Panel) -> str:
     return f'<div style="{_ROW}">{"".join(tiles)}{fillers}</div>'
 
 
-def _characters(block: Block) -> int:
+def _characters(block: PanelBlock) -> int:
     """Count the characters of the widest line of a block, its title included."""
     mark = MARKS[block.group.shown.display_state]
     rows = [f"{name_ranks(block.group.ranks)} {mark} {block.about}"]
     for item in block.items:
-        if isinstance(item, Shown):
+        if isinstance(item, RichDisplay):
             rows += item.plain.split("\n")
         elif isinstance(item, str):
             rows.append(item)
@@ -311,7 +311,7 @@ _OUTPUT = "width:100cqw;padding:4px 0 4px 4px;box-sizing:border-box"
 _BELOW_TABS = "order:-1;flex:0 0 100%;height:0"
 
 
-def _tabs(blocks: list[Block], name: str) -> str:
+def _tabs(blocks: list[PanelBlock], name: str) -> str:
     """Write a row of ranks; a click on a rank shows only its output, below the row.
 
     A browser closes `<details>` when another one of the same name is opened.  JupyterLab removes
@@ -337,7 +337,7 @@ def _tabs(blocks: list[Block], name: str) -> str:
 
 # --- displays outside the panel -----------------------------------------------------------
 
-MOST_BELOW = 32
+MAX_DISPLAYS_BELOW = 32
 """The most displays of a cell that are shown below its panel."""
 
 
@@ -362,7 +362,7 @@ def page_only_displays(
 def all_show_widgets(transcript: Transcript) -> bool:
     """Return True if every rank that still runs shows a widget, so that the order is final."""
     shows = [any(model_of(shown.display) for shown in each.displays) for each in transcript]
-    ended = [each.state in ENDED for each in transcript]
+    ended = [each.state in FINAL_STATES for each in transcript]
     return any(shows) and all(map(operator.or_, shows, ended))
 
 

@@ -18,8 +18,8 @@ from nbdist.output.ansi import ansi_html, cut, strip
 from nbdist.output.events import Display, MimeBundle, text_of
 from nbdist.output.fingerprint import read_bar
 from nbdist.output.mimes import images_in, mime_of
-from nbdist.output.screen import Line
-from nbdist.output.wording import Part
+from nbdist.output.screen import ScreenLine
+from nbdist.output.wording import TracebackPart
 
 GREEN, BLUE, RED, AMBER, GREY = "#2a9d4a", "#2f7fe6", "#d43a3a", "#b7791f", "#868e96"
 INDENT = "0.6em"
@@ -29,7 +29,7 @@ _PANEL = (
     "font-family:monospace;font-size:13px;line-height:1.4;text-align:left;margin:0;"
     f"padding:0 0 0 {INDENT}"
 )
-_STDERR = "background-color:rgba(255,80,80,0.1)"
+_STDERR_STYLE = "background-color:rgba(255,80,80,0.1)"
 _LEFT = "border-left:3px solid {};padding-left:8px;margin:3px 0"
 _TABLE = (
     "border-collapse:collapse;border:none;margin:2px 0;font-size:13px;table-layout:auto;"
@@ -43,7 +43,7 @@ _TEXT = (  # JupyterLab breaks lines of other <pre> in the middle of words
 _LONG, _THREE_ROWS = 600, 230
 """Characters above which a line is folded, and the visible ones: three rows of a narrow page."""
 
-_DRAWN, _BAR = re.compile("[█▉▊▋▌▍▎▏]{2,}"), rf'<span style="color:{BLUE}">\g<0></span>'
+_BAR_BLOCKS, _BAR = re.compile("[█▉▊▋▌▍▎▏]{2,}"), rf'<span style="color:{BLUE}">\g<0></span>'
 
 
 def panel(*parts: str) -> str:
@@ -101,22 +101,22 @@ def text_html(html: str, style: str = "") -> str:
     return f'<pre style="{_TEXT}{style}">{html}</pre>'
 
 
-def lines_html(lines: Iterable[Line], *, opens: bool) -> str:
+def lines_html(lines: Iterable[ScreenLine], *, opens: bool) -> str:
     """Write lines as HTML, stderr tinted; with `opens`, very long lines are folded."""
     parts = []
     for (is_stderr, is_long), run in groupby(lines, key=_kind):
-        tint = f";{_STDERR}" if is_stderr else ""
+        tint = f";{_STDERR_STYLE}" if is_stderr else ""
         if is_long and opens:
             style = f"{LINES}{tint}"
             parts += [f'<details style="{style}">{_long(line.text)}</details>' for line in run]
             continue
         # An empty line would have no height in a block of its own.
-        text = "\n".join(_DRAWN.sub(_BAR, ansi_html(line.text)) or " " for line in run)
+        text = "\n".join(_BAR_BLOCKS.sub(_BAR, ansi_html(line.text)) or " " for line in run)
         parts.append(text_html(text, tint))
     return "".join(parts)
 
 
-def _kind(line: Line) -> tuple[bool, bool]:
+def _kind(line: ScreenLine) -> tuple[bool, bool]:
     """Return whether a line is tinted (stderr, but no progress bar), and whether it is long."""
     is_long = len(line.text) > _LONG and len(strip(line.text[: 2 * _LONG])) > _THREE_ROWS
     return line.stderr and read_bar(line.text) is None, is_long
@@ -138,7 +138,7 @@ def size(html: str) -> int:
 _LONGEST_HTML = 200_000
 _BASE64 = re.compile(r"[A-Za-z0-9+/=]*\Z")
 # Tags without an end tag, or whose end tag may be left out.
-_ENDLESS = frozenset(
+_VOID_TAGS = frozenset(
     {*("area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "param")}
     | {*("source", "track", "wbr", "p", "li", "dt", "dd", "tr", "td", "th", "thead", "tbody")}
     | {"tfoot", "option", "colgroup"}
@@ -239,7 +239,7 @@ class _Balance(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         if tag == "script":
             self.is_fine = False
-        elif tag not in _ENDLESS:
+        elif tag not in _VOID_TAGS:
             self.open.append(tag)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -248,14 +248,14 @@ class _Balance(HTMLParser):
             self.handle_starttag(tag, attrs)
 
     def handle_endtag(self, tag: str) -> None:
-        if tag not in _ENDLESS and (not self.open or self.open.pop() != tag):
+        if tag not in _VOID_TAGS and (not self.open or self.open.pop() != tag):
             self.is_fine = False
 
 
 # --- tracebacks -------------------------------------------------------------------------------
 
 
-def traceback_html(parts: Iterable[Part]) -> str:
+def traceback_html(parts: Iterable[TracebackPart]) -> str:
     """Write the parts of a traceback in colours; the rows of a folded part open."""
     html = ""
     for part in parts:

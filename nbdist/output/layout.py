@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import filterfalse, groupby
 
 from nbdist.output.ansi import strip
-from nbdist.output.bars import MOST_ROWS, bar_table, final_table
+from nbdist.output.bars import MAX_BAR_ROWS, bar_table, final_table
 from nbdist.output.events import Failure, Skipped
 from nbdist.output.html_parts import (
     is_figure,
@@ -19,18 +19,24 @@ from nbdist.output.html_parts import (
 from nbdist.output.panel import (
     MARKS,
     TALL_LINES,
-    Block,
     Hidden,
-    Item,
     Panel,
-    Row,
+    PanelBlock,
+    PanelItem,
+    PanelRow,
     limit_size,
     merge_hidden,
 )
-from nbdist.output.rank_transcript import FAILED, Look, Piece, RankTranscript, Shown
-from nbdist.output.screen import Line, Screen
+from nbdist.output.rank_transcript import (
+    FAILED,
+    DisplayState,
+    OutputPiece,
+    RankTranscript,
+    RichDisplay,
+)
+from nbdist.output.screen import Screen, ScreenLine
 from nbdist.output.transcript import (
-    Group,
+    AlikeRanks,
     Transcript,
     fold_shown,
     fold_tail,
@@ -48,9 +54,9 @@ from nbdist.output.wording import (
 )
 from nbdist.words import count, format_ranks, in_pool, name_ranks
 
-_WITH_WORDS: dict[Look, str] = {"released": "{} released", "stopped": "■ {} stopped"}
+_WITH_WORDS: dict[DisplayState, str] = {"released": "{} released", "stopped": "■ {} stopped"}
 MANY_RANKS = 16
-_MOST_SQUARES = 128
+_MAX_SQUARES = 128
 
 # Of live layouts.
 _LIVE_LINES_OF_FAILED, LIVE_LINES_OF_ASKING = 8, 60
@@ -58,12 +64,14 @@ _FEW_GROUPS, _CLOCK_FROM = 4, 2.0
 _LIVE = "last updated {} · rest: `%dist_output`"
 
 # Of final layouts.
-_MANY_GROUPS, _MOST_VALUES = 16, 256
+_MANY_GROUPS, _MAX_VALUES = 16, 256
 _LONGEST_VALUE = 100
-_MOST_LINES, _FEWER_LINES, _FEWER_LINES_FROM = 200, 50, 64
+_MAX_BLOCK_LINES, _FEWER_LINES, _FEWER_LINES_FROM = 200, 50, 64
 _OPEN_LINES = 60
-_OWN = frozenset[Look](("failed", "died"))  # the cause of the failure is on the rank itself
-_SHORT = 8
+_OWN_FAILURES = frozenset[DisplayState](
+    ("failed", "died")
+)  # the cause of the failure is on the rank itself
+_ALWAYS_OPEN_LINES = 8
 """A block with at most so many lines is always open, since it costs little room."""
 
 # The pace is shown if the times of ranks differ by so many seconds, and by such a share of the
@@ -107,10 +115,10 @@ def live_layout(
     values = () if any(group.ahead for group in groups) else _value_rows(others, is_live=True)
     in_blocks, rows = (urgent, values) if is_many or values else (groups, ())
     if is_many:
-        rows = tuple(Row(tuple(ranks), line) for line, ranks in _by_last_line(others).items())
-    rows = (*(Row(ranks, line) for group in in_blocks for ranks, line in group.ahead), *rows)
-    left_out = [group.ranks for group in in_blocks[MOST_ROWS:]]
-    left_out += [row.ranks for row in rows[MOST_ROWS:]]
+        rows = tuple(PanelRow(tuple(ranks), line) for line, ranks in _by_last_line(others).items())
+    rows = (*(PanelRow(ranks, line) for group in in_blocks for ranks, line in group.ahead), *rows)
+    left_out = [group.ranks for group in in_blocks[MAX_BAR_ROWS:]]
+    left_out += [row.ranks for row in rows[MAX_BAR_ROWS:]]
     foot = in_pool(_LIVE.format(clock), pool)
     shown = _base_panel(transcript, now, pool)._replace(
         waits=waits,
@@ -119,25 +127,25 @@ def live_layout(
         now=" · ".join(filter(None, [usage, bars.behind if bars else ""])),
         foot=foot if clock and transcript.elapsed(now) >= _CLOCK_FROM else "",
         bars=bars,
-        blocks=_live_blocks(transcript, in_blocks[:MOST_ROWS], is_many=is_many),
-        rows=rows[:MOST_ROWS],
+        blocks=_live_blocks(transcript, in_blocks[:MAX_BAR_ROWS], is_many=is_many),
+        rows=rows[:MAX_BAR_ROWS],
         more=tuple(rank for ranks in left_out for rank in ranks),
     )
     return limit_size(shown)
 
 
-def waits_for_input(group: Group) -> bool:
+def waits_for_input(group: AlikeRanks) -> bool:
     """Return True if a rank of the group waits for input."""
     return any(each.input_request is not None for each in group.members)
 
 
 def _live_blocks(
-    transcript: Transcript, groups: Sequence[Group], *, is_many: bool
-) -> tuple[Block, ...]:
+    transcript: Transcript, groups: Sequence[AlikeRanks], *, is_many: bool
+) -> tuple[PanelBlock, ...]:
     """Make the blocks of a running cell; a block that the final layout closes has one line."""
     blocks, room = [], _OPEN_LINES
     for group in groups:
-        lines = min(group.line_count, _MOST_LINES)
+        lines = min(group.line_count, _MAX_BLOCK_LINES)
         is_open = _is_open(group, transcript, lines, room) or waits_for_input(group)
         if is_open:
             room -= lines
@@ -147,23 +155,23 @@ def _live_blocks(
         earlier = group.line_count - lines_in(items)
         words = tuple(filter(None, [sameness(group)]))
         failed = _error_line(group, transcript)
-        blocks.append(Block(group, words, items, failed, is_open=is_open, earlier=earlier))
+        blocks.append(PanelBlock(group, words, items, failed, is_open=is_open, earlier=earlier))
     return tuple(blocks)
 
 
-def _by_last_line(groups: Iterable[Group]) -> dict[Line, list[int]]:
-    by_line: dict[Line, list[int]] = {}
+def _by_last_line(groups: Iterable[AlikeRanks]) -> dict[ScreenLine, list[int]]:
+    by_line: dict[ScreenLine, list[int]] = {}
     for group in groups:
         match group.last:
-            case Line() as line:
+            case ScreenLine() as line:
                 pass
-            case Shown() as shown:
+            case RichDisplay() as shown:
                 text = FIGURE_LATER if _is_figure(shown) else shown.plain.split("\n")[0]
-                line = Line(text, stderr=False)
+                line = ScreenLine(text, stderr=False)
             case Skipped(lines=lines):
-                line = Line(in_log_only(lines), stderr=False)
+                line = ScreenLine(in_log_only(lines), stderr=False)
             case None:
-                line = Line("", stderr=False)
+                line = ScreenLine("", stderr=False)
         by_line.setdefault(line, []).extend(group.ranks)
     return by_line
 
@@ -196,7 +204,7 @@ def final_layout(
     silent = [group for group in groups if group.shown.is_silent and group.shown.state == "ok"]
     failed = [group for group in groups if group.has_failed]
     others = [group for group in groups if group not in failed and group not in silent]
-    folded: list[Group] = []
+    folded: list[AlikeRanks] = []
     if rows := _value_rows(others):
         others = []
     elif len(others) > _MANY_GROUPS:
@@ -216,35 +224,35 @@ def final_layout(
     return limit_size(shown)
 
 
-def _is_below(group: Group) -> bool:
+def _is_below(group: AlikeRanks) -> bool:
     """Return True if the ranks have shown only outputs that the page shows below the panel."""
     if group.shown.state != "ok" or not (pieces := group.shown.visible_pieces):
         return False
-    return all(isinstance(each, Shown) and is_page_only(each.display.data) for each in pieces)
+    return all(isinstance(each, RichDisplay) and is_page_only(each.display.data) for each in pieces)
 
 
-def _value_rows(groups: Sequence[Group], *, is_live: bool = False) -> tuple[Row, ...]:
+def _value_rows(groups: Sequence[AlikeRanks], *, is_live: bool = False) -> tuple[PanelRow, ...]:
     """Make a row for each group if every rank has shown a single short line; else no rows."""
-    if len(groups) > _MOST_VALUES:
+    if len(groups) > _MAX_VALUES:
         return ()
-    rows: list[Row] = []
+    rows: list[PanelRow] = []
     for group in groups:
         if (value := _short_value(group, is_live=is_live)) is None:
             return ()
-        rows.append(Row(group.ranks, value, sameness(group)))
+        rows.append(PanelRow(group.ranks, value, sameness(group)))
     return tuple(rows)
 
 
-def _short_value(group: Group, *, is_live: bool) -> Line | None:
+def _short_value(group: AlikeRanks, *, is_live: bool) -> ScreenLine | None:
     """Return the line of a group that has shown a single short line; else None."""
     is_well = group.shown.state == "ok" or (is_live and group.shown.state == "running")
     if not is_well or len(group.shown.visible_pieces) != 1 or group.shown.rows > 1:
         return None
     match group.last:
-        case Line() as line:
+        case ScreenLine() as line:
             pass
-        case Shown(display=display) as shown if list(display.data) == ["text/plain"]:
-            line = Line(shown.plain, stderr=False)
+        case RichDisplay(display=display) as shown if list(display.data) == ["text/plain"]:
+            line = ScreenLine(shown.plain, stderr=False)
         case _:
             return None
     is_short = len(strip(line.text)) <= _LONGEST_VALUE and "\n" not in line.text
@@ -253,16 +261,16 @@ def _short_value(group: Group, *, is_live: bool) -> Line | None:
 
 def max_block_lines(transcript: Transcript) -> int:
     """Return how many lines a block of a finished cell has at most."""
-    return _MOST_LINES if len(transcript.ranks) < _FEWER_LINES_FROM else _FEWER_LINES
+    return _MAX_BLOCK_LINES if len(transcript.ranks) < _FEWER_LINES_FROM else _FEWER_LINES
 
 
 def _final_blocks(
     transcript: Transcript,
-    groups: Iterable[Group],
+    groups: Iterable[AlikeRanks],
     logs: Mapping[int, str],
     room: int,
     pool: str,
-) -> tuple[Block, ...]:
+) -> tuple[PanelBlock, ...]:
     """Make the blocks of a finished cell.
 
     The first block, blocks of failed ranks and short blocks are open; other blocks are open as long
@@ -286,11 +294,11 @@ def _final_blocks(
         ]
         failed, log = _error_line(group, transcript), logs.get(group.ranks[0])
         about = tuple(filter(None, words))
-        blocks.append(Block(group, about, items, failed, log, is_open, pool))
+        blocks.append(PanelBlock(group, about, items, failed, log, is_open, pool))
     return tuple(blocks)
 
 
-def _failed_first_text(group: Group, transcript: Transcript) -> str:
+def _failed_first_text(group: AlikeRanks, transcript: Transcript) -> str:
     """Say `failed first` of a group.
 
     Return "" if no other rank failed, or if Stop or another rank's failure ended the group's cell.
@@ -301,7 +309,7 @@ def _failed_first_text(group: Group, transcript: Transcript) -> str:
         group.part != "first"
         or not others
         or error is None
-        or group.shown.display_state not in _OWN
+        or group.shown.display_state not in _OWN_FAILURES
     ):
         return ""
     was_ended = error.connections if isinstance(error, Failure) else error.why
@@ -338,18 +346,18 @@ def _output_size(output: RankTranscript) -> str:
 # --- parts of both ----------------------------------------------------------------------
 
 
-def _is_open(group: Group, transcript: Transcript, lines: int, room: int) -> bool:
+def _is_open(group: AlikeRanks, transcript: Transcript, lines: int, room: int) -> bool:
     """Return True for the block of the first rank, a failed block, and a block of few lines.
 
     Also return True if the lines of the block fit in `room`.
     """
     is_first = group.ranks[0] == transcript.ranks[0]
-    return is_first or group.has_failed or lines <= max(room, _SHORT)
+    return is_first or group.has_failed or lines <= max(room, _ALWAYS_OPEN_LINES)
 
 
 def items_of(
-    group: Group, limit: int, *, is_live: bool = False, bars: bool = False
-) -> tuple[Item, ...]:
+    group: AlikeRanks, limit: int, *, is_live: bool = False, bars: bool = False
+) -> tuple[PanelItem, ...]:
     """Return the displays and the last `limit` lines of a group.
 
     In a finished cell `Hidden` items replace lines that are left out.  In a running cell a display
@@ -357,7 +365,7 @@ def items_of(
     `limit` lines; a remark replaces each older figure among these lines.
     With `bars` the progress bars of the only rank of the group are lines.
     """
-    items: list[Item] = []
+    items: list[PanelItem] = []
     has_figure = False
     all_pieces = [(piece,) for piece in group.shown.pieces] if bars else group.pieces
     for pieces in reversed(all_pieces):
@@ -366,9 +374,9 @@ def items_of(
             continue
         has_figure |= is_newest_figure
         match pieces[0]:
-            case Shown():
+            case RichDisplay():
                 is_old = is_live and _is_figure(pieces[0]) and not is_newest_figure
-                shown = fold_shown([piece for piece in pieces if isinstance(piece, Shown)])
+                shown = fold_shown([piece for piece in pieces if isinstance(piece, RichDisplay)])
                 items.append(FIGURE_LATER if is_old else shown)
                 limit -= is_live
             case Skipped(lines=lines):
@@ -387,7 +395,7 @@ def items_of(
     return tuple(merge_hidden(items[::-1]))
 
 
-def lines_in(items: Iterable[Item]) -> int:
+def lines_in(items: Iterable[PanelItem]) -> int:
     """Count the lines that are shown, and the lines that are only in the log."""
     counts = (
         len(item) if isinstance(item, list) else item.lines
@@ -397,16 +405,16 @@ def lines_in(items: Iterable[Item]) -> int:
     return sum(counts)
 
 
-def _is_figure(piece: Piece) -> bool:
-    return isinstance(piece, Shown) and is_figure(piece.display.data)
+def _is_figure(piece: OutputPiece) -> bool:
+    return isinstance(piece, RichDisplay) and is_figure(piece.display.data)
 
 
-def sameness(group: Group) -> str:
+def sameness(group: AlikeRanks) -> str:
     """Say how alike the ranks of the group are, such as `same`; "" for a single rank."""
     return group.likeness if len(group.ranks) > 1 else ""
 
 
-def state_counts(transcript: Transcript) -> tuple[tuple[Look, str], ...]:
+def state_counts(transcript: Transcript) -> tuple[tuple[DisplayState, str], ...]:
     """Count the ranks in each state, without states that no rank has: `✗ 1`, `3 released`."""
     counts = transcript.count_display_states()
     # Failed and died ranks have the same mark; the block of the rank says what happened.
@@ -427,22 +435,22 @@ def _base_panel(transcript: Transcript, now: float | None, pool: str) -> Panel:
     squares = [(str(each.rank), each.display_state) for each in transcript]
     if len(squares) <= MANY_RANKS:
         squares = []
-    elif len(squares) > _MOST_SQUARES:
+    elif len(squares) > _MAX_SQUARES:
         runs = groupby(transcript, key=lambda each: each.display_state)
         squares = [(format_ranks(each.rank for each in run), state) for state, run in runs]
     return Panel(
         " · ".join(filter(None, [pool and f"pool {pool}", ranks_text(transcript.ranks)])),
         seconds_text(transcript.elapsed(now)),
         state_counts(transcript),
-        squares=tuple(squares[:_MOST_SQUARES]),
-        more_squares=max(0, len(squares) - _MOST_SQUARES),
+        squares=tuple(squares[:_MAX_SQUARES]),
+        more_squares=max(0, len(squares) - _MAX_SQUARES),
         curves=transcript.curves if transcript.curves.by_name else None,
         warnings=tuple(transcript.warnings),
         pool=pool,
     )
 
 
-def _error_line(group: Group, transcript: Transcript) -> str:
+def _error_line(group: AlikeRanks, transcript: Transcript) -> str:
     """Say the group's error in one line; "" if it is the first error, whose traceback is shown."""
     error = group.error
     if error is None or (group.part == "first" and isinstance(error, Failure)):

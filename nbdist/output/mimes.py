@@ -35,7 +35,7 @@ class Mime(NamedTuple):
 WIDGET = "application/vnd.jupyter.widget-view+json"
 """The kind of content by which a display shows a widget, whose model the page has."""
 
-_KNOWN = (
+_MIMES = (
     Mime("text/plain", "txt", "text"),
     Mime("text/html", "html", "html", "HTML"),
     # A display that has several images is shown as the first of them.
@@ -53,7 +53,7 @@ _KNOWN = (
     Mime("application/vnd.plotly.v1+json", "json", "page", "plotly figure"),
     Mime(WIDGET, "json", "page", "widget"),
 )
-_BY_KIND = {each.kind: each for each in _KNOWN}
+_BY_KIND = {each.kind: each for each in _MIMES}
 
 
 def mime_of(kind: str) -> Mime:
@@ -63,9 +63,9 @@ def mime_of(kind: str) -> Mime:
 
 def images_in(data: Collection[str]) -> Iterator[Mime]:
     """Yield the images of a display whose data has these mime types, the preferred one first."""
-    return (each for each in _KNOWN if each.embedding == "image" and each.kind in data)
+    return (each for each in _MIMES if each.embedding == "image" and each.kind in data)
 
 
 def readable_in(data: Collection[str]) -> Iterator[Mime]:
     """Yield the readable types among these mime types, the preferred one first."""
-    return (each for each in _KNOWN if each.is_readable and each.kind in data)
+    return (each for each in _MIMES if each.is_readable and each.kind in data)

@@ -20,12 +20,12 @@ from nbdist.output.html_parts import (
     size,
     traceback_html,
 )
-from nbdist.output.rank_transcript import Look, Shown
-from nbdist.output.screen import Line
-from nbdist.output.transcript import Group
+from nbdist.output.rank_transcript import DisplayState, RichDisplay
+from nbdist.output.screen import ScreenLine
+from nbdist.output.transcript import AlikeRanks
 from nbdist.output.wording import (
     FIGURE_LATER,
-    Part,
+    TracebackPart,
     clip,
     in_log_only,
     lines_text,
@@ -34,7 +34,7 @@ from nbdist.output.wording import (
 )
 from nbdist.words import format_ranks, in_pool, name_ranks
 
-MARKS: dict[Look, str] = {
+MARKS: dict[DisplayState, str] = {
     "waiting": "○",
     "running": "●",
     "ok": "✓",
@@ -56,25 +56,25 @@ class Hidden(NamedTuple):
     in_log_only: bool
 
 
-Item: TypeAlias = list[Line] | Shown | Hidden | str
+PanelItem: TypeAlias = list[ScreenLine] | RichDisplay | Hidden | str
 """Lines, a display, lines that are left out, or a remark instead of a display."""
 
 
-class Block(NamedTuple):
+class PanelBlock(NamedTuple):
     """The output of alike ranks, below a title with `words`; `failed` is an error in one line.
 
     `traceback` has the parts of the error's traceback that are shown.
     """
 
-    group: Group
+    group: AlikeRanks
     words: tuple[str, ...]
-    items: tuple[Item, ...]
+    items: tuple[PanelItem, ...]
     failed: str
     log: str | None = None
     is_open: bool = True
     pool: str = ""
     earlier: int = 0  # lines that a live panel does not show
-    traceback: tuple[Part, ...] = ()
+    traceback: tuple[TracebackPart, ...] = ()
 
     @property
     def about(self) -> str:
@@ -95,11 +95,11 @@ class Block(NamedTuple):
         return f"… {lines_text(hidden.lines)} more: {command}{path}"
 
 
-class Row(NamedTuple):
+class PanelRow(NamedTuple):
     """A line of some ranks in the table of a panel: a short value, or the ranks' last line."""
 
     ranks: tuple[int, ...]
-    line: Line
+    line: ScreenLine
     sameness: str = ""
 
 
@@ -116,9 +116,9 @@ class Panel(NamedTuple):
 
     ranks: str
     seconds: str
-    states: tuple[tuple[Look, str], ...] = ()
+    states: tuple[tuple[DisplayState, str], ...] = ()
     pace: str = ""
-    squares: tuple[tuple[str, Look], ...] = ()
+    squares: tuple[tuple[str, DisplayState], ...] = ()
     more_squares: int = 0
     now: str = ""
     waits: str = ""
@@ -129,10 +129,10 @@ class Panel(NamedTuple):
     spread: str = ""
     bars: BarTable | None = None
     curves: Curves | None = None
-    blocks: tuple[Block, ...] = ()
-    rows: tuple[Row, ...] = ()
+    blocks: tuple[PanelBlock, ...] = ()
+    rows: tuple[PanelRow, ...] = ()
     more: tuple[int, ...] = ()
-    folded_blocks: tuple[Block, ...] = ()
+    folded_blocks: tuple[PanelBlock, ...] = ()
     silent: tuple[int, ...] = ()
     pool: str = ""
     tabs: str = ""  # a unique name if the page shows one block at a time, else ""
@@ -147,7 +147,7 @@ class Panel(NamedTuple):
         return text if self.is_live else text + command
 
     @property
-    def failed_and_others(self) -> tuple[list[Block], list[Block]]:
+    def failed_and_others(self) -> tuple[list[PanelBlock], list[PanelBlock]]:
         """The blocks of failed ranks, and all others; with tabs, all are others, in rank order."""
         if self.tabs:
             return [], [*self.blocks]
@@ -155,9 +155,9 @@ class Panel(NamedTuple):
         return failed, [block for block in self.blocks if not block.group.has_failed]
 
 
-def merge_hidden(items: Iterable[Item]) -> list[Item]:
+def merge_hidden(items: Iterable[PanelItem]) -> list[PanelItem]:
     """Merge neighbouring `Hidden` items to one, and keep all other items."""
-    result: list[Item] = []
+    result: list[PanelItem] = []
     for item in items:
         if isinstance(item, Hidden) and result and isinstance(before := result[-1], Hidden):
             log_only = item.in_log_only and before.in_log_only
@@ -169,20 +169,20 @@ def merge_hidden(items: Iterable[Item]) -> list[Item]:
 
 # --- limits -----------------------------------------------------------------------------
 
-MOST_BYTES, MOST_LIVE_BYTES = 1_000_000, 64_000
+MAX_PANEL_BYTES, MAX_LIVE_PANEL_BYTES = 1_000_000, 64_000
 """Bytes of a finished panel and of a running one, as HTML and as text together.
 
 Figures and curves are not counted; they have limits of their own.
 """
-MOST_LIVE_FIGURES = 640_000
+MAX_LIVE_FIGURES = 640_000
 """Bytes of all figures in the panel of a running cell; each block may use an equal share."""
 
-_MOST_BLOCKS = 400
+_MAX_BLOCKS = 400
 _WIDEST, _WIDEST_LIVE, _NARROWEST = 100_000, 400, 40  # characters of a line
 # Bytes of the tags and texts of parts that have no limit of their own.
 _OF_HEAD, _OF_SQUARE, _OF_BAR, _OF_BLOCK = 4_000, 160, 1_800, 1_000
 # Bytes of the tags around a run of lines of the same stream.
-_OF_RUN = size(lines_html([Line("", stderr=False)], opens=False))
+_OF_RUN = size(lines_html([ScreenLine("", stderr=False)], opens=False))
 _TRACEBACKS = ((100, 1000), (24, 400), (5, 200), (1, 100))  # rows, and their width
 
 
@@ -191,7 +191,7 @@ def limit_size(shown: Panel) -> Panel:
 
     Each block may use an equal share of the bytes that earlier blocks have not used.
     """
-    budget = (MOST_LIVE_BYTES if shown.is_live else MOST_BYTES) - _OF_HEAD
+    budget = (MAX_LIVE_PANEL_BYTES if shown.is_live else MAX_PANEL_BYTES) - _OF_HEAD
     budget -= _OF_SQUARE * len(shown.squares)
     if shown.bars:
         budget -= _OF_BAR * (len(shown.bars.rows) + len(shown.bars.left_bars))
@@ -202,13 +202,13 @@ def limit_size(shown: Panel) -> Panel:
         rows.append(row._replace(line=line))
         budget -= used + _OF_RUN
     first, blocks = len(shown.blocks), [*shown.blocks, *shown.folded_blocks]
-    figure = MOST_LIVE_FIGURES // max(1, len(blocks))
-    kept = blocks[:_MOST_BLOCKS]
+    figure = MAX_LIVE_FIGURES // max(1, len(blocks))
+    kept = blocks[:_MAX_BLOCKS]
     for done, block in enumerate(kept):
         share = budget // (len(kept) - done)
         kept[done], used = _limit_block(block, share, figure, is_live=shown.is_live)
         budget -= used
-    left_out = (rank for block in blocks[_MOST_BLOCKS:] for rank in block.group.ranks)
+    left_out = (rank for block in blocks[_MAX_BLOCKS:] for rank in block.group.ranks)
     return shown._replace(
         rows=tuple(rows),
         blocks=tuple(kept[:first]),
@@ -217,20 +217,22 @@ def limit_size(shown: Panel) -> Panel:
     )
 
 
-def _limit_block(block: Block, max_bytes: int, figure: int, *, is_live: bool) -> tuple[Block, int]:
+def _limit_block(
+    block: PanelBlock, max_bytes: int, figure: int, *, is_live: bool
+) -> tuple[PanelBlock, int]:
     """Return a block with its newest output, limited to `max_bytes` bytes, and the block's bytes.
 
     While the cell runs, a figure is shown if it has at most `figure` bytes.
     """
     traceback, used = _limit_traceback(block, max_bytes // 2, is_live=is_live)
     budget = max_bytes - _OF_BLOCK - used
-    items: list[Item] = []
+    items: list[PanelItem] = []
     earlier = block.earlier
     for item in reversed(block.items):
-        if isinstance(item, Shown) and is_live and is_figure(item.display.data):
+        if isinstance(item, RichDisplay) and is_live and is_figure(item.display.data):
             html = embed(item.display)
             item = item if html and size(html) <= figure else FIGURE_LATER
-        elif isinstance(item, Shown):
+        elif isinstance(item, RichDisplay):
             item, used = _limit_display(item, budget, is_live=is_live)
             budget -= used
         if not isinstance(item, list):
@@ -247,7 +249,7 @@ def _limit_block(block: Block, max_bytes: int, figure: int, *, is_live: bool) ->
     return block._replace(items=newest, traceback=traceback, earlier=earlier), max_bytes - budget
 
 
-def _limit_display(shown: Shown, max_bytes: int, *, is_live: bool) -> tuple[Item, int]:
+def _limit_display(shown: RichDisplay, max_bytes: int, *, is_live: bool) -> tuple[PanelItem, int]:
     """Return a display as an item of at most `max_bytes` bytes, and the item's bytes.
 
     A display that has only text becomes lines, with 0 bytes since `_newest_lines` counts the lines.
@@ -259,13 +261,15 @@ def _limit_display(shown: Shown, max_bytes: int, *, is_live: bool) -> tuple[Item
     if used <= max_bytes and not is_text:
         return shown, used
     if is_live or is_text:
-        return [Line(row, stderr=False) for row in shown.plain.split("\n")], 0
+        return [ScreenLine(row, stderr=False) for row in shown.plain.split("\n")], 0
     return Hidden(1, in_log_only=False), 0
 
 
-def _newest_lines(lines: list[Line], max_bytes: int, *, is_live: bool) -> tuple[list[Line], int]:
+def _newest_lines(
+    lines: list[ScreenLine], max_bytes: int, *, is_live: bool
+) -> tuple[list[ScreenLine], int]:
     """Return as many of the last lines as `max_bytes` bytes hold, and their bytes."""
-    kept: list[Line] = []
+    kept: list[ScreenLine] = []
     used = 0
     for each in reversed(lines):
         line, of_line = _clip_line(each, max_bytes - used, is_live=is_live)
@@ -278,7 +282,7 @@ def _newest_lines(lines: list[Line], max_bytes: int, *, is_live: bool) -> tuple[
     return kept[::-1], used
 
 
-def _clip_line(line: Line, max_bytes: int, *, is_live: bool) -> tuple[Line, int]:
+def _clip_line(line: ScreenLine, max_bytes: int, *, is_live: bool) -> tuple[ScreenLine, int]:
     """Clip a line to a width; while the line has too many bytes, drop colours and clip it more.
 
     Return the line, and the bytes that it has as a run of its own.
@@ -296,8 +300,8 @@ def _clip_line(line: Line, max_bytes: int, *, is_live: bool) -> tuple[Line, int]
 
 
 def _limit_traceback(
-    block: Block, max_bytes: int, *, is_live: bool
-) -> tuple[tuple[Part, ...], int]:
+    block: PanelBlock, max_bytes: int, *, is_live: bool
+) -> tuple[tuple[TracebackPart, ...], int]:
     """Return the parts of the block's traceback, in `max_bytes` bytes if possible, and their bytes.
 
     Return no parts if the title of the block already says all that a panel shows of the error.

@@ -15,31 +15,31 @@ from typing import Literal, NamedTuple, TypeAlias
 from nbdist.output import events
 from nbdist.output.ansi import strip
 from nbdist.output.events import Skipped
-from nbdist.output.fingerprint import Bar, Digest, Key, content_key, error_keys, key_of
+from nbdist.output.fingerprint import Bar, Digest, OutputDigests, content_key, error_keys, key_of
 from nbdist.output.mimes import WIDGET
-from nbdist.output.screen import Line, Screen
+from nbdist.output.screen import Screen, ScreenLine
 from nbdist.output.wording import left_out_text
 
 SHOWN_AT_MOST = 64 << 20
-MOST_DISPLAYS = 2_000
+MAX_DISPLAYS = 2_000
 """The most displays of a rank that are kept, even if all of them are small."""
 
 SHOWN = events.Text | events.Display | Skipped | events.Failure | events.Typed
 """The outputs before which a pending `clear_output(wait=True)` takes effect."""
 
-State = Literal["waiting", "running", "ok", "failed", "died", "aborted"]
-Look: TypeAlias = State | Literal["released", "stopped"]
+RunState = Literal["waiting", "running", "ok", "failed", "died", "aborted"]
+DisplayState: TypeAlias = RunState | Literal["released", "stopped"]
 """A state in the words that people see.
 
 If another rank's failure ended a rank's cell, the rank is "released", and after Stop it is
 "stopped": neither rank has failed itself.
 """
 
-ENDED: frozenset[State] = frozenset({"ok", "failed", "died", "aborted"})
-FAILED: frozenset[State] = frozenset({"failed", "died"})
+FINAL_STATES: frozenset[RunState] = frozenset({"ok", "failed", "died", "aborted"})
+FAILED: frozenset[RunState] = frozenset({"failed", "died"})
 
 
-def display_state_of(error: events.RankError) -> Look:
+def display_state_of(error: events.RankError) -> DisplayState:
     """Return the display state of a rank whose cell ended with this error."""
     if isinstance(error, events.Died):
         return "died"
@@ -48,15 +48,15 @@ def display_state_of(error: events.RankError) -> Look:
     return "released" if error.connections == "ended" else "failed"
 
 
-class Shown(NamedTuple):
+class RichDisplay(NamedTuple):
     """A rich display with its newest content; `content` is the key of all data but text/plain."""
 
     display: events.Display
-    key: Key
+    key: OutputDigests
     content: bytes
 
     @classmethod
-    def of(cls, display: events.Display) -> Shown:
+    def of(cls, display: events.Display) -> RichDisplay:
         """Compute the keys of a display once: its content may be large."""
         # A result shows its number in a notebook, but not here: it equals a display.
         data = {kind: value for kind, value in display.data.items() if kind != "text/plain"}
@@ -67,7 +67,7 @@ class Shown(NamedTuple):
             return cls(display, key_of(plain), content)
         # Figures and tables that differ in a number are not alike: a figure cannot show a set.
         same = content + plain.encode("utf-8", "surrogatepass")
-        return cls(display, Key(same, same), content)
+        return cls(display, OutputDigests(same, same), content)
 
     @property
     def plain(self) -> str:
@@ -75,8 +75,8 @@ class Shown(NamedTuple):
         return events.plain_of(self.display.data)
 
 
-Piece: TypeAlias = Screen | Shown | Skipped
-Entry: TypeAlias = Line | Shown | Skipped
+OutputPiece: TypeAlias = Screen | RichDisplay | Skipped
+TranscriptEntry: TypeAlias = ScreenLine | RichDisplay | Skipped
 """One line, one display, or the number of lines that are only in the log."""
 
 
@@ -86,8 +86,8 @@ class RankTranscript:
     def __init__(self, rank: int, keep_lines: int, most_shown: int = SHOWN_AT_MOST) -> None:
         """Keep the newest `keep_lines` lines, and displays of `most_shown` characters."""
         self.rank = rank
-        self.state: State = "waiting"
-        self.pieces: list[Piece] = []
+        self.state: RunState = "waiting"
+        self.pieces: list[OutputPiece] = []
         self.failure: events.Failure | None = None
         self.died: events.Died | None = None
         self.done: events.Done | None = None
@@ -98,10 +98,10 @@ class RankTranscript:
         self._keep = keep_lines
         self._most_shown = self._room = most_shown
         self._left_out = 0
-        self._note: Shown | None = None  # says how many displays are left out
+        self._note: RichDisplay | None = None  # says how many displays are left out
         self._clear_next = False
         self._new_lines = 0  # since `_forget_oldest` last ran
-        self._body: tuple[int, Key] | None = None
+        self._body: tuple[int, OutputDigests] | None = None
         self._error_keys: tuple[object, tuple[str, ...]] = (None, ("",))
 
     @property
@@ -112,7 +112,7 @@ class RankTranscript:
         return self.failure if self.failure.time_ns <= self.died.time_ns else self.died
 
     @property
-    def display_state(self) -> Look:
+    def display_state(self) -> DisplayState:
         """The state of the rank as people see it."""
         if self.state == "failed" and isinstance(error := self.error, events.Failure):
             return display_state_of(error)
@@ -146,15 +146,15 @@ class RankTranscript:
         return max(1, self.line_count + len(self.displays))
 
     @property
-    def displays(self) -> list[Shown]:
-        return [piece for piece in self.pieces if isinstance(piece, Shown)]
+    def displays(self) -> list[RichDisplay]:
+        return [piece for piece in self.pieces if isinstance(piece, RichDisplay)]
 
     def has_display(self, display_id: str) -> bool:
         """Return True if a display of this id is kept, which an update can replace."""
         return any(shown.display.display_id == display_id for shown in self.displays)
 
     @property
-    def visible_pieces(self) -> list[Piece]:
+    def visible_pieces(self) -> list[OutputPiece]:
         """The pieces that show lines or displays; ranks with alike bodies have equally many."""
         return [piece for piece in self.pieces if not isinstance(piece, Screen) or piece.line_count]
 
@@ -173,7 +173,7 @@ class RankTranscript:
         return not self.line_count and not self.displays and self.error is None
 
     @property
-    def body(self) -> Key:
+    def body(self) -> OutputDigests:
         """The key of all output, to compare with other ranks; `error_keys` compares the errors."""
         if self._body is None or self._body[0] != self.version:
             digest = Digest()
@@ -182,9 +182,9 @@ class RankTranscript:
             self._body = self.version, digest.key
         return self._body[1]
 
-    def tail(self, count: int) -> list[Entry]:
+    def tail(self, count: int) -> list[TranscriptEntry]:
         """Return the last `count` lines, displays and gaps, the oldest first."""
-        entries: list[Entry] = []
+        entries: list[TranscriptEntry] = []
         for piece in reversed(self.pieces):
             if len(entries) >= count:
                 break
@@ -222,9 +222,9 @@ class RankTranscript:
                 self._screen().write(stream, text)
                 self._new_lines += text.count("\n")
             case events.Display():
-                self.pieces.append(Shown.of(output))
+                self.pieces.append(RichDisplay.of(output))
                 self._count(output)
-            case events.Update():
+            case events.DisplayUpdate():
                 return self._update(output)
             case Skipped():
                 self._skip(output)
@@ -281,12 +281,12 @@ class RankTranscript:
             screen.forget(excess)
             excess -= before - len(screen)
 
-    def _update(self, update: events.Update) -> bool:
+    def _update(self, update: events.DisplayUpdate) -> bool:
         display = None
         for position, piece in enumerate(self.pieces):
-            if isinstance(piece, Shown) and piece.display.display_id == update.display_id:
+            if isinstance(piece, RichDisplay) and piece.display.display_id == update.display_id:
                 display = piece.display._replace(data=update.data, metadata=update.metadata)
-                self.pieces[position] = Shown.of(display)
+                self.pieces[position] = RichDisplay.of(display)
         if display is not None:
             self._count(display)
         return display is not None
@@ -298,11 +298,11 @@ class RankTranscript:
         """
         has_changed = False
         for position, piece in enumerate(self.pieces):
-            if isinstance(piece, Shown) and events.model_of(piece.display) in model_ids:
+            if isinstance(piece, RichDisplay) and events.model_of(piece.display) in model_ids:
                 has_changed = True
                 text = f"{piece.plain} (this widget ended with its rank)"
                 data = {"text/plain": text}
-                self.pieces[position] = Shown.of(piece.display._replace(data=data))
+                self.pieces[position] = RichDisplay.of(piece.display._replace(data=data))
         self.version += has_changed
         return has_changed
 
@@ -322,10 +322,10 @@ class RankTranscript:
         if self._room >= 0:
             return
         self._room = self._most_shown  # count again, without earlier contents of updated displays
-        kept: list[Piece] = []
+        kept: list[OutputPiece] = []
         note_place = dropped = 0
         for piece in reversed(self.pieces):
-            if isinstance(piece, Shown) and piece is not self._note:
+            if isinstance(piece, RichDisplay) and piece is not self._note:
                 if self._room <= self._most_shown // 2:
                     note_place = note_place if dropped else len(kept)
                     dropped += 1
@@ -339,13 +339,13 @@ class RankTranscript:
             self.pieces = [*_joined(older), newest]
 
     def _cost(self, display: events.Display) -> int:
-        return max(events.size_of(display), self._most_shown // MOST_DISPLAYS)
+        return max(events.size_of(display), self._most_shown // MAX_DISPLAYS)
 
     def _leave_out(self, at: int, number: int) -> None:
         """Count `number` more dropped displays, and move the note with the count to index `at`."""
         self._left_out += number
         note = events.Display({"text/plain": left_out_text(self._left_out)}, {})
-        self.pieces.insert(at, shown := Shown.of(note))
+        self.pieces.insert(at, shown := RichDisplay.of(note))
         self.pieces = [piece for piece in self.pieces if piece is not self._note]
         self._note = shown
 
@@ -358,12 +358,12 @@ class RankTranscript:
         return changed
 
 
-def _joined(pieces: Sequence[Piece]) -> Iterator[Piece]:
+def _joined(pieces: Sequence[OutputPiece]) -> Iterator[OutputPiece]:
     """Join all texts between two displays to a single text, and all gaps to a gap before the text.
 
     Displays are yielded unchanged.
     """
-    for is_shown, run in groupby(pieces, lambda piece: isinstance(piece, Shown)):
+    for is_shown, run in groupby(pieces, lambda piece: isinstance(piece, RichDisplay)):
         if is_shown:
             yield from run
             continue

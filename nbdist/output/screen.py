@@ -16,10 +16,18 @@ from typing import NamedTuple
 
 from nbdist.output.ansi import PLAIN, RESET, SGR, Style, restyle, strip, styled
 from nbdist.output.bar_rows import BarRows
-from nbdist.output.fingerprint import BAR_SIGNS, LONGEST_BAR, Bar, Digest, Key, is_cut, read_row
+from nbdist.output.fingerprint import (
+    BAR_SIGNS,
+    LONGEST_BAR,
+    Bar,
+    Digest,
+    OutputDigests,
+    is_cut,
+    read_row,
+)
 
 # A longer line is cut in two, so that a program that prints no newline cannot fill the memory.
-LONGEST_LINE = 16_000_000
+MAX_LINE_LENGTH = 16_000_000
 KEEP_CHARACTERS = 48_000_000
 _LONGEST_ESCAPE = 4096
 _LONGEST_JUMP = 10_000
@@ -38,13 +46,13 @@ _TOKEN = re.compile(
     r"|."
 )
 _UNFINISHED = re.compile(r"\x1b(?:\[[0-?]*[ -/]*|[\]P^_X][^\x07\x1b]*\x1b?|[ -/]*)\Z")
-# Flags of a row: `_EDITED` if characters were written over, `_DRAWN` if it was written from its
-# start after a carriage return or the like, `_ENDED` if the stream that wrote last ended it with a
-# newline.
-_STDERR, _EDITED, _DRAWN, _ENDED = 1, 2, 4, 8
+# Flags of a row: `_EDITED_FLAG` if characters were written over, `_DRAWN_FLAG` if it was written
+# from its start after a carriage return or the like, `_ENDED_FLAG` if the stream that wrote last
+# ended it with a newline.
+_STDERR_FLAG, _EDITED_FLAG, _DRAWN_FLAG, _ENDED_FLAG = 1, 2, 4, 8
 
 
-class Line(NamedTuple):
+class ScreenLine(NamedTuple):
     """A line with complete colour codes; `stderr` is True if stderr has written to the line."""
 
     text: str
@@ -162,14 +170,14 @@ class Screen:
             count -= 1
         if not self._is_shown(count - 1):
             count -= 1
-            while count and self._flags[count - 1] & _EDITED and not self._is_shown(count - 1):
+            while count and self._flags[count - 1] & _EDITED_FLAG and not self._is_shown(count - 1):
                 count -= 1
         return self._first + count
 
     @property
     def is_edited(self) -> bool:
         """Whether the cursor's row was written over, as progress bars are."""
-        return bool(self._flags[self._row] & _EDITED)
+        return bool(self._flags[self._row] & _EDITED_FLAG)
 
     def __len__(self) -> int:
         """Return the number of lines that can be read."""
@@ -190,7 +198,7 @@ class Screen:
 
     def lines(
         self, start: int | None = None, stop: int | None = None, *, bars: bool = False
-    ) -> Iterator[Line]:
+    ) -> Iterator[ScreenLine]:
         """Yield the lines from row `start` up to but not including row `stop`, if they can be read.
 
         With `bars` rows of progress bars are lines, too.
@@ -200,18 +208,18 @@ class Screen:
         left_out = () if bars else self._rows_of_bars()
         for row in range(first, last):
             if self._first + row not in left_out:
-                yield Line(self._text(row), bool(self._flags[row] & _STDERR))
+                yield ScreenLine(self._text(row), bool(self._flags[row] & _STDERR_FLAG))
 
-    def tail(self, count: int, *, bars: bool = False) -> list[Line]:
+    def tail(self, count: int, *, bars: bool = False) -> list[ScreenLine]:
         """Return the last `count` lines; with `bars` rows of progress bars are lines, too."""
-        lines = list[Line]()
+        lines = list[ScreenLine]()
         left_out = () if bars else self._rows_of_bars()
         row, dropped = self.end, self.dropped
         while len(lines) < count and row > dropped:
             row -= 1
             if row not in left_out:
                 index = row - self._first
-                lines.append(Line(self._text(index), bool(self._flags[index] & _STDERR)))
+                lines.append(ScreenLine(self._text(index), bool(self._flags[index] & _STDERR_FLAG)))
         return lines[::-1]
 
     # --- progress bars ------------------------------------------------------------------
@@ -226,7 +234,7 @@ class Screen:
 
     def _is_ended(self, row: int) -> bool:
         """Return True if a program has ended a row with a newline, or the row is not kept."""
-        return row < self._first or bool(self._flags[row - self._first] & _ENDED)
+        return row < self._first or bool(self._flags[row - self._first] & _ENDED_FLAG)
 
     def _rows_of_bars(self) -> Collection[int]:
         is_at_bar = self._bar_at_cursor() is not None
@@ -240,7 +248,7 @@ class Screen:
             return None
         if (plain := self._open.plain) == self._parsed[0]:
             return self._parsed[1]
-        is_drawn = bool(self._flags[self._row] & (_EDITED | _DRAWN))
+        is_drawn = bool(self._flags[self._row] & (_EDITED_FLAG | _DRAWN_FLAG))
         return read_row(plain, is_edited=is_drawn)
 
     def _remove_bar(self, bar: Bar, width: int) -> None:
@@ -271,7 +279,7 @@ class Screen:
         self._is_redrawing, self._drawn_to = False, self._column
 
     @property
-    def key(self) -> Key:
+    def key(self) -> OutputDigests:
         """A key that is equal for screens with equal lines; dropped lines count too."""
         end = self.end
         self._settle(min(self.cursor, end - _UNSETTLED))
@@ -308,10 +316,10 @@ class Screen:
         if row != self._row or self._open is None:
             return self._rows[row]
         text = self._open.render()
-        return text.rstrip(" ") if self._flags[row] & _EDITED else text
+        return text.rstrip(" ") if self._flags[row] & _EDITED_FLAG else text
 
     def _is_shown(self, row: int) -> bool:
-        if row == self._row and self._open is not None and not self._flags[row] & _EDITED:
+        if row == self._row and self._open is not None and not self._flags[row] & _EDITED_FLAG:
             return self._open.width > 0
         return bool(self._text(row))
 
@@ -325,7 +333,7 @@ class Screen:
             text = self._keep_unfinished(stream, text)
         if "\r\n" in text:  # means the same, but a plain newline is much faster
             text = text.replace("\r\n", "\n")
-        flag = _STDERR if stream == "stderr" else 0
+        flag = _STDERR_FLAG if stream == "stderr" else 0
         if flag != self._last_flag:
             self._is_redrawing, self._drawn_to, self._last_flag = False, 0, flag
         if self._is_simple(text):
@@ -440,23 +448,23 @@ class Screen:
             elif not row.plain.strip():
                 first = max(self._first, self.cursor - _UNSETTLED)
                 self._bars.drop_lowest(len(text), first, self._width_of)
-            self._flags[self._row] |= _EDITED
+            self._flags[self._row] |= _EDITED_FLAG
         if self._column < row.width:
-            self._flags[self._row] |= _EDITED
+            self._flags[self._row] |= _EDITED_FLAG
             if self._column == 0 and len(text) >= row.width:
-                self._flags[self._row] &= ~_STDERR
+                self._flags[self._row] &= ~_STDERR_FLAG
         row.put(self._column, text, self._style)
-        self._flags[self._row] |= flag | (_DRAWN if self._is_redrawing else 0)
+        self._flags[self._row] |= flag | (_DRAWN_FLAG if self._is_redrawing else 0)
         self._column += len(text)
         self._drawn_to = max(self._drawn_to, self._column)
         if self._is_redrawing and row.width <= LONGEST_BAR:
             self._remove_bar_before_text(row)
-        if row.width > LONGEST_LINE:
+        if row.width > MAX_LINE_LENGTH:
             self._newline()
 
     def _newline(self) -> None:
         if self._open is not None and self._drawn_to:
-            self._flags[self._row] |= _ENDED
+            self._flags[self._row] |= _ENDED_FLAG
         self._move_to(self._row + 1)
         self._column = 0
         if self._row == len(self._rows):
@@ -467,7 +475,7 @@ class Screen:
         self.changed_from = min(self.changed_from, self.cursor)
         if self._open is None:
             width = self._bars.pop_row(self.cursor)  # the row is parsed when the cursor leaves it
-            self._flags[self._row] &= ~_ENDED
+            self._flags[self._row] &= ~_ENDED_FLAG
             self._open = _OpenRow(self._rows[self._row].ljust(width))
             self._characters -= len(self._rows[self._row])
         return self._open
@@ -479,7 +487,7 @@ class Screen:
         self._is_redrawing, self._drawn_to, self._drawn_before = False, 0, 0
         if self._open is not None:
             self._bars.put(self.cursor, self._bar_at_cursor())
-            if self._flags[self._row] & _DRAWN and self._open.width <= LONGEST_BAR:
+            if self._flags[self._row] & _DRAWN_FLAG and self._open.width <= LONGEST_BAR:
                 plain = self._open.plain
                 if plain[-1:] == " " and is_cut(plain):  # the stored row has no trailing space
                     self._bars.cut_widths[self.cursor] = len(plain)
@@ -524,13 +532,13 @@ class Screen:
         """Erase the cursor's row from the cursor on (0), up to the cursor (1), or all of it (2)."""
         row = self._open_row()
         if row.width:
-            self._flags[self._row] |= _EDITED
+            self._flags[self._row] |= _EDITED_FLAG
         if part == 1:
             row.put(0, " " * min(self._column + 1, row.width), PLAIN)
         else:
             row.cut(self._column if part == 0 else 0)
         if not row.width:
-            self._flags[self._row] &= ~_STDERR
+            self._flags[self._row] &= ~_STDERR_FLAG
 
     @classmethod
     def joined(cls, screens: Sequence[Screen]) -> Screen:
@@ -570,4 +578,4 @@ def _width(plain: str) -> int:
     return len(plain.rstrip(" ")) if ends_with_space and not is_cut(plain) else len(plain)
 
 
-_ORIGINS = bytes(flag & _STDERR for flag in range(256))
+_ORIGINS = bytes(flag & _STDERR_FLAG for flag in range(256))

@@ -18,11 +18,11 @@ from nbdist.output.layout import (
     max_block_lines,
     waits_for_input,
 )
-from nbdist.output.panel import Block, Hidden, Panel, limit_size
-from nbdist.output.transcript import Group, Transcript, spread
+from nbdist.output.panel import Hidden, Panel, PanelBlock, limit_size
+from nbdist.output.transcript import AlikeRanks, Transcript, spread
 from nbdist.output.wording import error_text, lines_text
 
-MOST_TABS = 128
+MAX_TABS = 128
 _LIVE_LINES = 24
 
 
@@ -45,7 +45,7 @@ def live_by_rank(shown: Panel, transcript: Transcript, turn: int | None = None) 
         earlier = group.line_count + bars - lines_in(items)
         is_first = group.part == "first" and isinstance(group.error, Failure)
         failed = "" if group.error is None or is_first else error_text(group.error)
-        blocks.append(Block(group, (), items, failed, earlier=earlier))
+        blocks.append(PanelBlock(group, (), items, failed, earlier=earlier))
     return limit_size(shown._replace(bars=None, blocks=tuple(blocks), rows=(), more=()))
 
 
@@ -62,7 +62,7 @@ def final_tabs(shown: Panel, transcript: Transcript, logs: Mapping[int, str], na
         return shown
     with_output = {group.ranks[0] for group in groups}
     groups.sort(key=lambda group: not group.has_failed)
-    kept = sorted(groups[:MOST_TABS], key=lambda group: group.ranks)
+    kept = sorted(groups[:MAX_TABS], key=lambda group: group.ranks)
     opened = next((group for group in kept if group.part == "first"), kept[0])
     max_lines = max_block_lines(transcript)
     blocks = [_tab(group, max_lines, logs, shown.pool, is_open=group is opened) for group in kept]
@@ -74,14 +74,16 @@ def final_tabs(shown: Panel, transcript: Transcript, logs: Mapping[int, str], na
         blocks=tuple(blocks),
         rows=(),
         folded_blocks=(),
-        more=tuple(sorted(group.ranks[0] for group in groups[MOST_TABS:])),
+        more=tuple(sorted(group.ranks[0] for group in groups[MAX_TABS:])),
         silent=tuple(rank for rank in transcript.ranks if rank not in with_output),
         tabs=name if len(blocks) > 1 else "",
     )
     return limit_size(shown)
 
 
-def _tab(group: Group, limit: int, logs: Mapping[int, str], pool: str, *, is_open: bool) -> Block:
+def _tab(
+    group: AlikeRanks, limit: int, logs: Mapping[int, str], pool: str, *, is_open: bool
+) -> PanelBlock:
     items = items_of(group, limit, bars=True)
     hides = any(isinstance(item, Hidden) for item in items)
     words = [lines_text(group.line_count) if hides else ""]
@@ -91,10 +93,10 @@ def _tab(group: Group, limit: int, logs: Mapping[int, str], pool: str, *, is_ope
     else:
         failed = error_text(group.error) if group.error else ""
     log = logs.get(group.ranks[0])
-    return Block(group, tuple(filter(None, words)), items, failed, log, is_open, pool)
+    return PanelBlock(group, tuple(filter(None, words)), items, failed, log, is_open, pool)
 
 
-def _has_output(group: Group) -> bool:
+def _has_output(group: AlikeRanks) -> bool:
     output = group.shown
     is_over = output.state in ("failed", "died", "aborted")
     return is_over or not output.is_silent or bool(output.bars)

@@ -17,8 +17,8 @@ from nbdist.output.bars import bars_of_rank, bars_text, find_left_bars, left_bar
 from nbdist.output.curves import Curves
 from nbdist.output.fingerprint import Bar
 from nbdist.output.layout import sameness
-from nbdist.output.panel import MARKS, Block, Hidden, Panel
-from nbdist.output.rank_transcript import Shown, display_state_of
+from nbdist.output.panel import MARKS, Hidden, Panel, PanelBlock
+from nbdist.output.rank_transcript import RichDisplay, display_state_of
 from nbdist.output.screen import Screen
 from nbdist.output.transcript import Transcript
 from nbdist.output.wording import (
@@ -32,7 +32,7 @@ from nbdist.output.wording import (
 from nbdist.words import format_ranks, name_ranks
 
 _LIVE_WIDTH = 300
-_MOST_ROWS = 200
+_MAX_ROWS = 200
 
 
 def panel_text(shown: Panel) -> str:
@@ -58,14 +58,14 @@ def curves_lines(curves: Curves, *, is_live: bool = False) -> list[str]:
 
 def failures_text(shown: Panel, *, colours: bool) -> Iterator[str]:
     """Yield the errors of a cell, each below a header with all ranks that failed in that way."""
-    by_error: dict[tuple[str, ...], list[Block]] = {}
+    by_error: dict[tuple[str, ...], list[PanelBlock]] = {}
     for block in (*shown.blocks, *shown.folded_blocks):
         if block.group.has_failed:
             error = block.group.error
             if block.group.part == "first" and isinstance(error, events.Failure):
                 # A panel shows fewer rows, but a terminal shows the error in no other place.
                 text = traceback_text(error)
-                rows = [*traceback_rows(text if colours else strip(text), _MOST_ROWS)]
+                rows = [*traceback_rows(text if colours else strip(text), _MAX_ROWS)]
             else:
                 rows = _error(block)
             by_error.setdefault((block.group.shown.display_state, *rows), []).append(block)
@@ -96,11 +96,11 @@ def whole_text(
                     parts += [strip(line.text) for line in piece.tail(len(piece))]
                 case events.Skipped(lines=lost):
                     parts.append(in_log_only(lost, log))
-                case Shown():
+                case RichDisplay():
                     parts += _plain(piece)
         parts += bars_text(bars) if (bars := bars_of_rank(output)) else []
         if isinstance(output.error, events.Failure):
-            parts += traceback_rows(strip(traceback_text(output.error)), _MOST_ROWS)
+            parts += traceback_rows(strip(traceback_text(output.error)), _MAX_ROWS)
         elif output.error is not None:
             parts.append(error_text(output.error))
     return "\n".join(parts)
@@ -127,7 +127,7 @@ def _body(shown: Panel) -> Iterator[str]:
         yield f"── {shown.more_text} ──"
 
 
-def _block(block: Block, *, is_live: bool) -> Iterator[str]:
+def _block(block: PanelBlock, *, is_live: bool) -> Iterator[str]:
     yield from (_block_header(block), *block.above)
     for item in block.items:
         match item:
@@ -135,18 +135,18 @@ def _block(block: Block, *, is_live: bool) -> Iterator[str]:
                 yield block.hidden_text(item)
             case str():
                 yield item
-            case Shown():
+            case RichDisplay():
                 yield from _plain(item)
             case lines:
                 yield from (strip(line.text) for line in lines)
     yield from _error(block, is_live=is_live)
 
 
-def _plain(shown: Shown) -> list[str]:
+def _plain(shown: RichDisplay) -> list[str]:
     return strip(shown.plain).split("\n")
 
 
-def _error(block: Block, *, is_live: bool = False) -> list[str]:
+def _error(block: PanelBlock, *, is_live: bool = False) -> list[str]:
     error = block.group.error
     if is_live and error is not None:
         return [clip(block.failed or error_text(error), _LIVE_WIDTH)]
@@ -155,7 +155,7 @@ def _error(block: Block, *, is_live: bool = False) -> list[str]:
     return [strip(row) for part in block.traceback for row in part.visible_rows]
 
 
-def _block_header(block: Block) -> str:
+def _block_header(block: PanelBlock) -> str:
     group = block.group
     mark = (
         MARKS[group.shown.display_state]
@@ -177,7 +177,7 @@ MERGE_SECONDS = 0.1
 # A rank that is this many lines behind another is not waited for.
 _LOOK_AHEAD = 50
 # Text is written to a screen in pieces, so that each line is queued before the screen drops it.
-_SLICE = 64_000
+_SLICE_LENGTH = 64_000
 _KEEP = 64_000
 
 
@@ -195,13 +195,13 @@ class _Rank:
         """Queue the lines that an output completes."""
         match output:
             case events.Text(stream=stream, text=text):
-                for start in range(0, len(text), _SLICE):
-                    self.screen.write(stream, text[start : start + _SLICE])
+                for start in range(0, len(text), _SLICE_LENGTH):
+                    self.screen.write(stream, text[start : start + _SLICE_LENGTH])
                     # Nested progress bars go back up to lines that were complete before.
                     self.queued_to = min(self.queued_to, self.screen.changed_from)
                     self.screen.changed_from = self.screen.cursor
                     self._queue_lines(self.screen.cursor, now)
-            case events.Display(data=data) | events.Update(data=data):
+            case events.Display(data=data) | events.DisplayUpdate(data=data):
                 self._queue_text(events.plain_of(data), now)
             case events.Skipped(lines=lines, displays=displays):
                 if displays:

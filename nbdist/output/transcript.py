@@ -25,25 +25,25 @@ from nbdist.output.fingerprint import (
     without_times,
 )
 from nbdist.output.rank_transcript import (
-    ENDED,
     FAILED,
+    FINAL_STATES,
     SHOWN_AT_MOST,
-    Entry,
-    Look,
-    Piece,
+    DisplayState,
+    OutputPiece,
     RankTranscript,
-    Shown,
+    RichDisplay,
+    TranscriptEntry,
 )
-from nbdist.output.screen import Line, Screen
+from nbdist.output.screen import Screen, ScreenLine
 from nbdist.output.wording import error_text, fold_ranks
 from nbdist.words import name_ranks
 
 SHOWN_OF_ALL, SHOWN_AT_LEAST = 256 << 20, 4 << 20
 """Characters of displays that are kept: of all ranks together, and at least of each rank."""
 
-MOST_WARNINGS = 4
+MAX_WARNINGS = 4
 
-MOST_ROWS = 16
+MAX_EXACT_ROWS = 16
 """Lines and displays up to which groups are told apart by every number; see `Transcript.groups`."""
 
 
@@ -85,16 +85,16 @@ class Transcript:
 
     def warn(self, text: str) -> None:
         """Add a warning about the ranks, which the head of the panel shows."""
-        if text not in self.warnings and len(self.warnings) < MOST_WARNINGS:
+        if text not in self.warnings and len(self.warnings) < MAX_WARNINGS:
             self.warnings.append(text)
 
-    def count_display_states(self) -> Counter[Look]:
+    def count_display_states(self) -> Counter[DisplayState]:
         """Count the ranks by the state that people see."""
         return Counter(each.display_state for each in self)
 
     @property
     def is_finished(self) -> bool:
-        return all(each.state in ENDED and each.finished is not None for each in self)
+        return all(each.state in FINAL_STATES and each.finished is not None for each in self)
 
     @property
     def is_silent(self) -> bool:
@@ -109,16 +109,16 @@ class Transcript:
             now = max(finish_times, default=self.started)
         return max(0.0, now - self.started)
 
-    def groups(self, *, failed_first: bool = False, is_live: bool = False) -> list[Group]:
+    def groups(self, *, failed_first: bool = False, is_live: bool = False) -> list[AlikeRanks]:
         """Return the groups of ranks whose output and error are alike.
 
-        If all groups together have at most `MOST_ROWS` rows, the outputs in a group differ only in
-        times of day.  Else they may differ in numbers too, and a set of the numbers is shown.  With
-        `is_live` ranks that are some lines ahead of others stay in their group, since ranks that
-        print the same lines do not print them at the same moment.
+        If all groups together have at most `MAX_EXACT_ROWS` rows, the outputs in a group differ
+        only in times of day.  Else they may differ in numbers too, and a set of the numbers is
+        shown.  With `is_live` ranks that are some lines ahead of others stay in their group, since
+        ranks that print the same lines do not print them at the same moment.
         """
         members = self._members(exactly=True)
-        is_exact = sum(each[0].rows for each in members) <= MOST_ROWS
+        is_exact = sum(each[0].rows for each in members) <= MAX_EXACT_ROWS
         if not is_exact:
             members = _merge_but_numbers(self._members(exactly=False))
         if is_live:
@@ -130,11 +130,13 @@ class Transcript:
             )
         return groups
 
-    def single_groups(self) -> list[Group]:
+    def single_groups(self) -> list[AlikeRanks]:
         """Return a group of its own for each rank, in the order of the ranks."""
         return self._grouped([[each] for each in self], is_exact=True)
 
-    def _grouped(self, members: Iterable[list[RankTranscript]], *, is_exact: bool) -> list[Group]:
+    def _grouped(
+        self, members: Iterable[list[RankTranscript]], *, is_exact: bool
+    ) -> list[AlikeRanks]:
         cause = self.root_cause()
         first = cause[0] if cause else None
         alike = set(self.alike_error(first)) if first is not None else set()
@@ -199,12 +201,12 @@ def is_consequence(error: RankError) -> bool:
 # --- the output of alike ranks as one text, with a set in each place where they differ ---------
 
 # Alike texts can differ in these places only; see `nbdist.output.fingerprint`.
-_PLACES = re.compile(rf"{NUMBER}|0x[0-9a-fA-F]+|\d+")
-_PLACES_AND_TIMES = re.compile(rf"{TIME}|{_PLACES.pattern}")
-_MOST_IN_A_SET, _MOST_NUMBERS = 64, 16
+_VARYING = re.compile(rf"{NUMBER}|0x[0-9a-fA-F]+|\d+")
+_VARYING_AND_TIMES = re.compile(rf"{TIME}|{_VARYING.pattern}")
+_MAX_SET_SIZE, _MAX_NUMBERS = 64, 16
 
-Part = Literal["none", "first", "same", "other"]
-"""How the error of a group is related to the first error of the cell; see `Group`."""
+ErrorRelation = Literal["none", "first", "same", "other"]
+"""How the error of a group is related to the first error of the cell; see `AlikeRanks`."""
 
 Likeness = Literal["same", "same except for {…}", "stopped in the same line", "stopped"]
 """How alike the ranks of a group are, in the words that people see.
@@ -214,7 +216,7 @@ process ids.  Times of day are no difference: the earliest and the latest are sh
 """
 
 
-class Group(NamedTuple):
+class AlikeRanks(NamedTuple):
     """Ranks whose output and error are alike; `shown` is the member whose state is shown.
 
     `error` is the error that ended the cell on them, with sets for differing numbers.  `part` is
@@ -225,7 +227,7 @@ class Group(NamedTuple):
     shown: RankTranscript
     likeness: Likeness
     error: RankError | None
-    part: Part
+    part: ErrorRelation
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -241,7 +243,7 @@ class Group(NamedTuple):
         return self.shown.error is not None and is_consequence(self.shown.error)
 
     @property
-    def pieces(self) -> list[tuple[Piece, ...]]:
+    def pieces(self) -> list[tuple[OutputPiece, ...]]:
         """The pieces of the output: each is a tuple of that piece on all members."""
         return [*zip(*(each.visible_pieces for each in self.members), strict=True)]
 
@@ -251,31 +253,31 @@ class Group(NamedTuple):
         return min(each.line_count for each in self.members)
 
     @property
-    def ahead(self) -> list[tuple[tuple[int, ...], Line]]:
+    def ahead(self) -> list[tuple[tuple[int, ...], ScreenLine]]:
         """The lines that only some members have printed so far, each with these members' ranks."""
         common, lines_ahead = self.line_count, []
         for number in range(1, max(each.line_count for each in self.members) - common + 1):
             longer = [each for each in self.members if each.line_count - common >= number]
             entries = [each.tail(each.line_count - common)[number - 1] for each in longer]
-            lines = [entry for entry in entries if isinstance(entry, Line)]
+            lines = [entry for entry in entries if isinstance(entry, ScreenLine)]
             lines_ahead.append((tuple(each.rank for each in longer), fold_lines(lines)))
         return lines_ahead
 
     @property
-    def displays(self) -> list[Shown]:
+    def displays(self) -> list[RichDisplay]:
         """The displays of the group, each merged from the displays of all members."""
         shown = zip(*(each.displays for each in self.members), strict=True)
         return [*map(fold_shown, shown)]
 
     @property
-    def last(self) -> Entry | None:
+    def last(self) -> TranscriptEntry | None:
         """The last line or display that all members have shown; None if they have shown nothing."""
         common = self.line_count
         tails = (each.tail(1 + each.line_count - common) for each in self.members)
         entries = [tail[0] for tail in tails if tail]
-        if lines := [entry for entry in entries if isinstance(entry, Line)]:
+        if lines := [entry for entry in entries if isinstance(entry, ScreenLine)]:
             return fold_lines(lines)
-        if shown := [entry for entry in entries if isinstance(entry, Shown)]:
+        if shown := [entry for entry in entries if isinstance(entry, RichDisplay)]:
             return fold_shown(shown)
         return entries[0] if entries else None
 
@@ -286,16 +288,16 @@ def _group_of(
     alike: Collection[int],
     *,
     is_exact: bool,
-) -> Group:
+) -> AlikeRanks:
     """Make a group of `members`; `first` is the rank that failed first, None if no rank failed.
 
     `alike` are the ranks with an error like the error of `first`.  If the group `is_exact`, the
     lines that all members have printed differ at most in times of day.
     """
     # As long as a member runs, the group is shown as running.
-    runs = next((each for each in members if each.state not in ENDED), members[0])
+    runs = next((each for each in members if each.state not in FINAL_STATES), members[0])
     shown = next((each for each in members if each.rank == first), runs)
-    part: Part = "none"
+    part: ErrorRelation = "none"
     if shown.state in FAILED:
         part = "same" if members[0].rank in alike else "other"
         part = "first" if shown.rank == first else part
@@ -309,13 +311,13 @@ def _group_of(
         is_exact or len({each.body.same for each in members}) == 1
     ):
         likeness = "same"
-    return Group(tuple(members), shown, likeness, error, part)
+    return AlikeRanks(tuple(members), shown, likeness, error, part)
 
 
 _LONGEST_KNOWN = 400
 """Characters of a line up to which `_split_numbers` caches its result."""
 
-MOST_NUMBERED, _MOST_PLACES = 200, 4
+MAX_NUMBERED_LINES, _MAX_DIFFERING_NUMBERS = 200, 4
 """The most lines of a rank, and differing numbers in a line, of groups that are merged."""
 
 
@@ -347,10 +349,10 @@ def _words(output: RankTranscript, *, is_exact: bool = False) -> _Words | None:
     With `is_exact` the lines keep their numbers, but not times of day.
     """
     count = output.line_count
-    if output.displays or not 0 < count <= MOST_NUMBERED:
+    if output.displays or not 0 < count <= MAX_NUMBERED_LINES:
         return None
     lines = output.tail(count)
-    texts = [(strip(line.text), line.stderr) for line in lines if isinstance(line, Line)]
+    texts = [(strip(line.text), line.stderr) for line in lines if isinstance(line, ScreenLine)]
     if len(texts) < count:
         return None
     if is_exact:
@@ -361,14 +363,14 @@ def _words(output: RankTranscript, *, is_exact: bool = False) -> _Words | None:
     return (end, output.error_keys[0]), tuple(texts)
 
 
-MOST_AHEAD = 3  # lines
+MAX_LINES_AHEAD = 3  # lines
 
 
 def _merge_those_ahead(
     members: Sequence[list[RankTranscript]], *, is_exact: bool
 ) -> list[list[RankTranscript]]:
     """Merge groups if the lines of one group are the first lines of the other group."""
-    if not 1 < len(members) <= MOST_ROWS:
+    if not 1 < len(members) <= MAX_EXACT_ROWS:
         return [*members]
     joined: list[list[RankTranscript]] = []
     extents: list[tuple[int, _Words | None]] = []  # of each group: fewest lines, longest output
@@ -378,7 +380,7 @@ def _merge_those_ahead(
             if longest is None or words is None or not _continues(longest, words):
                 continue
             together = [*joined[index], *each]
-            is_far = len(words[1]) - fewest > MOST_AHEAD
+            is_far = len(words[1]) - fewest > MAX_LINES_AHEAD
             if is_far or (not is_exact and _differs_much(together)):
                 continue
             joined[index], extents[index] = together, (fewest, words)
@@ -409,21 +411,21 @@ def _split(text: str) -> tuple[str, tuple[str, ...]]:
 
 def _differs_much(members: Sequence[RankTranscript]) -> bool:
     """Return True if sets would be unreadable: too many ranks, or too many sets in a line."""
-    if len(members) > _MOST_NUMBERS:
+    if len(members) > _MAX_NUMBERS:
         return True
     tails = [each.tail(each.line_count) for each in members]
     for lines in zip(*tails, strict=False):
-        texts = [line.text for line in lines if isinstance(line, Line)]
+        texts = [line.text for line in lines if isinstance(line, ScreenLine)]
         if len({*texts}) > 1:
             places = zip(*(_split_numbers(strip(text))[1] for text in texts), strict=True)
-            if sum(len({*place}) > 1 for place in places) > _MOST_PLACES:
+            if sum(len({*place}) > 1 for place in places) > _MAX_DIFFERING_NUMBERS:
                 return True
     return False
 
 
 def _places_of(text: str) -> re.Pattern[str]:
     """Return the pattern of places where a text can vary; patterns with times are slower."""
-    return _PLACES_AND_TIMES if may_have_time(text) else _PLACES
+    return _VARYING_AND_TIMES if may_have_time(text) else _VARYING
 
 
 def fold(texts: Sequence[str]) -> str | None:
@@ -446,13 +448,13 @@ def _split_places(text: str) -> tuple[list[str], list[str]]:
     return places.split(text), places.findall(text)
 
 
-def fold_lines(lines: Sequence[Line]) -> Line:
+def fold_lines(lines: Sequence[ScreenLine]) -> ScreenLine:
     """Merge a line that alike ranks have printed, with sets for numbers, or ` | ` between texts."""
     first = lines[0]
     text = fold([line.text for line in lines])
     if text is None:
         text = fold_plain([line.text for line in lines])
-    return Line(text, first.stderr)
+    return ScreenLine(text, first.stderr)
 
 
 def fold_plain(texts: Sequence[str]) -> str:
@@ -462,7 +464,7 @@ def fold_plain(texts: Sequence[str]) -> str:
     return " | ".join(dict.fromkeys(plain)) if folded is None else folded
 
 
-def fold_shown(shown: Sequence[Shown]) -> Shown:
+def fold_shown(shown: Sequence[RichDisplay]) -> RichDisplay:
     """Merge a display that alike ranks have shown; only its text/plain can differ."""
     first = shown[0]
     if all(other.plain == first.plain for other in shown):
@@ -471,7 +473,7 @@ def fold_shown(shown: Sequence[Shown]) -> Shown:
     return first._replace(display=first.display._replace(data=data))
 
 
-def fold_tail(pieces: Sequence[Piece], count: int) -> list[Line]:
+def fold_tail(pieces: Sequence[OutputPiece], count: int) -> list[ScreenLine]:
     """Merge the last `count` lines that the screens of all these ranks have in common."""
     screens = [piece for piece in pieces if isinstance(piece, Screen)]
     common = min(screen.line_count for screen in screens)
@@ -547,13 +549,13 @@ def _set(values: tuple[str, ...]) -> str:
         return f"{start}{{{first} to {last}}}"
     is_address = any(value.startswith("0x") for value in values)
     if any("." in value for value in values) and not is_address:
-        if len({*values}) <= _MOST_NUMBERS:
+        if len({*values}) <= _MAX_NUMBERS:
             return f"{{{', '.join(_runs(values, counts=False))}}}"
         return f"{{{min(values, key=float)} to {max(values, key=float)}}}"
     start = "0x" if all(value.startswith("0x") for value in values) else ""
     runs = [*_runs([value.removeprefix(start) for value in values], counts=not start)]
-    if len(runs) > _MOST_IN_A_SET:
-        runs = [*runs[:_MOST_IN_A_SET], "…"]
+    if len(runs) > _MAX_SET_SIZE:
+        runs = [*runs[:_MAX_SET_SIZE], "…"]
     return f"{start}{{{','.join(runs)}}}"
 
 
@@ -586,12 +588,12 @@ def _plus(number: str, more: int) -> str:
 # --- short outputs of ranks, compared ---------------------------------------------------------
 
 SHORT_LINES, _LONGEST_LINE = 12, 400
-_MOST_ODD, _MOST_SPREADS = 8, 4
-_FEWEST_RANKS, _SEEN_AT_A_GLANCE = 3, 8
+_MAX_ODD_RANKS, _MAX_SPREADS = 8, 4
+_MIN_RANKS, _SEEN_AT_A_GLANCE = 3, 8
 
 # A number that stands by itself, maybe with a unit, but not in a name, an address or a time.
 # `12,254` is a number, but `10:11:12,254` is a time with the milliseconds of a logger.
-_NUMBER = re.compile(
+_COUNTED_NUMBER = re.compile(
     r"(?<![\w.:/-])(?<!\d,)(-?(?:[1-9]\d{0,2}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?)"
     rf"(?={UNITS}?(?![\w/-]|[.:,]\d))"
 )
@@ -599,19 +601,19 @@ _UNIT = re.compile(UNITS)
 _DIGITS, _DIVIDER = re.compile(r"0x[0-9a-f]+|\d+"), re.compile("[ ./-]")
 _LABEL = re.compile(r"((?:[A-Za-z_][\w./-]* )?)([A-Za-z_][\w./-]*)[\"']?\s*[:=]?\s*$")
 
-Words: TypeAlias = tuple[tuple[str, ...], ...]
-Numbers: TypeAlias = tuple[tuple[str, ...], ...]
+TextsByLine: TypeAlias = tuple[tuple[str, ...], ...]
+NumbersByLine: TypeAlias = tuple[tuple[str, ...], ...]
 """The texts between the numbers of a short output, line by line, and the numbers."""
 
 
-def unlike_most(groups: Sequence[Group]) -> frozenset[int]:
+def unlike_most(groups: Sequence[AlikeRanks]) -> frozenset[int]:
     """Return the first rank of each group whose short output has other words than most ranks.
 
     Return no ranks if no output is shared by more than half of the ranks, or if too many groups
     differ from the shared output.
     """
     words = {group.ranks[0]: _short(group.shown) for group in groups if group.shown.state == "ok"}
-    counted = Counter[Words]()
+    counted = Counter[TextsByLine]()
     for group in groups:
         if short := words.get(group.ranks[0]):
             counted[short[0]] += len(group.ranks)
@@ -620,7 +622,7 @@ def unlike_most(groups: Sequence[Group]) -> frozenset[int]:
     usual, ranks = counted.most_common(1)[0]
     odd = [rank for rank, short in words.items() if short and short[0] != usual]
     is_usual = 2 * ranks > sum(len(group.ranks) for group in groups)
-    return frozenset(odd) if is_usual and len(odd) <= _MOST_ODD else frozenset()
+    return frozenset(odd) if is_usual and len(odd) <= _MAX_ODD_RANKS else frozenset()
 
 
 def spread(transcript: Transcript) -> str:
@@ -634,7 +636,7 @@ def spread(transcript: Transcript) -> str:
     if not usual:
         return ""
     usual_words, ranks = usual[0]
-    if ranks < _FEWEST_RANKS or ranks * len(usual_words) <= _SEEN_AT_A_GLANCE:
+    if ranks < _MIN_RANKS or ranks * len(usual_words) <= _SEEN_AT_A_GLANCE:
         return ""
     same = {
         rank: numbers for rank, (words, numbers) in short_outputs.items() if words == usual_words
@@ -647,13 +649,13 @@ def spread(transcript: Transcript) -> str:
         if curves.isdisjoint({plain, plain.rpartition("_")[2]}):
             texts_by_name[name] = text
     texts = [f"{name} {text}" for name, text in texts_by_name.items() if text]
-    text = " · ".join(texts[-_MOST_SPREADS:])
+    text = " · ".join(texts[-_MAX_SPREADS:])
     if not text or len(same) == len(transcript.ranks):
         return text
     return f"{len(same)} of {len(transcript.ranks)} ranks: {text}"
 
 
-def _spreads(words: Words, numbers: dict[int, Numbers]) -> Iterator[tuple[str, str]]:
+def _spreads(words: TextsByLine, numbers: dict[int, NumbersByLine]) -> Iterator[tuple[str, str]]:
     """Yield names and the ranges of their numbers; "" if all ranks have the same number.
 
     The range is also "" if each rank has printed its own rank as the number.  A name has two words
@@ -685,7 +687,7 @@ def _spreads(words: Words, numbers: dict[int, Numbers]) -> Iterator[tuple[str, s
             yield name, text
 
 
-def _short(output: RankTranscript) -> tuple[Words, Numbers] | None:
+def _short(output: RankTranscript) -> tuple[TextsByLine, NumbersByLine] | None:
     """Split the lines of a rank into words and numbers.
 
     Return None if the cell did not succeed, or if the rank has displays, long lines or many lines.
@@ -693,13 +695,13 @@ def _short(output: RankTranscript) -> tuple[Words, Numbers] | None:
     if output.state != "ok" or output.displays or not 0 < output.line_count <= SHORT_LINES:
         return None
     lines = output.tail(SHORT_LINES)
-    if any(not isinstance(line, Line) or len(line.text) > _LONGEST_LINE for line in lines):
+    if any(not isinstance(line, ScreenLine) or len(line.text) > _LONGEST_LINE for line in lines):
         return None
-    parts = [_parts(strip(line.text)) for line in lines if isinstance(line, Line)]
+    parts = [_parts(strip(line.text)) for line in lines if isinstance(line, ScreenLine)]
     return tuple(words for words, _ in parts), tuple(numbers for _, numbers in parts)
 
 
 def _parts(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    parts = _NUMBER.split(text)
+    parts = _COUNTED_NUMBER.split(text)
     # Digits that are left are in names of devices and files, and in addresses.
     return tuple(_DIGITS.sub("0", part) for part in parts[::2]), tuple(parts[1::2])

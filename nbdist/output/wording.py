@@ -133,11 +133,11 @@ _HEADER = re.compile(
 )
 """The first two rows of IPython's traceback, which are 75 characters wide."""
 
-_FEWEST_FOLDED = 3
-_MOST_LIBRARIES = 3
+_MIN_FOLDED = 3
+_MAX_LIBRARIES = 3
 
 
-class Part(NamedTuple):
+class TracebackPart(NamedTuple):
     """Rows of a traceback; if the rows are folded, the line `folded` is shown instead of them."""
 
     rows: tuple[str, ...]
@@ -149,7 +149,7 @@ class Part(NamedTuple):
         return (self.folded,) if self.folded else self.rows
 
 
-def split_traceback(text: str) -> list[Part]:
+def split_traceback(text: str) -> list[TracebackPart]:
     """Split a traceback in parts: three or more calls in libraries in a row are one folded part.
 
     The last call before an error is always seen, since it raised the error.
@@ -166,11 +166,11 @@ def split_traceback(text: str) -> list[Part]:
         pairs = [*run]
         rows = tuple(row for frame, _ in pairs for row in frame)
         folded = ""
-        if in_library and len(pairs) >= _FEWEST_FOLDED:
+        if in_library and len(pairs) >= _MIN_FOLDED:
             some = [*dict.fromkeys(kind for _, kind in pairs)]
-            some[_MOST_LIBRARIES:] = ["…"] * (len(some) > _MOST_LIBRARIES)
+            some[_MAX_LIBRARIES:] = ["…"] * (len(some) > _MAX_LIBRARIES)
             folded = f"… {count(len(pairs), 'call')} in {', '.join(some)}"
-        parts.append(Part(rows, folded))
+        parts.append(TracebackPart(rows, folded))
     return parts
 
 
@@ -186,14 +186,16 @@ def _frames(rows: Iterable[str]) -> Iterator[list[str]]:
     yield frame
 
 
-def shorten_traceback(text: str, max_rows: int, width: int = 2000) -> list[Part]:
+def shorten_traceback(text: str, max_rows: int, width: int = 2000) -> list[TracebackPart]:
     """Split a traceback so that about `max_rows` rows are seen: the cell's call, and the last rows.
 
     Each row is cut to about `width` characters.
     """
     # On a page of 700 pixels 75 characters would take two rows.
     parts = split_traceback(_HEADER.sub(rf"{'-' * 66}\1", text))
-    parts = [Part(tuple(clip(row, width) for row in part.rows), part.folded) for part in parts]
+    parts = [
+        TracebackPart(tuple(clip(row, width) for row in part.rows), part.folded) for part in parts
+    ]
     rows = [row for part in parts for row in part.visible_rows]
     if len(rows) <= max_rows + 1:
         return parts
@@ -203,7 +205,7 @@ def shorten_traceback(text: str, max_rows: int, width: int = 2000) -> list[Part]
     last = rows[-max_rows:]
     first = [row for row in dict.fromkeys([rows[0], *call[:1], *arrows[:1]]) if row not in last]
     hidden = len(rows) - len(first) - len(last)
-    return [Part((*first, f"… {hidden} lines …", *last))]
+    return [TracebackPart((*first, f"… {hidden} lines …", *last))]
 
 
 def traceback_rows(text: str, lines: int) -> list[str]:

@@ -247,18 +247,18 @@ def _open_own(path: Path, above: int | None, flags: int) -> int:
 # --- runtime folders --------------------------------------------------------------------------
 
 
-PREFIX, SOCKET = "nbdist-", "notebook.sock"
+RUNTIME_FOLDER_PREFIX, NOTEBOOK_SOCKET = "nbdist-", "notebook.sock"
 
 MADE = "[a-z0-9_]" * 8
 """Matches the letters that `tempfile.mkdtemp` adds to a prefix, but not the name of a copy."""
 
-MADE_NAME = PREFIX + MADE
+MADE_NAME = RUNTIME_FOLDER_PREFIX + MADE
 """Matches the names of runtime folders, and not `nbdist-code-...`."""
 
 LAST_PLACES = ("/tmp", "/var/tmp")
 """Where runtime folders are made if the environment names no usable place."""
 
-LONGEST_NAME, SOCKET_PATH_LIMIT = "a123456g1234r123456.tasks", 107
+LONGEST_SOCKET_NAME, SOCKET_PATH_LIMIT = "a123456g1234r123456.tasks", 107
 """The longest name of a socket in the folder, and the most bytes in the path of a socket.
 
 The kernel allows 108 bytes, with a final zero (unix(7))."""
@@ -282,7 +282,7 @@ class RuntimeFolder:
         problems = {}
         for parent in places():
             try:
-                self.path, self.socket = _make_folder_in(parent), SOCKET
+                self.path, self.socket = _make_folder_in(parent), NOTEBOOK_SOCKET
                 break
             except OSError as error:
                 problems[str(parent)] = error.strerror or str(error)
@@ -346,11 +346,11 @@ def _make_folder_in(parent: Path) -> Path:
     if not parent.is_absolute():
         raise OSError("it is no absolute path")
     # Counted in bytes, because the kernel limits bytes, and a letter may take four.
-    longest = len(os.fsencode(parent / f"{PREFIX}12345678" / LONGEST_NAME))
+    longest = len(os.fsencode(parent / f"{RUNTIME_FOLDER_PREFIX}12345678" / LONGEST_SOCKET_NAME))
     if longest > SOCKET_PATH_LIMIT or not str(parent).isprintable():
         raise OSError("its path is too long for a socket's, or has signs that it cannot have")
-    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
-    path = folder / LONGEST_NAME
+    folder = Path(tempfile.mkdtemp(prefix=RUNTIME_FOLDER_PREFIX, dir=parent))
+    path = folder / LONGEST_SOCKET_NAME
     try:
         path.write_bytes(bytes(ROOM))
         path.unlink()

@@ -23,18 +23,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, NoReturn
 
-MODULE = ("-P", "-m")
+MODULE_OPTIONS = ("-P", "-m")
 """Options before a module to run.
 
 With `-P` a file of the user's in the working directory, such as `random.py`, is not imported."""
 
-_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
+_SOURCE_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
 
 
 def agent_command(python: str | None, number: int = -1) -> list[str]:
     """Return the command that runs an agent of a head, on node `number` or -1 if unknown."""
     node = [] if number < 0 else ["--node", str(number)]
-    return [python or sys.executable, *MODULE, "nbdist.agent", "--ticket", *node]
+    return [python or sys.executable, *MODULE_OPTIONS, "nbdist.agent", "--ticket", *node]
 
 
 def safe_path(environ: Mapping[str, str], folder: str) -> str:
@@ -44,7 +44,7 @@ def safe_path(environ: Mapping[str, str], folder: str) -> str:
     was imported is kept.
     """
     entries = environ.get("PYTHONPATH", "").split(os.pathsep)
-    unsafe = {os.path.realpath(folder)} - {_ROOT}
+    unsafe = {os.path.realpath(folder)} - {_SOURCE_ROOT}
     return os.pathsep.join(
         each for each in entries if os.path.isabs(each) and os.path.realpath(each) not in unsafe
     )
@@ -234,16 +234,17 @@ def trim_memory() -> None:
 # the agent, and the parent becomes the guard, which only waits for the agent to exit.  Then the
 # guard kills all processes that the agent, which may have been killed, has left.  As a child
 # subreaper, the guard is their parent.  If the guard is killed, the agent gets a SIGTERM and exits
-# in order.  If an agent hangs after its notebook's exit and has not sent `STAYS`, it is killed.
+# in order.  If an agent hangs after its notebook's exit and has not sent `STAYS_BYTE`, it is
+# killed.
 
 
-END_TIMEOUT, END_STEP = 5.0, 0.005
+EXIT_TIMEOUT, EXIT_POLL_INTERVAL = 5.0, 0.005
 """Seconds for killed processes to exit, and between two checks."""
 
 AGENT_GRACE = 20.0
 """Seconds for an agent to exit after its notebook: on busy cores its imports may take long."""
 
-STAYS, LEAVES, LONGEST_TOLD = b"s", b"l", 1 << 16
+STAYS_BYTE, LEAVES_BYTE, LONGEST_TOLD = b"s", b"l", 1 << 16
 """An agent's messages to its guard, that it outlives its notebook or not; and the pipe's size."""
 
 
@@ -255,7 +256,7 @@ class Guard:
         self._pipe = pipe
 
     def send(self, word: bytes) -> None:
-        """Send the guard `STAYS` or `LEAVES`, or a last word for `after_kill`."""
+        """Send the guard `STAYS_BYTE` or `LEAVES_BYTE`, or a last word for `after_kill`."""
         with suppress(BrokenPipeError):  # the guard is being killed
             os.write(self._pipe, word)
 
@@ -293,13 +294,13 @@ TRACKERS = (b"resource_tracker import main", b"torch_shm_manager")
 These are the resource trackers of multiprocessing and of joblib's loky, and the manager of torch's
 shared tensors."""
 
-TRACKED = ("sem.mp-", "psm_", "sem.loky-", "joblib_memmapping_folder_", "torch_")
+TRACKED_PREFIXES = ("sem.mp-", "psm_", "sem.loky-", "joblib_memmapping_folder_", "torch_")
 """The beginnings of the names in /dev/shm that trackers clean up."""
 
 TRACKER_GRACE = 3.0
 """Seconds for trackers to notice that processes were killed, and to clean up after them."""
 
-MOST_LOOKS = 20  # rounds in which processes are killed that others started meanwhile
+MAX_KILL_ROUNDS = 20  # rounds in which processes are killed that others started meanwhile
 
 
 def kill_group(pid: int) -> None:
@@ -313,7 +314,7 @@ def kill_group(pid: int) -> None:
             os.killpg(pid, signal.SIGKILL)
         return
     killed = set[int]()
-    for _ in range(MOST_LOOKS):
+    for _ in range(MAX_KILL_ROUNDS):
         members = [each for each, stat in _processes() if stat[2:3] == [str(pid)]]
         new = [each for each in members if each not in killed and not _is_tracker(each)]
         for each in new:
@@ -335,7 +336,7 @@ def kill_adopted(worker: int) -> None:
     was started without this variable keeps running until this process exits.
     """
     mark, killed = f"{WORKER_PID}={worker}".encode(), set[int]()
-    for _ in range(MOST_LOOKS):
+    for _ in range(MAX_KILL_ROUNDS):
         adopted = children_of(os.getpid())
         waiting = [each for each in adopted if each not in killed and _has_variable(each, mark)]
         if not waiting:
@@ -358,7 +359,7 @@ def _has_variable(pid: int, variable: bytes) -> bool:
 
 def _has_tracked() -> bool:
     with suppress(OSError):
-        return any(name.startswith(TRACKED) for name in os.listdir("/dev/shm"))
+        return any(name.startswith(TRACKED_PREFIXES) for name in os.listdir("/dev/shm"))
     return False
 
 
@@ -372,7 +373,7 @@ def _is_tracker(pid: int) -> bool:
 def kill_descendants() -> None:
     """Kill and reap all descendants of this process, which must adopt orphans.
 
-    Trackers are spared for `TRACKER_GRACE`.  Waits at most `END_TIMEOUT` seconds.
+    Trackers are spared for `TRACKER_GRACE`.  Waits at most `EXIT_TIMEOUT` seconds.
     """
     spared_until = time.monotonic() + TRACKER_GRACE
 
@@ -385,11 +386,11 @@ def kill_descendants() -> None:
     poll_until(kill_children)
 
 
-def poll_until(condition: Callable[[], bool], timeout: float = END_TIMEOUT) -> None:
+def poll_until(condition: Callable[[], bool], timeout: float = EXIT_TIMEOUT) -> None:
     """Call `condition` repeatedly until it returns True, at most for `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while not condition() and time.monotonic() < deadline:
-        time.sleep(END_STEP)
+        time.sleep(EXIT_POLL_INTERVAL)
 
 
 def _reap_children() -> bool:
@@ -440,7 +441,8 @@ def _watch(
 def _wait_for(agent: int, notebook: int | None, pipe: int, grace: float) -> tuple[int, bytes]:
     """Return the agent's wait status and everything that the agent sent; kill it if it hangs.
 
-    An agent hangs if it has not exited `grace` seconds after its notebook, and did not send STAYS.
+    An agent hangs if it has not exited `grace` seconds after its notebook, and has not sent
+    `STAYS_BYTE`.
     """
     agent_exit, poller = os.pidfd_open(agent), select.poll()
     poller.register(agent_exit, select.POLLIN)
@@ -454,7 +456,7 @@ def _wait_for(agent: int, notebook: int | None, pipe: int, grace: float) -> tupl
     words = b""
     with suppress(BlockingIOError):  # raised if the agent has sent nothing
         words = os.read(pipe, LONGEST_TOLD)
-    if words[-1:] != STAYS and not select.select([agent_exit], [], [], grace)[0]:
+    if words[-1:] != STAYS_BYTE and not select.select([agent_exit], [], [], grace)[0]:
         os.kill(agent, signal.SIGKILL)
     return os.waitpid(agent, 0)[1], words
 
@@ -462,7 +464,7 @@ def _wait_for(agent: int, notebook: int | None, pipe: int, grace: float) -> tupl
 # --- a child process with a log ---------------------------------------------------------------
 
 
-LAST_BYTES, LEFT = 4096, "nbdist left behind: "
+LAST_BYTES, LEFT_BEHIND = 4096, "nbdist left behind: "
 """Bytes at a log's end that are read, and the beginning of a line that names running processes."""
 
 
@@ -514,7 +516,7 @@ class Child:
         except OSError:  # the caller gets no object by which it could stop the command
             kill_group(self.pid)
             self._close_stdin()
-            self._exits_within(END_TIMEOUT)
+            self._exits_within(EXIT_TIMEOUT)
             self._log.close()
             raise
 
@@ -560,7 +562,10 @@ class Child:
 
 def find_leftovers(lines: Sequence[str]) -> str:
     """Return the leftovers that a process has named in its log, from the last such line; or ""."""
-    return next((line.removeprefix(LEFT) for line in [*lines][::-1] if line.startswith(LEFT)), "")
+    return next(
+        (line.removeprefix(LEFT_BEHIND) for line in [*lines][::-1] if line.startswith(LEFT_BEHIND)),
+        "",
+    )
 
 
 # --- the script -------------------------------------------------------------------------------

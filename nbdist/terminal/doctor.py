@@ -24,7 +24,7 @@ from nbdist.errors import BadTopology, NoRuntimeFolder
 from nbdist.plugins import is_within, requirements
 from nbdist.system.folders import current_folder, places, problem_of
 from nbdist.system.limits import memory_limits, process_limits, word_lack_of_files
-from nbdist.system.processes import MODULE, safe_environ
+from nbdist.system.processes import MODULE_OPTIONS, safe_environ
 from nbdist.topology import (
     check_start,
     default_backend,
@@ -38,10 +38,10 @@ from nbdist.topology import (
 )
 from nbdist.words import count, one_line, size_text
 
-IMPORT_TIMEOUT = 120.0
+DOCTOR_IMPORT_TIMEOUT = 120.0
 """Seconds for importing torch, which a slow shared file system and busy processors can delay."""
 
-CONNECT_TIMEOUT = 2.0
+PORT_CONNECT_TIMEOUT = 2.0
 
 SHARED, LEAST_SHARED = "/dev/shm", 256 << 20
 """The folder of shared memory, and bytes that a DataLoader and nccl need; Docker gives 64 MiB."""
@@ -66,7 +66,7 @@ class Finding(NamedTuple):
 
 
 problem, warning, ok = (partial(Finding, level) for level in LEVELS)
-Findings = Iterator[Finding]
+FindingStream = Iterator[Finding]
 
 
 def doctor(workers: str) -> int:
@@ -76,7 +76,7 @@ def doctor(workers: str) -> int:
     return int(findings[0].level == "problem")
 
 
-def _examine(workers: str) -> Findings:
+def _examine(workers: str) -> FindingStream:
     gpus, cores = visible_gpus(os.environ), usable_cores()
     size = resolve(parse_workers(workers), len(gpus), cores)
     yield ok(f"this is about {count(size, 'worker')} (`-n {workers}`)")
@@ -101,7 +101,7 @@ def _examine(workers: str) -> Findings:
     yield from _folders()
 
 
-def _packages() -> Findings:
+def _packages() -> FindingStream:
     """Check all packages but torch, which the workers' interpreter needs."""
     packages = {each for each in requirements() if each.name != "torch"}
     wrong = {each for each in packages if not each.installed}
@@ -119,11 +119,11 @@ def _packages() -> Findings:
     yield ok(" · ".join([f"nbdist {__version__}", python, *listed]))
 
 
-def ask(python: str, timeout: float = IMPORT_TIMEOUT) -> Mapping[str, Any]:
+def ask(python: str, timeout: float = DOCTOR_IMPORT_TIMEOUT) -> Mapping[str, Any]:
     """Run `nbdist.worker about` with this Python, return its facts; LookupError if it fails."""
     try:
         process = subprocess.run(
-            [python, *MODULE, "nbdist.worker", "about"], stdin=subprocess.DEVNULL,
+            [python, *MODULE_OPTIONS, "nbdist.worker", "about"], stdin=subprocess.DEVNULL,
             env=safe_environ(os.environ, current_folder()), capture_output=True, text=True,
             errors="replace", timeout=timeout,
         )  # fmt: skip
@@ -144,7 +144,7 @@ def ask(python: str, timeout: float = IMPORT_TIMEOUT) -> Mapping[str, Any]:
     raise LookupError(f"{python} cannot import torch and nbdist: {last_line}")
 
 
-def _torch(python: str, about: Mapping[str, Any]) -> Findings:
+def _torch(python: str, about: Mapping[str, Any]) -> FindingStream:
     version, version_range = about["torch"], ""
     with suppress(ImportError, StopIteration):  # packaging is missing, or nbdist is not installed
         version_range = next(each.version_range for each in requirements() if each.name == "torch")
@@ -158,7 +158,7 @@ def _torch(python: str, about: Mapping[str, Any]) -> Findings:
     yield ok(f"torch {version} for {about['device']}{nccl} ({python})")
 
 
-def _gpus(gpus: Sequence[str], about: Mapping[str, Any]) -> Findings:
+def _gpus(gpus: Sequence[str], about: Mapping[str, Any]) -> FindingStream:
     installed, chosen = installed_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None and installed + len(chosen) and len(gpus) <= chosen.count(","):
         share = f"selects {len(gpus)} of {count(installed, 'GPU')}"
@@ -182,7 +182,7 @@ def _gpus(gpus: Sequence[str], about: Mapping[str, Any]) -> Findings:
     yield ok(f"{count(len(gpus), 'GPU')} ({names}) · driver {driver}")
 
 
-def _kernel(size: int) -> Findings:
+def _kernel(size: int) -> FindingStream:
     try:
         os.close(os.pidfd_open(os.getpid()))
     except OSError as error:
@@ -228,7 +228,7 @@ def _memory_problem() -> str:
     return ""
 
 
-def _memory(size: int) -> Findings:
+def _memory(size: int) -> FindingStream:
     needed = AGENT_MEMORY + MEMORY_OF_RANK * size
     for limit in sorted(memory_limits(), key=lambda each: each.free)[:1]:
         free, total = size_text(max(0, limit.free)), size_text(limit.limit)
@@ -254,10 +254,10 @@ def _memory(size: int) -> Findings:
         )
 
 
-def _network() -> Findings:
+def _network() -> FindingStream:
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
-            socket.create_connection(server.getsockname(), CONNECT_TIMEOUT).close()
+            socket.create_connection(server.getsockname(), PORT_CONNECT_TIMEOUT).close()
     except OSError as error:
         why = error.strerror or str(error)
         yield problem(f"gloo cannot connect ranks over 127.0.0.1 ({why}): `ip link set lo up`")
@@ -276,7 +276,7 @@ def _network() -> Findings:
             yield ok(f"other machines reach this one at {address} (`--address` names another)")
 
 
-def _folders() -> Findings:
+def _folders() -> FindingStream:
     problems = {str(place): problem_of(place) for place in places()}
     usable = next((place for place in problems if not problems[place]), "")
     if not usable:

@@ -28,7 +28,7 @@ FREE_TIMEOUT = 4.0
 
 STEP = 0.5
 
-GUEST = "nbdist.notebook.guest"
+GUEST = "nbdist.notebook.mcp_calls"
 
 
 def connection_file(pid: int) -> Path:
@@ -76,7 +76,7 @@ def connected(pid: int) -> Iterator[BlockingKernelClient]:
 
 
 def ask(pid: int, function: str, *arguments: object, timeout: float) -> str:
-    """Call a function of `nbdist.notebook.guest` in the kernel; return what it shows as text.
+    """Call a function of `nbdist.notebook.mcp_calls` in the kernel; return what it shows as text.
 
     The text has no colours, and the last state of a display that changes. Raises UsageError if the
     kernel does not become free, or the call takes longer than `timeout`.

@@ -20,17 +20,17 @@ from nbdist.output.events import Died, Failure, RankError
 from nbdist.output.transcript import is_consequence, later_errors_text
 from nbdist.output.wording import body_text, error_text
 from nbdist.wire.log_files import LogTail
-from nbdist.wire.places import Place, Stack
-from nbdist.wire.queries import Look, TaskSeen, WorldInfo
+from nbdist.wire.places import RankPosition, Stack
+from nbdist.wire.queries import DescribeRanks, TaskSummary, WorldInfo
 from nbdist.wire.status import Usage
 from nbdist.words import aligned, count, name_ranks, one_line
 from nbdist.world import hangs
-from nbdist.world.agents import Found, ask_all, find_by_name, worlds
+from nbdist.world.agents import RunningWorld, ask_all, find_by_name, worlds
 from nbdist.world.result import log_lines, logs_text, rows, usage_text
 
 # --- `nbdist ps` and `nbdist kill` ------------------------------------------------------------
 
-KILL_TIMEOUT = 25.0
+WORLD_END_TIMEOUT = 25.0
 """Seconds for a world to end in order, and again for its leftovers once its agent is killed."""
 
 HEADINGS = ("name", "pool", "ranks", "state", "cell", "since", "notebook", "process")
@@ -48,12 +48,12 @@ def show_worlds() -> int:
     return 0
 
 
-def worlds_text(running: Sequence[Found]) -> str:
+def worlds_text(running: Sequence[RunningWorld]) -> str:
     """Return a table with a line for each world."""
     return "\n".join(aligned([HEADINGS, *map(row_of, running)]))
 
 
-def row_of(world: Found) -> tuple[str, ...]:
+def row_of(world: RunningWorld) -> tuple[str, ...]:
     """Return a world's row for `HEADINGS`."""
     info = world.info
     notebook = f"detached since {_clock(info.since)}" if world.is_detached else str(info.notebook)
@@ -84,7 +84,7 @@ def _end(agent: int, guard: int) -> bool:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(process, signal_number)
             # The guard exits last, without leftovers.
-            if select.select([guard_exit], [], [], KILL_TIMEOUT)[0]:
+            if select.select([guard_exit], [], [], WORLD_END_TIMEOUT)[0]:
                 return True
     return False
 
@@ -125,7 +125,7 @@ def cpu_since(before: Before, info: WorldInfo) -> dict[int, float]:
     return percents
 
 
-LOOK_TIMEOUT = 8.0  # seconds for worlds to describe their ranks; longer than a head takes
+WORLD_STATUS_TIMEOUT = 8.0  # seconds for worlds to describe their ranks; longer than a head takes
 
 Picture = Sequence[tuple[WorldInfo, Mapping[int, float]]]
 """Worlds, and the processor time of each world's ranks."""
@@ -133,7 +133,7 @@ Picture = Sequence[tuple[WorldInfo, Mapping[int, float]]]
 
 def take_picture(before: Before) -> Picture:
     """Describe all worlds, sorted by notebook, with the processor time since the last picture."""
-    infos = [each.info for each in ask_all(Look(), LOOK_TIMEOUT)]
+    infos = [each.info for each in ask_all(DescribeRanks(), WORLD_STATUS_TIMEOUT)]
     infos.sort(key=lambda info: (info.notebook, info.pool))
     return [(info, cpu_since(before, info)) for info in infos]
 
@@ -247,27 +247,31 @@ def _redrawn(lines: Sequence[str], height: int) -> str:
 
 # --- texts for `nbdist mcp` -----------------------------------------------------------------------
 
-MOST_ROWS, NO_LINES = 64, "no lines"
+MAX_STATUS_ROWS, NO_LINES = 64, "no lines"
 
 
 def status_text(info: WorldInfo, cpu: Mapping[int, float]) -> str:
     """Return a world's title and table, and which ranks wait for which others."""
     headings, *lines = table(info, cpu) or [("no workers yet",)]
-    more = [f"({count(len(lines) - MOST_ROWS, 'more rank')})"] if len(lines) > MOST_ROWS else []
+    more = (
+        [f"({count(len(lines) - MAX_STATUS_ROWS, 'more rank')})"]
+        if len(lines) > MAX_STATUS_ROWS
+        else []
+    )
     places = {each.rank: each.place for each in info.ranks if each.place is not None}
     idle = [each.rank for each in info.ranks if each.state == "idle"]
     return "\n".join(
         [
             title(info),
             f"state: {info.state}" + (f" · runs: {info.cell}" if info.cell else ""),
-            *aligned([headings, *lines[:MOST_ROWS]]),
+            *aligned([headings, *lines[:MAX_STATUS_ROWS]]),
             *more,
             *_waits(places, idle),
         ]
     )
 
 
-def _waits(places: Mapping[int, Place], idle: Collection[int]) -> Iterator[str]:
+def _waits(places: Mapping[int, RankPosition], idle: Collection[int]) -> Iterator[str]:
     """Yield lines on the ranks that wait, and for which others, if any do."""
     if any(place.operation for place in places.values()):
         text = hangs.waits_text(places)
@@ -301,17 +305,17 @@ def last_lines(logs: Sequence[LogTail], pattern: re.Pattern[str] | None, limit: 
     return "\n".join(logs_text(tails)) or NO_LINES
 
 
-def success_text(task: TaskSeen) -> str:
+def success_text(task: TaskSummary) -> str:
     """Return the line above the last failure that says that the task did not fail itself."""
     return f"{_task_text(task)} did not fail; the last failure was before it:"
 
 
-def _task_text(task: TaskSeen) -> str:
+def _task_text(task: TaskSummary) -> str:
     cell = f"Cell In[{task.cell}]" if task.cell else "a task"
     return f"{cell} ({one_line(task.title, 80)}), run by {name_ranks(task.ranks)} of {task.size},"
 
 
-def failure_text(task: TaskSeen) -> str:
+def failure_text(task: TaskSummary) -> str:
     """Return which rank of a task failed first, when and why, and the later failures."""
     errors = {each.rank: each.error for each in task.troubles}
     released = {stack.rank: stack.place for stack in task.aborted if stack.rank in errors}
@@ -339,7 +343,9 @@ def failure_text(task: TaskSeen) -> str:
     return "\n".join([*lines, *later_errors_text(after, first)])
 
 
-def _short(error: RankError, released: Place | None, errors: Mapping[int, RankError]) -> RankError:
+def _short(
+    error: RankError, released: RankPosition | None, errors: Mapping[int, RankError]
+) -> RankError:
     if isinstance(error, Failure) and (released or error.connections == "ended"):
         return hangs.shorten_error(error, released, None, errors.values())
     return error

@@ -32,7 +32,7 @@ Transform = Callable[[str], str]
 """IPython's function that replaces magics by Python: `shell.transform_cell`."""
 
 _OUR_LINE = re.compile(r"# %%(?:distributed|rank)\b[^\n]*(?:\n|$)")
-_MAGIC = re.compile(r"\s*%%(\w+)[^\n]*(?:\n|$)")
+_FIRST_LINE_MAGIC = re.compile(r"\s*%%(\w+)[^\n]*(?:\n|$)")
 _BRACES = re.compile(r"\{([^{}]+)\}")
 _DOLLAR = re.compile(r"\$(\$?)\{?([A-Za-z_]\w*)\}?")
 _OPTIONS = re.compile(r"^(?:\s*-\w+(?:\s+\d+)?)+\s+")
@@ -50,7 +50,7 @@ def cell_code(
     value of the last line.
     """
     source = _OUR_LINE.sub("", source, count=1) if source.startswith("# %%") else source
-    magic = _MAGIC.match(source)
+    magic = _FIRST_LINE_MAGIC.match(source)
     if magic and magic[1] in ("distributed", "rank", *_LOOK_ON):
         return cell_code(source[magic.end() :], transform, variables, shows_value=shows_value)
     try:
@@ -391,7 +391,7 @@ def _is_as_typed(typed: ast.expr | None, now: Any) -> bool:
 
 # --- values -------------------------------------------------------------------------------
 
-MOST_PARTS, MOST_CHARACTERS = 150, 1_000
+MAX_VALUE_PARTS, MAX_VALUE_LENGTH = 150, 1_000
 """The most parts and characters of a value that is written into the script."""
 
 
@@ -402,12 +402,12 @@ def literal(value: Any) -> str | None:
     if type(value).__name__ == "dtype" and type(value).__module__ == "torch":
         return str(value)
     waiting = [value]
-    for _ in range(MOST_PARTS):
+    for _ in range(MAX_VALUE_PARTS):
         if not waiting:
             text = repr(value)
-            return text if len(text) <= MOST_CHARACTERS else None
+            return text if len(text) <= MAX_VALUE_LENGTH else None
         each = waiting.pop()
-        if type(each) in (list, tuple, set, dict) and len(each) <= MOST_PARTS:
+        if type(each) in (list, tuple, set, dict) and len(each) <= MAX_VALUE_PARTS:
             waiting += [*each, *each.values()] if type(each) is dict else each
         elif not is_atomic(each) or (type(each) is float and not math.isfinite(each)):
             return None

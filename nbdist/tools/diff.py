@@ -13,22 +13,22 @@ from itertools import chain
 from IPython.core.magic_arguments import argument
 
 from nbdist.notebook.cells import fetch_results
-from nbdist.notebook.command import Line, command
+from nbdist.notebook.command import MagicCall, command
 from nbdist.notebook.commands.values import expressions_in
-from nbdist.notebook.display import Shown, below, block, table
+from nbdist.notebook.display import CommandOutput, below, block, table
 from nbdist.notebook.options import ranks_option
 from nbdist.output.wording import fold_ranks
-from nbdist.wire.ops import Brought, Distance, Looked, Part
-from nbdist.wire.work import Call
+from nbdist.wire.ops import Brought, Distance, Looked, ValueDigest
+from nbdist.wire.work import OpCall
 from nbdist.words import count, name_ranks, size_text
-from nbdist.world.exchange import check_expressions, missing_error
+from nbdist.world.value_transfer import check_expressions, missing_error
 
-MOST_ROWS, MOST_DISTANCES = 50, 3
+MAX_DIFF_ROWS, MAX_DISTANCES = 50, 3
 
-MOST_COMPARED = 128 << 20
+MAX_COMPARED_BYTES = 128 << 20
 """Bytes of parts whose numbers are compared; only the digests of further parts are compared."""
 
-Group = tuple[Part | None, list[int]]
+EqualRanks = tuple[ValueDigest | None, list[int]]
 """A part and the ranks on which it is equal; None and the ranks without this part."""
 
 
@@ -36,7 +36,7 @@ Group = tuple[Part | None, list[int]]
     argument("names", nargs="+", help="variables of the workers, or an expression"),
     ranks_option,
 )
-def dist_diff(line: Line) -> Shown | str:
+def dist_diff(line: MagicCall) -> CommandOutput | str:
     """Show which ranks have different values: `%dist_diff model`.
 
     A module is compared by parameters and buffers, an optimizer by its state, containers and
@@ -51,7 +51,7 @@ def dist_diff(line: Line) -> Shown | str:
     return below(block(each) if isinstance(each, str) else each for each in shown)
 
 
-def _compare_expression(line: Line, expression: str) -> Shown | str:
+def _compare_expression(line: MagicCall, expression: str) -> CommandOutput | str:
     looked: dict[int, Looked] = line.call("diff", expression=expression)
     failed = {rank: each for rank, each in looked.items() if each.missing or each.problem}
     if len(failed) == len(looked) or any(each.problem for each in failed.values()):
@@ -62,14 +62,14 @@ def _compare_expression(line: Line, expression: str) -> Shown | str:
     for reference, (others, paths) in comparison.to_compare().items():
         comparison.add_distances(distances(line, expression, reference, others, paths))
     rows = [*comparison.rows()]
-    head, more = comparison.head(len(rows)), len(rows) - MOST_ROWS
+    head, more = comparison.head(len(rows)), len(rows) - MAX_DIFF_ROWS
     last = [(f"and {more} more", "", "")] if more > 0 else []
-    shown = [("part", "type", "ranks"), *rows[:MOST_ROWS], *last]
+    shown = [("part", "type", "ranks"), *rows[:MAX_DIFF_ROWS], *last]
     return table(head, shown) if rows else head
 
 
 def distances(
-    line: Line, expression: str, reference: int, others: Sequence[int], paths: Sequence[str]
+    line: MagicCall, expression: str, reference: int, others: Sequence[int], paths: Sequence[str]
 ) -> Mapping[int, Mapping[str, Distance]]:
     """Return by rank and path how far parts of the ranks `others` are from parts of `reference`.
 
@@ -77,13 +77,13 @@ def distances(
     """
     pool, world = line.pool, line.world
     arguments = {"expression": expression, "paths": tuple(paths)}
-    lending = world.task(Call("diff.lend", arguments), ranks=(reference,))
+    lending = world.task(OpCall("diff.lend", arguments), ranks=(reference,))
     try:
         lent: Brought = fetch_results(pool, world, lending)[reference]
         # Send nothing else to the lending rank meanwhile: its next task would release the parts.
         given = {"expression": expression, "packed": lent.packed}
         return fetch_results(
-            pool, world, world.task(Call("diff.compare", given), ranks=tuple(others))
+            pool, world, world.task(OpCall("diff.compare", given), ranks=tuple(others))
         )
     finally:
         world.session.release_lent_values(lending, (reference,))
@@ -111,7 +111,7 @@ class Comparison:
         """The paths of all parts that any rank has."""
         return [*dict.fromkeys(path for each in self.looked.values() for path in each.parts)]
 
-    def groups(self, path: str) -> list[Group]:
+    def groups(self, path: str) -> list[EqualRanks]:
         """Group the ranks with equal parts at this path, the largest group first."""
         return _group_ranks({rank: self.looked[rank].parts.get(path) for rank in self.have})
 
@@ -119,9 +119,9 @@ class Comparison:
         """Return by reference rank which other ranks must compare which paths with it.
 
         The reference is the first rank of the largest group of equal ranks.  Parts of another kind,
-        and parts beyond `MOST_COMPARED` bytes, are left out.
+        and parts beyond `MAX_COMPARED_BYTES` bytes, are left out.
         """
-        budget = MOST_COMPARED
+        budget = MAX_COMPARED_BYTES
         by_reference: dict[int, tuple[list[int], list[str]]] = {}
         for path in self.paths:
             (part, same), *others = self.groups(path)
@@ -176,13 +176,13 @@ class Comparison:
                 yield path or self.title, kind, _difference(groups, apart)
 
 
-def _group_ranks(parts: Mapping[int, Part | None]) -> list[Group]:
+def _group_ranks(parts: Mapping[int, ValueDigest | None]) -> list[EqualRanks]:
     same = fold_ranks({rank: part and (part.kind, part.digest) for rank, part in parts.items()})
     groups = [(parts[ranks[0]], ranks) for ranks in same.values()]
     return sorted(groups, key=lambda group: (-len(group[1]), group[1][0]))
 
 
-def _difference(groups: list[Group], apart: Mapping[int, Distance]) -> str:
+def _difference(groups: list[EqualRanks], apart: Mapping[int, Distance]) -> str:
     """Return a text like `ranks 0-2 agree, rank 3 differs by at most 0.0312 (12 of 4,096)`."""
     if len({part.kind if part else "" for part, _ in groups}) > 1:
         return _list_texts((part.kind if part else "nothing", ranks) for part, ranks in groups)
@@ -193,7 +193,7 @@ def _difference(groups: list[Group], apart: Mapping[int, Distance]) -> str:
     total = first.count if first else 0
     ranks = [rank for _, unequal in others for rank in unequal]
     texts = fold_ranks({rank: _distance_text(apart.get(rank), total) for rank in ranks})
-    if len(texts) > MOST_DISTANCES and all(rank in apart for rank in ranks):
+    if len(texts) > MAX_DISTANCES and all(rank in apart for rank in ranks):
         numbers = ((each.most, each.differing, each.odd) for each in apart.values())
         texts = {_distance_text(Distance(*map(max, *numbers)), total): ranks}
     differ = (

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from nbdist.values.digests import digest_bytes
-from nbdist.wire.ops import Brought, Distance, Looked, Part
+from nbdist.wire.ops import Brought, Distance, Looked, ValueDigest
 from nbdist.words import one_line
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def diff(context: Context, expression: str) -> Looked:
     except NameError as error:
         return Looked(missing=error.name or expression)
     except TooManyLeaves:
-        return Looked(problem=f"it has more than {MOST_LEAVES:,} parts: compare one of them")
+        return Looked(problem=f"it has more than {MAX_LEAVES:,} parts: compare one of them")
     except Exception as error:  # noqa: BLE001 (the expression and its classes are the user's)
         return Looked(problem=f"{type(error).__name__}: {error}")
 
@@ -65,7 +65,7 @@ def compare(context: Context, expression: str, packed: Payload) -> dict[str, Dis
     }
 
 
-ROW, ROWS = 1024, 4096
+ROW_WORDS, ROWS_AT_ONCE = 1024, 4096
 """Words of four bytes in a row of `fold`, and rows that are multiplied at a time (32 MiB)."""
 
 COMPARED_AT_ONCE = 1 << 18
@@ -74,12 +74,12 @@ COMPARED_AT_ONCE = 1 << 18
 LONGEST_TEXT = 60
 
 
-def part_of(leaf: Any) -> Part:
+def part_of(leaf: Any) -> ValueDigest:
     """Describe a leaf with its digest, which is "" if the leaf cannot be compared."""
     if isinstance(leaf, np.ndarray):
         data = np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
         kind = f"{leaf.dtype} {leaf.shape}"
-        return Part(kind, digest_bytes(data.data), size=leaf.nbytes, count=leaf.size)
+        return ValueDigest(kind, digest_bytes(data.data), size=leaf.nbytes, count=leaf.size)
     return _part_of_tensor(leaf) if isinstance(leaf, torch.Tensor) else _part_of_plain(leaf)
 
 
@@ -98,7 +98,7 @@ def comparable(leaf: Any) -> torch.Tensor | None:
 # --- tensors ----------------------------------------------------------------------------
 
 
-def _part_of_tensor(tensor: torch.Tensor) -> Part:
+def _part_of_tensor(tensor: torch.Tensor) -> ValueDigest:
     kind, where = f"{str(tensor.dtype)[6:]} {tuple(tensor.shape)}", tensor.device.type
     kind, digest = kind if where == "cpu" else f"{kind} on {where}", ""
     if is_sharded(tensor):
@@ -109,7 +109,7 @@ def _part_of_tensor(tensor: torch.Tensor) -> Part:
     elif _is_dense(tensor):
         digest = digest_of(_local(tensor))
     size = tensor.numel() * tensor.element_size()
-    return Part(kind, digest, size=size, count=tensor.numel())
+    return ValueDigest(kind, digest, size=size, count=tensor.numel())
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
@@ -148,8 +148,8 @@ def fold(data: torch.Tensor) -> torch.Tensor:
     if data.storage_offset() % 4:
         data = data.clone()
     words, tail = data[: data.numel() // 4 * 4].view(torch.int32), data[data.numel() // 4 * 4 :]
-    table = words[: words.numel() // ROW * ROW].view(-1, ROW)
-    pieces = (table[at : at + ROWS] for at in range(0, len(table), ROWS))
+    table = words[: words.numel() // ROW_WORDS * ROW_WORDS].view(-1, ROW_WORDS)
+    pieces = (table[at : at + ROWS_AT_ONCE] for at in range(0, len(table), ROWS_AT_ONCE))
     sums = [(rows * _factors(data.device)).sum(1) for rows in pieces]
     return torch.cat([*sums, words[table.numel() :].long(), tail.long()])
 
@@ -157,7 +157,7 @@ def fold(data: torch.Tensor) -> torch.Tensor:
 @functools.cache
 def _factors(device: torch.device) -> torch.Tensor:
     """Return the odd factors of the words of a row: the same numbers in each process."""
-    random = np.random.default_rng(20).integers(-(2**63), 2**63 - 1, ROW, dtype=np.int64)
+    random = np.random.default_rng(20).integers(-(2**63), 2**63 - 1, ROW_WORDS, dtype=np.int64)
     return torch.from_numpy(random | 1).to(device)
 
 
@@ -188,50 +188,50 @@ def distance(tensor: torch.Tensor, reference: torch.Tensor) -> Distance:
 # --- everything else --------------------------------------------------------------------
 
 
-def _part_of_plain(leaf: Any) -> Part:
+def _part_of_plain(leaf: Any) -> ValueDigest:
     kind = type(leaf).__qualname__
     if isinstance(leaf, Again):
-        return Part("itself again", "=")
+        return ValueDigest("itself again", "=")
     if isinstance(leaf, CALLABLE):
         code = getattr(leaf, "__code__", None)
         description = repr((leaf.__qualname__, code and code.co_code, code and code.co_consts))
-        return Part(kind, _digest_of_text(description), leaf.__qualname__)
+        return ValueDigest(kind, _digest_of_text(description), leaf.__qualname__)
     if isinstance(leaf, set | frozenset):
-        return Part(f"{kind} of {len(leaf)}", _digest_of_text(repr(sorted(map(repr, leaf)))))
+        return ValueDigest(f"{kind} of {len(leaf)}", _digest_of_text(repr(sorted(map(repr, leaf)))))
     if isinstance(leaf, bytes | bytearray | str):
         data = leaf.encode("utf-8", "surrogatepass") if isinstance(leaf, str) else leaf
         text = one_line(repr(leaf[:LONGEST_TEXT]), LONGEST_TEXT)
-        return Part(kind, digest_bytes(data), text, len(data))
+        return ValueDigest(kind, digest_bytes(data), text, len(data))
     if "__repr__" in {name for each in type(leaf).__mro__[:-1] for name in vars(each)}:
         text = repr(leaf + 0.0 if isinstance(leaf, float) else leaf)  # -0.0 is 0.0
-        return Part(kind, _digest_of_text(text), one_line(text, LONGEST_TEXT))
+        return ValueDigest(kind, _digest_of_text(text), one_line(text, LONGEST_TEXT))
     pickler = pickle.Pickler(file := BytesIO(), 5)
     pickler.fast = True  # without a memo, shared parts make no difference
     try:
         pickler.dump(leaf)
     except Exception:  # noqa: BLE001 (a user's __reduce__ can raise anything)
-        return Part(kind, "")
-    return Part(kind, digest_bytes(file.getbuffer()))
+        return ValueDigest(kind, "")
+    return ValueDigest(kind, digest_bytes(file.getbuffer()))
 
 
 def _digest_of_text(text: str) -> str:
     return digest_bytes(text.encode("utf-8", "surrogatepass"))
 
 
-MOST_LEAVES, DEEPEST = 100_000, 60
+MAX_LEAVES, MAX_DIFF_DEPTH = 100_000, 60
 
-LONG = 32
+MIN_ARRAY_LENGTH = 32
 """The length from which on a list of numbers is compared as one array."""
 
 ATOMS = (type(None), bool, int, float, complex, str, bytes, bytearray, range, slice, enum.Enum)
 WHOLE = (torch.dtype, torch.device, torch.Size, np.dtype, np.generic, type, types.ModuleType)
 CALLABLE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
-LEAVES = (torch.Tensor, np.ndarray, *ATOMS, *WHOLE, *CALLABLE, frozenset, set)
+LEAF_TYPES = (torch.Tensor, np.ndarray, *ATOMS, *WHOLE, *CALLABLE, frozenset, set)
 """Types that are not divided further."""
 
 
 class TooManyLeaves(Exception):
-    """The value has more than `MOST_LEAVES` leaves."""
+    """The value has more than `MAX_LEAVES` leaves."""
 
 
 def leaves(value: Any) -> dict[str, Any]:
@@ -242,7 +242,7 @@ def leaves(value: Any) -> dict[str, Any]:
     leaf_by_path: dict[str, Any] = {}
     for path, leaf in _walk(value, "", ()):
         leaf_by_path[path] = leaf
-        if len(leaf_by_path) > MOST_LEAVES:
+        if len(leaf_by_path) > MAX_LEAVES:
             raise TooManyLeaves
     return leaf_by_path
 
@@ -252,14 +252,14 @@ class Again:
 
 
 def _walk(value: Any, path: str, above: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
-    if id(value) in above or len(above) > DEEPEST:
+    if id(value) in above or len(above) > MAX_DIFF_DEPTH:
         yield path, Again()
         return
     if isinstance(value, np.ndarray) and value.dtype == object:
         value = value.tolist()
     if (numbers := _as_numbers(value)) is not None:
         value = numbers
-    steps = None if isinstance(value, LEAVES) else _steps(value)
+    steps = None if isinstance(value, LEAF_TYPES) else _steps(value)
     if steps is None:
         yield path, value
         return
@@ -304,7 +304,7 @@ def _key(key: Any) -> str:
 
 def _as_numbers(value: Any) -> np.ndarray[Any, Any] | None:
     """Return a long list of numbers of one type as an array; None for other values."""
-    if type(value) not in (list, tuple) or len(value) < LONG:
+    if type(value) not in (list, tuple) or len(value) < MIN_ARRAY_LENGTH:
         return None
     kinds = {*map(type, value)}
     if len(kinds) != 1 or not kinds <= {bool, int, float, complex}:

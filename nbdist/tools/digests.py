@@ -27,14 +27,14 @@ from torch.nn.parallel import DistributedDataParallel
 from nbdist.output.wording import difference
 from nbdist.tools.diff_op import bytes_of, comparable, fold, is_sharded, leaves, part_of
 from nbdist.values.digests import digest_bytes, digest_pieces
-from nbdist.wire.ops import Part
+from nbdist.wire.ops import ValueDigest
 from nbdist.words import name_ranks
 from nbdist.worker.compat import accelerator, models
 from nbdist.worker.compat import torch as seam
 
 FACTOR = 0x5851F42D4C957F2D
 
-PIECE, DEVICE_PIECE = 1 << 20, 1 << 25
+DIGEST_PIECE, DEVICE_PIECE = 1 << 20, 1 << 25
 """Bytes of floating-point numbers that are copied at a time, on the CPU and on other devices.
 
 The copy stays in the processor's cache: a digest of 100 MB of float32 takes 20 ms of a core, and
@@ -52,20 +52,20 @@ WIDE = {
 }
 """The type in which numbers of a type are copied; tensors of other types keep their bits."""
 
-SMALL = 1 << 14
+SMALL_TENSOR = 1 << 14
 """Bytes of a tensor up to which new memory for its copy costs less than a view of shared memory."""
 
-MOST_SAMPLED = 1024
+MAX_SAMPLED = 1024
 """About how many elements are read of a large tensor that is an argument of a forward."""
 
-Spare = dict[tuple[torch.device, torch.dtype], torch.Tensor]
+SpareTensors = dict[tuple[torch.device, torch.dtype], torch.Tensor]
 """Memory for copies of pieces, which the digests of several tensors share."""
 
-Parts = dict[str, dict[str, Part]]
+DigestsByPath = dict[str, dict[str, ValueDigest]]
 """Parts by expression and path."""
 
 
-class Target(NamedTuple):
+class WatchedValue(NamedTuple):
     """The value of a watched expression: a module, perhaps a DDP module, or an optimizer."""
 
     expression: str
@@ -92,7 +92,7 @@ def unsupported_type(value: Any) -> str:
     return "" if isinstance(value, torch.nn.Module) or is_optimizer else type(value).__qualname__
 
 
-def parts_of(target: Target) -> tuple[dict[str, Part], int]:
+def parts_of(target: WatchedValue) -> tuple[dict[str, ValueDigest], int]:
     """Describe a module's parameters or an optimizer's states by path.
 
     Also return the number of sharded tensors, which are left out.
@@ -101,12 +101,12 @@ def parts_of(target: Target) -> tuple[dict[str, Part], int]:
     return _describe_values(value.named_parameters() if target.is_module else _states(value))
 
 
-def buffers_of(target: Target) -> dict[str, Part]:
+def buffers_of(target: WatchedValue) -> dict[str, ValueDigest]:
     """Describe a module's buffers by path."""
     return _describe_values(target.value.named_buffers(), "buffer ")[0]
 
 
-def has_buffers(target: Target) -> bool:
+def has_buffers(target: WatchedValue) -> bool:
     """Return True for a module with buffers that can be compared.
 
     Return False for a compiled DDP module: no hook can see when it sends rank 0's buffers.
@@ -117,7 +117,7 @@ def has_buffers(target: Target) -> bool:
     return not is_unseen and any(True for _ in target.value.buffers())
 
 
-def share_parameters(targets: Iterable[Target], optimizer: Any) -> bool:
+def share_parameters(targets: Iterable[WatchedValue], optimizer: Any) -> bool:
     """Return True if the optimizer has a parameter of one of these targets."""
     watched = set[int]()
     for each in targets:
@@ -126,7 +126,7 @@ def share_parameters(targets: Iterable[Target], optimizer: Any) -> bool:
     return any(id(each) in watched for each in _parameters(optimizer))
 
 
-def names_of(targets: Iterable[Target]) -> dict[str, str]:
+def names_of(targets: Iterable[WatchedValue]) -> dict[str, str]:
     """Return the names of parameters by the keys of their states in watched optimizers.
 
     The key `optimizer state[3]` has the name that a watched module gives to the parameter.
@@ -143,7 +143,7 @@ def names_of(targets: Iterable[Target]) -> dict[str, str]:
     }
 
 
-def digest_of_all(parts: Parts) -> str:
+def digest_of_all(parts: DigestsByPath) -> str:
     """Return a digest of all parts together, which is equal on ranks with equal parts."""
     by_path = [(e, p, x.kind, x.digest) for e, of in parts.items() for p, x in of.items()]
     return digest_bytes(repr(by_path).encode())
@@ -166,11 +166,11 @@ def _states(optimizer: Any) -> Iterator[tuple[str, Any]]:
 
 def _describe_values(
     named: Iterable[tuple[str, Any]], kind: str = ""
-) -> tuple[dict[str, Part], int]:
+) -> tuple[dict[str, ValueDigest], int]:
     """Describe values with their digests; wait only once for all sums of each device."""
-    parts: dict[str, Part] = {}
+    parts: dict[str, ValueDigest] = {}
     sums: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
-    spare: Spare = {}
+    spare: SpareTensors = {}
     sharded = 0
     for path, leaf in named:
         if is_sharded(leaf):
@@ -185,7 +185,7 @@ def _describe_values(
         else:
             folded = torch.cat([*map(fold, _pieces(tensor, spare))])
             sums.setdefault(tensor.device, []).append((path, folded))
-        parts[path] = Part(text, digest, size=tensor.nbytes, count=tensor.numel())
+        parts[path] = ValueDigest(text, digest, size=tensor.nbytes, count=tensor.numel())
     for of_device in sums.values():
         sizes = [each.numel() for _, each in of_device]
         every = torch.cat([each for _, each in of_device]).cpu()
@@ -194,16 +194,16 @@ def _describe_values(
     return parts, sharded
 
 
-def _pieces(tensor: torch.Tensor, spare: Spare) -> Iterator[torch.Tensor]:
+def _pieces(tensor: torch.Tensor, spare: SpareTensors) -> Iterator[torch.Tensor]:
     """Yield a tensor's contents in logical order as bytes; use each piece before the next.
 
     Floating-point numbers are copied by `_canonical_copy`.
     """
-    if (wide := WIDE.get(tensor.dtype)) is None or tensor.nbytes <= SMALL:
+    if (wide := WIDE.get(tensor.dtype)) is None or tensor.nbytes <= SMALL_TENSOR:
         yield bytes_of(_canonical_copy(tensor))
         return
     device = tensor.device
-    piece_length = (PIECE if device.type == "cpu" else DEVICE_PIECE) // wide.itemsize
+    piece_length = (DIGEST_PIECE if device.type == "cpu" else DEVICE_PIECE) // wide.itemsize
     size = min(piece_length, tensor.numel())
     copy = spare.get((device, wide))
     if copy is None or copy.numel() < size:
@@ -262,7 +262,7 @@ def sample_digest(args: Any) -> tuple[torch.Tensor | int, str]:
         if isinstance(leaf, torch.Tensor):
             shapes.append(f"{str(leaf.dtype)[6:]} {tuple(leaf.shape)}")
             if (tensor := comparable(leaf)) is not None and tensor.numel():
-                some = tensor.reshape(-1)[:: max(1, tensor.numel() // MOST_SAMPLED)]
+                some = tensor.reshape(-1)[:: max(1, tensor.numel() // MAX_SAMPLED)]
                 if some.device.type == "cpu":
                     plain = zlib.crc32(bytes_of(_canonical_copy(some)).numpy().data, plain)
                 else:
@@ -283,10 +283,10 @@ def sample_digest(args: Any) -> tuple[torch.Tensor | int, str]:
 
 # --- how ranks compare their digests ------------------------------------------------------------
 
-MOST_TIMES = 100_000
+MAX_COMPARISONS = 100_000
 """The most comparisons in a cell: each adds some 300 bytes to the file where local ranks meet."""
 
-MEET_TIMEOUT, LOOK_EVERY = 600.0, 0.5
+MEET_TIMEOUT, MEET_POLL_INTERVAL = 600.0, 0.5
 """Seconds that a rank waits for ranks whose cell is running, and between two checks whether their
 cells have ended."""
 
@@ -318,8 +318,8 @@ class Exchange:
         """
         if len(self._ranks) < 2:
             return ""
-        if self.times >= MOST_TIMES:
-            raise RuntimeError(f"only the first {MOST_TIMES:,} comparisons were made")
+        if self.times >= MAX_COMPARISONS:
+            raise RuntimeError(f"only the first {MAX_COMPARISONS:,} comparisons were made")
         self.times += 1
         if self._store is None:
             self._store = seam.default_store()
@@ -357,7 +357,7 @@ class Exchange:
         keys = {f"{key}/{rank}": rank for rank in self._ranks}
         while True:
             try:  # `wait` raises another error if a rank dies
-                self._store.wait([*keys], timedelta(seconds=LOOK_EVERY))
+                self._store.wait([*keys], timedelta(seconds=MEET_POLL_INTERVAL))
                 break
             except DistStoreError:
                 if self._store.check([f"{self._key}/ended"]):

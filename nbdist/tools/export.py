@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 from IPython.core.magic_arguments import argument
 
 from nbdist.errors import NbdistError, UsageError
-from nbdist.notebook.command import Line, command
-from nbdist.notebook.display import Shown, block
+from nbdist.notebook.command import MagicCall, command
+from nbdist.notebook.display import CommandOutput, block
 from nbdist.notebook.free_names import (
     names_bound,
     names_read_first,
@@ -45,9 +45,9 @@ from nbdist.tools.cell_code import (
 )
 from nbdist.values.definitions import SYSTEM_NAMES
 from nbdist.words import count, one_line, size_text
-from nbdist.world.names import WORKERS_MODULES, WORKERS_OWN, NameTable, list_names
-from nbdist.world.past import Past, PastTask, SentName
+from nbdist.world.name_table import WORKERS_MODULES, WORKERS_OWN, NameTable, list_names
 from nbdist.world.spec import given_environ
+from nbdist.world.task_history import PastTask, SentName, TaskHistory
 
 if TYPE_CHECKING:
     from nbdist.world.world import World
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     argument("file", nargs="?", help="the file to write, such as train.py"),
     argument("--force", action="store_true", help="overwrite existing files"),
 )
-def dist_export(line: Line) -> Shown:
+def dist_export(line: MagicCall) -> CommandOutput:
     """Export the distributed cells as a torchrun script: `%dist_export train.py`.
 
     It runs under `torchrun --nproc-per-node 4 train.py`, without nbdist.  Functions, classes
@@ -113,7 +113,7 @@ def _values_file(path: Path) -> Path:
     return path.with_name(f"{path.stem}_values.pt")
 
 
-def _write(script: Script, path: Path, file: Path, names: Mapping[str, object]) -> int:
+def _write(script: ExportedScript, path: Path, file: Path, names: Mapping[str, object]) -> int:
     """Write both files, or no file at all; return the size of the file with values."""
     size = 0
     try:
@@ -181,15 +181,23 @@ VALUES = f'VALUES = __file__.removesuffix(".py") + "_values.pt"\nNOTEBOOK = {LOA
 
 # --- the cells and the variables that they use -----------------------------------------------
 
-_KNOWN = {*dir(builtins), *WORKERS_OWN, *WORKERS_MODULES, "os", "__file__", "__name__", "__doc__"}
-_KNOWN -= {"display", "get_ipython"}
+_PREDEFINED = {
+    *dir(builtins),
+    *WORKERS_OWN,
+    *WORKERS_MODULES,
+    "os",
+    "__file__",
+    "__name__",
+    "__doc__",
+}
+_PREDEFINED -= {"display", "get_ipython"}
 
 _IN_PLACE = {"display": "display = print", "track": "track = lambda **_: None"}
 """By name: the script's own definitions of functions that cells find on every worker."""
 
 
 @dataclass(frozen=True, slots=True)
-class Script:
+class ExportedScript:
     """A script's text, the variables that are saved in the file of values, and what it lacks.
 
     `omitted` has a line for each thing of the notebook that the script leaves out.  `missing` are
@@ -229,7 +237,7 @@ class Composer:
     """
 
     def __init__(
-        self, past: Past, names: NameTable, statements: Statements, transform: Transform
+        self, past: TaskHistory, names: NameTable, statements: Statements, transform: Transform
     ) -> None:
         self._past = past
         self._names = names
@@ -254,13 +262,13 @@ class Composer:
 
     def compose(
         self, path: Path, ranks: int, backend: str = "", omitted: tuple[str, ...] = ()
-    ) -> Script:
+    ) -> ExportedScript:
         """Return the whole script; its docstring lists `omitted` and what else the script lacks."""
         chosen = f'"{backend}"' if backend else CHOSEN
         begin, end = f"dist.init_process_group({chosen})", "dist.destroy_process_group()"
         if backend == "none":
             begin = end = ""
-        available = {*_KNOWN}
+        available = {*_PREDEFINED}
         sections = [self._definitions(available)]
         for task, text in self._cells:
             sent, used, self._lines = self._past.sent_before(task.last), names_used(text), []
@@ -279,7 +287,9 @@ class Composer:
             end,
         ]
         text = "\n\n".join(part.strip("\n") for part in parts if part) + "\n"
-        return Script(text, (*self._saved,), len(self._cells), (*self._omitted,), (*self._missing,))
+        return ExportedScript(
+            text, (*self._saved,), len(self._cells), (*self._omitted,), (*self._missing,)
+        )
 
     @property
     def _saved(self) -> list[str]:
@@ -325,7 +335,7 @@ class Composer:
         waiting = {*names}
         while waiting:
             name = waiting.pop()
-            is_known = name in self._origins or name in _KNOWN or SYSTEM_NAMES.fullmatch(name)
+            is_known = name in self._origins or name in _PREDEFINED or SYSTEM_NAMES.fullmatch(name)
             if not is_known and (name in sent or name in self._names.namespace):
                 origin = self._origins[name] = self._find_origin(name)
                 waiting |= origin.needs | (sent.get(name, frozenset()) - self._unsent)
@@ -465,7 +475,7 @@ def _is_written(task: PastTask) -> bool:
     return task.status in ("ok", "interrupted")
 
 
-def _omitted_tasks(past: Past) -> list[str]:
+def _omitted_tasks(past: TaskHistory) -> list[str]:
     """Return a line for each task that is not in a script, with the names that it had bound."""
     lines = []
     if past.forgotten:

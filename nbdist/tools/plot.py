@@ -11,20 +11,22 @@ from contextlib import contextmanager
 from IPython.core.magic_arguments import argument
 
 from nbdist.errors import NbdistError, UsageError
-from nbdist.notebook.command import CellOption, Line, command
-from nbdist.notebook.display import Shown
+from nbdist.notebook.command import CellOption, MagicCall, command
+from nbdist.notebook.display import CommandOutput
 from nbdist.output.curves import Curves
 from nbdist.output.html_parts import panel
 from nbdist.words import one_line
-from nbdist.world.names import list_names
+from nbdist.world.name_table import list_names
 
-NOTHING = "nothing was tracked: `track(loss=loss)` in a cell, or `%%distributed --plot loss`"
+NOTHING_TRACKED = (
+    "nothing was tracked: `track(loss=loss)` in a cell, or `%%distributed --plot loss`"
+)
 
 
 @command(
     argument("names", nargs="*", help="which curves: loss lr; by default all"),
 )
-def dist_plot(line: Line) -> Shown | str:
+def dist_plot(line: MagicCall) -> CommandOutput | str:
     """Show what ranks have tracked, over all cells and restarts: `%dist_plot loss`.
 
     The median of the ranks and the band from the lowest to the highest; a rank that leaves the
@@ -34,13 +36,13 @@ def dist_plot(line: Line) -> Shown | str:
     if world is not None:
         world.session.receive_waiting()
     if world is None or not world.session.curves.by_name:
-        return NOTHING
+        return NOTHING_TRACKED
     curves = world.session.curves
     names = choose_curves(curves, line.options.names)
     # Imported late: `%load_ext`, which must be fast, loads this file for its option.
     from nbdist.output.chart import curves_html, curves_text
 
-    return Shown(panel(curves_html(curves, names)), curves_text(curves, names))
+    return CommandOutput(panel(curves_html(curves, names)), curves_text(curves, names))
 
 
 def choose_curves(curves: Curves, words: Sequence[str]) -> list[str]:
@@ -57,7 +59,7 @@ def choose_curves(curves: Curves, words: Sequence[str]) -> list[str]:
 
 
 @contextmanager
-def _plotted(line: Line) -> Iterator[None]:
+def _plotted(line: MagicCall) -> Iterator[None]:
     """While the cell runs, track numbers with the names of `--plot` in its bars and logs."""
     if line.options.plot is None:
         yield
@@ -79,7 +81,7 @@ def _plotted(line: Line) -> Iterator[None]:
             line.pool.display().show_text(text)
 
 
-def _stop_reading_logs(line: Line, names: Sequence[str]) -> str:
+def _stop_reading_logs(line: MagicCall, names: Sequence[str]) -> str:
     """Stop reading logs; return a line about names that were never logged, or ""."""
     try:
         logged = line.call("plot.end")

@@ -20,11 +20,11 @@ from nbdist.worker.tracking import track
 if TYPE_CHECKING:
     from nbdist.worker.namespace import Context
 
-MOST_SEEN = 50
+MAX_SEEN = 50
 ALSO = {"learning_rate": "lr"}
 """Names of transformers for which people also write a shorter name."""
 
-Numbers = tuple[float | None, Mapping[str, Any]]
+LoggedValues = tuple[float | None, Mapping[str, Any]]
 """The step, or None to count calls instead, and the logged values by name."""
 
 
@@ -48,26 +48,26 @@ def _stop() -> tuple[str, ...]:
 
 def _of_postfix(
     _: Any, ordered_dict: Mapping[str, Any] | None = None, *__: Any, **numbers: Any
-) -> Numbers:
+) -> LoggedValues:
     numbers.pop("refresh", None)
     # Calls are counted, since a bar's own steps begin again in each epoch.
     return None, {**(ordered_dict or {}), **numbers}
 
 
-def _of_text(_: Any, s: str = "", *__: Any, **___: Any) -> Numbers:
+def _of_text(_: Any, s: str = "", *__: Any, **___: Any) -> LoggedValues:
     parts = (part.partition("=") for part in str(s).split(","))
     return None, {name.strip(): number for name, _, number in parts}
 
 
-def _of_trainer(trainer: Any, logs: Mapping[str, Any], *_: Any, **__: Any) -> Numbers:
+def _of_trainer(trainer: Any, logs: Mapping[str, Any], *_: Any, **__: Any) -> LoggedValues:
     return trainer.state.global_step, logs
 
 
-def _of_module(module: Any, name: str, value: Any, *_: Any, **__: Any) -> Numbers:
+def _of_module(module: Any, name: str, value: Any, *_: Any, **__: Any) -> LoggedValues:
     return module.global_step, {name: value}
 
 
-Reader = Callable[..., Numbers]
+Reader = Callable[..., LoggedValues]
 
 READERS: dict[str, tuple[str, dict[str, Reader]]] = {
     "tqdm.std": ("tqdm", {"set_postfix": _of_postfix, "set_postfix_str": _of_text}),
@@ -148,7 +148,7 @@ class Taps(MetaPathFinder):
             if (also := ALSO.get(name)) in self._names and also not in logged:
                 name = str(also)
             is_wanted = name in self._names and name != "step"
-            if len(self._seen) < MOST_SEEN or is_wanted:
+            if len(self._seen) < MAX_SEEN or is_wanted:
                 self._seen.setdefault(name)
             if is_wanted:
                 # `track` refuses values that are no numbers, such as some subclasses of tensors,

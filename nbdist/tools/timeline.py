@@ -23,26 +23,26 @@ from pathlib import Path
 from IPython.core.magic_arguments import argument
 
 from nbdist.errors import NbdistError, UsageError
-from nbdist.notebook.command import CellOption, Line, command
-from nbdist.notebook.display import Shown, below, block, table
+from nbdist.notebook.command import CellOption, MagicCall, command
+from nbdist.notebook.display import CommandOutput, below, block, table
 from nbdist.notebook.options import ranks_option
 from nbdist.output.wording import seconds_text
 from nbdist.system.folders import whole_file
 from nbdist.wire.ops import Met, RankTimes, TracePart
 from nbdist.words import count, one_line, size_text
 
-SLICES, MOST_BARS = 60, 32
+SLICES, MAX_BARS = 60, 32
 """Characters of a bar, and how many ranks have a bar: of more ranks, the ones that stand out."""
 
-Span = tuple[float, float]
+TimeSpan = tuple[float, float]
 
 ON_GPUS = "nccl collectives are not included: `%%distributed --profile` shows what GPUs do"
 
-COMPUTES, WAITS, MIXED = "█", "░", "▓"
+COMPUTES_MARK, WAITS_MARK, MIXED_MARK = "█", "░", "▓"
 
 
 @command(ranks_option)
-def dist_timeline(line: Line) -> Shown | str:
+def dist_timeline(line: MagicCall) -> CommandOutput | str:
     """Show where the last cell's time went on each rank: computing, or waiting for others.
 
     The straggler is named, with how long others waited for it in collectives.  With
@@ -73,7 +73,7 @@ def headline(timeline: Timeline) -> str:
     return " · ".join(parts)
 
 
-def _table(timeline: Timeline) -> Shown:
+def _table(timeline: Timeline) -> CommandOutput:
     rows = [("rank", "total", "computing", "in collectives", "times last", "wait caused")]
     text = partial(_seconds, whole=timeline.seconds)
     for row in _rows_to_show(timeline):
@@ -84,25 +84,25 @@ def _table(timeline: Timeline) -> Shown:
     return table(headline(timeline), rows)
 
 
-def _bars(timeline: Timeline) -> Shown:
+def _bars(timeline: Timeline) -> CommandOutput:
     """Draw a bar for each rank, and below the bars a legend and the collectives."""
     bars = {row.rank: bar_of(row, timeline.seconds) for row in _rows_to_show(timeline)}
     width = max(len(str(rank)) for rank in bars)
-    both = f"  {MIXED} both" if any(MIXED in bar for bar in bars.values()) else ""
-    lines = [f"{COMPUTES} computing  {WAITS} in collectives{both}"]
+    both = f"  {MIXED_MARK} both" if any(MIXED_MARK in bar for bar in bars.values()) else ""
+    lines = [f"{COMPUTES_MARK} computing  {WAITS_MARK} in collectives{both}"]
     if more := len(timeline.rows) - len(bars):
         lines.append(count(more, "more rank"))
     lines += [" · ".join(timeline.operations[:4])] if timeline.operations else []
     return block("\n".join([*(f"rank {r:>{width}} {bar}" for r, bar in bars.items()), *lines]))
 
 
-def _rows_to_show(timeline: Timeline) -> list[Row]:
+def _rows_to_show(timeline: Timeline) -> list[TimelineRow]:
     """Return the rows to show: of many ranks, the most awaited and then the slowest."""
     order = sorted(timeline.rows, key=lambda row: (-row.awaited, -row.computing))
-    return sorted(order[:MOST_BARS], key=lambda row: row.rank)
+    return sorted(order[:MAX_BARS], key=lambda row: row.rank)
 
 
-def bar_of(row: Row, seconds: float, slices: int = SLICES) -> str:
+def bar_of(row: TimelineRow, seconds: float, slices: int = SLICES) -> str:
     """Draw `seconds` as equal slices: a character each, a space while the rank ran no cell."""
     step, bar = seconds / slices or 1.0, ""
     for number in range(slices):
@@ -112,7 +112,7 @@ def bar_of(row: Row, seconds: float, slices: int = SLICES) -> str:
             bar += " "
         else:
             share = _overlap(row.spans, first, last) / (last - first)
-            bar += WAITS if share > 0.8 else COMPUTES if share < 0.2 else MIXED
+            bar += WAITS_MARK if share > 0.8 else COMPUTES_MARK if share < 0.2 else MIXED_MARK
     return bar.rstrip()
 
 
@@ -132,14 +132,14 @@ cell."""
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TimelineRow:
     """The times of a rank in the cell; times are in seconds since the first rank began."""
 
     rank: int
     begin: float
     seconds: float  # how long the cell took
     waiting: float  # how much of that the rank waited in collectives
-    spans: tuple[Span, ...]  # when the rank waited
+    spans: tuple[TimeSpan, ...]  # when the rank waited
     came_last: int = 0  # how many collectives the rank began late, after all other ranks
     awaited: float = 0.0  # how long each other rank waited for this rank, on average
 
@@ -153,9 +153,9 @@ class Row:
 class Timeline:
     """A cell on all ranks that ran it."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[TimelineRow, ...]
     collective_count: int  # the number of collectives that more than one rank began
-    straggler: Row | None  # the rank for which others waited, None if no rank stands out
+    straggler: TimelineRow | None  # the rank for which others waited, None if no rank stands out
     operations: tuple[str, ...]  # such as `all_reduce x 3 (3 KiB)`
     is_recorded: bool  # as in `RankTimes`, for all ranks
     is_whole: bool
@@ -183,7 +183,7 @@ def timeline_of(times: Mapping[int, RankTimes]) -> Timeline | None:
     awaited, came_last = _lateness(meetings, spans)
     others = max(1, len(times) - 1)
     rows = tuple(
-        Row(
+        TimelineRow(
             rank,
             (each.began_ns - origin) / 1e9,
             took[rank] / 1e9,
@@ -249,7 +249,7 @@ def _lateness(
     return awaited, came_last
 
 
-def _overlap(spans: Sequence[Span], begin: float, end: float) -> float:
+def _overlap(spans: Sequence[TimeSpan], begin: float, end: float) -> float:
     """Return how much of the time from `begin` to `end` is in these spans."""
     total = 0.0
     for at in range(max(0, bisect_left(spans, (begin, 0)) - 1), len(spans)):
@@ -277,14 +277,14 @@ def _operations(ranks: Iterable[tuple[Met, ...]]) -> tuple[str, ...]:
 
 # --- a profile ---------------------------------------------------------------------------
 
-HEAD = b'{"nbdist": 1, "displayTimeUnit": "ms", "traceEvents": [\n'
+TRACE_HEAD = b'{"nbdist": 1, "displayTimeUnit": "ms", "traceEvents": [\n'
 """The beginning of every trace: only a file that begins so is overwritten."""
 
 SUFFIXES = (".json", ".json.gz")
 
 
 @contextmanager
-def _profiled(line: Line) -> Iterator[None]:
+def _profiled(line: MagicCall) -> Iterator[None]:
     """Run torch's profiler around a cell with `--profile`.
 
     The trace is written even if the cell fails.  If the trace cannot be written, a line says so.
@@ -305,7 +305,7 @@ def _profiled(line: Line) -> Iterator[None]:
         line.pool.display().show_text(_collect(line, path, origin))
 
 
-def _collect(line: Line, path: Path, origin: int) -> str:
+def _collect(line: MagicCall, path: Path, origin: int) -> str:
     """Fetch the ranks' events and write the trace; return the line to show."""
     try:
         traces = line.call("timeline.end_profile", origin_ns=origin)
@@ -354,7 +354,7 @@ def write_trace(path: Path, parts: Mapping[int, TracePart]) -> None:
         with whole_file(path) as opened, ExitStack() as stack:
             is_packed = path.suffix == ".gz"
             file = stack.enter_context(gzip.open(opened, "wb", 5)) if is_packed else opened
-            file.write(HEAD)
+            file.write(TRACE_HEAD)
             for number, part in enumerate(part for part in parts.values() if part.events):
                 file.write((b",\n" if number else b"") + zlib.decompress(part.events))
             file.write(b"\n]}\n")
@@ -366,6 +366,6 @@ def _is_trace(path: Path) -> bool:
     """Return True if the file is a trace that nbdist has written."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            return bool(file.read(len(HEAD)) == HEAD)
+            return bool(file.read(len(TRACE_HEAD)) == TRACE_HEAD)
     except (OSError, EOFError, zlib.error):
         return False

@@ -27,10 +27,10 @@ from nbdist.worker.process import CELL_TIMES
 if TYPE_CHECKING:
     from nbdist.worker.namespace import Context
 
-MOST_MET = 2_000
+MAX_COLLECTIVES = 2_000
 """The most collectives that are returned; Flight Recorder keeps no more by default."""
 
-BYTES = {
+DTYPE_BYTES = {
     **{"Double": 8, "Long": 8, "ComplexFloat": 8, "ComplexDouble": 16, "Float": 4, "Int": 4},
     **{"Half": 2, "BFloat16": 2, "Short": 2},
 }
@@ -43,7 +43,7 @@ def timeline(context: Context) -> RankTimes:
     newest = takewhile(
         lambda entry: entry["time_created_ns"] >= cell.began_ns, seam.recorded_collectives()
     )
-    entries = [*islice(newest, MOST_MET)] if cell.began_ns else []
+    entries = [*islice(newest, MAX_COLLECTIVES)] if cell.began_ns else []
     of_cell = (each for each in reversed(entries) if each["time_created_ns"] <= cell.ended_ns)
     return RankTimes(
         began_ns=cell.began_ns,
@@ -52,22 +52,22 @@ def timeline(context: Context) -> RankTimes:
         waited_ns=cell.waited_ns,
         met=tuple(map(_met, of_cell)),
         is_recorded=seam.RECORDS_GLOO,
-        is_whole=len(entries) < MOST_MET and cell.count == len(cell.waits),
+        is_whole=len(entries) < MAX_COLLECTIVES and cell.count == len(cell.waits),
     )
 
 
 def _met(entry: dict[str, Any]) -> Met:
     sizes = entry["input_sizes"] or entry["output_sizes"]
     dtypes = entry["input_dtypes"] or entry["output_dtypes"] or [""]
-    size = sum(map(math.prod, sizes)) * BYTES.get(dtypes[0], 1)
+    size = sum(map(math.prod, sizes)) * DTYPE_BYTES.get(dtypes[0], 1)
     group, number = str(entry["process_group"][0]), int(entry["collective_seq_id"])
     return Met(group, number, operation_of(entry), entry["time_created_ns"], size)
 
 
 # --- a profile --------------------------------------------------------------------------------
 
-MOST_TRACE_BYTES = 256_000_000
-MOST_EVENTS = 400_000
+MAX_TRACE_BYTES = 256_000_000
+MAX_EVENTS = 400_000
 
 _profilers: list[Any] = []
 """The profiler that runs, if any: until `end_profile`, or the next `begin_profile`."""
@@ -91,13 +91,13 @@ def end_profile(context: Context, origin_ns: int) -> TracePart | None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        if (size := path.stat().st_size) > MOST_TRACE_BYTES:
+        if (size := path.stat().st_size) > MAX_TRACE_BYTES:
             return TracePart(problem=f"{size / 1e6:,.0f} MB: profile fewer steps")
         trace = json.loads(path.read_bytes())
     base = trace.get("baseTimeNanoseconds", 0)
     rank, pid = context.rank, os.getpid()
     events = [*trace_events(trace["traceEvents"], rank, pid, (base - origin_ns) / 1000)]
-    kept = events[:MOST_EVENTS]
+    kept = events[:MAX_EVENTS]
     text = ",\n".join(map(json.dumps, kept)).encode()
     return TracePart(zlib.compress(text, 1), len(text), len(kept), len(events) - len(kept))
 

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.magic_arguments import argument
 
 from nbdist.errors import NbdistError, UsageError
-from nbdist.notebook.command import CellOption, Line
-from nbdist.notebook.display import Shown, below, block, table
+from nbdist.notebook.command import CellOption, MagicCall
+from nbdist.notebook.display import CommandOutput, below, block, table
 from nbdist.notebook.options import Magic
 from nbdist.output.wording import difference, fold_ranks
 from nbdist.wire.ops import Facts, Looked, Watched
@@ -31,8 +31,8 @@ from nbdist.words import count, name_ranks, one_line
 if TYPE_CHECKING:
     from nbdist.tools.diff import Comparison
 
-EVERY = 50
-MOST_ROWS, MOST_NAMED = 20, 4
+DEFAULT_WATCH_STEPS = 50
+MAX_WATCH_ROWS, MAX_NAMED_PARAMETERS = 20, 4
 _KEY = "[']"
 
 DATA = "the data that forward got"
@@ -52,7 +52,8 @@ _WANTED = (
              help="compare modules and optimizers over the ranks while the cell trains, such as"
              " `--watch model,optimizer`, and say what differed first"),
     argument("--every", metavar="STEPS", type=_number,
-             help=f"with --watch: compare after every STEPS steps of the optimizer ({EVERY})"),
+             help="with --watch: compare after every STEPS steps of the optimizer "
+             f"({DEFAULT_WATCH_STEPS})"),
     argument("--stop-on-difference", action="store_true",
              help="with --watch: end the cell on all ranks at the step where they differ; it then"
              " waits for all ranks at each step that is compared"),
@@ -66,7 +67,7 @@ def _add_options(magic: Magic) -> Magic:
 
 
 @contextmanager
-def _watched(line: Line) -> Iterator[None]:
+def _watched(line: MagicCall) -> Iterator[None]:
     """While a cell runs, watch the values of `--watch`; show the result after the cell."""
     options = line.options
     if options.watch is None:
@@ -85,7 +86,7 @@ def _watched(line: Line) -> Iterator[None]:
         )
     line.pool.ensure(options, line.display)
     exchange = uuid.uuid4().hex[:8], line.ranks, options.stop_on_difference
-    every = options.every or EVERY
+    every = options.every or DEFAULT_WATCH_STEPS
     refused = line.call("watch.begin", expressions=expressions, every=every, exchange=exchange)
     if any(refused.values()):
         line.call("watch.end")  # for ranks that did not refuse, and have begun to watch
@@ -103,7 +104,7 @@ def _watched(line: Line) -> Iterator[None]:
 WATCH = CellOption(_add_options, _watched)
 
 
-def _show(line: Line, expressions: Sequence[str]) -> None:
+def _show(line: MagicCall, expressions: Sequence[str]) -> None:
     """Fetch the ranks' notes of the cell, and show the first difference or that there is none."""
     display, ran = line.pool.display(), line.pool.last
     try:
@@ -121,7 +122,7 @@ def _show(line: Line, expressions: Sequence[str]) -> None:
         display.show_text(divergence.agreement())
 
 
-def _draw(line: Line, divergence: Divergence) -> Shown:
+def _draw(line: MagicCall, divergence: Divergence) -> CommandOutput:
     """Draw the first difference; how far parts are apart is measured now, after the cell."""
     from nbdist.tools.diff import distances
 
@@ -136,9 +137,12 @@ def _draw(line: Line, divergence: Divergence) -> Shown:
         except NbdistError:  # the rank is gone, or the name
             pass
         rows += [(divergence.name(each.title, p), kind, ranks) for p, kind, ranks in each.rows()]
-    titles, more = ("part", "type", "ranks, and how far apart they are now"), len(rows) - MOST_ROWS
+    titles, more = (
+        ("part", "type", "ranks, and how far apart they are now"),
+        len(rows) - MAX_WATCH_ROWS,
+    )
     last = [(f"and {more} more", "", "")] if more > 0 else []
-    shown = table(divergence.head(), [titles, *rows[:MOST_ROWS], *last])
+    shown = table(divergence.head(), [titles, *rows[:MAX_WATCH_ROWS], *last])
     return below([shown, block("\n".join(divergence.facts_before()))])
 
 
@@ -308,7 +312,7 @@ class Divergence:
             return
         ran = first[1]
         every, common = frozenset().union(*ran.values()), frozenset.intersection(*ran.values())
-        for module in sorted(every - common)[:MOST_NAMED]:
+        for module in sorted(every - common)[:MAX_NAMED_PARAMETERS]:
             ranks = [rank for rank, names in ran.items() if module in names]
             yield f"`{module}` ran forward in step {first[0]} on {name_ranks(ranks)} alone"
 

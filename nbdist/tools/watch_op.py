@@ -20,7 +20,7 @@ from torch.optim.optimizer import (
 )
 
 from nbdist.tools import digests
-from nbdist.tools.digests import Exchange, Parts, RanksDiffer, Target, sample_digest
+from nbdist.tools.digests import DigestsByPath, Exchange, RanksDiffer, WatchedValue, sample_digest
 from nbdist.wire.ops import Facts, Input, Watched
 from nbdist.words import one_line
 from nbdist.worker import tracking
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 KEPT_FACTS, KEPT_PARTS = 64, 20_000
 """Comparisons whose facts are kept, and parts that are kept: ranks may be some steps apart."""
 
-MOST_INPUTS = 2_000
+MAX_INPUTS = 2_000
 """Forwards whose inputs are kept; usually all since the comparison before the last."""
 
-_watches: list[Watch] = []
+_watches: list[RankWatch] = []
 """The watch that runs, if any: until `end`, or the next `begin`."""
 
 
@@ -61,7 +61,7 @@ def begin(
     if not refused:
         key, ranks, waits = exchange
         meets = Exchange(key, ranks, context.rank, context.namespace.warn, waits=waits)
-        watch = Watch(context, expressions, every, meets)
+        watch = RankWatch(context, expressions, every, meets)
         _watches.append(watch)
         watch.open()
     return refused
@@ -76,7 +76,7 @@ def end(context: Context) -> Watched | None:
     return watch.result()
 
 
-class Watch:
+class RankWatch:
     """Counts the steps of a rank, and compares the rank; all methods run on the main thread."""
 
     def __init__(
@@ -84,13 +84,13 @@ class Watch:
     ) -> None:
         self._shell, self._names = context.shell, context.names
         self._expressions, self._every, self._exchange = expressions, every, exchange
-        self._targets: dict[str, Target] = {}
+        self._targets: dict[str, WatchedValue] = {}
         self._refused: dict[str, str] = {}
         self._hooks: list[Any] = []
         self._seen = Seen(every)
         self._clock: Any = None
         self._within: list[Any] = []
-        self._parts: dict[str, Parts] = {}
+        self._parts: dict[str, DigestsByPath] = {}
         self._facts: deque[Facts] = deque(maxlen=KEPT_FACTS)
         self.step = self._times = self._sharded = 0
         self._differing = self._problem = ""
@@ -215,9 +215,9 @@ class Watch:
         self._compare(f"{self.step}", parts)
         self._times += 1
 
-    def _describe(self) -> Parts:
+    def _describe(self) -> DigestsByPath:
         """Describe all targets; if a target cannot be described, drop it and note the reason."""
-        parts: Parts = {}
+        parts: DigestsByPath = {}
         self._sharded = 0
         for expression, target in [*self._targets.items()]:
             try:
@@ -243,7 +243,7 @@ class Watch:
         parts = {each.expression: digests.buffers_of(each) for each in targets}
         self._compare(f"{self.step} (buffers)", parts)
 
-    def _compare(self, when: str, parts: Parts) -> None:
+    def _compare(self, when: str, parts: DigestsByPath) -> None:
         self._parts[when] = parts
         kept = [sum(map(len, each.values())) for each in self._parts.values()]
         while sum(kept) > KEPT_PARTS and len(kept) > 2:
@@ -267,7 +267,7 @@ class Watch:
             self._refused.pop(expression, None)
             target = self._targets.get(expression)
             if target is None or target.value is not value:
-                self._targets[expression] = Target(expression, value)
+                self._targets[expression] = WatchedValue(expression, value)
                 self._seen.hook(self._targets[expression], self._names, self.compare_due_buffers)
 
     def _prepare(self) -> None:
@@ -289,7 +289,7 @@ class Seen:
         self.step = 0
         self._hooks: list[Any] = []
         self._module_hooks: list[Any] = []
-        self._inputs: deque[tuple[int, Any, str]] = deque(maxlen=min(MOST_INPUTS, 2 * every + 64))
+        self._inputs: deque[tuple[int, Any, str]] = deque(maxlen=min(MAX_INPUTS, 2 * every + 64))
         self._names: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()
         self.ran: set[str] = set()
         """The names of modules that have run since `note_modules` was last turned on."""
@@ -302,7 +302,9 @@ class Seen:
         while self._hooks:
             self._hooks.pop().remove()
 
-    def hook(self, target: Target, names: Mapping[str, Any], begins: Callable[[], None]) -> None:
+    def hook(
+        self, target: WatchedValue, names: Mapping[str, Any], begins: Callable[[], None]
+    ) -> None:
         """Add hooks to a module; `begins` is called when the module's forward begins.
 
         If a variable of the user in `names` is a DDP module around this module, `begins` is only

@@ -19,7 +19,7 @@ from typing import Any
 
 import cloudpickle.cloudpickle as by_value
 
-from nbdist.values.definitions import REFERENCE, class_attributes, set_annotations
+from nbdist.values.definitions import REFERENCE_LENGTH, class_attributes, set_annotations
 
 script_names: set[str] = set()
 """Names that a running script binds: a spawned child imports the script, so it has them too."""
@@ -62,7 +62,7 @@ class _Pickler(by_value.Pickler):  # type: ignore[misc]  # it has no types
 
     def reducer_override(self, value: Any) -> Any:
         reduced = super().reducer_override(value)
-        is_by_value = reduced is not NotImplemented and len(reduced) > REFERENCE
+        is_by_value = reduced is not NotImplemented and len(reduced) > REFERENCE_LENGTH
         if isinstance(value, type) and is_by_value:
             set_annotations(value, class_attributes(reduced[2]))
         return reduced

@@ -46,7 +46,7 @@ _names_of_code: weakref.WeakKeyDictionary[types.CodeType, frozenset[str]] = (
 # --- the sender's side ------------------------------------------------------------------
 
 
-REFERENCE = 2
+REFERENCE_LENGTH = 2
 """The number of items to which cloudpickle reduces a class that the receiver finds by its name.
 
 Classes that are sent by value have more items, among them a state.

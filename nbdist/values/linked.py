@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from nbdist.values import definitions
 from nbdist.values.definitions import MadeBy
 from nbdist.values.digests import digest_bytes
-from nbdist.values.links import Block, Links
+from nbdist.values.links import Links, MemoryBlock
 from nbdist.values.memory import (
     attributes_of_array,
     has_plain_memory,
@@ -31,9 +31,9 @@ from nbdist.values.memory import (
     span_of_tensor,
 )
 from nbdist.values.pickling import Buffer, Pickler, without_cycles
-from nbdist.values.states import Reducer, State
+from nbdist.values.states import ObjectState, Reducer
 from nbdist.values.tensors import Reduced, TensorReducer, set_attributes
-from nbdist.values.updates import Update
+from nbdist.values.updates import ObjectUpdate
 
 READ_FROM = 1 << 20
 """Bytes of a pickle from which on it is read in pieces, so that Stop can interrupt the reading.
@@ -42,7 +42,7 @@ So many bytes take some 10 ms.
 """
 
 
-class Message(NamedTuple):
+class ValueMessage(NamedTuple):
     """A message for a rank: `frames` of memory, and the `keys` of objects that are new to it."""
 
     frames: Sequence[Buffer]
@@ -50,11 +50,11 @@ class Message(NamedTuple):
     keys: frozenset[int]
 
 
-class Arrived(NamedTuple):
+class ReceivedMessage(NamedTuple):
     """A message as a rank has read it."""
 
     values: dict[str, Any]  # by the name of the variable
-    updates: list[Update]
+    updates: list[ObjectUpdate]
     objects: list[tuple[int, str, Any]]  # new objects: key, tool, object
     blocks: list[tuple[int, str, Any]]  # new memory: key, digest, array or storage
 
@@ -107,7 +107,7 @@ class _Memory(TensorReducer):
         self.links, self.refs, self.sent = links, refs, sent
         self.pieces: dict[int, _BlockPiece] = {}
 
-    def piece_of(self, block: Block) -> _BlockPiece:
+    def piece_of(self, block: MemoryBlock) -> _BlockPiece:
         """Return the stand-in of a block: a reference if the receiver has the block."""
         piece = self.pieces.get(block.key)
         if piece is None:
@@ -179,7 +179,7 @@ class _Memory(TensorReducer):
         contents = plain_pickle.PickleBuffer(copy.contiguous().view(self._torch.uint8).numpy())
         return contents, tuple(new if old else 0 for old, new in kept)
 
-    def contents_of(self, block: Block, owner: Any = None) -> Any:
+    def contents_of(self, block: MemoryBlock, owner: Any = None) -> Any:
         """Return the bytes of a block: its memory itself on the CPU, or a copy from a device."""
         if block.device != "cpu":
             flat = flat_tensor(owner)[block.start - owner.data_ptr() :][: block.size]
@@ -198,7 +198,7 @@ def _keep_owner(view: memoryview, owner: Any) -> Any:
 class _BlockPiece:
     """Stands in a pickle for a block."""
 
-    def __init__(self, block: Block) -> None:
+    def __init__(self, block: MemoryBlock) -> None:
         self.block = block
         self.contents: Any = None
 
@@ -259,12 +259,12 @@ class _ReferringPickler(_LinkedPickler):
 
 def write(
     values: Mapping[str, Any],
-    updates: Iterable[Update],
+    updates: Iterable[ObjectUpdate],
     links: Links,
-    states: Mapping[int, State],
+    states: Mapping[int, ObjectState],
     sent: Collection[int],
     namespace: dict[str, Any],
-) -> Message:
+) -> ValueMessage:
     """Pickle values and updates for ranks that have the objects of the keys in `sent`.
 
     The receiver registers the objects of `states` that are in the message and new to it.  Raises
@@ -303,7 +303,7 @@ def write(
     frames: list[Buffer] = [pickler.file.getvalue(), *pickler.buffers]
     size = sum(memoryview(frame).nbytes for frame in frames)
     # The pickler keeps all pickled objects alive, and so the memory that the frames show.
-    message = Message(_Frames(frames), size, frozenset(new))
+    message = ValueMessage(_Frames(frames), size, frozenset(new))
     message.frames.pickler = pickler  # type: ignore[attr-defined]
     return message
 
@@ -316,7 +316,7 @@ class _Frames(list[Any]):
 
 def _with_memory(data: Any, memory: _Memory) -> Any:
     """Put the contents of a block in the place of the block."""
-    if isinstance(data, Block):
+    if isinstance(data, MemoryBlock):
         return memory.contents_of(data, data.owner_storage())
     return data
 
@@ -324,7 +324,7 @@ def _with_memory(data: Any, memory: _Memory) -> Any:
 # --- the receiver's side ----------------------------------------------------------------
 
 
-class _Unpickler(plain_pickle.Unpickler):
+class _LinkedUnpickler(plain_pickle.Unpickler):
     find: Callable[[int], Any]
 
     def persistent_load(self, key: Any) -> Any:
@@ -337,7 +337,7 @@ class _Unpickler(plain_pickle.Unpickler):
 
 def read(
     frames: Sequence[Buffer], find: Callable[[int], Any], namespace: dict[str, Any] | None
-) -> Arrived:
+) -> ReceivedMessage:
     """Make the values of a message; `find` returns the receiver's own object with a key.
 
     Raises NotThere for a key that `find` does not know, and CannotRebuild.
@@ -353,7 +353,7 @@ def read(
                 readline=lambda: file.readline(),
                 readinto=lambda buffer: file.readinto(buffer),
             )
-        unpickler = _Unpickler(source, buffers=buffers)
+        unpickler = _LinkedUnpickler(source, buffers=buffers)
         unpickler.find = find
         values: dict[str, Any] = {}
         name, early = "", []
@@ -375,7 +375,7 @@ def read(
         finally:
             for name in early:
                 namespace.pop(name, None)  # type: ignore[union-attr]
-    return Arrived(values, updates, objects, blocks)
+    return ReceivedMessage(values, updates, objects, blocks)
 
 
 def block_from(contents: Any) -> Any:

@@ -71,7 +71,7 @@ class _Owners:
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
-class Block:
+class MemoryBlock:
     """The part of tensors' and arrays' memory that is sent: the bytes from `start` to `end`.
 
     `owner` returns the object that keeps the memory alive, or None once the memory is free.
@@ -119,7 +119,7 @@ class Block:
         return self.end - self.start
 
 
-Entry = _WeakEntry | _StrongEntry
+LinkEntry = _WeakEntry | _StrongEntry
 
 
 class Links:
@@ -129,8 +129,8 @@ class Links:
     """
 
     def __init__(self) -> None:
-        self.by_id: dict[int, Entry] = {}
-        self.by_key: dict[int, Entry] = {}
+        self.by_id: dict[int, LinkEntry] = {}
+        self.by_key: dict[int, LinkEntry] = {}
         self._strong: dict[int, _StrongEntry] = {}
         self.blocks = Blocks(self)
         self.has_dead = False  # an object has ended, so `drop_unused` may find unused ones
@@ -149,7 +149,7 @@ class Links:
         entry = self.by_id.get(id(value))
         return None if entry is None else entry.key
 
-    def add(self, value: Any, tool: str, key: int | None = None) -> Entry:
+    def add(self, value: Any, tool: str, key: int | None = None) -> LinkEntry:
         """Give an object `key`, or a new key unless it has a key; return the object's entry."""
         number = id(value)
         existing = self.by_id.get(number)
@@ -157,7 +157,7 @@ class Links:
             if key is None or existing.key == key:
                 return existing
             self._remove(existing)
-        entry: Entry
+        entry: LinkEntry
         try:
             entry = _WeakEntry(value, self._record_death)
         except TypeError:
@@ -179,7 +179,7 @@ class Links:
         entry = self.by_key.get(key)
         return self.blocks.owner_of(key) if entry is None else entry()
 
-    def renew(self, entry: Entry) -> None:
+    def renew(self, entry: LinkEntry) -> None:
         """Give an object another key, because its counterparts cannot be changed in place."""
         self.by_key.pop(entry.key, None)
         self._dead.append(entry.key)
@@ -199,7 +199,7 @@ class Links:
         dead, self._dead = self._dead, []
         return tuple(dead)
 
-    def drop_unused(self, before_drop: Callable[[Sequence[Entry]], None] | None = None) -> None:
+    def drop_unused(self, before_drop: Callable[[Sequence[LinkEntry]], None] | None = None) -> None:
         """Drop objects to which nothing but this table refers; called if `has_dead` is set.
 
         `before_drop` is called with the entries of these objects before they are dropped.
@@ -221,11 +221,11 @@ class Links:
             self._dead.append(entry.key)
             self._remove(entry)
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[LinkEntry]:
         """List the entries of all objects."""
         return [*self.by_key.values()]
 
-    def _remove(self, entry: Entry) -> None:
+    def _remove(self, entry: LinkEntry) -> None:
         if self.by_key.get(entry.key) is entry:
             del self.by_key[entry.key]
         if self.by_id.get(entry.number) is entry:
@@ -256,21 +256,21 @@ class Blocks:
 
     def __init__(self, links: Links) -> None:
         self._links = links
-        self._by_key: dict[int, Block] = {}
-        self._sorted: list[Block] = []
-        self._copied: dict[tuple[Any, ...], Block] = {}
+        self._by_key: dict[int, MemoryBlock] = {}
+        self._sorted: list[MemoryBlock] = []
+        self._copied: dict[tuple[Any, ...], MemoryBlock] = {}
 
     def __len__(self) -> int:
         return len(self._by_key)
 
-    def __iter__(self) -> Iterator[Block]:
+    def __iter__(self) -> Iterator[MemoryBlock]:
         return iter([*self._by_key.values()])
 
-    def get(self, key: int) -> Block | None:
+    def get(self, key: int) -> MemoryBlock | None:
         """Return the block with this key."""
         return self._by_key.get(key)
 
-    def find_containing(self, start: int, end: int, root: int, device: str) -> Block | None:
+    def find_containing(self, start: int, end: int, root: int, device: str) -> MemoryBlock | None:
         """Return the block that contains these bytes of the memory at `root`; None if none does."""
         for block in self._around(start, root, device):
             if block.owner() is None:
@@ -280,14 +280,14 @@ class Blocks:
                 return block
         return None
 
-    def get_exact(self, start: int, size: int, device: str) -> Block | None:
+    def get_exact(self, start: int, size: int, device: str) -> MemoryBlock | None:
         """Return the block of exactly these bytes of memory; None if there is none."""
         block = self.find_containing(start, start + size, start, device)
         return block if block is not None and block.size == size else None
 
     def find_or_add(
         self, start: int, end: int, root: tuple[int, int], make_ref: Callable[[], Any], device: str
-    ) -> Block:
+    ) -> MemoryBlock:
         """Return the block that contains the bytes of a view; make one if there is none.
 
         `root` are the bounds of all the memory that the view is of; `make_ref` returns an `owner`.
@@ -298,23 +298,25 @@ class Blocks:
         is_whole = root[1] - root[0] <= max(MAX_WHOLE_BYTES, 2 * (end - start))
         # Aligned, so that views of all types begin at a whole number of elements.
         bounds = root if is_whole else (start - (start - root[0]) % ALIGNMENT, end)
-        return self.add(Block(self._links.new_key(), *bounds, make_ref(), device))
+        return self.add(MemoryBlock(self._links.new_key(), *bounds, make_ref(), device))
 
-    def get_copied(self, what: tuple[Any, ...]) -> Block | None:
+    def get_copied(self, what: tuple[Any, ...]) -> MemoryBlock | None:
         """Return the block of a few elements that are copied together; None if there is none."""
         return self._copied.get(what)
 
-    def add_copied(self, what: tuple[Any, ...], make_ref: Callable[[], Any], device: str) -> Block:
+    def add_copied(
+        self, what: tuple[Any, ...], make_ref: Callable[[], Any], device: str
+    ) -> MemoryBlock:
         """Return the block of a few elements that are copied together; `what` tells which."""
         block = self._copied.get(what)
         if block is None or block.owner() is None:
-            block = Block(self._links.new_key(), 0, 0, make_ref(), device, what)
+            block = MemoryBlock(self._links.new_key(), 0, 0, make_ref(), device, what)
             self._copied[what] = self._by_key[block.key] = block
         else:
             block.add_owner(make_ref())
         return block
 
-    def add(self, block: Block) -> Block:
+    def add(self, block: MemoryBlock) -> MemoryBlock:
         """Add a block to the table, and return it."""
         self._by_key[block.key] = block
         insort(self._sorted, block, key=attrgetter("start"))
@@ -337,7 +339,7 @@ class Blocks:
                 self._links._dead.append(block.key)
                 self._remove(block)
 
-    def _around(self, start: int, root: int, device: str) -> list[Block]:
+    def _around(self, start: int, root: int, device: str) -> list[MemoryBlock]:
         """List the blocks that begin at or before an address, within the same memory."""
         at = bisect_right(self._sorted, start, key=attrgetter("start"))
         blocks = []
@@ -347,7 +349,7 @@ class Blocks:
                 blocks.append(self._sorted[at])
         return blocks
 
-    def _remove(self, block: Block) -> None:
+    def _remove(self, block: MemoryBlock) -> None:
         if self._by_key.get(block.key) is block:
             del self._by_key[block.key]
         if block.copied:

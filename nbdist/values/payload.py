@@ -23,15 +23,15 @@ from nbdist.system.limits import require_memory
 from nbdist.values.memory import reduce_to_file
 from nbdist.values.pickling import Buffer, pickle
 
-Made = TypeVar("Made")
-Value = TypeVar("Value")
+T = TypeVar("T")
+V = TypeVar("V")
 
 # --- segments --------------------------------------------------------------------------------
 
 # As vector instructions and torch's allocator prefer; also the size of a cache line.
 ALIGNMENT = 64
 
-PIECE = 32 << 20
+COPY_PIECE = 32 << 20
 """Bytes that are copied between two yields; copying them takes some 10 to 50 ms."""
 
 # linux/fcntl.h and linux/memfd.h; the fcntl module has these names on few versions.
@@ -92,8 +92,8 @@ class Segment(_Open):
     def filling(cls, frames: Sequence[Buffer]) -> Generator[int, None, Segment]:
         """Make a new segment with a copy of the frames, each copied once.
 
-        Yields the number of bytes copied so far, every `PIECE` bytes.  Raises NotEnoughMemory, or
-        OSError if memory runs out in spite of that check.  If it raises, or is closed before its
+        Yields the number of bytes copied so far, every `COPY_PIECE` bytes.  Raises NotEnoughMemory,
+        or OSError if memory runs out in spite of that check.  If it raises, or is closed before its
         end, nothing is left behind.
         """
         views = [memoryview(frame).cast("B") for frame in frames]
@@ -124,13 +124,13 @@ class Blank(_Open):
         os.ftruncate(self._fd, self.total)
 
     def writing(self, view: memoryview, offset: int) -> Iterator[int]:
-        """Write bytes at an offset; yield how many are written so far, every `PIECE` bytes."""
+        """Write bytes at an offset; yield how many are written so far, every `COPY_PIECE` bytes."""
         # Nine times as fast as copying into a mapping, which takes a page fault, and clears
         # the page, for every 4 KiB (1 GiB: 0.33 s against 3.0 s; a memcpy of it 0.44 s).
         done = 0
         while done < view.nbytes:
             # No signal ends a write to memory: Stop would wait for all of it.
-            done += os.pwrite(self._fd, view[done : done + PIECE], offset + done)
+            done += os.pwrite(self._fd, view[done : done + COPY_PIECE], offset + done)
             self.filled = offset + done
             yield done
 
@@ -187,12 +187,12 @@ def length_of(ref: SegmentRef) -> int:
     return _layout(ref.sizes)[1]
 
 
-class Steps(Generic[Made]):
+class StepwiseValue(Generic[T]):
     """A value that is made in steps: iterate to the end, then read `made`; or close it before."""
 
-    made: Made
+    made: T
 
-    def __init__(self, steps: Generator[int, None, Made]) -> None:
+    def __init__(self, steps: Generator[int, None, T]) -> None:
         self._steps = steps
 
     def __iter__(self) -> Iterator[int]:
@@ -204,9 +204,9 @@ class Steps(Generic[Made]):
         self._steps.close()
 
 
-def run_to_end(steps: Generator[int, None, Made]) -> Made:
+def run_to_end(steps: Generator[int, None, T]) -> T:
     """Run all steps, and return the value that they make."""
-    whole = Steps(steps)
+    whole = StepwiseValue(steps)
     for _ in whole:
         pass
     return whole.made
@@ -240,18 +240,18 @@ class Payload(NamedTuple):
     within: tuple[tuple[str, SegmentRef], ...] = ()
 
 
-Packed = tuple[Payload, Segment | None]
+PackedPayload = tuple[Payload, Segment | None]
 """A payload, and the segment to keep open until it has been opened."""
 
 
-def pack_frames(frames: Sequence[Buffer]) -> Packed:
+def pack_frames(frames: Sequence[Buffer]) -> PackedPayload:
     """Make a payload as `packing` does, in a single step."""
     return run_to_end(packing(frames))
 
 
 def packing(
     frames: Sequence[Buffer], inline_limit: int = INLINE_LIMIT
-) -> Generator[int, None, Packed]:
+) -> Generator[int, None, PackedPayload]:
     """Make a payload of frames in steps, in shared memory from `inline_limit` bytes on.
 
     Yields the number of bytes copied so far; the generator can be closed before its end.
@@ -312,7 +312,7 @@ def refs_in(value: object) -> tuple[SegmentRef, ...]:
     return tuple(dict.fromkeys(refs))
 
 
-def relocate(value: Value, places: Places) -> Value:
+def relocate(value: V, places: Places) -> V:
     """Return the value with the segments of its payloads replaced by their copies in `places`."""
 
     def now(ref: SegmentRef) -> SegmentRef:
@@ -340,7 +340,7 @@ def _with_payloads(value: Any, change: Callable[[Payload], Payload]) -> Any:
     return value
 
 
-def localize(value: Value, payload: Payload) -> Value:
+def localize(value: V, payload: Payload) -> V:
     """Return a value unpickled from a payload, with the inner segments from `payload.within`."""
     return relocate(value, {path: ref for path, ref in payload.within if path != ref.path})
 
@@ -399,7 +399,7 @@ class Identity:
 SHARDED, MODULE, OPTIMIZER, TENSOR, OTHER = range(5)
 """Kinds of values, the most interesting one first; SHARDED is a module after `fully_shard`."""
 
-_KINDS = (
+_KIND_CLASSES = (
     ("torch.distributed.fsdp", "FSDPModule"),
     ("torch.nn.modules.module", "Module"),
     ("torch.optim.optimizer", "Optimizer"),
@@ -410,7 +410,7 @@ _KINDS = (
 
 def kind_of(value: Any) -> int:
     """Return the kind of a value, SHARDED to OTHER, without importing torch."""
-    for kind, (package, name) in enumerate(_KINDS):
+    for kind, (package, name) in enumerate(_KIND_CLASSES):
         classes = (each for each in type(value).__mro__ if each.__qualname__ == name)
         if any(f"{each.__module__}.".startswith(f"{package}.") for each in classes):
             return kind

@@ -34,7 +34,7 @@ from nbdist.values.memory import is_plain_array, reduce_expanded
 from nbdist.values.states import optimizer_hooks
 from nbdist.values.tensors import Reduced, TensorReducer, reduce_constant
 
-LONG, READ_FROM, AT_ONCE = 1 << 20, 1 << 20, 64 << 20
+LONG_TEXT, READ_FROM, READ_AT_ONCE = 1 << 20, 1 << 20, 64 << 20
 """Bytes: of a text from which on a sketch leaves it out; of a pickle from which on it is read in
 pieces, some 10 ms each; and of memory that is read between two chances for Stop."""
 
@@ -119,7 +119,7 @@ class _FirstFrame(io.BytesIO):
     def write(self, data: Any) -> int:
         """Append bytes, or in a sketch the digest of long ones; raises NotEnoughMemory."""
         size = memoryview(data).nbytes
-        if self._sketch and size >= LONG:
+        if self._sketch and size >= LONG_TEXT:
             self.left_out += size
             return super().write(digest_of(data).encode())
         if self.tell() + size - self._checked_size >= ASKED_FROM:
@@ -249,7 +249,7 @@ class Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no typ
         if alias := definitions.other_name(kind):
             return getattr, (sys.modules[kind.__module__], alias)
         reduced: Reduced = super().reducer_override(kind)
-        if reduced is NotImplemented or len(reduced) == definitions.REFERENCE:
+        if reduced is NotImplemented or len(reduced) == definitions.REFERENCE_LENGTH:
             return reduced
         maker, args, state = reduced[:3]
         slots = None
@@ -336,8 +336,8 @@ def digest_of(data: Buffer) -> str:
     """Return the digest of bytes: their number and CRC-32, no protection against forgery."""
     view, crc = memoryview(data).cast("B"), 0
     # CRC-32 is the fastest in the standard library: 2.6 to 6 GB/s on a core, SHA-1 has 0.9.
-    for start in range(0, view.nbytes, AT_ONCE):
-        crc = zlib.crc32(view[start : start + AT_ONCE], crc)
+    for start in range(0, view.nbytes, READ_AT_ONCE):
+        crc = zlib.crc32(view[start : start + READ_AT_ONCE], crc)
     return f"{view.nbytes:x}-{crc:08x}"
 
 

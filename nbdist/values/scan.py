@@ -30,7 +30,7 @@ from typing import Any
 from nbdist.values import definitions
 from nbdist.values.definitions import MadeBy, Variable
 from nbdist.values.digests import digest_bytes, sample_of
-from nbdist.values.links import Block, Links
+from nbdist.values.links import Links, MemoryBlock
 from nbdist.values.memory import (
     attributes_of_array,
     has_plain_memory,
@@ -47,11 +47,11 @@ from nbdist.values.states import (
     ATTRIBUTE,
     CLASS,
     FACTORY,
-    HEAD,
+    HEAD_PART,
     MAX_PARTS,
     MAX_TEXT,
+    ObjectState,
     Reducer,
-    State,
     Token,
     attributes_of,
     bytes_of_code,
@@ -80,7 +80,7 @@ _FRAMES_BY_NAME = (("pandas", "DataFrame"), ("pandas", "Series"))
 
 Frames share memory until one of them is changed, and pickling loses pandas' record of it."""
 
-_NAMED = (
+_NAMED_TYPES = (
     *(types.WrapperDescriptorType, types.MethodDescriptorType, types.ClassMethodDescriptorType),
     *(types.GetSetDescriptorType, types.MemberDescriptorType),
 )
@@ -107,14 +107,14 @@ class Scan:
         namespace: dict[str, Any],
         *,
         adds: bool = True,
-        before: Callable[[int], State | None] | None = None,
+        before: Callable[[int], ObjectState | None] | None = None,
         trusts_samples: bool = False,
     ) -> None:
         self.links = links
-        self.states: dict[int, State] = {}
+        self.states: dict[int, ObjectState] = {}
         self.needs: dict[int, frozenset[str]] = {}
         self.sizes: dict[int, int] = {}
-        self.blocks: dict[int, Block] = {}
+        self.blocks: dict[int, MemoryBlock] = {}
         self.with_graph: set[int] = set()  # keys of tensors with a graph, which is not sent
         self.with_hooks: set[int] = set()  # keys of tensors with hooks, which are not sent
         self._reducer, self._namespace, self._adds, self._before = reducer, namespace, adds, before
@@ -124,7 +124,7 @@ class Scan:
         self._children: list[int] = []
         self._versions: dict[int, list[int]] = defaultdict(list)
         self._token_makers: dict[type, Callable[[Any], Token]] = {}
-        self._readers: dict[str, Callable[[Any, Any], State]] = {}
+        self._readers: dict[str, Callable[[Any, Any], ObjectState]] = {}
         self._named: dict[int, tuple[Any, Token]] = {}
         self._inlined: set[int] = set()  # ids of containers that are a part of their object
         torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
@@ -239,7 +239,7 @@ class Scan:
                 return self._track(tool)
         if issubclass(kind, enum.Enum):
             return lambda v: ("e", self.token(type(v)), repr(v.name), self.token(v.value))
-        if isinstance(value, _NAMED):
+        if isinstance(value, _NAMED_TYPES):
             return lambda v: ("n", repr(v))
         if isinstance(value, types.ModuleType):
             return lambda v: ("mod", definitions.require_importable(v))
@@ -296,7 +296,7 @@ class Scan:
         if cached is not None:
             return cached[1]
         reduced = self._reducer.reduce(value)
-        if reduced is NotImplemented or len(reduced) <= definitions.REFERENCE:
+        if reduced is NotImplemented or len(reduced) <= definitions.REFERENCE_LENGTH:
             token = "n", value.__module__ or "", value.__qualname__
             self._named[id(value)] = value, token
             return token
@@ -304,15 +304,15 @@ class Scan:
 
     # --- the states of containers and instances -------------------------------------------
 
-    def _state(self, parts: dict[Token, Token]) -> State:
+    def _state(self, parts: dict[Token, Token]) -> ObjectState:
         if len(parts) > MAX_PARTS:
             return self._unit(tuple(parts.items()))
-        return State(parts, tuple(self._children))
+        return ObjectState(parts, tuple(self._children))
 
-    def _unit(self, token: Token) -> State:
-        return State(None, tuple(self._children), digest_of_token(token))
+    def _unit(self, token: Token) -> ObjectState:
+        return ObjectState(None, tuple(self._children), digest_of_token(token))
 
-    def _read_dict(self, value: Any, entry: Any) -> State:
+    def _read_dict(self, value: Any, entry: Any) -> ObjectState:
         if type(value) in (dict, OrderedDict) and not value:
             return _EMPTY
         token = self.token
@@ -327,7 +327,7 @@ class Scan:
         self.sizes[entry.key] = 64 * len(parts)
         return self._state(parts)
 
-    def _read_list(self, value: Any, entry: Any) -> State:
+    def _read_list(self, value: Any, entry: Any) -> ObjectState:
         self.sizes[entry.key] = 16 * list.__len__(value)
         attributes = () if type(value) is list else self._attributes_in(value)
         return self._unit((*attributes, *map(self.token, [*list.__iter__(value)])))
@@ -335,28 +335,28 @@ class Scan:
     def _attributes_in(self, value: Any) -> list[Token]:
         return [(ATTRIBUTE, name, self.token(part)) for name, part in own_attributes(value)]
 
-    def _read_deque(self, value: Any, entry: Any) -> State:
+    def _read_deque(self, value: Any, entry: Any) -> ObjectState:
         attributes = () if type(value) is deque else self._attributes_in(value)
         return self._unit((*attributes, value.maxlen, *map(self.token, [*deque.__iter__(value)])))
 
-    def _read_set(self, value: Any, entry: Any) -> State:
+    def _read_set(self, value: Any, entry: Any) -> ObjectState:
         self.sizes[entry.key] = 64 * set.__len__(value)
         attributes = () if type(value) is set else self._attributes_in(value)
         return self._unit(
             (*attributes, *sorted(map(self.token, [*set.__iter__(value)]), key=digest_of_token))
         )
 
-    def _read_bytearray(self, value: Any, entry: Any) -> State:
+    def _read_bytearray(self, value: Any, entry: Any) -> ObjectState:
         self.sizes[entry.key] = len(value)
-        return State(None, (), digest_bytes(bytes(value)).encode())
+        return ObjectState(None, (), digest_bytes(bytes(value)).encode())
 
-    def _read_cell(self, value: Any, entry: Any) -> State:
+    def _read_cell(self, value: Any, entry: Any) -> ObjectState:
         try:
             return self._unit((self.token(value.cell_contents),))
         except ValueError:  # the cell is empty
             return self._unit(())
 
-    def _read_instance(self, value: Any, entry: Any) -> State:
+    def _read_instance(self, value: Any, entry: Any) -> ObjectState:
         token = self.token
         if self._torch is not None and isinstance(value, self._torch.nn.Module):
             by_id, tables = self.links.by_id, names_of_empty_tables()
@@ -373,7 +373,7 @@ class Scan:
 
     # --- definitions ----------------------------------------------------------------------
 
-    def _read_function(self, value: types.FunctionType, entry: Any) -> State:
+    def _read_function(self, value: types.FunctionType, entry: Any) -> ObjectState:
         namespace = value.__globals__
         if namespace is self._namespace:
             self.needs[entry.key] = definitions.global_names(value.__code__)
@@ -384,7 +384,7 @@ class Scan:
             return self._read_opaque(value, entry)
         token = self.token
         parts = {
-            HEAD: (where, *map(token, value.__closure__ or ())),
+            HEAD_PART: (where, *map(token, value.__closure__ or ())),
             "__code__": ("code", digest_bytes(bytes_of_code(value.__code__))),
         }
         for name, part in definitions.details_of(value).items():
@@ -393,16 +393,16 @@ class Scan:
             parts[f".{name}"] = token(part)
         return self._state(parts)
 
-    def _read_class(self, value: type, entry: Any) -> State:
+    def _read_class(self, value: type, entry: Any) -> ObjectState:
         maker, args, state = self._reducer.reduce(value)[:3]
         _, second_args, second_state = self._reducer.reduce(value)[:3]
-        parts = {HEAD: (self.token(maker), self._pair(args, second_args))}
+        parts = {HEAD_PART: (self.token(maker), self._pair(args, second_args))}
         second = definitions.class_attributes(second_state)
         for name, part in definitions.class_attributes(state).items():
             parts[name] = self._pair(part, second.get(name))
         return self._state(parts)
 
-    def _read_frame(self, value: Any, entry: Any) -> State:
+    def _read_frame(self, value: Any, entry: Any) -> ObjectState:
         usage = value.memory_usage(index=True)
         self.sizes[entry.key] = int(getattr(usage, "sum", lambda: usage)())
         state = {name: part for name, part in value.__getstate__().items() if name != "_mgr"}
@@ -423,7 +423,7 @@ class Scan:
             reduced = value.__reduce_ex__(5) if make is None else make(value)
         return reduced
 
-    def _read_opaque(self, value: Any, entry: Any) -> State:
+    def _read_opaque(self, value: Any, entry: Any) -> ObjectState:
         attributes = getattr(value, "__dict__", None)  # read first: some objects make it then
         first = listed(self.reduced(value))
         # Objects that are in a second reduction too belong to the value.  All others are made for
@@ -432,7 +432,7 @@ class Scan:
         self._inlined = {id(attributes), *self._own_containers(value, first)}
         make, args, state, items, pairs, _ = first
         parts = {
-            HEAD: (self._pair(make, second[0]), self._pair(args, second[1])),
+            HEAD_PART: (self._pair(make, second[0]), self._pair(args, second[1])),
             "state": self._pair(state, second[2]),
             "items": self._pair(items, second[3]),
             "pairs": self._pair(pairs, second[4]),
@@ -506,7 +506,7 @@ class Scan:
         is_opaque = value.dtype.hasobject or is_of_file(value)
         return self._track("opaque" if is_opaque else "array")(value)
 
-    def _read_tensor(self, value: Any, entry: Any) -> State:
+    def _read_tensor(self, value: Any, entry: Any) -> ObjectState:
         version, sample = version_of(value), _layout_of_tensor(value)
         before = self._before(entry.key) if self._before and sample else None
         if before is not None and before.sample == sample:
@@ -520,7 +520,7 @@ class Scan:
             state.sample = sample
         return state
 
-    def _state_of_tensor(self, value: Any, entry: Any, version: int) -> State:
+    def _state_of_tensor(self, value: Any, entry: Any, version: int) -> ObjectState:
         parts = {"data": self._data_of_tensor(value, version)}
         parts["requires_grad"] = value.requires_grad
         parts[CLASS] = type(value).__qualname__
@@ -560,7 +560,7 @@ class Scan:
         self._use(block)
         return (..., block.key), start - block.start, *shape
 
-    def _read_array(self, value: Any, entry: Any) -> State:
+    def _read_array(self, value: Any, entry: Any) -> ObjectState:
         shape = (
             value.dtype.str,
             repr(value.dtype.fields and value.dtype),
@@ -571,26 +571,26 @@ class Scan:
         parts = {f".{name}": self.token(part) for name, part in attributes}
         parts[CLASS] = self.token(type(value))
         if not value.size:
-            return self._state({HEAD: ("empty", *shape), **parts})
+            return self._state({HEAD_PART: ("empty", *shape), **parts})
         start, end = span_of_array(value)
         at = value.__array_interface__["data"][0]
         root, make_ref = root_of_array(self._torch, value, (start, end))
         block = self._block(start, end, root, make_ref, "cpu")
         if block is None:
-            return self._state({HEAD: ("new", *shape), **parts})
+            return self._state({HEAD_PART: ("new", *shape), **parts})
         self._use(block)
         parts["writeable"] = bool(value.flags.writeable)
-        return self._state({HEAD: ((..., block.key), at - block.start, *shape), **parts})
+        return self._state({HEAD_PART: ((..., block.key), at - block.start, *shape), **parts})
 
     def _block(
         self, start: int, end: int, root: tuple[int, int], make_ref: Callable[[], Any], device: str
-    ) -> Block | None:
+    ) -> MemoryBlock | None:
         blocks = self.links.blocks
         if not self._adds:
             return blocks.find_containing(start, end, root[0], device)
         return blocks.find_or_add(start, end, root, make_ref, device)
 
-    def _use(self, block: Block) -> None:
+    def _use(self, block: MemoryBlock) -> None:
         self._children.append(block.key)
         self.blocks[block.key] = block
 
@@ -599,36 +599,36 @@ class Scan:
         if not self._adds:  # a rank compares memory only if it is asked to
             return
         new = [each for key, each in self.blocks.items() if key not in self.states]
-        big = [each for each in new if each.size >= _AT_ONCE]
+        big = [each for each in new if each.size >= _SCAN_AT_ONCE]
         big_states = dict(zip(map(id, big), _in_threads(self._read_block, big), strict=True))
         for block in new:
             self.states[block.key] = big_states.get(id(block)) or self._read_block(block)
             self.sizes[block.key] = block.size
 
-    def _read_block(self, block: Block) -> State:
+    def _read_block(self, block: MemoryBlock) -> ObjectState:
         versions = repr(self._versions[block.key])
         if block.device != "cpu":
-            return State(None, (), f"{block.start} {versions}".encode())
+            return ObjectState(None, (), f"{block.start} {versions}".encode())
         if block.copied:
-            return State(None, (), repr((block.copied, versions)).encode())
+            return ObjectState(None, (), repr((block.copied, versions)).encode())
         view = memory_at(block.start, block.size)
         sample = (versions, sample_of(view)) if block.size > QUICK_BYTES else None
         before = self._before(block.key) if self._before else None
         if sample and self._trusts_samples and before is not None and before.sample == sample:
             return before
         if block.size > WHOLE_LIMIT:
-            return State(None, (), repr(sample).encode(), sample)
+            return ObjectState(None, (), repr(sample).encode(), sample)
         digest = digest_bytes(view).encode()
         if before is not None and before.digest == digest and not sample:
             return before
-        return State(None, (), digest, sample)
+        return ObjectState(None, (), digest, sample)
 
 
 QUICK_BYTES = 4 << 20
 WHOLE_LIMIT = 4 << 30
 """The most bytes of memory whose contents are compared whole; of more only samples are."""
 
-_AT_ONCE = 1 << 20  # bytes of memory from which on a thread is worth its start
+_SCAN_AT_ONCE = 1 << 20  # bytes of memory from which on a thread is worth its start
 
 _TOOLS: dict[type, str] = {
     dict: "dict",
@@ -660,7 +660,7 @@ def _is_sentinel(kind: type) -> bool:
     return kind.__module__ == "dataclasses" and kind.__name__.startswith("_")
 
 
-_EMPTY = State({})
+_EMPTY = ObjectState({})
 
 
 _HAVE_SUBCLASSES = (dict, list, set, deque)
@@ -685,7 +685,9 @@ def _is_plain(reduced: Any) -> bool:
     return type(reduced) in ATOMIC or isinstance(reduced, types.FunctionType | type)
 
 
-def _in_threads(read: Callable[[Block], State], blocks: list[Block]) -> list[State]:
+def _in_threads(
+    read: Callable[[MemoryBlock], ObjectState], blocks: list[MemoryBlock]
+) -> list[ObjectState]:
     if len(blocks) < 2:
         return [*map(read, blocks)]
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1), "nbdist-digest") as pool:

@@ -20,24 +20,24 @@ Token = Any
 """The stand-in of a value in a state: a plain value itself, `(..., key)` for an object that has a
 key, and a tuple that begins with a short text for any other value."""
 
-Parts = frozenset[Token] | None
+ChangedParts = frozenset[Token] | None
 """The changed parts of an object; None for an object that is compared as a whole."""
 
 MAX_TEXT, MAX_PARTS, MAX_DIGEST = 256, 4096, 48
 """Characters up to which a text is its own token; parts up to which the parts of an object are
 compared one by one; bytes up to which a token is its own digest."""
 
-HEAD = "head"
+HEAD_PART = "head"
 """The part of a state that cannot be changed in place: if it differs, another object is needed."""
 
 CLASS = "__class__"
 FACTORY = ("default_factory",)
 ATTRIBUTE = "attribute"
 
-MISSING: Token = ("missing",)
+MISSING_TOKEN: Token = ("missing",)
 
 
-class State:
+class ObjectState:
     """The state of an object at a time.
 
     `parts` has the parts that are compared one by one, None for an object that is compared as a
@@ -62,11 +62,11 @@ class State:
         self.digest: bytes = digest or digest_of_token(tuple((parts or {}).items()))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, State) and self.digest == other.digest
+        return isinstance(other, ObjectState) and self.digest == other.digest
 
     __hash__ = None  # type: ignore[assignment]
 
-    def changed_since(self, before: State) -> frozenset[Token] | None:
+    def changed_since(self, before: ObjectState) -> frozenset[Token] | None:
         """Return which parts differ; None for an object whose parts are not compared one by one."""
         if self.parts is None or before.parts is None:
             return None
@@ -74,10 +74,12 @@ class State:
         return frozenset(
             name
             for name in names
-            if is_different(self.parts.get(name, MISSING), before.parts.get(name, MISSING))
+            if is_different(
+                self.parts.get(name, MISSING_TOKEN), before.parts.get(name, MISSING_TOKEN)
+            )
         )
 
-    def with_parts(self, now: State, names: Iterable[Token]) -> State:
+    def with_parts(self, now: ObjectState, names: Iterable[Token]) -> ObjectState:
         """Return this state with the parts of these names replaced by those in `now`."""
         parts = dict(self.parts or {})
         for name in names:
@@ -85,7 +87,7 @@ class State:
                 parts[name] = now.parts[name]  # type: ignore[index]
             else:
                 parts.pop(name, None)
-        return State(parts, now.children)
+        return ObjectState(parts, now.children)
 
 
 def is_different(token: Token, before: Token) -> bool:
@@ -140,7 +142,7 @@ class Reducer(NamedTuple):
     table: Mapping[type, Callable[[Any], Any]]
 
 
-def reachable_keys(states: Mapping[int, State], keys: Iterable[int]) -> set[int]:
+def reachable_keys(states: Mapping[int, ObjectState], keys: Iterable[int]) -> set[int]:
     """Return `keys`, and the keys of all objects to which the objects of `keys` lead."""
     reached_keys, waiting = set[int](), [*keys]
     while waiting:

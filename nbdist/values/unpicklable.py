@@ -27,7 +27,7 @@ from nbdist.errors import NbdistError
 from nbdist.values import definitions, pickling
 
 SEARCH_TIMEOUT = 1.0
-DEEPEST = 12
+MAX_SEARCH_DEPTH = 12
 WIDEST = 1000
 
 PICKLING_ERRORS = (Exception,)
@@ -160,7 +160,7 @@ def _kind_of(value: Any) -> tuple[str, str, str] | None:
 def _find_culprit(name: str, value: Any, fails: Callable[[Any], bool]) -> tuple[str, Any]:
     """Return the path to the innermost part that cannot be pickled, and that part."""
     path, deadline, seen_ids = name, time.monotonic() + SEARCH_TIMEOUT, {id(value)}
-    for _ in range(DEEPEST):
+    for _ in range(MAX_SEARCH_DEPTH):
         if _kind_of(value):
             break  # the parts of such an object explain nothing
         for more, part in itertools.islice(_parts_until_error(value), WIDEST):

@@ -18,8 +18,8 @@ from nbdist.values.states import (
     ATTRIBUTE,
     CLASS,
     FACTORY,
-    HEAD,
-    State,
+    HEAD_PART,
+    ObjectState,
     Token,
     attributes_of,
     listed,
@@ -27,7 +27,7 @@ from nbdist.values.states import (
     slots_of,
 )
 
-Update = tuple[int, str, Any]
+ObjectUpdate = tuple[int, str, Any]
 """The key of an object, the name of its tool, and its new contents.
 
 The tool says how the object is read, written (`_WRITERS`) and changed (`_APPLIERS`).
@@ -45,8 +45,12 @@ _PLAIN = (dict, OrderedDict, defaultdict, list, set, deque)
 
 
 def update_of(
-    entry: Any, state: State, before: State, changed: frozenset[Token] | None, scan: Scan
-) -> Update:
+    entry: Any,
+    state: ObjectState,
+    before: ObjectState,
+    changed: frozenset[Token] | None,
+    scan: Scan,
+) -> ObjectUpdate:
     """Write the update that makes a counterpart with the state `before` equal to an object.
 
     `changed` are the parts to send, None for an object that is sent whole.
@@ -57,11 +61,15 @@ def update_of(
 
 def is_replaced(changed: frozenset[Token] | None) -> bool:
     """Return True if a counterpart cannot be changed in place so that it equals the object."""
-    return changed is not None and HEAD in changed
+    return changed is not None and HEAD_PART in changed
 
 
 def _write_dict(
-    value: Any, state: State, before: State, changed: frozenset[Token] | None, scan: Scan
+    value: Any,
+    state: ObjectState,
+    before: ObjectState,
+    changed: frozenset[Token] | None,
+    scan: Scan,
 ) -> Any:
     attributes = None if type(value) in _PLAIN else [*own_attributes(value)]
     if changed is None or state.parts is None or before.parts is None:
@@ -108,23 +116,31 @@ def _write_cell(value: Any, *_: Any) -> Any:
 
 
 def _parts_of(
-    names: Mapping[str, Any], changed: frozenset[Token] | None, before: State
+    names: Mapping[str, Any], changed: frozenset[Token] | None, before: ObjectState
 ) -> tuple[dict[str, Any], list[str]]:
     if changed is None:
         changed = frozenset([*names, *(before.parts or ())])
     sets = {name: part for name, part in names.items() if name in changed}
-    return sets, [name for name in changed if name not in names and name not in (HEAD, CLASS)]
+    return sets, [name for name in changed if name not in names and name not in (HEAD_PART, CLASS)]
 
 
 def _write_instance(
-    value: Any, state: State, before: State, changed: frozenset[Token] | None, scan: Scan
+    value: Any,
+    state: ObjectState,
+    before: ObjectState,
+    changed: frozenset[Token] | None,
+    scan: Scan,
 ) -> Any:
     names = {**dict(attributes_of(value)), CLASS: type(value)}
     return _parts_of(names, changed, before)
 
 
 def _write_function(
-    value: Any, state: State, before: State, changed: frozenset[Token] | None, scan: Scan
+    value: Any,
+    state: ObjectState,
+    before: ObjectState,
+    changed: frozenset[Token] | None,
+    scan: Scan,
 ) -> Any:
     attributes = {f".{name}": part for name, part in value.__dict__.items()}
     code = value.__code__
@@ -133,7 +149,11 @@ def _write_function(
 
 
 def _write_class(
-    value: Any, state: State, before: State, changed: frozenset[Token] | None, scan: Scan
+    value: Any,
+    state: ObjectState,
+    before: ObjectState,
+    changed: frozenset[Token] | None,
+    scan: Scan,
 ) -> Any:
     parts = state.parts or ()
     attributes = {name: part for name, part in value.__dict__.items() if name in parts}
@@ -143,7 +163,11 @@ def _write_class(
 
 
 def _write_tensor(
-    value: Any, state: State, before: State, changed: frozenset[Token] | None, scan: Scan
+    value: Any,
+    state: ObjectState,
+    before: ObjectState,
+    changed: frozenset[Token] | None,
+    scan: Scan,
 ) -> Any:
     names = {f".{name}": part for name, part in value.__dict__.items()}
     is_moved = changed is not None or (state.parts or {}).get("data") != (before.parts or {}).get(
@@ -156,14 +180,22 @@ def _write_tensor(
 
 
 def _write_array(
-    value: Any, state: State, before: State, changed: frozenset[Token] | None, scan: Scan
+    value: Any,
+    state: ObjectState,
+    before: ObjectState,
+    changed: frozenset[Token] | None,
+    scan: Scan,
 ) -> Any:
     attributes = {f".{name}": part for name, part in attributes_of_array(value).items()}
     return _parts_of({"writeable": bool(value.flags.writeable), **attributes}, changed, before)
 
 
 def _write_opaque(
-    value: Any, state: State, before: State, changed: frozenset[Token] | None, scan: Scan
+    value: Any,
+    state: ObjectState,
+    before: ObjectState,
+    changed: frozenset[Token] | None,
+    scan: Scan,
 ) -> Any:
     return listed(scan.reduced(value))[2:]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-LARGEST = 4096
+MAX_OFFSET = 4096
 """Offsets from here on are refused: a cell of the user can have written into the file."""
 
 
@@ -48,6 +48,6 @@ class CallLayout(NamedTuple):
     def read(cls, line: bytes) -> CallLayout:
         """Read a line that `line` returned; raises ValueError if the line is not valid."""
         thread, code_type, text_type, *offsets = map(int, line.split())
-        if len(offsets) != len(cls._fields) - 3 or not all(0 <= n < LARGEST for n in offsets):
+        if len(offsets) != len(cls._fields) - 3 or not all(0 <= n < MAX_OFFSET for n in offsets):
             raise ValueError("these are not the offsets of calls")
         return cls(thread, code_type, text_type, *offsets)

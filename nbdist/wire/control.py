@@ -2,7 +2,7 @@
 
 Agents send the requests (`nbdist.agent.worker`), `nbdist.worker.control` answers them.
 Requests and answers are pickled frames on a connection of their own.  Users' code runs in the
-worker, so the agent unpickles nothing but the classes of `Answer` (`answer_from`).
+worker, so the agent unpickles nothing but the classes of `ControlReply` (`answer_from`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from nbdist.wire.frames import object_from
-from nbdist.wire.places import Collective, Place, StackFrame
+from nbdist.wire.places import Collective, RankPosition, StackFrame
 from nbdist.wire.spec import WorldSpec
 
 TYPES = "_jupyter_types_experimental"
@@ -34,7 +34,7 @@ class Inspect(NamedTuple):
     detail: int = 0
 
 
-Question = Complete | Inspect
+TypingQuestion = Complete | Inspect
 """A request of a front end about a worker's variables, made while the user types."""
 
 
@@ -97,8 +97,8 @@ class Description:
         return {"status": "ok", "found": bool(self), "data": {**self.data}, "metadata": {}}
 
 
-class Locate(NamedTuple):
-    """Ask where the main thread is; answered by `Place`.
+class LocateMainThread(NamedTuple):
+    """Ask where the main thread is; answered by `RankPosition`.
 
     `briefly` leaves out the fields that only the detection of hangs needs: each system call for
     them may cost milliseconds.
@@ -137,14 +137,14 @@ class Check:
     """Ask which names that nbdist needs torch and IPython lack; answered by a sentence for each."""
 
 
-class ReleaseValues(NamedTuple):
+class ReleaseTaskValues(NamedTuple):
     """Release the values that this task returned: the notebook has read them."""
 
     task_id: str
 
 
 @dataclass(frozen=True, slots=True)
-class Abort:
+class AbortCollectives:
     """Abort the pending collectives of the rank, so that its main thread no longer waits."""
 
 
@@ -204,16 +204,33 @@ class Resize(NamedTuple):
     environ: Mapping[str, str]
 
 
-Look = Locate | Trace | LastCollective | ListGroups | ListSecrets | Announce | Check | Question
+ControlQuery = (
+    LocateMainThread
+    | Trace
+    | LastCollective
+    | ListGroups
+    | ListSecrets
+    | Announce
+    | Check
+    | TypingQuestion
+)
 StepRequest = HoldSteps | StopAtStep | ReleaseSteps
-Request = Look | ReleaseValues | Abort | EndStoreWait | StepRequest | Regroup | Resize
+ControlRequest = (
+    ControlQuery
+    | ReleaseTaskValues
+    | AbortCollectives
+    | EndStoreWait
+    | StepRequest
+    | Regroup
+    | Resize
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Traced:
     """The place of the main thread and its calls, the innermost first."""
 
-    place: Place
+    place: RankPosition
     frames: tuple[StackFrame, ...]
 
 
@@ -258,18 +275,28 @@ class Ok:
     """The request is done, or the object that it asks for does not exist."""
 
 
-Said = Completions | Description
-Answer = Place | Traced | Collective | StepCount | HeldGroups | tuple[str, ...] | Failed | Ok | Said
+InspectReply = Completions | Description
+ControlReply = (
+    RankPosition
+    | Traced
+    | Collective
+    | StepCount
+    | HeldGroups
+    | tuple[str, ...]
+    | Failed
+    | Ok
+    | InspectReply
+)
 
 
-class Answered(NamedTuple):
+class ControlReplyTo(NamedTuple):
     """Worker to agent: the answer to the request with this number."""
 
     number: int
-    answer: Answer
+    answer: ControlReply
 
 
-def answer_from(frame: bytes) -> Answered:
+def answer_from(frame: bytes) -> ControlReplyTo:
     """Unpack a worker's answer; raises BadFrame for anything else."""
-    answered: Answered = object_from(frame, Answered)
+    answered: ControlReplyTo = object_from(frame, ControlReplyTo)
     return answered

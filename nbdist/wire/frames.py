@@ -19,7 +19,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 _LENGTH = struct.Struct("!Q")
 _MISSING = object()
 
-NOTHING: Mapping[str, Any] = {}
+NO_VALUES: Mapping[str, Any] = {}
 """The default of fields that are mappings; nobody may add to it."""
 
 
@@ -47,7 +47,7 @@ def object_from(frame: bytes, kind: Any, *parts: type) -> Any:
     runs.  Every field of the returned object has the type that its annotation says.
     """
     try:
-        value = _Unpickler(frame, _classes_by_name(kind, *parts)).load()
+        value = _FrameUnpickler(frame, _classes_by_name(kind, *parts)).load()
     except Exception as error:  # garbage can make unpickling raise anything
         raise BadFrame(f"{type(error).__name__}: {error}"[:200]) from error
     if not fits(value, kind):
@@ -55,7 +55,7 @@ def object_from(frame: bytes, kind: Any, *parts: type) -> Any:
     return value
 
 
-class _Unpickler(pickle.Unpickler):
+class _FrameUnpickler(pickle.Unpickler):
     def __init__(self, frame: bytes, classes: Mapping[tuple[str, str], type]) -> None:
         super().__init__(io.BytesIO(frame))
         self._classes = classes

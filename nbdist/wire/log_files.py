@@ -13,7 +13,7 @@ from itertools import accumulate, chain, product
 from pathlib import Path
 from typing import NamedTuple
 
-MOVED, ATTEMPT = "[nbdist: what stood before this line was moved to ", "attempt_"
+MOVED_NOTE, ATTEMPT_PREFIX = "[nbdist: what stood before this line was moved to ", "attempt_"
 """The beginning of the first line of a log file whose earlier lines were moved to another file, and
 the beginning of the name of a folder with the files of one start of the workers."""
 
@@ -65,10 +65,10 @@ def read_logs(folders_of: Mapping[int, Path | None], get: GetLogs) -> tuple[LogT
             tails.append(LogTail(rank, stream))
             continue
         run = folder.parent.parent  # with a folder for each attempt
-        names = (each.name for each in run.glob(f"{ATTEMPT}*"))
-        attempts = tuple(sorted(int(name.removeprefix(ATTEMPT)) for name in names))
+        names = (each.name for each in run.glob(f"{ATTEMPT_PREFIX}*"))
+        attempts = tuple(sorted(int(name.removeprefix(ATTEMPT_PREFIX)) for name in names))
         if get.attempt is not None:
-            folder = run / f"{ATTEMPT}{get.attempt}" / folder.name
+            folder = run / f"{ATTEMPT_PREFIX}{get.attempt}" / folder.name
         file = folder / f"{stream}.log"
         lines, start = last_lines(file, get.most, get.end)
         is_cut = (folder / CUT_MARK).exists()
@@ -88,7 +88,7 @@ def last_lines(file: Path, limit: int, end: int | None = None) -> tuple[list[str
     start = size = 0
     for at, line in chain(((moved + at, line) for at, line in current), _backwards(earlier, end)):
         start = at
-        if moved and at >= moved and line.startswith(MOVED.encode()):
+        if moved and at >= moved and line.startswith(MOVED_NOTE.encode()):
             continue
         lines.append(line.decode("utf-8", "replace"))
         size += len(line)
@@ -125,7 +125,7 @@ def _backwards(file: Path, end: int | None) -> Iterator[tuple[int, bytes]]:
 def moved_line(earlier: Path, limit: int) -> str:
     """Return the first line of a log file that follows a full one, now named `earlier`."""
     allowed = f"NBDIST_LOG_LIMIT allows {limit >> 20} MiB"
-    return f"{MOVED}{earlier.name}, in the place of what had been moved there: {allowed}]\n"
+    return f"{MOVED_NOTE}{earlier.name}, in the place of what had been moved there: {allowed}]\n"
 
 
 def renumbered_line(earlier: Path, rank: int) -> str:

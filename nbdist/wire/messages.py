@@ -1,7 +1,8 @@
 """The messages between a notebook and its agent, or head; `nbdist.output.events` has the outputs.
 
 Messages are pickles on a socket that only this user can open: both processes run the same version
-of nbdist.  `nbdist.world.link` is the notebook's end, `nbdist.agent.notebook_link` the agent's.
+of nbdist.  `nbdist.world.agent_link` is the notebook's end, and `nbdist.agent.notebook_link` is the
+agent's end.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from nbdist.config import Patience, WorldConfig
 from nbdist.output.events import Comm, Died, Output
 from nbdist.values.payload import SegmentRef
-from nbdist.wire.control import Question
+from nbdist.wire.control import TypingQuestion
 from nbdist.wire.log_files import GetLogs
-from nbdist.wire.places import Place
+from nbdist.wire.places import RankPosition
 from nbdist.wire.spec import WorldSpec
 from nbdist.wire.status import Usage
 from nbdist.wire.work import InputReply, Task
@@ -47,7 +48,7 @@ class Landmark(NamedTuple):
         return None
 
 
-# --- calls to an agent, each answered by exactly one `Answer` ------------------------------
+# --- calls to an agent, each answered by exactly one `AgentReply` ------------------------------
 
 
 class StartWorld(NamedTuple):
@@ -99,7 +100,7 @@ class Consult(NamedTuple):
     """
 
     ranks: tuple[int, ...]
-    question: Question
+    question: TypingQuestion
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,9 +164,9 @@ class Grow:
 OfEachRank = GetStacks | GetSecrets | GetLogs
 """Requests that are answered by a tuple of rows, each of which has a `rank`."""
 
-Look = GetStatus | GetRefused | OfEachRank | Consult
+ReadRequest = GetStatus | GetRefused | OfEachRank | Consult
 Change = StartWorld | StopWorld | Heal | Scale | Grow | Kill
-Request = Look | Change | GetCode | PutCode
+RequestBody = ReadRequest | Change | GetCode | PutCode
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,8 +238,8 @@ Reply = Any
 R = TypeVar("R")
 
 
-class Ask(NamedTuple, Generic[R]):
-    """A request that is answered by an `Answer` with the same id.
+class AgentRequest(NamedTuple, Generic[R]):
+    """A request that is answered by an `AgentReply` with the same id.
 
     Sent by the notebook or a head to an agent, and by an agent to the head for the head's store.
     """
@@ -247,7 +248,7 @@ class Ask(NamedTuple, Generic[R]):
     request: R
 
 
-class Run(NamedTuple):
+class RunTask(NamedTuple):
     """Notebook to agent: run this packed task on these ranks.
 
     `segments` are the segments of shared memory that the task refers to.
@@ -259,32 +260,32 @@ class Run(NamedTuple):
     segments: tuple[SegmentRef, ...] = ()
 
 
-class Locate(NamedTuple):
+class RequestLocations(NamedTuple):
     """Notebook to agent: locate these ranks; answered by a `Located` with the same `asked`."""
 
     ranks: tuple[int, ...]
     asked: float
 
 
-class Abort(NamedTuple):
+class AbortRanks(NamedTuple):
     """Notebook to agent: abort the pending collectives of these ranks."""
 
     ranks: tuple[int, ...]
 
 
 class Interrupt(NamedTuple):
-    """Notebook to agent: interrupt the tasks of these ranks (`nbdist.agent.stopping`)."""
+    """Notebook to agent: interrupt the tasks of these ranks (`nbdist.agent.interrupts`)."""
 
     ranks: tuple[int, ...]
 
 
-class Spare(NamedTuple):
+class SpareRanks(NamedTuple):
     """Notebook to agent: kill none of these ranks for ignoring Stop until Stop is pressed again."""
 
     ranks: tuple[int, ...]
 
 
-class ReleaseValues(NamedTuple):
+class ReleaseRankValues(NamedTuple):
     """Notebook to agent: the values that these ranks returned from a task have been read."""
 
     task_id: str
@@ -305,7 +306,7 @@ class ToWidget(NamedTuple):
     comm: Comm
 
 
-class Remember(NamedTuple):
+class HandoverState(NamedTuple):
     """Notebook to agent: keep this for the next notebook that attaches to the world.
 
     `patience` is the one of the last task that was sent, or the world's own.  `setup` has the
@@ -318,7 +319,7 @@ class Remember(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Received:
+class BatchAcknowledged:
     """Notebook to agent: acknowledge one batch of outputs."""
 
 
@@ -343,7 +344,7 @@ class Attached:
     object up to date while it runs (`nbdist.agent.world_record`), so it is not frozen.
     """
 
-    memory: Remember
+    memory: HandoverState
     spec: WorldSpec | None = None
     # By rank, as in `WorldStarted`.
     pids: Mapping[int, int] = field(default_factory=dict)
@@ -359,19 +360,19 @@ class Attached:
     # `Done.imported`, for others None.
     bound: dict[int, dict[str, str | None]] = field(default_factory=dict)
     # The task whose end no notebook has seen, or None.
-    run: Run | None = None
+    run: RunTask | None = None
     started: float = 0.0  # when `run` was sent, on the monotonic clock
     started_ns: int = 0  # the same in nanoseconds since 1970
     # By rank: the time on the monotonic clock at which the rank finished `run`.
     ended: dict[int, float] = field(default_factory=dict)
-    next_call: int = 1  # the id that the notebook's next `Ask` must have
+    next_call: int = 1  # the id that the notebook's next `AgentRequest` must have
     forgotten: int = 0  # tasks before `run`, whose outputs are gone
     # When the previous notebook detached, in seconds since 1970.
     since: float = 0.0
 
 
-class Answer(NamedTuple):
-    """The reply to the `Ask` of this id."""
+class AgentReply(NamedTuple):
+    """The reply to the `AgentRequest` of this id."""
 
     id: int
     reply: Reply
@@ -387,14 +388,14 @@ class Starting:
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """Agent to notebook: the places of the live ranks that a `Locate` asked for."""
+    """Agent to notebook: the places of the live ranks that a `RequestLocations` asked for."""
 
-    places: Mapping[int, Place]
+    places: Mapping[int, RankPosition]
     asked: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class Used:
+class UsageReport:
     """Agent to notebook: memory and GPU of busy ranks, sent every few seconds while a task runs."""
 
     usage: Mapping[int, Usage]
@@ -408,7 +409,7 @@ class NodeJoined:
 
 
 @dataclass(frozen=True, slots=True)
-class Silent:
+class UnresponsiveHosts:
     """Head to notebook: these machines do not respond; each is lost after `timeout` seconds."""
 
     hosts: tuple[str, ...]
@@ -419,7 +420,7 @@ class Silent:
 class Aborted:
     """Agent to notebook: Stop is about to abort the collectives in which these ranks wait."""
 
-    places: Mapping[int, Place]
+    places: Mapping[int, RankPosition]
 
 
 class Outputs(NamedTuple):
@@ -428,6 +429,26 @@ class Outputs(NamedTuple):
     items: tuple[tuple[int, str, Output], ...]
 
 
-OfRanks = Locate | Abort | Interrupt | Spare | ReleaseValues
-Down = Ask[Request] | Run | OfRanks | SendInput | ToWidget | Remember | Received | Shutdown
-Up = Hello | Attached | Answer | Outputs | Located | Aborted | Starting | Used | NodeJoined | Silent
+OfRanks = RequestLocations | AbortRanks | Interrupt | SpareRanks | ReleaseRankValues
+Down = (
+    AgentRequest[RequestBody]
+    | RunTask
+    | OfRanks
+    | SendInput
+    | ToWidget
+    | HandoverState
+    | BatchAcknowledged
+    | Shutdown
+)
+Up = (
+    Hello
+    | Attached
+    | AgentReply
+    | Outputs
+    | Located
+    | Aborted
+    | Starting
+    | UsageReport
+    | NodeJoined
+    | UnresponsiveHosts
+)

@@ -1,8 +1,9 @@
 """The messages between the head of a world and its agents, besides those of `nbdist.wire.messages`.
 
 An agent serves the head as it would serve a notebook.  The messages here are about what several
-machines must agree on: `nbdist.agent.forming` sends a `PartRequest` and `nbdist.agent.worker_group`
-answers.  With several machines it crosses a link; on a single machine both are in the agent.
+machines must agree on: `nbdist.agent.group_formation` sends a `PartRequest`, and
+`nbdist.agent.worker_group` answers.  With several machines the request crosses a link; on a single
+machine both are in the agent.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from nbdist.topology import Slots
 from nbdist.values.payload import SegmentRef
 from nbdist.wire.control import HeldGroups, StepCount
 from nbdist.wire.frames import BadFrame, fits, pack, unpack
-from nbdist.wire.messages import Answer, Ask, Down, StartFailure, Up, WorldStarted
-from nbdist.wire.places import Place
+from nbdist.wire.messages import AgentReply, AgentRequest, Down, StartFailure, Up, WorldStarted
+from nbdist.wire.places import RankPosition
 from nbdist.wire.spec import Versions, WorldSpec
 from nbdist.wire.store import Operation
-from nbdist.wire.transfer import Drop, Fetch, Piece
+from nbdist.wire.transfer import Drop, Fetch, SegmentPiece
 
 # --- forming the world's group ----------------------------------------------------------------
 
@@ -31,7 +32,7 @@ Processes = Mapping[int, tuple[int, int]]
 """By rank: the number of its node, and its process id there."""
 
 
-class Held(NamedTuple):
+class LiveRanks(NamedTuple):
     """The live ranks of a machine with the groups of each; None for a rank that did not answer.
 
     `problem` says why the machine did not answer, "" if it did: its ranks may then be alive.
@@ -122,7 +123,7 @@ class GetClock(PartRequest[int]):
     """Ask for the time on the machine; answered in nanoseconds since 1970."""
 
 
-class Target(NamedTuple):
+class ProbeTarget(NamedTuple):
     """A port of another machine on which nothing listens: a refused connection proves a route."""
 
     name: str
@@ -137,18 +138,18 @@ class Reach(PartRequest[str]):
     Answered by a target that is out of reach, and the reason; "" if all can be reached.
     """
 
-    targets: tuple[Target, ...]
+    targets: tuple[ProbeTarget, ...]
     timeout = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class LocateRanks(PartRequest[Mapping[int, Place]]):
+class LocateRanks(PartRequest[Mapping[int, RankPosition]]):
     """Ask for the places of ranks; answered by the place of each live rank."""
 
     ranks: tuple[int, ...]
     timeout = 10.0
 
-    def lost_answer(self, why: str) -> Mapping[int, Place]:
+    def lost_answer(self, why: str) -> Mapping[int, RankPosition]:
         return {}
 
 
@@ -182,13 +183,13 @@ class StartPart(PartRequest[WorldStarted | StartFailure]):
 
 
 @dataclass(frozen=True, slots=True)
-class GetHeld(PartRequest[Held]):
+class GetHeld(PartRequest[LiveRanks]):
     """Ask which ranks are alive, and which groups the live ranks belong to."""
 
     timeout = 35.0
 
-    def lost_answer(self, why: str) -> Held:
-        return Held({}, why)
+    def lost_answer(self, why: str) -> LiveRanks:
+        return LiveRanks({}, why)
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +263,7 @@ class Renumber(PartRequest[None]):
 
 
 @dataclass(frozen=True, slots=True)
-class Bring(PartRequest[str]):
+class CopySegments(PartRequest[str]):
     """Copy segments of shared memory to the machine.
 
     Its agent sends a `Fetch` for each piece.  Answered by the reason if the machine has no room,
@@ -287,14 +288,14 @@ class InterruptAt(NamedTuple):
     seconds: float = 0.0
 
 
-NodeDown = Down | InterruptAt | Ask[Any] | Answer | Fetch | Piece | Drop
-NodeUp = Up | NodeHello | Ask[Operation] | Fetch | Piece
-"""Messages from an agent to the head; an `Ask` is an operation on the head's store."""
+NodeDown = Down | InterruptAt | AgentRequest[Any] | AgentReply | Fetch | SegmentPiece | Drop
+NodeUp = Up | NodeHello | AgentRequest[Operation] | Fetch | SegmentPiece
+"""Messages from an agent to the head; an `AgentRequest` is an operation on the head's store."""
 
 
 def node_frames(message: NodeDown | NodeUp) -> list[bytes | memoryview]:
-    """Pack a message; the data of a `Piece` is a second frame, so that it is not copied."""
-    if isinstance(message, Piece):
+    """Pack a message; the data of a `SegmentPiece` is a second frame, so that it is not copied."""
+    if isinstance(message, SegmentPiece):
         return [pack(message._replace(data=b"")), message.data]
     return [pack(message)]
 
@@ -308,12 +309,16 @@ def node_message_from(*frames: bytes | memoryview) -> Any:
         message = unpack(frame)
     except Exception as error:  # garbage can make unpickling raise anything
         raise BadFrame(f"{type(error).__name__}: {error}"[:200]) from error
-    if not isinstance(message, KINDS) or (data and not isinstance(message, Piece)):
+    if not isinstance(message, NODE_MESSAGE_TYPES) or (
+        data and not isinstance(message, SegmentPiece)
+    ):
         raise BadFrame(f"a {type(message).__name__} is no message in {len(frames)} frames")
     if isinstance(message, NodeHello) and not fits(message, NodeHello):
         raise BadFrame("a field of a NodeHello has another type")
     return message._replace(data=data[0]) if data else message
 
 
-KINDS = tuple({get_origin(each) or each for each in get_args(NodeDown) + get_args(NodeUp)})
+NODE_MESSAGE_TYPES = tuple(
+    {get_origin(each) or each for each in get_args(NodeDown) + get_args(NodeUp)}
+)
 """The classes of all messages between a head and its agents."""

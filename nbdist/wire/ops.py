@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from nbdist.system.limits import MemoryLimit
 from nbdist.values.payload import Payload
-from nbdist.values.states import Parts
-from nbdist.wire.frames import NOTHING
+from nbdist.values.states import ChangedParts
+from nbdist.wire.frames import NO_VALUES
 from nbdist.words import count
 
 
@@ -28,7 +28,7 @@ class Cleaned(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class NameMemory:
     """Memory that a variable holds: of one tensor or array, or of `count` tensors.
 
     `size` is that of the whole storage, also if the tensor is a view of a part.
@@ -79,9 +79,9 @@ class Memory(NamedTuple):
     # The tightest of the machine's memory, its control group's and `ulimit -v`.
     limit: MemoryLimit | None
     gpu: GpuMemory | None
-    held: tuple[Held, ...]  # the largest tensors and arrays in variables
+    held: tuple[NameMemory, ...]  # the largest tensors and arrays in variables
     tensors: int  # bytes of all tensors and arrays in variables, in `held` or not
-    kept: tuple[Held, ...]  # the largest that only the last traceback or `Out` holds
+    kept: tuple[NameMemory, ...]  # the largest that only the last traceback or `Out` holds
     kept_size: int  # bytes of all that only they hold
     is_whole: bool = True  # False if the time did not suffice to search everything
 
@@ -137,7 +137,7 @@ class Spread(NamedTuple):
     what: str
 
 
-Changed = Mapping[int, Parts]
+Changed = Mapping[int, ChangedParts]
 """By an object's key: the parts of it that a rank has changed since they were sent to the rank."""
 
 
@@ -190,7 +190,7 @@ class Brought(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ValueDigest:
     """A tensor, array or plain value inside a value, for comparing ranks.
 
     `kind` has type, dtype and shape, `text` a short value itself, `size` its bytes.  `digest` is
@@ -207,7 +207,7 @@ class Part:
 class Looked(NamedTuple):
     """The parts of a rank's value by path; without a value, the name `missing`, or a `problem`."""
 
-    parts: Mapping[str, Part] = NOTHING
+    parts: Mapping[str, ValueDigest] = NO_VALUES
     missing: str = ""
     problem: str = ""
 
@@ -254,12 +254,12 @@ class Watched(NamedTuple):
     steps: int
     times: int  # comparisons with other ranks
     found: int  # the first compared step after which ranks differ, 0 for none
-    parts: Mapping[str, Mapping[str, Part]]
+    parts: Mapping[str, Mapping[str, ValueDigest]]
     sharded: int = 0  # parts that were left out because they are sharded
     facts: tuple[Facts, ...] = ()  # of the last comparisons until `found`
     inputs: tuple[Input, ...] = ()  # of the last forwards until `found`
-    refused: Mapping[str, str] = NOTHING  # by expression: the reason for not watching its value
-    names: Mapping[str, str] = NOTHING  # of parameters, by the beginning of an optimizer's path
+    refused: Mapping[str, str] = NO_VALUES  # by expression: the reason for not watching its value
+    names: Mapping[str, str] = NO_VALUES  # of parameters, by the beginning of an optimizer's path
     problem: str = ""  # the reason for an early end of the watch
 
 
@@ -306,10 +306,10 @@ class Written(NamedTuple):
     problem: str = ""
     names: tuple[str, ...] = ()
     also: tuple[str, ...] = ()
-    left_out: Mapping[str, str] = NOTHING
+    left_out: Mapping[str, str] = NO_VALUES
     size: int = 0
     digest: str = ""
-    versions: Mapping[str, str] = NOTHING
+    versions: Mapping[str, str] = NO_VALUES
     meshes: tuple[Mesh, ...] = ()
 
 

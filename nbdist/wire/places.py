@@ -47,7 +47,7 @@ class Begun:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankPosition:
     """The position of a rank in its cell or script, and the facts that show if it can go on.
 
     Made by the worker's probe, or by its agent for a worker that does not answer.
@@ -116,6 +116,6 @@ class Stack:
     rank: int
     pid: int
     state: RankState
-    place: Place
+    place: RankPosition
     frames: tuple[StackFrame, ...] = ()
     problem: str = ""

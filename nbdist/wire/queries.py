@@ -14,7 +14,7 @@ import socket
 import struct
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 from nbdist.output.events import RankError
 from nbdist.wire.frames import BadFrame, fits, from_plain, to_plain
@@ -23,13 +23,13 @@ from nbdist.wire.places import Stack
 from nbdist.wire.spec import Versions
 from nbdist.wire.status import WorkerStatus
 
-DOOR = "world.sock"
+QUERY_SOCKET = "world.sock"
 """The name of the socket for the questions in the runtime folder."""
 
-SOCKET = re.compile(r"notebook-[0-9]{1,10}\.sock")
+ATTACH_SOCKET_PATTERN = re.compile(r"notebook-[0-9]{1,10}\.sock")
 """The names that the socket of an attaching notebook may have."""
 
-LONGEST_QUESTION, MOST_BYTES = 1 << 16, 16 << 20
+MAX_QUESTION_BYTES, MAX_REPLY_BYTES = 1 << 16, 16 << 20
 """The most bytes of a question and of an answer; an answer about 1,024 ranks has about one MB."""
 
 
@@ -39,13 +39,13 @@ class Describe:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class DescribeRanks:
     """Ask for the activity of the world and of each rank; answered by a complete `WorldInfo`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Inquire:
-    """Ask about some ranks, or about all ranks if `ranks` is empty; answered by `Findings`.
+class InspectRanks:
+    """Ask about some ranks, or about all ranks if `ranks` is empty; answered by `Inspection`.
 
     `about` selects the ranks' stacks, the last `most` lines of their logs, the secrets in their
     environments, or the last tasks.  Tasks are returned for all ranks.
@@ -61,7 +61,7 @@ class Attach:
     """A notebook asks for the world, for as long as it keeps this connection open.
 
     The notebook has bound `socket` in the runtime folder, to which the agent then connects.
-    Answered by `Accepted` or `Refused`.
+    Answered by `Accepted` or `AttachRefused`.
     """
 
     version: str
@@ -74,7 +74,7 @@ class WorldInfo:
     """The description of a world, or of one machine's part of a world.
 
     Before the first start, and for a part, there are no `workers` and no `name`.  The last four
-    fields are set in the answer to `Look` only.
+    fields are set in the answer to `DescribeRanks` only.
     """
 
     version: str  # of nbdist
@@ -96,7 +96,7 @@ class WorldInfo:
     ranks: tuple[WorkerStatus, ...] = ()
 
 
-class Trouble(NamedTuple):
+class ReportedFailure(NamedTuple):
     """A failure of a task on a rank; if `is_idle`, the rank's process died later without a task."""
 
     rank: int
@@ -105,7 +105,7 @@ class Trouble(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class TaskSeen:
+class TaskSummary:
     """A task in a world of `size` ranks, and the failures of ranks in it or after it.
 
     `places` has the places of ranks when a notebook last asked for them, `aborted` the places of
@@ -117,14 +117,14 @@ class TaskSeen:
     ranks: tuple[int, ...]
     size: int
     began_ns: int
-    troubles: tuple[Trouble, ...]
+    troubles: tuple[ReportedFailure, ...]
     places: tuple[Stack, ...] = ()
     aborted: tuple[Stack, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Findings:
-    """The answer to an `Inquire`; only the fields about which it asked are set.
+class Inspection:
+    """The answer to an `InspectRanks`; only the fields about which it asked are set.
 
     `last` is the task that runs or ran last, `failed` the last task in or after which a rank
     failed.
@@ -132,8 +132,8 @@ class Findings:
 
     stacks: tuple[Stack, ...] = ()
     logs: tuple[LogTail, ...] = ()
-    last: TaskSeen | None = None
-    failed: TaskSeen | None = None
+    last: TaskSummary | None = None
+    failed: TaskSummary | None = None
     secrets: tuple[str, ...] = ()
 
 
@@ -146,30 +146,50 @@ class Accepted:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class AttachRefused:
     """The notebook cannot have the world; the error to the user ends with the reason `why`."""
 
     why: str
 
 
-Said = Describe | Look | Inquire | Attach | WorldInfo | Findings | Accepted | Refused
+QueryMessage = (
+    Describe
+    | DescribeRanks
+    | InspectRanks
+    | Attach
+    | WorldInfo
+    | Inspection
+    | Accepted
+    | AttachRefused
+)
 
-_KINDS: dict[str, Any] = {each.__name__: each for each in get_args(Said)}
+# Other versions of nbdist know messages by these names, which differ from some names of classes.
+_MESSAGE_TYPES: dict[str, Any] = {
+    "Describe": Describe,
+    "Look": DescribeRanks,
+    "Inquire": InspectRanks,
+    "Attach": Attach,
+    "WorldInfo": WorldInfo,
+    "Findings": Inspection,
+    "Accepted": Accepted,
+    "Refused": AttachRefused,
+}
+_MESSAGE_NAMES = {each: name for name, each in _MESSAGE_TYPES.items()}
 
 
-def to_line(message: Said) -> bytes:
+def to_line(message: QueryMessage) -> bytes:
     """Return a question or answer as one line of JSON."""
-    return json.dumps({type(message).__name__: to_plain(message)}).encode() + b"\n"
+    return json.dumps({_MESSAGE_NAMES[type(message)]: to_plain(message)}).encode() + b"\n"
 
 
-def from_line(line: bytes) -> Said:
+def from_line(line: bytes) -> QueryMessage:
     """Return the question or answer in a line of JSON; raises BadFrame for anything else."""
     try:
         ((name, values),) = json.loads(line).items()
-        message: Said = from_plain(values, _KINDS[name])
+        message: QueryMessage = from_plain(values, _MESSAGE_TYPES[name])
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
         raise BadFrame(f"{type(error).__name__}: {error}"[:200]) from error
-    if not fits(message, _KINDS[name]):
+    if not fits(message, _MESSAGE_TYPES[name]):
         raise BadFrame(f"it is no {name}")
     return message
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from nbdist.config import WorldConfig
 from nbdist.errors import UsageError
-from nbdist.system.processes import MODULE
+from nbdist.system.processes import MODULE_OPTIONS
 from nbdist.topology import Slot, Slots, is_slice, uses_nccl
 
 Versions = Mapping[str, str]
@@ -134,7 +134,7 @@ class WorldSpec:
     @property
     def command(self) -> tuple[str, ...]:
         """The command line of a worker that is not forked."""
-        return (*self.wrap, self.python, *MODULE, "nbdist.worker")
+        return (*self.wrap, self.python, *MODULE_OPTIONS, "nbdist.worker")
 
     @property
     def nodes(self) -> list[int]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nbdist.wire.places import Collective, Place, RankState
+from nbdist.wire.places import Collective, RankPosition, RankState
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class WorkerStatus:
     busy_seconds: float  # since its task began, 0.0 if idle
     memory: int  # bytes, as PSS: of a page that n processes share 1/n
     device: str
-    place: Place | None = None  # of a busy rank, or of an idle one that is stuck or stopped
+    place: RankPosition | None = None  # of a busy rank, or of an idle one that is stuck or stopped
     code: str = ""  # the source of the place's line
     collective: Collective | None = None  # the last collective, None if unknown
     gpu: Gpu | None = None

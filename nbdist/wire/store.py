@@ -1,8 +1,8 @@
 """The store in which the ranks of several machines meet: its operations, and the store itself.
 
 The head has the `HostedStore`.  A worker sends one `Operation` at a time to its agent's socket in
-the runtime folder; the agent passes it on to the head, and the `Answer` back.  Both check what they
-read.  The ranks of a world on a single machine meet in a file of torch's instead.
+the runtime folder; the agent passes it on to the head, and the `StoreReply` back.  Both check what
+they read.  The ranks of a world on a single machine meet in a file of torch's instead.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 from nbdist.wire.frames import BadFrame, framed, object_from, pack
 
-SOCKET = "store.sock"
+STORE_SOCKET = "store.sock"
 """The name of the agent's socket in the runtime folder."""
 
-MOST_BYTES, LONGEST_WAIT = 64 << 20, 20.0
+MAX_STORE_BYTES, MAX_STORE_WAIT = 64 << 20, 20.0
 """The bytes of one operation or answer, and the seconds that one operation may wait.
 
 Addresses of ranks take some kilobytes; user code may store more.  For longer waits a rank asks
@@ -82,7 +82,7 @@ class Count:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class StoreRefused:
     """Answers an operation that failed; `why` is a sentence."""
 
     why: str
@@ -90,10 +90,10 @@ class Refused:
 
 Waiting = Get | Wait
 Operation = Waiting | Set | Add | CompareSet | Append | Delete | Count
-Answer = None | bool | int | bytes | tuple[bytes, ...] | Refused
+StoreReply = None | bool | int | bytes | tuple[bytes, ...] | StoreRefused
 
 
-def to_frame(message: Operation | Answer) -> bytes:
+def to_frame(message: Operation | StoreReply) -> bytes:
     """Pack an operation or answer as one frame of a stream."""
     return framed(pack(message))
 
@@ -101,14 +101,14 @@ def to_frame(message: Operation | Answer) -> bytes:
 def operation_from(frame: bytes) -> Operation:
     """Unpack a rank's operation; raises BadFrame for anything else, and for too long a wait."""
     operation: Operation = object_from(frame, Operation)
-    if isinstance(operation, Get | Wait) and not 0 <= operation.seconds <= LONGEST_WAIT:
+    if isinstance(operation, Get | Wait) and not 0 <= operation.seconds <= MAX_STORE_WAIT:
         raise BadFrame(f"a wait of {operation.seconds} s")
     return operation
 
 
-def answer_from(frame: bytes) -> Answer:
+def answer_from(frame: bytes) -> StoreReply:
     """Unpack the answer to a rank; raises BadFrame for anything else."""
-    answer: Answer = object_from(frame, Answer)
+    answer: StoreReply = object_from(frame, StoreReply)
     return answer
 
 
@@ -129,7 +129,7 @@ class HostedStore:
         waiting = {wait for waits in self._waits.values() for wait in waits}
         return f"<HostedStore {len(self._values)} keys, {len(waiting)} wait>"
 
-    async def ask(self, operation: Operation) -> Answer:
+    async def ask(self, operation: Operation) -> StoreReply:
         """Apply an operation and return its answer; `Get` and `Wait` wait as long as they say."""
         match operation:
             case Get(keys, seconds):
@@ -147,7 +147,7 @@ class HostedStore:
                     total = int(before) + amount
                 except ValueError:
                     why = f"{key} holds {before[:40]!r}, to which no number can be added"
-                    return Refused(why)
+                    return StoreRefused(why)
                 self._put(key, b"%d" % total)
                 return total
             case CompareSet(key, expected, desired):

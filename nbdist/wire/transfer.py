@@ -14,8 +14,8 @@ How long a segment is kept:
 
 - A segment from the notebook stays on a node as long as the notebook has it open.  The head checks
   that (`nbdist.values.payload.is_open`) and sends `Drop`.
-- A segment from a rank stays until the notebook has read it (`ReleaseValues`), the rank gets its
-  next task, or the world ends.
+- A segment from a rank stays until the notebook has read it (`ReleaseRankValues`), the rank gets
+  its next task, or the world ends.
 - An incomplete segment is dropped when its link is lost, or when no task waits for it any more.
 """
 
@@ -43,7 +43,7 @@ HEADER = struct.Struct("<cQQ")
 the sender has read."""
 
 
-class Kind(Enum):
+class FrameKind(Enum):
     """The kind of a transmission.  Only after MESSAGE and an agent's ENDED more frames follow."""
 
     MESSAGE = b"m"
@@ -77,9 +77,9 @@ class Numbered:
         """Return the frames with a header that has the next number, and keep them."""
         self._last_sent += 1
         self._kept.append(frames)
-        return [self._header(Kind.MESSAGE, self._last_sent), *frames]
+        return [self._header(FrameKind.MESSAGE, self._last_sent), *frames]
 
-    def bare_header(self, kind: Kind) -> bytes:
+    def bare_header(self, kind: FrameKind) -> bytes:
         """Return a header of a kind that has no number."""
         return self._header(kind, 0)
 
@@ -87,9 +87,9 @@ class Numbered:
         """Yield all kept messages, for a new connection."""
         first = self._last_sent - len(self._kept) + 1
         for number, frames in enumerate([*self._kept], first):
-            yield [self._header(Kind.MESSAGE, number), *frames]
+            yield [self._header(FrameKind.MESSAGE, number), *frames]
 
-    def read_header(self, header: bytes) -> Kind | None:
+    def read_header(self, header: bytes) -> FrameKind | None:
         """Read the header of a transmission, and drop the kept messages that it acknowledges.
 
         Return its kind, or None for a message that must be ignored: it is not the next one.
@@ -97,27 +97,27 @@ class Numbered:
         """
         try:
             sign, number, read = HEADER.unpack(header)
-            kind = Kind(sign)
+            kind = FrameKind(sign)
         except (struct.error, ValueError) as error:
             raise BadFrame(f"a header of {len(header)} bytes: {error}") from None
         if read > self._last_sent:
             raise Mismatch
         while len(self._kept) > self._last_sent - read:
             self._kept.popleft()
-        if kind is Kind.MESSAGE:
+        if kind is FrameKind.MESSAGE:
             if number != self._last_read + 1:
                 return None
             self._last_read = number
         return kind
 
-    def _header(self, kind: Kind, number: int) -> bytes:
+    def _header(self, kind: FrameKind, number: int) -> bytes:
         self._acknowledged = self._last_read
         return HEADER.pack(kind.value, number, self._last_read)
 
 
 # --- segments of shared memory ----------------------------------------------------------------
 
-PIECE, FIRST_WINDOW, MOST_WINDOW, MOST_DELAY = 1 << 20, 4, 16, 0.25
+TRANSFER_PIECE, FIRST_WINDOW, MAX_WINDOW, MAX_DELAY = 1 << 20, 4, 16, 0.25
 """The bytes of a piece; how many pieces are asked for at a time, at first and at most; and the
 seconds by which a piece may be slower than the fastest one before fewer are asked for at a time.
 
@@ -126,13 +126,13 @@ Other messages wait behind the pieces that are in flight.
 
 
 class Fetch(NamedTuple):
-    """Request a piece of a segment, which begins at `offset`; answered by exactly one `Piece`."""
+    """Request a piece of a segment, from `offset` on; answered by exactly one `SegmentPiece`."""
 
     ref: SegmentRef
     offset: int
 
 
-class Piece(NamedTuple):
+class SegmentPiece(NamedTuple):
     """Bytes of the segment that has this path on the sender's machine; b"" if it is gone."""
 
     path: str
@@ -146,12 +146,12 @@ class Drop(NamedTuple):
     path: str
 
 
-def piece_of(fetch: Fetch) -> Piece:
+def piece_of(fetch: Fetch) -> SegmentPiece:
     """Read the requested piece; its data is b"" if the segment is gone."""
     data = b""
     with suppress(SegmentGone), open(open_file(fetch.ref), "rb", buffering=0) as file:
-        data = os.pread(file.fileno(), PIECE, fetch.offset)
-    return Piece(fetch.ref.path, fetch.offset, data)
+        data = os.pread(file.fileno(), TRANSFER_PIECE, fetch.offset)
+    return SegmentPiece(fetch.ref.path, fetch.offset, data)
 
 
 @dataclass
@@ -209,13 +209,13 @@ class Receiving:
             await asyncio.wait(futures)
         return next(filter(None, (future.result() for future in futures)), "")
 
-    def add_piece(self, piece: Piece) -> None:
+    def add_piece(self, piece: SegmentPiece) -> None:
         """Store a piece in its segment, and ask for more pieces."""
         delay = time.monotonic() - self._request_times.popleft()
         # A slow piece has waited for others on the link, as a message of Stop would: ask for fewer.
         self._least_delay = min(self._least_delay, delay)
-        step = 1 if delay - self._least_delay < MOST_DELAY else -1
-        self._window = min(max(1, self._window + step), MOST_WINDOW)
+        step = 1 if delay - self._least_delay < MAX_DELAY else -1
+        self._window = min(max(1, self._window + step), MAX_WINDOW)
         coming = self._coming.get(piece.path)
         # Other pieces answer an earlier request: the segment was dropped, and requested again.
         if coming is not None and piece.offset == coming.blank.filled:
@@ -227,9 +227,9 @@ class Receiving:
             while coming.requested < coming.blank.total and len(self._request_times) < self._window:
                 self._request_times.append(time.monotonic())
                 self._send(Fetch(coming.ref, coming.requested))
-                coming.requested += PIECE
+                coming.requested += TRANSFER_PIECE
 
-    def _fill(self, coming: _Coming, piece: Piece) -> None:
+    def _fill(self, coming: _Coming, piece: SegmentPiece) -> None:
         blank, problem = coming.blank, ""
         try:
             for _ in blank.writing(memoryview(piece.data), piece.offset):

@@ -20,10 +20,10 @@ from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 from nbdist.output.events import Done, Failure, InputRequest
 from nbdist.values.payload import Payload, Places, SegmentRef, refs_in, relocate
-from nbdist.wire.frames import NOTHING, BadFrame, fits, object_from, unpack
+from nbdist.wire.frames import NO_VALUES, BadFrame, fits, object_from, unpack
 from nbdist.words import error_line
 
-Kind = Literal["file", "module", "executable"]
+ProgramKind = Literal["file", "module", "executable"]
 
 
 BLANK_HEAD = re.compile(r"\A(?:[ \t\f]*\n)+")
@@ -31,7 +31,7 @@ BLANK_HEAD = re.compile(r"\A(?:[ \t\f]*\n)+")
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class CellCode:
     """The source of a cell; "" for a task that only binds variables or fetches values."""
 
     text: str = ""
@@ -41,7 +41,7 @@ class Source:
 class Script:
     """A script, module or executable that a rank runs in place of a cell: `train.py`, `pkg.mod`."""
 
-    kind: Kind
+    kind: ProgramKind
     name: str  # exactly the text that the user wrote
     args: tuple[str, ...] = ()
     file: str = ""  # its path on the notebook's machine; "" for a module that is no file
@@ -58,17 +58,17 @@ class Script:
         return {"program": self}
 
 
-class Call(NamedTuple):
+class OpCall(NamedTuple):
     """A call of `snapshot.write` or another op.
 
     Its arguments are plain data; values of the user are in a `Payload`.
     """
 
     op: str
-    arguments: Mapping[str, Any] = NOTHING
+    arguments: Mapping[str, Any] = NO_VALUES
 
 
-Work = Source | Script | Call
+Work = CellCode | Script | OpCall
 
 
 class Surroundings(NamedTuple):
@@ -82,7 +82,7 @@ class Surroundings(NamedTuple):
     folder: str
     first: str
     sys_path: tuple[str, ...] | None = None
-    environ: Mapping[str, str | None] = NOTHING
+    environ: Mapping[str, str | None] = NO_VALUES
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class Task:
 
     id: str
     ranks: tuple[int, ...]
-    work: Work = Source()
+    work: Work = CellCode()
     # By rank: the notebook's variables to bind before the work, and changes of objects that the
     # rank has already (`nbdist.values.linked`).
     names: Mapping[int, Payload] = field(default_factory=dict)
@@ -125,7 +125,7 @@ class Task:
     @property
     def source(self) -> str:
         """The text of a cell without leading blank lines, as IPython counts lines; else ""."""
-        return BLANK_HEAD.sub("", self.work.text) if isinstance(self.work, Source) else ""
+        return BLANK_HEAD.sub("", self.work.text) if isinstance(self.work, CellCode) else ""
 
     @property
     def script(self) -> Script | None:
@@ -136,24 +136,24 @@ class Task:
     def title(self) -> str:
         """A title for messages: a cell's first line that is no magic, a script's call, or an op."""
         match self.work:
-            case Source(text):
+            case CellCode(text):
                 lines = (line.strip() for line in text.splitlines())
                 return next((line for line in lines if line and not line.startswith("# %")), "")
             case Script(name=name, args=args):
                 return " ".join([name, *args])
-            case Call(op):
+            case OpCall(op):
                 return op
 
     @property
     def segments(self) -> tuple[SegmentRef, ...]:
         """The segments of shared memory to which the task refers."""
-        given = self.work.arguments if isinstance(self.work, Call) else None
+        given = self.work.arguments if isinstance(self.work, OpCall) else None
         return refs_in((self.names, self.plain, given))
 
     def moved(self, places: Places) -> Task:
         """Return the task with its segments at other places, for the workers of another machine."""
         work = self.work
-        if isinstance(work, Call):
+        if isinstance(work, OpCall):
             work = work._replace(arguments=relocate(work.arguments, places))
         names, plain = relocate(self.names, places), relocate(self.plain, places)
         return replace(self, names=names, plain=plain, work=work)
@@ -186,7 +186,7 @@ def failure_in_words(name: str, message: str) -> Failure:
     return Failure(name, message, (error_line(name, message),), time.time_ns())
 
 
-MOST_BYTES = 64 << 20
+MAX_TASK_MESSAGE_BYTES = 64 << 20
 """The bytes of one message of a worker about a task; big values go through shared memory."""
 
 
@@ -204,13 +204,13 @@ class CatchUp(NamedTuple):
     number: int
 
 
-Said = Finished | InputRequest | CatchUp
+TaskMessage = Finished | InputRequest | CatchUp
 """A message of a worker about its task; `number` is the one in its mark."""
 
 
-def said_from(frame: bytes) -> Said:
+def said_from(frame: bytes) -> TaskMessage:
     """Unpack a worker's message about its task; raises BadFrame for anything else."""
-    message: Said = object_from(frame, Said, Payload)
+    message: TaskMessage = object_from(frame, TaskMessage, Payload)
     if isinstance(message, Finished) and not fits(message.done.values, Payload | None):
         raise BadFrame("what it brings back is no payload")
     return message

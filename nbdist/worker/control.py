@@ -24,7 +24,7 @@ import torch
 from nbdist.output.events import TOPIC
 from nbdist.system.secrets import secret_values
 from nbdist.wire import control
-from nbdist.wire.control import Complete, Completions, Description, Inspect, Question
+from nbdist.wire.control import Complete, Completions, Description, Inspect, TypingQuestion
 from nbdist.wire.frames import FrameCutter, framed, pack, unpack
 from nbdist.wire.spec import WorkerStart
 from nbdist.worker.compat import ipython
@@ -35,7 +35,7 @@ from nbdist.worker.group.gloo import is_between_ranks
 from nbdist.worker.group.group import Group
 from nbdist.worker.kernel import WorkerKernel
 from nbdist.worker.probe import Probe, frames_of
-from nbdist.worker.process import READ_SIZE, allow_more_descriptors, threads_without_sigint
+from nbdist.worker.process import SOCKET_READ_SIZE, allow_more_descriptors, threads_without_sigint
 from nbdist.worker.steps import STEPS
 
 LATE_SECONDS, KEPT_SECONDS = 0.3, 5.0
@@ -44,7 +44,9 @@ LATE_SECONDS, KEPT_SECONDS = 0.3, 5.0
 The agent waits for 0.4 s (`inspect.CONSULT_TIMEOUT`). On a busy machine every answer may take
 longer, so that without a kept answer nobody would see one, however often they press Tab."""
 
-THREADS = 5  # the threads that a new gloo backend starts, a thread that waits for it, and a spare
+SPARE_THREADS = (
+    5  # the threads that a new gloo backend starts, a thread that waits for it, and a spare
+)
 
 
 class ControlThread:
@@ -56,10 +58,10 @@ class ControlThread:
         self._group: Group | None = kernel.group
         self._loop = asyncio.get_event_loop()  # of the main thread, which makes this object
         self._probe = Probe(kernel.group)
-        self._consult_future: Future[control.Answer] | None = None
-        self._late_answer: tuple[Question, int, float, control.Answer] | None = None
+        self._consult_future: Future[control.ControlReply] | None = None
+        self._late_answer: tuple[TypingQuestion, int, float, control.ControlReply] | None = None
         self._has_jedi = False
-        self._abort_future: Future[control.Answer] | None = None
+        self._abort_future: Future[control.ControlReply] | None = None
         self._executor = ThreadPoolExecutor(thread_name_prefix="nbdist-answer")
         self._send_lock = threading.Lock()
 
@@ -71,7 +73,7 @@ class ControlThread:
 
     def _serve(self, connection: socket.socket) -> None:
         cutter = FrameCutter()
-        while data := connection.recv(READ_SIZE):
+        while data := connection.recv(SOCKET_READ_SIZE):
             for frame in cutter.feed(data):
                 number, request = unpack(frame)
                 send = partial(self._send, connection, number)
@@ -80,12 +82,14 @@ class ControlThread:
                 except RuntimeError as error:  # no further thread can be started
                     send(control.Failed(str(error), unfit=False))
 
-    def _send(self, connection: socket.socket, number: int, answer: control.Answer) -> None:
-        frame = framed(pack(control.Answered(number, answer)))
+    def _send(self, connection: socket.socket, number: int, answer: control.ControlReply) -> None:
+        frame = framed(pack(control.ControlReplyTo(number, answer)))
         with self._send_lock, suppress(OSError):  # the agent has ended
             connection.sendall(frame)
 
-    def _answer(self, request: control.Request, send: Callable[[control.Answer], None]) -> None:
+    def _answer(
+        self, request: control.ControlRequest, send: Callable[[control.ControlReply], None]
+    ) -> None:
         # Completions and nccl's aborts take seconds, so they run on threads of the executor: later
         # requests must not wait, such as an abort that frees this rank.
         match request:
@@ -94,7 +98,7 @@ class ControlThread:
                 if self._consult_future is not None and not self._consult_future.done():
                     return send(control.Ok())
                 future = self._consult_future = self._executor.submit(self._consult, request)
-            case control.Abort() if self._probe.uses_nccl:
+            case control.AbortCollectives() if self._probe.uses_nccl:
                 if self._abort_future is None or self._abort_future.done():
                     self._abort_future = self._executor.submit(self._answer_or_failure, request)
                 future = self._abort_future
@@ -104,13 +108,13 @@ class ControlThread:
                 return send(answer)
         return future.add_done_callback(lambda finished: send(finished.result()))
 
-    def _answer_or_failure(self, request: control.Request) -> control.Answer:
+    def _answer_or_failure(self, request: control.ControlRequest) -> control.ControlReply:
         try:
             return self._perform(request)
         except Exception as error:  # noqa: BLE001 (the agent waits for an answer, whatever failed)
             return control.Failed(str(error) or repr(error), unfit=not is_between_ranks(error))
 
-    def _consult(self, question: Question) -> control.Answer:
+    def _consult(self, question: TypingQuestion) -> control.ControlReply:
         """Answer a completion or inspection; keep the answer for the next call if it was late."""
         kept, self._late_answer = self._late_answer, None
         # A kept answer is out of date once another cell has run and may have changed variables.
@@ -146,10 +150,10 @@ class ControlThread:
             texts["text/plain"] = f"{plain}\n{'Rank:':<11}{self._start.rank}"
         return Description(texts)
 
-    def _perform(self, request: control.Request) -> control.Answer:
+    def _perform(self, request: control.ControlRequest) -> control.ControlReply:
         probe, group = self._probe, self._group
         match request:
-            case control.Locate(briefly):
+            case control.LocateMainThread(briefly):
                 return probe.locate_briefly() if briefly else probe.locate()
             case control.Trace():
                 return probe.trace()
@@ -171,7 +175,7 @@ class ControlThread:
                 return self._complete(code, cursor)
             case Inspect(code, cursor, detail):
                 return self._describe(code, cursor, detail)
-            case control.ReleaseValues(task_id):
+            case control.ReleaseTaskValues(task_id):
                 self._kernel.namespace.release_values(task_id)
             case control.HoldSteps(task_id):
                 return STEPS.hold(task_id)
@@ -179,7 +183,7 @@ class ControlThread:
                 STEPS.stop_at(task_id, step)
             case control.ReleaseSteps(task_id):
                 return STEPS.release(task_id)
-            case control.Abort() if group is not None:
+            case control.AbortCollectives() if group is not None:
                 if probe.waits_for_nccl:
                     # Code that waited for an aborted collective goes on with meaningless results.
                     # Interrupt the cell first, so that it neither uses nor returns such results.
@@ -226,11 +230,11 @@ def change_threads(before: int, after: int) -> None:
 
 
 def check_room_for_threads() -> None:
-    """Raise RuntimeError if `THREADS` threads cannot be started: gloo would end the process."""
+    """Raise RuntimeError if fewer than `SPARE_THREADS` can be started: gloo would exit."""
     all_started = threading.Event()
-    with ThreadPoolExecutor(THREADS) as pool:
+    with ThreadPoolExecutor(SPARE_THREADS) as pool:
         try:
-            for _ in range(THREADS):
+            for _ in range(SPARE_THREADS):
                 pool.submit(all_started.wait)
         finally:
             all_started.set()

@@ -21,12 +21,19 @@ import torch
 from nbdist.values.copying import copy_into
 from nbdist.values.definitions import SYSTEM_NAMES
 from nbdist.values.digests import digest_bytes
-from nbdist.values.linked import Arrived, NotThere, bytes_of_storage, flat_tensor, read, reducer_for
-from nbdist.values.links import Block, Links
+from nbdist.values.linked import (
+    NotThere,
+    ReceivedMessage,
+    bytes_of_storage,
+    flat_tensor,
+    read,
+    reducer_for,
+)
+from nbdist.values.links import Links, MemoryBlock
 from nbdist.values.payload import Identity, is_atomic
 from nbdist.values.pickling import Buffer, without_cycles
 from nbdist.values.scan import Scan
-from nbdist.values.states import Parts, State, keys_in, reachable_keys
+from nbdist.values.states import ChangedParts, ObjectState, keys_in, reachable_keys
 from nbdist.values.tensors import version_of
 from nbdist.values.updates import apply
 from nbdist.wire.ops import Inspected, Replaced, type_text
@@ -48,7 +55,7 @@ class Keyed(NamedTuple):
     key: int
     tool: str
     value: Any
-    state: State | None
+    state: ObjectState | None
     block: int = 0
     digest: str = ""
 
@@ -62,7 +69,7 @@ class Counterparts:
     def __init__(self, names: dict[str, Any]) -> None:
         self.links = Links()
         self._names = names
-        self._states: dict[int, State] = {}
+        self._states: dict[int, ObjectState] = {}
         self._digests: dict[int, str] = {}
         self._sent_values: dict[str, Identity] = {}
         self._orphans: set[int] = set()  # keys of objects that have ended in the notebook
@@ -76,7 +83,7 @@ class Counterparts:
 
     # --- receiving ----------------------------------------------------------------------------
 
-    def read(self, frames: Sequence[Buffer]) -> Arrived:
+    def read(self, frames: Sequence[Buffer]) -> ReceivedMessage:
         """Rebuild the values of a message; no object and no variable of this rank changes.
 
         Raises NotThere if the message refers to an object that has ended here, and CannotRebuild if
@@ -88,11 +95,11 @@ class Counterparts:
                 raise NotThere(key)
         return arrived
 
-    def accept(self, arrived: Arrived) -> None:
+    def accept(self, arrived: ReceivedMessage) -> None:
         """Register the objects of a message by key, and apply its changes to older objects."""
         for key, digest, root in arrived.blocks:
             address = root.__array_interface__["data"][0]
-            block = Block(key, address, address + root.nbytes, weakref.ref(root))
+            block = MemoryBlock(key, address, address + root.nbytes, weakref.ref(root))
             self.links.blocks.add(block)
             self._digests[key] = digest
         for key, tool, value in arrived.objects:
@@ -113,7 +120,7 @@ class Counterparts:
         self._names.update(values)
         self._sent_values.update({name: Identity(value) for name, value in values.items()})
 
-    def _apply_updates(self, arrived: Arrived) -> None:
+    def _apply_updates(self, arrived: ReceivedMessage) -> None:
         entries = [self.links.by_key[k] for k, _, _ in arrived.updates if k in self.links.by_key]
         before = self._read_states(entries)
         parts = {k: self.links.find(k) for state in before.values() for k in state.children}
@@ -266,7 +273,7 @@ class Counterparts:
 
     # --- comparing ----------------------------------------------------------------------------
 
-    def inspect(self, objects: Mapping[int, Parts], names: Iterable[str]) -> Inspected:
+    def inspect(self, objects: Mapping[int, ChangedParts], names: Iterable[str]) -> Inspected:
         """Return which parts of objects this rank has changed, and the values of variables here."""
         changed, ended = self._find_changes(objects)
         found_values = {}
@@ -292,8 +299,10 @@ class Counterparts:
         key = self.links.key_of(value)
         return [key] if key is not None else keys_in(self._new_scan().token(value))
 
-    def _find_changes(self, objects: Mapping[int, Parts]) -> tuple[dict[int, Parts], list[int]]:
-        changed: dict[int, Parts] = {}
+    def _find_changes(
+        self, objects: Mapping[int, ChangedParts]
+    ) -> tuple[dict[int, ChangedParts], list[int]]:
+        changed: dict[int, ChangedParts] = {}
         ended = []
         entries = []
         for key in objects:
@@ -332,7 +341,7 @@ class Counterparts:
     def _new_scan(self) -> Scan:
         return Scan(self.links, reducer_for(self._names), self._names, adds=False)
 
-    def _read_states(self, entries: Iterable[Any]) -> dict[int, State]:
+    def _read_states(self, entries: Iterable[Any]) -> dict[int, ObjectState]:
         scan = self._new_scan()
         with without_cycles():
             scan.read_all(entries)
@@ -379,7 +388,7 @@ class Counterparts:
             keyed_objects.append(Keyed(entry.key, entry.tool, value, state, block, digest))
         return keyed_objects
 
-    def _whole_block(self, tensor: torch.Tensor) -> Block | None:
+    def _whole_block(self, tensor: torch.Tensor) -> MemoryBlock | None:
         if tensor.device.type != "cpu" or not tensor.numel() or tensor.is_sparse:
             return None
         storage = tensor.untyped_storage()
@@ -418,7 +427,7 @@ class Counterparts:
                 self._link_memory(block.key, value, self._digests.get(block.key, ""))
         self._states |= self._read_states(moved)
 
-    def _block_of(self, value: Any) -> Block | None:
+    def _block_of(self, value: Any) -> MemoryBlock | None:
         """Return the block whose memory a tensor or array fills; None if it fills no block."""
         if isinstance(value, torch.Tensor):
             return self._whole_block(value)
@@ -436,7 +445,7 @@ class Counterparts:
         else:
             start, size = value.__array_interface__["data"][0], value.nbytes
             owner = partial(_bytes_of, weakref.ref(value), _bytes_of_array)
-        block = Block(key, start, start + size, owner)
+        block = MemoryBlock(key, start, start + size, owner)
         if isinstance(value, torch.Tensor):
             block.users.append(weakref.ref(value))
         self.links.blocks.forget(key)
@@ -490,7 +499,9 @@ def _bytes_of_array(array: Any) -> Any:
     return array.reshape(-1, order="K").view(np.uint8)
 
 
-def _merge_received(after: State, before: State | None, earlier: State | None) -> State:
+def _merge_received(
+    after: ObjectState, before: ObjectState | None, earlier: ObjectState | None
+) -> ObjectState:
     """Return the state to record as received, after an update has changed parts of an object.
 
     `before` and `after` are the object's states around the update, `earlier` is the state that was

@@ -235,12 +235,12 @@ def _working_folder() -> str | None:
 
 # --- edited modules of the user -----------------------------------------------------------------
 
-OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
+NBDIST_PREFIX = os.path.dirname(os.path.dirname(__file__)) + os.sep
 CLOCKS = 2 * 10**9  # nanoseconds by which a file server's clock may be ahead of this machine's
 
 
 @dataclass
-class Source:
+class ModuleSource:
     """The file of an imported module; all times are modification times in nanoseconds.
 
     `short_path` is the end of its path from the outermost package on: `pkg/__init__.py`. `imported`
@@ -278,7 +278,7 @@ class OwnModules(MetaPathFinder):
         self._import_starts: dict[
             str, int
         ] = {}  # by name, imports that `_find_edited` has not seen
-        self._sources: dict[str, Source] = {}
+        self._sources: dict[str, ModuleSource] = {}
         self._is_reloading = False
 
     def find_spec(
@@ -333,20 +333,20 @@ class OwnModules(MetaPathFinder):
                 del self._sources[name]
                 sys.modules.pop(name, None)
 
-    def _find_edited(self, before_ns: int) -> dict[str, tuple[Source, int]]:
+    def _find_edited(self, before_ns: int) -> dict[str, tuple[ModuleSource, int]]:
         """Return the user's modules whose files were edited since their import, and when."""
         while self._import_starts:
             name, began_ns = self._import_starts.popitem()
             spec = getattr(sys.modules.get(name), "__spec__", None)
             file = str(getattr(spec, "origin", ""))
-            is_library = PACKAGES.match(file) or file.startswith(OURS)
+            is_library = PACKAGES.match(file) or file.startswith(NBDIST_PREFIX)
             if file.endswith(".py") and not is_library:
                 modified_ns = _modified_ns(file)
                 # A newer time means that the file was edited after the import, in the same task.
                 is_as_imported = modified_ns <= began_ns + CLOCKS
                 digest = _digest_of(file) if is_as_imported else b""
                 imported = modified_ns if is_as_imported else began_ns
-                self._sources[name] = Source(file, _short_path(name, file), imported, digest)
+                self._sources[name] = ModuleSource(file, _short_path(name, file), imported, digest)
         times = {name: (each, _modified_ns(each.file)) for name, each in self._sources.items()}
         return {
             name: (each, modified_ns)

@@ -44,9 +44,9 @@ WRITTEN: dict[Callable[..., Any], str] = {
 
 _PARAMETERS = {inspect.unwrap(each).__code__: name for each, name in WRITTEN.items()}
 
-MOST_PARTS = 100_000  # objects of a variable that are searched
+MAX_SEARCHED_PARTS = 100_000  # objects of a variable that are searched
 
-Span = tuple[int, int]
+AddressRange = tuple[int, int]
 """The first address of a piece of memory, and the first address after it."""
 
 
@@ -104,7 +104,7 @@ def _result_of(work: dist.Work) -> object:
         return None
 
 
-def _variables_in(names: Mapping[str, Any], spans: list[Span]) -> Iterator[tuple[str, str]]:
+def _variables_in(names: Mapping[str, Any], spans: list[AddressRange]) -> Iterator[tuple[str, str]]:
     """Yield the part and the name of each variable that shares memory with the spans.
 
     The part is "gradients" or "parameters" of a module, and "" if the value itself is meant.
@@ -124,15 +124,15 @@ def _variables_in(names: Mapping[str, Any], spans: list[Span]) -> Iterator[tuple
             yield "", name
 
 
-def _overlap(spans: Iterable[Span], others: Iterable[Span]) -> bool:
+def _overlap(spans: Iterable[AddressRange], others: Iterable[AddressRange]) -> bool:
     pieces = [*spans]
     return any(begin < end and start < stop for start, end in others for begin, stop in pieces)
 
 
-def _spans_of(value: object) -> Iterator[Span]:
+def _spans_of(value: object) -> Iterator[AddressRange]:
     """Yield the memory of each tensor and array in a value, also in lists, tuples and dicts."""
     pending, visited = [value], set[int]()
-    for _ in range(MOST_PARTS):
+    for _ in range(MAX_SEARCHED_PARTS):
         if not pending:
             return
         match each := pending.pop():
@@ -142,4 +142,6 @@ def _spans_of(value: object) -> Iterator[Span]:
                 yield span_of_array(each)
             case list() | tuple() | dict() if id(each) not in visited:
                 visited.add(id(each))
-                pending += islice(each.values() if isinstance(each, dict) else each, MOST_PARTS)
+                pending += islice(
+                    each.values() if isinstance(each, dict) else each, MAX_SEARCHED_PARTS
+                )

@@ -29,12 +29,12 @@ from IPython.core.page import as_hook, display_page
 from jupyter_client.session import Session
 from traitlets import Type, default
 
-from nbdist.output.events import MOVED, RECORD, TRACKED, WARNED, Comm, Done
+from nbdist.output.events import MOVED_TYPE, RECORD_TYPE, TRACKED_TYPE, WARNED_TYPE, Comm, Done
 from nbdist.values import definitions
 from nbdist.values.class_ids import name_classes
 from nbdist.values.pickling import without_cycles
 from nbdist.wire.spec import WorkerStart
-from nbdist.wire.work import Call, InputReply, Source, Task, Work, failure_in_words
+from nbdist.wire.work import CellCode, InputReply, OpCall, Task, Work, failure_in_words
 from nbdist.worker import tracking
 from nbdist.worker.compat.ipython import (
     import_without_debugpy,
@@ -118,7 +118,7 @@ class WorkerKernel(IPythonKernel):
             done = replace(done, unfit=unfit_reason(context.rank, error))
         leave_debugger()
         context.cleanup.close()
-        if isinstance(task.work, Call) and done.status != "ok":
+        if isinstance(task.work, OpCall) and done.status != "ok":
             forget_errors(self.shell, error)
             error = None
             gc.collect()  # code that inspected the frames has left reference cycles to them
@@ -177,10 +177,10 @@ class WorkerKernel(IPythonKernel):
 
         The value of a cell is that of its last expression.
         """
-        if not (isinstance(work, Call) and "packed" in work.arguments):
+        if not (isinstance(work, OpCall) and "packed" in work.arguments):
             # An op with packed arguments calls `receive_values`, which calls `end_idle` afterwards.
             self.namespace.counterparts.end_idle()
-        if isinstance(work, Source):
+        if isinstance(work, CellCode):
             return await self._run_source(work.text, context), context.shell.displayhook.pop_value()
         is_users = work.op in USERS_CODE
         if is_users:
@@ -249,7 +249,7 @@ class WorkerKernel(IPythonKernel):
             values, kept_size = self.namespace.pack_small(value)
         elif task.fetch:
             values = self.namespace.fetch(task.fetch, task.id)
-        elif not isinstance(task.work, Source):
+        elif not isinstance(task.work, CellCode):
             values = self.namespace.pack(value, task.id, context.title)
         return replace(done, status="ok", values=values, kept=kept_size)
 
@@ -369,16 +369,16 @@ def make_app(start: WorkerStart) -> WorkerApp:
     kernel: WorkerKernel = app.kernel
     kernel.namespace = Namespace(shell.user_ns)
     kernel.namespace.report_progress = lambda done, total: kernel.publish(
-        MOVED, {"done": done, "total": total}
+        MOVED_TYPE, {"done": done, "total": total}
     )
-    kernel.namespace.warn = lambda text: kernel.publish(WARNED, {"text": text})
+    kernel.namespace.warn = lambda text: kernel.publish(WARNED_TYPE, {"text": text})
     exits = dict.fromkeys(("exit", "quit"), CellExit(shell))
     kernel.namespace.add_ready({**ready_names(start), **exits})
     shell.user_ns_hidden.update(exits)
     shell.ready = kernel.namespace.ready
-    kernel.records = Records(partial(kernel.publish, RECORD), app.log.name)
+    kernel.records = Records(partial(kernel.publish, RECORD_TYPE), app.log.name)
     kernel.records.watch()
-    tracking.connect(partial(kernel.publish, TRACKED))
+    tracking.connect(partial(kernel.publish, TRACKED_TYPE))
     kernel.own_modules, kernel.syncs_code = OwnModules(), start.world.config.sync_code
     sys.meta_path.insert(0, kernel.own_modules)
     # Makes `%autoreload 2` work without `%load_ext autoreload`.

@@ -32,9 +32,9 @@ from nbdist.wire.work import (
     CatchUp,
     Finished,
     InputReply,
-    Said,
     SigintSent,
     Task,
+    TaskMessage,
     failure_in_words,
     mark,
 )
@@ -47,7 +47,7 @@ from nbdist.worker.namespace import import_ops
 from nbdist.worker.ops.memory import reserve_addresses
 from nbdist.worker.probe import write_stacks_to
 from nbdist.worker.process import (
-    READ_SIZE,
+    SOCKET_READ_SIZE,
     BadEnvironment,
     Interrupts,
     die_with_parent,
@@ -173,7 +173,9 @@ def exit_with(reason: str, code: int = 1) -> None:
 
 LOOK_EVERY_MS = 200  # after which a waiting thread checks whether another thread has read its reply
 CATCH_UP_SECONDS = 60.0  # for the agent to read all output; a paused agent takes longer
-IN_CHILD = "a process forked by the rank cannot read input: use `num_workers=0` for a `DataLoader`"
+INPUT_IN_CHILD = (
+    "a process forked by the rank cannot read input: use `num_workers=0` for a `DataLoader`"
+)
 
 
 class Tasks:
@@ -221,7 +223,7 @@ class Tasks:
     def ask(self, prompt: str, *, secret: bool, by_debugger: bool) -> InputReply:
         """Ask the notebook for a line; return its text, or a problem.  Any thread may call this."""
         if self._agent is None or os.getpid() != self._pid:
-            return InputReply(0, problem=IN_CHILD)
+            return InputReply(0, problem=INPUT_IN_CHILD)
         flush_streams()
         number = self._session.mark_place()
         return self._wait_for_reply(InputRequest(number, prompt, secret, by_debugger))
@@ -265,7 +267,7 @@ class Tasks:
         """Handle messages that have arrived; return False if the agent closed the connection."""
         with self._read_lock:
             try:
-                data = agent.recv(READ_SIZE, socket.MSG_DONTWAIT)
+                data = agent.recv(SOCKET_READ_SIZE, socket.MSG_DONTWAIT)
             except BlockingIOError:  # another thread has read the data
                 return True
             if not data:  # the agent closes the connection to end this process
@@ -333,7 +335,7 @@ class Tasks:
                 # text before the mark.
                 self._send(Finished(self._session.mark_place(), task.id, outcome))
 
-    def _send(self, message: Said) -> None:
+    def _send(self, message: TaskMessage) -> None:
         assert self._agent is not None
         frame = framed(pack(message))
         with self._send_lock:

@@ -20,15 +20,15 @@ from typing import Any
 from nbdist import plugins
 from nbdist.output.events import NAME_PROBLEM
 from nbdist.values.definitions import SYSTEM_NAMES
-from nbdist.values.linked import Arrived, CannotRebuild, NotThere
+from nbdist.values.linked import CannotRebuild, NotThere, ReceivedMessage
 from nbdist.values.payload import (
     INLINE_LIMIT,
     OTHER,
     Identity,
-    Packed,
+    PackedPayload,
     Payload,
     Segment,
-    Steps,
+    StepwiseValue,
     kind_of,
     open_payload,
     pack_frames,
@@ -41,7 +41,7 @@ from nbdist.wire.ops import Brought, Replaced
 from nbdist.wire.work import Task
 from nbdist.worker import ops
 from nbdist.worker.counterparts import Counterparts, Keyed
-from nbdist.worker.received import Homeward, KeptValues, SpreadValue
+from nbdist.worker.received import KeptValues, ReturnReducer, SpreadValue
 
 MOVED_EVERY = 0.25  # seconds between two messages on how much of a big value has been packed
 
@@ -55,7 +55,7 @@ class Taken:
 
     values: dict[str, Any]
     keyed: Sequence[Keyed] = ()
-    arrived: Arrived | None = None
+    arrived: ReceivedMessage | None = None
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class Namespace:
             self.counterparts.end_idle()
         return arrived.values
 
-    def read(self, payload: Payload) -> Arrived:
+    def read(self, payload: Payload) -> ReceivedMessage:
         """Rebuild the values of a message; VariableError if one cannot be rebuilt."""
         try:
             return self.counterparts.read(open_payload(payload))
@@ -154,7 +154,7 @@ class Namespace:
                 "this rank has dropped an object that the cell uses; run the cell again"
             ) from None
 
-    def _commit(self, arrived: Arrived) -> None:
+    def _commit(self, arrived: ReceivedMessage) -> None:
         try:
             self.counterparts.accept(arrived)
         except Exception as error:  # a user's `__setstate__` or attribute can raise anything
@@ -306,14 +306,14 @@ class Namespace:
             return None
         inner = tuple((each.ref.path, each.ref) for each in self._lent_segments.get(task_id, ()))
         try:
-            return self.lend(value, task_id, Homeward())._replace(within=inner)
+            return self.lend(value, task_id, ReturnReducer())._replace(within=inner)
         except Exception as error:  # a user's __reduce__ can raise anything
             path, kind, why = self.blame("result", value, error)
             what = f"what {title} returned"
             part = what if path == "result" else f"{what}: `{path}`"
             raise VariableError(f"{part} ({kind}) cannot be sent back: {why}.") from error
 
-    def lend(self, value: Any, task_id: str, home: Homeward | None = None) -> Payload:
+    def lend(self, value: Any, task_id: str, home: ReturnReducer | None = None) -> Payload:
         """Pack a value; a value too big for a message is put into a segment until `release_values`.
 
         `home` pickles values that have a meaning only among ranks.
@@ -337,7 +337,7 @@ class Namespace:
         if value is None:
             return None, None
         try:
-            payload, segment = self._pack_value(value, Homeward())
+            payload, segment = self._pack_value(value, ReturnReducer())
         except Exception as error:  # noqa: BLE001 (a user's __reduce__ can raise anything)
             path, kind, why = self.blame("it", value, error)
             part = kind if path == "it" else f"{kind} in `{path}`"
@@ -357,7 +357,7 @@ class Namespace:
             return None, None
         try:
             # A sketch copies nothing from a GPU.
-            pickled = pickle(value, self._names, sketch=True, reduce=Homeward().reduce)
+            pickled = pickle(value, self._names, sketch=True, reduce=ReturnReducer().reduce)
             if pickled.is_sketch or pickled.size >= INLINE_LIMIT:
                 return None, 0
             payload, _ = pack_frames(pickled.frames)
@@ -374,10 +374,10 @@ class Namespace:
         self._lent_segments.setdefault(task_id, []).append(lent)
         return Brought(packed=Payload(segment=lent.ref))
 
-    def _pack_value(self, value: object, home: Homeward | None) -> Packed:
+    def _pack_value(self, value: object, home: ReturnReducer | None) -> PackedPayload:
         pickled = pickle(value, self._names, reduce=home.reduce if home else None)
         total, next_report = size_of(pickled.frames), time.monotonic() + MOVED_EVERY
-        with closing(Steps(packing(pickled.frames))) as steps:
+        with closing(StepwiseValue(packing(pickled.frames))) as steps:
             for packed_bytes in steps:
                 if (now := time.monotonic()) > next_report:
                     next_report = now + MOVED_EVERY
@@ -446,9 +446,9 @@ class Context:
         names: dict[str, Any] = self.shell.user_ns
         return names
 
-    def lend(self, value: Any, home: Homeward | None = None) -> Payload:
+    def lend(self, value: Any, home: ReturnReducer | None = None) -> Payload:
         """Pack a value, to be read by the notebook before it releases the task."""
-        return self.namespace.lend(value, self.task_id, home or Homeward())
+        return self.namespace.lend(value, self.task_id, home or ReturnReducer())
 
     def record_changes(self) -> ExitStack:
         """Return a context that adds names bound and deleted by user code to this object."""
@@ -472,7 +472,7 @@ def import_ops() -> Mapping[str, ModuleType | Exception]:
     Called before user code runs: user code may use up the descriptors that an import needs.
     """
     modules: dict[str, ModuleType | Exception] = {}
-    for name, point in plugins.entry_points(plugins.OPS).items():
+    for name, point in plugins.entry_points(plugins.OPS_GROUP).items():
         try:
             modules[name] = point.load()
         except Exception as error:  # noqa: BLE001 (other people's modules)

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from nbdist.values.definitions import cell_numbers, function_name
 from nbdist.wire.call_layout import CallLayout
 from nbdist.wire.control import Traced
-from nbdist.wire.places import PACKAGES, Begun, Collective, Place, StackFrame
+from nbdist.wire.places import PACKAGES, Begun, Collective, RankPosition, StackFrame
 from nbdist.worker.compat import accelerator
 from nbdist.worker.compat import torch as seam
 from nbdist.worker.group.gloo import wait
@@ -40,9 +40,9 @@ from nbdist.worker.ops import run
 from nbdist.worker.process import system_call
 from nbdist.worker.steps import STEPS
 
-IN_TORCH = os.path.join("torch", "distributed") + os.sep
-WAITS = "send or recv" if seam.RECORDS_GLOO else "send, recv or an asynchronous collective"
-CALLING, COALESCED = IN_TORCH + "distributed_c10d.py", "_coalescing_manager"
+TORCH_DISTRIBUTED_FOLDER = os.path.join("torch", "distributed") + os.sep
+WAIT_KINDS = "send or recv" if seam.RECORDS_GLOO else "send, recv or an asynchronous collective"
+CALLING, COALESCED = TORCH_DISTRIBUTED_FOLDER + "distributed_c10d.py", "_coalescing_manager"
 POINT_TO_POINT = {inspect.unwrap(each).__code__ for each in (dist.send, dist.recv)}
 FUTEX = 202 if os.uname().machine == "x86_64" else 98
 LIBRARIES = (PACKAGES.pattern, "<frozen ", re.escape(os.path.dirname(os.path.dirname(__file__))))
@@ -63,7 +63,7 @@ class Probe:
         self.uses_nccl = group is not None and group.uses_nccl
         self._nccl = UnderWay(is_used=self.uses_nccl)
 
-    def locate(self) -> Place:
+    def locate(self) -> RankPosition:
         """Return the place of the main thread, and all facts on whether it can go on."""
         frames = list(frames_of(self._ident))
         stack = frames if self._find_line(frames) else self._stack()
@@ -93,7 +93,7 @@ class Probe:
             unfinished=sum(each.unfinished for each in counts.values()) + nccl.count,
         )
 
-    def locate_briefly(self) -> Place:
+    def locate_briefly(self) -> RankPosition:
         """Return only the line and the collective: each further system call may cost 5 ms.
 
         After a system call the control thread waits up to 5 ms for the GIL.
@@ -117,7 +117,7 @@ class Probe:
         self._recording.start_over()
         self._nccl.start_over()
 
-    def _locate(self, frames: list[FrameType]) -> Place:
+    def _locate(self, frames: list[FrameType]) -> RankPosition:
         operation = _called_function(frames)
         if not operation or self._group is None or not _is_in_futex():
             operation = self._find_operation(frames, self._recording.counts(), self._nccl.pending())
@@ -146,8 +146,8 @@ class Probe:
             return frames
         return awaiting_frames(self._loop, cells) or frames
 
-    def _find_spot(self, frames: list[FrameType]) -> Place:
-        return run.spot(frames) or Place(line=self._find_line(frames))
+    def _find_spot(self, frames: list[FrameType]) -> RankPosition:
+        return run.spot(frames) or RankPosition(line=self._find_line(frames))
 
     def _find_line(self, frames: list[FrameType]) -> int:
         """Return the line of the running cell or called function; 0 if neither of both runs."""
@@ -185,7 +185,7 @@ class Probe:
         if callers:
             # User code has called `dist.recv`, or the `wait` of a collective that it began earlier.
             has_name = not seam.RECORDS_GLOO or callers[0].f_code in POINT_TO_POINT
-            return (has_name and _called_function(frames)) or WAITS
+            return (has_name and _called_function(frames)) or WAIT_KINDS
         if (function := _called_function(frames)) or seam.RECORDS_GLOO:
             return function
         # Autograd waits in C++ for the gradients that a DDP module reduces.
@@ -222,7 +222,7 @@ def _waits_for_ranks(frames: list[FrameType]) -> bool:
         return True
     if inner is None or inner is wait.__code__:
         return inner is not None
-    return IN_TORCH in inner.co_filename or inner.co_name == seam.BACKWARD
+    return TORCH_DISTRIBUTED_FOLDER in inner.co_filename or inner.co_name == seam.BACKWARD
 
 
 def is_calling(code: CodeType | None) -> bool:
@@ -237,7 +237,7 @@ def is_calling(code: CodeType | None) -> bool:
 
 def _runs_user_code(ident: int) -> bool:
     files = [frame.f_code.co_filename for frame in frames_of(ident)]
-    return any(IN_TORCH in file or not IN_LIBRARY.match(file) for file in files)
+    return any(TORCH_DISTRIBUTED_FOLDER in file or not IN_LIBRARY.match(file) for file in files)
 
 
 def _is_in_futex() -> bool:
@@ -250,7 +250,7 @@ def _called_function(frames: list[FrameType]) -> str:
 
     Prefer the outermost public function. Return "" if there is no function of torch.distributed.
     """
-    names = [f.f_code.co_name for f in frames if IN_TORCH in f.f_code.co_filename]
+    names = [f.f_code.co_name for f in frames if TORCH_DISTRIBUTED_FOLDER in f.f_code.co_filename]
     names = [name for name in names if name != "wrapper"]
     public = [name for name in names if not name.startswith("_")]
     return next(reversed(public or names), "")
@@ -269,11 +269,11 @@ def _is_running_gloo_thread(tid: str) -> bool:
 # --- stacks of this worker's threads ----------------------------------------------------------
 
 RUNS_CELLS = "run_cell_async"  # IPython's coroutine, which awaits the cell's
-Result = TypeVar("Result")
+T = TypeVar("T")
 _open: list[IO[bytes]] = []  # keeps files open, as faulthandler has only their descriptors
 
 
-def call_without_gc(get: Callable[[], Result]) -> Result:
+def call_without_gc(get: Callable[[], T]) -> T:
     """Call `get`, which makes frame objects of another thread, without collecting garbage.
 
     In Python 3.11 making a frame object can start a collection, in which a destructor may release

@@ -35,8 +35,10 @@ PLENTY = 65536
 Programs that loop over all possible descriptors would take long with a higher limit.
 """
 
-READ_SIZE = 1 << 18  # bytes that are read from a socket at once
-RESERVE = 48  # descriptors kept for reading /proc, and for gloo's sockets while a group is formed
+SOCKET_READ_SIZE = 1 << 18  # bytes that are read from a socket at once
+DESCRIPTOR_RESERVE = (
+    48  # descriptors kept for reading /proc, and for gloo's sockets while a group is formed
+)
 DATA_LOADER = "torch.utils.data.dataloader"
 
 
@@ -59,11 +61,11 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def limit_descriptors() -> None:
-    """Lower the limit of descriptors to `PLENTY`, or to `RESERVE` below the hard limit."""
+    """Lower the limit of descriptors to `PLENTY`, or to `DESCRIPTOR_RESERVE` below the maximum."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY:
-        hard = PLENTY + RESERVE
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(PLENTY, soft, hard - RESERVE), hard))
+        hard = PLENTY + DESCRIPTOR_RESERVE
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(PLENTY, soft, hard - DESCRIPTOR_RESERVE), hard))
 
 
 def is_ready(fd: socket.socket | int, ms: float | None = None, event: int = select.POLLIN) -> bool:
@@ -76,9 +78,13 @@ def is_ready(fd: socket.socket | int, ms: float | None = None, event: int = sele
 
 @contextmanager
 def allow_more_descriptors() -> Iterator[None]:
-    """Return a context that allows `RESERVE` more descriptors; used on the control thread."""
+    """Return a context for the control thread with `DESCRIPTOR_RESERVE` more descriptors."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    more = soft + RESERVE if hard == resource.RLIM_INFINITY else min(hard, soft + RESERVE)
+    more = (
+        soft + DESCRIPTOR_RESERVE
+        if hard == resource.RLIM_INFINITY
+        else min(hard, soft + DESCRIPTOR_RESERVE)
+    )
     resource.setrlimit(resource.RLIMIT_NOFILE, (more, hard))
     try:
         yield
@@ -197,7 +203,7 @@ def leave_world_in_children(leave: Callable[[], None] | None) -> None:
 
 # --- times of the last cell, and of its waits for other ranks -------------------------------------
 
-MOST_WAITS = 4_000  # newest waits whose times are kept; all waits are counted
+MAX_WAITS = 4_000  # newest waits whose times are kept; all waits are counted
 
 
 class CellTimes:
@@ -210,7 +216,7 @@ class CellTimes:
 
     def __init__(self) -> None:
         self.began_ns = self.ended_ns = 0
-        self.waits: deque[tuple[int, int]] = deque(maxlen=MOST_WAITS)
+        self.waits: deque[tuple[int, int]] = deque(maxlen=MAX_WAITS)
         self.count = self.waited_ns = 0
         self._ident = 0
 

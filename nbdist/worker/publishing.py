@@ -22,31 +22,50 @@ from typing import Any
 import zmq
 from jupyter_client.session import Session
 
-from nbdist.output.events import COMMS, MOVED, RECORD, TOPIC, TRACKED, WARNED, Record
+from nbdist.output.events import (
+    COMMS,
+    MOVED_TYPE,
+    RECORD_TYPE,
+    TOPIC,
+    TRACKED_TYPE,
+    WARNED_TYPE,
+    Record,
+)
 from nbdist.output.mimes import mime_of
 from nbdist.system.folders import open_private
 from nbdist.worker.process import write_mark
 
 DISPLAYS = ("display_data", "execute_result", "update_display_data")
-ORDERED = {*DISPLAYS, *COMMS, "clear_output", "error", MOVED, RECORD, TRACKED, WARNED}
+ORDERED = {
+    *DISPLAYS,
+    *COMMS,
+    "clear_output",
+    "error",
+    MOVED_TYPE,
+    RECORD_TYPE,
+    TRACKED_TYPE,
+    WARNED_TYPE,
+}
 """Types of messages whose place in the text matters."""
 
-LARGEST = 10_000_000  # most characters of a mime type of a display that are sent
+MAX_DISPLAY_LENGTH = 10_000_000  # most characters of a mime type of a display that are sent
 
-MOST_IN_A_TASK = 30_000_000
-"""Characters of a task's displays; after so many, data of more than `SMALL` goes to files."""
+MAX_TASK_DISPLAYS = 30_000_000
+"""Characters of a task's displays, after which data above `SMALL_DISPLAY` goes to files."""
 
-SMALL = 1_000_000
+SMALL_DISPLAY = 1_000_000
 
 LONGEST_ERROR = 1 << 17
 """Characters of an error's message, and of a frame of its traceback, that are sent."""
 
-MOST_AHEAD = 2 << 20  # bytes of messages after which a rank waits until its agent has read them
+MAX_BYTES_AHEAD = (
+    2 << 20
+)  # bytes of messages after which a rank waits until its agent has read them
 
 OF_MESSAGE = 4 << 10
 """Bytes that each message counts in addition to its size: small messages take time too."""
 
-MOST_IN_FILES = 200_000_000  # characters that a rank may write to files of the log folder in all
+MAX_FILES_LENGTH = 200_000_000  # characters that a rank may write to files of the log folder in all
 
 
 class LargeOutputs:
@@ -59,9 +78,9 @@ class LargeOutputs:
     def __init__(self, folder: Path | None, host: str = "") -> None:
         self._host = f"{host}:" if host else ""
         self.folder = folder
-        self._file_room, self._files = MOST_IN_FILES, 0
-        self.remaining = MOST_IN_A_TASK
-        """Characters that the task may still display until `SMALL` limits each display."""
+        self._file_room, self._files = MAX_FILES_LENGTH, 0
+        self.remaining = MAX_TASK_DISPLAYS
+        """Characters that the task may still display until `SMALL_DISPLAY` limits each display."""
 
     def limit_content(self, kind: str, content: Any) -> Any:
         """Return the content of a message, or a copy without its large data.
@@ -78,7 +97,7 @@ class LargeOutputs:
             return content
         texts = {kind: _as_text(value) for kind, value in data.items()}
         sizes = {kind: len(text) for kind, text in texts.items()}
-        limit = LARGEST if self.remaining > 0 else SMALL
+        limit = MAX_DISPLAY_LENGTH if self.remaining > 0 else SMALL_DISPLAY
         large_kinds = [kind for kind, size in sizes.items() if size > limit]
         if not large_kinds:
             self.remaining -= sum(sizes.values())
@@ -201,7 +220,7 @@ class MarkingSession(Session):
                 self.mark_place()
                 if kind == "error":
                     self.shown_error = self.announced_error[0], self._sent
-        if is_ordered and self._sent_bytes > MOST_AHEAD and self.catch_up is not None:
+        if is_ordered and self._sent_bytes > MAX_BYTES_AHEAD and self.catch_up is not None:
             self._sent_bytes = 0
             self.catch_up()
         return sent
@@ -222,7 +241,7 @@ class MarkingSession(Session):
     def begin_task(self) -> None:
         """Forget the error that was shown, and reset the limit of displays."""
         self.shown_error = None, 0
-        self.large_outputs.remaining = MOST_IN_A_TASK
+        self.large_outputs.remaining = MAX_TASK_DISPLAYS
 
     def pop_error_number(self, error: BaseException | None) -> int:
         """Return the number of the message that showed an error, 0 if no message did.
@@ -235,7 +254,7 @@ class MarkingSession(Session):
 
 # --- records of `logging` for the notebook -------------------------------------------------------
 
-MOST = 10_000  # records of a cell that are sent; further records are only counted
+MAX_LOG_RECORDS = 10_000  # records of a cell that are sent; further records are only counted
 
 
 class Records:
@@ -274,11 +293,13 @@ class Records:
         """Send a record with the number of records that were left out, if any were."""
         dropped, self._dropped = self._dropped, 0
         if dropped:
-            text = f"{dropped:,} records more were not sent: {MOST:,} a cell and rank are"
+            text = (
+                f"{dropped:,} records more were not sent: {MAX_LOG_RECORDS:,} a cell and rank are"
+            )
             self._send_record(logging.makeLogRecord({"name": "nbdist", "msg": text, "levelno": 30}))
 
     def relay(self, record: logging.LogRecord) -> None:
-        """Send a record, if its level is high enough and fewer than `MOST` were sent.
+        """Send a record, if its level is high enough and fewer than `MAX_LOG_RECORDS` were sent.
 
         A forked child sends nothing.
         """
@@ -287,7 +308,7 @@ class Records:
             return
         if os.getpid() != self._pid:
             return
-        if self._sent >= MOST:
+        if self._sent >= MAX_LOG_RECORDS:
             self._dropped += 1
             return
         self._sent += 1

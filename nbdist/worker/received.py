@@ -31,7 +31,7 @@ class SpreadValue(PicklingError):
     """A value is spread over ranks, or connects ranks, so the notebook cannot use it."""
 
 
-class Homeward:
+class ReturnReducer:
     """Pickles values for the notebook that have a meaning only among ranks; made for each pickle.
 
     A DDP module becomes the module inside it, and an FSDP2 module becomes what it was before
@@ -105,11 +105,11 @@ def _reduce_to(value: Any) -> tuple[Any, ...]:
 
 
 def dist_class(package: str, name: str) -> Any:
-    """Return a class of torch.distributed; `Homeward` if its package was not imported.
+    """Return a class of torch.distributed; `ReturnReducer` if its package was not imported.
 
-    No value that is pickled is a `Homeward`, so callers can compare types without an import.
+    No value that is pickled is a `ReturnReducer`, so callers can compare types without an import.
     """
-    return getattr(sys.modules.get(f"torch.distributed.{package}"), name, Homeward)
+    return getattr(sys.modules.get(f"torch.distributed.{package}"), name, ReturnReducer)
 
 
 def as_before_fsdp(module: Any) -> tuple[type, dict[str, Any] | None]:
@@ -130,9 +130,12 @@ def as_before_fsdp(module: Any) -> tuple[type, dict[str, Any] | None]:
 
 # --- last values of cells, kept until the notebook asks for them ------------------------------
 
-MOST = 16
-MOST_BYTES = 1 << 30  # of all kept values of a rank; the newest value stays, whatever its size
-REPLACED = f"is gone: a rank keeps the newest {MOST} big results, {size_text(MOST_BYTES)} in all"
+MAX_KEPT_RESULTS = 16
+MAX_KEPT_BYTES = 1 << 30  # of all kept values of a rank; the newest value stays, whatever its size
+REPLACED = (
+    f"is gone: a rank keeps the newest {MAX_KEPT_RESULTS} big results, "
+    f"{size_text(MAX_KEPT_BYTES)} in all"
+)
 CLEANED = "is gone: `%dist_memory --free` released it"
 
 
@@ -149,9 +152,9 @@ class KeptValues:
         for kept_id, kept in reversed([*self._values.items()]):
             if isinstance(kept, Segment):
                 count, size = count + 1, size + sum(kept.ref.sizes)
-                if count > 1 and (count > MOST or size > MOST_BYTES):
+                if count > 1 and (count > MAX_KEPT_RESULTS or size > MAX_KEPT_BYTES):
                     self.release_values(kept_id)
-        while len(self._values) > 16 * MOST:
+        while len(self._values) > 16 * MAX_KEPT_RESULTS:
             self.release_values(next(iter(self._values)))
 
     def find(self, task_id: str) -> Segment | str:

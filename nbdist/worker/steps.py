@@ -31,7 +31,7 @@ HOLD_POLL_INTERVAL = 0.001  # seconds after which a held rank checks again wheth
 MAX_DEFERRAL = 1.0  # seconds that SIGINT waits for the end of a step, which may never end
 
 
-class Steps:
+class StepCounter:
     """Counts the steps of all optimizers of a task; a step inside of a step is not counted."""
 
     def __init__(self) -> None:
@@ -206,4 +206,4 @@ def _count_steps(frame: FrameType | None) -> int:
     return number
 
 
-STEPS = Steps()  # a single object, as only the main thread of a process runs steps
+STEPS = StepCounter()  # a single object, as only the main thread of a process runs steps

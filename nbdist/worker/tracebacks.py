@@ -37,11 +37,11 @@ from nbdist.worker.group.stores import run_with_timeout
 from nbdist.worker.namespace import Problem
 from nbdist.worker.ops.memory import account
 
-MOST_CHARACTERS = 1 << 16
+MAX_FAILURE_LENGTH = 1 << 16
 """Most characters of a failure's message; the kernel's own error message may have more."""
 
 PACKAGE = os.path.dirname(os.path.dirname(__file__))
-OURS = tuple(os.path.join(PACKAGE, room) + os.sep for room in ("worker", "tools"))
+WORKER_FOLDERS = tuple(os.path.join(PACKAGE, room) + os.sep for room in ("worker", "tools"))
 IN_IPYTHON = f"{os.sep}IPython{os.sep}"
 DEBUGGERS = (bdb.__file__, pdb.__file__)
 """Files of calls that a debugger adds between the user's calls."""
@@ -55,7 +55,7 @@ def failure_of(error: BaseException, advice: Sequence[str] = ()) -> Failure:
     if isinstance(error, Problem):
         return failure_in_words(error.kind, str(error))
     if isinstance(error, bdb.BdbQuit):
-        return failure_in_words(LEFT_DEBUGGER, ipython.LEFT)
+        return failure_in_words(LEFT_DEBUGGER, ipython.DEBUGGER_LEFT)
     name, message = type(error).__name__, message_of(error)
     calls = map(sendable, short_traceback(cell_part(error.__traceback__)))
     return Failure(
@@ -70,13 +70,15 @@ def failure_of(error: BaseException, advice: Sequence[str] = ()) -> Failure:
 
 
 def message_of(error: BaseException) -> str:
-    """Return the exception's message, cut to `MOST_CHARACTERS`."""
+    """Return the exception's message, cut to `MAX_FAILURE_LENGTH`."""
     try:
         text = str(error)
     except Exception as problem:  # noqa: BLE001 (the class is the user's)
         return f"<its text cannot be made: {type(problem).__name__}>"
-    more = len(text) - MOST_CHARACTERS
-    return sendable(text if more <= 0 else f"{text[:MOST_CHARACTERS]} … {more:,} more characters")
+    more = len(text) - MAX_FAILURE_LENGTH
+    return sendable(
+        text if more <= 0 else f"{text[:MAX_FAILURE_LENGTH]} … {more:,} more characters"
+    )
 
 
 def sendable(text: str) -> str:
@@ -103,7 +105,7 @@ def short_traceback(tb: TracebackType | None) -> list[str]:
                 case _:
                     code = ""
             lines.append(f"Cell In[{cells[file]}], line {line}" + (f": {code}" if code else ""))
-        elif not file.startswith(OURS) and file not in DEBUGGERS:
+        elif not file.startswith(WORKER_FOLDERS) and file not in DEBUGGERS:
             lines.append(f"File {file}:{line}, in {function}")
     shortened, position = list[str](), 0
     for start, end, text in find_recursions(lines):
@@ -114,7 +116,7 @@ def short_traceback(tb: TracebackType | None) -> list[str]:
 
 # --- recursion: calls that repeat earlier calls -----------------------------------------------
 
-LONGEST_CYCLE, FEWEST_REPEATS = 8, 4
+LONGEST_CYCLE, MIN_REPEATS = 8, 4
 """The most calls of a cycle that is folded, and how often the cycle must repeat."""
 
 FOLDED = re.compile(r"<(… [\d,]+ calls of the same (?:line|\d lines))>")
@@ -129,7 +131,7 @@ def find_recursions(calls: Sequence[Hashable]) -> Iterator[tuple[int, int, str]]
             start = end = position + period
             while calls[position:start] == calls[end : end + period]:
                 end += period
-            if end - start >= FEWEST_REPEATS * period:
+            if end - start >= MIN_REPEATS * period:
                 same = "line" if period == 1 else f"{period} lines"
                 yield start, end, f"… {end - start:,} calls of the same {same}"
                 position = end
@@ -201,7 +203,9 @@ def group_traceback(kind: Any, error: Any, tb: TracebackType | None) -> list[str
 def without_nbdist(tb: TracebackType | None) -> TracebackType | None:
     """Return a traceback without calls of nbdist, such as its own `init_process_group`."""
     calls = _calls_of(tb)
-    return _chain_calls([c for c in calls if not c.tb_frame.f_code.co_filename.startswith(OURS)])
+    return _chain_calls(
+        [c for c in calls if not c.tb_frame.f_code.co_filename.startswith(WORKER_FOLDERS)]
+    )
 
 
 def cell_part(tb: TracebackType | None) -> TracebackType | None:
@@ -228,7 +232,7 @@ def interrupted_part(error: BaseException, tb: TracebackType | None) -> Tracebac
 def with_short_message(kind: Any, error: Any) -> tuple[Any, Any]:
     """Return an exception's class and the exception; a stand-in if its message is too long."""
     message = message_of(error)
-    if len(message) <= MOST_CHARACTERS:
+    if len(message) <= MAX_FAILURE_LENGTH:
         return kind, error
     stand_in = type(kind.__name__, (Exception,), {"__str__": lambda _: message})()
     stand_in.__cause__, stand_in.__context__ = error.__cause__, error.__context__
@@ -246,7 +250,7 @@ NO_GPU = re.compile(
 DDP_ON_CPU = re.compile(r"device_ids and output_device arguments only work with .*'cpu'", re.DOTALL)
 """torch's message about `DDP(net, device_ids=[local_rank])` if the model is on the CPU."""
 
-LAUNCHERS = {"notebook_launcher", "debug_launcher"}
+LAUNCHER_FUNCTIONS = {"notebook_launcher", "debug_launcher"}
 """Functions of accelerate that start further processes."""
 
 OTHERS = "`--gpus` chooses others"
@@ -312,7 +316,9 @@ def remedies(shell: Any, rank: int, error: BaseException) -> list[str]:
         lines += [near] if near else []
     elif isinstance(error, ValueError) and DDP_ON_CPU.search(str(error)):
         lines.append("The model is on the CPU: leave out `device_ids`, `DDP(net)` needs none.")
-    elif LAUNCHERS & {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}:
+    elif LAUNCHER_FUNCTIONS & {
+        frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)
+    }:
         lines.append("Every rank runs this cell already: call the function without a launcher.")
     elif isinstance(error, HAS_NO_GPU) and NO_GPU.search(str(error)):
         device = names.get("device", "cpu")
@@ -341,10 +347,10 @@ def _gpu_remedy(error: BaseException) -> str:
 
 # --- GPU errors that last ---------------------------------------------------------------------
 
-ASK_TIMEOUT = 3.0  # seconds for the GPU's driver to answer, which usually takes microseconds
+DRIVER_TIMEOUT = 3.0  # seconds for the GPU's driver to answer, which usually takes microseconds
 
 # Messages of cudaGetErrorString (CUDA 13), which HIP uses too.
-LASTING = re.compile(
+LASTING_DEVICE_ERROR = re.compile(
     r"(?:Triton Error \[)?(?:CUDA|HIP)\b[^:\n]*: ("
     r"an illegal memory access was encountered"  # 700
     r"|the launch timed out and was terminated"  # 702
@@ -364,13 +370,18 @@ LASTING = re.compile(
 )
 
 # Exception classes that torch raises for lasting errors; `AcceleratorError` is new in torch 2.8.
-KINDS = {RuntimeError, getattr(torch, "AcceleratorError", RuntimeError)}
+DEVICE_ERROR_TYPES = {RuntimeError, getattr(torch, "AcceleratorError", RuntimeError)}
 
 
 def lasting_error(error: BaseException) -> str:
     """Return CUDA's message if an error or its cause is a GPU error that lasts, else ""."""
-    args = (arg for each in exception_chain(error) if type(each) in KINDS for arg in each.args)
-    matches = (LASTING.match(arg) for arg in args if isinstance(arg, str))
+    args = (
+        arg
+        for each in exception_chain(error)
+        if type(each) in DEVICE_ERROR_TYPES
+        for arg in each.args
+    )
+    matches = (LASTING_DEVICE_ERROR.match(arg) for arg in args if isinstance(arg, str))
     return next((match[1] for match in matches if match), "")
 
 
@@ -384,7 +395,7 @@ def unfit_reason(rank: int, error: BaseException) -> str:
     if not message:
         try:
             if (check := accelerator.error_probe()) is not None:
-                run_with_timeout(check, "asking the GPU", ASK_TIMEOUT)
+                run_with_timeout(check, "asking the GPU", DRIVER_TIMEOUT)
         except RuntimeError as gpu_error:
             message = lasting_error(gpu_error)
     return f"A GPU error ({message}) made the process of rank {rank} unusable" if message else ""
@@ -392,7 +403,7 @@ def unfit_reason(rank: int, error: BaseException) -> str:
 
 # --- the exception itself, for the notebook ---------------------------------------------------
 
-MOST_BYTES = 1 << 14
+MAX_ARGUMENT_BYTES = 1 << 14
 """Most bytes of an argument or attribute that is sent: larger values are data, not messages."""
 
 NOT_SENT = {"__dict__", "__weakref__", "__notes__", "obj"}
@@ -432,7 +443,7 @@ def _pack_value(value: object, namespace: dict[str, Any]) -> list[bytes] | None:
         pickled = pickle(value, namespace, sketch=True)
     except Exception:  # noqa: BLE001 (a class's own `__reduce__` can raise anything)
         return None
-    if pickled.is_sketch or size_of(pickled.frames) > MOST_BYTES:
+    if pickled.is_sketch or size_of(pickled.frames) > MAX_ARGUMENT_BYTES:
         return None
     return [bytes(memoryview(frame)) for frame in pickled.frames]
 

@@ -18,27 +18,30 @@ from typing import Any
 
 from nbdist.output.events import MAX_STEP, MIN_STEP_WIDTH
 
-EVERY = 0.5  # seconds between two messages
-MOST_WAITING = 4_096  # calls that are kept before they are aggregated
-MOST_SENT, FEWEST_SENT = 256, 4  # points of a message, and points that each name may always have
-MOST_NAMES, LONGEST_NAME = 64, 100
+TRACK_SEND_INTERVAL = 0.5  # seconds between two messages
+MAX_WAITING_CALLS = 4_096  # calls that are kept before they are aggregated
+MAX_POINTS_SENT, MIN_POINTS_SENT = (
+    256,
+    4,
+)  # points of a message, and points that each name may always have
+MAX_TRACKED_NAMES, MAX_TRACKED_NAME_LENGTH = 64, 100
 
-Call = tuple[float | None, dict[str, Any]]
+TrackCall = tuple[float | None, dict[str, Any]]
 
-Point = tuple[float, float, float, float, float, float]
+TrackedPoint = tuple[float, float, float, float, float, float]
 """A step; the count, lowest, highest and mean of its finite numbers; the count of its others."""
 
-_pending_calls: list[Call] = []
+_pending_calls: list[TrackCall] = []
 _call_counts: dict[str, int] = {}
 """By name, how often the task has tracked the name without a step."""
 
-_points: dict[str, list[Point]] = {}
+_points: dict[str, list[TrackedPoint]] = {}
 """By name, the points of the next message."""
 _counted_names: set[str] = set()
 _last_steps: dict[str, float] = {}
 """By name, the last step that was sent."""
 
-_refused_names: list[str] = []  # the first name beyond MOST_NAMES
+_refused_names: list[str] = []  # the first name beyond MAX_TRACKED_NAMES
 
 _lock = threading.RLock()
 _send: Callable[[dict[str, Any]], None] | None = None
@@ -68,7 +71,7 @@ def track(*, step: float | None = None, **numbers: Any) -> None:
     _pending_calls.append((step, numbers))
     if monotonic() >= _due:
         flush()
-    elif len(_pending_calls) >= MOST_WAITING:
+    elif len(_pending_calls) >= MAX_WAITING_CALLS:
         with _lock:
             _aggregate()
 
@@ -108,7 +111,7 @@ def flush() -> None:
     if not (_pending_calls or _points) or _send is None:
         return
     with _lock:
-        _due = monotonic() + EVERY
+        _due = monotonic() + TRACK_SEND_INTERVAL
         _aggregate()
         curves = {name: [*chain.from_iterable(points)] for name, points in _points.items()}
         counted = {name: _call_counts[name] for name in _counted_names if name in curves}
@@ -167,7 +170,8 @@ def _check_name(name: str) -> None:
         name.encode()
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"track: the name {name[:LONGEST_NAME]!a} cannot be sent as UTF-8: {error.reason}"
+            f"track: the name {name[:MAX_TRACKED_NAME_LENGTH]!a} cannot be sent as UTF-8: "
+            f"{error.reason}"
         ) from None
 
 
@@ -177,8 +181,8 @@ def _aggregate() -> None:
     del _pending_calls[: len(calls)]
     for step, numbers in calls:
         for name, value in numbers.items():
-            name = name[:LONGEST_NAME]
-            if name not in _call_counts and len(_call_counts) >= MOST_NAMES:
+            name = name[:MAX_TRACKED_NAME_LENGTH]
+            if name not in _call_counts and len(_call_counts) >= MAX_TRACKED_NAMES:
                 _refuse_name(name)
                 continue
             number = _call_counts.setdefault(name, 0)
@@ -188,13 +192,13 @@ def _aggregate() -> None:
             _points.setdefault(name, []).append(
                 _make_point(number if step is None else step, value)
             )
-    limit = max(FEWEST_SENT, MOST_SENT // max(1, len(_points)))
+    limit = max(MIN_POINTS_SENT, MAX_POINTS_SENT // max(1, len(_points)))
     for name, points in _points.items():
         if len(points) > limit:
             _points[name] = [*_merge_points(points, limit, _last_steps.get(name))]
 
 
-def _make_point(step: float, value: Any) -> Point:
+def _make_point(step: float, value: Any) -> TrackedPoint:
     try:
         number = float(value)
     except OverflowError:
@@ -207,11 +211,11 @@ def _make_point(step: float, value: Any) -> Point:
 
 
 def _refuse_name(name: str) -> None:
-    """Warn once a task that more than `MOST_NAMES` names were tracked; `name` is dropped."""
+    """Warn once a task that more than `MAX_TRACKED_NAMES` names were tracked; `name` is dropped."""
     if not _refused_names:
         _refused_names.append(name)
         _warn(
-            f"{MOST_NAMES} names are kept, and `{name}` is one more; "
+            f"{MAX_TRACKED_NAMES} names are kept, and `{name}` is one more; "
             "a number of its own step is `track(step=i, name=...)`"
         )
 
@@ -222,7 +226,9 @@ def _warn(text: str) -> None:
         sys.stderr.write(f"track: {text}\n")
 
 
-def _merge_points(points: list[Point], limit: int, last_step: float | None) -> Iterator[Point]:
+def _merge_points(
+    points: list[TrackedPoint], limit: int, last_step: float | None
+) -> Iterator[TrackedPoint]:
     """Merge points in order, to at most `limit` points, or twice as many for unordered steps.
 
     All points have the same width and begin at multiples of the width: at the same steps on all
@@ -251,7 +257,7 @@ def _merge_points(points: list[Point], limit: int, last_step: float | None) -> I
         yield _join_points(step, group)
 
 
-def _join_points(step: float, points: list[Point]) -> Point:
+def _join_points(step: float, points: list[TrackedPoint]) -> TrackedPoint:
     finite = [point for point in points if point[1]]
     odd_count = sum([point[5] for point in points])
     if not finite:

@@ -25,10 +25,10 @@ from nbdist.config import DEFAULT_POOL, LOCAL
 from nbdist.errors import UsageError
 from nbdist.system import folders
 from nbdist.system.limits import OomKills
-from nbdist.system.processes import MODULE, Child, children_of, last_lines_of, safe_environ
+from nbdist.system.processes import MODULE_OPTIONS, Child, children_of, last_lines_of, safe_environ
 from nbdist.wire import queries
 from nbdist.wire.frames import BadFrame
-from nbdist.wire.queries import DOOR, WorldInfo
+from nbdist.wire.queries import QUERY_SOCKET, WorldInfo
 from nbdist.wire.spec import difference, versions_here
 from nbdist.words import one_line
 
@@ -50,13 +50,13 @@ def require_open_files() -> None:
                 ) from None
 
 
-AGENT, HEAD = "nbdist.agent", "nbdist.cluster"
+AGENT_MODULE, HEAD_MODULE = "nbdist.agent", "nbdist.cluster"
 """The modules that are started on this machine: its agent, or the head of agents on several."""
 
 
 def launcher_names() -> list[str]:
     """List the values that `--launcher` accepts."""
-    return sorted({LOCAL, *plugins.entry_points(plugins.LAUNCHERS)})
+    return sorted({LOCAL, *plugins.entry_points(plugins.LAUNCHERS_GROUP)})
 
 
 def module_of(launcher: str) -> str:
@@ -65,20 +65,20 @@ def module_of(launcher: str) -> str:
     if launcher not in names:
         raise UsageError(f"`--launcher {launcher}`: available: {', '.join(names)}.")
     if launcher == LOCAL:
-        return AGENT
-    if find_spec(HEAD) is None:
-        raise UsageError(f"`--launcher {launcher}`: {HEAD} is not installed here.")
-    return HEAD
+        return AGENT_MODULE
+    if find_spec(HEAD_MODULE) is None:
+        raise UsageError(f"`--launcher {launcher}`: {HEAD_MODULE} is not installed here.")
+    return HEAD_MODULE
 
 
-ANSWER_TIMEOUT = 15.0  # seconds; a world on a busy machine must not be missing from a list
+QUERY_TIMEOUT = 15.0  # seconds; a world on a busy machine must not be missing from a list
 ADMIT_TIMEOUT = 30.0  # seconds; must exceed the agent's own wait for workers that start or heal
-MOST_LISTED = 6  # worlds that an error names before it only counts the others
-READ_SIZE = 1 << 18
+MAX_LISTED_WORLDS = 6  # worlds that an error names before it only counts the others
+REPLY_READ_SIZE = 1 << 18
 
 
 @dataclass(frozen=True)
-class Found:
+class RunningWorld:
     """A running world: its runtime folder, the process id of its agent, and its description."""
 
     folder: Path
@@ -112,9 +112,9 @@ class Asking:
     """
 
     def __init__(
-        self, folder: Path, question: queries.Said, timeout: float = ANSWER_TIMEOUT
+        self, folder: Path, question: queries.QueryMessage, timeout: float = QUERY_TIMEOUT
     ) -> None:
-        self._socket = queries.connect_to(folder / DOOR, timeout)
+        self._socket = queries.connect_to(folder / QUERY_SOCKET, timeout)
         self.process = queries.peer_process(self._socket)
         try:
             self._socket.sendall(queries.to_line(question))
@@ -122,13 +122,13 @@ class Asking:
             self.close()
             raise
 
-    def answer(self, timeout: float) -> queries.Said:
+    def answer(self, timeout: float) -> queries.QueryMessage:
         """Wait for the answer; raises OSError if it is late, and BadFrame if it is not valid."""
         deadline, line = time.monotonic() + timeout, bytearray()
         while not line.endswith(b"\n"):
             self._socket.settimeout(max(0.0, deadline - time.monotonic()))
-            data = self._socket.recv(READ_SIZE)
-            if not data or len(line) > queries.MOST_BYTES:
+            data = self._socket.recv(REPLY_READ_SIZE)
+            if not data or len(line) > queries.MAX_REPLY_BYTES:
                 raise ConnectionResetError("it has closed the connection")
             line += data
         return queries.from_line(bytes(line))
@@ -138,7 +138,9 @@ class Asking:
         self._socket.close()
 
 
-def ask_all(question: queries.Describe | queries.Look, timeout: float) -> list[Found]:
+def ask_all(
+    question: queries.Describe | queries.DescribeRanks, timeout: float
+) -> list[RunningWorld]:
     """Ask all worlds of this user; return those that answer within `timeout` seconds."""
     running_worlds = []
     with ExitStack() as opened:
@@ -151,11 +153,11 @@ def ask_all(question: queries.Describe | queries.Look, timeout: float) -> list[F
             with suppress(OSError, BadFrame):  # the world does not answer, or has ended
                 info = asking.answer(deadline - time.monotonic())
                 if isinstance(info, WorldInfo):
-                    running_worlds.append(Found(folder, asking.process, info))
+                    running_worlds.append(RunningWorld(folder, asking.process, info))
     return running_worlds
 
 
-def worlds(timeout: float = ANSWER_TIMEOUT) -> list[Found]:
+def worlds(timeout: float = QUERY_TIMEOUT) -> list[RunningWorld]:
     """Find this user's worlds that have workers and answer in time, in the order of their names."""
     answering = ask_all(queries.Describe(), timeout)
     with_workers = [each for each in answering if each.info.name and each.info.workers]
@@ -163,8 +165,8 @@ def worlds(timeout: float = ANSWER_TIMEOUT) -> list[Found]:
 
 
 def find_by_name(
-    choices: Sequence[Found], name: str, command: str, *, detached_first: bool = False
-) -> Found:
+    choices: Sequence[RunningWorld], name: str, command: str, *, detached_first: bool = False
+) -> RunningWorld:
     """Return the world of this name; UsageError if there is none, or if there are several.
 
     `detached_first` prefers detached worlds.  `command` is for the error message.
@@ -188,7 +190,7 @@ def find_by_name(
     raise UsageError(f"`{command} {one_line(name, 60)}`: {problem}.")
 
 
-def find_attachable(choices: Sequence[Found], name: str | None) -> Found:
+def find_attachable(choices: Sequence[RunningWorld], name: str | None) -> RunningWorld:
     """Return the world of this name, or without a name the only detached world.
 
     Raises UsageError if there is no such world, or if this process cannot take it over.
@@ -210,7 +212,7 @@ def find_attachable(choices: Sequence[Found], name: str | None) -> Found:
     return free[0]
 
 
-def _attach_problem(candidate: Found) -> str:
+def _attach_problem(candidate: RunningWorld) -> str:
     """Return why this process cannot take the world over, with the remedy; "" if it can."""
     info, world = candidate.info, f"world {candidate.name}"
     if info.version != __version__:
@@ -229,10 +231,15 @@ def _attach_problem(candidate: Found) -> str:
     return ""
 
 
-def names_text(choices: Sequence[Found]) -> str:
+def names_text(choices: Sequence[RunningWorld]) -> str:
     """Write `exp (process 9), run2 (process 11)`, of many worlds the first."""
-    more = f" and {len(choices) - MOST_LISTED} more" if len(choices) > MOST_LISTED else ""
-    return ", ".join(f"{each.name} (process {each.agent})" for each in choices[:MOST_LISTED]) + more
+    more = (
+        f" and {len(choices) - MAX_LISTED_WORLDS} more" if len(choices) > MAX_LISTED_WORLDS else ""
+    )
+    return (
+        ", ".join(f"{each.name} (process {each.agent})" for each in choices[:MAX_LISTED_WORLDS])
+        + more
+    )
 
 
 def runtime_folders() -> list[Path]:
@@ -244,7 +251,7 @@ def runtime_folders() -> list[Path]:
     for folder in _possible_folders():
         with suppress(OSError):
             folders.check_private(folder)
-            if (folder / DOOR).is_socket():
+            if (folder / QUERY_SOCKET).is_socket():
                 private_folders.add(folder)
     return sorted(private_folders)
 
@@ -252,21 +259,21 @@ def runtime_folders() -> list[Path]:
 def _possible_folders() -> Iterator[Path]:
     for place in (Path(f"/run/user/{os.geteuid()}"), *folders.places()):
         with suppress(OSError):
-            yield from place.glob(f"{folders.PREFIX}*")
+            yield from place.glob(f"{folders.RUNTIME_FOLDER_PREFIX}*")
     # A notebook with another environment, such as TMPDIR, has its folders elsewhere: the command
     # lines of agents name them.
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if process.stat().st_uid == os.geteuid():
                 words = (process / "cmdline").read_bytes().split(b"\0")
-                for agent in {AGENT.encode(), HEAD.encode()} & {*words[:-2]}:
+                for agent in {AGENT_MODULE.encode(), HEAD_MODULE.encode()} & {*words[:-2]}:
                     yield Path(os.fsdecode(words[words.index(agent) + 1]))
 
 
 class AttachedAgent:
     """An agent that another process has started, and that serves this process now."""
 
-    def __init__(self, world: Found, socket: str) -> None:
+    def __init__(self, world: RunningWorld, socket: str) -> None:
         """Ask the world to connect to the notebook's `socket`; UsageError if it refuses."""
         self.host, self.command = world.info.host, f"the agent of world {world.name}"
         try:
@@ -316,8 +323,10 @@ class AgentProcess(Child):
     It connects to the socket in the folder `runtime`, and ends when its stdin is closed.
     """
 
-    def __init__(self, runtime: Path, module: str = AGENT, *, fork_server: bool = True) -> None:
-        command = [sys.executable, *MODULE, module, str(runtime), str(os.getpid())]
+    def __init__(
+        self, runtime: Path, module: str = AGENT_MODULE, *, fork_server: bool = True
+    ) -> None:
+        command = [sys.executable, *MODULE_OPTIONS, module, str(runtime), str(os.getpid())]
         if not fork_server:
             command.append("--no-fork")
         folder = folders.current_folder()  # torch cannot be imported in a folder that was removed

@@ -25,8 +25,8 @@ from nbdist.wire.messages import CodeHeld, GetCode, Landmark, PutCode, Starting
 from nbdist.wire.places import PACKAGES
 from nbdist.words import size_text
 
-MOST_BYTES = 64 << 20  # of all files together
-MOST_LOOKED_AT = 50_000  # files and folders, if git does not list them
+MAX_SYNC_BYTES = 64 << 20  # of all files together
+MAX_SEARCHED_FILES = 50_000  # files and folders, if git does not list them
 FRESH = 2 * 10**9  # nanoseconds after a change in which a second one may not show in a file's times
 NAMED = 3  # files that an error names
 BRING_TIMEOUT = 1200.0  # seconds; must exceed a head's time to send all to its machines
@@ -40,7 +40,7 @@ GIT_ENVIRON = {"GIT_OPTIONAL_LOCKS": "0", "GIT_NO_LAZY_FETCH": "1", "GIT_ALLOW_P
 QUIET = re.compile(r"(.*/)?(__pycache__|\.ipynb_checkpoints)/.*|.*\.ipynb")
 """Files that no rank needs, and that change when the notebook is saved or imports a module."""
 
-NO_CODE = re.compile(r"\..*|__pycache__|node_modules")
+SKIPPED_FOLDERS = re.compile(r"\..*|__pycache__|node_modules")
 """Folders that are not searched if git does not list the files."""
 
 Stamp = tuple[int, int, int, int]
@@ -81,7 +81,7 @@ class CodeSync:
             if files == self._sent_files and not (to_new or is_fresh):
                 return
             self.forget()
-            if sum(each[2] for each in files.values()) > MOST_BYTES:
+            if sum(each[2] for each in files.values()) > MAX_SYNC_BYTES:
                 raise CodeNotSent("", _too_large(files))
             archive = archive_of(self.folder, files)
         except OSError as error:
@@ -108,9 +108,9 @@ def _too_large(stamps: Mapping[str, Stamp]) -> str:
     named = ", ".join(f"{path} ({size_text(sizes[path])})" for path in largest)
     total = size_text(sum(sizes.values()))
     return (
-        f"its files have {total}, and at most {size_text(MOST_BYTES)} are sent; the largest are "
-        f"{named}. Add what ranks do not need to .gitignore, after `git rm --cached FILE` if git "
-        "tracks it, or move it to another folder"
+        f"its files have {total}, and at most {size_text(MAX_SYNC_BYTES)} are sent; the largest "
+        f"are {named}. Add what ranks do not need to .gitignore, after `git rm --cached FILE` if "
+        "git tracks it, or move it to another folder"
     )
 
 
@@ -154,10 +154,10 @@ def _python_files(folder: Path) -> Iterator[str]:
     looked_at = 0
     for root, folders, names in os.walk(folder):
         looked_at += len(folders) + len(names)
-        if looked_at > MOST_LOOKED_AT:
-            why = f"{folder} has more than {MOST_LOOKED_AT:,} files"
+        if looked_at > MAX_SEARCHED_FILES:
+            why = f"{folder} has more than {MAX_SEARCHED_FILES:,} files"
             raise CodeNotSent("", f"{why}: `git init` there, and list data in .gitignore")
-        below = [each for each in folders if not NO_CODE.fullmatch(each)]
+        below = [each for each in folders if not SKIPPED_FOLDERS.fullmatch(each)]
         folders[:] = [each for each in below if not os.path.exists(f"{root}/{each}/pyvenv.cfg")]
         python = [each for each in names if each.endswith(".py")]
         yield from (os.path.relpath(f"{root}/{each}", folder) for each in python)
@@ -178,7 +178,7 @@ def archive_of(folder: Path, paths: Iterable[str]) -> bytes:
 
 # --- what nodes lack ----------------------------------------------------------------------------
 
-_MISSING = re.compile(
+_MISSING_FILE = re.compile(
     r"No module named '([\w.]+)'|No such file or directory: '((?!\.\.?/)[^'/][^']*)'"
 )
 
@@ -195,7 +195,7 @@ def missing_text(
 
     `folder` is the notebook's, `path` its `sys.path`; `code` sends the folder there.
     """
-    match = _MISSING.search(message)
+    match = _MISSING_FILE.search(message)
     if match is None:
         return ""
     name = match[2] or match[1].replace(".", "/")

@@ -27,8 +27,8 @@ from nbdist.output.ansi import strip
 from nbdist.output.events import Died, Failure, RankError
 from nbdist.output.fingerprint import normal
 from nbdist.output.wording import fold_ranks
-from nbdist.wire.messages import Silent
-from nbdist.wire.places import Begun, Place, Stack
+from nbdist.wire.messages import UnresponsiveHosts
+from nbdist.wire.places import Begun, RankPosition, Stack
 from nbdist.wire.work import Script
 from nbdist.words import name_ranks, one_line
 from nbdist.world.states import Machines
@@ -36,14 +36,14 @@ from nbdist.world.states import Machines
 Who = Callable[[Iterable[int]], str]
 """A function that names ranks, with their machines if there are several."""
 
-FIRST_LOOK = LOOK_EVERY = 1.0  # seconds between two requests for the ranks' places
+FIRST_LOCATE_DELAY = LOCATE_INTERVAL = 1.0  # seconds between two requests for the ranks' places
 SOON, FAST_SECONDS = 0.1, 2.0  # after a rank has finished: the interval, and for how long it holds
-ANSWER_TIMEOUT = 1.0
+LOCATED_TIMEOUT = 1.0
 LONGEST_CODE = 60
 UNCHANGED = 3.0  # seconds without a change before a rank with active gloo threads counts as stuck
 ALL_UNCHANGED = 1.0  # the same if all ranks wait
 
-ABORTS = 3
+UNWAKEABLE_ABORTS = 3
 """How many aborts a rank has to outlast in the same collective to count as impossible to wake.
 
 Gloo can lose an abort: it forgets a message that it could not write because the other end had
@@ -51,7 +51,7 @@ closed the connection, if its own thread has not noticed that yet (torch 2.13; i
 Pair::signalException skips such messages).
 """
 
-ABORTED = "Released"  # `Failure.name` of a rank whose collective was aborted
+RELEASED_ERROR = "Released"  # `Failure.name` of a rank whose collective was aborted
 CELL_LINE = re.compile(r"Cell In\[\d+\], line (\d+)")
 
 DTYPES = {
@@ -62,21 +62,21 @@ DTYPES = {
 """The dtypes with another name in C++ than in Python.  Others only differ by capital letters."""
 
 
-class Watch:
+class HangDetector:
     """The last two places of a task's unfinished ranks, and the time to locate the ranks again.
 
     Times are monotonic seconds.
     """
 
     def __init__(self, started: float, hang_timeout: float = HANG_TIMEOUT) -> None:
-        self.places: dict[int, Place] = {}
-        self._before: dict[int, Place] = {}
+        self.places: dict[int, RankPosition] = {}
+        self._before: dict[int, RankPosition] = {}
         self._since: dict[int, float] = {}
         self._polls = 0
         self._in_flight = 0
         self._was_soon = False
-        self._aborts: dict[int, tuple[Place, int]] = {}
-        self._next = started + min(hang_timeout, FIRST_LOOK)
+        self._aborts: dict[int, tuple[RankPosition, int]] = {}
+        self._next = started + min(hang_timeout, FIRST_LOCATE_DELAY)
         self._fast_since: float | None = None
 
     def poll_fast(self, now: float) -> None:
@@ -95,10 +95,12 @@ class Watch:
         return max(0.0, self._next - now)
 
     def record_request(self, now: float) -> None:
-        """Record that the ranks are being located; do not repeat that before `ANSWER_TIMEOUT`."""
-        self._next = now + ANSWER_TIMEOUT
+        """Record that the ranks are being located; do not repeat that before `LOCATED_TIMEOUT`."""
+        self._next = now + LOCATED_TIMEOUT
 
-    def record_places(self, places: Mapping[int, Place], now: float, in_flight: int = 0) -> None:
+    def record_places(
+        self, places: Mapping[int, RankPosition], now: float, in_flight: int = 0
+    ) -> None:
         """Store the places of the unfinished ranks, and choose when to locate them again.
 
         `in_flight` counts the packets of all ranks, also of finished ones, that have not arrived.
@@ -115,7 +117,7 @@ class Watch:
         all_wait = bool(places) and all(place.operation for place in places.values())
         is_new = all_wait and now - max(self._since.values()) < FAST_SECONDS
         self._was_soon = is_fast or (is_new and not self._was_soon)
-        self._next = now + (SOON if self._was_soon else LOOK_EVERY)
+        self._next = now + (SOON if self._was_soon else LOCATE_INTERVAL)
 
     def is_deadlocked(
         self, unfinished: Iterable[int], now: float, unchanged: float = UNCHANGED
@@ -159,11 +161,13 @@ class Watch:
         return is_calm or now - self._since[rank] >= unchanged
 
     def unwakeable_ranks(self, ranks: Iterable[int]) -> tuple[int, ...]:
-        """Return the ranks that still wait in a collective that was aborted `ABORTS` times."""
+        """Return the ranks that still wait after `UNWAKEABLE_ABORTS` aborts of their collective."""
 
         def is_one(rank: int) -> bool:
             place, (before, times) = self.places.get(rank), self._aborts.get(rank, (None, 0))
-            return bool(times >= ABORTS and place and place.is_calm and _is_same(place, before))
+            return bool(
+                times >= UNWAKEABLE_ABORTS and place and place.is_calm and _is_same(place, before)
+            )
 
         return tuple(filter(is_one, ranks))
 
@@ -180,7 +184,7 @@ class Watch:
         self._next = now + 5 * SOON
 
 
-def _is_same(place: Place, before: Place | None) -> bool:
+def _is_same(place: RankPosition, before: RankPosition | None) -> bool:
     facts = attrgetter("operation", "line", "counts", "moved")
     return before is not None and facts(place) == facts(before)
 
@@ -188,7 +192,7 @@ def _is_same(place: Place, before: Place | None) -> bool:
 # --- whether collectives match ------------------------------------------------------------
 
 
-def is_call_mismatch(places: Mapping[int, Place]) -> bool:
+def is_call_mismatch(places: Mapping[int, RankPosition]) -> bool:
     """Return True if a rank waits in a collective while other ranks began a different one.
 
     The collectives of all ranks are compared by their number in the group.
@@ -197,7 +201,7 @@ def is_call_mismatch(places: Mapping[int, Place]) -> bool:
     return any(not each.is_done and places[rank].operation for rank, each in begun.items())
 
 
-def verdict(places: Mapping[int, Place]) -> str:
+def verdict(places: Mapping[int, RankPosition]) -> str:
     """Return a sentence that says why all ranks of the world wait for each other for ever.
 
     `ranks 1-2 are in barrier (line 2), rank 0 in all_reduce (line 3): these calls do not ...`.
@@ -211,7 +215,7 @@ def verdict(places: Mapping[int, Place]) -> str:
     return text
 
 
-def differing(places: Mapping[int, Place]) -> str:
+def differing(places: Mapping[int, RankPosition]) -> str:
     """Describe the first collective whose sizes or dtypes differ between ranks; "" if none do.
 
     `all_reduce (line 2), sizes differ: rank 0 [2], rank 1 [3]; the result on rank 0 is wrong`.
@@ -237,8 +241,8 @@ def differing(places: Mapping[int, Place]) -> str:
 
 
 def why_aborted(
-    aborted: Mapping[int, Place],
-    all_places: Mapping[int, Place],
+    aborted: Mapping[int, RankPosition],
+    all_places: Mapping[int, RankPosition],
     ran: Collection[int],
     failed: Collection[int],
     world_size: int,
@@ -263,7 +267,7 @@ def why_aborted(
     return f"{waits_text(aborted)}; {name_ranks(outside)} {verb} not run this cell"
 
 
-def why_died(rank: int, died: Died, survivors: Mapping[int, Place]) -> str:
+def why_died(rank: int, died: Died, survivors: Mapping[int, RankPosition]) -> str:
     """Say why gloo killed this rank's process: a received tensor was too large.
 
     The collectives of the `survivors` show the sizes.  Returns "" for other deaths.
@@ -279,7 +283,7 @@ def why_died(rank: int, died: Died, survivors: Mapping[int, Place]) -> str:
 
 
 def _mismatch(
-    places: Mapping[int, Place], kind: Callable[[Begun], Hashable]
+    places: Mapping[int, RankPosition], kind: Callable[[Begun], Hashable]
 ) -> Mapping[int, Begun]:
     """Return by rank the first collective, by its number in a group, whose `kind` differs.
 
@@ -311,7 +315,7 @@ def _by_ranks_text(begun: Mapping[int, Begun], text: Callable[[Begun], str]) -> 
     return ", ".join(f"{name_ranks(ranks)} {value}" for value, ranks in fold_ranks(texts).items())
 
 
-def _places_text(places: Mapping[int, Place]) -> str:
+def _places_text(places: Mapping[int, RankPosition]) -> str:
     """Write `ranks 1-2 are in barrier (line 2), rank 0 in all_reduce (line 3)`."""
     texts = {rank: _spot(place) for rank, place in places.items() if place.operation}
     parts = sorted(fold_ranks(texts).items(), key=lambda part: places[part[1][0]].line)
@@ -320,7 +324,7 @@ def _places_text(places: Mapping[int, Place]) -> str:
     return ", ".join([first.format(f"{verb} "), *(each.format("") for each in others)])
 
 
-def _spot(place: Place) -> str:
+def _spot(place: RankPosition) -> str:
     line = f"{place.file} line {place.line}".strip() if place.line else place.file
     return f"{place.operation} ({line})" if line else place.operation
 
@@ -328,7 +332,7 @@ def _spot(place: Place) -> str:
 # --- texts --------------------------------------------------------------------------------
 
 
-def waits_text(places: Mapping[int, Place], source: str = "") -> str:
+def waits_text(places: Mapping[int, RankPosition], source: str = "") -> str:
     """Write `ranks 0-2 wait in all_reduce, line 6 · rank 3 is in line 5: time.sleep(600)`."""
     groups = fold_ranks({rank: _activity(place, source) for rank, place in places.items()})
     return " · ".join(
@@ -336,7 +340,7 @@ def waits_text(places: Mapping[int, Place], source: str = "") -> str:
     )
 
 
-def silent_text(silent: Silent) -> str:
+def silent_text(silent: UnresponsiveHosts) -> str:
     """Write `hosta does not respond and counts as lost after 10 s`; "" for no machine."""
     if not silent.hosts:
         return ""
@@ -345,7 +349,7 @@ def silent_text(silent: Silent) -> str:
     return f"{' and '.join(silent.hosts)} {does} as lost after {silent.timeout:g} s"
 
 
-def stalled_text(places: Mapping[int, Place], machines: Machines) -> str:
+def stalled_text(places: Mapping[int, RankPosition], machines: Machines) -> str:
     """Write `the network between hosta and hostb is stalled`; "" if no network is.
 
     An address is replaced by its machine's name, if a rank has reported it as its own.
@@ -356,7 +360,7 @@ def stalled_text(places: Mapping[int, Place], machines: Machines) -> str:
     return f"the network between {' and '.join(sorted(hosts))} is stalled" if hosts else ""
 
 
-def released_text(places: Mapping[int, Place]) -> str:
+def released_text(places: Mapping[int, RankPosition]) -> str:
     """Write `ranks 0-2 were waiting in all_reduce (line 6) and were released`."""
     groups = fold_ranks({rank: _spot(place) for rank, place in places.items()})
     waited = (f"{name_ranks(each)} {_was(each)} waiting in {spot}" for spot, each in groups.items())
@@ -368,7 +372,10 @@ def _was(ranks: Collection[int]) -> str:
 
 
 def shorten_error(
-    failure: Failure, aborted: Place | None, script: Script | None, errors: Iterable[RankError]
+    failure: Failure,
+    aborted: RankPosition | None,
+    script: Script | None,
+    errors: Iterable[RankError],
 ) -> Failure:
     """Shorten torch's error about connections that an abort, or another rank, has closed.
 
@@ -385,7 +392,9 @@ def shorten_error(
             matches = re.findall(rf"File {re.escape(script.file)}:(\d+)", text)[-1:]
         number = int(matches[0]) if matches else 0
     wait = f"it waited {wait}" + (f" ({file} line {number})" if number else "")
-    return Failure(ABORTED, wait, (f"{ABORTED}: {wait}",), failure.time_ns, connections="ended")
+    return Failure(
+        RELEASED_ERROR, wait, (f"{RELEASED_ERROR}: {wait}",), failure.time_ns, connections="ended"
+    )
 
 
 def _peer_end(errors: Iterable[RankError]) -> str:
@@ -400,7 +409,7 @@ def _peer_end(errors: Iterable[RankError]) -> str:
     return "had timed out" if timed_out else "had failed"
 
 
-def _activity(place: Place, source: str = "") -> str:
+def _activity(place: RankPosition, source: str = "") -> str:
     """Write `wait in all_reduce, line 6`, `in line 5: sleep(600)`, `in train.py line 5: ...`."""
     line = f"line {place.line}" if place.line else "no line of the cell"
     if place.file:
@@ -421,7 +430,7 @@ def _activity(place: Place, source: str = "") -> str:
     return f"in {line}" + "".join(f": {one_line(text, LONGEST_CODE)}" for text in lines)
 
 
-def doing_of(ranks: Sequence[int], place: Place, code: str) -> str:
+def doing_of(ranks: Sequence[int], place: RankPosition, code: str) -> str:
     """Write the activity of ranks: `waits in all_reduce, line 6`.
 
     `code` is the source text of the line in `place`.

@@ -16,18 +16,18 @@ from nbdist.output.events import (
     Done,
     Failure,
     InputRequest,
-    Moved,
     Record,
     Tracked,
+    TransferProgress,
     Visible,
     Warned,
 )
 from nbdist.wire import messages
-from nbdist.wire.messages import Received, SendInput
+from nbdist.wire.messages import BatchAcknowledged, SendInput
 from nbdist.wire.work import InputReply
 from nbdist.world.result import hand_over
 from nbdist.world.sent_objects import NOTHING_SENT
-from nbdist.world.states import NO_INPUT, Event, State
+from nbdist.world.states import NO_INPUT, Event, WorldState
 from nbdist.world.workers import Workers
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def receive_waiting(workers: Workers) -> None:
         match link.arrived[0]:
             case AgentLost() as lost:
                 handle_agent_loss(workers, lost)
-            case Received() as batch:
+            case BatchAcknowledged() as batch:
                 link.acknowledge(batch)
             case messages.NodeJoined(host):
                 workers.joined[host] = None
@@ -112,9 +112,9 @@ def _handle_output(workers: Workers, rank: int, task_id: str, output: Any) -> No
     if running is None:
         if isinstance(output, InputRequest):
             workers.link.send(SendInput(rank, InputReply(output.number, problem=NO_INPUT)))
-        elif not isinstance(output, Moved):
+        elif not isinstance(output, TransferProgress):
             workers.late.append((rank, output))
-    elif isinstance(output, Moved):
+    elif isinstance(output, TransferProgress):
         running.moved[rank] = output
     else:
         # The group is broken: connections were closed by an abort, a death or gloo itself.
@@ -123,7 +123,7 @@ def _handle_output(workers: Workers, rank: int, task_id: str, output: Any) -> No
         if running.is_of_earlier_task(rank, output):
             workers.late.append((rank, output))
         running.receive(rank, output)
-        if not running.unfinished and workers.state is not State.BROKEN:
+        if not running.unfinished and workers.state is not WorldState.BROKEN:
             workers.advance(Event.TASK_DONE)
 
 

@@ -15,14 +15,14 @@ from typing import Any
 from nbdist.config import LOCAL
 from nbdist.errors import AgentLost, StartError
 from nbdist.wire import messages
-from nbdist.wire.messages import Attached, Received, Starting
+from nbdist.wire.messages import Attached, BatchAcknowledged, Starting
 from nbdist.words import count
+from nbdist.world.agent_link import CALL_TIMEOUT, Link
 from nbdist.world.agents import module_of
-from nbdist.world.link import CALL_TIMEOUT, Link
 from nbdist.world.moving_line import MovingLine
-from nbdist.world.names import NameTable
-from nbdist.world.running import TaskRun
-from nbdist.world.states import Event, State
+from nbdist.world.name_table import NameTable
+from nbdist.world.states import Event, WorldState
+from nbdist.world.task_run import TaskRun
 from nbdist.world.workers import Workers
 
 log = logging.getLogger("nbdist.world")
@@ -38,7 +38,7 @@ def starting(workers: Workers) -> Iterator[Starting]:
 
     Raises StartError, after ending everything that was started.
     """
-    if workers.state not in (State.STOPPED, State.LOST):
+    if workers.state not in (WorldState.STOPPED, WorldState.LOST):
         return
     workers.advance(Event.START)
     workers.reset()
@@ -105,7 +105,7 @@ def start_anew(workers: Workers, *, agent_too: bool = False) -> None:
     The set-up cells are not run here.
     """
     # STOPPING: Stop has interrupted the wait for their end, so it is requested again.
-    are_there = workers.state.has_workers or workers.state is State.STOPPING
+    are_there = workers.state.has_workers or workers.state is WorldState.STOPPING
     if workers.is_connected and are_there:
         workers.advance(Event.STOP)
         _stop(workers, RESTART_GRACE)
@@ -114,7 +114,7 @@ def start_anew(workers: Workers, *, agent_too: bool = False) -> None:
     workers.late.clear()
     while (link := workers.link_or_none) is not None and link.arrived:
         item = link.arrived.popleft()
-        if isinstance(item, Received) and link.is_up:
+        if isinstance(item, BatchAcknowledged) and link.is_up:
             link.acknowledge(item)
     if agent_too:
         workers.close_link()

@@ -1,7 +1,7 @@
 """Prepares values for sending: which of their objects a rank lacks, and which have changed.
 
 Runs in the notebook's process.  `nbdist.notebook.shipping` uses it for the variables of a cell, and
-`nbdist.world.calling` for the arguments of a call.
+`nbdist.world.remote_call` for the arguments of a call.
 """
 
 from __future__ import annotations
@@ -11,11 +11,18 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from nbdist.values.linked import Message, reducer_for, write
+from nbdist.values.linked import ValueMessage, reducer_for, write
 from nbdist.values.pickling import without_cycles
 from nbdist.values.scan import Scan
-from nbdist.values.states import HEAD, Parts, State, Token, keys_in, reachable_keys
-from nbdist.values.updates import Update, is_replaced, update_of
+from nbdist.values.states import (
+    HEAD_PART,
+    ChangedParts,
+    ObjectState,
+    Token,
+    keys_in,
+    reachable_keys,
+)
+from nbdist.values.updates import ObjectUpdate, is_replaced, update_of
 from nbdist.wire.ops import Inspected
 from nbdist.world.sent_objects import Parcel, SentObjects
 
@@ -23,13 +30,13 @@ from nbdist.world.sent_objects import Parcel, SentObjects
 def _has_hidden_contents(tool: str, part: Token) -> bool:
     """Return True if the contents of a part lie in hidden objects, such as a tensor's memory.
 
-    `tool` is the kind of the object that has the part (`Entry.tool`).
+    `tool` is the kind of the object that has the part (`LinkEntry.tool`).
     """
     return tool in ("array", "opaque") or (tool == "tensor" and part == "data")
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class SendQuestion:
     """A question to ranks before a task is sent: `nbdist.worker.ops.values.inspect` answers it.
 
     `objects` maps keys to the parts that the notebook has changed, None for the whole object.
@@ -37,7 +44,7 @@ class Question:
     """
 
     ranks: tuple[int, ...]
-    objects: Mapping[int, Parts]
+    objects: Mapping[int, ChangedParts]
     names: tuple[str, ...] = ()
 
     @property
@@ -70,8 +77,8 @@ class Outgoing:
     ) -> None:
         self.objects = objects
         self.ranks = ranks
-        self.states: dict[int, State] = {}
-        self.changed: dict[int, dict[int, Parts]] = {}
+        self.states: dict[int, ObjectState] = {}
+        self.changed: dict[int, dict[int, ChangedParts]] = {}
         # By key the parts where the notebook has put a new object in place of an object that ranks
         # have changed.
         self.replaced_parts: dict[int, set[Token]] = {}
@@ -110,9 +117,9 @@ class Outgoing:
         return self._scan
 
     @cached_property
-    def _sent_states(self) -> dict[int, State]:
+    def _sent_states(self) -> dict[int, ObjectState]:
         """The states that ranks were sent, by key; the state of any rank if ranks differ."""
-        states: dict[int, State] = {}
+        states: dict[int, ObjectState] = {}
         for rank in self.ranks:
             states |= self.objects.of(rank)
         return states
@@ -153,8 +160,8 @@ class Outgoing:
         compared = ((key, known_states.get(key), state) for key, state in others.states.items())
         self.states = {key: before if before == state else state for key, before, state in compared}
 
-    def _changed_on(self, rank: int) -> dict[int, Parts]:
-        changed: dict[int, Parts] = {}
+    def _changed_on(self, rank: int) -> dict[int, ChangedParts]:
+        changed: dict[int, ChangedParts] = {}
         known_states, ended = self.objects.of(rank), self.objects.ended.get(rank, {})
         for key, state in self.states.items():
             before = known_states.get(key)
@@ -164,39 +171,39 @@ class Outgoing:
                 continue
             if self.forces:
                 parts = state.changed_since(before)
-                changed[key] = parts if parts and HEAD in parts else None
+                changed[key] = parts if parts and HEAD_PART in parts else None
             elif before != state:
                 to_send = self.objects.sendable_parts(key, state.changed_since(before))
                 if to_send is not False:
                     changed[key] = None if to_send is True else to_send
         return changed
 
-    def _record_unreached(self, parent: State, ended: Mapping[int, State]) -> None:
+    def _record_unreached(self, parent: ObjectState, ended: Mapping[int, ObjectState]) -> None:
         """Record objects in `parent` that a rank has dropped and the notebook has changed."""
         for key in parent.children:
             if key in ended and key in self.states and self.states[key] != ended[key]:
                 self.unreached.add(key)
 
-    def objects_to_inspect(self) -> dict[int, Parts]:
+    def objects_to_inspect(self) -> dict[int, ChangedParts]:
         """Return the objects and parts about which to ask ranks whether they have changed them.
 
         These are the objects that would be changed on a rank, and objects that would be dropped.
         """
-        objects: dict[int, Parts] = {}
+        objects: dict[int, ChangedParts] = {}
         for rank, changed in self.changed.items():
             for key, parts in changed.items():
                 for part, dropped in self._dropped_by(key, parts, self.objects.of(rank)):
                     self._dropped.setdefault(key, {}).setdefault(part, set()).update(dropped)
                     objects |= dict.fromkeys(dropped)
                 # A new object in place of the rank's would discard all changes of the rank.
-                if parts is None or HEAD in parts or objects.get(key, parts) is None:
+                if parts is None or HEAD_PART in parts or objects.get(key, parts) is None:
                     objects[key] = None
                 else:
                     objects[key] = parts | (objects.get(key) or frozenset())
         return objects
 
     def _dropped_by(
-        self, key: int, parts: Parts, known_states: Mapping[int, State]
+        self, key: int, parts: ChangedParts, known_states: Mapping[int, ObjectState]
     ) -> Iterator[tuple[Token, set[int]]]:
         """Yield each part with the keys of the objects that it no longer leads to.
 
@@ -239,19 +246,21 @@ class Outgoing:
                     continue
                 changed_here = self.changed[rank][key]
                 is_by_part = (
-                    changed_here is not None and theirs is not None and HEAD not in changed_here
+                    changed_here is not None
+                    and theirs is not None
+                    and HEAD_PART not in changed_here
                 )
-                both: Parts = changed_here & theirs if is_by_part else None  # type: ignore[operator]
+                both: ChangedParts = changed_here & theirs if is_by_part else None  # type: ignore[operator]
                 if both is None or both:
                     self.objects.record_kept(key, both)
         self.changed = {rank: self._changed_on(rank) for rank in self.ranks}
 
-    def kept(self) -> dict[int, Parts]:
+    def kept(self) -> dict[int, ChangedParts]:
         """Return the changed objects and parts that ranks keep in their own state, for a notice.
 
         An object is returned once for each state (`SentObjects.noticed_digests`).
         """
-        kept: dict[int, Parts] = {}
+        kept: dict[int, ChangedParts] = {}
         for key in self.states.keys() & self.objects.theirs.keys():
             state, theirs = self.states[key], self.objects.theirs[key]
             sent_states = (self.objects.of(rank).get(key) for rank in self.ranks)
@@ -303,14 +312,16 @@ class Outgoing:
             ranks_by_signature.setdefault(signature, []).append(rank)
         return [tuple(ranks) for ranks in ranks_by_signature.values()]
 
-    def message(self, values: Mapping[str, Any], rank: int) -> tuple[Message, dict[int, State]]:
+    def message(
+        self, values: Mapping[str, Any], rank: int
+    ) -> tuple[ValueMessage, dict[int, ObjectState]]:
         """Pickle values, and changes of objects, for a rank; return also the states it will have.
 
         Raises any exception of pickling.
         """
         known_states, links = self.objects.of(rank), self.objects.links
-        updates: list[Update] = []
-        states: dict[int, State] = {}
+        updates: list[ObjectUpdate] = []
+        states: dict[int, ObjectState] = {}
         scan = self._new_scan()
         for key, parts in self.changed[rank].items():
             before, now = known_states[key], self.states[key]
@@ -323,13 +334,13 @@ class Outgoing:
         states |= self._registered(message)
         return message, states
 
-    def whole(self, values: Mapping[str, Any]) -> tuple[Message, dict[int, State]]:
+    def whole(self, values: Mapping[str, Any]) -> tuple[ValueMessage, dict[int, ObjectState]]:
         """Pickle values for a rank that has none of the notebook's objects."""
         links = self.objects.links
         message = write(values, [], links, self.states, (), self._namespace)
         return message, self._registered(message)
 
-    def _registered(self, message: Message) -> dict[int, State]:
+    def _registered(self, message: ValueMessage) -> dict[int, ObjectState]:
         return {key: self.states[key] for key in message.keys if key in self.states}
 
     def parcels(
@@ -346,7 +357,7 @@ class Outgoing:
         return parcels
 
 
-def merged(now: State, before: State, parts: Parts) -> State:
+def merged(now: ObjectState, before: ObjectState, parts: ChangedParts) -> ObjectState:
     """Return the state of a rank's counterpart of an object after it has got `parts` of `now`."""
     if parts is None or now.parts is None or before.parts is None:
         return now

@@ -19,20 +19,30 @@ from nbdist.errors import AgentLost, Blame, NbdistError, StartError, WorkerDied,
 from nbdist.output import events
 from nbdist.output.events import Died, Failure, RankError
 from nbdist.values.payload import MODULE, OPTIMIZER, SHARDED
-from nbdist.wire.messages import Abort, Grow, Heal, Healed, Interrupt, Kill, Locate, Scale, Spare
-from nbdist.wire.places import Place
-from nbdist.wire.work import Call, Task
+from nbdist.wire.messages import (
+    AbortRanks,
+    Grow,
+    Heal,
+    Healed,
+    Interrupt,
+    Kill,
+    RequestLocations,
+    Scale,
+    SpareRanks,
+)
+from nbdist.wire.places import RankPosition
+from nbdist.wire.work import OpCall, Task
 from nbdist.words import name_ranks, one_line
 from nbdist.world import inbox, lifecycle
 from nbdist.world.code_sync import missing_text
-from nbdist.world.hangs import ANSWER_TIMEOUT, differing
-from nbdist.world.names import list_names
+from nbdist.world.hangs import LOCATED_TIMEOUT, differing
+from nbdist.world.name_table import list_names
 from nbdist.world.replicas import differing_text, incomplete_text, occurring_names, occurring_or_all
-from nbdist.world.running import News, Step, TaskRun
-from nbdist.world.states import Event, State, size_text
+from nbdist.world.states import Event, WorldState, size_text
+from nbdist.world.task_run import RankOutputs, Step, TaskRun
 from nbdist.world.workers import Workers
 
-TICK = 0.25  # seconds between two yields without output: often enough for a clock that runs
+CELL_TICK = 0.25  # seconds between two yields without output: often enough for a clock that runs
 EAGER_SECONDS, EAGER_TICK = 0.2, 0.05  # a shorter tick at first, so that the panel appears in time
 LEAVE_SECONDS = 0.3  # after Stop: a kernel restart sends SIGINT too, and announces its end by then
 SPARE_TIMEOUT = 0.6  # seconds before control is returned, to learn which ranks are spared
@@ -42,11 +52,11 @@ HEAL_TIMEOUT = 900.0  # must exceed a head's time for all tries; Stop ends the w
 HEAL_AFTER_STOP = 8.0  # seconds; then control is returned, and the next cell tries again
 SCALE_TIMEOUT = 3000.0  # must exceed a head's time to try a new size and to restore the old one
 
-Following: TypeAlias = Generator[News, float | None, None]
+Following: TypeAlias = Generator[RankOutputs, float | None, None]
 """What `follow` returns.  Send it the longest time until the next yield, in seconds; see there."""
 
-LASTING = {events.NAME_PROBLEM, events.LEFT_DEBUGGER, "KeyboardInterrupt", "SyntaxError"}
-LASTING |= {"IndentationError", "TabError"}
+HARMLESS_ERRORS = {events.NAME_PROBLEM, events.LEFT_DEBUGGER, "KeyboardInterrupt", "SyntaxError"}
+HARMLESS_ERRORS |= {"IndentationError", "TabError"}
 """Names of failures after which a task is not restarted: it would fail again, or was stopped."""
 
 # --- one task, to its end ---------------------------------------------------------------------
@@ -66,9 +76,9 @@ def follow(workers: Workers, running: TaskRun, *, answers: bool = False) -> Foll
     once.
 
     With `answers` the caller has to `reply` to prompts; otherwise ranks get an error.  Send the
-    generator the longest time in seconds that it may block, at most `TICK`; 0.0 polls.
+    generator the longest time in seconds that it may block, at most `CELL_TICK`; 0.0 polls.
     """
-    before, longest = running.handled_stops, TICK
+    before, longest = running.handled_stops, CELL_TICK
     while running.unfinished:
         with running.counting_stops():
             # Handle Stop first: Stop may have come while the task was sent, or in the consumer.
@@ -91,7 +101,7 @@ def follow(workers: Workers, running: TaskRun, *, answers: bool = False) -> Foll
                     return
             # Then wait for messages, until the ranks have to be located again.
             now = time.monotonic()
-            tick = min(longest, TICK if running.age > EAGER_SECONDS else EAGER_TICK)
+            tick = min(longest, CELL_TICK if running.age > EAGER_SECONDS else EAGER_TICK)
             remaining = running.give_up_at - SPARE_TIMEOUT - now
             wait = min(tick, remaining, running.seconds_to_poll(now))
             inbox.receive(workers, max(0.0, wait))
@@ -99,7 +109,7 @@ def follow(workers: Workers, running: TaskRun, *, answers: bool = False) -> Foll
             for step in running.next_steps(time.monotonic()):
                 _carry_out(workers, running, step)
         sent = yield running.pop_outputs()
-        longest = TICK if sent is None else sent
+        longest = CELL_TICK if sent is None else sent
         if not answers:
             workers.refuse_prompts(running)
     while not (running.is_over or running.wants_control(before)):
@@ -130,7 +140,7 @@ def _spare_ranks(workers: Workers, running: TaskRun) -> None:
     """
     if running.interrupts > 1:
         return
-    workers.link.send(Spare(running.unfinished))
+    workers.link.send(SpareRanks(running.unfinished))
     # The agent handles both messages in this order, so a rank that is located now is spared.
     running.spared = frozenset(_locate(workers, running, SPARE_TIMEOUT))
 
@@ -142,12 +152,12 @@ def _carry_out(workers: Workers, running: TaskRun, step: Step) -> None:
         case Step.LOCATE:
             # Finished ranks too.  With nccl their collectives may still run; with gloo, the
             # collectives that they began show whether those of the other ranks can complete.
-            workers.link.send(Locate(workers.everyone, time.monotonic()))
+            workers.link.send(RequestLocations(workers.everyone, time.monotonic()))
         case Step.ABORT | Step.ABORT_FOR_DEAD:
             if step is Step.ABORT:
                 workers.advance(Event.ABORTED)
                 running.abort(time.monotonic())
-            workers.link.send(Abort(workers.everyone))
+            workers.link.send(AbortRanks(workers.everyone))
         case Step.TIME_OUT:
             _locate(workers, running)
             if running.unfinished:
@@ -157,16 +167,16 @@ def _carry_out(workers: Workers, running: TaskRun, step: Step) -> None:
             workers.link.call(Kill(running.unfinished))
         case Step.END_UNWAKEABLE:
             ranks = running.unwakeable
-            running.unwoken = {rank: running.places.get(rank, Place()) for rank in ranks}
+            running.unwoken = {rank: running.places.get(rank, RankPosition()) for rank in ranks}
             why = f"gloo did not wake {name_ranks(ranks)} from a collective that had ended"
             workers.link.call(Kill(ranks, why))
 
 
 def _locate(
-    workers: Workers, running: TaskRun, timeout: float = ANSWER_TIMEOUT
-) -> dict[int, Place]:
+    workers: Workers, running: TaskRun, timeout: float = LOCATED_TIMEOUT
+) -> dict[int, RankPosition]:
     running.places, running.requested_at = {}, time.monotonic()
-    workers.link.send(Locate(workers.everyone, running.requested_at))
+    workers.link.send(RequestLocations(workers.everyone, running.requested_at))
     deadline = running.requested_at + timeout
     while not (running.places or running.lost) and (remaining := deadline - time.monotonic()) > 0:
         inbox.receive(workers, remaining)
@@ -176,7 +186,7 @@ def _locate(
 def _complete(workers: Workers, running: TaskRun) -> None:
     """Do the work after all ranks have finished a task: heal the group, and explain the result.
 
-    The sentences about it become attributes of `running`, and the task is added to `Past`.
+    The sentences about it become attributes of `running`, and the task is added to `TaskHistory`.
     """
     # First, because a Stop can break off the steps below.
     running.replicas_text = _replicas_text(workers, running)
@@ -206,12 +216,16 @@ def _abort_leftovers(workers: Workers, running: TaskRun) -> None:
     The next task's collectives would be matched with them.
     """
     members = running.members
-    if not running.transcript.errors or workers.state is not State.READY or not members.has_group:
+    if (
+        not running.transcript.errors
+        or workers.state is not WorldState.READY
+        or not members.has_group
+    ):
         return
     now = time.monotonic()
     enough, until = now + (LEFTOVERS_GRACE if members.runs_ahead else 0.0), now + SLOW_GRACE
     looks = 0
-    last_places: dict[int, Place] = {}  # the last place of each rank
+    last_places: dict[int, RankPosition] = {}  # the last place of each rank
     while looks < 2 or time.monotonic() < enough:
         places = _locate(workers, running)
         answers = {rank: place for rank, place in places.items() if not place.holds_gil}
@@ -227,7 +241,7 @@ def _abort_leftovers(workers: Workers, running: TaskRun) -> None:
         if members.runs_ahead:
             inbox.receive(workers, EAGER_TICK)
     workers.advance(Event.ABORTED)
-    workers.link.send(Abort(workers.everyone))
+    workers.link.send(AbortRanks(workers.everyone))
 
 
 def _lacking_text(workers: Workers, running: TaskRun) -> str:
@@ -289,9 +303,9 @@ def heal(workers: Workers) -> tuple[int, ...]:
     meshes and subgroups.  If that is impossible, the state stays BROKEN, and `problem` says why.
     The other policies end all workers, or restart all, and this returns no ranks.
     """
-    if workers.state is State.HEALING:  # Stop came before `regroup` could record the result
+    if workers.state is WorldState.HEALING:  # Stop came before `regroup` could record the result
         workers.advance(Event.HEAL_FAILED)
-    if workers.state is not State.BROKEN:
+    if workers.state is not WorldState.BROKEN:
         return ()
     if not workers.dead or workers.on_failure == "heal":
         return regroup(workers, Heal())[0]
@@ -363,9 +377,9 @@ def record_changes(workers: Workers, ranks: Collection[int]) -> None:
     objects, before = workers.names.objects, workers.running
     keys = set[int]().union(*map(objects.of, ranks))
     names = workers.names.assigned_again()
-    if not (keys or names) or not ranks or workers.state is not State.READY:
+    if not (keys or names) or not ranks or workers.state is not WorldState.READY:
         return
-    work = Call("values.inspect", {"objects": dict.fromkeys(keys), "names": names})
+    work = OpCall("values.inspect", {"objects": dict.fromkeys(keys), "names": names})
     try:
         running = workers.send(Task(uuid.uuid4().hex, tuple(ranks), work))
         for _ in follow(workers, running):
@@ -391,7 +405,7 @@ def replay(workers: Workers, ranks: Collection[int]) -> NbdistError | None:
     If a set-up cell kills its worker, the worker's replacement does not run the cells again.
     """
     setup, before = workers.setup, workers.running
-    if setup.is_replaying or workers.state is not State.READY:
+    if setup.is_replaying or workers.state is not WorldState.READY:
         return None
     setup.is_replaying, setup.problem = True, ""
     try:
@@ -428,7 +442,12 @@ def _restart_text(workers: Workers, running: TaskRun) -> str:
     """Write `rank 2 was killed by SIGKILL: restart 1 of 3`; "" if the task is not restarted."""
     done, max_restarts = running.task.attempt.number, running.task.attempt.most
     cause = running.transcript.root_cause()
-    if done >= max_restarts or cause is None or running.stops or workers.state is not State.READY:
+    if (
+        done >= max_restarts
+        or cause is None
+        or running.stops
+        or workers.state is not WorldState.READY
+    ):
         return ""
     error = running.error()
     if not isinstance(error, errors.WorkerError) or isinstance(error, errors.RanksReleased):
@@ -436,7 +455,7 @@ def _restart_text(workers: Workers, running: TaskRun) -> str:
     rank, first = cause
     if isinstance(first, Died):
         did = first.end
-    elif first.name in LASTING:
+    elif first.name in HARMLESS_ERRORS:
         return ""
     else:
         did = "failed" if first.name == events.SCRIPT_FAILED else f"raised {first.name}"
@@ -449,7 +468,7 @@ def healing_text(workers: Workers, dead: Iterable[int]) -> str:
 
     If the group is still broken, the text says how to repair it.
     """
-    if workers.state is State.BROKEN:
+    if workers.state is WorldState.BROKEN:
         if not workers.problem:
             return "`%dist_restart` restarts all workers; their variables are lost."
         text = str(WorldBroken(workers.problem))
@@ -477,7 +496,7 @@ def stop_text(workers: Workers, killed: Iterable[int]) -> str:
     """Write `ranks 0-3 ignored Stop and were restarted; variables lost: model, x`."""
     ranks = tuple(killed)
     text = f"{name_ranks(ranks)} ignored Stop"
-    if workers.state is State.BROKEN or workers.on_failure != "heal":
+    if workers.state is WorldState.BROKEN or workers.on_failure != "heal":
         return f"{text}. {healing_text(workers, ranks)}"
     text += " and was restarted" if len(ranks) == 1 else " and were restarted"
     if lost := workers.names.lacking_text(ranks):

@@ -25,7 +25,7 @@ from nbdist.values.payload import Payload, open_payload
 from nbdist.values.pickling import unpickle
 from nbdist.wire.log_files import LogTail
 from nbdist.wire.status import Gpu, Usage, WorkerStatus
-from nbdist.wire.work import Source, Task
+from nbdist.wire.work import CellCode, Task
 from nbdist.words import name_ranks, size_range, size_text
 from nbdist.world.hangs import Who, doing_of
 
@@ -217,7 +217,7 @@ class CellResult(Generic[R_co]):
         task = self.task
         if task.brings_small:  # the last value of the source, if it has one
             return any(value is not None for value in self.by_rank.values())
-        return bool(task.keeps or task.fetch or not isinstance(task.work, Source))
+        return bool(task.keeps or task.fetch or not isinstance(task.work, CellCode))
 
     def _check_values(self) -> None:
         """Raise UsageError if a rank's value was not sent back, or if the task has no values."""

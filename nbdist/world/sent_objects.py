@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nbdist.values.links import Links
-from nbdist.values.states import Parts, State, Token, keys_in, reachable_keys
+from nbdist.values.states import ChangedParts, ObjectState, Token, keys_in, reachable_keys
 from nbdist.wire.ops import Changed
 
 
@@ -25,7 +25,7 @@ class Parcel:
     """
 
     names: Mapping[str, Any] = field(default_factory=dict)
-    states: Mapping[int, State] = field(default_factory=dict)
+    states: Mapping[int, ObjectState] = field(default_factory=dict)
     compared: int = 0
     binds: frozenset[str] = frozenset()
 
@@ -46,19 +46,19 @@ class SentObjects:
 
     def __init__(self) -> None:
         self.links = Links()
-        self.known: dict[int, dict[int, State]] = {}
-        self.theirs: dict[int, Parts] = {}
-        self.changed: dict[int, Parts] = {}
+        self.known: dict[int, dict[int, ObjectState]] = {}
+        self.theirs: dict[int, ChangedParts] = {}
+        self.changed: dict[int, ChangedParts] = {}
         self.noticed_digests: dict[int, bytes] = {}
         self.runs = 1
         self.have_run = False
         # By rank and key, the states in which objects were sent that have ended on the rank.  Among
         # them is memory that the rank's tensors have left.
-        self.ended: dict[int, dict[int, State]] = {}
+        self.ended: dict[int, dict[int, ObjectState]] = {}
         # By rank, the keys of objects that the rank had changed and that have ended there.
         self.lost_changes: dict[int, set[int]] = {}
         self._compared: dict[int, int] = {}
-        self._last: dict[int, State] = {}  # states that were sent to workers before a restart
+        self._last: dict[int, ObjectState] = {}  # states that were sent to workers before a restart
         self._dead: set[int] = set()
 
     def copy(self) -> SentObjects:
@@ -85,7 +85,7 @@ class SentObjects:
             gained |= {key: states[key] for key in keys if key in states}
         self.of(rank).update(gained)
 
-    def of(self, rank: int) -> dict[int, State]:
+    def of(self, rank: int) -> dict[int, ObjectState]:
         """Return the states of the objects that a rank has, by key."""
         return self.known.setdefault(rank, {})
 
@@ -125,7 +125,7 @@ class SentObjects:
         states, source_states = self.of(rank), self.of(source)
         states.update({key: source_states[key] for key in keys if key in source_states})
 
-    def record_kept(self, key: int, parts: Parts) -> None:
+    def record_kept(self, key: int, parts: ChangedParts) -> None:
         """Record that ranks keep an object, or these parts of it, as they have changed it."""
         self.theirs[key] = _together(self.theirs.get(key, frozenset()), parts)
 
@@ -141,7 +141,7 @@ class SentObjects:
             self.noticed_digests.pop(key, None)
             self.changed.pop(key, None)
 
-    def sendable_parts(self, key: int, parts: Parts) -> Parts | bool:
+    def sendable_parts(self, key: int, parts: ChangedParts) -> ChangedParts | bool:
         """Return which changed parts of an object may be sent.
 
         False for none, and True for the whole object.
@@ -205,5 +205,5 @@ class SentObjects:
         return forgotten
 
 
-def _together(one: Parts, other: Parts) -> Parts:
+def _together(one: ChangedParts, other: ChangedParts) -> ChangedParts:
     return None if one is None or other is None else one | other

@@ -23,33 +23,33 @@ from nbdist import errors, topology
 from nbdist.config import Patience, read_restarts
 from nbdist.errors import AgentLost, BadRanks, UsageError, WorldNotStarted
 from nbdist.values.payload import Payload, Segment, open_payload, pack_frames
-from nbdist.wire.control import Question
+from nbdist.wire.control import TypingQuestion
 from nbdist.wire.messages import (
     Consult,
     Grow,
     Heal,
     Kill,
-    ReleaseValues,
+    ReleaseRankValues,
     Reply,
-    Request,
+    RequestBody,
     Scale,
     SendInput,
 )
 from nbdist.wire.status import WorkerStatus
-from nbdist.wire.work import Attempt, Call, InputReply, Source, Task, Work
+from nbdist.wire.work import Attempt, CellCode, InputReply, OpCall, Task, Work
 from nbdist.words import format_ranks
 from nbdist.world import inbox, lifecycle, recovery
 from nbdist.world.agents import module_of
-from nbdist.world.past import ANY
 from nbdist.world.result import CellResult
-from nbdist.world.running import TaskRun
 from nbdist.world.sent_objects import Parcel
 from nbdist.world.spec import parse_size, scaled
-from nbdist.world.states import Renumbering, State
+from nbdist.world.states import Renumbering, WorldState
+from nbdist.world.task_history import ANY
+from nbdist.world.task_run import TaskRun
 from nbdist.world.workers import Workers
 
-LOOK_TIMEOUT = 10.0  # seconds for ranks to be described; longer than a head takes
-KILL_TIMEOUT = 60.0  # a killed process ends soon, but its agent may get no processor
+RANK_STATUS_TIMEOUT = 10.0  # seconds for ranks to be described; longer than a head takes
+RANKS_KILLED_TIMEOUT = 60.0  # a killed process ends soon, but its agent may get no processor
 LATE_TIMEOUT = 30.0  # seconds that the next task waits for ranks that have not left a stopped task
 
 Kept = dict[int, list[bytes]]  # by rank, the frames of a pickle of variables that a restart keeps
@@ -90,7 +90,7 @@ class Session(Workers):
             if not (hasattr(rank, "__index__") and 0 <= rank < limit):  # also numpy's integers
                 raise BadRanks(str(ranks), self.size, f"{rank!r} is none of them, by its number")
         on = self.everyone if ranks is None else tuple(map(operator.index, ranks))
-        work = Source(work) if isinstance(work, str) else work
+        work = CellCode(work) if isinstance(work, str) else work
         return Task(uuid.uuid4().hex, on, work, **fields)
 
     def submit(
@@ -244,14 +244,14 @@ class Session(Workers):
     def release_lent_values(self, task: Task, ranks: Iterable[int]) -> None:
         """Let ranks release the memory of the values that they have returned for a task."""
         if lent := tuple(ranks):
-            self.link.send(ReleaseValues(task.id, lent))
+            self.link.send(ReleaseRankValues(task.id, lent))
 
     def check_ready(self) -> None:
         """Raise an error that says why and names the remedy, if no task can be sent now."""
         running = self.running
-        if self.state is State.READY:
+        if self.state is WorldState.READY:
             return
-        if self.state in (State.STOPPED, State.STARTING, State.STOPPING):
+        if self.state in (WorldState.STOPPED, WorldState.STARTING, WorldState.STOPPING):
             raise WorldNotStarted("The cell")
         if self.lost is not None:
             raise self.lost
@@ -271,7 +271,7 @@ class Session(Workers):
     def heal(self) -> None:
         """Repair a broken group as `on_failure` says, then let machines that have come join it."""
         recovery.heal(self)
-        if self.joined and self.state is State.READY:
+        if self.joined and self.state is WorldState.READY:
             self.joined = {}
             recovery.regroup(self, Grow())
 
@@ -305,15 +305,15 @@ class Session(Workers):
         """Restart ranks in place, with the variables in `keep`; see `World.replace`."""
         self.receive_waiting()
         others = set(self.unfinished) - set(ranks)
-        if others or self.state not in (State.READY, State.BROKEN, State.STUCK):
+        if others or self.state not in (WorldState.READY, WorldState.BROKEN, WorldState.STUCK):
             self.check_ready()
         kept, ending = self.fetch_kept(keep, ranks), {*ranks}
         recovery.record_changes(self, self.everyone)
         self.link.call(Kill((*ending,)))
-        deadline = time.monotonic() + KILL_TIMEOUT
+        deadline = time.monotonic() + RANKS_KILLED_TIMEOUT
         while not self.dead.keys() >= ending and time.monotonic() < deadline:
             self.receive(max(0.0, deadline - time.monotonic()))
-        if self.state is State.BROKEN:
+        if self.state is WorldState.BROKEN:
             recovery.regroup(self, Heal())
         self.bind_kept(kept)
 
@@ -343,7 +343,7 @@ class Session(Workers):
             raise self.lost
         if self.is_elsewhere:  # `apply_healed` leaves the config alone there: machines come and go
             self.config = self.config.with_size(self.size)
-        if self.state is State.BROKEN:
+        if self.state is WorldState.BROKEN:
             raise errors.WorldBroken(self.problem)
         if why:
             raise errors.ScaleError(before, size, why)
@@ -355,7 +355,7 @@ class Session(Workers):
         """
         if not names:
             return {}
-        keep = Call("values.keep", {"names": tuple(names)})
+        keep = OpCall("values.keep", {"names": tuple(names)})
         running = self.submit(self.task(keep, ranks=tuple(ranks)))
         self.wait(running)
         lacking = [name for name in names if not self.names.ranks_with(name)]
@@ -376,14 +376,14 @@ class Session(Workers):
                 continue
             payload, segment = pack_frames(frames)
             with closing(segment) if segment else nullcontext():
-                task = self.task(Call("values.give_back", {"packed": payload}), ranks=(rank,))
+                task = self.task(OpCall("values.give_back", {"packed": payload}), ranks=(rank,))
                 running = self.submit(task)
                 self.finish(running)
                 self.names.objects.record_gained(rank, running.gained(rank))
 
     # --- the agent ------------------------------------------------------------------------
 
-    def ask(self, request: Request) -> Any:
+    def ask(self, request: RequestBody) -> Any:
         """Ask the agent about its ranks, also while they are busy, and return the reply.
 
         Returns an empty tuple if there are no workers or if the agent has ended.
@@ -397,14 +397,16 @@ class Session(Workers):
             self.handle_agent_loss(lost)
             return ()
 
-    def ask_from_thread(self, request: Request) -> Any:
+    def ask_from_thread(self, request: RequestBody) -> Any:
         """Ask as `ask`, but from any thread: messages that have arrived are not handled.
 
-        Also returns an empty tuple if the agent does not answer within `LOOK_TIMEOUT`.
+        Also returns an empty tuple if the agent does not answer within `RANK_STATUS_TIMEOUT`.
         """
         future = self._send_request(request)
         try:
-            return () if future is None else self._with_host_names(future.result(LOOK_TIMEOUT))
+            return (
+                () if future is None else self._with_host_names(future.result(RANK_STATUS_TIMEOUT))
+            )
         except (AgentLost, TimeoutError):
             return ()
 
@@ -416,7 +418,7 @@ class Session(Workers):
                 return tuple(replace(row, host=name(row.rank) or row.host) for row in reply)
         return reply
 
-    def consult(self, question: Question, ranks: Iterable[int]) -> Future[Reply] | None:
+    def consult(self, question: TypingQuestion, ranks: Iterable[int]) -> Future[Reply] | None:
         """Ask an idle rank of `ranks` a question about names; any thread may call this.
 
         Returns a future, or None without workers.  The future's result is None if no rank has
@@ -424,7 +426,7 @@ class Session(Workers):
         """
         return self._send_request(Consult(tuple(ranks), question))
 
-    def _send_request(self, request: Request) -> Future[Reply] | None:
+    def _send_request(self, request: RequestBody) -> Future[Reply] | None:
         if not self.state.has_workers or (link := self.link_or_none) is None or not link.is_up:
             return None
         return link.ask(request)

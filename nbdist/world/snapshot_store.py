@@ -37,7 +37,9 @@ ELSEWHERE_SECONDS = 7 * 86_400
 Whether such a run has ended cannot be checked.
 """
 
-KEPT = 3  # snapshots of a name that a notebook keeps; publishing removes its older snapshots
+SNAPSHOTS_PER_NAME = (
+    3  # snapshots of a name that a notebook keeps; publishing removes its older snapshots
+)
 MANIFEST = "manifest.json"
 FORMAT = 2  # the version of the manifest's and the ranks' file formats
 UNFINISHED = ".part-"
@@ -306,7 +308,9 @@ class SnapshotStore:
         folder.rename(self.root / name / stamp)
         _sync(self.root / name)
         own_snapshots = [each for each in self.of(name) if each.owner == self.owner]
-        for old in [each for each in own_snapshots if self._is_removable(each)][KEPT:]:
+        for old in [each for each in own_snapshots if self._is_removable(each)][
+            SNAPSHOTS_PER_NAME:
+        ]:
             _remove(old)
         return _read(name, self.root / name / stamp)
 

@@ -37,11 +37,11 @@ from nbdist.wire.spec import (
 from nbdist.wire.work import Surroundings
 from nbdist.words import count, one_line, size_text
 
-_LINE = re.compile(
+_ENV_LINE = re.compile(
     r"(?:export\s+)?([A-Za-z_][A-Za-z0-9_]*)\s*="
     r"""(?:\s*(?:'([^']*)'|"((?:[^"\\]|\\.)*)")\s*(?:#.*)?|(?!\s*['"])(.*))"""
 )
-_COMMENT = re.compile(r"\s#.*|^#.*")
+_ENV_COMMENT = re.compile(r"\s#.*|^#.*")
 _ESCAPE = re.compile(r"\\(.)")
 _ESCAPED = {"n": "\n", "t": "\t", "r": "\r"}
 
@@ -73,13 +73,13 @@ def parse_line(line: str) -> dict[str, str]:
     """
     if not line or line.startswith("#"):
         return {}
-    if not (match := _LINE.fullmatch(line)):
+    if not (match := _ENV_LINE.fullmatch(line)):
         forms = "NAME=value, NAME='value', export NAME=value, or # comments"
         raise ValueError(f"lines are {forms}, with each quote closed")
     name, single, double, plain = match.groups()
     if double is not None:
         return {name: _ESCAPE.sub(lambda match: _ESCAPED.get(match[1], match[1]), double)}
-    return {name: _COMMENT.sub("", plain).strip() if single is None else single}
+    return {name: _ENV_COMMENT.sub("", plain).strip() if single is None else single}
 
 
 DEFAULT_LOG_LIMIT = "200M"
@@ -376,7 +376,7 @@ def takes_options(
 # --- changes after the spec was made ---------------------------------------------------------
 
 
-MOST_NAMES = 6  # environment variables that a line names before it only counts the others
+MAX_LISTED_VARIABLES = 6  # environment variables that a line names before it only counts the others
 
 
 class NotebookSurroundings:
@@ -455,7 +455,7 @@ class NotebookSurroundings:
 
 
 def _list(names: Sequence[str]) -> str:
-    shown = ", ".join(f"`{name}`" for name in sorted(names)[:MOST_NAMES])
-    more = len(names) - MOST_NAMES
+    shown = ", ".join(f"`{name}`" for name in sorted(names)[:MAX_LISTED_VARIABLES])
+    more = len(names) - MAX_LISTED_VARIABLES
     title = "environment variable" if len(names) == 1 else "environment variables"
     return f"{title} {shown}" + (f" and {count(more, 'other')}" if more > 0 else "")

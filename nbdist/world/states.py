@@ -17,7 +17,7 @@ from nbdist.wire.spec import WorldSpec
 from nbdist.words import count, format_ranks, name_ranks
 
 
-class State(Enum):
+class WorldState(Enum):
     """The state of a world.  The value is the text that users read."""
 
     STOPPED = "stopped"
@@ -34,7 +34,12 @@ class State(Enum):
     @property
     def has_workers(self) -> bool:
         """Whether the world has worker processes that can be asked or ended."""
-        return self not in (State.STOPPED, State.STOPPING, State.STARTING, State.LOST)
+        return self not in (
+            WorldState.STOPPED,
+            WorldState.STOPPING,
+            WorldState.STARTING,
+            WorldState.LOST,
+        )
 
 
 class Event(Enum):
@@ -58,46 +63,52 @@ class Event(Enum):
     STOPPED = "all stopped"
 
 
-FORMED = (State.READY, State.RUNNING, State.INTERRUPTING, State.STUCK, State.BROKEN)
+FORMED = (
+    WorldState.READY,
+    WorldState.RUNNING,
+    WorldState.INTERRUPTING,
+    WorldState.STUCK,
+    WorldState.BROKEN,
+)
 """States in which the workers have been started and have a process group, whole or broken."""
 
-TRANSITIONS: dict[tuple[State, Event], State] = {
-    (State.STOPPED, Event.START): State.STARTING,
-    (State.STARTING, Event.STARTED): State.READY,
-    (State.STARTING, Event.START_FAILED): State.STOPPED,
-    (State.READY, Event.TASK): State.RUNNING,
-    (State.RUNNING, Event.TASK_DONE): State.READY,
-    (State.RUNNING, Event.INTERRUPT): State.INTERRUPTING,
-    (State.INTERRUPTING, Event.INTERRUPT): State.INTERRUPTING,
-    (State.INTERRUPTING, Event.TASK_DONE): State.READY,
-    (State.INTERRUPTING, Event.GAVE_UP): State.STUCK,
-    (State.STUCK, Event.INTERRUPT): State.STUCK,
-    (State.STUCK, Event.GAVE_UP): State.STUCK,
+TRANSITIONS: dict[tuple[WorldState, Event], WorldState] = {
+    (WorldState.STOPPED, Event.START): WorldState.STARTING,
+    (WorldState.STARTING, Event.STARTED): WorldState.READY,
+    (WorldState.STARTING, Event.START_FAILED): WorldState.STOPPED,
+    (WorldState.READY, Event.TASK): WorldState.RUNNING,
+    (WorldState.RUNNING, Event.TASK_DONE): WorldState.READY,
+    (WorldState.RUNNING, Event.INTERRUPT): WorldState.INTERRUPTING,
+    (WorldState.INTERRUPTING, Event.INTERRUPT): WorldState.INTERRUPTING,
+    (WorldState.INTERRUPTING, Event.TASK_DONE): WorldState.READY,
+    (WorldState.INTERRUPTING, Event.GAVE_UP): WorldState.STUCK,
+    (WorldState.STUCK, Event.INTERRUPT): WorldState.STUCK,
+    (WorldState.STUCK, Event.GAVE_UP): WorldState.STUCK,
     # The ranks that ignored Stop have finished the task after all.
-    (State.STUCK, Event.TASK_DONE): State.READY,
-    (State.BROKEN, Event.TASK_DONE): State.BROKEN,
-    (State.BROKEN, Event.HEAL): State.HEALING,
-    (State.READY, Event.SCALE): State.HEALING,
-    (State.HEALING, Event.HEALED): State.READY,
-    (State.HEALING, Event.HEAL_FAILED): State.BROKEN,
-    (State.HEALING, Event.RANK_DIED): State.HEALING,
-    (State.BROKEN, Event.INTERRUPT): State.BROKEN,
-    (State.BROKEN, Event.GAVE_UP): State.BROKEN,
-    (State.STOPPING, Event.STOPPED): State.STOPPED,
+    (WorldState.STUCK, Event.TASK_DONE): WorldState.READY,
+    (WorldState.BROKEN, Event.TASK_DONE): WorldState.BROKEN,
+    (WorldState.BROKEN, Event.HEAL): WorldState.HEALING,
+    (WorldState.READY, Event.SCALE): WorldState.HEALING,
+    (WorldState.HEALING, Event.HEALED): WorldState.READY,
+    (WorldState.HEALING, Event.HEAL_FAILED): WorldState.BROKEN,
+    (WorldState.HEALING, Event.RANK_DIED): WorldState.HEALING,
+    (WorldState.BROKEN, Event.INTERRUPT): WorldState.BROKEN,
+    (WorldState.BROKEN, Event.GAVE_UP): WorldState.BROKEN,
+    (WorldState.STOPPING, Event.STOPPED): WorldState.STOPPED,
     # Messages of the workers that were still unread when their end was requested.
-    (State.STOPPING, Event.RANK_DIED): State.STOPPING,
-    (State.STOPPING, Event.ABORTED): State.STOPPING,
-    (State.STOPPING, Event.TASK_DONE): State.STOPPING,
-    (State.LOST, Event.START): State.STARTING,
-    **{(state, Event.RANK_DIED): State.BROKEN for state in FORMED},
+    (WorldState.STOPPING, Event.RANK_DIED): WorldState.STOPPING,
+    (WorldState.STOPPING, Event.ABORTED): WorldState.STOPPING,
+    (WorldState.STOPPING, Event.TASK_DONE): WorldState.STOPPING,
+    (WorldState.LOST, Event.START): WorldState.STARTING,
+    **{(state, Event.RANK_DIED): WorldState.BROKEN for state in FORMED},
     # A failed task left collectives in flight, which were aborted.
-    **{(state, Event.ABORTED): State.BROKEN for state in FORMED},
-    **{(state, Event.STOP): State.STOPPING for state in State},
-    **{(state, Event.AGENT_LOST): State.LOST for state in State},
+    **{(state, Event.ABORTED): WorldState.BROKEN for state in FORMED},
+    **{(state, Event.STOP): WorldState.STOPPING for state in WorldState},
+    **{(state, Event.AGENT_LOST): WorldState.LOST for state in WorldState},
 }
 
 
-def next_state(state: State, event: Event) -> State:
+def next_state(state: WorldState, event: Event) -> WorldState:
     """Return the state after `event`; RuntimeError if it cannot happen in `state`."""
     try:
         return TRANSITIONS[state, event]
@@ -147,12 +158,14 @@ class Machines:
     def __str__(self) -> str:
         """Write `hosta`, `hosta, hostb and hostc`, `hosta and 7 other machines`."""
         first, *others = self.names or ("",)
-        if len(others) > MOST_NAMED:
+        if len(others) > MAX_NAMED_MACHINES:
             return f"{first} and {len(others)} other machines"
         return ", ".join([first, *others[:-1]]) + (f" and {others[-1]}" if others else "")
 
 
-MOST_NAMED = 3  # machines that a line names besides the first; if there are more, it counts them
+MAX_NAMED_MACHINES = (
+    3  # machines that a line names besides the first; if there are more, it counts them
+)
 
 
 @dataclass(frozen=True)

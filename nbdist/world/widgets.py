@@ -19,18 +19,18 @@ from nbdist.output.events import (
     Comm,
     Died,
     Display,
+    DisplayUpdate,
     Done,
     Failure,
     Output,
     Text,
-    Update,
 )
 from nbdist.output.mimes import WIDGET
 
 NOT_ITS_OWN = "(a message was dropped: it is for a widget of another rank)"
-UNKNOWN = "(this page does not have this widget: run the cell again that makes it)"
+UNKNOWN_WIDGET = "(this page does not have this widget: run the cell again that makes it)"
 
-MOST_OUTPUTS, MOST_TEXT = 500, 200_000
+MAX_WIDGET_OUTPUTS, MAX_WIDGET_TEXT = 500, 200_000
 """How many outputs an `Output` widget keeps, and how many characters of a text; the last ones."""
 
 
@@ -115,7 +115,7 @@ class Widgets:
                 ):
                     self._capture(inside[-1], output)
                     return None
-                case Display() | Update() if WIDGET in output.data:
+                case Display() | DisplayUpdate() if WIDGET in output.data:
                     return self._shown(output)
             return output
 
@@ -158,20 +158,20 @@ class Widgets:
                 if last.get("name") == stream and isinstance(before := last.get("text"), str):
                     text = before + text
                     outputs.pop()
-                saved = {"output_type": "stream", "name": stream, "text": text[-MOST_TEXT:]}
+                saved = {"output_type": "stream", "name": stream, "text": text[-MAX_WIDGET_TEXT:]}
                 outputs.append(saved)
             case _:
                 outputs.append(as_saved(output))
-        model.state["outputs"] = outputs[-MOST_OUTPUTS:]
+        model.state["outputs"] = outputs[-MAX_WIDGET_OUTPUTS:]
         self._written[name] = None
 
-    def _shown(self, output: Display | Update) -> Display | Update:
+    def _shown(self, output: Display | DisplayUpdate) -> Display | DisplayUpdate:
         """Return the display; or its text with a remedy, if its model is not known here."""
         view = output.data[WIDGET]
         name = str(view.get("model_id", "")) if isinstance(view, Mapping) else ""
         if name in self.models:
             return output
-        text = f"{events.plain_of({**output.data, WIDGET: ''})} {UNKNOWN}"
+        text = f"{events.plain_of({**output.data, WIDGET: ''})} {UNKNOWN_WIDGET}"
         return output._replace(data={"text/plain": text})
 
     # --- for pages ------------------------------------------------------------------------
@@ -255,7 +255,7 @@ class Widgets:
                 del self._capturing[model.rank]
 
 
-REFERENCE = "IPY_MODEL_"  # the prefix of an id in a state that refers to another model
+MODEL_REFERENCE = "IPY_MODEL_"  # the prefix of an id in a state that refers to another model
 
 
 def merged(comms: Iterable[Comm]) -> list[Comm]:
@@ -274,7 +274,7 @@ def merged(comms: Iterable[Comm]) -> list[Comm]:
         state = comm.data.get("state")
         is_change = comm.kind == "comm_msg" and isinstance(state, Mapping) and not comm.buffers
         new: dict[str, Any] = {**state} if is_change and state else {}
-        if is_change and comm.id in fresh and REFERENCE not in repr(new):
+        if is_change and comm.id in fresh and MODEL_REFERENCE not in repr(new):
             result[fresh[comm.id]] = _changed(result[fresh[comm.id]], new)
             continue
         fresh.pop(comm.id, None)

@@ -25,19 +25,27 @@ from nbdist.output.events import Died
 from nbdist.system.folders import removed_folder
 from nbdist.wire import messages
 from nbdist.wire.frames import pack
-from nbdist.wire.messages import Attached, Healed, Remember, SendInput
+from nbdist.wire.messages import Attached, HandoverState, Healed, SendInput
 from nbdist.wire.node_messages import processes
 from nbdist.wire.spec import WorldSpec
-from nbdist.wire.work import Call, InputReply, Task
+from nbdist.wire.work import InputReply, OpCall, Task
+from nbdist.world.agent_link import Link
 from nbdist.world.code_sync import CodeSync
-from nbdist.world.link import Link
-from nbdist.world.names import NameTable
-from nbdist.world.past import Past, Setup
+from nbdist.world.name_table import NameTable
 from nbdist.world.result import wanted_level
-from nbdist.world.running import Members, TaskRun
 from nbdist.world.sent_objects import Parcel
 from nbdist.world.spec import NotebookSurroundings, make_spec
-from nbdist.world.states import NO_INPUT, Event, Machines, Renumbering, State, compare, next_state
+from nbdist.world.states import (
+    NO_INPUT,
+    Event,
+    Machines,
+    Renumbering,
+    WorldState,
+    compare,
+    next_state,
+)
+from nbdist.world.task_history import Setup, TaskHistory
+from nbdist.world.task_run import Members, TaskRun
 
 if TYPE_CHECKING:
     from nbdist.world.widgets import Widgets
@@ -56,7 +64,7 @@ class Workers:
 
     def __init__(self, config: WorldConfig, attached: Attached | None = None) -> None:
         """Make the spec of a new world and start nothing; or use the spec of an attached world."""
-        self.state = State.STOPPED
+        self.state = WorldState.STOPPED
         self.namespace: dict[str, Any] = sys.modules["__main__"].__dict__
         self.pids: Mapping[int, int] = {}
         self.logs: Mapping[int, str] = {}
@@ -71,7 +79,7 @@ class Workers:
         self.names = NameTable(self.namespace)
         self.dead: dict[int, Died] = {}
         self.replaced: dict[int, Died] = {}  # deaths of restarted ranks, until the user is told
-        self.setup, self.past = Setup(), Past()
+        self.setup, self.past = Setup(), TaskHistory()
         self.renumbering = Renumbering(0, 0, {})  # of the last time that the group was formed
         self._renumbered: Renumbering | None = None  # all changes since `pop_renumbering`
         self.joined: dict[str, None] = {}  # machines that have come, and could have ranks
@@ -81,7 +89,7 @@ class Workers:
         self.running: TaskRun | None = None
         self.kernel_exiting = threading.Event()
         self.link_or_none: Link | None = None  # see `link`, which raises errors instead
-        self._remembered = Remember()
+        self._remembered = HandoverState()
         self.config = config
         self.configure(config, attached.spec if attached else None)
 
@@ -191,23 +199,23 @@ class Workers:
             self._remembered = memory
             link.send(memory)
 
-    def memory(self, patience: Patience) -> Remember:
+    def memory(self, patience: Patience) -> HandoverState:
         """Return the data that another notebook needs to take the world over.
 
         The config names the launcher: the other notebook may have another default.
         """
         config = replace(self.config, launcher=self.config.launcher_name)
-        return Remember(config, patience, (*self.setup.tasks.items(),))
+        return HandoverState(config, patience, (*self.setup.tasks.items(),))
 
     def reset(self) -> None:
         """Clear the tables before a start: what was known about earlier workers is over."""
         self.lost, self.dead, self.replaced, self._renumbered = None, {}, {}, None
         if self.widgets is not None:
             self.widgets.end()
-        self.joined, self._remembered = {}, Remember()
+        self.joined, self._remembered = {}, HandoverState()
         # Objects keep their keys, which variables that a restart has kept refer to.
         before = self.names.objects
-        self.names, self.past = NameTable(self.namespace), Past()
+        self.names, self.past = NameTable(self.namespace), TaskHistory()
         self.names.objects.follow(before)
 
     def apply_healed(self, healed: Healed) -> None:
@@ -298,7 +306,7 @@ class Workers:
         level = wanted_level(is_shown=self.config.show)
         # `values.inspect` may ask about objects that the notebook has dropped: the ranks must not
         # forget them before they answer.
-        is_question = isinstance(task.work, Call) and task.work.op == "values.inspect"
+        is_question = isinstance(task.work, OpCall) and task.work.op == "values.inspect"
         forget = {} if is_question else self.names.objects.pop_forgotten(task.ranks)
         deleted = self.names.pop_deleted(task.ranks)
         task = replace(
@@ -310,7 +318,7 @@ class Workers:
             deleted=deleted,
         )
         running = TaskRun(task, patience or self.config.patience, self.members, shipped)
-        link, packed = self.link, messages.Run(task.id, task.ranks, pack(task), task.segments)
+        link, packed = self.link, messages.RunTask(task.id, task.ranks, pack(task), task.segments)
         self.remember(running.patience)
         self.advance(Event.TASK)
         self.running = running

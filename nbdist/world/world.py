@@ -24,20 +24,20 @@ from nbdist.wire.messages import GetStacks, GetStatus
 from nbdist.wire.ops import Cleaned
 from nbdist.wire.places import Stack
 from nbdist.wire.status import WorkerStatus
-from nbdist.wire.work import Call, Task, Work
-from nbdist.world import calling, exchange
-from nbdist.world.agents import AttachedAgent, Found, find_attachable, worlds
-from nbdist.world.calling import find_script
-from nbdist.world.exchange import Scatter
-from nbdist.world.link import Link
-from nbdist.world.parts import Joining
+from nbdist.wire.work import OpCall, Task, Work
+from nbdist.world import remote_call, value_transfer
+from nbdist.world.agent_link import Link
+from nbdist.world.agents import AttachedAgent, RunningWorld, find_attachable, worlds
 from nbdist.world.recovery import Following
+from nbdist.world.remote_call import find_script
 from nbdist.world.result import CellResult
-from nbdist.world.running import TaskRun
 from nbdist.world.session import Session
 from nbdist.world.snapshot_store import Snapshot, SnapshotStore, owner_of, root_folder
 from nbdist.world.spec import takes_options
-from nbdist.world.states import State
+from nbdist.world.split_join import Joining
+from nbdist.world.states import WorldState
+from nbdist.world.task_run import TaskRun
+from nbdist.world.value_transfer import Scatter
 
 log = logging.getLogger("nbdist.world")
 
@@ -76,7 +76,7 @@ class World:
         return self.session.size
 
     @property
-    def state(self) -> State:
+    def state(self) -> WorldState:
         """The state of the world: stopped, ready, running a task, ..."""
         return self.session.state
 
@@ -129,7 +129,7 @@ class World:
     @property
     def _started(self) -> Session:
         """The session, whose workers are started now unless `shutdown` has ended them."""
-        if self.state is State.STOPPED and not self.pids:
+        if self.state is WorldState.STOPPED and not self.pids:
             self.start()
         return self.session
 
@@ -175,15 +175,15 @@ class World:
         task = session.task(source, ranks=ranks, fetch=fetch, brings_small=not fetch)
         if names and not setup:
             check_needs(names, session.namespace)
-            with calling.sending(session, names, task.ranks) as (payloads, parcels):
+            with remote_call.sending(session, names, task.ranks) as (payloads, parcels):
                 task = replace(task, names=payloads)
-                return calling.outcome(session, [session.submit(task, shipped=parcels)])
+                return remote_call.outcome(session, [session.submit(task, shipped=parcels)])
         payload, segment = pack_names(names, session.namespace)
         with ExitStack() as memory:
             if segment is not None:
                 memory.callback(segment.close)
             task = replace(task, plain=payload)
-            result = calling.run(session, task)
+            result = remote_call.run(session, task)
             if setup:
                 session.keep_setup(source, task, segment)
                 memory.pop_all()
@@ -203,7 +203,7 @@ class World:
                 `except ValueError` catches the error too.  WorkerDied: a rank's process ended.
         """
         try:
-            return calling.run_call(self._started, function, args, kwargs)
+            return remote_call.run_call(self._started, function, args, kwargs)
         except Exception as error:  # noqa: BLE001 (it can be what a rank raised)
             raise error.with_traceback(None)  # noqa: B904 (it is the same error, with less to read)
 
@@ -222,7 +222,7 @@ class World:
         """
         script = find_script("module" if module else "file", program, args)
         task = self._started.task(script, ranks=ranks)
-        return calling.run(self.session, task, max_restarts)
+        return remote_call.run(self.session, task, max_restarts)
 
     def call(
         self, op: str, ranks: Sequence[int] | None = None, **arguments: Any
@@ -231,7 +231,7 @@ class World:
 
         `.rank(i)` of the result is the op's value on rank i.  Raises the errors of `execute`.
         """
-        return calling.run(self._started, self.session.task(Call(op, arguments), ranks=ranks))
+        return remote_call.run(self._started, self.session.task(OpCall(op, arguments), ranks=ranks))
 
     def gather(
         self,
@@ -258,12 +258,12 @@ class World:
                 the values cannot be joined.
         """
         names = (name,) if isinstance(name, str) else tuple(name)
-        exchange.check_expressions(names)  # first: a bad expression starts no workers
+        value_transfer.check_expressions(names)  # first: a bad expression starts no workers
         if join not in (None, *get_args(Joining)):
             raise UsageError(f'`join={join!r}`: use "stack" or "cat".')
         session, chosen_ranks = self._started, ranks if rank is None else (rank,)
-        run_task = lambda task: calling.run(session, task).by_rank  # noqa: E731
-        values = exchange.gather(
+        run_task = lambda task: remote_call.run(session, task).by_rank  # noqa: E731
+        values = value_transfer.gather(
             session, names, chosen_ranks, run_task, rank=rank, how=join, dim=dim
         )
         return values[0] if isinstance(name, str) else tuple(values)
@@ -294,7 +294,7 @@ class World:
         with closing(Scatter(self._started, name, value, ranks, dim)) as scatter:
             for _ in scatter.packing():
                 pass
-            exchange.bind(self.session, *scatter.tasks())
+            value_transfer.bind(self.session, *scatter.tasks())
 
     def task(
         self,
@@ -332,7 +332,7 @@ class World:
         if running is None or running.is_over:
             return None
         try:
-            return calling.outcome(self.session, [running])
+            return remote_call.outcome(self.session, [running])
         finally:
             self.session.release_values(running)
 
@@ -376,7 +376,7 @@ class World:
         variables are copied together: a model and its optimizer still share parameters.  CUDA
         tensors arrive on the rank's own GPU.  Raises UsageError for a name that cannot be copied.
         """
-        return exchange.sync(self.session, names, source, ranks)
+        return value_transfer.sync(self.session, names, source, ranks)
 
     def tracked(self, name: str) -> Any:
         """Return the values that ranks have tracked under a name, as a pandas DataFrame.
@@ -407,7 +407,7 @@ class World:
         snapshot, in this world or a later one.  Of each name the notebook's 3 newest snapshots are
         kept.  Raises UsageError if the snapshot cannot be written; nothing has changed then.
         """
-        return exchange.save(self.session, self.snapshot_store, _names_in(variables), name)
+        return value_transfer.save(self.session, self.snapshot_store, _names_in(variables), name)
 
     def restore(
         self,
@@ -415,7 +415,7 @@ class World:
         name: str | None = None,
         ranks: Sequence[int] | None = None,
         from_rank: int | None = None,
-    ) -> exchange.Restored:
+    ) -> value_transfer.Restored:
         """Bind the variables of a snapshot, by default all, on all ranks or some.
 
         By default of this notebook's newest snapshot; `name` selects the newest of that name.
@@ -424,7 +424,7 @@ class World:
         """
         store, names = self.snapshot_store, _names_in(variables)
         snapshot = store.find(name)  # first: a missing snapshot starts no workers
-        return exchange.restore(self._started, store, snapshot, names, ranks, from_rank)
+        return value_transfer.restore(self._started, store, snapshot, names, ranks, from_rank)
 
     @property
     def snapshot_store(self) -> SnapshotStore:
@@ -521,7 +521,7 @@ def attach(name: str | None = None) -> World:
     return take_over(find_attachable(worlds(), name), sys.modules["__main__"].__dict__)
 
 
-def take_over(running_world: Found, namespace: dict[str, Any]) -> World:
+def take_over(running_world: RunningWorld, namespace: dict[str, Any]) -> World:
     """Take over a world that was found; its session reads and binds names in `namespace`.
 
     Raises UsageError if the world refuses, as `attach` does.

@@ -18,9 +18,9 @@ from nbdist import __version__
 from nbdist.agent.notebook_link import NotebookLink, Serving
 from nbdist.config import WorldConfig
 from nbdist.wire import messages
-from nbdist.wire.messages import Answer, Ask, GetStatus, Kill
-from nbdist.wire.queries import Attach, Refused
-from nbdist.world.link import Link
+from nbdist.wire.messages import AgentReply, AgentRequest, GetStatus, Kill
+from nbdist.wire.queries import Attach, AttachRefused
+from nbdist.world.agent_link import Link
 from tests.agent.sources import worker_start
 from tests.waiting import SOON, wait_until
 
@@ -102,7 +102,7 @@ def test_a_world_without_workers() -> None:
     """Nobody can want it: its agent does not outlive the notebook, whatever that has said."""
     link = Link(fork_server=False)
     link.open()
-    link.send(messages.Remember(WorldConfig(detach=True)))
+    link.send(messages.HandoverState(WorldConfig(detach=True)))
     assert link.call(GetStatus()) == ()
     guard = psutil.Process(link.agent.pid)
     link.detach()
@@ -125,15 +125,15 @@ async def test_another_version(runtime: Path) -> None:
     """A notebook of another nbdist is refused, in a sentence."""
     link = NotebookLink(runtime, os.getpid(), SimpleNamespace(pid=1), print, print)
     refused = await link.attach(Attach("0.0", 1, "notebook-1.sock"))
-    assert refused == Refused(f"it is of nbdist {__version__}, and this is 0.0")
+    assert refused == AttachRefused(f"it is of nbdist {__version__}, and this is 0.0")
     await link.close()
 
 
 async def test_calls_wait_for_one_another_and_other_things_do_not() -> None:
     """Each is answered under its number; what is under way when it leaves is cancelled."""
-    answers, said, released = list[Answer](), list[str](), asyncio.Event()
+    answers, said, released = list[AgentReply](), list[str](), asyncio.Event()
 
-    async def answer(request: messages.Request) -> messages.Reply:
+    async def answer(request: messages.RequestBody) -> messages.Reply:
         if isinstance(request, Kill):
             await released.wait()
         return ()
@@ -147,20 +147,20 @@ async def test_calls_wait_for_one_another_and_other_things_do_not() -> None:
         finally:
             said.append("cancelled")
 
-    def send(answer: Answer) -> None:
+    def send(answer: AgentReply) -> None:
         answers.append(answer)
         if len(answers) == 2:
             serving.stop()
 
     serving = Serving(answer, send)
-    serving.enqueue(Ask(1, Kill((0,))))
-    serving.enqueue(Ask(2, GetStatus()))
+    serving.enqueue(AgentRequest(1, Kill((0,))))
+    serving.enqueue(AgentRequest(2, GetStatus()))
     working = asyncio.create_task(serving.run_until_stopped())
     await asyncio.sleep(0)
     serving.spawn(beside())
     await working
     serving.spawn(beside())  # it is closed, not begun
-    assert answers == [Answer(1, ()), Answer(2, ())]
+    assert answers == [AgentReply(1, ()), AgentReply(2, ())]
     assert said == ["beside", "cancelled"]
 
 

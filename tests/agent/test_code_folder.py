@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.agent.code_folder import PREFIX, CodeFolder, remove_dead_folders
+from nbdist.agent.code_folder import CODE_FOLDER_PREFIX, CodeFolder, remove_dead_folders
 from nbdist.wire.messages import CodeHeld, GetCode, Landmark, PutCode
 from nbdist.wire.spec import WorldSpec
 
@@ -139,14 +139,14 @@ def test_what_a_killed_agent_left_goes(code: CodeFolder, parent: Path) -> None:
     """What another one holds stays, and so does a folder of that name that is not ours."""
     killed = CodeFolder()
     bring(killed, {"a.py": "1"})
-    (parent / f"{PREFIX}mine").mkdir()
+    (parent / f"{CODE_FOLDER_PREFIX}mine").mkdir()
     bring(code, {"a.py": "1"})
     remove_dead_folders(parent)
     assert killed.path.exists()
     os.close(killed._claim)  # as the kernel does at a process's end
     remove_dead_folders(parent)
     assert not killed.path.exists()
-    assert (parent / f"{PREFIX}mine").exists()
+    assert (parent / f"{CODE_FOLDER_PREFIX}mine").exists()
     assert found(code) == {"a.py": "1"}
 
 

@@ -17,10 +17,10 @@ import pytest
 
 from nbdist.agent.inspect import GpuGauge, UsageWatch, status_of
 from nbdist.system.processes import thread_state
-from nbdist.wire.places import Place, Stack
+from nbdist.wire.places import RankPosition, Stack
 from nbdist.wire.status import Gpu, WorkerStatus
 from nbdist.world.result import usage_text
-from nbdist.world.running import TaskRun
+from nbdist.world.task_run import TaskRun
 from nbdist.world.world import World
 from tests.waiting import SOON
 
@@ -147,10 +147,10 @@ def test_a_collective(world: World, gate: Gate) -> None:
 
         until(world, all_have_said)
         shown, late = stacks(world), found.pop(1)
-        assert (late.place, late.code.strip()) == (Place(line=4), WAIT)
+        assert (late.place, late.code.strip()) == (RankPosition(line=4), WAIT)
         assert (late.collective.name, late.collective.is_done) == ("all_reduce", True)
         for row in found.values():
-            assert (row.state, row.place) == ("busy", Place(line=5, operation="barrier"))
+            assert (row.state, row.place) == ("busy", RankPosition(line=5, operation="barrier"))
             assert (row.collective.name, row.collective.is_done) == ("barrier", False)
             assert row.collective.number == late.collective.number + 1
         assert calls(shown.pop(1)) == [("Cell In[5]", 4, "<module>")]
@@ -169,7 +169,7 @@ def test_a_stopped_process(world: World) -> None:
     try:
         until(world, lambda: thread_state(world.pids[1]) == "T")
         row, found = statuses(world)[1], stacks(world)
-        assert (row.state, row.place) == ("idle", Place(is_stopped=True))
+        assert (row.state, row.place) == ("idle", RankPosition(is_stopped=True))
         assert row.memory > 1 << 20
         assert found.pop(1).place.is_stopped
         assert {stack.state for stack in found.values()} == {"idle"}
@@ -224,7 +224,7 @@ def test_code_that_holds_the_gil(world: World, gate: Gate) -> None:
     source = f"{gate.cell}def hold():\n    {HOLD}\nif rank == 1: hold()"
     with busy(world, source, lambda pid: pid != world.pids[1] or reads_a_pipe(pid)):
         until(world, lambda: {stack.state for stack in world.stacks([0, 2, 3])} == {"idle"})
-        until(world, lambda: statuses(world)[1].place == Place(line=5, holds_gil=True))
+        until(world, lambda: statuses(world)[1].place == RankPosition(line=5, holds_gil=True))
         assert [row.place for row in statuses(world).values() if row.rank != 1] == [None] * 3
         until(world, lambda: world.stacks([1])[0].place.holds_gil)
         stack = stacks(world)[1]

@@ -22,7 +22,7 @@ from nbdist.agent.kernel_link import (
     TOO_DEEP,
     FrameConnection,
     KernelClient,
-    Message,
+    KernelMessage,
     message_from,
     output_from,
     user_failure,
@@ -33,10 +33,10 @@ from nbdist.output.events import (
     Display,
     Done,
     Failure,
-    Moved,
     Output,
     Record,
     Tracked,
+    TransferProgress,
 )
 from nbdist.values.payload import Payload
 from nbdist.wire.frames import BadFrame, framed
@@ -46,8 +46,8 @@ from nbdist.worker.group.gloo import wait
 from nbdist.worker.ops.run import call
 
 
-def message(kind: str, content: Any) -> Message:
-    return Message(kind, content, 1, {"time_ns": 5})
+def message(kind: str, content: Any) -> KernelMessage:
+    return KernelMessage(kind, content, 1, {"time_ns": 5})
 
 
 @pytest.mark.parametrize("function", [wait, call])
@@ -74,7 +74,7 @@ RECORD = Record("vm", 0, 0, "app", 20, "INFO", "said", 1.5, "a.py", 3, "f", "Mai
         ("display_data", {"data": [1]}, None),
         ("update_display_data", {"data": {}}, None),
         ("error", {}, None),
-        ("nbdist_moved", {"done": 1, "total": 2}, Moved(1, 2)),
+        ("nbdist_moved", {"done": 1, "total": 2}, TransferProgress(1, 2)),
         ("nbdist_moved", {"done": float("inf"), "total": 2}, None),
         ("nbdist_record", RECORD._asdict(), RECORD),
         ("nbdist_record", RECORD._replace(message=5)._asdict(), None),

@@ -19,23 +19,23 @@ from typing import Any, ClassVar
 import pytest
 
 from nbdist.agent import listener
-from nbdist.agent.listener import MOST_CALLING, Listener, StoreWindow
+from nbdist.agent.listener import MAX_QUERY_CONNECTIONS, Listener, StoreWindow
 from nbdist.wire import queries
 from nbdist.wire.frames import FrameCutter, framed
 from nbdist.wire.log_files import LogTail
 from nbdist.wire.messages import GetSecrets, GetStacks, OfEachRank, RankSecrets
-from nbdist.wire.places import Place, Stack
+from nbdist.wire.places import RankPosition, Stack
 from nbdist.wire.status import WorkerStatus
 from nbdist.wire.store import (
     Add,
-    Answer,
     Append,
     Count,
     Get,
     HostedStore,
     Operation,
-    Refused,
     Set,
+    StoreRefused,
+    StoreReply,
     Wait,
     answer_from,
     to_frame,
@@ -62,7 +62,7 @@ class Lab:
     """A listener, what it was asked, and the connections to it."""
 
     def __init__(self, runtime: Path, *, has_door: bool = True) -> None:
-        self.path = runtime / queries.DOOR
+        self.path = runtime / queries.QUERY_SOCKET
         self.looks = 0
         self.gone: list[int] = []
         self.is_open = asyncio.Event()
@@ -71,7 +71,7 @@ class Lab:
         self.admits.set()
         self.rows: tuple[WorkerStatus, ...] = ()
         self.faults: list[object] = []
-        self.tasks, self.ranks = queries.Findings(), (0, 1)
+        self.tasks, self.ranks = queries.Inspection(), (0, 1)
         self.read: list[object] = []
         self.listener = Listener(runtime, self._look, self if has_door else None, self._read)
         self._ends: list[asyncio.StreamWriter] = []
@@ -79,11 +79,11 @@ class Lab:
     def describe(self) -> queries.WorldInfo:
         return INFO
 
-    async def attach(self, wanted: queries.Attach) -> queries.Accepted | queries.Refused:
+    async def attach(self, wanted: queries.Attach) -> queries.Accepted | queries.AttachRefused:
         if wanted.pid == 17:
             raise KeyError(17)
         await self.admits.wait()
-        return queries.Accepted(1, 2) if wanted.version == "1.0" else queries.Refused("no")
+        return queries.Accepted(1, 2) if wanted.version == "1.0" else queries.AttachRefused("no")
 
     def attach_connection_closed(self, pid: int) -> None:
         self.gone.append(pid)
@@ -96,19 +96,19 @@ class Lab:
     async def _read(self, request: OfEachRank) -> tuple[Any, ...]:
         self.read.append(request)
         if isinstance(request, GetStacks):
-            return tuple(Stack(rank, 1, "idle", Place()) for rank in request.ranks)
+            return tuple(Stack(rank, 1, "idle", RankPosition()) for rank in request.ranks)
         if isinstance(request, GetSecrets):
             return tuple(RankSecrets(rank, ("of all", str(rank))) for rank in request.ranks)
         return tuple(LogTail(rank, "stdout", "f", ("a" * 999,)) for rank in request.ranks)
 
-    async def connect(self, said: queries.Said | bytes = b"") -> Streams:
+    async def connect(self, said: queries.QueryMessage | bytes = b"") -> Streams:
         """One more, that asks this."""
         reader, writer = await asyncio.open_unix_connection(self.path, limit=1 << 24)
         self._ends.append(writer)
         writer.write(said if isinstance(said, bytes) else queries.to_line(said))
         return reader, writer
 
-    async def ask(self, said: queries.Said | bytes) -> queries.Said | None:
+    async def ask(self, said: queries.QueryMessage | bytes) -> queries.QueryMessage | None:
         """The answer, None where there is none."""
         reader, _ = await self.connect(said)
         line = b""
@@ -139,16 +139,16 @@ def lab(request: pytest.FixtureRequest, runtime: Path, runner: asyncio.Runner) -
 
 async def test_what_assistants_ask(lab: Lab) -> None:
     """Stacks and logs of the ranks that are named, else of all; bounded, whatever is asked."""
-    found = await lab.ask(queries.Inquire("stacks", (1,)))
-    assert isinstance(found, queries.Findings)
+    found = await lab.ask(queries.InspectRanks("stacks", (1,)))
+    assert isinstance(found, queries.Inspection)
     assert [each.rank for each in found.stacks] == [1]
-    found = await lab.ask(queries.Inquire("logs", most=10**9))
-    assert isinstance(found, queries.Findings)
+    found = await lab.ask(queries.InspectRanks("logs", most=10**9))
+    assert isinstance(found, queries.Inspection)
     assert found.logs == tuple(LogTail(rank, "stdout", "f", ("a" * 400,)) for rank in (0, 1))
-    assert await lab.ask(queries.Inquire("logs", tuple(range(10_000)), 10**9))
-    assert await lab.ask(queries.Inquire("tasks")) == queries.Findings()
-    found = await lab.ask(queries.Inquire("secrets"))
-    assert isinstance(found, queries.Findings)
+    assert await lab.ask(queries.InspectRanks("logs", tuple(range(10_000)), 10**9))
+    assert await lab.ask(queries.InspectRanks("tasks")) == queries.Inspection()
+    found = await lab.ask(queries.InspectRanks("secrets"))
+    assert isinstance(found, queries.Inspection)
     assert sorted(found.secrets) == ["0", "1", "of all"]
     one, *logs, secrets = lab.read
     assert secrets == GetSecrets((0, 1))
@@ -160,7 +160,7 @@ async def test_a_notebook_that_is_accepted(lab: Lab) -> None:
     """Has the world until its connection ends; one that is refused never had it."""
     reader, writer = await lab.connect(ATTACH)
     assert queries.from_line(await reader.readline()) == queries.Accepted(1, 2)
-    assert await lab.ask(replace(ATTACH, version="2.0", pid=6)) == queries.Refused("no")
+    assert await lab.ask(replace(ATTACH, version="2.0", pid=6)) == queries.AttachRefused("no")
     await until(lambda: "1 connections" in repr(lab.listener))
     assert lab.gone == []
     writer.close()
@@ -181,11 +181,11 @@ async def test_a_notebook_that_has_gone_before(lab: Lab) -> None:
     "said",
     [
         *(b"\n", b"hello\n", b"\x80\x04N.\n", b"[" * 50_000 + b"\n", b"x" * (1 << 17) + b"\n"),
-        *(queries.Refused("me"), replace(ATTACH, pid=17)),
+        *(queries.AttachRefused("me"), replace(ATTACH, pid=17)),
     ],
     ids=["nothing", "text", "pickle", "deep", "long", "an answer", "a fault of ours"],
 )
-async def test_what_is_no_question(lab: Lab, said: queries.Said | bytes) -> None:
+async def test_what_is_no_question(lab: Lab, said: queries.QueryMessage | bytes) -> None:
     """Ends the connection, and nothing else: the loop learns of nothing, the next is answered."""
     assert await lab.ask(said) is None
     assert await lab.ask(queries.Describe()) == INFO
@@ -198,17 +198,19 @@ async def test_no_kind_takes_the_place_of_another(
     """Neither the silent, of which the first go, nor those who look at ranks that do not answer."""
     monkeypatch.setattr(listener, "LINE_TIMEOUT", SOON)
     lab.is_open.clear()
-    looking = [asyncio.create_task(lab.ask(queries.Look())) for _ in range(MOST_CALLING)]
-    await until(lambda: f"{MOST_CALLING} connections" in repr(lab.listener))
-    silent = [await lab.connect() for _ in range(20 * MOST_CALLING)]
+    looking = [
+        asyncio.create_task(lab.ask(queries.DescribeRanks())) for _ in range(MAX_QUERY_CONNECTIONS)
+    ]
+    await until(lambda: f"{MAX_QUERY_CONNECTIONS} connections" in repr(lab.listener))
+    silent = [await lab.connect() for _ in range(20 * MAX_QUERY_CONNECTIONS)]
     assert await silent[0][0].read() == b""
-    assert f"{2 * MOST_CALLING} connections" in repr(lab.listener)
-    assert await lab.ask(queries.Look()) is None
+    assert f"{2 * MAX_QUERY_CONNECTIONS} connections" in repr(lab.listener)
+    assert await lab.ask(queries.DescribeRanks()) is None
     assert await lab.ask(queries.Describe()) == INFO
     assert await lab.ask(ATTACH) == queries.Accepted(1, 2)
     lab.is_open.set()
     seen = [replace(each, at=1.0) for each in await asyncio.gather(*looking)]
-    assert seen == [replace(INFO, at=1.0)] * MOST_CALLING
+    assert seen == [replace(INFO, at=1.0)] * MAX_QUERY_CONNECTIONS
     silent[-1][1].write(queries.to_line(queries.Describe()))
     assert queries.from_line(await silent[-1][0].readline()) == INFO
 
@@ -217,11 +219,13 @@ async def test_a_long_answer(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """Comes whole; what does not take it in is not waited for."""
     for length in range(200_000, 800_000, 60_000):
         lab.rows = (replace(RANK, last_line="x" * length),)
-        assert await lab.ask(queries.Look()) == replace(INFO, at=float(lab.looks), ranks=lab.rows)
+        assert await lab.ask(queries.DescribeRanks()) == replace(
+            INFO, at=float(lab.looks), ranks=lab.rows
+        )
     monkeypatch.setattr(listener, "LINE_TIMEOUT", 0.2)
     with socket.socket(socket.AF_UNIX) as deaf:
         deaf.connect(str(lab.path))
-        deaf.sendall(queries.to_line(queries.Look()))
+        deaf.sendall(queries.to_line(queries.DescribeRanks()))
         await until(lambda: "1 connections" in repr(lab.listener))
         await until(lambda: "0 connections" in repr(lab.listener))
 
@@ -229,7 +233,7 @@ async def test_a_long_answer(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("lab", [False], indirect=True)
 async def test_a_part_of_a_world(lab: Lab) -> None:
     """It can be looked at and not be had."""
-    for question in (queries.Describe(), queries.Look()):
+    for question in (queries.Describe(), queries.DescribeRanks()):
         info = await lab.ask(question)
         assert (info.name, info.workers) == ("", 0)
     assert await lab.ask(ATTACH) is None
@@ -242,7 +246,14 @@ async def test_another_user_sees_nothing(lab: Lab) -> None:
     for path in (lab.path.parent, lab.path):
         os.chmod(path, 0o777)
     process = await asyncio.create_subprocess_exec(
-        *("python3", "-S", "-c", ASKS, str(lab.path), queries.to_line(queries.Look()).decode()),
+        *(
+            "python3",
+            "-S",
+            "-c",
+            ASKS,
+            str(lab.path),
+            queries.to_line(queries.DescribeRanks()).decode(),
+        ),
         stdout=asyncio.subprocess.PIPE,
     )
     said, _ = await process.communicate()
@@ -272,7 +283,7 @@ class Asking:
         cls.opened.append(asking)
         return asking
 
-    async def ask(self, operation: Operation) -> Answer:
+    async def ask(self, operation: Operation) -> StoreReply:
         self.writer.write(to_frame(operation))
         cutter = FrameCutter()
         while data := await self.reader.read(1 << 16):
@@ -288,7 +299,7 @@ class Asking:
 
 
 class LostStore(HostedStore):
-    async def ask(self, operation: Operation) -> Answer:
+    async def ask(self, operation: Operation) -> StoreReply:
         raise ConnectionError("the head has gone")
 
 
@@ -376,11 +387,11 @@ async def test_more_than_there_is_room_for(
     monkeypatch: pytest.MonkeyPatch, window: StoreWindow
 ) -> None:
     """Of values that is said; a connection too many is sent away, others go on."""
-    monkeypatch.setattr(listener, "MOST_BYTES", 1 << 20)
-    monkeypatch.setattr(listener, "MOST_ASKING", 1)
+    monkeypatch.setattr(listener, "MAX_STORE_BYTES", 1 << 20)
+    monkeypatch.setattr(listener, "MAX_STORE_CONNECTIONS", 1)
     one = await Asking.at(window)
     await one.ask(Set({"key": bytes(600_000)}))
     await one.ask(Append("key", bytes(600_000)))
-    assert await one.ask(Get(("key",), 1.0)) == Refused("these values have more than 1 MiB")
+    assert await one.ask(Get(("key",), 1.0)) == StoreRefused("these values have more than 1 MiB")
     assert await (await Asking.at(window)).is_ended()
     assert await one.ask(Count()) == 1

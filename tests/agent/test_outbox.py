@@ -8,7 +8,7 @@ import pytest
 
 from nbdist.agent.outbox import BATCH_SECONDS, BATCHES_UNDER_WAY, Backlog, Outbox
 from nbdist.output import events
-from nbdist.output.events import Clear, Display, Done, Failure, Output, Skipped, Text, Update
+from nbdist.output.events import Clear, Display, DisplayUpdate, Done, Failure, Output, Skipped, Text
 from nbdist.wire.frames import pack, unpack
 from nbdist.wire.messages import Outputs
 from tests.waiting import until
@@ -63,15 +63,15 @@ def test_taking_some() -> None:
     """The oldest first, as much as a reader is quick about; each rank has its turn."""
     backlog = Backlog(max_text=1000, max_other=100_000)
     for number in range(200):
-        filled(backlog, Text("stdout", f"{number}\n"), figure("f"), Update({}, {}, "id"))
+        filled(backlog, Text("stdout", f"{number}\n"), figure("f"), DisplayUpdate({}, {}, "id"))
     before = backlog.items
     assert len(before) == 401
     batches = [backlog.pop_batch(50_000) for _ in range(4)]
     assert all(len(batch) <= 50 for batch in batches)
     assert [*before] == [*(item for batch in batches for item in batch), *backlog.items]
-    filled(backlog, *(Update({}, {}, "id") for _ in range(2)), Text("stdout", "x" * 999))
+    filled(backlog, *(DisplayUpdate({}, {}, "id") for _ in range(2)), Text("stdout", "x" * 999))
     kinds = [type(output) for _, _, output in backlog.items]
-    assert (kinds.count(Update), kinds[-1]) == (1, Text)
+    assert (kinds.count(DisplayUpdate), kinds[-1]) == (1, Text)
     assert sum(len(each[2].text) for each in backlog.items if isinstance(each[2], Text)) <= 1000
     backlog = Backlog()
     for rank in (0, 1):
@@ -110,7 +110,15 @@ def test_a_flood_of_anything_is_bounded() -> None:
     backlog.add(2, "cell", FAILED)  # which may be why the cell failed
     for _ in range(1000):
         for rank in (0, 1):
-            filled(backlog, small, line, Clear(wait=True), events.Moved(1, 2), FAILED, rank=rank)
+            filled(
+                backlog,
+                small,
+                line,
+                Clear(wait=True),
+                events.TransferProgress(1, 2),
+                FAILED,
+                rank=rank,
+            )
     assert len(backlog) < 300
     for rank in (0, 1):
         own = [output for of, _, output in backlog.items if of == rank]
@@ -123,7 +131,7 @@ def test_a_flood_of_anything_is_bounded() -> None:
 
 def test_what_is_over_is_not_kept() -> None:
     """Older updates of a display, before it is shown again and after; an answered prompt."""
-    a, b, c = (Update({"text/plain": text}, {}, "d") for text in "abc")
+    a, b, c = (DisplayUpdate({"text/plain": text}, {}, "d") for text in "abc")
     assert filled(Backlog(), figure("", "d"), a, b) == [figure("", "d"), b]
     assert filled(Backlog(), a, figure("", "d"), b, c) == [a, figure("", "d"), c]
     backlog = Backlog()

@@ -1,6 +1,6 @@
-"""What `nbdist.agent.forming` asks of each part: the same of workers here, elsewhere, and a fake.
+"""What `GroupFormation` asks of the workers of a machine: of real workers and of a fake.
 
-The fake is that of the tests of forming, which need no process where it keeps this contract.
+The tests of `GroupFormation` use the fake: if it keeps this contract, they need no processes.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from nbdist.agent import worker_group
-from nbdist.agent.forming import Part
+from nbdist.agent.group_formation import NodeWorkers
 from nbdist.agent.listener import StoreWindow
 from nbdist.agent.worker_group import WorkerGroup
 from nbdist.cluster.node import Node
 from nbdist.topology import Position
 from nbdist.wire import node_messages as asks
 from nbdist.wire.control import HeldGroups
-from nbdist.wire.messages import Ask, WorldStarted
+from nbdist.wire.messages import AgentRequest, WorldStarted
 from nbdist.wire.spec import WorldSpec
-from nbdist.wire.store import Answer, HostedStore, Operation
+from nbdist.wire.store import HostedStore, Operation, StoreReply
 from tests.agent.sources import Source, worker_start
-from tests.agent.test_forming import FakePart
+from tests.agent.test_group_formation import FakePart
 from tests.waiting import until
 
 pytestmark = pytest.mark.own_agent
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.own_agent
 class CountingStore(HostedStore):
     asked = 0
 
-    async def ask(self, operation: Operation) -> Answer:
+    async def ask(self, operation: Operation) -> StoreReply:
         self.asked += 1
         return await super().ask(operation)
 
@@ -44,7 +44,7 @@ class CountingStore(HostedStore):
 class Tried:
     """A part, how one of its ranks dies, and how it comes that no rank can form a group."""
 
-    part: Part
+    part: NodeWorkers
     kill: Callable[[int], Awaitable[None]]
     fail: Callable[[WorldSpec], WorldSpec]
     wait: Callable[[], None] = lambda: None
@@ -68,7 +68,7 @@ def linked(group: WorkerGroup) -> Node:
     """The head's end of a link to an agent that has these workers."""
     tasks: set[asyncio.Task[None]] = set()
 
-    async def answer(asked: Ask[asks.PartRequest[None]]) -> None:
+    async def answer(asked: AgentRequest[asks.PartRequest[None]]) -> None:
         node.resolve_request(asked.id, await group.execute(asked.request))
 
     def send(message: asks.NodeDown) -> None:
@@ -131,31 +131,31 @@ async def test_its_ranks(tried: Tried, spec: WorldSpec) -> None:
     assert isinstance(started, WorldStarted)
     assert (started.pids.keys(), started.logs) == ({0, 1}, {0: "", 1: ""})
     held = [HeldGroups(rank, 2, {}) for rank in (0, 1)]
-    assert await part.execute(asks.GetHeld()) == asks.Held(dict(enumerate(held)))
+    assert await part.execute(asks.GetHeld()) == asks.LiveRanks(dict(enumerate(held)))
     await tried.kill(1)
-    assert await part.execute(asks.GetHeld()) == asks.Held({0: held[0]})
+    assert await part.execute(asks.GetHeld()) == asks.LiveRanks({0: held[0]})
     assert await part.execute(asks.Prepare(spec, (1,))) == ""
     formed = await part.execute(asks.Form(spec, (0, 1), 1, 2, 1, (1,), {}))
     assert (formed.problem, sorted(formed.alive)) == ("", [0, 1])
     assert formed.pids[0] == started.pids[0]
     assert formed.pids[1] != started.pids[1]
-    assert await part.execute(asks.GetHeld()) == asks.Held(dict(enumerate(held)))
+    assert await part.execute(asks.GetHeld()) == asks.LiveRanks(dict(enumerate(held)))
     await part.execute(asks.EndRanks((0,), 0.0))
     await part.execute(asks.EndRanks((0,), 0.0))  # which it has no more
     await part.execute(asks.Renumber({1: 0}))
     fewer = replace(spec, world_size=1, slots=spec.slots[:1])
     alone = await part.execute(asks.Form(fewer, (0,), 1, 3, 3, (), None))
     assert (alone.problem, alone.alive, dict(alone.pids)) == ("", (0,), {0: formed.pids[1]})
-    assert await part.execute(asks.GetHeld()) == asks.Held({0: HeldGroups(0, 1, {})})
+    assert await part.execute(asks.GetHeld()) == asks.LiveRanks({0: HeldGroups(0, 1, {})})
     await part.execute(asks.EndRanks((0,), 0.0))
-    assert await part.execute(asks.GetHeld()) == asks.Held({})
+    assert await part.execute(asks.GetHeld()) == asks.LiveRanks({})
 
 
 async def test_a_start_that_fails(tried: Tried, spec: WorldSpec) -> None:
     """It is said of which rank, and why; none of them lives on."""
     failed = await tried.part.execute(asks.StartPart(tried.fail(spec), (0, 1), 1))
     assert (failed.rank in (0, 1), failed.reason) == (True, "it exited with code 1")
-    assert await tried.part.execute(asks.GetHeld()) == asks.Held({})
+    assert await tried.part.execute(asks.GetHeld()) == asks.LiveRanks({})
 
 
 async def test_ranks_of_other_parts_that_do_not_come(tried: Tried, spec: WorldSpec) -> None:
@@ -168,7 +168,7 @@ async def test_ranks_of_other_parts_that_do_not_come(tried: Tried, spec: WorldSp
     assert not start.done()
     await tried.part.execute(asks.CallOff(1))
     assert (await start).reason == "it was killed by SIGKILL"
-    assert await tried.part.execute(asks.GetHeld()) == asks.Held({})
+    assert await tried.part.execute(asks.GetHeld()) == asks.LiveRanks({})
 
 
 @pytest.mark.parametrize("tried", ["here"], indirect=True)
@@ -176,7 +176,7 @@ async def test_a_silent_survivor(
     tried: Tried, spec: WorldSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is ended after a while, so that it is restarted alone, and the world goes on."""
-    monkeypatch.setattr(worker_group, "HEAL_TIMEOUT", 0.1)
+    monkeypatch.setattr(worker_group, "GROUP_HEAL_TIMEOUT", 0.1)
     monkeypatch.setattr(worker_group, "CALLED_OFF_GRACE", 0.1)
     alone = replace(spec, world_size=1, slots=spec.slots[:1])
     started = await tried.part.execute(asks.StartPart(alone, (0,), 1))

@@ -18,10 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nbdist.agent import stacks
-from nbdist.agent.stacks import Call, StackFile, Torn, calls_in
-from nbdist.wire.call_layout import LARGEST, CallLayout
+from nbdist.agent.stacks import FrameInfo, StackFile, Torn, calls_in
+from nbdist.wire.call_layout import MAX_OFFSET, CallLayout
 from nbdist.wire.places import StackFrame
-from nbdist.wire.work import Source, Task
+from nbdist.wire.work import CellCode, Task
 from tests.waiting import SOON, wait_until
 
 PROGRAM = """
@@ -75,7 +75,7 @@ def program(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
             process.kill()
 
 
-async def sampled(file: Path, pid: int, innermost: Call) -> list[tuple[Call, ...]]:
+async def sampled(file: Path, pid: int, innermost: FrameInfo) -> list[tuple[FrameInfo, ...]]:
     """What is found of it twice, once it has come there."""
     stacks = StackFile(str(file))
     while innermost not in await stacks.sample(pid, SOON):
@@ -86,14 +86,14 @@ async def sampled(file: Path, pid: int, innermost: Call) -> list[tuple[Call, ...
 def check_any_offsets(memory: int, layout: CallLayout) -> None:
     """Wrong ones lead nowhere, and nothing that is read does harm."""
 
-    def waits() -> tuple[Call, ...]:
+    def waits() -> tuple[FrameInfo, ...]:
         with suppress(Torn, OSError):
             return tuple(each for each in calls_in(memory, layout) if each[1:] == (6, "waits"))
         return ()
 
     wait_until(waits, "it waits")
     for index, name in enumerate(CallLayout.__slots__):
-        for wrong in (0, 8, 200, LARGEST - 1, astuple(layout)[index] + 8, 1 << 62, 1 << 80):
+        for wrong in (0, 8, 200, MAX_OFFSET - 1, astuple(layout)[index] + 8, 1 << 62, 1 << 80):
             with suppress(Torn, OSError):
                 calls_in(memory, replace(layout, **{name: wrong}))
     assert waits()
@@ -169,7 +169,7 @@ def test_frames_of_a_cell() -> None:
     kernel = ("/site-packages/IPython/core/interactiveshell.py", 9, "run_code")
     cell, other = "/tmp/ipykernel_7/1.py", "/tmp/ipykernel_7/2.py"
     calls = ((__file__, 1, "g"), (other, 4, "h"), (cell, 2, "<module>"), kernel)
-    task = Task("a", (0,), Source("x = 1\n  f()"), execution_count=5)
+    task = Task("a", (0,), CellCode("x = 1\n  f()"), execution_count=5)
     frames = stacks.user_frames(stacks.frames_of(calls, task))
     assert stacks.with_code(frames) == (
         StackFrame("Cell In[5]", 2, "<module>", "f()"),
@@ -183,10 +183,10 @@ def test_frames_of_a_cell() -> None:
 # --- what is read while it changes --------------------------------------------------------
 
 
-@pytest.mark.parametrize("times", [1, 2, 3, stacks.READS - 1])
+@pytest.mark.parametrize("times", [1, 2, 3, stacks.MIN_EQUAL_READS - 1])
 def test_what_is_found_wrong_in_the_same_way(times: int) -> None:
     """It is taken for nothing: calls may be mixed, and equally so, in some readings in a row."""
-    found = iter(["mixed"] * times + ["one"] * stacks.READS)
+    found = iter(["mixed"] * times + ["one"] * stacks.MIN_EQUAL_READS)
     with pytest.raises(Torn):
         stacks.read_stable(lambda: next(found))
     assert stacks.read_stable(lambda: "one") == "one"

@@ -33,8 +33,8 @@ command = "setsid sleep 1000 > /dev/null & echo $!"
 shell = subprocess.Popen(["sh", "-c", command], stdout=subprocess.PIPE)
 print(os.getpid(), shell.communicate()[0].decode(), flush=True)
 if sys.stdin.readline():
-    above.send(processes.LEAVES)
-    above.send(processes.STAYS)
+    above.send(processes.LEAVES_BYTE)
+    above.send(processes.STAYS_BYTE)
     print("stays", flush=True)
     signal.pause()
 """

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from nbdist.agent.interrupts import Interrupter
 from nbdist.agent.step_stops import STEP_TIMEOUT, StepStops, collect_counts, find_stop_step
-from nbdist.agent.stopping import Stopping
 from nbdist.wire.control import MAX_STEPS_APART, StepCount
 from tests.agent.sources import Source
 from tests.agent.test_worker import Watched
@@ -107,7 +107,7 @@ async def test_ranks_that_are_no_longer_busy(ranks: list[Watched]) -> None:
     async def abort_nothing() -> bool:
         return True
 
-    stopping = Stopping(abort_nothing, lambda places: None)
+    stopping = Interrupter(abort_nothing, lambda places: None)
     stops = StepStops(stopping, lambda: workers, lambda work: None)
     ended = {1: StepCount(3, has_succeeded=True), 2: DONE, 3: None, 4: None}
     busy = None

@@ -15,9 +15,9 @@ from nbdist.agent.worker import NO_CELL, UNREACHABLE, Worker
 from nbdist.output.events import Died, Done, InputRequest, Output, Text, Typed
 from nbdist.wire import control
 from nbdist.wire.frames import pack
-from nbdist.wire.messages import Run
+from nbdist.wire.messages import RunTask
+from nbdist.wire.work import CellCode as SourceText
 from nbdist.wire.work import InputReply, Task
-from nbdist.wire.work import Source as SourceText
 from tests.agent.sources import Source, worker_start
 from tests.faults.stops import spinning
 from tests.waiting import SOON, until
@@ -42,7 +42,7 @@ class Watched:
     def begin(self, source: str, name: str = "a") -> None:
         ranks = (self.worker.rank,)
         packed = pack(Task(name, ranks, SourceText(source), execution_count=5))
-        self.worker.run(Run(name, ranks, packed))
+        self.worker.run(RunTask(name, ranks, packed))
 
     async def ends(self, name: str = "a") -> list[Output]:
         """All that a task shows, once it has ended."""

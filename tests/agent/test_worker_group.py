@@ -18,7 +18,7 @@ from nbdist.agent import worker_group
 from nbdist.agent.processes import WorkerProcess
 from nbdist.agent.worker import Worker
 from nbdist.agent.worker_group import (
-    CallOff,
+    FormingWatch,
     HeldPort,
     WorkerGroup,
     adapt_spec,
@@ -27,7 +27,7 @@ from nbdist.agent.worker_group import (
 )
 from nbdist.config import WorldConfig
 from nbdist.topology import Position, usable_cores
-from nbdist.wire.control import Answer, Failed, Ok
+from nbdist.wire.control import ControlReply, Failed, Ok
 from nbdist.wire.messages import StartFailure
 from nbdist.wire.node_messages import StartPart
 from nbdist.wire.spec import WorldSpec
@@ -62,7 +62,7 @@ async def test_one_rank_cannot_start(
         found = await started_with(source, runtime, ends)
     assert (found.rank, found.reason) == (1, "it exited with code 3")
     assert found.last_lines == ("last words",)
-    monkeypatch.setattr(worker_group, "START_TIMEOUT", 1.0)
+    monkeypatch.setattr(worker_group, "GROUP_START_TIMEOUT", 1.0)
     found = await started_with(source, runtime, program("echo starting; exec sleep 600"))
     assert (found.rank, found.reason) == (0, "it was not ready after 1 s")
     assert found.last_lines == ("starting",)
@@ -84,12 +84,12 @@ async def test_a_worker_that_lived_dies(runtime: Path, source: Source) -> None:
     with subprocess.Popen(["sleep", "1000"], start_new_session=True) as child:  # noqa: ASYNC220
         process = WorkerProcess(child.pid)
         source.children.expect(child.pid, process.set_exited)
-        with CallOff(runtime / "over", [process.exited]):
+        with FormingWatch(runtime / "over", [process.exited]):
             process.kill()
             await until((runtime / "over").exists)
         child.returncode = await process.exited
     late = asyncio.get_running_loop().create_future()
-    with CallOff(runtime / "late", [late]):
+    with FormingWatch(runtime / "late", [late]):
         pass
     late.set_result(-9)
     await asyncio.sleep(0)
@@ -117,7 +117,7 @@ async def test_a_worker_that_cannot_start(
     start = replace(start, world=replace(start.world, python=str(program(text))))
     worker = Worker(start, source.source, None, lambda *_: None)
     dies = asyncio.get_running_loop().create_future()
-    with CallOff(runtime / "over", [dies]) as call_off:
+    with FormingWatch(runtime / "over", [dies]) as call_off:
         if not why:
             dies.set_result(-9)
         found = await call_off.start(worker, timeout)
@@ -140,7 +140,7 @@ async def test_a_fork_server_that_has_more_time(
 
     async def start_in_vain() -> None:
         worker = Worker(worker_start(runtime), source.source, None, lambda *_: None)
-        with CallOff(runtime / "over") as call_off:
+        with FormingWatch(runtime / "over") as call_off:
             found = await call_off.start(worker, 0.2)
         assert (str(found), server.is_running()) == ("it was not ready after 0 s", True)
         await worker.stop(0.0)
@@ -192,7 +192,7 @@ START = "rank 1 could not start: x"
     ],
 )
 def test_the_first_problem_counts(
-    starts: list[str], answers: list[Answer | None], problem: str
+    starts: list[str], answers: list[ControlReply | None], problem: str
 ) -> None:
     """That of a new worker before a survivor's; a lack of threads is why the others failed."""
     said = problem_in(starts, answers)

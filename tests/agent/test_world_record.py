@@ -7,7 +7,12 @@ from typing import Any
 
 import pytest
 
-from nbdist.agent.world_record import LONGEST_LINE, MOST_LINES, WITH_LINES, WorldRecord
+from nbdist.agent.world_record import (
+    MAX_RECORD_LINE_LENGTH,
+    MAX_RECORD_LINES,
+    WITH_LINES,
+    WorldRecord,
+)
 from nbdist.config import WorldConfig
 from nbdist.output import events
 from nbdist.output.events import Died, Display, Done, Failure, Output, Text
@@ -15,10 +20,10 @@ from nbdist.values.payload import Payload, SegmentRef
 from nbdist.wire import messages
 from nbdist.wire.frames import pack
 from nbdist.wire.messages import Outputs
-from nbdist.wire.places import Place
-from nbdist.wire.queries import Findings, from_line, to_line
+from nbdist.wire.places import RankPosition
+from nbdist.wire.queries import Inspection, from_line, to_line
 from nbdist.wire.spec import WorldSpec
-from nbdist.wire.work import InputReply, Source, Task
+from nbdist.wire.work import CellCode, InputReply, Task
 
 
 def spec(size: int = 2) -> WorldSpec:
@@ -35,21 +40,21 @@ class Lab:
     def __init__(self, *, detach: bool = True) -> None:
         self.record = WorldRecord()
         self._calls = 0
-        self.record.record_received(messages.Remember(WorldConfig(detach=detach)))
+        self.record.record_received(messages.HandoverState(WorldConfig(detach=detach)))
         self.ask(messages.StartWorld(spec()), STARTED)
 
     def ask(self, request: Any, reply: Any = None) -> None:
         self._calls += 1
-        self.record.record_received(messages.Ask(self._calls, request))
+        self.record.record_received(messages.AgentRequest(self._calls, request))
         if reply is not None or isinstance(request, messages.StopWorld):
-            self.record.record_sent(messages.Answer(self._calls, reply))
+            self.record.record_sent(messages.AgentReply(self._calls, reply))
 
     def run(self, name: str = "task", *ranks: int, packed: bytes = b"") -> None:
-        self.record.record_received(messages.Run(name, ranks or (0, 1), packed))
+        self.record.record_received(messages.RunTask(name, ranks or (0, 1), packed))
 
     def begin(self, number: int, *ranks: int) -> None:
         """Run a task that is told of: `task1` is cell 1."""
-        task = Task(f"task{number}", ranks, Source(f"x = {number}"), execution_count=number)
+        task = Task(f"task{number}", ranks, CellCode(f"x = {number}"), execution_count=number)
         self.run(task.id, *ranks, packed=pack(task))
 
     def say(self, rank: int, output: Output, name: str = "task") -> None:
@@ -71,7 +76,7 @@ def lab() -> Lab:
 
 def test_what_workers_become(lab: Lab) -> None:
     """While they start there is a world; once they were stopped, or could not, there is none."""
-    lab.record.record_received(messages.Ask(7, messages.GetStatus()))
+    lab.record.record_received(messages.AgentRequest(7, messages.GetStatus()))
     there = lab.there
     # The number of the next call is told: answers to old ones are for nobody.
     assert (there.pids, there.spec, there.run, there.next_call) == (STARTED.pids, spec(), None, 8)
@@ -80,7 +85,7 @@ def test_what_workers_become(lab: Lab) -> None:
     assert not lab.record.has_world
     lab.ask(messages.StartWorld(spec()))
     assert (lab.record.has_world, bool(lab.record.pending_calls)) == (True, True)
-    lab.record.record_sent(messages.Answer(3, messages.StartFailure(0, "", "", "", ())))
+    lab.record.record_sent(messages.AgentReply(3, messages.StartFailure(0, "", "", "", ())))
     assert (lab.record.has_world, bool(lab.record.pending_calls)) == (False, False)
 
 
@@ -91,7 +96,7 @@ def test_a_cell_that_nobody_saw_end(lab: Lab) -> None:
     lab.record.mark_all_acknowledged()
     lab.say(1, Text("stdout", "two"))
     assert lab.said == [(0, Text("stdout", "one")), (1, Text("stdout", "two"))]
-    assert lab.there.run == messages.Run("task", (0, 1), b"")
+    assert lab.there.run == messages.RunTask("task", (0, 1), b"")
     assert lab.there.started > 0
     assert lab.record.state == "busy"
     for rank in (0, 1):
@@ -164,7 +169,7 @@ def test_what_is_over(lab: Lab) -> None:
         lab.say(rank, Done("ok", 1.0, values=values), "gather")
     assert lab.record.pop_unreleased_values() == []
     lab.run("next")
-    assert lab.record.pop_unreleased_values() == [messages.ReleaseValues("gather", (0, 1))]
+    assert lab.record.pop_unreleased_values() == [messages.ReleaseRankValues("gather", (0, 1))]
     assert lab.record.pop_unreleased_values() == []
 
 
@@ -188,13 +193,15 @@ def test_the_last_failure(lab: Lab) -> None:
 
     Of ranks that a notebook has found in a collective before it aborted that, it is said where.
     """
-    assert lab.record.tasks == Findings()
+    assert lab.record.tasks == Inspection()
     lab.begin(1, 0, 1)
     lab.say(1, BAD, "task1")
     lab.begin(2, 0, 1)
     lab.say(0, BAD, "task1")
-    lab.record.record_sent(messages.Located({0: Place(line=2, operation="barrier"), 1: Place()}))
-    lab.record.record_received(messages.Abort((0, 1)))
+    lab.record.record_sent(
+        messages.Located({0: RankPosition(line=2, operation="barrier"), 1: RankPosition()})
+    )
+    lab.record.record_received(messages.AbortRanks((0, 1)))
     found = lab.record.tasks
     last, failed = found.last, found.failed
     assert (last.cell, last.title, last.troubles) == (2, "x = 2", ())
@@ -205,8 +212,8 @@ def test_the_last_failure(lab: Lab) -> None:
     error = trouble.error
     assert isinstance(error, Failure)
     assert (trouble.rank, error.name, error.message) == (1, "ValueError", "bad shard")
-    assert len(error.traceback) == MOST_LINES
-    assert max(map(len, error.traceback)) == LONGEST_LINE
+    assert len(error.traceback) == MAX_RECORD_LINES
+    assert max(map(len, error.traceback)) == MAX_RECORD_LINE_LENGTH
     assert from_line(to_line(found)) == found  # as it crosses the socket
 
 

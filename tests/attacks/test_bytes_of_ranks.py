@@ -10,8 +10,8 @@ import pytest
 
 from nbdist.output.events import Died
 from nbdist.output.screen import Screen
-from nbdist.world.running import TaskRun
-from nbdist.world.states import State
+from nbdist.world.states import WorldState
+from nbdist.world.task_run import TaskRun
 from nbdist.world.world import World
 from tests.cells import run
 from tests.worlds import NewWorld
@@ -31,7 +31,7 @@ def world(started: World) -> Iterator[World]:
     started.execute("kept = 'kept'")
     pid = started.pids[1]
     yield started
-    if started.state is State.READY and started.pids[1] == pid:
+    if started.state is WorldState.READY and started.pids[1] == pid:
         started.replace([1])
 
 
@@ -135,7 +135,7 @@ def test_garbage_on_own_descriptors(world: World, garbage: str) -> None:
             break
     assert again.error() is None
     assert world.gather("kept")[0] == "kept"
-    assert world.state is State.READY
+    assert world.state is WorldState.READY
 
 
 DUMPS = {
@@ -229,9 +229,9 @@ ANSWERS = (
     "b''",
     "b'garbage'",
     "pickle.dumps(answer)",
-    "pickle.dumps(Answered(number, Place(line='x')))",
-    "pickle.dumps(Answered(number, Traced(Place(), [1])))",
-    "b'\\x80\\x02cnbdist.wire.places\\nPlace\\n)\\x81.'",
+    "pickle.dumps(ControlReplyTo(number, RankPosition(line='x')))",
+    "pickle.dumps(ControlReplyTo(number, Traced(RankPosition(), [1])))",
+    "b'\\x80\\x02cnbdist.wire.places\\nRankPosition\\n)\\x81.'",
     'b"cos\\nkill\\n(I%d\\nI9\\ntR." % os.getppid()',
 )
 
@@ -239,8 +239,8 @@ ANSWERS = (
 def test_odd_answers_of_the_control_thread(started: World) -> None:
     """Whoever asks where ranks are learns of the others; the cell goes on."""
     started.execute(
-        "import gc, os, pickle\nfrom nbdist.wire.control import Answered, Traced\n"
-        "from nbdist.wire.frames import framed\nfrom nbdist.wire.places import Place\n"
+        "import gc, os, pickle\nfrom nbdist.wire.control import ControlReplyTo, Traced\n"
+        "from nbdist.wire.frames import framed\nfrom nbdist.wire.places import RankPosition\n"
         "from nbdist.worker.control import ControlThread\n"
         "(thread,) = (each for each in gc.get_objects() if type(each) is ControlThread)"
     )
@@ -256,4 +256,4 @@ def test_odd_answers_of_the_control_thread(started: World) -> None:
         started.session.wait(running)
         assert running.error() is None, answer
     started.execute("if rank == 1: del thread._send")
-    assert started.state is State.READY
+    assert started.state is WorldState.READY

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.agent.worker_output import ATTEMPT, RUNS_KEPT
+from nbdist.agent.worker_output import ATTEMPT_FOLDER, RUNS_KEPT
 from nbdist.errors import NoRuntimeFolder, ScaleError, UsageError, WorkerDied
 from nbdist.system.folders import RuntimeFolder
-from nbdist.world.snapshot_store import KEPT, Snapshot
+from nbdist.world.snapshot_store import SNAPSHOTS_PER_NAME, Snapshot
 from nbdist.world.world import World
 from tests.waiting import wait_until
 
@@ -110,7 +110,7 @@ def test_what_is_in_a_run(world: World, logs: Path, tmp_path: Path) -> None:
     found = [*run.rglob("*")]
     for name in ("stdout.log.1", "display-0"):
         assert any(each.name.startswith(name) for each in found)
-    assert [each for each in run.iterdir() if not ATTEMPT.fullmatch(each.name)] == []
+    assert [each for each in run.iterdir() if not ATTEMPT_FOLDER.fullmatch(each.name)] == []
     found += [run, tmp_path / "snapshots", *(tmp_path / "snapshots").rglob("*")]
     assert len(found) > 12
     for each in found:
@@ -174,7 +174,7 @@ def test_a_name_that_is_the_users_folder(world: World, tmp_path: Path) -> None:
     (kept[0] / "notes.txt").write_text("mine")
     kept[1].rename(root / "a" / "best")
     shutil.copytree(kept[2], root / "a" / "20200101-000002")
-    newest = [world.snapshot(["x"], name="a").folder for _ in range(KEPT + 1)][1:]
+    newest = [world.snapshot(["x"], name="a").folder for _ in range(SNAPSHOTS_PER_NAME + 1)][1:]
     there = {each.name for each in (root / "a").iterdir()}
     mine |= {kept[0].name, "best", "20200101-000002", ".lock"}
     assert there == mine | {folder.name for folder in newest}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nbdist.errors import WorkerDied
-from nbdist.world.running import TaskRun
+from nbdist.world.task_run import TaskRun
 from nbdist.world.world import World
 from tests.cells import press_stop
 from tests.faults.stops import FIRST, spinning, stop_in

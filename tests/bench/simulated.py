@@ -24,11 +24,11 @@ from nbdist.cluster.ticket import Ticket
 from nbdist.config import WorldConfig
 from nbdist.output.events import Done, Failure, Output, Text
 from nbdist.wire.messages import (
-    Answer,
-    Ask,
+    AgentReply,
+    AgentRequest,
+    BatchAcknowledged,
     GetStatus,
-    Received,
-    Run,
+    RunTask,
     Shutdown,
     WorldStarted,
 )
@@ -37,15 +37,15 @@ from nbdist.wire.node_messages import (
     Formed,
     GetClock,
     GetHeld,
-    Held,
+    LiveRanks,
     LocateRanks,
     NodeDown,
     PartRequest,
     StartPart,
 )
-from nbdist.wire.places import Place
+from nbdist.wire.places import RankPosition
 from nbdist.wire.status import WorkerStatus
-from nbdist.wire.work import Source, Task, task_from
+from nbdist.wire.work import CellCode, Task, task_from
 
 PROCESSES = 4
 FIRST_PID = 1 << 22
@@ -92,7 +92,7 @@ def _outputs_of(task: Task, rank: int) -> Iterable[Output]:
     before = {*names}
     failure = None
     try:
-        if isinstance(task.work, Source):
+        if isinstance(task.work, CellCode):
             exec(task.work.text, names)
     except Exception as error:  # noqa: BLE001 (the cell's)
         name, lines = type(error).__name__, (f"{type(error).__name__}: {error}",)
@@ -123,22 +123,22 @@ class SimulatedAgent:
 
     def _receive(self, message: NodeDown) -> None:
         match message:
-            case Run(task_id, ranks, packed):
+            case RunTask(task_id, ranks, packed):
                 self._outbox.mark_running(ranks)
                 task = task_from(packed)
                 for rank in ranks:
                     for output in _outputs_of(task, rank):
                         self._outbox.add(rank, task_id, output)
-            case Received():
+            case BatchAcknowledged():
                 self._outbox.acknowledge()
-            case Ask(number, PartRequest() as request):
-                self.end.send(Answer(number, self._reply(request)))
-            case Ask(number, request):
+            case AgentRequest(number, PartRequest() as request):
+                self.end.send(AgentReply(number, self._reply(request)))
+            case AgentRequest(number, request):
                 rows = None
                 if isinstance(request, GetStatus):
                     row = ("simulated", "idle", 0.0, 0, "cpu")
                     rows = tuple(WorkerStatus(rank, pid, *row) for rank, pid in self._pids.items())
-                self.end.send(Answer(number, rows))
+                self.end.send(AgentReply(number, rows))
             case Shutdown():
                 self._leave()
 
@@ -150,9 +150,9 @@ class SimulatedAgent:
                 self._ranks = ranks
                 return WorldStarted(self._pids, dict.fromkeys(ranks, ""))
             case LocateRanks(ranks):
-                return {rank: Place() for rank in ranks}
+                return {rank: RankPosition() for rank in ranks}
             case GetHeld():
-                return Held(dict.fromkeys(self._ranks))
+                return LiveRanks(dict.fromkeys(self._ranks))
             case Form(_, ranks):
                 self._ranks = ranks
                 return Formed(self._pids, dict.fromkeys(ranks, ""), ranks)

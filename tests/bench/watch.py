@@ -324,7 +324,7 @@ def cost(world: World) -> None:
             exchange=("cost", range(9), False),
         )
         look = (
-            "from nbdist.tools import watched\nwatch = watched._watches[-1]\nlooks = []\n"
+            "from nbdist.tools import watch_op\nwatch = watch_op._watches[-1]\nlooks = []\n"
             "for _ in range(4):\n    begin = time.perf_counter()\n    watch._compare_step()\n"
             "    looks.append(time.perf_counter() - begin)\nmin(looks)"
         )

@@ -12,7 +12,7 @@ import pytest
 
 from nbdist.cluster.client import NoWay, find_route, first_unreached, read_ticket
 from nbdist.cluster.ticket import BadTicket, KeyPair, Ticket
-from nbdist.wire.node_messages import Target
+from nbdist.wire.node_messages import ProbeTarget
 
 
 def ticket(*addresses: str, port: int = 1) -> Ticket:
@@ -68,11 +68,11 @@ def test_the_way_to_others() -> None:
     """A port on which nothing listens is reached; else which machine is told, where, and why."""
     with socket.socket() as silent, socket.create_server(("127.0.0.1", 0)) as heard:
         silent.bind(("127.0.0.1", 0))
-        here = [Target("a", *each.getsockname()) for each in (silent, heard)]
+        here = [ProbeTarget("a", *each.getsockname()) for each in (silent, heard)]
         assert asyncio.run(first_unreached(here)) == ""
         assert asyncio.run(first_unreached([])) == ""
-        said = asyncio.run(first_unreached([*here, Target("b", "255.255.255.255", 9)]))
+        said = asyncio.run(first_unreached([*here, ProbeTarget("b", "255.255.255.255", 9)]))
         assert said.startswith("b at 255.255.255.255:9: ")
     with full_port() as port:
-        said = asyncio.run(first_unreached([Target("b", "127.0.0.1", port)], 0.2))
+        said = asyncio.run(first_unreached([ProbeTarget("b", "127.0.0.1", port)], 0.2))
     assert said == f"b at 127.0.0.1:{port}: no answer within 0 s"

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from nbdist.agent.code_folder import CodeFolder
-from nbdist.agent.forming import group_by_node
+from nbdist.agent.group_formation import group_by_node
 from nbdist.cluster.head import Head, displayed_only, first_answer, on_head_clock, rows_of
 from nbdist.cluster.node import KeptCode, NodeLost, place_new_world
 from nbdist.cluster.nodes import NodePool
@@ -27,17 +27,17 @@ from nbdist.terminal import mcp
 from nbdist.wire import messages
 from nbdist.wire.control import Candidate, Complete, Completions
 from nbdist.wire.messages import (
+    BatchAcknowledged,
     CodeHeld,
     GetCode,
     Interrupt,
     Landmark,
     Outputs,
     PutCode,
-    Received,
 )
-from nbdist.wire.node_messages import Form, Formed, GetHeld, Held, NodeDown, Renumber
+from nbdist.wire.node_messages import Form, Formed, GetHeld, LiveRanks, NodeDown, Renumber
 from nbdist.wire.status import WorkerStatus
-from nbdist.wire.store import SOCKET
+from nbdist.wire.store import STORE_SOCKET
 from nbdist.world.code_sync import archive_of
 from nbdist.world.world import World
 from tests.cells import follow, run_for, stop
@@ -225,7 +225,7 @@ class StopsOnce(deque[Any]):
     has_stopped = False
 
     def popleft(self) -> Any:
-        if isinstance(self[0], Received) and not self.has_stopped:
+        if isinstance(self[0], BatchAcknowledged) and not self.has_stopped:
             self.has_stopped = True
             raise KeyboardInterrupt
         return super().popleft()
@@ -304,7 +304,7 @@ def test_the_store(world: World) -> None:
     assert world.gather("value") == [b"x"] * 4
     with pytest.raises(RanksReleased, match="new_group"):
         world.execute("if rank == 0: dist.new_group([0, 1])")
-    sockets = [*Path(os.environ["XDG_RUNTIME_DIR"]).glob(f"nbdist-*/{SOCKET}")]
+    sockets = [*Path(os.environ["XDG_RUNTIME_DIR"]).glob(f"nbdist-*/{STORE_SOCKET}")]
     assert len(sockets) == 2
     for file in sockets:
         file.unlink()
@@ -322,7 +322,7 @@ class Direct:
         self.parts = 0
         self.is_lost = False
 
-    async def ask(self, request: messages.Request, timeout: float) -> CodeHeld:
+    async def ask(self, request: messages.RequestBody, timeout: float) -> CodeHeld:
         if self.is_lost:
             raise NodeLost(f"{self.name} is lost")
         self.parts += isinstance(request, PutCode)
@@ -438,14 +438,14 @@ async def test_a_node_that_answers_too_late(
     is_slow = True
 
     def answer(message: NodeDown, number: int) -> None:
-        if not isinstance(message, messages.Ask):
+        if not isinstance(message, messages.AgentRequest):
             return  # the end of the world
         asked_of[number].append(message.request)
         match message.request:
             case GetHeld() if number and is_slow:
                 pass
             case GetHeld():
-                nodes[number].resolve_request(message.id, Held({number: None}))
+                nodes[number].resolve_request(message.id, LiveRanks({number: None}))
             case _:
                 formed = Formed({number: 100 + number}, {number: ""}, (number,))
                 nodes[number].resolve_request(message.id, formed)
@@ -471,10 +471,12 @@ async def test_nodes_that_are_lost_one_after_the_other(tmp_path: Path) -> None:
 
     def answer(message: NodeDown) -> None:
         match message:
-            case messages.Ask(_, Renumber()):
+            case messages.AgentRequest(_, Renumber()):
                 second.mark_lost("gone too")
-            case messages.Ask(number, request):
-                second.resolve_request(number, Held({1: None}) if request == GetHeld() else None)
+            case messages.AgentRequest(number, request):
+                second.resolve_request(
+                    number, LiveRanks({1: None}) if request == GetHeld() else None
+                )
 
     first, second = node_that(0, lambda _: first.mark_lost("gone")), node_that(1, answer)
     asked, none = wanted(layout="2x1"), lambda *_: None

@@ -25,7 +25,7 @@ from nbdist.cluster.ticket import SUFFIX, KeyPair, Ticket, read_key_file
 from nbdist.config import WorldConfig
 from nbdist.errors import WorkerDied
 from nbdist.topology import parse_hosts
-from nbdist.world.states import State
+from nbdist.world.states import WorldState
 from nbdist.world.world import World
 from tests.cluster.conftest import install
 from tests.traces import shows
@@ -207,7 +207,7 @@ def test_only_who_has_the_key_comes(world: World, offers: Path) -> None:
     start.join(SOON)
     world.execute("kept = rank")
     no_secret_is_to_be_seen(ticket, world)
-    is_running = lambda: world.state is State.RUNNING  # noqa: E731
+    is_running = lambda: world.state is WorldState.RUNNING  # noqa: E731
     rejoin_hint = rf"rank 1 .*now 1 worker; .*`nbdist join {place}` on a machine has it come"
     with once(is_running, right[1].terminate), pytest.raises(WorkerDied, match=rejoin_hint):
         world.execute("import torch.distributed as dist\nwhile True: dist.barrier()")

@@ -15,7 +15,7 @@ from nbdist.cluster.node import REACHED, Node, NodeLost, NoSlots, place_new_worl
 from nbdist.config import WorldConfig
 from nbdist.topology import GPU_BACKEND, Position
 from nbdist.wire import node_messages as messages
-from nbdist.wire.messages import Ask, GetStatus, StartFailure
+from nbdist.wire.messages import AgentRequest, GetStatus, StartFailure
 from nbdist.wire.node_messages import NodeDown, NodeFacts, NodeHello
 from nbdist.wire.spec import WorldSpec, versions_here
 
@@ -200,7 +200,7 @@ async def test_answers_by_their_numbers() -> None:
     there = node(1, sent.append)
     both = asyncio.gather(there.ask(GetStatus(), 5), there.ask(messages.CallOff(1), 5))
     await asyncio.sleep(0)
-    assert sent == [Ask(1, GetStatus()), Ask(2, messages.CallOff(1))]
+    assert sent == [AgentRequest(1, GetStatus()), AgentRequest(2, messages.CallOff(1))]
     there.resolve_request(2, None)
     there.resolve_request(1, ())
     there.resolve_request(9, "of nobody")
@@ -237,7 +237,7 @@ async def test_one_that_is_lost() -> None:
     before = len(sent)
     nothing = messages.Formed({}, {}, (), there.lost)
     assert await there.execute(messages.Form(SEATED, (0,), 1, 2, 1, (), {})) == nothing
-    assert await there.execute(messages.GetHeld()) == messages.Held({}, there.lost)
+    assert await there.execute(messages.GetHeld()) == messages.LiveRanks({}, there.lost)
     assert await there.execute(messages.LocateRanks((0,))) == {}
     assert await there.execute(messages.Prepare(SEATED, (0,))) == there.lost
     await there.execute(messages.CallOff(2))

@@ -19,11 +19,11 @@ import pytest
 
 from nbdist.cluster.nodes import Awaited
 from nbdist.errors import StartError, UsageError, WorkerDied
-from nbdist.terminal.worlds import LOOK_TIMEOUT as TERMINAL_TIMEOUT
+from nbdist.terminal.worlds import WORLD_STATUS_TIMEOUT as TERMINAL_TIMEOUT
 from nbdist.wire.messages import GetStatus
-from nbdist.wire.queries import Look
+from nbdist.wire.queries import DescribeRanks
 from nbdist.world.agents import ask_all, worlds
-from nbdist.world.running import TaskRun
+from nbdist.world.task_run import TaskRun
 from nbdist.world.world import World
 from tests.waiting import wait_until
 
@@ -255,7 +255,7 @@ def test_a_silent_agent_hides_no_world(launchers: None) -> None:
     with World(layout="2x1", **{**OPTIONS, "link_timeout": 60}) as world:
         (head,) = psutil.Process(world.session.link.agent.pid).children()
         with paused(agents(head.pid)["1"].pid), ThreadPoolExecutor() as pool:
-            in_terminal = pool.submit(ask_all, Look(), TERMINAL_TIMEOUT)
+            in_terminal = pool.submit(ask_all, DescribeRanks(), TERMINAL_TIMEOUT)
             assert [row.rank for row in world.session.ask_from_thread(GetStatus())] == [0]
             found = {each.agent: each.info for each in in_terminal.result()}
             assert [row.rank for row in found[head.pid].ranks] == [0]

@@ -15,7 +15,7 @@ import pytest
 
 from nbdist.cluster import ray as ours
 from nbdist.cluster.launcher import find_launcher
-from nbdist.cluster.ray import Agent, NoRoom, RayLauncher, RayNode, bundles_of, distinct
+from nbdist.cluster.ray import AgentActor, NoRoom, RayLauncher, RayNode, bundles_of, distinct
 from nbdist.cluster.ticket import KeyPair, Ticket
 from nbdist.config import WorldConfig
 from tests.waiting import wait_until
@@ -124,18 +124,18 @@ def test_an_actor_runs_the_agent_and_hands_it_the_ticket() -> None:
     """On its stdin; how it has ended comes back, with what it wrote last."""
     program = "import sys; print(sys.stdin.readline(), 'x' * 9); sys.exit(3)"
     command = [sys.executable, "-c", program]
-    assert Agent().run(command, "", b"a ticket\n") == (3, ["a ticket", " xxxxxxxxx"])
+    assert AgentActor().run(command, "", b"a ticket\n") == (3, ["a ticket", " xxxxxxxxx"])
     # The interpreter of the actor is for a notebook's that the node has not, and for no other.
     command = [NOTHING, "-c", "print(1)"]
-    assert Agent().run(command, NOTHING, b"") == (0, ["1"])
-    code, lines = Agent().run(command, "", b"")
+    assert AgentActor().run(command, NOTHING, b"") == (0, ["1"])
+    code, lines = AgentActor().run(command, "", b"")
     assert (code, NOTHING in lines[0]) == (127, True)
 
 
 @pytest.mark.world
 def test_the_agent_outlives_what_ray_kills(tmp_path: Path) -> None:
     """The actor's own child, so that the agent can end in order, as its stdin does."""
-    agent, ended = Agent(), tmp_path / "ended"
+    agent, ended = AgentActor(), tmp_path / "ended"
     program = f"import sys; print('up', flush=True); sys.stdin.read(); open({str(ended)!r}, 'x')"
     command = [sys.executable, "-c", program]
     run = threading.Thread(target=lambda: agent.run(command, "", b""))
@@ -160,7 +160,7 @@ def test_the_agent_can_be_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        code, lines = Agent().run([sys.executable, "-c", program], "", b"")
+        code, lines = AgentActor().run([sys.executable, "-c", program], "", b"")
         assert signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -178,7 +178,7 @@ def test_where_the_cluster_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         assert ours.word_no_cluster("auto") == ""
     told = f"no Ray cluster answers at {noted}: Connection refused; `ray start` makes it one"
     assert ours.word_no_cluster("auto").startswith(told)
-    monkeypatch.setattr(ours, "REACH_TIMEOUT", 0.2)
+    monkeypatch.setattr(ours, "RAY_REACH_TIMEOUT", 0.2)
     silent = "ray://192.0.2.77:10001"
     assert ours.word_no_cluster(silent).startswith(f"no Ray cluster answers at {silent}: ")
     assert ours.word_no_cluster("anyscale://mine") == ""

@@ -23,9 +23,9 @@ from nbdist.cluster.launcher import agent_command
 from nbdist.cluster.server import NodeServer, addresses, listen_addresses
 from nbdist.cluster.ticket import KeyPair, Ticket, connect_with, endpoint
 from nbdist.wire.frames import pack, unpack
-from nbdist.wire.messages import Shutdown, Spare, Starting
+from nbdist.wire.messages import Shutdown, SpareRanks, Starting
 from nbdist.wire.node_messages import NodeUp
-from nbdist.wire.transfer import Kind, Numbered
+from nbdist.wire.transfer import FrameKind, Numbered
 from tests.waiting import SOON, until
 
 
@@ -107,7 +107,7 @@ async def test_agents_come_and_go(opened: Opened) -> None:
         opened.server.send(opened.who[0], Shutdown())
         assert unpack(await next_message(link)) == Shutdown()
         assert (opened.lost, opened.server.refused) == ([], 0)
-        link.send_multipart([Numbered().bare_header(Kind.ENDED), opened.who[0]])
+        link.send_multipart([Numbered().bare_header(FrameKind.ENDED), opened.who[0]])
         await until(lambda: opened.lost)
         assert opened.lost == opened.who
 
@@ -119,22 +119,22 @@ async def test_an_agent_that_connects_again(opened: Opened) -> None:
         first.send_multipart(talk.message([pack(Starting(0))]))
         await until(lambda: opened.said)
     for rank in (1, 2):
-        opened.server.send(b"agent", Spare((rank,)))
+        opened.server.send(b"agent", SpareRanks((rank,)))
     talk.message([pack(Starting(1))])  # of which nothing arrives
     with connect(ticket, b"agent") as link:
-        link.send_multipart([talk.bare_header(Kind.AGAIN)])
+        link.send_multipart([talk.bare_header(FrameKind.AGAIN)])
         for frames in [*talk.replay()] * 2:
             link.send_multipart(frames)
         assert [await next_message(link) for _ in range(2)] == [
-            pack(Spare((rank,))) for rank in (1, 2)
+            pack(SpareRanks((rank,))) for rank in (1, 2)
         ]
         await until(lambda: len(opened.said) > 1)
         assert (opened.said, opened.lost) == ([Starting(0), Starting(1)], [])
     talk.read_header(bytes(Numbered().message([])[0]))
     with connect(ticket, b"another") as link:
-        link.send_multipart([talk.bare_header(Kind.AGAIN)])
+        link.send_multipart([talk.bare_header(FrameKind.AGAIN)])
         assert await asyncio.to_thread(link.poll, SOON * 1000)
-        assert link.recv().startswith(Kind.ENDED.value)
+        assert link.recv().startswith(FrameKind.ENDED.value)
 
 
 NULL = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
@@ -172,7 +172,7 @@ async def test_strangers_are_refused_and_counted(
 
 def unreadable(talk: Numbered) -> list[list[bytes]]:
     """Frames of a holder of the keys that are no message, or none between a head and its agents."""
-    headers = (b"", b"x", b"?" * 17, Kind.MESSAGE.value)
+    headers = (b"", b"x", b"?" * 17, FrameKind.MESSAGE.value)
     message = talk.message([])[0]
     bodies = ([], [b""], [b"garbage"], [pack(5)], [pack(Starting(1))] * 2, [pack(Starting(1))] * 3)
     return [*([each] for each in headers), *([message, *each] for each in bodies)]
@@ -259,7 +259,7 @@ async def test_somebody_on_the_way(opened: Opened) -> None:
             between.changes = True
             link.send_multipart(talk.message([pack(Starting(2))]))
             await until(lambda: len(between.sent) > 1, "it connects again")
-            link.send_multipart([talk.bare_header(Kind.AGAIN)])
+            link.send_multipart([talk.bare_header(FrameKind.AGAIN)])
             for frames in talk.replay():
                 link.send_multipart(frames)
             await until(lambda: len(opened.said) > 1)

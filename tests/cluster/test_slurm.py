@@ -9,7 +9,7 @@ import pytest
 
 from nbdist.cluster import slurm
 from nbdist.cluster.launcher import LaunchError
-from nbdist.cluster.slurm import Job, SlurmLauncher, nodes_of, salloc_command, word_complaint
+from nbdist.cluster.slurm import SlurmJob, SlurmLauncher, nodes_of, salloc_command, word_complaint
 from nbdist.cluster.ticket import KeyPair, Ticket
 from nbdist.config import WorldConfig
 
@@ -88,7 +88,7 @@ JOB = "JobId=17 JobName=x JobState=RUNNING NodeList=node[1-3] NumNodes=3 NumCPUs
 def test_nodes_of_an_allocation() -> None:
     """All that are wanted, of those that there are; where these are too few both are told."""
     job = slurm.read_job("17", JOB)
-    assert job == Job("17", "RUNNING", 3, "node[1-3]")
+    assert job == SlurmJob("17", "RUNNING", 3, "node[1-3]")
     for layout, nodes in ((None, 3), ("2x1", 2), ("1:2x1", 2), ("1:8x1", 3), ("3x1", 3)):
         assert nodes_of(job, wanted(layout=layout)) == nodes
     with pytest.raises(LaunchError) as found:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from nbdist.cluster import ticket as tickets
-from nbdist.cluster.ticket import BadTicket, KeyPair, Place, Ticket, place_from
+from nbdist.cluster.ticket import BadTicket, HeadAddress, KeyPair, Ticket, place_from
 from nbdist.errors import UsageError
 from nbdist.terminal.__main__ import main
 from tests.cluster.test_client import full_port
@@ -88,14 +88,14 @@ def test_a_key_that_others_can_read_is_none(tmp_path: Path) -> None:
     path.chmod(0o644)
     with pytest.raises(PermissionError, match=r"others can read .*: `chmod 600 "):
         tickets.read_key_file(path)
-    assert tickets.find_join_key(Place("10.0.0.1", 4321)) is None
+    assert tickets.find_join_key(HeadAddress("10.0.0.1", 4321)) is None
     path.chmod(0o600)
     path.write_text("{}")
     os.mkfifo(pipe := tmp_path / "pipe", 0o600)
     for file in (path, pipe):  # nobody writes there
         with pytest.raises(BadTicket, match="no ticket of a world"):
             tickets.read_key_file(file)
-    assert tickets.find_join_key(Place("10.0.0.1", 4321)) is None
+    assert tickets.find_join_key(HeadAddress("10.0.0.1", 4321)) is None
 
 
 def test_places() -> None:
@@ -134,7 +134,7 @@ def test_bad_input(capsys: pytest.CaptureFixture[str], tmp_path: Path, port: int
     with socket.create_server(("127.0.0.1", 0)) as server:
         gone = server.getsockname()[1]
     with full_port() as full, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tickets, "REACH_TIMEOUT", 0.2)
+        patch.setattr(tickets, "JOIN_REACH_TIMEOUT", 0.2)
         assert f"{full}`: no world waits there (no answer): it" in said(capsys, f"127.0.0.1:{full}")
     place, missing = f"127.0.0.1:{port}", str(tmp_path / "missing")
     told = said(capsys, f"127.0.0.1:{gone}")

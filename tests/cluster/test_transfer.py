@@ -12,11 +12,11 @@ import pytest
 
 from nbdist.cluster import transfer
 from nbdist.cluster.transfer import BulkTransfers
-from nbdist.output.events import Done, Failure, Moved, Output, Text
+from nbdist.output.events import Done, Failure, Output, Text, TransferProgress
 from nbdist.values.payload import Payload, Segment, is_open, open_segment, pack_frames, run_to_end
-from nbdist.wire.messages import Outputs, Run
-from nbdist.wire.node_messages import Bring
-from nbdist.wire.transfer import PIECE, Drop, Fetch, Piece, Receiving, piece_of
+from nbdist.wire.messages import Outputs, RunTask
+from nbdist.wire.node_messages import CopySegments
+from nbdist.wire.transfer import TRANSFER_PIECE, Drop, Fetch, Receiving, SegmentPiece, piece_of
 from tests.waiting import until
 
 
@@ -32,7 +32,7 @@ def memory() -> Iterator[ExitStack]:
 @pytest.fixture
 def segment(memory: ExitStack) -> Segment:
     """A piece and a half."""
-    return memory.enter_context(run_to_end(Segment.filling([b"s" * (3 * PIECE // 2)])))
+    return memory.enter_context(run_to_end(Segment.filling([b"s" * (3 * TRANSFER_PIECE // 2)])))
 
 
 class Side:
@@ -42,11 +42,11 @@ class Side:
         self.name, self.ranks, self.lost = f"node{number}", (2 * number, 2 * number + 1), ""
         self.asked: deque[Fetch] = deque()
         self.receiving = Receiving(self.asked.append)
-        self.sent: list[Piece | Drop | Fetch] = []
+        self.sent: list[SegmentPiece | Drop | Fetch] = []
         self.send = self.sent.append
         self.problem = ""
 
-    async def execute(self, bring: Bring) -> str:
+    async def execute(self, bring: CopySegments) -> str:
         return self.problem or await self.receiving.copy_segments(bring.refs)
 
 
@@ -55,7 +55,7 @@ class Head:
 
     def __init__(self) -> None:
         self.nodes = [Side(0), Side(1)]
-        self.ran: list[Run] = []
+        self.ran: list[RunTask] = []
         self.shown: list[tuple[int, str, Output]] = []
         self.tasks: list[asyncio.Task[None]] = []
         self.transfers = BulkTransfers(
@@ -73,7 +73,7 @@ class Head:
             offsets.append(node.asked[0].offset)
             self.transfers.fetch(number, node.asked.popleft())
             piece = node.sent.pop()
-            assert isinstance(piece, Piece)
+            assert isinstance(piece, SegmentPiece)
             node.receiving.add_piece(piece)
         for _ in range(3):
             await asyncio.sleep(0)
@@ -118,21 +118,21 @@ def head(memory: ExitStack, runner: asyncio.Runner) -> Iterator[Head]:
     runner.run(close())
 
 
-def run(name: str, *segments: Segment) -> Run:
+def run(name: str, *segments: Segment) -> RunTask:
     """A task of four ranks."""
-    return Run(name, (0, 1, 2, 3), b"", tuple(segment.ref for segment in segments))
+    return RunTask(name, (0, 1, 2, 3), b"", tuple(segment.ref for segment in segments))
 
 
 async def test_all_get_it_at_the_same_time(head: Head, segment: Segment) -> None:
     """Once each node has its memory, which is sent once to each; how far it is is told."""
     head.transfers.run(task := run("a", segment), (0, 1))
-    assert await head.pass_on(0) == [0, PIECE]
+    assert await head.pass_on(0) == [0, TRANSFER_PIECE]
     assert head.ran == []
-    assert await head.pass_on(1) == [0, PIECE]
+    assert await head.pass_on(1) == [0, TRANSFER_PIECE]
     assert head.ran == [task]
-    both, size = (0, "a"), 3 * PIECE // 2
-    assert head.shown[0] == (*both, Moved(0, 2 * size))
-    assert head.shown[-1] == (*both, Moved(2 * size, 2 * size))
+    both, size = (0, "a"), 3 * TRANSFER_PIECE // 2
+    assert head.shown[0] == (*both, TransferProgress(0, 2 * size))
+    assert head.shown[-1] == (*both, TransferProgress(2 * size, 2 * size))
     for other in (run("b", segment), run("c")):
         head.transfers.run(other, (0, 1))
         assert head.ran[-1] == other
@@ -143,7 +143,7 @@ async def test_it_is_kept_as_long_as_the_notebook_has_it(
     head: Head, segment: Segment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Closed there it is closed on the nodes, and not before; the ranks say that it is gone."""
-    monkeypatch.setattr(transfer, "LOOK_EVERY", 0.001)
+    monkeypatch.setattr(transfer, "TRANSFER_POLL_INTERVAL", 0.001)
     head.transfers.run(task := run("a", segment), (0, 1))
     for node in (0, 1):
         await head.pass_on(node)
@@ -217,7 +217,7 @@ async def test_the_end_waits_for_its_values(head: Head, segment: Segment) -> Non
     assert head.shows(1, *at_once, end_of(segment), LATE) == at_once
     assert head.shows(1, LATE) == []
     await head.bring_back(1, 1)
-    assert head.shown == [(2, "a", Moved(PIECE, 3 * PIECE // 2))]
+    assert head.shown == [(2, "a", TransferProgress(TRANSFER_PIECE, 3 * TRANSFER_PIECE // 2))]
     await head.bring_back(1)
     (_, _, done), *late = head.shown[1:]
     assert late == [LATE, LATE]

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from nbdist.world.states import State
+from nbdist.world.states import WorldState
 from nbdist.world.world import World
 from tests.cells import press_stop, run_for
 from tests.faults.collectives import BEFORE, BIG_ONLY, SMALL
@@ -72,7 +72,7 @@ def stop_in(world: World, source: str) -> tuple[float, float, tuple[int, ...]]:
     working = time.monotonic() - pressed
     kept = world.gather("globals().get('kept')")
     lost = [r for r in before if kept[r] != r or world.pids[r] != before[r]]
-    assert world.state is State.READY
+    assert world.state is WorldState.READY
     return control, working, tuple(lost)
 
 

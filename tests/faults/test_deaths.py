@@ -21,9 +21,9 @@ from nbdist.errors import AgentLost, NbdistError, RanksReleased, UsageError, Wor
 from nbdist.output.events import Died
 from nbdist.system.folders import RuntimeFolder
 from nbdist.system.processes import children_of
-from nbdist.wire.places import Place
+from nbdist.wire.places import RankPosition
 from nbdist.world.agents import AgentProcess
-from nbdist.world.states import State
+from nbdist.world.states import WorldState
 from nbdist.world.world import World
 from tests.cells import follow, run
 from tests.waiting import SOON, once, wait_until
@@ -139,7 +139,7 @@ def world(started: World) -> World:
     """Four ready ranks with `kept`, and no earlier test's replacements or policy."""
     started.session.pop_replaced()
     started.session.on_failure = "heal"
-    if started.state is not State.READY or started.size != 4:
+    if started.state is not WorldState.READY or started.size != 4:
         started.restart(4)
     started.execute("kept = rank")
     return started
@@ -181,7 +181,7 @@ def test_stop_policy(world: World) -> None:
     error = run(world, f"{DIES}dist.barrier()").error
     assert isinstance(error, WorkerDied)
     assert "All workers were ended (`--on-failure stop`)" in str(error)
-    assert world.state is State.STOPPED
+    assert world.state is WorldState.STOPPED
     assert not any(os.path.exists(f"/proc/{pid}") for pid in before.values())
     world.start()
     world.execute(SUM)
@@ -212,9 +212,9 @@ def test_a_survivor_that_gloo_does_not_wake(world: World, tmp_path: Path) -> Non
     sleeper, dying = (psutil.Process(world.pids[rank]) for rank in (0, 3))
     gate = tmp_path / "gate"
 
-    def places() -> Mapping[int, Place]:
+    def places() -> Mapping[int, RankPosition]:
         running = world.session.running
-        return defaultdict(Place, running.places if running else {})
+        return defaultdict(RankPosition, running.places if running else {})
 
     def all_wait() -> bool:
         return all(places()[rank].operation for rank in (1, 2, 3)) and rests()

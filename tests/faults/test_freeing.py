@@ -11,8 +11,8 @@ import signal
 
 import pytest
 
-from nbdist.errors import KEPT, RanksReleased, WorkerDied, WorkerError
-from nbdist.world.states import State
+from nbdist.errors import NO_VARIABLES_LOST, RanksReleased, WorkerDied, WorkerError
+from nbdist.world.states import WorldState
 from nbdist.world.world import World
 from tests.cells import ends, press_stop, run_for, stop
 from tests.faults.collectives import BEFORE, BIG_ONLY, COLLECTIVES, SMALL
@@ -90,7 +90,7 @@ def started(started: World) -> World:
 @pytest.fixture
 def world(started: World) -> World:
     """The world, with what `SET_UP` makes, made anew where a test has lost it."""
-    is_whole = started.state is State.READY and started.size == 4
+    is_whole = started.state is WorldState.READY and started.size == 4
     if not is_whole or None in started.gather("globals().get('kept')"):
         started.restart(4)
         started.execute(SET_UP)
@@ -136,7 +136,7 @@ def test_one_rank_raises(world: World, name: str) -> None:
     what = INCOMPLETE.get(name.split(" of ")[0].split(" from ")[0])
     if "waiting in broadcast (" in str(error) and name == "DDP":  # of buckets, not of gradients
         what = None
-    left = f". {what} on ranks 0,2-3 may hold a part of the result (" if what else KEPT
+    left = f". {what} on ranks 0,2-3 may hold a part of the result (" if what else NO_VARIABLES_LOST
     assert f"(line 5) and were released{left}" in str(error)
     goes_on(world, before)
 
@@ -159,7 +159,9 @@ def test_variables_that_are_incomplete(world: World) -> None:
         _, error = ends(world, f"{written}\n{raises}\ndist.all_reduce({called})")
         line = written.count("\n") + 3
         left = f"{named} on ranks 0,2-3 may hold a part of the result (all_reduce, line {line})."
-        assert str(error).endswith(f" and were released{f'. {left}' if named else KEPT + '.'}")
+        assert str(error).endswith(
+            f" and were released{f'. {left}' if named else NO_VARIABLES_LOST + '.'}"
+        )
         world.execute("x = layer = same = base = apart = None")
     source = "x = torch.ones(3)\nif rank < 3: dist.all_reduce(x)\nelse: input()"
     running = world.submit(world.task(source))

@@ -12,7 +12,7 @@ import pytest
 from nbdist.agent.step_stops import STEP_TIMEOUT
 from nbdist.config import Patience
 from nbdist.errors import CellTimeout, WorkerDied, WorkerError
-from nbdist.world.running import TaskRun
+from nbdist.world.task_run import TaskRun
 from nbdist.world.world import World
 from tests.cells import ends, follow, press_stop, run_for, stop
 from tests.faults.step_stops import ADAM, BEGIN, PLAIN, SCENARIOS

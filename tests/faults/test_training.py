@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nbdist.errors import NbdistError
-from nbdist.world.states import State
+from nbdist.world.states import WorldState
 from nbdist.world.world import World
 
 pytestmark = pytest.mark.shared_world(2)
@@ -74,7 +74,7 @@ def test_weights_are_those_of_an_unbroken_run(world: World, kind: str, breaks: s
     world.execute(f"hook = None; net, optimizer = make({kind!r}); train(net, optimizer, range(5))")
     with pytest.raises(NbdistError):
         world.execute(BREAKS[breaks])
-    assert world.state is State.READY
+    assert world.state is WorldState.READY
     world.execute(
         "if hook is not None: hook.remove()\n"
         "train(net, optimizer, range(5, 10))\n"

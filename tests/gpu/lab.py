@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from nbdist import topology
-from nbdist.world.states import State
+from nbdist.world.states import WorldState
 from nbdist.world.world import World
 from tests import cells
 
@@ -80,7 +80,7 @@ def whole(world: World) -> World:
     world.session.setup.forget()
     world.session.pop_replaced()
     world.session.on_failure = "heal"
-    if world.state is not State.READY:
+    if world.state is not WorldState.READY:
         world.restart()
     world.execute(ON_DEVICE, setup=True)
     return world

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from nbdist.errors import NbdistError
-from nbdist.world.states import State
+from nbdist.world.states import WorldState
 from nbdist.world.world import World
 from tests import cells
 from tests.gpu import lab
@@ -34,7 +34,7 @@ def stop(world: World, source: str, times: int = 1) -> tuple[NbdistError | None,
     for _ in range(times):
         cells.stop(world, running)
     seconds = time.monotonic() - stopped
-    assert world.state is State.READY
+    assert world.state is WorldState.READY
     return running.error(), seconds
 
 

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from nbdist.world.states import State
+from nbdist.world.states import WorldState
 from nbdist.world.world import World
 from tests.bench.watch import comparison, watched
 from tests.faults import test_training as faults
@@ -57,7 +57,7 @@ def test_weights(world: World, figure: Figure, model: str, breaks: str) -> None:
     world.execute(f"hook = None; net, optimizer = make({model!r}); train(net, optimizer, range(5))")
     world.execute(KEEP)
     lab.ends(world, faults.BREAKS[breaks])
-    assert world.state is State.READY
+    assert world.state is WorldState.READY
     world.execute("if hook is not None: hook.remove()")
     whole = "all(bool((p == kept).all()) for p, kept in zip(net.parameters(), saved))"
     if model == "DDP":  # parts of FSDP2's are tensors that compare in a collective

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from nbdist.errors import WorkerError
-from nbdist.world.states import State
+from nbdist.world.states import WorldState
 from nbdist.world.world import World
 from tests.hosts.network import Host, Network
 from tests.hosts.worlds import LINK_TIMEOUT, SUM, lose, wrapped
@@ -147,4 +147,4 @@ def test_a_clock_that_is_an_hour_ahead(world: World) -> None:
 def test_a_host_is_lost(world: World, hosts: list[Host], network: Network) -> None:
     """All workers end with it, as was said."""
     assert "All workers were ended" in lose(world, network, hosts[1].link_down)
-    assert world.state is State.STOPPED
+    assert world.state is WorldState.STOPPED

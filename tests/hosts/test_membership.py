@@ -20,9 +20,9 @@ import torch
 
 from nbdist.errors import AgentLost, ScaleError, UsageError, WorkerDied, WorkerError
 from nbdist.terminal.worlds import kill_world
-from nbdist.world.calling import sending
-from nbdist.world.running import TaskRun
-from nbdist.world.states import State
+from nbdist.world.remote_call import sending
+from nbdist.world.states import WorldState
+from nbdist.world.task_run import TaskRun
 from nbdist.world.world import World
 from tests.hosts.network import Host, Network
 from tests.hosts.worlds import (
@@ -64,7 +64,7 @@ def started(path: None, hosts_of_module: list[Host]) -> Iterator[World]:
 @pytest.fixture
 def world(started: World, hosts: list[Host]) -> World:
     """It, whole again, with what each rank was in this test."""
-    if started.state is not State.READY or started.size != 4:
+    if started.state is not WorldState.READY or started.size != 4:
         started.restart(4)
     started.execute("was = rank")
     return started
@@ -98,7 +98,7 @@ def test_a_link_is_taken_down(world: World, hosts: list[Host], network: Network)
     assert said.startswith("rank 2 on node2 ")
     assert "was lost" in said
     assert "now 2 workers; the other ranks keep their variables" in said
-    assert world.state is State.READY
+    assert world.state is WorldState.READY
     assert slots(world) == [[r, 2, 0, 1, 2, "node1", r] for r in range(2)]
     # With the cable still out: what was started there has found out by itself.
     wait_until(lambda: not ours_on(hosts[1]), "node2 to be empty")
@@ -141,7 +141,7 @@ def test_all_machines_are_lost(world: World, hosts: list[Host], network: Network
             host.link_down()
 
     assert "all machines are lost" in lose(world, network, pull)
-    assert world.state is State.BROKEN
+    assert world.state is WorldState.BROKEN
     for host in hosts[:2]:
         host.link_up()
     world.restart()
@@ -412,7 +412,7 @@ def test_a_world_begins_at_the_minimum(hosts: list[Host], network: Network, path
         assert [slot[5] for slot in slots(world)] == ["node1", "node2"]
         world.restart(on_failure="stop")
         assert "All workers were" in lose(world, network, hosts[1].link_down)
-        assert world.state is State.STOPPED
+        assert world.state is WorldState.STOPPED
 
 
 def test_this_machine_among_hosts(hosts: list[Host], network: Network, path: None) -> None:

@@ -19,7 +19,7 @@ import pytest
 
 from nbdist.errors import AgentLost, StartError, WorkerDied
 from nbdist.system.processes import children_of
-from nbdist.world.states import State
+from nbdist.world.states import WorldState
 from nbdist.world.world import World
 from tests.hosts.network import Host, Network, end, of_tests
 from tests.hosts.worlds import (
@@ -205,7 +205,7 @@ def make_world(layout: str = "2x1", **options: object) -> World:
 
 def dies_when(world: World, do: Callable[[], object]) -> str:
     """Do this while a cell runs, and return what that cell says."""
-    running = once(lambda: world.state is State.RUNNING, do, "the cell runs")
+    running = once(lambda: world.state is WorldState.RUNNING, do, "the cell runs")
     with running, pytest.raises(WorkerDied) as died:
         world.execute("import time; time.sleep(600)")
     return str(died.value)

@@ -21,7 +21,7 @@ import nbdist
 from nbdist.config import Patience
 from nbdist.errors import WorkerDied
 from nbdist.system.processes import agent_command
-from nbdist.world.agents import Found, worlds
+from nbdist.world.agents import RunningWorld, worlds
 from nbdist.world.world import World
 from tests.hosts.conftest import complain
 from tests.hosts.network import Host, Network
@@ -199,7 +199,7 @@ def other_notebook(launched: Launched, gate: str, **options: object) -> Iterator
         notebook.wait()
 
 
-def named(name: str) -> list[Found]:
+def named(name: str) -> list[RunningWorld]:
     """The worlds of this machine that have this name."""
     return [each for each in worlds() if each.info.name == name]
 

@@ -358,7 +358,7 @@ warnings.simplefilter("ignore")
 import accelerate, lightning, torch, transformers
 from nbdist.errors import VariableNotSent
 from nbdist.notebook.shipping import plan
-from nbdist.world.names import NameTable
+from nbdist.world.name_table import NameTable
 
 net, here = torch.nn.Linear(1, 1), {"accelerator": "cpu", "devices": 1}
 accelerator = accelerate.Accelerator(cpu=True)

@@ -19,7 +19,7 @@ from jupyter_client.blocking import BlockingKernelClient
 from jupyter_client.manager import KernelManager
 from jupyter_core.utils import ensure_event_loop
 
-from nbdist.notebook.rich_output import NOTHING
+from nbdist.notebook.rich_output import EMPTY_HTML
 from nbdist.output.ansi import strip
 from tests.waiting import SOON
 
@@ -106,7 +106,7 @@ class Outcome:
 
 def is_empty(data: dict[str, Any]) -> bool:
     """Whether a page shows nothing of it."""
-    return data.get("text/html") == NOTHING
+    return data.get("text/html") == EMPTY_HTML
 
 
 def new_manager() -> KernelManager:

@@ -14,7 +14,7 @@ from traitlets.config import Config
 from nbdist.errors import UsageError
 from nbdist.notebook.auto_mode import (
     AutoCells,
-    Side,
+    SideRules,
     _is_on_ranks,
     join_parts,
     runs_on_ranks,
@@ -37,7 +37,7 @@ from nbdist.world.world import World
 
 PLAIN = "x = 1"
 
-SIDE = Side({"lines", "acc", "rank"}.__contains__, {"%ours", "%%ours"}.__contains__)
+SIDE = SideRules({"lines", "acc", "rank"}.__contains__, {"%ours", "%%ours"}.__contains__)
 
 
 class Shell(InteractiveShell):

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.shared_world
 
 PRESS = """
 import os, pathlib, signal, sys, tempfile, time
-FOLLOWING = ("world/recovery.py", "world/session.py", "world/running.py", "world/workers.py",
+FOLLOWING = ("world/recovery.py", "world/session.py", "world/task_run.py", "world/workers.py",
              "world/inbox.py", "notebook/cells.py", "notebook/display.py", "/contextlib.py")
 def stop_at(number):
     '''Press Stop at this line of those that follow a cell, once its ranks have begun.'''

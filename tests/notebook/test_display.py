@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nbdist.agent.worker_output import ATTEMPT
+from nbdist.agent.worker_output import ATTEMPT_FOLDER
 from nbdist.notebook.display import (
     FIRST_DRAWING,
     PanelDisplay,
@@ -19,16 +19,16 @@ from nbdist.notebook.display import (
     table,
 )
 from nbdist.notebook.output_count import OUTPUTS
-from nbdist.notebook.rich_output import NOTHING, Below, below_panel, save_figures
+from nbdist.notebook.rich_output import EMPTY_HTML, Below, below_panel, save_figures
 from nbdist.output.ansi import strip
-from nbdist.output.events import Display, Done, Failure, Output, Text, Update
-from nbdist.output.html import MOST_BELOW
+from nbdist.output.events import Display, DisplayUpdate, Done, Failure, Output, Text
+from nbdist.output.html import MAX_DISPLAYS_BELOW
 from nbdist.output.transcript import Transcript
 from nbdist.words import aligned
-from nbdist.world.running import News
+from nbdist.world.task_run import RankOutputs
 
 
-def took(*outputs: Output) -> tuple[Transcript, News]:
+def took(*outputs: Output) -> tuple[Transcript, RankOutputs]:
     """A cell of two ranks, of which the first has said something."""
     transcript = Transcript(range(2))
     transcript.start(0.0)
@@ -144,7 +144,7 @@ def test_below_what_was_typed(capsys: pytest.CaptureFixture[str]) -> None:
         assert (CLEARED in said) == is_alone  # else it would take others' outputs away
         assert "rank 0 waits" in above["text/plain"]
         assert "rank 0 waits" not in below["text/plain"]
-        assert emptied == {"text/html": NOTHING, "text/plain": ""}
+        assert emptied == {"text/html": EMPTY_HTML, "text/plain": ""}
         assert "\na" in last["text/plain"]
 
 
@@ -201,7 +201,7 @@ def test_figures_can_be_found(capsys: pytest.CaptureFixture[str]) -> None:
     assert "aGk=" in panel["text/html"]
     assert caption["text/plain"] == "rank 0"
     assert script["application/javascript"] == "alert(1)"
-    assert (figure["image/png"], figure["text/html"]) == ("aGk=", NOTHING)
+    assert (figure["image/png"], figure["text/html"]) == ("aGk=", EMPTY_HTML)
     assert figure["text/plain"] == "figure of rank 0, shown above"
     plain = PlainDisplay()
     plain.show(transcript, news)
@@ -255,7 +255,7 @@ def test_equal_ones_are_one_file(logs: dict[int, str], tmp_path: Path):
     said, _, path = first.partition(": ")
     assert (said, Path(path).read_bytes()) == ("figure of ranks 0-1", b"one")
     assert Path(path).stat().st_mode & 0o777 == 0o600
-    assert ATTEMPT.fullmatch(Path(path).relative_to(tmp_path).parts[0])
+    assert ATTEMPT_FOLDER.fullmatch(Path(path).relative_to(tmp_path).parts[0])
     assert second.startswith(f"figure of rank 2: {tmp_path}/attempt_0/2/figure-")
     assert len([*tmp_path.rglob("*.png")]) == 2
 
@@ -314,9 +314,9 @@ def test_order_and_captions() -> None:
     assert texts(said_by([a, a], [a], [c, a])) == [
         "ranks 0-2", "*a*", "rank 0", "*a*", "rank 2", "*c*"
     ]  # fmt: skip
-    many = [markdown(str(n)) for n in range(MOST_BELOW + 4)]
+    many = [markdown(str(n)) for n in range(MAX_DISPLAYS_BELOW + 4)]
     said = texts(said_by([markdown("first")], many))
-    assert len([text for text in said if text.startswith("*")]) == MOST_BELOW
+    assert len([text for text in said if text.startswith("*")]) == MAX_DISPLAYS_BELOW
     assert said[-1] == "… 5 more displays of rank 1: `%dist_output -r 1` shows them"
     assert len(below_panel(said_by(many), [0])) == 37
 
@@ -335,7 +335,7 @@ def test_what_changes_later(monkeypatch: pytest.MonkeyPatch) -> None:
     below.add(transcript)
     assert len(page) == 4
     for rank in range(2):
-        transcript.receive(rank, Update(markdown("two").data, {}, "a"), 2.0)
+        transcript.receive(rank, DisplayUpdate(markdown("two").data, {}, "a"), 2.0)
     below.change(transcript)
     plain = [data["text/plain"] for data in page.values()]
     assert plain == ["ranks 0-1", "two", "", ""]

@@ -18,8 +18,8 @@ import pytest
 
 from nbdist.notebook.display import PanelDisplay, PlainDisplay
 from nbdist.notebook.idle import (
-    MOST_CHARACTERS,
-    PAUSE,
+    IDLE_PAUSE,
+    MAX_LATE_LENGTH,
     FinishedCells,
     IdleStop,
     IdleWatch,
@@ -31,7 +31,7 @@ from nbdist.notebook.idle import (
     redirect_stops,
 )
 from nbdist.notebook.jobs import CellPlace, Job
-from nbdist.output.events import Display, Done, Failure, Skipped, Text, Update
+from nbdist.output.events import Display, DisplayUpdate, Done, Failure, Skipped, Text
 from nbdist.output.transcript import Transcript
 
 
@@ -71,7 +71,7 @@ async def test_many_bytes_are_one_notice(link: Any):
     os.close(link.end)
     link.end = -1
     await ended.wait()
-    assert noticed[1] - noticed[0] >= PAUSE
+    assert noticed[1] - noticed[0] >= IDLE_PAUSE
 
 
 async def test_what_goes_on(link: Any):
@@ -101,9 +101,9 @@ async def test_what_goes_on(link: Any):
     tasks.clear()
     watch.update()
     assert not link.signals_all_messages
-    await asyncio.sleep(2.5 * PAUSE)
+    await asyncio.sleep(2.5 * IDLE_PAUSE)
     watch.stop()
-    assert noticed[2] - noticed[0] >= 2 * PAUSE
+    assert noticed[2] - noticed[0] >= 2 * IDLE_PAUSE
     assert len(noticed) <= 5
     noticed.clear()
     os.write(link.end, b"x")
@@ -159,7 +159,7 @@ def test_below_the_last_cell(cells: FinishedCells, capsys: pytest.CaptureFixture
     transcript = ended(1)
     transcript.receive(1, Display({"text/plain": "old"}, {}, "other"), 1.0)
     cells.add(transcript, PanelDisplay())
-    cells.receive([(0, Update({"text/plain": "new"}, {}, "of 0"))])
+    cells.receive([(0, DisplayUpdate({"text/plain": "new"}, {}, "of 0"))])
     cells.show({})
     assert "── rank 0 ──\nnew" in "\n".join(shown(capsys))
 
@@ -185,7 +185,7 @@ def test_texts(cells: FinishedCells) -> None:
         (1, out("b\n")),
         (2, Failure("E", "bad", ("\x1b[31mE\x1b[0m: bad",), 1)),
         (3, Skipped(9, 3)),
-        (4, out("x" * (MOST_CHARACTERS + 1000))),
+        (4, out("x" * (MAX_LATE_LENGTH + 1000))),
     ]
     *short, long = late_texts(late)
     assert short == [

@@ -18,7 +18,7 @@ from nbdist.notebook import commands
 from nbdist.notebook.command import find_commands, is_used
 from nbdist.notebook.commands.cells import distributed
 from nbdist.notebook.options import (
-    GROUPS,
+    OPTION_GROUPS,
     SAME,
     NbDist,
     check_same,
@@ -252,18 +252,18 @@ from __future__ import annotations
 
 from IPython.core.magic_arguments import argument
 
-from nbdist.notebook.command import Line, command
+from nbdist.notebook.command import MagicCall, command
 from nbdist.notebook.options import ranks_option
 
 
 @command(argument("--word", default="hello", help="what to say"), ranks_option)
-def dist_hello(line: Line) -> str:
+def dist_hello(line: MagicCall) -> str:
     """Say hello in as many words as there are workers."""
     return line.options.word * line.world.size
 
 
 @command()
-def dist_mute(line: Line) -> str:
+def dist_mute(line: MagicCall) -> str:
     """Be stopped while it says something."""
     raise KeyboardInterrupt
 '''
@@ -294,7 +294,7 @@ def test_each_magic_is_documented():
         assert "`%dist_init?`" in "".join(shown[name])
         assert "--hosts HOSTS" not in shown[name][1]
     _, options = shown["dist_init"]
-    titles = (f"\n{title}:\n" for title in ("options", *GROUPS.values()))
+    titles = (f"\n{title}:\n" for title in ("options", *OPTION_GROUPS.values()))
     places = [options.index(text) for text in (*titles, "\n  --hosts HOSTS")]
     assert places[:-1] == sorted(places[:-1])
     assert places[0] < options.index("\n  --pool NAME") < places[1] < options.index("\n  -n N ")

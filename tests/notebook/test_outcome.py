@@ -12,10 +12,10 @@ from nbdist.errors import WorkerDied
 from nbdist.notebook.outcome import Elsewhere, LastValues, Routine, death_of, failure_of, idle_end
 from nbdist.output.events import IGNORES_STOP, Died, Text
 from nbdist.wire.ops import Written
-from nbdist.wire.work import Source, Task
-from nbdist.world.running import Members, TaskRun
+from nbdist.wire.work import CellCode, Task
 from nbdist.world.snapshot_store import Snapshot
 from nbdist.world.states import Machines
+from nbdist.world.task_run import Members, TaskRun
 
 
 def test_ends_of_idle_ranks() -> None:
@@ -29,7 +29,7 @@ def test_ends_of_idle_ranks() -> None:
 def test_a_rank_whose_machine_is_lost() -> None:
     """Of its end nobody has said anything: its last lines are those that were shown."""
     members = Members(1, "gloo", Machines.one("node1", 1), {0: 4711}, {}, True)  # noqa: FBT003
-    running = TaskRun(Task("id", (0,), Source("print(1)")), Patience(), members)
+    running = TaskRun(Task("id", (0,), CellCode("print(1)")), Patience(), members)
     running.receive(0, Text("stdout", "loading shards\nepoch 7\n"))
     running.receive(0, Died(None, time.time_ns(), why="its machine counts as lost"))
     error = running.error()

@@ -15,8 +15,8 @@ from tqdm.std import tqdm
 from nbdist.output.events import Died, Display, Done, Failure, Output, Text
 from nbdist.output.html import panel_html
 from nbdist.output.layout import final_layout, live_layout
-from nbdist.output.panel import Block, Item
 from nbdist.output.panel import Panel as Shown
+from nbdist.output.panel import PanelBlock, PanelItem
 from nbdist.output.tabs import final_tabs
 from nbdist.output.text import panel_text
 from nbdist.output.transcript import Transcript
@@ -163,12 +163,12 @@ def running(ranks: int, said: Callable[[int], Sequence[Output]]) -> Transcript:
     return make(ranks, said, finished=False)
 
 
-def ranks_of(blocks: Iterable[Block]) -> list[tuple[int, ...]]:
+def ranks_of(blocks: Iterable[PanelBlock]) -> list[tuple[int, ...]]:
     """Those of each block."""
     return [block.group.ranks for block in blocks]
 
 
-def kinds(items: Iterable[Item]) -> list[object]:
+def kinds(items: Iterable[PanelItem]) -> list[object]:
     """How many lines stand together, and what is between them."""
     return [len(item) if isinstance(item, list) else item for item in items]
 

@@ -16,16 +16,16 @@ from hypothesis import strategies as some
 from nbdist.errors import UsageError
 from nbdist.output import chart
 from nbdist.output.chart import bands_of, curves_html, curves_text, live_curves, remarks
-from nbdist.output.curves import MOST_NAMES, MOST_POINTS, MOST_RUNS, Curves, Point, Series
+from nbdist.output.curves import MAX_CURVE_NAMES, MAX_POINTS, MAX_RUNS, CurvePoint, Curves, Series
 from nbdist.output.events import MAX_STEP, Done, Tracked
 from tests.output.lab import Panel, final_html, final_text, live_html, make
 
 
-def point(step: float, value: float) -> Point:
+def point(step: float, value: float) -> CurvePoint:
     """One number that was tracked."""
     if math.isfinite(value):
-        return Point(step, 1, value, value, value, 0)
-    return Point(step, 0, 0.0, 0.0, 0.0, 1)
+        return CurvePoint(step, 1, value, value, value, 0)
+    return CurvePoint(step, 0, 0.0, 0.0, 0.0, 1)
 
 
 def tracked(steps: Iterable[float], value: Callable[[float], float], name: str = "loss") -> Tracked:
@@ -98,21 +98,21 @@ def test_no_rank_is_near_the_others() -> None:
 
 def test_a_long_curve_is_bounded() -> None:
     """At half of the resolution each time."""
-    curves = curves_of(1, 3 * MOST_POINTS, lambda rank, step: step)
+    curves = curves_of(1, 3 * MAX_POINTS, lambda rank, step: step)
     (series,) = curves.by_name["loss"].last.values()
-    assert MOST_POINTS // 2 <= len(series) <= MOST_POINTS
+    assert MAX_POINTS // 2 <= len(series) <= MAX_POINTS
     assert series.wide == 4
-    assert series.last_step == 3 * MOST_POINTS - 4
+    assert series.last_step == 3 * MAX_POINTS - 4
 
 
 def test_a_step_that_goes_back_begins_a_run() -> None:
     """On each rank by itself; the oldest of many runs are left out."""
     curves = curves_of(2, 5, falling)
-    for _ in range(MOST_RUNS):
+    for _ in range(MAX_RUNS):
         for rank in (1, 0):
             curves.add(rank, "next", tracked(range(3), math.sqrt), 2)
     curve = curves.by_name["loss"]
-    assert len(curve.runs) == MOST_RUNS
+    assert len(curve.runs) == MAX_RUNS
     assert all({*run} == {0, 1} for run in curve.runs.values())
     assert [len(each) for each in curve.last.values()] == [3, 3]
     assert "7 earlier runs" in curves_text(curves)
@@ -265,14 +265,14 @@ def test_many_names_are_bounded() -> None:
     """A running cell has a page's worth of pictures, a world a bounded number of names."""
     curves = Curves()
     found = random.Random(1)
-    for name in range(MOST_NAMES + 5):
+    for name in range(MAX_CURVE_NAMES + 5):
         for rank in range(4):
             said = tracked(range(400), lambda step: found.random(), f"n{name}")
             curves.add(rank, "task", said, 4)
-    assert len(curves.by_name) == MOST_NAMES
+    assert len(curves.by_name) == MAX_CURVE_NAMES
     assert "64 names are kept; left out: n64, n65, n66, n67, n68" in curves_text(curves)
     html, text = live_curves(curves)
-    assert len(html) < chart.MOST_LIVE_BYTES + 10_000
+    assert len(html) < chart.MAX_LIVE_CHART_BYTES + 10_000
     assert "58 more names: `%dist_plot NAME` shows one" in html
     # It is drawn again twice a second at most.
     curves.add(0, "task", tracked([400], float, "n0"), 4)
@@ -308,7 +308,7 @@ def test_whole_steps_stay_whole() -> None:
     assert all(map(float.is_integer, steps))
     assert sorted({*steps}) == steps
     table = curves_text(long).splitlines()[2:]
-    assert len(table) == chart.ROWS
+    assert len(table) == chart.TABLE_STEPS
     assert all(row.split()[0].isdecimal() for row in table)
     halves = Curves()
     halves.add(0, "task", tracked([each / 2 for each in range(9)], float), 1)

@@ -13,7 +13,7 @@ from nbdist.output.events import Display, Done, Failure, InputRequest, Output, S
 from nbdist.output.html import is_tile, panel_html, side_by_side_runs
 from nbdist.output.html_parts import AMBER, RED
 from nbdist.output.layout import final_layout
-from nbdist.output.panel import MOST_BYTES, MOST_LIVE_BYTES, MOST_LIVE_FIGURES
+from nbdist.output.panel import MAX_LIVE_FIGURES, MAX_LIVE_PANEL_BYTES, MAX_PANEL_BYTES
 from nbdist.output.transcript import Transcript
 from nbdist.output.wording import FIGURE_LATER
 from tests.output.lab import (
@@ -138,7 +138,7 @@ def test_live_figures() -> None:
             html = live_html(running(ranks, lambda rank, figure=figure: [out(f"{rank}\n"), figure]))  # type: ignore[misc]
             assert len(Panel(html).images) == count
             assert Panel(html).lines.count(FIGURE_LATER) == ranks - count
-            assert len(html) < MOST_LIVE_BYTES + MOST_LIVE_FIGURES
+            assert len(html) < MAX_LIVE_PANEL_BYTES + MAX_LIVE_FIGURES
     # Ranks with rows alone have no room for any.
     many = Panel(live_html(running(20, lambda rank: [out(f"{rank}\n"), Display(new, {})])))
     assert any(line.endswith(FIGURE_LATER) for line in many.lines)
@@ -189,15 +189,15 @@ def test_bounds(case: str) -> None:
     ranks, said = CASES[case]
     transcript = running(ranks, said)
     live = live_html(transcript)
-    assert 400 < len(live.encode()) <= MOST_LIVE_BYTES == 64_000
+    assert 400 < len(live.encode()) <= MAX_LIVE_PANEL_BYTES == 64_000
     assert ranks > 16 or len(Panel(live).lines) > ranks
     assert len(live_text(transcript)) < 20_000
     for rank in range(ranks):
         transcript.receive(rank, Done("error" if transcript[rank].failure else "ok", 1.0), 1.0)
-    assert len(final_html(transcript).encode()) <= MOST_BYTES == 1_000_000
-    assert len(tabs_html(transcript).encode()) <= MOST_BYTES
+    assert len(final_html(transcript).encode()) <= MAX_PANEL_BYTES == 1_000_000
+    assert len(tabs_html(transcript).encode()) <= MAX_PANEL_BYTES
     text = final_text(transcript)
-    assert len(text) < MOST_BYTES / 2
+    assert len(text) < MAX_PANEL_BYTES / 2
     assert re.search(rf"── (?:and \d+ more: )?ranks? \S*\b{ranks - 1}\b", text)
 
 
@@ -312,7 +312,7 @@ def test_bars() -> None:
     assert lines[4].startswith("rank 3epoch 11%slowest9/500")
     widths = re.findall(r"height:10px;border-radius:2px;width:(\d+)%", html)
     assert widths == ["63", "62", "47", "2"]
-    assert len(live_html(cell(16))) < MOST_LIVE_BYTES / 2
+    assert len(live_html(cell(16))) < MAX_LIVE_PANEL_BYTES / 2
     # A finished one has a row for all ranks, and no line.
     last = "\rtrain: 100%|##########| 5/5 [00:01<00:00, 4.0it/s]\n"
     html = final_html(make(2, lambda rank: [err(last), err("careful\n"), out(f"rank {rank}\n")]))

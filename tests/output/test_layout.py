@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from nbdist.output.events import Died, Done, Failure, InputRequest, Output, Skipped, Text, Tracked
 from nbdist.output.html import FOOT_SECONDS, panel_html
 from nbdist.output.layout import final_layout, lines_in, live_layout, state_counts
-from nbdist.output.panel import TALL_LINES, Hidden, Row
-from nbdist.output.screen import Line
+from nbdist.output.panel import TALL_LINES, Hidden, PanelRow
+from nbdist.output.screen import ScreenLine
 from nbdist.output.text import panel_text
 from nbdist.output.transcript import spread, unlike_most
 from tests.output.lab import (
@@ -159,8 +159,8 @@ def test_what_a_running_cell_says_of_itself() -> None:
 def test_values() -> None:
     """One short line of each rank is a row, equal ones once."""
     panel = final_layout(make(4, lambda rank: [value(f"{rank // 2}")]))
-    first = Row((0, 1), Line("0", stderr=False), "same")
-    assert panel.rows == (first, Row((2, 3), Line("1", stderr=False), "same"))
+    first = PanelRow((0, 1), ScreenLine("0", stderr=False), "same")
+    assert panel.rows == (first, PanelRow((2, 3), ScreenLine("1", stderr=False), "same"))
     assert panel.blocks == panel.folded_blocks == ()
     # A longer line, a second one or too many different ones have blocks.
     for transcript in (
@@ -238,7 +238,7 @@ def test_what_is_kept() -> None:
     hidden, kept, display, gap, last = block.items
     rest = [Hidden(250, in_log_only=False), 50, Hidden(3, in_log_only=True), 150]
     assert kinds([hidden, kept, gap, last]) == rest
-    assert display == [Line("x", stderr=False)]
+    assert display == [ScreenLine("x", stderr=False)]
     # Neighbours are counted together.
     (block,) = final_layout(make(1, lambda rank: [lines(9), Skipped(9, 3), lines(250)])).blocks
     assert kinds(block.items) == [Hidden(62, in_log_only=False), 200]

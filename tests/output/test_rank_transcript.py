@@ -9,16 +9,16 @@ from nbdist.output.events import (
     Clear,
     Died,
     Display,
+    DisplayUpdate,
     Done,
     Failure,
     InputRequest,
     Output,
     Skipped,
     Typed,
-    Update,
 )
-from nbdist.output.rank_transcript import MOST_DISPLAYS, RankTranscript, Shown
-from nbdist.output.screen import Line
+from nbdist.output.rank_transcript import MAX_DISPLAYS, RankTranscript, RichDisplay
+from nbdist.output.screen import ScreenLine
 from tests.output.lab import drawing, failure, out
 
 
@@ -34,9 +34,9 @@ def texts(transcript: RankTranscript) -> list[str]:
     found = []
     for item in transcript.tail(10_000):
         match item:
-            case Line(text=text):
+            case ScreenLine(text=text):
                 found.append(text)
-            case Shown():
+            case RichDisplay():
                 found.append(f"<{item.plain}>")
             case Skipped(lines=lines):
                 found.append(f"({lines} skipped)")
@@ -49,7 +49,7 @@ def test_order() -> None:
     transcript = said(out("a\nb"), drawing("plot"), out("c\n"), *gaps, out("d\n"))
     assert texts(transcript) == ["a", "b", "<plot>", "c", "(7 skipped)", "d"]
     assert transcript.line_count == 11
-    assert [item.text for item in transcript.tail(1) if isinstance(item, Line)] == ["d"]
+    assert [item.text for item in transcript.tail(1) if isinstance(item, ScreenLine)] == ["d"]
     # Displays that the agent has left out are counted in one place.
     gaps = [Skipped(10, 2, displays=3), Skipped(0, 0, displays=2)]
     found = texts(said(drawing("a"), gaps[0], drawing("b"), gaps[1]))
@@ -59,7 +59,7 @@ def test_order() -> None:
 def test_update_in_place() -> None:
     """An update changes every display with its id, where it is."""
     outputs = [drawing("one", "x"), out("between\n"), drawing("two", "x"), drawing("other", "y")]
-    transcript = said(*outputs, Update({"text/plain": "new"}, {}, "x"))
+    transcript = said(*outputs, DisplayUpdate({"text/plain": "new"}, {}, "x"))
     assert texts(transcript) == ["<new>", "between", "<new>", "<other>"]
     assert transcript.has_display("y")
     assert not transcript.has_display("z")
@@ -88,9 +88,9 @@ def test_displays_left_out() -> None:
     transcript.receive(Clear(wait=False), 1.0)
     assert texts(transcript) == []
     # So many, however small; and of one that is updated only its newest content.
-    transcript = said(*(drawing(f"{number}") for number in range(3 * MOST_DISPLAYS)))
-    assert MOST_DISPLAYS // 2 <= len(transcript.displays) <= MOST_DISPLAYS + 1
-    updates = [Update({"text/plain": f"{number}" * 1000}, {}, "id") for number in range(100)]
+    transcript = said(*(drawing(f"{number}") for number in range(3 * MAX_DISPLAYS)))
+    assert MAX_DISPLAYS // 2 <= len(transcript.displays) <= MAX_DISPLAYS + 1
+    updates = [DisplayUpdate({"text/plain": f"{number}" * 1000}, {}, "id") for number in range(100)]
     transcript = said(drawing("first", "id"), *updates, most_shown=10_000)
     assert texts(transcript) == [f"<{'99' * 1000}>"]
 
@@ -134,7 +134,7 @@ def test_silent() -> None:
     # What a callback raised, or a thread after the end, is text like any other.
     for transcript in (said(failure(), Done("ok", 1.0)), said(Done("ok", 1.0), failure())):
         assert (transcript.state, transcript.error) == ("ok", None)
-        assert transcript.tail(1) == [Line("E: bad", stderr=True)]
+        assert transcript.tail(1) == [ScreenLine("E: bad", stderr=True)]
 
 
 def test_what_is_typed() -> None:
@@ -152,7 +152,7 @@ def test_what_is_typed() -> None:
 OUTPUTS = st.lists(
     st.one_of(
         st.sampled_from([out("a\n"), out("b"), out("\rc"), Clear(wait=True), Clear(wait=False)]),
-        st.sampled_from([drawing("f", "x"), Update({"text/plain": "g"}, {}, "x")]),
+        st.sampled_from([drawing("f", "x"), DisplayUpdate({"text/plain": "g"}, {}, "x")]),
         st.just(Skipped(5, 2)),
     ),
     max_size=12,

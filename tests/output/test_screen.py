@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tqdm.std import tqdm
 
 from nbdist.output.ansi import ansi_html, cut, strip
-from nbdist.output.screen import LONGEST_LINE, Line, Screen
+from nbdist.output.screen import MAX_LINE_LENGTH, Screen, ScreenLine
 
 RED = "\x1b[31m"
 RESET = "\x1b[0m"
@@ -79,14 +79,14 @@ def test_stderr() -> None:
     screen.write("stderr", "and error\nwarning\n")
     screen.write("stdout", "out again\n")
     assert list(screen.lines()) == [
-        Line("out", stderr=False),
-        Line("part and error", stderr=True),
-        Line("warning", stderr=True),
-        Line("out again", stderr=False),
+        ScreenLine("out", stderr=False),
+        ScreenLine("part and error", stderr=True),
+        ScreenLine("warning", stderr=True),
+        ScreenLine("out again", stderr=False),
     ]
     screen.write("stderr", "bar")
     screen.write("stdout", "\rprinted over it")
-    assert screen.tail(1) == [Line("printed over it", stderr=False)]
+    assert screen.tail(1) == [ScreenLine("printed over it", stderr=False)]
 
 
 def test_empty_lines_of_stderr() -> None:
@@ -108,7 +108,7 @@ def test_keeps_the_last_lines() -> None:
     assert [line.text for line in screen.lines(0, 992)] == ["990", "991"]
     # A line that never ends is cut, so that memory has a bound.
     screen = Screen()
-    for _ in range(LONGEST_LINE // 1_000_000 + 1):
+    for _ in range(MAX_LINE_LENGTH // 1_000_000 + 1):
         screen.write("stdout", "." * 1_000_000)
     assert len(screen) == 1
     screen.write("stdout", "next")
@@ -309,7 +309,7 @@ def test_text_behind_a_bar_without_room(*, in_pieces: bool) -> None:
             print("  behind", step, file=err)
 
     screen = written(program, in_pieces=in_pieces)
-    assert screen.tail(99) == [Line(f"  behind {step}", stderr=True) for step in range(4)]
+    assert screen.tail(99) == [ScreenLine(f"  behind {step}", stderr=True) for step in range(4)]
     ((_, bar),) = screen.bars()
     assert (bar.name, bar.amount) == ("cut", "4/4")
     # How much of it is left depends on how fast the loop was.
@@ -446,7 +446,7 @@ def test_a_warning_behind_a_bar() -> None:
     screen = Screen()
     screen.write("stderr", "\r 50%|#####     | 1/2 [00:00<00:00, 9it/s]careful\n\r100%|#")
     screen.write("stderr", "#########| 2/2 [00:00<00:00, 9it/s]\n")
-    assert screen.tail(9) == [Line("careful", stderr=True)]
+    assert screen.tail(9) == [ScreenLine("careful", stderr=True)]
     assert bars_in(screen) == [("", "2/2")]
 
 

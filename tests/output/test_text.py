@@ -11,11 +11,11 @@ from nbdist.output.events import (
     Clear,
     Died,
     Display,
+    DisplayUpdate,
     Done,
     InputRequest,
     Skipped,
     Typed,
-    Update,
 )
 from nbdist.output.layout import final_layout
 from nbdist.output.text import PlainLines, failures_text, head_text, whole_text
@@ -189,7 +189,7 @@ def test_other_outputs() -> None:
     for output in (
         out("begun "),
         Display({"text/plain": "a b\n0 1", "text/html": "<table>"}, {}),
-        Update({"image/png": "x"}, {}, "id"),
+        DisplayUpdate({"image/png": "x"}, {}, "id"),
         Clear(wait=False),
         Skipped(100, 12, displays=2),
         failure(),

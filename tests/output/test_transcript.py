@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nbdist.output.events import Died, Done, Failure, Output, Update
+from nbdist.output.events import Died, DisplayUpdate, Done, Failure, Output
 from nbdist.output.fingerprint import normal
-from nbdist.output.screen import Line
+from nbdist.output.screen import ScreenLine
 from nbdist.output.transcript import Transcript, fold, fold_lines, later_errors_text
 from tests.output.lab import (
     drawing,
@@ -75,12 +75,12 @@ def test_addresses_devices_processes() -> None:
     (group,) = many.groups()
     assert (group.ranks, group.likeness) == ((0, 1, 2), "same except for {…}")
     folded = "<M at 0x{7f0000000000,7f0000000001,7f0000000002}> cuda:{0-2} pid={400-402}"
-    assert group.last == Line(folded, stderr=False)
+    assert group.last == ScreenLine(folded, stderr=False)
     assert running(3, lambda rank: [out("x\n")]).groups()[0].likeness == "same"
     # Equal text does not make ranks equal if their displays differ.
     transcript = running(4, lambda rank: [out("a\n"), drawing("odd" if rank % 2 else "even")])
     assert groups(transcript) == [(0, 2), (1, 3)]
-    transcript.receive(1, Update({"text/plain": "?"}, {}, "no such id"), 1.0)
+    transcript.receive(1, DisplayUpdate({"text/plain": "?"}, {}, "no such id"), 1.0)
     assert groups(transcript) == [(0, 2), (1, 3)]
 
 

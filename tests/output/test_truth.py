@@ -19,7 +19,7 @@ from nbdist.output.chart import curves_text, number_text
 from nbdist.output.curves import Curves
 from nbdist.output.events import IGNORES_STOP, Died, Done, Text, Tracked
 from nbdist.output.layout import final_layout, live_layout
-from nbdist.output.screen import Line
+from nbdist.output.screen import ScreenLine
 from nbdist.output.text import PlainLines, panel_text
 from nbdist.output.transcript import Transcript, spread
 from nbdist.output.wording import error_text, seconds_text
@@ -166,7 +166,9 @@ def test_any_interleaving(written: tuple[list[str], list[tuple[int, str]]]) -> N
         together.receive(rank, Done("ok", 1.0), 1.0)
     shown = in_text(final_text(together), len(texts))
     for rank in range(len(texts)):
-        lines = [strip(line.text) for line in together[rank].tail(99) if isinstance(line, Line)]
+        lines = [
+            strip(line.text) for line in together[rank].tail(99) if isinstance(line, ScreenLine)
+        ]
         found = shown.get(rank, [])
         assert found == lines[: len(found)]
         assert not any(lines[len(found) :])  # empty ones at the end
@@ -504,7 +506,7 @@ def test_curves(ranks: list[list[float]], sent: set[tuple[int, int]]) -> None:
     # The machine's pace does not choose when messages are sent.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tracking, "_due", math.inf)
-        patch.setattr(tracking, "EVERY", math.inf)
+        patch.setattr(tracking, "TRACK_SEND_INTERVAL", math.inf)
         curves = tracked_by(ranks, {(rank, step % len(ranks[0])) for rank, step in sent})
     head, *said = curves_text(curves).split("\n")
     left = [found.groupdict() for line in said if (found := LEFT.fullmatch(line))]

@@ -15,7 +15,7 @@ from nbdist.output.events import IGNORES_STOP, Died, Display, Failure, plain_of
 from nbdist.output.html import figures, page_only_displays
 from nbdist.output.html_parts import lines_html, traceback_html
 from nbdist.output.layout import final_layout
-from nbdist.output.screen import Line
+from nbdist.output.screen import ScreenLine
 from nbdist.output.text import panel_text
 from nbdist.output.wording import (
     clip,
@@ -77,7 +77,11 @@ def test_clipped(text: str, width: int) -> None:
 
 def test_stderr_is_tinted() -> None:
     """Lines of one stream come together; an empty one keeps its height."""
-    said = [Line("a", stderr=False), Line("", stderr=False), Line("b", stderr=True)]
+    said = [
+        ScreenLine("a", stderr=False),
+        ScreenLine("", stderr=False),
+        ScreenLine("b", stderr=True),
+    ]
     html = lines_html(said, opens=False)
     assert html.count("<pre") == 2
     assert html.count("rgba(255,80,80,0.1)") == 1
@@ -89,7 +93,9 @@ def test_long_lines_open(*, length: int, is_coloured: bool) -> None:
     """A line is all there; of a very long one the beginning is seen, and the rest opens."""
     text = (",".join(map(str, range(10_000))))[:length]
     said = f"\x1b[31m{text}\x1b[0m" if is_coloured else text
-    panel = Panel(lines_html([Line("a", stderr=False), Line(said, stderr=False)], opens=True))
+    panel = Panel(
+        lines_html([ScreenLine("a", stderr=False), ScreenLine(said, stderr=False)], opens=True)
+    )
     seen = "".join(panel.words)
     is_long = len(said) > 600
     assert panel.opened == [False] * is_long

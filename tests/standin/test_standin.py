@@ -22,7 +22,7 @@ import pytest
 
 from nbdist import topology
 from nbdist.errors import WorkerError
-from nbdist.world.states import State
+from nbdist.world.states import WorldState
 from nbdist.world.world import World
 from tests.faults.collectives import BEFORE
 from tests.standin import processes
@@ -227,7 +227,7 @@ def started() -> Iterator[World]:
 @pytest.fixture
 def world(started: World) -> World:
     """It, with models and groups; anew where a row has lost them."""
-    if started.state is not State.READY:
+    if started.state is not WorldState.READY:
         started.restart()
     if None in started.gather("globals().get('second') and rank"):
         if None in started.gather("globals().get('t') and rank"):
@@ -272,7 +272,7 @@ def test_no_communicator(world: World) -> None:
     world.execute(BREAKS.format("connect"))
     with pytest.raises(WorkerError, match="bad"):
         world.execute(ROWS["raises"].source)
-    assert world.state is State.BROKEN
+    assert world.state is WorldState.BROKEN
     world.execute(GOES_ON)
     assert world.pids == before
 

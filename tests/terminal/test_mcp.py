@@ -14,12 +14,12 @@ import psutil
 import pytest
 
 from nbdist.errors import UsageError
-from nbdist.notebook import guest
+from nbdist.notebook import mcp_calls
 from nbdist.system.secrets import secret_values
 from nbdist.terminal import kernel, mcp
 from nbdist.terminal.__main__ import main
 from nbdist.terminal.worlds import stacks_text
-from nbdist.wire.places import Place, Stack, StackFrame
+from nbdist.wire.places import RankPosition, Stack, StackFrame
 from tests.notebook.front_end import Notebook, lasting
 from tests.waiting import SOON, wait_until
 
@@ -100,7 +100,7 @@ def test_long_answers() -> None:
     lines = "\n".join(map(str, range(9999)))
     for keep_end in (False, True):
         shown = mcp.bounded(lines, keep_end=keep_end)
-        assert len(shown) < mcp.MOST_CHARACTERS + 100
+        assert len(shown) < mcp.MAX_ANSWER_LENGTH + 100
         said = shown.splitlines()[0 if keep_end else -1]
         assert re.fullmatch(r"\(\d+ lines left out: ask for fewer ranks or lines\)", said)
     assert mcp.bounded("a\x07b\u202ec") == "a b c"
@@ -110,7 +110,7 @@ def test_long_answers() -> None:
 def test_equal_stacks() -> None:
     """Are shown once, with all pids."""
     frames = (StackFrame("Cell In[5]", 3, "<module>", "f()"),)
-    stacks = [Stack(rank, 100 + rank, "busy", Place(line=3), frames) for rank in range(3)]
+    stacks = [Stack(rank, 100 + rank, "busy", RankPosition(line=3), frames) for rank in range(3)]
     shown = stacks_text(stacks)
     first = "── ranks 0-2 (pid 100, 101, 102) same · in line 3: f() ──"
     assert shown.splitlines()[0] == first
@@ -166,7 +166,7 @@ def test_without_the_sdk(
     """One line says how to install it."""
     monkeypatch.setitem(sys.modules, "mcp.server.mcpserver", None)
     assert main(["mcp"]) == 2
-    assert capsys.readouterr().err == f"nbdist: {mcp.MISSING}\n"
+    assert capsys.readouterr().err == f"nbdist: {mcp.NO_MCP_SDK}\n"
 
 
 def test_what_is_no_kernel() -> None:
@@ -354,7 +354,7 @@ def test_where_nothing_would_be_seen(notebook: Notebook, assistant: Assistant) -
     assert "model" in (said := assistant.ask("diff", names="model", world=f"{WORLD}-2"))
     assert "differ" not in said  # those workers have none
     said = assistant.ask("run", code="x = 1", world=f"{WORLD}-2")
-    assert said == f"UsageError: {guest.UNSEEN}: nothing was run"
+    assert said == f"UsageError: {mcp_calls.UNSEEN}: nothing was run"
     notebook.run("%dist_shutdown --pool other")
 
 

@@ -21,8 +21,8 @@ from nbdist import __version__
 from nbdist.terminal.__main__ import main
 from nbdist.terminal.worlds import (
     HEADINGS,
-    LOOK_TIMEOUT,
     NONE,
+    WORLD_STATUS_TIMEOUT,
     Before,
     as_lines,
     cpu_since,
@@ -31,11 +31,11 @@ from nbdist.terminal.worlds import (
     table,
     title,
 )
-from nbdist.wire.places import Place
-from nbdist.wire.queries import DOOR, Look, WorldInfo
+from nbdist.wire.places import RankPosition
+from nbdist.wire.queries import QUERY_SOCKET, DescribeRanks, WorldInfo
 from nbdist.wire.status import WorkerStatus
 from nbdist.world import agents
-from nbdist.world.agents import Found, ask_all, runtime_folders
+from nbdist.world.agents import RunningWorld, ask_all, runtime_folders
 from nbdist.world.world import World
 from tests.waiting import SOON
 from tests.worlds import NewWorld
@@ -53,7 +53,7 @@ def world(new_world: NewWorld) -> Iterator[World]:
 
 def ours() -> list[WorldInfo]:
     """Those of this process: other tests, and whoever else works here, have worlds too."""
-    infos = [each.info for each in ask_all(Look(), LOOK_TIMEOUT)]
+    infos = [each.info for each in ask_all(DescribeRanks(), WORLD_STATUS_TIMEOUT)]
     return [each for each in infos if each.notebook == os.getpid()]
 
 
@@ -102,14 +102,14 @@ def place() -> Iterator[Path]:
     folder = Path(os.environ["XDG_RUNTIME_DIR"]) / "nbdist-other"
     folder.mkdir(mode=0o700)
     yield folder
-    (folder / DOOR).unlink(missing_ok=True)
+    (folder / QUERY_SOCKET).unlink(missing_ok=True)
     folder.rmdir()
 
 
 def test_folders(place: Path, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Folders that others can open are not looked at; others are found by their agents too."""
     with socket.socket(socket.AF_UNIX) as server:
-        server.bind(str(place / DOOR))
+        server.bind(str(place / QUERY_SOCKET))
         assert place in runtime_folders()
         place.chmod(0o755)
         assert place not in runtime_folders()
@@ -126,7 +126,7 @@ def test_folders(place: Path, world: World, monkeypatch: pytest.MonkeyPatch) -> 
 def test_what_is_no_world(place: Path, said: bytes) -> None:
     """Whatever a socket says there, it is none, and others are seen."""
     with socket.socket(socket.AF_UNIX) as server:
-        server.bind(str(place / DOOR))
+        server.bind(str(place / QUERY_SOCKET))
         server.listen()
         server.settimeout(20)
 
@@ -138,7 +138,7 @@ def test_what_is_no_world(place: Path, said: bytes) -> None:
 
         answering = threading.Thread(target=answer)
         answering.start()
-        assert place not in [each.folder for each in ask_all(Look(), LOOK_TIMEOUT)]
+        assert place not in [each.folder for each in ask_all(DescribeRanks(), WORLD_STATUS_TIMEOUT)]
         answering.join()
 
 
@@ -147,13 +147,13 @@ def test_a_row() -> None:
     cell = "for step in range(10_000_000): train(model, step)"
     now = time.time()
     info = WorldInfo(__version__, "vm", "default", "exp", 8, "busy", cell, now, 0, now, guard=5)
-    row = dict(zip(HEADINGS, row_of(Found(Path("/x"), 6, info)), strict=True))
+    row = dict(zip(HEADINGS, row_of(RunningWorld(Path("/x"), 6, info)), strict=True))
     clock = time.strftime("%H:%M", time.localtime(now))
     assert row["cell"] == cell[:40]
     shown = row["since"], row["notebook"], row["process"]
     assert shown == (clock, f"detached since {clock}", "6")
     old = replace(info, cell="", began=0.0, notebook=7)
-    row = dict(zip(HEADINGS, row_of(Found(Path("/x"), 6, old)), strict=True))
+    row = dict(zip(HEADINGS, row_of(RunningWorld(Path("/x"), 6, old)), strict=True))
     assert row["notebook"] == "7"
     assert row["since"].split()[1] in ("Jan", "Dec")
 
@@ -182,7 +182,7 @@ def test_a_world_is_listed_and_ended(capsys: pytest.CaptureFixture[str]) -> None
 
 MIB = 2**20
 BUSY = WorkerStatus(
-    *(0, 100, "here", "busy", 12.4, 200 * MIB, "cpu", Place(line=2, operation="barrier")),
+    *(0, 100, "here", "busy", 12.4, 200 * MIB, "cpu", RankPosition(line=2, operation="barrier")),
     cpu_seconds=1.0,
     cell=7,
     last_line="loss \x1b[31m0.5\x1b[0m\x1b]0;pwned\x07",

@@ -18,9 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nbdist.tools import diff_op as module
-from nbdist.tools.diff import MOST_COMPARED, Comparison
+from nbdist.tools.diff import MAX_COMPARED_BYTES, Comparison
 from nbdist.tools.diff_op import (
-    ROW,
+    ROW_WORDS,
     Again,
     TooManyLeaves,
     bytes_of,
@@ -34,7 +34,7 @@ from nbdist.tools.diff_op import (
     lend,
     part_of,
 )
-from nbdist.wire.ops import Distance, Looked, Part
+from nbdist.wire.ops import Distance, Looked, ValueDigest
 from nbdist.worker.namespace import Context, Namespace
 from tests.notebook.front_end import Notebook
 
@@ -116,11 +116,11 @@ def test_sharded_tensors(three: Notebook):
 W = "float32 (4, 4)"
 
 
-def part(digest: str, kind: str = W, text: str = "") -> Part:
-    return Part(kind, digest, text, size=64, count=16)
+def part(digest: str, kind: str = W, text: str = "") -> ValueDigest:
+    return ValueDigest(kind, digest, text, size=64, count=16)
 
 
-def compared(*parts: Part | None) -> Comparison:
+def compared(*parts: ValueDigest | None) -> Comparison:
     """A value with one part `w`, as each rank has it."""
     looked = [Looked({"w": each} if each else {"v": part("v")}) for each in parts]
     return Comparison("model", dict(enumerate(looked)))
@@ -157,7 +157,9 @@ THREE, FOUR, SHORT = part("a", "int", "3"), part("b", "int", "4"), part("b", "fl
         ),
     ],
 )
-def test_what_differs(parts: list[Part | None], apart: dict[int, Distance], said: str | None):
+def test_what_differs(
+    parts: list[ValueDigest | None], apart: dict[int, Distance], said: str | None
+):
     """Ranks that differ are named beside the most that agree."""
     found = compared(*parts)
     found.add_distances({rank: {"w": each} for rank, each in apart.items()})
@@ -172,7 +174,7 @@ def test_what_is_compared():
     rank = lambda n, a, b: (n, Looked({"a": part(a), "b": part(b)}))  # noqa: E731
     looked = dict([rank(0, "a", "x"), rank(1, "a", "y"), rank(2, "b", "x")])
     assert Comparison("x", looked).to_compare() == {0: ([1, 2], ["a", "b"])}
-    big = [Part(W, digest, size=MOST_COMPARED, count=9) for digest in "ab"]
+    big = [ValueDigest(W, digest, size=MAX_COMPARED_BYTES, count=9) for digest in "ab"]
     for first, second in (("big", "small"), ("small", "big")):
         parts = [{"big": big[rank], "small": part(str(rank))} for rank in (0, 1)]
         looked = {r: Looked({first: parts[r][first], second: parts[r][second]}) for r in (0, 1)}
@@ -213,13 +215,13 @@ def test_digests_of_bytes(one, other):
 @pytest.mark.parametrize("make", [digest_of, on_device])
 def test_a_change_anywhere(make):
     """One element, two that change places, all signs at once: in every row, also the last."""
-    size = 40 * ROW + 77
+    size = 40 * ROW_WORDS + 77
     whole = torch.arange(1, size + 1, dtype=torch.float64)
     seen = {make(whole), make(-whole), make(whole.flip(0))}
     swapped = whole.clone()
     swapped[[0, 1]] = whole[[1, 0]]
     seen.add(make(swapped))
-    for place in (0, 1, ROW // 2, 20 * ROW, size - 1):
+    for place in (0, 1, ROW_WORDS // 2, 20 * ROW_WORDS, size - 1):
         changed = whole.clone()
         changed[place] += 1
         seen.add(make(changed))
@@ -229,8 +231,8 @@ def test_a_change_anywhere(make):
 @pytest.mark.parametrize("make", [digest_of, on_device])
 def test_rows_that_change_places(make):
     """A permutation of an identity matrix has the same sums of rows and of columns."""
-    one = torch.eye(ROW)
-    assert make(one) != make(one[torch.arange(ROW).roll(1)])
+    one = torch.eye(ROW_WORDS)
+    assert make(one) != make(one[torch.arange(ROW_WORDS).roll(1)])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn, torch.bool, torch.complex64])
@@ -360,7 +362,7 @@ def test_where_it_ends(monkeypatch: pytest.MonkeyPatch):
     loop: list[Any] = [1]
     loop.append(loop)
     assert isinstance(leaves(loop)["[1]"], Again)
-    monkeypatch.setattr(module, "MOST_LEAVES", 3)
+    monkeypatch.setattr(module, "MAX_LEAVES", 3)
     assert len(leaves([None] * 3)) == 3
     with pytest.raises(TooManyLeaves):
         leaves([None] * 4)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from nbdist.errors import UsageError
-from nbdist.tools.plot import NOTHING
+from nbdist.tools.plot import NOTHING_TRACKED
 from nbdist.world.world import World
 from tests.notebook.front_end import Notebook
 from tests.output.lab import Panel
@@ -31,7 +31,7 @@ for epoch in range(2):
 
 def test_curves_of_cells(kernel: Notebook) -> None:
     """In the panel of their cell; over all cells, also of workers that were restarted since."""
-    assert kernel.run("%dist_plot").text == NOTHING
+    assert kernel.run("%dist_plot").text == NOTHING_TRACKED
     shown = kernel.run(TRACKS)
     assert len(Panel(shown.panel["text/html"]).images) == 2
     assert shown.text.splitlines()[:3] == [
@@ -114,4 +114,4 @@ def test_what_it_costs(world: World) -> None:
 
 def test_without_workers(typed: Callable[[str], str]) -> None:
     """There is nothing to show, and no error."""
-    assert typed("%dist_plot") == f"{NOTHING}\n"
+    assert typed("%dist_plot") == f"{NOTHING_TRACKED}\n"

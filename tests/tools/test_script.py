@@ -33,15 +33,15 @@ from nbdist.tools.cell_code import (
     guard_by_rank,
     literal,
 )
-from nbdist.tools.export import Composer, Script
+from nbdist.tools.export import Composer, ExportedScript
 from nbdist.values.payload import Identity
-from nbdist.wire.work import Call, Source, Task, Work
+from nbdist.wire.work import CellCode, OpCall, Task, Work
 from nbdist.wire.work import Script as ScriptFile
-from nbdist.world.names import NameTable, Sent
-from nbdist.world.past import Past
-from nbdist.world.running import Members, TaskRun
+from nbdist.world.name_table import NameTable, Sent
 from nbdist.world.sent_objects import Parcel
 from nbdist.world.states import Machines
+from nbdist.world.task_history import TaskHistory
+from nbdist.world.task_run import Members, TaskRun
 
 TRANSFORM = TransformerManager().transform_cell
 
@@ -51,7 +51,7 @@ class Lab:
 
     def __init__(self, **namespace: Any) -> None:
         self.namespace = namespace
-        self.past = Past()
+        self.past = TaskHistory()
         self.table = NameTable(namespace)
         self.cells: list[str] = []
         self._count = 0
@@ -70,7 +70,7 @@ class Lab:
     ) -> None:
         """A task that has ended, with these names of the notebook as they are now."""
         self._count += 1
-        work = Source(work) if isinstance(work, str) else work
+        work = CellCode(work) if isinstance(work, str) else work
         needs = needs or {}
         shipped = {}
         for name in names:
@@ -92,7 +92,7 @@ class Lab:
             running.receive(rank, Done("error" if fails or stops else "ok", 0.1, bound))
         self.past.add(running)
 
-    def script(self, backend: str = "") -> Script:
+    def script(self, backend: str = "") -> ExportedScript:
         cells = Statements(self.cells)
         script = Composer(self.past, self.table, cells, TRANSFORM).compose(
             Path("train.py"), 2, backend
@@ -281,7 +281,7 @@ def test_what_is_left_out_is_named(*, fails: bool) -> None:
     lab = Lab(late=1)
     lab.ran("x = 1\nraise ValueError", made="x", fails=fails)
     lab.ran(ScriptFile("file", "prepare.py", ("--all",)), made="data")
-    lab.ran(Call("snapshot.read"), made="model")
+    lab.ran(OpCall("snapshot.read"), made="model")
     lab.ran("y = x, data, model, late, nothing, Out[3]", made="y")
     lab.past.gathered["loss"] = None
     lost = "\n".join(lab.script().omitted)

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from nbdist.output.html_parts import AMBER
-from nbdist.tools.diff_op import ROW, distance
-from nbdist.tools.digests import PIECE, WIDE, Target, buffers_of, sample_digest
+from nbdist.tools.diff_op import ROW_WORDS, distance
+from nbdist.tools.digests import DIGEST_PIECE, WIDE, WatchedValue, buffers_of, sample_digest
 from nbdist.tools.watch import Divergence
-from nbdist.wire.ops import Facts, Input, Part, Watched
+from nbdist.wire.ops import Facts, Input, ValueDigest, Watched
 from nbdist.worker.tracking import watch
 from nbdist.world.world import World
 from tests.bench.watch import KINDS, case_of, sound_source, verdict, watched
@@ -228,11 +228,13 @@ def digest(tensor: torch.Tensor, kind: type[torch.Tensor] = torch.Tensor) -> str
     """That of a module's buffer."""
     module = torch.nn.Module()
     module.register_buffer("x", tensor.as_subclass(kind))
-    return buffers_of(Target("module", module))["x"].digest
+    return buffers_of(WatchedValue("module", module))["x"].digest
 
 
 @pytest.mark.parametrize("kind", KINDS_OF_TENSORS)
-@given(some.integers(1, 3 * ROW * 4), some.integers(0), some.integers(0, 7), some.integers(0, 9))
+@given(
+    some.integers(1, 3 * ROW_WORDS * 4), some.integers(0), some.integers(0, 7), some.integers(0, 9)
+)
 def test_one_bit_is_seen(kind: Any, size: int, place: int, bit: int, offset: int) -> None:
     """Wherever it is; and the same bytes have the same digest wherever they lie."""
     data = torch.arange(size + offset, dtype=torch.int64).to(torch.uint8)[offset:]
@@ -245,7 +247,7 @@ def test_one_bit_is_seen(kind: Any, size: int, place: int, bit: int, offset: int
 @pytest.mark.parametrize("kind", KINDS_OF_TENSORS)
 def test_any_layout_and_type(kind: Any) -> None:
     """That is plain; numbers that change places, or all signs, are another value."""
-    table = torch.randn(64, 2 * ROW, dtype=torch.float64)
+    table = torch.randn(64, 2 * ROW_WORDS, dtype=torch.float64)
     assert digest(table, kind) == digest(table.T.contiguous().T, kind)
     swapped = table.clone()
     swapped[0, [0, 64]] = table[0, [64, 0]]
@@ -260,7 +262,7 @@ def test_any_layout_and_type(kind: Any) -> None:
 @pytest.mark.parametrize("dtype", WIDE)
 def test_equal_numbers_have_equal_digests(dtype: torch.dtype, kind: Any) -> None:
     """Digests agree with `%dist_diff` on -0.0 and on the bits of NaN, in whatever piece."""
-    whole = PIECE // WIDE[dtype].itemsize
+    whole = DIGEST_PIECE // WIDE[dtype].itemsize
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[
         dtype.itemsize // (2 if dtype.is_complex else 1)
     ]
@@ -289,7 +291,12 @@ def noted(
     digest: str = "1", found: int = 4, steps: int = 6, facts: Iterable[Facts] = (),
     inputs: Iterable[Input] = (), **more: object,
 ) -> Watched:  # fmt: skip
-    parts = {"model": {"weight": Part("float32 (2,)", digest), "bias": Part("float32 (1,)", "0")}}
+    parts = {
+        "model": {
+            "weight": ValueDigest("float32 (2,)", digest),
+            "bias": ValueDigest("float32 (1,)", "0"),
+        }
+    }
     return Watched(steps, 3, found, parts, 0, tuple(facts), tuple(inputs), **more)  # type: ignore[arg-type]
 
 

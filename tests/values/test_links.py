@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nbdist.values import links as module
-from nbdist.values.links import Block, Links
+from nbdist.values.links import Links, MemoryBlock
 
 
 class Thing:
@@ -195,7 +195,7 @@ def span(array: Any) -> tuple[int, int]:
     return start, start + array.nbytes
 
 
-def block_of(links: Links, view: Any, root: Any = None) -> Block:
+def block_of(links: Links, view: Any, root: Any = None) -> MemoryBlock:
     """Return the block of a view of an array."""
     root = view if root is None else root
     return links.blocks.find_or_add(*span(view), span(root), lambda: weakref.ref(root), "cpu")

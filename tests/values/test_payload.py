@@ -22,7 +22,7 @@ from nbdist.values.payload import (
     Segment,
     SegmentGone,
     SegmentRef,
-    Steps,
+    StepwiseValue,
     is_atomic,
     is_open,
     length_of,
@@ -51,14 +51,14 @@ def descriptors() -> Descriptors:
 
 def test_a_step_at_a_time(monkeypatch: pytest.MonkeyPatch, descriptors: Descriptors) -> None:
     """It says how much was copied, aligned; what was begun is gone at once, or is whole."""
-    monkeypatch.setattr(payload, "PIECE", 2000)
+    monkeypatch.setattr(payload, "COPY_PIECE", 2000)
     before = descriptors()
     steps = Segment.filling(FRAMES)
     next(steps)
     assert len(descriptors() - before) == 1
     steps.close()
     assert descriptors() == before
-    counted = Steps(Segment.filling(FRAMES))
+    counted = StepwiseValue(Segment.filling(FRAMES))
     assert [*counted] == [5, 2005, 4005, 5005, 5009]
     with counted.made as segment:
         views = open_segment(segment.ref)

@@ -24,7 +24,7 @@ from nbdist.values import scan as scanning
 from nbdist.values.linked import reducer_for
 from nbdist.values.links import Links
 from nbdist.values.scan import Scan
-from nbdist.values.states import CLASS, HEAD, State, is_different, keys_in
+from nbdist.values.states import CLASS, HEAD_PART, ObjectState, is_different, keys_in
 
 
 class Process:
@@ -185,7 +185,7 @@ TABLE: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Any]] = {
     "slots, one that becomes empty": (with_slots, lambda v: delattr(v, "a"), {"a"}),
     "slots and attributes": (Both, lambda v: (setattr(v, "a", 1), setattr(v, "c", 1)), {"a", "c"}),
     "__getstate__": (Chosen, lambda v: setattr(v, "kept", 2), {"kept"}),
-    "__reduce__, arguments": (Reduced, lambda v: setattr(v, "number", 2), {HEAD}),
+    "__reduce__, arguments": (Reduced, lambda v: setattr(v, "number", 2), {HEAD_PART}),
     "__reduce__, state": (Reduced, lambda v: setattr(v, "parts", None), {"state"}),
     "tensor": (
         lambda: torch.zeros(3),
@@ -205,7 +205,7 @@ TABLE: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Any]] = {
         lambda v: setattr(v.flags, "writeable", False),
         {"writeable"},
     ),
-    "array, shape": (lambda: np.zeros(4), lambda v: v.resize((2, 2), refcheck=False), {HEAD}),
+    "array, shape": (lambda: np.zeros(4), lambda v: v.resize((2, 2), refcheck=False), {HEAD_PART}),
     "array of objects": (
         lambda: np.array([[1], None], object),
         lambda v: v.__setitem__(1, 2),
@@ -573,9 +573,9 @@ def test_other_tokens() -> None:
         assert not is_different(one, one)
     nan = float("nan")
     assert not is_different(nan, float("nan"))
-    assert State({"a": 1}) == State({"a": 1}) != State({"a": True})
-    assert State({"a": 0.0}).changed_since(State({"a": -0.0, "b": 1})) == {"a", "b"}
-    assert State(None, (), b"1").changed_since(State({"a": 1})) is None
+    assert ObjectState({"a": 1}) == ObjectState({"a": 1}) != ObjectState({"a": True})
+    assert ObjectState({"a": 0.0}).changed_since(ObjectState({"a": -0.0, "b": 1})) == {"a", "b"}
+    assert ObjectState(None, (), b"1").changed_since(ObjectState({"a": 1})) is None
     assert keys_in(("t", (..., 5), ("t", (..., 6)), ..., 7)) == [5, 6]
 
 

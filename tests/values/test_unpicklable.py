@@ -22,8 +22,8 @@ from nbdist.errors import NotEnoughMemory, VariableNotSent
 from nbdist.notebook.shipping import plan
 from nbdist.values import definitions
 from nbdist.values.pickling import pickle, unpickle
-from nbdist.world.calling import _names_of_call
-from nbdist.world.names import NameTable
+from nbdist.world.name_table import NameTable
+from nbdist.world.remote_call import _names_of_call
 
 
 @pytest.fixture

@@ -15,18 +15,18 @@ import pytest
 import torch
 
 from nbdist.values.linked import CannotRebuild, NotThere, read, reducer_for, write
-from nbdist.values.links import Block, Links
+from nbdist.values.links import Links, MemoryBlock
 from nbdist.values.scan import Scan
-from nbdist.values.states import State
-from nbdist.values.updates import Update, apply, is_replaced, update_of
+from nbdist.values.states import ObjectState
+from nbdist.values.updates import ObjectUpdate, apply, is_replaced, update_of
 
 
 class Sender:
     """The notebook: sends values, and what has changed since."""
 
     def __init__(self) -> None:
-        self.links, self.known = Links(), dict[int, State]()
-        self.updates: list[Update] = []
+        self.links, self.known = Links(), dict[int, ObjectState]()
+        self.updates: list[ObjectUpdate] = []
         self.replaced: list[Any] = []
 
     def send(self, **values: Any) -> list[bytes]:
@@ -79,7 +79,9 @@ class Receiver:
         arrived = read(frames, self.links.find, {})
         for key, _, root in arrived.blocks:
             address = root.__array_interface__["data"][0]
-            self.links.blocks.add(Block(key, address, address + root.nbytes, weakref.ref(root)))
+            self.links.blocks.add(
+                MemoryBlock(key, address, address + root.nbytes, weakref.ref(root))
+            )
             self.roots.append(root)
         for key, tool, value in arrived.objects:
             self.links.add(value, tool, key)
@@ -541,7 +543,7 @@ class Namespaced:
 
     def __init__(self, names: dict[str, Any]) -> None:
         self.names, self.theirs = names, dict[str, Any](__name__="__main__")
-        self.links, self.known, self.receiver = Links(), dict[int, State](), Links()
+        self.links, self.known, self.receiver = Links(), dict[int, ObjectState](), Links()
 
     def send(self, *wanted: str) -> dict[str, Any]:
         """Return what arrives of these variables."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nbdist.wire.call_layout import LARGEST, CallLayout
+from nbdist.wire.call_layout import MAX_OFFSET, CallLayout
 
 
 def test_any_other_line_is_refused() -> None:
@@ -12,6 +12,6 @@ def test_any_other_line_is_refused() -> None:
     layout = CallLayout(1 << 46, 1 << 47, 1 << 45, *range(13))
     assert CallLayout.read(layout.line()) == layout
     odd = [b"", b"\n", b"1 2 3\n", b"\xff\n", b"9" * 5000, b"x " * 16, layout.line() + b"1"]
-    for line in (*odd, b"1 2 3" + b" -1" * 13, b"1 2 3" + b" %d" % LARGEST * 13):
+    for line in (*odd, b"1 2 3" + b" -1" * 13, b"1 2 3" + b" %d" % MAX_OFFSET * 13):
         with pytest.raises(ValueError, match=r"int\(\)|unpack|offsets|digits"):
             CallLayout.read(line)

@@ -17,17 +17,17 @@ from nbdist.values.payload import Payload, SegmentRef
 from nbdist.wire import control
 from nbdist.wire.control import Candidate, Completions
 from nbdist.wire.frames import BadFrame, pack
-from nbdist.wire.messages import PART, Answer, Landmark, PutCode
+from nbdist.wire.messages import PART, AgentReply, Landmark, PutCode
 from nbdist.wire.node_messages import NodeHello, node_frames, node_message_from, processes
 from nbdist.wire.ops import Mesh
-from nbdist.wire.places import Begun, Collective, Place, StackFrame
-from nbdist.wire.transfer import Piece
+from nbdist.wire.places import Begun, Collective, RankPosition, StackFrame
+from nbdist.wire.transfer import SegmentPiece
 from nbdist.wire.work import (
     LONGEST_MARK,
-    Call,
+    CellCode,
     Mark,
+    OpCall,
     Script,
-    Source,
     Task,
     cut_off_pattern,
     mark,
@@ -35,9 +35,9 @@ from nbdist.wire.work import (
     mark_value,
 )
 
-SOURCE = Task("a1", (0, 1), Source("x = 'é\udc80'"), names=Payload((b"",)), execution_count=7)
+SOURCE = Task("a1", (0, 1), CellCode("x = 'é\udc80'"), names=Payload((b"",)), execution_count=7)
 SCRIPT = Task("a2", (1,), Script("file", "train.py", (), "/w/train.py", "/w"), execution_count=3)
-CALL = Task("a3", (2,), Call("snapshot.write", {"folder": "/s", "wanted": {0: ["x"]}}))
+CALL = Task("a3", (2,), OpCall("snapshot.write", {"folder": "/s", "wanted": {0: ["x"]}}))
 
 
 def test_memory_that_a_task_refers_to() -> None:
@@ -45,7 +45,7 @@ def test_memory_that_a_task_refers_to() -> None:
     refs = [SegmentRef(f"/proc/1/fd/{number}#9", (8,)) for number in range(3)]
     parts = {0: Payload(segment=refs[1]), 1: Payload(segment=refs[2])}
     names = Payload(segment=refs[0])
-    task = Task("a5", (0, 1), Call("values.scatter", {"parts": parts}), names, imports={0: {}})
+    task = Task("a5", (0, 1), OpCall("values.scatter", {"parts": parts}), names, imports={0: {}})
     assert task.segments == (*refs,)
     here = {ref.path: SegmentRef(f"/here/{ref.path}", ref.sizes) for ref in refs}
     assert task.moved(here).segments == (*here.values(),)
@@ -98,14 +98,14 @@ def test_a_mesh_in_a_world_of_another_size() -> None:
 
 def test_bytes_of_a_big_value() -> None:
     """They have a frame of their own, and arrive with what they are of."""
-    piece = Piece("/proc/1/fd/2#3", 4, b"bytes")
+    piece = SegmentPiece("/proc/1/fd/2#3", 4, b"bytes")
     frame, data = node_frames(piece)
     assert data is piece.data
     assert node_message_from(bytes(frame), memoryview(data)) == piece
     for frames in ((), (b"",), (pack(5),), (pack(NodeHello("1", "x", None)),), (frame, data, data)):
         with pytest.raises(BadFrame):
             node_message_from(*frames)
-    assert node_frames(Answer(1, "x")) == [pack(Answer(1, "x"))]
+    assert node_frames(AgentReply(1, "x")) == [pack(AgentReply(1, "x"))]
 
 
 def test_processes_by_rank() -> None:
@@ -138,9 +138,9 @@ def test_a_landmark_is_the_very_same_file(tmp_path: Path) -> None:
     assert Landmark.of(str(file)) not in (mark, None)
 
 
-PLACE = Place(3, "all_reduce", {"0": 2}, begun=(Begun("0", 1, "all_reduce", "[2]"),))
+PLACE = RankPosition(3, "all_reduce", {"0": 2}, begun=(Begun("0", 1, "all_reduce", "[2]"),))
 
-ANSWERS: list[control.Answer] = [
+ANSWERS: list[control.ControlReply] = [
     PLACE,
     control.Traced(PLACE, (StackFrame("Cell In[1]", 3, "<module>"),)),
     Collective("all_reduce", 3, is_done=False),
@@ -152,9 +152,9 @@ ANSWERS: list[control.Answer] = [
 
 HOSTILE: list[Any] = [
     os.system,
-    Place,
-    Place(line="3"),  # type: ignore[arg-type]
-    Place(counts={"0": "2"}),  # type: ignore[dict-item]
+    RankPosition,
+    RankPosition(line="3"),  # type: ignore[arg-type]
+    RankPosition(counts={"0": "2"}),  # type: ignore[dict-item]
     Begun("0", 1, "all_reduce"),  # of no use there
     {"do": "locate"},
 ]
@@ -163,7 +163,7 @@ HOSTILE: list[Any] = [
 def test_answers_arrive_equal() -> None:
     """The agent gets what a worker has answered."""
     for number, answer in enumerate(ANSWERS):
-        answered = control.Answered(number, answer)
+        answered = control.ControlReplyTo(number, answer)
         assert control.answer_from(pack(answered)) == answered
 
 
@@ -171,8 +171,8 @@ def test_nothing_else_is_made_of_a_workers_bytes() -> None:
     """No code runs, every field has its type, and whatever unpickling makes of garbage is none."""
     without_fields = b"\x80\x02cnbdist.wire.places\nPlace\n)\x81."
     garbage = [b"", b"garbage", b"\x80\x05.", without_fields, pickle.dumps(ANSWERS[0])]
-    hostile = (pickle.dumps(control.Answered(1, each)) for each in HOSTILE)
-    for frame in (*garbage, *hostile, pickle.dumps(control.Answered("1", ANSWERS[0]))):
+    hostile = (pickle.dumps(control.ControlReplyTo(1, each)) for each in HOSTILE)
+    for frame in (*garbage, *hostile, pickle.dumps(control.ControlReplyTo("1", ANSWERS[0]))):
         with pytest.raises(BadFrame):
             control.answer_from(frame)
 

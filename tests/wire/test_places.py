@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nbdist.wire.places import Place, StackFrame
+from nbdist.wire.places import RankPosition, StackFrame
 
 
 def test_calls_as_in_tracebacks() -> None:
@@ -23,9 +23,13 @@ def test_calls_as_in_tracebacks() -> None:
 
 def test_whether_a_rank_is_in_what_it_runs() -> None:
     """Else it says how that has ended."""
-    for place in (Place(line=1), Place(file="train.py"), Place(operation="barrier")):
+    for place in (
+        RankPosition(line=1),
+        RankPosition(file="train.py"),
+        RankPosition(operation="barrier"),
+    ):
         assert place.is_in_code
-    assert Place(holds_gil=True).is_in_code
-    assert Place(is_stopped=True).is_in_code
-    for place in (Place(), Place(counts={"default": 3})):
+    assert RankPosition(holds_gil=True).is_in_code
+    assert RankPosition(is_stopped=True).is_in_code
+    for place in (RankPosition(), RankPosition(counts={"default": 3})):
         assert not place.is_in_code

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from nbdist.wire.frames import BadFrame
-from nbdist.wire.places import Begun, Collective, Place
+from nbdist.wire.places import Begun, Collective, RankPosition
 from nbdist.wire.queries import (
-    SOCKET,
+    ATTACH_SOCKET_PATTERN,
     Accepted,
     Attach,
+    AttachRefused,
     Describe,
-    Look,
-    Refused,
-    Said,
+    DescribeRanks,
+    QueryMessage,
     WorldInfo,
     connect_to,
     from_line,
@@ -29,7 +29,7 @@ from nbdist.wire.status import Gpu, WorkerStatus
 
 WORKER = WorkerStatus(
     *(0, 100, "here", "busy", 1.5, 2**20, "cuda:0"),
-    Place(3, counts={"0": 7}, stalled=(("a:1", "b:2"),), begun=(Begun("0", 4, "barrier"),)),
+    RankPosition(3, counts={"0": 7}, stalled=(("a:1", "b:2"),), begun=(Begun("0", 4, "barrier"),)),
     *("x = 1", Collective("barrier", 4, is_done=True), Gpu(1, 2, 3), 0.5, 7),
     "loss\x1b[2J\udc80",
 )
@@ -42,13 +42,22 @@ INFO = WorldInfo(
 def test_what_is_said_is_read_again() -> None:
     """As one line each, with all that is known of a worker."""
     attach = Attach("1.0", 12, "notebook-12.sock")
-    said: list[Said] = [Describe(), Look(), attach, INFO, Accepted(3, 4), Refused("")]
+    said: list[QueryMessage] = [
+        Describe(),
+        DescribeRanks(),
+        attach,
+        INFO,
+        Accepted(3, 4),
+        AttachRefused(""),
+    ]
     for each in said:
         line = to_line(each)
         assert line.index(b"\n") == len(line) - 1
         assert from_line(line) == each
     # What this version does not know is passed over.
-    assert from_line(json.dumps({"Refused": {"why": "no", "until": 5}}).encode()) == Refused("no")
+    assert from_line(json.dumps({"Refused": {"why": "no", "until": 5}}).encode()) == AttachRefused(
+        "no"
+    )
 
 
 def test_what_is_none_of_it() -> None:
@@ -86,4 +95,4 @@ def test_who_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         with pytest.raises(PermissionError, match="another user's"):
             connect_to(path, 1.0)
     names = ("notebook-12.sock", "../x.sock", "notebook-1.sock/..")
-    assert [bool(SOCKET.fullmatch(name)) for name in names] == [True, False, False]
+    assert [bool(ATTACH_SOCKET_PATTERN.fullmatch(name)) for name in names] == [True, False, False]

@@ -14,9 +14,8 @@ from torch._C._distributed_c10d import HashStore, Store
 
 from nbdist.wire.frames import BadFrame, FrameCutter
 from nbdist.wire.store import (
-    LONGEST_WAIT,
+    MAX_STORE_WAIT,
     Add,
-    Answer,
     Append,
     CompareSet,
     Count,
@@ -24,8 +23,9 @@ from nbdist.wire.store import (
     Get,
     HostedStore,
     Operation,
-    Refused,
     Set,
+    StoreRefused,
+    StoreReply,
     Wait,
     answer_from,
     operation_from,
@@ -44,7 +44,7 @@ OPERATIONS = [
     Count(),
 ]
 
-ANSWERS = [None, True, 7, b"value", (b"one", b""), Refused("it is so.")]
+ANSWERS = [None, True, 7, b"value", (b"one", b""), StoreRefused("it is so.")]
 
 
 def test_what_is_said_arrives() -> None:
@@ -62,9 +62,9 @@ NO_OPERATIONS = [
     Set({b"key": b""}),  # type: ignore[dict-item]
     Get(["key"], 1.0),  # type: ignore[arg-type]
     Get((1,), 1.0),  # type: ignore[arg-type]
-    *(Wait((), seconds) for seconds in (-1.0, LONGEST_WAIT + 1, float("nan"))),
+    *(Wait((), seconds) for seconds in (-1.0, MAX_STORE_WAIT + 1, float("nan"))),
     Add("key", 1.5),  # type: ignore[arg-type]
-    Refused("no"),
+    StoreRefused("no"),
     "Count()",
     print,
 ]
@@ -139,14 +139,14 @@ async def test_what_holds_no_number() -> None:
     store = HostedStore()
     await store.ask(Set({"key": b"text"}))
     answer = await store.ask(Add("key", 1))
-    assert answer == Refused("key holds b'text', to which no number can be added")
+    assert answer == StoreRefused("key holds b'text', to which no number can be added")
     assert await store.ask(Get(("key",), 0)) == (b"text",)
     assert await store.ask(Count()) == 1
     store.begin_world()
     assert await store.ask(Wait(("key",))) is False
 
 
-async def waiting(store: HostedStore, operation: Operation) -> asyncio.Task[Answer]:
+async def waiting(store: HostedStore, operation: Operation) -> asyncio.Task[StoreReply]:
     """Somebody asks, and is not answered yet."""
     before = repr(store)
     asked = asyncio.create_task(store.ask(operation))

@@ -22,14 +22,14 @@ from nbdist.values import payload
 from nbdist.values.payload import Segment, length_of, open_segment, run_to_end
 from nbdist.wire import transfer
 from nbdist.wire.transfer import (
-    MOST_WINDOW,
+    MAX_WINDOW,
     Fetch,
     Frame,
-    Kind,
+    FrameKind,
     Mismatch,
     Numbered,
-    Piece,
     Receiving,
+    SegmentPiece,
     piece_of,
 )
 
@@ -44,7 +44,7 @@ class End:
 
     def take(self) -> None:
         header, *frames = self.coming.popleft()
-        if self.talk.read_header(bytes(header)) is Kind.MESSAGE:
+        if self.talk.read_header(bytes(header)) is FrameKind.MESSAGE:
             self.read += map(bytes, frames)
 
 
@@ -61,19 +61,19 @@ def test_whatever_is_lost(steps: list[str]) -> None:
             case "take" if other.coming:
                 other.take()
             case "beat":
-                one.coming.append([other.talk.bare_header(Kind.BEAT)])
+                one.coming.append([other.talk.bare_header(FrameKind.BEAT)])
                 one.take()
             case "lose":
                 other.coming.clear()
                 one.coming.clear()
             case "connect":
                 for end, peer in ((one, other), (other, one)):
-                    peer.coming.append([end.talk.bare_header(Kind.AGAIN)])
+                    peer.coming.append([end.talk.bare_header(FrameKind.AGAIN)])
                     peer.coming.extend(end.talk.replay())
     while other.coming:
         other.take()
     assert other.read == sent
-    one.coming.append([other.talk.bare_header(Kind.BEAT)])
+    one.coming.append([other.talk.bare_header(FrameKind.BEAT)])
     while one.coming:
         one.take()
     assert [*one.talk.replay()] == []
@@ -83,7 +83,7 @@ def test_what_has_been_read_is_acknowledged_once() -> None:
     """With the next message, or a sign that is due for it."""
     one, other = Numbered(), Numbered()
     assert not other.has_read
-    assert other.read_header(bytes(one.message([b"1"])[0])) is Kind.MESSAGE
+    assert other.read_header(bytes(one.message([b"1"])[0])) is FrameKind.MESSAGE
     assert other.has_read
     other.message([b"2"])
     assert not other.has_read
@@ -91,7 +91,7 @@ def test_what_has_been_read_is_acknowledged_once() -> None:
     one, other = Numbered(), Numbered()
     other.read_header(bytes(one.message([b"1"])[0]))
     with pytest.raises(Mismatch):
-        Numbered().read_header(other.bare_header(Kind.AGAIN))
+        Numbered().read_header(other.bare_header(FrameKind.AGAIN))
 
 
 SMALL_PIECE = 1000
@@ -108,7 +108,7 @@ def _leaves_nothing_open() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="module")
 def _small_pieces() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transfer, "PIECE", SMALL_PIECE)
+        patch.setattr(transfer, "TRANSFER_PIECE", SMALL_PIECE)
         yield
 
 
@@ -123,7 +123,7 @@ class Line:
 
     def __init__(self, seed: int = 0) -> None:
         self.asked: deque[Fetch] = deque()
-        self.coming: deque[Piece] = deque()
+        self.coming: deque[SegmentPiece] = deque()
         self.receiving = Receiving(self.asked.append)
         self.longest = 0
         self._random = random.Random(seed)
@@ -180,7 +180,7 @@ def test_what_is_asked_for_is_what_arrives(all_sizes, seed, data):
                     line.step()
             assert await line.bring(*segments) == ""  # some for the second time
             assert {await each for each in bringing} == {""}
-            assert line.longest <= MOST_WINDOW
+            assert line.longest <= MAX_WINDOW
             for segment in segments:
                 line.assert_has(segment)
 
@@ -282,4 +282,4 @@ async def test_a_slow_link_is_not_filled(monkeypatch: pytest.MonkeyPatch) -> Non
         for _ in range(60):
             clock += 0.0001
             line.step()
-        assert f"of {MOST_WINDOW} pieces under way" in repr(line.receiving)
+        assert f"of {MAX_WINDOW} pieces under way" in repr(line.receiving)

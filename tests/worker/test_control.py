@@ -14,9 +14,9 @@ import pytest
 
 from nbdist.output.events import Failure
 from nbdist.wire import control
-from nbdist.wire.control import Complete, Completions, Description, Inspect, Question
+from nbdist.wire.control import Complete, Completions, Description, Inspect, TypingQuestion
 from nbdist.wire.frames import FrameCutter, framed, pack
-from nbdist.world.hangs import ABORTED
+from nbdist.world.hangs import RELEASED_ERROR
 from nbdist.world.world import World
 from tests.waiting import SOON, wait_until
 from tests.worlds import NewWorld
@@ -34,7 +34,7 @@ class Asker:
         self._socket.connect(str(path))
         self._cutter = FrameCutter()
 
-    def ask(self, request: control.Request) -> control.Answer:
+    def ask(self, request: control.ControlRequest) -> control.ControlReply:
         self._socket.sendall(framed(pack((7, request))))
         while data := self._socket.recv(1 << 16):
             for frame in self._cutter.feed(data):
@@ -51,7 +51,11 @@ def test_without_a_group(new_world: NewWorld) -> None:
     """There is none to tell of, to abort or to form anew."""
     with new_world(1, backend="none") as w, closing(Asker(0)) as alone:
         assert alone.ask(control.ListGroups()) == control.HeldGroups(0, 1, {})
-        asks = control.LastCollective(), control.Abort(), control.Regroup(2, {}, w.session.spec, {})
+        asks = (
+            control.LastCollective(),
+            control.AbortCollectives(),
+            control.Regroup(2, {}, w.session.spec, {}),
+        )
         assert {*map(alone.ask, asks)} == {control.Ok()}
 
 
@@ -61,13 +65,13 @@ def test_a_collective_is_aborted(world: World) -> None:
     with closing(Asker(1)) as rank1:
         assert rank1.ask(control.Check()) == ()
         running = world.submit(world.task("dist.barrier()", ranks=[1]))
-        while not rank1.ask(control.Locate()).operation:
+        while not rank1.ask(control.LocateMainThread()).operation:
             world.session.receive(0.01)
-        assert rank1.ask(control.Abort()) == control.Ok()
+        assert rank1.ask(control.AbortCollectives()) == control.Ok()
         world.session.wait(running)
         (error,) = running.transcript.errors.values()
         assert isinstance(error, Failure)
-        assert error.name == ABORTED
+        assert error.name == RELEASED_ERROR
         world.session.heal()
         assert rank1.ask(control.LastCollective()) == control.Ok()
     world.execute("dist.barrier()")
@@ -76,7 +80,7 @@ def test_a_collective_is_aborted(world: World) -> None:
 # --- what a front end asks --------------------------------------------------------------
 
 
-def ask(world: World, question: Question, *ranks: int) -> Completions | Description:
+def ask(world: World, question: TypingQuestion, *ranks: int) -> Completions | Description:
     """The first answer that comes in time; on a busy machine a rank may take too long."""
     deadline = time.monotonic() + SOON
     while time.monotonic() < deadline:
@@ -85,7 +89,7 @@ def ask(world: World, question: Question, *ranks: int) -> Completions | Descript
     raise AssertionError(f"no answer within {SOON} s")
 
 
-def answered(world: World, question: Question, *ranks: int) -> Any:
+def answered(world: World, question: TypingQuestion, *ranks: int) -> Any:
     asked = world.session.consult(question, ranks or (0, 1))
     assert asked is not None
     return asked.result(SOON)

@@ -20,7 +20,7 @@ from nbdist.values.payload import open_payload, pack_frames
 from nbdist.wire.ops import Inspected, Replaced
 from nbdist.worker import counterparts as module
 from nbdist.worker.counterparts import Counterparts, are_written
-from nbdist.world.names import NameTable
+from nbdist.world.name_table import NameTable
 from nbdist.world.sent_objects import NOTHING_SENT, Parcel
 
 

@@ -11,7 +11,7 @@ import pytest
 from nbdist.errors import WorkerError
 from nbdist.output.layout import final_layout
 from nbdist.output.text import panel_text
-from nbdist.wire.work import Source
+from nbdist.wire.work import CellCode
 from nbdist.world.world import World
 from tests.cells import run, run_well
 from tests.worlds import NewWorld
@@ -210,7 +210,7 @@ warnings.warn_explicit("from elsewhere", UserWarning, "elsewhere.py", 7)
 
 def shown(world: World, source: str) -> str:
     """The text of a cell, the seventh of its notebook."""
-    running = world.submit(world.task(Source(source), execution_count=7))
+    running = world.submit(world.task(CellCode(source), execution_count=7))
     world.session.wait(running)
     running.result()
     text = panel_text(final_layout(running.transcript))

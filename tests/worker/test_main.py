@@ -18,7 +18,7 @@ import pytest
 
 from nbdist.output.events import Comm, Done
 from nbdist.wire.frames import FrameCutter, framed, pack
-from nbdist.wire.work import CatchUp, Finished, InputReply, SigintSent, Source, Task
+from nbdist.wire.work import CatchUp, CellCode, Finished, InputReply, SigintSent, Task
 from nbdist.worker.main import Tasks
 from nbdist.worker.process import Interrupts
 from nbdist.world.world import World
@@ -250,7 +250,7 @@ def agent(tmp_path: Path, runner: asyncio.Runner) -> Iterator[Agent]:
 
 
 def task(name: str) -> bytes:
-    return framed(pack(Task(name, (0,), Source(name))))
+    return framed(pack(Task(name, (0,), CellCode(name))))
 
 
 async def test_a_second_stop(agent: Agent) -> None:

@@ -14,7 +14,7 @@ from linecache import getline
 import pytest
 from torch.distributed import distributed_c10d, rendezvous
 
-from nbdist.agent.stacks import Call, Torn, calls_in
+from nbdist.agent.stacks import FrameInfo, Torn, calls_in
 from nbdist.wire.call_layout import CallLayout
 from nbdist.worker.probe import OFFSETS, call_layout, frames_of, is_calling, is_handling_stop
 from tests.waiting import wait_until
@@ -111,12 +111,12 @@ list(outer())
 def test_a_threads_calls_are_where_it_says(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As Python knows them, whatever letters names have; of another Python nothing is said."""
 
-    def in_memory() -> tuple[Call, ...]:
+    def in_memory() -> tuple[FrameInfo, ...]:
         with open("/proc/self/mem", "rb", 0) as memory, suppress(Torn, OSError):
             return calls_in(memory.fileno(), layout)
         return ()
 
-    def known() -> tuple[Call, ...]:
+    def known() -> tuple[FrameInfo, ...]:
         calls = traceback.walk_stack(sys._current_frames()[ident])
         return tuple((each.f_code.co_filename, line, each.f_code.co_name) for each, line in calls)
 

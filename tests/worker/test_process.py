@@ -15,7 +15,7 @@ import pytest
 from nbdist.agent.worker_output import Merger
 from nbdist.output.events import Text
 from nbdist.worker import process
-from nbdist.worker.process import RESERVE, CellTimes, Interrupts
+from nbdist.worker.process import DESCRIPTOR_RESERVE, CellTimes, Interrupts
 from tests.waiting import SOON
 
 pytestmark = pytest.mark.world
@@ -45,9 +45,16 @@ print(*resource.getrlimit(resource.RLIMIT_NOFILE))
 @pytest.mark.parametrize(("soft", "kept"), [(4, 3), (2, 2)])
 def test_some_descriptors_are_kept(soft: int, kept: int) -> None:
     """Cells have fewer than the hard limit allows, or the user; what the agent asks has more."""
-    hard, asks = 4 * RESERVE, (kept + 1) * RESERVE
-    found = run(LIMITS.format(soft=soft * RESERVE, hard=hard))
-    assert [*map(int, found)] == [kept * RESERVE, hard, asks, hard, kept * RESERVE, hard]
+    hard, asks = 4 * DESCRIPTOR_RESERVE, (kept + 1) * DESCRIPTOR_RESERVE
+    found = run(LIMITS.format(soft=soft * DESCRIPTOR_RESERVE, hard=hard))
+    assert [*map(int, found)] == [
+        kept * DESCRIPTOR_RESERVE,
+        hard,
+        asks,
+        hard,
+        kept * DESCRIPTOR_RESERVE,
+        hard,
+    ]
 
 
 async def test_an_interrupt_is_for_the_task_that_runs() -> None:
@@ -114,7 +121,7 @@ def test_a_cell_and_its_waits(monkeypatch: pytest.MonkeyPatch) -> None:
         raise KeyboardInterrupt
     assert (times.count, times.waited_ns) == (0, 0)
     assert times.ended_ns >= times.began_ns
-    monkeypatch.setattr(process, "MOST_WAITS", 2)
+    monkeypatch.setattr(process, "MAX_WAITS", 2)
     times = CellTimes()
     with times:
         for _ in range(3):

@@ -14,14 +14,14 @@ import pytest
 import zmq
 
 from nbdist.worker.publishing import (
-    LARGEST,
     LONGEST_ERROR,
-    MOST,
-    MOST_AHEAD,
-    MOST_IN_A_TASK,
-    MOST_IN_FILES,
+    MAX_BYTES_AHEAD,
+    MAX_DISPLAY_LENGTH,
+    MAX_FILES_LENGTH,
+    MAX_LOG_RECORDS,
+    MAX_TASK_DISPLAYS,
     OF_MESSAGE,
-    SMALL,
+    SMALL_DISPLAY,
     LargeOutputs,
     MarkingSession,
     Records,
@@ -38,9 +38,9 @@ def test_what_fits_is_passed_on(tmp_path: Path) -> None:
     """The message itself, and no file is written."""
     large = LargeOutputs(tmp_path)
     for kind, content in [
-        ("display_data", display("image/png", LARGEST)),
+        ("display_data", display("image/png", MAX_DISPLAY_LENGTH)),
         ("display_data", {"data": {"application/x": {"y": 1}, "text/x": object()}}),
-        ("stream", {"text": "x" * (LARGEST + 1)}),
+        ("stream", {"text": "x" * (MAX_DISPLAY_LENGTH + 1)}),
         ("error", {"evalue": "bad", "traceback": ["x" * LONGEST_ERROR]}),
         ("display_data", {"data": None}),
         ("error", "no content at all"),
@@ -51,23 +51,23 @@ def test_what_fits_is_passed_on(tmp_path: Path) -> None:
 
 def test_a_large_display_is_in_a_file(tmp_path: Path) -> None:
     """A line says what it was and where it is, for this user to read, as long as there is room."""
-    large, data = LargeOutputs(tmp_path), display("text/html", LARGEST + 1)
+    large, data = LargeOutputs(tmp_path), display("text/html", MAX_DISPLAY_LENGTH + 1)
     content = large.limit_content("display_data", data)
     (file,) = tmp_path.iterdir()
-    assert (file.name, file.stat().st_size) == ("display-0.html", LARGEST + 1)
+    assert (file.name, file.stat().st_size) == ("display-0.html", MAX_DISPLAY_LENGTH + 1)
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     said = f"<a figure>\n… text/html of 10,000,001 characters, too much for a page: {file}"
     assert content == {"data": {"text/plain": said}, "metadata": {}}
-    large.limit_content("display_data", display("image/avif", LARGEST + 1))
+    large.limit_content("display_data", display("image/avif", MAX_DISPLAY_LENGTH + 1))
     (image,) = {*tmp_path.iterdir()} - {file}
     assert image.name == "display-1.avif.base64"
     image.unlink()
-    figure = {"y": ["é" * 10] * (LARGEST // 60)}
+    figure = {"y": ["é" * 10] * (MAX_DISPLAY_LENGTH // 60)}
     content = large.limit_content("display_data", {"data": {"application/x": figure}})
     (other,) = {*tmp_path.iterdir()} - {file}
     assert content["data"]["text/plain"].endswith(f"too much for a page: {other}")
     assert json.loads(other.read_text()) == figure
-    for _ in range(MOST_IN_FILES // LARGEST):
+    for _ in range(MAX_FILES_LENGTH // MAX_DISPLAY_LENGTH):
         content = large.limit_content("display_data", data)
     assert content == LargeOutputs(None).limit_content("display_data", data)
     assert content["data"]["text/plain"].endswith("too much for a page")
@@ -75,12 +75,12 @@ def test_a_large_display_is_in_a_file(tmp_path: Path) -> None:
 
 def test_room_for_files_is_taken_by_files_alone(tmp_path: Path) -> None:
     """A text that is too large, or that the disk does not take, leaves its room to smaller ones."""
-    large, small = LargeOutputs(tmp_path), display("text/html", LARGEST + 1)
-    large.limit_content("display_data", display("text/html", MOST_IN_FILES + 1))
+    large, small = LargeOutputs(tmp_path), display("text/html", MAX_DISPLAY_LENGTH + 1)
+    large.limit_content("display_data", display("text/html", MAX_FILES_LENGTH + 1))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (SMALL, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (SMALL_DISPLAY, before[1]))
     try:
-        for _ in range(MOST_IN_FILES // LARGEST):
+        for _ in range(MAX_FILES_LENGTH // MAX_DISPLAY_LENGTH):
             large.limit_content("display_data", small)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -88,14 +88,14 @@ def test_room_for_files_is_taken_by_files_alone(tmp_path: Path) -> None:
     content = large.limit_content("display_data", small)
     (file,) = tmp_path.iterdir()
     assert content["data"]["text/plain"].endswith(f"too much for a page: {file}")
-    assert file.stat().st_size == LARGEST + 1
+    assert file.stat().st_size == MAX_DISPLAY_LENGTH + 1
 
 
 def test_many_displays_of_a_task(tmp_path: Path) -> None:
     """After so many only small ones are passed on; the next task may show as much again."""
     large = LargeOutputs(tmp_path)
-    some, small = display("image/png", LARGEST), display("image/png", SMALL)
-    for _ in range(MOST_IN_A_TASK // LARGEST):
+    some, small = display("image/png", MAX_DISPLAY_LENGTH), display("image/png", SMALL_DISPLAY)
+    for _ in range(MAX_TASK_DISPLAYS // MAX_DISPLAY_LENGTH):
         assert large.limit_content("display_data", some) is some
     assert large.limit_content("display_data", some) is not some
     assert large.limit_content("display_data", small) is small
@@ -109,14 +109,14 @@ def test_who_shows_much_waits_for_the_agent(capfd: pytest.CaptureFixture[str]) -
     """Each time that so many bytes have been sent, or messages, and not in between."""
     session, waits = MarkingSession(), list[int]()
     session.catch_up = lambda: waits.append(session._sent)
-    part = MOST_AHEAD // 4
+    part = MAX_BYTES_AHEAD // 4
     for _ in range(6):
         session.send(None, "display_data", {"data": {"text/html": "x" * part}})
     for _ in range(4):
         session.send(None, "comm_msg", {}, buffers=[bytes(part)])
     assert waits == [4, 8]
     assert capfd.readouterr().out.count("\x1b_") == 10
-    for _ in range(2 * MOST_AHEAD // OF_MESSAGE):
+    for _ in range(2 * MAX_BYTES_AHEAD // OF_MESSAGE):
         session.send(None, "display_data", {"data": {"text/plain": "x"}})
     assert len(waits) == 4
 
@@ -173,10 +173,10 @@ def test_records(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixtu
     records.begin_task(logging.DEBUG)
     # The kernel logs each of its messages, also those that would carry records.
     records.relay(logging.LogRecord("nbdist-worker", 40, "kernel.py", 1, "sent", (), None))
-    for _ in range(MOST + 2):
+    for _ in range(MAX_LOG_RECORDS + 2):
         records.relay(record())
     records.end_task()
-    assert len(sent) == MOST + 1
+    assert len(sent) == MAX_LOG_RECORDS + 1
     said = "2 records more were not sent: 10,000 a cell and rank are"
     assert (sent[-1]["name"], sent[-1]["message"]) == ("nbdist", said)
     sent.clear()

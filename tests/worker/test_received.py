@@ -8,7 +8,7 @@ import torch
 from nbdist.errors import UsageError, WorkerError
 from nbdist.values.payload import Segment, run_to_end
 from nbdist.worker import received
-from nbdist.worker.received import Homeward, KeptValues
+from nbdist.worker.received import KeptValues, ReturnReducer
 from nbdist.world.world import World
 
 pytestmark = pytest.mark.shared_world(2)
@@ -64,7 +64,7 @@ def test_what_connects_the_ranks_stays(world: World) -> None:
         world.gather("mesh")
     with pytest.raises(UsageError, match="a process group connects the ranks"):
         world.gather("dist.group.WORLD")
-    assert Homeward().reduce(torch.nn.Linear(1, 1)) is NotImplemented  # type: ignore[comparison-overlap]
+    assert ReturnReducer().reduce(torch.nn.Linear(1, 1)) is NotImplemented  # type: ignore[comparison-overlap]
 
 
 def test_a_model_of_fsdp(world: World) -> None:
@@ -96,8 +96,8 @@ def segment(size: int) -> Segment:
 
 def test_the_newest_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """So many, and so many bytes, but for the newest one; of others it is said why not."""
-    monkeypatch.setattr(received, "MOST_BYTES", 1000)
-    kept, names = KeptValues(), [*map(str, range(received.MOST + 2))]
+    monkeypatch.setattr(received, "MAX_KEPT_BYTES", 1000)
+    kept, names = KeptValues(), [*map(str, range(received.MAX_KEPT_RESULTS + 2))]
     for name in names:
         kept.keep(name, segment(10))
     there = [name for name in names if isinstance(kept.find(name), Segment)]

@@ -13,14 +13,14 @@ import torch
 
 from nbdist.wire.control import StepCount
 from nbdist.worker import steps as module
-from nbdist.worker.steps import STEPS, Steps
+from nbdist.worker.steps import STEPS, StepCounter
 from tests.waiting import wait_until
 
 TASK = "a task"
 
 
 @pytest.fixture
-def steps() -> Iterator[Steps]:
+def steps() -> Iterator[StepCounter]:
     """The hooks of this process, in a task whose SIGINT they take."""
     if not STEPS._ident:
         STEPS.watch()
@@ -52,7 +52,7 @@ def press() -> None:
     signal.raise_signal(signal.SIGINT)
 
 
-def test_steps_are_counted(steps: Steps) -> None:
+def test_steps_are_counted(steps: StepCounter) -> None:
     """Of all optimizers, in this task; a step in a step, or in a thread, does not count."""
     inner, other = Doing(), Doing()
     outer = Doing(inner.step)
@@ -67,7 +67,7 @@ def test_steps_are_counted(steps: Steps) -> None:
     assert steps.begun == 0
 
 
-def test_a_step_that_raises(steps: Steps) -> None:
+def test_a_step_that_raises(steps: StepCounter) -> None:
     """The task has ended inside of it, unless another step follows."""
 
     def fail() -> None:
@@ -82,7 +82,7 @@ def test_a_step_that_raises(steps: Steps) -> None:
     assert (steps.begun, steps.is_inside) == (3, False)
 
 
-def test_sigint_in_a_step(steps: Steps) -> None:
+def test_sigint_in_a_step(steps: StepCounter) -> None:
     """It raises at the end of the step, of an outer one where steps are in steps; else at once."""
     for inner in (Doing(press), Doing(Doing(press).step)):
         with pytest.raises(KeyboardInterrupt):
@@ -93,7 +93,9 @@ def test_sigint_in_a_step(steps: Steps) -> None:
         press()
 
 
-def test_sigint_in_a_step_that_does_not_end(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sigint_in_a_step_that_does_not_end(
+    steps: StepCounter, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It raises after a while all the same; a second one, or what an abort needs, at once."""
     monkeypatch.setattr(module, "MAX_DEFERRAL", 0.05)
 
@@ -116,7 +118,7 @@ def test_sigint_in_a_step_that_does_not_end(steps: Steps, monkeypatch: pytest.Mo
         assert (optimizer.ended, steps.is_inside) == (0, True)
 
 
-def test_a_held_rank_stops_at_its_step(steps: Steps) -> None:
+def test_a_held_rank_stops_at_its_step(steps: StepCounter) -> None:
     """It waits at the beginning of its next step, and goes on to the one that is named."""
     optimizer = Doing()
     optimizer.step()
@@ -149,7 +151,7 @@ class PressesAtEnd:
         press()
 
 
-def test_sigint_at_the_step_to_stop_at(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sigint_at_the_step_to_stop_at(steps: StepCounter, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is no second KeyboardInterrupt, for code that cleans up after the first."""
     monkeypatch.setattr(module, "MAX_DEFERRAL", 0.05)
     monkeypatch.setattr(steps, "_lock", PressesAtEnd())
@@ -163,7 +165,7 @@ def test_sigint_at_the_step_to_stop_at(steps: Steps, monkeypatch: pytest.MonkeyP
     assert (steps.begun, steps.is_inside) == (1, False)
 
 
-def test_holding_a_task_that_has_ended(steps: Steps) -> None:
+def test_holding_a_task_that_has_ended(steps: StepCounter) -> None:
     """Its last count is said if it has succeeded; then the agent lets other ranks finish it."""
     optimizer = Doing()
     for has_succeeded, begun in ((True, 2), (False, 0)):
@@ -178,7 +180,7 @@ def test_holding_a_task_that_has_ended(steps: Steps) -> None:
     assert steps.hold(TASK) == StepCount()
 
 
-def test_a_held_rank_goes_on(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_held_rank_goes_on(steps: StepCounter, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nobody says where to stop, it is released, or SIGINT comes."""
     optimizer = Doing()
     assert steps.hold(TASK).begun == 0

@@ -16,8 +16,8 @@ from nbdist.values.payload import open_payload, size_of
 from nbdist.values.pickling import unpickle
 from nbdist.worker.compat import accelerator
 from nbdist.worker.tracebacks import (
-    MOST_BYTES,
-    MOST_CHARACTERS,
+    MAX_ARGUMENT_BYTES,
+    MAX_FAILURE_LENGTH,
     contents_of,
     failure_of,
     find_recursions,
@@ -28,7 +28,7 @@ from nbdist.worker.tracebacks import (
     unfit_reason,
     with_short_message,
 )
-from nbdist.world.running import TaskRun
+from nbdist.world.task_run import TaskRun
 from nbdist.world.world import World
 from tests.worker.ops.test_memory import shell_with
 
@@ -129,18 +129,18 @@ def test_a_failure() -> None:
 
 def test_messages() -> None:
     """As much as is read, in characters that can be sent; IPython has no more to colour."""
-    long = message_of(ValueError("x" * (MOST_CHARACTERS + 1_000)))
-    assert long == "x" * MOST_CHARACTERS + " … 1,000 more characters"
+    long = message_of(ValueError("x" * (MAX_FAILURE_LENGTH + 1_000)))
+    assert long == "x" * MAX_FAILURE_LENGTH + " … 1,000 more characters"
     assert message_of(ValueError("half \ud800")) == "half \\ud800"
     odd = caught("class Odd(Exception):\n    def __str__(self): raise LookupError\nraise Odd")
     assert message_of(odd) == "<its text cannot be made: LookupError>"
     short, cause = ValueError("bad"), KeyError(1)
     assert with_short_message(ValueError, short) == (ValueError, short)
-    error = ShardError("x" * (2 * MOST_CHARACTERS))
+    error = ShardError("x" * (2 * MAX_FAILURE_LENGTH))
     error.__cause__ = cause
     kind, shown = with_short_message(ShardError, error)
     assert (kind.__name__, shown.__cause__) == ("ShardError", cause)
-    assert len(str(shown)) < MOST_CHARACTERS + 100
+    assert len(str(shown)) < MAX_FAILURE_LENGTH + 100
 
 
 def test_odd_exceptions(world: World) -> None:
@@ -360,11 +360,11 @@ def test_the_contents_of_an_error_stay_small() -> None:
     assert unpickle(args[0]) == "'Model' object has no attribute 'foward'"
     assert unpickle(attributes["name"]) == "foward"
     assert (sorted(attributes), whole) == (["name"], None)
-    error = ValueError(b"x" * 100 * MOST_BYTES)
-    error.data = b"x" * 2 * MOST_BYTES  # type: ignore[attr-defined]
+    error = ValueError(b"x" * 100 * MAX_ARGUMENT_BYTES)
+    error.data = b"x" * 2 * MAX_ARGUMENT_BYTES  # type: ignore[attr-defined]
     packed = contents_of(error, {})
     assert packed.segment is None
-    assert size_of(packed.frames) < MOST_BYTES
+    assert size_of(packed.frames) < MAX_ARGUMENT_BYTES
     args, attributes, _ = unpickle(open_payload(packed), {})
     assert unpickle(args[0]).startswith("b'xxx")
     assert attributes == {}

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import nbdist
-from nbdist.output.curves import Curve, Point, Series
+from nbdist.output.curves import Curve, CurvePoint, Series
 from nbdist.output.events import MAX_STEP, OF_POINT
 from nbdist.worker import tracking
-from nbdist.worker.tracking import MOST_NAMES, MOST_SENT, track
+from nbdist.worker.tracking import MAX_POINTS_SENT, MAX_TRACKED_NAMES, track
 
 
 @pytest.fixture
@@ -29,11 +29,11 @@ def sent() -> Iterator[list[dict[str, Any]]]:
     tracking.connect(None)
 
 
-def points(sent: list[dict[str, Any]], name: str) -> list[Point]:
+def points(sent: list[dict[str, Any]], name: str) -> list[CurvePoint]:
     """All that was sent of a name, the rest of it now."""
     tracking.flush()
     flat = [number for each in sent for number in each["curves"].get(name, ())]
-    return [Point(*flat[at : at + OF_POINT]) for at in range(0, len(flat), OF_POINT)]
+    return [CurvePoint(*flat[at : at + OF_POINT]) for at in range(0, len(flat), OF_POINT)]
 
 
 NUMBERS = [
@@ -53,7 +53,7 @@ def test_what_is_a_number(sent: list[dict[str, Any]], value: Any, number: float)
     track(loss=value)
     if isinstance(value, torch.Tensor):
         value.data.zero_()
-    assert points(sent, "loss") == [Point(0, 1, number, number, number, 0)]
+    assert points(sent, "loss") == [CurvePoint(0, 1, number, number, number, 0)]
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,9 @@ def test_a_flood_is_aggregated(sent: list[dict[str, Any]]) -> None:
     assert sum(each.finite for each in found) == 20_000
     assert min(each.low for each in found) == -1
     assert max(each.high for each in found) == 19_999
-    assert all(sum(map(len, each["curves"].values())) <= MOST_SENT * OF_POINT for each in sent)
+    assert all(
+        sum(map(len, each["curves"].values())) <= MAX_POINTS_SENT * OF_POINT for each in sent
+    )
     assert len(sent) < 20
     assert sent[-1]["counted"] == {"loss": 20_000, "lr": 20_000}
 
@@ -194,7 +196,7 @@ def test_steps_that_begin_again_and_again(sent: list[dict[str, Any]]) -> None:
     for number in range(3_000):
         track(step=number % 50 * 1_000, loss=number)
     found, curve = points(sent, "loss"), Curve()
-    assert len(found) <= MOST_SENT
+    assert len(found) <= MAX_POINTS_SENT
     assert sum(each.finite for each in found) == 3_000
     curve.add_points(0, "task", found, 1)
     for run in curve.runs.values():
@@ -204,10 +206,10 @@ def test_steps_that_begin_again_and_again(sent: list[dict[str, Any]]) -> None:
 
 def test_too_many_names(sent: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
     """Said once; a name for each step is a mistake that fills no memory."""
-    for number in range(3 * MOST_NAMES):
+    for number in range(3 * MAX_TRACKED_NAMES):
         track(**{f"loss {number}": 1.0})
     tracking.flush()
-    assert len({name for each in sent for name in each["curves"]}) == MOST_NAMES
+    assert len({name for each in sent for name in each["curves"]}) == MAX_TRACKED_NAMES
     assert capsys.readouterr().err.count("track: 64 names are kept, and `loss 64` is one more") == 1
 
 

@@ -23,15 +23,15 @@ import pytest
 from nbdist import __version__
 from nbdist.agent.code_folder import CodeFolder
 from nbdist.errors import AgentLost, StartError, UsageError, WorkerDied
-from nbdist.system.folders import PREFIX, RuntimeFolder
+from nbdist.system.folders import RUNTIME_FOLDER_PREFIX, RuntimeFolder
 from nbdist.wire.messages import GetStatus, PutCode
-from nbdist.wire.queries import DOOR, Describe, WorldInfo
+from nbdist.wire.queries import QUERY_SOCKET, Describe, WorldInfo
 from nbdist.wire.spec import versions_here
 from nbdist.world import agents
-from nbdist.world.agents import AgentProcess, Asking, Found, find_attachable
+from nbdist.world.agent_link import Link
+from nbdist.world.agents import AgentProcess, Asking, RunningWorld, find_attachable
 from nbdist.world.code_sync import archive_of
-from nbdist.world.link import Link
-from nbdist.world.states import State
+from nbdist.world.states import WorldState
 from nbdist.world.world import World, attach
 from tests.waiting import SOON, wait_until
 from tests.worlds import NewWorld
@@ -89,7 +89,7 @@ def world(new_world: NewWorld) -> Iterator[World]:
         yield started
 
 
-def ours(name: str, timeout: float = SOON) -> list[Found]:
+def ours(name: str, timeout: float = SOON) -> list[RunningWorld]:
     """Those of this process: other tests have worlds too."""
     found = agents.worlds(timeout)
     return [each for each in found if each.info.notebook == os.getpid() and each.is_called(name)]
@@ -99,8 +99,11 @@ def ours(name: str, timeout: float = SOON) -> list[Found]:
 def silent_door() -> Iterator[Path]:
     """The folder of one that takes questions and never answers."""
     place = os.environ["XDG_RUNTIME_DIR"]
-    with TemporaryDirectory(prefix=PREFIX, dir=place) as folder, socket(AF_UNIX) as door:
-        door.bind(os.path.join(folder, DOOR))
+    with (
+        TemporaryDirectory(prefix=RUNTIME_FOLDER_PREFIX, dir=place) as folder,
+        socket(AF_UNIX) as door,
+    ):
+        door.bind(os.path.join(folder, QUERY_SOCKET))
         door.listen()
         yield Path(folder)
 
@@ -134,9 +137,9 @@ def test_doors_that_do_not_answer(world: World, tmp_path: Path) -> None:
         Asking(tmp_path, Describe())
 
 
-def found(name: str = "exp", agent: int = 9, **info: Any) -> Found:
+def found(name: str = "exp", agent: int = 9, **info: Any) -> RunningWorld:
     facts = {"version": __version__, "host": "vm", "pool": "default", "detach": True, **info}
-    return Found(Path("/x"), agent, WorldInfo(name=name, workers=2, **facts))
+    return RunningWorld(Path("/x"), agent, WorldInfo(name=name, workers=2, **facts))
 
 
 def test_which_is_meant() -> None:
@@ -174,7 +177,7 @@ NINE = "are " + "`exp` (process 9), " * 5 + "`exp` (process 9) and 3 more)"
         ([found(notebook=os.getpid())], "exp", "this notebook uses it."),
     ],
 )
-def test_what_cannot_be_had(there: list[Found], name: str | None, said: str) -> None:
+def test_what_cannot_be_had(there: list[RunningWorld], name: str | None, said: str) -> None:
     """Is said in one line, with what to do."""
     with pytest.raises(UsageError) as error:
         find_attachable(there, name)
@@ -203,7 +206,7 @@ if __name__ == "__main__":
 """
 
 
-def here() -> list[Found]:
+def here() -> list[RunningWorld]:
     return [each for each in agents.worlds() if each.info.name == NAME]
 
 
@@ -244,7 +247,7 @@ def test_it_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         process.kill()
         wait_until(is_detached, "it is detached")
         with attach(NAME) as world:
-            assert world.state is State.RUNNING
+            assert world.state is WorldState.RUNNING
             with pytest.raises(UsageError, match="this notebook uses it"):
                 attach(NAME)
             gate.touch()
@@ -263,7 +266,7 @@ def test_it_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
             world.session.detach_link().detach()
             wait_until(is_detached, "it is detached again")
         world = attach(NAME)
-        assert (world.state, world.size, world.catch_up()) == (State.READY, 3, None)
+        assert (world.state, world.size, world.catch_up()) == (WorldState.READY, 3, None)
         with world:
             assert world.gather("x", ranks=[0]) == [0]
             world.restart(1)
@@ -373,8 +376,8 @@ def test_an_agent_that_does_not_start(
 ) -> None:
     """The error says how it was started, why it is not there, and what it wrote last."""
     if "not answer" in said:
-        monkeypatch.setattr("nbdist.world.link.HELLO_TIMEOUT", 1.0)
-    monkeypatch.setattr("nbdist.world.link.__version__", "0.0")
+        monkeypatch.setattr("nbdist.world.agent_link.HELLO_TIMEOUT", 1.0)
+    monkeypatch.setattr("nbdist.world.agent_link.__version__", "0.0")
     program = tmp_path / "agent.sh"
     program.write_text(f"{text}\n")
     program.chmod(0o755)

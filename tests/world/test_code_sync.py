@@ -52,7 +52,7 @@ def test_python_files_go_along_where_there_is_no_git(
     os.mkfifo(tmp_path / "pipe.py")
     modules = {"mine.py", "pkg/__init__.py", "pkg/deep/part.py", "venv/b.py", "link.py"}
     assert listed(tmp_path) == modules
-    monkeypatch.setattr(code_sync, "MOST_LOOKED_AT", 5)
+    monkeypatch.setattr(code_sync, "MAX_SEARCHED_FILES", 5)
     with pytest.raises(CodeNotSent, match="has more than 5 files: `git init` there, and list"):
         listed(tmp_path)
 
@@ -261,7 +261,7 @@ def test_what_cannot_be_sent_is_said(
     write(folder, {f"{size}.py": bytes(size << 10) for size in (1, 2, 3, 4)})
     code = CodeSync(folder)
     with monkeypatch.context() as patched:
-        patched.setattr(code_sync, "MOST_BYTES", 8 << 10)
+        patched.setattr(code_sync, "MAX_SYNC_BYTES", 8 << 10)
         with pytest.raises(CodeNotSent) as found:
             bring(code, node)
     assert str(found.value) == (

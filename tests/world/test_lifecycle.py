@@ -21,7 +21,7 @@ from nbdist.errors import StartError
 from nbdist.wire.messages import GetStatus
 from nbdist.wire.work import Surroundings
 from nbdist.world.spec import NotebookSurroundings, make_spec
-from nbdist.world.states import State
+from nbdist.world.states import WorldState
 from nbdist.world.world import World
 from tests.waiting import once, press_stop, wait_until
 from tests.worlds import NewWorld
@@ -61,7 +61,7 @@ def test_worker_that_cannot_form_its_group(
     first = str(error).splitlines()[0]
     assert first.startswith(f"rank {error.rank} on {error.host} could not start: ")
     assert "it exited with code 1." in first
-    assert world.state is State.STOPPED
+    assert world.state is WorldState.STOPPED
     wait_until(lambda: not new_children(), "no process is left")
     monkeypatch.undo()
     world.restart()
@@ -96,7 +96,7 @@ def test_worker_whose_import_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     world = World(2, log_dir="")
     with pytest.raises(StartError, match="broken on purpose"):
         world.start()
-    assert world.state is State.STOPPED
+    assert world.state is WorldState.STOPPED
     world.shutdown()
 
 
@@ -104,10 +104,10 @@ def test_worker_whose_import_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 def test_start_interrupted(new_children: Callable[[], list[psutil.Process]]) -> None:
     """Stop during a start ends all that was started; the world can be started afterwards."""
     world = World(2, log_dir="")
-    starts = once(lambda: world.state is State.STARTING and new_children(), press_stop)
+    starts = once(lambda: world.state is WorldState.STARTING and new_children(), press_stop)
     with starts, pytest.raises(KeyboardInterrupt):
         world.start()
-    assert world.state is State.STOPPED
+    assert world.state is WorldState.STOPPED
     wait_until(lambda: not new_children(), "no process is left")
     assert world.gather("rank") == [0, 1]
     world.shutdown()
@@ -119,11 +119,11 @@ def test_restart_interrupted() -> None:
     with World(1, log_dir="") as world:
         world.execute("import atexit, time; atexit.register(time.sleep, 60)")
         before = dict(world.pids)
-        restarts = once(lambda: world.state is not State.READY, press_stop)
+        restarts = once(lambda: world.state is not WorldState.READY, press_stop)
         with restarts, pytest.raises(KeyboardInterrupt):
             world.restart()
         world.restart()
-        assert world.state is State.READY
+        assert world.state is WorldState.READY
         assert not psutil.pid_exists(before[0])
         world.execute("assert 'atexit' not in globals()")
 
@@ -135,7 +135,7 @@ def test_restart_with_other_options_interrupted() -> None:
         world.start()
         agent = psutil.Process(world.session.link.agent.pid)
         agent.suspend()  # until Stop comes the workers do not end
-        restarts = once(lambda: world.state is State.STOPPING, press_stop)
+        restarts = once(lambda: world.state is WorldState.STOPPING, press_stop)
         with restarts, pytest.raises(KeyboardInterrupt):
             world.restart(2)
         agent.resume()
@@ -151,10 +151,10 @@ def test_what_is_read_after_a_restart_was_interrupted() -> None:
         os.kill(world.pids[1], signal.SIGKILL)
         arrived = world.session.link.arrived
         wait_until(lambda: any("Died(" in repr(item) for item in arrived))
-        restarts = once(lambda: world.state is not State.READY, press_stop)
+        restarts = once(lambda: world.state is not WorldState.READY, press_stop)
         with restarts, pytest.raises(KeyboardInterrupt):
             world.restart()
-        assert (world.state, world.status()) == (State.STOPPING, ())
+        assert (world.state, world.status()) == (WorldState.STOPPING, ())
         world.restart()
         assert world.gather("rank") == [0, 1]
 

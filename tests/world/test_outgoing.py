@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from nbdist.values.states import HEAD, State
+from nbdist.values.states import HEAD_PART, ObjectState
 from nbdist.wire.ops import Inspected
 from nbdist.world.outgoing import Outgoing, merged
 from nbdist.world.sent_objects import Parcel, SentObjects
@@ -81,7 +81,7 @@ def test_what_is_asked(lab: Lab) -> None:
     lab.send(cfg, ranks=(0,))
     cfg["b"] = 6
     made.number = 2
-    assert lab.looked(cfg, made).changed[1][lab.key(made)] == {HEAD}
+    assert lab.looked(cfg, made).changed[1][lab.key(made)] == {HEAD_PART}
     assert lab.looked(cfg, made).objects_to_inspect() == {
         lab.key(cfg): {"a", "b"},
         lab.key(made): None,
@@ -158,10 +158,10 @@ def test_what_a_new_rank_gets(lab: Lab) -> None:
 
 def test_the_state_of_a_part() -> None:
     """A counterpart has the parts that it was sent, and was before in others."""
-    before, now = State({"a": 1, "b": 2, "c": 3}), State({"a": 5, "b": 6, "d": 7}, (9,))
+    before, now = ObjectState({"a": 1, "b": 2, "c": 3}), ObjectState({"a": 5, "b": 6, "d": 7}, (9,))
     assert merged(now, before, None) is now
     assert merged(now, before, frozenset("abcd")) is now
     found = merged(now, before, frozenset({"a", "c"}))
     assert (found.parts, found.children) == ({"a": 5, "b": 2}, (9,))
-    whole = State(None, (), b"1")
+    whole = ObjectState(None, (), b"1")
     assert merged(whole, before, frozenset({"a"})) is whole

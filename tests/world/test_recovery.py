@@ -20,12 +20,12 @@ import torch
 from nbdist.config import Patience, WorldConfig
 from nbdist.errors import ScaleError, UsageError, WorkerError, WorldBusy, WorldNotStarted
 from nbdist.output.events import Done
-from nbdist.wire.messages import Kill, Locate, Located
+from nbdist.wire.messages import Kill, Located, RequestLocations
 from nbdist.world import recovery
 from nbdist.world.recovery import healing_text
-from nbdist.world.running import TaskRun
 from nbdist.world.sent_objects import NOTHING_SENT
-from nbdist.world.states import State
+from nbdist.world.states import WorldState
+from nbdist.world.task_run import TaskRun
 from nbdist.world.workers import Workers
 from nbdist.world.world import World
 from tests.waiting import SOON, once, press_stop, wait_until
@@ -150,7 +150,7 @@ def test_what_cannot_live_on_says_what_to_make_anew(world: World) -> None:
     for use in USES:
         with pytest.raises(WorkerError, match=r"2 -> 3\. Recreate what was made with it"):
             world.execute(use, ranks=[0])
-        assert world.state is State.READY
+        assert world.state is WorldState.READY
         world.execute("dist.barrier()")
     world.execute(f"{OLD}\nif rank < 2: dist.barrier(group=pair)\n{OLD_WORKS}")
 
@@ -227,7 +227,7 @@ def test_a_new_rank_that_dies_while_it_starts_leaves_the_world_as_it_was(world: 
     said = r"rank 2 .*SIGKILL.* 2 workers are running, as before"
     with each_new_worker(world, psutil.Process.kill), pytest.raises(ScaleError, match=said):
         world.scale(3)
-    assert (world.pids, world.state) == (pids, State.READY)
+    assert (world.pids, world.state) == (pids, WorldState.READY)
     assert world.gather("(world_size, dist.get_world_size())") == [(2, 2), (2, 2)]
     world.execute(f"dist.barrier(group=pair)\n{OLD_WORKS}\ntrain(net, optimizer, [1])")
     world.scale(3)
@@ -264,7 +264,7 @@ def test_stop_while_it_is_scaled(world: World, tmp_path: Path) -> None:
     world.execute(LATE.format(gate=str(gate)), ranks=[0])
     with each_new_worker(world, lambda _: press_stop()), pytest.raises(KeyboardInterrupt):
         world.scale(3)
-    assert world.state is State.BROKEN
+    assert world.state is WorldState.BROKEN
     gate.touch()
     world.session.heal()
     here = world.gather("(rank, world_size, dist.get_world_size())")
@@ -323,7 +323,7 @@ def test_a_second_stop_gives_control_back(
     ready: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks that catch the first one still run then; the next cell waits for them."""
-    monkeypatch.setattr("nbdist.world.running.CONTROL_TIMEOUT", 2 * SOON)  # after one Stop
+    monkeypatch.setattr("nbdist.world.task_run.CONTROL_TIMEOUT", 2 * SOON)  # after one Stop
     caught = f"    Path(os.environ['RANK'] + 'caught').touch()\n    {WAITS}"
     source = f"{BEGUN}try: time.sleep(600)\nexcept KeyboardInterrupt:\n{caught}"
     running = ready.submit(ready.task(source))
@@ -337,7 +337,7 @@ def test_a_second_stop_gives_control_back(
     leave.cancel()
     leave.join()
     assert running.stops == 2
-    assert (running.unfinished, ready.state) == ((0, 1), State.STUCK)
+    assert (running.unfinished, ready.state) == ((0, 1), WorldState.STUCK)
     (tmp_path / "open").touch()
     assert ready.gather("kept") == [0, 1]
     assert not running.unfinished
@@ -351,7 +351,7 @@ def test_an_answer_to_an_earlier_question(ready: World) -> None:
     running.stops = 1
     next(following)
     link = ready.session.link
-    link.send(Locate((0, 1), time.monotonic()))
+    link.send(RequestLocations((0, 1), time.monotonic()))
     wait_until(lambda: any(isinstance(each, Located) for each in link.arrived))
     link.call(Kill((1,)))
     running.stops = 2
@@ -384,7 +384,7 @@ def seconds_without_agent(world: World, timeout: float) -> float:
 def test_a_stop_while_the_agent_is_silent(ready: World) -> None:
     """It gives control back in time, and does not wait for the agent to say who is spared."""
     tries = (seconds_without_agent(ready, recovery.SPARE_TIMEOUT) for _ in range(9))
-    assert any(seconds < recovery.ANSWER_TIMEOUT - 0.05 for seconds in tries)  # some may be slow
+    assert any(seconds < recovery.LOCATED_TIMEOUT - 0.05 for seconds in tries)  # some may be slow
     assert ready.gather("kept") == [0, 1]
 
 
@@ -395,10 +395,10 @@ def test_a_stop_while_a_rank_is_silent(ready: World, monkeypatch: pytest.MonkeyP
         "import nbdist.worker.group.group as group_module, time\n"
         "if rank == 0: group_module.Group.regroup = lambda *_: time.sleep(600)"
     )
-    heals = once(lambda: ready.state is State.HEALING, press_stop)
+    heals = once(lambda: ready.state is WorldState.HEALING, press_stop)
     with heals, pytest.raises(KeyboardInterrupt):
         ready.execute("if rank == 1: raise ValueError\ndist.barrier()")
-    assert ready.state is State.BROKEN
+    assert ready.state is WorldState.BROKEN
     os.kill(ready.pids[0], signal.SIGKILL)  # else its agent does so after half a minute
     ready.execute("dist.barrier()")
     assert ready.gather("globals().get('kept')") == [None, 1]
@@ -422,7 +422,9 @@ def test_stops_that_end_the_healing(ready: World, source: str) -> None:
         running = ready.session.running
         if source == IS_STOPPED and presses == 0:
             return running is not None and running.task.source == source and running.age > 0.5
-        return ready.state is State.HEALING and running is not None and running.stops == presses
+        return (
+            ready.state is WorldState.HEALING and running is not None and running.stops == presses
+        )
 
     def press() -> None:
         nonlocal presses
@@ -492,6 +494,6 @@ def test_a_task_that_holds_stop_for_ever(ready: World) -> None:
     """It is interrupted when it is stopped again later."""
     running = ready.submit(ready.task(SLEEPS), Patience(holds_stop=True, control_timeout=0.1))
     stop_once_begun(ready, running)
-    assert (running.unfinished, ready.state) == ((0, 1), State.STUCK)
+    assert (running.unfinished, ready.state) == ((0, 1), WorldState.STUCK)
     ready.interrupt()
     assert ready.gather("kept") == [0, 1]

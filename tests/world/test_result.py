@@ -23,9 +23,9 @@ from pydantic_core import SchemaValidator, ValidationError
 from nbdist.errors import Blame, UsageError, WorkerError
 from nbdist.output.events import Failure, Text
 from nbdist.output.transcript import Transcript
-from nbdist.wire.places import Collective, Place
+from nbdist.wire.places import Collective, RankPosition
 from nbdist.wire.status import Gpu, Usage, WorkerStatus
-from nbdist.wire.work import Call, Task
+from nbdist.wire.work import OpCall, Task
 from nbdist.worker.publishing import plain_record
 from nbdist.worker.tracebacks import contents_of
 from nbdist.world.result import CellResult, Contents, as_raised, hand_over, raised, rows, usage_text
@@ -94,7 +94,7 @@ def test_what_it_shows() -> None:
     """Values that were asked for, as much as fits; and what ranks have written, by stream."""
     assert repr(NOT_ASKED) == "<CellResult of ranks 0-2, ok>"
     values = "{0: 'a', 1: 'b', 2: None}"
-    asked = replace(RESULT, task=Task("a", (0, 1, 2), Call("run.call")))
+    asked = replace(RESULT, task=Task("a", (0, 1, 2), OpCall("run.call")))
     assert repr(asked) == f"<CellResult of ranks 0-2, ok: {values}>"
     assert pretty(asked, max_width=40) == f"<CellResult of ranks 0-2, ok:\n{values}>"
     long = repr(replace(asked, by_rank={0: "x" * 5000}))
@@ -238,7 +238,10 @@ def test_rows_of_the_status():
     headings, first, second = rows([IDLE, replace(IDLE, rank=1, host="there")])
     assert headings[:3] == ("rank", "host", "state")
     assert (first[1], second[1]) == ("here", "there")
-    place, last = Place(line=7, operation="all_reduce"), Collective("all_reduce", 3, is_done=False)
+    place, last = (
+        RankPosition(line=7, operation="all_reduce"),
+        Collective("all_reduce", 3, is_done=False),
+    )
     busy = WorkerStatus(1, 101, "here", "busy", 2.6, 2**20, "cuda:1", place, "", last)
     headings, idle, row = rows([IDLE, busy])
     assert (headings[5:], idle[5:]) == (("where", "last collective"), ("", ""))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nbdist.values.links import Links
-from nbdist.values.states import State
+from nbdist.values.states import ObjectState
 from nbdist.world.sent_objects import NOTHING_SENT, Parcel, SentObjects
 
 
@@ -13,9 +13,9 @@ class Thing:
     """An object that Python can refer to weakly."""
 
 
-def state(number: int = 0, children: tuple[int, ...] = ()) -> State:
+def state(number: int = 0, children: tuple[int, ...] = ()) -> ObjectState:
     """Return a state that is another one for each number."""
-    return State({"a": number}, children)
+    return ObjectState({"a": number}, children)
 
 
 @pytest.fixture

@@ -23,9 +23,9 @@ from nbdist.wire.spec import versions_here
 from nbdist.worker.ops.snapshot import write_frames
 from nbdist.world.snapshot_store import (
     ELSEWHERE_SECONDS,
-    KEPT,
     MANIFEST,
     NO_FILE,
+    SNAPSHOTS_PER_NAME,
     Snapshot,
     SnapshotStore,
     owner_of,
@@ -89,10 +89,10 @@ def test_what_was_not_completed_is_gone(store: SnapshotStore) -> None:
 def test_the_newest_are_kept(store: SnapshotStore) -> None:
     """Of each name so many, in the order in which they were taken, whatever the clock says."""
     other = take(store, "b")
-    keys = [take(store, "a").key for _ in range(KEPT + 2)]
-    assert [each.key for each in store.of("a")] == keys[: -KEPT - 1 : -1]
+    keys = [take(store, "a").key for _ in range(SNAPSHOTS_PER_NAME + 2)]
+    assert [each.key for each in store.of("a")] == keys[: -SNAPSHOTS_PER_NAME - 1 : -1]
     assert store.of("b") == [other]
-    assert len(entries(store.root / "a")) == KEPT + 1  # and the lock
+    assert len(entries(store.root / "a")) == SNAPSHOTS_PER_NAME + 1  # and the lock
     other.folder.rename(other.folder.with_name("29991231-235959"))
     stamps = [f"29991231-235959.00{number}" for number in (1, 2)]
     assert [take(store, "b").stamp for _ in stamps] == stamps
@@ -104,14 +104,14 @@ def test_two_notebooks_of_one_name(store: SnapshotStore) -> None:
     a, b = (SnapshotStore(store.root, f"/proj{each}/Untitled.ipynb") for each in "AB")
     assert a.default_name == b.default_name == "Untitled"
     first = take(a, "Untitled")
-    others = [take(b, "Untitled") for _ in range(KEPT + 2)]
-    assert a.of("Untitled") == [*reversed(others[-KEPT:]), first]
+    others = [take(b, "Untitled") for _ in range(SNAPSHOTS_PER_NAME + 2)]
+    assert a.of("Untitled") == [*reversed(others[-SNAPSHOTS_PER_NAME:]), first]
     assert a.find("Untitled") == a.find(None) == first
     damaged = take(a, "Untitled")
     (damaged.folder / MANIFEST).write_text("")
     assert f"--name {first.key}`" in str(a.damage_error(a.find("Untitled"), "it is cut"))
     assert [each.key for each in a.remove("Untitled")] == [damaged.key, first.key]
-    assert a.of("Untitled") == [*reversed(others[-KEPT:])]
+    assert a.of("Untitled") == [*reversed(others[-SNAPSHOTS_PER_NAME:])]
 
 
 def test_a_name_of_another_notebook_is_not_removed(store: SnapshotStore) -> None:
@@ -143,7 +143,7 @@ def test_a_run_on_another_machine(store: SnapshotStore) -> None:
     recent, old = take(store, "a"), take(store, "a")
     alter(recent, process="elsewhere 1 1")
     alter(old, process="elsewhere 1 1", time=old.time - ELSEWHERE_SECONDS)
-    mine = [take(store, "a").key for _ in range(KEPT)]
+    mine = [take(store, "a").key for _ in range(SNAPSHOTS_PER_NAME)]
     assert [each.key for each in store.of("a")] == [*reversed(mine), recent.key]
 
 
@@ -158,7 +158,7 @@ def test_two_runs_of_one_script(store: SnapshotStore) -> None:
         key = other.stdout.readline().strip()  # type: ignore[union-attr]
         assert own.find(None).key == key
         alter(own.find(None), time=time.time() - 2 * ELSEWHERE_SECONDS)
-        mine = [take(own, "a").key for _ in range(KEPT + 1)]
+        mine = [take(own, "a").key for _ in range(SNAPSHOTS_PER_NAME + 1)]
         assert [each.key for each in own.of("a")] == [*reversed(mine[1:]), key]
         other.communicate("\n")
     last = take(own, "a").key

@@ -14,16 +14,24 @@ from nbdist.wire.node_messages import Processes, processes
 from nbdist.wire.spec import WorldSpec
 from nbdist.world import states
 from nbdist.world.recovery import scaled_text
-from nbdist.world.states import Event, Machines, Prompts, Renumbering, State, compare, next_state
+from nbdist.world.states import (
+    Event,
+    Machines,
+    Prompts,
+    Renumbering,
+    WorldState,
+    compare,
+    next_state,
+)
 from nbdist.world.world import World
 from tests.worlds import NewWorld
 
 pytestmark = pytest.mark.shared_world
 
 
-def reachable(start: State) -> set[State]:
+def reachable(start: WorldState) -> set[WorldState]:
     """Every state that some events lead to."""
-    found: set[State] = set()
+    found: set[WorldState] = set()
     more = {start}
     while more:
         found |= more
@@ -33,20 +41,22 @@ def reachable(start: State) -> set[State]:
 
 def test_what_can_happen_to_a_world():
     """Any can lose its agent, or stop; Stop is always legal; cells start from one state."""
-    assert reachable(State.STOPPED) == {*State}
-    assert {next_state(state, Event.AGENT_LOST) for state in State} == {State.LOST}
-    assert {next_state(state, Event.STOP) for state in State} == {State.STOPPING}
-    assert next_state(State.STOPPING, Event.STOPPED) is State.STOPPED
-    assert all(State.STOPPED in reachable(state) for state in State)
-    for state in (state for state in State if state.has_workers):
+    assert reachable(WorldState.STOPPED) == {*WorldState}
+    assert {next_state(state, Event.AGENT_LOST) for state in WorldState} == {WorldState.LOST}
+    assert {next_state(state, Event.STOP) for state in WorldState} == {WorldState.STOPPING}
+    assert next_state(WorldState.STOPPING, Event.STOPPED) is WorldState.STOPPED
+    assert all(WorldState.STOPPED in reachable(state) for state in WorldState)
+    for state in (state for state in WorldState if state.has_workers):
         goal = next_state(state, Event.RANK_DIED)
-        assert goal is (State.HEALING if state is State.HEALING else State.BROKEN)
-    for state in (State.RUNNING, State.INTERRUPTING, State.STUCK, State.BROKEN):
+        assert goal is (WorldState.HEALING if state is WorldState.HEALING else WorldState.BROKEN)
+    for state in (WorldState.RUNNING, WorldState.INTERRUPTING, WorldState.STUCK, WorldState.BROKEN):
         goal = next_state(state, Event.INTERRUPT)
         assert next_state(goal, Event.INTERRUPT) is goal
-    assert {state for (state, event) in states.TRANSITIONS if event is Event.TASK} == {State.READY}
+    assert {state for (state, event) in states.TRANSITIONS if event is Event.TASK} == {
+        WorldState.READY
+    }
     with pytest.raises(RuntimeError, match=r"TASK cannot happen to a world that is .*STOPPED"):
-        next_state(State.STOPPED, Event.TASK)
+        next_state(WorldState.STOPPED, Event.TASK)
 
 
 def ranks(*pids: int) -> Processes:
@@ -219,7 +229,7 @@ def test_the_rank_in_the_middle_leaves(world: World) -> None:
         world.execute("dist.barrier(pair)")
     with pytest.raises(WorkerDied, match="rank 1 "):
         world.execute("if rank == 1: os.kill(os.getpid(), 9)\ndist.barrier()")
-    assert world.state is State.READY
+    assert world.state is WorldState.READY
     assert world.gather("globals().get('was')") == [0, None]
     assert world.gather(WHO)[1] == [1, 1, 2, 1, 2, 1, 1, 2, 2, 2, True, "1"]
     world.execute("dist.all_reduce(torch.ones(1))")

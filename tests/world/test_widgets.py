@@ -8,7 +8,7 @@ import pytest
 
 from nbdist.output.events import Clear, Comm, Display, Done, Failure, Output, Text
 from nbdist.output.mimes import WIDGET
-from nbdist.world.widgets import NOT_ITS_OWN, UNKNOWN, Widgets, merged
+from nbdist.world.widgets import NOT_ITS_OWN, UNKNOWN_WIDGET, Widgets, merged
 
 VIEW = Display({"text/plain": "IntSlider()", WIDGET: {"model_id": "s"}}, {})
 
@@ -121,7 +121,7 @@ def test_widgets_that_no_page_has(widgets: Widgets) -> None:
     assert widgets.handle_output(0, VIEW) == VIEW
     unknown = VIEW._replace(data={**VIEW.data, WIDGET: {"model_id": "before"}})
     assert widgets.handle_output(0, unknown) == Display(
-        {"text/plain": f"IntSlider() {UNKNOWN}"}, {}
+        {"text/plain": f"IntSlider() {UNKNOWN_WIDGET}"}, {}
     )
 
 

@@ -12,7 +12,7 @@ from nbdist.output.events import Died, Done
 from nbdist.topology import Position
 from nbdist.wire.messages import Healed
 from nbdist.world.sent_objects import NOTHING_SENT
-from nbdist.world.states import State
+from nbdist.world.states import WorldState
 from nbdist.world.workers import Workers
 
 
@@ -30,7 +30,7 @@ def test_who_was_replaced_is_said_once() -> None:
 def test_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """How many there will be, in what layout and group, by which launcher."""
     there = Workers(WorldConfig(layout="2x2", log_dir=""))
-    assert (there.state, there.size, there.layout) == (State.STOPPED, 4, "2x2")
+    assert (there.state, there.size, there.layout) == (WorldState.STOPPED, 4, "2x2")
     assert (there.everyone, there.backend, there.is_idle) == ((0, 1, 2, 3), "gloo", True)
     assert there.resolve("3") == 3
     with pytest.raises(WorldNotStarted):

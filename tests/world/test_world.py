@@ -21,13 +21,13 @@ from nbdist.errors import (
     WorkerError,
     WorldNotStarted,
 )
-from nbdist.output.events import Clear, Display, Text, Update
+from nbdist.output.events import Clear, Display, DisplayUpdate, Text
 from nbdist.values.linked import write
 from nbdist.values.links import Links
 from nbdist.values.payload import Identity, pack_frames
-from nbdist.world.names import Sent
+from nbdist.world.name_table import Sent
 from nbdist.world.sent_objects import Parcel
-from nbdist.world.states import State
+from nbdist.world.states import WorldState
 from nbdist.world.world import World
 from tests.cells import begin, follow, run, run_well
 from tests.waiting import SOON, wait_until
@@ -45,7 +45,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 def world(started: World) -> World:
     """The world, ready: started anew if the test before has left it otherwise."""
     started.session.receive_waiting()
-    if started.state is not State.READY:
+    if started.state is not WorldState.READY:
         started.restart()
     return started
 
@@ -196,7 +196,7 @@ def test_display_update_clear(world: World) -> None:
     for rank in range(world.size):
         assert ran.lines(rank) == [f"<'second {rank}'>", "kept"]
     kinds = {type(output) for _, output in ran.news}
-    assert kinds >= {Clear, Display, Update, Text}
+    assert kinds >= {Clear, Display, DisplayUpdate, Text}
     ran = run_well(
         world,
         "import os\nif (pid := os.fork()) == 0:\n    display(5)\n    os._exit(0)\n"
@@ -285,7 +285,7 @@ def test_interrupt(world: World, source: str, name: str) -> None:
     ran = follow(world, running)
     assert isinstance(ran.error, WorkerError)
     assert {failure.name for failure in ran.error.errors.values()} == {name}
-    assert world.state is State.READY
+    assert world.state is WorldState.READY
     assert world.gather("kept") == [*range(world.size)]
 
 
@@ -348,7 +348,7 @@ def test_agent_killed() -> None:
     ran = follow(world, running)
     assert isinstance(ran.error, AgentLost)
     assert "%dist_restart" in str(ran.error)
-    assert (world.status(), world.state) == ((), State.LOST)
+    assert (world.status(), world.state) == ((), WorldState.LOST)
     wait_until(lambda: not any(map(psutil.pid_exists, workers)), "the workers end with it")
     world.shutdown()
     with pytest.raises(WorldNotStarted):

@@ -15,14 +15,14 @@ from nbdist.config import number_of_seconds
 from nbdist.errors import LocalCellError, NbdistError, UsageError
 from nbdist.notebook.cell_text import as_magic, has_code, split_off_magics
 from nbdist.notebook.cells import result_of, run_steps, source_steps
-from nbdist.notebook.command import Command, Line, cell_options, command, find_commands
+from nbdist.notebook.command import Command, MagicCall, cell_options, command, find_commands
 from nbdist.notebook.commands.values import save_due_snapshot
-from nbdist.notebook.display import Shown, below, table
-from nbdist.notebook.jobs import CellPlace, Job, Steps
+from nbdist.notebook.display import CommandOutput, below, table
+from nbdist.notebook.jobs import CellPlace, CellSteps, Job
 from nbdist.notebook.options import POOL, Magic, parse, ranks_option, restarts_option, world_options
 from nbdist.topology import parse_ranks
 from nbdist.words import count
-from nbdist.world.running import TaskRun
+from nbdist.world.task_run import TaskRun
 
 sending_options = (
     argument("--no-wait", action="store_true", help="return at once and keep showing the "
@@ -35,7 +35,7 @@ sending_options = (
 )  # fmt: skip
 
 
-def send(line: Line, steps: Steps) -> None:
+def send(line: MagicCall, steps: CellSteps) -> None:
     """Send a cell and follow it to its end, or in the background with `--no-wait`.
 
     The first of the steps sends the cell.  With `--here-too` the cell then runs in the notebook
@@ -81,7 +81,7 @@ def _awaits(shell: InteractiveShell, cell: str) -> bool:
     return bool(shell.should_run_async(cell, transformed_cell=transformed))
 
 
-def _run_here(line: Line, running: TaskRun) -> BaseException | None:
+def _run_here(line: MagicCall, running: TaskRun) -> BaseException | None:
     """Run the cell in the notebook too; return its error, which IPython has shown already.
 
     Stop is no error of the notebook: it also stops the ranks.
@@ -101,7 +101,7 @@ def _run_here(line: Line, running: TaskRun) -> BaseException | None:
     return error
 
 
-def _bind(line: Line, name: str, value: object) -> None:
+def _bind(line: MagicCall, name: str, value: object) -> None:
     if name:
         line.pool.shell.user_ns[name] = value
         if line.pool.world:
@@ -113,12 +113,14 @@ ASKED = (
     "Proceed (y/[n])? "
 )
 
-NO_CODE = "the cell has no code, so nothing has run; `%dist_init -n 4` starts workers without one"
+NO_CODE_NOTE = (
+    "the cell has no code, so nothing has run; `%dist_init -n 4` starts workers without one"
+)
 
 CELL_OPTIONS = cell_options()
 
 _RESET = re.compile(r"\s*%reset\b([^\n]*)")
-_BETWEEN = re.compile(r"(?<=\d)\s+(?=[\d-])")  # blanks between ranks that no comma divides
+_RANK_SEPARATOR = re.compile(r"(?<=\d)\s+(?=[\d-])")  # blanks between ranks that no comma divides
 
 
 @command(
@@ -135,7 +137,7 @@ _BETWEEN = re.compile(r"(?<=\d)\s+(?=[\d-])")  # blanks between ranks that no co
     kind="cell",
     in_a_line=True,
 )  # fmt: skip
-def distributed(line: Line) -> None:
+def distributed(line: MagicCall) -> None:
     """Run the cell on all workers at once; the first such cell starts them.
 
         %%distributed -n 4
@@ -153,7 +155,7 @@ def distributed(line: Line) -> None:
     if has_code(line.cell):
         send(line, _steps(line))
     elif not last:
-        line.display.show_text(NO_CODE)
+        line.display.show_text(NO_CODE_NOTE)
     shell = line.pool.shell
     for name, text, target in last:
         value = shell.run_line_magic(name, text)
@@ -161,7 +163,7 @@ def distributed(line: Line) -> None:
             shell.user_ns[target] = value
 
 
-def _reset_here(line: Line) -> bool:
+def _reset_here(line: MagicCall) -> bool:
     """If auto mode's cell is a `%reset`, ask the user, and delete the notebook's variables too.
 
     Returns False if the user says no.  The cell for the ranks becomes `%reset -f`.
@@ -184,7 +186,7 @@ def _reset_here(line: Line) -> bool:
     return True
 
 
-def _steps(line: Line) -> Steps:
+def _steps(line: MagicCall) -> CellSteps:
     options = line.options
     pool = line.pool
     first_line = "" if options.auto else line.text
@@ -202,7 +204,7 @@ def _split_ranks(_: Magic, text: str) -> tuple[str, list[str]]:
 
     Otherwise argparse would take `-1` for an option, and `0, 2` for two words.
     """
-    ranks = "".join(_BETWEEN.sub(",", POOL.sub(" ", text)).split())
+    ranks = "".join(_RANK_SEPARATOR.sub(",", POOL.sub(" ", text)).split())
     if not ranks:
         raise UsageError("`%%rank` needs ranks: `%%rank 0`, `%%rank 0,2-3`, `%%rank -1`.")
     pool = POOL.search(text)
@@ -214,7 +216,7 @@ def _split_ranks(_: Magic, text: str) -> tuple[str, list[str]]:
     kind="cell",
     split=_split_ranks,
 )
-def rank(line: Line) -> None:
+def rank(line: MagicCall) -> None:
     """Run the cell on some ranks only: `%%rank 0,2-3` is `%%distributed -r 0,2-3`."""
     parse_ranks(line.options.ranks, line.busy_world.size)  # an error without workers: none start
     line.options = parse(distributed.run, line.command.shown_name, f"-r={line.options.ranks}")
@@ -230,7 +232,7 @@ OFF = "auto mode is off: cells run here, those with `%%distributed` on the worke
 
 
 @command(argument("state", nargs="?", help="on or off; without an argument it shows which"))
-def dist_auto(line: Line) -> str:
+def dist_auto(line: MagicCall) -> str:
     """Run cells on the workers from now on, as if each began with `%%distributed`.
 
     Lines with `!`, and magics of the notebook such as `%cd` and `%pip`, run here, once, unless
@@ -246,7 +248,7 @@ def dist_auto(line: Line) -> str:
 
 
 @command(kind="cell")
-def local(line: Line) -> None:
+def local(line: MagicCall) -> None:
     """Run the cell in the notebook while `%dist_auto` is on."""
     # In a notebook, `transform_first_lines` has turned such a cell into a plain cell before.
     shell = line.pool.shell
@@ -262,7 +264,7 @@ _GROUPS = {
     "lifecycle": "dist_init dist_scale dist_interrupt dist_shutdown dist_auto rank local",
     "many machines": "dist_attach",
 }
-GROUPS = {title: names.split() for title, names in _GROUPS.items()}
+COMMAND_GROUPS = {title: names.split() for title, names in _GROUPS.items()}
 """The magics by purpose; the manual and the package's docstring have the same order."""
 
 MACHINES = (
@@ -276,14 +278,14 @@ MACHINES = (
     argument("--all", action="store_true", dest="everything", help="short forms too"),
     looks=("",),
 )
-def dist_help(line: Line) -> Shown:
+def dist_help(line: MagicCall) -> CommandOutput:
     """List all magics, a line each. A `?` after the name of one shows its options."""
     commands = {each.name: each for each in find_commands()}
     groups = {
         title: [commands[name] for name in names if name in commands]
-        for title, names in GROUPS.items()
+        for title, names in COMMAND_GROUPS.items()
     }
-    grouped = {name for names in GROUPS.values() for name in names}
+    grouped = {name for names in COMMAND_GROUPS.values() for name in names}
     others = [each for each in commands.values() if each.name not in grouped and not each.short_for]
     tables = {
         title: [("magic", "what it does"), *((each.shown_name, summary(each)) for each in group)]

@@ -18,8 +18,8 @@ from IPython.core.magic_arguments import argument
 from nbdist.config import number_of_seconds, whole_number
 from nbdist.errors import UsageError
 from nbdist.notebook.cell_text import request_of
-from nbdist.notebook.command import Line, command
-from nbdist.notebook.display import Shown, below, block, table
+from nbdist.notebook.command import MagicCall, command
+from nbdist.notebook.display import CommandOutput, below, block, table
 from nbdist.notebook.options import ranks_option
 from nbdist.notebook.pool import Pool
 from nbdist.notebook.rich_output import Below
@@ -39,7 +39,7 @@ from nbdist.output.html_parts import (
 from nbdist.output.text import whole_text
 from nbdist.output.wording import lines_text
 from nbdist.system.folders import current_folder
-from nbdist.system.processes import MODULE, safe_environ
+from nbdist.system.processes import MODULE_OPTIONS, safe_environ
 from nbdist.topology import parse_ranks
 from nbdist.wire.log_files import GetLogs, LogTail, read_logs
 from nbdist.wire.messages import GetRefused, GetStacks, GetStatus
@@ -54,13 +54,13 @@ from nbdist.world.spec import default_log_dir
 # --- the last lines of the ranks' log files, read from their ends ---------------------------------
 
 TAIL = whole_number("--tail", "a number, such as `--tail 1`")
-ATTEMPT = whole_number("--attempt", "a number, such as `--attempt 1`", minimum=0)
+ATTEMPT_OPTION = whole_number("--attempt", "a number, such as `--attempt 1`", minimum=0)
 
-STREAMS = ("stdout", "stderr")
+STREAM_CHOICES = ("stdout", "stderr")
 
 PAGE_LINES = 10_000  # lines per further request, if the first answer has too few
 
-Ask = Callable[[GetLogs], tuple[LogTail, ...]]
+ReadLogs = Callable[[GetLogs], tuple[LogTail, ...]]
 
 NO_FILES = (
     "These workers have no log files: NBDIST_LOG_DIR is empty, or they could not be "
@@ -74,12 +74,12 @@ log_options = (
     argument("--grep", metavar="PATTERN", help="log: only lines that match this pattern"),
     argument("--stdout", action="store_true", help="log: only what went to stdout"),
     argument("--stderr", action="store_true", help="log: only what went to stderr"),
-    argument("--attempt", metavar="N", type=ATTEMPT,
+    argument("--attempt", metavar="N", type=ATTEMPT_OPTION,
              help="log: of attempt N (0 = first start)"),
 )  # fmt: skip
 
 
-def log_of(line: Line) -> Shown:
+def log_of(line: MagicCall) -> CommandOutput:
     """Return the last lines of the ranks' log files, here or on other machines."""
     options, world = line.options, line.pool.world
     try:
@@ -87,7 +87,7 @@ def log_of(line: Line) -> Shown:
     except re.error as error:
         problem = f"`--grep {options.grep}` is not a regular expression: {error}."
         raise UsageError(problem) from None
-    streams = tuple(s for s in STREAMS if getattr(options, s)) or STREAMS
+    streams = tuple(s for s in STREAM_CHOICES if getattr(options, s)) or STREAM_CHOICES
     if world is None:
         raise UsageError(
             "There are no workers whose log to show; the files of earlier runs are in "
@@ -108,7 +108,7 @@ def log_of(line: Line) -> Shown:
 
 
 def last_lines(
-    tail: LogTail, get: GetLogs, ask: Ask, pattern: re.Pattern[str] | None = None
+    tail: LogTail, get: GetLogs, ask: ReadLogs, pattern: re.Pattern[str] | None = None
 ) -> tuple[str, ...]:
     """Return the last lines of a file, or the last lines with the pattern.
 
@@ -168,7 +168,7 @@ STATE_COLOURS = {"idle": "#2aa44f", "busy": "#1f77e0", "dead": "#d03030", "start
     ranks_option,
     looks=("",),
 )  # fmt: skip
-def dist_status(line: Line) -> None:
+def dist_status(line: MagicCall) -> None:
     """Show each rank's state, process, device, memory, line of the cell, last collective.
 
     Answers within 0.2 s, also while a cell runs.  `--stack` shows where ranks are and how they
@@ -192,14 +192,14 @@ def dist_status(line: Line) -> None:
             time.sleep(max(every, SHORTEST))
 
 
-def doctor_report() -> Shown:
+def doctor_report() -> CommandOutput:
     """Run `nbdist doctor` in a new process with this process's environment and limits.
 
     Raises UsageError if the process has not ended after DOCTOR_TIMEOUT seconds.
     """
     try:
         done = subprocess.run(
-            [sys.executable, *MODULE, "nbdist.terminal", "doctor"],
+            [sys.executable, *MODULE_OPTIONS, "nbdist.terminal", "doctor"],
             env=safe_environ(os.environ, current_folder()),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -215,7 +215,7 @@ def doctor_report() -> Shown:
     return block(done.stdout.rstrip())
 
 
-def _pool_status(line: Line, pool: Pool) -> Shown:
+def _pool_status(line: MagicCall, pool: Pool) -> CommandOutput:
     if line.options.stack:
         if pool.world is None:
             return shown_stacks(pool.headline, ())
@@ -254,7 +254,7 @@ def _pool_status(line: Line, pool: Pool) -> Shown:
 OPEN_LINES = 60
 
 
-def shown_stacks(head: str, stacks: Iterable[Stack], who: Who = name_ranks) -> Shown:
+def shown_stacks(head: str, stacks: Iterable[Stack], who: Who = name_ranks) -> CommandOutput:
     """Draw each group of equal stacks once, ignoring addresses.
 
     The first group is open on a page, and further groups until `OPEN_LINES` lines are shown.
@@ -270,7 +270,7 @@ def shown_stacks(head: str, stacks: Iterable[Stack], who: Who = name_ranks) -> S
         box = text_html(body, ";max-height:546px;overflow:auto")
         is_open = len(parts) == 1 or drawn <= OPEN_LINES
         parts.append(details(shown, box, colour, is_open=is_open))
-    return Shown(panel(*parts), "\n".join([head, *stacks_text(groups, who)]))
+    return CommandOutput(panel(*parts), "\n".join([head, *stacks_text(groups, who)]))
 
 
 def _colour(stack: Stack) -> str:
@@ -295,7 +295,7 @@ LINES_AGAIN = 1000  # lines that `%dist_output -r 3` shows without `--all`
     *log_options,
     looks=("log", "failed"),
 )  # fmt: skip
-def dist_output(line: Line) -> Shown | str | None:
+def dist_output(line: MagicCall) -> CommandOutput | str | None:
     """Show the output of the last distributed cell again.
 
     `--failed` shows when and where the last failure was, with its traceback or last output;

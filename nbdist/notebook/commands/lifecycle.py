@@ -9,21 +9,21 @@ from IPython.core.magic_arguments import argument
 from nbdist.config import CONTROL_TIMEOUT, DEFAULT_POOL, OPTIONS
 from nbdist.errors import Interrupted, NbdistError, UsageError
 from nbdist.notebook.cells import check_end, follow_steps, outcome_of, run_steps
-from nbdist.notebook.command import Line, command
+from nbdist.notebook.command import MagicCall, command
 from nbdist.notebook.commands.cells import send, sending_options
-from nbdist.notebook.jobs import Steps
+from nbdist.notebook.jobs import CellSteps
 from nbdist.notebook.options import immediate_options, ranks_option, typed_options, world_options
 from nbdist.output.transcript import is_consequence
 from nbdist.output.wording import seconds_text
 from nbdist.words import count, name_ranks
-from nbdist.world.agents import Found, find_attachable, worlds
+from nbdist.world.agents import RunningWorld, find_attachable, worlds
 from nbdist.world.recovery import healing_text, scaled_text
 from nbdist.world.spec import parse_size
 from nbdist.world.world import take_over
 
 
 @command(world_options)
-def dist_init(line: Line) -> str:
+def dist_init(line: MagicCall) -> str:
     """Start workers now, as the first `%%distributed` cell would."""
     world = line.pool.ensure(line.options, line.display)
     world.session.config = world.session.config.with_changes(**immediate_options(line.options))
@@ -36,7 +36,7 @@ def dist_init(line: Line) -> str:
     argument("--keep", metavar="NAMES", help="variables to keep: --keep step,history"),
     world_options,
 )
-def dist_restart(line: Line) -> str:
+def dist_restart(line: MagicCall) -> str:
     """Restart all workers. Always works; worker variables are lost.
 
     The notebook keeps its variables.  With `-r 2` only that rank is restarted, and the
@@ -59,7 +59,7 @@ def dist_restart(line: Line) -> str:
 
 
 @command()
-def dist_interrupt(line: Line) -> str:
+def dist_interrupt(line: MagicCall) -> str:
     """Stop what the workers run, as the Stop button does, also a `--no-wait` cell."""
     pool = line.pool
     if (job := pool.job) is not None:
@@ -80,13 +80,13 @@ def dist_interrupt(line: Line) -> str:
 
 
 @command()
-def dist_shutdown(line: Line) -> str:
+def dist_shutdown(line: MagicCall) -> str:
     """Shut down all workers, or those of one pool."""
     results = dict.fromkeys(pool.shutdown() for pool in line.pools)
     return "; ".join(filter(None, results)) or "no workers were running"
 
 
-def _replace(line: Line, keep: list[str]) -> str:
+def _replace(line: MagicCall, keep: list[str]) -> str:
     if typed_options(line.options):
         raise UsageError(
             "`%dist_restart -r`: the options of workers can only be changed for all of them."
@@ -103,7 +103,7 @@ def _replace(line: Line, keep: list[str]) -> str:
     argument("-n", dest="number", metavar="N", help="the same: -n 4"),
     argument("-r", "--ranks", help="or the ranks to keep: 0,2-3"),
 )
-def dist_scale(line: Line) -> str:
+def dist_scale(line: MagicCall) -> str:
     """Change the number of workers; the remaining ones keep their variables.
 
     They keep their ranks too, except after a rank removed with `-r`.
@@ -139,7 +139,7 @@ def dist_scale(line: Line) -> str:
              " by default the only world without a notebook"),
     *sending_options,
 )  # fmt: skip
-def dist_attach(line: Line) -> str | None:
+def dist_attach(line: MagicCall) -> str | None:
     """Connect to workers that were started with `--detach` and whose notebook has ended.
 
     Shows what their cell has printed meanwhile and follows it while it runs; variables and
@@ -166,14 +166,14 @@ def dist_attach(line: Line) -> str | None:
     return None
 
 
-def _title(world: Found) -> str:
+def _title(world: RunningWorld) -> str:
     if not world.info.since or not world.is_detached:
         return f"attached to {world.info.name}"
     ago = seconds_text(max(0.0, time.time() - world.info.since))
     return f"attached to {world.info.name}, {ago} without a notebook"
 
 
-def _steps(line: Line) -> Steps:
+def _steps(line: MagicCall) -> CellSteps:
     pool = line.pool
     assert pool.world is not None
     running = pool.world.session.running

@@ -20,10 +20,10 @@ from nbdist.notebook.cells import (
     prepare,
     run_steps,
 )
-from nbdist.notebook.command import Line, command
+from nbdist.notebook.command import MagicCall, command
 from nbdist.notebook.commands.cells import send, sending_options
-from nbdist.notebook.display import Shown, below, table
-from nbdist.notebook.jobs import Steps
+from nbdist.notebook.display import CommandOutput, below, table
+from nbdist.notebook.jobs import CellSteps
 from nbdist.notebook.options import (
     Magic,
     ranks_option,
@@ -36,12 +36,12 @@ from nbdist.notebook.pool import Pool, Pools
 from nbdist.notebook.shipping import Plan
 from nbdist.output.events import Died
 from nbdist.output.wording import fold_ranks
-from nbdist.wire.ops import Cleaned, Held, Memory, Peak
-from nbdist.wire.work import Call
+from nbdist.wire.ops import Cleaned, Memory, NameMemory, Peak
+from nbdist.wire.work import OpCall
 from nbdist.words import format_ranks, name_ranks, size_range, size_text
-from nbdist.world.calling import find_script
+from nbdist.world.remote_call import find_script
 
-NOTHING = (
+NO_SCRIPT = (
     "`%dist_run`: give either a script or `-m module`: `%dist_run train.py --lr 0.1`, "
     "`%dist_run -m pkg.mod`, or `%dist_run --no-python hostname`."
 )
@@ -74,7 +74,7 @@ def split_line(magic: Magic, line: str) -> tuple[str, list[str]]:
     world_options,
     split=split_line,
 )  # fmt: skip
-def dist_run(line: Line) -> None:
+def dist_run(line: MagicCall) -> None:
     """Run a script on all workers: `%dist_run -n 4 train.py --lr 0.1`.
 
     It runs as `__main__` in the workers' own namespace, where cells find what it has
@@ -89,7 +89,7 @@ def dist_run(line: Line) -> None:
 REDIRECTS = re.compile(r"[0-3]")
 
 
-def _torchruns_line(line: Line) -> Iterator[str]:
+def _torchruns_line(line: MagicCall) -> Iterator[str]:
     """Yield notes on torchrun's options that are ignored, and on `-r`.
 
     If all workers are on this machine, remove the `--rdzv-*` options, which several machines need.
@@ -110,10 +110,10 @@ def _torchruns_line(line: Line) -> Iterator[str]:
         yield f"`-r {rank}` is rank {rank} here, not torchrun's `--redirects {rank}`: leave it out"
 
 
-def _steps(line: Line) -> Steps:
+def _steps(line: MagicCall) -> CellSteps:
     options = line.options
     if not line.words:
-        raise UsageError(NOTHING)
+        raise UsageError(NO_SCRIPT)
     if options.module and options.no_python:
         raise UsageError(NO_PYTHON_MODULE)
     kind: Any = "module" if options.module else "executable" if options.no_python else "file"
@@ -130,7 +130,7 @@ def _steps(line: Line) -> Steps:
 
 
 @command(ranks_option)
-def dist_debug(line: Line) -> None:
+def dist_debug(line: MagicCall) -> None:
     """Debug the last exception of a rank, in its own frames.
 
     By default on the rank that failed first.  `p x`, `up`, `where` and all else that pdb
@@ -138,7 +138,7 @@ def dist_debug(line: Line) -> None:
     """
     world = line.world
     ranks = line.ranks if line.options.ranks is not None else (failed_rank(line.pool),)
-    task = world.task(Call("run.debug"), ranks=ranks)
+    task = world.task(OpCall("run.debug"), ranks=ranks)
     running = line.pool.last = world.submit(task)
     run_steps(follow_steps(line.pool, world, running, line.display))
     check_end(line.pool, world, running)
@@ -184,14 +184,14 @@ def debug_ranks(pools: Pools, original: Callable[..., Any], *args: Any, **kwargs
 
 # --- the memory of the workers by variable, and releasing unused memory ---------------------------
 
-MOST_ROWS = 12
+MAX_MEMORY_ROWS = 12
 
 
 @command(
     argument("--free", action="store_true", help="free what tracebacks, Out and caches hold"),
     ranks_option,
 )
-def dist_memory(line: Line) -> Shown:
+def dist_memory(line: MagicCall) -> CommandOutput:
     """Show memory per rank, and the largest tensors by variable.
 
     Memory (PSS: shared pages count in part) and GPU, the most that was used since the last cell
@@ -200,7 +200,7 @@ def dist_memory(line: Line) -> Shown:
     return free_memory(line) if line.options.free else memory_tables(line.call("memory"))
 
 
-def memory_tables(by_rank: Mapping[int, Memory]) -> Shown:
+def memory_tables(by_rank: Mapping[int, Memory]) -> CommandOutput:
     """Draw the memory of ranks: a line for all, a table by rank, and tables of the largest tensors.
 
     The last table has tensors that only tracebacks and `Out` hold.
@@ -272,13 +272,13 @@ def _peak_text(peak: Peak) -> str:
 
 
 def tensor_rows(
-    by_rank: Mapping[int, Memory], tensors: Iterable[tuple[int, Held]]
+    by_rank: Mapping[int, Memory], tensors: Iterable[tuple[int, NameMemory]]
 ) -> list[tuple[str, ...]]:
     """Return the rows of a table of the largest tensors; ranks with equal tensors share a row."""
-    on: dict[Held, list[int]] = {}
+    on: dict[NameMemory, list[int]] = {}
     for rank, each in tensors:
         on.setdefault(each, []).append(rank)
-    largest = sorted(on, key=lambda each: -each.size)[:MOST_ROWS]
+    largest = sorted(on, key=lambda each: -each.size)[:MAX_MEMORY_ROWS]
     if not largest:
         return []
     is_on_gpu = any(each.device != "cpu" for each in largest)
@@ -293,7 +293,7 @@ def tensor_rows(
 dist_clean = dist_memory.short("dist_clean", "--free")
 
 
-def free_memory(line: Line) -> Shown:
+def free_memory(line: MagicCall) -> CommandOutput:
     """Release the last traceback with its frames, `Out` and `_`, cycles, and torch's cache.
 
     Returns a table of the sizes before and after.  Variables are kept.

@@ -13,19 +13,19 @@ from IPython.core.magic_arguments import argument
 from nbdist.config import whole_number
 from nbdist.errors import NbdistError, UsageError
 from nbdist.notebook.cells import bind, fetch_results, make_shipment
-from nbdist.notebook.command import Line, Value, command, is_used
-from nbdist.notebook.display import Shown, block, moved
+from nbdist.notebook.command import MagicCall, MagicResult, command, is_used
+from nbdist.notebook.display import CommandOutput, block, moved
 from nbdist.notebook.options import names_in, ranks_option
 from nbdist.notebook.pool import Pool
 from nbdist.notebook.shipment import replaced_text
 from nbdist.notebook.shipping import push
-from nbdist.wire.work import Call
+from nbdist.wire.work import OpCall
 from nbdist.words import aligned, count, did_you_mean, name_ranks, one_line, size_text
-from nbdist.world import exchange
-from nbdist.world.exchange import Scatter
-from nbdist.world.names import list_names
-from nbdist.world.parts import Joining
+from nbdist.world import value_transfer
+from nbdist.world.name_table import list_names
 from nbdist.world.snapshot_store import Snapshot
+from nbdist.world.split_join import Joining
+from nbdist.world.value_transfer import Scatter
 from nbdist.world.world import World
 
 ONE_RANK = re.compile(r"-?\d+")
@@ -44,7 +44,7 @@ ONE_RANK = re.compile(r"-?\d+")
     # Users end a line with `;` by habit, so that its value is not shown.
     split=lambda _, line: (line.rstrip("; "), []),
 )  # fmt: skip
-def dist_gather(line: Line) -> Value:
+def dist_gather(line: MagicCall) -> MagicResult:
     """Copy variables from all ranks into the notebook, as a list per variable.
 
     They get their own names or those after `--as`; either all are copied or none. With
@@ -64,11 +64,11 @@ def dist_gather(line: Line) -> Value:
     one, dim = ranks[0] if is_one else None, options.dim or 0
     what = f"gathering {list_names(expressions)}"
     fetch = partial(fetch_results, pool, line.world, display=line.display, what=what)
-    results = exchange.gather(session, expressions, ranks, fetch, rank=one, how=how, dim=dim)
+    results = value_transfer.gather(session, expressions, ranks, fetch, rank=one, how=how, dim=dim)
     named = zip(targets, results, strict=True)
     values = {target: value for target, value in named if target.isidentifier()}
     pool.bind_gathered(values, [each for each in values if each in expressions], ranks)
-    return Value(results[0] if len(results) == 1 else tuple(results))
+    return MagicResult(results[0] if len(results) == 1 else tuple(results))
 
 
 def expressions_in(words: Sequence[str]) -> Iterator[str]:
@@ -110,7 +110,7 @@ def targets_of(
     Raises UsageError if an expression is no name, has none by `--as`, and the magic's value is
     not used (`is_assigned`); or if two names are equal.
     """
-    exchange.check_expressions(expressions)
+    value_transfer.check_expressions(expressions)
     line = f"`%dist_gather {' '.join(expressions)}`"
     targets = _target_names(expressions, given, f"{line}: {len(expressions)} values")
     for expression, target in zip(expressions, targets, strict=True):
@@ -134,16 +134,16 @@ def _target_names(names: Sequence[str], given: str | None, have: str) -> list[st
 
 
 @command(argument("names", nargs="+", help="variables of the notebook"), ranks_option)
-def dist_push(line: Line) -> str:
+def dist_push(line: MagicCall) -> str:
     """Send notebook variables to the workers, replacing theirs."""
     names, pool, world = names_in(line.options.names), line.pool, line.world
     _check_are_here(line, names)
     pack = partial(push, names, ranks=line.ranks)
     shipment = make_shipment(pool, world, world.session.names, pack)
     with shipment.packed(line.display) as packed:
-        task = world.task(Call("values.push", {"packed": packed.payloads}), ranks=line.ranks)
+        task = world.task(OpCall("values.push", {"packed": packed.payloads}), ranks=line.ranks)
         running = bind(
-            pool, world, task, Call("values.bind_pushed"), line.display, shipment.parcels
+            pool, world, task, OpCall("values.bind_pushed"), line.display, shipment.parcels
         )
     replaced = {rank: each for rank, each in running.result().by_rank.items() if each}
     for name in names:
@@ -151,14 +151,14 @@ def dist_push(line: Line) -> str:
             line.display.add_note(replaced_text(name, line.pool.shell.user_ns[name], by_rank))
     is_all = len(line.ranks) == world.size
     to = count(world.size, "rank") if is_all else name_ranks(line.ranks)
-    return f"sent {list_names(names, MOST_SAID)} to {to}"
+    return f"sent {list_names(names, MAX_NAMED_VARIABLES)} to {to}"
 
 
-def _check_are_here(line: Line, names: Sequence[str]) -> None:
+def _check_are_here(line: MagicCall, names: Sequence[str]) -> None:
     user_ns = line.pool.shell.user_ns
     if missing := [name for name in names if name not in user_ns]:
         listed, near = "`, `".join(missing), did_you_mean(missing[0], user_ns)
-        if exchange.variable_in(missing[0]) in user_ns:
+        if value_transfer.variable_in(missing[0]) in user_ns:
             near = f" Variables are sent by name: assign it first, as in `part = {missing[0]}`."
         raise UsageError(f"`{line.command.shown_name}`: the notebook has no `{listed}`.{near}")
 
@@ -171,7 +171,7 @@ def _check_are_here(line: Line, names: Sequence[str]) -> None:
     argument("--as", dest="target", metavar="NAME",
              help="the parts' name on the ranks: x,y for two"),
 )  # fmt: skip
-def dist_scatter(line: Line) -> str:
+def dist_scatter(line: MagicCall) -> str:
     """Split variables into parts, one per rank: `%dist_scatter data labels`.
 
     A tensor, an array, a list or tuple, a DataFrame or Series, a `datasets.Dataset`; where
@@ -199,7 +199,7 @@ def dist_scatter(line: Line) -> str:
              help="copy from (0)"),
     ranks_option,
 )  # fmt: skip
-def dist_sync(line: Line) -> str:
+def dist_sync(line: MagicCall) -> str:
     """Copy variables from one rank to ranks that do not have them: `%dist_sync model opt --from 0`.
 
     With `-r`, copy to these ranks even if they have the variables.
@@ -222,8 +222,8 @@ def dist_sync(line: Line) -> str:
 
 # --- snapshots of the workers' variables ------------------------------------------------------
 
-EVERY = whole_number("--every", "a number, such as `--every 1`, or 0", minimum=0)
-MOST_SAID = 20  # variables that are listed by name
+EVERY_OPTION = whole_number("--every", "a number, such as `--every 1`, or 0", minimum=0)
+MAX_NAMED_VARIABLES = 20  # variables that are listed by name
 
 FROM_RANK = whole_number("--from", "a number, such as `--from 1`, or 0", minimum=0)
 
@@ -232,12 +232,13 @@ FROM_RANK = whole_number("--from", "a number, such as `--from 1`, or 0", minimum
     argument("variables", nargs="*", help="by default all that cells have bound on the workers"),
     argument("--name", metavar="NAME", help="what to call it, by default as the notebook, which"
              " keeps its 3 newest of a name"),
-    argument("--every", metavar="N", type=EVERY, help="also after every N-th distributed cell that"
+    argument("--every", metavar="N", type=EVERY_OPTION,
+             help="also after every N-th distributed cell that"
              " succeeds; 0 ends that"),
     argument("--remove", metavar="NAME", help="remove this notebook's snapshots of this name,"
              " or NAME@STAMP"),
 )  # fmt: skip
-def dist_snapshot(line: Line) -> str:
+def dist_snapshot(line: MagicCall) -> str:
     """Save variables and RNG states of every rank: `%dist_snapshot model step --name epoch-3`.
 
     Each rank writes its own.  The snapshot exists once all have written theirs, or not at all;
@@ -255,7 +256,8 @@ def dist_snapshot(line: Line) -> str:
     if every is not None:
         routine.every, routine.selection, routine.cells = every, selection, 0
     ranks = count(len(snapshot.parts), "rank")
-    saved = f"saved {list_names(snapshot.names, MOST_SAID)} of {ranks} · snapshot `{snapshot.name}`"
+    listed = list_names(snapshot.names, MAX_NAMED_VARIABLES)
+    saved = f"saved {listed} of {ranks} · snapshot `{snapshot.name}`"
     again = f"again after every {count(routine.every, 'cell')}" if every else ""
     left_out = "; ".join(f"{name} ({why})" for name, why in snapshot.left_out.items())
     left_out = left_out and f"left out: {left_out}"
@@ -288,7 +290,7 @@ def save_due_snapshot(pool: Pool) -> None:
              help="give every rank the variables of this one; the random states stay as they are"),
     ranks_option,
 )  # fmt: skip
-def dist_restore(line: Line) -> Shown | str:
+def dist_restore(line: MagicCall) -> CommandOutput | str:
     """Restore a snapshot: variables and RNG states of every rank, each from its own file.
 
     `%dist_restore model --name epoch-3` restores one variable of one snapshot.  With `-r` on
@@ -313,7 +315,8 @@ def dist_restore(line: Line) -> Shown | str:
     done = world.restore(names or (), name=options.name, ranks=ranks, from_rank=source)
     snapshot = done.snapshot
     of_rank = f" of rank {source}" if source is not None else ""
-    text = f"restored {list_names(done.names, MOST_SAID)}{of_rank} on {name_ranks(done.ranks)} "
+    listed = list_names(done.names, MAX_NAMED_VARIABLES)
+    text = f"restored {listed}{of_rank} on {name_ranks(done.ranks)} "
     of_other = "" if snapshot.owner == store.owner else ", which this notebook did not save"
     return f"{text}from `{snapshot.key}` of {snapshot.clock}{of_other}"
 

@@ -37,7 +37,7 @@ SHOW = "_showtraceback"
 
 # Beginning of a frame in IPython 7, with file and call in colours, and its mark at the line.
 COLOURS = r"((?:\x1b\[[\d;]*m)*)"
-FRAME = re.compile(rf"{COLOURS}([^\x1b\n]+?){COLOURS} in ([^\n]*)")
+TRACEBACK_FRAME = re.compile(rf"{COLOURS}([^\x1b\n]+?){COLOURS} in ([^\n]*)")
 FRAME_LINE = re.compile(r"-> (\d+)")
 
 
@@ -134,7 +134,7 @@ def number_cells(shell: Any) -> None:
 
 def _with_number(part: str, numbers: Mapping[str, int]) -> str:
     """Return a part of IPython 7's traceback with a first line as in IPython 8 and later."""
-    begins, line = FRAME.match(part), FRAME_LINE.search(part)
+    begins, line = TRACEBACK_FRAME.match(part), FRAME_LINE.search(part)
     if begins is None or line is None:
         return part
     colour, file, plain, call = begins.groups()
@@ -179,14 +179,22 @@ def write_cache_whole(cache: Any) -> None:
 
 PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
 # Packages whose calls are around those of a cell or script.
-AROUND = ("IPython", "ipykernel", "tornado", "asyncio", "traitlets", "zmq", "jupyter_client")
-IN_PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in AROUND)
+OUTER_PACKAGES = (
+    "IPython",
+    "ipykernel",
+    "tornado",
+    "asyncio",
+    "traitlets",
+    "zmq",
+    "jupyter_client",
+)
+IN_PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in OUTER_PACKAGES)
 RUNPY = f"{os.sep}runpy.py"
 
 # Methods of IPython 8 that cache up to 1,024 frames, with all that the frames hold.
 CACHES = ("_cachable_skip", "_cached_one_parent_frame_debuggerskip")
 LAST = "_last_pdb_instance"  # Python 3.14 keeps the debugger, with frames that it has shown
-Stack = list[tuple[FrameType, int]]
+FrameStack = list[tuple[FrameType, int]]
 
 
 def is_around(frame: FrameType) -> bool:
@@ -282,7 +290,7 @@ class Debugger(InterruptiblePdb):
             self._is_between = False
         return not is_around(frame) and bool(super().stop_here(frame))
 
-    def get_stack(self, *args: Any, **options: Any) -> tuple[Stack, int]:
+    def get_stack(self, *args: Any, **options: Any) -> tuple[FrameStack, int]:
         """Return the user's frames, innermost last, and the index of the frame that is shown."""
         stack, index = super().get_stack(*args, **options)
         # Cut off the frames around the user's at both ends; without any of the user's, keep all.
@@ -337,7 +345,7 @@ def post_mortem(error: BaseException) -> None:
 
 # --- `breakpoint()` and all other ways into a debugger, on a rank -----------------------------
 
-LEFT = "`q` left the debugger and ended the cell on this rank"  # BdbQuit has no message
+DEBUGGER_LEFT = "`q` left the debugger and ended the cell on this rank"  # BdbQuit has no message
 
 
 def use_debugger() -> None:

@@ -280,14 +280,14 @@ def when_legacy_is_made(made: Callable[[Any, Any, int, int, timedelta], None]) -
     kind.__init__ = init
 
 
-LIBRARY = os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cuda.so")
+CUDA_LIBRARY = os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cuda.so")
 OPEN_CALLS = "_ZN4c10d16ProcessGroupNCCL23ncclActiveGroupCounter_E"
 
 
 @cache
 def _library() -> ctypes.CDLL | None:
     try:
-        return ctypes.CDLL(LIBRARY)
+        return ctypes.CDLL(CUDA_LIBRARY)
     except OSError:
         return None
 

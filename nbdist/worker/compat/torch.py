@@ -318,13 +318,13 @@ def entries_in(written: bytes) -> Iterator[dict[str, Any]]:
 # that, `RecvWork::abort`, which Python's `Work` lacks (torch 2.14). It is called only if the object
 # behind a `Work` has the table of virtual methods of a `RecvWork`.
 
-LIBRARY = os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so")
+CPU_LIBRARY = os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so")
 ABORT_RECEIVE = "_ZN4c10d16ProcessGroupGloo8RecvWork5abortEv"
 RECEIVES = "_ZTVN4c10d16ProcessGroupGloo8RecvWorkE"
 
 # HEAD is where an object of pybind11 has the address of its C++ object, which begins with the
 # address of its table of methods. The table has an offset and the type before FIRST_METHOD.
-HEAD = object.__basicsize__
+INSTANCE_HEAD = object.__basicsize__
 FIRST_METHOD = 2 * ctypes.sizeof(ctypes.c_void_p)
 
 
@@ -332,7 +332,7 @@ FIRST_METHOD = 2 * ctypes.sizeof(ctypes.c_void_p)
 def _receives() -> tuple[ctypes._NamedFuncPointer, int] | None:
     """Return `RecvWork::abort`, and the address each `RecvWork` begins with; None if missing."""
     try:
-        library = ctypes.CDLL(LIBRARY)
+        library = ctypes.CDLL(CPU_LIBRARY)
         table = ctypes.addressof(ctypes.c_char.in_dll(library, RECEIVES))
         abort = library[ABORT_RECEIVE]
     except (OSError, AttributeError, ValueError):
@@ -354,7 +354,7 @@ def end_receive(work: dist.Work) -> bool:
     if (receive := _receives()) is None:
         return False
     abort, begin = receive
-    address = ctypes.c_void_p.from_address(id(work) + HEAD).value
+    address = ctypes.c_void_p.from_address(id(work) + INSTANCE_HEAD).value
     if not address or ctypes.c_void_p.from_address(address).value != begin:
         return False
     abort(address)

@@ -350,7 +350,7 @@ def set_bucket_layout(net: Any, layout: list[list[int]]) -> None:
 # --- stale groups -----------------------------------------------------------------------------
 
 # torch's message if a mesh or a functional collective names a group that does not exist.
-UNKNOWN = re.compile(r"Could not resolve the process group registered under the name (\S+)")
+UNKNOWN_GROUP = re.compile(r"Could not resolve the process group registered under the name (\S+)")
 _stale: dict[str, str] = {}  # by a group's name, the message of the error
 
 
@@ -375,7 +375,7 @@ def stale_group_of(error: BaseException, tb: TracebackType | None) -> str:
     """
     if not _stale or not isinstance(error, RuntimeError | ValueError):
         return ""
-    if match := UNKNOWN.search(str(error)):
+    if match := UNKNOWN_GROUP.search(str(error)):
         return _stale.get(match[1], "")
     frame = [frame for frame, _ in traceback.walk_tb(tb)][-1:]
     used = (value for each in frame for value in each.f_locals.values())

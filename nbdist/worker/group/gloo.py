@@ -30,7 +30,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroupGloo
 
-from nbdist.output.events import Connections
+from nbdist.output.events import ConnectionLoss
 from nbdist.words import one_line
 from nbdist.worker.compat import torch as seam
 from nbdist.worker.group.stores import AbortableStore, Meeting, run_with_timeout
@@ -42,15 +42,15 @@ COLLECTIVE_TIMEOUT = 24 * 60 * 60.0
 torch's 30 minutes guard against hangs, which `nbdist.world.hangs` finds within seconds.
 """
 
-RENEWAL_TIMEOUT = 5.0
+GLOO_RENEWAL_TIMEOUT = 5.0
 """Seconds for a backend to connect again, once all ranks have come.
 
 gloo takes up to five times as long, which is still less than agents wait.
 """
 
-THREADS = 2  # of a backend, as in torch: with one a small all_reduce takes 1.7 times as long
+GLOO_THREADS = 2  # of a backend, as in torch: with one a small all_reduce takes 1.7 times as long
 
-ENDED = re.compile(
+CONNECTION_CLOSED = re.compile(
     r"gloo/\S+\] .*(Connection (closed|reset) by peer|Broken pipe)"
     r"|waited (in the store|for a message) and was released"
 )
@@ -70,14 +70,14 @@ TIMED_OUT = re.compile(
 )
 """Messages of gloo if a collective took too long, or TCP has given up: connections end then."""
 
-ABORTED = "Connection closed by peer: it waited for a message and was released"
+RECEIVE_ABORTED = "Connection closed by peer: it waited for a message and was released"
 _OF_GLOO = (RuntimeError, dist.DistBackendError, dist.DistNetworkError)
-_PLACE = re.compile(r"/\S*/gloo/")  # the folder of gloo's sources when it was built
+_SOURCE_FOLDER = re.compile(r"/\S*/gloo/")  # the folder of gloo's sources when it was built
 
 
-def connections_after(message: str) -> Connections:
+def connections_after(message: str) -> ConnectionLoss:
     """Return the state of the connections to other ranks, from the message of an exception."""
-    if ENDED.search(message):
+    if CONNECTION_CLOSED.search(message):
         return "ended"
     return "timed out" if TIMED_OUT.search(message) else ""
 
@@ -97,7 +97,11 @@ def reword(error: BaseException) -> None:
     # Check the type first: `str` of a user's exception can raise anything.
     text = str(error) if type(error) in _OF_GLOO else ""
     if "gloo/" in text:
-        error.args = (ABORTED if ENDED.search(text) else _PLACE.sub("gloo/", text),)
+        error.args = (
+            RECEIVE_ABORTED
+            if CONNECTION_CLOSED.search(text)
+            else _SOURCE_FOLDER.sub("gloo/", text),
+        )
 
 
 class Gloo:
@@ -124,7 +128,7 @@ class Gloo:
 
     def renew(self, backend: Any, meeting: Meeting, rank: int, size: int) -> None:
         """Connect a renewable backend again; RuntimeError if the other ranks do not come."""
-        seconds = meeting.timeout if meeting.cancel_path is None else RENEWAL_TIMEOUT
+        seconds = meeting.timeout if meeting.cancel_path is None else GLOO_RENEWAL_TIMEOUT
         timeout = timedelta(seconds=seconds)
         with self.store.leading_to(meeting), self._recording_opened():
             seam.renew(backend, self.store, rank, size, meeting.number, timeout)
@@ -152,7 +156,7 @@ class Gloo:
             seconds = COLLECTIVE_TIMEOUT if timeout is None else timeout.total_seconds()
             meeting = Meeting(store, timeout=seconds)
         renewable = self.renews or enable_reconfigure
-        options = seam.gloo_options(self._device, THREADS, timeout, renewable=renewable)
+        options = seam.gloo_options(self._device, GLOO_THREADS, timeout, renewable=renewable)
         if not renewable or enable_reconfigure:
             self._connect(lambda at: self._init(backend, at, rank, size, options), meeting)
             return
@@ -304,7 +308,7 @@ def wait(self: dist.Work, *args: Any, **options: Any) -> Any:
         _waits.remove(entry)
         CELL_TIMES.record_wait(began)
     if entry.is_over and not is_done:
-        raise ConnectionResetError(ABORTED)
+        raise ConnectionResetError(RECEIVE_ABORTED)
     return is_done
 
 

@@ -26,13 +26,13 @@ from nbdist.worker.compat import nccl
 from nbdist.worker.compat import torch as seam
 from nbdist.worker.group import default
 from nbdist.worker.group.gloo import COLLECTIVE_TIMEOUT, Gloo
-from nbdist.worker.group.nccl import START_TIMEOUT, Nccl, wait_for_device
+from nbdist.worker.group.nccl import NCCL_START_TIMEOUT, Nccl, wait_for_device
 from nbdist.worker.group.stores import (
     FORM_TIMEOUT,
     AbortableStore,
     AgentStore,
-    Connections,
     Meeting,
+    StoreConnections,
     TorchRendezvous,
 )
 
@@ -42,7 +42,7 @@ OF_NCCL = "/is "  # stands between a group's name and nccl's class, if its nccl 
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class GroupSide:
     """This rank's side of a group; `group` is None if only other members have an object for it."""
 
     name: str
@@ -60,7 +60,7 @@ class Group:
         self._rendezvous = TorchRendezvous(of_torch, start.rank) if of_torch else None
         uses_agent = start.store_socket and not self._rendezvous
         silence = AGENTS_WAIT * (start.world.config.link_timeout or LINK_TIMEOUT)
-        self._agent = Connections(start.store_socket, silence) if uses_agent else None
+        self._agent = StoreConnections(start.store_socket, silence) if uses_agent else None
         self._stores: dict[str, AgentStore] = {}
         self._file: Any = None
         if self._agent is None:
@@ -145,10 +145,10 @@ class Group:
         return any(store.has_waiting_thread for store in self._stores_with_waits)
 
     @property
-    def _world(self) -> Side:
+    def _world(self) -> GroupSide:
         """This rank's side of the world's group, even while user code has destroyed it."""
         ranks = range(self._start.world.world_size)
-        return Side(WORLD, ranks, self._default.group, self._default.timeout)
+        return GroupSide(WORLD, ranks, self._default.group, self._default.timeout)
 
     # --- forming ------------------------------------------------------------------------------
 
@@ -275,11 +275,11 @@ class Group:
         self._stand_ins.clear()
         for name, members in sorted(groups.items()):
             if self._start.rank in members:
-                side = Side(name, members, subgroups.get(name.partition(OF_NCCL)[0]))
+                side = GroupSide(name, members, subgroups.get(name.partition(OF_NCCL)[0]))
                 connect = self._connect_nccl if OF_NCCL in name else self._connect
                 connect(side, generation)
 
-    def _connect(self, side: Side, generation: int) -> None:
+    def _connect(self, side: GroupSide, generation: int) -> None:
         """Connect the gloo backend of a group again, or give the group a new one."""
         backend = None if side.group is None else seam.gloo_of(side.group)
         if side.group is not None and backend is None:
@@ -297,7 +297,7 @@ class Group:
         seam.prepare_gloo(backend, side.group, side.members)
         seam.replace_gloo(side.group, comparing, generation)
 
-    def _comparing(self, backend: Any, side: Side, generation: int) -> Any:
+    def _comparing(self, backend: Any, side: GroupSide, generation: int) -> Any:
         """Return the backend, or with debug level DETAIL one around it that compares first."""
         if not seam.compares():
             return backend
@@ -314,7 +314,7 @@ class Group:
             side = replace(world, name=world.name + OF_NCCL + backend.name())
             self._connect_nccl(side, generation)
 
-    def _connect_nccl(self, side: Side, generation: int) -> None:
+    def _connect_nccl(self, side: GroupSide, generation: int) -> None:
         """Connect the nccl backend of a group in keys of this generation."""
         if self._nccl is None:
             return
@@ -324,7 +324,7 @@ class Group:
             kind = side.name.partition(OF_NCCL)[2]
             self._stand_ins.append(self._nccl.stand_in(kind, meeting, seat, side.timeout))
         elif generation == 1:
-            self._nccl.connect(nccl.nccl_of(side.group), meeting, seat, START_TIMEOUT)
+            self._nccl.connect(nccl.nccl_of(side.group), meeting, seat, NCCL_START_TIMEOUT)
         else:
             self._nccl.renew(side.group, meeting, seat, side.timeout)
 
@@ -353,7 +353,7 @@ class Group:
             self._gloo.renews = self._gloo.renews and self._rendezvous.compares
             self._shared.meeting = Meeting(self._store_of(0, WORLD))
 
-    def _rank_in(self, side: Side) -> int:
+    def _rank_in(self, side: GroupSide) -> int:
         return side.members.index(self._start.rank)
 
     def _meeting_of(self, name: str, generation: int) -> Meeting:

@@ -31,10 +31,10 @@ from nbdist.worker.compat.nccl import Seat
 from nbdist.worker.group.default import instances_of
 from nbdist.worker.group.stores import AbortableStore, Meeting, run_with_timeout
 
-START_TIMEOUT, RENEWAL_TIMEOUT = 100.0, 25.0
+NCCL_START_TIMEOUT, NCCL_RENEWAL_TIMEOUT = 100.0, 25.0
 """Seconds for all ranks to connect; agents wait 180 s for a start, and 30 s for healing."""
 
-ABORT_TIMEOUT, LONGEST_ABORT = 10.0, 60.0
+NCCL_ABORT_TIMEOUT, NCCL_WHOLE_ABORT_TIMEOUT = 10.0, 60.0
 """Seconds until the next kernel must end during an abort, and for the whole abort.
 
 Aborts have been seen to take for ever (NCCL 2.25). An abort takes 0.5 s, and for each kernel in the
@@ -87,7 +87,7 @@ class Nccl:
         if not self._connects_later:
             meeting = Meeting(store, timeout=timeout.total_seconds())
             seat = self.seat(meeting, range(size), position)
-            self.connect(backend, meeting, seat, START_TIMEOUT)
+            self.connect(backend, meeting, seat, NCCL_START_TIMEOUT)
 
     def seat(self, meeting: Meeting, members: Sequence[int], position: int) -> Seat:
         """Return the place where the rank at this position of a group meets the other members."""
@@ -108,14 +108,18 @@ class Nccl:
         """Connect the ranks of a group again."""
         with self.connecting_later():
             backend = seam.adapter_of(seam.nccl_of(group)).renew(group, seat, timeout)
-        self.connect(backend, replace(meeting, timeout=RENEWAL_TIMEOUT), seat, RENEWAL_TIMEOUT)
+        self.connect(
+            backend, replace(meeting, timeout=NCCL_RENEWAL_TIMEOUT), seat, NCCL_RENEWAL_TIMEOUT
+        )
 
     def stand_in(self, kind: str, meeting: Meeting, seat: Seat, timeout: timedelta) -> Any:
         """Make and connect a backend for a group that this rank has no object for."""
         at_store = replace(seat, store=self.store)
         with self.connecting_later():
             backend = seam.ADAPTERS[kind].new("stand-in", at_store, timeout)
-        self.connect(backend, replace(meeting, timeout=RENEWAL_TIMEOUT), seat, RENEWAL_TIMEOUT)
+        self.connect(
+            backend, replace(meeting, timeout=NCCL_RENEWAL_TIMEOUT), seat, NCCL_RENEWAL_TIMEOUT
+        )
         return backend
 
     def abort(self, backends: Sequence[Any]) -> None:
@@ -136,10 +140,11 @@ class Nccl:
 def _progress_of(adapter: seam.Adapter) -> Callable[[], bool]:
     """Return a function that tells whether to wait longer for an abort; it is called repeatedly.
 
-    The function returns True while kernels end now and then, for `LONGEST_ABORT` at most.
+    The function returns True while kernels end now and then, for `NCCL_WHOLE_ABORT_TIMEOUT` at
+    most.
     """
     pending, last_end = len(adapter.pending()), time.monotonic()
-    deadline = last_end + LONGEST_ABORT
+    deadline = last_end + NCCL_WHOLE_ABORT_TIMEOUT
 
     def has_progress() -> bool:
         nonlocal pending, last_end
@@ -150,7 +155,7 @@ def _progress_of(adapter: seam.Adapter) -> Callable[[], bool]:
             # A graph that has captured one of its collectives keeps a communicator.
             for graph in instances_of(accelerator.graph()):
                 graph.reset()
-        return now < min(deadline, last_end + ABORT_TIMEOUT)
+        return now < min(deadline, last_end + NCCL_ABORT_TIMEOUT)
 
     return has_progress
 
@@ -211,7 +216,7 @@ class UnderWay:
         collectives: list[Begun] = []
         for name in self._first:
             of_cell = takewhile(lambda e: e["time_created_ns"] >= since_ns, self._collectives(name))
-            collectives += map(self._begun, islice(of_cell, MOST_BEGUN))
+            collectives += map(self._begun, islice(of_cell, MAX_REPORTED))
         return tuple(collectives[::-1])
 
     def last(self) -> Collective | None:
@@ -250,7 +255,7 @@ class UnderWay:
 
 # --- gloo's collectives, by torch's Flight Recorder -----------------------------------------------
 
-MOST_BEGUN = 64
+MAX_REPORTED = 64
 """Collectives of a task that are reported: mismatched ranks are rarely further apart."""
 
 # Collectives in which sizes may differ between ranks; the second is nccl2's name.
@@ -322,7 +327,7 @@ class Recording:
         """Return the last collectives since this time, the oldest first."""
         if self._kept_begun is None or self._kept_begun[0] != (counts, since_ns):
             of_cell = takewhile(lambda e: e["time_created_ns"] >= since_ns, self._entries())
-            collectives = tuple(begun_of(entry) for entry in islice(of_cell, MOST_BEGUN))[::-1]
+            collectives = tuple(begun_of(entry) for entry in islice(of_cell, MAX_REPORTED))[::-1]
             if not (_have_ended(counts) and all(each.is_done for each in collectives)):
                 return collectives
             self._kept_begun = (dict(counts), since_ns), collectives

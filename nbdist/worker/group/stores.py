@@ -31,19 +31,19 @@ from nbdist.wire.frames import BadFrame, FrameCutter
 from nbdist.wire.spec import TorchStore
 from nbdist.words import one_line
 from nbdist.worker.compat.torch import PrefixStore, Store
-from nbdist.worker.process import READ_SIZE, BadEnvironment, is_ready
+from nbdist.worker.process import SOCKET_READ_SIZE, BadEnvironment, is_ready
 
 FIRST_STEP, LONGEST_STEP = 0.001, 0.02
 """Seconds between two polls: short at first, as ranks often come at once, then longer."""
 
-LOOK_EVERY = 0.02  # seconds after which a wait checks whether it was ended
+STORE_POLL_INTERVAL = 0.02  # seconds after which a wait checks whether it was ended
 
 FORM_TIMEOUT = 120.0
 """Seconds for all ranks to form the world's group; torch's own default is 10 to 30 minutes."""
 
 LookOver = Callable[[], None]  # raises an exception to end a wait
 
-ABORTED = "Connection closed by peer: it waited in the store and was released"
+STORE_WAIT_ABORTED = "Connection closed by peer: it waited in the store and was released"
 """The message if a wait in the store is aborted; it begins as gloo's message for an abort does."""
 
 
@@ -84,7 +84,7 @@ def run_with_timeout(
     began = time.monotonic()
     deadline = began + timeout
     threading.Thread(target=run, name=f"nbdist: {what}", daemon=True).start()
-    while not wait([done], LOOK_EVERY).done:
+    while not wait([done], STORE_POLL_INTERVAL).done:
         check_abort()
         if (now := time.monotonic()) > deadline:
             if not may_extend():
@@ -217,7 +217,7 @@ class AbortableStore(_PythonStore):
         path = self.meeting.cancel_path
         # After some RuntimeErrors torch would wait again.
         if self._aborted.is_set() or (path is not None and path.exists()):
-            raise ConnectionResetError(ABORTED)
+            raise ConnectionResetError(STORE_WAIT_ABORTED)
 
     def set_timeout(self, timeout: timedelta) -> None:
         self.meeting = replace(self.meeting, timeout=timeout.total_seconds())
@@ -233,17 +233,17 @@ class AbortableStore(_PythonStore):
 
 # --- the agent's store, for ranks of several machines ---------------------------------------------
 
-ANSWER_TIMEOUT = 30.0
+STORE_ANSWER_TIMEOUT = 30.0
 """Seconds for an answer, besides the seconds that the operation may wait and those of `silence`.
 
 Then the agent counts as lost."""
 
-KEPT = 2  # idle connections that are kept for later
+MAX_IDLE_CONNECTIONS = 2  # idle connections that are kept for later
 LOST = "the agent that serves the world's store cannot be reached"
-IN_CHILD = "a process forked by the rank cannot use the world's store"
+STORE_IN_CHILD = "a process forked by the rank cannot use the world's store"
 
 
-class Connections:
+class StoreConnections:
     """Connections to the agent's socket, one for each thread that asks.
 
     If the agent is lost, each call of `ask` raises ConnectionError.  `silence` is how many seconds
@@ -254,12 +254,12 @@ class Connections:
 
     def __init__(self, path: str, silence: float = 0.0) -> None:
         self._path = path
-        self._timeout = ANSWER_TIMEOUT + silence
+        self._timeout = STORE_ANSWER_TIMEOUT + silence
         self._pid = os.getpid()
         self._idle = deque([self._connect()])
 
     def __repr__(self) -> str:
-        return f"<Connections to {self._path}, {len(self._idle)} free>"
+        return f"<StoreConnections to {self._path}, {len(self._idle)} free>"
 
     def ask(self, operation: wire.Operation, check_abort: LookOver = lambda: None) -> Any:
         """Return the agent's answer; ValueError if it refuses.
@@ -267,7 +267,7 @@ class Connections:
         An exception of `check_abort` ends the wait.
         """
         if os.getpid() != self._pid:
-            raise ConnectionError(IN_CHILD)
+            raise ConnectionError(STORE_IN_CHILD)
         try:
             connection = self._idle.pop()
         except IndexError:
@@ -277,11 +277,11 @@ class Connections:
         except BaseException:  # KeyboardInterrupt too: an answer may be on its way
             connection.close()
             raise
-        if len(self._idle) < KEPT:
+        if len(self._idle) < MAX_IDLE_CONNECTIONS:
             self._idle.append(connection)
         else:
             connection.close()
-        if isinstance(answer, wire.Refused):
+        if isinstance(answer, wire.StoreRefused):
             raise ValueError(answer.why)
         return answer
 
@@ -303,16 +303,16 @@ class Connections:
 
     def _ask(
         self, connection: socket.socket, operation: wire.Operation, check_abort: LookOver
-    ) -> wire.Answer:
+    ) -> wire.StoreReply:
         seconds = operation.seconds if isinstance(operation, wire.Get | wire.Wait) else 0.0
         deadline = time.monotonic() + seconds + self._timeout
         connection.sendall(wire.to_frame(operation))
-        cutter = FrameCutter(wire.MOST_BYTES)
+        cutter = FrameCutter(wire.MAX_STORE_BYTES)
         while time.monotonic() < deadline:
-            if not is_ready(connection, LOOK_EVERY * 1000):
+            if not is_ready(connection, STORE_POLL_INTERVAL * 1000):
                 check_abort()
                 continue
-            if not (data := connection.recv(READ_SIZE)):
+            if not (data := connection.recv(SOCKET_READ_SIZE)):
                 raise ConnectionError(LOST)
             for frame in cutter.feed(data):
                 try:
@@ -325,7 +325,7 @@ class Connections:
 class AgentStore(_PythonStore):
     """A store that asks the agent; all its keys begin with `prefix`, as in a PrefixStore."""
 
-    def __init__(self, agent: Connections, prefix: str, timeout: float) -> None:
+    def __init__(self, agent: StoreConnections, prefix: str, timeout: float) -> None:
         super().__init__()
         self._agent, self._prefix = agent, prefix
         self._timeout = timedelta(seconds=timeout)
@@ -346,7 +346,9 @@ class AgentStore(_PythonStore):
         while True:
             seconds = max(0.0, deadline - time.monotonic())
             kind = wire.Get if values else wire.Wait
-            answer = self._agent.ask(kind(full_keys, min(seconds, wire.LONGEST_WAIT)), check_abort)
+            answer = self._agent.ask(
+                kind(full_keys, min(seconds, wire.MAX_STORE_WAIT)), check_abort
+            )
             if not (answer is None or answer is False):
                 return [*answer] if values else []
             if time.monotonic() >= deadline:

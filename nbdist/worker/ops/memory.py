@@ -26,13 +26,13 @@ import torch
 from nbdist.system.limits import MemoryLimit, memory_limits
 from nbdist.system.processes import trim_memory
 from nbdist.values.pickling import without_cycles
-from nbdist.wire.ops import Cleaned, GpuMemory, Held, Memory, Peak
+from nbdist.wire.ops import Cleaned, GpuMemory, Memory, NameMemory, Peak
 from nbdist.words import size_text
 from nbdist.worker.compat import accelerator
 from nbdist.worker.compat.models import parts_of
 from nbdist.worker.namespace import Context
 
-MOST_SHOWN = 12
+MAX_SHOWN = 12
 
 
 class Peaks:
@@ -80,7 +80,7 @@ def memory(context: Context) -> Memory:
 
 def measure(shell: Any, seconds: float, raised: BaseException | None = None) -> Memory:
     """Measure memory, and search variables and tracebacks for `seconds`, also that of `raised`."""
-    search, hidden, kept = Search(seconds), shell.user_ns_hidden, list[Held]()
+    search, hidden, kept = Search(seconds), shell.user_ns_hidden, list[NameMemory]()
     # Leave out IPython's own names; values that cells have shown are searched last.
     names = {
         name: value
@@ -120,8 +120,8 @@ def pss_now() -> int:
         return next(int(line.split()[1]) * 1024 for line in rollup if line.startswith("Pss:"))
 
 
-def _largest(entries: list[Held]) -> tuple[Held, ...]:
-    return tuple(sorted(entries, key=lambda each: -each.size)[:MOST_SHOWN])
+def _largest(entries: list[NameMemory]) -> tuple[NameMemory, ...]:
+    return tuple(sorted(entries, key=lambda each: -each.size)[:MAX_SHOWN])
 
 
 def _peak_rss() -> int:
@@ -131,7 +131,7 @@ def _peak_rss() -> int:
 # --- errors because memory is full ----------------------------------------------------------------
 
 ACCOUNT_SECONDS = 0.2  # to search names, before the cell is reported as finished
-MOST_NAMED = 5
+MAX_NAMED_HOLDERS = 5
 LEAST_LISTED = 1 << 20  # bytes: deleting a smaller tensor would not help
 
 # Found in the message of torch's RuntimeError if an allocation failed.
@@ -139,7 +139,7 @@ ALLOCATION_FAILED = re.compile(
     r"out of memory|not enough memory|can't allocate memory|CUBLAS_STATUS_ALLOC_FAILED", re.I
 )
 
-RESERVE = 16 << 20
+ADDRESS_RESERVE = 16 << 20
 """Bytes of addresses, not of memory, that are released while a MemoryError is explained.
 
 If nothing is free, CPython 3.11 searches for ever for the handler (exception_unwind of ceval.c).
@@ -148,9 +148,9 @@ _reserved: list[mmap.mmap] = []
 
 
 def reserve_addresses() -> None:
-    """Reserve `RESERVE` bytes of addresses, if that many are free."""
+    """Reserve `ADDRESS_RESERVE` bytes of addresses, if that many are free."""
     with suppress(OSError, MemoryError):
-        _reserved.append(mmap.mmap(-1, RESERVE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+        _reserved.append(mmap.mmap(-1, ADDRESS_RESERVE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -203,9 +203,11 @@ def _figure_texts(memory: Memory) -> Iterable[str]:
     yield f"this rank {size_text(memory.pss)}"
 
 
-def _entry_lines(entries: Sequence[Held]) -> list[str]:
+def _entry_lines(entries: Sequence[NameMemory]) -> list[str]:
     large = [each for each in entries if each.size >= LEAST_LISTED]
-    shown = [(size_text(each.size), f"{each.name} {each.kind}") for each in large[:MOST_NAMED]]
+    shown = [
+        (size_text(each.size), f"{each.name} {each.kind}") for each in large[:MAX_NAMED_HOLDERS]
+    ]
     width = max((len(size) for size, _ in shown), default=0)
     more = ["  …"] if len(large) > len(shown) else []
     return [*(f"  {size.rjust(width)}  {what}" for size, what in shown), *more]
@@ -217,10 +219,10 @@ def _entry_lines(entries: Sequence[Held]) -> list[str]:
 # override.
 
 LAST_VALUE = re.compile(r"_+|_\d+")  # names under which IPython keeps what cells have shown
-MOST_LOOKED_AT = 100_000  # values that a search reads, even of a list with a million numbers
-MOST_OF_A_CONTAINER = 10_000  # entries of a container that are searched; fewer if time is short
+MAX_SEARCHED_OBJECTS = 100_000  # values that a search reads, even of a list with a million numbers
+MAX_ENTRIES = 10_000  # entries of a container that are searched; fewer if time is short
 SEVERAL = 8  # tensors in a container above which it is shown as one
-DEEPEST = 8
+MAX_LISTED_DEPTH = 8
 LEAST_INSIDE = 1 << 10
 """Bytes of an array in an object above which the array is shown, as libraries have small arrays."""
 
@@ -244,15 +246,15 @@ class Search:
     """
 
     def __init__(self, seconds: float) -> None:
-        self.results: list[Held] = []
+        self.results: list[NameMemory] = []
         self.is_whole = True
         self._deadline = time.thread_time() + seconds
         self._searched = 0
-        self._container_limit = int(MOST_OF_A_CONTAINER * min(1.0, max(seconds, 0.1)))
+        self._container_limit = int(MAX_ENTRIES * min(1.0, max(seconds, 0.1)))
         self._storages: set[tuple[str, int]] = set()
         self._seen: set[int] = set()
 
-    def find_new(self, names: Mapping[str, Any], where: str = "") -> list[Held]:
+    def find_new(self, names: Mapping[str, Any], where: str = "") -> list[NameMemory]:
         """Search the values of names, the nearest first; return memory that was not found before.
 
         `where` is appended to the names that are shown.
@@ -264,7 +266,7 @@ class Search:
             self._searched += 1
             try:
                 self._record(f"{name}{where}", value, depth)
-                if depth < DEEPEST and id(value) not in self._seen:
+                if depth < MAX_LISTED_DEPTH and id(value) not in self._seen:
                     queue.extend((f"{name}{more}", x, depth + 1) for more, x in self._parts(value))
             except Exception:  # noqa: BLE001 (a class of the user's can raise anything)
                 self.is_whole = False
@@ -274,7 +276,7 @@ class Search:
     def _has_time(self) -> bool:
         if self._searched % 64 == 63 and time.thread_time() > self._deadline:
             return False
-        return self._searched < MOST_LOOKED_AT
+        return self._searched < MAX_SEARCHED_OBJECTS
 
     def _record(self, name: str, value: Any, depth: int) -> None:
         """Record the memory that a value holds itself, or one entry for several tensors."""
@@ -287,7 +289,7 @@ class Search:
 
     def _record_several(self, name: str, tensors: _Several) -> None:
         """Record a single entry for all tensors that were not found before, while time is left."""
-        entries: list[Held] = []
+        entries: list[NameMemory] = []
         for each in tensors:
             self._searched += 1
             if not self._has_time():
@@ -300,11 +302,13 @@ class Search:
             shape = shapes.pop() if len(shapes) == 1 else ()
             dtype = dtypes.pop() if len(dtypes) == 1 else ""
             size = sum(entry.size for entry in entries)
-            self.results.append(Held(name, size, shape, dtype, entries[0].device, len(entries)))
+            self.results.append(
+                NameMemory(name, size, shape, dtype, entries[0].device, len(entries))
+            )
         else:
             self.results += entries
 
-    def _measure_new(self, name: str, value: Any) -> Held | None:
+    def _measure_new(self, name: str, value: Any) -> NameMemory | None:
         """Return the memory that a value holds; None if that is nothing, or was found before."""
         entry, address = _measure_value(name, value) or (None, 0)
         if entry is None or not entry.size or (entry.device, address) in self._storages:
@@ -364,38 +368,40 @@ def own_attributes(value: Any) -> dict[str, Any]:
     return {**attributes} if isinstance(attributes, dict | types.MappingProxyType) else {}
 
 
-def _measure_value(name: str, value: Any) -> tuple[Held, int] | None:
+def _measure_value(name: str, value: Any) -> tuple[NameMemory, int] | None:
     """Return the memory that a value holds itself, and its address; None for other types."""
     if isinstance(value, torch.Tensor):
         return _measure_tensor(name, value)
     if isinstance(value, bytes | bytearray):
-        return Held(name, len(value) if len(value) >= LARGE_BYTES else 0, dtype="bytes"), id(value)
+        return NameMemory(name, len(value) if len(value) >= LARGE_BYTES else 0, dtype="bytes"), id(
+            value
+        )
     if isinstance(value, np.ndarray):
         whole: Any = value  # the value may be a view
         while isinstance(whole.base, np.ndarray):
             whole = whole.base
         size = 0 if isinstance(whole, np.memmap) else whole.nbytes  # a file's memory
         address = whole.__array_interface__["data"][0]
-        return Held(name, size, value.shape, str(value.dtype)), address
+        return NameMemory(name, size, value.shape, str(value.dtype)), address
     pandas: Any = sys.modules.get("pandas")
     if pandas is not None and isinstance(value, (pandas.DataFrame, pandas.Series)):
         used = value.memory_usage(index=True)
         size = int(used if isinstance(value, pandas.Series) else used.sum())
-        return Held(name, size, value.shape, type(value).__name__), id(value)
+        return NameMemory(name, size, value.shape, type(value).__name__), id(value)
     return None
 
 
-def _measure_tensor(name: str, tensor: torch.Tensor) -> tuple[Held, int]:
+def _measure_tensor(name: str, tensor: torch.Tensor) -> tuple[NameMemory, int]:
     """Measure the storage of a tensor; of a sharded tensor the part on this rank."""
     part: Any = tensor
     if hasattr(type(part), "to_local"):
         with torch.no_grad():
             part = part.to_local()
     if part.layout is not torch.strided or part.device.type == "meta":
-        return Held(name, 0), 0
+        return NameMemory(name, 0), 0
     shape, dtype = tuple(part.shape), str(part.dtype).removeprefix("torch.")
     storage = part.untyped_storage()
-    return Held(name, storage.nbytes(), shape, dtype, str(part.device)), storage.data_ptr()
+    return NameMemory(name, storage.nbytes(), shape, dtype, str(part.device)), storage.data_ptr()
 
 
 # --- releasing: tracebacks, shown values and caches -------------------------------------

@@ -30,7 +30,7 @@ import psutil
 from nbdist.output.events import SCRIPT_FAILED
 from nbdist.values.child_definitions import script_names
 from nbdist.values.payload import Payload
-from nbdist.wire.places import Place
+from nbdist.wire.places import RankPosition
 from nbdist.wire.work import Script
 from nbdist.words import error_line, word_exit
 from nbdist.worker.compat.ipython import post_mortem
@@ -39,11 +39,13 @@ from nbdist.worker.ops.memory import last_errors
 from nbdist.worker.shell import show
 from nbdist.worker.tracebacks import message_of
 
-OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
-PYTHONS = tuple({prefix + os.sep for prefix in (sys.prefix, sys.base_prefix)})
+WORKER_PREFIX = os.path.dirname(os.path.dirname(__file__)) + os.sep
+PYTHON_PREFIXES = tuple({prefix + os.sep for prefix in (sys.prefix, sys.base_prefix)})
 # Files of the calls before a script's own, which are left out of tracebacks.
 RUNNERS = (__file__, runpy.__file__, "<frozen runpy>", "<frozen importlib._bootstrap>")
-STOP_GRACE = 1.0  # seconds for an executable to exit after SIGINT, fewer than the worker itself has
+SCRIPT_STOP_GRACE = (
+    1.0  # seconds for an executable to exit after SIGINT, fewer than the worker itself has
+)
 _UNBOUND = object()  # the value of a name that is bound to nothing
 
 
@@ -88,7 +90,7 @@ def _with_local_path(program: Script) -> Script:
 _running: list[Script] = []  # empty, or with the program that runs
 
 
-def spot(frames: Sequence[FrameType]) -> Place | None:
+def spot(frames: Sequence[FrameType]) -> RankPosition | None:
     """Return the innermost line of the running script, or of a module beside it.
 
     None if no script runs. For an executable, or if no call is in the script's own files, the
@@ -103,8 +105,8 @@ def spot(frames: Sequence[FrameType]) -> Place | None:
             line = frame.f_lineno or 0
             code = linecache.getline(file, line).strip()
             name = os.path.relpath(file, program.root) if program.root else program.name
-            return Place(line, file=name, code=code)
-    return Place(file=program.name)
+            return RankPosition(line, file=name, code=code)
+    return RankPosition(file=program.name)
 
 
 def _is_own(file: str, program: Script) -> bool:
@@ -113,7 +115,11 @@ def _is_own(file: str, program: Script) -> bool:
         return True
     below = file.removeprefix(program.root + os.sep)
     is_below = bool(program.root) and below != file
-    return is_below and "-packages" not in below and not file.startswith((OURS, *PYTHONS))
+    return (
+        is_below
+        and "-packages" not in below
+        and not file.startswith((WORKER_PREFIX, *PYTHON_PREFIXES))
+    )
 
 
 # --- Python ------------------------------------------------------------------------------
@@ -228,7 +234,7 @@ def _as_in_a_new_process() -> Iterator[None]:
 def _run_executable(program: Script, args: Sequence[str]) -> None:
     """Run an executable, and wait for its exit.  Stop kills it and all processes that it starts.
 
-    The executable gets Stop's SIGINT too, and `STOP_GRACE` to exit before it is killed.
+    The executable gets Stop's SIGINT too, and `SCRIPT_STOP_GRACE` to exit before it is killed.
     """
     before, argv = _group_pids(), [program.name, *args]
     try:
@@ -239,7 +245,7 @@ def _run_executable(program: Script, args: Sequence[str]) -> None:
         code = child.wait()
     except BaseException as error:  # noqa: BLE001 (Stop too: no process may be left)
         with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
-            child.wait(timeout=STOP_GRACE)
+            child.wait(timeout=SCRIPT_STOP_GRACE)
         for pid in _group_pids() - before:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

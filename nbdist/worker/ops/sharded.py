@@ -21,7 +21,7 @@ from nbdist.worker.compat import models as seam
 from nbdist.worker.namespace import Context
 from nbdist.worker.received import as_before_fsdp, dist_class
 
-INSTEAD = "use torch.distributed.checkpoint"
+USE_CHECKPOINT = "use torch.distributed.checkpoint"
 
 
 @dataclass(frozen=True)
@@ -90,15 +90,15 @@ class Writer:
         if mesh is root:
             return of, None
         if not set(mesh.mesh_dim_names) <= set(names):
-            raise PicklingError(f"it is on a mesh that was flattened; {INSTEAD}")
+            raise PicklingError(f"it is on a mesh that was flattened; {USE_CHECKPOINT}")
         return of, tuple(mesh.mesh_dim_names)
 
     def _reduce_module(self, module: Any) -> tuple[Any, ...]:
         if why := seam.sharding_problem(module):
-            raise PicklingError(f"{why}; {INSTEAD}")
+            raise PicklingError(f"{why}; {USE_CHECKPOINT}")
         kind, state = as_before_fsdp(module)
         if state is None:
-            raise PicklingError(f"{kind.__name__} has a pickling of its own; {INSTEAD}")
+            raise PicklingError(f"{kind.__name__} has a pickling of its own; {USE_CHECKPOINT}")
         sharding = None
         if isinstance(module, dist_class("fsdp", "FSDPModule")):
             call, *arguments = seam.sharding_of(module)

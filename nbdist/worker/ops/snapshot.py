@@ -1,7 +1,7 @@
 """A rank's part of a snapshot: its variables and random states, in a file of its own.
 
 Ops in each rank, for `%dist_snapshot` and `%dist_restore`. The file has the frames of a pickle.
-`nbdist.world.exchange` says which names to write, and keeps the files' digests; no value goes
+`nbdist.world.value_transfer` says which names to write, and keeps the files' digests; no value goes
 through the notebook.
 """
 
@@ -102,7 +102,7 @@ def _chunks(view: memoryview) -> Iterator[memoryview]:
 ALSO_LIMIT = 1 << 20
 """Bytes up to which a value is written that only a function in the snapshot needs."""
 
-INSTEAD = "new_group makes another one, torch.distributed.checkpoint writes models on one"
+GROUP_REMEDY = "new_group makes another one, torch.distributed.checkpoint writes models on one"
 
 
 def write(
@@ -168,7 +168,7 @@ def _pickling_problem(value: Any, namespace: dict[str, Any]) -> str:
         _sketch(value, namespace)
     except Exception as error:  # noqa: BLE001 (a user's __reduce__ can raise anything)
         why = f"{type(error).__name__}: {one_line(str(error), 120)}"
-        return f"{why}; {INSTEAD}" if "ProcessGroup" in why else why
+        return f"{why}; {GROUP_REMEDY}" if "ProcessGroup" in why else why
     return ""
 
 

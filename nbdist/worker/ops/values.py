@@ -15,7 +15,7 @@ import torch.distributed as dist
 from nbdist.errors import NotEnoughMemory
 from nbdist.values.payload import Payload
 from nbdist.values.pickling import Buffer, pickle, unpickle
-from nbdist.values.states import Parts
+from nbdist.values.states import ChangedParts
 from nbdist.values.unpicklable import fails_in
 from nbdist.wire.ops import Brought, Inspected, Replaced
 from nbdist.words import did_you_mean
@@ -23,9 +23,9 @@ from nbdist.worker.compat import torch as seam
 from nbdist.worker.group.default import renew_reducers
 from nbdist.worker.namespace import Context, Taken, VariableError
 from nbdist.worker.ops.sharded import is_sharded
-from nbdist.worker.received import DEFINITIONS, Homeward
+from nbdist.worker.received import DEFINITIONS, ReturnReducer
 
-REMEDY = (
+SHARDED_REMEDY = (
     "a rank has only its own part of what is sharded. `%dist_restore` restores a snapshot; without "
     "one make the model again on all ranks, with `fully_shard`, and load a checkpoint"
 )
@@ -45,7 +45,7 @@ def gather(context: Context, expressions: Sequence[str], *, joins: bool = False)
             return Brought(expression, missing=error.name or "")
         except Exception as error:  # noqa: BLE001 (the expression is the user's)
             return Brought(expression, problem=f"{type(error).__name__}: {error}")
-    home = Homeward(notes=not joins, joins=joins)
+    home = ReturnReducer(notes=not joins, joins=joins)
     try:
         packed = context.lend(values, home)
     except NotEnoughMemory as error:
@@ -92,7 +92,9 @@ def bind_scattered(context: Context) -> None:
     context.bound |= values.keys()
 
 
-def inspect(context: Context, objects: Mapping[int, Parts], names: Sequence[str] = ()) -> Inspected:
+def inspect(
+    context: Context, objects: Mapping[int, ChangedParts], names: Sequence[str] = ()
+) -> Inspected:
     """Return which parts of objects this rank has changed, and what variables hold here."""
     return context.namespace.counterparts.inspect(objects, names)
 
@@ -157,7 +159,9 @@ def _send(context: Context, variables: Sequence[str], source: int) -> Sequence[B
         frames = pickle((pickled.values, keyed), names, back_to_device=True).frames
     except Exception as error:  # a user's __reduce__ can raise anything
         _broadcast_header([], source)
-        why = REMEDY if isinstance(error, _OnlyAPart) else f"{type(error).__name__}: {error}"
+        why = (
+            SHARDED_REMEDY if isinstance(error, _OnlyAPart) else f"{type(error).__name__}: {error}"
+        )
         text = f"`{', '.join(variables)}` cannot be copied: {why}; nothing was copied"
         raise VariableError(text) from error
     _broadcast_header([memoryview(frame).nbytes for frame in frames], source)

@@ -10,8 +10,8 @@ import pytest
 
 import nbdist
 from nbdist.notebook.cell_text import AUTO_NOTE
-from nbdist.notebook.command import Line, find_commands
-from nbdist.notebook.commands.cells import GROUPS, rank, summary
+from nbdist.notebook.command import MagicCall, find_commands
+from nbdist.notebook.commands.cells import COMMAND_GROUPS, rank, summary
 from nbdist.notebook.pool import Pools
 from tests.notebook.front_end import Notebook
 from tests.waiting import SOON
@@ -157,7 +157,7 @@ def test_ranks_of_a_rank_cell(pools: Pools):
         ("1 --pool a", "1", "a"),
         ("--pool=a ::2", "::2", "a"),
     ):
-        line = Line(rank, pools, text, "pass")
+        line = MagicCall(rank, pools, text, "pass")
         assert (line.options.ranks, line.pool.name) == (ranks, pool)
         assert (line.text, line.cell) == (f"%%rank {text}", "pass")
 
@@ -173,13 +173,13 @@ def test_all_magics_have_a_line(typed: Callable[[str], str]) -> None:
     shown = [line.partition(" ") for line in text.splitlines() if line.startswith("%")]
     names = [name.lstrip("%") for name, _, said in shown if not said.startswith("--")]
     assert [name for name in names if name != "dist_init"] == [
-        name for group in GROUPS.values() for name in group if name != "dist_init"
+        name for group in COMMAND_GROUPS.values() for name in group if name != "dist_init"
     ]
     for name, _, said in shown:
         known = COMMANDS[name.lstrip("%")]
         assert said.strip() == summary(known) or said.startswith("--")
         assert len(said.strip()) > 10
-    assert [line for line in text.splitlines() if line in GROUPS] == [*GROUPS]
+    assert [line for line in text.splitlines() if line in COMMAND_GROUPS] == [*COMMAND_GROUPS]
 
 
 def test_all_groups_of_magics_have_the_same_columns(typed: Callable[[str], str]) -> None:
@@ -193,16 +193,16 @@ def test_all_groups_of_magics_have_the_same_columns(typed: Callable[[str], str])
 
 def test_the_groups_of_magics(typed: Callable[[str], str]) -> None:
     """Each magic is in one or is a short form, and says so; seven are for every day, everywhere."""
-    grouped = [name for group in GROUPS.values() for name in group]
+    grouped = [name for group in COMMAND_GROUPS.values() for name in group]
     assert sorted(grouped) == sorted(n for n, each in COMMANDS.items() if not each.short_for)
-    assert len(GROUPS["everyday"]) == 7
+    assert len(COMMAND_GROUPS["everyday"]) == 7
     first, every = typed("%dist_help"), typed("%dist_help --all")
     short = {n: each.short_for.strip("`") for n, each in COMMANDS.items() if each.short_for}
     assert {*short} == {"dist_stack", "dist_log", "dist_why", "dist_clean"}
     for name, means in short.items():
         assert f"%{name}" not in first
         assert re.search(rf"^%{name} +{means}$", every, re.MULTILINE)
-    names = [COMMANDS[name].shown_name for name in GROUPS["everyday"]]
+    names = [COMMANDS[name].shown_name for name in COMMAND_GROUPS["everyday"]]
     table = README.read_text().partition("| seven magics for every day |")[2]
     rows = re.findall(r"^\| `(%%?\w+)", table.partition("\n\n")[0], re.MULTILINE)
     assert rows == names

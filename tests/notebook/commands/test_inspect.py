@@ -15,13 +15,13 @@ from nbdist.notebook.outcome import Why
 from nbdist.notebook.pool import Pools
 from nbdist.wire import log_files as logs
 from nbdist.wire.log_files import BLOCK, LONGEST, PAGE, GetLogs, LogTail, read_logs
-from nbdist.wire.places import Place, Stack, StackFrame
+from nbdist.wire.places import RankPosition, Stack, StackFrame
 from tests.notebook.front_end import Notebook, lasting
 
 CELL = StackFrame("Cell In[5]", 7, "<module>", "dist.all_reduce(t)")
 LIBRARY = "/home/me/.venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
 TORCH = StackFrame(LIBRARY, 83, "wrapper", "return func(*args, **kwargs)")
-WAITS = Place(line=7, operation="all_reduce")
+WAITS = RankPosition(line=7, operation="all_reduce")
 
 
 def waiting(rank: int) -> Stack:
@@ -31,7 +31,12 @@ def waiting(rank: int) -> Stack:
 def test_equal_stacks_are_shown_once() -> None:
     """Ranks with the same calls, but for addresses and pids, are one block."""
     sleep = StackFrame("Cell In[5]", 3, "<module>", "time.sleep(600)")
-    stacks = [waiting(3), waiting(0), Stack(1, 101, "busy", Place(line=3), (sleep,)), waiting(2)]
+    stacks = [
+        waiting(3),
+        waiting(0),
+        Stack(1, 101, "busy", RankPosition(line=3), (sleep,)),
+        waiting(2),
+    ]
     assert shown_stacks("4 workers", stacks).text.splitlines() == [
         "4 workers",
         "── ranks 0,2-3 same · wait in all_reduce, line 7 ──",
@@ -47,18 +52,18 @@ def test_equal_stacks_are_shown_once() -> None:
     stacks = []
     for rank in range(2):
         own = StackFrame(f"/tmp/{4321 + rank}.py", 9, f"<Call at 0x7f00aabbcc{rank:02x}>")
-        stacks.append(Stack(rank, 4321 + rank, "busy", Place(line=1), (call, own)))
+        stacks.append(Stack(rank, 4321 + rank, "busy", RankPosition(line=1), (call, own)))
     assert "── ranks 0-1 same · in line 1: call() ──" in shown_stacks("", stacks).text
 
 
 def test_states() -> None:
     """A rank without calls says why it has none."""
     stacks = [
-        Stack(0, 100, "idle", Place()),
-        Stack(1, 101, "dead", Place()),
-        Stack(2, 102, "busy", Place(is_stopped=True)),
-        Stack(3, 103, "busy", Place(holds_gil=True), problem="its stack cannot be read"),
-        Stack(4, 104, "busy", Place(line=2, holds_gil=True), (CELL,)),
+        Stack(0, 100, "idle", RankPosition()),
+        Stack(1, 101, "dead", RankPosition()),
+        Stack(2, 102, "busy", RankPosition(is_stopped=True)),
+        Stack(3, 103, "busy", RankPosition(holds_gil=True), problem="its stack cannot be read"),
+        Stack(4, 104, "busy", RankPosition(line=2, holds_gil=True), (CELL,)),
     ]
     assert shown_stacks("5 workers", stacks).text.splitlines()[1:] == [
         "── rank 0 · idle ──",
@@ -76,7 +81,9 @@ def test_states() -> None:
 def test_html_is_safe() -> None:
     """Code is text in the page, and later blocks are closed once there is much to read."""
     nasty = StackFrame("Cell In[5]", 1, "<lambda>", "f('<script>')")
-    deep = [Stack(rank, rank, "busy", Place(line=1), (nasty,) * (40 + rank)) for rank in range(3)]
+    deep = [
+        Stack(rank, rank, "busy", RankPosition(line=1), (nasty,) * (40 + rank)) for rank in range(3)
+    ]
     html = shown_stacks("3 workers", deep).html
     assert ("<script" in html, "&lt;script&gt;" in html) == (False, True)
     assert (html.count("<details open"), html.count("<details ")) == (1, 3)

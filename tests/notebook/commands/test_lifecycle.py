@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from nbdist.terminal.worlds import kill_world
-from nbdist.world.agents import Found, worlds
+from nbdist.world.agents import RunningWorld, worlds
 from nbdist.world.workers import FOLDER_REMOVED
 from tests.notebook.front_end import Notebook, Outcome, body
 from tests.waiting import SOON, wait_until
@@ -121,7 +121,7 @@ NO_AGENT = {"NBDIST_PRESTART": "0"}
 STEPS = ["step 0 0.0", "step 1 2.0", "step 2 4.0"]
 
 
-def named(name: str) -> list[Found]:
+def named(name: str) -> list[RunningWorld]:
     return [each for each in worlds() if each.info.name == name]
 
 

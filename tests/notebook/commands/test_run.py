@@ -21,7 +21,7 @@ from nbdist.notebook.commands.run import (
 from nbdist.notebook.pool import Pools
 from nbdist.output.events import Died, Failure
 from nbdist.system.limits import MemoryLimit
-from nbdist.wire.ops import Cleaned, GpuMemory, Held, Memory, Peak
+from nbdist.wire.ops import Cleaned, GpuMemory, Memory, NameMemory, Peak
 from tests.notebook.front_end import Notebook, body, lasting
 
 pytestmark = pytest.mark.shared_world
@@ -158,11 +158,11 @@ def test_the_one_that_failed_first(pools: Pools) -> None:
 
 MIB, GIB = 2**20, 2**30
 
-X = Held("x", 4 * MIB, (1024, 1024), "float32")
+X = NameMemory("x", 4 * MIB, (1024, 1024), "float32")
 
 
 def memory(
-    pss: int, *held: Held, gpu: GpuMemory | None = None, kept: tuple[Held, ...] = ()
+    pss: int, *held: NameMemory, gpu: GpuMemory | None = None, kept: tuple[NameMemory, ...] = ()
 ) -> Memory:
     """A rank's, on a machine of 24 GiB."""
     limit = MemoryLimit("this machine", 24 * GIB, 20 * GIB)
@@ -201,7 +201,10 @@ def test_equal_ranks_are_one_row():
 
 def test_names():
     """A row for each, with the ranks where it is so; the largest first."""
-    small, other = Held("x", MIB, (5,), "int8", "cuda:0"), Held("list", 9 * MIB, count=300)
+    small, other = (
+        NameMemory("x", MIB, (5,), "int8", "cuda:0"),
+        NameMemory("list", 9 * MIB, count=300),
+    )
     found = {0: memory(0), 1: memory(0)}
     held = [(0, X), (1, small), (0, other), (1, other)]
     assert tensor_rows(found, held) == [

@@ -15,7 +15,7 @@ from nbdist.notebook.shipping import Plan, Shipment, plan
 from nbdist.output.events import Done
 from nbdist.values.payload import pack_frames
 from nbdist.wire.ops import Inspected
-from nbdist.world.names import NameTable
+from nbdist.world.name_table import NameTable
 from nbdist.world.sent_objects import Parcel
 
 _here = runpy.run_path(str(Path(__file__).parents[2] / "values" / "receiver.py"))

@@ -240,8 +240,8 @@ def test_what_is_said_of_a_transfer(
 SLOWLY = """
 from unittest.mock import patch
 import numpy as np
-patch.multiple("nbdist.notebook.display", FIRST_SHOWN=0, REDRAW=0).start()
-patch("nbdist.values.payload.PIECE", 1 << 17).start()
+patch.multiple("nbdist.notebook.display", FIRST_SHOWN=0, REDRAW_INTERVAL=0).start()
+patch("nbdist.values.payload.COPY_PIECE", 1 << 17).start()
 old = np.arange(5)
 """
 
@@ -272,7 +272,7 @@ def stop_at(text):
 THERE = f"""%%distributed -n 2
 {HELD}
 import nbdist.values.payload, nbdist.worker.namespace
-nbdist.values.payload.PIECE = 1 << 17
+nbdist.values.payload.COPY_PIECE = 1 << 17
 nbdist.worker.namespace.MOVED_EVERY = 0
 import numpy as np
 theirs = np.ones(5_000_000)

@@ -11,7 +11,7 @@ import torch
 from nbdist.notebook.free_names import Gathered, assigned_in
 from nbdist.notebook.shipping import atomic_version, plan, push, version_now
 from nbdist.values import scan
-from nbdist.world.names import NameTable
+from nbdist.world.name_table import NameTable
 
 
 def test_contents_decide(monkeypatch: pytest.MonkeyPatch) -> None:

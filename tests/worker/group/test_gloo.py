@@ -125,13 +125,13 @@ def test_what_gloo_says_is_reworded(world: World) -> None:
     other, own = RuntimeError(f"{PAIR} op.nbytes <= nbytes"), RuntimeError("a gloo of mine")
     for error in (ended, other, own):
         gloo.reword(error)
-    assert [str(ended), str(own)] == [gloo.ABORTED, "a gloo of mine"]
+    assert [str(ended), str(own)] == [gloo.RECEIVE_ABORTED, "a gloo of mine"]
     assert str(other) == "[gloo/transport/tcp/pair.cc:534] op.nbytes <= nbytes"
     source = "if rank: raise ValueError('mine')\ntry: dist.barrier()\n"
     ran = run(world, f"{source}except RuntimeError as error: print(error)")
-    assert ran.lines(0) == [gloo.ABORTED]
+    assert ran.lines(0) == [gloo.RECEIVE_ABORTED]
     ran = run(world, f"{source}except RuntimeError: 1 / 0")
-    assert gloo.ABORTED in ran.traceback(0)
+    assert gloo.RECEIVE_ABORTED in ran.traceback(0)
     assert "GLHF" not in ran.traceback(0)
     assert "nbdist/" not in ran.traceback(0)
 
@@ -140,8 +140,8 @@ SAID_OF_CONNECTIONS = {
     f"{PAIR} Connection closed by peer [127.0.0.1]:9": "ended",
     f"{PAIR} Read error [127.0.0.1]:9: Connection reset by peer": "ended",
     f"{PAIR} writev [127.0.0.1]:9: Broken pipe": "ended",
-    stores.ABORTED: "ended",
-    gloo.ABORTED: "ended",
+    stores.STORE_WAIT_ABORTED: "ended",
+    gloo.RECEIVE_ABORTED: "ended",
     "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 500ms "
     "for recv operation to complete": "timed out",
     "Application timeout caused pair closure": "timed out",

@@ -160,7 +160,7 @@ def test_nobody_waits_for_ever(
         adapter.abort([])
         with pytest.raises(ConnectionResetError):
             connecting.result(SOON)
-    monkeypatch.setattr(nccl, "ABORT_TIMEOUT", 0.2)
+    monkeypatch.setattr(nccl, "NCCL_ABORT_TIMEOUT", 0.2)
     monkeypatch.setattr(nccl, "ABORT_STEP", 0.1)
     with pytest.raises(AbortHangs, match=r"aborting nccl took more than \d+ s"):
         adapter.abort([Nccl2(end.wait)])
@@ -177,7 +177,7 @@ def test_what_is_aborted(adapter: Nccl) -> None:
 
 def test_an_abort_of_many_kernels(adapter: Nccl, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may take longer than others as long as collectives end meanwhile, and no longer."""
-    monkeypatch.setattr(nccl, "ABORT_TIMEOUT", 0.25)
+    monkeypatch.setattr(nccl, "NCCL_ABORT_TIMEOUT", 0.25)
     monkeypatch.setattr(nccl, "ABORT_STEP", 0.1)
     under_way, over = [*range(8)], threading.Event()
 

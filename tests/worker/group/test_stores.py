@@ -21,14 +21,14 @@ from torch.distributed import DistStoreError
 from nbdist.agent.listener import StoreWindow
 from nbdist.config import RDZV_BACKENDS
 from nbdist.wire.spec import TorchStore
-from nbdist.wire.store import Answer, HostedStore, Operation
+from nbdist.wire.store import HostedStore, Operation, StoreReply
 from nbdist.worker.group import stores
 from nbdist.worker.group.stores import (
     AbortableStore,
     AgentStore,
-    Connections,
     Meeting,
     NoStore,
+    StoreConnections,
     TorchRendezvous,
 )
 from tests.waiting import SOON, wait_until
@@ -39,7 +39,7 @@ class CountingStore(HostedStore):
 
     asked, silent_for = 0, 0.0
 
-    async def ask(self, operation: Operation) -> Answer:
+    async def ask(self, operation: Operation) -> StoreReply:
         self.asked += 1
         await asyncio.sleep(self.silent_for)
         return await super().ask(operation)
@@ -73,14 +73,14 @@ def agent(runtime: Path) -> Iterator[Agent]:
 
 
 @pytest.fixture
-def connections(agent: Agent) -> Iterator[Connections]:
-    connections = Connections(agent.path)
+def connections(agent: Agent) -> Iterator[StoreConnections]:
+    connections = StoreConnections(agent.path)
     yield connections
     connections.close()
 
 
 @pytest.fixture
-def store(connections: Connections) -> AgentStore:
+def store(connections: StoreConnections) -> AgentStore:
     return AgentStore(connections, "g", timeout=SOON)
 
 
@@ -96,7 +96,7 @@ def answers_all(asked: Store) -> None:
     assert asked.multi_get(["key", "count"]) == [b"changed", b"5"]
 
 
-def test_all_that_is_asked_of_a_store(store: AgentStore, connections: Connections) -> None:
+def test_all_that_is_asked_of_a_store(store: AgentStore, connections: StoreConnections) -> None:
     """It reaches the agent, and all is under one prefix."""
     asked: Store = PrefixStore("a", store)
     answers_all(asked)
@@ -132,7 +132,7 @@ def test_what_never_comes(store: AgentStore, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(DistStoreError, match="wait timeout: g/a/key did not come"):
         PrefixStore("a", store).get("key")
     store.set_timeout(timedelta(seconds=SOON))
-    monkeypatch.setattr(stores.wire, "LONGEST_WAIT", 0.02)
+    monkeypatch.setattr(stores.wire, "MAX_STORE_WAIT", 0.02)
     timer = threading.Timer(0.2, store.set, ("key", "value"))
     timer.start()
     assert store.get("key") == b"value"
@@ -190,15 +190,15 @@ def test_an_agent_that_ends(store: AgentStore, agent: Agent) -> None:
 
 def test_an_agent_that_does_not_answer(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is taken for lost after a while, and so is one that answers garbage."""
-    monkeypatch.setattr(stores, "ANSWER_TIMEOUT", 0.1)
+    monkeypatch.setattr(stores, "STORE_ANSWER_TIMEOUT", 0.1)
     path = agent.path + "2"
     with socket.socket(socket.AF_UNIX) as silent:
         silent.bind(path)
         silent.listen()
-        connections = Connections(path)
+        connections = StoreConnections(path)
         with pytest.raises(ConnectionError, match="it did not answer for 0 s"):
             AgentStore(connections, "g", 1.0).num_keys()
-        connections = Connections(path)
+        connections = StoreConnections(path)
         silent.accept()[0].close()
         end, _ = silent.accept()
         with end:
@@ -209,14 +209,14 @@ def test_an_agent_that_does_not_answer(agent: Agent, monkeypatch: pytest.MonkeyP
 
 def test_an_agent_whose_head_is_silent(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
     """The agent waits for the head, and the rank for the agent."""
-    monkeypatch.setattr(stores, "ANSWER_TIMEOUT", 0.1)
+    monkeypatch.setattr(stores, "STORE_ANSWER_TIMEOUT", 0.1)
     agent.store.silent_for = 0.5
-    with closing(Connections(agent.path, silence=SOON)) as connections:
+    with closing(StoreConnections(agent.path, silence=SOON)) as connections:
         assert AgentStore(connections, "g", 1.0).add("key", 2) == 2
 
 
 @pytest.mark.world
-def test_a_forked_child(store: AgentStore, connections: Connections) -> None:
+def test_a_forked_child(store: AgentStore, connections: StoreConnections) -> None:
     """It has no part in it, also where it has not been made to leave; the rank goes on."""
     store.set("key", "value")
     for leaves in (True, False):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from nbdist.system.limits import MemoryLimit
-from nbdist.wire.ops import GpuMemory, Held, Memory, Peak
+from nbdist.wire.ops import GpuMemory, Memory, NameMemory, Peak
 from nbdist.worker.compat import accelerator
 from nbdist.worker.ops.memory import (
     Search,
@@ -87,9 +87,9 @@ def test_what_is_said():
         peak=Peak(0),
         limit=MemoryLimit("ulimit -v", 4 * GIB, GIB),
         gpu=GpuMemory("0", 79 * GIB, 80 * GIB, 61 * GIB, Peak(0)),
-        held=tuple(Held(f"x{i}", (9 - i) * GIB, (i, 2), "int8") for i in range(7)),
+        held=tuple(NameMemory(f"x{i}", (9 - i) * GIB, (i, 2), "int8") for i in range(7)),
         tensors=0,
-        kept=(Held("y in f(), line 3", 10 * 2**20, (5,), "int8"),),
+        kept=(NameMemory("y in f(), line 3", 10 * 2**20, (5,), "int8"),),
         kept_size=10 * 2**20,
         is_whole=False,
     )
@@ -110,13 +110,13 @@ def test_what_is_said():
 
 def test_small_tensors_are_not_listed_after_an_error():
     """Only tensors of 1 MiB or more are listed; without any the list is empty."""
-    small = Held("bias", MEGABYTE - 1, (3,), "int8")
+    small = NameMemory("bias", MEGABYTE - 1, (3,), "int8")
     memory = Memory(
         pss=2 * GIB,
         peak=Peak(0),
         limit=None,
         gpu=None,
-        held=(Held("weight", MEGABYTE, (5,), "int8"), small),
+        held=(NameMemory("weight", MEGABYTE, (5,), "int8"), small),
         tensors=0,
         kept=(small,),
         kept_size=MEGABYTE - 1,
@@ -127,7 +127,7 @@ def test_small_tensors_are_not_listed_after_an_error():
     assert account_lines(0, memory._replace(held=(small,))) == [head]
 
 
-def held(**names: object) -> dict[str, Held]:
+def held(**names: object) -> dict[str, NameMemory]:
     """What is found, by name."""
     return {each.name: each for each in Search(5.0).find_new(names)}
 
@@ -140,7 +140,7 @@ def test_a_storage_counts_once():
         deep={"whole": whole}, view=whole.detach()[:10], same=whole, array=whole.detach().numpy()
     )
     assert [*found] == ["view", "same.grad"]
-    assert found["view"] == Held("view", 4000, (10,), "float32")
+    assert found["view"] == NameMemory("view", 4000, (10,), "float32")
     assert found["view"].kind == "(10,) float32"
 
 
@@ -173,7 +173,7 @@ def test_nested_values():
         d={"k": [Loader()], 3: torch.ones(1)}, a=base[1:], short=b"x", raw=bytes(2 * 2**20)
     )
     assert [*found] == ["a", "raw", "d[3]", "d['k'][0].batch", "d['k'][0].image"]
-    assert found["a"] == Held("a", 64, (3, 2), "float64")
+    assert found["a"] == NameMemory("a", 64, (3, 2), "float64")
     assert found["raw"].size == 2 * 2**20
 
 
@@ -181,7 +181,7 @@ def test_many_in_one_container_are_one():
     """What leaks a little at each step is seen as what it is together."""
     losses = [torch.zeros(100) for _ in range(500)]
     found = held(losses=losses, few=[torch.zeros(2), torch.zeros(3)])
-    assert found["losses"] == Held("losses", 200_000, (100,), "float32", count=500)
+    assert found["losses"] == NameMemory("losses", 200_000, (100,), "float32", count=500)
     assert found["losses"].kind == "500 tensors (100,) float32"
     assert {"few[0]", "few[1]"} <= {*found}
     assert held(both=losses, again=[*losses])["both"].count == 500

@@ -19,7 +19,7 @@ from nbdist.values.links import Links
 from nbdist.values.payload import Payload, pack_frames
 from nbdist.worker.namespace import Context, Namespace, VariableError
 from nbdist.worker.ops.run import call, lent_names
-from nbdist.world.calling import find_script
+from nbdist.world.remote_call import find_script
 from nbdist.world.result import CellResult
 from nbdist.world.world import World
 from tests.cells import Write, said

@@ -27,7 +27,7 @@ from nbdist.worker.ops.values import (
     push,
     scatter,
 )
-from nbdist.world.names import NameTable
+from nbdist.world.name_table import NameTable
 from nbdist.world.world import World
 from tests.bench.watch import watched
 

@@ -24,13 +24,13 @@ from nbdist.agent.inspect import SAMPLE_TIMEOUT, place_from_outside
 from nbdist.output.events import IGNORES_STOP
 from nbdist.system.processes import OwnTime, ignores_signal, schedule
 from nbdist.wire.control import EndStoreWait
-from nbdist.wire.places import Place
+from nbdist.wire.places import RankPosition
 
 if TYPE_CHECKING:
     from nbdist.agent.worker import Worker
 
 LOCATE_EVERY = 0.1  # seconds between checks where interrupted ranks are
-ANSWER_TIMEOUT = 0.5  # seconds for a rank to answer that it has ended a wait in a store
+STORE_RELEASE_TIMEOUT = 0.5  # seconds for a rank to answer that it has ended a wait in a store
 ABORT_EVERY = 0.4  # seconds between aborts of all collectives
 
 STORE_GRACE = 0.2  # own seconds until a wait in a store of user code is ended
@@ -45,7 +45,7 @@ C_GRACE = 2.5
 
 Nearly always C code needs less.  In any case the notebook has control after 5 s."""
 
-ABORTS = 3  # successful aborts on all ranks after which a rank that waits on is stuck
+MAX_FUTILE_ABORTS = 3  # successful aborts on all ranks after which a rank that waits on is stuck
 ASLEEP, WAKES = 0.05, 20
 """A thread counts as asleep if it has run for fewer seconds, and has been woken fewer times.
 
@@ -53,10 +53,10 @@ Code that only waits stays below both limits during `C_GRACE`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class InterruptedRank:
     """The state of an interrupted rank, by which the agent decides whether the rank is stuck."""
 
-    place: Place
+    place: RankPosition
     own_seconds: float  # of the rank, since it was interrupted last
     ignores: bool = False  # the process ignores SIGINT
     again: bool = False  # Stop was pressed again
@@ -66,7 +66,7 @@ class Sight:
     is_spared: bool = False  # the notebook has asked not to kill the rank
 
 
-def is_stuck(sight: Sight) -> bool:
+def is_stuck(sight: InterruptedRank) -> bool:
     """Return True if the rank will provably not leave what it runs; pure.
 
     A rank is stuck if, for its grace, it was stopped by a signal or held the GIL in C code, waited
@@ -80,14 +80,14 @@ def is_stuck(sight: Sight) -> bool:
     if place.is_stopped or place.holds_gil:
         return sight.own_seconds >= C_GRACE
     if place.operation:
-        return sight.aborts >= ABORTS and sight.aborted_for >= IGNORES_GRACE
+        return sight.aborts >= MAX_FUTILE_ABORTS and sight.aborted_for >= IGNORES_GRACE
     if sight.ignores or sight.again:
         return sight.own_seconds >= IGNORES_GRACE
     has_reacted = place.has_taken_sigint or place.is_cleaning_up
     return sight.own_seconds >= C_GRACE and sight.is_asleep and not has_reacted
 
 
-def has_missed_stop(sight: Sight) -> bool:
+def has_missed_stop(sight: InterruptedRank) -> bool:
     """Return True if a rank still sleeps in Python code, as if Stop had not reached it; pure.
 
     Python prints and drops exceptions of finalizers and callbacks, KeyboardInterrupt too.
@@ -97,7 +97,7 @@ def has_missed_stop(sight: Sight) -> bool:
     return waits and sight.own_seconds >= C_GRACE / 2
 
 
-def may_wait_in_store(sight: Sight) -> bool:
+def may_wait_in_store(sight: InterruptedRank) -> bool:
     """Return True if a rank may wait in a store of user code; pure.
 
     Such a rank is in C code, so Python has not handled the SIGINT.
@@ -117,7 +117,7 @@ class _Stopped:
         self._again = self.is_spared = self.is_reminded = False
         self._aborts = 0
         self._aborted_at = 0.0
-        self._place = Place()
+        self._place = RankPosition()
         self._is_asleep = False
         self._restart_clock()
 
@@ -135,7 +135,7 @@ class _Stopped:
         return self.rank.state != "busy" or self.rank.task_id != self._task_id
 
     @property
-    def waiting_place(self) -> Place | None:
+    def waiting_place(self) -> RankPosition | None:
         """The rank's place while the rank waits in a collective, else None."""
         return self._place if self._place.operation and not self.is_over else None
 
@@ -148,7 +148,7 @@ class _Stopped:
         """
         return self._place.holds_gil and self._is_asleep and not self.is_over
 
-    def record_place(self, place: Place) -> Sight:
+    def record_place(self, place: RankPosition) -> InterruptedRank:
         """Record the place where the rank is now, and return the state of the rank."""
         before, self._place = self._place, place
         seconds = self._own_time.seconds()
@@ -157,7 +157,7 @@ class _Stopped:
         now = schedule(self.rank.pid, self.rank.pid)
         ran, wakes = now.ran - self._schedule_before.ran, now.wakes - self._schedule_before.wakes
         self._is_asleep = ran < ASLEEP and wakes < WAKES
-        return Sight(
+        return InterruptedRank(
             place,
             seconds,
             ignores=ignores_signal(self.rank.pid, signal.SIGINT),
@@ -174,7 +174,7 @@ class _Stopped:
             self._aborted_at = self._own_time.seconds()
 
 
-class Stopping:
+class Interrupter:
     """Interrupts ranks, and watches each of them until it has left its task or is killed.
 
     `abort_all` aborts the collectives of all ranks, and returns whether all ranks have answered.
@@ -185,7 +185,7 @@ class Stopping:
     def __init__(
         self,
         abort_all: Callable[[], Awaitable[bool]],
-        report: Callable[[Mapping[int, Place]], None],
+        report: Callable[[Mapping[int, RankPosition]], None],
     ) -> None:
         self._abort_all = abort_all
         self._report = report
@@ -241,7 +241,7 @@ class Stopping:
                 break
             sight = stopped.record_place(place)
             if may_wait_in_store(sight):
-                await rank.ask(EndStoreWait(), ANSWER_TIMEOUT)
+                await rank.ask(EndStoreWait(), STORE_RELEASE_TIMEOUT)
             if stopped.is_over:
                 break
             if is_stuck(sight):
@@ -270,7 +270,7 @@ class Stopping:
             self._is_aborting = False
 
 
-async def _place_of(rank: Worker) -> Place:
+async def _place_of(rank: Worker) -> RankPosition:
     """Return the place of the rank, as read from its memory if the rank does not answer."""
     place = await rank.locate()
     if not place.holds_gil or place.is_stopped:

@@ -19,20 +19,27 @@ from typing import Any
 from nbdist.errors import BadRanks, NbdistError, UsageError, VariableNotSent, WorkerError
 from nbdist.output.events import NAME_PROBLEM, Died, Failure
 from nbdist.output.wording import fold_ranks
-from nbdist.values.payload import INLINE_LIMIT, Payload, Steps, open_payload, packing, size_of
+from nbdist.values.payload import (
+    INLINE_LIMIT,
+    Payload,
+    StepwiseValue,
+    open_payload,
+    packing,
+    size_of,
+)
 from nbdist.values.pickling import Buffer, pickle, unpickle
 from nbdist.values.unpicklable import blame, fails_in
 from nbdist.wire.ops import Brought, Loaded, Mesh, Written
 from nbdist.wire.spec import difference, versions_here
-from nbdist.wire.work import Call, Task, Work
+from nbdist.wire.work import OpCall, Task, Work
 from nbdist.words import count, did_you_mean, format_ranks, name_ranks, one_line
 from nbdist.world import recovery
-from nbdist.world.names import WORKERS_OWN, check_are_free
-from nbdist.world.parts import Joining, join, length_of, split, unit_of
-from nbdist.world.running import TaskRun
+from nbdist.world.name_table import WORKERS_OWN, check_are_free
 from nbdist.world.sent_objects import Parcel
 from nbdist.world.session import Session
 from nbdist.world.snapshot_store import Snapshot, SnapshotStore
+from nbdist.world.split_join import Joining, join, length_of, split, unit_of
+from nbdist.world.task_run import TaskRun
 
 
 def check_expressions(expressions: Sequence[str]) -> None:
@@ -67,11 +74,11 @@ def gather(
     value.
     """
     arguments: dict[str, Any] = {"expressions": tuple(expressions)}
-    task = session.task(Call("values.gather", arguments), ranks=ranks)
+    task = session.task(OpCall("values.gather", arguments), ranks=ranks)
     brought = run_task(task)
     if spread := {rank: each for rank, each in brought.items() if each.spread}:
         _check_spread(spread, task.ranks)
-        task = session.task(Call("values.gather", {**arguments, "joins": True}), ranks=task.ranks)
+        task = session.task(OpCall("values.gather", {**arguments, "joins": True}), ranks=task.ranks)
         brought = run_task(task)
     values = _read(session, task, brought)
     if rank is not None:
@@ -256,7 +263,7 @@ class Scatter:
         # Small parts are in the message itself, which all ranks get.
         limit, done = INLINE_LIMIT // len(self.ranks), 0
         for rank, frames in self._frames.items():
-            with closing(Steps(packing(frames, limit))) as steps:
+            with closing(StepwiseValue(packing(frames, limit))) as steps:
                 for copied in steps:
                     yield done + copied
             self._payloads[rank], segment = steps.made
@@ -264,14 +271,14 @@ class Scatter:
                 self._memory.callback(segment.close)
             done += size_of(frames)
 
-    def tasks(self) -> tuple[Task, Call]:
+    def tasks(self) -> tuple[Task, OpCall]:
         """Return the arguments of `bind`: the task in which ranks receive, the work that binds.
 
         Call it after `packing`.
         """
         arguments = {"name": self.name, "parts": self._payloads}
-        take = self._session.task(Call("values.scatter", arguments), ranks=self.ranks)
-        return take, Call("values.bind_scattered")
+        take = self._session.task(OpCall("values.scatter", arguments), ranks=self.ranks)
+        return take, OpCall("values.bind_scattered")
 
     def close(self) -> None:
         """Release the shared memory of the parts; call it after the ranks have mapped them."""
@@ -301,9 +308,11 @@ def sync(
             raise BadRanks(str(rank), session.size, f"there is no rank {rank}")
     to = None if ranks is None else tuple(rank for rank in ranks if rank != source)
     unique = tuple(dict.fromkeys(names))
-    take = Call("values.sync", {"wanted": unique, "source": source, "to": to})
+    take = OpCall("values.sync", {"wanted": unique, "source": source, "to": to})
     try:
-        running = bind(session, session.task(take), Call("values.bind_synced", {"wanted": unique}))
+        running = bind(
+            session, session.task(take), OpCall("values.bind_synced", {"wanted": unique})
+        )
     except WorkerError:
         assert session.running is not None
         for rank, failure in session.running.transcript.errors.items():
@@ -350,7 +359,7 @@ def save(
     names_by_rank = {r: theirs(r) if names is None else [*names] for r in session.everyone}
     with store.writing(name) as folder:
         arguments = {"folder": str(folder), "wanted": names_by_rank, "leave_out": names is None}
-        write = session.task(Call("snapshot.write", arguments), ranks=None)
+        write = session.task(OpCall("snapshot.write", arguments), ranks=None)
         parts: Mapping[int, Written] = session.run(write).by_rank
         if problem := _problem(parts):
             raise UsageError(f"No snapshot was written: {problem}.")
@@ -396,16 +405,16 @@ def restore(
     sources = _sources(snapshot, session.size, ranks, from_rank)
     on = (*sources,)
     if meshes := _meshes(snapshot, session.size, from_rank):
-        session.run(session.task(Call("sharded.meshes", {"instead": meshes})))
+        session.run(session.task(OpCall("sharded.meshes", {"instead": meshes})))
     files = {rank: (rank, part.digest) for rank, part in snapshot.parts.items()}
     parts = {rank: files[source] for rank, source in sources.items()}
     everyones = [*files.values()] if meshes and from_rank is not None else []
     arguments = {"folder": str(snapshot.folder), "parts": parts, "everyones": everyones}
-    load, running = session.task(Call("snapshot.load", arguments), ranks=on), None
+    load, running = session.task(OpCall("snapshot.load", arguments), ranks=on), None
     try:
         _check_loaded(session.run(load).by_rank, store, snapshot)
         bind_arguments = {"names": names and [*names], "with_random": from_rank is None}
-        running = commit(session, Call("snapshot.bind", bind_arguments))
+        running = commit(session, OpCall("snapshot.bind", bind_arguments))
     finally:
         if running is None and session.state.has_workers:
             session.release_lent_values(load, on)

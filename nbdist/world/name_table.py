@@ -25,9 +25,9 @@ WORKERS_OWN = frozenset({"rank", "world_size", "local_rank", "device"})
 WORKERS_MODULES = {"torch": "torch", "dist": "torch.distributed"}
 """Modules that every worker imports at its start, by the names under which it binds them."""
 
-MOST_NAMES = 6  # names that a message lists before it only counts the others
+MAX_LISTED_NAMES = 6  # names that a message lists before it only counts the others
 
-_NOTHING = type("_Nothing", (), {})  # the value of a name that the notebook does not have
+_NO_NOTEBOOK_VALUE = type("_Nothing", (), {})  # the value of a name that the notebook does not have
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class Missing:
     kind: int = OTHER
 
 
-Entry = Sent | BoundByWorker | Missing
+NameEntry = Sent | BoundByWorker | Missing
 E = TypeVar("E", Sent, BoundByWorker)
 
 
@@ -91,7 +91,7 @@ class NameTable:
     def __init__(self, namespace: dict[str, Any]) -> None:
         self.namespace = namespace
         self.objects = SentObjects()
-        self._ranks: dict[int, dict[str, Entry]] = {}
+        self._ranks: dict[int, dict[str, NameEntry]] = {}
         self._had: dict[int, Collection[str]] = {}  # the names of ranks that were replaced
         self._clock = itertools.count()
         self._bound_at: dict[str, int] = {}
@@ -216,7 +216,7 @@ class NameTable:
                 if isinstance(entry, Sent) and entry.identity is None and name not in self.namespace
             ]
             for name in names:  # `Done.gone` removes the entry if the rank deletes the name
-                has[name] = BoundByWorker(Identity(_NOTHING), was_sent=True)
+                has[name] = BoundByWorker(Identity(_NO_NOTEBOOK_VALUE), was_sent=True)
             if names:
                 deleted[rank] = tuple(names)
         return deleted
@@ -486,7 +486,7 @@ class NameTable:
         return dict.fromkeys(name for has in self._ranks.values() for name in has)
 
     def _value(self, name: str) -> Any:
-        return self.namespace.get(name, _NOTHING)
+        return self.namespace.get(name, _NO_NOTEBOOK_VALUE)
 
     def _entries(self, name: str, kind: type[E]) -> dict[int, E]:
         """Return by rank the entries of this kind for a name."""
@@ -510,7 +510,7 @@ def _is_kept(identity: Identity | None, value: Any) -> bool:
     return identity is not None and not is_atomic(value) and identity.is_still(value)
 
 
-def _losses(had: Iterable[Mapping[str, Entry]]) -> dict[str, Missing]:
+def _losses(had: Iterable[Mapping[str, NameEntry]]) -> dict[str, Missing]:
     """Return the names that are lost with processes that had these entries.
 
     A name that one process has bound and another has imported counts as bound.
@@ -530,7 +530,7 @@ def check_are_free(names: Iterable[str], line: str) -> None:
 
 
 def list_names(
-    names: Iterable[str], limit: int = MOST_NAMES, order: Mapping[str, int] | None = None
+    names: Iterable[str], limit: int = MAX_LISTED_NAMES, order: Mapping[str, int] | None = None
 ) -> str:
     """Write `a, b and c`, or `a, b, c, d, e, f and 3 more`; names with a low `order` first."""
     ordered = sorted(names, key=lambda name: ((order or {}).get(name, 0), name))

@@ -1,7 +1,8 @@
 """Splits a value into parts, one for each rank, and joins the values of ranks again.
 
-`nbdist.world.exchange` calls it in the notebook's process, for scatter and gather.  No library of
-tensors or tables is imported here: a value of its classes exists only if it was imported already.
+`nbdist.world.value_transfer` calls it in the notebook's process, for scatter and gather.  No
+library of tensors or tables is imported here: a value of its classes exists only if the library was
+imported already.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from nbdist.words import name_ranks, one_line
 
 Joining = Literal["stack", "cat"]
 
-Part = Callable[[int, int], Any]
+Slicer = Callable[[int, int], Any]
 """A function that returns the elements from one index up to another, without the latter."""
 
 
@@ -64,7 +65,7 @@ def _is_sparse_array(value: Any) -> bool:
     return _is_a(value, "scipy.sparse", "spmatrix", "sparray")
 
 
-def _cutter(name: str, value: Any, dim: int | None) -> tuple[int, Part]:
+def _cutter(name: str, value: Any, dim: int | None) -> tuple[int, Slicer]:
     """Return the number of elements, and a function that returns a range of them."""
     if _is_array(value):
         return _cutter_of_array(name, value, dim or 0)
@@ -87,7 +88,7 @@ def _cutter(name: str, value: Any, dim: int | None) -> tuple[int, Part]:
     )
 
 
-def _cutter_of_array(name: str, value: Any, dim: int) -> tuple[int, Part]:
+def _cutter_of_array(name: str, value: Any, dim: int) -> tuple[int, Slicer]:
     dims = len(value.shape)
     if not -dims <= dim < dims:
         shape = tuple(value.shape)

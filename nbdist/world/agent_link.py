@@ -28,27 +28,41 @@ from nbdist.system.folders import JoinedFolder, RuntimeFolder
 from nbdist.system.processes import find_leftovers
 from nbdist.wire import messages
 from nbdist.wire.frames import pack, unpack
-from nbdist.wire.messages import Answer, Attached, Hello, Received, Reply, Request, Starting
-from nbdist.world.agents import AGENT, AgentProcess, AttachedAgent, require_open_files
+from nbdist.wire.messages import (
+    AgentReply,
+    Attached,
+    BatchAcknowledged,
+    Hello,
+    Reply,
+    RequestBody,
+    Starting,
+)
+from nbdist.world.agents import AGENT_MODULE, AgentProcess, AttachedAgent, require_open_files
 
 log = logging.getLogger("nbdist.world")
 
 HELLO_TIMEOUT = 30.0
 CALL_TIMEOUT = 240.0  # seconds; must exceed the agent's time for its slowest reply, a start
-LEAVE_TIMEOUT = 25.0  # seconds; must exceed a head's time to end if Slurm does not answer
+AGENT_LEAVE_TIMEOUT = 25.0  # seconds; must exceed a head's time to end if Slurm does not answer
 THREAD_TIMEOUT = 60.0
 CLOSED = -1
 DETACH_LINGER = 500  # milliseconds to deliver the last messages to an agent that stays
 
-TICK = 0.25
+CALL_TICK = 0.25
 SHORTEST_WAIT = 0.001  # seconds; below, `SimpleQueue.get` can compute a negative, endless wait
 
-Agent = AgentProcess | AttachedAgent
+AgentHandle = AgentProcess | AttachedAgent
 """The process that serves the world: this machine's agent, or the head of agents on several."""
 
-Item = tuple[int, str, Output]
-News = messages.Located | messages.Aborted | messages.Used | messages.NodeJoined | messages.Silent
-Arrived = Item | Received | News | AgentLost
+RankOutput = tuple[int, str, Output]
+WorldNotice = (
+    messages.Located
+    | messages.Aborted
+    | messages.UsageReport
+    | messages.NodeJoined
+    | messages.UnresponsiveHosts
+)
+LinkEvent = RankOutput | BatchAcknowledged | WorldNotice | AgentLost
 
 
 class Link:
@@ -61,14 +75,14 @@ class Link:
 
     def __init__(
         self,
-        module: str = AGENT,
+        module: str = AGENT_MODULE,
         *,
         fork_server: bool = True,
         folder: RuntimeFolder | JoinedFolder | None = None,
     ) -> None:
         require_open_files()
         self.pid = os.getpid()
-        self.arrived: deque[Arrived] = deque()
+        self.arrived: deque[LinkEvent] = deque()
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._is_woken = False
         self._folder = folder or RuntimeFolder()
@@ -85,7 +99,7 @@ class Link:
         self._wake, self._wake_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.idle_signal, self._idle_signal_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._waiting: deque[messages.Down] = deque()
-        self._last_received: Received | None = None
+        self._last_received: BatchAcknowledged | None = None
         self._answers: dict[int, Future[Reply]] = {}
         self._numbers = itertools.count(1)
         self._hello: Future[Hello] = Future()
@@ -95,9 +109,9 @@ class Link:
         self.signals_all_messages = False
         self._starting = Starting(0)
         self._launched = threading.Event()
-        self._agent: Agent | None = None
+        self._agent: AgentHandle | None = None
         self.module = module
-        self._launch: Callable[[], Agent] = partial(
+        self._launch: Callable[[], AgentHandle] = partial(
             AgentProcess, self._folder.path, module, fork_server=fork_server
         )
         self._thread = threading.Thread(target=self._run, name="nbdist-link", daemon=True)
@@ -122,7 +136,7 @@ class Link:
             raise ForkedProcess("nbdist")
 
     @property
-    def agent(self) -> Agent:
+    def agent(self) -> AgentHandle:
         """The process that serves the world; only after its start."""
         assert self._agent is not None
         return self._agent
@@ -133,7 +147,7 @@ class Link:
         return self._lost is None and not self._closing
 
     def call(
-        self, request: Request, timeout: float = CALL_TIMEOUT, patience: float = float("inf")
+        self, request: RequestBody, timeout: float = CALL_TIMEOUT, patience: float = float("inf")
     ) -> Reply:
         """Send a request and return the reply.
 
@@ -141,7 +155,7 @@ class Link:
         within `timeout`, and KeyboardInterrupt after `patience` seconds.
         """
         # Wait in ticks: a wait that begins just as Stop comes is not interrupted, the next one is.
-        calling = self.calling(request, timeout, tick=min(TICK, patience))
+        calling = self.calling(request, timeout, tick=min(CALL_TICK, patience))
         end = time.monotonic() + patience
         while time.monotonic() < end:
             try:
@@ -152,7 +166,7 @@ class Link:
         raise KeyboardInterrupt
 
     def calling(
-        self, request: Request, timeout: float = CALL_TIMEOUT, tick: float = TICK
+        self, request: RequestBody, timeout: float = CALL_TIMEOUT, tick: float = CALL_TICK
     ) -> Generator[Starting, None, Reply]:
         """Do as `call`, but yield the progress of the workers' start every `tick` seconds."""
         self.check_process()
@@ -183,7 +197,7 @@ class Link:
         self._numbers = itertools.count(attached.next_call)
         return attached
 
-    def ask(self, request: Request) -> Future[Reply]:
+    def ask(self, request: RequestBody) -> Future[Reply]:
         """Send a request from any thread and return a future of its reply.
 
         Wait for the future with a timeout.  The agent has to be up, see `call`.
@@ -196,12 +210,12 @@ class Link:
         number = next(self._numbers)
         answer.add_done_callback(lambda _: self._answers.pop(number, None))
         self._answers[number] = answer
-        self.send(messages.Ask(number, request))
+        self.send(messages.AgentRequest(number, request))
         return answer
 
     def send(self, message: messages.Down) -> None:
         """Send a message that has no reply; its consequences arrive in `arrived`."""
-        self._is_remembered |= isinstance(message, messages.Remember)
+        self._is_remembered |= isinstance(message, messages.HandoverState)
         self._waiting.append(message)
         _write_to(self._wake_end)
 
@@ -224,7 +238,7 @@ class Link:
         self._is_woken = True
         self._bell.put(None)
 
-    def acknowledge(self, batch: Received) -> None:
+    def acknowledge(self, batch: BatchAcknowledged) -> None:
         """Acknowledge a batch of outputs; a second call for the same batch, after Stop, is ignored.
 
         A single acknowledgement waits until another message is sent or received, since the agent
@@ -247,10 +261,10 @@ class Link:
         self._closing = True
         self.send(messages.Shutdown())
         if self._opened:
-            self._launched.wait(LEAVE_TIMEOUT)
+            self._launched.wait(AGENT_LEAVE_TIMEOUT)
         leftovers = ""
         if self._agent is not None:
-            self._agent.end(LEAVE_TIMEOUT)
+            self._agent.end(AGENT_LEAVE_TIMEOUT)
             leftovers = find_leftovers(self._agent.last_lines())
         self._release_resources()
         self._folder.close()
@@ -262,7 +276,7 @@ class Link:
             return
         self._closing = self._is_detached = True
         if self._opened:
-            self._launched.wait(LEAVE_TIMEOUT)
+            self._launched.wait(AGENT_LEAVE_TIMEOUT)
         _write_to(self._wake_end)
         self._release_resources()
         self._folder.release()
@@ -328,7 +342,7 @@ class Link:
             log.exception("the link to %s has failed", agent.host)
             self._fail(agent)
 
-    def _serve(self, agent: Agent) -> None:
+    def _serve(self, agent: AgentHandle) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake, zmq.POLLIN)
@@ -364,24 +378,25 @@ class Link:
                 self._hello.set_result(hello)
             case Attached() as attached:
                 self._attached.set_result(attached)
-            case Answer(number, reply):
+            case AgentReply(number, reply):
                 if (answer := self._answers.get(number)) is not None:
                     answer.set_result(reply)
             case messages.Outputs(items):
-                # `Received` marks the end of the batch; the consumer passes it to `acknowledge`.
-                self._add_arrived(*items, Received())
+                # `BatchAcknowledged` marks the end of the batch; the consumer passes it to
+                # `acknowledge`.
+                self._add_arrived(*items, BatchAcknowledged())
             case Starting() as starting:
                 self._starting = starting
             case item:
                 self._add_arrived(item)
 
-    def _add_arrived(self, *items: Arrived) -> None:
+    def _add_arrived(self, *items: LinkEvent) -> None:
         self.arrived.extend(items)
         self._bell.put(None)
         if self.signals_all_messages or any(map(_can_come_while_idle, items)):
             _write_to(self._idle_signal_end)
 
-    def _fail(self, agent: Agent) -> None:
+    def _fail(self, agent: AgentHandle) -> None:
         self._lost = lost = _lost(agent)
         log.debug("agent ended: %s", lost)
         calls: tuple[Future[Any], ...] = (self._hello, self._attached, *self._answers.values())
@@ -391,7 +406,7 @@ class Link:
         self._add_arrived(lost)
 
 
-def _lost(agent: Agent) -> AgentLost:
+def _lost(agent: AgentHandle) -> AgentLost:
     return AgentLost(agent.host, agent.exit_code(), "".join(agent.last_lines()[-1:]))
 
 
@@ -402,7 +417,7 @@ def _write_to(descriptor: int) -> None:
             os.write(descriptor, b"x")
 
 
-def _can_come_while_idle(item: Arrived) -> bool:
+def _can_come_while_idle(item: LinkEvent) -> bool:
     """Return True if an item can come while no cell runs.
 
     Such items are deaths, output outside of tasks, and the end of the agent.

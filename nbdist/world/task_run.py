@@ -16,19 +16,19 @@ from typing import Any, Self
 
 from nbdist import errors
 from nbdist.config import CONTROL_TIMEOUT, Patience
-from nbdist.errors import KEPT, NbdistError
+from nbdist.errors import NO_VARIABLES_LOST, NbdistError
 from nbdist.output import events
 from nbdist.output.events import Died, Done, Failure, Output
 from nbdist.output.transcript import Transcript, is_consequence
 from nbdist.values.payload import Payload, localize, open_payload
 from nbdist.values.pickling import unpickle
-from nbdist.wire.messages import Aborted, Attached, Located, Silent, Used
-from nbdist.wire.places import Place
+from nbdist.wire.messages import Aborted, Attached, Located, UnresponsiveHosts, UsageReport
+from nbdist.wire.places import RankPosition
 from nbdist.wire.status import Usage
 from nbdist.wire.work import Task, task_from
 from nbdist.words import name_ranks
 from nbdist.world import hangs
-from nbdist.world.names import Sent
+from nbdist.world.name_table import Sent
 from nbdist.world.result import CellResult, Contents, as_raised
 from nbdist.world.sent_objects import NOTHING_SENT, Parcel
 from nbdist.world.states import Machines, Prompts
@@ -51,7 +51,7 @@ class Step(Enum):
     END_UNWAKEABLE = "end ranks that wait in what has been aborted, and that nothing wakes"
 
 
-News = list[tuple[int, Output]]
+RankOutputs = list[tuple[int, Output]]
 """New outputs with their ranks, in the order of their arrival."""
 
 
@@ -113,13 +113,15 @@ class TaskRun:
         self.transcript = Transcript(task.ranks)
         self.prompts = Prompts()
         self.members = members
-        self.aborted: dict[int, Place] = {}
-        self.places: dict[int, Place] = {}
-        self.unwoken: dict[int, Place] = {}  # of ranks that were killed, as no abort woke them
+        self.aborted: dict[int, RankPosition] = {}
+        self.places: dict[int, RankPosition] = {}
+        self.unwoken: dict[
+            int, RankPosition
+        ] = {}  # of ranks that were killed, as no abort woke them
         self.requested_at = 0.0  # monotonic seconds; places that were requested before are ignored
-        self.moved: dict[int, events.Moved] = {}
+        self.moved: dict[int, events.TransferProgress] = {}
         self.usage: Mapping[int, Usage] = {}
-        self.silent = Silent((), 0.0)
+        self.silent = UnresponsiveHosts((), 0.0)
         self.stops = 0
         self.handled_stops = 0  # stops that `follow` has acted on
         self.is_interruptible = False  # True while Stop ends a block: see `counting_stops`
@@ -140,11 +142,11 @@ class TaskRun:
         self._why_aborted = ""
         # Torch's own errors of ranks whose connections another rank has closed.
         self._released: dict[int, Failure] = {}
-        self._outputs: News = []
+        self._outputs: RankOutputs = []
         self._has_handled_death = False
         self._started, self._started_ns = started or (time.monotonic(), time.time_ns())
         self._ended = dict(ended or {})
-        self._watch = hangs.Watch(self._started, patience.hang_timeout)
+        self._watch = hangs.HangDetector(self._started, patience.hang_timeout)
         self.transcript.start(self._started)
 
     def __repr__(self) -> str:
@@ -217,7 +219,7 @@ class TaskRun:
         if self.prompts.ranks:  # the other ranks may wait for the rank that waits for input
             return ""
         unfinished = self.unfinished
-        places = {rank: self._watch.places.get(rank, Place()) for rank in unfinished}
+        places = {rank: self._watch.places.get(rank, RankPosition()) for rank in unfinished}
         waiting = any(place.operation for place in places.values())
         others = set(range(self.members.size)) - set(self.task.ranks)
         # In a cell for some ranks, a rank may wait for ranks that do not run the cell.
@@ -363,7 +365,9 @@ class TaskRun:
         """Return True if a cell waits, and Stop came twice since `stops` was `before`."""
         return self.patience.control_timeout is not None and self.stops > before + 1
 
-    def handle_message(self, message: Located | Aborted | Silent | Used, now: float) -> None:
+    def handle_message(
+        self, message: Located | Aborted | UnresponsiveHosts | UsageReport, now: float
+    ) -> None:
         """Update the state from a message of the agent."""
         match message:
             case Located(places, requested_at) if requested_at >= self.requested_at:
@@ -375,9 +379,9 @@ class TaskRun:
             case Aborted(places):
                 self.aborted.update(places)
                 self._watch.record_abort(now)
-            case Silent():
+            case UnresponsiveHosts():
                 self.silent = message
-            case Used(usage):
+            case UsageReport(usage):
                 self.usage = {**self.usage, **usage}  # a message covers the ranks of one machine
 
     def abort(self, now: float) -> None:
@@ -392,7 +396,7 @@ class TaskRun:
         self.differing = hangs.differing(places)
         self._why_aborted = hangs.why_aborted(self.aborted, places, ran, failed, size)
 
-    def explain_death(self, places: Mapping[int, Place]) -> str:
+    def explain_death(self, places: Mapping[int, RankPosition]) -> str:
         """Return why gloo killed a rank, given the places of the survivors; "" if it did not."""
         texts = (hangs.why_died(rank, died, places) for rank, died in sorted(self.deaths.items()))
         return next(filter(None, texts), "")
@@ -439,7 +443,7 @@ class TaskRun:
             if track.failure is not None and track.failure.message != explained.message:
                 track.failure, track.version = explained, track.version + 1
 
-    def pop_outputs(self) -> News:
+    def pop_outputs(self) -> RankOutputs:
         """Return the outputs that ranks have sent since the last call."""
         outputs, self._outputs = self._outputs, []
         return outputs
@@ -451,7 +455,7 @@ class TaskRun:
     def is_of_earlier_task(self, rank: int, output: Output) -> bool:
         """Return True if the output updates a display of an earlier task."""
         has = self.transcript[rank].has_display
-        return isinstance(output, events.Update) and not has(output.display_id)
+        return isinstance(output, events.DisplayUpdate) and not has(output.display_id)
 
     @property
     def damage(self) -> str:
@@ -542,7 +546,10 @@ class TaskRun:
         blame = errors.Blame(rank, host, pid, own_errors or failed)
         who, description = self.members.machines.who([rank]), (first.name, first.message)
         error = errors.WorkerError(blame, len(self.task.ranks), seconds, description, who)
-        kept, differing = "" if self.recovery_text or self.damage else KEPT, self.differing
+        kept, differing = (
+            "" if self.recovery_text or self.damage else NO_VARIABLES_LOST,
+            self.differing,
+        )
         released = f"{hangs.released_text(self.aborted)}{kept}." if self.aborted else ""
         differing = f"Before that: {differing}." if differing else ""
         cures = (self.recovery_text, differing, self.lacking_text, self.damage)

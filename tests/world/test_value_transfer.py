@@ -1,4 +1,4 @@
-"""Tests of `nbdist.world.exchange` and `parts`: values to ranks, from and among them, and cut."""
+"""Tests of `nbdist.world.value_transfer` and `split_join`: values to, from and among ranks."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from nbdist.errors import (
     WorkerError,
 )
 from nbdist.wire.messages import Kill
-from nbdist.world.exchange import Scatter, commit
-from nbdist.world.parts import join, split
-from nbdist.world.states import State
+from nbdist.world.split_join import join, split
+from nbdist.world.states import WorldState
+from nbdist.world.value_transfer import Scatter, commit
 from nbdist.world.world import World
 from tests.waiting import once, press_stop, wait_until
 
@@ -78,7 +78,7 @@ def test_who_has_what(gathered: World) -> None:
         world.gather(["y", "x = 1"])
     with pytest.raises(UsageError, match='`join=\'concat\'`: use "stack" or "cat"'):
         world.gather("x", join="concat")  # type: ignore[arg-type]
-    assert world.state is State.STOPPED
+    assert world.state is WorldState.STOPPED
 
 
 # --- scattered --------------------------------------------------------------------------------

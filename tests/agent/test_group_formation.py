@@ -1,4 +1,4 @@
-"""Tests of `nbdist.agent.forming`: what the parts of a world are asked for, and when.
+"""Tests of `nbdist.agent.group_formation`: what the parts of a world are asked for, and when.
 
 The parts here have no processes; that they answer as others do is proved in `test_parts`.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from nbdist.agent.forming import HEAL_TRIES, Forming, groups_to_keep
+from nbdist.agent.group_formation import HEAL_TRIES, GroupFormation, groups_to_keep
 from nbdist.topology import Position
 from nbdist.wire import node_messages as asks
 from nbdist.wire.control import HeldGroups
@@ -49,7 +49,7 @@ class FakePart:
             case asks.StartPart(spec, ranks):
                 return await self._start(spec, ranks)
             case asks.GetHeld():
-                return asks.Held(dict(self.alive))
+                return asks.LiveRanks(dict(self.alive))
             case asks.Prepare(_, ranks):
                 self.asked.append(f"prepare {[*ranks]}")
                 return self.lack
@@ -135,7 +135,7 @@ class TwoParts:
 
     def __init__(self) -> None:
         self.one, self.other = FakePart(0), FakePart(1)
-        self.forming = Forming({0: self.one, 1: self.other})
+        self.forming = GroupFormation({0: self.one, 1: self.other})
 
     async def start(self, size: int = 4) -> WorldStarted | StartFailure:
         """Start the world, and forget what has been asked for that."""

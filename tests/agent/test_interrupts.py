@@ -8,71 +8,73 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from nbdist.agent.stopping import (
-    ABORTS,
+from nbdist.agent.interrupts import (
     C_GRACE,
     IGNORES_GRACE,
+    MAX_FUTILE_ABORTS,
     STORE_GRACE,
-    Sight,
-    Stopping,
+    InterruptedRank,
+    Interrupter,
     is_stuck,
     may_wait_in_store,
 )
-from nbdist.wire.places import Place
+from nbdist.wire.places import RankPosition
 from tests.agent.sources import Source
 from tests.agent.test_worker import Watched
 
 LONG = 60.0
-IN_PYTHON = Place(line=3)
-IN_C = Place(line=3, holds_gil=True)
-WAITS = Place(line=3, operation="all_reduce")
+IN_PYTHON = RankPosition(line=3)
+IN_C = RankPosition(line=3, holds_gil=True)
+WAITS = RankPosition(line=3, operation="all_reduce")
 
 
 WAITED_FOR = [
-    Sight(Place(), LONG),
-    Sight(Place(), LONG, again=True),
-    Sight(IN_PYTHON, LONG),
-    Sight(Place(line=3, is_cleaning_up=True), LONG, is_asleep=True),
-    Sight(Place(line=3, has_taken_sigint=True), LONG, is_asleep=True),
-    Sight(IN_PYTHON, C_GRACE - 0.1, is_asleep=True),
-    Sight(IN_C, C_GRACE - 0.1),
-    Sight(WAITS, LONG),
-    Sight(WAITS, LONG, aborts=ABORTS - 1, aborted_for=LONG),
-    Sight(WAITS, LONG, aborts=ABORTS, aborted_for=IGNORES_GRACE - 0.1),
-    Sight(IN_PYTHON, IGNORES_GRACE - 0.1, ignores=True),
-    Sight(IN_PYTHON, IGNORES_GRACE - 0.1, again=True),
-    Sight(IN_C, LONG, is_spared=True),
-    Sight(IN_PYTHON, LONG, ignores=True, is_spared=True),
+    InterruptedRank(RankPosition(), LONG),
+    InterruptedRank(RankPosition(), LONG, again=True),
+    InterruptedRank(IN_PYTHON, LONG),
+    InterruptedRank(RankPosition(line=3, is_cleaning_up=True), LONG, is_asleep=True),
+    InterruptedRank(RankPosition(line=3, has_taken_sigint=True), LONG, is_asleep=True),
+    InterruptedRank(IN_PYTHON, C_GRACE - 0.1, is_asleep=True),
+    InterruptedRank(IN_C, C_GRACE - 0.1),
+    InterruptedRank(WAITS, LONG),
+    InterruptedRank(WAITS, LONG, aborts=MAX_FUTILE_ABORTS - 1, aborted_for=LONG),
+    InterruptedRank(WAITS, LONG, aborts=MAX_FUTILE_ABORTS, aborted_for=IGNORES_GRACE - 0.1),
+    InterruptedRank(IN_PYTHON, IGNORES_GRACE - 0.1, ignores=True),
+    InterruptedRank(IN_PYTHON, IGNORES_GRACE - 0.1, again=True),
+    InterruptedRank(IN_C, LONG, is_spared=True),
+    InterruptedRank(IN_PYTHON, LONG, ignores=True, is_spared=True),
 ]
 """A rank that reports its end, computes, cleans up, has caught KeyboardInterrupt, or is spared."""
 
 KILLED = [
-    Sight(IN_C, C_GRACE),
-    Sight(Place(is_stopped=True, holds_gil=True), C_GRACE),
-    Sight(IN_PYTHON, C_GRACE, is_asleep=True),
-    Sight(Place(file="train.py"), C_GRACE, is_asleep=True),
-    Sight(IN_PYTHON, IGNORES_GRACE, ignores=True),
-    Sight(IN_PYTHON, IGNORES_GRACE, again=True),
-    Sight(Place(line=3, is_cleaning_up=True), IGNORES_GRACE, again=True),
-    Sight(Place(line=3, has_taken_sigint=True), IGNORES_GRACE, is_asleep=True, again=True),
-    Sight(WAITS, LONG, aborts=ABORTS, aborted_for=IGNORES_GRACE),
+    InterruptedRank(IN_C, C_GRACE),
+    InterruptedRank(RankPosition(is_stopped=True, holds_gil=True), C_GRACE),
+    InterruptedRank(IN_PYTHON, C_GRACE, is_asleep=True),
+    InterruptedRank(RankPosition(file="train.py"), C_GRACE, is_asleep=True),
+    InterruptedRank(IN_PYTHON, IGNORES_GRACE, ignores=True),
+    InterruptedRank(IN_PYTHON, IGNORES_GRACE, again=True),
+    InterruptedRank(RankPosition(line=3, is_cleaning_up=True), IGNORES_GRACE, again=True),
+    InterruptedRank(
+        RankPosition(line=3, has_taken_sigint=True), IGNORES_GRACE, is_asleep=True, again=True
+    ),
+    InterruptedRank(WAITS, LONG, aborts=MAX_FUTILE_ABORTS, aborted_for=IGNORES_GRACE),
 ]
 """One in C code, that ignores it, that no abort brings back, or after a second Stop."""
 
 
 @pytest.mark.parametrize("sight", [*WAITED_FOR, *KILLED], ids=repr)
-def test_who_is_killed(sight: Sight) -> None:
+def test_who_is_killed(sight: InterruptedRank) -> None:
     """Nobody else is."""
     assert is_stuck(sight) == (sight in KILLED)
 
 
 def test_who_may_wait_in_a_store() -> None:
     """A rank in whose code Python has not handled SIGINT, and that waits in no collective."""
-    assert may_wait_in_store(Sight(IN_PYTHON, STORE_GRACE))
-    assert not may_wait_in_store(Sight(IN_PYTHON, STORE_GRACE - 0.1))
-    places = (Place(), IN_C, WAITS, Place(line=3, has_taken_sigint=True),
-              Place(line=3, is_cleaning_up=True))  # fmt: skip
-    assert not any(may_wait_in_store(Sight(place, LONG)) for place in places)
+    assert may_wait_in_store(InterruptedRank(IN_PYTHON, STORE_GRACE))
+    assert not may_wait_in_store(InterruptedRank(IN_PYTHON, STORE_GRACE - 0.1))
+    places = (RankPosition(), IN_C, WAITS, RankPosition(line=3, has_taken_sigint=True),
+              RankPosition(line=3, is_cleaning_up=True))  # fmt: skip
+    assert not any(may_wait_in_store(InterruptedRank(place, LONG)) for place in places)
 
 
 @pytest.fixture
@@ -109,7 +111,7 @@ async def abort_nothing() -> bool:
 @pytest.mark.world
 async def test_one_loop_aborts(watched: Watched) -> None:
     """Also if Stop is pressed again just after the ranks have left their tasks."""
-    stopping = Stopping(abort_nothing, lambda places: None)
+    stopping = Interrupter(abort_nothing, lambda places: None)
     running = set[asyncio.Task[None]]()
     aborts: list[asyncio.Task[None]] = []
     for name in "abcd":
@@ -126,7 +128,7 @@ async def test_one_loop_aborts(watched: Watched) -> None:
 @pytest.mark.world
 async def test_a_rank_that_gets_another_number(watched: Watched) -> None:
     """Its Stop ends with its task, and nothing is aborted any more."""
-    stopping = Stopping(abort_nothing, lambda places: None)
+    stopping = Interrupter(abort_nothing, lambda places: None)
     watched.begin(SLEEPS)
     running = [*map(asyncio.ensure_future, stopping.interrupt([watched.worker]))]
     watched.worker.renumber(1, None)

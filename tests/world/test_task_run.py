@@ -1,4 +1,4 @@
-"""Tests of `nbdist.world.running` and `hangs`: what is to be done about a task, and said of it."""
+"""Tests of `nbdist.world.task_run` and `hangs`: what is to be done about a task, and said of it."""
 
 from __future__ import annotations
 
@@ -17,16 +17,23 @@ from nbdist.errors import (
     WorkerDied,
     WorkerError,
 )
-from nbdist.output.events import Died, Done, Failure, InputRequest, Moved, Text
-from nbdist.wire.messages import Located, Silent
-from nbdist.wire.places import Begun, Place
-from nbdist.wire.work import Source, Task
+from nbdist.output.events import Died, Done, Failure, InputRequest, Text, TransferProgress
+from nbdist.wire.messages import Located, UnresponsiveHosts
+from nbdist.wire.places import Begun, RankPosition
+from nbdist.wire.work import CellCode, Task
 from nbdist.world import hangs
-from nbdist.world.hangs import ALL_UNCHANGED, FIRST_LOOK, LOOK_EVERY, SOON, UNCHANGED, Watch
-from nbdist.world.running import Members, Step, TaskRun
+from nbdist.world.hangs import (
+    ALL_UNCHANGED,
+    FIRST_LOCATE_DELAY,
+    LOCATE_INTERVAL,
+    SOON,
+    UNCHANGED,
+    HangDetector,
+)
 from nbdist.world.states import Machines
+from nbdist.world.task_run import Members, Step, TaskRun
 
-WAITS = Place(line=1, operation="barrier", is_calm=True)
+WAITS = RankPosition(line=1, operation="barrier", is_calm=True)
 STOPPED = Failure("KeyboardInterrupt", "", (), 2)
 
 
@@ -36,7 +43,7 @@ def running(
     """A task on all ranks of a world, with nothing shown so far."""
     pids = {rank: 100 + rank for rank in range(ranks)}
     members = Members(ranks, backend, Machines.one("here", ranks), pids, {}, heals)
-    task = Task("id", tuple(range(ranks)), Source("dist.barrier()"))
+    task = Task("id", tuple(range(ranks)), CellCode("dist.barrier()"))
     return TaskRun(task, patience or Patience(), members)
 
 
@@ -45,7 +52,7 @@ def looks(task: TaskRun, now: float) -> list[Step]:
     steps: list[Step] = []
     for number in range(3):
         steps += task.next_steps(now + 1.5 * (number + 1))
-        task.handle_message(Located({0: WAITS, 1: Place()}), now + 1.5 * (number + 1))
+        task.handle_message(Located({0: WAITS, 1: RankPosition()}), now + 1.5 * (number + 1))
     return steps
 
 
@@ -53,7 +60,7 @@ def test_it_is_over_when_all_ranks_are_done() -> None:
     """What they show is news once; with their agent all have ended."""
     task = running()
     task.receive(0, Text("stdout", "hello\n"))
-    task.moved = {0: Moved(1, 10), 1: Moved(2, 20)}
+    task.moved = {0: TransferProgress(1, 10), 1: TransferProgress(2, 20)}
     task.receive(0, Done("ok", 0.1, bound=frozenset({"x"})))
     assert (task.unfinished, task.waits_after(0), task.bytes_moved) == ((1,), True, (3, 30))
     assert [[rank for rank, _ in task.pop_outputs()] for _ in range(2)] == [[0, 0], []]
@@ -110,7 +117,7 @@ def test_a_rank_that_finished_is_waited_for() -> None:
 @pytest.mark.parametrize("backend", ["gloo", "none"])
 def test_who_is_not_watched_costs_no_processor(backend: str) -> None:
     """A notebook that has nothing to ask ranks for waits, and does not look again at once."""
-    task, now = running(backend=backend), time.monotonic() + FIRST_LOOK
+    task, now = running(backend=backend), time.monotonic() + FIRST_LOCATE_DELAY
     is_watched = backend != "none"
     assert (task.seconds_to_poll(now) == 0) == is_watched
     assert ([*task.next_steps(now)] == [Step.LOCATE]) == is_watched
@@ -167,11 +174,11 @@ def test_a_gpu_has_just_ended_a_collective() -> None:
     task, now = running(backend="nccl"), time.monotonic()
     task.receive(1, Failure("ValueError", "bad", ("bad",), 1))
     task.receive(1, Done("error", 0.1))
-    seems = Place(line=2, operation="all_reduce")
+    seems = RankPosition(line=2, operation="all_reduce")
     for tenths in range(13):
-        task.handle_message(Located({0: seems, 1: Place()}), now + tenths / 10)
+        task.handle_message(Located({0: seems, 1: RankPosition()}), now + tenths / 10)
         assert Step.ABORT not in task.next_steps(now + tenths / 10)
-    task.handle_message(Located({0: seems, 1: Place()}), now + 2)
+    task.handle_message(Located({0: seems, 1: RankPosition()}), now + 2)
     assert [*task.next_steps(now + 2)] == [Step.ABORT]
 
 
@@ -195,7 +202,7 @@ def test_it_takes_too_long(backend: str) -> None:
     assert Step.TIME_OUT not in task.next_steps(now + 600)
     task.prompts.drop(0, now + 600)
     assert Step.TIME_OUT in task.next_steps(now + 1101)
-    task.handle_message(Located({0: WAITS, 1: Place(line=1)}), now)
+    task.handle_message(Located({0: WAITS, 1: RankPosition(line=1)}), now)
     task.timed_out = task.doing
     task.stop(now + 1101)
     assert Step.TIME_OUT not in task.next_steps(now + 1200)
@@ -235,7 +242,7 @@ def test_what_nothing_wakes_is_ended(backend: str, ended: tuple[int, ...]) -> No
     while len(steps) < 4:
         now += 1.0
         goes_on = replace(WAITS, moved=len(steps))
-        task.handle_message(Located({0: WAITS, 1: goes_on, 2: Place()}), now)
+        task.handle_message(Located({0: WAITS, 1: goes_on, 2: RankPosition()}), now)
         for step in set(task.next_steps(now)) - {Step.LOCATE}:
             steps.append(step)
             assert task.unwakeable == (ended if len(steps) == 4 else ())
@@ -246,16 +253,16 @@ def test_what_nothing_wakes_is_ended(backend: str, ended: tuple[int, ...]) -> No
 def test_who_waits_where() -> None:
     """It is said once it may be in vain; machines and networks that are silent come first."""
     task = running(patience=Patience(hang_timeout=0.0))
-    task.handle_message(Located({0: WAITS, 1: Place(line=2)}), 1.0)
+    task.handle_message(Located({0: WAITS, 1: RankPosition(line=2)}), 1.0)
     assert task.doing == task.waits == "rank 0 waits in barrier, line 1 · rank 1 is in line 2"
     task.receive(1, Done("ok", 0.1))
     assert task.waits.endswith("· rank 1 finished")
     task = running()
-    task.silent = Silent(("hosta",), 10.0)
+    task.silent = UnresponsiveHosts(("hosta",), 10.0)
     assert task.waits == "hosta does not respond and counts as lost after 10 s"
-    task.silent = Silent(("hosta", "hostb"), 2.5)
+    task.silent = UnresponsiveHosts(("hosta", "hostb"), 2.5)
     assert task.waits == "hosta and hostb do not respond and count as lost after 2.5 s"
-    task.silent = Silent((), 2.5)
+    task.silent = UnresponsiveHosts((), 2.5)
     task.handle_message(Located({0: replace(WAITS, stalled=(("10.0.0.1", "10.0.0.2"),))}), 1.0)
     assert task.waits == "the network between 10.0.0.2 and here is stalled"
 
@@ -263,21 +270,21 @@ def test_who_waits_where() -> None:
 # --- whether ranks that wait can go on --------------------------------------------------------
 
 
-CALM = Place(line=3, operation="barrier", counts={"0": 4}, moved=100, is_calm=True)
-COMPUTES = Place(line=2, counts={"0": 3}, moved=100, is_calm=True)
+CALM = RankPosition(line=3, operation="barrier", counts={"0": 4}, moved=100, is_calm=True)
+COMPUTES = RankPosition(line=2, counts={"0": 3}, moved=100, is_calm=True)
 REDUCE = Begun("0", 5, "all_reduce", "[2]", "Float", "2")
 BARRIER = Begun("0", 5, "barrier")
 LARGER = replace(REDUCE, sizes="[3]", elements="3")
 DOUBLE = replace(REDUCE, dtypes="Double")
 
-Places = dict[int, Place]
+Places = dict[int, RankPosition]
 ONE, BOTH, ALL = {0: CALM}, {0: CALM, 2: CALM}, {0: CALM, 1: CALM}
 BUSY = {0: replace(CALM, is_calm=False)}
 
 
-def watch(*looks: Places, every: float = SOON) -> Watch:
+def watch(*looks: Places, every: float = SOON) -> HangDetector:
     """A watch that has been told these places, one after the other."""
-    found = Watch(0.0)
+    found = HangDetector(0.0)
     for number, places in enumerate(looks):
         found.record_places(places, number * every)
     return found
@@ -325,9 +332,9 @@ def test_what_may_still_bring_on_who_waits() -> None:
 
 def test_when_to_look() -> None:
     """Late while all are at work, soon once one has finished, or, once, where all wait."""
-    found = Watch(10.0)
-    assert found.seconds_to_poll(10.0) == FIRST_LOOK
-    assert Watch(10.0, hang_timeout=0.5).seconds_to_poll(10.0) == 0.5
+    found = HangDetector(10.0)
+    assert found.seconds_to_poll(10.0) == FIRST_LOCATE_DELAY
+    assert HangDetector(10.0, hang_timeout=0.5).seconds_to_poll(10.0) == 0.5
     found.poll_fast(10.5)
     assert found.seconds_to_poll(10.5) == pytest.approx(SOON)
     found.record_request(11.2)
@@ -337,7 +344,7 @@ def test_when_to_look() -> None:
     found = watch(ALL)
     assert found.seconds_to_poll(0.0) == pytest.approx(SOON)
     found.record_places({0: CALM, 1: replace(CALM, counts={"0": 5})}, SOON)
-    assert found.seconds_to_poll(SOON) == pytest.approx(LOOK_EVERY)
+    assert found.seconds_to_poll(SOON) == pytest.approx(LOCATE_INTERVAL)
 
 
 def test_all_wait_for_one_another() -> None:
@@ -359,12 +366,12 @@ def test_all_wait_for_one_another() -> None:
 
 def test_words() -> None:
     """Ranks that do the same are named together, with their line; networks by their machines."""
-    places = {0: CALM, 1: COMPUTES, 2: CALM, 3: Place(holds_gil=True)}
+    places = {0: CALM, 1: COMPUTES, 2: CALM, 3: RankPosition(holds_gil=True)}
     assert hangs.waits_text(places, "if rank == 1:\n    time.sleep(600)\ndist.barrier()") == (
         "ranks 0,2 wait in barrier, line 3 · rank 1 is in line 2: time.sleep(600) · "
         "rank 3 is busy in C code that holds the GIL"
     )
-    asks = Place(line=2, asks=True)
+    asks = RankPosition(line=2, asks=True)
     assert hangs.waits_text({0: asks}) == "rank 0 waits for your input, line 2"
     assert hangs.waits_text({0: asks, 1: asks}) == "ranks 0-1 wait for your input, line 2"
     machines = Machines({0: ("hosta", 0), 1: ("hostb", 0)})
@@ -379,14 +386,14 @@ def test_words() -> None:
 # --- whether collectives meet -------------------------------------------------------------
 
 
-def waits(*begun: Begun, line: int = 2) -> Place:
+def waits(*begun: Begun, line: int = 2) -> RankPosition:
     """A rank that waits in the last of these."""
-    return Place(line=line, operation=begun[-1].name, begun=begun)
+    return RankPosition(line=line, operation=begun[-1].name, begun=begun)
 
 
-def done(*begun: Begun) -> Place:
+def done(*begun: Begun) -> RankPosition:
     """A rank that has finished the cell."""
-    return Place(begun=tuple(replace(each, is_done=True) for each in begun))
+    return RankPosition(begun=tuple(replace(each, is_done=True) for each in begun))
 
 
 OVER = replace(REDUCE, is_done=True), replace(BARRIER, is_done=True)
@@ -401,7 +408,7 @@ def test_verdict() -> None:
         (waits(REDUCE), waits(REDUCE)),
         (waits(REDUCE), waits(replace(BARRIER, number=6))),
         (waits(REDUCE), waits(replace(BARRIER, group="1"))),
-        (waits(REDUCE), Place(line=1, operation="recv")),
+        (waits(REDUCE), RankPosition(line=1, operation="recv")),
         (waits(OVER[0], replace(REDUCE, number=6)), waits(OVER[1], replace(REDUCE, number=6))),
     ):
         assert not hangs.is_call_mismatch({0: first, 1: other})
@@ -414,11 +421,11 @@ def test_verdict() -> None:
         f"ranks 0-1 are in barrier (line 3): {NEVER}; the first that differ: rank 0 broadcast, "
         "rank 1 barrier"
     )
-    all_receive = {rank: Place(line=4, operation="recv") for rank in range(3)}
+    all_receive = {rank: RankPosition(line=4, operation="recv") for rank in range(3)}
     said = "ranks 0-2 are in recv (line 4): all ranks wait for each other"
     assert hangs.verdict(all_receive) == said
     said = "rank 0 is in recv (a.py line 4): all ranks wait for each other"
-    assert hangs.verdict({0: Place(file="a.py", line=4, operation="recv")}) == said
+    assert hangs.verdict({0: RankPosition(file="a.py", line=4, operation="recv")}) == said
 
 
 def test_sizes_and_dtypes() -> None:
@@ -435,21 +442,21 @@ def test_sizes_and_dtypes() -> None:
         assert hangs.differing({0: waits(first), 1: waits(second)}) == said
     flat = waits(replace(REDUCE, sizes="[4, 1]", elements="4"))
     square = waits(replace(REDUCE, sizes="[2, 2]", elements="4"))
-    for one, other in ((flat, square), (waits(REDUCE), waits(BARRIER)), (flat, Place())):
+    for one, other in ((flat, square), (waits(REDUCE), waits(BARRIER)), (flat, RankPosition())):
         assert hangs.differing({0: one, 1: other}) == ""
 
 
 def test_why_aborted() -> None:
     """Others have finished, or do not run the cell; or nothing would have helped."""
     waiting = waits(REDUCE)
-    seen, freed = {0: Place(), 1: waiting}, {1: waiting}
+    seen, freed = {0: RankPosition(), 1: waiting}, {1: waiting}
     said = "rank 1 waits in all_reduce, line 2; "
     finished = hangs.why_aborted(freed, seen, [0, 1], {1}, 2)
     assert finished == f"{said}rank 0 finished the cell without it"
     assert hangs.why_aborted(freed, seen, [1], {1}, 3) == f"{said}ranks 0,2 do not run this cell"
     alone = hangs.why_aborted(freed, seen, [0, 1], {0, 1}, 2)
     assert alone == "rank 1 waits in all_reduce, line 2"
-    seen = {0: waits(BARRIER), 1: waiting, 2: Place()}
+    seen = {0: waits(BARRIER), 1: waiting, 2: RankPosition()}
     assert hangs.why_aborted({0: seen[0], 1: seen[1]}, seen, [0, 1, 2], {0, 1}, 3) == (
         f"rank 0 is in barrier (line 2), rank 1 in all_reduce (line 2): {NEVER}; "
         "rank 2 finished the cell"

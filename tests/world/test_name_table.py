@@ -1,4 +1,4 @@
-"""Tests of `nbdist.world.names`: who has which name, and what is lost with a worker."""
+"""Tests of `nbdist.world.name_table`: who has which name, and what is lost with a worker."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 
 from nbdist.output.events import Done
 from nbdist.values.payload import Identity
-from nbdist.values.states import State
-from nbdist.world.names import NameTable, Sent, list_names
+from nbdist.values.states import ObjectState
+from nbdist.world.name_table import NameTable, Sent, list_names
 from nbdist.world.sent_objects import NOTHING_SENT, Parcel
 
 
@@ -110,7 +110,7 @@ def test_what_stays_the_workers(table: NameTable) -> None:
 
 def test_what_ranks_have_changed_in_place(table: NameTable) -> None:
     """It is among what is theirs, with all that leads to it, until the notebook binds it again."""
-    states = {1: State({}), 2: State({}, (1,)), 3: State({})}
+    states = {1: ObjectState({}), 2: ObjectState({}, (1,)), 3: ObjectState({})}
     tokens = {"model": (..., 1), "trainer": (..., 2), "x": (..., 3)}
     table.namespace.update(trainer=[1], x=[1])
     records = {

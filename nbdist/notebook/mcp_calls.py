@@ -14,7 +14,7 @@ from typing import Any
 from IPython.core.getipython import get_ipython
 
 from nbdist.errors import UsageError
-from nbdist.notebook.display import Shown, block
+from nbdist.notebook.display import CommandOutput, block
 from nbdist.notebook.extension import pools_of
 from nbdist.notebook.pool import Pool
 from nbdist.output.html_parts import BLUE, LINES, barred, bold, panel
@@ -54,7 +54,7 @@ def run(until: float, pool: str, who: str, magic: str, line: str, cell: str = ""
     def run_it(shell: Any, target: Pool) -> None:
         code = "\n".join([command, *cell.splitlines()])
         body = barred(escape(code, quote=False), BLUE, f";{LINES}")
-        Shown(panel(as_line(bold(head)), body), f"{head}\n{code}").show_on(target.display())
+        CommandOutput(panel(as_line(bold(head)), body), f"{head}\n{code}").show_on(target.display())
         if cell:
             shell.run_cell_magic(magic, line, cell)
         else:

@@ -23,20 +23,20 @@ LEAVE_GRACE = 0.5  # seconds for the exit handlers of ranks that a smaller world
 _T = TypeVar("_T")
 
 
-class Part(Protocol):
+class NodeWorkers(Protocol):
     """A machine with workers.  For a lost machine the answer to a request is `PartRequest.lost`."""
 
     async def execute(self, request: part.PartRequest[_T]) -> _T:
         """Carry out the request and return the answer."""
 
 
-class Forming:
+class GroupFormation:
     """Starts, heals and scales a world.  `parts` has the machines by the numbers of their nodes.
 
     On one machine part 0 has all ranks, also the ranks of nodes that are only simulated.
     """
 
-    def __init__(self, parts: Mapping[int, Part], *, on_one_machine: bool = False) -> None:
+    def __init__(self, parts: Mapping[int, NodeWorkers], *, on_one_machine: bool = False) -> None:
         self.parts = parts
         self._on_one_machine = on_one_machine
         self.spec: WorldSpec | None = None

@@ -30,20 +30,20 @@ from nbdist.values.memory import reduce_to_file
 from nbdist.values.payload import Payload, pack_frames
 from nbdist.values.pickling import Pickled, pickle
 from nbdist.values.unpicklable import blame, fails_in
-from nbdist.wire.work import Call, Kind, Script, Task
+from nbdist.wire.work import OpCall, ProgramKind, Script, Task
 from nbdist.world.moving_line import MovingLine
-from nbdist.world.names import WORKERS_OWN
-from nbdist.world.outgoing import Outgoing, Question
+from nbdist.world.name_table import WORKERS_OWN
+from nbdist.world.outgoing import Outgoing, SendQuestion
 from nbdist.world.result import CellResult, raised
-from nbdist.world.running import TaskRun
 from nbdist.world.sent_objects import Parcel
 from nbdist.world.session import Session
+from nbdist.world.task_run import TaskRun
 
 log = logging.getLogger("nbdist.world")
 
 
 def find_script(
-    kind: Kind, name: str, args: Iterable[Any] = (), *, local_rank: bool = False
+    kind: ProgramKind, name: str, args: Iterable[Any] = (), *, local_rank: bool = False
 ) -> Script:
     """Find a script, module or executable; UsageError if there is none.
 
@@ -167,7 +167,7 @@ def run_call(
     values = {"call": (function, args, kwargs), "names": names}
     with sending(session, values, session.everyone) as (payloads, parcels):
         arguments = {"title": title_of(function), "packed": payloads}
-        task = session.task(Call("run.call", arguments))
+        task = session.task(OpCall("run.call", arguments))
         return outcome(session, [session.submit(task, shipped=parcels)])
 
 
@@ -190,8 +190,8 @@ def sending(
         outgoing.compare()
         if to_inspect := outgoing.objects_to_inspect():
             on = tuple(sorted(rank for rank, changed in outgoing.changed.items() if changed))
-            question = Question(on, to_inspect)
-            task = session.task(Call("values.inspect", question.arguments), ranks=on)
+            question = SendQuestion(on, to_inspect)
+            task = session.task(OpCall("values.inspect", question.arguments), ranks=on)
             outgoing.apply_replies(session.run(task).by_rank)
         if not outgoing.renew_replaced():
             break

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.world.calling`: functions and scripts on all ranks, and what these ask for."""
+"""Tests of `nbdist.world.remote_call`: functions and scripts on all ranks, and their input."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ import torch
 import nbdist
 from nbdist.errors import RanksReleased, UsageError, VariableNotSent, WorkerError
 from nbdist.output.screen import Screen
-from nbdist.wire.work import Kind
-from nbdist.world.calling import find_script, title_of
+from nbdist.wire.work import ProgramKind
 from nbdist.world.moving_line import REDRAW_SECONDS, MovingLine
+from nbdist.world.remote_call import find_script, title_of
 from nbdist.world.world import World
 from tests.cells import Write, said
 from tests.waiting import wait_until
@@ -336,7 +336,7 @@ def test_a_forked_child_asks_nobody(world: World, enter: Enter) -> None:
         ("executable", "./nope", "there is no such file"),
     ],
 )
-def test_what_is_not_there(write: Write, kind: Kind, name: str, words: str) -> None:
+def test_what_is_not_there(write: Write, kind: ProgramKind, name: str, words: str) -> None:
     """One line says what is wrong before anything runs."""
     write("folder/__init__.py", "")
     write("wrong.py", "x = 1\nx = = 2\n")

@@ -1,7 +1,8 @@
 """The history of a world's tasks: set-up cells for new workers, and all tasks for `%dist_export`.
 
-Runs in the notebook's process.  `Workers` has one `Setup` and one `Past`; `nbdist.world.recovery`
-runs the set-up cells and adds each task that has ended.  The history is bounded and has no values.
+Runs in the notebook's process.  `Workers` has one `Setup` and one `TaskHistory`;
+`nbdist.world.recovery` runs the set-up cells and adds each task that has ended.  The history is
+bounded and has no values.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from nbdist.output.rank_transcript import Shown
+from nbdist.output.rank_transcript import RichDisplay
 from nbdist.values.payload import Segment
-from nbdist.wire.work import Attempt, Call, Source, Task
-from nbdist.world.names import Sent
-from nbdist.world.running import TaskRun
+from nbdist.wire.work import Attempt, CellCode, OpCall, Task
+from nbdist.world.name_table import Sent
 from nbdist.world.sent_objects import Parcel
 from nbdist.world.states import Renumbering
+from nbdist.world.task_run import TaskRun
 
 ANY = -1
 """The key in `Task.names` of a set-up cell for the names that each new rank gets."""
@@ -80,10 +81,10 @@ class Setup:
                 self.tasks[key] = replace(task, ranks=ranks.of(task.ranks))
 
 
-MOST_TASKS, MOST_SENT = 2_000, 10_000
-MOST_CHARACTERS = 8_000_000  # of the texts of all tasks together
+MAX_TASKS, MAX_SENT_NAMES = 2_000, 10_000
+MAX_HISTORY_LENGTH = 8_000_000  # of the texts of all tasks together
 
-Kind = Literal["cell", "push", "script", "call"]
+TaskKind = Literal["cell", "push", "script", "call"]
 Status = Literal["ok", "failed", "interrupted"]
 
 
@@ -98,7 +99,7 @@ class PastTask:
     numbers of a cell's first and last run, if it was run more than once (`runs`).
     """
 
-    kind: Kind
+    kind: TaskKind
     text: str
     number: int | None
     ranks: tuple[int, ...]
@@ -122,7 +123,7 @@ class SentName:
     shipped: Sent
 
 
-class Past:
+class TaskHistory:
     """The tasks that have ended since the start of the workers, the oldest dropped beyond limits.
 
     `forgotten` counts the tasks that were dropped, or that ran before this notebook took the world
@@ -133,7 +134,7 @@ class Past:
     def __init__(self) -> None:
         self.forgotten = 0
         self.gathered: dict[str, None] = {}
-        self.sent: deque[SentName] = deque(maxlen=MOST_SENT)
+        self.sent: deque[SentName] = deque(maxlen=MAX_SENT_NAMES)
         self._tasks: dict[str, PastTask] = {}
         self._characters = 0
         self._count = 0
@@ -156,8 +157,8 @@ class Past:
         task = _entry_of(running, now)
         if task is None:
             match running.task.work:
-                case Call("values.gather", {"expressions": asked}):
-                    if len(self.gathered) < MOST_TASKS:
+                case OpCall("values.gather", {"expressions": asked}):
+                    if len(self.gathered) < MAX_TASKS:
                         self.gathered.update(dict.fromkeys(map(str, asked)))
             return
         key = running.task.key or f"task {now}"
@@ -170,7 +171,7 @@ class Past:
             task = replace(task, first=earlier.first, runs=earlier.runs + 1)
         self._tasks[key] = task
         self._characters += len(task.text)
-        while len(self._tasks) > MOST_TASKS or self._characters > MOST_CHARACTERS:
+        while len(self._tasks) > MAX_TASKS or self._characters > MAX_HISTORY_LENGTH:
             self._drop(next(iter(self._tasks)))
             self.forgotten += 1
 
@@ -204,11 +205,11 @@ class Past:
 def _entry_of(running: TaskRun, now: int) -> PastTask | None:
     """Return the entry of a task that has ended; None if the task leaves nothing on the workers."""
     task = running.task
-    kind: Kind
+    kind: TaskKind
     match task.work:
-        case Source():
+        case CellCode():
             kind, text = "cell", task.source
-        case Call(text):
+        case OpCall(text):
             kind = "push" if text == "values.bind_pushed" else "call"
         case script:
             kind, text = "script", " ".join([script.name, *script.args])
@@ -228,7 +229,7 @@ def _entry_of(running: TaskRun, now: int) -> PastTask | None:
         made=running.made,
         shows_value=running.shows_value,
         draws=any(
-            isinstance(piece, Shown)
+            isinstance(piece, RichDisplay)
             and any(kind.startswith("image/") for kind in piece.display.data)
             for each in running.transcript
             for piece in each.pieces

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.world.past`: which tasks made what is there, and what new workers run first."""
+"""Tests of `nbdist.world.task_history`: which tasks made the variables, and set-up cells."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from nbdist.config import Patience
 from nbdist.errors import WorkerDied, WorkerError
 from nbdist.output.events import Display, Done, Failure
 from nbdist.values.payload import Identity, Segment, SegmentGone, run_to_end
-from nbdist.wire.work import Attempt, Call, Script, Source, Task, Work
-from nbdist.world import past as module
-from nbdist.world.names import Sent
-from nbdist.world.past import Past, Setup
-from nbdist.world.running import Members, TaskRun
+from nbdist.wire.work import Attempt, CellCode, OpCall, Script, Task, Work
+from nbdist.world import task_history as module
+from nbdist.world.name_table import Sent
 from nbdist.world.sent_objects import Parcel
-from nbdist.world.states import Machines, Renumbering, State
+from nbdist.world.states import Machines, Renumbering, WorldState
+from nbdist.world.task_history import Setup, TaskHistory
+from nbdist.world.task_run import Members, TaskRun
 from nbdist.world.world import World
 from tests.cells import run
 from tests.waiting import once, press_stop
@@ -51,42 +51,42 @@ def ended(
 
 def test_a_cell_is_kept_once() -> None:
     """In its last form, with where it first and last ran; a failed run beside what succeeded."""
-    past = Past()
-    past.add(ended(Source("x = 1"), key="a", bound="x"))
-    past.add(ended(Source("y = x"), key="b"))
-    past.add(ended(Source("x = 2"), key="a"))
-    past.add(ended(Source("x ="), key="a", status="error"))
-    past.add(ended(Source("x = 0 / 0"), key="a", status="error"))
+    past = TaskHistory()
+    past.add(ended(CellCode("x = 1"), key="a", bound="x"))
+    past.add(ended(CellCode("y = x"), key="b"))
+    past.add(ended(CellCode("x = 2"), key="a"))
+    past.add(ended(CellCode("x ="), key="a", status="error"))
+    past.add(ended(CellCode("x = 0 / 0"), key="a", status="error"))
     told = [(each.text, each.status, each.first, each.last, each.runs) for each in past.tasks]
     assert told == [
         ("x = 2", "ok", 1, 3, 2),
         ("y = x", "ok", 2, 2, 1),
         ("x = 0 / 0", "failed", 4, 5, 2),
     ]
-    past.add(ended(Source("x = 3"), key="a"))
+    past.add(ended(CellCode("x = 3"), key="a"))
     assert [(each.text, each.status) for each in past.tasks] == [("x = 3", "ok"), ("y = x", "ok")]
 
 
 def test_what_leaves_nothing_is_not_kept() -> None:
     """Questions are no part of how the workers came to what they have."""
-    past = Past()
+    past = TaskHistory()
     train = Script("file", "train.py", ("--lr", "1"))
-    for work in (Source("pass"), Source(""), Call("memory.clean"), train):
+    for work in (CellCode("pass"), CellCode(""), OpCall("memory.clean"), train):
         past.add(ended(work))
-    past.add(ended(Call("snapshot.read"), bound="x"))
+    past.add(ended(OpCall("snapshot.read"), bound="x"))
     assert [each.kind for each in past.tasks] == ["cell", "script", "call"]
 
 
 def test_facts() -> None:
     """Who ran it, what it bound, what was shown; a stopped cell is told from one that failed."""
-    past = Past()
-    running = ended(Source("x"), ranks=(1,), bound="x")
+    past = TaskHistory()
+    running = ended(CellCode("x"), ranks=(1,), bound="x")
     running.receive(1, Display({"text/plain": "1"}, {}, is_result=True))
-    drawing = ended(Source("plot()"))
+    drawing = ended(CellCode("plot()"))
     drawing.receive(1, Display({"image/png": ""}, {}))
-    stopped = ended(Source("x"), status="error")
+    stopped = ended(CellCode("x"), status="error")
     stopped.stops = 1
-    for each in (running, drawing, stopped, ended(Source("y"), status="error")):
+    for each in (running, drawing, stopped, ended(CellCode("y"), status="error")):
         past.add(each)
     first, second, *others = past.tasks
     assert (first.ranks, first.on_all, first.number, first.made) == ((1,), False, 5, {"x"})
@@ -98,11 +98,11 @@ def test_facts() -> None:
 
 def test_names_that_went_along() -> None:
     """As they last were before each task; what went home is named."""
-    past = Past()
+    past = TaskHistory()
     new = Sent(("float", "0.01"), Identity(0.01))
-    past.add(ended(Source("pass"), shipped={"lr": LR}))
-    past.add(ended(Call("values.bind_pushed"), shipped={"lr": new}))
-    past.add(ended(Call("values.gather", {"expressions": ("loss",)})))
+    past.add(ended(CellCode("pass"), shipped={"lr": LR}))
+    past.add(ended(OpCall("values.bind_pushed"), shipped={"lr": new}))
+    past.add(ended(OpCall("values.gather", {"expressions": ("loss",)})))
     assert {name: each.shipped for name, each in past.sent_before(1).items()} == {"lr": LR}
     assert {name: each.shipped for name, each in past.sent_before(2).items()} == {"lr": new}
     assert [each.kind for each in past.tasks] == ["cell", "push"]
@@ -111,14 +111,14 @@ def test_names_that_went_along() -> None:
 
 def test_it_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cells without a key are kept each; the oldest are forgotten, and counted."""
-    monkeypatch.setattr(module, "MOST_TASKS", 3)
-    past = Past()
+    monkeypatch.setattr(module, "MAX_TASKS", 3)
+    past = TaskHistory()
     for _ in range(5):
-        past.add(ended(Source("step()")))
+        past.add(ended(CellCode("step()")))
     assert [each.text for each in past.tasks] == ["step()"] * 3
     assert past.forgotten == 2
-    monkeypatch.setattr(module, "MOST_CHARACTERS", 12)
-    past.add(ended(Source("x = 1234567")))
+    monkeypatch.setattr(module, "MAX_HISTORY_LENGTH", 12)
+    past.add(ended(CellCode("x = 1234567")))
     assert [each.text for each in past.tasks] == ["x = 1234567"]
 
 
@@ -127,9 +127,9 @@ def test_it_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_set_up_cells_are_kept_in_order() -> None:
     """One that runs again takes its old place; one for all ranks is for all that there are."""
-    setup, past = Setup(), Past()
+    setup, past = Setup(), TaskHistory()
     for number, key in enumerate("abca"):
-        setup.keep(key, Task(key, (0,), Source(f"{key}{number}"), attempt=Attempt(1, 3)), None)
+        setup.keep(key, Task(key, (0,), CellCode(f"{key}{number}"), attempt=Attempt(1, 3)), None)
     assert [task.source for task in setup.tasks.values()] == ["a3", "b1", "c2"]
     assert {task.attempt for task in setup.tasks.values()} == {Attempt()}
     setup.forget()
@@ -139,19 +139,19 @@ def test_set_up_cells_are_kept_in_order() -> None:
             setup.keep(key, Task(key, ranks), None)
         setup.renumber(Renumbering(4, after, {}))
         assert [task.ranks for task in setup.tasks.values()] == [tuple(range(after)), (0, 1)]
-    task = ended(Source("import os"), key="a").task
+    task = ended(CellCode("import os"), key="a").task
     assert not past.has_cell(task)
-    past.add(ended(Source("import os"), key="a"))
+    past.add(ended(CellCode("import os"), key="a"))
     assert past.has_cell(task)
-    assert past.has_cell(ended(Source("import os")).task)
-    assert not past.has_cell(ended(Source("import sys")).task)
+    assert past.has_cell(ended(CellCode("import os")).task)
+    assert not past.has_cell(ended(CellCode("import sys")).task)
 
 
 def test_tasks_of_ranks_that_are_gone() -> None:
     """They are dropped, also if no other rank gets another number; the rest keeps its ranks."""
-    past = Past()
+    past = TaskHistory()
     for ranks in ((0, 1), (1,), (0,)):
-        past.add(ended(Source(f"x = {ranks}"), ranks=ranks))
+        past.add(ended(CellCode(f"x = {ranks}"), ranks=ranks))
     past.renumber(Renumbering(2, 3, {0: 0, 1: 1}))
     assert [task.ranks for task in past.tasks] == [(0, 1), (1,), (0,)]
     past.renumber(Renumbering(3, 1, {0: 0}))
@@ -187,7 +187,7 @@ DIES = "import os, time\nif rank == 1: time.sleep(0.2); os.kill(os.getpid(), 9)\
 def world(started: World) -> World:
     """Three ready ranks with `kept`, and no set-up cells."""
     started.session.setup.forget()
-    if started.state is not State.READY:
+    if started.state is not WorldState.READY:
         started.restart()
     started.execute("kept = rank")
     return started
