@@ -142,10 +142,17 @@ class Counterparts:
         """Keep objects alive that the notebook has removed from this rank but still has itself.
 
         The rank may have changed these objects, and the notebook may send them again under another
-        name.
+        name.  Of an object that has ended in the notebook, the objects in it are kept.
         """
-        for key in keys:
-            if key not in self._orphans and (value := self.links.find(key)) is not None:
+        pending, seen = [*keys], set()
+        while pending:
+            key = pending.pop()
+            if key in seen:
+                continue
+            seen.add(key)
+            if key in self._orphans:
+                pending += self._states[key].children if key in self._states else ()
+            elif (value := self.links.find(key)) is not None:
                 self._retained[key] = value
 
     def _write_block(self, key: int, contents: Any) -> None:
@@ -186,7 +193,9 @@ class Counterparts:
         ended_keys = {*keys}
         self._orphans |= ended_keys
         self.links.has_dead = True
-        return [self._retained.pop(key) for key in ended_keys & self._retained.keys()]
+        released = {key: self._retained.pop(key) for key in ended_keys & self._retained.keys()}
+        self._retain(released)
+        return [*released.values()]
 
     def forget_sent_value(self, name: str) -> None:
         """Forget the value that the notebook has sent for a variable: a task has bound the name."""
