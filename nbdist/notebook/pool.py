@@ -220,11 +220,15 @@ class Pool:
             return
         _complete_shutdown(world)
         display.show_status("restarting")
+        names = world.session.names  # each start makes a new table
         try:
             world.restart(keep=keep, **changes)
         except BaseException:  # also KeyboardInterrupt, by Stop
             if not world.state.has_workers:
                 self._end_lost_job("its workers were ended")
+            elif world.session.names is not names:  # a set-up cell has failed, or a new rank died
+                self._end_lost_job("its workers were restarted")
+                self._use_world(world)
             raise
         self._end_lost_job("its workers were restarted")
         self._use_world(world)

@@ -235,6 +235,19 @@ def test_workers_that_are_started_anew(notebook: Notebook) -> None:
     assert notebook.run("%dist_restart").errors == []
 
 
+def test_a_restart_whose_setup_cell_fails(notebook: Notebook, tmp_path: Path) -> None:
+    """The workers are new, so the job has ended, and the next cell runs."""
+    flag = tmp_path / "fail"
+    setup = f"import os; assert not os.path.exists({str(flag)!r})"
+    assert notebook.run(f"%%distributed --setup\n{setup}").errors == []
+    begin(notebook, SLEEPS)
+    flag.touch()
+    assert "AssertionError" in notebook.run("%dist_restart").error
+    assert notebook.run("job.result(9)").error.endswith(": its workers were restarted.")
+    assert notebook.run("%%distributed\npass").errors == []
+    notebook.run("%dist_shutdown")
+
+
 def test_what_a_rank_wants_typed(notebook: Notebook) -> None:
     """Its panel says that it waits; who waits for the cell is asked, and Stop then stops it."""
     cell = "name = input('name? ') if rank else 'nobody'; name"
