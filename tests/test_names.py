@@ -200,7 +200,6 @@ SAME_IN_ALL_FILES = {
     "ALIGNMENT": "of memory that is sent",
     "PACKAGE": "the folder of the package",
     "READ_FROM": "the size from which on a pickle is read in pieces",
-    "RankOutput": "a rank's output, with the id of its task",
     "TCP_INFO": "an option of sockets in Linux, which Python does not name",
     "_BRACES": "how IPython finds expressions in a command's line",
     "_DOLLAR": "how IPython finds variables in a command's line",

@@ -31,7 +31,7 @@ from nbdist.output.events import (
     size_of,
 )
 from nbdist.system.processes import trim_memory
-from nbdist.wire.messages import Outputs
+from nbdist.wire.messages import Outputs, RankOutput
 
 # --- the backlog ------------------------------------------------------------------------------
 
@@ -40,9 +40,6 @@ SHOWN_KEPT = 64 << 20  # characters of all other pending output; older figures a
 OF_ITEM = 1000  # characters added to the size of each output: many small outputs take time, too
 
 JOINED_AT_MOST = 1 << 16  # characters of an output to which later text of the rank is appended
-
-RankOutput = tuple[int, str, Output]
-"""Rank, task id, output."""
 
 
 class Backlog:

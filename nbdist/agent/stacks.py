@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from nbdist.values.definitions import function_name
-from nbdist.wire.call_layout import CallLayout
 from nbdist.wire.places import StackFrame
+from nbdist.wire.stack_layout import CallLayout
 from nbdist.wire.work import Task
 
 T = TypeVar("T")

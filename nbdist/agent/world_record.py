@@ -10,11 +10,11 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from nbdist.agent.outbox import ENOUGH_IN_A_BATCH, TEXT_KEPT, Backlog, RankOutput
+from nbdist.agent.outbox import ENOUGH_IN_A_BATCH, TEXT_KEPT, Backlog
 from nbdist.output.events import Died, Done, Failure, Output, RankError, size_of
 from nbdist.values.payload import refs_in
 from nbdist.wire import messages
-from nbdist.wire.messages import Outputs
+from nbdist.wire.messages import Outputs, RankOutput
 from nbdist.wire.node_messages import processes
 from nbdist.wire.places import RankPosition, Stack
 from nbdist.wire.queries import Inspection, ReportedFailure, TaskSummary

@@ -14,7 +14,7 @@ from typing import Any
 from nbdist.cluster.node import Node
 from nbdist.output.events import Done, Output, TransferProgress
 from nbdist.values.payload import SegmentRef, is_open, length_of, refs_in, relocate
-from nbdist.wire.messages import Outputs, RunTask
+from nbdist.wire.messages import Outputs, RankOutput, RunTask
 from nbdist.wire.node_messages import CopySegments
 from nbdist.wire.transfer import Drop, Fetch, Receiving, SegmentPiece, piece_of
 from nbdist.wire.work import failure_in_words
@@ -42,7 +42,7 @@ class _Held:
     done: Done
     task: str
     refs: tuple[SegmentRef, ...]
-    later_outputs: list[tuple[int, str, Output]] = field(default_factory=list)
+    later_outputs: list[RankOutput] = field(default_factory=list)
 
 
 class BulkTransfers:
@@ -126,7 +126,7 @@ class BulkTransfers:
     def _fail(self, run: RunTask, failed: Collection[int], name: str, message: str) -> None:
         """End the task on all of its ranks before it began, on the `failed` with this error."""
         self._cancel(run.id)
-        failure, items = failure_in_words(name, message), list[tuple[int, str, Output]]()
+        failure, items = failure_in_words(name, message), list[RankOutput]()
         for rank in run.ranks:
             if rank in failed:
                 items.append((rank, run.id, failure))

@@ -423,10 +423,14 @@ class Aborted:
     places: Mapping[int, RankPosition]
 
 
-class Outputs(NamedTuple):
-    """Agent to notebook: a batch of outputs in order, each with its rank and task ("" for none)."""
+RankOutput = tuple[int, str, Output]
+"""A rank, the id of its task ("" for none), and an output."""
 
-    items: tuple[tuple[int, str, Output], ...]
+
+class Outputs(NamedTuple):
+    """Agent to notebook: a batch of outputs in order."""
+
+    items: tuple[RankOutput, ...]
 
 
 OfRanks = RequestLocations | AbortRanks | Interrupt | SpareRanks | ReleaseRankValues

@@ -41,7 +41,7 @@ from nbdist.wire.ops import Brought, Replaced
 from nbdist.wire.work import Task
 from nbdist.worker import ops
 from nbdist.worker.counterparts import Counterparts, Keyed
-from nbdist.worker.received import KeptValues, ReturnReducer, SpreadValue
+from nbdist.worker.returned import KeptValues, ReturnReducer, SpreadValue
 
 MOVED_EVERY = 0.25  # seconds between two messages on how much of a big value has been packed
 

@@ -27,9 +27,9 @@ from typing import IO, Any, TypeVar
 import torch.distributed as dist
 
 from nbdist.values.definitions import cell_numbers, function_name
-from nbdist.wire.call_layout import CallLayout
 from nbdist.wire.control import Traced
 from nbdist.wire.places import PACKAGES, Begun, Collective, RankPosition, StackFrame
+from nbdist.wire.stack_layout import CallLayout
 from nbdist.worker.compat import accelerator
 from nbdist.worker.compat import torch as seam
 from nbdist.worker.group.gloo import wait

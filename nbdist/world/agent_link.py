@@ -23,7 +23,7 @@ import zmq
 
 from nbdist import __version__
 from nbdist.errors import AgentLost, ForkedProcess, StartError
-from nbdist.output.events import Died, Output
+from nbdist.output.events import Died
 from nbdist.system.folders import JoinedFolder, RuntimeFolder
 from nbdist.system.processes import find_leftovers
 from nbdist.wire import messages
@@ -54,7 +54,6 @@ SHORTEST_WAIT = 0.001  # seconds; below, `SimpleQueue.get` can compute a negativ
 AgentHandle = AgentProcess | AttachedAgent
 """The process that serves the world: this machine's agent, or the head of agents on several."""
 
-RankOutput = tuple[int, str, Output]
 WorldNotice = (
     messages.Located
     | messages.Aborted
@@ -62,7 +61,7 @@ WorldNotice = (
     | messages.NodeJoined
     | messages.UnresponsiveHosts
 )
-LinkEvent = RankOutput | BatchAcknowledged | WorldNotice | AgentLost
+LinkEvent = messages.RankOutput | BatchAcknowledged | WorldNotice | AgentLost
 
 
 class Link:

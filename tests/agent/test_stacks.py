@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from nbdist.agent import stacks
 from nbdist.agent.stacks import FrameInfo, StackFile, Torn, calls_in
-from nbdist.wire.call_layout import MAX_OFFSET, CallLayout
 from nbdist.wire.places import StackFrame
+from nbdist.wire.stack_layout import MAX_OFFSET, CallLayout
 from nbdist.wire.work import CellCode, Task
 from tests.waiting import SOON, wait_until
 

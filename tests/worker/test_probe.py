@@ -15,7 +15,7 @@ import pytest
 from torch.distributed import distributed_c10d, rendezvous
 
 from nbdist.agent.stacks import FrameInfo, Torn, calls_in
-from nbdist.wire.call_layout import CallLayout
+from nbdist.wire.stack_layout import CallLayout
 from nbdist.worker.probe import OFFSETS, call_layout, frames_of, is_calling, is_handling_stop
 from tests.waiting import wait_until
 

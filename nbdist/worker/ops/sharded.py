@@ -19,7 +19,7 @@ from nbdist.values.tensors import set_attributes
 from nbdist.wire.ops import Mesh
 from nbdist.worker.compat import models as seam
 from nbdist.worker.namespace import Context
-from nbdist.worker.received import as_before_fsdp, dist_class
+from nbdist.worker.returned import as_before_fsdp, dist_class
 
 USE_CHECKPOINT = "use torch.distributed.checkpoint"
 

@@ -23,7 +23,7 @@ from nbdist.worker.compat import torch as seam
 from nbdist.worker.group.default import renew_reducers
 from nbdist.worker.namespace import Context, Taken, VariableError
 from nbdist.worker.ops.sharded import is_sharded
-from nbdist.worker.received import DEFINITIONS, ReturnReducer
+from nbdist.worker.returned import DEFINITIONS, ReturnReducer
 
 SHARDED_REMEDY = (
     "a rank has only its own part of what is sharded. `%dist_restore` restores a snapshot; without "

@@ -1,10 +1,10 @@
-"""Tests of `nbdist.wire.call_layout`: where a worker's memory has its calls."""
+"""Tests of `nbdist.wire.stack_layout`: where a worker's memory has its calls."""
 
 from __future__ import annotations
 
 import pytest
 
-from nbdist.wire.call_layout import MAX_OFFSET, CallLayout
+from nbdist.wire.stack_layout import MAX_OFFSET, CallLayout
 
 
 def test_any_other_line_is_refused() -> None:

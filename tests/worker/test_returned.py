@@ -1,4 +1,4 @@
-"""Tests of `nbdist.worker.received`: what goes home, and last values that are kept."""
+"""Tests of `nbdist.worker.returned`: what goes home, and last values that are kept."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 
 from nbdist.errors import UsageError, WorkerError
 from nbdist.values.payload import Segment, run_to_end
-from nbdist.worker import received
-from nbdist.worker.received import KeptValues, ReturnReducer
+from nbdist.worker import returned
+from nbdist.worker.returned import KeptValues, ReturnReducer
 from nbdist.world.world import World
 
 pytestmark = pytest.mark.shared_world(2)
@@ -82,8 +82,8 @@ def test_a_model_of_fsdp(world: World) -> None:
 
 def test_a_model_of_ddp(world: World) -> None:
     """It comes as its module, in whatever it is; nobody asks all for a returned DTensor."""
-    returned = world.run(lambda: __import__("__main__").replicated)
-    for model in (each["model"] for each in [*world.gather("replicated"), *returned]):
+    models = world.run(lambda: __import__("__main__").replicated)
+    for model in (each["model"] for each in [*world.gather("replicated"), *models]):
         assert type(model) is torch.nn.Linear
         assert model(torch.ones(2)).shape == (3,)
     with pytest.raises(WorkerError, match=r"run `whole = x.full_tensor\(\)` of it on all of them"):
@@ -96,21 +96,21 @@ def segment(size: int) -> Segment:
 
 def test_the_newest_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """So many, and so many bytes, but for the newest one; of others it is said why not."""
-    monkeypatch.setattr(received, "MAX_KEPT_BYTES", 1000)
-    kept, names = KeptValues(), [*map(str, range(received.MAX_KEPT_RESULTS + 2))]
+    monkeypatch.setattr(returned, "MAX_KEPT_BYTES", 1000)
+    kept, names = KeptValues(), [*map(str, range(returned.MAX_KEPT_RESULTS + 2))]
     for name in names:
         kept.keep(name, segment(10))
     there = [name for name in names if isinstance(kept.find(name), Segment)]
     assert there == names[2:]
-    assert kept.find("1") == received.REPLACED
+    assert kept.find("1") == returned.REPLACED
     kept.keep("big", segment(2000))
-    assert {kept.find(name) for name in names} == {received.REPLACED}
+    assert {kept.find(name) for name in names} == {returned.REPLACED}
     kept.keep("none", "cannot be sent")
     assert isinstance(kept.find("big"), Segment)
     assert kept.find("none") == "cannot be sent"
     kept.clean()
-    assert (kept.find("big"), kept.find("none")) == (received.CLEANED, "cannot be sent")
-    assert kept.find("c") == received.REPLACED
+    assert (kept.find("big"), kept.find("none")) == (returned.CLEANED, "cannot be sent")
+    assert kept.find("c") == returned.REPLACED
     kept.keep("a", segment(10))
     kept.release_values("a")
-    assert kept.find("a") == received.REPLACED
+    assert kept.find("a") == returned.REPLACED
