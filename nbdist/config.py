@@ -58,9 +58,9 @@ def _refusal(flag: str, text: object, what: str) -> UsageError:
 def whole_number(
     flag: str, what: str, minimum: int = 1, maximum: int = 999_999_999
 ) -> Callable[[Any], int]:
-    """Make a parser of whole numbers, also for argparse's `type`.
+    """Make a parser of whole numbers in these limits, also for argparse's `type`.
 
-    It raises UsageError, whose text says `what` the number is.
+    For any other text it raises UsageError, whose message says that `what` is expected.
     """
 
     def read(value: object) -> int:
@@ -74,7 +74,7 @@ def whole_number(
 
 
 def unquoted(text: str) -> str:
-    """Remove the quotes around a text, which IPython leaves in arguments of magics."""
+    """Remove a pair of quotes around a text: IPython leaves them in arguments of magics."""
     is_quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "\"'"
     return text[1:-1] if is_quoted else text
 
@@ -113,7 +113,7 @@ _PAIRS = re.compile(r",(?=[A-Za-z_]\w*=)")
 
 
 def _split_pairs(text: str) -> list[str]:
-    """Split `A=1,B=2`, as torchx writes it, at the commas; but neither `A=0,1` nor `A=b=1,c=2`."""
+    """Split `A=1,B=2`, as torchx writes it, at the commas; leave `A=0,1` and `A=b=1,c=2` whole."""
     pairs = _PAIRS.split(text)
     is_all = len(pairs) == text.count(",") + 1
     return pairs if is_all and all(each.count("=") == 1 for each in pairs) else [text]
@@ -154,7 +154,7 @@ _read_salloc = _shell_parser(
 
 
 def _read_memory(text: object) -> str:
-    """Parse the value of `--memory`, and return it as Slurm writes it: `16G`."""
+    """Return the value of `--memory` as Slurm writes it, such as `16G`; raises UsageError."""
     match = _BYTE_SIZE.fullmatch(str(text).replace(" ", ""))
     if not match or not int(match[1]):
         raise _refusal("--memory", text, "memory for each worker, such as 16G or 500M")

@@ -35,7 +35,7 @@ class NbdistError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Exception.__reduce__ would call the constructor with the message, but constructors here
-        # take facts.
+        # take other arguments and make the message from them.
         return rebuild, (type(self), self.args), self.__dict__
 
 

@@ -41,7 +41,7 @@ LACKED_MEMORY = "most likely killed by the kernel for lack of memory"
 
 
 def word_exit(exit_code: int | None) -> str:
-    """Say how a process ended, from an exit code of `subprocess`: `was killed by SIGKILL`."""
+    """Write an exit code of `subprocess`: `was killed by SIGKILL`; `ended` for None."""
     if exit_code is None:
         return "ended"
     if exit_code >= 0:

@@ -49,7 +49,7 @@ class CodeFolder:
         self._sent = frozenset[str]()
 
     def answer(self, request: GetCode | PutCode) -> CodeHeld:
-        """Return whether the code with this digest is here; `PutCode` adds a part of it first."""
+        """Add the part of a `PutCode`; return whether the code is here, or why unpacking failed."""
         host = socket.gethostname()
         match request:
             case GetCode(_, mark) if self.path is None and mark and mark == Landmark.of(mark.path):
@@ -145,7 +145,7 @@ def _files_of(archive: bytes) -> Mapping[str, tuple[bytes, int]]:
 
 
 def _is_below(folder: Path, file: Path) -> bool:
-    """Return False if a symbolic link, made by user code, leads out of the folder."""
+    """Return True unless a folder between the two is a symbolic link, which user code has made."""
     return file.parent.resolve() == folder.resolve() / file.parent.relative_to(folder)
 
 

@@ -50,7 +50,7 @@ def start_guarded(
 
 
 def _clean_up_after_kill(last_word: bytes) -> None:
-    """Tell the head that its agent was killed, and remove code folders of dead agents from /tmp.
+    """Tell the head, if there is one, that the agent was killed; remove dead agents' code folders.
 
     The guard calls this with everything that the agent wrote to it.
     """

@@ -35,7 +35,7 @@ LINE_TIMEOUT = 10.0  # seconds for a question to arrive, and for its answer to b
 MAX_STORE_CONNECTIONS = 4096  # connections at a time to the store; a rank has one for each thread
 CONNECTION_READ_SIZE = 1 << 18
 TOO_SOON = "more was asked before the answer came"
-NOTEBOOK_NAME = "JPY_SESSION_NAME"  # by this variable Jupyter's server names a kernel's notebook
+NOTEBOOK_NAME = "JPY_SESSION_NAME"  # the variable in which Jupyter's server names the notebook
 
 
 def with_ranks(

@@ -116,7 +116,7 @@ class NotebookLink:
         self._stream.send(pack(messages.Hello(__version__, os.getpid(), socket.gethostname())))
 
     def send(self, message: messages.Up) -> None:
-        """Send a message to the notebook.  While detached, only record it for the next notebook."""
+        """Record a message and send it; while detached, do what the notebook would do about it."""
         self._record.record_sent(message)
         if isinstance(message, messages.Outputs):
             self._live_in_flight += 1
@@ -377,7 +377,7 @@ class Serving:
             self._tasks.create_task(coroutine)
 
     def stop(self) -> None:
-        """Make `run_until_stopped` return.  The notebook has ended or does not need the process."""
+        """Make `run_until_stopped` cancel everything in progress and return."""
         self._stopped.set()
 
     def on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -184,7 +184,7 @@ def _append(queue: list[tuple[str, Output]], cell_id: str, output: Output) -> No
 
 BATCH_SECONDS = 0.02  # how long an output that is not urgent waits for others
 BATCHES_UNDER_WAY = 4  # unacknowledged batches; with so many, outputs wait in the backlog
-ENOUGH_IN_A_BATCH = 8 << 20  # characters; the answer to Stop waits behind the batches in flight
+ENOUGH_IN_A_BATCH = 8 << 20  # characters; larger batches would delay the answer to Stop behind them
 
 
 class Outbox:

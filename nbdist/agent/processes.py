@@ -317,10 +317,10 @@ class Forker:
     async def _wait(
         self, answer: asyncio.Future[Any], timeout: float, is_open: Callable[[], bool]
     ) -> None:
-        """Wait for the fork server's answer; after `timeout` without one kill the fork server.
+        """Wait for the fork server's answer; kill the fork server if the answer takes too long.
 
-        The fork server is also killed if the caller was cancelled, as long as the request
-        `is_open`.  Raises ForkServerLost if there is no answer even then.
+        The fork server is killed if the request `is_open` after `timeout` seconds, also if the
+        caller was cancelled before.  Raises ForkServerLost without an answer `EXIT_TIMEOUT` later.
         """
         server = self._server
 

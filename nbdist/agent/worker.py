@@ -105,7 +105,7 @@ class Worker:
     async def start(self) -> None:
         """Start the worker and wait until its group is formed.
 
-        Raises ChildProcessError if the worker exits before, cannot be started or not be reached.
+        Raises OSError: ChildProcessError if the worker exits first, or cannot start or be reached.
         """
         try:
             self._kernel.write_connection_file()
@@ -166,7 +166,7 @@ class Worker:
     async def ask(
         self, request: control.ControlRequest, timeout: float
     ) -> control.ControlReply | None:
-        """Return the answer of the worker's control thread; None if the thread is not in time."""
+        """Return the control thread's answer; None after `timeout` seconds or the worker's exit."""
         if self.process is None:
             return None
         return await self._kernel.ask(request, timeout, self.process.exited)
@@ -241,7 +241,7 @@ class Worker:
         self.rank = rank
 
     def set_world(self, world: WorldSpec) -> None:
-        """Record the world's present spec, which may have another size or other slots."""
+        """Record the rank and the world's present spec: its size or its slots may have changed."""
         self.start_info = replace(self.start_info, rank=self.rank, world=world)
 
     async def stop(self, grace: float) -> None:

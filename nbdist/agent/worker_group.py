@@ -487,7 +487,7 @@ class FormingWatch:
         return await answer
 
     async def start(self, worker: Worker, timeout: float) -> OSError | None:
-        """Start a worker; return why it failed, and call off the forming then.
+        """Start a worker within `timeout` seconds; else kill it, call off the forming, return why.
 
         Returns None on success, and if the forming was called off because of another worker.
         """

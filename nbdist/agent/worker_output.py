@@ -33,7 +33,7 @@ MAX_LAST_LINES, MAX_LAST_LENGTH, MAX_LAST_LINE_LENGTH = 20, 4096, 400
 """The number of `last_lines`, the characters of each text kept for them, and of `last_line`."""
 
 LOST_AFTER = 5.0  # seconds after its mark until a message that has not arrived counts as lost
-MARK_READS = 16  # reads that empty any pipe, and so find a mark that was written before
+MARK_READS = 16  # so many reads empty any pipe, so they find a mark that was written before
 
 M = TypeVar("M")
 

@@ -40,7 +40,7 @@ class WorldRecord:
         self.began = time.time()  # when the world or its last task was started
         self.running_ranks: set[int] = set()  # which still run the last task
         self.pending_calls: dict[int, Changing] = {}  # unanswered calls, by number
-        self._tasks = 0  # since the world was started
+        self._tasks = 0  # how many have begun since the world was started
         self._backlog = Backlog()
         self._lent: dict[str, set[int]] = {}  # by task: ranks whose values no notebook has released
         self._last: _TaskRecord | None = None
@@ -296,7 +296,7 @@ def _as_stacks(places: Mapping[int, RankPosition]) -> tuple[Stack, ...]:
 
 
 def shortened(error: RankError, *, has_lines: bool) -> RankError:
-    """Return an error with a short message, and with its last lines if `has_lines`."""
+    """Return a copy of an error with its message cut; it keeps its last lines if `has_lines`."""
     if isinstance(error, Died):
         return error._replace(last_lines=_cut(error.last_lines) if has_lines else ())
     lines = [line for frame in error.traceback for line in frame.splitlines()]

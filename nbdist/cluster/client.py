@@ -251,7 +251,7 @@ class HeadLink:
             case Drop(path):
                 self.memory.drop([path])
             case RunTask() as run:
-                # Let the task refer to memory of the notebook that was received here before it.
+                # The task refers to the notebook's memory, of which copies have been made here.
                 if places := self.memory.places(run.segments):
                     run = run._replace(task=pack(task_from(run.task).moved(places)))
                 self._on_message(run)

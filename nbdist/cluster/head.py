@@ -171,8 +171,8 @@ class Head:
                 return await self._start(spec)
             case messages.StopWorld(grace):
                 if self._pool is not None:
-                    # First drop messages to the ranks; afterwards drop messages that the ranks have
-                    # sent while they ended.
+                    # First drop tasks and outputs that wait; afterwards drop outputs that the ranks
+                    # have sent while they were stopped.
                     self._transfers.forget_tasks()
                     await self._pool.forming.stop(grace)
                     self._transfers.forget_tasks()
@@ -433,7 +433,7 @@ RanksByNode = Mapping[Node, tuple[int, ...]]
 
 
 async def ask(node: Node, request: messages.RequestBody) -> Any:
-    """Return a node's answer, or None if the node is lost."""
+    """Return a node's answer; None if the node is lost, or silent for `NODE_STATUS_TIMEOUT`."""
     try:
         return await node.ask(request, NODE_STATUS_TIMEOUT)
     except NodeLost:
@@ -443,7 +443,7 @@ async def ask(node: Node, request: messages.RequestBody) -> Any:
 async def rows_of(
     nodes: Iterable[Node], request: messages.GetStatus | messages.OfEachRank
 ) -> tuple[Any, ...]:
-    """Return the rows of all ranks, sorted by rank; rows of lost nodes are missing."""
+    """Return what the nodes report on each rank, by rank; nodes that do not answer are left out."""
     replies = await asyncio.gather(*(ask(node, request) for node in nodes))
     rows = (row for rows in replies for row in rows or ())
     return tuple(sorted(rows, key=lambda row: int(row.rank)))

@@ -98,7 +98,7 @@ class Launcher(Protocol):
     """Starts agents; each world makes a new launcher."""
 
     def launch(self, config: WorldConfig, ticket: Ticket, folder: Path) -> Launched:
-        """Start an agent on each machine, with logs in `folder`; LaunchError, or OSError."""
+        """Start an agent on each machine, with logs in `folder`; raises LaunchError or OSError."""
 
 
 def find_launcher(name: str) -> Launcher:

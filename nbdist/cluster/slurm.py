@@ -1,9 +1,9 @@
 """The launcher of `--launcher slurm`: one agent on each node of an allocation, by one `srun`.
 
 The allocation is that of SLURM_JOB_ID, or with `--salloc` a new one that ends with the world. A
-process of its own, `python -m nbdist.cluster.slurm SALLOC ...`, owns a new one: a killed `salloc`
-leaves its allocation behind, and if the head is killed, `salloc` stays in the queue. Ranks are no
-tasks of Slurm, which could not start a single one again.
+process of its own, `python -m nbdist.cluster.slurm SALLOC ...`, runs `salloc` and cancels the job
+at the end: else the job would stay after `salloc` was killed, or in the queue after the head was
+killed. Ranks are no tasks of Slurm, because Slurm cannot start a single task again.
 """
 
 from __future__ import annotations
@@ -72,14 +72,14 @@ class SlurmJob:
     number: str
     state: str
     nodes: int
-    names: str
+    names: str  # of the nodes, as Slurm shortens them: `node[1-4]`
 
 
 class SlurmLauncher:
     """The launcher of `--launcher slurm`."""
 
     def launch(self, config: WorldConfig, ticket: Ticket, folder: Path) -> Launched:
-        """Start an agent on each node of the present allocation, or of a new one."""
+        """Start agents in the present allocation, or a new one; raises LaunchError or OSError."""
         needed = ("salloc", "srun") if config.salloc else ("scontrol", "srun")
         if missing := [name for name in needed if shutil.which(name) is None]:
             raise LaunchError(
@@ -220,7 +220,7 @@ def requested_nodes(config: WorldConfig) -> tuple[int, int]:
 def find_job(environ: Mapping[str, str]) -> SlurmJob:
     """Return the allocation of this process; LaunchError if there is none, or it has ended.
 
-    OSError if Slurm does not answer.
+    Raises OSError if Slurm does not answer.
     """
     number = environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID")
     if not number:
@@ -317,7 +317,7 @@ _FORGOTTEN = "Invalid job id"
 
 
 def step_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables for Slurm's commands, which pass them on to the nodes."""
+    """Return the variables that Slurm's commands get and pass on: `CARRIED` and `OF_SLURM`."""
     return {name: value for name, value in environ.items() if name in CARRIED | OF_SLURM}
 
 

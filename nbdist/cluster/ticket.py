@@ -96,7 +96,7 @@ def endpoint(address: str, port: int) -> str:
 
 
 def listen_with(socket: zmq.Socket[Any], keys: KeyPair, link_timeout: float = LINK_TIMEOUT) -> None:
-    """Make a socket accept only connections that have these keys."""
+    """Encrypt a listening socket with its own `keys`; `NodeServer` checks the keys of clients."""
     _set_heartbeats(socket, link_timeout)
     socket.curve_server = True
     socket.curve_publickey = keys.public.encode()
@@ -257,7 +257,7 @@ JOIN_REACH_TIMEOUT = 5.0  # seconds for the kernel of the other machine to answe
 TERMINATED_CODE = (
     128 + signal.SIGTERM
 )  # the exit code of a shell for a process that SIGTERM has ended
-JOIN_LEAVE_TIMEOUT = 25.0  # seconds for the agent and its guard to end all processes: at most 20
+JOIN_LEAVE_TIMEOUT = 25.0  # seconds for an agent (`AGENT_GRACE`) and its guard to end all processes
 
 
 def join(text: str, key_file: str | None = None, node: int | None = None) -> int:

@@ -231,7 +231,7 @@ class BulkTransfers:
         return tuple(sorted(stopped - ended))
 
     def forget_tasks(self) -> None:
-        """Drop all tasks and outputs that wait: the ranks have ended, and new ranks follow."""
+        """Drop all tasks and outputs that wait, because all ranks are being stopped."""
         for task in [*self._waiting]:
             self._cancel(task)
         pending, self._pending = self._pending, {}

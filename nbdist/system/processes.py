@@ -269,11 +269,11 @@ def fork_below_guard(
 ) -> Guard:
     """Fork this process.  The parent becomes the guard and never returns; the child is the agent.
 
-    Processes that the agent leaves behind have `grace` seconds to exit by themselves, because their
-    stdin has closed, and as many after a SIGTERM; then they are killed.  The agent itself may wait
-    as long for its processes, so the guard allows it that much more time after the notebook's exit.
-    If the agent was killed by a signal, the guard calls `after_kill` with everything that the agent
-    has sent.  Raises OSError if no further process can be started.
+    Processes that the agent leaves behind have `grace` seconds to exit, because their stdin has
+    closed, and as many after a SIGTERM; then the guard kills them and removes `runtime`.  The guard
+    kills an agent that hangs for `AGENT_GRACE` + 2 * `grace` seconds after the notebook's exit.  If
+    the agent was killed by a signal, the guard calls `after_kill` with all that the agent has sent.
+    Raises OSError if no further process can be started.
     """
     guard = os.getpid()
     adopt_orphans()
@@ -417,7 +417,7 @@ def _watch(
     grace: float,
     after_kill: Callable[[bytes], None],
 ) -> NoReturn:
-    """Be the guard: wait for the agent, kill all remaining processes, exit with its exit code."""
+    """Be the guard: wait for the agent, kill all remaining processes, and end as the agent did."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: os.kill(agent, signal.SIGTERM))
     status, last_word = _wait_for(agent, notebook, pipe, AGENT_GRACE + 2 * grace)

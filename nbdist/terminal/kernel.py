@@ -56,7 +56,7 @@ def interrupt(pid: int) -> None:
 
 @contextmanager
 def connected(pid: int) -> Iterator[BlockingKernelClient]:
-    """Connect to the kernel of that process; UsageError if it does not become free."""
+    """Connect to the kernel of that process; UsageError without one, or if it does not get free."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
     client = BlockingKernelClient(connection_file=str(connection_file(pid)), context=context)
     client.load_connection_file()

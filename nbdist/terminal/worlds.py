@@ -163,7 +163,7 @@ def table(info: WorldInfo, cpu: Mapping[int, float]) -> list[tuple[str, ...]]:
 
 
 def printable(text: str) -> str:
-    """Return text without control characters: a worker may have written what a terminal obeys."""
+    """Return text without colours, and with spaces for characters that would control a terminal."""
     return "".join(sign if sign.isprintable() else " " for sign in strip(text))
 
 
