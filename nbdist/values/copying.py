@@ -58,7 +58,10 @@ class _Copying:
         self._torch: Any = sys.modules.get("torch")
 
     def match(self, old: Any, new: Any, *, is_top: bool = False) -> bool:
-        """Pair two objects and their parts; False if tensors or modules cannot be paired."""
+        """Pair two objects and their parts; False if tensors or modules cannot be paired.
+
+        With `is_top` also False if the two objects themselves cannot be paired, whatever they are.
+        """
         if type(new) in ATOMIC:
             return not is_top
         if old is new:
@@ -211,7 +214,7 @@ class _Copying:
 
 
 def _structure_of(tensor: Any) -> tuple[Any, ...]:
-    """Return the structure of a tensor, and for a DTensor its mesh and placements."""
+    """Return a tensor's shape, dtype and layout, and for a DTensor its mesh and placements."""
     mesh = getattr(tensor, "device_mesh", None)
     spread = None if mesh is None else (mesh, tensor.placements)
     return tensor.shape, tensor.dtype, tensor.layout, spread

@@ -322,7 +322,7 @@ def receiving(namespace: dict[str, Any] | None) -> Iterator[None]:
 
 
 def receiving_namespace() -> dict[str, Any]:
-    """Return the globals for unpickled functions of `__main__`."""
+    """Return the globals for functions of the sender's `__main__` that are being unpickled."""
     namespace = _receiver.get()
     return sys.modules["__main__"].__dict__ if namespace is None else namespace
 
@@ -375,8 +375,8 @@ def dead_reference() -> weakref.ref[Any]:
 
 def make_class(maker: Callable[..., type], args: tuple[Any, ...], qualname: str) -> type:
     """Return the class that was received with this id before, or a new one for `fill_class`."""
-    # cloudpickle looks for a known class only after making the new class, which the bases have
-    # registered by then.
+    # Look for a known class first: cloudpickle does so only after making the new class, and by then
+    # the bases' `__init_subclass__` has registered the new class.
     *_, tracker_id, _ = args
     existing: type | None = by_value._DYNAMIC_CLASS_TRACKER_BY_ID.get(tracker_id)
     if existing is not None:

@@ -196,7 +196,7 @@ def _keep_owner(view: memoryview, owner: Any) -> Any:
 
 
 class _BlockPiece:
-    """Stands in a pickle for a block."""
+    """Stands in a pickle for a memory block; unpickled, it is the memory as an array of bytes."""
 
     def __init__(self, block: MemoryBlock) -> None:
         self.block = block
@@ -242,7 +242,7 @@ class _LinkedPickler(Pickler):
         return variable
 
     def contents_of(self, variable: Any) -> tuple[Any, ...]:
-        """Return no value for a variable that the receiver has, so that it stays as it is."""
+        """Return a tuple of a variable's value; an empty one if the receiver has the variable."""
         return () if id(variable) in self._refs else super().contents_of(variable)
 
 

@@ -200,7 +200,7 @@ class Links:
         return tuple(dead)
 
     def drop_unused(self, before_drop: Callable[[Sequence[LinkEntry]], None] | None = None) -> None:
-        """Drop objects to which nothing but this table refers; called if `has_dead` is set.
+        """Drop objects to which nothing but this table refers; then objects to which these did.
 
         `before_drop` is called with the entries of these objects before they are dropped.
         """

@@ -108,7 +108,7 @@ class FileSpan(NamedTuple):
     at: int  # the array's first element, in bytes from `start`
 
     def exists(self) -> bool:
-        """Return True if the path leads to this very file here."""
+        """Return True if the path leads here to a file with this inode that still has the part."""
         try:
             status = os.stat(self.path)
         except OSError:

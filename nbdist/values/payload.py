@@ -352,7 +352,7 @@ _ATOMIC = (int, float, complex, bool, str, bytes, type(None), type(...))
 
 
 def is_atomic(value: Any) -> bool:
-    """Return True for a value so small and plain that its text stands for it."""
+    """Return True for None, `...`, a number or a text that is short when it is written out."""
     if type(value) not in _ATOMIC:
         return False
     if isinstance(value, str | bytes):
@@ -370,10 +370,11 @@ def _is_light(value: Any) -> bool:
 
 
 class Identity:
-    """Tells whether a variable is still bound to the very same object.
+    """Recognizes the object to which a variable was bound.
 
-    An id alone does not tell, since a new object can get the id of a deleted object.  So this
-    keeps a weak reference, or the object itself if it is light.
+    A new object can get the id of a deleted object.  So this keeps a weak reference, or the object
+    itself if it is light.  Of a big list, dict, tuple or text it keeps only the id and the type: a
+    new one at the address of a deleted one counts as the same.
     """
 
     def __init__(self, value: Any) -> None:
@@ -388,7 +389,7 @@ class Identity:
             self._id = id(value), type(value)
 
     def is_still(self, value: Any) -> bool:
-        """Return True if `value` is the object that this was made from."""
+        """Return True if `value` counts as the object that this was made from."""
         if self._weak is not None:
             return self._weak() is value
         if self._id is not None:

@@ -406,7 +406,8 @@ class Scan:
         usage = value.memory_usage(index=True)
         self.sizes[entry.key] = int(getattr(usage, "sum", lambda: usage)())
         state = {name: part for name, part in value.__getstate__().items() if name != "_mgr"}
-        # Read each column: pandas merges columns of one type in memory at any time.
+        # Read each column: pandas may merge columns of one type in memory at any time, and this
+        # would look like a change.
         if value.ndim == 1:
             arrays = [value.array]
         else:
@@ -646,8 +647,7 @@ _TOOLS: dict[type, str] = {
 def names_of_empty_tables() -> frozenset[str]:
     """Return the names of the tables that each torch module has for hooks, buffers and the like.
 
-    A table that is empty gets no key: most tables stay empty, and a model has a dozen for each of
-    its modules.
+    An empty table gets no key: most tables stay empty, and a model has a dozen for each module.
     """
     from torch import nn
 
@@ -656,7 +656,7 @@ def names_of_empty_tables() -> frozenset[str]:
 
 
 def _is_sentinel(kind: type) -> bool:
-    """Return True for the types of which `dataclasses` makes one object in each process."""
+    """Return True for the private types of `dataclasses`, such as the type of `MISSING`."""
     return kind.__module__ == "dataclasses" and kind.__name__.startswith("_")
 
 

@@ -43,8 +43,9 @@ class ObjectState:
     `parts` has the parts that are compared one by one, None for an object that is compared as a
     whole.  `digest` differs if anything differs.  `children` are the keys of the objects to which
     the object refers.
-    `sample` of memory is a quick digest: if it differs, the memory has changed.  `sample` of a
-    tensor is its address and layout: if they are equal, the tensor itself has not changed.
+    `sample` of big memory is a digest of some pages, with the versions of the tensors in it.
+    `sample` of a tensor is its address and layout: if they are equal, the tensor itself has not
+    changed.
     """
 
     __slots__ = ("children", "digest", "parts", "sample")

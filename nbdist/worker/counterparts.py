@@ -294,7 +294,7 @@ class Counterparts:
         return Inspected(changed, found_values, tuple(ended))
 
     def is_changed(self, name: str) -> bool:
-        """Return True if a variable has another object than was sent, or the object has changed."""
+        """Return True unless a variable is the object that was sent, with all in it unchanged."""
         value, sent_value = self._names.get(name), self._sent_values.get(name)
         if sent_value is None or not sent_value.is_still(value):
             return True

@@ -305,7 +305,8 @@ class Tasks:
         try:
             self._read(agent)
         except MemoryError as error:
-            # Exit, because the data stays in the socket: the loop would call this method for ever.
+            # Exit, because the task is lost, or because its data stays in the socket and the loop
+            # would call this method for ever.
             exit_with(f"a task could not be read: {error!r}")
 
     async def _serve(self) -> None:

@@ -284,7 +284,8 @@ class Namespace:
     def fetch(self, expressions: Sequence[str], task_id: str) -> Payload:
         """Pack the values of expressions for the notebook; CUDA tensors become CPU tensors.
 
-        A big payload occupies memory of this machine until `release_values` or the next task.
+        Raises VariableError if an expression raises an exception or its value cannot be pickled. A
+        big payload occupies memory of this machine until `release_values` or the next task.
         """
         values = {}
         for expression in expressions:

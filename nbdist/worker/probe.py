@@ -101,7 +101,7 @@ class Probe:
         return self._locate(self._stack())
 
     def trace(self) -> Traced:
-        """Return the line, the collective and the main thread's calls, the innermost call first."""
+        """Return the main thread's position, and its calls, the innermost call first."""
         frames = self._stack()
         shown = [frame for frame in frames if frame.f_code is not wait.__code__]
         cells = cell_numbers()

@@ -139,10 +139,10 @@ class Interrupts:
         self._has_sigint = self._has_sigint and self._has_more()
 
     def settle_sigint(self, *, is_for_task: bool) -> None:
-        """Keep the SIGINT that the agent sent before `SigintSent`, if it is for a task that waits.
+        """Keep the SIGINT that came before `SigintSent` for a task that has not begun, or drop it.
 
-        Else drop the SIGINT, also if it is still pending in Linux. A process that had no processor
-        for a while would get it later, in the next task.
+        The SIGINT is kept if `is_for_task`. Else it is dropped, also if it is still pending in
+        Linux: a process that had no processor for a while would get it in the next task.
         """
         if signal.getsignal(signal.SIGINT) != self._keep_sigint:
             return  # the running task has got the SIGINT, or gets it

@@ -71,8 +71,8 @@ MAX_FILES_LENGTH = 200_000_000  # characters that a rank may write to files of t
 class LargeOutputs:
     """Replaces large data of messages by a line, which names a file in `folder` with the data.
 
-    Without a folder large data is dropped. `host` is this machine's name if the notebook may be on
-    another machine, else "".
+    Data that cannot be saved is dropped: without a folder, or after `MAX_FILES_LENGTH`. `host` is
+    this machine's name if the notebook may be on another machine, else "".
     """
 
     def __init__(self, folder: Path | None, host: str = "") -> None:

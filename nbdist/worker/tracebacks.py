@@ -92,7 +92,10 @@ def classes_of(kind: type[BaseException]) -> tuple[str, ...]:
 
 
 def short_traceback(tb: TracebackType | None) -> list[str]:
-    """Return a line for each call, with the code of cells' lines and without calls of nbdist."""
+    """Return a line for each call, with the code of cells' lines.
+
+    Calls of workers' own code and of debuggers are left out; repeated calls get one line.
+    """
     cells = cell_numbers()
     lines = []
     for frame, line in traceback.walk_tb(tb):
@@ -230,7 +233,7 @@ def interrupted_part(error: BaseException, tb: TracebackType | None) -> Tracebac
 
 
 def with_short_message(kind: Any, error: Any) -> tuple[Any, Any]:
-    """Return an exception's class and the exception; a stand-in if its message is too long."""
+    """Return an exception's class and the exception, or a stand-in if its message must be cut."""
     message = message_of(error)
     if len(message) <= MAX_FAILURE_LENGTH:
         return kind, error

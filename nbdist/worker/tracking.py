@@ -20,10 +20,8 @@ from nbdist.output.events import MAX_STEP, MIN_STEP_WIDTH
 
 TRACK_SEND_INTERVAL = 0.5  # seconds between two messages
 MAX_WAITING_CALLS = 4_096  # calls that are kept before they are aggregated
-MAX_POINTS_SENT, MIN_POINTS_SENT = (
-    256,
-    4,
-)  # points of a message, and points that each name may always have
+# Points of a message, which its names share equally; points that each name may always have.
+MAX_POINTS_SENT, MIN_POINTS_SENT = 256, 4
 MAX_TRACKED_NAMES, MAX_TRACKED_NAME_LENGTH = 64, 100
 
 TrackCall = tuple[float | None, dict[str, Any]]
@@ -141,7 +139,7 @@ def _to_number(name: str, value: Any) -> Any:
             return value.detach().clone()
         if not isinstance(value, str | bytes):
             return float(value.item() if hasattr(value, "item") else value)
-    except OverflowError:  # an integer
+    except OverflowError:  # an integer too big for a float
         return math.inf
     except (TypeError, ValueError, RuntimeError):
         pass

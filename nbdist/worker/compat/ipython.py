@@ -198,7 +198,7 @@ FrameStack = list[tuple[FrameType, int]]
 
 
 def is_around(frame: FrameType) -> bool:
-    """Return True if a call is nbdist's or IPython's, and not the user's."""
+    """Return True for a call of nbdist, `runpy`, or a package of `OUTER_PACKAGES`."""
     file = frame.f_code.co_filename
     if file.startswith((PACKAGE, "<frozen ")) or file.endswith(RUNPY):
         return True

@@ -283,7 +283,7 @@ _given_layouts: WeakKeyDictionary[Any, list[list[int]]] = WeakKeyDictionary()
 
 
 def reset_interrupted_steps() -> None:
-    """Reset DDP and FSDP2 models after a forward or backward that was interrupted, on all ranks.
+    """Reset this rank's DDP and FSDP2 models; each rank calls it after an interrupted step.
 
     DDP would take the next backward for a second one of the same iteration, and its buckets would
     differ between ranks; FSDP2 keeps parameters gathered on some ranks alone.

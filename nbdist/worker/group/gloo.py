@@ -113,7 +113,8 @@ class Gloo:
         self.next_meeting: Meeting | None = None  # of the backend that nbdist makes next
         # Every renewable backend keeps this store, which leads to the meeting of the moment.
         self.store = AbortableStore(Meeting(None))
-        # A lazy device connects in the first collective, when the store leads to another meeting.
+        # A lazy device connects in the first collective.  By then the store leads to another
+        # meeting, so backends of such a device cannot be renewed.
         is_lazy = os.environ.get("TORCH_GLOO_LAZY_INIT", "0").lower() in ("1", "y", "yes", "true")
         self.renews = seam.RENEWS_GLOO and not is_lazy
         self._init = seam.when_gloo_is_made(self._make)
@@ -145,7 +146,7 @@ class Gloo:
         enable_reconfigure: bool = False,  # from torch 2.14 on
     ) -> None:
         """Make a backend, instead of `ProcessGroupGloo.__init__`, and connect it."""
-        # For the first backend alone: with debug level DETAIL torch makes a helper too.
+        # Only the first backend gets the meeting: with debug level DETAIL torch makes a helper too.
         meeting, self.next_meeting = self.next_meeting, None
         if timeout is not None and not isinstance(timeout, timedelta):
             options = timeout

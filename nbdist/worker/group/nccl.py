@@ -123,7 +123,10 @@ class Nccl:
         return backend
 
     def abort(self, backends: Sequence[Any]) -> None:
-        """End waits for ranks, and collectives, from any thread.  Raises AbortHangs."""
+        """Abort waits in the store and the backends' collectives.  Raises AbortHangs.
+
+        May be called from any thread.
+        """
         self.store.abort()
         with self._aborting:
             for adapter in {seam.adapter_of(backend) for backend in backends}:
@@ -245,7 +248,10 @@ class UnderWay:
                     self._before[group] = max(self._before.get(group, 0), number)
 
     def _begun(self, entry: Mapping[str, Any]) -> Begun:
-        """Return an entry as `Begun`, numbered from 1 in each generation, for nccl alone."""
+        """Return an entry as `Begun`, in a group `NAME nccl`, as gloo has its own numbers.
+
+        The first collective after the groups were formed has number 1.
+        """
         begun = begun_of(entry)
         number = begun.number - self._before.get(begun.group, 0)
         # An entry is retired only after a watchdog has seen that it was completed on the GPU.

@@ -51,7 +51,8 @@ STORE_WAIT_ABORTED = "Connection closed by peer: it waited in the store and was 
 class Meeting:
     """The store in which the members of a group meet, and how many seconds they wait there.
 
-    `number` was not used in this store before. The meeting is called off if `cancel_path` exists.
+    `number` must be new in this store, such as the group's generation. The meeting is called off
+    as soon as the file `cancel_path` exists.
     """
 
     store: Any
@@ -338,7 +339,10 @@ class AgentStore(_PythonStore):
         *,
         values: bool = True,
     ) -> list[bytes]:
-        """Wait for all keys; an exception of `check_abort` ends the wait."""
+        """Wait for all keys, and return their `values` if asked; DistStoreError at the timeout.
+
+        An exception of `check_abort` ends the wait.
+        """
         allowed = self._timeout if timeout is None else timeout
         # torch's kNoTimeout is 0: wait for ever.
         deadline = time.monotonic() + (allowed.total_seconds() or math.inf)

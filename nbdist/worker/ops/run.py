@@ -43,9 +43,8 @@ WORKER_PREFIX = os.path.dirname(os.path.dirname(__file__)) + os.sep
 PYTHON_PREFIXES = tuple({prefix + os.sep for prefix in (sys.prefix, sys.base_prefix)})
 # Files of the calls before a script's own, which are left out of tracebacks.
 RUNNERS = (__file__, runpy.__file__, "<frozen runpy>", "<frozen importlib._bootstrap>")
-SCRIPT_STOP_GRACE = (
-    1.0  # seconds for an executable to exit after SIGINT, fewer than the worker itself has
-)
+# Seconds for an executable to exit after SIGINT, fewer than the worker itself has.
+SCRIPT_STOP_GRACE = 1.0
 _UNBOUND = object()  # the value of a name that is bound to nothing
 
 

@@ -146,7 +146,7 @@ def find_mesh(of: Mesh, dims: tuple[str, ...] | None) -> Any:
 
 
 def find_tensor(number: int, requires_grad: bool, is_parameter: bool) -> Any:  # noqa: FBT001
-    """Return the DTensor with this number, as a leaf."""
+    """Return the snapshot's DTensor with this number, as a leaf or as a new Parameter."""
     if is_parameter:
         return torch.nn.Parameter(_tensors[number], requires_grad)
     return _tensors[number].requires_grad_(requires_grad)
