@@ -88,7 +88,7 @@ def cell_magic(code: str) -> MagicLine | None:
 
 
 def magic_at(code: str, cursor: int) -> MagicLine | None:
-    """Return the magic of the line in which the cursor is, or None."""
+    """Return the magic at the beginning of the line with the cursor, or None."""
     match = _MAGIC_LINE.match(code, code.rfind("\n", 0, cursor) + 1)
     return MagicLine(match[1], match[2], match.start(2)) if match else None
 

@@ -89,8 +89,8 @@ def prepare(
 ) -> tuple[Task, World]:
     """Return the task for a cell or other work, and its world, which is started if needed.
 
-    The task has the number of the notebook cell.  If the page was reloaded during the last
-    cell, a note says how to see the missed output.
+    The task has the number of the notebook cell.  If the page was opened or reloaded
+    while the last cell ran for long, a note says how to see the missed output.
     """
     for_training = isinstance(work, CellCode) and names_training(work.text)
     world = pool.ensure(options, display, for_training=for_training)

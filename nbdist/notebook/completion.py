@@ -172,7 +172,7 @@ class Completion:
         return magic, " " * begin + code[begin:].partition("\n")[0]
 
     def _plain_text(self, code: str, cursor: int) -> str:
-        """Return the text that IPython completes: a cell of the workers without its magic."""
+        """Return the code for IPython, with blanks or a comment in place of a workers' magic."""
         if line := self._code_in_line(code, cursor):
             return line[1]
         return as_comment(code) if workers_cell(code, cursor) else code

@@ -157,8 +157,8 @@ class PanelDisplay:
         # Figures make a panel big: it is redrawn less often, which bounds the bytes per second.
         self._draw_at = now + REDRAW_INTERVAL * max(1.0, len(html) / MAX_LIVE_PANEL_BYTES)
         self._draw(html, self._passing_text(panel_text(shown)))
-        # Widgets, such as progress bars, must be seen while the cell runs.  Once each rank shows a
-        # widget, the order of the displays is final.
+        # Widgets, such as progress bars, must be seen while the cell runs.  Once each running
+        # rank shows a widget, the order of the displays is final.
         if all_show_widgets(transcript):
             self._below.add(transcript)
 

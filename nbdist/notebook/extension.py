@@ -205,8 +205,8 @@ def read_rest_of_cell(shell: Any) -> None:
     """Let nbdist transform the rest of the cell that has just loaded it.
 
     IPython has transformed and split the cell before nbdist was loaded, and runs each statement
-    by `run_code`.  If nbdist transforms the cell otherwise, the whole cell, transformed again,
-    runs in place of the next statement, and the other statements are skipped.
+    by `run_code`.  If nbdist changes the text of the cell, the whole cell is transformed again
+    and runs in place of the next statement, and the other statements are skipped.
     """
     is_running = has_run = False
 

@@ -178,7 +178,7 @@ class FinishedCells:
                 self._changed.add(cell)
 
     def lose_widgets(self, rank_by_id: Mapping[str, int]) -> None:
-        """Replace the widgets of lost ranks by lines; `rank_by_id` maps widget ids to ranks."""
+        """Replace widgets of lost ranks by lines of text; `rank_by_id` maps widget ids to ranks."""
         for transcript, _ in self._cells:
             lost = [each.replace_lost_widgets(rank_by_id) for each in transcript]
             if any(lost):

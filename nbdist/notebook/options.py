@@ -112,7 +112,7 @@ def immediate_options(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def check_same(world: World, options: argparse.Namespace) -> None:
-    """Raise UsageError if a cell has options that differ from those of the running workers."""
+    """Raise UsageError if options of a cell differ from the workers' and need a restart."""
     typed = {
         name: value
         for name, value in typed_options(options).items()

@@ -356,7 +356,7 @@ def _shorten_name(name: str) -> str:
 
 
 _ANY = "padding:0 10px 0 0;border:none;vertical-align:middle;text-align:left;white-space:nowrap"
-_BAR_CELL = f"{_ANY};width:1px"  # as wide as its text, since text never wraps
+_BAR_CELL = f"{_ANY};width:1px"  # the browser widens it to its text, which never wraps
 _RIGHT = _BAR_CELL.replace("text-align:left", "text-align:right")
 _REST = f"{_ANY};max-width:0;overflow:hidden;text-overflow:ellipsis"  # all room that is left
 _SHORT_NAME = 12  # characters

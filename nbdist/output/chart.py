@@ -39,7 +39,7 @@ MIN_RANKS = 3  # with fewer ranks, none can be called unlike the others
 class Far(NamedTuple):
     """A rank that was outside the band from `step` to `until`; `is_back` if it has come back.
 
-    `mean` is the rank's number at the step `until`, and `median` the number of the other ranks
+    `mean` is the rank's number at the step `until`, and `median` the median of the other ranks
     there.  If a column holds several steps, `step` is only near the first step outside the band,
     and `is_exact` is False.
     """
@@ -444,11 +444,11 @@ class ChartRange(NamedTuple):
     high: float
 
     def across(self, step: float) -> int:
-        """Return the horizontal position of a step in the picture."""
+        """Return the horizontal position of a step, in units of the picture."""
         return round((step - self.begin) / ((self.end - self.begin) or 1.0) * SCALE * CHART_WIDTH)
 
     def down(self, value: float) -> int:
-        """Return the vertical position of a number; at the edge if it is outside the picture."""
+        """Return the vertical position of a number, or of the edge, in units of the picture."""
         share = min(1.0, max(0.0, (self.high - value) / (self.high - self.low)))
         return 2 * SCALE + round(share * SCALE * (CHART_HEIGHT - 4))
 

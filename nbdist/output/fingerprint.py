@@ -392,7 +392,7 @@ def _from_any(plain: str, drawn: re.Match[str] | None) -> Bar | None:
 
 
 def _without_times(text: str, *, is_finished: bool) -> tuple[str, float | None, float | None]:
-    """Remove the times; return the other text, and the elapsed and the remaining seconds.
+    """Replace times by null characters; return the text, and the elapsed and remaining seconds.
 
     A single time is the remaining one, or the elapsed one if the bar is finished.
     """

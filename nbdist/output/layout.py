@@ -190,8 +190,8 @@ def final_layout(
 ) -> Panel:
     """Lay out a finished cell, or a cell broken off at `now`; `logs` has the log file of each rank.
 
-    If the panel `is_on_page`, the page shows outputs that a panel cannot embed below it, and blocks
-    that hold only such outputs are left out.
+    Some outputs cannot be embedded in a panel.  If the panel `is_on_page`, the page shows such
+    outputs below the panel, and blocks with only such outputs are left out.
     """
     logs = logs or {}
     shown = _base_panel(transcript, now, pool)._replace(pace=_pace(transcript), note=note)
@@ -396,7 +396,7 @@ def items_of(
 
 
 def lines_in(items: Iterable[PanelItem]) -> int:
-    """Count the lines that are shown, and the lines that are only in the log."""
+    """Return the number of lines in the items, with the lines that `Hidden` items stand for."""
     counts = (
         len(item) if isinstance(item, list) else item.lines
         for item in items

@@ -359,7 +359,7 @@ class RankTranscript:
 
 
 def _joined(pieces: Sequence[OutputPiece]) -> Iterator[OutputPiece]:
-    """Join all texts between two displays to a single text, and all gaps to a gap before the text.
+    """Join the texts between two displays to one text, after one `Skipped` for all dropped output.
 
     Displays are yielded unchanged.
     """

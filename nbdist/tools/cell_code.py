@@ -297,7 +297,7 @@ def _binds_value(statement: str, name: str, value: Any) -> bool:
     namespace: dict[str, Any] = {}
     try:
         exec(statement, namespace)
-    except (ImportError, SyntaxError):  # SyntaxError: `<locals>` in the name of a function.
+    except (ImportError, SyntaxError):  # SyntaxError: `f.<locals>.g` as a name
         return False
     return namespace.get(name) is value and "__main__" not in statement
 
@@ -385,7 +385,7 @@ def _is_as_typed(typed: ast.expr | None, now: Any) -> bool:
         is_call = isinstance(typed, ast.Call) and bool(typed.args or typed.keywords)
         size = len(getattr(typed, "elts", getattr(typed, "keys", ())))
         return is_call or not isinstance(now, list | dict | set) or len(now) == size
-    # As texts of Python's own types: a comparison could run user code.
+    # Compare the texts that `literal` writes: `now == then` could run code of the user.
     return type(then) is type(now) and literal(then) == literal(now)
 
 

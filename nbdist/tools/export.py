@@ -206,7 +206,7 @@ class ExportedScript:
 
     text: str
     saved: tuple[str, ...]
-    cells: int
+    cells: int  # the number of cells in the script
     omitted: tuple[str, ...]
     missing: tuple[str, ...] = ()
 

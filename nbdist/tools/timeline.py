@@ -133,7 +133,7 @@ cell."""
 
 @dataclass(frozen=True, slots=True)
 class TimelineRow:
-    """The times of a rank in the cell; times are in seconds since the first rank began."""
+    """The seconds of a rank in the cell; `begin` and `spans` count from the first rank's begin."""
 
     rank: int
     begin: float

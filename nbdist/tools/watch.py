@@ -89,7 +89,7 @@ def _watched(line: MagicCall) -> Iterator[None]:
     every = options.every or DEFAULT_WATCH_STEPS
     refused = line.call("watch.begin", expressions=expressions, every=every, exchange=exchange)
     if any(refused.values()):
-        line.call("watch.end")  # for ranks that did not refuse, and have begun to watch
+        line.call("watch.end")  # ranks that did not refuse have begun to watch
         expression, why = next((e, w) for each in refused.values() for e, w in each.items())
         raise UsageError(
             f"`--watch {expression}`: `{expression}` is of type {why}. Name modules and "

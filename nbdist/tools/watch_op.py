@@ -77,7 +77,7 @@ def end(context: Context) -> Watched | None:
 
 
 class RankWatch:
-    """Counts the steps of a rank, and compares the rank; all methods run on the main thread."""
+    """Counts the steps of a rank and compares its values with other ranks, on the main thread."""
 
     def __init__(
         self, context: Context, expressions: Sequence[str], every: int, exchange: Exchange

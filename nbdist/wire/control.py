@@ -68,7 +68,7 @@ class Completions:
         return cls(tuple(candidates), reply["cursor_start"], reply["cursor_end"])
 
     def reply(self) -> dict[str, Any]:
-        """Write the content of a kernel's reply to a front end."""
+        """Return the content of the reply that a kernel sends to a front end."""
         place = {"start": self.start, "end": self.end}
         typed = [
             {**place, **each._asdict(), "type": each.type or "<unknown>"}
@@ -93,15 +93,15 @@ class Description:
         return bool(self.data)
 
     def reply(self) -> dict[str, Any]:
-        """Write the content of a kernel's reply to a front end."""
+        """Return the content of the reply that a kernel sends to a front end."""
         return {"status": "ok", "found": bool(self), "data": {**self.data}, "metadata": {}}
 
 
 class LocateMainThread(NamedTuple):
     """Ask where the main thread is; answered by `RankPosition`.
 
-    `briefly` leaves out the fields that only the detection of hangs needs: each system call for
-    them may cost milliseconds.
+    `briefly` asks only for the line and the collective: each system call for other fields may cost
+    milliseconds.
     """
 
     briefly: bool = False

@@ -134,7 +134,7 @@ def from_plain(value: Any, kind: Any) -> Any:
     if a field is missing.  The caller checks the types of the fields with `fits`.
     """
     origin, inner = get_origin(kind), get_args(kind)
-    if origin in (Union, types.UnionType):  # the first record that has no other required fields
+    if origin in (Union, types.UnionType):  # the first one that `value` fits
         for each in inner:
             with suppress(TypeError):
                 return from_plain(value, each)

@@ -134,5 +134,5 @@ def renumbered_line(earlier: Path, rank: int) -> str:
 
 
 def earlier_file(file: Path) -> Path:
-    """Return the path of the file with the lines before those of a log file."""
+    """Return the path to which a log file is moved when it is full."""
     return file.with_name(f"{file.name}.1")

@@ -41,7 +41,7 @@ class Landmark(NamedTuple):
 
     @classmethod
     def of(cls, path: str) -> Landmark | None:
-        """Return the landmark that this file is on this machine, or None if there is no file."""
+        """Describe a file as this machine sees the file; return None if the file does not exist."""
         with suppress(OSError):
             status = os.stat(path)
             return cls(path, status.st_ino, status.st_ctime_ns)

@@ -92,7 +92,7 @@ class NodeHello(NamedTuple):
 
 
 PART_TIMEOUT = 5.0  # seconds for an answer that needs no other process
-RANKS_END_TIMEOUT = 20.0  # seconds to end ranks, besides their grace
+RANKS_END_TIMEOUT = 20.0  # seconds to end ranks, in addition to `EndRanks.grace`
 
 R = TypeVar("R")
 
@@ -107,7 +107,7 @@ class PartRequest(Generic[R]):
 
     @property
     def timeout(self) -> float:
-        """Seconds for the answer: longer than an agent takes, but for a fault."""
+        """The seconds to wait for the answer; only an agent with a fault takes longer."""
         return PART_TIMEOUT
 
     def lost_answer(self, why: str) -> R:

@@ -31,7 +31,7 @@ class Cleaned(NamedTuple):
 class NameMemory:
     """Memory that a variable holds: of one tensor or array, or of `count` tensors.
 
-    `size` is that of the whole storage, also if the tensor is a view of a part.
+    `size` counts the bytes of the whole storage, also if the tensor is a view of a part.
     """
 
     name: str
@@ -247,8 +247,8 @@ class Facts(NamedTuple):
 class Watched(NamedTuple):
     """The record of a rank about a watch (`--watch`).
 
-    `parts` has the watched values by expression and path.  They are of step `found`, or if no
-    difference was found, of the end.
+    `parts` has the watched values by expression and path.  They are from step `found`, or
+    from the end of the watch if no difference was found.
     """
 
     steps: int

@@ -98,7 +98,7 @@ class WorldSpec:
     python: str  # the interpreter; "" until the agent of another machine puts its own
     gpus: tuple[str, ...] = ()  # of a single machine, named as in CUDA_VISIBLE_DEVICES
     log_limit: int = 0  # bytes of each log file, 0 for no limit
-    slots: Slots = ()  # by rank; () on a single node
+    slots: Slots = ()  # by rank; () on a single node with each rank as its own local rank
     room: tuple[int, ...] = ()  # how many ranks each simulated node takes, () without such nodes
     # The node that this spec is for; None if all nodes are on one machine, and so simulated.
     node: int | None = None
@@ -149,7 +149,7 @@ class WorldSpec:
 
     @property
     def here(self) -> tuple[int, ...]:
-        """The ranks of the node that this spec is for."""
+        """The ranks of the node that this spec is for; all ranks if `node` is None."""
         return tuple(rank for rank, node in enumerate(self.nodes) if self.node in (None, node))
 
     def gpus_of(self, rank: int) -> tuple[str, ...]:

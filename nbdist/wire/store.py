@@ -1,8 +1,8 @@
 """The store in which the ranks of several machines meet: its operations, and the store itself.
 
 The head has the `HostedStore`.  A worker sends one `Operation` at a time to its agent's socket in
-the runtime folder; the agent passes it on to the head, and the `StoreReply` back.  Both check what
-they read.  The ranks of a world on a single machine meet in a file of torch's instead.
+the runtime folder; the agent checks it and asks the head.  The worker checks the `StoreReply`.  The
+ranks of a world on a single machine meet in a file of torch's instead.
 """
 
 from __future__ import annotations

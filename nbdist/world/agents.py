@@ -320,7 +320,7 @@ class AttachedAgent:
 class AgentProcess(Child):
     """The process of an agent or head that this process starts.
 
-    It connects to the socket in the folder `runtime`, and ends when its stdin is closed.
+    The agent or head connects to the socket in `runtime`, and exits when its stdin is closed.
     """
 
     def __init__(

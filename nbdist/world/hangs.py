@@ -38,8 +38,8 @@ Who = Callable[[Iterable[int]], str]
 
 FIRST_LOCATE_DELAY = LOCATE_INTERVAL = 1.0  # seconds between two requests for the ranks' places
 SOON, FAST_SECONDS = 0.1, 2.0  # after a rank has finished: the interval, and for how long it holds
-LOCATED_TIMEOUT = 1.0
-LONGEST_CODE = 60
+LOCATED_TIMEOUT = 1.0  # seconds
+LONGEST_CODE = 60  # characters
 UNCHANGED = 3.0  # seconds without a change before a rank with active gloo threads counts as stuck
 ALL_UNCHANGED = 1.0  # the same if all ranks wait
 
@@ -80,7 +80,7 @@ class HangDetector:
         self._fast_since: float | None = None
 
     def poll_fast(self, now: float) -> None:
-        """Locate the ranks often for `FAST_SECONDS`: some have finished, or will finish soon."""
+        """Locate the ranks often for `FAST_SECONDS` after the first call; ignore later calls."""
         if self._fast_since is None:
             self._fast_since = now
             self._next = min(self._next, now + SOON)
@@ -234,7 +234,7 @@ def differing(places: Mapping[int, RankPosition]) -> str:
         differ = f"sizes and dtypes differ: {_by_ranks_text(begun, _tensors_text)}"
     text = f"{name}{line}, {differ}"
     if done := [rank for rank, each in begun.items() if each.is_done]:
-        # Except for an `all_` collective the root's result may be right, and the root is not known.
+        # An `all_` collective has no root; in others, the unknown root's result may be right.
         verb = "is" if name.startswith("all_") else "may be"
         text += f"; the result on {name_ranks(done)} {verb} wrong"
     return text

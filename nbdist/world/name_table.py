@@ -340,7 +340,7 @@ class NameTable:
         return frozenset(self._entries(name, BoundByWorker))
 
     def is_older(self, name: str, ranks: Container[int]) -> bool:
-        """Return True if a rank was sent an object that is no longer the notebook's variable."""
+        """Return True if one of `ranks` was sent an object that is not the variable's any more."""
         sent, value = self._entries(name, Sent).items(), self._value(name)
         had = (each.identity for rank, each in sent if rank in ranks)
         return not all(identity and identity.is_still(value) for identity in had)
@@ -419,7 +419,7 @@ class NameTable:
         )
 
     def record(self, name: str) -> Sent | None:
-        """Return the record of the variable as it was last sent; None if no rank has it so."""
+        """Return the record of the last sent value, or of an older one; None if no rank has any."""
         shipped = self._entries(name, Sent).values()
         return max(shipped, key=lambda each: bool(each.identity and each.is_last), default=None)
 

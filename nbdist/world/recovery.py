@@ -70,10 +70,10 @@ def follow(workers: Workers, running: TaskRun, *, answers: bool = False) -> Foll
                 draw(news)
 
     After the first Stop (KeyboardInterrupt) the ranks are interrupted and the loop goes on.  After
-    the second, or after `Patience.control_timeout`, the loop ends while ranks are unfinished.  Stop
-    does not raise: `running.stops` counts it.  When all ranks have finished, the group is healed as
-    the policy says.  If this process is about to end and the workers outlive it, the loop ends at
-    once.
+    the second, or after `Patience.control_timeout`, the loop ends while ranks are unfinished; if
+    that timeout is None, each Stop interrupts the ranks again.  Stop does not raise, but is counted
+    in `running.stops`.  When all ranks have finished, the group is healed as the policy says.  If
+    this process is about to end and the workers outlive it, the loop ends at once.
 
     With `answers` the caller has to `reply` to prompts; otherwise ranks get an error.  Send the
     generator the longest time in seconds that it may block, at most `CELL_TICK`; 0.0 polls.

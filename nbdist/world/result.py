@@ -1,4 +1,4 @@
-"""Data of ranks in the form of this process: results, exceptions, status tables, log records.
+"""Turns what ranks report into results, exceptions, status tables and log records.
 
 Runs in the notebook's process.  `TaskRun` makes the results and exceptions, `nbdist.world.inbox`
 passes on the log records, and the notebook's magics show the tables.
@@ -272,12 +272,12 @@ class CellResult(Generic[R_co]):
         return self.by_rank.keys()
 
     def values(self) -> abc.ValuesView[R_co]:
-        """Return the values in rank order."""
+        """Return the values in rank order.  Raises UsageError if a value was not sent back."""
         self._check_values()
         return self.by_rank.values()
 
     def items(self) -> abc.ItemsView[int, R_co]:
-        """Return ranks and values."""
+        """Return ranks and values.  Raises UsageError if a value was not sent back."""
         self._check_values()
         return self.by_rank.items()
 

@@ -170,7 +170,7 @@ class SentObjects:
         self.known = {r: before.get(was[r], {}) if r in was else {} for r in range(after)}
 
     def reach(self, rank: int, token: Token) -> set[int]:
-        """Return the keys of all objects that a value led to when it was sent to a rank."""
+        """Return the keys of the objects that a value sent to a rank refers to, also indirectly."""
         return reachable_keys(self.of(rank), keys_in(token))
 
     def ranks_with(self, key: int) -> frozenset[int]:

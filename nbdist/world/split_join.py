@@ -37,7 +37,7 @@ def split(name: str, value: Any, parts: int, dim: int | None = None) -> list[Any
     """Split a value into parts along a dimension, by default the first.
 
     The parts of tensors and arrays are views where possible; tables and data sets are split by
-    rows.  Raises UsageError for a value that cannot be split, or without such a dimension.
+    rows.  Raises UsageError if the value cannot be split, or has no such dimension.
     """
     length, part = _cutter(name, value, dim)
     return [part(start, end) for start, end in pairwise(bounds(length, parts))]

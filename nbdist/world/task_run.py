@@ -187,7 +187,7 @@ class TaskRun:
         return now - self._started - self.prompts.seconds(now)
 
     def seconds_until(self, time_ns: int) -> float:
-        """Return the seconds from the sending of the task to a time of the wall clock."""
+        """Return the seconds from sending the task to a time; `time_ns` counts from 1970."""
         return max(0.0, (time_ns - self._started_ns) / 1e9)
 
     @property
@@ -310,7 +310,7 @@ class TaskRun:
     def _can_never_go_on(self, unfinished: tuple[int, ...], now: float) -> bool:
         ahead, has_failed = self.members.runs_ahead, bool(self.transcript.errors)
         if len(unfinished) == self.members.size:
-            # With gloo, collectives of different sizes complete, with a wrong result.
+            # With gloo, collectives of different sizes do not hang, but have a wrong result.
             differ = ahead and bool(hangs.differing(self.places))
             is_mismatch = differ or hangs.is_call_mismatch(self.places)
             return self._watch.is_dead_end(unfinished, now, is_known=is_mismatch, runs_ahead=ahead)

@@ -123,7 +123,7 @@ class Widgets:
         if comm.kind == "comm_open":
             self.models[comm.id] = model = Model(rank)
             model.change(comm)
-        elif (existing := self.models.get(comm.id)) is None:  # opened while another notebook had it
+        elif (existing := self.models.get(comm.id)) is None:  # opened before this notebook attached
             return
         elif comm.kind == "comm_close":
             self._forget(comm.id)
@@ -166,7 +166,7 @@ class Widgets:
         self._written[name] = None
 
     def _shown(self, output: Display | DisplayUpdate) -> Display | DisplayUpdate:
-        """Return the display; or its text with a remedy, if its model is not known here."""
+        """Return the display, or its text and a remedy if the notebook lacks the widget's model."""
         view = output.data[WIDGET]
         name = str(view.get("model_id", "")) if isinstance(view, Mapping) else ""
         if name in self.models:

@@ -282,8 +282,8 @@ class World:
 
         Args:
             name: the variable's name on the ranks.
-            value: the value to split.  If its length is not divisible, the first parts have one
-                element more, as with torch.tensor_split.
+            value: the value to split.  If its length is not divisible by the number of ranks, the
+                first parts have one element more, as with torch.tensor_split.
             ranks: by default all.
             dim: the dimension along which a tensor or array is split, by default the first.
 
