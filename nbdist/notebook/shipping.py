@@ -199,11 +199,9 @@ class Plan:
             value = self._names[name]
             is_fixed = is_atomic(value) or isinstance(value, types.FunctionType)
             may_differ = record.size <= SMALL_VARIABLE and not is_fixed
-            if may_differ or self._table.is_older(name, self._ranks):
-                try:
-                    self.follow([name])
-                except VariableNotSent:  # the cell itself does not use it
-                    self._notify(name, f"`{name}` {OLD_IN_FUNCTIONS}")
+            is_needed = may_differ or self._table.is_older(name, self._ranks)
+            if is_needed and not self._follow_unused(name):
+                self._notify(name, f"`{name}` {OLD_IN_FUNCTIONS}")
 
     def follow_other_names(self) -> None:
         """Send new names of objects that all ranks have already.
@@ -221,8 +219,23 @@ class Plan:
             if self._ranks <= objects.ranks_with(key) and not (
                 self._ranks <= table.ranks_that_have(name)
             ):
-                with suppress(VariableNotSent):  # the cell does not use it
-                    self.follow([name])
+                self._follow_unused(name)
+
+    def _follow_unused(self, name: str) -> bool:
+        """Follow a variable that the cell itself does not use; False if it cannot be sent.
+
+        Its failure has ended the scan, with the states of the variables examined before: they are
+        examined again.
+        """
+        examined = [*self._examined]
+        try:
+            self.follow([name])
+        except VariableNotSent:
+            self._examined.clear()
+            for each in examined:
+                self.examine(each)
+            return False
+        return True
 
     def force(self, names: Collection[str]) -> None:
         """Send variables even if ranks have them, and the variables that their functions need."""

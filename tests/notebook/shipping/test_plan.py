@@ -125,6 +125,16 @@ def test_functions_of_distributed_cells(house: Any) -> None:
     assert house.notices == [f"`b` cannot be sent: {said}"]
 
 
+def test_one_that_cannot_be_sent_leaves_the_others_linked(house: Any) -> None:
+    """What comes with the same cell keeps its counterparts, also under a name that is new."""
+    house.cell("own = 1")
+    assert house.distributed("def f(): return own\nf()") == 1
+    house.cell("import threading\nown, model = threading.Lock(), [1]")
+    house.distributed("ref = model")
+    house.cell("model.append(2)\nother = (model, threading.Lock())")
+    assert house.distributed("ref, model, ref is model, f()") == ([1, 2], [1, 2], True, 1)
+
+
 def test_names_that_share_an_object(house: Any) -> None:
     """Share it on the ranks too, whichever is sent when, and whatever has changed between."""
     house.cell("params = [1]\nmodel, opt = {'p': params}, [params]")
