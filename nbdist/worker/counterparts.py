@@ -142,18 +142,26 @@ class Counterparts:
         """Keep objects alive that the notebook has removed from this rank but still has itself.
 
         The rank may have changed these objects, and the notebook may send them again under another
-        name.  Of an object that has ended in the notebook, the objects in it are kept.
+        name.  Of an object that has ended in the notebook, only the objects in it that the rank has
+        changed are kept: the others, such as the memory of batches, can be sent again.
         """
-        pending, seen = [*keys], set()
-        while pending:
-            key = pending.pop()
-            if key in seen:
-                continue
-            seen.add(key)
+        below: set[int] = set()
+        for key in keys:
             if key in self._orphans:
-                pending += self._states[key].children if key in self._states else ()
+                below.update(self._children_of(key))
             elif (value := self.links.find(key)) is not None:
                 self._retained[key] = value
+        seen: set[int] = set()
+        while below := below - seen:
+            seen |= below
+            changed, _ = self._find_changes(dict.fromkeys(below - self._orphans))
+            values = {key: self.links.find(key) for key in changed}
+            self._retained |= {key: value for key, value in values.items() if value is not None}
+            below = {child for key in below - values.keys() for child in self._children_of(key)}
+
+    def _children_of(self, key: int) -> Collection[int]:
+        state = self._states.get(key)
+        return () if state is None else state.children
 
     def _write_block(self, key: int, contents: Any) -> None:
         """Write new contents into the memory that the block's tensors have now."""

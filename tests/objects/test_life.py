@@ -68,6 +68,17 @@ def test_containers_without_weak_references(two: Notebook, program: Run) -> None
     assert seen(two, "lists(1231)") == (0, [0, 0])
 
 
+def test_batches_of_data_that_the_notebook_keeps(two: Notebook, program: Run) -> None:
+    """A rank frees batches that came in lists, unless it has changed them."""
+    program([here(COUNT), here("data = [torch.zeros(1247) for _ in range(8)]")])
+    for number in range(8):
+        program([here(f"batch = [data[{number}]]"), gives("batch[0][0].item()", 0.0)])
+    program([ranks("batch[0].fill_(7.)"), here("batch = None"), hinting(gives("batch", None))])
+    assert seen(two, "count(1247)") == (8, [1, 1])
+    program([here("again = (data[7],)"), gives("again[0][0].item()", 7.0)])
+    program([here("del data, again"), ranks("pass")])
+
+
 def test_deleted_in_the_notebook(two: Notebook, program: Run) -> None:
     """The memory of a deleted variable that only the notebook has made is free on the ranks too."""
     program([here(COUNT), here("t = torch.zeros(1241)"), ranks("print(t.sum())"), here("del t")])
