@@ -265,7 +265,7 @@ import signal
 set_handler = signal.signal
 def set_late(number, handler):
     global late
-    if late and getattr(handler, "__name__", "") == "_keep":
+    if late and getattr(handler, "__name__", "") == "_keep_sigint":
         late -= 1
         signal.raise_signal(signal.SIGINT)
     return set_handler(number, handler)
