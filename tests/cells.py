@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nbdist.agent.interrupts import C_GRACE
+from nbdist.agent.step_stops import STEP_ANSWER_TIMEOUT
+from nbdist.config import Patience
 from nbdist.errors import NbdistError
 from nbdist.output.ansi import strip
 from nbdist.output.events import Failure, Output, Skipped
@@ -74,6 +77,33 @@ def run_well(world: World, source: str, ranks: tuple[int, ...] | None = None) ->
     ran = run(world, source, ranks)
     assert ran.error is None, ran.running.transcript.errors
     return ran
+
+
+IN_C = """
+import time
+print("runs")
+until = time.monotonic() + {seconds}
+if rank == {rank}: any(map(until.__lt__, iter(time.monotonic, None)))
+"""
+"""A rank is in C code that holds the GIL for so long, and handles no signal."""
+
+
+def give_up_on_c_code(world: World, rank: int, control_timeout: float) -> None:
+    """Stop a rank in C code; control is back before, no variable is lost then or later."""
+    world.execute("kept = rank")
+    seconds = C_GRACE + STEP_ANSWER_TIMEOUT + 2.0
+    task = world.task(IN_C.format(rank=rank, seconds=seconds))
+    running = world.submit(task, Patience(control_timeout=control_timeout))
+    for _ in world.follow(running):
+        if all(track.line_count for track in running.transcript):
+            break
+    world.interrupt()
+    world.session.wait(running)
+    assert running.unfinished == (rank,)
+    assert "no variables were lost" in str(running.error())
+    while running.unfinished:
+        world.session.wait_for_stop()
+    assert world.gather("kept") == [*range(world.size)]
 
 
 def begin(world: World, source: str) -> TaskRun:

@@ -151,7 +151,7 @@ class Agent:
             case node_messages.InterruptAt(ranks, step, seconds):
                 self._step_stops.stop_at(self._workers.alive(ranks), step, seconds)
             case messages.SpareRanks(ranks):
-                self._stopping.spare(ranks)
+                self._step_stops.spare(self._workers.alive(ranks))
             case messages.ReleaseRankValues(task_id, ranks):
                 spawn(self._workers.ask(ranks, control.ReleaseTaskValues(task_id), RELEASE_TIMEOUT))
             case messages.SendInput(rank, typed):

@@ -222,11 +222,11 @@ class Interrupter:
             self._is_aborting = True
             yield self._abort_repeatedly()
 
-    def spare(self, ranks: Iterable[int]) -> None:
+    def spare(self, ranks: Iterable[Worker]) -> None:
         """Do not kill `ranks`, even if they are stuck, unless Stop is pressed again."""
-        spared = {*ranks}
-        for rank, stopped in self._stopped.items():
-            stopped.is_spared |= rank.rank in spared
+        for rank in ranks:
+            if rank in self._stopped:
+                self._stopped[rank].is_spared = True
 
     async def _watch_rank(self, stopped: _Stopped) -> None:
         """Wait until the rank has left its task; kill it if it is stuck.

@@ -103,6 +103,7 @@ class StepStops:
         self._all_ranks = all_ranks
         self._spawn = spawn
         self._pending: dict[Worker, str] = {}  # tasks that will stop at a step, by rank
+        self._spared: set[Worker] = set()  # pending ranks that are to be spared once interrupted
 
     def stop(self, ranks: Collection[Worker]) -> None:
         """Stop the tasks of ranks: at a common step if all train; at once on a second Stop."""
@@ -110,7 +111,7 @@ class StepStops:
         if not busy or self._was_stopped(busy):
             self.interrupt(ranks)
             return
-        self._pending |= busy
+        self._add_pending(busy)
         self._spawn(self._stop_at_common_step(busy))
 
     def interrupt(self, ranks: Iterable[Worker]) -> None:
@@ -118,13 +119,24 @@ class StepStops:
         ranks = [*ranks]
         for rank in ranks:
             self._pending.pop(rank, None)
+            self._spared.discard(rank)
         for work in self._stopping.interrupt(ranks):
             self._spawn(work)
+
+    def spare(self, ranks: Iterable[Worker]) -> None:
+        """Do not kill `ranks`, even if they are stuck, unless Stop is pressed again.
+
+        This also holds for ranks that Stop has not interrupted yet, because they may still stop at
+        a common step.
+        """
+        ranks = [*ranks]
+        self._spared |= self._pending.keys() & ranks
+        self._stopping.spare(ranks)
 
     def stop_at(self, ranks: Iterable[Worker], step: int, seconds: float) -> None:
         """Let held ranks go on and stop at this step; interrupt late ranks after `seconds`."""
         busy = {rank: rank.task_id for rank in ranks if rank.task_id}
-        self._pending |= busy
+        self._add_pending(busy)
         self._spawn(self._run_to_step(busy, step, time.monotonic() + seconds))
 
     async def hold(self, ranks: Iterable[Worker]) -> dict[int, StepCount | None]:
@@ -154,9 +166,7 @@ class StepStops:
         if step := find_stop_step(counts.values()):
             await self._run_to_step(busy, step, deadline)
         else:
-            remaining = self._remaining(busy)
-            self._drop_pending(busy)
-            self.interrupt(remaining)
+            self._interrupt_pending(busy)
 
     async def _run_to_step(self, busy: Mapping[Worker, str], step: int, deadline: float) -> None:
         """Let ranks go on to this step; after the deadline interrupt those that did not stop."""
@@ -167,16 +177,28 @@ class StepStops:
             await asyncio.sleep(POLL_INTERVAL)
         answers = await _ask_all({rank: ReleaseSteps(busy[rank]) for rank in remaining})
         have_stopped = {rank for rank, answer in answers.items() if answer and answer.has_stopped}
+        self._interrupt_pending(busy, have_stopped)
+
+    def _add_pending(self, busy: Mapping[Worker, str]) -> None:
+        self._pending |= busy
+        self._spared.difference_update(busy)
+
+    def _interrupt_pending(
+        self, busy: Mapping[Worker, str], have_stopped: Collection[Worker] = ()
+    ) -> None:
+        """Interrupt the ranks whose task is still pending, and forget that it is pending.
+
+        Ranks that `have_stopped` get no SIGINT (`Interrupter.interrupt`).
+        """
         remaining = self._remaining(busy)
-        self._drop_pending(busy)
+        pending = {rank for rank, task_id in busy.items() if self._pending.get(rank) == task_id}
+        spared = self._spared.intersection(remaining)
+        for rank in pending:
+            del self._pending[rank]
+        self._spared -= pending
         for work in self._stopping.interrupt(remaining, have_stopped):
             self._spawn(work)
-
-    def _drop_pending(self, busy: Mapping[Worker, str]) -> None:
-        """Forget pending tasks, which will not stop at a step any more."""
-        for rank, task_id in busy.items():
-            if self._pending.get(rank) == task_id:
-                del self._pending[rank]
+        self._stopping.spare(spared)
 
     def _remaining(self, busy: Mapping[Worker, str]) -> list[Worker]:
         """Return the ranks that still run the task, and that no later Stop has interrupted."""

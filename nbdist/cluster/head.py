@@ -70,7 +70,9 @@ class Head:
         self._task_of: dict[int, str] = {}
         self._last_task: dict[int, str] = {}  # as `_task_of`, but also of ranks that have finished
         self._stopped_tasks: dict[int, str] = {}  # by rank, the last task in which Stop was pressed
-        self._stop_count = 0  # how often Stop was pressed
+        # By rank, the task for which the head still decides at which step it is to stop.
+        self._pending_stops: dict[int, str] = {}
+        self._spared: set[int] = set()  # ranks of such tasks that are to be spared
         self._batch_senders: deque[Node | None] = deque()
         self._serving = Serving(self._execute, self._send)
         self._transfers = BulkTransfers(
@@ -153,8 +155,13 @@ class Head:
             case messages.ReleaseRankValues(task_id, ranks):
                 self._transfers.release_values(ranks, task_id)
                 self._forward(message, ranks)
-            case messages.AbortRanks(ranks) | messages.SpareRanks(ranks):
+            case messages.AbortRanks(ranks):
                 self._forward(message, ranks)
+            case messages.SpareRanks(ranks):
+                # The nodes would not know which Stop is meant before they are told to interrupt.
+                waiting = self._pending_stops.keys() & ranks
+                self._spared |= waiting
+                self._forward(message, [rank for rank in ranks if rank not in waiting])
             case messages.SendInput(rank) | messages.ToWidget(rank):
                 for node in self._parts([rank]):
                     node.send(message)
@@ -209,15 +216,18 @@ class Head:
     def _interrupt(self, ranks: Collection[int]) -> None:
         """Interrupt ranks at a common step if all train; at once if Stop is pressed again."""
         tasks = {rank: self._task_of.get(rank, "") for rank in ranks}
-        self._stop_count += 1
+        self._spared.difference_update(ranks)
         if any(task and self._stopped_tasks.get(rank) == task for rank, task in tasks.items()):
+            for rank in ranks:
+                self._pending_stops.pop(rank, None)
             self._forward(InterruptAt(()), ranks)
         else:
+            self._pending_stops |= tasks
             self._serving.spawn(self._interrupt_at_common_step(tasks))
         self._stopped_tasks.update(tasks)
 
     async def _interrupt_at_common_step(self, tasks: Mapping[int, str]) -> None:
-        deadline, stops = time.monotonic() + STEP_TIMEOUT, self._stop_count
+        deadline = time.monotonic() + STEP_TIMEOUT
         # Ranks that have finished the task are asked, too: their step counts matter.
         ranks = [rank for rank, task in self._last_task.items() if task in tasks.values()]
         parts = self._parts(ranks).items()
@@ -226,11 +236,16 @@ class Head:
         with suppress(TimeoutError):
             answers = await asyncio.wait_for(holding, NODE_TIMEOUT)
             counts = {rank: count for rank_counts in answers for rank, count in rank_counts.items()}
-        if stops < self._stop_count:  # Stop was pressed again, and has interrupted the ranks
-            return
-        running = [rank for rank, task in tasks.items() if self._task_of.get(rank, "") == task]
+        # A second Stop has already interrupted its ranks.
+        pending = [rank for rank, task in tasks.items() if self._pending_stops.get(rank) == task]
+        running = [rank for rank in pending if self._task_of.get(rank, "") == tasks[rank]]
         seconds = deadline - time.monotonic()
         self._forward(InterruptAt((), find_stop_step(counts.values()), seconds), running)
+        if spared := self._spared.intersection(running):
+            self._forward(messages.SpareRanks(()), spared)
+        self._spared.difference_update(pending)
+        for rank in pending:
+            del self._pending_stops[rank]
 
     async def _locate(self, ranks: Iterable[int], asked_at: float) -> None:
         parts = self._parts(ranks).items()

@@ -19,7 +19,6 @@ from nbdist.agent.group_formation import group_by_node
 from nbdist.cluster.head import Head, displayed_only, first_answer, on_head_clock, rows_of
 from nbdist.cluster.node import KeptCode, NodeLost, place_new_world
 from nbdist.cluster.nodes import NodePool
-from nbdist.config import Patience
 from nbdist.errors import RanksReleased, ScaleError, UsageError, WorkerDied, WorkerError
 from nbdist.output.events import Died, Done, Failure, Text
 from nbdist.system.processes import Guard
@@ -39,8 +38,9 @@ from nbdist.wire.node_messages import Form, Formed, GetHeld, LiveRanks, NodeDown
 from nbdist.wire.status import WorkerStatus
 from nbdist.wire.store import STORE_SOCKET
 from nbdist.world.code_sync import archive_of
+from nbdist.world.recovery import SPARE_TIMEOUT
 from nbdist.world.world import World
-from tests.cells import follow, run_for, stop
+from tests.cells import follow, give_up_on_c_code, run_for, stop
 from tests.cluster.test_node import SPEC, wanted
 from tests.cluster.test_node import node as node_that
 from tests.faults.step_stops import ADAM, BEGIN, PLAIN
@@ -99,20 +99,8 @@ def test_big_values_on_two_nodes(world: World) -> None:
 
 
 def test_c_code_that_is_not_done_when_control_is_back(world: World) -> None:
-    """It was said that nothing is lost: the agent of its machine is told, and does not end it."""
-    world.execute("kept = rank")
-    source = "print('runs')\nif rank == 3: sum(range(2 * 10 ** 8))"
-    running = world.submit(world.task(source), Patience(control_timeout=1.0))
-    for _ in world.follow(running):
-        if all(track.line_count for track in running.transcript):
-            break
-    world.interrupt()
-    world.session.wait(running)
-    assert running.unfinished == (3,)
-    assert "no variables were lost" in str(running.error())
-    while running.unfinished:
-        world.session.wait_for_stop()
-    assert world.gather("kept") == [0, 1, 2, 3]
+    """The head says that no rank is to be killed before it has told the node to interrupt any."""
+    give_up_on_c_code(world, 3, control_timeout=SPARE_TIMEOUT + 0.3)
 
 
 def test_stop_in_a_training(world: World) -> None:

@@ -28,6 +28,7 @@ from nbdist.world.states import WorldState
 from nbdist.world.task_run import TaskRun
 from nbdist.world.workers import Workers
 from nbdist.world.world import World
+from tests.cells import give_up_on_c_code
 from tests.waiting import SOON, once, press_stop, wait_until
 from tests.worlds import NewWorld
 
@@ -360,6 +361,12 @@ def test_an_answer_to_an_earlier_question(ready: World) -> None:
     assert running.spared == {0}
     ready.interrupt()
     assert ready.gather("globals().get('kept')") == [0, None]
+
+
+@pytest.mark.parametrize("seconds", [0.1, 2.0])
+def test_c_code_that_is_not_done_when_control_is_back(ready: World, seconds: float) -> None:
+    """No rank is killed later, even if the agent did not know yet where they would stop."""
+    give_up_on_c_code(ready, 1, control_timeout=recovery.SPARE_TIMEOUT + seconds)
 
 
 def seconds_without_agent(world: World, timeout: float) -> float:
