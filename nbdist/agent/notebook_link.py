@@ -80,9 +80,8 @@ class NotebookLink:
         self._on_message, self._shut_down = on_message, shut_down
         self._has_machines = has_machines
         self._record = WorldRecord()
-        self._stream: ZMQStream | None = self._connect(
-            folders.NOTEBOOK_SOCKET
-        )  # None while detached
+        # None while detached.
+        self._stream: ZMQStream | None = self._connect(folders.NOTEBOOK_SOCKET)
         self.notebook_pid = notebook_pid  # 0 while detached
         self._watched_fds: list[int] = []  # descriptors that become readable when the notebook ends
         self._replayed_in_flight = self._live_in_flight = 0  # unacknowledged batches

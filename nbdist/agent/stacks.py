@@ -172,11 +172,8 @@ TYPE_OFFSET, SIZE_OFFSET, STATE_OFFSET, BYTES_OFFSET = 8, 16, 32, 32
 """Offsets in objects: of the type, of the length of a string or bytes, of the kind of a string's
 letters (PyASCIIObject in unicodeobject.h), and of the first byte of bytes."""
 
-LETTER_CODES = {
-    1: "B",
-    2: "H",
-    4: "I",
-}  # `struct` codes of a string's letters, by the bytes of a letter
+# `struct` codes of a string's letters, by the bytes of a letter.
+LETTER_CODES = {1: "B", 2: "H", 4: "I"}
 MIN_C_OWNER = 3  # calls with a smaller owner run Python code; others stand for C code in between
 MIN_EQUAL_READS, MAX_PAUSE_STEPS = 32, 1500
 """How many readings must agree, and the most steps of a loop that waits between two readings.
@@ -187,7 +184,8 @@ make the readings independent, so that 32 of them agree on a mixture once in 4,0
 On a machine without free processors, sleeps would take longer than all readings.
 """
 
-MAX_CALLS, MAX_LETTERS, MAX_CODE_BYTES = 2000, 4096, 1 << 20  # bytes of a name, of a table of lines
+MAX_CALLS, MAX_LETTERS = 2000, 4096  # calls of a thread, and characters of a name
+MAX_LINE_TABLE_BYTES = 1 << 20
 
 LARGEST_ADDRESS = 1 << 63
 COUNT_BIT = 1
@@ -268,7 +266,7 @@ class _Reader:
         first = int.from_bytes(code[layout.first_line : layout.first_line + 4], sys.byteorder)
         table = _word(code, layout.lines)
         size = self._pointer(table + SIZE_OFFSET)
-        return file, name, first, self._read(table + BYTES_OFFSET, size, MAX_CODE_BYTES)
+        return file, name, first, self._read(table + BYTES_OFFSET, size, MAX_LINE_TABLE_BYTES)
 
     def _read_text(self, address: int) -> str:
         head = self._read(address, STATE_OFFSET + 8)

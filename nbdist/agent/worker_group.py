@@ -168,7 +168,7 @@ class WorkerGroup:
         workers = self.all.values()
         reports = [asyncio.create_task(self._report_progress(each)) for each in workers]
         try:
-            with FormingWatch(self._rendezvous.cancel_file) as call_off:
+            with FormingCanceller(self._rendezvous.cancel_file) as call_off:
                 starts = (call_off.start(each, GROUP_START_TIMEOUT) for each in workers)
                 errors = await asyncio.gather(*starts)
         finally:
@@ -232,7 +232,7 @@ class WorkerGroup:
         Returns what prevented the group, or "".  Survivors that do not answer are killed.
         """
         exits = [worker.process.exited for worker in forms if worker.process is not None]
-        with FormingWatch(self._rendezvous.cancel_file, exits) as call_off:
+        with FormingCanceller(self._rendezvous.cancel_file, exits) as call_off:
             answers, errors = await asyncio.gather(
                 asyncio.gather(
                     *(call_off.ask(each, forms[each], GROUP_HEAL_TIMEOUT) for each in forms)
@@ -451,7 +451,7 @@ class Rendezvous:
         return f"{self._runtime}/a{self.attempt}g{self.generation}r{rank}"
 
 
-class FormingWatch:
+class FormingCanceller:
     """Calls off the forming of a group when a worker cannot take part.
 
     The reasons are a survivor that exits (`exits`) or does not form its groups, and a new worker
@@ -464,7 +464,7 @@ class FormingWatch:
         self._exits = exits
         self._event = asyncio.Event()
 
-    def __enter__(self) -> FormingWatch:
+    def __enter__(self) -> FormingCanceller:
         for future in self._exits:
             future.add_done_callback(self._call_off)
         return self

@@ -254,12 +254,10 @@ class _TaskRecord:
     run: messages.RunTask
     size: int
     began_ns: int = field(default_factory=time.time_ns)
-    places: Mapping[int, RankPosition] = field(
-        default_factory=dict
-    )  # from the last answer to `LocateMainThread`
-    aborted: dict[int, RankPosition] = field(
-        default_factory=dict
-    )  # ranks released from a collective
+    # The places come from the last answer to `LocateMainThread`; `aborted` has the ranks that were
+    # released from a collective.
+    places: Mapping[int, RankPosition] = field(default_factory=dict)
+    aborted: dict[int, RankPosition] = field(default_factory=dict)
     troubles: dict[int, ReportedFailure] = field(default_factory=dict)
 
     def abort(self, ranks: tuple[int, ...]) -> None:

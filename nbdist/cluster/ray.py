@@ -200,11 +200,8 @@ def send(stream: IO[bytes] | None, message: object) -> None:
 
 # --- resources of the cluster's nodes -----------------------------------------------------------
 
-CPU_RESOURCE, GPU_RESOURCE, MEMORY_RESOURCE = (
-    "CPU",
-    "GPU",
-    "memory",
-)  # Ray's names for resources; memory is in bytes
+# Ray's names for resources; memory is in bytes.
+CPU_RESOURCE, GPU_RESOURCE, MEMORY_RESOURCE = "CPU", "GPU", "memory"
 MAX_LISTED_NODES = 6  # the most nodes whose resources an error lists
 _UNIT_BYTES = {"M": 1 << 20, "G": 1 << 30, "T": 1 << 40}  # units in `--memory`
 _DIGIT_RUN = re.compile(r"([0-9]+)")

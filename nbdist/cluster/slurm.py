@@ -55,7 +55,7 @@ IN_ALLOCATION = (
     'srun --jobid="$SLURM_JOB_ID" --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES"'
 )
 
-_NODE_NUMBERS = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6}))?")
+_NODE_COUNTS = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6}))?")
 _SAID = re.compile(r"(?:salloc|srun): (?:(?:error|fatal): )?(.+)")
 _REASON = re.compile(r"(?:salloc|srun): (error|fatal|unrecognized|invalid|option)")
 _NOT_SLURMS = re.compile(r"task [-0-9,]+: (Exited with|Killed|Terminated)")
@@ -202,7 +202,7 @@ def requested_nodes(config: WorldConfig) -> tuple[int, int]:
         text = parser.parse_known_args(_split(config.salloc or ""))[0].nodes
     except argparse.ArgumentError as error:
         raise LaunchError(f"`--salloc {config.salloc}`: {error}") from None
-    match = _NODE_NUMBERS.fullmatch(text) if text else None
+    match = _NODE_COUNTS.fullmatch(text) if text else None
     of_layout = (config.min_nodes, config.max_nodes or config.min_nodes)
     if match is None:
         return of_layout
@@ -289,10 +289,8 @@ def word_queue(lines: Sequence[str]) -> str:
 JOB_END_TIMEOUT = 3.0  # seconds for agents to exit, and for salloc to release its allocation
 CANCEL_TIMEOUT, CANCEL_STEP = 4.0, 0.1  # seconds for Slurm to end a job, and between two checks
 
-MIN_QUEUE_PAUSE, MAX_QUEUE_PAUSE = (
-    1.0,
-    30.0,
-)  # seconds between questions why a job waits; they double
+# Seconds between questions why a job waits; they double.
+MIN_QUEUE_PAUSE, MAX_QUEUE_PAUSE = 1.0, 30.0
 
 LONGEST_LOG = 1 << 20
 

@@ -254,9 +254,8 @@ def report_killed_agent(line: bytes) -> None:
 # --- the command nbdist join ------------------------------------------------------------------
 
 JOIN_REACH_TIMEOUT = 5.0  # seconds for the kernel of the other machine to answer
-TERMINATED_CODE = (
-    128 + signal.SIGTERM
-)  # the exit code of a shell for a process that SIGTERM has ended
+# The exit code of a shell for a process that SIGTERM has ended.
+TERMINATED_CODE = 128 + signal.SIGTERM
 JOIN_LEAVE_TIMEOUT = 25.0  # seconds for an agent (`AGENT_GRACE`) and its guard to end all processes
 
 

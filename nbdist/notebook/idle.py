@@ -29,10 +29,8 @@ from nbdist.output.wording import fold_ranks, traceback_text
 from nbdist.words import name_ranks
 from nbdist.world.agent_link import Link
 
-IDLE_PAUSE, MAX_IDLE_PAUSE = (
-    0.25,
-    1.0,
-)  # seconds between two calls of `notice`, at least and at most
+# Seconds between two calls of `notice`, at least and at most.
+IDLE_PAUSE, MAX_IDLE_PAUSE = 0.25, 1.0
 PAUSES_PER_NOTICE = 4  # after each call, `IdleWatch` pauses this many times as long as it took
 
 

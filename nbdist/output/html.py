@@ -215,7 +215,7 @@ def _display(shown: RichDisplay) -> str:
 # --- which blocks of a panel stand side by side -----------------------------------------------
 
 _WIDEST_LINE, _WIDEST_TABLE = 42, 60
-_MAX_FLOWING_LINES = 16
+_MAX_LINES_SIDE_BY_SIDE = 16
 _ROW = "display:flex;flex-wrap:wrap;column-gap:14px;align-items:flex-start"
 # Two figures fit side by side on a page of 700 pixels with its margins, and no figure is drawn much
 # larger than its own size.
@@ -256,7 +256,7 @@ def _is_narrow(item: PanelItem) -> bool:
 
 
 def _fits(rows: list[str], width: int) -> bool:
-    return len(rows) <= _MAX_FLOWING_LINES and max(map(len, rows)) <= width
+    return len(rows) <= _MAX_LINES_SIDE_BY_SIDE and max(map(len, rows)) <= width
 
 
 def _side_by_side(blocks: list[PanelBlock], shown: Panel) -> str:

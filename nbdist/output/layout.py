@@ -68,9 +68,8 @@ _MANY_GROUPS, _MAX_VALUES = 16, 256
 _LONGEST_VALUE = 100
 _MAX_BLOCK_LINES, _FEWER_LINES, _FEWER_LINES_FROM = 200, 50, 64
 _OPEN_LINES = 60
-_OWN_FAILURES = frozenset[DisplayState](
-    ("failed", "died")
-)  # the cause of the failure is on the rank itself
+# In these states the cause of the failure is on the rank itself.
+_OWN_FAILURES = frozenset[DisplayState](("failed", "died"))
 _ALWAYS_OPEN_LINES = 8
 """A block with at most so many lines is always open, since it costs little room."""
 

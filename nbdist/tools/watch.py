@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from nbdist.tools.diff import Comparison
 
 DEFAULT_WATCH_STEPS = 50
-MAX_WATCH_ROWS, MAX_NAMED_PARAMETERS = 20, 4
+MAX_WATCH_ROWS, MAX_NAMED_MODULES = 20, 4
 _KEY = "[']"
 
 DATA = "the data that forward got"
@@ -312,7 +312,7 @@ class Divergence:
             return
         ran = first[1]
         every, common = frozenset().union(*ran.values()), frozenset.intersection(*ran.values())
-        for module in sorted(every - common)[:MAX_NAMED_PARAMETERS]:
+        for module in sorted(every - common)[:MAX_NAMED_MODULES]:
             ranks = [rank for rank, names in ran.items() if module in names]
             yield f"`{module}` ran forward in step {first[0]} on {name_ranks(ranks)} alone"
 

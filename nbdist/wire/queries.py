@@ -14,7 +14,7 @@ import socket
 import struct
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from nbdist.output.events import RankError
 from nbdist.wire.frames import BadFrame, fits, from_plain, to_plain
@@ -164,17 +164,14 @@ QueryMessage = (
 )
 
 # Other versions of nbdist know messages by these names, which differ from some names of classes.
-_MESSAGE_TYPES: dict[str, Any] = {
-    "Describe": Describe,
-    "Look": DescribeRanks,
-    "Inquire": InspectRanks,
-    "Attach": Attach,
-    "WorldInfo": WorldInfo,
-    "Findings": Inspection,
-    "Accepted": Accepted,
-    "Refused": AttachRefused,
+_MESSAGE_NAMES: dict[Any, str] = {
+    **{each: each.__name__ for each in get_args(QueryMessage)},
+    DescribeRanks: "Look",
+    InspectRanks: "Inquire",
+    Inspection: "Findings",
+    AttachRefused: "Refused",
 }
-_MESSAGE_NAMES = {each: name for name, each in _MESSAGE_TYPES.items()}
+_MESSAGE_TYPES = {name: each for each, name in _MESSAGE_NAMES.items()}
 
 
 def to_line(message: QueryMessage) -> bytes:

@@ -330,9 +330,8 @@ def describe_frame(frame: FrameType, cells: Mapping[str, int]) -> StackFrame:
 def is_handling_stop(ident: int) -> bool:
     """Return True if a thread is in an `except` or `finally` because of KeyboardInterrupt."""
     current: Any = sys._current_exceptions().get(ident)
-    error: BaseException | None = (
-        current[1] if isinstance(current, tuple) else current
-    )  # Python 3.11
+    # Python 3.11 has a tuple here.
+    error: BaseException | None = current[1] if isinstance(current, tuple) else current
     while error is not None:
         if isinstance(error, KeyboardInterrupt | asyncio.CancelledError):
             return True

@@ -58,9 +58,8 @@ SMALL_DISPLAY = 1_000_000
 LONGEST_ERROR = 1 << 17
 """Characters of an error's message, and of a frame of its traceback, that are sent."""
 
-MAX_BYTES_AHEAD = (
-    2 << 20
-)  # bytes of messages after which a rank waits until its agent has read them
+MAX_BYTES_AHEAD = 2 << 20
+"""Bytes of messages after which a rank waits until its agent has read them."""
 
 OF_MESSAGE = 4 << 10
 """Bytes that each message counts in addition to its size: small messages take time too."""

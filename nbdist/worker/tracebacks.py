@@ -41,7 +41,7 @@ MAX_FAILURE_LENGTH = 1 << 16
 """Most characters of a failure's message; the kernel's own error message may have more."""
 
 PACKAGE = os.path.dirname(os.path.dirname(__file__))
-WORKER_FOLDERS = tuple(os.path.join(PACKAGE, room) + os.sep for room in ("worker", "tools"))
+HIDDEN_FOLDERS = tuple(os.path.join(PACKAGE, room) + os.sep for room in ("worker", "tools"))
 IN_IPYTHON = f"{os.sep}IPython{os.sep}"
 DEBUGGERS = (bdb.__file__, pdb.__file__)
 """Files of calls that a debugger adds between the user's calls."""
@@ -108,7 +108,7 @@ def short_traceback(tb: TracebackType | None) -> list[str]:
                 case _:
                     code = ""
             lines.append(f"Cell In[{cells[file]}], line {line}" + (f": {code}" if code else ""))
-        elif not file.startswith(WORKER_FOLDERS) and file not in DEBUGGERS:
+        elif not file.startswith(HIDDEN_FOLDERS) and file not in DEBUGGERS:
             lines.append(f"File {file}:{line}, in {function}")
     shortened, position = list[str](), 0
     for start, end, text in find_recursions(lines):
@@ -207,7 +207,7 @@ def without_nbdist(tb: TracebackType | None) -> TracebackType | None:
     """Return a traceback without calls of nbdist, such as its own `init_process_group`."""
     calls = _calls_of(tb)
     return _chain_calls(
-        [c for c in calls if not c.tb_frame.f_code.co_filename.startswith(WORKER_FOLDERS)]
+        [c for c in calls if not c.tb_frame.f_code.co_filename.startswith(HIDDEN_FOLDERS)]
     )
 
 

@@ -157,9 +157,8 @@ def attach(workers: Workers, link: Link, attached: Attached, namespace: dict[str
     workers.missing, workers.dead = attached.missing, dict(attached.dead)
     workers.joined = dict.fromkeys(attached.came)
     workers.past.forgotten = attached.forgotten
-    workers.setup.tasks |= dict(
-        attached.memory.setup
-    )  # the agent holds the memory with their names
+    # The agent holds the memory with their names.
+    workers.setup.tasks |= dict(attached.memory.setup)
     workers.record_processes(attached, link.agent.host)
     workers.advance(Event.START)
     workers.advance(Event.STARTED)

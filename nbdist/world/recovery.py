@@ -55,8 +55,8 @@ SCALE_TIMEOUT = 3000.0  # must exceed a head's time to try a new size and to res
 Following: TypeAlias = Generator[RankOutputs, float | None, None]
 """What `follow` returns.  Send it the longest time until the next yield, in seconds; see there."""
 
-HARMLESS_ERRORS = {events.NAME_PROBLEM, events.LEFT_DEBUGGER, "KeyboardInterrupt", "SyntaxError"}
-HARMLESS_ERRORS |= {"IndentationError", "TabError"}
+NOT_RETRIED_ERRORS = {events.NAME_PROBLEM, events.LEFT_DEBUGGER, "KeyboardInterrupt", "SyntaxError"}
+NOT_RETRIED_ERRORS |= {"IndentationError", "TabError"}
 """Names of failures after which a task is not restarted: it would fail again, or was stopped."""
 
 # --- one task, to its end ---------------------------------------------------------------------
@@ -455,7 +455,7 @@ def _restart_text(workers: Workers, running: TaskRun) -> str:
     rank, first = cause
     if isinstance(first, Died):
         did = first.end
-    elif first.name in HARMLESS_ERRORS:
+    elif first.name in NOT_RETRIED_ERRORS:
         return ""
     else:
         did = "failed" if first.name == events.SCRIPT_FAILED else f"raised {first.name}"

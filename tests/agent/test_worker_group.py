@@ -18,7 +18,7 @@ from nbdist.agent import worker_group
 from nbdist.agent.processes import WorkerProcess
 from nbdist.agent.worker import Worker
 from nbdist.agent.worker_group import (
-    FormingWatch,
+    FormingCanceller,
     HeldPort,
     WorkerGroup,
     adapt_spec,
@@ -84,12 +84,12 @@ async def test_a_worker_that_lived_dies(runtime: Path, source: Source) -> None:
     with subprocess.Popen(["sleep", "1000"], start_new_session=True) as child:  # noqa: ASYNC220
         process = WorkerProcess(child.pid)
         source.children.expect(child.pid, process.set_exited)
-        with FormingWatch(runtime / "over", [process.exited]):
+        with FormingCanceller(runtime / "over", [process.exited]):
             process.kill()
             await until((runtime / "over").exists)
         child.returncode = await process.exited
     late = asyncio.get_running_loop().create_future()
-    with FormingWatch(runtime / "late", [late]):
+    with FormingCanceller(runtime / "late", [late]):
         pass
     late.set_result(-9)
     await asyncio.sleep(0)
@@ -117,7 +117,7 @@ async def test_a_worker_that_cannot_start(
     start = replace(start, world=replace(start.world, python=str(program(text))))
     worker = Worker(start, source.source, None, lambda *_: None)
     dies = asyncio.get_running_loop().create_future()
-    with FormingWatch(runtime / "over", [dies]) as call_off:
+    with FormingCanceller(runtime / "over", [dies]) as call_off:
         if not why:
             dies.set_result(-9)
         found = await call_off.start(worker, timeout)
@@ -140,7 +140,7 @@ async def test_a_fork_server_that_has_more_time(
 
     async def start_in_vain() -> None:
         worker = Worker(worker_start(runtime), source.source, None, lambda *_: None)
-        with FormingWatch(runtime / "over") as call_off:
+        with FormingCanceller(runtime / "over") as call_off:
             found = await call_off.start(worker, 0.2)
         assert (str(found), server.is_running()) == ("it was not ready after 0 s", True)
         await worker.stop(0.0)
