@@ -223,15 +223,12 @@ class Pool:
         names = world.session.names  # each start makes a new table
         try:
             world.restart(keep=keep, **changes)
-        except BaseException:  # also KeyboardInterrupt, by Stop
+        finally:  # also after Stop, after a set-up cell that failed, and after a new rank died
             if not world.state.has_workers:
                 self._end_lost_job("its workers were ended")
-            elif world.session.names is not names:  # a set-up cell has failed, or a new rank died
+            elif world.session.names is not names:
                 self._end_lost_job("its workers were restarted")
                 self._use_world(world)
-            raise
-        self._end_lost_job("its workers were restarted")
-        self._use_world(world)
         warning = world.session.warning if changes else ""
         for text in filter(None, (warning, world.session.folder_note)):
             display.add_note(text)

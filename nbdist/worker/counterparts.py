@@ -76,6 +76,7 @@ class Counterparts:
         # By key, objects that the notebook has removed from this rank's variables and objects, but
         # still has itself.
         self._retained: dict[int, Any] = {}
+        self._released: list[Any] = []  # objects that `forget` has taken from `_retained`
         self._pinned: list[Any] | None = None
         self._versions: dict[int, int] = {}  # by key, a tensor's version when received
         self._altered_keys: set[int] = set()  # of memory and containers changed in place here
@@ -191,19 +192,19 @@ class Counterparts:
 
     # --- releasing ----------------------------------------------------------------------------
 
-    def forget(self, keys: Iterable[int]) -> list[Any]:
-        """Stop retaining objects that have ended in the notebook; return the retained ones.
+    def forget(self, keys: Iterable[int]) -> None:
+        """Stop retaining objects that have ended in the notebook.
 
-        A message that came with these keys may refer to memory of the returned objects: keep them
-        until the message has been read.  An object that lives on here keeps its key, so that states
-        that refer to this key stay true.
+        They live until `end_idle`, because a message that came with their keys may refer to their
+        memory.  An object that lives on after that keeps its key, so that states that refer to this
+        key stay true.
         """
         ended_keys = {*keys}
         self._orphans |= ended_keys
         self.links.has_dead = True
         released = {key: self._retained.pop(key) for key in ended_keys & self._retained.keys()}
+        self._released += released.values()
         self._retain(released)
-        return [*released.values()]
 
     def forget_sent_value(self, name: str) -> None:
         """Forget the value that the notebook has sent for a variable: a task has bound the name."""
@@ -279,10 +280,11 @@ class Counterparts:
             gc.callbacks.append(self._pin)
 
     def end_idle(self) -> None:
-        """Allow garbage in reference cycles to be collected again."""
+        """Drop objects that are no longer retained, and allow garbage to be collected again."""
         if self._pin in gc.callbacks:
             gc.callbacks.remove(self._pin)
         self._pinned = None
+        self._released.clear()
 
     def _pin(self, phase: str, info: Any) -> None:
         if phase == "start" and self._pinned is None:

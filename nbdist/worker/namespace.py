@@ -117,12 +117,11 @@ class Namespace:
         # The notebook has read all lent values by the time it sends a further task.
         for task_id in list(self._lent_segments):
             self.release_values(task_id)
-        ended = self.counterparts.forget(task.forget.get(rank, ()))
+        self.counterparts.forget(task.forget.get(rank, ()))
         arrived = None
         if (payload := task.names.get(rank)) is not None:
             arrived = self.read(payload)
             self._commit(arrived)
-        del ended
         if task.plain is not None:
             self._names.update(self.open(task.plain))
         deleted = self.counterparts.delete(task.deleted.get(rank, ()))

@@ -123,8 +123,6 @@ def _answer(kind: str, *what: Any) -> Any:
         arrived = counterparts.read(open_payload(*what))
         counterparts.accept(arrived)
         return counterparts.bind_sent(arrived.values)
-    if kind == "forget":
-        return counterparts.forget(*what) and None  # a class of this process cannot be sent
     return getattr(counterparts, kind)(*what)
 
 

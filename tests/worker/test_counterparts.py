@@ -46,6 +46,7 @@ class Rank:
             arrived = self.own.read(open_payload(payload))
             self.own.accept(arrived)
             self.own.bind_sent(arrived.values)
+        self.own.end_idle()
         self.finish(shipment.parcels.get(0, Parcel()))
 
     def finish(self, received: Parcel = NOTHING_SENT) -> None:
