@@ -99,12 +99,42 @@ def reducer_for(namespace: dict[str, Any]) -> Reducer:
 # --- the sender's side ------------------------------------------------------------------
 
 
+class _Known:
+    """The objects that the receiver has, with their keys: those of `sent`, and their stand-ins.
+
+    Pickling runs code of users and may collect garbage, so an object may end meanwhile, and a new
+    object may get its id.  The new object is not known.
+    """
+
+    def __init__(self, links: Links, sent: Collection[int]) -> None:
+        self._by_id = links.by_id
+        entries = links.by_id.copy().items()
+        # By id; of an object that has ended since, the key is still here.
+        self.keys = {number: entry.key for number, entry in entries if entry.key in sent}
+        self._stand_ins: dict[int, int] = {}
+
+    def add_stand_in(self, value: object, key: int) -> None:
+        """Record an object that lives as long as the pickler and stands for a known object."""
+        self.keys[id(value)] = self._stand_ins[id(value)] = key
+
+    def key_of(self, value: object) -> int | None:
+        """Return the key of an object that the receiver has, else None."""
+        number = id(value)
+        key = self.keys.get(number)
+        if key is None:
+            return None
+        entry = self._by_id.get(number)
+        if entry is not None and entry.key == key:
+            return key
+        return self._stand_ins.get(number)
+
+
 class _Memory(TensorReducer):
     """Pickles tensors and arrays as views of blocks; refers to blocks that the receiver has."""
 
-    def __init__(self, links: Links, refs: dict[int, int], sent: Collection[int]) -> None:
+    def __init__(self, links: Links, known: _Known, sent: Collection[int]) -> None:
         super().__init__(sketch=False, back_to_device=False, exact=False)
-        self.links, self.refs, self.sent = links, refs, sent
+        self.links, self.known, self.sent = links, known, sent
         self.pieces: dict[int, _BlockPiece] = {}
 
     def piece_of(self, block: MemoryBlock) -> _BlockPiece:
@@ -113,7 +143,7 @@ class _Memory(TensorReducer):
         if piece is None:
             piece = self.pieces[block.key] = _BlockPiece(block)
             if block.key in self.sent:
-                self.refs[id(piece)] = block.key
+                self.known.add_stand_in(piece, block.key)
         return piece
 
     def reduce_array(self, value: Any) -> Reduced:
@@ -162,7 +192,7 @@ class _Memory(TensorReducer):
         if block.copied:
             piece.contents, stride = self._compact(data)
             offset = 0
-        elif piece.contents is None and id(piece) not in self.refs:
+        elif piece.contents is None and self.known.key_of(piece) is None:
             piece.contents = self.contents_of(block, storage)
         kind = type(tensor) is not self._torch.Tensor
         args = (piece, data.dtype, offset, tuple(data.shape), stride, tensor.requires_grad, kind)
@@ -216,11 +246,12 @@ class _LinkedPickler(Pickler):
     """
 
     def __init__(
-        self, namespace: dict[str, Any], links: Links, refs: dict[int, int], sent: Collection[int]
+        self, namespace: dict[str, Any], links: Links, known: _Known, sent: Collection[int]
     ) -> None:
-        self.memory = _Memory(links, refs, sent)
+        self.memory = _Memory(links, known, sent)
         super().__init__(namespace, self.memory, None)
-        self._refs = refs
+        self._known = known
+        self._known_ids = known.keys
 
     def reducer_override(self, value: Any) -> Reduced:
         """Reduce an object that is no plain built-in.  Called by pickle."""
@@ -237,13 +268,14 @@ class _LinkedPickler(Pickler):
     def variable_of(self, cell: types.CellType) -> Any:
         """Return the stand-in of a variable that closures capture."""
         variable = super().variable_of(cell)
-        if (key := self._refs.get(id(cell))) is not None:
-            self._refs[id(variable)] = key
+        if (key := self._known.key_of(cell)) is not None:
+            self._known.add_stand_in(variable, key)
         return variable
 
     def contents_of(self, variable: Any) -> tuple[Any, ...]:
         """Return a tuple of a variable's value; an empty one if the receiver has the variable."""
-        return () if id(variable) in self._refs else super().contents_of(variable)
+        is_known = self._known.key_of(variable) is not None
+        return () if is_known else super().contents_of(variable)
 
 
 class _ReferringPickler(_LinkedPickler):
@@ -254,7 +286,7 @@ class _ReferringPickler(_LinkedPickler):
 
     def persistent_id(self, value: Any) -> int | None:
         """Return the key of an object that the receiver has.  Called by pickle for each object."""
-        return self._refs.get(id(value))
+        return self._known.key_of(value) if id(value) in self._known_ids else None
 
 
 def write(
@@ -270,9 +302,8 @@ def write(
     The receiver registers the objects of `states` that are in the message and new to it.  Raises
     any error that pickling raises.
     """
-    refs = {number: entry.key for number, entry in links.by_id.copy().items() if entry.key in sent}
     kind = _ReferringPickler if sent else _LinkedPickler
-    pickler = kind(namespace, links, refs, sent)
+    pickler = kind(namespace, links, _Known(links, sent), sent)
     updates = [*updates]
     # Definitions come first: other values may need them to be rebuilt.
     definitions_first = lambda name: not isinstance(values[name], _DEFINED)  # noqa: E731

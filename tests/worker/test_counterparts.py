@@ -15,7 +15,7 @@ import torch
 
 from nbdist.notebook.shipping import plan, push
 from nbdist.output.events import Done
-from nbdist.values.linked import NotThere
+from nbdist.values.linked import NotThere, write
 from nbdist.values.payload import open_payload, pack_frames
 from nbdist.wire.ops import Inspected, Replaced
 from nbdist.worker import counterparts as module
@@ -226,6 +226,31 @@ def test_a_message_for_what_is_gone(rank: Rank) -> None:
             rank.own.read(packet.message.frames)
         assert caught.value.key == rank.table.objects.links.key_of(box)
     assert there == [1]
+
+
+class Releases:
+    """Its pickling drops the last references to objects, as a collection of garbage may."""
+
+    def __init__(self, objects: list[Any]) -> None:
+        self.objects = objects
+
+    def __reduce__(self) -> Any:
+        self.objects.clear()
+        return list, ([np.full(2, float(number)) for number in range(50)],)
+
+
+def test_objects_that_end_while_a_message_is_written(rank: Rank) -> None:
+    """New objects that get their ids are sent, and are not taken for objects that the rank has."""
+    objects = [np.full(2, -1.0) for _ in range(50)]
+    rank.send(objects=objects)
+    namespace, links = rank.table.namespace, rank.table.objects.links
+    del namespace["objects"], rank.names["objects"]
+    sent = {entry.key for entry in links.entries()}
+    numbers = {id(each) for each in objects}
+    message = write({"new": Releases(objects)}, (), links, {}, sent, namespace)
+    arrived = rank.own.read(message.frames)
+    assert [each.tolist() for each in arrived.values["new"]] == [[float(n)] * 2 for n in range(50)]
+    assert numbers & message.frames.pickler.memo.copy().keys(), "no id was used again"
 
 
 def test_what_the_notebook_has_forgotten(rank: Rank) -> None:
