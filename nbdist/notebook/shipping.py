@@ -40,7 +40,7 @@ from nbdist.values.payload import (
     kind_of,
 )
 from nbdist.values.pickling import pickle
-from nbdist.values.scan import WHOLE_LIMIT
+from nbdist.values.scan import WHOLE_LIMIT, memory_key
 from nbdist.values.states import ChangedParts, ObjectState
 from nbdist.values.unpicklable import blame, fails_in
 from nbdist.values.unpicklable import parts as parts_of
@@ -65,7 +65,7 @@ BIG = 64 << 20
 MAX_PARTS_NAMED = 3
 """Parts of one object that lines name if both sides have changed them."""
 
-OLD_IN_FUNCTIONS = "cannot be sent: functions on the ranks use the one that was sent before"
+OLD_IN_FUNCTIONS = "cannot be sent: functions on the ranks use the older one that they have"
 
 _NO_VALUE = object()
 
@@ -183,35 +183,40 @@ class Plan:
     def follow_calls(self) -> None:
         """Examine variables that functions on the ranks use, as a cell that calls them may not.
 
-        Only variables that the notebook has bound again since they were sent, and small variables
-        that may have changed in place.
+        Only variables that the notebook has bound again since the ranks got or bound them, and
+        small variables that may have changed in place.
         """
         waiting, visited = [*self._table.in_functions], set[str]()
         while waiting:
             name = waiting.pop()
-            record = self._table.record(name) if name in self._names else None
-            if name in visited or record is None:
+            if name in visited or name not in self._names:
                 continue
             visited.add(name)
-            waiting += record.needs
-            if name in self._gathered or self._table.ranks_that_own(name):
+            record = self._table.record(name)
+            waiting += record.needs if record else ()
+            if name in self._gathered or name in self.binds or self._table.ranks_that_own(name):
                 continue
             value = self._names[name]
             is_fixed = is_atomic(value) or isinstance(value, types.FunctionType)
-            may_differ = record.size <= SMALL_VARIABLE and not is_fixed
-            is_needed = may_differ or self._table.is_older(name, self._ranks)
+            may_differ = record is not None and record.size <= SMALL_VARIABLE and not is_fixed
+            # The ranks have bound the name, and the notebook since.
+            is_older = bool(self._ranks & self._table.ranks_that_bound(name))
+            is_needed = may_differ or is_older or self._table.is_older(name, self._ranks)
             if is_needed and not self._follow_unused(name):
                 self._notify(name, f"`{name}` {OLD_IN_FUNCTIONS}")
 
     def follow_other_names(self) -> None:
-        """Send new names of objects that all ranks have already.
+        """Send new names of objects, and of views of memory, that all ranks have already.
 
         After `best = model` the ranks bind `best` too: they keep the model if the cell gives
         `model` another value.  A name that a rank has deleted is sent only if the cell uses it.
         """
         table, objects = self._table, self._objects
         for name in sorted(table.assigned - WORKERS_OWN - WORKERS_MODULES.keys()):
-            key = objects.links.key_of(self._names.get(name, _NO_VALUE))
+            value = self._names.get(name, _NO_VALUE)
+            key = objects.links.key_of(value)
+            if key is None:
+                key = memory_key(value, objects.links)
             if key is None or name in self._gathered or table.ranks_that_own(name):
                 continue
             if table.is_deleted_there(name):

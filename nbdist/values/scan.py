@@ -625,6 +625,23 @@ class Scan:
         return ObjectState(None, (), digest, sample)
 
 
+def memory_key(value: Any, links: Links) -> int | None:
+    """Return the key of the memory that a plain tensor or array shows, None if there is none."""
+    torch: Any = sys.modules.get("torch")
+    if hasattr(torch, "UntypedStorage") and isinstance(value, torch.Tensor):
+        if not has_plain_memory(torch, value) or not value.numel():
+            return None
+        storage, span = value.untyped_storage(), span_of_tensor(value)
+        root, device = storage.data_ptr(), storage.device.type
+    elif is_plain_array(value) and value.size:
+        span, device = span_of_array(value), "cpu"
+        (root, _), _ = root_of_array(torch, value, span)
+    else:
+        return None
+    block = links.blocks.find_containing(*span, root, device)
+    return None if block is None else block.key
+
+
 QUICK_BYTES = 4 << 20
 WHOLE_LIMIT = 4 << 30
 """The most bytes of memory whose contents are compared whole; of more only samples are."""

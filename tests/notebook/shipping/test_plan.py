@@ -121,8 +121,35 @@ def test_functions_of_distributed_cells(house: Any) -> None:
     house.cell("import threading\nb = threading.Lock()")
     assert house.distributed("f()") == ("theirs", 3, 1, 4)
     assert house.names("pass") == set()
-    said = "functions on the ranks use the one that was sent before"
+    said = "functions on the ranks use the older one that they have"
     assert house.notices == [f"`b` cannot be sent: {said}"]
+
+
+def test_functions_of_ranks_and_names_that_ranks_have_bound(house: Any) -> None:
+    """Once the notebook binds such a name, they use its value, also of names sent to one rank."""
+    house.distributed("b = [1]\ndef add(x): b.append(x); return [*b]")
+    house.cell("b = [3]")
+    assert house.names("b = [5]\nadd(6)") == set(), "the cell binds it"
+    assert house.distributed("add(27)") == [3, 27]
+    assert house.names("add(28)") == set()
+    house.distributed("b = 4\ndef read(): return b")
+    house.cell("b = 5")
+    assert house.distributed("read()", ranks=(0,)) == 5
+    assert house.names("read()", ranks=(0,)) == set()
+    assert house.names("read()") == {"b"}, "the other rank has its own yet"
+    house.distributed("b = 6")
+    house.cell("import threading\nb = threading.Lock()")
+    assert house.distributed("read()") == 6
+
+
+def test_views_of_memory_that_ranks_have(house: Any) -> None:
+    """They are sent before the ranks give up what they have changed in the memory."""
+    house.cell("import numpy as np, torch\nd, a = torch.zeros(4), np.zeros(4)")
+    house.distributed("d.add_(20)\na[:] = 1")
+    house.cell("k, v, other, none = d[:2], a[::2], torch.zeros(3), torch.zeros(0)")
+    house.distributed("d = a = 5")
+    assert house.distributed("k.tolist(), v.tolist()") == ([20.0, 20.0], [1.0, 1.0])
+    assert house.notices == []
 
 
 def test_one_that_cannot_be_sent_leaves_the_others_linked(house: Any) -> None:
