@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbdist.agent.inspect import SAMPLE_TIMEOUT, place_from_outside
 from nbdist.output.events import IGNORES_STOP
-from nbdist.system.processes import OwnTime, ignores_signal, schedule
+from nbdist.system.processes import OwnTime, Schedule, ignores_signal, schedule
 from nbdist.wire.control import EndStoreWait
 from nbdist.wire.places import RankPosition
 
@@ -47,7 +47,7 @@ Nearly always C code needs less.  In any case the notebook has control after 5 s
 
 MAX_FUTILE_ABORTS = 3  # successful aborts on all ranks after which a rank that waits on is stuck
 ASLEEP, WAKES = 0.05, 20
-"""A thread counts as asleep if it has run for fewer seconds, and has been woken fewer times.
+"""A thread counts as asleep until it has run for so many seconds, or has been woken so often.
 
 Code that only waits stays below both limits during `C_GRACE`."""
 
@@ -60,7 +60,7 @@ class InterruptedRank:
     own_seconds: float  # of the rank, since it was interrupted last
     ignores: bool = False  # the process ignores SIGINT
     again: bool = False  # Stop was pressed again
-    is_asleep: bool = False  # the main thread has hardly run since
+    asleep_for: float = 0.0  # own seconds since the main thread last did more than wait
     aborts: int = 0  # how often the rank's present collective was aborted in vain
     aborted_for: float = 0.0  # own seconds since the first of these aborts
     is_spared: bool = False  # the notebook has asked not to kill the rank
@@ -84,17 +84,18 @@ def is_stuck(sight: InterruptedRank) -> bool:
     if sight.ignores or sight.again:
         return sight.own_seconds >= IGNORES_GRACE
     has_reacted = place.has_taken_sigint or place.is_cleaning_up
-    return sight.own_seconds >= C_GRACE and sight.is_asleep and not has_reacted
+    return sight.asleep_for >= C_GRACE and not has_reacted
 
 
 def has_missed_stop(sight: InterruptedRank) -> bool:
     """Return True if a rank still sleeps in Python code, as if Stop had not reached it; pure.
 
-    Python prints and drops exceptions of finalizers and callbacks, KeyboardInterrupt too.
+    Python prints and drops exceptions of finalizers and callbacks, KeyboardInterrupt too.  Printing
+    may take long, so only the time after it counts.
     """
     place = sight.place
-    waits = place.is_in_code and sight.is_asleep and not (place.operation or place.is_cleaning_up)
-    return waits and sight.own_seconds >= C_GRACE / 2
+    waits = place.is_in_code and not (place.operation or place.is_cleaning_up)
+    return waits and sight.asleep_for >= C_GRACE / 2
 
 
 def may_wait_in_store(sight: InterruptedRank) -> bool:
@@ -118,7 +119,7 @@ class _Stopped:
         self._aborts = 0
         self._aborted_at = 0.0
         self._place = RankPosition()
-        self._is_asleep = False
+        self._has_hardly_run = False
         self._restart_clock()
 
     def interrupt_again(self) -> None:
@@ -127,7 +128,8 @@ class _Stopped:
 
     def _restart_clock(self) -> None:
         self._own_time = OwnTime(self.rank.pid)
-        self._schedule_before = schedule(self.rank.pid, self.rank.pid)
+        self._last_ran = self._schedule_before = schedule(self.rank.pid, self.rank.pid)
+        self._last_ran_at = 0.0  # own seconds
 
     @property
     def is_over(self) -> bool:
@@ -146,7 +148,7 @@ class _Stopped:
         The rank may wait in a collective on a very busy machine, or it sleeps in C code that holds
         its GIL, while other ranks wait for it.
         """
-        return self._place.holds_gil and self._is_asleep and not self.is_over
+        return self._place.holds_gil and self._has_hardly_run and not self.is_over
 
     def record_place(self, place: RankPosition) -> InterruptedRank:
         """Record the place where the rank is now, and return the state of the rank."""
@@ -155,14 +157,15 @@ class _Stopped:
         if (place.operation, place.counts) != (before.operation, before.counts):
             self._aborts = 0
         now = schedule(self.rank.pid, self.rank.pid)
-        ran, wakes = now.ran - self._schedule_before.ran, now.wakes - self._schedule_before.wakes
-        self._is_asleep = ran < ASLEEP and wakes < WAKES
+        self._has_hardly_run = _hardly_ran(self._schedule_before, now)
+        if not _hardly_ran(self._last_ran, now):
+            self._last_ran, self._last_ran_at = now, seconds
         return InterruptedRank(
             place,
             seconds,
             ignores=ignores_signal(self.rank.pid, signal.SIGINT),
             again=self._again,
-            is_asleep=self._is_asleep,
+            asleep_for=seconds - self._last_ran_at,
             aborts=self._aborts,
             aborted_for=seconds - self._aborted_at,
             is_spared=self.is_spared,
@@ -172,6 +175,10 @@ class _Stopped:
         self._aborts += 1
         if self._aborts == 1:
             self._aborted_at = self._own_time.seconds()
+
+
+def _hardly_ran(before: Schedule, now: Schedule) -> bool:
+    return now.ran - before.ran < ASLEEP and now.wakes - before.wakes < WAKES
 
 
 class Interrupter:
