@@ -628,7 +628,7 @@ class Scan:
 def memory_key(value: Any, links: Links) -> int | None:
     """Return the key of the memory that a plain tensor or array shows, None if there is none."""
     torch: Any = sys.modules.get("torch")
-    if hasattr(torch, "UntypedStorage") and isinstance(value, torch.Tensor):
+    if hasattr(torch, "UntypedStorage") and issubclass(type(value), torch.Tensor):
         if not has_plain_memory(torch, value) or not value.numel():
             return None
         storage, span = value.untyped_storage(), span_of_tensor(value)
