@@ -43,6 +43,8 @@ from nbdist.world.states import Machines, WorldState, size_text
 from nbdist.world.task_run import TaskRun
 from nbdist.world.world import World
 
+KEPT_BY_RESTART = "the variables of `--keep` are kept: the next `%dist_restart` brings them back"
+
 
 class Pool:
     """A pool, with the world in which its cells run, its past cells, and its job.
@@ -226,6 +228,8 @@ class Pool:
         finally:  # also after Stop, after a set-up cell that failed, and after a new rank died
             if not world.state.has_workers:
                 self._end_lost_job("its workers were ended")
+                if world.session.kept:
+                    display.add_note(KEPT_BY_RESTART)
             elif world.session.names is not names:
                 self._end_lost_job("its workers were restarted")
                 self._use_world(world)

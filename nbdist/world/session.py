@@ -46,13 +46,11 @@ from nbdist.world.spec import parse_size, scaled
 from nbdist.world.states import Renumbering, WorldState
 from nbdist.world.task_history import ANY
 from nbdist.world.task_run import TaskRun
-from nbdist.world.workers import Workers
+from nbdist.world.workers import KeptVariables, Workers
 
 RANK_STATUS_TIMEOUT = 10.0  # seconds for ranks to be described; longer than a head takes
 RANKS_KILLED_TIMEOUT = 60.0  # a killed process ends soon, but its agent may get no processor
 LATE_TIMEOUT = 30.0  # seconds that the next task waits for ranks that have not left a stopped task
-
-Kept = dict[int, list[bytes]]  # by rank, the frames of a pickle of variables that a restart keeps
 
 
 class Session(Workers):
@@ -278,10 +276,12 @@ class Session(Workers):
     def restart(self, n: int | str | None = None, keep: Sequence[str] = (), **changes: Any) -> None:
         """End all workers and start new ones, with the variables in `keep`; see `World.restart`.
 
-        If the start fails with the new options or is interrupted, the old ones are valid again.
-        Raises the error of a set-up cell that failed in the new workers.
+        If the start fails with the new options or is interrupted, the old ones are valid again, and
+        the next restart gives the kept variables to its workers.  Raises the error of a set-up cell
+        that failed in the new workers.
         """
-        kept = self.fetch_kept(keep, self.everyone)
+        if self.state.has_workers or not self.kept:
+            self.kept = self.fetch_kept(keep, self.everyone)
         # The notebook's environment, path and folder may have changed meanwhile.
         before, size = self.config, self.size
         after = before.with_changes(n, **changes)
@@ -297,7 +297,8 @@ class Session(Workers):
         # Only now, since other machines determine the size during the start.
         self.setup.renumber(Renumbering(size, self.size, {}))
         error = recovery.replay(self, self.everyone)
-        self.bind_kept(kept)
+        self.bind_kept(self.kept)
+        self.kept = {}
         if error:
             raise error
 
@@ -348,7 +349,7 @@ class Session(Workers):
         if why:
             raise errors.ScaleError(before, size, why)
 
-    def fetch_kept(self, names: Sequence[str], ranks: Iterable[int]) -> Kept:
+    def fetch_kept(self, names: Sequence[str], ranks: Iterable[int]) -> KeptVariables:
         """Fetch variables of ranks, pickled, for the workers that will replace these ranks.
 
         Raises as `run`, and UsageError if no rank has one of the variables.
@@ -369,7 +370,7 @@ class Session(Workers):
         self.release_lent_values(running.task, running.task.ranks)
         return kept
 
-    def bind_kept(self, kept: Kept) -> None:
+    def bind_kept(self, kept: KeptVariables) -> None:
         """Bind variables that `fetch_kept` has returned; skip ranks that do not exist any more."""
         for rank, frames in kept.items():
             if rank >= self.size:

@@ -55,6 +55,10 @@ FOLDER_REMOVED = "the notebook's folder {} was removed: the workers start in {}"
 LATE_KEPT = 1000  # outputs outside of tasks, such as of threads; the log files have all text
 
 
+KeptVariables = dict[int, list[bytes]]
+"""By rank, the frames of a pickle of variables that a restart keeps."""
+
+
 class Workers:
     """The workers of a world, and the connection to their agent.
 
@@ -80,6 +84,7 @@ class Workers:
         self.dead: dict[int, Died] = {}
         self.replaced: dict[int, Died] = {}  # deaths of restarted ranks, until the user is told
         self.setup, self.past = Setup(), TaskHistory()
+        self.kept: KeptVariables = {}  # of a restart that has not succeeded yet
         self.renumbering = Renumbering(0, 0, {})  # of the last time that the group was formed
         self._renumbered: Renumbering | None = None  # all changes since `pop_renumbering`
         self.joined: dict[str, None] = {}  # machines that have come, and could have ranks

@@ -101,6 +101,22 @@ def test_worker_whose_import_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 
 @pytest.mark.own_agent
+def test_variables_are_kept_over_restarts_that_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The restart that succeeds gives the variables to its workers; a later one does not."""
+    with World(2, log_dir="") as world:
+        world.execute("step, other = [rank, 7], 1")
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
+        for keep in (["step"], []):
+            with pytest.raises(StartError):
+                world.restart(3, keep=keep)
+        monkeypatch.undo()
+        world.restart()
+        assert world.gather("step, 'other' in globals()") == [([0, 7], False), ([1, 7], False)]
+        world.restart()
+        assert world.gather("'step' in globals()") == [False, False]
+
+
+@pytest.mark.own_agent
 def test_start_interrupted(new_children: Callable[[], list[psutil.Process]]) -> None:
     """Stop during a start ends all that was started; the world can be started afterwards."""
     world = World(2, log_dir="")
