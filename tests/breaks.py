@@ -32,23 +32,23 @@ SMOKE = (
     "notebook/test_faults.py",
     "notebook/test_magics.py",
 )
-"""For breaks of what runs in every cell, where the tests of their own folder find nothing."""
+"""Modules of tests that run last for breaks of the worker, agent, world and notebook."""
 
 LONGEST = 450
-"""Seconds for the tests of a break; those left by then are left out."""
+"""Seconds after which a run of pytest is killed, so that its remaining tests do not run."""
 
 HANG = 100
-"""Seconds after which a test is said to hang."""
+"""Seconds after which a test counts as hanging."""
 
 MARK = "NBDIST_BREAKS"
-"""A variable that all has which a run has started, to be ended with it."""
+"""An environment variable of all processes of a run, by which they are found and killed."""
 
 _ROW = re.compile(r"([\w/]+\.py) \| (.*)")
 _WRONG = re.compile(r"(?:FAILED|ERROR) (tests/\S+(?:::.*?)?)(?: - .*)?")
 
 
 class Break(NamedTuple):
-    """A file below `nbdist/`, its text, which it has once, and what that becomes."""
+    """A deliberate break: in a file below `nbdist/`, `after` replaces the only `before`."""
 
     number: int
     file: str
@@ -57,19 +57,19 @@ class Break(NamedTuple):
 
     @property
     def room(self) -> str:
-        """The folder in which its tests are, below `tests/`."""
+        """The folder below `tests/` that has the tests of the file."""
         return str(Path(self.file).parent)
 
 
 class Found(NamedTuple):
-    """Which test has found a break, "" for none, and after how many seconds."""
+    """The test that has found a break, "" for none, and the seconds that this took."""
 
     test: str
     seconds: float
 
 
 def all_breaks() -> list[Break]:
-    """Read the table."""
+    """Read all breaks from `breaks.txt`."""
     rows = list[tuple[str, list[str], list[str]]]()
     for line in Path(__file__).with_suffix(".txt").read_text().splitlines():
         if line.startswith(("|", ">")):
@@ -81,7 +81,7 @@ def all_breaks() -> list[Break]:
 
 
 def check(tree: Path, breaks: list[Break]) -> None:
-    """Exit where a text is not there once, or what it becomes is no Python."""
+    """Exit with an error unless each `before` is in its file once, and `after` is valid there."""
     wrong = []
     for each in breaks:
         text = (tree / "nbdist" / each.file).read_text()
@@ -97,7 +97,7 @@ def check(tree: Path, breaks: list[Break]) -> None:
 
 
 class Copy:
-    """A copy of the tree, whose `nbdist` is before that of the interpreter's packages."""
+    """A copy of the tree, whose `nbdist` the tests import instead of an installed one."""
 
     def __init__(self, tree: Path, folder: Path) -> None:
         self.path = folder / "tree"
@@ -109,21 +109,21 @@ class Copy:
         self._mark = uuid.uuid4().hex
 
     def find(self, one: Break) -> Found:
-        """Break it, and look for a test that notices."""
+        """Make a break in the copy, and look for a test that fails because of the break."""
         file = self.path / "nbdist" / one.file
         text, began, tests = file.read_text(), time.monotonic(), self._tests_for(one)
         while tests:
             file.write_text(text.replace(one.before, one.after))
             test = self._run(tests)
             file.write_text(text)
-            # It may have failed for another reason, as what needs more than a copy.
+            # The test may also fail without the break: some tests need more than a copy.
             if not test or not self._run([test]):
                 return Found(test, time.monotonic() - began)
             tests = tests[tests.index(test.partition("::")[0]) + 1 :]
         return Found("", time.monotonic() - began)
 
     def _tests_for(self, one: Break) -> list[str]:
-        """Modules of tests: its own, those that import it, the others of its room, the smoke."""
+        """Modules of tests: the file's own, those that import it, others of its room, SMOKE."""
         tests = self.path / "tests"
         texts = {each: each.read_text() for each in sorted(tests.rglob("test_*.py"))}
         module = "nbdist." + one.file.removesuffix(".py").replace("/", ".")
@@ -133,14 +133,14 @@ class Copy:
         about = [each for each, text in texts.items() if each == near or direct.search(text)]
         room = [each for each in texts if each.parent == tests / one.room and one.room != "."]
         found = [each for each in room if "Notebook(" not in texts[each]]
-        # Its own first, then those that know least of others: they are about it.
+        # First the file's own tests, then those of its room; short modules before long ones.
         about.sort(key=lambda each: (each != near, each.parent != near.parent, len(texts[each])))
         if one.room.partition("/")[0] in ("worker", "agent", "world", "notebook"):
             found += [tests / each for each in SMOKE]
         return [str(each.relative_to(self.path)) for each in dict.fromkeys([*about, *found])]
 
     def _run(self, tests: list[str]) -> str:
-        """Run these; the first that fails, hangs or ends pytest, "" where none does in time."""
+        """Return the first test that fails, hangs or ends pytest, "" if none does in time."""
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "--tb=no", "--all"]
         command += ["-p", "no:randomly", "-p", "no:cacheprovider", f"--timeout={HANG}", *tests]
         environ = {**os.environ, "PYTHONPATH": str(self.path), MARK: self._mark}
@@ -156,7 +156,7 @@ class Copy:
             code = run.wait()
             said.seek(0)
             wrong = [found[1] for line in said if (found := _WRONG.fullmatch(line.rstrip()))]
-        if is_over or code in (0, 5) or wrong:  # 5: there was none to run
+        if is_over or code in (0, 5) or wrong:  # 5: pytest found no test
             return wrong[0] if wrong else ""
         return tests[0]
 
@@ -169,7 +169,7 @@ class Copy:
 
 
 def main() -> None:
-    """Break what was asked for, and say what was found."""
+    """Make the chosen breaks, and print which tests have found them."""
     parser = argparse.ArgumentParser(prog="python -m tests.breaks", description=__doc__)
     parser.add_argument("--only", default="", help="numbers, with commas between")
     parser.add_argument("--jobs", type=int, default=1, help="breaks at a time (1)")

@@ -1,4 +1,4 @@
-"""Cells and scripts that tests run in a world, and what has become of them."""
+"""Runs cells in a world, waits for them or stops them, and reads their output and errors."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from tests.waiting import SOON, wait_until
 
 @dataclass(frozen=True)
 class Ran:
-    """A cell that has ended: what it said and how it failed."""
+    """A cell that has ended, with its error, and its outputs in `news` with their ranks."""
 
     running: TaskRun
     error: NbdistError | None
     news: list[tuple[int, Output]]
 
     def lines(self, rank: int = 0) -> list[str]:
-        """What the rank's screen shows, displays in angle brackets."""
+        """Return the lines on a rank's screen, with displays in angle brackets."""
         found = []
         for item in self.running.transcript[rank].tail(10_000):
             match item:
@@ -46,34 +46,34 @@ class Ran:
         return found
 
     def stderr(self, rank: int = 0) -> list[str]:
-        """The lines among them that came by stderr."""
+        """Return the lines on a rank's screen that the rank wrote to stderr."""
         items = self.running.transcript[rank].tail(10_000)
         return [item.text for item in items if isinstance(item, ScreenLine) and item.stderr]
 
     def failure(self, rank: int = 0) -> Failure:
-        """What ended it there."""
+        """Return the failure that ended the cell on a rank."""
         failure = self.running.transcript[rank].failure
         assert failure is not None
         return failure
 
     def traceback(self, rank: int = 0) -> str:
-        """As it is shown, without colours."""
+        """Return the traceback of a rank's failure without colours."""
         return strip("\n".join(self.failure(rank).traceback))
 
 
 def follow(world: World, running: TaskRun) -> Ran:
-    """Iterate until the cell ends."""
+    """Follow a running cell until it ends."""
     news = list(itertools.chain.from_iterable(world.follow(running)))
     return Ran(running, running.error(), news)
 
 
 def run(world: World, source: str, ranks: tuple[int, ...] | None = None, count: int = 7) -> Ran:
-    """Run a cell to its end, whatever that is."""
+    """Run a cell to its end, whether the cell succeeds or fails."""
     return follow(world, world.submit(world.task(source, ranks=ranks, execution_count=count)))
 
 
 def run_well(world: World, source: str, ranks: tuple[int, ...] | None = None) -> Ran:
-    """Run a cell that has to succeed."""
+    """Run a cell that must succeed."""
     ran = run(world, source, ranks)
     assert ran.error is None, ran.running.transcript.errors
     return ran
@@ -85,11 +85,11 @@ print("runs")
 until = time.monotonic() + {seconds}
 if rank == {rank}: any(map(until.__lt__, iter(time.monotonic, None)))
 """
-"""A rank is in C code that holds the GIL for so long, and handles no signal."""
+"""Keeps a rank for some seconds in C code that holds the GIL and handles no signal."""
 
 
 def give_up_on_c_code(world: World, rank: int, control_timeout: float) -> None:
-    """Stop a rank in C code; control is back before, no variable is lost then or later."""
+    """Stop a rank in C code; control is back before the rank stops, and no variable is lost."""
     world.execute("kept = rank")
     seconds = C_GRACE + STEP_ANSWER_TIMEOUT + 2.0
     task = world.task(IN_C.format(rank=rank, seconds=seconds))
@@ -107,7 +107,7 @@ def give_up_on_c_code(world: World, rank: int, control_timeout: float) -> None:
 
 
 def begin(world: World, source: str) -> TaskRun:
-    """Submit a cell that prints when it has begun, and return when all ranks have."""
+    """Submit a cell, and return when all ranks have begun to run it."""
     running = world.submit(world.task(f"print('begun')\n{source}"))
 
     def all_have_begun() -> bool:
@@ -119,7 +119,7 @@ def begin(world: World, source: str) -> TaskRun:
 
 
 def run_for(world: World, source: str, seconds: float) -> TaskRun:
-    """Submit a cell that goes on for ever, and return when it has run for so long."""
+    """Submit a cell that goes on for ever, and return when it has run for some seconds."""
     running = world.submit(world.task(source))
     for _ in world.follow(running):
         if running.age > seconds:
@@ -128,15 +128,15 @@ def run_for(world: World, source: str, seconds: float) -> TaskRun:
 
 
 def press_stop(world: World, running: TaskRun) -> None:
-    """Press Stop, until control is back."""
+    """Press Stop, and wait until control is back."""
     world.interrupt()
     world.session.wait(running)
 
 
 def stop(world: World, running: TaskRun) -> None:
-    """Press Stop, until all ranks have left the cell, as the next cell would wait for them."""
+    """Press Stop, and wait until all ranks have left the cell, as the next cell would do."""
     press_stop(world, running)
-    if running.unfinished:  # a machine that is very busy
+    if running.unfinished:  # on a very busy machine
         sys.stdout.write(f"Control is back, but {running.not_stopped}\n")
         world.session.wait_for_stop()
 
@@ -144,7 +144,7 @@ def stop(world: World, running: TaskRun) -> None:
 def ends(
     world: World, source: str, within: float = SOON, **cell: Any
 ) -> tuple[TaskRun, NbdistError]:
-    """Run a cell that has to fail, and to end by itself on all ranks; nothing is stuck then."""
+    """Run a cell that must fail and end by itself on all ranks; the world is ready then."""
     running = world.submit(world.task(source, **cell))
     stopped = False
     for _ in world.follow(running):
@@ -163,7 +163,7 @@ Write = Callable[..., Path]
 
 
 def said(result: CellResult | TaskRun) -> list[str]:
-    """What each rank has written."""
+    """Return the text that each rank has written."""
     return [
         "\n".join(strip(line.text) for piece in track.pieces for line in piece.tail(1000))
         for track in result.transcript

@@ -1,4 +1,4 @@
-"""What every test gets: a runtime folder of its own, and a guard against what it leaves behind."""
+"""Hooks and fixtures of all tests: a private runtime folder, and a guard against leftovers."""
 
 from __future__ import annotations
 
@@ -35,42 +35,42 @@ from tests.traces import MARK, Traces, complain
 from tests.waiting import SOON, wait_until
 from tests.worlds import IDLE_IMPORTS, NewWorld, SharedAgent
 
-# What lasts as long as the run once a test has asked for it; a module whose fixtures ask for it
-# by name says so with a LASTING of its own.
+# Fixtures that last until the run ends once a test has used them; a module whose fixtures request
+# them by name lists them in a LASTING of its own.
 LASTING = ("sshd", "slurm", "etcd", "ray", "network", "jupyter")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     choose(config)
-    with suppress(ImportError):  # environments of tests/matrix do without
+    with suppress(ImportError):  # missing in environments of tests/matrix
         from hypothesis import settings
 
         settings.register_profile("any pace", deadline=None)
         settings.load_profile("any pace")
-    # Imports for a training's first step, which few tests make: see tests/worlds.py.
+    # No idle imports for a first training step, which few tests make: see tests/worlds.py.
     os.environ[IDLE_IMPORTS] = "0"
     name, _, value = MARK.partition("=")
     os.environ[name] = value
-    # Tests are of this machine also in an allocation of Slurm's.
+    # Tests start their workers on this machine, also in an allocation of Slurm.
     for name in [name for name in os.environ if name.startswith("SLURM_")]:
         del os.environ[name]
-    # A shell's background jobs ignore Ctrl-C, and so would all that the tests start.
+    # A shell's background jobs ignore Ctrl-C, and so would all processes that the tests start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # A short path, because it holds unix sockets, and nobody else's folders beside ours.
+    # A new folder, without folders of others, and with a path short enough for unix sockets.
     home = tempfile.mkdtemp(prefix="nbt-")
     for name in ("XDG_RUNTIME_DIR", "IPYTHONDIR"):
         folder = Path(home, name[:2].lower())
         folder.mkdir(mode=0o700)
         os.environ[name] = str(folder)
     config.add_cleanup(lambda: shutil.rmtree(home, ignore_errors=True))
-    # As the wheel that a user installs is: hundreds of processes are to read it and not to compile.
+    # Compiled once, as pip does for users, because hundreds of processes import the package.
     if not hasattr(config, "workerinput"):
         compileall.compile_dir(Path(nbdist.__file__).parent, quiet=2, workers=0)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Whoever is the first to rewrite a test's asserts leaves that to the others beside it."""
+    """Let the process that rewrites a test's asserts first save the bytecode for the others."""
     before, sys.dont_write_bytecode = sys.dont_write_bytecode, False
     try:
         return (yield)
@@ -80,7 +80,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test that is a coroutine: by the `runner` that its fixtures use, or one of its own."""
+    """Run a test that is a coroutine, with the `runner` of its fixtures or with a new one."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     given = pyfuncitem.funcargs
@@ -93,14 +93,14 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 @pytest.fixture
 def runner() -> Iterator[asyncio.Runner]:
-    """The loop of a test and of its fixtures."""
+    """The runner of the event loop of a test and its fixtures."""
     with asyncio.Runner() as runner:
         yield runner
 
 
 @pytest.fixture(scope="session", autouse=True)
 def nothing_is_left_by_all() -> Iterator[set[str]]:
-    """What session-wide fixtures leave behind is an error of the last test."""
+    """Fails the last test if session-wide fixtures leave something behind."""
     before = Traces.now()
     told: set[str] = set()
     yield told
@@ -112,7 +112,7 @@ AGENT = worlds.share_agent()
 
 @pytest.fixture(scope="session")
 def shared_agent(nothing_is_left_by_all: set[str]) -> Iterator[SharedAgent]:
-    """The agent of all worlds of this process, but of those of tests marked `own_agent`."""
+    """The agent of all worlds of this process, except in tests marked `own_agent`."""
     yield AGENT
     AGENT.end()
 
@@ -126,7 +126,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session")
 def kernels(nothing_is_left_by_all: set[str]) -> Iterator[object]:
-    """The kernels of all notebooks of this process, but of those of tests marked `own_agent`."""
+    """The kernels of all notebooks of this process, except in tests marked `own_agent`."""
     from tests.notebook.front_end import KERNELS
 
     yield KERNELS
@@ -135,7 +135,7 @@ def kernels(nothing_is_left_by_all: set[str]) -> Iterator[object]:
 
 @pytest.fixture
 def control_group() -> Iterator[Callable[..., Path]]:
-    """Makes one below this process's that has any of these files of a controller, or skips."""
+    """Makes a control group that has one of some files of a controller, or skips the test."""
     made = list[Path]()
 
     def make(controller: str, *files: str) -> Path:
@@ -158,7 +158,7 @@ def control_group() -> Iterator[Callable[..., Path]]:
 
 @pytest.fixture(scope="session")
 def new_world(shared_agent: SharedAgent) -> NewWorld:
-    """Makes worlds, not started yet."""
+    """Makes a world without starting its workers."""
     return worlds.new_world
 
 
@@ -172,7 +172,7 @@ def started(request: pytest.FixtureRequest, new_world: NewWorld) -> Iterator[Wor
 
 @pytest.fixture
 def world(request: pytest.FixtureRequest, started: World) -> World:
-    """It, started anew where a test has lost it, or has given it another size."""
+    """The module's world, restarted if it is not ready or has another size than at first."""
     (ranks,) = request.node.get_closest_marker("shared_world").args
     started.session.receive_waiting()
     if started.state is not WorldState.READY or started.size != ranks:
@@ -182,7 +182,7 @@ def world(request: pytest.FixtureRequest, started: World) -> World:
 
 @pytest.fixture
 def empty_snapshot_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Snapshots of this test lie in its own folder."""
+    """Puts the snapshots of a test into the test's own folder."""
     monkeypatch.setenv("NBDIST_SNAPSHOT_DIR", str(tmp_path))
 
 
@@ -190,7 +190,7 @@ def empty_snapshot_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def nothing_is_left_by_the_module(
     request: pytest.FixtureRequest, nothing_is_left_by_all: set[str]
 ) -> Iterator[set[str]]:
-    """What a module's fixtures leave behind is an error of its last test."""
+    """Fails a module's last test if the module's fixtures leave something behind."""
     items = [item for item in request.session.items if item.path == request.path]
     if any(map(may_share_agent, items)):
         request.getfixturevalue("shared_agent").start()
@@ -200,8 +200,8 @@ def nothing_is_left_by_the_module(
     for name in LASTING:
         asked = name in getattr(request.module, "LASTING", ())
         if asked or any(name in item.fixturenames for item in items):  # type: ignore[attr-defined]
-            with suppress(pytest.skip.Exception):  # the test that asks for it says so
-                request.getfixturevalue(name)  # before anything is counted
+            with suppress(pytest.skip.Exception):  # a test that uses the fixture is skipped later
+                request.getfixturevalue(name)  # starts before the leftovers are counted
     before = Traces.now()
     yield nothing_is_left_by_all
     complain(before, "the module", nothing_is_left_by_all)
@@ -211,9 +211,9 @@ def nothing_is_left_by_the_module(
 def nothing_is_left(
     request: pytest.FixtureRequest, nothing_is_left_by_the_module: set[str]
 ) -> Iterator[None]:
-    """What a test leaves behind is an error of the test.
+    """Fails a test that leaves something behind.
 
-    Tests whose world is shared by the module say so: `pytestmark = pytest.mark.shared_world(2)`.
+    In a module with `pytestmark = pytest.mark.shared_world(2)` this counts when the module ends.
     """
     before, children = Traces.now(), getrusage(RUSAGE_CHILDREN).ru_minflt
     yield
@@ -228,13 +228,13 @@ def nothing_is_left(
 
 @pytest.fixture
 def idle_imports(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fork servers import while idle what a training's first step needs, as a user's do."""
+    """Lets fork servers make the idle imports for a first training step, as those of users do."""
     monkeypatch.delenv(IDLE_IMPORTS)
 
 
 @pytest.fixture
 def enter(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Has these lines be all that is typed where the test runs."""
+    """Sets the lines that the test's process reads from its stdin."""
     return lambda *lines: monkeypatch.setattr(
         "sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines))
     )
@@ -242,7 +242,7 @@ def enter(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 @pytest.fixture
 def traces_left() -> Callable[[], list[str]]:
-    """A question to ask in mid-test: what is there that was not when it began?"""
+    """Returns, in the middle of a test, the things that did not exist when the test began."""
     before = Traces.now()
     return lambda: Traces.now().left_since(before)
 
@@ -256,7 +256,7 @@ def runtime() -> Iterator[Path]:
 
 @pytest.fixture
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """Writes a file into the folder that is the notebook's own for the time of the test."""
+    """Writes a file into a new folder, which is the working directory during the test."""
     monkeypatch.chdir(tmp_path)
 
     def write(name: str, text: str, mode: int = 0o644) -> Path:

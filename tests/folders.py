@@ -1,10 +1,10 @@
-"""Files, lines and coverage of each folder; tests/folders.txt has the numbers, which only fall.
+"""Limits the files, lines and untested statements of each folder; the limits are in folders.txt.
 
 The folders of LABORATORY, with which people measure and compare, have no limits.
 
-`python -m tests.folders` says how much there is in all, and fails where a folder has more; with
-`--write` it lowers the numbers to what there is, and adds new folders.  With `--missed` it runs
-the tests that start no process, and looks at the percentage of statements that none of them runs.
+`python -m tests.folders` prints the files and lines in all, and fails if a folder exceeds its
+limits; `--write` lowers the limits to the present numbers, and adds new folders.  `--missed`
+runs the tests that start no process, and checks the percentage of statements that none runs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ COLUMNS = ("files", "lines", "% missed")
 LABORATORY = ("tests/bench", "tests/gpu", "tests/matrix", "tests/standin")
 
 Numbers = dict[str, dict[str, int]]
-"""By folder and column."""
+"""Numbers by folder and by the name of a column."""
 
 
 def limits() -> Numbers:
@@ -46,7 +46,7 @@ def counted() -> Numbers:
 
 
 def measured() -> Numbers:
-    """The percentages, rounded up."""
+    """Return the percentage of statements that no unit test runs, by folder, rounded up."""
     missed: Counter[str] = Counter()
     statements: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as place:
@@ -56,7 +56,7 @@ def measured() -> Numbers:
             "coverage combine -q",
             f"coverage json -q -o {place}/report",
         ):
-            # A test that fails is told by the run without a tracer.
+            # Failing tests are ignored: the run without coverage reports them.
             is_tests = "pytest" in command
             subprocess.run([sys.executable, "-m", *command.split()], cwd=ROOT, check=not is_tests)
         report = json.loads(Path(place, "report").read_text())
@@ -68,7 +68,7 @@ def measured() -> Numbers:
 
 
 def more_than_allowed(now: Numbers) -> list[str]:
-    """One line for each number that has grown; of what is missed by more than chance."""
+    """Return a line for each number above its limit; a percentage may exceed it by 1."""
     allowed, none = limits(), {"files": 0, "lines": 0, "% missed": 100}
     return [
         f"{folder}: {number} {column}, and {limit} in tests/folders.txt"

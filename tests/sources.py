@@ -12,16 +12,16 @@ PACKAGE = Path(__file__).parent.parent / "nbdist"
 
 @cache
 def nodes_of(source: str) -> tuple[ast.AST, ...]:
-    """The module, and all that is in it."""
+    """Return all nodes of a module's syntax tree, the module first."""
     return tuple(ast.walk(ast.parse(source)))
 
 
 @cache
 def sources() -> dict[str, str]:
-    """The text of each file of the package, whose nodes are there then.
+    """Return the text of each file of the package; the files are parsed by then.
 
-    Hundreds of thousands of them, at which the collector would look three times as long as it
-    takes to make them, and again at each later collection.
+    The collector is off meanwhile: with hundreds of thousands of nodes it would take three times
+    as long as the parser, and as long again at each later collection.
     """
     paths = sorted(PACKAGE.rglob("*.py"))
     texts = {path.relative_to(PACKAGE).as_posix(): path.read_text() for path in paths}

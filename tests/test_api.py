@@ -1,4 +1,4 @@
-"""Tests of the Python API as people use it: in plain scripts, and under a type checker."""
+"""Tests of the Python API as people use it, mostly in plain scripts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PATH = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
 
 def run_script(folder: Path, source: str) -> subprocess.CompletedProcess[str]:
-    """`python train.py` in a folder of its own."""
+    """Run a script as `python train.py` in a folder."""
     script = folder / "train.py"
     script.write_text(source)
     return subprocess.run(
@@ -73,7 +73,7 @@ assert not torch.equal(loaded["weight"], before)
 assert torch.equal(model.weight, before)
 print("done")
 """
-"""torchrunx's example, line for line but for the names."""
+"""The example of torchrunx, line by line, but with the names of nbdist."""
 
 
 STAGES = """
@@ -102,10 +102,10 @@ print(on_three.__name__, on_three.__doc__, ended() - before < 8 * 2**20)
 
 
 @pytest.mark.own_agent
-def test_a_script_with_stages(tmp_path: Path) -> None:
-    """A model goes in, its trained twin comes out and is saved; no `__main__` guard is needed.
+def test_a_script_uses_worlds_one_after_the_other(tmp_path: Path) -> None:
+    """A script without a `__main__` guard trains a copy of its model on ranks and saves the copy.
 
-    A world of another size follows in the process; then its workers are gone, and their memory.
+    A world of another size runs next in the process, and leaves no workers and no memory behind.
     """
     done = run_script(tmp_path, TORCHRUNX + STAGES)
     assert (done.stdout, done.stderr) == ("done\non_three Fill memory on three. True\n", "")
@@ -143,7 +143,7 @@ with nbdist.World(2) as world:
 
 
 def by_rank(lines: list[str]) -> dict[int, list[str]]:
-    """What each rank said, from lines such as `[0-1] hello`, in whatever order ranks came."""
+    """Return the texts of each rank from lines such as `[0-1] hello`, in any order of ranks."""
     said: dict[int, list[str]] = {}
     for line in lines:
         ranks, _, text = line.removeprefix("[").partition("] ")
@@ -154,10 +154,10 @@ def by_rank(lines: list[str]) -> dict[int, list[str]]:
 
 
 @pytest.mark.own_agent
-def test_error_in_a_script(tmp_path: Path) -> None:
-    """It can be caught by its class; uncaught it is short, and ends as it did on the rank.
+def test_an_error_in_a_script_can_be_caught_and_is_short(tmp_path: Path) -> None:
+    """A script can catch a rank's error by its class; an uncaught error has a short traceback.
 
-    What ranks say is printed with their numbers.
+    The output of ranks is printed with their numbers.
     """
     done = run_script(tmp_path, FAILING)
     lines = done.stderr.splitlines()
@@ -191,9 +191,9 @@ with nbdist.World(2, fork=False) as world:
 
 
 @pytest.mark.own_agent
-def test_a_long_start_in_a_terminal(tmp_path: Path) -> None:
-    """How many workers are ready is told in one line, which is gone when they all are."""
-    # Not in the working directory, where nbdist looks for nothing of its own.
+def test_a_long_start_is_shown_in_a_terminal(tmp_path: Path) -> None:
+    """A terminal shows a line with the number of ready workers, until all workers are ready."""
+    # In another folder, because workers import no modules from the working directory at start.
     site = tmp_path / "site"
     site.mkdir()
     (site / "sitecustomize.py").write_text(
@@ -220,14 +220,14 @@ def test_a_long_start_in_a_terminal(tmp_path: Path) -> None:
 
 
 @pytest.mark.world
-def test_a_function_on_new_workers() -> None:
-    """As many as there are cores, or fewer; they end with the call."""
+def test_run_calls_a_function_on_new_workers() -> None:
+    """`nbdist.run` calls a function on each rank of a new world, which ends with the call."""
     results = nbdist.run(lambda seed: (seed, int(os.environ["WORLD_SIZE"])), seed=1)
     assert list(results) == [(1, len(results))] * len(results)
 
 
-def test_distributed_says_what_it_is() -> None:
-    """With options and without, it keeps the function, and its name and text."""
+def test_distributed_keeps_the_function_and_its_name() -> None:
+    """`distributed`, with and without options, keeps the function, its name and its docstring."""
 
     def train() -> None:
         """Trains."""
@@ -237,13 +237,13 @@ def test_distributed_says_what_it_is() -> None:
         assert (made.__name__, made.__doc__) == ("train", "Trains.")
 
 
-def test_public_names() -> None:
-    """Each public name is there, and a wrong one is an AttributeError as in any module."""
+def test_nbdist_has_exactly_its_public_names() -> None:
+    """Each public name exists, and a wrong name raises AttributeError as in any module."""
     for name in nbdist.__all__:
         assert getattr(nbdist, name) is not None
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = nbdist.nothing
-    # `nbdist.<tab>` has the public names and no others; its help names magics that there are.
+    # `nbdist.<tab>` shows the public names alone, and the help of nbdist names existing magics.
     assert [name for name in dir(nbdist) if not name.startswith("_")] == sorted(
         name for name in nbdist.__all__ if not name.startswith("_")
     )

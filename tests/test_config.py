@@ -1,4 +1,4 @@
-"""Each option of a world, as a flag and as an argument: its check, and which launcher it is for."""
+"""Tests of `nbdist.config`: options of a world, as flags and arguments, and their launchers."""
 
 from __future__ import annotations
 
@@ -73,16 +73,16 @@ REFERENCE = PACKAGE.parent / "docs" / "reference.md"
         ({"cpus": 10_000}, "`--cpus 10000`: a number of cores for each worker, such as 4."),
     ],
 )
-def test_what_can_never_be_is_refused_in_one_line(said: dict[str, Any], told: str) -> None:
-    """Which option, why, and what would be right."""
+def test_an_impossible_option_is_refused_in_one_line(said: dict[str, Any], told: str) -> None:
+    """The error for an option that can never work names the option and the reason in one line."""
     with pytest.raises(UsageError) as found:
         WorldConfig(**said)
     assert str(found.value).startswith(told)
     assert "\n" not in str(found.value)
 
 
-def test_a_rendezvous_of_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its entry point has torch know its name, which no message denies then."""
+def test_a_package_can_add_a_rendezvous(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rendezvous backend of a package's entry point is accepted, and listed as known."""
     (about := tmp_path / "meet-1.dist-info").mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: meet\nVersion: 1\n")
     (about / "entry_points.txt").write_text(f"[{RDZV_HANDLERS}]\nmeet = meet:make\n")
@@ -93,8 +93,8 @@ def test_a_rendezvous_of_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         WorldConfig(**asked, rdzv_backend="met")  # type: ignore[arg-type]
 
 
-def test_text_and_values_are_the_same() -> None:
-    """What a flag says and what Python says become one value."""
+def test_texts_and_values_of_options_are_equal() -> None:
+    """Options as the texts of flags and as Python values give equal configurations."""
     typed = WorldConfig("4", cpus="2", env=["A=1", "B='x y'"], hang_timeout="3", backend="GLOO")  # type: ignore[arg-type]
     assert typed == WorldConfig(
         4, cpus=2, env={"A": "1", "B": "x y"}, hang_timeout=3.0, backend="gloo"
@@ -103,14 +103,14 @@ def test_text_and_values_are_the_same() -> None:
     assert WorldConfig(**vars(typed)) == typed
 
 
-def test_a_restart_changes_what_it_says() -> None:
-    """The rest stays; of `n` and `layout` the newer holds, and `env` grows."""
+def test_a_restart_changes_only_the_given_options() -> None:
+    """Other options stay; the newer of `n` and `layout` counts, and new variables join `env`."""
     asked = WorldConfig(layout="2x2", env={"A": "1"}, debug=True)
     assert asked.with_changes(n=3) == WorldConfig(n=3, env={"A": "1"}, debug=True)
     assert WorldConfig(n=3).with_changes(layout="2x2") == WorldConfig(layout="2x2")
     assert asked.with_changes(env={"B": "2"}).env == {"A": "1", "B": "2"}
     assert WorldConfig(share_gpus=True).with_changes(n=3).share_gpus
-    # Which of both holds, and which is forgotten.
+    # A layout stays while all workers have room, and is dropped for more workers.
     asked = WorldConfig(layout="1:2x2", debug=True)
     assert asked.with_size(3) == WorldConfig(3, layout="1:2x2", debug=True)
     assert asked.with_size(3).with_size(1).with_size(4) == asked
@@ -120,8 +120,8 @@ def test_a_restart_changes_what_it_says() -> None:
     assert WorldConfig(2).with_size(3) == WorldConfig(3)
 
 
-def test_of_launchers_and_their_options_the_newer_holds() -> None:
-    """What another launcher takes goes with it; what contradicts in one line is refused."""
+def test_a_newer_launcher_drops_options_of_an_older_one() -> None:
+    """A new launcher drops options of the old one; contradictions in one command are refused."""
     here, ssh = WorldConfig(2), WorldConfig(2, hosts="a:2", copy_env="A")
     assert ssh.with_changes(launcher="local") == WorldConfig(2, launcher="local")
     assert ssh.with_changes(launcher="slurm") == WorldConfig(2, launcher="slurm", copy_env="A")
@@ -135,16 +135,16 @@ def test_of_launchers_and_their_options_the_newer_holds() -> None:
         ssh.with_changes(hosts="b", launcher="slurm")
 
 
-def test_what_agents_are_restarted_for() -> None:
-    """Elsewhere for all that does not hold at once; here for another launcher."""
+def test_agents_are_restarted_for_options_of_their_own() -> None:
+    """Agents elsewhere are restarted for most options, and a local agent for another launcher."""
     assert WorldConfig(2).agent_options == WorldConfig(3, debug=True).agent_options
     assert WorldConfig(2).agent_options != WorldConfig(2, hosts="a").agent_options
     assert WorldConfig(hosts="a").agent_options != WorldConfig(hosts="a,b").agent_options
     assert WorldConfig(hosts="a").agent_options == WorldConfig(hosts="a", free=False).agent_options
 
 
-def test_what_was_said_as_text() -> None:
-    """Options as they would be typed, for remedies that name them; no secrets."""
+def test_options_are_written_as_people_type_them() -> None:
+    """Messages name options as people type them, and leave out the values of secrets."""
     for name, value, typed in (
         ("n", 4, "-n 4"),
         ("fork", False, "--no-fork"),
@@ -157,8 +157,8 @@ def test_what_was_said_as_text() -> None:
     assert "very" not in repr(WorldConfig(4, env={"HF_TOKEN": "very"}))
 
 
-def test_variables_of_one_env() -> None:
-    """A comma divides where a name and its value follow each, as torchx has it."""
+def test_commas_separate_variables_of_an_env() -> None:
+    """Commas separate variables only if each part is a name with a value, as in torchx."""
     for text, variables in (
         ("A=1,B=2", {"A": "1", "B": "2"}),
         ("GPUS=0,1", {"GPUS": "0,1"}),
@@ -169,8 +169,8 @@ def test_variables_of_one_env() -> None:
         assert WorldConfig(env=[text]).env == variables
 
 
-def test_world_takes_the_fields_as_arguments() -> None:
-    """`help(World)` and editors show each, with its help."""
+def test_world_takes_each_option_as_an_argument() -> None:
+    """`World` has an argument for each option, and `help(World)` shows the option's help."""
     arguments = inspect.signature(World).parameters
     assert list(arguments) == [each.name for each in fields(WorldConfig)]
     assert arguments["n"].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -182,8 +182,8 @@ def test_world_takes_the_fields_as_arguments() -> None:
         World(bogus=1)  # type: ignore[call-arg]
 
 
-def test_each_option_is_in_the_manual_and_read() -> None:
-    """The table has each flag and argument, with the same words; none is read by nothing."""
+def test_each_option_is_in_the_manual_and_used() -> None:
+    """The manual's table has the flag, argument and help of each option, and code uses each."""
     rows = re.findall(r"^\| `([^|]*)` \| `(\w+)` \| (.*) \|$", REFERENCE.read_text(), re.MULTILINE)
     assert rows == [
         (f"{o.flag} {o.metavar}".strip() or "-", name, o.help) for name, o in OPTIONS.items()
@@ -199,8 +199,8 @@ def test_each_option_is_in_the_manual_and_read() -> None:
 
 
 @pytest.mark.parametrize("text", ["x", "-1", "", "0", "1.5", "1e3", "٣", "9" * 5000])
-def test_whole_numbers(text: str) -> None:
-    """From the least on; quotes of IPython's are none of the number."""
+def test_only_whole_numbers_are_accepted(text: str) -> None:
+    """Texts other than whole numbers in the limits are refused; quotes of IPython are removed."""
     read = whole_number("--tail", "a number, such as `--tail 1`")
     with pytest.raises(UsageError) as found:
         read(text)
@@ -225,8 +225,8 @@ def test_whole_numbers(text: str) -> None:
         ("salloc", "-p gpu -t 1:00", "-p gpu -t 1:00"),
     ],
 )
-def test_what_is_for_other_machines(option: str, given: object, value: str) -> None:
-    """In one form each."""
+def test_options_for_other_machines_have_one_form(option: str, given: object, value: str) -> None:
+    """Each option for other machines is read into one form, in whatever form people type it."""
     assert OPTIONS[option].read(given) == value
 
 
@@ -241,8 +241,8 @@ def test_what_is_for_other_machines(option: str, given: object, value: str) -> N
         ({"n": "gpu", "launcher": "slurm"}, (1, None), "gpu", None),
     ],
 )
-def test_nodes_of_other_machines(asked, nodes, per_node, workers):
-    """How many, and how many workers on each, or in all."""
+def test_options_give_the_numbers_of_nodes_and_workers(asked, nodes, per_node, workers):
+    """Options give the least and most nodes, and the number of workers on each node or in all."""
     config = WorldConfig(**asked)
     assert ((config.min_nodes, config.max_nodes), config.per_node) == (nodes, per_node)
     assert config.workers == workers
@@ -261,8 +261,8 @@ SLURM, ONE = {"SLURM_JOB_ID": "17"}, {"SLURM_JOB_NUM_NODES": "1"}
         ({**SLURM, **ONE, "SLURMD_NODENAME": "node1"}, "local"),
     ],
 )
-def test_the_launcher_of_a_place(environ: dict[str, str], launcher: str) -> None:
-    """Slurm's in an allocation, unless that is this machine alone."""
+def test_the_launcher_in_an_allocation_is_slurm(environ: dict[str, str], launcher: str) -> None:
+    """In an allocation the launcher is slurm, unless this machine is the allocation's only node."""
     assert launcher_for({}, environ) == launcher
     assert launcher_for({"hosts": "a"}, environ) == "ssh"
 
@@ -271,8 +271,8 @@ def test_the_launcher_of_a_place(environ: dict[str, str], launcher: str) -> None
     ("launcher", "takes"),
     [("local", 0), ("ssh", 6), ("slurm", 7), ("join", 5), ("ray", 6), ("of-a-package", 8)],
 )
-def test_each_launcher_takes_its_own(launcher: str, takes: int) -> None:
-    """What it has no use for is refused with the launchers that have; others' take all."""
+def test_each_launcher_takes_only_its_own_options(launcher: str, takes: int) -> None:
+    """An option is refused for a launcher without use for it; launchers of packages take all."""
     said = {
         **{"hosts": "a", "salloc": "-p x", "memory": "1G", "copy_env": "A", "address": "eth0"},
         **{"link_timeout": 9, "rdzv_backend": "c10d", "rdzv_endpoint": "x:1"},
@@ -288,8 +288,8 @@ def test_each_launcher_takes_its_own(launcher: str, takes: int) -> None:
         assert f"{OPTIONS[name].as_typed(said[name])}`: it is for {by}, and" in str(found.value)
 
 
-def test_room_on_hosts() -> None:
-    """As far as it is known before they are asked; a host more than nodes is a spare one."""
+def test_hosts_without_room_for_a_layout_are_refused() -> None:
+    """A layout is refused if a host has too few slots; hosts beyond its nodes are spares."""
     for n, hosts in ((6, "a:4,b:2"), (7, "a:4,b")):
         assert WorldConfig(n, hosts=hosts).workers == n
     for layout, hosts in (("2x4", "a,b:4,c"), ("1:2x4", "a"), ("2x4", "a:4,b:2,c")):

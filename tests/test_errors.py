@@ -1,4 +1,4 @@
-"""Tests of `nbdist.errors`, and of the words that errors and others share."""
+"""Tests of `nbdist.errors`, and of `nbdist.words`, which formats values for messages."""
 
 from __future__ import annotations
 
@@ -127,11 +127,11 @@ EVERY_ERROR = [
         "`python -m x`; it left no output.",
     ),
 ]
-"""And what some say, "" where only their form is looked at."""
+"""An error of each class with its text, or "" if only the form of the text is checked."""
 
 
-def test_every_error_is_in_the_table_above():
-    """Each class of the module is exercised by the tests that go over all of them."""
+def test_every_class_of_errors_is_in_the_table_above():
+    """Each class of errors is in EVERY_ERROR, so that the next test checks all of them."""
     kinds = {each for each in vars(errors).values() if isinstance(each, type)}
     ours = {each for each in kinds if issubclass(each, errors.NbdistError)}
     assert ours - {errors.NbdistError} <= {type(error) for error, _ in EVERY_ERROR}
@@ -140,10 +140,10 @@ def test_every_error_is_in_the_table_above():
 @pytest.mark.parametrize(
     ("error", "text"), EVERY_ERROR, ids=[type(each).__name__ for each, _ in EVERY_ERROR]
 )
-def test_an_error(error, text):
-    """One line that says who, what and what to do now; it survives pickle and copy, as its facts.
+def test_an_error_is_one_line_and_survives_pickle(error, text):
+    """An error is a single line, and keeps its text and attributes through pickle and copy.
 
-    A failed start's is followed by its log.  No line has the name of its class twice.
+    The line of a failed start is followed by a log.  No line has the name of its class twice.
     """
     first, *rest = str(error).split("\n")
     assert ".." not in first
@@ -161,7 +161,7 @@ def test_an_error(error, text):
 
 
 def test_ipython_shows_the_line_and_no_traceback():
-    """In IPython the error is that line alone, and the cell has failed; Stop's name is Python's."""
+    """IPython shows the line of an error alone; Stop's error is shown as KeyboardInterrupt."""
     shell = InteractiveShell(config=Config({"HistoryManager": {"enabled": False}}))
     shell.user_ns["error"] = worker_error()
     with capture_output() as shown:
@@ -176,12 +176,12 @@ def test_ipython_shows_the_line_and_no_traceback():
 
 
 def test_a_failed_start_shows_the_end_of_the_log():
-    """The last lines of the log follow, and only so many that the first stays in sight."""
+    """The first line of a failed start is followed by a limited number of the log's last lines."""
     log = [f"line {i}" for i in range(100)]
     first, *rest = str(errors.StartError(1, "node1", "python -m x", "it died", log)).split("\n")
     assert first.endswith("its last lines:")
     assert [line.strip() for line in rest] == log[-errors.START_LOG_LINES :]
-    # The last line of its log says it; one that was killed has written none about that.
+    # An agent's last line is its reason; a killed agent has written one only for lack of memory.
     assert "exited with code 1 (KeyError: 17), and" in str(errors.AgentLost("a", 1, "KeyError: 17"))
     assert "(" not in str(errors.AgentLost("a", -9, "Extension loaded"))
     assert f"SIGKILL ({LACKED_MEMORY}: x), and" in str(
@@ -189,12 +189,12 @@ def test_a_failed_start_shows_the_end_of_the_log():
     )
 
 
-def test_a_worker_error_tells_the_ranks_apart():
-    """The failure of every rank is at hand, and the rank that failed first is named."""
+def test_a_worker_error_has_the_failures_of_all_ranks():
+    """A worker error names the rank that failed first, and has the failure of each failed rank."""
     error = worker_error(failed=(5, 1))
     assert (error.rank, error.host, error.pid) == (5, "node1", 4711)
     assert error.errors == {5: Failed(5), 1: Failed(1)}
-    # Where a rank raised one of our errors itself the name before the line is enough.
+    # The class is left out if a rank itself has raised an error of nbdist.
     nested = errors.WorkerError(
         errors.Blame(0, "a", 1, {0: Failed(0)}), 1, 1.0, ("WorkerError", "no rank")
     )
@@ -225,17 +225,17 @@ WORDED = {
 
 
 @pytest.mark.parametrize("word", WORDED)
-def test_words(word):
-    """Ranks as `-r` reads them, signals by name, sizes in three digits, messages in one line."""
+def test_words_of_messages_have_a_fixed_form(word):
+    """Messages have ranks as `-r` reads them, names of signals, and sizes of three digits."""
     assert {value: word(value) for value in WORDED[word]} == WORDED[word]
 
 
 def test_columns_are_aligned():
-    """By the longest text of each; nothing follows the last one."""
+    """Columns are as wide as their longest text, and no line ends with spaces."""
     rows = [("rank", "state"), ("0", "busy 3 s"), ("11", "<idle>")]
     assert words.aligned(rows) == ["rank  state", "0     busy 3 s", "11    <idle>"]
     assert words.aligned([]) == []
-    # The name that is most like it, if any is.
+    # The most similar name is suggested, or none.
     names = ["loss", "model", "_lss", "optimizer"]
     assert words.did_you_mean("lss", names) == " Did you mean `loss`?"
     assert words.did_you_mean("optimiser", names) == " Did you mean `optimizer`?"

@@ -1,6 +1,6 @@
-"""How the house is built: who may import whom, what lies at the top, what an import costs.
+"""Tests of the package's structure: its imports, their cost, and the files at the top level.
 
-And that no ten lines stand twice.
+No ten lines of the package occur twice.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from tests.waiting import SOON
 
 ROOT = PACKAGE.parent
 
-# The floors: each room, and the rooms below it, or the one module of it, which are all that
-# it may import.  The notebook's side never imports agent or worker: they are other processes.
+# Each room (a folder or module of the package), and the rooms or modules below, which alone the
+# room may import.  The notebook's side imports no agent or worker: they are other processes.
 OPTIONS = {"words", "errors", "topology", "config"}
-BETWEEN = {"words", "errors", "system", "values", "wire"}  # what all processes have
+BETWEEN = {"words", "errors", "system", "values", "wire"}  # imported in all processes
 FLOORS = {
     "words": set(),
     "plugins": set(),
@@ -43,37 +43,37 @@ FLOORS = {
     "wire": (BETWEEN - {"wire"}) | {"topology", "config", "output.events"},
     "world": OPTIONS | BETWEEN | {"plugins", "output"},
     "agent": BETWEEN | {"topology", "output.events"},
-    # The head's process does all that an agent does but for having workers.
+    # The head does all that an agent does, except for having workers.
     "cluster": BETWEEN | {"plugins", "topology", "config", "output.events", "agent"},
     "notebook": OPTIONS | BETWEEN | {"plugins", "world", "output"},
     "terminal": OPTIONS | BETWEEN | {"plugins", "world", "output"},
     # Each tool's magic runs in the notebook, its op (`*_op.py`) in workers.
     "tools": BETWEEN | {"output", "world", "notebook", "worker"},
     "worker": BETWEEN | {"plugins", "output.events", "output.mimes"},
-    # The package itself has the public names, which it takes from everywhere on the
-    # notebook's side; everybody may ask it for what stands in it.
+    # The package itself imports the public names from all rooms of the notebook's side; every
+    # room may import the package.
     "__init__": OPTIONS | BETWEEN | {"world", "notebook", "output", "tools", "worker.tracking"},
 }
 
-# Doors between rooms: the fork server becomes a worker when it forks.
+# Exceptions from FLOORS: the fork server becomes a worker when it forks.
 DOORS = {("agent/fork_server.py", "worker")}
 
-# What is imported inside of functions alone: where hosts or a launcher are named, nothing of the
-# cluster is there else.
+# Rooms that a room may import only inside functions: the cluster is loaded only if hosts or a
+# launcher are named.
 LATE = {("agent", "cluster"), ("terminal", "cluster")}
 
-# Who may import torch when it is imported itself.
+# Files that may import torch at once, when they are imported.
 TORCH_ROOMS = ("worker/", "agent/fork_server.py", "tools/diff_op.py", "tools/timeline_op.py")
 TORCH_ROOMS += ("tools/digests.py", "tools/watch_op.py")
 
 RECENT_COMMITS, LONGEST_SUBJECT = 200, 72  # many older subjects are longer
 
 TOP_LEVEL = {"pyproject.toml", "nbdist", "tests", "notebooks", "docs", "README.md", "LICENSE"}
-TOP_LEVEL |= {"CITATION.cff"}  # where GitHub looks for it
+TOP_LEVEL |= {"CITATION.cff"}  # GitHub expects the file here
 
 
 class Import(NamedTuple):
-    """One imported name: by which file, in which line, and whether importing the file runs it."""
+    """An imported name, with its file and line, and whether importing the file imports the name."""
 
     file: str
     line: int
@@ -87,7 +87,7 @@ class Import(NamedTuple):
 
     @property
     def room(self) -> str | None:
-        """The room of nbdist that is imported, or None for what is none."""
+        """The room of nbdist that is imported, or None for another package."""
         head, _, rest = self.name.partition(".")
         if head != "nbdist":
             return None
@@ -104,7 +104,7 @@ def _is_module(room: str) -> bool:
 
 @cache
 def imports_of(file: str, source: str) -> tuple[Import, ...]:
-    """Every import statement of a file, wherever it stands."""
+    """Return the imports of a file, also those inside functions."""
     return tuple(_imports(file, source))
 
 
@@ -146,9 +146,9 @@ def module_of(file: str) -> str:
 
 
 def circle_in(sources: Mapping[str, str]) -> set[str]:
-    """Files, with their text, that import one another: a circle of them, if there is one.
+    """Return a circle of files that import one another, or an empty set.
 
-    The package's own `__init__` is in none: everybody may ask it for the version.
+    The package's own `__init__` is in no circle: every room may import the version from it.
     """
     files = {module_of(file): file for file in sources}
 
@@ -168,7 +168,7 @@ def circle_in(sources: Mapping[str, str]) -> set[str]:
 
 
 def points_up(each: Import) -> bool:
-    """Whether a room imports one that is not below it."""
+    """Whether a room imports a room that is not below, without an exception from FLOORS."""
     room = each.room
     if room is None or room in (each.importer, "__init__") or (each.file, room) in DOORS:
         return False
@@ -180,7 +180,7 @@ def points_up(each: Import) -> bool:
 
 
 def is_early_torch(each: Import) -> bool:
-    """Whether importing a file imports torch where it must not."""
+    """Whether a file imports torch at once without being in TORCH_ROOMS."""
     is_torch = each.name.partition(".")[0] == "torch"
     return is_torch and each.at_once and not each.file.startswith(TORCH_ROOMS)
 
@@ -201,8 +201,8 @@ def is_early_torch(each: Import) -> bool:
         ("worker/x.py", "from . import y\nfrom nbdist.values.payload import Payload", None),
     ],
 )
-def test_an_import_that_points_up_is_told(file, source, told):
-    """The file, the line and the import are named."""
+def test_an_import_that_points_up_is_found(file, source, told):
+    """An import that points up is found, with its file and line."""
     found = [str(each) for each in imports_of(file, source) if points_up(each)]
     assert found == ([] if told is None else [f"nbdist/{file}:{told}"])
 
@@ -213,9 +213,9 @@ def test_no_import_points_up():
 
 
 def test_only_workers_import_torch():
-    """Nothing but a worker and the fork server imports torch when it is imported.
+    """Only modules of workers and the fork server import torch at once, when they are imported.
 
-    Importing it in a function or for type checkers is fine; when it is run at once, not.
+    All modules may import torch in functions and for type checkers.
     """
     assert "\n".join(str(each) for each in all_imports() if is_early_torch(each)) == ""
     early = "import torch.nn\nclass C:\n    import torch\nimport torchless"
@@ -225,20 +225,20 @@ def test_only_workers_import_torch():
     assert not any(map(is_early_torch, imports_of("worker/x.py", early)))
 
 
-def test_what_is_imported_at_once_is_installed():
-    """pip brings it; torch alone would bring no numpy, and no worker would start."""
+def test_packages_that_are_imported_at_once_are_installed():
+    """pip installs each package that nbdist imports at once: torch alone would bring no numpy."""
     text = (ROOT / "pyproject.toml").read_text()
     named = {
         re.split("[<>=~,;]", each)[0] for each in tomllib.loads(text)["project"]["dependencies"]
     }
-    brought = named | {"nbdist", "zmq", "traitlets"}  # by pyzmq, and by IPython
+    brought = named | {"nbdist", "zmq", "traitlets"}  # zmq by pyzmq, traitlets by IPython
     at_once = [each for each in all_imports() if each.at_once]
     packages = {each.name.partition(".")[0].lower(): str(each) for each in at_once}
     assert {packages[name] for name in packages.keys() - brought - sys.stdlib_module_names} == set()
 
 
-def test_no_circles():
-    """No file imports one that imports it, by whatever detour, also for type checkers only."""
+def test_no_files_import_one_another():
+    """No file imports itself through other files, also not for type checkers only."""
     assert circle_in(sources()) == set()
     detour = {
         "x/a.py": "if TYPE_CHECKING:\n    from nbdist.x.b import B",
@@ -251,19 +251,19 @@ def test_no_circles():
     assert circle_in(package) == {"y/__init__.py", "y/a.py"}
 
 
-def test_every_room_has_its_floor():
-    """What lies in the package is in the table of floors."""
+def test_every_room_is_in_the_table_of_floors():
+    """Each folder and module at the top of the package is in FLOORS."""
     rooms = {path.name.removesuffix(".py") for path in PACKAGE.iterdir()}
     assert rooms - {"__pycache__", "py.typed"} <= set(FLOORS)
 
 
-def test_the_longest_are_there():
-    """Files that are begun first are renamed there too."""
+def test_modules_that_begin_first_exist():
+    """Each module in LONGEST exists, also after modules have been renamed."""
     assert [name for name in LONGEST if not (ROOT / "tests" / name).is_file()] == []
 
 
-def test_no_folder_grows():
-    """What needs more files or lines raises its folder's limit, and says why in its commit."""
+def test_no_folder_exceeds_its_limits():
+    """No folder exceeds its limits; a commit that needs more raises them, and says why."""
     assert folders.more_than_allowed(folders.counted()) == []
 
 
@@ -280,8 +280,8 @@ def test_commit_subjects_are_short():
 
 
 @pytest.mark.world
-def test_the_top_level():
-    """The repository shows exactly these names, and hidden ones."""
+def test_the_top_level_has_only_known_names():
+    """The top level of the repository has the names of TOP_LEVEL and hidden ones, no others."""
     if not (ROOT / ".git").exists() or shutil.which("git") is None:
         pytest.skip("not in a git checkout, so there is no list of the repository's files")
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
@@ -313,7 +313,7 @@ print(json.dumps({
 
 
 def probe(*modules: str) -> dict[str, object]:
-    """What a fresh process has and has opened after it imported these modules."""
+    """Import modules in a new process; return the libraries and files that they load and open."""
     done = subprocess.run(
         [sys.executable, "-c", PROBE, *modules],
         capture_output=True,
@@ -335,7 +335,7 @@ def test_importing_nbdist_costs_nothing():
 
 @pytest.mark.world
 def test_the_notebooks_side_loads_no_torch():
-    """No module that runs in the notebook kernel or in the agent brings torch, by any detour."""
+    """No module of the notebook's side or of the agent loads torch, also not by other modules."""
     modules = [
         "nbdist." + path.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", ".")
         for path in sorted(PACKAGE.rglob("*.py"))
@@ -347,13 +347,13 @@ def test_the_notebooks_side_loads_no_torch():
     assert (found["threads"], found["environ"]) == (1, True)
 
 
-# --- no ten lines stand twice ---------------------------------------------------------------
+# --- no ten lines occur twice ---------------------------------------------------------------
 
 LINES = 10
 
 
 def telling_lines(source: str) -> Iterator[tuple[int, str]]:
-    """The lines that count, with their numbers: imports, comments and empty ones do not."""
+    """Yield the lines of a file, without imports, comments and empty lines, with their numbers."""
     left_out: set[int] = set()
     for node in nodes_of(source):
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -365,7 +365,7 @@ def telling_lines(source: str) -> Iterator[tuple[int, str]]:
 
 
 def repeats(sources: Mapping[str, str]) -> list[str]:
-    """All places where the same lines stand, indented as they may be."""
+    """Return all pairs of places at which the same lines occur, whatever their indentation."""
     places = defaultdict(list)
     for file, source in sources.items():
         lines = list(telling_lines(source))
@@ -379,8 +379,8 @@ def repeats(sources: Mapping[str, str]) -> list[str]:
     ]
 
 
-def test_no_lines_stand_twice():
-    """What is the same is written once: as a function, a class or a table."""
+def test_no_ten_lines_occur_twice():
+    """No ten lines occur twice: equal code is written once, as a function, a class or a table."""
     assert repeats(sources()) == []
 
 
@@ -397,6 +397,6 @@ IMPORTS = "from x import (\n" + "    a,\n" * LINES + ")\nimport e\n"
         (IMPORTS, IMPORTS, []),
     ],
 )
-def test_a_repeat_is_told(one, other, told):
-    """By file and line of both; indentation, comments and imports make no difference."""
+def test_lines_that_occur_twice_are_found(one, other, told):
+    """Repeated lines are found, whatever their indentation and comments; imports do not count."""
     assert repeats({"x.py": one, "y.py": other}) == told

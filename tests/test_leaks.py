@@ -1,4 +1,4 @@
-"""The guard of tests/conftest.py: each kind of thing left behind fails the test that left it."""
+"""Tests of the guard in tests/conftest.py, which fails a test that leaves something behind."""
 
 import os
 import re
@@ -107,11 +107,11 @@ LEFT = {
 }
 
 
-def test_what_is_left_behind_is_an_error(tmp_path: Path) -> None:
-    """The test that left something behind has an error that names it, and nothing else.
+def test_a_test_that_leaves_something_behind_fails(tmp_path: Path) -> None:
+    """A test that leaves something behind has an error that names exactly this thing.
 
-    What ends a moment later is waited for; what a shared world's tests leave is counted when the
-    module ends.  A test of the tier `unit` must not start a process.
+    The guard waits for processes that end a moment later; things that a shared world's tests leave
+    are counted when the module ends.  A test of the tier `unit` must not start a process.
     """
     shutil.copy(Path(__file__).parent / "conftest.py", tmp_path)
     (tmp_path / "test_leaky.py").write_text(LEAKY)

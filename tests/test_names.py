@@ -1,4 +1,4 @@
-"""Names: private ones of other libraries stay in the seam, and those in docstrings are there."""
+"""Tests of names: private names of libraries, names of constants, and names in docstrings."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ import pytest
 from tests.sources import nodes_of, sources
 
 LIBRARIES = {"torch", "IPython", "ipykernel", "jupyter_client", "traitlets"}
-"""Those whose classes our own ones are made of."""
+"""Libraries with base classes of nbdist's classes."""
 
 SEAM = {f"worker/compat/{name}.py" for name in ("torch", "nccl", "models", "ipython")}
 
-# Python's own whose documentation has them, in spite of the underscore.
+# Names of Python that its documentation describes, in spite of the underscore.
 DOCUMENTED = {
     *("_thread", "os._exit", "sys._current_exceptions", "sys._current_frames"),
     *("asyncio._enter_task", "asyncio._leave_task"),
 }
 
-# And those of named tuples.
+# Names of named tuples, which are documented too.
 OF_TUPLES = {"_asdict", "_fields", "_make", "_replace"}
 
 DEFINITIONS, CLASS_IDS = "values/definitions.py", "values/class_ids.py"
 CHILDREN = "values/child_definitions.py"
 
-# What stays where it is, by file and name, and why.
+# Allowed uses outside of the seam, by file and name, with their reasons.
 ALLOWED = {
-    # Python's own.
+    # Names of Python, IPython and Jupyter.
     ("worker/main.py", "atexit._run_exitfuncs"): "os._exit runs none",
     ("world/result.py", "error._render_traceback_"): "how exceptions show themselves in IPython",
     ("worker/ops/run.py", "asyncio._set_running_loop"): "asyncio.run refuses where one runs",
     ("worker/ops/run.py", "runpy._get_module_details"): "as `python -m` finds a module",
     ("wire/control.py", "_jupyter_types_experimental"): "a key of replies that front ends read",
-    # On both sides of the wire, so not in workers only.
+    # Names that are used on both sides of the wire, and so not only in workers.
     (DEFINITIONS, "by_value._DYNAMIC_CLASS_TRACKER_BY_ID"): "cloudpickle looks too late",
     (CLASS_IDS, "by_value._DYNAMIC_CLASS_TRACKER_BY_CLASS"): "whether a class has an id",
     (CLASS_IDS, "by_value._lookup_class_or_track"): "the one place that registers an id",
@@ -57,7 +57,7 @@ ALLOWED = {
 
 
 class Use(NamedTuple):
-    """A private name of somebody else, where it is used."""
+    """A use of a private name of a library, with its place."""
 
     file: str
     line: int
@@ -74,7 +74,7 @@ def is_private(name: str) -> bool:
 
 
 def uses_in(file: str, source: str, inherited: Collection[str] = frozenset()) -> Iterator[Use]:
-    """Every use of a private name that neither the file nor one it inherits from has made."""
+    """Yield each use of a private name that the file does not define, or inherit on `self`."""
     nodes = nodes_of(source)
     own = set(_own_names(nodes))
     for node in nodes:
@@ -127,7 +127,7 @@ def _overridden(file: str, nodes: Iterable[ast.AST], kind: ast.ClassDef) -> Iter
 
 
 def _foreign_bases(nodes: Iterable[ast.AST], kind: ast.ClassDef) -> Iterator[object]:
-    """Those of a library, and of the seam, which the file imports by name."""
+    """Yield the base classes that the file imports by name from a library or the seam."""
     bases = {ast.unparse(base) for base in kind.bases}
     for node in nodes:
         module = (isinstance(node, ast.ImportFrom) and node.module) or ""
@@ -139,21 +139,21 @@ def _foreign_bases(nodes: Iterable[ast.AST], kind: ast.ClassDef) -> Iterator[obj
 
 @cache
 def all_uses() -> tuple[Use, ...]:
-    """Those of the package, in reading order, but for the seam's."""
+    """Return the uses in all files of the package except the seam, in reading order."""
     rest = {file: source for file, source in sources().items() if file not in SEAM}
     own = {name for source in rest.values() for name in _own_names(nodes_of(source))}
     return tuple(use for file, source in rest.items() for use in uses_in(file, source, own))
 
 
-def test_private_names_are_in_the_seam():
-    """No other file of the package uses a private name of torch, IPython or ipykernel."""
+def test_private_names_of_libraries_stay_in_the_seam():
+    """No file outside of the seam uses a private name of a library, but for those in ALLOWED."""
     unknown = (use for use in all_uses() if use.name not in DOCUMENTED)
     found = [use for use in unknown if (use.file, use.name) not in ALLOWED]
     assert "\n".join(map(str, found)) == ""
 
 
-def test_devices_are_in_one_file():
-    """No other file asks torch about a kind of device, as `torch.cuda` and `torch.accelerator`."""
+def test_torch_is_asked_for_devices_in_one_file():
+    """Only `worker/compat/accelerator.py` uses `torch.cuda` and other modules for devices."""
     modules = {f"torch.{name}" for name in ("accelerator", "cuda", "mtia", "xpu")}
     found = {
         f"nbdist/{file}:{node.lineno}"
@@ -164,8 +164,8 @@ def test_devices_are_in_one_file():
     assert {place.partition(":")[0] for place in found} == {"nbdist/worker/compat/accelerator.py"}
 
 
-def test_what_is_allowed_is_there():
-    """The list holds nothing that has gone."""
+def test_allowed_private_names_are_still_used():
+    """Each name in ALLOWED and DOCUMENTED is still used."""
     assert set(ALLOWED) <= {(use.file, use.name) for use in all_uses()}
     assert {use.name for use in all_uses()} >= DOCUMENTED
 
@@ -187,8 +187,8 @@ KERNEL = "from ipykernel.kernelbase import Kernel\n"
         ("x.__dict__, _, __file__", None),
     ],
 )
-def test_a_private_name_is_told(source: str, told: str | None):
-    """The file, the line and the name."""
+def test_the_use_of_a_private_name_is_found(source: str, told: str | None):
+    """The use of a private name is found, with its file and line."""
     found = [str(use) for use in uses_in("x.py", source)]
     assert found == ([] if told is None else [f"nbdist/x.py:{told}"])
 
@@ -247,9 +247,9 @@ def test_names_of_types_and_constants_are_found():
     assert files_by_name({"x.py": source}) == {n: {"x.py"} for n in ("Aa", "Bb", "C_D", "_E")}
 
 
-# --- what docstrings name in backticks is there: modules, classes and functions --------------
+# --- modules, classes and functions that docstrings name in backticks exist ------------------
 
-# Names that are not the package's, and that no line of its code uses either.
+# Names of other packages and programs, which no code of nbdist uses.
 OTHERS = {
     "Out",
     "RecvWork",
@@ -271,7 +271,7 @@ NAME = re.compile(r"`([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)(?:\(\))?`")
 
 
 def docstrings(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
-    """Strings that stand alone, also those after a constant or a field: with their lines."""
+    """Yield docstrings, also of constants and fields, with their lines."""
     for node in nodes:
         match node:
             case ast.Expr(ast.Constant(str(text))):
@@ -279,7 +279,7 @@ def docstrings(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
 
 
 def names_of(nodes: Iterable[ast.AST]) -> Iterator[str]:
-    """All names that the code of a file defines or uses, in strings that are names too."""
+    """Yield the names that a file defines or uses, and strings that look like names."""
     for node in nodes:
         match node:
             case ast.ClassDef(name) | ast.FunctionDef(name) | ast.AsyncFunctionDef(name):
@@ -295,7 +295,7 @@ def names_of(nodes: Iterable[ast.AST]) -> Iterator[str]:
 
 
 def is_telling(name: str) -> bool:
-    """Whether it is to be looked for: `ClassName`, `some_name` or `dotted.name`, but no word."""
+    """Whether a name must exist: `ClassName`, `some_name` or `dotted.name`, but no plain word."""
     if name.endswith(".py") or name.partition(".")[0] in sys.stdlib_module_names:
         return False
     is_word = name.islower() and "_" not in name and "." not in name
@@ -303,18 +303,18 @@ def is_telling(name: str) -> bool:
 
 
 def is_there(name: str, modules: Collection[str], names: Collection[str]) -> bool:
-    """Whether it can be found: below which module a name stands is not looked at."""
+    """Whether a name exists; in which of the modules its last part exists does not matter."""
     if name in names:
         return True
     head, _, last = name.rpartition(".")
     if name.startswith("nbdist."):
-        # A module, or something in one.
+        # The name of a module, or of a definition in a module.
         return name in modules or (head in modules and last in names)
     return last in names and (not head or is_there(head, modules, names))
 
 
 def unknown_names(sources: Mapping[str, str]) -> Iterator[str]:
-    """Files with lines, and what stands there in backticks and nowhere else."""
+    """Yield files and lines with names in backticks that exist nowhere in the code."""
     nodes = {file: nodes_of(text) for file, text in sources.items()}
     names = set(dir(builtins)).union(*map(names_of, nodes.values()))
     modules = {
@@ -329,8 +329,8 @@ def unknown_names(sources: Mapping[str, str]) -> Iterator[str]:
                     yield f"nbdist/{file}:{line} names {name}"
 
 
-def test_names_in_docstrings_are_there():
-    """A class, function or module that was renamed is renamed in what is said about it too."""
+def test_names_in_docstrings_exist():
+    """Each name in a docstring exists, also after a class, function or module was renamed."""
     found = list(unknown_names(sources()))
     names = {each.rpartition(" ")[2] for each in found}
     assert "\n".join(each for each in found if each.rpartition(" ")[2] not in OTHERS) == ""
@@ -346,8 +346,8 @@ def test_names_in_docstrings_are_there():
         ("`ValueError`, `except`, `train.py`, `NAME`, `--no-fork`, `x = gone_too()`", None),
     ],
 )
-def test_a_name_that_is_not_there_is_told(doc, told):
-    """The file, the line and the name."""
+def test_a_wrong_name_in_a_docstring_is_found(doc, told):
+    """A name in a docstring that does not exist is found, with its file and line."""
     code = "class Mark:\n    kind: str\n\n    def read_marks(self): pass\n"
     found = list(unknown_names({"wire/marks.py": f'"""{doc}"""\n{code}'}))
     assert found == ([] if told is None else [f"nbdist/wire/marks.py:1 names {told}"])

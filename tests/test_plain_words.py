@@ -1,6 +1,6 @@
-"""What people read is in plain English: messages, help, the README, the manual and the notebooks.
+"""Tests that messages, help, the README, the manual and the notebooks are in plain English.
 
-proselint reads pages with its own checks and our list of words, and messages with that list.
+proselint checks pages by its own rules and our list of words, and messages by that list only.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ BETTER = {
     r"all variables are kept": "no variables were lost",
     r"GLHF": "say what to do",
 }
-"""Words that readers stumble over, and what to say."""
+"""Words that readers stumble over, and better words or advice."""
 
 OURS = Check(
     PreferredForms({rf"(?<![\w`]){bad}(?!\w)": said for bad, said in BETTER.items()}, Padding.RAW),
@@ -55,7 +55,7 @@ OURS = Check(
     flags=CheckFlags(allow_quotes=True),
 )
 OF_MESSAGES = {OURS.path: True}
-# Quotes, dots and `x` are as in code.
+# Typography is not checked: quotes, dots and `x` are as in code.
 OF_PAGES = OF_MESSAGES | {k: v for k, v in DEFAULT["checks"].items() if "typography" not in k}
 
 CheckRegistry().register_many((*__register__, OURS))
@@ -63,7 +63,7 @@ MARKDOWN = MarkdownIt().enable("table")
 
 
 def found_in(name: str, text: str, checks: dict[str, bool]) -> list[str]:
-    """Return what proselint finds, with the line that has it."""
+    """Return the findings of proselint, with their lines."""
     lines = text.splitlines()
     return [
         f"{name}: {each.check_result.message} in {lines[each.pos[0] - 1]!r}"
@@ -82,7 +82,7 @@ def _text(token: Token) -> str:
 
 
 def texts(source: str) -> Iterator[tuple[int, str]]:
-    """Strings of several words that are no docstrings, and those of magics, which are help."""
+    """Yield strings of several words, without docstrings except those of magics, which are help."""
     alone = {id(each.value) for each in nodes_of(source) if isinstance(each, ast.Expr)}
     for node in nodes_of(source):
         if isinstance(node, ast.FunctionDef) and any(map(_is_command, node.decorator_list)):
@@ -97,7 +97,7 @@ def _is_command(decorator: ast.expr) -> bool:
 
 
 def test_messages_and_help_are_plain() -> None:
-    """Each finding names its line and the words to use instead."""
+    """Messages and help have no word of the list; a finding names its line and better words."""
     found = [
         finding
         for file, source in sources().items()
@@ -108,7 +108,7 @@ def test_messages_and_help_are_plain() -> None:
 
 
 def test_pages_and_notebooks_are_plain() -> None:
-    """So is what the README, the manual and the notebooks say in Markdown."""
+    """proselint finds nothing in the Markdown of the README, the manual and the notebooks."""
     root = PACKAGE.parent
     pages = [root / "README.md", *root.glob("docs/*.md"), *root.glob(".github/*.md")]
     texts = [(page.name, page.read_text()) for page in pages]
@@ -119,7 +119,7 @@ def test_pages_and_notebooks_are_plain() -> None:
     assert found == []
 
 
-def test_the_list_is_looked_for() -> None:
+def test_words_of_the_list_are_found_in_sentences() -> None:
     """Words of the list, and doubled words, are found in sentences; code is left alone."""
     for said in ("they were freed", "starts all anew", "Who waited", "`x` lives on rank 1"):
         assert found_in("page", prose_of(said), OF_PAGES)

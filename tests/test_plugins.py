@@ -1,4 +1,4 @@
-"""Tests of `nbdist.plugins`: what other packages add, and nbdist without tools and cluster."""
+"""Tests of `nbdist.plugins`: additions of packages, and nbdist without tools and cluster."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ diff = its_package
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Another package, installed, of whose entry points two lead nowhere."""
+    """An installed package with entry points, some of which cannot be imported."""
     (tmp_path / "its_package.py").write_text(EXAMPLE)
     about = tmp_path / "its_package-1.dist-info"
     about.mkdir()
@@ -61,10 +61,10 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_entry_points(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of a checkout are there, installed or not, before those of the same name of a package.
+def test_entry_points_of_a_checkout_win(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkout's entry points come first, before a package's of the same name.
 
-    A copy that is not installed has what other packages add.
+    Without a pyproject.toml nbdist has the entry points of installed packages.
     """
     said = tomllib.loads(plugins.PROJECT.read_text())["project"]["entry-points"]
     monkeypatch.setattr(sys, "path", [str(package), str(package / "nowhere")])
@@ -82,8 +82,8 @@ def test_entry_points(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("package")
-def test_magics_of_a_package() -> None:
-    """They are there as nbdist's own; one that cannot be imported says so when it is used."""
+def test_a_package_can_add_magics() -> None:
+    """Magics of a package work as nbdist's own; an import that fails is reported at use."""
     found = {each.name: each for each in command.find_commands()}
     assert found["dist_hello"].summary == "Say hello."
     assert found["dist_hello"].run(None) == "hello"
@@ -103,8 +103,8 @@ def test_magics_of_a_package() -> None:
 
 
 @pytest.mark.usefixtures("package")
-def test_ops_of_a_package() -> None:
-    """Workers find them by name, but none in the place of nbdist's own."""
+def test_a_package_can_add_ops() -> None:
+    """Workers find ops of a package by name, but no op replaces an op of nbdist."""
     assert namespace.find_op("its_op.dist_hello").name == "dist_hello"
     assert namespace.find_op("diff.lend").__module__ == "nbdist.tools.diff_op"
     with pytest.raises(ImportError, match="nbdist has no `gone_op` on this rank: No module named"):
@@ -125,8 +125,8 @@ print(nbdist.__file__, *(name for name in sys.modules if name.startswith("nbdist
 
 
 @pytest.mark.own_agent
-def test_the_core_alone(tmp_path: Path) -> None:
-    """Without tools and cluster cells run; a magic, and a launcher, say that they are not there."""
+def test_the_core_runs_without_tools_and_cluster(tmp_path: Path) -> None:
+    """Without tools and cluster cells run; a magic and a launcher say that they are missing."""
     left_out = shutil.ignore_patterns("tools", "cluster", "__pycache__")
     shutil.copytree(PACKAGE, tmp_path / "nbdist", ignore=left_out)
     ended = subprocess.run(

@@ -1,4 +1,4 @@
-"""Times: all constants of seconds are in docs/timeouts.md, and each exceeds what it has to."""
+"""Tests that docs/timeouts.md has all constants of times, and that each is long enough."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ NAMED = re.compile(
     r"(^|_)(timeout|TIMEOUT|GRACE|WAIT|LINGER|SECONDS|INTERVAL|EVERY|PATIENCE|AFTER|DELAY|PERIOD"
     r"|PAUSE|HOLD|DEFERRAL|TICK|DEADLINE|REFRESH|REDRAW|STEP|UNCHANGED|MS)$"
 )
-"""How constants of times are called."""
+"""Matches the names of most constants of times."""
 
 SAID = re.compile(r"\b(milli|nano)?seconds\b", re.IGNORECASE)
-"""What is said of the others."""
+"""Matches the comments and docstrings of constants of times with other names."""
 
 NOT_TIMES = {
     "agent/inspect.LARGEST_SHARE",
@@ -32,7 +32,7 @@ NOT_TIMES = {
     "tools/watch.DEFAULT_WATCH_STEPS",  # steps
     "wire/spec.AGENTS_WAIT",  # times a link timeout
 }
-"""What looks like a time and is none."""
+"""Constants that look like times and are none."""
 
 UNITS = {"s": 1.0, "ms": 1e-3, "ns": 1e-9}
 
@@ -41,7 +41,7 @@ TERM = re.compile(r"[a-z_]+(?:/[a-z_]+)*(?:\.[A-Z]\w*)+(?:\.timeout)?")
 
 
 class Row(NamedTuple):
-    """A constant as the page has it: its number, the seconds, and what it must exceed."""
+    """A constant on the page: its number, its seconds, and the expressions that it must exceed."""
 
     number: float
     seconds: float
@@ -49,7 +49,7 @@ class Row(NamedTuple):
 
 
 class Found(NamedTuple):
-    """A constant as the code has it; `is_time` if it is one of seconds."""
+    """A constant in the code; `is_time` if the number is a time."""
 
     number: float
     is_time: bool
@@ -92,7 +92,7 @@ def bodies(path: str, body: list[ast.stmt]) -> Iterator[tuple[str, list[ast.stmt
 
 
 def numbers_in(body: list[ast.stmt], lines: list[str]) -> Iterator[tuple[str, Found]]:
-    """Yield each constant that is a number, with what its comment and its docstring say."""
+    """Yield each number with a name; its name, comment and docstring show if it is a time."""
     for each, after in pairwise([*body, None]):
         if not isinstance(each, ast.Assign | ast.AnnAssign) or each.value is None:
             continue
@@ -114,12 +114,12 @@ def numbers_in(body: list[ast.stmt], lines: list[str]) -> Iterator[tuple[str, Fo
 
 
 def is_named(name: ast.expr) -> bool:
-    """Whether a constant is called as times are."""
+    """Whether the name of a constant is that of a time."""
     return isinstance(name, ast.Name) and bool(NAMED.search(name.id))
 
 
 def number_of(value: ast.expr) -> float | None:
-    """The number that an expression of numbers is, else None."""
+    """Return the value of an expression of numbers, or None for another expression."""
     kinds = (ast.BinOp, ast.Constant, ast.operator, ast.unaryop, ast.UnaryOp)
     if not all(isinstance(each, kinds) for each in ast.walk(value)):
         return None
@@ -135,7 +135,7 @@ def times() -> dict[str, float]:
 
 
 def seconds_of(expression: str) -> float:
-    """What an expression of the page comes to; KeyError if it names what is not there."""
+    """Return the value of an expression of the page; KeyError if a constant does not exist."""
 
     def number(found: re.Match[str]) -> str:
         row = rows().get(found[0])
@@ -147,13 +147,13 @@ def seconds_of(expression: str) -> float:
 
 
 def test_the_page_has_all_times() -> None:
-    """Each with the value that it has, and nothing else."""
+    """The page has each constant of a time with its value, and no others."""
     assert {name: row.number for name, row in rows().items()} == times()
     assert constants().keys() >= NOT_TIMES
 
 
-def test_each_exceeds_what_it_must() -> None:
-    """Whoever waits for others outlasts their own waits."""
+def test_each_time_exceeds_those_in_its_row() -> None:
+    """Each constant exceeds the expressions that its row of the page names."""
     wrong = [
         f"{name} ({row.seconds:g} s) must exceed {each} ({seconds_of(each):g} s)"
         for name, row in rows().items()

@@ -1,4 +1,4 @@
-"""What people type of workers, nodes, hosts and GPUs, and what it means: who sits where."""
+"""Tests of `nbdist.topology`: options for workers, nodes, hosts and GPUs, and places of ranks."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ READ = [
 
 
 @pytest.mark.parametrize(("read", "text", "value"), READ)
-def test_what_is_typed_is_read(read, text, value):
-    """Each form of each option; a layout and hosts that are written again are read as the same."""
+def test_each_form_of_an_option_is_read(read, text, value):
+    """Each form of each option is read; layouts and hosts that are written again are read alike."""
     assert read(text) == value
     if read is parse_layout:
         assert parse_layout(str(value)) == value
@@ -77,11 +77,11 @@ def test_what_is_typed_is_read(read, text, value):
     if read is parse_hosts:
         assert parse_hosts(read_hosts(text)) == value
         assert read_hosts([str(host) for host in value]) == read_hosts(text)
-        # Its brackets are not ssh's.
+        # ssh expects an IPv6 address without brackets.
         assert parse_hosts("me@[fe80::1]:2")[0].destination == "me@fe80::1"
 
 
-# How each is read, and the forms that its errors name.
+# The parser of each option, and the forms that its errors name.
 FORMS = {
     "-n": (parse_workers, "Use `-n 4`, `-n auto`, `-n gpu` or `-n cpu`."),
     "--gpus": (partial(parse_gpus, visible=FOUR), "Use numbers with commas, `--gpus 0,1,3` or "),
@@ -106,7 +106,7 @@ REFUSED = [
     ("--hosts", "", "there is nothing next to a comma"),
     ("--hosts", "a:0", "`a:0` allows no worker"),
     *(("--hosts", text, f"`{text}` is not a host") for text in ("a:x", "a b", "fe80::1", "a@b@c")),
-    # No option of ssh's gets through.
+    # Options of ssh and commands of a shell are refused.
     *(("--hosts", text, f"`{text}` is not a host") for text in ("-oProxyCommand=x", "a;reboot")),
     *(("--hosts", text, f"`{text}` is not a host") for text in ("[fe80::1%;]", "10.0.0.300")),
     ("--hosts", "münchen", "`münchen` is not a host"),
@@ -117,8 +117,8 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("option", "text", "why"), REFUSED)
-def test_what_cannot_be_read_is_told_in_one_line(option, text, why):
-    """What was typed, the reason, and the right forms."""
+def test_a_wrong_text_is_refused_in_one_line(option, text, why):
+    """The error for a wrong text names the text, the reason and the right forms in one line."""
     parse, forms = FORMS[option]
     with pytest.raises(BadTopology) as error:
         parse(text)
@@ -138,10 +138,10 @@ def test_what_cannot_be_read_is_told_in_one_line(option, text, why):
         (23, 0, 2, 23),
     ],
 )
-def test_how_many(workers, gpus, cores, number, monkeypatch):
-    """`auto` is one per GPU, else one per core and at most 4; the others are what they say."""
+def test_words_for_numbers_of_workers_are_resolved(workers, gpus, cores, number, monkeypatch):
+    """`auto` means a worker per GPU, else per core and at most 4; `cpu` means a worker per core."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {7}, raising=False)
-    assert topology.usable_cores() == 1  # those that the process is bound to
+    assert topology.usable_cores() == 1  # the cores that the process is bound to
     assert topology.resolve(workers, gpus, cores) == number
     with pytest.raises(BadTopology, match=r"no GPU is visible.* Use `-n 4`, `-n auto` or `-n cpu`"):
         topology.resolve("gpu", 0, cores)
@@ -164,8 +164,8 @@ def test_how_many(workers, gpus, cores, number, monkeypatch):
         ("MIG-8f6e,MIG-1b2c", 1, ("MIG-8f6e", "MIG-1b2c")),
     ],
 )
-def test_visible_gpus(devices, installed, visible, monkeypatch):
-    """GPUs are counted as CUDA would: up to the first entry that names none."""
+def test_visible_gpus_are_counted_as_by_cuda(devices, installed, visible, monkeypatch):
+    """GPUs are counted as CUDA would: up to the first entry that names no GPU."""
     environ = {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
     monkeypatch.setattr(topology, "installed_gpus", lambda: installed)
     assert topology.visible_gpus(environ) == visible
@@ -193,8 +193,8 @@ TWO_GPUS = "printf 'GPU 0: H200 (UUID: GPU-8f)\\n  MIG 1g Device 0: (UUID: MIG-1
     ("script", "gpus"),
     [(TWO_GPUS, 2), (f"{TWO_GPUS}; exit 9", 0), (f"{TWO_GPUS}; exec sleep 5", 0)],
 )
-def test_gpus_by_nvidia_smi(nvidia_smi, tmp_path, monkeypatch, script, gpus):
-    """Without the driver's files nvidia-smi is asked; one that fails or hangs counts as no GPU."""
+def test_gpus_are_counted_by_nvidia_smi(nvidia_smi, tmp_path, monkeypatch, script, gpus):
+    """Without the driver's files nvidia-smi counts GPUs; if it fails or hangs, there are none."""
     nvidia_smi(script)
     monkeypatch.setattr(topology, "NVIDIA_SMI_TIMEOUT", 0.5)
     assert topology.installed_gpus() == gpus
@@ -206,8 +206,8 @@ def test_gpus_by_nvidia_smi(nvidia_smi, tmp_path, monkeypatch, script, gpus):
 
 
 @pytest.mark.world
-def test_slices_by_nvidia_smi(nvidia_smi, tmp_path, monkeypatch):
-    """Where the driver has MIG slices it is these that ranks get, as nvidia-smi names them."""
+def test_mig_slices_are_the_visible_gpus(nvidia_smi, tmp_path, monkeypatch):
+    """MIG slices of the driver are the visible GPUs, unless CUDA_VISIBLE_DEVICES names others."""
     nvidia_smi(TWO_GPUS)
     monkeypatch.setattr(topology, "SLICES_FOLDER", tmp_path / "capabilities")
     assert topology.visible_gpus({}) == ("0", "1")
@@ -216,8 +216,8 @@ def test_slices_by_nvidia_smi(nvidia_smi, tmp_path, monkeypatch):
     assert topology.visible_gpus({"CUDA_VISIBLE_DEVICES": "1"}) == ("1",)
 
 
-def test_gpus_of_amd(tmp_path, monkeypatch):
-    """They count where torch is one for ROCm; a node without a number is a CPU."""
+def test_gpus_of_amd_count_for_rocm(tmp_path, monkeypatch):
+    """GPUs of AMD count if torch is built for ROCm; a node whose number is 0 is a CPU."""
     monkeypatch.setattr(topology, "AMD_FOLDER", tmp_path)
     monkeypatch.setattr(topology, "DRIVER_FOLDER", tmp_path)
     for node, number in enumerate(("0", "51966", "4660")):
@@ -239,8 +239,8 @@ def test_gpus_of_amd(tmp_path, monkeypatch):
         (8, 8, 4, "cpu:gloo,cuda:nccl", None),
     ],
 )
-def test_more_workers_than_there_is_room(workers, gpus, cores, backend, warning):
-    """More workers than cores or GPUs start with gloo, after one line of warning."""
+def test_too_many_workers_start_with_a_warning(workers, gpus, cores, backend, warning):
+    """More workers than cores or GPUs may start, after one line of warning."""
     assert topology.check_start(workers, gpus, cores, backend) == warning
 
 
@@ -259,8 +259,8 @@ def test_more_workers_than_there_is_room(workers, gpus, cores, backend, warning)
         ("::0", "a step cannot be 0"),
     ],
 )
-def test_bad_ranks(text, why):
-    """A selection that cannot be read, or of ranks that are not there, says why and what can be."""
+def test_a_wrong_selection_of_ranks_is_refused(text, why):
+    """A wrong selection of ranks is refused with the reason, the present ranks and the forms."""
     with pytest.raises(BadRanks, match="There is only rank 0"):
         topology.parse_ranks("1", 1)
     with pytest.raises(BadRanks) as error:
@@ -280,8 +280,8 @@ def test_bad_ranks(text, why):
         ((1, 0, 2), 3, [Slot(0, 1, 0, 2), Slot(0, 2, 1, 2), Slot(1, 2, 1, 2)]),
     ],
 )
-def test_slots(room: tuple[int, ...], size: int, slots: list[Slot]) -> None:
-    """Nodes are filled one after the other; the last has what is left, and empty ones no number."""
+def test_nodes_are_filled_in_order(room: tuple[int, ...], size: int, slots: list[Slot]) -> None:
+    """Nodes are filled in order; the last gets the other ranks, and empty nodes get no number."""
     spec = world(size, place_ranks((), room, size))
     assert [spec.slot(rank) for rank in range(size)] == slots
 
@@ -296,8 +296,8 @@ def test_slots(room: tuple[int, ...], size: int, slots: list[Slot]) -> None:
         ((2, 2), 2, "4567", ["4567"] * 2),
     ],
 )
-def test_gpus_of_simulated_nodes(room, size, gpus, seen):
-    """Each node has a slice, so that ranks of two nodes share no GPU where there are enough."""
+def test_simulated_nodes_divide_the_gpus(room, size, gpus, seen):
+    """Each node has a slice of the GPUs, so that nodes share a GPU only if GPUs are too few."""
     spec = world(size, place_ranks((), room, size), gpus)
     assert ["".join(spec.gpus_of(rank)) for rank in range(size)] == seen
 
@@ -305,7 +305,7 @@ def test_gpus_of_simulated_nodes(room, size, gpus, seen):
 @pytest.mark.parametrize(
     ("counts", "lost", "room", "slots"),
     [
-        # Ranks 2 and 3 sat on node 1.
+        # Ranks 2 and 3 were on node 1.
         ((2, 2), {1}, {0: 4}, [(0, 0), (0, 1), (0, 2), (0, 3)]),
         ((2, 2), {1}, {0: 3, 2: 1}, [(0, 0), (0, 1), (0, 2), (2, 0)]),
         ((2, 2), {1}, {0: 2, 2: 8}, [(0, 0), (0, 1), (2, 0), (2, 1)]),
@@ -314,7 +314,7 @@ def test_gpus_of_simulated_nodes(room, size, gpus, seen):
     ],
 )
 def test_ranks_of_lost_nodes_get_slots_on_others(counts, lost, room, slots):
-    """The lowest that is free on the first node with room; all others keep theirs."""
+    """A rank of a lost node gets the lowest free slot of the first node with room; others stay."""
     found = move_lost_ranks(place_ranks((), counts, sum(counts)), lost, room)
     assert (None if found is None else [*found]) == slots
     # Local rank 0 of node 0 is free: its rank has moved away.
@@ -327,11 +327,11 @@ def test_ranks_of_lost_nodes_get_slots_on_others(counts, lost, room, slots):
     [
         ((), (), 4, ()),
         (((0, 0), (0, 1), (1, 0)), (2, 2), 2, ((0, 0), (0, 1))),
-        # After ranks have left; a rank with a GPU keeps that, on one node too.
+        # After ranks have left; the others keep their slots, and so their GPUs, also on one node.
         (((0, 1), (1, 1)), (2, 2), 4, ((0, 1), (1, 1), (0, 0), (1, 0))),
         (((0, 0), (0, 3)), (), 4, ((0, 0), (0, 3), (0, 1), (0, 2))),
     ],
 )
-def test_more_are_placed(slots, room, size, placed):
-    """Those that sit stay there, the others get the first free slots."""
+def test_new_ranks_get_the_first_free_slots(slots, room, size, placed):
+    """Ranks with a slot keep it, and new ranks get the first free slots."""
     assert place_ranks(slots, room, size) == placed

@@ -1,4 +1,4 @@
-"""Which tests are run together: a tier for each, and the modules that one process runs."""
+"""Gives each test a tier, chooses the tiers that run, and assigns modules to processes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 
 try:
     from xdist.scheduler import LoadScopeScheduling
-except ImportError:  # where there is a GPU there may be nothing else
+except ImportError:  # a machine with a GPU may have no xdist
     LoadScopeScheduling = None
 
 TESTS = Path(__file__).parent
 
-# Several run beside one another, a file each: the longest must not be the last to begin.
+# Modules that begin first: several processes run a module each, and no long one must be last.
 LONGEST = (
     "hosts/test_ray.py",
     "hosts/test_membership.py",
@@ -40,10 +40,10 @@ LONGEST = (
 )
 
 
-# Folders whose modules share servers, which are started once: one process runs them all.
+# Folders whose modules share servers, so that a single process runs them all.
 ONE_PROCESS = ("tests/browser/",)
 
-# What a test needs and costs: a marker of each test, set by its folder, else by what it asks for.
+# The tier of a test says what the test needs and costs; each test is marked with its tier.
 TIERS = {
     "unit": "starts no process",
     "world": "has workers of the agent that all tests of the process share, or a short process",
@@ -58,7 +58,7 @@ OF_FOLDER = {
     **{name: name for name in ("hosts", "browser", "gpu", "matrix")},
     **dict.fromkeys(("attacks", "bench", "faults", "libraries", "notebooks", "package"), "slow"),
 }
-OF_FIXTURE = {"Notebook": "kernel", "World": "world", "NewWorld": "world"}  # by what it gives
+OF_FIXTURE = {"Notebook": "kernel", "World": "world", "NewWorld": "world"}  # by type of result
 MARKERS = {
     **TIERS,
     "own_agent": "starts agents of its own, so that it is `slow`",
@@ -73,7 +73,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def tier_of(item: pytest.Item) -> str:
-    """The first that says so: the test or its module, its folder, a fixture of it."""
+    """Return the tier of a test by its marker, else by its folder, else by its fixtures."""
     if item.get_closest_marker("own_agent"):
         return "slow"
     for tier in TIERS:
@@ -84,7 +84,7 @@ def tier_of(item: pytest.Item) -> str:
 
 
 def may_share_agent(item: pytest.Item) -> bool:
-    """Whether it may have a world in this process, on this machine."""
+    """Whether a test may have a world of the agent that the tests of this process share."""
     is_elsewhere = any(map(item.get_closest_marker, ("unit", "kernel", "hosts", "browser")))
     return not (is_elsewhere or item.get_closest_marker("own_agent"))
 
@@ -101,14 +101,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         item.add_marker(tier_of(item))
     if not hasattr(config, "workerinput"):
-        return  # as they are named
+        return  # without xdist tests run in the order of their files
     place = {TESTS / name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path, len(LONGEST)))
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Use four processes, since tests wait a third of their time; none where some are named."""
+    """Use four processes, since tests wait a third of their time; none if tests are named."""
     is_one_of_them = hasattr(config, "workerinput")
     has_said = getattr(config.option, "numprocesses", 0) is not None or _names_tests(config)
     if not (is_one_of_them or has_said):
@@ -117,7 +117,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Have what is dear to start be started in one process, and a module's tests run in one."""
+    """Run the tests of a module in one process, and all tests that share costly servers in one."""
     config.option.loadscopereorder = False
     scheduling = LoadScopeScheduling(config, log)
     scheduling._split_scope = scope_of
@@ -125,7 +125,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def scope_of(nodeid: str) -> str:
-    """What one process runs, a test after the other, in the order of collection."""
+    """Return the module or folder of a test whose tests one process runs, in their order."""
     file = nodeid.partition("::")[0]
     return next(filter(file.startswith, ONE_PROCESS), file)
 
@@ -135,7 +135,7 @@ def _names_tests(config: pytest.Config) -> bool:
 
 
 def choose(config: pytest.Config) -> None:
-    """Say what the markers mean, and run the quick tiers where nobody says which tests."""
+    """Describe the markers, and run only the quick tiers unless the command chooses tests."""
     for marker, meaning in MARKERS.items():
         config.addinivalue_line("markers", f"{marker}: {meaning}")
     asked_for = config.option.all or config.option.markexpr or config.option.keyword

@@ -1,7 +1,7 @@
-"""What a test can leave behind, looked at from outside, by process id.
+"""Finds the processes, memory, folders, threads and descriptors that a test leaves behind.
 
-Processes, wherever they have been reparented to, and this process's threads and descriptors,
-shared memory and runtime folders.  What is only ending gets some seconds.
+Processes are found in /proc, also after their parent has ended; threads and descriptors are
+those of this process.  Processes and threads that are just ending get some seconds.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ LEAK_TIMEOUT = float(os.environ.get("NBDIST_LEAK_TIMEOUT", SOON * 8 / 60))
 LONGEST_WAIT = 30.0
 POLL_SECONDS = 0.02
 
-# Seconds for which a process may be becoming another program.
+# Seconds that a process may need to become another program (exec).
 LONGEST_START = 1.0
 
-# Every process that a test starts inherits this, also when it outlives its parent, or has
-# left its session.
+# An environment variable that every process of a test inherits, also if the process outlives
+# its parent or leaves its session.
 MARK = f"NBDIST_TEST_RUN={uuid.uuid4().hex}"
 
-# Kinds of descriptors that somebody has to close.  Others belong to libraries, which
-# open them once for the whole process (zmq's eventfds, asyncio's epoll).
+# Kinds of descriptors that have to be closed.  Others belong to libraries, which open them
+# once for the whole process (zmq's eventfds, asyncio's epoll).
 CLOSABLE = ("socket:", "pipe:", "anon_inode:[pidfd]", "/memfd:nbdist")
 
 
 @dataclass(frozen=True)
 class Traces:
-    """What exists now, of everything that a test can leave behind."""
+    """All things of the kinds that a test can leave behind, as they existed at one moment."""
 
     processes: frozenset[str]
     threads: frozenset[threading.Thread]
@@ -59,12 +59,12 @@ class Traces:
             folders=frozenset(
                 name
                 for name in _listing(os.environ.get("XDG_RUNTIME_DIR", ""))
-                if name.startswith("nbdist-")  # Other programs keep theirs.
+                if name.startswith("nbdist-")  # other programs have folders here too
             ),
         )
 
     def left_since(self, before: Traces) -> list[str]:
-        """One line for each thing that is here and was not before, and is ours."""
+        """Return a line for each thing of this test run that did not exist before."""
         processes = (
             pid for pid in self.processes - before.processes if _is_ours(pid) and not _is_spare(pid)
         )
@@ -88,32 +88,32 @@ def _descriptors() -> Iterator[tuple[str, str]]:
         try:
             target = os.readlink(f"/proc/self/fd/{fd}")
         except FileNotFoundError:
-            continue  # The one of the listing itself.
+            continue  # the descriptor by which this folder was listed
         # pytest itself puts other files in the place of the standard streams.
         if target.startswith(CLOSABLE) and int(fd) > 2:
             yield fd, target
 
 
 def _is_ours(pid: str) -> bool:
-    """Whether this test run started it and it has not ended.
+    """Whether a process was started by this test run and has not ended.
 
-    By the mark in its environment, or by its parent: a test can start one with an environment of
-    its own.  While it is becoming another program it shows neither environment nor arguments.
+    Its environment or its parent shows that: a test can start a process with another environment.
+    During exec a process shows neither its environment nor its arguments.
     """
     if pid == str(os.getpid()):
         return True
     deadline, has_arguments = time.monotonic() + LONGEST_START, False
     try:
         while not (environ := Path(f"/proc/{pid}/environ").read_bytes()):
-            os.readlink(f"/proc/{pid}/exe")  # a thread of the kernel, and who is ending, has none
+            os.readlink(f"/proc/{pid}/exe")  # fails for kernel threads and for ending processes
             if has_arguments or time.monotonic() > deadline:
                 break
             has_arguments = Path(f"/proc/{pid}/cmdline").read_bytes() != b""
             time.sleep(POLL_SECONDS / 10)
-        # What stands before is the program's name, which may hold anything.
+        # Before the last `) ` is the program's name, which may contain anything.
         state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[:2]
     except OSError:
-        return False  # It has ended, or belongs to somebody else.
+        return False  # the process has ended, or belongs to another user
     return state != "Z" and (MARK.encode() in environ or (parent != "0" and _is_ours(parent)))
 
 
@@ -125,7 +125,7 @@ def _command(pid: str) -> str:
 
 
 def shows(pid: int, secret: str) -> str | None:
-    """Where in sight a process has the secret; None for one that has ended."""
+    """Return which files of a process in /proc show a secret; None if the process has ended."""
     try:
         texts = {name: Path(f"/proc/{pid}/{name}").read_bytes() for name in ("cmdline", "environ")}
     except OSError:
@@ -134,7 +134,7 @@ def shows(pid: int, secret: str) -> str | None:
 
 
 def with_variable(name: str, value: str) -> list[int]:
-    """The ids of all processes whose environment has this; what has ended shows none."""
+    """Return the ids of all processes that have not ended and have a variable of this value."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -144,13 +144,13 @@ def with_variable(name: str, value: str) -> list[int]:
 
 
 def _is_spare(pid: str) -> bool:
-    """Whether Ray or Chromium keeps it for what may come, as long as they are up; no actor."""
+    """Whether Ray or Chromium keeps a process in reserve until they end; no actor of Ray is one."""
     spares = r"ray::IDLE|workers/default_worker\.py|/chrom(e|ium) --type="
     return re.search(spares, _command(pid)) is not None
 
 
 def _waited(pid: str) -> float:
-    """Seconds for which its main thread has waited for a processor."""
+    """Return the seconds for which a process's main thread has waited for a processor."""
     try:
         return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
     except OSError:
@@ -158,7 +158,7 @@ def _waited(pid: str) -> float:
 
 
 def _doing(pid: str) -> str:
-    """Its state, and where in the kernel it waits: for whoever finds out why it is there."""
+    """Return a process's state and the place in the kernel at which it waits, for the report."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[0]
         return f"{pid} {state} {Path(f'/proc/{pid}/wchan').read_text()}"
@@ -167,19 +167,19 @@ def _doing(pid: str) -> str:
 
 
 def _is_anothers(segment: str) -> bool:
-    """Whether it is left on purpose in a run that `tests/test_leaks.py` has started."""
+    """Whether another run, which `tests/test_leaks.py` started, leaves a segment on purpose."""
     return segment.startswith("nbdist-test-") and segment != os.environ.get("LEAK")
 
 
 def _is_unused(segment: str) -> bool:
-    """Whether no process that is not ours has the segment mapped: they have tests too.
+    """Whether no process of others, who may run tests too, has a segment mapped.
 
-    Told by its inode: glibc makes a semaphore under another name.
+    The inode decides, and not the name: glibc makes a semaphore under another name.
     """
     try:
         inode = str(os.stat(f"/dev/shm/{segment}").st_ino)
     except FileNotFoundError:
-        return False  # It has gone.
+        return False  # the segment has been removed
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
             lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
@@ -192,17 +192,17 @@ def _is_unused(segment: str) -> bool:
 
 
 def complain(before: Traces, where: str, told: set[str]) -> None:
-    """Fails unless all that is new has gone, after some seconds at most.
+    """Fail unless all new things are gone after some seconds.
 
-    Seconds in which what is left waits for a processor, since other programs have them, do not
-    count.  What a test was blamed for, and `told` holds, the module is not blamed for again.
+    Seconds in which a remaining process waits for a processor, because other programs use them, do
+    not count.  `told` has the lines of earlier failures, which do not fail again.
     """
     begun = time.monotonic()
     first: dict[str, float] = {}
     collected = False
     while left := [line for line in Traces.now().left_since(before) if line not in told]:
         if not collected:
-            # Sockets and threads may wait for the cycle that holds them.
+            # Garbage in a cycle may keep sockets and threads alive.
             gc.collect()
             collected = True
             continue

@@ -1,4 +1,4 @@
-"""Waits for facts of which no event tells, with a bound; and what is done once they are so."""
+"""Waits, with a timeout, for conditions that no event announces, and acts when they hold."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import psutil  # not where tests/matrix makes its environments
+    import psutil  # missing in the environments of tests/matrix
 
 
 def _busy() -> int:
-    """How many want a processor for each that there is: as an average, and in this moment."""
+    """Return the running tasks per core, over a minute or at this moment, whichever is more."""
     last_minute, _, _, tasks, _ = Path("/proc/loadavg").read_text().split()
     now = int(tasks.partition("/")[0])
     return max(1, round(max(float(last_minute), now) / (os.cpu_count() or 1)))
 
 
 SOON = int(os.environ.setdefault("TESTS_SOON", str(60 * _busy())))
-"""Seconds in which all comes that comes at all: more where other programs have the processors.
-The same in all processes of a run, since cases of tests are named by it."""
+"""Seconds within which everything happens that a test waits for: more on a busy machine.
+All processes of a run have the same number, because cases of tests have names with it."""
 
 os.environ.setdefault("PYTEST_TIMEOUT", str(10 * SOON))  # for a test that hangs
 
 STEP, LONGEST_STEP, SHARE = 0.01, 0.1, 0.05
-"""Seconds between two looks, at first and at most, and how much later than it is so it is seen."""
+"""Seconds between two checks, at first and at most; SHARE is their growth per second waited."""
 
 
 def _pauses(what: str, timeout: float) -> Iterator[float]:
-    """Yield the seconds after each look; fail, saying what is not so, after the last."""
+    """Yield the seconds to wait after each check; raise AssertionError after the last check."""
     began = time.monotonic()
     while (passed := time.monotonic() - began) < timeout:
         yield min(STEP + SHARE * passed, LONGEST_STEP)
@@ -43,7 +43,7 @@ def _pauses(what: str, timeout: float) -> Iterator[float]:
 
 
 def wait_until(is_so: Callable[[], object], what: str = "", timeout: float = SOON) -> None:
-    """Return soon after it is so; fail, saying what is not so, when it does not become so."""
+    """Return soon after a condition holds; raise AssertionError, which names it, at the timeout."""
     for pause in _pauses(what, timeout):
         if is_so():
             return
@@ -55,9 +55,9 @@ SELECTS = (23, 72, 270)
 
 
 def wait_until_at_rest(server: psutil.Process) -> None:
-    """Return once a fork server has nothing to import any more: it waits without a timeout.
+    """Return once a fork server has ended its imports: its select has no timeout then.
 
-    Its CPU time does not say so: on a busy machine it may have none for seconds.
+    Its CPU time would not show that: on a busy machine a process may get none for seconds.
     """
 
     def has_no_timeout() -> bool:
@@ -68,7 +68,7 @@ def wait_until_at_rest(server: psutil.Process) -> None:
 
 
 async def until(is_so: Callable[[], object], what: str = "", timeout: float = SOON) -> None:
-    """The same on an event loop."""
+    """Wait on an event loop, as `wait_until` does in a thread."""
     for pause in _pauses(what, timeout):
         if is_so():
             return
@@ -77,9 +77,9 @@ async def until(is_so: Callable[[], object], what: str = "", timeout: float = SO
 
 @contextmanager
 def once(is_due: Callable[[], object], do: Callable[[], object], what: str = "") -> Iterator[None]:
-    """Do something in a thread as soon as it is due, unless what runs here has ended by then.
+    """Call `do` in a thread as soon as `is_due` is true, unless the block has ended by then.
 
-    Where that fails, what runs here is interrupted: it may wait for it.
+    If the thread fails, the block is interrupted, because the block may wait for `do`.
     """
     over, failed = threading.Event(), list[Exception]()
 

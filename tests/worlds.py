@@ -1,7 +1,7 @@
-"""One agent and fork server for all worlds of a process that are there one after the other.
+"""Shares an agent and its fork server among the worlds that a process has one after the other.
 
 To import torch and all that a first training step needs takes seconds of a processor; a test
-that is not about starting need not wait for that.  The workers are each world's own.
+that is not about starting need not wait for that.  Each world has its own workers.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from nbdist.world.world import World
 from tests.waiting import SOON
 
 NewWorld = Callable[..., World]
-"""Takes what `World` takes; without log files where nothing else is said."""
+"""A function with the arguments of `World`; without `log_dir` the world has no log files."""
 
 IDLE_IMPORTS = "NBDIST_IDLE_IMPORTS"
 
 
 class SharedLink(Link):
-    """A link that is open again for the next world once the world before has closed it."""
+    """A link that stays open for the next world when a world closes it."""
 
     is_taken = False
 
     def open(self) -> None:
-        """Start the agent, the first time."""
+        """Start the agent, at the first call only."""
         if not self._opened:
             super().open()
 
     def close(self) -> None:
-        """End the workers, if any are left, and give the link back."""
+        """End the workers that are left, and make the link available again."""
         if not self.is_taken or os.getpid() != self.pid:
             return
         self.is_taken = self._is_remembered = self.signals_all_messages = False
@@ -51,23 +51,23 @@ class SharedLink(Link):
                 self.acknowledge(item)
 
     def detach(self) -> None:
-        """Refuse: the agent is to be there for the next test."""
+        """Refuse to detach, because the next test uses the agent."""
         raise AssertionError("a test that detaches a world is to be marked `own_agent`")
 
     def end(self) -> None:
-        """End the agent too."""
+        """End the agent and close the link."""
         super().close()
 
 
 class SharedAgent:
-    """The agent of this process: every `World` and `%load_ext` takes it while it is free."""
+    """The agent of this process, which every `World` and `%load_ext` uses while it is free."""
 
     def __init__(self) -> None:
         self._link: SharedLink | None = None
         self.is_offered = True
 
     def start(self) -> None:
-        """Start it, where it is not there; it makes its idle imports, since many will use them."""
+        """Start the agent if none is up; with idle imports, because many tests use them."""
         if self._link is not None and self._link.is_up:
             return
         self.end()
@@ -75,29 +75,29 @@ class SharedAgent:
         try:
             self._link = SharedLink()
             self._link.open()
-            self._link.call(GetStatus())  # it is up: a test that uses it opens nothing more
+            self._link.call(GetStatus())  # waits, so that no test opens a descriptor for the agent
         finally:
             if before is not None:
                 os.environ[IDLE_IMPORTS] = before
 
     def end(self) -> None:
-        """End it; the next world has another."""
+        """End the agent; `start` can start another."""
         if self._link is not None:
             self._link.end()
             self._link = None
 
     @property
     def is_free(self) -> bool:
-        """Whether it is there, for a world to take."""
+        """Whether the agent is up and no world uses it."""
         return self._link is not None and self._link.is_up and not self._link.is_taken
 
     @property
     def has_ended(self) -> bool:
-        """Whether a test has ended it."""
+        """Whether the agent was started and has ended."""
         return self._link is not None and not self._link.is_up
 
     def link(self, module: str = AGENT_MODULE, **options: Any) -> Link:
-        """Make what `Link` makes: the shared one, or one of its own where that is not free."""
+        """Return the shared link, or make a new `Link` if the shared one is not available."""
         if module != AGENT_MODULE or not self.is_offered or not self.is_free:
             return Link(module, **options)
         assert self._link is not None
@@ -106,7 +106,7 @@ class SharedAgent:
 
 
 def share_agent() -> SharedAgent:
-    """Have all worlds of this process take one agent."""
+    """Make all worlds of this process use one agent."""
     shared = SharedAgent()
     for module in (lifecycle, extension):
         module.Link = shared.link  # type: ignore[attr-defined]
@@ -114,5 +114,5 @@ def share_agent() -> SharedAgent:
 
 
 def new_world(n: int | str, *, log_dir: str = "", **options: Any) -> World:
-    """Make a world, not started yet."""
+    """Make a world without starting it."""
     return World(n, log_dir=log_dir, **options)

@@ -1,4 +1,4 @@
-"""What workers come from, as an agent has it."""
+"""Fixtures with the programs and the process sources from which an agent gets its workers."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def bench() -> Iterator[Source]:
 
 @pytest.fixture
 def program(tmp_path: Path) -> Program:
-    """Makes a program for workers to run, in a file of its own.
+    """Return a function that writes a program for workers to a new file.
 
-    A shell that has not begun to read its program would otherwise run the next one.
+    In a shared file, a shell that is slow to begin would read the program of a later worker.
     """
     numbers = itertools.count()
 
@@ -43,7 +43,7 @@ def program(tmp_path: Path) -> Program:
 def source(
     request: pytest.FixtureRequest, runtime: Path, runner: asyncio.Runner
 ) -> Iterator[Source]:
-    """A spawner, or of another kind, for the test alone."""
+    """A source for one test: a spawner, unless the parameter of the test names another kind."""
     source = Source(getattr(request, "param", "spawn"), runtime, runner)
     yield source
     source.end()

@@ -24,7 +24,7 @@ CHANNELS = ("shell", "iopub", "stdin", "control", "hb")
 
 
 def worker_start(runtime: Path, rank: int = 0) -> WorkerStart:
-    """What a worker that needs no others is told."""
+    """Return the start information of a worker that waits for no other rank."""
     spec = WorldSpec(1, None, dict(os.environ), os.getcwd(), tuple(sys.path), 1, sys.executable)
     return WorkerStart(
         rank=rank,
@@ -39,12 +39,12 @@ def worker_start(runtime: Path, rank: int = 0) -> WorkerStart:
 
 
 class Source:
-    """A source of either kind, and the workers it has started, on a loop that a test runs."""
+    """A spawner or a fork server, and the workers that it has started, on a test's event loop."""
 
     def __init__(self, kind: str, runtime: Path, runner: asyncio.Runner) -> None:
         self.runtime, self.runner = runtime, runner
         self.forker: Forker | None = None
-        self._faults: list[dict[str, object]] = []  # in callbacks, by which an agent would end
+        self._faults: list[dict[str, object]] = []  # errors in callbacks, which would end an agent
         adopt_orphans()  # as an agent does
         runner.run(self._open(kind))
 
@@ -72,11 +72,11 @@ class Source:
 
     @property
     def server_pid(self) -> int:
-        """The fork server's process."""
+        """The process id of the fork server."""
         return self.forker._server.popen.pid
 
     async def worker(self, rank: int = 0) -> WorkerProcess:
-        """A worker that is ready for cells."""
+        """Start a worker, and wait until it is ready for cells."""
         ports = {f"{channel}_port": n for n, channel in enumerate(CHANNELS, start=1)}
         file, place = str(self.runtime / f"{rank}.json"), f"{self.runtime}/{rank}"
         write_connection_file(file, ip=place, transport="ipc", **ports)

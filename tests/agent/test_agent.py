@@ -1,4 +1,4 @@
-"""Tests of `nbdist.agent.agent` and `notebook_link`: real agents, and whatever ends them."""
+"""Tests of `nbdist.agent.agent` and `notebook_link`: how agents end, and how calls are answered."""
 
 from __future__ import annotations
 
@@ -60,8 +60,10 @@ def leave(notebook: Script[str]) -> None:
     [("spawn", IDLE, Script.kill), ("fork", BUSY, leave)],
     ids=["idle", "busy"],
 )
-def test_end(tmp_path: Path, kind: str, source: str, end: Callable[[Script[str]], None]) -> None:
-    """Whatever ends it: its workers, busy or not, what they started, and its folder go with it."""
+def test_an_agent_ends_with_all_that_it_started(
+    tmp_path: Path, kind: str, source: str, end: Callable[[Script[str]], None]
+) -> None:
+    """With its notebook an agent ends too, and so do its workers, their children and its folder."""
     command = [sys.executable, "-c", NOTEBOOK, kind, STARTS, source]
     with Script(command, cwd=tmp_path, stdin=-1, stdout=-1, text=True) as notebook:
         guard = psutil.Process(int(notebook.stdout.readline()))
@@ -69,7 +71,7 @@ def test_end(tmp_path: Path, kind: str, source: str, end: Callable[[Script[str]]
         guard.send_signal(signal.SIGINT)
         wait_until(lambda: len([*tmp_path.iterdir()]) == 2, "both have come so far")
 
-        def all_sleep() -> bool:  # a process has no command line yet in the moment of its exec
+        def all_sleep() -> bool:  # a process in its exec has no command line yet
             return sum("sleep" in each.cmdline() for each in guard.children(recursive=True)) == 4
 
         wait_until(all_sleep, "all that they started is there")
@@ -84,8 +86,8 @@ def test_end(tmp_path: Path, kind: str, source: str, end: Callable[[Script[str]]
 
 
 @pytest.mark.own_agent
-def test_end_while_starting() -> None:
-    """An agent that is told to end while its fork server still imports ends at once."""
+def test_an_agent_ends_while_its_fork_server_imports() -> None:
+    """An agent that gets SIGTERM while its fork server still imports ends at once."""
     link = Link()
     link.open()
     try:
@@ -98,8 +100,8 @@ def test_end_while_starting() -> None:
 
 
 @pytest.mark.own_agent
-def test_a_world_without_workers() -> None:
-    """Nobody can want it: its agent does not outlive the notebook, whatever that has said."""
+def test_an_agent_without_workers_ends_with_its_notebook() -> None:
+    """An agent without workers ends with its notebook, even if the configuration has `detach`."""
     link = Link(fork_server=False)
     link.open()
     link.send(messages.HandoverState(WorldConfig(detach=True)))
@@ -110,8 +112,8 @@ def test_a_world_without_workers() -> None:
 
 
 @pytest.mark.own_agent
-def test_notebook_that_is_gone_already(runtime: Path) -> None:
-    """An agent whose notebook ended before it began ends by itself."""
+def test_an_agent_whose_notebook_has_exited_ends(runtime: Path) -> None:
+    """An agent ends by itself if its notebook had exited before the agent began."""
     life = Script(["true"])
     life.wait()
     (runtime / "agent").mkdir(mode=0o700)
@@ -121,16 +123,16 @@ def test_notebook_that_is_gone_already(runtime: Path) -> None:
     assert not [*runtime.iterdir()]
 
 
-async def test_another_version(runtime: Path) -> None:
-    """A notebook of another nbdist is refused, in a sentence."""
+async def test_a_notebook_of_another_version_is_refused(runtime: Path) -> None:
+    """A notebook with another version of nbdist is refused in a sentence with both versions."""
     link = NotebookLink(runtime, os.getpid(), SimpleNamespace(pid=1), print, print)
     refused = await link.attach(Attach("0.0", 1, "notebook-1.sock"))
     assert refused == AttachRefused(f"it is of nbdist {__version__}, and this is 0.0")
     await link.close()
 
 
-async def test_calls_wait_for_one_another_and_other_things_do_not() -> None:
-    """Each is answered under its number; what is under way when it leaves is cancelled."""
+async def test_calls_are_answered_in_turn_beside_other_work() -> None:
+    """Each call is answered in turn, by its number; other work is cancelled at the end."""
     answers, said, released = list[AgentReply](), list[str](), asyncio.Event()
 
     async def answer(request: messages.RequestBody) -> messages.Reply:
@@ -159,7 +161,7 @@ async def test_calls_wait_for_one_another_and_other_things_do_not() -> None:
     await asyncio.sleep(0)
     serving.spawn(beside())
     await working
-    serving.spawn(beside())  # it is closed, not begun
+    serving.spawn(beside())  # closed, without having begun
     assert answers == [AgentReply(1, ()), AgentReply(2, ())]
     assert said == ["beside", "cancelled"]
 
@@ -176,8 +178,8 @@ async def _raise(_: object = None) -> messages.Reply:
     ],
     ids=["a task", "a callback"],
 )
-async def test_a_fault_of_ours(fail: Callable[[Serving], object]) -> None:
-    """It ends all, and is raised: the process exits with its line as the last of the log."""
+async def test_an_error_of_the_agent_ends_it(fail: Callable[[Serving], object]) -> None:
+    """An error in the agent's own code ends `run_until_stopped`, which raises that error."""
     serving = Serving(_raise, lambda _: None)
     asyncio.get_running_loop().set_exception_handler(serving.on_loop_error)
     working = asyncio.create_task(serving.run_until_stopped())

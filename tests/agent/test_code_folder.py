@@ -1,4 +1,4 @@
-"""Tests of `nbdist.agent.code_folder`: what a node writes of the notebook's folder, and removes."""
+"""Tests of `nbdist.agent.code_folder`: a node's copy of the notebook's folder, and its removal."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from nbdist.wire.spec import WorldSpec
 
 @pytest.fixture(autouse=True)
 def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where folders are unpacked."""
+    """The folder in which code folders are created."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path
 
 
 @pytest.fixture
 def code(parent: Path) -> Iterator[CodeFolder]:
-    """One that holds nothing yet."""
+    """The code folder of a node that has no code yet."""
     code = CodeFolder()
     yield code
     code.close()
 
 
 def bring(code: CodeFolder, texts: dict[str, str], kind: bytes = tarfile.REGTYPE) -> CodeHeld:
-    """Send an archive of these files, of this kind, as to a node that has another archive."""
+    """Send `texts`, as members of type `kind`, to a node that has another archive."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as tar:
         for path, text in texts.items():
@@ -51,7 +51,7 @@ def bring(code: CodeFolder, texts: dict[str, str], kind: bytes = tarfile.REGTYPE
 
 
 def found(code: CodeFolder) -> dict[str, str]:
-    """What is there."""
+    """Return the text of each file in the code folder, by its relative path."""
     return {
         str(path.relative_to(code.path)): path.read_text()
         for path in code.path.rglob("*")
@@ -60,7 +60,7 @@ def found(code: CodeFolder) -> dict[str, str]:
 
 
 def compile_a(code: CodeFolder) -> None:
-    """As Python does where `a.py` is imported."""
+    """Write a compiled module, as Python does when `a.py` is imported."""
     (code.path / "__pycache__").mkdir()
     (code.path / "__pycache__" / "a.cpython-311.pyc").write_text("")
 
@@ -68,7 +68,7 @@ def compile_a(code: CodeFolder) -> None:
 def test_files_are_as_the_notebook_has_them(
     code: CodeFolder, parent: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """New, changed and removed ones; what has not changed is not written."""
+    """Files are added, changed and removed by an archive; an equal file is not written again."""
     monkeypatch.setattr("socket.gethostname", lambda: "b")
     assert bring(code, {"a.py": "1", "b.py": "2"}) == CodeHeld("b", is_here=True)
     assert stat.S_IMODE(code.path.stat().st_mode) == 0o700
@@ -88,7 +88,7 @@ def test_files_are_as_the_notebook_has_them(
 
 
 def test_what_user_code_has_changed_is_replaced(code: CodeFolder) -> None:
-    """By the next archive; Python's own copy of a changed module goes, an open file stays."""
+    """The next archive replaces a changed file and drops its compiled module; open files stay."""
     bring(code, {"a.py": "1", "b.py": "1"})
     compile_a(code)
     (code.path / "a.py").write_text("mine")
@@ -99,7 +99,7 @@ def test_what_user_code_has_changed_is_replaced(code: CodeFolder) -> None:
 
 
 def test_a_file_that_cells_have_written_stays(code: CodeFolder, parent: Path) -> None:
-    """The code goes, and from then on the folder is the user's."""
+    """`close` removes the code, and no cleanup removes a folder with other files of the user."""
     bring(code, {"a.py": "1"})
     compile_a(code)
     (code.path / "out").mkdir()
@@ -113,9 +113,9 @@ def test_a_file_that_cells_have_written_stays(code: CodeFolder, parent: Path) ->
 
 
 def test_names_that_lead_out_are_refused(code: CodeFolder, parent: Path) -> None:
-    """By their steps, or by a link that is there; links and devices are too.
+    """An archive is refused as a whole if a member is a link, a device or leads out of the folder.
 
-    Of an archive that is refused nothing is unpacked.
+    No file is written through a link that is in the folder.
     """
     for name in ("../out.py", "/out.py", "a/../../out.py"):
         assert f"'{name}' was refused" in bring(code, {"b.py": "1", name: "1"}).problem
@@ -135,8 +135,8 @@ def test_names_that_lead_out_are_refused(code: CodeFolder, parent: Path) -> None
     assert [each.read_text() for each in elsewhere.iterdir()] == ["theirs"]
 
 
-def test_what_a_killed_agent_left_goes(code: CodeFolder, parent: Path) -> None:
-    """What another one holds stays, and so does a folder of that name that is not ours."""
+def test_the_folder_of_a_killed_agent_is_removed(code: CodeFolder, parent: Path) -> None:
+    """The folder of a live agent stays, and so does a user's folder with the same prefix."""
     killed = CodeFolder()
     bring(killed, {"a.py": "1"})
     (parent / f"{CODE_FOLDER_PREFIX}mine").mkdir()
@@ -151,7 +151,7 @@ def test_what_a_killed_agent_left_goes(code: CodeFolder, parent: Path) -> None:
 
 
 def test_a_shared_folder_is_used_as_it_is(code: CodeFolder, parent: Path) -> None:
-    """Nothing is written, and workers stay where they were to be; a copy is not shared."""
+    """On a shared folder nothing is copied and no path changes; a copied folder is not shared."""
     folder = parent / "nb"
     folder.mkdir()
     (folder / "a.py").write_text("1")

@@ -1,6 +1,6 @@
-"""Tests of `nbdist.agent.group_formation`: what the parts of a world are asked for, and when.
+"""Tests of `nbdist.agent.group_formation`: the requests to the parts of a world, in order.
 
-The parts here have no processes; that they answer as others do is proved in `test_parts`.
+The parts here have no processes; `test_parts` proves that real parts answer alike.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ KILLED = "it was killed by SIGKILL"
 
 
 class FakePart:
-    """Has ranks that are no processes, and notes what it is `asked`.
+    """A part whose ranks are no processes; its requests are recorded in `asked`.
 
-    `lack` is what keeps it from starting any, `fails` why a start fails.  Its next groups have
-    these `problems`, in whose forming its last rank dies, unless that `stays`.  Where it `waits`,
-    ranks of other parts do not come, until that is called off.
+    `lack` is the reason why no rank can be started, `fails` the reason why a start fails.  The
+    next groups have these `problems`, each of which kills the last rank unless `stays` is set.
+    If `waits` is set, a start or a group waits for other parts until it is called off.
     """
 
     def __init__(self, node: int = 0) -> None:
@@ -44,7 +44,7 @@ class FakePart:
         self._off = asyncio.Event()
 
     async def execute(self, request: asks.PartRequest[Any]) -> Any:
-        """Answer as a part does, and note what is asked."""
+        """Answer as a real part does, and record the request."""
         match request:
             case asks.StartPart(spec, ranks):
                 return await self._start(spec, ranks)
@@ -70,7 +70,7 @@ class FakePart:
         return None
 
     async def _start(self, spec: WorldSpec, ranks: Sequence[int]) -> WorldStarted | StartFailure:
-        """Start, or fail where it is to; at once or when it is called off."""
+        """Start ranks, or fail if `fails` is set, at once or when the start is called off."""
         self.asked.append(f"start {[*ranks]}")
         why = await self._called_off(1) or self.fails
         if why:
@@ -79,7 +79,7 @@ class FakePart:
         return WorldStarted({**self._pids}, dict.fromkeys(ranks, ""), ("no nccl",))
 
     async def _form(self, plan: asks.Form) -> asks.Formed:
-        """Form it, or have a problem; at once or when it is called off."""
+        """Form a group, or report a problem, at once or when the forming is called off."""
         ranks, kept = plan.ranks, None if plan.groups is None else sorted(plan.groups)
         self.asked.append(f"form {plan.generation} of {[*ranks]} with {kept}")
         problem = await self._called_off(plan.generation)
@@ -93,17 +93,17 @@ class FakePart:
         )
 
     def die(self, rank: int) -> None:
-        """Have this rank live no more."""
+        """End the life of a rank."""
         self.alive.pop(rank, None)
         self._pids.pop(rank, None)
 
     def take_asked(self) -> list[str]:
-        """Return what it has been asked since this was last looked at."""
+        """Return the requests since the last call of this method."""
         asked, self.asked = self.asked, []
         return asked
 
     async def _called_off(self, generation: int) -> str:
-        """Wait, where it is to, until it is called off; then say how ranks have ended."""
+        """If `waits` is set, wait until `generation` is called off; return how ranks have ended."""
         self._generation = generation
         self._off.clear()
         if self.waits:
@@ -125,20 +125,20 @@ class FakePart:
 
 
 def spec_of(size: int) -> WorldSpec:
-    """A world of so many ranks, on two nodes by turns."""
+    """Return the spec of a world of `size` ranks, dealt to two nodes in turn."""
     slots = tuple(Position(rank % 2, rank // 2) for rank in range(size))
     return WorldSpec(size, "gloo", {}, "/", (), 1, "python", slots=slots)
 
 
 class TwoParts:
-    """Two nodes: ranks 0 and 2 on one, 1 and 3 on the other."""
+    """A world on two nodes: ranks 0 and 2 on `one`, ranks 1 and 3 on `other`."""
 
     def __init__(self) -> None:
         self.one, self.other = FakePart(0), FakePart(1)
         self.forming = GroupFormation({0: self.one, 1: self.other})
 
     async def start(self, size: int = 4) -> WorldStarted | StartFailure:
-        """Start the world, and forget what has been asked for that."""
+        """Start the world, and forget the requests of the start."""
         started = await self.forming.start(spec_of(size))
         self.one.take_asked(), self.other.take_asked()
         return started
@@ -159,16 +159,16 @@ def world() -> TwoParts:
         ([(0, 3, {}), (2, 3, {})], None),
     ],
 )
-def test_groups_are_kept_where_all_have_a_world_of_that_size(
+def test_groups_are_kept_if_survivors_have_the_world_size(
     held: list[tuple[int, int, Groups]], kept: Groups | None
 ) -> None:
-    """Those of any survivor; a world of another size, or other numbers, gets new ones."""
+    """Groups of any survivor are kept, unless a survivor has another world size or rank."""
     said = {rank: HeldGroups(*each) for rank, each in enumerate(held)}
     assert groups_to_keep({**said, 2: None}, 3) == kept
 
 
-async def test_a_start_on_two_nodes(world: TwoParts) -> None:
-    """Each starts its own ranks, at once; where one fails the other is called off."""
+async def test_two_nodes_start_at_once_or_not_at_all(world: TwoParts) -> None:
+    """Each node starts its own ranks; if a node fails, the start of the other is called off."""
     started = await world.forming.start(spec_of(4))
     assert started == WorldStarted(
         *({0: 1, 1: 101, 2: 2, 3: 102}, dict.fromkeys(range(4), ""), ("no nccl",)),
@@ -182,8 +182,8 @@ async def test_a_start_on_two_nodes(world: TwoParts) -> None:
     assert world.one.asked == ["start [0, 2]", "call off 1", "end [0, 2]"]
 
 
-async def test_a_rank_is_replaced_where_it_was(world: TwoParts) -> None:
-    """What can start it is there before anybody waits; all form the group, with what they hold."""
+async def test_a_dead_rank_is_replaced_on_its_node(world: TwoParts) -> None:
+    """A new rank is prepared before any rank waits; kept groups are formed again by all ranks."""
     await world.start()
     world.one.die(2)
     world.other.alive[3] = HeldGroups(3, 4, {"pair": (2, 3)})
@@ -194,8 +194,8 @@ async def test_a_rank_is_replaced_where_it_was(world: TwoParts) -> None:
 
 
 @pytest.mark.parametrize("again", [1, HEAL_TRIES - 1])
-async def test_more_die_while_the_others_form_the_group(world: TwoParts, again: int) -> None:
-    """Each is replaced too, in another generation, wherever it was; the others stay."""
+async def test_ranks_that_die_during_a_heal_are_replaced(world: TwoParts, again: int) -> None:
+    """A rank that dies during a heal is replaced in a further generation; the others stay."""
     await world.start()
     world.one.die(0)
     world.other.problems = ["rank 3 died"] * again
@@ -205,20 +205,20 @@ async def test_more_die_while_the_others_form_the_group(world: TwoParts, again: 
     assert (healed.pids[1], healed.pids[2], healed.pids[3]) == (101, 2, 102 + again)
 
 
-async def test_forming_is_called_off_everywhere(world: TwoParts) -> None:
-    """The problem of who could not come is the one, not what follows from it."""
+async def test_a_problem_calls_forming_off_on_all_nodes(world: TwoParts) -> None:
+    """A heal reports the problem that came first, not the failures that follow from it."""
     await world.start()
     world.one.waits, world.other.lack = True, "rank 1 could not start"
     world.other.die(1)
     assert (await world.forming.heal()).problem == "rank 1 could not start"
-    assert world.one.asked == []  # before anybody waits
+    assert world.one.asked == []  # no rank had to wait
     world.other.lack, world.other.problems = "", ["rank 1 died"] * HEAL_TRIES
     assert (await world.forming.heal()).problem == "rank 1 died"
     assert world.one.asked[:2] == ["form 2 of [0, 2] with []", "call off 2"]
 
 
-async def test_ranks_that_die_again_and_again(world: TwoParts) -> None:
-    """It is tried so often, each time as another generation; not where all live and do not meet."""
+async def test_a_heal_gives_up_after_some_tries(world: TwoParts) -> None:
+    """A heal tries `HEAL_TRIES` generations, but only one if all ranks live and do not meet."""
     await world.start()
     for stays, problem, tries in ((False, "it died again", HEAL_TRIES), (True, "do not meet", 1)):
         world.other.problems, world.other.stays = [problem] * 99, stays
@@ -227,8 +227,8 @@ async def test_ranks_that_die_again_and_again(world: TwoParts) -> None:
         assert world.forming.generation == before + tries
 
 
-async def test_more_ranks_and_fewer(world: TwoParts) -> None:
-    """No group of another size is kept; a rank that leaves is asked to, where it is."""
+async def test_scaling_adds_and_removes_ranks(world: TwoParts) -> None:
+    """Groups of the old size are not kept; a rank that leaves is ended by its own node."""
     await world.start(2)
     grown = await world.forming.scale(spec_of(3), (0, 1))
     assert (grown.not_scaled, [*grown.pids]) == ("", [0, 1, 2])
@@ -243,8 +243,8 @@ async def test_more_ranks_and_fewer(world: TwoParts) -> None:
 
 
 @pytest.mark.parametrize("what", [{"lack": "no room"}, {"problems": ["no room"] * HEAL_TRIES}])
-async def test_more_ranks_than_can_be(world: TwoParts, what: dict[str, Any]) -> None:
-    """There are as many as before, and it is said why not more."""
+async def test_a_failed_scale_keeps_the_old_ranks(world: TwoParts, what: dict[str, Any]) -> None:
+    """If ranks cannot be added, the old ranks stay, and the reply says why."""
     await world.start(2)
     vars(world.other).update(what)
     kept = await world.forming.scale(spec_of(4), (0, 1))

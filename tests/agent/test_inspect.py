@@ -1,4 +1,4 @@
-"""Tests of `nbdist.agent.inspect`: where ranks are, whatever they do."""
+"""Tests of `nbdist.agent.inspect`: places, stacks and memory of ranks, whatever the ranks do."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ pytestmark = pytest.mark.shared_world(4)
 
 
 HOLD = "ctypes.PyDLL(None).read(gate, ctypes.create_string_buffer(1), 1)"
-"""Waits, with the GIL, until somebody writes a byte into the gate."""
+"""Waits, with the GIL held, until a byte is written to the gate."""
 
 WAIT = "os.read(gate, 1)"
-"""The same without the GIL."""
+"""Waits for that byte without the GIL."""
 
 
 class Gate:
-    """A pipe with a name on which ranks wait until the test lets them go on."""
+    """A named pipe on which ranks wait until the test opens it."""
 
     def __init__(self, path: Path) -> None:
         os.mkfifo(path)
@@ -55,9 +55,9 @@ def gate(tmp_path: Path) -> Iterator[Gate]:
 
 @contextmanager
 def busy(world: World, source: str, is_there: Callable[[int], bool]) -> Iterator[TaskRun]:
-    """A cell that runs, as cell 5, from when all ranks (by their pids) are where they should be.
+    """Run `source` as cell 5, and yield once `is_there` holds for the process of every rank.
 
-    It is let end by itself at the end, and stopped where the test has failed.
+    The cell ends by itself; it is interrupted only if the test has failed.
     """
     running = world.submit(world.task(source, execution_count=5))
     try:
@@ -71,7 +71,7 @@ def busy(world: World, source: str, is_there: Callable[[int], bool]) -> Iterator
 
 
 def until(world: World, fact: Callable[[], bool]) -> None:
-    """Take in what ranks say until it is so."""
+    """Receive messages of ranks until `fact` holds."""
     deadline = time.monotonic() + SOON
     while not fact():
         world.session.receive(0.01)
@@ -79,7 +79,7 @@ def until(world: World, fact: Callable[[], bool]) -> None:
 
 
 def until_recorded(world: World, ranks: Collection[int]) -> None:
-    """Wait until their last collectives are done: gloo's thread notes that after a rank went on."""
+    """Wait until gloo's thread has recorded the last collectives of `ranks` as done."""
 
     def are_done() -> bool:
         last = [row.collective for row in world.status() if row.rank in ranks]
@@ -89,7 +89,7 @@ def until_recorded(world: World, ranks: Collection[int]) -> None:
 
 
 def reads_a_pipe(pid: int) -> bool:
-    """Whether the main thread waits in read(2) on a named pipe."""
+    """Whether the main thread of a process waits in read(2) on the gate."""
     words = Path(f"/proc/{pid}/syscall").read_text().split()
     if words[0] != str(0 if os.uname().machine == "x86_64" else 63):
         return False
@@ -97,22 +97,22 @@ def reads_a_pipe(pid: int) -> bool:
 
 
 def stacks(world: World) -> dict[int, Stack]:
-    """By rank."""
+    """Return the stacks by rank."""
     return {stack.rank: stack for stack in world.stacks()}
 
 
 def statuses(world: World) -> dict[int, WorkerStatus]:
-    """By rank."""
+    """Return the statuses by rank."""
     return {row.rank: row for row in world.status()}
 
 
 def calls(stack: Stack) -> list[tuple[str, int, str]]:
-    """Its frames without source lines, files by their last part."""
+    """Return the frames of a stack without source lines, and files by the last part of the path."""
     return [(frame.file.rpartition("/")[2], frame.line, frame.function) for frame in stack.frames]
 
 
-def test_idle_ranks(world: World) -> None:
-    """An idle rank is nowhere in a cell, and has no stack; its last collective is done."""
+def test_an_idle_rank_has_no_place_in_a_cell(world: World) -> None:
+    """An idle rank has no place in a cell and no stack; its last collective is done."""
     world.execute("t = torch.ones(1)\ndist.all_reduce(t)\ndist.barrier()\ndist.all_reduce(t)")
     until_recorded(world, world.pids)
     first = {rank: row.collective for rank, row in statuses(world).items()}
@@ -129,8 +129,8 @@ def test_idle_ranks(world: World) -> None:
         assert stack.pid == world.pids[rank]
 
 
-def test_a_collective(world: World, gate: Gate) -> None:
-    """Who waits in which collective, with torch's calls but none of nbdist's; where others are.
+def test_a_waiting_rank_is_shown_with_its_collective(world: World, gate: Gate) -> None:
+    """Places name the collectives in which ranks wait; stacks have torch's calls, none of nbdist's.
 
     Lines are counted from the first that is not blank, as IPython does.
     """
@@ -140,7 +140,7 @@ def test_a_collective(world: World, gate: Gate) -> None:
         until(world, lambda: all(s.rank == 1 or s.place.operation for s in world.stacks()))
         found = dict[int, WorkerStatus]()
 
-        def all_have_said() -> bool:  # a slow one says nothing of its last collective
+        def all_have_said() -> bool:  # a slow rank leaves out its last collective
             found.update(statuses(world))
             said = [row.collective for row in found.values()]
             return all(said) and said[1].is_done
@@ -163,8 +163,8 @@ def test_a_collective(world: World, gate: Gate) -> None:
         gate.open()
 
 
-def test_a_stopped_process(world: World) -> None:
-    """It is told at once, though the rank is idle; who waits for it is told why."""
+def test_a_rank_that_a_signal_has_stopped_is_reported(world: World) -> None:
+    """A stopped rank is reported at once, even when idle, and as the reason why others wait."""
     os.kill(world.pids[1], signal.SIGSTOP)
     try:
         until(world, lambda: thread_state(world.pids[1]) == "T")
@@ -185,8 +185,8 @@ def test_a_stopped_process(world: World) -> None:
 # --- stacks -----------------------------------------------------------------------------
 
 
-def test_python_code(world: World, gate: Gate) -> None:
-    """Calls from the cell in, also into another cell's function, with lines and their source."""
+def test_a_stack_has_the_calls_of_a_cell(world: World, gate: Gate) -> None:
+    """A stack begins at the cell, has functions of other cells too, and the source of lines."""
     world.execute("def wait(gate):\n    import os\n    os.read(gate, 1)")
     with busy(world, f"{gate.cell}print('before')\nwait(gate)\nprint('after')", reads_a_pipe) as r:
         for stack in stacks(world).values():
@@ -197,12 +197,12 @@ def test_python_code(world: World, gate: Gate) -> None:
             assert inner.file.startswith("Cell In[")
             assert (inner.line, inner.function, inner.code) == (3, "wait", "os.read(gate, 1)")
         gate.open(world.size)
-    # What the cell says is not lost by looking at it.
+    # Reading the stacks has lost no output of the cell.
     assert [line.text for line in r.transcript[0].tail(9)] == ["before", "after"]
 
 
-def test_an_await(world: World, gate: Gate) -> None:
-    """A cell that awaits is on no thread's stack, and is shown all the same."""
+def test_a_cell_that_awaits_has_a_stack(world: World, gate: Gate) -> None:
+    """A cell that awaits is on no thread's stack, and its frames are shown all the same."""
     source = (
         f"{gate.cell}import asyncio\nopened = asyncio.Event()\n"
         "asyncio.get_running_loop().add_reader(gate, opened.set)\n"
@@ -219,8 +219,8 @@ def test_an_await(world: World, gate: Gate) -> None:
         gate.open(world.size)
 
 
-def test_code_that_holds_the_gil(world: World, gate: Gate) -> None:
-    """A rank whose threads cannot run shows its stack too; the others answer as ever."""
+def test_a_rank_that_holds_the_gil_has_a_stack(world: World, gate: Gate) -> None:
+    """The stack of a rank whose threads cannot run is shown; the other ranks answer as ever."""
     source = f"{gate.cell}def hold():\n    {HOLD}\nif rank == 1: hold()"
     with busy(world, source, lambda pid: pid != world.pids[1] or reads_a_pipe(pid)):
         until(world, lambda: {stack.state for stack in world.stacks([0, 2, 3])} == {"idle"})
@@ -230,7 +230,7 @@ def test_code_that_holds_the_gil(world: World, gate: Gate) -> None:
         stack = stacks(world)[1]
         assert calls(stack) == [("Cell In[5]", 5, "<module>"), ("Cell In[5]", 4, "hold")]
         assert stack.frames[1].code == HOLD
-        assert len(stacks(world)[1].frames) == 2  # not one after the other in the same file
+        assert len(stacks(world)[1].frames) == 2  # a second reading adds no frames to the first
         gate.open()
 
 
@@ -245,8 +245,8 @@ def starved(control_group: Callable[..., Path]) -> Path:
     return group
 
 
-def test_no_processor(world: World, starved: Path) -> None:
-    """An idle rank that gets none, and so does not answer, is not said to hold the GIL; 8 s."""
+def test_a_starved_rank_is_not_shown_holding_the_gil(world: World, starved: Path) -> None:
+    """An idle rank that is too slow to answer is not reported to hold the GIL; takes 8 s."""
     pid = str(world.pids[1])
     (starved / "cgroup.procs").write_text(pid)
     try:
@@ -258,8 +258,8 @@ def test_no_processor(world: World, starved: Path) -> None:
         (starved.parent / "cgroup.procs").write_text(pid)
 
 
-def test_a_rank_whose_stack_cannot_be_read(world: World, gate: Gate) -> None:
-    """It does not answer, and says so."""
+def test_a_stack_that_cannot_be_read_is_reported(world: World, gate: Gate) -> None:
+    """If a rank does not answer and its stack file is unreadable, the stack names both problems."""
     world.execute(
         "import os\nfor fd in os.listdir('/proc/self/fd'):\n"
         "    file = f'/proc/self/fd/{fd}'\n"
@@ -273,11 +273,11 @@ def test_a_rank_whose_stack_cannot_be_read(world: World, gate: Gate) -> None:
     assert running.error() is None
     world.restart()
     files = Path(os.environ["XDG_RUNTIME_DIR"]).glob("nbdist-*/*.stack")
-    assert len(list(files)) == world.size  # one a worker, however often they were restarted
+    assert len(list(files)) == world.size  # restarts leave no file behind
 
 
-def test_the_users_own_signals(world: World, gate: Gate) -> None:
-    """They are the user's: no stack comes from them, no handler is called, no C code woken up."""
+def test_reading_a_stack_sends_no_signal(world: World, gate: Gate) -> None:
+    """Reading stacks calls no signal handler of the user and interrupts no C code."""
     world.execute(
         "import ctypes, signal\ngot = []\n"
         "real = range(signal.SIGRTMIN, signal.SIGRTMAX + 1)\n"
@@ -286,12 +286,12 @@ def test_the_users_own_signals(world: World, gate: Gate) -> None:
     )
     calls = dict[int, int]()
 
-    def all_hold() -> bool:  # a slow one is not always seen to, or cannot be read in time
+    def all_hold() -> bool:  # a slow rank may be missed, or not be read in time
         held = (stack for stack in world.stacks() if stack.place.holds_gil and stack.frames)
         calls.update((stack.rank, len(stack.frames)) for stack in held)
         return len(calls) == world.size
 
-    with busy(world, f"{gate.cell}read = {HOLD}", reads_a_pipe):  # which would return early
+    with busy(world, f"{gate.cell}read = {HOLD}", reads_a_pipe):  # a signal would end `read` early
         until(world, all_hold)
         gate.open(world.size)
     assert {*calls.values()} == {1}
@@ -299,8 +299,8 @@ def test_the_users_own_signals(world: World, gate: Gate) -> None:
 
 
 @pytest.mark.unit
-def test_a_rank_that_is_replaced_meanwhile() -> None:
-    """Is told without its memory; that it had another process just now ends nothing."""
+def test_a_rank_replaced_meanwhile_is_shown_without_memory() -> None:
+    """A rank that gets another process while its status is read is shown without its memory."""
     status = WorkerStatus(0, os.getpid(), "vm", "starting", 0.0, 0, "cpu")
     given = SimpleNamespace(gpu="")
     rank = SimpleNamespace(pid=0, rank=0, start_info=given, status=lambda: status)
@@ -309,8 +309,8 @@ def test_a_rank_that_is_replaced_meanwhile() -> None:
 
 
 @pytest.mark.unit
-def test_only_one_watch_is_started() -> None:
-    """It counts as on before it has run for the first time."""
+def test_a_watch_is_on_before_it_runs() -> None:
+    """A watch is on from the call of `watch`, before its work has begun, until the work ends."""
     usage = UsageWatch(lambda used: None)
     work = usage.watch(lambda: [])
     assert usage.is_on
@@ -318,7 +318,7 @@ def test_only_one_watch_is_started() -> None:
     assert not usage.is_on
 
 
-# --- what they use ------------------------------------------------------------------------
+# --- memory and GPUs ----------------------------------------------------------------------
 
 STAND_IN = """
 from types import SimpleNamespace
@@ -346,7 +346,7 @@ def nvmlDeviceGetUtilizationRates(index):
 
 @pytest.fixture
 def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Makes one that has found GPUs of these names."""
+    """Return a function that makes a fake `pynvml` module with GPUs of the given names."""
 
     def make(*names: str):
         (tmp_path / "pynvml.py").write_text(STAND_IN.replace("NAMES_HERE", repr(names)))
@@ -360,8 +360,8 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     sys.modules.pop("pynvml", None)
 
 
-def test_by_their_names(library):
-    """A number, if CUDA counts so too, the beginning of an UUID, a slice; memory, and time."""
+def test_gpus_are_found_by_number_or_uuid(library):
+    """GPUs are found by number, if CUDA counts alike, by the start of a UUID, or by MIG slice."""
     nvml = library("H200", "H200", "H200")
     gauge = GpuGauge()
     found = gauge.read(["0", "1", "GPU-2f", "MIG-x", "GPU-7", "5"], {})
@@ -378,8 +378,8 @@ def test_by_their_names(library):
     assert [*GpuGauge().read(["0", "GPU-1"], {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"})] == ["0", "GPU-1"]
 
 
-def test_without_a_driver(library, monkeypatch: pytest.MonkeyPatch):
-    """Nothing is known, and nothing is to be closed; nor is the library missed."""
+def test_without_a_driver_no_gpu_is_known(library, monkeypatch: pytest.MonkeyPatch):
+    """Without a driver, or without pynvml, no GPU is known, and NVML is not shut down."""
     nvml = library()
     for _ in range(2):
         gauge = GpuGauge()
@@ -389,8 +389,8 @@ def test_without_a_driver(library, monkeypatch: pytest.MonkeyPatch):
     assert nvml.opened == 1
 
 
-def test_while_a_cell_runs(world: World, tmp_path: Path) -> None:
-    """Each rank's memory comes by itself, and is less on the rank that has less."""
+def test_memory_of_ranks_arrives_while_a_cell_runs(world: World, tmp_path: Path) -> None:
+    """Each rank's memory arrives while a cell runs, and is larger on the rank that has more."""
     gate = tmp_path / "gate"
     running = world.submit(
         world.task(
@@ -403,7 +403,7 @@ def test_while_a_cell_runs(world: World, tmp_path: Path) -> None:
     for _ in world.follow(running):
         if len(running.usage) == world.size:
             more = running.usage[1].memory - running.usage[0].memory
-        if more > 150 << 20 or time.monotonic() > deadline:  # it may be counted as it is filled
+        if more > 150 << 20 or time.monotonic() > deadline:  # `big` may still be filling
             gate.touch()
     assert not running.error()
     assert 150 << 20 < more < 250 << 20

@@ -1,4 +1,4 @@
-"""Which ranks Stop kills, and how long it goes on with its work."""
+"""Tests of `nbdist.agent.interrupts`: which ranks Stop kills, and how long Stop goes on."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ WAITED_FOR = [
     InterruptedRank(IN_C, LONG, is_spared=True),
     InterruptedRank(IN_PYTHON, LONG, ignores=True, is_spared=True),
 ]
-"""A rank that reports its end, computes, cleans up, has caught KeyboardInterrupt, or is spared."""
+"""Ranks that get more time: they compute, clean up, wait, have caught Stop, or are spared."""
 
 KILLED = [
     InterruptedRank(IN_C, C_GRACE),
@@ -59,17 +59,17 @@ KILLED = [
     ),
     InterruptedRank(WAITS, LONG, aborts=MAX_FUTILE_ABORTS, aborted_for=IGNORES_GRACE),
 ]
-"""One in C code, that ignores it, that no abort brings back, or after a second Stop."""
+"""Ranks in C code or asleep, ranks that ignore Stop or aborts, and ranks after a second Stop."""
 
 
 @pytest.mark.parametrize("sight", [*WAITED_FOR, *KILLED], ids=repr)
-def test_who_is_killed(sight: InterruptedRank) -> None:
-    """Nobody else is."""
+def test_only_stuck_ranks_are_killed(sight: InterruptedRank) -> None:
+    """A rank is stuck in each case of `KILLED`, and in no case of `WAITED_FOR`."""
     assert is_stuck(sight) == (sight in KILLED)
 
 
-def test_who_may_wait_in_a_store() -> None:
-    """A rank in whose code Python has not handled SIGINT, and that waits in no collective."""
+def test_a_rank_in_no_collective_may_wait_in_store() -> None:
+    """A rank in no collective that has not handled SIGINT for a while may wait in a store."""
     assert may_wait_in_store(InterruptedRank(IN_PYTHON, STORE_GRACE))
     assert not may_wait_in_store(InterruptedRank(IN_PYTHON, STORE_GRACE - 0.1))
     places = (RankPosition(), IN_C, WAITS, RankPosition(line=3, has_taken_sigint=True),
@@ -79,7 +79,7 @@ def test_who_may_wait_in_a_store() -> None:
 
 @pytest.fixture
 def runner(bench: Source) -> asyncio.Runner:
-    """The loop of the fork server's owner."""
+    """The runner whose event loop owns the fork server."""
     return bench.runner
 
 
@@ -104,13 +104,13 @@ SLEEPS = "import time; time.sleep(600)"
 
 
 async def abort_nothing() -> bool:
-    """Answer as all ranks do that have no collective to abort."""
+    """Answer like ranks that have no collective to abort."""
     return True
 
 
 @pytest.mark.world
-async def test_one_loop_aborts(watched: Watched) -> None:
-    """Also if Stop is pressed again just after the ranks have left their tasks."""
+async def test_only_one_loop_aborts_collectives(watched: Watched) -> None:
+    """Stop, pressed again just after ranks have left their tasks, starts no second loop."""
     stopping = Interrupter(abort_nothing, lambda places: None)
     running = set[asyncio.Task[None]]()
     aborts: list[asyncio.Task[None]] = []
@@ -126,8 +126,8 @@ async def test_one_loop_aborts(watched: Watched) -> None:
 
 
 @pytest.mark.world
-async def test_a_rank_that_gets_another_number(watched: Watched) -> None:
-    """Its Stop ends with its task, and nothing is aborted any more."""
+async def test_stop_ends_though_its_rank_is_renumbered(watched: Watched) -> None:
+    """A Stop ends with its task, also if the rank has got another number in the meantime."""
     stopping = Interrupter(abort_nothing, lambda places: None)
     watched.begin(SLEEPS)
     running = [*map(asyncio.ensure_future, stopping.interrupt([watched.worker]))]

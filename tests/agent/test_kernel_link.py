@@ -1,6 +1,6 @@
-"""Tests of `nbdist.agent.kernel_link`: what of a worker's messages is shown, and how.
+"""Tests of `nbdist.agent.kernel_link`: which messages of a worker become outputs, and how.
 
-What of a worker's bytes gets through, what is left.
+Also the connection file, and the frames with which tasks end.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ def message(kind: str, content: Any) -> KernelMessage:
 
 @pytest.mark.parametrize("function", [wait, call])
 def test_our_own_frames_are_not_shown(function: Any) -> None:
-    """Those between users' code and what it called, which nobody has written."""
+    """Frames of nbdist between a cell and the function that the cell called are left out."""
     ours = f"File \x1b[32m{function.__code__.co_filename}:25\x1b[0m, in {function.__name__}"
     failure = Failure("ValueError", "x", ("Cell In[1], line 2", ours, "ValueError: x"), 5)
     assert user_failure(failure).traceback == ("Cell In[1], line 2", "ValueError: x")
-    # IPython's own words for this one are for a terminal.
+    # IPython's own text for SystemExit is meant for a terminal.
     shown = user_failure(Failure("SystemExit", "3", ("long", "words"), 5))
     assert (shown.message, shown.traceback[0][:21]) == ("3", "sys.exit(3) ended the")
 
@@ -93,7 +93,7 @@ RECORD = Record("vm", 0, 0, "app", 20, "INFO", "said", 1.5, "a.py", 3, "f", "Mai
     ],
 )
 def test_messages_become_outputs(kind: str, content: Any, output: Output | None) -> None:
-    """Malformed ones, and kinds that are not relayed, become none."""
+    """Malformed messages, and messages of kinds that are not relayed, become no output."""
     assert output_from(message(kind, content)) == output
 
 
@@ -123,13 +123,13 @@ def changes(**data: Any) -> tuple[str, dict[str, Any]]:
         (("comm_msg", {"comm_id": "a", "data": [1]}), "its data is no dictionary"),
     ],
 )
-def test_malformed_messages_of_widgets(message_parts: tuple[str, Any], why: str) -> None:
-    """A malformed message of a widget becomes a line that says what is wrong with it."""
+def test_malformed_widget_messages_become_lines(message_parts: tuple[str, Any], why: str) -> None:
+    """A malformed message of a widget is replaced by a line that names the mistake."""
     shown = output_from(message(*message_parts))
     assert shown == Display({"text/plain": BAD_WIDGET.format(why)}, {})
 
 
-def test_well_formed_messages_of_widgets() -> None:
+def test_well_formed_widget_messages_are_relayed() -> None:
     """Paths of buffers have names and indices; the data of a message that closes is not read."""
     assert isinstance(output_from(message(*opens(state=MODEL, buffer_paths=[["a", 0]]))), Comm)
     assert isinstance(output_from(message(*changes(method="custom", content=[1]))), Comm)
@@ -138,7 +138,7 @@ def test_well_formed_messages_of_widgets() -> None:
 
 
 @pytest.mark.parametrize("levels", [MAX_LEVELS - 2, MAX_LEVELS - 1, 900, 3000])
-def test_deep_messages(levels: int) -> None:
+def test_a_message_with_too_many_levels_is_dropped(levels: int) -> None:
     """A message with too many levels keeps its number, and a line takes its place."""
     session = Session(key=b"ours")
     packed = session.msg("display_data", {}, metadata={"nbdist": {"number": 7}})
@@ -154,7 +154,7 @@ def test_deep_messages(levels: int) -> None:
 
 
 def test_messages_of_others_are_dropped() -> None:
-    """What is no message, or was signed with another key."""
+    """Bytes that are no message, and messages signed with another key, are dropped."""
     ours, others = Session(key=b"ours"), Session(key=b"others")
     message = ours.msg("nbdist_reply", {})
     frames = ours.serialize(message)
@@ -166,8 +166,8 @@ def test_messages_of_others_are_dropped() -> None:
 DONE = Done("ok", 0.5, frozenset({"x"}), {"np": "numpy"}, Payload((b"1",)))
 
 
-def test_the_connection_file_and_what_is_left(tmp_path: Path) -> None:
-    """The kernel reads a key and unix sockets from a file that nobody else can; it goes again."""
+def test_the_connection_file_is_private_and_removed(tmp_path: Path) -> None:
+    """A private file gives the kernel a key and unix sockets; `close` removes the file."""
     spec, file = WorldSpec(1, None, {}, "/", (), 1, "python"), tmp_path / "r0.json"
     start = WorkerStart(0, spec, str(file), "token", "", "", 1, {})
     kernel = KernelClient(start, lambda *_: None)
@@ -191,8 +191,8 @@ def test_the_connection_file_and_what_is_left(tmp_path: Path) -> None:
         pickle.dumps(Finished(3, "a", replace(DONE, bound="x"))),
     ],
 )
-def test_ends_of_tasks(frame: bytes) -> None:
-    """They come through in however many pieces; anything else ends the connection, once."""
+def test_ends_of_tasks_arrive_in_any_pieces(frame: bytes) -> None:
+    """The end of a task may arrive in any pieces; a bad frame ends the connection, once."""
     ends: list[Finished] = []
     problems: list[BadFrame | None] = []
     connection = FrameConnection(lambda frame: ends.append(said_from(frame)), problems.append)

@@ -1,6 +1,6 @@
-"""Tests of `nbdist.agent.listener`: who is answered, when ranks are asked, who waits.
+"""Tests of `nbdist.agent.listener`: which queries are answered, and which clients wait.
 
-And the store's socket: what workers ask there, and what is no question.
+Also the store's socket: operations of workers, and bytes that are no operation.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Lab:
-    """A listener, what it was asked, and the connections to it."""
+    """A listener with a fake world that counts queries, and the connections of clients."""
 
     def __init__(self, runtime: Path, *, has_door: bool = True) -> None:
         self.path = runtime / queries.QUERY_SOCKET
@@ -102,14 +102,14 @@ class Lab:
         return tuple(LogTail(rank, "stdout", "f", ("a" * 999,)) for rank in request.ranks)
 
     async def connect(self, said: queries.QueryMessage | bytes = b"") -> Streams:
-        """One more, that asks this."""
+        """Open another connection, and send a query or raw bytes."""
         reader, writer = await asyncio.open_unix_connection(self.path, limit=1 << 24)
         self._ends.append(writer)
         writer.write(said if isinstance(said, bytes) else queries.to_line(said))
         return reader, writer
 
     async def ask(self, said: queries.QueryMessage | bytes) -> queries.QueryMessage | None:
-        """The answer, None where there is none."""
+        """Return the answer to a query on a new connection, or None if the connection ends."""
         reader, _ = await self.connect(said)
         line = b""
         with suppress(ConnectionResetError):
@@ -130,15 +130,15 @@ class Lab:
 
 @pytest.fixture
 def lab(request: pytest.FixtureRequest, runtime: Path, runner: asyncio.Runner) -> Iterator[Lab]:
-    """One whose world can be had, where nothing else is said."""
+    """A listener whose world a notebook can attach to, unless the test's parameter is False."""
     lab = Lab(runtime, has_door=getattr(request, "param", True))
     runner.run(lab.open())
     yield lab
     runner.run(lab.close())
 
 
-async def test_what_assistants_ask(lab: Lab) -> None:
-    """Stacks and logs of the ranks that are named, else of all; bounded, whatever is asked."""
+async def test_assistants_get_stacks_logs_and_secrets(lab: Lab) -> None:
+    """Assistants get data of the named ranks, or of all ranks, and logs of limited length."""
     found = await lab.ask(queries.InspectRanks("stacks", (1,)))
     assert isinstance(found, queries.Inspection)
     assert [each.rank for each in found.stacks] == [1]
@@ -156,8 +156,8 @@ async def test_what_assistants_ask(lab: Lab) -> None:
     assert [(len(each[0]), each[2]) for each in logs] == [(2, 1000), (256, 15)]  # type: ignore[index]
 
 
-async def test_a_notebook_that_is_accepted(lab: Lab) -> None:
-    """Has the world until its connection ends; one that is refused never had it."""
+async def test_a_notebook_has_the_world_until_it_disconnects(lab: Lab) -> None:
+    """An accepted notebook has the world until it disconnects; a refused notebook never had it."""
     reader, writer = await lab.connect(ATTACH)
     assert queries.from_line(await reader.readline()) == queries.Accepted(1, 2)
     assert await lab.ask(replace(ATTACH, version="2.0", pid=6)) == queries.AttachRefused("no")
@@ -167,8 +167,8 @@ async def test_a_notebook_that_is_accepted(lab: Lab) -> None:
     await until(lambda: lab.gone == [5])
 
 
-async def test_a_notebook_that_has_gone_before(lab: Lab) -> None:
-    """While its workers were made whole, and Stop came: it has the world no more."""
+async def test_a_notebook_that_leaves_early_has_no_world(lab: Lab) -> None:
+    """A notebook that disconnects before it is accepted does not keep the world."""
     lab.admits.clear()
     _, writer = await lab.connect(ATTACH)
     await until(lambda: "1 connections" in repr(lab.listener))
@@ -185,17 +185,17 @@ async def test_a_notebook_that_has_gone_before(lab: Lab) -> None:
     ],
     ids=["nothing", "text", "pickle", "deep", "long", "an answer", "a fault of ours"],
 )
-async def test_what_is_no_question(lab: Lab, said: queries.QueryMessage | bytes) -> None:
-    """Ends the connection, and nothing else: the loop learns of nothing, the next is answered."""
+async def test_bad_queries_harm_no_others(lab: Lab, said: queries.QueryMessage | bytes) -> None:
+    """Bad bytes, or an error in an answer, end their connection; the next query is answered."""
     assert await lab.ask(said) is None
     assert await lab.ask(queries.Describe()) == INFO
     assert "0 connections" in repr(lab.listener)
 
 
-async def test_no_kind_takes_the_place_of_another(
+async def test_each_kind_of_connection_has_its_own_room(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither the silent, of which the first go, nor those who look at ranks that do not answer."""
+    """Silent clients, of which the oldest are closed, and slow queries do not block others."""
     monkeypatch.setattr(listener, "LINE_TIMEOUT", SOON)
     lab.is_open.clear()
     looking = [
@@ -215,8 +215,8 @@ async def test_no_kind_takes_the_place_of_another(
     assert queries.from_line(await silent[-1][0].readline()) == INFO
 
 
-async def test_a_long_answer(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Comes whole; what does not take it in is not waited for."""
+async def test_a_long_answer_arrives_whole(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long answer arrives whole; a client that does not read the answer is disconnected."""
     for length in range(200_000, 800_000, 60_000):
         lab.rows = (replace(RANK, last_line="x" * length),)
         assert await lab.ask(queries.DescribeRanks()) == replace(
@@ -231,8 +231,8 @@ async def test_a_long_answer(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("lab", [False], indirect=True)
-async def test_a_part_of_a_world(lab: Lab) -> None:
-    """It can be looked at and not be had."""
+async def test_a_part_of_a_world_accepts_no_notebook(lab: Lab) -> None:
+    """A part of a world answers queries, and no notebook can attach to it."""
     for question in (queries.Describe(), queries.DescribeRanks()):
         info = await lab.ask(question)
         assert (info.name, info.workers) == ("", 0)
@@ -241,8 +241,8 @@ async def test_a_part_of_a_world(lab: Lab) -> None:
 
 @pytest.mark.world
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes root to be somebody else")
-async def test_another_user_sees_nothing(lab: Lab) -> None:
-    """Not even where the folder has been opened for all."""
+async def test_another_user_gets_no_answer(lab: Lab) -> None:
+    """Another user gets no answer, even if the folder and the socket are open to everybody."""
     for path in (lab.path.parent, lab.path):
         os.chmod(path, 0o777)
     process = await asyncio.create_subprocess_exec(
@@ -260,8 +260,8 @@ async def test_another_user_sees_nothing(lab: Lab) -> None:
     assert (said.strip(), lab.looks) == (b"b''", 0)
 
 
-async def test_where_no_socket_can_be(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A line in the log, and nothing else."""
+async def test_a_missing_socket_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """If the socket cannot be opened, the log has a line, and the agent goes on."""
     lab = Lab(tmp_path / ("x" * 120))
     await lab.open()
     await lab.close()
@@ -272,7 +272,7 @@ async def test_where_no_socket_can_be(tmp_path: Path, caplog: pytest.LogCaptureF
 
 
 class Asking:
-    """A worker's connection."""
+    """The connection of a worker to the store's socket."""
 
     opened: ClassVar[list[Asking]] = []
 
@@ -325,8 +325,8 @@ def window(runtime: Path, runner: asyncio.Runner, store: HostedStore) -> Iterato
     assert repr(window).endswith(" 0 connections>")
 
 
-async def test_operations_of_several(window: StoreWindow, store: HostedStore) -> None:
-    """One waits while others ask, until it has gone; only this user can open the socket."""
+async def test_a_worker_that_waits_blocks_no_other(window: StoreWindow, store: HostedStore) -> None:
+    """A worker can wait while another asks, until it disconnects; the socket is private."""
     assert stat.S_IMODE(window.path.stat().st_mode) == 0o600
     one, other = await Asking.at(window), await Asking.at(window)
     waiting = asyncio.create_task(one.ask(Get(("key",), 10.0)))
@@ -352,8 +352,8 @@ async def test_operations_of_several(window: StoreWindow, store: HostedStore) ->
     ],
     ids=["HTTP", "garbage", "function", "endless wait", "two at once", "length"],
 )
-async def test_what_is_no_operation(garbage: bytes, window: StoreWindow) -> None:
-    """It ends its connection; another one goes on."""
+async def test_bad_operations_harm_no_others(garbage: bytes, window: StoreWindow) -> None:
+    """Bytes that are no operation end their connection, and other connections go on."""
     other, one = await Asking.at(window), await Asking.at(window)
     await other.ask(Set({"key": b"value"}))
     one.writer.write(garbage)
@@ -362,8 +362,8 @@ async def test_what_is_no_operation(garbage: bytes, window: StoreWindow) -> None
     assert repr(window).endswith(" 1 connections>")
 
 
-async def test_a_socket_that_was_removed(window: StoreWindow) -> None:
-    """It is there again once it is opened again; who was connected goes on."""
+async def test_a_removed_socket_is_created_again(window: StoreWindow) -> None:
+    """`open` creates the socket again if it was removed; connected workers go on."""
     one = await Asking.at(window)
     assert await one.ask(Add("count", 1)) == 1
     window.path.unlink()
@@ -376,17 +376,17 @@ async def test_a_socket_that_was_removed(window: StoreWindow) -> None:
 
 
 @pytest.mark.parametrize("store", [LostStore], indirect=True)
-async def test_a_store_that_is_lost(window: StoreWindow) -> None:
-    """The connection ends by which it was asked."""
+async def test_a_lost_store_ends_the_asking_connection(window: StoreWindow) -> None:
+    """If the store is lost, the connection of the worker that asks ends."""
     one = await Asking.at(window)
     one.writer.write(to_frame(Count()))
     assert await one.is_ended()
 
 
-async def test_more_than_there_is_room_for(
+async def test_values_and_connections_of_a_store_are_limited(
     monkeypatch: pytest.MonkeyPatch, window: StoreWindow
 ) -> None:
-    """Of values that is said; a connection too many is sent away, others go on."""
+    """Values above the limit are refused; a connection above the limit ends, others go on."""
     monkeypatch.setattr(listener, "MAX_STORE_BYTES", 1 << 20)
     monkeypatch.setattr(listener, "MAX_STORE_CONNECTIONS", 1)
     one = await Asking.at(window)

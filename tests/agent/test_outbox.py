@@ -1,4 +1,4 @@
-"""Tests of `nbdist.agent.outbox`: what makes room, and what leaves when."""
+"""Tests of `nbdist.agent.outbox`: which outputs make room for others, and when batches leave."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from nbdist.wire.frames import pack, unpack
 from nbdist.wire.messages import Outputs
 from tests.waiting import until
 
-# --- what is kept -------------------------------------------------------------------------
+# --- the backlog --------------------------------------------------------------------------
 
 
 def filled(backlog: Backlog, *outputs: Output, rank: int = 0) -> list[Output]:
-    """Add these of one rank, and return what there is."""
+    """Add outputs of a rank, and return all outputs of the backlog."""
     for output in outputs:
         backlog.add(rank, "cell", output)
     return [output for _, _, output in backlog.items]
@@ -27,8 +27,8 @@ def figure(text: str, name: str | None = None) -> Display:
     return Display({"image/png": text}, {}, name)
 
 
-def test_text_is_joined() -> None:
-    """What a rank writes to one stream is one piece; other streams part it, other ranks do not."""
+def test_text_of_a_stream_is_joined() -> None:
+    """Text of a rank's stream is joined until the rank writes to its other stream."""
     backlog = Backlog(max_text=1000)
     said = [Text("stdout", "a"), Text("stderr", "c"), Text("stdout", "d")]
     assert filled(backlog, said[0], *said) == [Text("stdout", "aa"), *said[1:]]
@@ -44,7 +44,7 @@ def test_text_is_joined() -> None:
 
 
 def test_older_text_makes_room() -> None:
-    """It is said how much is missing, once, and the end is there; each rank has its own room."""
+    """Old text makes room for new text of its rank, and an item says how much is missing."""
     backlog = Backlog(max_text=1000)
     filled(backlog, Text("stdout", "quiet"), rank=1)
     lines = [f"line {number}\n" for number in range(1000)]
@@ -59,8 +59,8 @@ def test_older_text_makes_room() -> None:
     assert skipped.lines + kept.count("\n") == 1000
 
 
-def test_taking_some() -> None:
-    """The oldest first, as much as a reader is quick about; each rank has its turn."""
+def test_a_batch_takes_the_oldest_outputs() -> None:
+    """A batch has the oldest outputs, as many as a reader takes in quickly; ranks alternate."""
     backlog = Backlog(max_text=1000, max_other=100_000)
     for number in range(200):
         filled(backlog, Text("stdout", f"{number}\n"), figure("f"), DisplayUpdate({}, {}, "id"))
@@ -79,21 +79,21 @@ def test_taking_some() -> None:
     assert [{rank for rank, _, _ in backlog.pop_batch(2000)} for _ in range(3)] == [{0}, {1}, {0}]
 
 
-def test_figures_make_room() -> None:
-    """The oldest are left out, which is said in their places; how a rank ended stays."""
+def test_old_figures_make_room_for_new_ones() -> None:
+    """The oldest figures are dropped, an item in their place says so, and a rank's end stays."""
     done = Done("ok", 1.0)
     sizes = figure("a" * 600), done, figure("b" * 300), figure("c" * 300)
     found = filled(Backlog(max_other=1000), *sizes)
     assert found[:2] == [Skipped(0, 0, displays=1), done]
     assert found[-1] == figure("c" * 300)
-    backlog = Backlog(max_other=1000)  # what was taken makes room for what waits still
+    backlog = Backlog(max_other=1000)  # figures that were sent make room
     figures = [figure(f"{number}" * 300) for number in range(5)]
     filled(backlog, *figures[:2])
     assert len(backlog.pop_batch(1)) == 1
     assert filled(backlog, figures[2]) == figures[1:3]
     assert backlog.pop_batch(10_000)
     assert filled(backlog, *figures[3:]) == figures[3:]
-    # What is JSON, as plotly's figures are, counts like text.
+    # JSON, such as plotly's figures, counts like text.
     points = [[0.5] * 10, {"x": ["label"] * 10}]
     found = filled(Backlog(max_other=10_000), *[Display({"application/x": points}, {})] * 100)
     assert found[0].displays + len(found[1:]) == 100
@@ -104,10 +104,10 @@ FAILED = Failure("ValueError", "x" * 500, (), 1)
 
 
 def test_a_flood_of_anything_is_bounded() -> None:
-    """Of ranks that take turns: small figures among text, clearing, errors; a last error stays."""
+    """Figures, text, clears and errors of alternating ranks are limited; the last error stays."""
     small, line = figure("x" * 50), Text("stdout", f"{'x' * 80}\n")
     backlog = Backlog(max_text=1000, max_other=10_000)
-    backlog.add(2, "cell", FAILED)  # which may be why the cell failed
+    backlog.add(2, "cell", FAILED)  # may be the reason why the cell failed
     for _ in range(1000):
         for rank in (0, 1):
             filled(
@@ -129,8 +129,8 @@ def test_a_flood_of_anything_is_bounded() -> None:
     assert (2, "cell", FAILED) in backlog.items
 
 
-def test_what_is_over_is_not_kept() -> None:
-    """Older updates of a display, before it is shown again and after; an answered prompt."""
+def test_outdated_outputs_are_not_kept() -> None:
+    """Older updates of a display, before and after its output, and answered prompts are dropped."""
     a, b, c = (DisplayUpdate({"text/plain": text}, {}, "d") for text in "abc")
     assert filled(Backlog(), figure("", "d"), a, b) == [figure("", "d"), b]
     assert filled(Backlog(), a, figure("", "d"), b, c) == [a, figure("", "d"), c]
@@ -141,11 +141,11 @@ def test_what_is_over_is_not_kept() -> None:
     assert [(rank, output.number) for rank, _, output in backlog.items] == [(0, 2), (1, 1), (1, 2)]
 
 
-# --- what is sent -------------------------------------------------------------------------
+# --- the outbox ---------------------------------------------------------------------------
 
 
 class Reader:
-    """The other end: collects batches, and acknowledges when it is told to."""
+    """The notebook's end of an outbox, which collects the batches."""
 
     def __init__(self) -> None:
         self.batches: list[Outputs] = []
@@ -159,7 +159,7 @@ class Reader:
         return [item for batch in self.batches for item in batch.items]
 
     async def wait_for(self, number: int) -> None:
-        """Until that many batches have come."""
+        """Wait until `number` batches have arrived."""
         await until(lambda: len(self.batches) >= number)
 
 
@@ -169,14 +169,14 @@ def notebook() -> Reader:
 
 
 async def few_turns() -> None:
-    """Turns of the loop, no time."""
+    """Let the event loop run some callbacks, without a delay."""
     for _ in range(3):
         await asyncio.sleep(0)
 
 
 @pytest.mark.parametrize("last", [Done("ok", 0.1), Failure("ValueError", "", (), 1)])
 async def test_ends_and_failures_do_not_wait(last: Output, notebook: Reader) -> None:
-    """What is said within a moment leaves together, and at once with the end of a cell."""
+    """The end or the failure of a cell leaves at once, together with the text before it."""
     for number in range(100):
         notebook.say(f"{number}\n")
     assert notebook.batches == []
@@ -187,7 +187,7 @@ async def test_ends_and_failures_do_not_wait(last: Output, notebook: Reader) -> 
 
 
 async def test_ends_of_all_ranks_leave_together(notebook: Reader) -> None:
-    """While others still run a rank's end can wait; the last one takes them all along."""
+    """The end of a rank waits while other ranks run; the last rank's end leaves with all others."""
     notebook.outbox.mark_running(range(3))
     for rank in range(3):
         assert notebook.batches == []
@@ -197,8 +197,8 @@ async def test_ends_of_all_ranks_leave_together(notebook: Reader) -> None:
     assert [rank for rank, _, _ in batch.items] == [0, 1, 2]
 
 
-async def test_ranks_of_a_world_that_has_ended(notebook: Reader) -> None:
-    """Nothing more is sent of them, nor waited for: the end of the next world's cell is at once."""
+async def test_outputs_of_an_ended_world_are_dropped(notebook: Reader) -> None:
+    """After `clear` old outputs are not sent, and the next cell's end waits for no old rank."""
     notebook.outbox.mark_running(range(3))
     notebook.say("old")
     notebook.outbox.clear()
@@ -209,13 +209,13 @@ async def test_ranks_of_a_world_that_has_ended(notebook: Reader) -> None:
 
 
 async def test_slow_notebook_gets_no_more_than_it_takes(notebook: Reader) -> None:
-    """Only some batches may be under way; the next leaves with an acknowledgement."""
+    """Only some batches may be unacknowledged; the next leaves after an acknowledgement."""
     for number in range(BATCHES_UNDER_WAY):
         notebook.say(f"{number}\n")
         await notebook.wait_for(number + 1)
     notebook.say("waits")
     notebook.outbox.add(0, "cell", Done("ok", 0.1))
-    await asyncio.sleep(3 * BATCH_SECONDS)  # that nothing happens has no other proof
+    await asyncio.sleep(3 * BATCH_SECONDS)  # only time can show that nothing leaves
     assert repr(notebook.outbox) == f"<Outbox 2 items, {BATCHES_UNDER_WAY} batches under way>"
     notebook.outbox.acknowledge()
     await notebook.wait_for(BATCHES_UNDER_WAY + 1)
@@ -225,8 +225,8 @@ async def test_slow_notebook_gets_no_more_than_it_takes(notebook: Reader) -> Non
     ]
 
 
-async def test_what_ranks_show_alike_is_sent_once(notebook: Reader) -> None:
-    """Equal lines and figures of eight ranks take the room of one rank's; others take theirs."""
+async def test_equal_outputs_of_ranks_are_sent_once(notebook: Reader) -> None:
+    """In a frame, equal text and figures of eight ranks take the space of one rank's outputs."""
     lines, shown, own = "loss 0.1\n" * 1000, "iVBORw0K" * 10000, "0123456789" * 1000
     for rank in range(8):  # each rank's messages have texts of their own
         notebook.say(lines.encode().decode(), rank)

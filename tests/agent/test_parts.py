@@ -1,6 +1,6 @@
-"""What `GroupFormation` asks of the workers of a machine: of real workers and of a fake.
+"""Tests of what `GroupFormation` asks of a part: real workers and a fake answer alike.
 
-The tests of `GroupFormation` use the fake: if it keeps this contract, they need no processes.
+If the fake keeps this contract, the tests of `GroupFormation` need no processes.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class CountingStore(HostedStore):
 
 @dataclass
 class Tried:
-    """A part, how one of its ranks dies, and how it comes that no rank can form a group."""
+    """A part under test, with ways to kill a rank, to make a start fail and to make it wait."""
 
     part: NodeWorkers
     kill: Callable[[int], Awaitable[None]]
     fail: Callable[[WorldSpec], WorldSpec]
     wait: Callable[[], None] = lambda: None
-    store: CountingStore = field(default_factory=CountingStore)  # asked on several machines
+    store: CountingStore = field(default_factory=CountingStore)  # for a part on another machine
 
 
 def fake() -> Tried:
@@ -65,7 +65,7 @@ def fake() -> Tried:
 
 
 def linked(group: WorkerGroup) -> Node:
-    """The head's end of a link to an agent that has these workers."""
+    """Return the head's end of a link to an agent that has the workers of `group`."""
     tasks: set[asyncio.Task[None]] = set()
 
     async def answer(asked: AgentRequest[asks.PartRequest[None]]) -> None:
@@ -94,7 +94,7 @@ def spec(bench: Source) -> WorldSpec:
 
 @pytest.fixture(params=["fake", "here", "elsewhere"])
 def tried(request: pytest.FixtureRequest, bench: Source, runner: asyncio.Runner) -> Iterator[Tried]:
-    """A part of each kind."""
+    """A fake part, workers on this machine, or workers behind a link."""
     if request.param == "fake":
         yield fake()
         return
@@ -124,8 +124,8 @@ def tried(request: pytest.FixtureRequest, bench: Source, runner: asyncio.Runner)
     runner.run(end())
 
 
-async def test_its_ranks(tried: Tried, spec: WorldSpec) -> None:
-    """They start, and are replaced, called by other numbers and ended; those that live stay."""
+async def test_ranks_of_a_part_are_replaced_and_renumbered(tried: Tried, spec: WorldSpec) -> None:
+    """A part starts, replaces, renumbers and ends ranks; live ranks keep their processes."""
     part = tried.part
     started = await part.execute(asks.StartPart(spec, (0, 1), 1))
     assert isinstance(started, WorldStarted)
@@ -141,7 +141,7 @@ async def test_its_ranks(tried: Tried, spec: WorldSpec) -> None:
     assert formed.pids[1] != started.pids[1]
     assert await part.execute(asks.GetHeld()) == asks.LiveRanks(dict(enumerate(held)))
     await part.execute(asks.EndRanks((0,), 0.0))
-    await part.execute(asks.EndRanks((0,), 0.0))  # which it has no more
+    await part.execute(asks.EndRanks((0,), 0.0))  # the part has no rank 0 any more
     await part.execute(asks.Renumber({1: 0}))
     fewer = replace(spec, world_size=1, slots=spec.slots[:1])
     alone = await part.execute(asks.Form(fewer, (0,), 1, 3, 3, (), None))
@@ -151,15 +151,15 @@ async def test_its_ranks(tried: Tried, spec: WorldSpec) -> None:
     assert await part.execute(asks.GetHeld()) == asks.LiveRanks({})
 
 
-async def test_a_start_that_fails(tried: Tried, spec: WorldSpec) -> None:
-    """It is said of which rank, and why; none of them lives on."""
+async def test_a_failed_start_names_rank_and_reason(tried: Tried, spec: WorldSpec) -> None:
+    """A failed start names the rank and the reason, and leaves no rank alive."""
     failed = await tried.part.execute(asks.StartPart(tried.fail(spec), (0, 1), 1))
     assert (failed.rank in (0, 1), failed.reason) == (True, "it exited with code 1")
     assert await tried.part.execute(asks.GetHeld()) == asks.LiveRanks({})
 
 
-async def test_ranks_of_other_parts_that_do_not_come(tried: Tried, spec: WorldSpec) -> None:
-    """Those that wait for them are ended where that is called off, for this generation alone."""
+async def test_calling_off_ends_ranks_that_wait(tried: Tried, spec: WorldSpec) -> None:
+    """Ranks that wait for ranks of other parts end if their own generation is called off."""
     tried.wait()
     start = asyncio.ensure_future(tried.part.execute(asks.StartPart(spec, (0,), 1)))
     await asyncio.sleep(0.1)
@@ -172,10 +172,10 @@ async def test_ranks_of_other_parts_that_do_not_come(tried: Tried, spec: WorldSp
 
 
 @pytest.mark.parametrize("tried", ["here"], indirect=True)
-async def test_a_silent_survivor(
+async def test_a_silent_survivor_is_ended(
     tried: Tried, spec: WorldSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is ended after a while, so that it is restarted alone, and the world goes on."""
+    """A survivor that does not answer for a while is ended, and the problem is reported."""
     monkeypatch.setattr(worker_group, "GROUP_HEAL_TIMEOUT", 0.1)
     monkeypatch.setattr(worker_group, "CALLED_OFF_GRACE", 0.1)
     alone = replace(spec, world_size=1, slots=spec.slots[:1])
@@ -187,10 +187,10 @@ async def test_a_silent_survivor(
 
 
 @pytest.mark.parametrize("tried", ["elsewhere"], indirect=True)
-async def test_what_a_group_costs(tried: Tried, spec: WorldSpec) -> None:
-    """Two questions for each rank, however many there are: so it takes the way there twice.
+async def test_a_rank_asks_the_store_twice_for_a_group(tried: Tried, spec: WorldSpec) -> None:
+    """To form a group, each rank asks the store of another machine twice.
 
-    A backend that can be connected anew (from torch 2.14 on) takes two more, and one for all.
+    For a backend that can be connected again (from torch 2.14 on), both ranks ask 5 times more.
     """
     await tried.part.execute(asks.StartPart(spec, (0, 1), 1))
     assert tried.store.asked in (2 * 2, 4 * 2 + 1)

@@ -1,6 +1,6 @@
 """Tests of `nbdist.agent.processes`: real workers, forked and spawned, and their ends.
 
-And a fork server: what it answers, and when it is idle, busy, broken, killed.
+Also fork servers that are idle, busy, broken or killed, and their answers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.own_agent
 
 @pytest.fixture
 def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Modules of these names cannot be imported: they raise this."""
+    """Make the imports of `mpmath` and `sympy` raise errors."""
     for name, error in {"mpmath": "RuntimeError", "sympy": "ImportError"}.items():
         (tmp_path / f"{name}.py").write_text(f"raise {error}('broken on purpose')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
@@ -39,7 +39,7 @@ def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def adopting() -> Iterator[None]:
-    """As in an agent, workers become children of this process."""
+    """Make workers children of this process, as in an agent."""
     adopt_orphans()
     yield
     adopt_orphans(adopts=False)
@@ -50,7 +50,7 @@ Runs = Callable[[str], WorkerStart]
 
 @pytest.fixture
 def runs(runtime: Path, tmp_path: Path, program: Program) -> Runs:
-    """Makes a start of a worker that runs these lines of a shell, in a folder of its own."""
+    """Return a function that makes the start of a worker that runs `text` as a shell script."""
 
     def make(text: str) -> WorkerStart:
         start = worker_start(runtime)
@@ -61,16 +61,16 @@ def runs(runtime: Path, tmp_path: Path, program: Program) -> Runs:
     return make
 
 
-async def test_workers_and_their_ends(tmp_path: Path, source: Source, runs: Runs) -> None:
-    """Each leads its own session; how it ended is nothing to the others, which a close ends."""
+async def test_a_worker_ends_without_the_others(tmp_path: Path, source: Source, runs: Runs) -> None:
+    """A worker leads its own session and can die alone; `close` ends the workers that are left."""
     killed, last = [await source.source.start(runs("exec sleep 600"), 1, 2) for _ in range(2)]
     assert os.getsid(killed.pid) == os.getpgid(killed.pid) == killed.pid
     os.kill(killed.pid, signal.SIGSEGV)
     assert await asyncio.wait_for(killed.exited, SOON) == -signal.SIGSEGV
-    killed.send_signal(signal.SIGTERM)  # to nobody: no error
+    killed.send_signal(signal.SIGTERM)  # the process has gone: no error
     assert psutil.pid_exists(last.pid)
     assert not last.exited.done()
-    # What it started ends with it, also where it ends in order; no modules are of its folder.
+    # A child ends with its worker, even after a normal exit; PYTHONPATH loses the worker's folder.
     said = tmp_path / "said"
     process = await source.source.start(runs(f"sleep 600 &\necho $! $PYTHONPATH > {said}"), 1, 2)
     assert await asyncio.wait_for(process.exited, SOON) == 0
@@ -82,15 +82,14 @@ async def test_workers_and_their_ends(tmp_path: Path, source: Source, runs: Runs
 
 
 @pytest.mark.parametrize("source", ["fork"], indirect=True)
-async def test_a_fork_server_and_the_next_one(
+async def test_a_silent_fork_server_is_replaced(
     idle_imports: None, broken: None, monkeypatch: pytest.MonkeyPatch, source: Source
 ) -> None:
-    """It has one thread: a fork of it inherits no lock that nobody will release.
+    """A fork server has one thread, so that a fork inherits no lock that nobody will release.
 
-    Also when it has imported all that it imports while it is idle, and could not import some of
-    it, which its log says; who asks before gets a worker, however much there is left to import.
-    A silent one is killed after a while, and another takes its place; its workers live on, which
-    are not its children.
+    The server still has one thread after its imports while idle, and its log names an import that
+    failed.  A silent server is killed after a while and replaced; its workers, which are children
+    of the agent, live on.
     """
     first, second = await source.worker(0), await source.worker(1)
     server = psutil.Process(source.server_pid)
@@ -114,8 +113,8 @@ async def test_a_fork_server_and_the_next_one(
 
 
 @pytest.mark.parametrize("source", ["fork"], indirect=True)
-async def test_a_fork_server_whose_end_is_read_before_it_is_reaped(source: Source) -> None:
-    """Who asks between the two gets a worker of the next one, as who asks before or after."""
+async def test_a_worker_starts_while_a_fork_server_ends(source: Source) -> None:
+    """A worker that is asked for between a server's closed socket and its SIGCHLD is started."""
     await source.source.prepare()
     asyncio.get_running_loop().remove_signal_handler(signal.SIGCHLD)
     os.kill(source.server_pid, signal.SIGKILL)
@@ -128,8 +127,8 @@ async def test_a_fork_server_whose_end_is_read_before_it_is_reaped(source: Sourc
 
 
 @pytest.mark.parametrize("source", ["fork"], indirect=True)
-async def test_a_log_that_cannot_be_written(source: Source) -> None:
-    """The line names the file, and nothing is left open."""
+async def test_an_unwritable_log_is_named_in_the_error(source: Source) -> None:
+    """If the log of a fork server cannot be written, the error names the file."""
     await source.source.prepare()
     os.kill(source.server_pid, signal.SIGKILL)
     await until(lambda: source.forker._server is None)
@@ -141,8 +140,8 @@ async def test_a_log_that_cannot_be_written(source: Source) -> None:
     log.rmdir()
 
 
-def test_requests_and_the_end_of_a_fork_server(runtime: Path, adopting: None) -> None:
-    """Each worker has its own descriptors; once the agent has gone nothing is left."""
+def test_a_fork_server_ends_with_its_agent(runtime: Path, adopting: None) -> None:
+    """Each worker has its own descriptors; without its agent the server and the folder go."""
     folder = runtime / "world"
     folder.mkdir()
     server = fork_server.start_fork_server(folder)
@@ -165,7 +164,7 @@ def test_requests_and_the_end_of_a_fork_server(runtime: Path, adopting: None) ->
         said = answers()
         assert os.getsid(process.pid) == process.pid
         assert next(said) == fork_server.Imported()
-        process.suspend()  # so that all of them are there when it reads
+        process.suspend()  # all requests arrive before the server reads any
         outputs = [ask(number) for number in range(3)]
         process.resume()
         for number, forked in enumerate([next(said) for _ in outputs]):
@@ -176,7 +175,7 @@ def test_requests_and_the_end_of_a_fork_server(runtime: Path, adopting: None) ->
             worker.kill()
             worker.wait(SOON)
             while os.read(outputs[number], 1 << 16):
-                pass  # its end is here: no other worker has that pipe
+                pass  # the end of the pipe: no other worker has inherited it
             os.close(outputs[number])
         server.socket.close()
         process.wait(SOON)

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.agent.stacks`: the calls of real processes, which cannot tell them."""
+"""Tests of `nbdist.agent.stacks`: the calls of real processes, read from outside."""
 
 from __future__ import annotations
 
@@ -54,16 +54,16 @@ print("ready", flush=True)
 for deed in (waits, holds_the_gil, runs, crashes):
     deed()
 """
-"""Does one thing after the other, the next whenever it gets a byte; imports torch, for seconds.
+"""Runs its functions in turn, each until a byte comes on stdin; its import of torch takes seconds.
 
-Handles no signal, in any thread: to look at it need not run anything there, and so cannot crash it.
-While it `runs` it has two stacks in turn, in the same memory; no call of the one is in the other.
+No thread handles a signal: a read of the stacks runs no code in the process, and cannot crash it.
+The function `runs` has two stacks in turn, in the same memory; the stacks share none of its calls.
 """
 
 
 @contextmanager
 def program(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
-    """A process that is ready, and the file of its stacks."""
+    """Run the program, and yield its process and its stack file once it is ready."""
     (folder / "program.py").write_text(PROGRAM)
     file = folder / "stacks"
     command = [sys.executable, "-m", "program", str(file)]
@@ -76,7 +76,7 @@ def program(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
 
 
 async def sampled(file: Path, pid: int, innermost: FrameInfo) -> list[tuple[FrameInfo, ...]]:
-    """What is found of it twice, once it has come there."""
+    """Return two samples of a process, taken once `innermost` is among its calls."""
     stacks = StackFile(str(file))
     while innermost not in await stacks.sample(pid, SOON):
         pass
@@ -84,7 +84,7 @@ async def sampled(file: Path, pid: int, innermost: FrameInfo) -> list[tuple[Fram
 
 
 def check_any_offsets(memory: int, layout: CallLayout) -> None:
-    """Wrong ones lead nowhere, and nothing that is read does harm."""
+    """Check that wrong offsets raise an expected error at most, and do the process no harm."""
 
     def waits() -> tuple[FrameInfo, ...]:
         with suppress(Torn, OSError):
@@ -100,7 +100,7 @@ def check_any_offsets(memory: int, layout: CallLayout) -> None:
 
 
 def check_not_mixed(memory: int, layout: CallLayout) -> None:
-    """What is read while it changes is what it was at one time, or nothing."""
+    """Check that the calls of a running process are never a mixture of its two stacks."""
     seen: list[set[str]] = []
     end = time.monotonic() + 1
     while time.monotonic() < end or {"one"} not in seen or {"other"} not in seen:
@@ -111,10 +111,10 @@ def check_not_mixed(memory: int, layout: CallLayout) -> None:
 
 
 @pytest.mark.world
-def test_calls_of_a_process(tmp_path: Path) -> None:
-    """The main thread's, innermost first, also where C code holds the GIL; with code, of a crash.
+def test_calls_of_the_main_thread_are_read(tmp_path: Path) -> None:
+    """The main thread's calls are read, innermost first, also while C code holds the GIL.
 
-    None once it has ended, and none where it did not crash.
+    Of an ended process no calls are read; only after a crash its calls are text, with their code.
     """
     place = str(tmp_path / "program.py")
     with program(tmp_path) as (process, file), open(f"/proc/{process.pid}/mem", "rb", 0) as mem:
@@ -143,8 +143,8 @@ def test_calls_of_a_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.world
-def test_a_process_without_python(tmp_path: Path) -> None:
-    """It has no calls there; and neither has one that is no more, or has written no file."""
+def test_a_process_without_python_has_no_calls(tmp_path: Path) -> None:
+    """Processes without Python, without a stack file, or that have ended have no calls."""
     file = tmp_path / "stacks"
     found = StackFile(str(file))
     assert asyncio.run(found.sample(1, SOON)) == ()
@@ -157,15 +157,15 @@ def test_a_process_without_python(tmp_path: Path) -> None:
     assert asyncio.run(found.sample(process.pid, SOON)) == ()
 
 
-def test_calls_of_a_crash() -> None:
-    """They stand under the line for them; a line that cannot be known is 0."""
+def test_calls_of_a_crash_are_parsed() -> None:
+    """The calls of a crash are read below their headline; an unknown line becomes 0."""
     text = '  File "a.py", line 1 in f\n  File "b.py", line ??? in g\n'
     told = stacks.crash_calls(f"Aborted\n\nStack (most recent call first):\n{text}")
     assert (told, stacks.crash_calls(text)) == ((("a.py", 1, "f"), ("b.py", 0, "g")), ())
 
 
-def test_frames_of_a_cell() -> None:
-    """From the cell in, outermost first, with the lines of the cell's own source."""
+def test_frames_begin_at_the_cell() -> None:
+    """Frames begin at the cell, outermost first, with the lines of the cell's own source."""
     kernel = ("/site-packages/IPython/core/interactiveshell.py", 9, "run_code")
     cell, other = "/tmp/ipykernel_7/1.py", "/tmp/ipykernel_7/2.py"
     calls = ((__file__, 1, "g"), (other, 4, "h"), (cell, 2, "<module>"), kernel)
@@ -180,12 +180,12 @@ def test_frames_of_a_cell() -> None:
     assert frames == [StackFrame(__file__, 1, "g")]
 
 
-# --- what is read while it changes --------------------------------------------------------
+# --- memory that changes while it is read -------------------------------------------------
 
 
 @pytest.mark.parametrize("times", [1, 2, 3, stacks.MIN_EQUAL_READS - 1])
-def test_what_is_found_wrong_in_the_same_way(times: int) -> None:
-    """It is taken for nothing: calls may be mixed, and equally so, in some readings in a row."""
+def test_a_few_equal_readings_are_not_trusted(times: int) -> None:
+    """Some readings in a row may be mixed alike; only more equal readings count."""
     found = iter(["mixed"] * times + ["one"] * stacks.MIN_EQUAL_READS)
     with pytest.raises(Torn):
         stacks.read_stable(lambda: next(found))
@@ -193,7 +193,7 @@ def test_what_is_found_wrong_in_the_same_way(times: int) -> None:
 
 
 def codes(code: CodeType) -> Iterator[CodeType]:
-    """A code object and those in it."""
+    """Yield a code object and all code objects in it."""
     yield code
     for each in code.co_consts:
         if isinstance(each, CodeType):
@@ -201,8 +201,8 @@ def codes(code: CodeType) -> Iterator[CodeType]:
 
 
 @pytest.mark.parametrize("module", ["asyncio.base_events", "nbdist.agent.worker"])
-def test_lines(module: str) -> None:
-    """Each instruction's is the one that Python knows."""
+def test_line_numbers_are_those_of_python(module: str) -> None:
+    """`line_at` finds the line that Python itself gives for each instruction."""
     __import__(module)
     file = Path(sys.modules[module].__file__ or "")
     for code in codes(compile(file.read_text(), file.name, "exec")):
@@ -213,6 +213,6 @@ def test_lines(module: str) -> None:
 
 
 @given(st.binary(max_size=50), st.integers(-9, 99))
-def test_any_bytes_are_lines(table: bytes, at: int) -> None:
-    """What is read while it changes can be anything."""
+def test_any_bytes_give_a_line_number(table: bytes, at: int) -> None:
+    """A table that changes while it is read can have any bytes, and `line_at` accepts all."""
     assert isinstance(stacks.line_at(table, 1, at), int)

@@ -1,7 +1,6 @@
 """Tests of how the process of an agent, or of a head, begins.
 
-What is left when an agent, or its guard, is killed; a fork server that is started; an agent that
-cannot come says so in a line.
+Also how a guard cleans up after its agent, and what an agent says that cannot start.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ if sys.stdin.readline():
 
 
 class Processes:
-    """A guard, the agent below it, an orphan of that one's, and the notebook's process."""
+    """A guard, the agent below the guard, an orphan of the agent, and the notebook's process."""
 
     def __init__(self, runtime: Path) -> None:
         self.notebook = subprocess.Popen(["sleep", "1000"])
@@ -67,7 +66,7 @@ class Processes:
         self.notebook.wait()
 
     def leave_nothing(self, number: signal.Signals) -> None:
-        """The guard ends by this signal, as its agent; what that had is gone, and its folder."""
+        """Check that the guard ends by this signal, and that agent, orphan and folder have gone."""
         assert self.guard.wait(SOON) == -number
         for process in (self.agent, self.orphan):
             assert not process.is_running()
@@ -76,7 +75,7 @@ class Processes:
 
 @pytest.fixture
 def folder(runtime: Path) -> Path:
-    """An agent's, which goes with it."""
+    """The folder of an agent, which is removed with its agent."""
     (runtime / "agent").mkdir()
     return runtime / "agent"
 
@@ -88,7 +87,7 @@ def processes(folder: Path) -> Iterator[Processes]:
 
 
 def hang(processes: Processes) -> None:
-    """Its guard gives it some seconds after its notebook."""
+    """Suspend the agent and end the notebook: after some seconds the guard kills the agent."""
     processes.agent.suspend()
     processes.end_notebook()
 
@@ -102,7 +101,7 @@ def hang(processes: Processes) -> None:
     ],
     ids=["the agent is killed", "the agent hangs", "the guard is told to end"],
 )
-def test_nothing_is_left(
+def test_a_guard_leaves_nothing_of_its_agent(
     processes: Processes, end: Callable[[Processes], None], number: signal.Signals
 ) -> None:
     """All that the agent started ends, its folder is removed, and the guard ends as it did."""
@@ -110,14 +109,14 @@ def test_nothing_is_left(
     processes.leave_nothing(number)
 
 
-def test_the_guard_is_killed(processes: Processes) -> None:
-    """The agent gets SIGTERM."""
+def test_an_agent_ends_if_its_guard_is_killed(processes: Processes) -> None:
+    """An agent whose guard is killed ends too."""
     processes.guard.kill()
     processes.agent.wait(SOON)
 
 
-def test_the_agent_stays(processes: Processes) -> None:
-    """One that has said so outlives its notebook, whatever it does; killed, it leaves nothing."""
+def test_a_detached_agent_outlives_its_notebook(processes: Processes) -> None:
+    """An agent that has announced that it stays outlives its notebook; a guard still cleans up."""
     guard = processes.guard
     guard.stdin.write(b"stay\n")
     guard.stdin.flush()
@@ -158,8 +157,8 @@ NO_ROOM = "nbdist: no further process can be started: Too many open files\n"
 @pytest.mark.parametrize(
     ("free", "ended"), [(0, (0, "set() True True None\n", "")), (1, (1, "", NO_ROOM))]
 )
-def test_below_a_guard(runtime: Path, free: int, ended: tuple[int, str, str]) -> None:
-    """With all open files there may be, and nothing slow imported; or a line says why not."""
+def test_agents_start_below_a_guard(runtime: Path, free: int, ended: tuple[int, str, str]) -> None:
+    """An agent has the hard limit of open files and no slow import, or a line says why not."""
     command = [sys.executable, "-P", "-c", BEGIN, str(runtime), str(free)]
     nothing = subprocess.DEVNULL
     found = subprocess.run(command, stdin=nothing, capture_output=True, text=True, timeout=SOON)
@@ -178,10 +177,10 @@ NOWHERE = Ticket(("127.0.0.1",), 1, KeyPair.new().public, KeyPair.new(), fork=Fa
         (NOWHERE.to_line(), "at 127.0.0.1:1: Connection refused"),
     ],
 )
-def test_who_cannot_come(
+def test_an_agent_that_cannot_start_says_why(
     line: bytes, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One line, exit code 1, and no folder of its own."""
+    """An agent that cannot join a head exits with code 1 and a line, and leaves no folder."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     command = [sys.executable, "-P", "-m", "nbdist.agent", "--ticket", "--node", "0"]
     ended = subprocess.run(command, input=line, capture_output=True, timeout=SOON)

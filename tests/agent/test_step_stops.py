@@ -1,4 +1,4 @@
-"""At which step ranks stop together, and when they are interrupted at once."""
+"""Tests of `nbdist.agent.step_stops`: at which step ranks stop together, or whether at once."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ DONE = StepCount(has_succeeded=True)
         ([NOW], 8),
         ([NOW, StepCount(8, 0.1), StepCount(7, 0.1)], 9),
         ([NOW, StepCount(7 + MAX_STEPS_APART)], 8 + MAX_STEPS_APART),
-        ([StepCount(7, SLOW - 0.5, SLOW)], 8),  # its next step is due
+        ([StepCount(7, SLOW - 0.5, SLOW)], 8),  # the next step is due
         ([NOW, StepCount(8, has_succeeded=True)], 9),
-        ([NOW, DONE], 8),  # one did not train, and is no longer waited for
+        ([NOW, DONE], 8),  # a rank that has ended without a step is not awaited
         ([DONE], 0),
         ([], 0),
-        ([NOW, None], 0),  # one did not answer
-        ([NOW, StepCount()], 0),  # one does not train
-        ([NOW, StepCount(7, SLOW, 0.1)], 0),  # one trains no more
-        ([NOW, StepCount(7, 0.1, SLOW)], 0),  # one would take too long
-        ([NOW, StepCount(8 + MAX_STEPS_APART)], 0),  # each trains a model of its own
+        ([NOW, None], 0),  # a rank did not answer
+        ([NOW, StepCount()], 0),  # a rank does not train
+        ([NOW, StepCount(7, SLOW, 0.1)], 0),  # a rank has stopped training
+        ([NOW, StepCount(7, 0.1, SLOW)], 0),  # a rank would take too long
+        ([NOW, StepCount(8 + MAX_STEPS_APART)], 0),  # each rank trains a model of its own
     ],
 )
-def test_where_ranks_stop(counts: list[StepCount | None], step: int) -> None:
-    """At the step after the largest count; 0 stands for at once."""
+def test_ranks_stop_after_the_largest_count(counts: list[StepCount | None], step: int) -> None:
+    """Ranks stop at the step after the largest count; 0 means that ranks stop at once."""
     assert find_stop_step(counts) == step
 
 
 async def test_counts_are_not_waited_for_in_vain() -> None:
-    """Once a rank does not train, the others need not answer."""
+    """Once a rank does not train, or cannot answer, no other answer is awaited."""
 
     async def answer(count: StepCount | None) -> StepCount | None:
         return count
@@ -70,12 +70,12 @@ STEPS = (
     "optimizer.step(); 1 / 0",
     "optimizer.step(); import os; os._exit(1)",
 )
-"""Of the ranks of a task: only the first one goes on."""
+"""The code of each rank of a task, of which only the first does not end."""
 
 
 @pytest.fixture
 def runner(bench: Source) -> asyncio.Runner:
-    """The loop of the fork server's owner."""
+    """The runner whose event loop owns the fork server."""
     return bench.runner
 
 
@@ -97,8 +97,8 @@ def ranks(bench: Source, runner: asyncio.Runner) -> Iterator[list[Watched]]:
 
 
 @pytest.mark.world
-async def test_ranks_that_are_no_longer_busy(ranks: list[Watched]) -> None:
-    """What they have done counts, and the busy rank is asked all the same."""
+async def test_ranks_that_have_ended_report_their_steps(ranks: list[Watched]) -> None:
+    """The steps of ranks that have ended count, and the busy rank is asked all the same."""
     for each, steps in zip(ranks, STEPS, strict=False):
         each.begin(TRAINS + steps)
     await asyncio.gather(*(each.ends() for each in ranks[1 : len(STEPS)]))
@@ -111,7 +111,7 @@ async def test_ranks_that_are_no_longer_busy(ranks: list[Watched]) -> None:
     stops = StepStops(stopping, lambda: workers, lambda work: None)
     ended = {1: StepCount(3, has_succeeded=True), 2: DONE, 3: None, 4: None}
     busy = None
-    while busy is None or not busy.begun:  # it may have no processor for a while
+    while busy is None or not busy.begun:  # the busy rank may get no processor for a while
         counts = await stops.hold(workers)
         busy = counts.pop(0)
         assert counts == ended

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.agent.worker`: what a worker is doing, what is shown of it, and its end."""
+"""Tests of `nbdist.agent.worker`: the state of a worker, its outputs, and its end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GRACE = 30.0
 
 
 class Watched:
-    """A worker, and what has been shown of it."""
+    """A worker, and all outputs that it has passed on."""
 
     def __init__(self, bench: Source, rank: int) -> None:
         self.shown: list[tuple[str, Output]] = []
@@ -45,7 +45,7 @@ class Watched:
         self.worker.run(RunTask(name, ranks, packed))
 
     async def ends(self, name: str = "a") -> list[Output]:
-        """All that a task shows, once it has ended."""
+        """Return all outputs of a task, once the task has ended."""
 
         def found() -> list[Output]:
             return [output for task_id, output in self.shown if task_id == name]
@@ -57,7 +57,7 @@ class Watched:
         return [each for _, each in self.shown if isinstance(each, InputRequest)]
 
     async def dies(self) -> Died:
-        """Its end, once that is known."""
+        """Return the death of the worker, once it is known."""
         await until(lambda: any(isinstance(output, Died) for _, output in self.shown))
         return next(output for _, output in self.shown if isinstance(output, Died))
 
@@ -72,7 +72,7 @@ def runner(bench: Source) -> asyncio.Runner:
 
 @pytest.fixture
 def watched(bench: Source, runner: asyncio.Runner) -> Iterator[Watched]:
-    """A worker that is ready, which is ended afterwards."""
+    """A worker that is ready, and is stopped after the test."""
 
     async def start() -> Watched:
         watched = Watched(bench, next(RANKS))
@@ -88,13 +88,13 @@ def text_of(outputs: list[Output], stream: str = "stdout") -> str:
     return "".join(o.text for o in outputs if isinstance(o, Text) and o.stream == stream)
 
 
-# --- a life -------------------------------------------------------------------------------
+# --- tasks, failures and prompts ----------------------------------------------------------
 
 
-async def test_from_start_to_end(watched: Watched) -> None:
-    """What it is doing is seen at any time; each task ends with `Done`, or with its death.
+async def test_each_task_ends_after_all_its_text(watched: Watched) -> None:
+    """The state of a worker is known at any time; each task ends with `Done` or with `Died`.
 
-    All that it said comes before that; it is known of what came last.
+    All text of a task comes before its end, and `Died` has the last lines.
     """
     worker = watched.worker
     assert (worker.state, worker.task, worker.status().busy_seconds) == ("idle", None, 0.0)
@@ -115,8 +115,8 @@ async def test_from_start_to_end(watched: Watched) -> None:
     assert (worker.state, worker.task) == ("dead", None)
 
 
-async def test_before_it_has_a_process(bench: Source, runner: asyncio.Runner) -> None:
-    """It is starting, there is nothing to ask, and nothing to end."""
+async def test_a_worker_begins_without_a_process(bench: Source, runner: asyncio.Runner) -> None:
+    """A worker without a process is starting, answers nothing, and can be stopped."""
     worker = Watched(bench, next(RANKS)).worker
     assert (worker.state, worker.pid, worker.status().state) == ("starting", 0, "starting")
     assert await worker.ask(control.Check(), SOON) is None
@@ -127,7 +127,7 @@ async def test_before_it_has_a_process(bench: Source, runner: asyncio.Runner) ->
 
 
 async def test_failures_are_shown_once(watched: Watched) -> None:
-    """As the kernel shows them, or as what ended the task where no message has told of it."""
+    """A failure is shown once, even if a handler of the user hides it from the kernel's output."""
     drawn = "def draw(*_, **__): pass\nget_ipython().set_custom_exc((KeyError,), draw)"
     watched.begin(f"{drawn}\n1 / 0")
     failure, done = await watched.ends()
@@ -137,10 +137,10 @@ async def test_failures_are_shown_once(watched: Watched) -> None:
     assert (failure.name, failure.message) == ("KeyError", "'x'")
 
 
-async def test_an_interrupt_between_two_tasks(watched: Watched) -> None:
-    """It is for the task before it, whenever the worker gets to run, and not for the one after."""
+async def test_an_interrupt_is_for_the_task_before_it(watched: Watched) -> None:
+    """An interrupt ends the task that was sent before it, and never the task sent after it."""
     deeds = [lambda: watched.begin("x = 1", name), watched.worker.interrupt]
-    for number in range(120):  # one in 30 was for the one after, where any thread could get it
+    for number in range(120):  # with a signal to any thread, 1 in 30 hit the next task
         name, status = str(number), ("error", "ok")[number % 2]
         os.kill(watched.worker.pid, signal.SIGSTOP)
         for do in deeds:
@@ -151,8 +151,8 @@ async def test_an_interrupt_between_two_tasks(watched: Watched) -> None:
         deeds.reverse()
 
 
-async def test_what_it_waits_for(watched: Watched) -> None:
-    """It is passed on in order with what it prints; what was typed is in the log, no password."""
+async def test_a_prompt_comes_after_earlier_text(watched: Watched) -> None:
+    """A prompt is passed on in order with text; typed text is in the log, but no password."""
     worker = watched.worker
     watched.begin("print('before')\nx = input('x? ')\nimport getpass\ny = getpass.getpass()")
     await until(watched.asked)
@@ -163,7 +163,7 @@ async def test_what_it_waits_for(watched: Watched) -> None:
     assert (await worker.locate()).asks
     worker.answer_input(InputReply(last.number, "ada"))
     await until(lambda: len(watched.asked()) == 2)
-    for text in ("secret", "again"):  # nothing waits for the second
+    for text in ("secret", "again"):  # no prompt is left for the second text
         worker.answer_input(InputReply(watched.asked()[1].number, text))
     outputs = await watched.ends()
     assert [output.text for output in outputs if isinstance(output, Typed)] == ["ada", ""]
@@ -172,8 +172,8 @@ async def test_what_it_waits_for(watched: Watched) -> None:
     assert text == "before\nx? ada\nPassword: \n"
 
 
-async def test_nothing_more_is_asked(watched: Watched) -> None:
-    """After Stop a task has come to the end of all input; of none somebody can type for it."""
+async def test_a_task_gets_no_input_after_stop(watched: Watched) -> None:
+    """After Stop a task meets the end of all input; a thread without a task cannot ask for any."""
     catches = (
         "import threading; outlives = threading.Event()\n"
         "def beside():\n try: input()\n except EOFError: print('beside')\n"
@@ -198,8 +198,8 @@ async def test_nothing_more_is_asked(watched: Watched) -> None:
 # --- deaths -------------------------------------------------------------------------------
 
 
-async def test_a_death_between_tasks(watched: Watched) -> None:
-    """It belongs to none; what was sent before it was known ends with it too."""
+async def test_a_death_between_tasks_belongs_to_none(watched: Watched) -> None:
+    """A death between tasks belongs to no task; a task that is sent later ends with that death."""
     watched.worker.kill("it is in the way")
     died = await watched.dies()
     assert (died.exit_code, died.why) == (-signal.SIGKILL, "it is in the way")
@@ -210,8 +210,8 @@ async def test_a_death_between_tasks(watched: Watched) -> None:
     assert (await watched.worker.locate()).line == 0
 
 
-async def test_its_end_is_known_first(watched: Watched) -> None:
-    """What it had said by then comes before its death all the same."""
+async def test_last_words_come_before_a_death(watched: Watched) -> None:
+    """Text that a worker wrote before its death comes first, even if the death is known earlier."""
     process = watched.worker.process
     pipe = os.open(f"/proc/{process.pid}/fd/1", os.O_WRONLY)
     os.write(pipe, b"last words\n")
@@ -222,8 +222,8 @@ async def test_its_end_is_known_first(watched: Watched) -> None:
     assert watched.shown == [("", Text("stdout", "last words\n")), ("", died)]
 
 
-async def test_a_lost_connection(watched: Watched) -> None:
-    """A worker that can be given no more tasks is ended, with the reason."""
+async def test_a_worker_without_a_connection_is_ended(watched: Watched) -> None:
+    """A worker that cannot be given tasks any more is ended, with the reason."""
     watched.begin(
         "import gc\nfrom nbdist.worker.main import Tasks\n"
         "(tasks,) = [each for each in gc.get_objects() if type(each) is Tasks]\n"
@@ -244,10 +244,10 @@ async def test_a_lost_connection(watched: Watched) -> None:
         (False, 0.5, "time.sleep"),
     ],
 )
-async def test_a_stop(
+async def test_an_idle_worker_may_run_exit_handlers(
     bench: Source, tmp_path: Path, watched: Watched, *, busy: bool, grace: float, handler: str
 ) -> None:
-    """An idle one may run its exit handlers, for as long as it has; nothing is left of any."""
+    """Within its grace an idle worker runs exit handlers, a busy one not; no file is left."""
     worker, end = watched.worker, tmp_path / "end"
     given = "600" if handler == "time.sleep" else repr(str(end))
     watched.begin(f"import atexit, os, time\n_ = atexit.register({handler}, {given})")
@@ -255,7 +255,7 @@ async def test_a_stop(
     if busy:
         watched.begin("time.sleep(600)", "b")
     assert [*bench.runtime.glob(f"{worker.rank}[.-]*")]
-    async with asyncio.timeout(GRACE / 2):  # a busy one is not waited for
+    async with asyncio.timeout(GRACE / 2):  # a busy worker gets no grace
         await worker.stop(grace)
     assert worker.process.exited.done()
     assert end.exists() == (handler == "os.mknod")
@@ -263,8 +263,8 @@ async def test_a_stop(
     assert not any(isinstance(output, Died) for _, output in watched.shown)
 
 
-async def test_a_stop_of_one_that_is_slow(tmp_path: Path, watched: Watched) -> None:
-    """Seconds in which other programs have the processors are not its grace's."""
+async def test_time_of_other_programs_costs_no_grace(tmp_path: Path, watched: Watched) -> None:
+    """Seconds in which other programs have the processors do not count as a worker's grace."""
     end = tmp_path / "end"
     source = f"""
 import atexit, os, time

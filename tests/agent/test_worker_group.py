@@ -1,4 +1,4 @@
-"""Tests of `nbdist.agent.worker_group`: starts that fail, how ranks meet, a node's own spec."""
+"""Tests of `nbdist.agent.worker_group`: failed starts, how ranks meet, and a node's own spec."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from tests.waiting import SOON, until
 async def started_with(
     source: Source, runtime: Path, program: Path | str, size: int = 3
 ) -> StartFailure:
-    """What a start says whose workers run this program."""
+    """Return the failure of a start whose workers run `program`."""
     group = WorkerGroup(runtime, source.children, None, lambda *_: None, lambda _: None)
     spec = replace(worker_start(runtime).world, world_size=size, python=str(program))
     try:
@@ -53,10 +53,10 @@ async def started_with(
 
 
 @pytest.mark.world
-async def test_one_rank_cannot_start(
+async def test_a_failed_start_says_which_rank_and_why(
     source: Source, runtime: Path, program: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is said which, why, and what it wrote last; the others are ended, now or in time."""
+    """A failed start names the rank, the reason and its last lines; all other ranks are ended."""
     ends = program("[ $RANK = 1 ] || exec sleep 600\necho last words; exit 3")
     async with asyncio.timeout(5.0):
         found = await started_with(source, runtime, ends)
@@ -68,8 +68,8 @@ async def test_one_rank_cannot_start(
     assert found.last_lines == ("starting",)
 
 
-async def test_what_is_known_before(source: Source, runtime: Path) -> None:
-    """More than there can be is said before anything starts; of no program the system's word."""
+async def test_impossible_starts_fail_before_any_process(source: Source, runtime: Path) -> None:
+    """Too many workers are refused before a start; a missing program gives the system's error."""
     found = await started_with(source, runtime, "python", size=10**7)
     assert "10000000 workers take" in found.reason.replace(",", "")
     assert os.listdir(runtime) == []
@@ -79,8 +79,8 @@ async def test_what_is_known_before(source: Source, runtime: Path) -> None:
 
 
 @pytest.mark.world
-async def test_a_worker_that_lived_dies(runtime: Path, source: Source) -> None:
-    """Those that wait are told by the file; a death after all have met is nothing to it."""
+async def test_a_death_calls_off_ranks_that_wait(runtime: Path, source: Source) -> None:
+    """A death creates the file that calls off ranks that wait, unless all ranks have met."""
     with subprocess.Popen(["sleep", "1000"], start_new_session=True) as child:  # noqa: ASYNC220
         process = WorkerProcess(child.pid)
         source.children.expect(child.pid, process.set_exited)
@@ -109,10 +109,10 @@ READY = f"printf %s '{mark(TOKEN, 'ready').decode()}'; exec sleep 1000"
         ("exec sleep 1000", SOON, ""),
     ],
 )
-async def test_a_worker_that_cannot_start(
+async def test_a_worker_that_cannot_start_is_ended(
     runtime: Path, source: Source, program: Program, text: str, timeout: float, why: str
 ) -> None:
-    """It is killed, it is said why, unless it was called off, and the others are told."""
+    """A worker that fails is killed and calls off others; after a call-off it has no reason."""
     start = worker_start(runtime)
     start = replace(start, world=replace(start.world, python=str(program(text))))
     worker = Worker(start, source.source, None, lambda *_: None)
@@ -130,10 +130,10 @@ async def test_a_worker_that_cannot_start(
 
 @pytest.mark.own_agent
 @pytest.mark.parametrize("source", ["fork"], indirect=True)
-async def test_a_fork_server_that_has_more_time(
+async def test_a_fork_that_comes_late_is_killed(
     runtime: Path, source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A start ends in its own time; a late fork is killed, and a fork server that hangs too."""
+    """A start ends in its own time; a late fork is killed, and so is a fork server that hangs."""
     await source.source.prepare()
     server = psutil.Process(source.server_pid)
     before = {*psutil.Process().children()}
@@ -148,7 +148,7 @@ async def test_a_fork_server_that_has_more_time(
     server.suspend()
     await start_in_vain()
     server.resume()
-    worker = psutil.Process((await source.worker(1)).pid)  # forked after the late one
+    worker = psutil.Process((await source.worker(1)).pid)  # forked after the late fork
     await until(
         lambda: {*psutil.Process().children()} - before == {worker}, "the late one is killed"
     )
@@ -164,7 +164,7 @@ async def test_a_fork_server_that_has_more_time(
     ("address", "family"), [("127.0.0.1", socket.AF_INET), ("::1", socket.AF_INET6)]
 )
 def test_a_held_port_is_for_user_code(address: str, family: socket.AddressFamily) -> None:
-    """No other program is given it; one that says SO_REUSEADDR can listen there, twice too."""
+    """No other program gets the port; a socket with SO_REUSEADDR can listen on it, twice too."""
     if address not in {each.address for on in psutil.net_if_addrs().values() for each in on}:
         pytest.skip(f"this machine has no {address}")
     port = HeldPort(address)
@@ -194,7 +194,7 @@ START = "rank 1 could not start: x"
 def test_the_first_problem_counts(
     starts: list[str], answers: list[ControlReply | None], problem: str
 ) -> None:
-    """That of a new worker before a survivor's; a lack of threads is why the others failed."""
+    """A new worker's problem comes before a survivor's; a lack of threads comes before both."""
     said = problem_in(starts, answers)
     assert said.startswith(problem)
     assert bool(said) == bool(problem)
@@ -204,13 +204,13 @@ SEATS = (Position(0, 0), Position(1, 0), Position(1, 1))
 
 
 def spec(cwd: str, threads: int = 0) -> WorldSpec:
-    """One of three ranks, for the second node, which has two of them."""
+    """Return the spec of three ranks for the second node, which has two of the ranks."""
     environ = {"SEED": "1", "CUDA_VISIBLE_DEVICES": ""}
     return WorldSpec(3, "gloo", environ, cwd, (), threads, "", slots=SEATS, node=1)
 
 
 def test_the_environment_is_the_nodes_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With what was asked for besides; so are interpreter, interface, cores and GPUs."""
+    """A node uses its own environment, interpreter, cores and GPUs, and the requested variables."""
     here = adapt_spec(spec(str(tmp_path)), {"HOME": "/root", "SEED": "0"}, "eth0")
     assert here.environ == {"HOME": "/root", "SEED": "1", "CUDA_VISIBLE_DEVICES": ""}
     assert (here.python, here.interface, here.gpus) == (sys.executable, "eth0", ())

@@ -1,6 +1,6 @@
 """Tests of `nbdist.agent.worker_output`: one order for text on real pipes and numbered messages.
 
-And the files of a rank, also on a full disk.
+Also the log files of a rank, even on a full disk.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TOKEN = "0123456789abcdef"
 
 
 def joined(items: list[Text | str]) -> list[Text | str]:
-    """The same items, neighbouring text of one stream put together."""
+    """Return the items, with neighbouring text of a stream joined."""
     found: list[Text | str] = []
     for item in items:
         match item, found[-1:]:
@@ -36,7 +36,7 @@ def joined(items: list[Text | str]) -> list[Text | str]:
 
 
 def fed(*reads: bytes, messages: tuple[int, ...] = ()) -> list[Text | str]:
-    """What comes out after these reads of stdout, and messages that arrived before."""
+    """Return the items of a merger that gets `messages` and then `reads` of stdout."""
     merger: Merger[str] = Merger(TOKEN)
     for number in messages:
         merger.receive_message(number, f"<{number}>", now=0.0)
@@ -72,11 +72,11 @@ EXPECTED = [
 
 
 def test_messages_are_where_their_marks_are() -> None:
-    """In the order in which the worker said them, also where a read ends within a mark."""
+    """Messages come out in the worker's order, even if a read ends within a mark."""
     assert fed(STREAM, messages=(1, 2, 3)) == EXPECTED
     for cut in range(1, len(STREAM)):
         assert fed(STREAM[:cut], STREAM[cut:], messages=(1, 2, 3)) == EXPECTED, cut
-    # A torn mark of some child process is text, after at most one more read; others at once.
+    # A torn mark becomes text after at most one more read; other text comes out at once.
     assert fed(b"prompt> ") == [Text("stdout", "prompt> ")]
     assert fed(b"\x1b[3") == [Text("stdout", "\x1b[3")]
     torn = b"\x1b_" + TOKEN.encode() + b";" + b"7" * 100
@@ -89,7 +89,7 @@ def merger() -> Merger[str]:
 
 
 def test_a_message_and_its_mark_wait_for_one_another(merger: Merger[str]) -> None:
-    """But for stderr of its own pipe, which is there before what may be the end of the cell."""
+    """Only text of the stderr pipe does not wait, since the message may be the end of the cell."""
     merger.receive_stdout(b"a" + mark(TOKEN, 1) + b"b", now=0.0)
     assert merger.pop_ready(now=0.0) == [Text("stdout", "a")]
     assert merger.queue
@@ -104,7 +104,7 @@ def test_a_message_and_its_mark_wait_for_one_another(merger: Merger[str]) -> Non
 
 
 def test_lost_message_is_waited_for_some_seconds(merger: Merger[str]) -> None:
-    """As long as others come in their turn the next one is waited for, however many there are."""
+    """A lost message is awaited some seconds, from the last message that came in its turn."""
     merger.receive_stdout(mark(TOKEN, 1) + mark(TOKEN, 2) + b"2" + mark(TOKEN, 3), now=0.0)
     merger.receive_message(1, "<1>", now=0.0)
     assert merger.pop_ready(now=LOST_AFTER - 1) == ["<1>"]
@@ -118,8 +118,8 @@ def test_lost_message_is_waited_for_some_seconds(merger: Merger[str]) -> None:
     assert merger.pop_ready(now=20.0 + LOST_AFTER) == [Text("stdout", "after")]
 
 
-def test_end_of_the_worker(merger: Merger[str]) -> None:
-    """When a worker has died, all that is there comes out, messages without marks last."""
+def test_a_dead_worker_leaves_nothing_unread(merger: Merger[str]) -> None:
+    """When a worker has died, all its text comes out, and messages without marks come last."""
     torn = mark(TOKEN, 2)[:-1]
     merger.receive_stdout(b"a" + mark(TOKEN, 1) + b"b" + torn, now=0.0)
     merger.receive_stderr(b"\xe2")
@@ -129,8 +129,8 @@ def test_end_of_the_worker(merger: Merger[str]) -> None:
     assert joined(merger.pop_all()) == [*text, "<8>", "<9>"]
 
 
-def test_half_characters(merger: Merger[str]) -> None:
-    """Each stream has its own, what is no UTF-8 is replaced, and they end with their cell."""
+def test_each_stream_completes_its_own_characters(merger: Merger[str]) -> None:
+    """Each stream completes its own characters; invalid UTF-8 and half characters are replaced."""
     assert fed(b"a\xff", b"\xfeb") == [Text("stdout", "a\ufffd\ufffdb")]
     assert fed(b"\xe2\x82", b"x") == [Text("stdout", "\ufffdx")]
     read = b"\xe2" + mark(TOKEN, "stderr") + b"\xc3" + mark(TOKEN, "stdout") + b"\x82\xac"
@@ -150,8 +150,8 @@ def test_half_characters(merger: Merger[str]) -> None:
 
 
 @pytest.mark.world
-async def test_all_that_a_process_writes() -> None:
-    """It arrives in order; what is there at its end is read at once; after the close it is lost."""
+async def test_a_pipe_keeps_the_order_of_text() -> None:
+    """Text arrives in order, the last of it when the process has ended, and none after `close`."""
     found: list[bytes] = []
     pipe = OutputPipe(found.append)
     command = ["sh", "-c", "yes hello | head -n 100000; echo bye"]
@@ -167,8 +167,8 @@ async def test_all_that_a_process_writes() -> None:
     assert b"".join(found) == b"hello\n" * 100_000 + b"bye\nlast words\n"
 
 
-async def test_what_a_worker_says_is_handed_on_in_order(tmp_path: Path) -> None:
-    """Its text is in the log file by then; half a character ends with its cell."""
+async def test_outputs_of_a_worker_keep_their_order(tmp_path: Path) -> None:
+    """Outputs keep their order, text is logged, and a task's end cuts off half a character."""
     found: list[Output | Finished] = []
     end = Finished(2, "task", Done("ok", 0.1))
     output = worker_output.WorkerOutput(TOKEN, WorkerLog(tmp_path), found.append)
@@ -187,8 +187,8 @@ async def test_what_a_worker_says_is_handed_on_in_order(tmp_path: Path) -> None:
     assert (tmp_path / "stdout.log").read_text() == "ab\ufffd"
 
 
-async def test_the_last_line(tmp_path: Path) -> None:
-    """Whole, however it was read; of a bar its last state; nothing of empty lines."""
+async def test_the_last_line_is_whole_and_not_blank(tmp_path: Path) -> None:
+    """The last line is whole, never blank, of limited length, and of a bar the last state."""
     bar, long = ("\r10%|#", "\r20%|##"), "x" * 100_000
     output = worker_output.WorkerOutput(TOKEN, WorkerLog(tmp_path), lambda item: None)
     seen = [output.last_line]
@@ -207,7 +207,7 @@ async def test_the_last_line(tmp_path: Path) -> None:
 
 
 def test_streams_have_files_of_their_own(tmp_path: Path) -> None:
-    """Any text is readable at once, each stream in its file, and appended to what was there."""
+    """Any text is readable at once, in a file for each stream, and follows earlier text."""
     folder = tmp_path / "a" / "0"
     for part in ("first\n", "é\udc80\x1b[31m\n"):
         log = WorkerLog(folder)
@@ -227,7 +227,7 @@ def test_streams_have_files_of_their_own(tmp_path: Path) -> None:
 def test_full_disk_ends_the_log_and_nothing_else(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, size: int
 ) -> None:
-    """A full disk gives one warning; what follows is dropped, which readers of the log see."""
+    """A full disk gives one warning; later text is dropped, and the log counts as cut."""
     folder = tmp_path / "attempt_0" / "1"
     log = WorkerLog(folder)
     get = GetLogs((1,), ("stdout",), 5)
@@ -248,7 +248,7 @@ def test_full_disk_ends_the_log_and_nothing_else(
     assert read_logs({1: folder}, get)[0].is_cut
 
 
-def test_where_no_file_can_be(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_bad_log_folder_gives_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A folder that cannot be made is one warning; a link in place of a file is not followed."""
     (tmp_path / "mine").write_text("mine")
     log = WorkerLog(tmp_path / "mine" / "0")
@@ -262,7 +262,7 @@ def test_where_no_file_can_be(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
 
 
 def test_the_newest_lines_are_kept(tmp_path: Path) -> None:
-    """Whole, in two files, as far as there is a limit; an endless line is cut some day."""
+    """Two files keep the newest lines, uncut, up to a limit; an endless line is cut some time."""
     log = WorkerLog(tmp_path / "limit", 100_000)
     lines = [f"line {number} " + "x" * (number % 97) for number in range(9000)]
     text = "\n".join(lines) + "\n"
@@ -291,7 +291,7 @@ def test_the_newest_lines_are_kept(tmp_path: Path) -> None:
 
 
 def run_of(root: Path, name: str, age: int = 0) -> RunFolder:
-    """A run with a line of one rank in it; the higher its `age`, the older."""
+    """Make a run with a log of one rank; a higher `age` makes an older run."""
     run = RunFolder(root, name)
     log = WorkerLog(run.new_attempt(0) / "0", 1)
     log.write("stdout", "x\nx\nx\n")
@@ -302,13 +302,13 @@ def run_of(root: Path, name: str, age: int = 0) -> RunFolder:
 
 @pytest.fixture
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """nbdist's own folder."""
+    """The folder in which nbdist keeps runs."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     return tmp_path / "nbdist"
 
 
 def test_old_runs_are_dropped(state: Path) -> None:
-    """The newest runs are kept, and one that is in use, whatever its age."""
+    """The newest runs are kept, and so is a run in use, whatever its age."""
     in_use = run_of(state, "in use", age=10_000)
     for number in range(worker_output.RUNS_KEPT + 5):
         name = f"exp{number}/run" if number % 2 else f"run{number}"
@@ -325,7 +325,7 @@ def test_old_runs_are_dropped(state: Path) -> None:
 
 
 def test_a_folder_that_the_user_has_named_is_not_cleaned(state: Path) -> None:
-    """All runs stay in it, and nothing else is there."""
+    """A folder that the user has named keeps all runs, and gets no hidden file."""
     logs = state / "logs"
     for number in range(worker_output.RUNS_KEPT + 5):
         run_of(logs, f"exp/run{number}", age=number).close()
@@ -333,8 +333,8 @@ def test_a_folder_that_the_user_has_named_is_not_cleaned(state: Path) -> None:
     assert not [each for each in logs.rglob("*") if each.name.startswith(".")]
 
 
-def test_nothing_else_is_dropped(state: Path) -> None:
-    """The user's folders stay, and runs in which the user keeps something."""
+def test_folders_of_the_user_are_not_dropped(state: Path) -> None:
+    """Folders of the user stay, and so do runs that the user has filled, copied or renamed."""
     for name in ("notes", "attempt_0", "run", "data/run"):
         (state / name / "attempt_0" / "0").mkdir(parents=True)
         (state / name / "attempt_0" / "0" / "stdout.log").write_text("mine")

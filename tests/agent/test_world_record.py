@@ -1,4 +1,4 @@
-"""Tests of `nbdist.agent.world_record`: what a next notebook gets, and what assistants are told."""
+"""Tests of `nbdist.agent.world_record`: what a next notebook and what assistants learn."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DONE = Done("ok", 1.0, frozenset({"x"}))
 
 
 class Lab:
-    """A record, and the messages that it is fed with."""
+    """A record of a world that has started, and methods that pass messages to the record."""
 
     def __init__(self, *, detach: bool = True) -> None:
         self.record = WorldRecord()
@@ -53,7 +53,7 @@ class Lab:
         self.record.record_received(messages.RunTask(name, ranks or (0, 1), packed))
 
     def begin(self, number: int, *ranks: int) -> None:
-        """Run a task that is told of: `task1` is cell 1."""
+        """Run a task whose code the record can read: `task1` is cell 1."""
         task = Task(f"task{number}", ranks, CellCode(f"x = {number}"), execution_count=number)
         self.run(task.id, *ranks, packed=pack(task))
 
@@ -74,11 +74,11 @@ def lab() -> Lab:
     return Lab()
 
 
-def test_what_workers_become(lab: Lab) -> None:
-    """While they start there is a world; once they were stopped, or could not, there is none."""
+def test_a_world_exists_from_start_to_stop(lab: Lab) -> None:
+    """A world exists while its workers start, until the workers stop or fail to start."""
     lab.record.record_received(messages.AgentRequest(7, messages.GetStatus()))
     there = lab.there
-    # The number of the next call is told: answers to old ones are for nobody.
+    # The next call gets a new number: answers to old calls are for nobody.
     assert (there.pids, there.spec, there.run, there.next_call) == (STARTED.pids, spec(), None, 8)
     assert (there.is_whole, there.dead, lab.said, lab.record.state) == (True, {}, [], "ready")
     lab.ask(messages.StopWorld(1.0))
@@ -89,8 +89,8 @@ def test_what_workers_become(lab: Lab) -> None:
     assert (lab.record.has_world, bool(lab.record.pending_calls)) == (False, False)
 
 
-def test_a_cell_that_nobody_saw_end(lab: Lab) -> None:
-    """All that it has shown so far, also what the notebook before has seen; and its end."""
+def test_an_unfinished_cell_is_replayed_whole(lab: Lab) -> None:
+    """All outputs of a running cell are replayed, even acknowledged ones, and its end is known."""
     lab.run()
     lab.say(0, Text("stdout", "one"))
     lab.record.mark_all_acknowledged()
@@ -105,8 +105,8 @@ def test_a_cell_that_nobody_saw_end(lab: Lab) -> None:
     assert (lab.there.bound, lab.there.forgotten) == ({0: {"x": None}, 1: {"x": None}}, 0)
 
 
-def test_a_cell_that_was_seen_to_its_end(lab: Lab) -> None:
-    """Is none that anybody has missed; what it has bound is there."""
+def test_a_finished_cell_is_not_replayed(lab: Lab) -> None:
+    """A cell whose end was acknowledged is not replayed; the names that it bound are known."""
     lab.run()
     for rank in (0, 1):
         lab.say(rank, Done("ok", 1.0, frozenset({"np"}), {"np": "numpy"}))
@@ -118,8 +118,8 @@ def test_a_cell_that_was_seen_to_its_end(lab: Lab) -> None:
     assert lab.there.bound[0] == {}
 
 
-def test_ranks_that_died(lab: Lab) -> None:
-    """Are dead until they are replaced, and their names gone with them."""
+def test_dead_ranks_stay_dead_until_replaced(lab: Lab) -> None:
+    """Ranks are dead until new processes replace their workers, and their names are forgotten."""
     lab.run()
     lab.say(0, DONE)
     lab.say(1, Died(-9, 1, pid=11))
@@ -133,16 +133,16 @@ def test_ranks_that_died(lab: Lab) -> None:
 @pytest.mark.parametrize(
     "news", [messages.Aborted({}), Outputs(((0, "t", Failure("E", "", (), 1, (), "ended")),))]
 )
-def test_collectives_that_were_aborted(lab: Lab, news: Any) -> None:
-    """The group is to be formed anew, until it has been."""
+def test_an_aborted_group_is_broken_until_a_heal(lab: Lab, news: Any) -> None:
+    """After an abort the group is not whole until it has been formed again."""
     lab.record.record_sent(news)
     assert not lab.there.is_whole
     lab.ask(messages.Heal(), messages.Healed(STARTED.pids, STARTED.logs, spec()))
     assert lab.there.is_whole
 
 
-def test_more_workers(lab: Lab) -> None:
-    """The spec is that of those there are; a machine that has come is told until it is taken in."""
+def test_a_record_follows_the_size_of_its_world(lab: Lab) -> None:
+    """Only a successful scale changes the spec; a machine that has joined is listed until used."""
     three = {0: 10, 1: 11, 2: 12}
     kept = messages.Healed(STARTED.pids, {}, spec(), not_scaled="no")
     lab.ask(messages.Scale(spec(4), (0, 1)), kept)
@@ -155,10 +155,10 @@ def test_more_workers(lab: Lab) -> None:
     assert (lab.there.came, lab.there.spec) == ((), spec(4))
 
 
-def test_what_is_over(lab: Lab) -> None:
-    """Prompts that were answered are not asked again; values that nobody will read are let go of.
+def test_answered_prompts_and_unread_values_are_dropped(lab: Lab) -> None:
+    """Answered prompts are not replayed, and values that nobody will read are released.
 
-    But for those of a task that the next notebook sees to its end.
+    Values of the last task are kept, since the next notebook may see its end.
     """
     lab.run("gather")
     lab.say(0, events.InputRequest(1, "? "), "gather")
@@ -173,8 +173,8 @@ def test_what_is_over(lab: Lab) -> None:
     assert lab.record.pop_unreleased_values() == []
 
 
-def test_how_much_is_kept(lab: Lab) -> None:
-    """Many outputs come in several batches; of a world that ends with its notebook, none."""
+def test_outputs_are_kept_only_for_a_next_notebook(lab: Lab) -> None:
+    """Many outputs come in several batches; a world that ends with its notebook keeps none."""
     lab.run()
     for rank in (0, 1, 0, 1):
         lab.say(rank, Display({"image/png": "x" * (5 << 20)}, {}))
@@ -188,10 +188,10 @@ def test_how_much_is_kept(lab: Lab) -> None:
 BAD = Failure("ValueError", "bad shard", ("a\n" * 100 + "b" * 1000,), 7)
 
 
-def test_the_last_failure(lab: Lab) -> None:
-    """Stays known while later tasks end well; of a task that nobody runs late words are dropped.
+def test_the_last_failure_stays_known(lab: Lab) -> None:
+    """The last failure stays known during later tasks; late outputs of old tasks are dropped.
 
-    Of ranks that a notebook has found in a collective before it aborted that, it is said where.
+    A task also has the places of ranks whose collective a notebook has aborted.
     """
     assert lab.record.tasks == Inspection()
     lab.begin(1, 0, 1)
@@ -214,11 +214,11 @@ def test_the_last_failure(lab: Lab) -> None:
     assert (trouble.rank, error.name, error.message) == (1, "ValueError", "bad shard")
     assert len(error.traceback) == MAX_RECORD_LINES
     assert max(map(len, error.traceback)) == MAX_RECORD_LINE_LENGTH
-    assert from_line(to_line(found)) == found  # as it crosses the socket
+    assert from_line(to_line(found)) == found  # the form in which the record crosses the socket
 
 
-def test_a_death_after_a_task(lab: Lab) -> None:
-    """Is told of apart from one in it; of very many ranks the first have lines."""
+def test_a_death_after_a_task_is_marked_idle(lab: Lab) -> None:
+    """A death after a task is marked as idle; only the first of many ranks have last lines."""
     ranks = range(WITH_LINES + 2)
     lab.begin(1, *ranks)
     for rank in ranks:

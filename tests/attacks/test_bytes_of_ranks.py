@@ -1,4 +1,4 @@
-"""Ranks that close, redirect and write to what is not theirs: descriptors, messages, answers."""
+"""Ranks that close, redirect and overwrite descriptors of nbdist, and send malformed messages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def started(new_world: NewWorld) -> Iterator[World]:
 
 @pytest.fixture
 def world(started: World) -> Iterator[World]:
-    """The world with a variable; rank 1 is a new one afterwards."""
+    """The world with a variable on each rank; rank 1 is replaced afterwards."""
     started.execute("kept = 'kept'")
     pid = started.pids[1]
     yield started
@@ -36,7 +36,7 @@ def world(started: World) -> Iterator[World]:
 
 
 def ran(world: World, source: str) -> TaskRun:
-    """A cell that has ended."""
+    """Run a cell to its end, and return its run."""
     return run(world, source).running
 
 
@@ -50,8 +50,8 @@ AWAY = {
 
 
 @pytest.mark.parametrize("away", AWAY)
-def test_output_that_goes_elsewhere(world: World, away: str, tmp_path: Path) -> None:
-    """The cell ends, with its displays and its errors, and so do the next ones."""
+def test_a_cell_ends_if_its_output_goes_elsewhere(world: World, away: str, tmp_path: Path) -> None:
+    """If a rank redirects or closes stdout or stderr, cells end, with displays and errors."""
     fd, text = AWAY[away]
     change = text.format(fd=fd, log=tmp_path / "fd.log")
     running = ran(world, f"import os\nif rank == 1:\n    {change}\nprint('first'); display(rank)")
@@ -65,7 +65,7 @@ def test_output_that_goes_elsewhere(world: World, away: str, tmp_path: Path) -> 
 
 
 def test_redirected_text_is_as_written(world: World, tmp_path: Path) -> None:
-    """A rank's own log has nothing of nbdist's; a closed descriptor is there again soon."""
+    """Redirected text has no mark of nbdist; a closed descriptor works again in the next cell."""
     log = tmp_path / "fd.log"
     ran(
         world,
@@ -83,8 +83,8 @@ def test_redirected_text_is_as_written(world: World, tmp_path: Path) -> None:
         assert {*" ".join(lines).split()} == {"said", "too", "child"}
 
 
-def test_garbage_on_stdout(world: World) -> None:
-    """Bytes, and what looks like a mark of nbdist's, are text, or nothing."""
+def test_garbage_on_stdout_harms_no_cell(world: World) -> None:
+    """Bytes on stdout or stderr, even parts of nbdist's marks, harm no display and no cell."""
     marks = ("5", "9" * 5000, "stdin", "stderr")
     written = [*(f"b'\\x1b_' + token + b';{each}\\x1b\\\\'" for each in marks)]
     written += ["b'\\x1b_' + token + b';'", "bytes(range(256)) * 100"]
@@ -110,7 +110,7 @@ GARBAGE = {
     "the end": "os.close(fd)",
     "another file": "os.dup2(null, fd)",
 }
-"""What is done to each descriptor of a worker's own."""
+"""Statements, each of which spoils a descriptor `fd` of a worker."""
 
 FOR_EACH = """
 import os, select
@@ -125,8 +125,8 @@ if rank == 1:
 
 
 @pytest.mark.parametrize("garbage", GARBAGE)
-def test_garbage_on_own_descriptors(world: World, garbage: str) -> None:
-    """At worst the rank is replaced, with one clear line; the other ranks keep their variables."""
+def test_garbage_on_descriptors_costs_one_rank_at_most(world: World, garbage: str) -> None:
+    """Garbage on a worker's descriptors costs at most its rank; the other rank loses nothing."""
     running = ran(world, FOR_EACH.format(GARBAGE[garbage]))
     assert isinstance(running.transcript.errors.get(1), Died | None)
     for _ in range(2):
@@ -146,8 +146,8 @@ DUMPS = {
 
 
 @pytest.mark.parametrize("dump", DUMPS)
-def test_garbage_among_the_stacks(world: World, dump: str) -> None:
-    """What a crash has left is read with care."""
+def test_garbage_in_a_stack_file_harms_nobody(world: World, dump: str) -> None:
+    """A rank that crashes with garbage in its stack file is dead; stacks can still be read."""
     running = ran(
         world,
         "import os\nif rank == 1:\n    for fd in os.listdir('/proc/self/fd'):\n"
@@ -165,13 +165,13 @@ GREETINGS = (b"\x01", b"\x00", b"\x01\x00", b"\xff", b"\xff" + bytes(8) + b"\x7f
 
 
 @pytest.mark.parametrize("greeting", GREETINGS)
-def test_bytes_at_the_socket_of_the_notebook(started: World, greeting: bytes) -> None:
+def test_a_foreign_client_gets_no_message_of_the_notebook(started: World, greeting: bytes) -> None:
     """A process of the user that connects and stays gets none of the notebook's messages."""
     path = started.session.link.address.removeprefix("ipc://")
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(path)
         connection.sendall(greeting)
-        for _ in range(10):  # libzmq may take it in late, and would deal messages out in turn
+        for _ in range(10):  # libzmq may accept late, and would deal messages out in turn
             assert started.gather("rank") == [0, 1]
 
 
@@ -203,7 +203,7 @@ PUBLISHED = (
     "iopub.send_multipart([b'nbdist', b'<IDS|MSG>', b'', b'{', b'', b'', b''])\n"
     "iopub.send_multipart([b'nbdist'])\n"
     "iopub.send_multipart([b'nbdist', b'\\xff' * 1000, b'<IDS|MSG>'])",
-    # Unsigned, and with numbers of its own.
+    # An unsigned message, and signed messages with malformed numbers.
     "iopub.send_multipart([b'nbdist', b'<IDS|MSG>', b'x', *[b'{}'] * 4])",
     "Base = type(session).__mro__[1]\n"
     "for ours in ({'number': 'x'}, {'number': -5}, {'number': 10**30}, {'number': [1]}, 7):\n"
@@ -212,8 +212,8 @@ PUBLISHED = (
 )
 
 
-def test_odd_messages(started: World) -> None:
-    """The cell ends as it would have without, no process ends, and what else is shown is there."""
+def test_malformed_messages_harm_no_cell(started: World) -> None:
+    """Malformed messages of a rank end no cell and no process, and hide no other output."""
     started.execute("kept = rank")
     pids = dict(started.pids)
     for published in PUBLISHED:
@@ -236,8 +236,8 @@ ANSWERS = (
 )
 
 
-def test_odd_answers_of_the_control_thread(started: World) -> None:
-    """Whoever asks where ranks are learns of the others; the cell goes on."""
+def test_malformed_control_answers_harm_no_cell(started: World) -> None:
+    """If a control thread answers garbage, both ranks are still listed, and the cell goes on."""
     started.execute(
         "import gc, os, pickle\nfrom nbdist.wire.control import ControlReplyTo, Traced\n"
         "from nbdist.wire.frames import framed\nfrom nbdist.wire.places import RankPosition\n"

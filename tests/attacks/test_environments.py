@@ -1,4 +1,4 @@
-"""What is in the notebook's folder, and what its environment holds, does nbdist no harm."""
+"""Files in the notebook's folder, and variables of its environment, do nbdist no harm."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MODULES = sorted(
     if not name.startswith("_") and name not in sys.builtin_module_names
 )
 OTHERS = ("torch", "numpy", "zmq", "cloudpickle", "psutil", "IPython", "tornado", "comm")
-"""What nbdist is made of besides."""
+"""Other modules that nbdist imports."""
 
 TELLS = """import os
 with open(os.path.join(os.path.dirname(__file__), "ran.txt"), "a") as file:
@@ -33,7 +33,7 @@ raise RuntimeError("the user's own file")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One with a file for each name of the standard library, which tells when it is run."""
+    """A folder with a file named like each module; a file that is run records its name."""
     folder = tmp_path_factory.mktemp("own")
     for name in (*MODULES, *OTHERS):
         (folder / f"{name}.py").write_text(TELLS)
@@ -46,9 +46,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def beside(folder: Path) -> Iterator[Notebook]:
-    """A notebook in that folder, with more of it in its path than kernels have.
+    """A notebook in that folder, with more entries for the folder in its path than kernels have.
 
-    It goes there itself, because a kernel that is started there is broken already.
+    The notebook changes to the folder itself, because a kernel that starts in the folder fails.
     """
     paths = os.pathsep.join(["", "sub", ".", str(folder)])
     go = f"import os, sys, subprocess; os.chdir({str(folder)!r})"
@@ -61,22 +61,22 @@ def beside(folder: Path) -> Iterator[Notebook]:
 
 
 def gathered(notebook: Notebook, source: str) -> Any:
-    """What a distributed cell calls `x`, of each rank."""
+    """Run a distributed cell, and return its variable `x` of each rank."""
     assert notebook.run(f"%%distributed\n{source}").errors == []
     assert notebook.run("%dist_gather x").errors == []
     return notebook.value("x")
 
 
-def test_files_named_like_modules(beside: Notebook, folder: Path) -> None:
-    """None of them is run by nbdist; cells have the notebook's path."""
+def test_files_named_like_modules_are_not_run(beside: Notebook, folder: Path) -> None:
+    """nbdist runs no file that is named like a module; cells have the notebook's path."""
     assert beside.run("%%distributed -n 2\npass").errors == []
     assert (folder / "ran.txt").read_text() == ""
     expected = beside.value("sys.path"), str(folder)
     assert gathered(beside, "import sys, mine\nx = sys.path, mine.value") == [expected] * 2
 
 
-def test_what_cells_start(beside: Notebook) -> None:
-    """What it inherits is as in the notebook; `parse_args()` in a cell finds no arguments."""
+def test_children_of_cells_have_the_notebooks_environment(beside: Notebook) -> None:
+    """A process of a cell inherits the notebook's environment; `sys.argv` has no arguments."""
     asked = "import os; print(os.environ['PYTHONPATH'], 'PYTHONSAFEPATH' in os.environ)"
     command = f"subprocess.run([sys.executable, '-c', {asked!r}], capture_output=True, text=True)"
     expected = beside.value(f"({command}.stdout, sys.argv[:1])")
@@ -87,10 +87,10 @@ def test_what_cells_start(beside: Notebook) -> None:
     assert gathered(beside, source) == [expected] * 2
 
 
-def test_processes_that_multiprocessing_spawns(
+def test_spawned_children_find_the_notebooks_modules(
     beside: Notebook, folder: Path, tmp_path: Path
 ) -> None:
-    """Those of a DataLoader find modules of the folder that the notebook has gone to."""
+    """Children that a cell spawns find modules of the folder that the notebook has gone to."""
     (tmp_path / "yours.py").write_text("def twice(x):\n    return 2 * x\n")
     go = f"os.chdir({str(tmp_path)!r}); os.environ['PYTHONPATH'] = ':'"
     leave = f"sys.path[:] = [entry for entry in sys.path if entry != {str(folder)!r}]"
@@ -107,8 +107,8 @@ def test_processes_that_multiprocessing_spawns(
     assert beside.run(back).errors == []
 
 
-def test_the_same_of_spawned_workers(beside: Notebook, folder: Path) -> None:
-    """Each of them imports everything itself; and leaves what forked ones do where it crashes."""
+def test_spawned_workers_run_no_file_named_like_a_module(beside: Notebook, folder: Path) -> None:
+    """Spawned workers run none of the files, have the notebook's path, and report a crash."""
     assert beside.run("%dist_restart -n 1 --no-fork --on-failure stop").errors == []
     assert (folder / "ran.txt").read_text() == ""
     expected = beside.value("(sys.path, os.environ['PYTHONPATH'])")

@@ -1,6 +1,6 @@
-"""Folders of the user's beside nbdist's: logs, snapshots, sockets; and what cleaners of /tmp do.
+"""Folders of the user beside nbdist's: logs, snapshots, sockets; and cleaners of /tmp.
 
-Who may read and write what is in these, and what is removed of them.
+The tests are about who may read and write files there, and which files are removed.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from tests.waiting import wait_until
 pytestmark = [pytest.mark.shared_world, pytest.mark.own_agent]
 
 SOMEBODY = 54321
-"""A user of whom nobody has heard."""
+"""The number of a user that the system does not know."""
 
 
 @pytest.fixture(scope="module")
 def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of the user's, full of old folders of the user's."""
+    """A folder of the user for logs, with many old folders of the user."""
     folder = tmp_path_factory.mktemp("project")
     for number in range(RUNS_KEPT + 10):
         (folder / f"mine{number}" / "attempt_0").mkdir(parents=True)
@@ -46,14 +46,14 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a link of another user")
 @pytest.mark.parametrize("name", ["run", "exp/run"])
-def test_a_link_of_another_user_among_the_logs(tmp_path: Path, name: str) -> None:
-    """In a folder that users share: no log file is written where the link leads."""
+def test_a_link_of_another_user_is_no_log_folder(tmp_path: Path, name: str) -> None:
+    """In a folder that users share, no log file is written through a link of another user."""
     theirs, logs = tmp_path / "theirs", tmp_path / "logs"
     theirs.mkdir()
     logs.mkdir()
     link = logs / Path(name).parts[0]
     link.symlink_to(theirs)
-    World(1, log_dir=str(logs), name=name, show=False)  # the user's own links are theirs to make
+    World(1, log_dir=str(logs), name=name, show=False)  # links of the user are allowed
     os.lchown(link, SOMEBODY, SOMEBODY)
     said = f"`--name {name}`: {link} is a symbolic link of user {SOMEBODY}"
     with pytest.raises(UsageError, match=re.escape(said)):
@@ -62,7 +62,7 @@ def test_a_link_of_another_user_among_the_logs(tmp_path: Path, name: str) -> Non
 
 @pytest.fixture(scope="module")
 def started(logs: Path) -> Iterator[World]:
-    """A world with its logs there, started by a user whose files everybody may write to."""
+    """A world with its logs in `logs`, started by a user whose files everybody may write to."""
     before = os.umask(0)
     os.environ["NBDIST_LOG_LIMIT"] = "1M"
     try:
@@ -90,7 +90,7 @@ def taken(world: World) -> Snapshot:
 
 
 def test_the_users_folders_stay(world: World, logs: Path) -> None:
-    """No start, and no restart, removes what nbdist has not made, however old it is."""
+    """No start and no restart removes a folder that nbdist has not made, however old."""
     before = {*logs.iterdir()}
     assert len(before) == RUNS_KEPT + 12
     world.restart()
@@ -98,8 +98,8 @@ def test_the_users_folders_stay(world: World, logs: Path) -> None:
     assert (logs / "mine0" / "model.pt").read_text() == "mine"
 
 
-def test_what_is_in_a_run(world: World, logs: Path, tmp_path: Path) -> None:
-    """It is limited, and the user's alone, whatever the umask, as snapshots are."""
+def test_files_of_a_run_are_private_and_limited(world: World, logs: Path, tmp_path: Path) -> None:
+    """Logs have a limit; logs and snapshots belong to the user alone, whatever the umask."""
     world.execute(
         "import sys\nx = 1; print(2, file=sys.stderr)\n"
         "if rank == 0:\n    print('secret\\n' * 100_000)\n"
@@ -132,7 +132,7 @@ def test_what_is_in_a_run(world: World, logs: Path, tmp_path: Path) -> None:
 
 
 def test_logs_are_written_through(world: World, tmp_path: Path) -> None:
-    """What a rank says is in its file while its cell runs, and after it, at once."""
+    """Text of a rank is in its log at once, while its cell runs and after the cell has ended."""
     log, go_on = Path(world.logs[0]) / "stdout.log", tmp_path / "go on"
     cell = world.submit(
         world.task(
@@ -148,8 +148,8 @@ def test_logs_are_written_through(world: World, tmp_path: Path) -> None:
     wait_until(lambda: "after the cell" in log.read_text())
 
 
-def test_a_limit_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One line says what one looks like, before anything is started."""
+def test_an_invalid_log_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An invalid limit is refused before any start, in a line with an example of a valid limit."""
     for text in ("x", "1", "0M", "-1M"):
         monkeypatch.setenv("NBDIST_LOG_LIMIT", text)
         with pytest.raises(UsageError, match=rf"`NBDIST_LOG_LIMIT={text}`: .* such as 200M"):
@@ -159,8 +159,8 @@ def test_a_limit_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- snapshots ----------------------------------------------------------------------------
 
 
-def test_a_name_that_is_the_users_folder(world: World, tmp_path: Path) -> None:
-    """The user's folders stay in it; of the snapshots the newest ones, and what the user kept."""
+def test_old_snapshots_go_and_folders_of_users_stay(world: World, tmp_path: Path) -> None:
+    """The newest snapshots stay, and so do snapshots and folders that the user has changed."""
     root = tmp_path / "snapshots"
     mine = {"data", "20200101-000000", "20200101-000001"}
     for name in mine:
@@ -184,14 +184,14 @@ def test_a_name_that_is_the_users_folder(world: World, tmp_path: Path) -> None:
 
 
 def chown(path: Path) -> None:
-    """It belongs to somebody else."""
+    """Give the path to another user."""
     if os.geteuid() != 0:
         pytest.skip("only root can give files away")
     os.chown(path, SOMEBODY, -1)
 
 
 def link(path: Path) -> None:
-    """It lies elsewhere."""
+    """Move the path away, and leave a symbolic link in its place."""
     root = next(folder for folder in path.parents if folder.name == "snapshots")
     away = root.with_name("away")
     path.rename(away)
@@ -199,7 +199,7 @@ def link(path: Path) -> None:
 
 
 def let_write(path: Path, who: int) -> None:
-    """Others may write to it, of its group or all."""
+    """Let others write to the path: its group, or all."""
     path.chmod(path.stat().st_mode | who)
 
 
@@ -218,10 +218,10 @@ WRITES, LIES = r"others can write to .* \(mode 07?", "is a symbolic link"
         ("rank1.frames", link, LIES),
     ],
 )
-def test_what_others_could_have_written(
+def test_a_snapshot_that_others_can_write_is_refused(
     world: World, taken: Snapshot, what: str, attack: Callable[[Path], None], said: str
 ) -> None:
-    """It is refused in one line that says which file and what to do; nothing is bound."""
+    """A snapshot that others could have written is refused in a line; no variable changes."""
     attack(Path(os.path.normpath(taken.folder / what)))
     with pytest.raises(UsageError, match=f"was not restored, because .*{said}.*`cp -r`") as told:
         world.restore(name="a", from_rank=1)
@@ -230,8 +230,8 @@ def test_what_others_could_have_written(
 
 
 @pytest.mark.parametrize("what", ["manifest.json", "rank1.frames"])
-def test_a_pipe_in_a_files_place(world: World, taken: Snapshot, what: str) -> None:
-    """Nobody waits for it; where others can write no snapshot is written, or restored."""
+def test_a_pipe_in_a_snapshot_is_refused(world: World, taken: Snapshot, what: str) -> None:
+    """A pipe is refused without a wait; no snapshot is written if others can write beside it."""
     (taken.folder / what).unlink()
     os.mkfifo(taken.folder / what, 0o600)
     with pytest.raises(UsageError, match=f"{re.escape(what)} is no plain file"):
@@ -241,8 +241,8 @@ def test_a_pipe_in_a_files_place(world: World, taken: Snapshot, what: str) -> No
         world.snapshot(["x"], name="a")
 
 
-def test_the_ranks_look_themselves(world: World, taken: Snapshot) -> None:
-    """What changes hands after the notebook has looked is read by no rank, of any rank."""
+def test_ranks_check_snapshots_themselves(world: World, taken: Snapshot) -> None:
+    """A file that others can write to after the notebook's check is refused by the ranks too."""
     part = taken.parts[0]
     own = dict.fromkeys(range(2), (0, part.digest))
     every = [(rank, part.digest) for rank, part in taken.parts.items()]
@@ -254,14 +254,14 @@ def test_the_ranks_look_themselves(world: World, taken: Snapshot) -> None:
 
 
 def test_an_empty_or_a_missing_folder_costs_nothing(world: World) -> None:
-    """With everything in it taken, then itself: cells run, ranks are replaced, all starts anew."""
+    """A world whose runtime folder is emptied, then removed, runs cells and replaces its ranks."""
     world.execute("x = 10 + rank")
     folder = Path(world.session.link.agent.command.split()[-2])
     for take in ("contents", "folder"):
         for each in folder.iterdir():
             each.unlink()
         os.utime(folder, (1, 1))
-        RuntimeFolder().close()  # another world's start leaves it alone
+        RuntimeFolder().close()  # another world's start keeps the folder
         assert folder.is_dir()
         if take == "folder":
             folder.rmdir()
@@ -281,7 +281,7 @@ def test_an_empty_or_a_missing_folder_costs_nothing(world: World) -> None:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A file system with room for little, where worlds have their folders; needs root."""
+    """A file system of 512 KiB in which worlds have their folders; needs root."""
     with tempfile.TemporaryDirectory(prefix="nbt-", dir="/tmp") as folder:
         mount = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", folder]
         if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
@@ -292,7 +292,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def fill(folder: Path) -> Path:
-    """A file in it that leaves no room for another."""
+    """Write a file that leaves no room for another file in the folder."""
     found = folder / "big"
     with contextlib.suppress(OSError), found.open("wb", buffering=0) as file:
         while file.write(b"x" * 512):
@@ -300,8 +300,8 @@ def fill(folder: Path) -> Path:
     return found
 
 
-def test_a_full_place(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is passed over; and where nothing else is left, named."""
+def test_a_full_file_system_is_passed_over(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full file system is passed over, and named if no other place is left."""
     fill(small)
     for variable in ("XDG_RUNTIME_DIR", "TMPDIR"):
         monkeypatch.setenv(variable, str(small))
@@ -316,8 +316,8 @@ def test_a_full_place(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [each.name for each in small.iterdir()] == ["big"]
 
 
-def test_a_place_that_gets_full(small: Path) -> None:
-    """Who cannot start says where there is no room; with room again it can."""
+def test_scaling_names_a_full_file_system(small: Path) -> None:
+    """A worker that cannot start names the full folder; with room again it can start."""
     with World(1, log_dir="") as world:
         world.start()
         file = fill(small)

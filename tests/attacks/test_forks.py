@@ -1,4 +1,4 @@
-"""Children that user code forks of ranks and notebook; what keeps workers from being started."""
+"""Children that user code forks from ranks and notebook, and limits that keep workers away."""
 
 from __future__ import annotations
 
@@ -64,21 +64,21 @@ with socket.socket() as free:
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
-    """Two workers, for all tests here."""
+    """A world of two workers for all tests of this file."""
     with World(2, log_dir="") as started:
         yield started
 
 
-def test_the_tutorials_processes(world: World) -> None:
-    """On every rank its children form a group of their own; the rank's own goes on."""
+def test_forked_children_form_their_own_group(world: World) -> None:
+    """Forked children of each rank form a group of their own; the ranks' own group goes on."""
     world.execute(f"{TUTORIAL}\nfound = tutorial(port)")
     answers = [(rank, 3, 3, 3.0, -1) for rank in range(3)]
     assert world.gather("found") == [(answers, [0, 0, 0])] * 2
     world.execute("t = torch.ones(1); dist.all_reduce(t); assert t.item() == 2")
 
 
-def test_what_children_are(world: World) -> None:
-    """Nobody on gloo's port; if a data loader forks them, they know rank and size."""
+def test_children_know_their_rank_and_hold_no_port(world: World) -> None:
+    """No child listens on gloo's port; a data loader's child knows its rank and the world size."""
     world.execute(
         "import os, psutil, subprocess, sys, time\n"
         "from multiprocessing import get_context\n"
@@ -101,8 +101,8 @@ def test_what_children_are(world: World) -> None:
     assert world.gather("loaded") == [[2], [12]]
 
 
-def test_a_world_in_a_forked_child(world: World) -> None:
-    """A fork of the process that made it cannot use it, and is told so at once."""
+def test_a_forked_child_cannot_use_a_world(world: World) -> None:
+    """A fork of the process that made a world cannot use the world, and fails at once."""
 
     def is_refused(do: Callable[[], object]) -> None:
         with pytest.raises(ForkedProcess, match=r"^nbdist: this process is a forked child"):
@@ -121,14 +121,14 @@ SUM = "t = torch.ones(1); dist.all_reduce(t); assert t.item() == world_size"
 
 @pytest.fixture(autouse=True)
 def two_ranks_with_a_variable(world: World) -> None:
-    """Before each test."""
+    """Give the world two ranks, each with a variable, before each test."""
     if world.size != 2:
         world.scale(2)
     world.execute(f"kept = rank\n{SUM}")
 
 
 def tree(world: World) -> list[psutil.Process]:
-    """The guard, the agent, the fork server, the workers."""
+    """Return the guard, the agent, the fork server and the workers."""
     guard = psutil.Process(world.session.link.agent.pid)
     return [guard, *guard.children(recursive=True)]
 
@@ -152,7 +152,7 @@ def group(control_group: Callable[..., Path]) -> Path:
 
 @contextmanager
 def at_most(world: World, group: Path, more: int) -> Iterator[None]:
-    """Let the agent and its children have only so many more processes and threads."""
+    """Let the guard and its children have only `more` further processes and threads."""
     for process in tree(world):
         (group / "cgroup.procs").write_text(str(process.pid))
     (group / "pids.max").write_text(str(int((group / "pids.current").read_text()) + more))
@@ -164,11 +164,11 @@ def at_most(world: World, group: Path, more: int) -> Iterator[None]:
             (group.parent / "cgroup.procs").write_text(pid)
 
 
-def test_no_further_process_when_scaling(world: World, group: Path) -> None:
-    """A line says which limit, and nobody loses anything."""
+def test_scaling_without_a_free_process_loses_nothing(world: World, group: Path) -> None:
+    """A line names the limit that forbids a further process, and no rank loses a variable."""
     pids = dict(world.pids)
     with at_most(world, group, 0):
-        # Where they get no thread, the old group cannot be made again either.
+        # Without a free thread, the old group cannot be formed again either.
         with pytest.raises((ScaleError, WorldBroken)) as caught:
             world.scale(3)
         assert f"pids.max of {group} is " in str(caught.value)
@@ -179,8 +179,8 @@ def test_no_further_process_when_scaling(world: World, group: Path) -> None:
     assert world.pids == pids
 
 
-def test_the_fork_server_is_killed(world: World, group: Path) -> None:
-    """All ranks live on, also where no other can be started; one killed later is replaced alone."""
+def test_ranks_outlive_their_fork_server(world: World, group: Path) -> None:
+    """Ranks outlive their fork server, and a rank that is killed afterwards is replaced alone."""
     pids = dict(world.pids)
     kill_fork_server(world)
     world.execute(SUM)
@@ -189,7 +189,7 @@ def test_the_fork_server_is_killed(world: World, group: Path) -> None:
             world.scale(3)
         assert world.gather("kept") == [0, 1]
     assert world.pids == pids
-    os.kill(pids[1], signal.SIGKILL)  # the agent hears of it, whose child it is now
+    os.kill(pids[1], signal.SIGKILL)  # the agent is now the parent of rank 1
     wait_until(lambda: world.status()[1].state == "dead")
     world.execute(SUM)
     assert world.gather("globals().get('kept')") == [0, None]
@@ -199,8 +199,8 @@ def test_the_fork_server_is_killed(world: World, group: Path) -> None:
     assert world.gather("globals().get('kept')") == [0, None, None]
 
 
-def test_no_further_process_at_the_start(world: World, group: Path) -> None:
-    """A start that fails so names the limit in its first line, and leaves nothing."""
+def test_a_start_without_processes_names_the_limit(world: World, group: Path) -> None:
+    """A start without enough processes names the limit in its first line; a later start works."""
     with at_most(world, group, 2):
         with pytest.raises(StartError) as caught:
             world.restart(n=4)
@@ -211,7 +211,7 @@ def test_no_further_process_at_the_start(world: World, group: Path) -> None:
 
 
 def test_the_agent_needs_no_thread_for_a_worker(world: World) -> None:
-    """Where a thread of zmq's cannot be started, zmq aborts the process."""
+    """New workers need no thread of the agent, since zmq aborts if its thread cannot start."""
     (agent,) = psutil.Process(world.session.link.agent.pid).children()
     before = agent.num_threads()
     world.scale(4)

@@ -1,4 +1,4 @@
-"""Too few descriptors and too little memory; and more than anybody can look at."""
+"""Worlds with too few descriptors or too little memory, and more displays than can be read."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ dist.barrier()
 
 @pytest.fixture
 def limited(world: World) -> World:
-    """Ranks with a variable, and few enough descriptors to use them up."""
+    """A world whose ranks have a variable, and few enough descriptors to use all of them."""
     world.execute(
         "import resource\n"
         "for fd in globals().pop('open_files', ()): __import__('os').close(fd)\n"
@@ -65,7 +65,7 @@ def limited(world: World) -> World:
 
 
 def all_go_on(world: World, pids: dict[int, int], lost: int | None = None) -> None:
-    """The group is whole again, and nobody but this rank has lost anything."""
+    """Check that the group works, and that only rank `lost` has lost its process and variable."""
     world.execute(SUM)
     assert [rank for rank in pids if world.pids[rank] != pids[rank]] == [lost][: lost is not None]
     kept = [None if rank == lost else rank for rank in range(3)]
@@ -73,7 +73,7 @@ def all_go_on(world: World, pids: dict[int, int], lost: int | None = None) -> No
 
 
 def under_limit(soft: int, hard: int, source: str) -> subprocess.CompletedProcess[str]:
-    """Run source in a process of its own, which is the notebook."""
+    """Run `source`, as a notebook, in a new process with these limits of open files."""
 
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -88,10 +88,10 @@ def under_limit(soft: int, hard: int, source: str) -> subprocess.CompletedProces
     )
 
 
-def test_limits_that_are_too_low() -> None:
-    """A soft limit is raised for the workers alone; beyond the hard one a line says what to do.
+def test_a_low_limit_of_files_is_raised_or_named() -> None:
+    """A soft limit is raised for the workers alone; beyond the hard limit a line says what to do.
 
-    Before anything is started: with figures and the remedy.
+    The line has the figures and the remedy, and comes before any start.
     """
     ran = under_limit(
         96,
@@ -127,8 +127,8 @@ def test_limits_that_are_too_low() -> None:
     assert rest == ["[0, 1, 2]", "True 96"]
 
 
-def test_a_notebook_without_descriptors() -> None:
-    """`%load_ext` says why there are no magics, and no library ends the notebook's process."""
+def test_a_notebook_without_descriptors_gets_no_magics() -> None:
+    """`%load_ext` says why no magics are defined, and no library ends the notebook's process."""
     ran = under_limit(
         24,
         24,
@@ -146,24 +146,24 @@ def test_a_notebook_without_descriptors() -> None:
     assert is_there == "False"
 
 
-def test_a_rank_without_descriptors_fails_while_others_wait(limited: World) -> None:
-    """They are freed, the group is whole again, and nobody loses anything."""
+def test_a_rank_without_descriptors_fails_and_loses_nothing(limited: World) -> None:
+    """Ranks that wait for a rank without descriptors are released, and no rank loses variables."""
     pids = dict(limited.pids)
     with pytest.raises(WorkerError, match="OSError"):
         limited.execute(f"{USE_UP}\nif rank == 1: os.open(os.devnull, os.O_RDONLY)\ndist.barrier()")
     all_go_on(limited, pids)
 
 
-def test_ranks_without_descriptors_are_stopped(limited: World) -> None:
-    """Stop frees them out of a collective, and they keep what they have."""
+def test_stop_releases_ranks_without_descriptors(limited: World) -> None:
+    """Stop ends a collective of ranks without descriptors, and the ranks keep variables."""
     pids = dict(limited.pids)
     source = f"import time\n{USE_UP}\ndist.barrier() if rank else time.sleep(600)"
     press_stop(limited, run_for(limited, source, 1.0))  # the moment is arbitrary
     all_go_on(limited, pids)
 
 
-def test_a_rank_that_cannot_take_part_is_replaced_alone(limited: World) -> None:
-    """It has no descriptor in reserve; other ranks are unaffected."""
+def test_a_rank_without_spare_descriptors_is_replaced_alone(limited: World) -> None:
+    """A rank that has no descriptor in reserve is restarted; other ranks are unaffected."""
     pids = dict(limited.pids)
     with pytest.raises(WorkerError, match=r"OSError.* Rank 1 was restarted and its var"):
         limited.execute(TAKE_ALL)
@@ -192,7 +192,7 @@ def group(control_group: Callable[..., Path]) -> Path:
 
 @pytest.fixture
 def notebook(group: Path) -> Iterator[Notebook]:
-    """One whose kernel is in the group, and so is all that it starts."""
+    """A notebook whose kernel, with all its children, is in the control group."""
     notebook = Notebook()
     try:
         (group / "cgroup.procs").write_text(str(notebook.process.pid))
@@ -201,8 +201,8 @@ def notebook(group: Path) -> Iterator[Notebook]:
         notebook.close()
 
 
-def test_values_that_do_not_fit(notebook: Notebook, group: Path) -> None:
-    """The cell is refused with the figures; the notebook's kernel and its workers live."""
+def test_values_that_do_not_fit_are_refused(notebook: Notebook, group: Path) -> None:
+    """A cell whose values do not fit is refused with the figures; kernel and workers live on."""
     version_2 = (group / "memory.max").exists()
     names = ("max", "current") if version_2 else ("limit_in_bytes", "usage_in_bytes")
     limit, used = (group / f"memory.{name}" for name in names)
@@ -220,24 +220,24 @@ def test_values_that_do_not_fit(notebook: Notebook, group: Path) -> None:
     assert f"its group {group} may use" in said
     limit.write_text("max" if version_2 else "-1")
     assert notebook.run("%%distributed\nassert x.sum() == x.size\nassert kept == rank").errors == []
-    # Bytes and strings are copied twice: into the pickle, and from there.
+    # Bytes and strings are copied twice: into the pickle, and out of the pickle.
     notebook.run(f"b = bytes({SIZE})")
     for free in (SIZE // 2, SIZE * 3 // 2):
         leave(free)
         assert notebook.run("%%distributed\nlen(b)").error.startswith(refused)
-    # What a rank sends back is looked at in the same way.
+    # Values that a rank sends back are checked in the same way.
     leave(SIZE // 2)
     assert refused in notebook.run("%dist_gather x -r 0 --as y").error
     limit.write_text("max" if version_2 else "-1")
     assert notebook.run("%%distributed\nassert kept == rank").errors == []
 
 
-def test_a_rank_at_its_limit_of_address_space(world: World) -> None:
-    """It has no room to form the group again with those that waited: it alone is restarted."""
+def test_a_rank_without_address_space_is_replaced_alone(world: World) -> None:
+    """A rank without room to form the group again with ranks that waited is restarted alone."""
     pids = dict(world.pids)
     with pytest.raises(WorkerError, match="Rank 1 was restarted and its va") as raised:
         world.execute(FILL_UP)
-    assert "MemoryError" in str(raised.value)  # which it may have no memory to report itself
+    assert "MemoryError" in str(raised.value)  # reported even if rank 1 has no memory for a report
     assert "no variables were lost" not in str(raised.value)
     all_go_on(world, pids, lost=1)
 
@@ -253,14 +253,14 @@ for page in range({PAGES}):
 
 
 def megabytes_of_agent(guard: int) -> float:
-    """Of the one that is below its guard, beside the fork server."""
+    """Return the memory of the agent below the guard."""
     found = psutil.Process(guard).children()
     (agent,) = (each for each in found if "nbdist.agent" in each.cmdline())
     return float(agent.memory_info().rss / 2**20)
 
 
-def test_displays_that_nobody_takes(world: World, tmp_path: Path) -> None:
-    """They are kept up to a limit; then the notebook gets the newest, and how many it does not."""
+def test_displays_that_nobody_takes_are_limited(world: World, tmp_path: Path) -> None:
+    """An agent keeps displays up to a limit; the notebook gets the newest and a count of others."""
     guard, file = world.session.link.agent.pid, tmp_path / "shown"
     before = megabytes_of_agent(guard)
     running = world.submit(world.task(f"{FLOOD}Path({str(file)!r}).touch()", ranks=[1]))

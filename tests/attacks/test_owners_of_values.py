@@ -1,4 +1,4 @@
-"""Whose a value is: what gather brought, what has a meaning, and what ranks have changed."""
+"""Owners of values: gathered values, names of a worker's own, and values that ranks changed."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ pytestmark = [pytest.mark.shared_world, pytest.mark.kernel]
 two = lasting("%load_ext nbdist", "import torch", "%%distributed -n 2\npass")
 
 
-def test_what_gather_binds_stays_here(two: Notebook) -> None:
-    """Whatever it was: cells use the ranks' own, and after a restart an error says why."""
+def test_gathered_values_stay_in_the_notebook(two: Notebook) -> None:
+    """Cells use the ranks' own values, not gathered ones; after a restart an error says why."""
     two.run(
         "%%distributed\nfrom torch.nn.parallel import DistributedDataParallel as DDP\n"
         "model = DDP(torch.nn.Linear(2, 1)); acc = torch.tensor(0.5 + rank); x = torch.ones(2)"
@@ -48,8 +48,8 @@ def test_what_gather_binds_stays_here(two: Notebook) -> None:
     assert body(two.run("%%distributed\nacc"))[1:] == ["[0.5, 1.5]"]
 
 
-def test_a_cell_that_binds_such_a_name_is_told(two: Notebook) -> None:
-    """Once, in a dim line; not where it is bound to what it was; no command gives it another."""
+def test_rebinding_a_workers_own_name_gives_a_line(two: Notebook) -> None:
+    """A cell that changes a worker's own name gets a line, once; no command changes such a name."""
     for line in ("%dist_push rank", "%dist_sync device --from 0", "%dist_scatter rank"):
         said = f"UsageError: `{line.partition(' ')[0]}`: each worker has its own `"
         assert two.run(f"rank = 3\n{line}").error.startswith(said), line
@@ -65,8 +65,8 @@ def test_a_cell_that_binds_such_a_name_is_told(two: Notebook) -> None:
     two.run("%dist_restart")
 
 
-def test_a_deleted_one_is_there_again(two: Notebook) -> None:
-    """In the next cell; in the same one nobody offers to send the notebook's, which cannot be."""
+def test_a_deleted_own_name_returns_in_the_next_cell(two: Notebook) -> None:
+    """A deleted name of a worker's own returns in the next cell; no hint offers to send it."""
     two.run("rank, dist = 3, 4")
     assert two.run("%%distributed\ndel rank, dist").errors == []
     assert two.run("%%distributed\nprint(dist.get_rank() == rank)").errors == []
@@ -76,7 +76,7 @@ def test_a_deleted_one_is_there_again(two: Notebook) -> None:
 
 
 def test_hints_never_destroy(two: Notebook) -> None:
-    """A replaced rank says who has what it misses, what it has lost is listed by importance."""
+    """After a restart hints name the rank that has a variable; losses are listed by importance."""
     two.run(
         "%%distributed\na, b, c, d, e, f, g = range(7); import os; pid = os.getpid()\n"
         "net = torch.nn.Linear(1, 1); opt = torch.optim.SGD(net.parameters()); x = torch.ones(1)"
@@ -95,8 +95,8 @@ def test_hints_never_destroy(two: Notebook) -> None:
 STEP = "model(torch.ones(2)).sum().backward(); opt.step(); opt.zero_grad()"
 
 
-def test_what_was_trained_or_changed_is_never_overwritten(two: Notebook) -> None:
-    """What both have changed stays the ranks', entry by entry; the rest follows the notebook."""
+def test_values_that_ranks_changed_are_never_overwritten(two: Notebook) -> None:
+    """A part that both sides have changed stays the ranks'; other parts follow the notebook."""
     two.run(
         "import numpy as np\nclass Box: items = None\n"
         "model = torch.nn.Linear(2, 1); opt = torch.optim.Adam(model.parameters(), lr=.5)\n"
@@ -123,8 +123,8 @@ def test_what_was_trained_or_changed_is_never_overwritten(two: Notebook) -> None
 NAMES = ("globals", "__import__", "dict", "open", "list", "os", "eval", "type")
 
 
-def test_requests_work_beside_such_names(two: Notebook, tmp_path: Path) -> None:
-    """What users call their variables is nothing to snapshots, memory, names and calls."""
+def test_commands_work_beside_any_variable_names(two: Notebook, tmp_path: Path) -> None:
+    """Snapshots, memory, names and calls work even if users' variables are named like builtins."""
     two.run(f"import os; os.environ['NBDIST_SNAPSHOT_DIR'] = {str(tmp_path)!r}")
     bind = "\n".join(f"{name} = 'the user\\'s'" for name in NAMES)
     assert two.run(f"%%distributed\nx = [rank]\n{bind}").errors == []

@@ -1,4 +1,4 @@
-"""What is shown is true, whatever cells show, and when: folds, figures, far too much, too late."""
+"""Output is shown truly, whatever cells show and when: folds, figures, floods, late output."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ from dataclasses import astuple
 from nbdist.config import Patience
 Patience.__init__.__defaults__ = astuple(Patience(control_timeout={SOON}))
 """
-"""Control is back when all ranks have left, however slow the machine is."""
+"""Makes the notebook wait until all ranks have left, however slow the machine is."""
 
 
 @pytest.fixture(scope="module")
 def notebook(folder: Path) -> Iterator[Notebook]:
-    """One notebook with three workers for all tests of the module."""
+    """A notebook with three workers for all tests of the module."""
     with closing(Notebook("%load_ext nbdist", env={"NBDIST_LOG_DIR": str(folder)})) as notebook:
         assert notebook.run(f"{PATIENCE}%dist_init -n 3").errors == []
         yield notebook
 
 
-def test_errors_of_ranks(notebook: Notebook) -> None:
-    """Of errors that differ in the rank's number `%dist_why` calls none the same."""
+def test_errors_that_name_their_rank_are_not_the_same(notebook: Notebook) -> None:
+    """`%dist_why` does not call errors the same that differ in the number of their rank."""
     outcome = notebook.run("%%distributed\nif rank: raise KeyError(f'missing {rank}')")
     assert "── ranks 1-2 (same except for {…}) ✗ ──" in outcome.panel["text/plain"]
     first = 1 if "first: rank 1" in outcome.error else 2
@@ -63,8 +63,8 @@ for number in range(rank):
 """
 
 
-def test_figures_for_converters(notebook: Notebook) -> None:
-    """Figures are in the panel once, and each is an image for those who look for one."""
+def test_each_figure_is_an_image_for_converters(notebook: Notebook) -> None:
+    """Each figure is in the panel once, and is an image for programs that look for images."""
     outcome = notebook.run(FIGURES)
     assert str(outcome.panel["text/html"]).count("<img ") == 3
     pngs = [base64.b64decode(shown["data"]["image/png"]) for shown in outcome.figures]
@@ -83,8 +83,8 @@ def test_figures_for_converters(notebook: Notebook) -> None:
     assert html.count('src="data:image/png') == 3
 
 
-def test_a_recursion_costs_no_look_at_all_modules(notebook: Notebook) -> None:
-    """Where a traceback was made, `inspect` knows the cell's file: IPython asks for each frame."""
+def test_the_module_of_a_cell_is_known_to_inspect(notebook: Notebook) -> None:
+    """After a traceback `inspect` knows a cell's module, for which IPython asks at each frame."""
     source = "%%distributed -r 0\ndef again(n):\n    return again(n + 1)\nagain(0)"
     assert "RecursionError: maximum recursion depth exceeded" in notebook.run(source).error
     found = notebook.run(
@@ -94,8 +94,8 @@ def test_a_recursion_costs_no_look_at_all_modules(notebook: Notebook) -> None:
     assert body(found)[-1] == "'__main__'"
 
 
-def test_a_long_message(notebook: Notebook, folder: Path) -> None:
-    """Of a message of megabytes as much is passed on as can be read; the log has the whole."""
+def test_a_long_message_is_whole_in_its_file(notebook: Notebook, folder: Path) -> None:
+    """Of a message of megabytes a readable part is passed on; a private file has the whole."""
     source = "%%distributed -r 0\nraise ValueError('begin' + 'x' * 3_000_000 + 'end')"
     outcome = notebook.run(source)
     assert "ValueError: begin" in outcome.error
@@ -105,8 +105,8 @@ def test_a_long_message(notebook: Notebook, folder: Path) -> None:
     assert file.stat().st_mode & 0o077 == 0
 
 
-def test_stop_in_a_flood_of_displays(notebook: Notebook, tmp_path: Path) -> None:
-    """All ranks leave, with all that is kept drawn, and no variable is lost."""
+def test_stop_ends_a_flood_of_displays(notebook: Notebook, tmp_path: Path) -> None:
+    """In a flood of displays Stop ends all ranks, and no variable is lost."""
     assert notebook.run("%%distributed\nkept = rank").errors == []
     full = tmp_path / "full"
     press = partial(notebook.process.send_signal, signal.SIGINT)
@@ -125,7 +125,7 @@ TOLD = (
     "def be_told():\n"
     "    while not os.path.exists(sign): time.sleep(0.02)\n"
 )
-"""What ranks say late they say when the test makes this file, after the end of their cell."""
+"""Late output of ranks begins when the test creates the file `sign`, after the cell's end."""
 
 LATER = {
     "asyncio task": (
@@ -145,13 +145,13 @@ LATER = {
 def test_late_output_is_shown_under_its_cell(
     notebook: Notebook, later: str, tmp_path: Path
 ) -> None:
-    """While no cell runs, in the place of the cell's own output, which stays."""
+    """Late output is shown while no cell runs, in the panel of its cell, below earlier output."""
     sign = tmp_path / "sign"
     cell = f"{TOLD}sign = {str(sign)!r}\nprint('said in time')\n{LATER[later]}"
     outcome = notebook.run(f"%%distributed\n{cell}")
     assert outcome.errors == []
     sign.touch()
-    # Of all ranks: what came after this would be in the cell of another test.
+    # Wait for all ranks: later output would be in the cell of another test.
     said = notebook.next_shown("said late by 0", "said late by 1")
     assert said["transient"] == outcome.displays[0]["transient"]
     assert "said in time" in said["data"]["text/plain"]
@@ -159,7 +159,7 @@ def test_late_output_is_shown_under_its_cell(
 
 
 def test_late_output_comes_with_the_next_cell(notebook: Notebook, tmp_path: Path) -> None:
-    """In a terminal; what a rank says before others are done is the running cell's."""
+    """In a terminal late output comes with the next cell; a running cell has its ranks' output."""
     outcome = notebook.run(
         "%%distributed\nimport threading, time\n"
         "if rank == 0: threading.Timer(0.2, print, ['said late']).start()\nelse: time.sleep(1.5)"
@@ -179,8 +179,8 @@ def test_late_output_comes_with_the_next_cell(notebook: Notebook, tmp_path: Path
         notebook.run('%config NbDist.display = "auto"')
 
 
-def test_flood_after_a_cell(notebook: Notebook) -> None:
-    """A thread that never stops to talk slows no cell, and is shown a few times a second."""
+def test_a_flood_after_a_cell_is_drawn_seldom(notebook: Notebook) -> None:
+    """Output of a thread that never stops to print is drawn only a few times a second."""
     notebook.run(
         "%%distributed\nimport threading\nover = threading.Event()\n"
         "def talk():\n    while not over.wait(0.001): print('talks')\n"
@@ -196,16 +196,16 @@ def test_flood_after_a_cell(notebook: Notebook) -> None:
 
 
 BEGIN, END = "\x1b[200~", "\x1b[201~"
-"""What a terminal puts around text that is pasted."""
+"""The marks that a terminal puts around pasted text."""
 
 EVERY = 4
-"""Of how many mistakes one is tried: there are more than forty."""
+"""Only every fourth mistake is tried, since the list has more than forty."""
 
 
-def test_mistakes_in_a_terminal(tmp_path: Path, empty_snapshot_folder: None) -> None:
-    """What is said is the same as in a notebook, and no line is of nbdist's insides.
+def test_mistakes_read_alike_in_a_terminal(tmp_path: Path, empty_snapshot_folder: None) -> None:
+    """A terminal shows the same words as a notebook, and no line of nbdist's insides.
 
-    In notebooks `tests.notebook.front_end.Notebook.run` looks at what every test sees.
+    In notebooks `tests.notebook.front_end.Notebook.run` checks the output of every test.
     """
     terminal = Terminal(tmp_path)
     try:

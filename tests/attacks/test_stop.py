@@ -1,4 +1,4 @@
-"""Stop: what can be kept is kept, whatever the ranks do and however busy the machine is."""
+"""Stop keeps all that can be kept, whatever the ranks do and however busy the machine is."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ pytestmark = pytest.mark.shared_world(3)
 
 @pytest.fixture
 def world(world: World) -> World:
-    """A world in order, whose ranks have a variable to lose."""
+    """A world whose ranks have a variable to lose."""
     world.execute("kept = rank")
     return world
 
 
 def begin(world: World, source: str) -> TaskRun:
-    """Have all ranks run it; they print a line when they are where Stop is to find them."""
+    """Run `source` on all ranks, until each rank has printed a line: Stop may come then."""
     running = world.submit(world.task(source))
     for _ in world.follow(running):
         if all(track.line_count > 1 for track in running.transcript):
@@ -30,29 +30,29 @@ def begin(world: World, source: str) -> TaskRun:
 
 
 def kept(world: World) -> list[int | None]:
-    """What each rank has of the variable."""
+    """Return the variable of each rank, or None."""
     return world.gather("globals().get('kept')")
 
 
 def leave(world: World, running: TaskRun) -> None:
-    """Wait behind the notebook, which has control, until all ranks have left or were killed.
+    """Wait until all ranks have left or were killed; the notebook has control all the time.
 
-    C code that gets a tenth of a processor has had its time after ten times as long.
+    C code that gets a tenth of a processor takes ten times as long.
     """
     while running.unfinished:
         world.session.wait_for_stop()
 
 
-def test_in_the_first_collective_on_busy_cores(world: World) -> None:
-    """Nobody loses anything; `python -m tests.faults.stops` goes through all of them."""
+def test_stop_in_a_first_collective_loses_nothing(world: World) -> None:
+    """Stop costs no variables on busy cores; `python -m tests.faults.stops` tries all cases."""
     world.restart()
     with spinning(4):
         *_, lost = stop_in(world, FIRST["all_reduce"])
     assert lost == ()
 
 
-def test_code_that_cleans_up(world: World) -> None:
-    """A `finally` that takes long is waited for, behind the notebook."""
+def test_stop_waits_for_code_that_cleans_up(world: World) -> None:
+    """A `finally` that takes long may end, while the notebook has control again."""
     running = begin(
         world,
         "import time\ntry:\n    print('trains\\n')\n    while True: time.sleep(0.01)\n"
@@ -64,8 +64,8 @@ def test_code_that_cleans_up(world: World) -> None:
     assert world.gather("(kept, saved)") == [(rank, True) for rank in range(world.size)]
 
 
-def test_a_second_stop(world: World) -> None:
-    """It ends ranks that have caught the first one, and those that catch that too are killed."""
+def test_a_second_stop_kills_ranks_that_ignore_both(world: World) -> None:
+    """A second Stop ends ranks that have caught the first; ranks that catch both are killed."""
     running = begin(
         world,
         "import time\nprint('runs\\n')\ncaught = 0\nwhile True:\n"
@@ -89,8 +89,8 @@ IN_STORES = {
 
 
 @pytest.mark.parametrize("name", IN_STORES)
-def test_waits_in_stores_of_user_code(world: World, name: str) -> None:
-    """They are ended in place, though the store's server is in the same process."""
+def test_stop_ends_waits_in_stores_of_user_code(world: World, name: str) -> None:
+    """Stop ends a rank's wait in place, though the store's server is in the same process."""
     running = begin(
         world,
         "import socket, threading\nfrom torch.distributed import TCPStore\n"
@@ -108,8 +108,8 @@ def test_waits_in_stores_of_user_code(world: World, name: str) -> None:
     assert kept(world) == [0, 1, 2]
 
 
-def test_a_store_of_user_code_in_which_no_rank_waits(world: World) -> None:
-    """It serves on after a Stop in Python code, and in C code that does not wait in it."""
+def test_stop_keeps_stores_in_which_no_rank_waits(world: World) -> None:
+    """A store serves on after Stop in Python code, and in C code that does not use the store."""
     world.execute(
         "from torch.distributed import TCPStore\n"
         "store = TCPStore('127.0.0.1', 0, is_master=True)\nstore.set('key', 'value')"
@@ -122,11 +122,11 @@ def test_a_store_of_user_code_in_which_no_rank_waits(world: World) -> None:
     assert world.gather("store.get('key')") == [b"value"] * 3
 
 
-def test_c_code_that_holds_the_gil(world: World) -> None:
-    """It is killed; those that wait for it are freed, not killed beside it."""
+def test_stop_kills_only_a_rank_that_holds_the_gil(world: World) -> None:
+    """A rank in C code that holds the GIL is killed; ranks that wait for it are released."""
     running = begin(world, "print('runs\\n')\nif rank == 1: sum(range(10 ** 12))\ndist.barrier()")
     press_stop(world, running)
-    if running.unfinished:  # on busy cores only another Stop ends it
+    if running.unfinished:  # on busy cores the rank needs a second Stop
         press_stop(world, running)
     leave(world, running)
     assert isinstance(running.error(), WorkerDied)
@@ -159,8 +159,8 @@ WAITED_FOR = {
 
 
 @pytest.mark.parametrize("name", WAITED_FOR)
-def test_what_leaves_in_the_end(world: World, name: str) -> None:
-    """It is waited for, however long it takes, and nobody loses anything."""
+def test_stop_waits_for_ranks_that_leave_late(world: World, name: str) -> None:
+    """Ranks that leave in the end are waited for, however long, and no rank loses anything."""
     running = begin(world, WAITED_FOR[name])
     press_stop(world, running)
     leave(world, running)
@@ -168,8 +168,8 @@ def test_what_leaves_in_the_end(world: World, name: str) -> None:
     assert kept(world) == [0, 1, 2]
 
 
-def test_replacing_ranks_that_do_not_leave(world: World) -> None:
-    """They can be started anew without another Stop; the other ranks keep their variables."""
+def test_ranks_that_do_not_leave_can_be_replaced(world: World) -> None:
+    """Ranks that do not leave can be replaced without another Stop; other ranks keep variables."""
     running = begin(
         world,
         "import time\nprint('runs\\n')\nwhile True:\n    try:\n        time.sleep(0.01)\n"
@@ -182,7 +182,7 @@ def test_replacing_ranks_that_do_not_leave(world: World) -> None:
 
 
 def test_imports_come_back(world: World) -> None:
-    """A new worker has the modules, functions and classes that cells had imported there."""
+    """A new worker imports again what cells had imported, and a line says which import failed."""
     world.execute(
         "import fractions as f, json\nfrom os.path import join\n"
         "import sys, types\nsys.modules['gone'] = gone = types.ModuleType('gone')"

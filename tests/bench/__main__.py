@@ -22,7 +22,7 @@ ROWS: dict[str, Callable[[Lab], Iterator[Figure]]] = {
 
 
 def main() -> None:
-    """Measure the rows that were asked for."""
+    """Measure the chosen rows, and print their figures."""
     options = _options()
     if options.list:
         for name, row in ROWS.items():

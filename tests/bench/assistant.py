@@ -46,7 +46,7 @@ step, history = 7, [1.0, 2.0]"""
 
 @dataclass(frozen=True)
 class Fault:
-    """A cell that goes wrong, how to put it right, and what names the cause."""
+    """A cell that goes wrong, a cell that mends the ranks, and the facts that name the cause."""
 
     kind: str
     cell: str
@@ -55,7 +55,7 @@ class Fault:
 
 
 def faults(seed: int) -> Iterator[Fault]:
-    """Five of each kind; ranks, lines and amounts by the seed."""
+    """Yield five faults of each kind, with ranks, lines and amounts chosen by the seed."""
     dice = random.Random(seed)
 
     def rank() -> int:
@@ -142,14 +142,14 @@ def faults(seed: int) -> Iterator[Fault]:
 
 
 class Asking:
-    """A client of a server that was started for it, and what it has been told of one fault."""
+    """Questions to a server about faults, and the seconds that each answer took."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
         self.seconds: list[float] = []
 
     async def names_cause(self, fault: Fault) -> tuple[int, str]:
-        """Ask until all facts are in an answer; return after how many, 0 for never, and all."""
+        """Ask until answers have all facts; return their number, 0 for never, and their text."""
         told = ""
         for number, question in enumerate(QUESTIONS[fault.kind], 1):
             named = {"names": "model step history"} if question == "diff" else {}
@@ -195,7 +195,7 @@ async def measure(seed: int, only: str, *, shows: bool) -> int:
 
 
 async def one(notebook: Notebook, asking: Asking, fault: Fault) -> tuple[int, str]:
-    """Have it happen, ask, and put it right again."""
+    """Cause the fault, ask about it, and mend the ranks."""
     cell = f"%%distributed\n{fault.cell}"
     if fault.kind == "hang":
         request = notebook.client.execute(cell, stop_on_error=False)
@@ -212,7 +212,7 @@ async def one(notebook: Notebook, asking: Asking, fault: Fault) -> tuple[int, st
 
 
 def main() -> int:
-    """Measure all kinds, or one."""
+    """Measure all kinds of faults, or a single kind."""
     parser = argparse.ArgumentParser("python -m tests.bench.assistant", description=__doc__)
     parser.add_argument("--seed", type=int, default=25)
     parser.add_argument("--only", default="", choices=("", *QUESTIONS), help="one kind of faults")

@@ -49,7 +49,7 @@ def ratio(lab: Lab) -> Iterator[Figure]:
 
 
 def _beside_plain(lab: Lab, notebook: Notebook, ranks: int, budget: float) -> Iterator[Figure]:
-    """In turn, so that both have the machine as it was at that time."""
+    """Measure both cells in turn, so that both have the machine in the same state."""
     for _ in range(WARM_UP):
         notebook.run(PASS)
     plain, cells = [], []
@@ -126,11 +126,11 @@ def widgets(lab: Lab) -> Iterator[Figure]:
 
 CALL_SIZES = (4, 16)
 CALL_BUDGETS = {"execute": 10.0, "run": 4.0, "gather": 4.0, "status": 10.0}
-"""Milliseconds, at n=4."""
+"""Milliseconds with four ranks."""
 
 
 def one() -> int:
-    """What is called."""
+    """Return a number: the function that ranks call."""
     return 1
 
 
@@ -158,7 +158,7 @@ def _median(ask: Callable[[], object]) -> float:
 
 
 REDUCING = 2
-"""As many as there are cores: more would measure how they take turns."""
+"""Ranks, as many as there are cores: more ranks would measure how cores are shared."""
 
 HEALINGS = 20
 TENSORS = {"1 KB": (256, 2000), "10 MB": (2_500_000, 60)}
@@ -238,11 +238,11 @@ def _plain(elements: int, times: int) -> float:
     return float(done.stdout)
 
 
-# --- what goes wrong, until all ranks work again; asking what ranks are at --------------------
+# --- faults, until all ranks work again; looks at the state of ranks --------------------------
 
 RANKS = 4
 STOP_AFTER = 1.0
-"""Seconds into a cell at which Stop is pressed; they are not counted."""
+"""Seconds into a cell when Stop is pressed, which the figures leave out."""
 
 RAISES = "if rank == 1: raise ValueError('bad')\n"
 FAULTS = {

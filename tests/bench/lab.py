@@ -1,9 +1,9 @@
-"""Where measurements are made: a folder and an environment of their own, kernels, no noise.
+"""The lab for measurements: its own folder and environment, kernels, and a quiet machine.
 
-A real kernel is looked at as a front end does: cells go in, outputs come out.  Messages are read
-from the sockets at once, because what jupyter_client's own clients do around them would be a part
-of each figure.  Whatever a measurement starts inherits a mark in its environment, also what
-outlives its parent or leaves its session, so that it is found from outside by its process id.
+A real kernel is used as by a front end: cells go in, outputs come out.  Messages are read from
+the sockets directly, because the work of jupyter_client's own clients would be a part of each
+figure.  Each process that a measurement starts inherits a mark in its environment, even if it
+outlives its parent or leaves its session, by which leftovers are found.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class CellFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """One output: when it came, in seconds after sending, its content, and its size on the wire."""
+    """An output of a cell: seconds after sending, kind, content, and size on the wire."""
 
     after: float
     kind: str
@@ -59,14 +59,14 @@ class Shown:
 
     @property
     def text(self) -> str:
-        """Its text, in whatever form it has."""
+        """The output's text, from a stream or from the plain text of a display."""
         data = self.content.get("data", {})
         return str(self.content.get("text") or data.get("text/plain", ""))
 
 
 @dataclass(slots=True)
 class Sent:
-    """Cells on their way, and what has come of them so far."""
+    """Cells that were sent, and their replies and outputs so far."""
 
     ids: tuple[str, ...]
     started: float
@@ -90,7 +90,7 @@ class Sent:
 
     @property
     def raw(self) -> str:
-        """All of it as JSON, to look for a text in."""
+        """All outputs as JSON, in which a text can be searched."""
         contents = (output.content for output in self.outputs)
         return "".join(json.dumps(content, ensure_ascii=False) for content in contents)
 
@@ -101,14 +101,14 @@ class Sent:
 
 REPLIED = attrgetter("replied")
 DONE = attrgetter("done")
-"""How much of what was sent to wait for."""
+"""Conditions to wait for: all replies have come, or the ends of all cells as well."""
 
 
 class Notebook:
     """A kernel in a process of its own, over TCP as JupyterLab starts it.
 
-    `argv` starts another than this Python's ipykernel; `input()` gets `answer`, if there is one.
-    `elsewhere` is what other cells than the last have shown.
+    `argv` starts another kernel than this Python's ipykernel; `input()` gets `answer`, if given.
+    `elsewhere` has the outputs of other cells than the last.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class Notebook:
         return sent
 
     def send(self, *sources: str) -> Sent:
-        """Send cells; `wait` for them."""
+        """Send cells and return at once; `wait` waits for their ends."""
         request = {**REQUEST, "allow_stdin": self._answer is not None}
         contents = [{**request, "code": source} for source in sources]
         return self._send("execute_request", contents)
@@ -172,12 +172,12 @@ class Notebook:
     def wait(
         self, sent: Sent, is_enough: Callable[[Sent], bool], timeout: float = CELL_TIMEOUT
     ) -> None:
-        """Take in what comes, until it is enough."""
+        """Receive messages until `is_enough`; CellFailed if that takes longer than `timeout`."""
         if not self.look(sent, is_enough, timeout):
             raise CellFailed(f"no reply within {timeout:.0f} s")
 
     def interrupt(self) -> None:
-        """Press Stop."""
+        """Press Stop in the notebook."""
         self._manager.interrupt_kernel()
 
     def restart(self) -> None:
@@ -186,11 +186,11 @@ class Notebook:
         self.wait_until_up()
 
     def subscribe(self, target: str) -> None:
-        """Open a comm, by which the kernel sends what becomes of its displays."""
+        """Open a comm, by which the kernel sends the changes of its displays."""
         self._send("comm_open", [{"comm_id": uuid.uuid4().hex, "target_name": target, "data": {}}])
 
     def close(self) -> None:
-        """End the kernel: politely, and after five seconds not."""
+        """End the kernel gently, and after five seconds by force."""
         for socket in (self._shell, self._iopub, self._stdin):
             socket.close()
         self._manager.shutdown_kernel()
@@ -206,7 +206,7 @@ class Notebook:
         return sent
 
     def look(self, sent: Sent, is_enough: Callable[[Sent], bool], timeout: float) -> bool:
-        """Take in what comes; return True if it was enough in time."""
+        """Receive all messages until `is_enough`; return True if that came true in time."""
         deadline = time.monotonic() + timeout
         while not is_enough(sent):
             left = deadline - time.monotonic()
@@ -243,7 +243,7 @@ class Notebook:
 
 
 class _OneSpec(KernelSpecManager):
-    """Knows one kernel, by any name."""
+    """Finds a single kernel specification, by any name."""
 
     def __init__(self, argv: Sequence[str], interrupt_mode: str) -> None:
         super().__init__()
@@ -256,11 +256,11 @@ class _OneSpec(KernelSpecManager):
 
 
 END_TIMEOUT = 10.0
-"""Seconds that processes have to be gone after their notebook kernel has ended."""
+"""Seconds in which all processes have to end after their notebook kernel."""
 
 SAMPLE_SECONDS = 0.3
 QUIET_PERCENT = 10
-"""Of all processors' time; below this nothing that matters is running."""
+"""Percent of all processors' time, up to which the machine counts as quiet."""
 
 
 class Lab:
@@ -270,11 +270,11 @@ class Lab:
         self.runs = runs
         self._was_busy = self._told = False
         self._quiet_timeout = quiet_timeout
-        # A short path: it holds unix sockets.
+        # A short path, since the folder holds unix sockets.
         self.folder = Path(tempfile.mkdtemp(prefix="nbb-"))
         self._mark = uuid.uuid4().hex
         self._environ = self._make_environ()
-        # As an installed package is, also where Python writes no bytecode by itself.
+        # An installed package has bytecode, even if Python writes none by itself.
         compileall.compile_dir(str(Path(nbdist.__file__).parent), quiet=2)
 
     def __enter__(self) -> Lab:
@@ -291,7 +291,7 @@ class Lab:
         environ: Mapping[str, str] | None = None,
         **options: Any,
     ) -> Iterator[Notebook]:
-        """A fresh notebook kernel that is up, on a quiet machine; nothing of it is left after."""
+        """A fresh notebook kernel that is up, on a quiet machine; leftovers are ended after it."""
         with self.notebooks(1, environ, argv=argv, **options) as (notebook,):
             yield notebook
 
@@ -299,7 +299,7 @@ class Lab:
     def notebooks(
         self, count: int, environ: Mapping[str, str] | None = None, **options: Any
     ) -> Iterator[list[Notebook]]:
-        """Several of them at once: a peer."""
+        """Several notebook kernels at once, as a peer."""
         self._wait_until_quiet()
         environ = {**self._environ, **(environ or {})}
         kernels = [Notebook(self.folder, environ, **options) for _ in range(count)]
@@ -314,13 +314,13 @@ class Lab:
 
     @contextmanager
     def new_folder(self) -> Iterator[Path]:
-        """A new folder for what a measurement writes, on a quiet machine."""
+        """A new folder for the files of a measurement, on a quiet machine."""
         self._wait_until_quiet()
         with tempfile.TemporaryDirectory(dir=self.folder) as folder:
             yield Path(folder)
 
     def was_busy(self) -> bool:
-        """Whether others used the machine during the last measurements, since it was last said.
+        """Whether other programs used the machine before any measurement since the last answer.
 
         Figures of the same measurements get the same answer.
         """
@@ -349,7 +349,7 @@ class Lab:
         }
 
     def _wait_until_quiet(self) -> None:
-        """Remembers for `was_busy` when there was no quiet moment within the time allowed."""
+        """Wait for a quiet moment; remember for `was_busy` if none comes in the time allowed."""
         if self._told:
             self._was_busy = self._told = False
         deadline = time.monotonic() + self._quiet_timeout
@@ -361,7 +361,7 @@ class Lab:
     def _end_leftovers(self) -> None:
         deadline = time.monotonic() + END_TIMEOUT
         while (left := self.processes()) and time.monotonic() < deadline:
-            time.sleep(0.02)  # there is no event for the end of somebody else's child
+            time.sleep(0.02)  # the end of another process's child is no event
         for pid in left:
             sys.stderr.write(f"left behind and killed: process {pid}\n")
             with suppress(ProcessLookupError):
@@ -369,7 +369,7 @@ class Lab:
 
 
 def seconds_of(work: Callable[[], object]) -> float:
-    """How long it takes."""
+    """Return the seconds that a call of `work` takes."""
     started = time.perf_counter()
     work()
     return time.perf_counter() - started
@@ -383,7 +383,7 @@ TITLES = ("row", "what", "median", "min", "max", "unit", "budget", "ratio")
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One line of the table: what several runs gave."""
+    """A line of the table: a value from each of several runs."""
 
     row: str
     what: str
@@ -407,14 +407,14 @@ class Figure:
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
-    """A value that so many percent of the others do not exceed, interpolated."""
+    """Return the value that so many percent of the values do not exceed, interpolated."""
     if len(values) < 2:
         return values[0]
     return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
 
 
 def header(runs: int) -> str:
-    """Where and under which load the figures were taken, and the titles of the table."""
+    """Return the machine and the load of the figures, and the titles of the table."""
     loads = " ".join(f"{load:.2f}" for load in os.getloadavg())
     where = f"Python {platform.python_version()}, {os.cpu_count()} cores, {runs} runs"
     titles = _columns(TITLES)
@@ -422,7 +422,7 @@ def header(runs: int) -> str:
 
 
 def line(figure: Figure) -> str:
-    """The figure as a line of the table."""
+    """Return the figure as a line of the table."""
     budget = "-" if figure.budget is None else _short(figure.budget)
     ratio = "-" if figure.ratio is None else f"{figure.ratio:.2f}"
     spread = [_short(value) for value in (figure.median, min(figure.values), max(figure.values))]

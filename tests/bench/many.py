@@ -61,7 +61,7 @@ def _simulated(lab: Lab, notebook: Notebook, ranks: int) -> Iterator[Figure]:
     cell = f"%%distributed -j {ranks // PER_NODE}x{PER_NODE} --launcher simulated\npass"
     yield Figure("many", f"start, {ranks} ranks", "s", (notebook.run(cell).seconds,))
     ours = psutil.Process(notebook.pid)
-    # A guard, and below it the head itself.
+    # The guard, and its child, the head itself.
     heads = [p for p in ours.children(recursive=True) if "nbdist.cluster" in p.cmdline()]
     for name, source in SOURCES.items():
         for _ in range(WARM_UP):
@@ -90,11 +90,11 @@ HOSTS = "node1:2,node2:2"
 PAIRS = 30
 SSH_PORT = 22
 MORE_BUDGET = 5.0
-"""Milliseconds that a `pass` cell may take over a local one and the round trip."""
+"""Milliseconds that a `pass` cell may take beyond a local cell and the round trip."""
 
 SIZE = 256 << 20
 TIMES_BUDGET = 1.25
-"""As many times as iperf3 may take for the same bytes: 80 % of its rate."""
+"""Times the seconds that iperf3 takes for the same bytes: 80 % of its rate."""
 
 GIGABIT = 1000
 

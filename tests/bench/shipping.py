@@ -1,4 +1,4 @@
-"""Rows of what is big: tensors to all ranks and back beside a memcpy, errors, displays, `track`."""
+"""Rows of big values: tensors to ranks and back beside a memcpy, errors, displays, `track`."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def ship(lab: Lab) -> Iterator[Figure]:
     with lab.notebook() as notebook:
         start_world(notebook, RANKS)
         notebook.run(PREPARE, PIECES)
-        # Once in vain: a virtual machine may have to ask its host for the memory first.
+        # A first time without a figure: a virtual machine may have to get memory from its host.
         _once(notebook)
-        # By turns, so that what else goes on meets all of them.
+        # In turns, so that all figures suffer alike from other programs.
         runs = [_once(notebook) for _ in range(lab.runs)]
     warm, fresh, there, back = (tuple(values) for values in zip(*runs, strict=True))
     yield Figure("ship", "limit: memcpy of 1 GiB", "s", warm)
@@ -111,7 +111,7 @@ GIANT_BUDGET = 2.0
 def giants(lab: Lab) -> Iterator[Figure]:
     """What one rank says of many megabytes, as a multiple of what a plain kernel takes."""
     with lab.notebook() as plain, lab.notebook() as notebook:
-        plain.run("import torch")  # as a worker has: tracebacks look through all modules
+        plain.run("import torch")  # as in a worker: tracebacks look through all modules
         start_world(notebook, 1)
         for what, source in GIANTS.items():
             pairs = [

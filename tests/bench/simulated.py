@@ -1,8 +1,8 @@
-"""Many simulated machines in a few processes: agents whose workers answer tasks, and print.
+"""Many simulated machines in a few processes: agents whose workers run cells without kernels.
 
-Links, keys, messages and the outbox are nbdist's own, as is the head that they come to; only the
-workers are none: no kernel runs, and no torch.  `--launcher simulated`, after `install`, starts
-them by `python -m tests.bench.simulated FIRST COUNT`.
+Links, keys, messages, outbox and head are nbdist's own; only the workers are simulated, without
+kernels and without torch.  After `install`, `--launcher simulated` starts the agents by
+`python -m tests.bench.simulated FIRST COUNT`.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ from nbdist.wire.work import CellCode, Task, task_from
 
 PROCESSES = 4
 FIRST_PID = 1 << 22
-"""Beyond all that there are on a usual machine."""
+"""Beyond all process ids of a usual machine."""
 
 ROOT = Path(__file__).parents[2]
 
 
 def install(folder: Path) -> None:
-    """Have the launcher in a folder that is on a path, as packages have theirs."""
+    """Write a package's metadata into a folder of the path, so that nbdist finds the launcher."""
     metadata = folder / "simulated-1.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: simulated\nVersion: 1\n")
@@ -64,10 +64,10 @@ def install(folder: Path) -> None:
 
 
 class SimulatedLauncher:
-    """`--launcher simulated`: as many machines as the layout says."""
+    """The launcher `simulated`, for as many machines as the layout says."""
 
     def launch(self, wanted: WorldConfig, ticket: Ticket, folder: Path) -> Launched:
-        """Start them, some in each process."""
+        """Start all agents, several in each process."""
         nodes = wanted.max_nodes or 1
         starts = sorted({nodes * each // PROCESSES for each in range(PROCESSES + 1)})
         processes = [
@@ -106,9 +106,9 @@ def _outputs_of(task: Task, rank: int) -> Iterable[Output]:
 
 
 class SimulatedAgent:
-    """The agent of one machine, with its own link to the head.
+    """The agent of a simulated machine, with its own link to the head.
 
-    Its ranks do what a task's source says, one after the other, as soon as it comes.
+    Its ranks run a task's source one after the other, as soon as the task comes.
     """
 
     def __init__(self, way: Way, leave: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""Rows of what happens before the first cell, and of the first training step; memory."""
+"""Rows of starts and restarts, of the first training step, and of memory."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _start_once(lab: Lab, ranks: int) -> float:
 def _warm_start_once(lab: Lab, ranks: int) -> float:
     with lab.notebook() as notebook:
         notebook.run(LOAD)
-        time.sleep(HEAD_START)  # this is what is measured: a user who types
+        time.sleep(HEAD_START)  # a user who types first
         return _checked(notebook.run(ALL_REDUCE.format(options=f" -n {ranks}")), ranks)
 
 
@@ -100,7 +100,7 @@ def _checked(sent: Sent, ranks: int) -> float:
 
 
 def start_world(notebook: Notebook, ranks: int) -> None:
-    """For rows that measure something else."""
+    """Load nbdist and start a world, for rows that measure something else."""
     notebook.run(LOAD, f"%%distributed -n {ranks}\npass")
 
 
@@ -139,7 +139,7 @@ def _of_workers(notebook: Notebook) -> float:
 
 
 def megabytes(pid: int) -> float:
-    """PSS: pages that n processes share count 1/n in each (proc(5), smaps_rollup)."""
+    """Return a process's PSS: a page that n processes share counts 1/n (proc(5), smaps_rollup)."""
     return float(psutil.Process(pid).memory_full_info().pss / 1e6)
 
 
@@ -161,7 +161,7 @@ def step(wrap):
     optimizer.step()
     return model
 """
-"""1 M parameters."""
+"""A model of 1 M parameters."""
 
 DDP = "from torch.nn.parallel import DistributedDataParallel as wrap"
 FSDP2 = "from torch.distributed.fsdp import fully_shard as wrap"
@@ -211,7 +211,7 @@ def training(lab: Lab) -> Iterator[Figure]:
 def _step_once(lab: Lab, wrap: str) -> float:
     with lab.notebook() as notebook:
         notebook.run(LOAD)
-        time.sleep(HEAD_START)  # this is what is measured: a user who types
+        time.sleep(HEAD_START)  # a user who types first
         notebook.run(f"%dist_init -n {TRAINING_RANKS}")
         return notebook.run(f"%%distributed\n{MODEL}\n{wrap}\nmodel = step(wrap)").seconds
 

@@ -1,4 +1,4 @@
-"""The benchmark itself runs; what it measures is nobody's promise."""
+"""The benchmark itself runs; its figures are not tested."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import sys
 from tests.sources import PACKAGE
 
 
-def test_it_prints_a_row_with_its_budget():
-    """One run of one row: a line with its figures."""
+def test_the_bench_prints_a_row_with_its_budget():
+    """A single run of a row prints a line with its figures and its budget."""
     command = [sys.executable, "-m", "tests.bench", "--wait", "0", "--only", "load", "--runs", "1"]
     done = subprocess.run(command, cwd=PACKAGE.parent, capture_output=True, text=True, timeout=110)
     assert (done.returncode, done.stderr) == (0, "")

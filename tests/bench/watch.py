@@ -1,7 +1,7 @@
-"""`python -m tests.bench.watch`: 50 seeded divergences, 20 sound trainings, and what it costs.
+"""`python -m tests.bench.watch`: 50 seeded divergences, 20 sound trainings, and the watch's cost.
 
-By hand: it takes some minutes.  A divergence counts as named if its step is the first that is
-compared at or after its cause, and all that it changed alone is told.
+People run this by hand, as it takes some minutes.  A divergence counts as named if the reported
+step is the first that is compared at or after its cause, and exactly the changed parts are named.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ ALL = frozenset(PARAMETERS)
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of divergence: what is done in a step on one rank or all; `parts` is what differs.
+    """A kind of divergence: code for a step on a single rank or all; `parts` are those that differ.
 
-    "one" is a parameter that the seed chooses; `told` is what is to be told as before it.
+    "one" is a parameter that the seed chooses; `told` is the earlier fact that must be reported.
     """
 
     model: str
@@ -104,7 +104,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Case:
-    """A seeded divergence: its training, and what is to be said of it."""
+    """A seeded divergence: its training, and the facts that must be reported."""
 
     kind: str
     seed: int
@@ -117,13 +117,13 @@ class Case:
 
 
 def case_of(name: str, seed: int) -> Case:
-    """Make one of a kind."""
+    """Make the case of a kind and a seed."""
     kind, chosen = KINDS[name], random.Random(f"{name} {seed}")
     ranks = 2 if seed == 0 else 4
     cause, culprit = chosen.randrange(5, STEPS - 5), chosen.randrange(ranks)
     part = PARAMETERS[seed] if kind.parts == "one" else ""
     model, backward, for_all = kind.model, kind.backward, False
-    if name == "skipped sync" and seed % 2:  # all ranks skip all of a step's
+    if name == "skipped sync" and seed % 2:  # all ranks skip all collectives of a step
         model, for_all = PARALLEL, True
         backward = f"if is_here:\n    with model.no_sync(): {BACKWARD}\nelse: {BACKWARD}"
     holes = {"part": part, "element": chosen.randrange(10_000), "bit": chosen.randrange(12, 22)}
@@ -153,7 +153,7 @@ def case_of(name: str, seed: int) -> Case:
 
 
 def watched(world: World, source: str, wanted: list[str], key: str) -> Divergence:
-    """Run it under a watch."""
+    """Run a training under a watch; return the divergence."""
     exchange = key, range(world.size), False
     world.call("watch.begin", expressions=wanted, every=EVERY, exchange=exchange)
     world.execute(source)
@@ -161,7 +161,7 @@ def watched(world: World, source: str, wanted: list[str], key: str) -> Divergenc
 
 
 def verdict(case: Case, found: Divergence) -> str:
-    """Say what was told wrongly; "" for nothing."""
+    """Return the mistakes of the report, "" for none."""
     if not found.differs:
         return found.agreement()
     named = {path.removeprefix("module.") for path, _, _ in comparison(found, "net")}
@@ -175,14 +175,14 @@ def verdict(case: Case, found: Divergence) -> str:
         f" watch: after step {found.step} rank {case.culprit} differs"
     ):
         wrong.append(f"{found.head()}, not rank {case.culprit}")
-    # Whoever skips what all have done before has begun fewer collectives, which may be told.
+    # Ranks that skip collectives have begun fewer of them, which may be reported.
     if f"  {case.told}" not in before and "all ranks began fewer collectives" not in before:
         wrong.append(f"told {before}")
     return "; ".join(wrong)
 
 
 def comparison(found: Divergence, title: str) -> Iterator[tuple[str, str, str]]:
-    """Yield the rows of what was watched under this name."""
+    """Yield the rows of a watched expression by its title."""
     for each in found.comparisons():
         if each.title == title:
             yield from each.rows()
@@ -283,12 +283,12 @@ SOUND = {
 
 
 def sound_source(name: str, seed: int) -> str:
-    """Write a sound training."""
+    """Return the source of a sound training."""
     norm, made, body = SOUND[name]
     return NET.format(seed=seed, norm=norm) + made + LOOP.format(body=indent(body, "    "))
 
 
-# --- what it costs ----------------------------------------------------------------------------
+# --- the watch's cost -------------------------------------------------------------------------
 
 LARGE = """
 import time, torch.nn as nn
@@ -311,7 +311,7 @@ size = sum(p.numel() for p in big.parameters())
 
 
 def cost(world: World) -> None:
-    """Print the seconds of a step of 100 M parameters, and of looking at them."""
+    """Print the seconds of a step of 100 M parameters, and of a watch's look at the parameters."""
     world.execute(LARGE, ranks=[0])
     step = float(value_of(world, "timed(3)"))
     size = int(value_of(world, "size"))
@@ -337,13 +337,13 @@ def cost(world: World) -> None:
 
 
 def value_of(world: World, expression: str) -> float:
-    """Evaluate something on rank 0."""
+    """Evaluate an expression on rank 0."""
     found: float = world.gather(expression, rank=0)
     return found
 
 
 def main() -> None:
-    """Run all, and print what was named wrongly."""
+    """Run all trainings, and print the mistakes of the reports."""
     named = alarms = 0
     began = time.monotonic()
     for ranks in (2, 4):

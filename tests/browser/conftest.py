@@ -1,8 +1,7 @@
-"""A real JupyterLab in a real browser, and what one does with a notebook there.
+"""A real JupyterLab in a real browser, and the actions of a user in a notebook.
 
-One server and one page are there for all tests of this folder: to load JupyterLab costs more than
-most of them.  A test has a folder, and kernels that end with it, or, in a module whose tests share
-one, with the module.
+All tests of this folder share a server and a page, since loading JupyterLab takes longer than most
+tests.  A folder and its kernels end with their test, or with a module whose tests share the folder.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ BROWSER_FLAGS = (
 WIDTH, HEIGHT = 1000, 1200
 TALLEST = 12_000
 SHOTS = os.environ.get("NBDIST_SHOTS")
-"""The folder for pictures, made only where it is said."""
+"""The folder for pictures, which are made only if the variable is set."""
 
 SERVER_OPTIONS = (
     "--no-browser",
@@ -55,26 +54,26 @@ SERVER_OPTIONS = (
     "--JupyterNotebookApp.expose_app_in_browser=True",
 )
 
-# Run All of a notebook.
+# Seconds for Run All of a notebook.
 RUN_TIMEOUT = 3 * SOON
 
-# Between two looks at a page: by default they are at each frame, which is drawn for that.
+# Milliseconds between two looks at a page; by default playwright looks at each drawn frame.
 LOOK_MS = 100
 
 NO_IDLE_IMPORTS = f"import os\nos.environ[{IDLE_IMPORTS!r}] = '0'\n"
-"""Begins a notebook that trains nothing."""
+"""The first lines of a notebook that trains nothing."""
 
 SETTINGS = {
     # Nothing is fetched, and no question comes up in mid-test.
     "@jupyterlab/apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
-    # All cells are in the page, wherever it is scrolled to.
+    # All cells are in the page, wherever the page is scrolled to.
     "@jupyterlab/notebook-extension/tracker": {"windowingMode": "none"},
     "@jupyter-widgets/jupyterlab-manager/plugin": {"saveState": True},
-    # By default completions that come after 1 s are left out, as on a machine that stands still.
+    # By default JupyterLab leaves out completions that take over 1 s, as on a busy machine.
     "@jupyterlab/completer-extension/manager": {"providerTimeout": 1000 * SOON},
 }
 
-# What the page is doing, from the application's own objects.
+# The state of the page, from the application's own objects.
 STATE = """() => {
     const widget = window.jupyterapp?.shell.currentWidget;
     const session = widget?.context?.sessionContext;
@@ -85,8 +84,8 @@ STATE = """() => {
     };
 }"""
 
-# Commands sent while JupyterLab is still at work have run nothing: all has to be in order several
-# times running.
+# Commands sent while JupyterLab is still at work have run nothing: the page has to be ready at
+# several looks in a row.
 IS_READY = f"""([path, kernel]) => {{
     const state = ({STATE})();
     const ready = state.open === path && state.kernel === kernel && !state.dialog;
@@ -94,7 +93,7 @@ IS_READY = f"""([path, kernel]) => {{
     return window.nbdistReady > 3;
 }}"""
 
-# Close all, without a question, and end their kernels.
+# Close all notebooks, without a question, and end their kernels.
 CLOSE = """async () => {
     const {shell, serviceManager} = window.jupyterapp;
     [...shell.widgets("main")].forEach(each => each.dispose());
@@ -103,7 +102,7 @@ CLOSE = """async () => {
 
 OPEN = "path => { window.jupyterapp.commands.execute('docmanager:open', {path}); }"
 
-# Cells in the place of those that there are.
+# Replaces all cells.
 FILL = """sources => {
     const model = window.jupyterapp.shell.currentWidget.content.model.sharedModel;
     model.transact(() => {
@@ -112,7 +111,7 @@ FILL = """sources => {
     });
 }"""
 
-# Started, not awaited: evaluate() has no bound of its own.
+# Starts a command without waiting for its end: evaluate() has no timeout of its own.
 RUN = """([command, number]) => {
     if (number !== null) window.jupyterapp.shell.currentWidget.content.activeCellIndex = number;
     window.nbdistRan = null;
@@ -148,7 +147,7 @@ TRUSTED = """() => {
 LIGHT = "JupyterLab Light"
 CHANGE_THEME = "theme => window.jupyterapp.commands.execute('apputils:change-theme', {theme})"
 
-# How many pixels the page has too few (or too many) for all cells.
+# How many pixels the page lacks (or has too many) to show all cells.
 HIDDEN_HEIGHT = """() => {
     const cells = window.jupyterapp.shell.currentWidget.content.widgets;
     const first = cells[0].node.getBoundingClientRect();
@@ -157,14 +156,14 @@ HIDDEN_HEIGHT = """() => {
     return Math.ceil(last.bottom - first.top - room) + 40;
 }"""
 
-# Whether the notebook is about as wide as the page, without what is on its sides.
+# Whether the notebook is about as wide as the page without its sidebars.
 LAID_OUT = """width => {
     const {right} = document.querySelector(".jp-Notebook").getBoundingClientRect();
     return right <= width && right > width - 120;
 }"""
 
 
-# All that was asked of it is on the screen.
+# Resolves once the page has drawn everything.
 PAINTED = """() => new Promise(
     done => requestAnimationFrame(() => requestAnimationFrame(() => done()))
 )"""
@@ -172,7 +171,7 @@ PAINTED = """() => new Promise(
 
 @dataclass(frozen=True)
 class ShownCell:
-    """A code cell as a reader sees it; `errors` are those that make it a failed cell."""
+    """A code cell as a reader sees it; `errors` are its outputs of type error."""
 
     prompt: str
     shown: str
@@ -188,7 +187,7 @@ class Notebook:
         self.path = path
 
     def wait_until_ready(self, kernel: str = "idle") -> None:
-        """The kernel is idle, or what else it is to be, and no dialog is open."""
+        """Wait until the kernel has this state, by default idle, and no dialog is open."""
         from playwright.sync_api import TimeoutError as TooLong
 
         try:
@@ -197,21 +196,21 @@ class Notebook:
             pytest.fail(f"not ready after {SOON} s: {self.page.evaluate(STATE)}")
 
     def fill(self, cells: Sequence[str]) -> None:
-        """Have these cells, not run yet, in place of all that there are."""
+        """Replace all cells by cells with these texts, which do not run."""
         self.page.evaluate(FILL, [*cells])
 
     def start(self, number: int) -> None:
-        """Run a cell, and do not wait for it."""
+        """Start a cell, and do not wait for its end."""
         self.page.evaluate(RUN, ["notebook:run-cell", number])
 
     def start_all(self, below: int | None = None) -> None:
-        """Run all cells, or those from one on, and do not wait for them."""
+        """Start all cells, or all from a cell on, and do not wait for their end."""
         self.wait_until_ready()
         command = "notebook:run-all-cells" if below is None else "notebook:run-all-below"
         self.page.evaluate(RUN, [command, below])
 
     def ended(self) -> list[ShownCell]:
-        """What every code cell shows once what was started has ended."""
+        """Wait until the started cells have ended, and return all code cells."""
         has_ended = "window.nbdistRan !== null"
         self.page.wait_for_function(has_ended, timeout=RUN_TIMEOUT * 1000, polling=LOOK_MS)
         assert self.page.evaluate("window.nbdistRan") == "done"
@@ -219,21 +218,21 @@ class Notebook:
         return self.cells()
 
     def run_all(self, below: int | None = None) -> list[ShownCell]:
-        """What every code cell shows after all of them have run, or the first has failed."""
+        """Run all cells, up to the first that fails, and return all code cells."""
         self.start_all(below)
         return self.ended()
 
     def wait_for(self, number: int, text: str) -> str:
-        """What a cell shows once it shows this."""
+        """Wait until a cell shows the text, and return all text of the cell's output."""
         self.page.wait_for_function(SAYS, arg=[number, text], polling=LOOK_MS)
         return self.cells()[number].shown
 
     def cells(self) -> list[ShownCell]:
-        """What every code cell shows now."""
+        """Return all code cells as they are now."""
         return [ShownCell(**cell) for cell in self.page.evaluate(CELLS)]
 
     def is_trusted(self) -> bool:
-        """Whether JupyterLab shows what is in the outputs as it is, and not sanitised."""
+        """Return True if JupyterLab trusts all outputs, and shows them without sanitising."""
         return bool(self.page.evaluate(TRUSTED))
 
     def save(self) -> None:
@@ -241,7 +240,7 @@ class Notebook:
         self.page.evaluate("window.jupyterapp.commands.execute('docmanager:save')")
 
     def screenshot(self, name: str, width: int = WIDTH, theme: str = "") -> None:
-        """A picture of the whole notebook, on a page of this width."""
+        """Save a picture of the whole notebook, on a page of this width."""
         if not SHOTS:
             return
         if theme:
@@ -250,7 +249,7 @@ class Notebook:
             self.resize(width)
         height = min(HEIGHT + self.page.evaluate(HIDDEN_HEIGHT), TALLEST)
         self.page.set_viewport_size({"width": width, "height": height})
-        # The last cell is the active one, and JupyterLab scrolls beyond the end.
+        # The last cell is active, and JupyterLab scrolls beyond the end.
         self.page.evaluate("document.querySelector('.jp-WindowedPanel-outer').scrollTop = 0")
         self.picture(name)
         if theme:
@@ -258,26 +257,26 @@ class Notebook:
         self.page.set_viewport_size({"width": WIDTH, "height": HEIGHT})
 
     def picture(self, name: str) -> None:
-        """A picture of the page as it is."""
+        """Save a picture of the page as it is."""
         if SHOTS:
             self.page.evaluate(PAINTED)
             Path(SHOTS, f"{name}.png").write_bytes(self.page.screenshot())
 
     def resize(self, width: int) -> None:
-        """Make the page so wide; JupyterLab follows some time later."""
+        """Set the width of the page, and wait until JupyterLab follows."""
         self.page.set_viewport_size({"width": width, "height": HEIGHT})
         self.page.wait_for_function(LAID_OUT, arg=width, polling=LOOK_MS)
 
 
 class Lab:
-    """A folder of the server's, and its notebooks in the one page."""
+    """A folder of the server, and its notebooks in the page of all tests."""
 
     def __init__(self, page: Page, folder: Path) -> None:
         self.page = page
         self.folder = folder
 
     def write(self, name: str, cells: Sequence[str]) -> None:
-        """Write a notebook of these cells, not run yet, into the folder."""
+        """Write a notebook with cells of these texts, which have not run, into the folder."""
         content = nbformat.v4.new_notebook(cells=[*map(nbformat.v4.new_code_cell, cells)])
         content.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3"}
         nbformat.write(content, self.folder / name)
@@ -296,19 +295,19 @@ class Lab:
 
 @pytest.fixture(scope="package")
 def jupyter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    """The one of all tests; those that need a browser are skipped where there is none."""
+    """The JupyterLab of all tests, which are skipped if no browser is installed."""
     pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     if not any(map(shutil.which, BROWSERS)):
         names = ", ".join(BROWSERS)
         pytest.skip(f"no browser: none of {names} is on PATH (apt-get install chromium)")
-    # The quickstart trains on four ranks: what that needs is imported once, before they are there.
+    # The quickstart trains on four ranks: modules for training are imported once, before the start.
     with jupyterlab(tmp_path_factory.mktemp("jupyter"), **{IDLE_IMPORTS: "1"}) as lab:
         yield lab
 
 
 @contextmanager
 def jupyterlab(place: Path, **variables: str) -> Iterator[Lab]:
-    """Have a server with these variables, and JupyterLab on it in a page of headless Chromium."""
+    """Start a server with some variables, and JupyterLab in a page of headless Chromium."""
     from playwright.sync_api import sync_playwright
 
     path = next(filter(None, map(shutil.which, BROWSERS)))
@@ -321,14 +320,14 @@ def jupyterlab(place: Path, **variables: str) -> Iterator[Lab]:
         page.set_default_timeout(SOON * 1000)
         page.goto(f"{url}lab?reset")
         page.wait_for_function("window.jupyterapp?.shell.currentWidget?.isVisible", polling=LOOK_MS)
-        # The list of files, which takes a third of the width.
+        # Hide the list of files, which takes a third of the width.
         page.evaluate("window.jupyterapp.commands.execute('application:toggle-left-area')")
         yield Lab(page, folder)
 
 
 @contextmanager
 def in_folder(jupyter: Lab, name: str) -> Iterator[Lab]:
-    """Have a folder, and no notebook but those of it; kernels of it have ended at the end."""
+    """Make a folder for notebooks; close all notebooks and end their kernels at the end."""
     folder = jupyter.folder / name
     folder.mkdir()
     lab = Lab(jupyter.page, folder)
@@ -344,7 +343,7 @@ def lab(jupyter: Lab, request: pytest.FixtureRequest) -> Iterator[Lab]:
 
 
 def wait_for_idle_imports() -> None:
-    """Return once the fork server rests, with what training needs; else each rank imports that."""
+    """Return once the fork server rests after its imports; else each rank would import all."""
     found = list[psutil.Process]()
 
     def is_there() -> bool:
@@ -360,7 +359,7 @@ def wait_for_idle_imports() -> None:
 
 @contextmanager
 def _serving(place: Path, variables: dict[str, str]) -> Iterator[tuple[str, Path]]:
-    """Have a server with settings and a port of its own: its address, and its folder."""
+    """Start a server with its own settings and port, and yield its address and folder."""
     folder = place / "notebooks"
     folder.mkdir()
     environ = _environment(place) | variables
@@ -383,7 +382,7 @@ def _serving(place: Path, variables: dict[str, str]) -> Iterator[tuple[str, Path
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    """An environment in which Jupyter writes below this folder and nowhere else."""
+    """Return an environment in which Jupyter writes only below this folder."""
     folders = {
         name: str(folder / name.lower())
         for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR")
@@ -401,15 +400,15 @@ def _environment(folder: Path) -> dict[str, str]:
 
 
 def _url(runtime: Path) -> str:
-    """Where the server listens, from the file in which it says so; empty as long as it does not."""
+    """Return the server's address from its runtime file; empty while the file has no address."""
     try:
         return str(json.loads(runtime.read_text())["url"])
     except (OSError, ValueError):
-        return ""  # Not there, or still being written.
+        return ""  # The file is missing, or is being written.
 
 
 def _stop(server: subprocess.Popen[bytes]) -> None:
-    """Politely, so that it ends its kernels; then not."""
+    """End the server by SIGTERM, so that kernels end with the server, or else by SIGKILL."""
     server.send_signal(signal.SIGTERM)
     try:
         server.wait(SOON)

@@ -1,4 +1,4 @@
-"""What an assistant runs by `nbdist mcp`, as the user of the notebook sees it in JupyterLab."""
+"""Cells that an assistant runs by `nbdist mcp`, as the notebook's user sees them in JupyterLab."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 WORLD = f"page-{os.getpid()}"
 
 
-def test_its_cell_is_below_that_of_the_user(lab: Lab) -> None:
-    """With its name, code and output, in the page and in the saved file."""
+def test_cells_of_an_assistant_are_below_the_user_cell(lab: Lab) -> None:
+    """The assistant's name, code and output are below the user's cell, in page and saved file."""
     sdk, types = pytest.importorskip("mcp"), pytest.importorskip("mcp_types")
     cells = [
         f"{NO_IDLE_IMPORTS}%load_ext nbdist",

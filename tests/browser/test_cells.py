@@ -1,4 +1,4 @@
-"""Cells of two ranks in JupyterLab, as their user sees them; and a kernel restarted in mid-cell."""
+"""Cells of two ranks in JupyterLab, as their user sees them; and a page reloaded in mid-cell."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ EDIT = """index => {
     content.activeCell.editor.focus();
 }"""
 
-# Where the first letter of each cell's output stands: its left edge, and the line under it.
+# The place of the first letter of each cell's output: its left edge, and its baseline.
 FIRST_LETTERS = """() => window.jupyterapp.shell.currentWidget.content.widgets.map(cell => {
     const input = cell.node.querySelector(".jp-Cell-inputArea").getBoundingClientRect();
     const area = cell.node.querySelector(".jp-Cell-outputArea");
@@ -96,7 +96,7 @@ TAG = """index => {
 
 @pytest.fixture(scope="module")
 def lab(jupyter: Lab) -> Iterator[Lab]:
-    """The folder of all tests here."""
+    """JupyterLab on a folder that all tests of this module share."""
     with in_folder(jupyter, "cells") as lab:
         lab.write("cells.ipynb", [])
         yield lab
@@ -104,7 +104,7 @@ def lab(jupyter: Lab) -> Iterator[Lab]:
 
 @pytest.fixture
 def notebook(lab: Lab, request: pytest.FixtureRequest) -> Iterator[Notebook]:
-    """With two ranks; in another kernel after a failure, which may have left it stuck."""
+    """A notebook with two ranks; its kernel is ended after a failed test, in case it is stuck."""
     failures = request.session.testsfailed
     notebook = lab.open("cells.ipynb")
     notebook.fill([NO_IDLE_IMPORTS + "%load_ext nbdist", "%%distributed -n 2\npass"])
@@ -125,10 +125,10 @@ BESIDE_PRINTED = (
 )
 
 
-def test_where_outputs_begin(notebook: Notebook) -> None:
-    """All that nbdist shows begins where a page puts printed text, in height and to the side."""
+def test_outputs_begin_where_printed_text_begins(notebook: Notebook) -> None:
+    """All output of nbdist begins at the height and left edge of the notebook's printed text."""
     notebook.fill(BESIDE_PRINTED)
-    for number in range(len(BESIDE_PRINTED)):  # the one that fails ends a "Run All"
+    for number in range(len(BESIDE_PRINTED)):  # a cell that fails ends a "Run All"
         notebook.start(number)
         notebook.ended()
     notebook.screenshot("beside-printed")
@@ -137,7 +137,7 @@ def test_where_outputs_begin(notebook: Notebook) -> None:
 
 
 def type_in(notebook: Notebook, index: int, text: str) -> Page:
-    """Type in place of what stands in this cell."""
+    """Type a text in place of the text of a cell."""
     page = notebook.page
     page.evaluate(EDIT, index)
     page.keyboard.press("Control+A")
@@ -148,7 +148,7 @@ def type_in(notebook: Notebook, index: int, text: str) -> Page:
 def offered(
     notebook: Notebook, name: str, wanted: str, key: str = "Tab", kind: str = ".jp-Completer"
 ) -> str:
-    """Press a key that asks; the text of the popup in which this is offered, or said."""
+    """Press a key, and return the text of the popup that offers or says `wanted`."""
     notebook.page.keyboard.press(key)
     answer = notebook.page.locator(kind, has_text=wanted)
     answer.wait_for()
@@ -160,18 +160,18 @@ def offered(
 
 
 def enter(notebook: Notebook, prompt: str, text: str, shot: str = "") -> None:
-    """Type a line at this prompt, once it is there."""
+    """Type a line at a prompt, once the page shows this prompt."""
     notebook.page.locator(PROMPT, has_text=prompt).wait_for()
     if shot:
         notebook.screenshot(shot)
     box = notebook.page.locator(BOX).element_handle()
     box.fill(text)
     box.press("Enter")
-    box.wait_for_element_state("hidden")  # the next one may have the same prompt
+    box.wait_for_element_state("hidden")  # the next box may have the same prompt
 
 
-def test_workers_names(notebook: Notebook) -> None:
-    """Options in the magic's line; attributes in the popup and signatures."""
+def test_names_of_workers_are_offered_for_completion(notebook: Notebook) -> None:
+    """Options of magics, names and attributes of ranks, and signatures are offered in popups."""
     notebook.fill([MODEL, "net", "", "rank"])
     plain = notebook.run_all()[1]
     hint = "`net` is on ranks 0-1: begin the cell with %%distributed, or `%dist_gather net`"
@@ -181,7 +181,7 @@ def test_workers_names(notebook: Notebook) -> None:
     type_in(notebook, 2, "%dist_gather ")
     assert "train_for" in offered(notebook, "completion-gather", "net")
     type_in(notebook, 2, "%%distributed\nnet.")
-    # Names of the ranks' and of the page's own come one after the other.
+    # Names from the ranks and names from the page come separately.
     text = offered(notebook, "completion-names", "parameters")
     assert {"encoder", "head"} <= {*text.split()}
     type_in(notebook, 2, "%%distributed\ntrain_for(")
@@ -194,11 +194,11 @@ def test_workers_names(notebook: Notebook) -> None:
     assert "rank 1" in notebook.cells()[3].shown
 
 
-def test_input_and_breakpoints(lab: Lab, notebook: Notebook) -> None:
-    """Each rank's prompt says whose it is; what was typed is in the one output that stays."""
+def test_prompts_and_breakpoints_name_their_rank(lab: Lab, notebook: Notebook) -> None:
+    """Each prompt names its rank, and typed text is in the cell's only output."""
     notebook.fill([NAMES, DEBUGGED])
     notebook.start_all()
-    # Both ranks ask at once: that which came first is shown first.
+    # Both ranks ask at once: the prompt that came first is shown first.
     first = notebook.page.locator(PROMPT, has_text="name?")
     first.wait_for()
     for rank in sorted(range(2), key=lambda rank: f"[rank {rank}]" not in first.inner_text()):
@@ -219,8 +219,8 @@ def test_input_and_breakpoints(lab: Lab, notebook: Notebook) -> None:
 
 
 def foot(notebook: Notebook) -> bytes:
-    """The last line of the first cell's panel as a PNG, which is larger if text is seen in it."""
-    # Not by a locator, which waits for an element that stays.
+    """Return the last line of the first panel as a PNG, which is larger if the line has text."""
+    # A locator is no help, since locators wait for an element that stays.
     place = notebook.page.evaluate(
         "(({x, y, width, height}) => ({x, y, width, height}))"
         "([...document.querySelectorAll('.jp-OutputArea-output img')].at(-1)"
@@ -229,20 +229,20 @@ def foot(notebook: Notebook) -> bytes:
     return notebook.page.screenshot(clip=place)
 
 
-def test_a_page_that_is_reloaded_in_mid_cell(lab: Lab, notebook: Notebook) -> None:
-    """The panel says what ranks use, and when it ended; the next cell shows what was missed."""
+def test_a_reloaded_page_says_when_it_was_drawn(lab: Lab, notebook: Notebook) -> None:
+    """A reloaded page shows when its panel was drawn; the next cell says how to see the rest."""
     notebook.fill(USED)
     notebook.start(0)
     notebook.wait_for(0, "% behind")
     head = notebook.wait_for(0, " · cpu ").splitlines()[0]
     assert re.search(r"2 ranks · [\d.]+ s · ● 2 · cpu [\d.]+", head)
-    # When it was drawn last is seen in a page that draws it no more, and in no other.
+    # The time of the last drawing appears only in a page that draws the panel no more.
     notebook.page.wait_for_timeout((FOOT_SECONDS + 3) * 1000)
     notebook.screenshot("resources-live")
     hidden = len(foot(notebook))
     notebook.save()
     notebook.page.reload()
-    # The kernel answers nobody new while it runs a cell.
+    # While the kernel runs a cell, the kernel does not answer a new page.
     notebook.wait_until_ready(kernel="unknown")
     notebook.page.wait_for_timeout((FOOT_SECONDS + 1) * 1000)
     notebook.screenshot("resources-reloaded")
@@ -270,10 +270,10 @@ COMMAND = """([command, number]) => {
 
 
 @pytest.mark.parametrize(("command", "number"), [("clear-cell-output", 1), ("move-cell-up", 0)])
-def test_a_cell_that_is_cleared_or_moved_while_it_runs(
+def test_a_running_cell_may_be_cleared_or_moved(
     lab: Lab, notebook: Notebook, command: str, number: int
 ) -> None:
-    """When it ends its whole output is there, once."""
+    """A cell that was cleared or moved while it ran has its whole output once when it ends."""
     notebook.fill(["'above'", UNTIL_GATE.format(gate=command), "'below'"])
     notebook.start(1)
     notebook.wait_for(1, "start 1")
@@ -302,7 +302,7 @@ WAITS = """
 import pathlib, time
 while not pathlib.Path("{gate}").exists(): time.sleep(0.05)"""
 
-# By what stands last in each panel, and how many names of ranks: a cell, which then waits.
+# Cells, each followed by a wait, by the last text of the panel and its number of rank names.
 STEADY = {
     ("loading", 1): 'print("loading")',
     ("rank 1", 2): 'print("rank", rank)',
@@ -313,7 +313,7 @@ STEADY = {
     "plt.figure(dpi=60); plt.plot(range(9)); plt.title(f'rank {rank}'); plt.show()",
 }
 
-# How high a cell's output is, and where the names of ranks stand in it.
+# The height of a cell's output, and the places of the names of ranks.
 MEASURE = """number => {
     const cells = window.jupyterapp.shell.currentWidget.content.widgets;
     const area = cells[number].node.querySelector(".jp-Cell-outputArea");
@@ -332,13 +332,13 @@ MEASURE = """number => {
 def test_nothing_moves_when_a_cell_ends(
     lab: Lab, notebook: Notebook, shown: tuple[str, int]
 ) -> None:
-    """The panel is as high as before, and blocks stay in their places, on pages of any width."""
+    """When a cell ends, the panel's height and the places of its blocks stay, at any page width."""
     last, count, gate = *shown[:2], f"gate {[*STEADY].index(shown)}"
     notebook.fill([f"%%distributed\n{STEADY[shown]}{WAITS.format(gate=gate)}"])
     notebook.start(0)
     for text in (last, " · cpu "):
         notebook.wait_for(0, text)
-    # With the picture for a page that is reloaded, which comes after 2 s.
+    # Wait for the picture for a reloaded page, which comes after 2 s.
     notebook.page.wait_for_function(IS_WHOLE, arg=[0, count], polling=100)
     live, final = [], []
     for places, state in ((live, "live"), (final, "final")):
@@ -359,11 +359,11 @@ def test_nothing_moves_when_a_cell_ends(
         for (_, *places), (_, *later) in zip(before, after, strict=True)
         for was, now in zip(places, later, strict=True)
     ]
-    assert max(moved) <= 1  # as characters and lines are not as wide and high as whole pixels
+    assert max(moved) <= 1  # sizes of characters and lines are no whole pixels
 
 
-def test_notebook_7(notebook: Notebook) -> None:
-    """The same cells run and are drawn there as in JupyterLab."""
+def test_cells_run_in_notebook_7_too(notebook: Notebook) -> None:
+    """Cells of ranks run and are drawn in Notebook 7 as in JupyterLab."""
     notebook.fill(
         [
             "%%distributed\nprint(f'I am rank {rank} of {world_size}')",

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from tests.browser.conftest import Lab, Notebook
 
 
-def test_the_quickstart(lab: Lab) -> None:
-    """Nobody has run it yet: Run All trains on four ranks, and shows what the saved file shows."""
+def test_the_quickstart_trains_on_four_ranks(lab: Lab) -> None:
+    """Run All trains on four ranks in a quickstart without outputs, with results as saved."""
     saved, copy = nbformat.read(QUICKSTART, as_version=4), lab.folder / QUICKSTART.name
     nbformat.write(cleared(saved), copy)
     notebook = lab.open(QUICKSTART.name)
@@ -121,7 +121,7 @@ out = model(torch.randn(2, 4 + (rank == 2)))
 dist.barrier()""",
 }
 
-# The places of the cell's images on the page, and of its blocks.
+# The places on the page of a cell's elements, such as images or rows.
 PLACES = """([number, kind]) => {
     const cells = window.jupyterapp.shell.currentWidget.content.widgets;
     return [...cells[number].node.querySelectorAll(`.jp-Cell-outputArea ${kind}`)].map(each => {
@@ -129,7 +129,7 @@ PLACES = """([number, kind]) => {
         return {left, top, width, height};
     });
 }"""
-# Whether the live cell has a row for each rank's bar, and who is behind is marked.
+# Whether the live cell has a row for each rank's bar, and the slowest rank is marked.
 HAS_BARS = """number => {
     const cells = window.jupyterapp.shell.currentWidget.content.widgets;
     const all = [...cells[number].node.querySelectorAll(".jp-Cell-outputArea tr")];
@@ -137,7 +137,7 @@ HAS_BARS = """number => {
     return rows.length === 4 && rows.some(row => /rank 3.*slowest/s.test(row.textContent));
 }"""
 
-# Whether the live cell has two curves, with what is said of them.
+# Whether the live cell has two curves, with the text about them.
 HAS_CURVES = """number => {
     const cells = window.jupyterapp.shell.currentWidget.content.widgets;
     const shown = cells[number].node.querySelector(".jp-Cell-outputArea");
@@ -158,14 +158,14 @@ def places(notebook: Notebook, name: str, kind: str) -> list[dict[str, float]]:
 
 
 def in_a_row(found: list[dict[str, float]]) -> list[int]:
-    """How many stand beside one another, row by row."""
+    """Return how many places each row has, from top to bottom."""
     tops = [round(place["top"]) for place in found]
     assert tops == sorted(tops)
     return [tops.count(top) for top in dict.fromkeys(tops)]
 
 
-def test_looks(lab: Lab) -> None:
-    """What ranks show is side by side, aligned, in rank order, and reads the same untrusted."""
+def test_outputs_of_ranks_are_aligned_in_order(lab: Lab) -> None:
+    """Outputs of ranks are side by side, aligned, in rank order, and equal in an untrusted file."""
     lab.write("looks.ipynb", [*CELLS.values()])
     notebook = lab.open("looks.ipynb")
     notebook.start_all()
@@ -192,7 +192,7 @@ def test_looks(lab: Lab) -> None:
     check_file(lab.folder / "looks.ipynb")
     notebook.screenshot("looks-dark-700", 700, "JupyterLab Dark")
     lab.close()
-    # As it came by mail: JupyterLab has signed what it saved, and this is something else.
+    # JupyterLab has signed its saved file; after a change, as by mail, the file is not trusted.
     content = nbformat.read(lab.folder / "looks.ipynb", as_version=4)
     content.metadata["came_by"] = "mail"
     nbformat.write(content, lab.folder / "looks.ipynb")
@@ -203,7 +203,7 @@ def test_looks(lab: Lab) -> None:
 
 
 def check_file(file: Path) -> None:
-    """What the panels cannot embed is in the saved file as well, and in its HTML."""
+    """Assert that the saved file and its HTML have the outputs that panels cannot embed."""
     saved = nbformat.read(file, as_version=4)
     outputs = [output for cell in saved.cells for output in cell.outputs]
     assert sum("text/markdown" in output.get("data", {}) for output in outputs) == 3
@@ -216,7 +216,7 @@ def check_file(file: Path) -> None:
 
 
 def check(notebook: Notebook) -> None:
-    """All that can be measured on the page, at two widths."""
+    """Assert all that can be measured on the page, at two widths."""
     cells = dict(zip(CELLS, notebook.cells(), strict=True))
     errors = {name: cell.errors for name, cell in cells.items() if cell.errors}
     assert [*errors] == ["failed"], errors
@@ -257,7 +257,7 @@ def check(notebook: Notebook) -> None:
 
     notebook.resize(WIDTH)
     assert in_a_row(places(notebook, "figures", "img")) == [2, 2]
-    # A browser draws an image that it cannot read in another size.
+    # An image that the browser cannot read would have another size.
     sizes = [(image["width"], image["height"]) for image in places(notebook, "images", "img")]
     assert sizes == [(40, 30), (40, 30)]
     assert in_a_row(places(notebook, "tables", ".dataframe")) == [4]

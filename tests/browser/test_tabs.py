@@ -58,8 +58,8 @@ def click(notebook: Notebook, rank: int, number: int = 1) -> None:
     notebook.page.wait_for_function(OPENS, arg=said, polling=LOOK_MS)
 
 
-def test_tabs(lab: Lab) -> None:
-    """A click shows one rank below the row of names; not trusted, each rank opens by itself."""
+def test_a_click_on_a_tab_shows_one_rank(lab: Lab) -> None:
+    """A click on a name shows this rank alone; in an untrusted file each rank opens by itself."""
     lab.write("tabs.ipynb", CELLS)
     notebook = lab.open("tabs.ipynb")
     notebook.start(0)
@@ -82,7 +82,7 @@ def test_tabs(lab: Lab) -> None:
     assert (shown["rows"], shown["fits"], shown["below"]) == (1, True, True)
     assert shown["left"] == left
     assert {*shown["words"]} == {"normal"}
-    # The tab of the rank that failed is open, and that of another cell stays as it is.
+    # The tab of the rank that failed is open, and the tabs of another cell do not change.
     (failed,) = notebook.page.evaluate(TABS, 2)["shown"]
     assert "AssertionError: rank 1 is odd" in failed
     assert len(notebook.page.evaluate(TABS, 1)["shown"]) == 1

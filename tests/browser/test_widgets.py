@@ -29,7 +29,7 @@ SLIDERS = """() => {
 
 
 def wait_for_sliders(notebook: Notebook, *values: str) -> None:
-    """Return once the page shows these, and no others."""
+    """Return once the page shows sliders with these values, and no others."""
     is_so = f"values => JSON.stringify(({SLIDERS})()) === JSON.stringify(values)"
     notebook.page.wait_for_function(is_so, arg=[*values], polling=LOOK_MS)
 
@@ -39,7 +39,7 @@ def move(notebook: Notebook, rank: int) -> None:
     notebook.page.locator(".noUi-handle").nth(rank).press("ArrowRight")
 
 
-def test_sliders_of_two_ranks(lab: Lab) -> None:
+def test_a_moved_slider_changes_its_rank_s_value(lab: Lab) -> None:
     """A moved slider changes the value on its rank while no cell runs, also after a reload."""
     pytest.importorskip("ipywidgets")
     lab.write("sliders.ipynb", CELLS)

@@ -1,4 +1,4 @@
-"""Worlds on several machines, all of which are this one: real head, links, keys and agents."""
+"""Fixtures of worlds on several nodes, all on this machine, with a real head, links and agents."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MANUAL = Path(__file__).parents[2] / "docs" / "machines.md"
 
 
 def example(kind: str = "python", begin: str = "# my_launcher.py") -> str:
-    """The launcher that the manual shows, or its entry point."""
+    """Return the launcher that the manual shows, or its entry point."""
     begin = re.escape(f"```{kind}\n{begin}")
     found = re.search(rf"(?<=\n){begin}.*?(?=```)", MANUAL.read_text(), re.DOTALL)
     assert found, "the manual shows no launcher"
@@ -23,7 +23,7 @@ def example(kind: str = "python", begin: str = "# my_launcher.py") -> str:
 
 
 def install(folder: Path) -> None:
-    """Have it in a folder that is on a path, under the name that the manual gives it."""
+    """Install the manual's launcher in a folder, with the entry point that the manual shows."""
     (folder / "my_launcher.py").write_text(example())
     metadata = folder / "my_launcher-1.dist-info"
     metadata.mkdir()
@@ -34,7 +34,7 @@ def install(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def launchers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Have `--launcher here`, in this process and in those that it starts."""
+    """Makes `--launcher here` available in this process and in its child processes."""
     folder = tmp_path_factory.mktemp("launcher")
     install(folder)
     with pytest.MonkeyPatch.context() as patch:
@@ -46,14 +46,14 @@ def launchers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def started(launchers: None) -> Iterator[World]:
-    """Two nodes with two workers each."""
+    """A world of two nodes with two workers each."""
     with World(layout="2x2", launcher="here", log_dir="", show=False) as world:
         yield world
 
 
 @pytest.fixture
 def world(started: World) -> World:
-    """The same, with all workers new where one test has left fewer, or another layout."""
+    """A world of two nodes with two workers each, restarted if a test has changed its size."""
     if started.size != 4:
         started.restart(layout="2x2")
     return started

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.cluster.client`: the way to the head, and a link that is lost."""
+"""Tests of `nbdist.cluster.client`: the ticket on stdin, and routes to the head and to machines."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from nbdist.wire.node_messages import ProbeTarget
 
 
 def ticket(*addresses: str, port: int = 1) -> Ticket:
-    """One that leads there."""
+    """Return a ticket of a head that has these addresses."""
     return Ticket(addresses, port, KeyPair.new().public, KeyPair.new())
 
 
 def test_the_ticket_is_the_first_line_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What follows stays, since the end of stdin is what ends the agent; one too early is told."""
+    """Later data stays in stdin, whose end ends the agent; an end within the line is an error."""
     mine = ticket("a")
     for data in (mine.to_line() + b"rest", b"", b"half a tick"):
         read, write = os.pipe()
@@ -37,8 +37,8 @@ def test_the_ticket_is_the_first_line_and_no_more(monkeypatch: pytest.MonkeyPatc
                     read_ticket()
 
 
-def test_the_first_address_that_answers() -> None:
-    """Others do no harm, however quick; where none answers, each is named, and why."""
+def test_the_first_address_that_answers_is_chosen() -> None:
+    """An address that refuses is skipped; if no address answers, the error names each, and why."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         way = find_route(ticket("127.0.0.99", "127.0.0.1", port=server.getsockname()[1]))
     assert (way.address, way.local_address) == ("127.0.0.1", "127.0.0.1")
@@ -46,7 +46,7 @@ def test_the_first_address_that_answers() -> None:
         way = find_route(ticket("127.0.0.2", "127.0.0.1", port=server.getsockname()[1]))
     assert way.address == "127.0.0.2"
     with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))  # nobody listens there
+        bound.bind(("127.0.0.1", 0))  # no process listens at that port
         port = bound.getsockname()[1]
         with pytest.raises(NoWay) as caught:
             find_route(ticket("127.0.0.1", "::1", port=port))
@@ -64,8 +64,8 @@ def full_port() -> Iterator[int]:
         yield full.getsockname()[1]
 
 
-def test_the_way_to_others() -> None:
-    """A port on which nothing listens is reached; else which machine is told, where, and why."""
+def test_a_machine_out_of_reach_is_named() -> None:
+    """A machine that refuses is in reach; another one is named with its address, and why."""
     with socket.socket() as silent, socket.create_server(("127.0.0.1", 0)) as heard:
         silent.bind(("127.0.0.1", 0))
         here = [ProbeTarget("a", *each.getsockname()) for each in (silent, heard)]

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.cluster.head`: ranks over nodes, the code there, and what several nodes say."""
+"""Tests of `nbdist.cluster.head`: ranks, code and Stop on several nodes, and answers of nodes."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def memory_of(tensor):
 """
 
 
-def test_big_values_on_two_nodes(world: World) -> None:
-    """A name comes once to each node; values are gathered, scattered, compared, copied."""
+def test_big_values_reach_ranks_of_two_nodes(world: World) -> None:
+    """Ranks of a node share a sent value; values are gathered, scattered, compared and synced."""
     big = torch.arange(1 << 20)
     world.execute(MEMORY + "where, total = memory_of(big), int(big.sum())", names={"big": big})
     assert world.gather("total") == [int(big.sum())] * 4
@@ -98,13 +98,13 @@ def test_big_values_on_two_nodes(world: World) -> None:
     assert world.gather("same") == [True] * 4
 
 
-def test_c_code_that_is_not_done_when_control_is_back(world: World) -> None:
-    """The head says that no rank is to be killed before it has told the node to interrupt any."""
+def test_a_rank_in_c_code_stops_late_and_loses_nothing(world: World) -> None:
+    """The head kills no rank that still runs C code when control is back in the notebook."""
     give_up_on_c_code(world, 3, control_timeout=SPARE_TIMEOUT + 0.3)
 
 
-def test_stop_in_a_training(world: World) -> None:
-    """Ranks of both nodes end at the same step; where one cannot, a line says so."""
+def test_stop_ends_training_at_a_common_step(world: World) -> None:
+    """Ranks of both nodes end at the same step; a second Stop interrupts ranks that make none."""
     world.execute("import torch, torch.distributed as dist" + BEGIN + ADAM)
     for _ in range(3):
         running = run_for(world, PLAIN, 0.5)
@@ -116,7 +116,7 @@ def test_stop_in_a_training(world: World) -> None:
         assert others == [first] * 3
     running = run_for(world, f"{PLAIN}    if rank == 2: time.sleep(600)\n", 0.5)
     world.interrupt()
-    stop(world, running)  # the second time nobody is waited for
+    stop(world, running)  # the second Stop waits for no common step
     assert running.deaths == {}
     assert world.gather("int(rank)") == [0, 1, 2, 3]
 
@@ -135,8 +135,8 @@ if rank != 3:
 """
 
 
-def test_stop_when_a_rank_has_just_finished(world: World) -> None:
-    """The others stop at a step all the same, though Stop is for all ranks."""
+def test_stop_finds_a_step_without_a_finished_rank(world: World) -> None:
+    """Unfinished ranks stop at a step, though Stop is for all ranks."""
     world.execute(
         "import torch, torch.distributed as dist\ngroup = dist.new_group([0, 1, 2])\n"
         "optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)])"
@@ -166,8 +166,8 @@ for number in range(5):
 """
 
 
-def test_stop_when_a_machine_has_just_finished(world: World) -> None:
-    """Its count is known all the same: the ranks of the other machine make the last step."""
+def test_stop_counts_the_steps_of_a_finished_machine(world: World) -> None:
+    """Ranks of the other machine make as many steps as the ranks that have finished."""
     world.execute("import torch, torch.distributed as dist" + BEGIN + ADAM)
     running = world.submit(world.task(FINISHES))
     for _ in world.follow(running):
@@ -191,12 +191,12 @@ except KeyboardInterrupt:
 """
 
 
-def test_a_second_stop_is_no_third(world: World) -> None:
-    """Where it comes before all machines have said their counts, it interrupts ranks only once."""
+def test_a_second_stop_interrupts_ranks_only_once(world: World) -> None:
+    """A rank that cleans up is not interrupted again, though a machine's count is missing."""
     world.execute("import torch\noptimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)])")
     running = run_for(world, CLEANS_UP, 0.5)
     late = psutil.Process(world.pids[3])
-    late.suspend()  # the head waits for its count
+    late.suspend()  # the head waits for the step count of this rank
     world.interrupt()
     world.session.receive(0.1)
     world.interrupt()
@@ -208,7 +208,7 @@ def test_a_second_stop_is_no_third(world: World) -> None:
 
 
 class StopsOnce(deque[Any]):
-    """Has Stop come just after a batch was acknowledged."""
+    """Raises KeyboardInterrupt once, when a BatchAcknowledged message is read."""
 
     has_stopped = False
 
@@ -219,23 +219,23 @@ class StopsOnce(deque[Any]):
         return super().popleft()
 
 
-def test_stop_as_a_batch_is_acknowledged(world: World) -> None:
-    """It is not acknowledged twice, and nobody loses anything."""
+def test_stop_at_an_acknowledgement_loses_nothing(world: World) -> None:
+    """The batch is not acknowledged twice, and all variables stay."""
     world.execute("kept = rank")
     link = world.session.link
     link.arrived = arrived = StopsOnce(link.arrived)
     with pytest.raises(KeyboardInterrupt):
         world.execute("print('shown')")
     assert arrived.has_stopped
-    for _ in range(3):  # each takes the acknowledgement along that waits for a message
+    for _ in range(3):  # each request also sends the acknowledgement that waits
         assert world.gather("kept") == [0, 1, 2, 3]
     assert link.agent.last_lines() == []
 
 
-def test_what_assistants_are_told(world: World) -> None:
-    """Of ranks on both nodes, as of those on one: where they are, and who failed or never came.
+def test_mcp_tools_report_on_ranks_of_both_nodes(world: World) -> None:
+    """The tools of MCP report failed and missing ranks of both nodes, and all stacks.
 
-    Ranks of both reduce together, each in its own slot; what one raises frees the others.
+    Ranks of both nodes reduce together, each in its own slot; an error of a rank frees the others.
     """
     world.execute(SUM)
     assert [float(each) for each in world.gather("total")] == [6.0] * 4
@@ -253,8 +253,8 @@ def test_what_assistants_are_told(world: World) -> None:
         mcp.memory(name)
 
 
-def test_other_sizes(world: World) -> None:
-    """Who stays keeps variables and host; what has died comes where it was; restarts keep it."""
+def test_scaling_keeps_variables_and_hosts(world: World) -> None:
+    """Ranks that stay keep variables and host, dead ranks come back, and restarts keep the size."""
 
     def hosts() -> list[str]:
         return [row.host for row in world.status()]
@@ -279,8 +279,8 @@ def test_other_sizes(world: World) -> None:
     assert hosts() == ["node0", "node0", "node1", "node1"]
 
 
-def test_the_store(world: World) -> None:
-    """A rank that waits in it for others is released; a cleaner may have taken its sockets."""
+def test_the_store_releases_ranks_and_is_made_again(world: World) -> None:
+    """A rank that waits in the store is released; a group heals though its sockets were removed."""
     world.execute(
         "import gc\n"
         "from torch._C._distributed_c10d import PrefixStore\n"
@@ -302,7 +302,7 @@ def test_the_store(world: World) -> None:
 
 
 class Direct:
-    """A node without a link: what it is asked it does at once."""
+    """A node without a link, which carries out each request at once."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -318,14 +318,14 @@ class Direct:
 
     @property
     def files(self) -> dict[str, str]:
-        """What is there."""
+        """The contents of the Python files of the node, by name."""
         path = self.code.path
         return {each.name: each.read_text() for each in path.glob("*.py")}
 
 
 @pytest.fixture(autouse=True)
 def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where folders are unpacked."""
+    """The folder in which archives are unpacked."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path
 
@@ -333,7 +333,7 @@ def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def bring(
     kept: KeptCode, nodes: list[Direct], folder: Path, mark: Landmark | None = None, **texts: str
 ) -> CodeHeld:
-    """What the notebook does with `a="1"` in `a.py` of its folder."""
+    """Store code as a notebook does; `a="1"` is the content of `a.py` in its folder."""
     folder.mkdir(exist_ok=True)
     for name, text in texts.items():
         (folder / f"{name}.py").write_text(text)
@@ -344,8 +344,8 @@ def bring(
     return held
 
 
-def test_each_node_gets_what_it_lacks(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At once, or when it comes, and nothing twice; one without room, or lost, is named."""
+def test_each_node_gets_code_that_it_lacks(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node gets code at once or when it joins, never twice; a node that fails is named."""
     kept, first, late, folder = KeptCode(), Direct("a"), Direct("b"), parent / "nb"
     monkeypatch.setattr(messages, "PART", 60)
     assert not asyncio.run(kept.distribute([first])).is_here
@@ -384,8 +384,8 @@ def test_each_node_gets_what_it_lacks(parent: Path, monkeypatch: pytest.MonkeyPa
 HOUR = 3600 * 10**9
 
 
-def test_what_comes_of_a_node() -> None:
-    """Failures have the time of the head's clock; of its last words what was shown is kept."""
+def test_failures_of_a_node_get_the_heads_time() -> None:
+    """Failures have the time of the head's clock; of a lost node only shown output is kept."""
     text, ended = Text("stdout", "step 9"), Done("error", 0.0, received=False)
     failure, died = Failure("ValueError", "no", (), HOUR + 5), Died(-9, HOUR + 7)
     outputs = Outputs(((0, "t", text), (0, "t", failure), (1, "t", died)))
@@ -397,8 +397,8 @@ def test_what_comes_of_a_node() -> None:
     assert displayed_only(Outputs(items)) == Outputs(items[:1])
 
 
-async def test_rows_and_answers() -> None:
-    """Rows come in the ranks' order, those of lost nodes are missing; one answer is enough."""
+async def test_rows_are_sorted_and_one_answer_is_enough() -> None:
+    """Rows come in the order of ranks; a question has the first answer that a node gives."""
     sent: list[tuple[int, NodeDown]] = []
     first, second = (node_that(n, lambda it, n=n: sent.append((n, it))) for n in (0, 1))
     rows = asyncio.create_task(rows_of([first, second], messages.GetStatus()))
@@ -407,7 +407,7 @@ async def test_rows_and_answers() -> None:
         there, rank = (first, 5) if number == 0 else (second, 2)
         there.resolve_request(message.id, (WorkerStatus(rank, 7, "a", "idle", 0.0, 0, "cpu"),))
     assert [each.rank for each in await rows] == [2, 5]
-    assert group_by_node([3, 0, 1, 9], {0: 0, 1: 0, 3: 2}) == {2: (3,), 0: (0, 1)}  # 9 is on none
+    assert group_by_node([3, 0, 1, 9], {0: 0, 1: 0, 3: 2}) == {2: (3,), 0: (0, 1)}  # 9 has no node
     second.mark_lost("gone")
     known = Completions((Candidate("x"),), 0, 0)
     question = messages.Consult((0, 1), Complete("x", 1))
@@ -417,17 +417,17 @@ async def test_rows_and_answers() -> None:
     assert await answer == known
 
 
-async def test_a_node_that_answers_too_late(
+async def test_ranks_of_a_silent_node_are_not_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its ranks may live, so none is started anew: the group waits for the next try."""
+    """Ranks of a silent node may live, so the group is formed at the next try, with all ranks."""
     monkeypatch.setattr(GetHeld, "timeout", 0.05)
     asked_of: dict[int, list[Any]] = {0: [], 1: []}
     is_slow = True
 
     def answer(message: NodeDown, number: int) -> None:
         if not isinstance(message, messages.AgentRequest):
-            return  # the end of the world
+            return  # the pool is being closed
         asked_of[number].append(message.request)
         match message.request:
             case GetHeld() if number and is_slow:
@@ -454,8 +454,8 @@ async def test_a_node_that_answers_too_late(
     assert [each.missing for each in asked_of[1] if isinstance(each, Form)] == [()]
 
 
-async def test_nodes_that_are_lost_one_after_the_other(tmp_path: Path) -> None:
-    """That none is left is found also where the last goes while the others' group is formed."""
+async def test_losing_all_nodes_one_by_one_is_noticed(tmp_path: Path) -> None:
+    """Healing reports that all machines are lost, even if the last is lost meanwhile."""
 
     def answer(message: NodeDown) -> None:
         match message:

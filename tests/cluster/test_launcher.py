@@ -1,4 +1,4 @@
-"""Tests of `nbdist.cluster.launcher`: commands that run agents, agents that come by themselves."""
+"""Tests of `nbdist.cluster.launcher`: commands that run agents, and machines that join."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TICKET = Ticket(("127.0.0.1",), 1, "x" * 40, KeyPair.new())
 
 @contextmanager
 def running(program: str, folder: Path, timeout: float = SOON) -> Iterator[AgentCommand]:
-    """An interpreter that runs this in an agent's place."""
+    """Runs a program in the place of an agent."""
     command = AgentCommand("a", [sys.executable, "-c", program], TICKET, folder)
     try:
         yield command
@@ -46,8 +46,8 @@ def running(program: str, folder: Path, timeout: float = SOON) -> Iterator[Agent
 
 
 @pytest.mark.world
-def test_an_agents_command(tmp_path: Path) -> None:
-    """It gets the ticket, ends with its stdin or by force, and says how it has ended."""
+def test_an_agents_command_gets_a_ticket_and_ends(tmp_path: Path) -> None:
+    """The command ends with its stdin or by force, and reports how it has ended."""
     program = "import sys; print(len(sys.stdin.readline())); sys.stdout.flush(); sys.stdin.read()"
     with running(program, tmp_path) as command:
         assert command.exit_code() is None
@@ -66,8 +66,8 @@ def test_an_agents_command(tmp_path: Path) -> None:
         AgentCommand("a", ["/nowhere/ssh"], TICKET, tmp_path)
 
 
-def test_launchers_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are entry points, ours as others; of one that cannot be loaded it is told why."""
+def test_launchers_are_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher is an entry point; if the point cannot be loaded, the error says why."""
     assert isinstance(find_launcher("ssh"), SshLauncher)
     install(tmp_path)
     (tmp_path / "my_launcher.py").write_text("from nbdist.cluster.launcher import Gone\n")
@@ -76,8 +76,8 @@ def test_launchers_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         find_launcher("here")
 
 
-def test_the_command_of_ssh() -> None:
-    """Nothing is asked, no secret is in it, and it waits at least as long as the link."""
+def test_ssh_asks_nothing_and_outlasts_the_link() -> None:
+    """ssh asks for no password, and waits for an answer at least as long as the link."""
     host = parse_hosts("root@b:2")[0]
     wanted = WorldConfig(hosts="b", python="/venv/bin/python", wrap="nice -n 5", link_timeout=60)
     command = launcher.ssh_command(host.destination, 1, wanted)
@@ -87,11 +87,11 @@ def test_the_command_of_ssh() -> None:
     assert command[-3:] == ["--", "root@b", f"exec {run}"]
     plain = launcher.ssh_command("b", 0, WorldConfig(hosts="b"))
     assert "ServerAliveInterval=15" in plain
-    assert f"exec {sys.executable} " in plain[-1]  # the notebook's, by the same path on all
+    assert f"exec {sys.executable} " in plain[-1]  # the path of the notebook's interpreter
 
 
-def test_names_of_this_machine() -> None:
-    """Its host name, `localhost` and its addresses; a user is for ssh to log in as."""
+def test_this_machine_is_known_by_its_names() -> None:
+    """`localhost`, the host name and addresses are this machine, unless ssh logs in as a user."""
     name = socket.gethostname()
     found = parse_hosts(f"LOCALHOST,127.0.0.1:2,{name},{name}-2,192.0.2.1")
     own = [True, True, True, False, False]
@@ -106,7 +106,7 @@ COMMAND = (sys.executable, "-m", "nbdist.terminal", "join")
 
 @pytest.fixture
 def offers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where keys lie, in a state folder of the test's own; no job launcher has started this."""
+    """The folder of join keys, in a state folder of the test; hides job launchers' variables."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("TMPDIR", "/tmp")
     for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID"):
@@ -116,21 +116,21 @@ def offers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def world(offers: Path) -> Iterator[World]:
-    """Not started yet."""
+    """A world of two nodes for `nbdist join`, which has not started."""
     world = World(layout="2x1", launcher="join", address="127.0.0.1", log_dir="", show=False)
     yield world
     world.shutdown()
 
 
 def place_in(offers: Path) -> str:
-    """Wait until a world waits, and return the place that it shows."""
+    """Wait for the key of a world, and return the place that the world shows."""
     wait_until(lambda: list(offers.glob(f"*{SUFFIX}")), "a key is there")
     (file,) = offers.glob(f"*{SUFFIX}")
     return ":".join(file.stem.rsplit("-", 1))
 
 
 def twice_by_torchrun(place: str) -> list[str]:
-    """Has torchrun start it twice, through torchx's `dist.ddp` where that is installed."""
+    """Return a command that starts `nbdist join` twice by torchrun, or by torchx if installed."""
     if torchx := shutil.which("torchx"):
         ddp = ["run", "-s", "local_cwd", "dist.ddp", "-j", "1x2", "-m", "nbdist.terminal"]
         return [torchx, *ddp, "--", "join", place]
@@ -139,17 +139,17 @@ def twice_by_torchrun(place: str) -> list[str]:
 
 
 def twice_by_mpirun(place: str) -> list[str]:
-    """The same of Open MPI, where that is installed; else by hand, once."""
+    """Return a command that starts `nbdist join` twice by mpirun, or once without mpirun."""
     if shutil.which("mpirun") is None:
         return [*COMMAND, place]
     return ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", *COMMAND, place]
 
 
-def test_machines_come_by_themselves(
+def test_join_starts_one_agent_per_node(
     world: World, offers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever starts the command, one agent comes of it; all ends with the world."""
-    # Torchx calls the torchrun that it finds, and copies the folder in which it is.
+    """Several commands of torchrun or mpirun start one agent, and all end with the world."""
+    # Torchx calls the torchrun on the path, and copies the current folder.
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     (folder := tmp_path / "cwd").mkdir()
     said: list[str] = []
@@ -165,7 +165,7 @@ def test_machines_come_by_themselves(
     world.execute("dist.all_reduce(t); mpi = [n for n in os.environ if n.startswith('OMPI_')]")
     seen = world.gather("(float(t), world_size, os.environ['GROUP_WORLD_SIZE'], mpi)")
     assert seen == [(2.0, 2, "2", [])] * 2
-    assert world.session.resolve("auto") == 2  # for a cell that says it again
+    assert world.session.resolve("auto") == 2  # for a cell that asks for `auto` again
     host = os.uname().nodename
     texts = [text for text in said if text]
     assert f"starting: run `nbdist join {place}` on each machine · 0 of 2 nodes" in texts
@@ -177,10 +177,10 @@ def test_machines_come_by_themselves(
     assert stale.stderr.startswith(f"nbdist: `nbdist join {place}`: no world waits there (Conn")
 
 
-def test_only_who_has_the_key_comes(world: World, offers: Path) -> None:
-    """An old key is tried where was typed alone, and refused in a line.
+def test_only_a_machine_with_the_key_joins(world: World, offers: Path) -> None:
+    """A machine with an old key tries the typed address alone, and is refused in a line.
 
-    Who ends the command takes its ranks along, and has them back by the same command.
+    Ranks of a machine end with its command, and the same command brings new ranks.
     """
     start = threading.Thread(target=world.start)
     start.start()
@@ -221,7 +221,7 @@ def test_only_who_has_the_key_comes(world: World, offers: Path) -> None:
 
 
 def no_secret_is_to_be_seen(ticket: Ticket, world: World) -> None:
-    """Not in a command line, an environment, a log, or any other file; folders are the user's."""
+    """Check that no process and no file shows a key, and that only the user can read folders."""
     keys = (ticket.keys.secret, ticket.keys.public)
     found = [shows(pid, key) for pid in psutil.pids() for key in keys]
     assert found.count("") > 20
@@ -260,13 +260,13 @@ REASONS = [
     # A wrapper is not the interpreter.
     ("apptainer: /no/img: No such file or directory", "there is no /no/img there: `--wrap`"),
     ("sh: 1: /etc/passwd: Permission denied", "/etc/passwd cannot be executed there: `--wrap`"),
-    # The lines themselves are to tell it.
+    # An unknown line is shown as it is.
     ("Segmentation fault", ""),
 ]  # fmt: skip
 
 
-def test_known_reasons() -> None:
-    """The first that is known among the lines, with the option that names the program."""
+def test_known_lines_become_reasons() -> None:
+    """The first known line becomes the reason, with the option that names the missing program."""
     for line, said in REASONS:
         found = launcher.why_refused("b", ["Welcome to b", *line.splitlines(), "bye"], WRAPPED)
         assert (found[: len(said)], bool(found)) == (said, bool(said))

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.cluster.node`: where ranks sit, and what is checked and asked of machines."""
+"""Tests of `nbdist.cluster.node`: the places of ranks, and checks and requests of machines."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Machine:
 
 
 def machine(number: int, gpus: int = 0, cores: int = 2) -> Machine:
-    """A node with so many of both."""
+    """Return a node with so many GPUs and cores."""
     names = tuple(map(str, range(gpus)))
     address, port = f"10.0.0.{number + 1}", 4000 + number
     facts = NodeFacts(f"n{number}", number, address, port, cores, names, "", {})
@@ -42,7 +42,7 @@ SPEC = WorldSpec(1, "gloo", {"SECRET": "x"}, "/", (), 1, "")
 
 
 def wanted(**fields: Any) -> WorldConfig:
-    """What is wanted of them."""
+    """Return the configuration of a world, by ssh if hosts are given, else by `nbdist join`."""
     return WorldConfig(launcher="ssh" if "hosts" in fields else "join", **fields)
 
 
@@ -53,23 +53,23 @@ def wanted(**fields: Any) -> WorldConfig:
         ({}, [machine(0, gpus=1), machine(1, cores=1)], [(0, 0), (1, 0)]),
         ({"layout": "2x2", "n": 3}, [machine(0), machine(1)], [(0, 0), (0, 1), (1, 0)]),
         ({"layout": "2x1"}, [machine(2), machine(0)], [(0, 0), (2, 0)]),
-        # A host more than nodes, and room for more than there are to be, are in reserve.
+        # A host beyond the nodes, and room for further ranks, are in reserve.
         ({"layout": "2x1", "hosts": "a:2,b,c"}, [*map(machine, range(3))], [(0, 0), (1, 0)]),
         ({"gpus": "1,3"}, [machine(0, gpus=4)], [(0, 0), (0, 1)]),
     ],
 )
-def test_who_sits_where(
+def test_ranks_fill_one_node_after_the_other(
     fields: Mapping[str, Any], nodes: list[Machine], slots: list[tuple[int, int]]
 ) -> None:
-    """As was asked, or one for each GPU, or core; one node after the other."""
+    """A node has as many ranks as requested, or a rank for each GPU, or for each core."""
     spec = place_new_world(SPEC, wanted(**fields), nodes)
     assert [tuple(slot) for slot in spec.slots] == slots
     assert spec.world_size == len(slots)
     assert spec.master_addr == "10.0.0.1"
 
 
-def test_nccl_where_it_cannot_be() -> None:
-    """It is said before a rank tries; unless it was asked for, a torch for CPUs alone has gloo."""
+def test_nccl_is_refused_before_ranks_start() -> None:
+    """nccl needs a GPU for each rank, and a torch with nccl; otherwise the default is gloo."""
     asked, auto = wanted(layout="1x2", backend="nccl"), wanted(layout="1x2")
     few = "for 2 ranks, and nccl needs one for each: `--backend gloo`"
     for gpus, torch, told in (
@@ -90,15 +90,15 @@ def test_nccl_where_it_cannot_be() -> None:
 
 
 def test_the_backend_is_that_of_all_nodes() -> None:
-    """nccl needs GPUs everywhere; what was asked for is not changed."""
+    """nccl needs GPUs on all nodes; a requested backend is not changed."""
     mixed, all_have = [machine(0, gpus=1), machine(1)], [machine(0, gpus=1), machine(1, gpus=1)]
     assert place_new_world(SPEC, wanted(), mixed).backend == "gloo"
     assert place_new_world(SPEC, wanted(), all_have).backend == GPU_BACKEND
     assert place_new_world(SPEC, wanted(backend="gloo"), all_have).backend == "gloo"
 
 
-def test_more_and_fewer() -> None:
-    """New ranks take free slots, the others keep theirs; what has no room is named."""
+def test_resizing_keeps_slots_of_ranks_that_stay() -> None:
+    """New ranks take free slots, other ranks keep theirs; an error names the missing room."""
     nodes = [machine(0), machine(1)]
     asked = wanted(layout="2x2", n=3)
     spec, room = place_new_world(SPEC, asked, nodes), nodes_module.room_of(asked, nodes)
@@ -122,19 +122,19 @@ def test_more_and_fewer() -> None:
     ("hosts", "there", "keep", "slots"),
     [
         ("a:2,b:2", (0, 1), (0, 1, 2, 3), [(0, 0), (0, 1), (1, 0), (1, 1)]),
-        # No room for all of them: they leave, and who stays keeps node and LOCAL_RANK.
+        # Ranks without room leave, and the other ranks keep node and LOCAL_RANK.
         ("a:2,b:2", (0,), (0, 1), [(0, 0), (0, 1)]),
         ("a:2,b:3", (1,), (2, 3), [(1, 0), (1, 1)]),
         ("a:2,b:2", (), (), [(0, 0), (0, 1), (1, 0), (1, 1)]),
-        # A host in reserve takes them, or one that has room.
+        # A host in reserve, or another host with room, takes the ranks.
         ("a:2,b:2,c:2", (1, 2), (0, 1, 2, 3), [(2, 0), (2, 1), (1, 0), (1, 1)]),
         ("a:4,b:2", (0,), (0, 1, 2, 3), [(0, 0), (0, 1), (0, 2), (0, 3)]),
     ],
 )
-def test_who_stays_where_machines_are_lost(
+def test_ranks_of_lost_machines_move_if_there_is_room(
     hosts: str, there: tuple[int, ...], keep: tuple[int, ...], slots: list[tuple[int, int]]
 ) -> None:
-    """All ranks where there is room; MASTER_ADDR is the machine of rank 0, whichever that is."""
+    """Ranks without room leave; MASTER_ADDR is the address of rank 0's machine."""
     asked = wanted(hosts=hosts, layout="2x2")
     nodes = [machine(number) for number in range(len(asked.named_hosts))]
     spec = place_new_world(SPEC, asked, nodes)
@@ -161,18 +161,18 @@ FACTS = NodeFacts("b", 1, "10.0.0.2", 4000, 4, (), "/usr/bin/python", THERE)
         ("0.1.0", {"cloudpickle": "3.0.0"}, "b has cloudpickle 3.0.0, the notebook 3.1.2: `pip in"),
     ],
 )
-def test_versions(version: str, changes: dict[str, str], said: str) -> None:
-    """Both are named, with what makes them the same."""
+def test_other_versions_are_named(version: str, changes: dict[str, str], said: str) -> None:
+    """The message names both versions, and a command or option that makes them equal."""
     facts = FACTS._replace(versions=THERE | changes)
     found = nodes_module.mismatch("b", NodeHello(version, 1, facts), HERE)
     assert (found[: len(said)], bool(found)) == (said, bool(said))
-    # Any torch will do for a notebook without.
+    # A notebook without torch accepts any torch.
     assert nodes_module.mismatch("b", NodeHello("0.1.0", 1, FACTS), HERE | {"torch": ""}) == ""
     assert all(versions_here().values())
 
 
-def test_all_ways_are_tried() -> None:
-    """From each to each, but of many not more than a share, which are others for each."""
+def test_machines_try_to_reach_each_other() -> None:
+    """Each of few machines tries all others; of many, each tries a share, and all are tried."""
     few = targets([machine(number) for number in range(3)])
     names = [" ".join(each.name for each in few[n]) for n in range(3)]
     assert names == ["n1 n2", "n2 n0", "n0 n1"]
@@ -183,19 +183,19 @@ def test_all_ways_are_tried() -> None:
     assert targets([machine(0)]) == {0: ()}
 
 
-# --- what is asked of a machine, and its loss -----------------------------------------------------
+# --- requests to a machine, and its loss ----------------------------------------------------------
 
 HOUR = 3600 * 10**9
 SEATED = replace(SPEC, slots=(Position(1, 0),))
 
 
 def node(number: int, send: Callable[[NodeDown], None]) -> Node:
-    """One that is not there; it sends so."""
+    """Return a node without a machine; `send` gets its messages."""
     return Node(number, "b", NodeHello("0.1.0", 7, FACTS), send)
 
 
-async def test_answers_by_their_numbers() -> None:
-    """What a notebook asks and what only a head asks have numbers of their own."""
+async def test_answers_are_matched_by_number() -> None:
+    """Each request has a number of its own, and a request without an answer raises NodeLost."""
     sent: list[NodeDown] = []
     there = node(1, sent.append)
     both = asyncio.gather(there.ask(GetStatus(), 5), there.ask(messages.CallOff(1), 5))
@@ -209,8 +209,8 @@ async def test_answers_by_their_numbers() -> None:
         await there.ask(GetStatus(), 0.01)
 
 
-async def test_a_clock_that_is_wrong() -> None:
-    """How far it is ahead is known to some milliseconds."""
+async def test_a_nodes_wrong_clock_is_measured() -> None:
+    """The measured lead of a node's clock is wrong by less than a second."""
     sent: list[NodeDown] = []
     there = node(1, sent.append)
     reading = asyncio.create_task(there.measure_clock())
@@ -223,8 +223,8 @@ async def test_a_clock_that_is_wrong() -> None:
     assert abs(there.offset_ns - HOUR) < 10**9
 
 
-async def test_one_that_is_lost() -> None:
-    """What waits for it ends, and as a part of the world it has a problem, and no ranks."""
+async def test_a_lost_node_answers_with_its_problem() -> None:
+    """A pending start fails; later requests return the loss and no ranks, without a message."""
     sent: list[NodeDown] = []
     there = node(1, sent.append)
     waiting = asyncio.create_task(there.execute(messages.StartPart(SEATED, (0,), 1)))

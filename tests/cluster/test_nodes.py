@@ -1,4 +1,4 @@
-"""Tests of `nbdist.cluster.nodes`: agents that come, or do not, are paused, and are lost."""
+"""Tests of `nbdist.cluster.nodes`: agents that connect, cannot start, are paused, or are lost."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ pytestmark = pytest.mark.own_agent
 BARRIERS = "import torch.distributed as dist\nwhile True: dist.barrier()"
 
 
-def test_an_agent_that_cannot_start(launchers: None) -> None:
-    """Which one, its command, how it ended and what it wrote; and nothing of the others is left."""
+def test_an_agent_that_cannot_start_is_named(launchers: None) -> None:
+    """The error names the node, its exit code and its command; no process is left."""
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     world = World(layout="2x1", launcher="here", log_dir="", python="/bin/false")
     either = r"the agent on node([01]) .*exited with code 1.*`/bin/false .*--ticket --node \1`"
@@ -47,18 +47,18 @@ SLOW = """#!/bin/sh
 case "$*" in *"--node 1"*) sleep 3;; esac
 exec {python} "$@"
 """
-"""An interpreter that is longer about it on the second machine than others are waited for."""
+"""An interpreter that starts on the second machine after three seconds."""
 
 
-def test_all_are_waited_for(launchers: None, tmp_path: Path) -> None:
-    """A task for all is for all who come; another launcher is refused in a line, or has its own."""
+def test_a_task_runs_on_all_late_machines(launchers: None, tmp_path: Path) -> None:
+    """A first task is for all ranks that come; a restart may have a different known launcher."""
     python = tmp_path / "slow"
     python.write_text(SLOW.format(python=sys.executable))
     python.chmod(0o755)
     world = World(launcher="here", python=str(python), log_dir="", show=False)
     try:
         task = world.task("x = 7")
-        assert task.ranks == (0,)  # how many there will be is not known yet
+        assert task.ranks == (0,)  # the number of ranks is not known yet
         running = world.submit(task)
         assert (running.task.ranks, world.size > 1) == (world.session.everyone, True)
         world.session.finish(running)
@@ -79,13 +79,13 @@ def test_all_are_waited_for(launchers: None, tmp_path: Path) -> None:
         assert world.gather("x") == [7]
     finally:
         world.shutdown()
-    for port in listening:  # the head's goes with it
+    for port in listening:  # the head has closed its port
         with socket.socket() as probe:
             assert probe.connect_ex(("127.0.0.1", port)) != 0
 
 
-def test_a_machine_that_cannot_come_back(launchers: None) -> None:
-    """What has it back is told, and does it, though there are as many as there have to be."""
+def test_a_restart_brings_a_lost_machine_back(launchers: None) -> None:
+    """The error names the restart, though as many nodes are left as the world needs."""
     with World(layout="1:2x1", launcher="here", log_dir="", show=False) as world:
         wait_until(lambda: has_ranks(world, 2), "the second machine is there")
         everyone = psutil.Process(world.session.link.agent.pid).children(recursive=True)
@@ -101,7 +101,7 @@ def test_a_machine_that_cannot_come_back(launchers: None) -> None:
 
 
 def has_ranks(world: World, number: int) -> bool:
-    """Whether there are so many, once who has come is taken in."""
+    """Return True if the world has so many ranks, after it has used machines that have come."""
     world.execute("pass")
     return world.size == number
 
@@ -121,10 +121,10 @@ JOIN, RUN = "nbdist join a:1", "run `nbdist join a:1` on each machine · "
         (Awaited(1, 6, JOIN), {"a": 4, "b": 2}, True, False, "6 of 6 workers: a (4), b (2)"),
     ],
 )
-def test_who_has_come(
+def test_a_start_counts_the_nodes_that_have_come(
     awaited: Awaited, room: dict[str, int], *, is_enough: bool, will_do: bool, said: str
 ) -> None:
-    """The command stands there as long as somebody has to run it; fewer do where that was said."""
+    """The text names the command until all have come; without a command `least` nodes suffice."""
     found = awaited.is_complete(room), awaited.can_start_without_rest(room), awaited.text(room)
     assert found == (is_enough, will_do, said)
 
@@ -160,17 +160,17 @@ input()
 
 @pytest.fixture(scope="module")
 def world(launchers: None) -> Iterator[World]:
-    """A worker on each of two nodes, with a variable, until the last test loses one of them."""
+    """A world with a worker and a variable on each of two nodes; the last test loses a node."""
     with World(layout="2x1", **OPTIONS) as world:
         world.execute("import torch.distributed as dist\nkept = rank + 10")
         yield world
 
 
 def agents(head: int) -> dict[str, psutil.Process]:
-    """The agents below a head by the numbers of their nodes; each has a guard before it."""
+    """Return a head's agents by their nodes' numbers; an agent comes after its guard."""
     found = {}
     for each in psutil.Process(head).children(recursive=True):
-        with suppress(psutil.NoSuchProcess):  # it has ended, and may not have been waited for
+        with suppress(psutil.NoSuchProcess):  # the process has ended meanwhile
             if each.cmdline()[-2:-1] == ["--node"]:
                 found[each.cmdline()[-1]] = each
     return found
@@ -178,7 +178,7 @@ def agents(head: int) -> dict[str, psutil.Process]:
 
 @contextmanager
 def paused(pid: int) -> Iterator[None]:
-    """Have a process stand still."""
+    """Pauses a process by SIGSTOP."""
     os.kill(pid, signal.SIGSTOP)
     try:
         yield
@@ -191,7 +191,7 @@ PIDFD_GETFD = 438
 
 
 def cut(agent: psutil.Process, head: int) -> None:
-    """Have the connection between both be lost, as a router does that has forgotten it."""
+    """Shut down the connection of an agent to its head, as a router might."""
     ports = {each.laddr.port for each in psutil.Process(head).net_connections("tcp")}
 
     def found() -> list[int]:
@@ -207,8 +207,8 @@ def cut(agent: psutil.Process, head: int) -> None:
 
 
 @pytest.mark.shared_world
-def test_a_connection_that_is_lost(world: World, tmp_path: Path) -> None:
-    """It is made again, also where the head was paused: nothing is lost, or comes twice."""
+def test_a_lost_connection_is_made_again(world: World, tmp_path: Path) -> None:
+    """No output is lost or doubled if connections are cut, and no rank if the head was paused."""
     (head,) = psutil.Process(world.session.link.agent.pid).children()
     second, gate = agents(head.pid)["1"], tmp_path / "gate"
     pids = dict(world.pids)
@@ -231,8 +231,8 @@ def test_a_connection_that_is_lost(world: World, tmp_path: Path) -> None:
 
 
 @pytest.mark.shared_world
-def test_an_agent_that_is_paused(world: World, tmp_path: Path) -> None:
-    """The cell says so, and goes on with it, or without it where that takes too long."""
+def test_a_paused_agent_is_named_or_lost(world: World, tmp_path: Path) -> None:
+    """A cell names the agent and goes on after a pause; after the link's timeout a rank is lost."""
     head, gate = world.session.link.agent.pid, tmp_path / "gate"
     second = agents(head)["1"]
     silent = f"node1 does not respond and counts as lost after {LINK_TIMEOUT} s"
@@ -251,7 +251,7 @@ def test_an_agent_that_is_paused(world: World, tmp_path: Path) -> None:
 
 
 def test_a_silent_agent_hides_no_world(launchers: None) -> None:
-    """Whoever asks about all ranks is answered about the others, before the wait is given up."""
+    """A question about all ranks is answered about the other ranks before it times out."""
     with World(layout="2x1", **{**OPTIONS, "link_timeout": 60}) as world:
         (head,) = psutil.Process(world.session.link.agent.pid).children()
         with paused(agents(head.pid)["1"].pid), ThreadPoolExecutor() as pool:
@@ -261,8 +261,8 @@ def test_a_silent_agent_hides_no_world(launchers: None) -> None:
             assert [row.rank for row in found[head.pid].ranks] == [0]
 
 
-def test_a_detached_head_without_machines(launchers: None) -> None:
-    """It ends: what the world had is gone with them."""
+def test_a_detached_head_ends_without_its_machines(launchers: None) -> None:
+    """A detached head ends if all agents were killed, since all variables are gone."""
     command = [sys.executable, "-c", DETACHED]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as notebook:
         assert notebook.stdout.readline() == b"up\n"
@@ -275,7 +275,7 @@ def test_a_detached_head_without_machines(launchers: None) -> None:
 
 
 def follow(world: World, running: TaskRun, is_so: Callable[[], object]) -> None:
-    """Follow a cell until this is so."""
+    """Follow a cell until a condition is true, which must be before the cell ends."""
     for _ in world.session.follow(running):
         if is_so():
             return

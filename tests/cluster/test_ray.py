@@ -1,4 +1,4 @@
-"""Tests of `nbdist.cluster.ray` without a cluster; with one: `tests/hosts`."""
+"""Tests of `nbdist.cluster.ray` without a cluster; tests with a cluster are in `tests/hosts`."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ TICKET = Ticket(("127.0.0.1",), 1, "x" * 40, KeyPair.new())
 WANTED = WorldConfig(launcher="ray", layout="2x1", env={"KEY": "secret"})
 
 
-def test_without_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The command that installs it for the interpreter that would need it."""
+def test_the_error_says_how_to_install_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The command in the error installs Ray for the interpreter that needs Ray."""
     launcher = find_launcher("ray")
     assert isinstance(launcher, RayLauncher)
-    monkeypatch.setitem(sys.modules, "ray", None)  # Python's word for one that there is not
+    monkeypatch.setitem(sys.modules, "ray", None)  # makes `import ray` fail
     with pytest.raises(OSError, match=rf"not installed here: {sys.executable} -m pip install"):
         launcher.launch(WANTED, TICKET, tmp_path)
 
 
 @pytest.mark.world
-def test_without_a_cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Where one was looked for, in one line, and nothing is left."""
+def test_a_missing_cluster_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The error names the address that was tried, and no process is left."""
     pytest.importorskip("ray", reason="Ray is not installed")
     before = {child.pid for child in psutil.Process().children()}
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
@@ -61,33 +61,33 @@ ONE, TWO, FOUR = {"CPU": 1}, {"CPU": 2}, {"CPU": 4}
 @pytest.mark.parametrize(
     ("asked", "nodes", "bundles"),
     [
-        # A CPU for each worker, or as many as it is to have, and its memory.
+        # A CPU for each worker, or the CPUs and the memory that a worker needs.
         ({"layout": "2x2"}, [SMALL, BIG], [TWO, TWO]),
         ({"layout": "1x2", "cpus": 4, "memory": "3G"}, [BIG], [{"CPU": 8, "memory": 6 * GIB}]),
-        # A GPU each where there are some, unless the backend has no use for them.
+        # A GPU for each worker if nodes have GPUs, unless the backend is gloo.
         ({"layout": "1x4"}, [BIG, CARDS], [{**FOUR, "GPU": 4}]),
         ({"layout": "1x4", "backend": "gloo"}, [BIG, CARDS], [FOUR]),
-        # As many nodes as there are, between the least and the most.
+        # As many nodes as the cluster has, between the least and the most.
         ({"layout": "1:3x4"}, [SMALL, BIG, BIG], [FOUR] * 2),
         ({"layout": "1:3x4"}, [BIG] * 5, [FOUR] * 3),
-        # So many in all on as few nodes as have room for them, the biggest first.
+        # A number of workers goes to as few nodes as possible, the biggest first.
         ({"n": 5}, [SMALL, CARDS, CARDS], [{**FOUR, "GPU": 4}, {**ONE, "GPU": 1}]),
-        # Without a number, of all nodes: their GPUs, else a few CPUs, or all; a cluster's head
-        # often has no CPU to give.
+        # Without a number, all nodes give their GPUs, or a few CPUs, or all CPUs; a cluster's
+        # head often has no CPU to give.
         ({}, [RayNode("head", {}), SMALL, BIG], [FOUR, TWO]),
         ({"n": "cpu"}, [SMALL, BIG], [{"CPU": 16}, TWO]),
         ({"n": "gpu"}, [CARDS], [{**FOUR, "GPU": 4}]),
     ],
 )
-def test_what_is_reserved(
+def test_each_used_node_gets_a_bundle(
     asked: dict[str, object], nodes: list[RayNode], bundles: list[dict[str, float]]
 ) -> None:
-    """A bundle for each node that gets workers."""
+    """A bundle has the resources of all workers of its node."""
     assert bundles_of(wanted(**asked), nodes) == bundles
 
 
-def test_too_little() -> None:
-    """What was asked for, what each node has, and which of it is free; of many nodes, some."""
+def test_missing_resources_are_named() -> None:
+    """The error names the request, and what some nodes have or how much of that is free."""
     there = "the cluster has 2 nodes: small has 2 CPU, 4.0 GiB of memory; big has 16 CPU, 64.0 GiB"
     for asked, said in (
         ({"layout": "2x4"}, f"2 nodes with 4 CPU each: {there}"),
@@ -105,8 +105,8 @@ def test_too_little() -> None:
     assert os.linesep not in said
 
 
-def test_names_of_nodes() -> None:
-    """No two have one name: the head tells by them which has ended."""
+def test_no_two_nodes_have_the_same_name() -> None:
+    """Equal names get suffixes, because a name tells the head which node has ended."""
     assert distinct(["a", "b"], ["1", "2"]) == ["a", "b"]
     assert distinct(["a", "a", "b"], ["1", "2", "3"]) == ["a-1", "a-2", "b"]
     assert distinct(["a", "a"], ["1", "1"]) == ["a-1-0", "a-1-1"]
@@ -121,11 +121,11 @@ NOTHING = "/nowhere/python"
 
 @pytest.mark.world
 def test_an_actor_runs_the_agent_and_hands_it_the_ticket() -> None:
-    """On its stdin; how it has ended comes back, with what it wrote last."""
+    """The ticket comes on stdin; the actor returns the agent's exit code and last lines."""
     program = "import sys; print(sys.stdin.readline(), 'x' * 9); sys.exit(3)"
     command = [sys.executable, "-c", program]
     assert AgentActor().run(command, "", b"a ticket\n") == (3, ["a ticket", " xxxxxxxxx"])
-    # The interpreter of the actor is for a notebook's that the node has not, and for no other.
+    # The actor's interpreter replaces the notebook's if the node lacks that, but no other.
     command = [NOTHING, "-c", "print(1)"]
     assert AgentActor().run(command, NOTHING, b"") == (0, ["1"])
     code, lines = AgentActor().run(command, "", b"")
@@ -134,7 +134,7 @@ def test_an_actor_runs_the_agent_and_hands_it_the_ticket() -> None:
 
 @pytest.mark.world
 def test_the_agent_outlives_what_ray_kills(tmp_path: Path) -> None:
-    """The actor's own child, so that the agent can end in order, as its stdin does."""
+    """If Ray kills the actor's child, the agent can still end in order, once its stdin ends."""
     agent, ended = AgentActor(), tmp_path / "ended"
     program = f"import sys; print('up', flush=True); sys.stdin.read(); open({str(ended)!r}, 'x')"
     command = [sys.executable, "-c", program]
@@ -149,7 +149,7 @@ def test_the_agent_outlives_what_ray_kills(tmp_path: Path) -> None:
 
 @pytest.mark.world
 def test_the_agent_can_be_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray blocks SIGINT, which is not to reach workers so; nor what it sets for its own code."""
+    """The agent gets neither Ray's block of SIGINT nor variables that Ray sets for its own code."""
     monkeypatch.setenv("PYTHONBREAKPOINT", "ray.util.rpdb.set_trace")
     monkeypatch.setenv("RAY_JOB_ID", "01")
     monkeypatch.setenv("RAY_ADDRESS", "here:1")
@@ -167,8 +167,8 @@ def test_the_agent_can_be_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (code, lines) == (0, ["[None, None, 'here:1'] set()"])
 
 
-def test_where_the_cluster_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As `ray start` has noted it; a silent address is not asked for long."""
+def test_the_cluster_of_ray_start_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The address that `ray start` has written is tried; a silent address is soon given up."""
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     assert ours.word_no_cluster("auto").startswith("this machine is no node of a Ray cluster; `ray")
     (tmp_path / "ray").mkdir()

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.cluster.server`: who is let in, who is refused, and who has gone."""
+"""Tests of `nbdist.cluster.server`: agents that are accepted, refused or lost."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.waiting import SOON, until
 
 
 def connect(ticket: Ticket, identity: bytes = b"", *, again: bool = True) -> zmq.Socket[bytes]:
-    """A socket of an agent that has this ticket, and may connect again by itself."""
+    """Return the socket of an agent with a ticket; by default the socket reconnects by itself."""
     link: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     link.linger = 0
     if not again:
@@ -43,7 +43,7 @@ def connect(ticket: Ticket, identity: bytes = b"", *, again: bool = True) -> zmq
 
 
 async def next_message(link: zmq.Socket[bytes]) -> bytes:
-    """What comes next, but for signs of life."""
+    """Return the next message that is no heartbeat."""
     while True:
         assert await asyncio.to_thread(link.poll, SOON * 1000)
         if message := link.recv_multipart()[1:]:
@@ -51,7 +51,7 @@ async def next_message(link: zmq.Socket[bytes]) -> bytes:
 
 
 class Opened:
-    """A server that listens, and what comes in: messages, and who is lost."""
+    """A server that listens, its messages, and the agents that it has lost."""
 
     def __init__(self) -> None:
         self.said: list[NodeUp] = []
@@ -70,7 +70,7 @@ class Opened:
 
 @pytest.fixture
 def opened(request: pytest.FixtureRequest, runner: asyncio.Runner) -> Iterator[Opened]:
-    """One that listens at all addresses, and loses those that are silent for 30 seconds."""
+    """A server, by default at all addresses, that loses agents after 30 silent seconds."""
     addresses, seconds = getattr(request, "param", ((), 30.0))
 
     async def make() -> Opened:
@@ -87,8 +87,8 @@ PORTS = [*map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().sp
 
 
 @pytest.mark.parametrize("opened", [(("127.0.0.1", "127.0.0.3"), 30.0)], indirect=True)
-async def test_nobody_comes_but_where_it_listens(opened: Opened) -> None:
-    """At one address, or two, on the same port, which is among those that every user can have."""
+async def test_the_server_listens_at_chosen_addresses_only(opened: Opened) -> None:
+    """The port is equal at both addresses, and every user may bind it."""
     port = opened.server.port
     for number in (1, 3):
         socket.create_connection((f"127.0.0.{number}", port), SOON).close()
@@ -98,8 +98,8 @@ async def test_nobody_comes_but_where_it_listens(opened: Opened) -> None:
 
 
 @pytest.mark.parametrize("opened", [((), 30.0)] * 2, indirect=True, ids=["once", "and again"])
-async def test_agents_come_and_go(opened: Opened) -> None:
-    """What is sent arrives, an end is noticed; nothing stands in the way of another server."""
+async def test_the_server_notices_messages_and_ends(opened: Opened) -> None:
+    """Messages arrive both ways and an end is noticed, also at a second server."""
     with connect(opened.ticket) as link:
         link.send_multipart(Numbered().message([pack(Starting(3))]))
         await until(lambda: opened.said)
@@ -112,15 +112,15 @@ async def test_agents_come_and_go(opened: Opened) -> None:
         assert opened.lost == opened.who
 
 
-async def test_an_agent_that_connects_again(opened: Opened) -> None:
-    """Each gets once what the other has said meanwhile; one that was given up is told so."""
+async def test_no_message_is_lost_if_an_agent_reconnects(opened: Opened) -> None:
+    """Both sides get each message once; an agent that was given up is told of its end."""
     ticket, talk = opened.ticket, Numbered()
     with connect(ticket, b"agent") as first:
         first.send_multipart(talk.message([pack(Starting(0))]))
         await until(lambda: opened.said)
     for rank in (1, 2):
         opened.server.send(b"agent", SpareRanks((rank,)))
-    talk.message([pack(Starting(1))])  # of which nothing arrives
+    talk.message([pack(Starting(1))])  # a message that does not arrive
     with connect(ticket, b"agent") as link:
         link.send_multipart([talk.bare_header(FrameKind.AGAIN)])
         for frames in [*talk.replay()] * 2:
@@ -138,15 +138,15 @@ async def test_an_agent_that_connects_again(opened: Opened) -> None:
 
 
 NULL = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
-"""The greeting of who speaks ZeroMQ without encryption (RFC 23)."""
+"""The greeting of a program that speaks ZeroMQ without encryption (RFC 23)."""
 
 
 async def test_strangers_are_refused_and_counted(
     opened: Opened, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each once, who has not the keys; who speaks no ZeroMQ is in nobody's way, and agents come.
+    """A program without the keys is counted once; no program keeps agents from connecting.
 
-    Of many refusals few have a line: no stranger can fill the log.
+    Few of many refusals have a line, so that no stranger can fill the log.
     """
     ticket, server = opened.ticket, opened.server
     place = ("127.0.0.1", ticket.port)
@@ -171,17 +171,17 @@ async def test_strangers_are_refused_and_counted(
 
 
 def unreadable(talk: Numbered) -> list[list[bytes]]:
-    """Frames of a holder of the keys that are no message, or none between a head and its agents."""
+    """Return frames that are no message, or no message of an agent to its head."""
     headers = (b"", b"x", b"?" * 17, FrameKind.MESSAGE.value)
     message = talk.message([])[0]
     bodies = ([], [b""], [b"garbage"], [pack(5)], [pack(Starting(1))] * 2, [pack(Starting(1))] * 3)
     return [*([each] for each in headers), *([message, *each] for each in bodies)]
 
 
-async def test_messages_that_cannot_be_read(
+async def test_a_sender_of_an_unreadable_message_is_given_up(
     opened: Opened, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each is dropped, and its sender is given up; another agent's messages arrive."""
+    """Unreadable messages are dropped, and another agent's messages arrive."""
     server = opened.server
     with connect(opened.ticket, b"agent") as agent:
         talk = Numbered()
@@ -191,7 +191,7 @@ async def test_messages_that_cannot_be_read(
             with connect(opened.ticket, b"holder") as holder:
                 holder.send_multipart(frames)
                 await until(lambda number=number: server.unreadable > number)
-        agent.send_multipart([b""])  # a header that cannot be read counts as nothing
+        agent.send_multipart([b""])  # an unreadable header is ignored
         agent.send_multipart(talk.message([pack(Starting(2))]))
         await until(lambda: len(opened.said) > 1)
         assert (opened.said, opened.lost) == ([Starting(1), Starting(2)], [])
@@ -202,7 +202,7 @@ async def test_messages_that_cannot_be_read(
 
 
 class Between:
-    """Passes connections on to a port, keeps what comes, and can get a byte of it wrong."""
+    """Passes connections on to a port, records the data, and can change a byte of the data."""
 
     def __init__(self, port: int) -> None:
         self.sent: list[bytearray] = []
@@ -214,7 +214,7 @@ class Between:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.sleep(0)  # in which transports are closed
+        await asyncio.sleep(0)  # lets transports close
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._tasks += filter(None, [asyncio.current_task()])
@@ -238,9 +238,10 @@ class Between:
 
 
 @pytest.mark.parametrize("opened", [((), 2.0)], indirect=True)
-async def test_somebody_on_the_way(opened: Opened) -> None:
-    """Reads no key; what was recorded is worth nothing; a changed byte is not taken for what was
-    sent: that comes by another connection, once the agent hears no sign of life (libzmq 4.3.5).
+async def test_recorded_and_changed_data_are_refused(opened: Opened) -> None:
+    """Somebody between agent and head can read no key, replay no connection, and change no byte.
+
+    The message comes by a new connection, after missing signs of life (libzmq 4.3.5).
     """
     between, talk = Between(opened.server.port), Numbered()
     async with await asyncio.start_server(between.serve, "127.0.0.1", 0) as listening:
@@ -250,7 +251,7 @@ async def test_somebody_on_the_way(opened: Opened) -> None:
             link.send_multipart(talk.message([pack(Starting(1))]))
             await until(lambda: opened.said)
             recorded = bytes(between.sent[0])
-            assert len(recorded) > 300  # its handshake, and what it has said
+            assert len(recorded) > 300  # the agent's handshake and message
             for key in (ticket.keys.secret, ticket.keys.public):
                 assert z85.decode(key.encode()) not in recorded
             with socket.create_connection(("127.0.0.1", ticket.port)) as stranger:
@@ -268,8 +269,8 @@ async def test_somebody_on_the_way(opened: Opened) -> None:
 
 
 @pytest.mark.world
-async def test_a_false_head(opened: Opened) -> None:
-    """An agent tells it nothing, having another key than the ticket says, and ends."""
+async def test_an_agent_sends_a_false_head_nothing(opened: Opened) -> None:
+    """An agent ends if the head has another key than the ticket says."""
     ticket = replace(opened.ticket, server_key=KeyPair.new().public)
     agent = await asyncio.create_subprocess_exec(*agent_command("", 0), stdin=subprocess.PIPE)
     await agent.communicate(ticket.to_line())
@@ -278,8 +279,8 @@ async def test_a_false_head(opened: Opened) -> None:
 
 @pytest.mark.world
 @pytest.mark.parametrize("opened", [((), 3600.0)], indirect=True)
-async def test_an_agent_that_is_killed(opened: Opened) -> None:
-    """Its guard says so: a connection that is lost may come back."""
+async def test_the_guard_reports_a_killed_agent(opened: Opened) -> None:
+    """The head learns of the death from the guard; a lost connection could come back."""
     command = (sys.executable, "-P", "-m", "nbdist.agent", "--ticket")
     agent = await asyncio.create_subprocess_exec(*command, stdin=subprocess.PIPE)
     agent.stdin.write(opened.ticket.to_line())
@@ -302,8 +303,8 @@ ip route add default via 10.1.2.1
 """
 
 
-def test_by_what_this_machine_can_be_reached() -> None:
-    """Not by what is another's too; it listens nowhere else than at what was chosen."""
+def test_addresses_are_the_machines_own_or_chosen() -> None:
+    """The server listens at a chosen address only if this machine has it, else at all."""
     own = {each.address for found in psutil.net_if_addrs().values() for each in found}
     assert (found := {*addresses(None)})
     assert found <= own
@@ -317,8 +318,8 @@ def test_by_what_this_machine_can_be_reached() -> None:
 
 
 @pytest.mark.world
-def test_the_one_by_which_packets_leave_is_first() -> None:
-    """A bridge of containers on the same machine is not."""
+def test_the_address_of_the_default_route_is_first() -> None:
+    """A bridge of containers on the same machine comes later."""
     machine = ["unshare", "--net", "sh", "-c", f"{MACHINE} exec {sys.executable} -c '{LOOK}'"]
     if os.geteuid():
         pytest.skip("network namespaces need root")

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.cluster.slurm`: commands and messages; the real Slurm is in `tests/hosts`."""
+"""Tests of `nbdist.cluster.slurm`: commands and messages; `tests/hosts` has the real Slurm."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def wanted(**options: Any) -> WorldConfig:
     return WorldConfig(launcher="slurm", python="/venv/python", name="run", **options)
 
 
-def test_srun() -> None:
-    """One task on each node, which shares all that the job has, and outlives the others."""
+def test_srun_starts_one_task_on_each_node() -> None:
+    """A task shares all resources of the job, and outlives other tasks."""
     command = slurm.srun_command("17", 2, wanted(wrap="apptainer exec img"))
     assert command[0] == "srun"
     assert {
@@ -46,21 +46,21 @@ def test_srun() -> None:
         ({"salloc": "-N2-4"}, ["-N2-4", "--nodes=2-4"]),
     ],
 )
-def test_what_salloc_is_asked_for(options: dict[str, Any], asked: list[str]) -> None:
-    """What the layout and `--cpus` and `--memory` of each worker come to, and the user's own."""
+def test_salloc_gets_the_layouts_resources(options: dict[str, Any], asked: list[str]) -> None:
+    """Options follow from the layout, `--cpus` and `--memory`, and the user's are added."""
     command = salloc_command(wanted(**options))
     assert command[:2] == ["salloc", "--job-name=run"]
     assert command[2 : command.index("env")] == asked
     assert " ".join(command).endswith(AGENT.format(wrap=""))
-    # What salloc tells of its own tasks does not reach the srun.
+    # Variables of salloc on its own tasks do not reach the srun.
     unset = command[command.index("env") : command.index("sh")]
     assert {"SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_MEM_PER_CPU"} < {*unset[2::2]}
     assert {*unset[1::2]} == {"-u"}
     assert 'srun --jobid="$SLURM_JOB_ID" --nodes="$SLURM_JOB_NUM_NODES"' in " ".join(command)
 
 
-def test_what_salloc_cannot_be_asked() -> None:
-    """In one line."""
+def test_unfit_options_of_salloc_are_refused() -> None:
+    """The error names the option, and why it is refused."""
     for asked, told in (
         ("--no-shell", "`--salloc --no-shell`: with --no-shell it would outlive"),
         ("-p gpu -N", "`--salloc -p gpu -N`: argument -N/--nodes: expected one arg"),
@@ -73,8 +73,8 @@ def test_what_salloc_cannot_be_asked() -> None:
         assert str(found.value).startswith(told)
 
 
-def test_what_goes_to_the_nodes() -> None:
-    """No secrets, nor what changes a nested srun; salloc has the user's own defaults."""
+def test_nodes_get_no_secrets_and_no_step_variables() -> None:
+    """Nodes get no variable that changes a nested srun; salloc also gets the user's defaults."""
     kept = {"PATH": "/bin", "SLURM_CONF": "/etc/slurm.conf"}
     environ = {**kept, "SLURM_JOB_ID": "17", "SLURM_NTASKS": "4", "HF_TOKEN": "secret"}
     assert slurm.step_environ(environ) == kept
@@ -85,8 +85,8 @@ def test_what_goes_to_the_nodes() -> None:
 JOB = "JobId=17 JobName=x JobState=RUNNING NodeList=node[1-3] NumNodes=3 NumCPUs=4\n"
 
 
-def test_nodes_of_an_allocation() -> None:
-    """All that are wanted, of those that there are; where these are too few both are told."""
+def test_an_allocation_gives_the_nodes_of_the_layout() -> None:
+    """Without a layout all nodes are used; with too few nodes the error has both numbers."""
     job = slurm.read_job("17", JOB)
     assert job == SlurmJob("17", "RUNNING", 3, "node[1-3]")
     for layout, nodes in ((None, 3), ("2x1", 2), ("1:2x1", 2), ("1:8x1", 3), ("3x1", 3)):
@@ -96,8 +96,8 @@ def test_nodes_of_an_allocation() -> None:
     assert str(found.value) == "allocation 17 has 3 nodes (node[1-3]), and 4 are asked for"
 
 
-def test_no_allocation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What to do about it is told; also where there is no Slurm."""
+def test_a_missing_allocation_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The error says that no allocation, or no Slurm, is on this machine."""
     with pytest.raises(LaunchError, match="in no allocation of Slurm's"):
         slurm.find_job({})
     monkeypatch.setenv("PATH", "/nowhere")
@@ -119,8 +119,8 @@ NOT_OF_SLURM = [
 ]
 
 
-def test_what_slurm_says() -> None:
-    """In one line, or nothing where it was not Slurm."""
+def test_complaints_of_slurm_become_a_line() -> None:
+    """Slurm's reason becomes a line; lines of other programs give no line."""
     for lines, told in (
         (["srun: error: Slurm job 17 has expired"], "allocation 17 has ended"),
         ([CANCELLED], "allocation 17 has ended"),
@@ -136,8 +136,8 @@ def test_what_slurm_says() -> None:
         assert bool(said) == bool(told), lines
 
 
-def test_what_becomes_of_a_request() -> None:
-    """A wait in the queue is told as long as it lasts, and an end."""
+def test_a_queued_request_is_reported() -> None:
+    """The text says why a job waits until it is granted, or that its allocation has ended."""
     lines = ["salloc: Pending job allocation 3", "salloc: job 3 queued and waiting for resources"]
     assert slurm.word_queue(lines) == "job 3 waits in Slurm's queue"
     lines += [f"{slurm.REASON}Priority", f"{slurm.REASON}Resources"]

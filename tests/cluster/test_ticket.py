@@ -1,4 +1,4 @@
-"""Tests of `nbdist.cluster.ticket`: what is read and refused, where keys lie, and who joins."""
+"""Tests of `nbdist.cluster.ticket`: tickets, join keys, places, and `nbdist join`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.cluster.test_client import full_port
 
 
 def test_a_ticket_crosses_as_a_line() -> None:
-    """It comes back as it was; its secret is in no text that people or logs see."""
+    """A ticket is read back from its line, and its `repr` does not show the secret."""
     keys = KeyPair.new()
     one = Ticket(("10.0.0.1", "fd00::1"), 4711, keys.public, keys, link_timeout=30.0)
     line = one.to_line()
@@ -28,8 +28,8 @@ def test_a_ticket_crosses_as_a_line() -> None:
     assert KeyPair.new() != KeyPair.new()
 
 
-def test_what_is_no_ticket() -> None:
-    """It is refused in a sentence; so is one that cannot lead anywhere."""
+def test_a_line_that_is_no_ticket_is_refused() -> None:
+    """A ticket that cannot lead to a head is refused too, in one sentence."""
     fields = {"addresses": ("a",), "port": 1, "server_key": "x" * 40, "keys": KeyPair.new()}
     wrong = {"port": 0}, {"port": 70000}, {"addresses": ()}, {"link_timeout": 0}
     lines = [Ticket(**{**fields, **change}).to_line() for change in wrong]  # type: ignore[arg-type]
@@ -40,7 +40,7 @@ def test_what_is_no_ticket() -> None:
 
 @pytest.fixture(autouse=True)
 def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No job launcher has started this process, no terminal is there, and no world waits."""
+    """Hides variables of job launchers, the terminal, and worlds that wait."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID"):
         monkeypatch.delenv(name, raising=False)
@@ -52,7 +52,7 @@ def ticket(*addresses: str, port: int = 4321) -> Ticket:
 
 
 def test_a_key_is_found_by_the_place_that_is_shown() -> None:
-    """Also by another name or address of it, where the port tells which; only the user can."""
+    """Any name will do if the port is unique; only the user can read the file of a key."""
 
     def found(text: str) -> Ticket | None:
         return tickets.find_join_key(place_from(text))
@@ -65,13 +65,13 @@ def test_a_key_is_found_by_the_place_that_is_shown() -> None:
     assert found("10.0.0.1:4322") is None
     tickets.write_join_key(other)
     assert (found("10.0.0.2:4321"), found("lab.example.org:4321")) == (other, None)
-    tickets.write_join_key(new := ticket("10.0.0.1"))  # at an old one's place, in whose stead it is
+    tickets.write_join_key(new := ticket("10.0.0.1"))  # replaces an old key of the same place
     assert tickets.find_join_key(tickets.place_of(new)) == new
     assert len([*tickets.join_keys_folder().iterdir()]) == 2
 
 
 def test_keys_of_dead_worlds_are_removed() -> None:
-    """Those of this machine where nobody listens any more; who knows of another's."""
+    """A key of this machine is removed if no process listens; another machine's key stays."""
     with socket.create_server(("127.0.0.1", 0)) as world:
         with socket.create_server(("127.0.0.1", 0)) as dead:
             gone = dead.getsockname()[1]
@@ -82,8 +82,8 @@ def test_keys_of_dead_worlds_are_removed() -> None:
         assert sorted(tickets.join_keys_folder().iterdir()) == sorted(kept)
 
 
-def test_a_key_that_others_can_read_is_none(tmp_path: Path) -> None:
-    """It is refused with what to do; what is no key, too."""
+def test_a_key_that_others_can_read_is_refused(tmp_path: Path) -> None:
+    """The error has a remedy; a file or pipe that has no key is refused too."""
     path = tickets.write_join_key(ticket("10.0.0.1"))
     path.chmod(0o644)
     with pytest.raises(PermissionError, match=r"others can read .*: `chmod 600 "):
@@ -92,14 +92,14 @@ def test_a_key_that_others_can_read_is_none(tmp_path: Path) -> None:
     path.chmod(0o600)
     path.write_text("{}")
     os.mkfifo(pipe := tmp_path / "pipe", 0o600)
-    for file in (path, pipe):  # nobody writes there
+    for file in (path, pipe):  # no process writes to the pipe
         with pytest.raises(BadTicket, match="no ticket of a world"):
             tickets.read_key_file(file)
     assert tickets.find_join_key(HeadAddress("10.0.0.1", 4321)) is None
 
 
-def test_places() -> None:
-    """They are written as they are read, IPv6 in brackets; of what is none it is told why."""
+def test_places_are_read_as_they_are_written() -> None:
+    """IPv6 addresses are in brackets; the error says why a text is no place."""
     for text in ("a.example.org:1", "10.0.0.1:65535", "[fe80::1%eth0]:4321"):
         assert str(place := place_from(text)) == text
         assert tickets.endpoint(place.host, place.port) == f"tcp://{text}"
@@ -118,7 +118,7 @@ def test_places() -> None:
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """Somebody else's, who listens there."""
+    """A port at which a server of the test listens."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server.getsockname()[1]
 
@@ -129,8 +129,8 @@ def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return line
 
 
-def test_bad_input(capsys: pytest.CaptureFixture[str], tmp_path: Path, port: int) -> None:
-    """A place that is none or stale, a key that is not there or none, an unknown name."""
+def test_bad_input_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path, port: int) -> None:
+    """A wrong or stale place, a missing or wrong key, and an unknown name are errors."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         gone = server.getsockname()[1]
     with full_port() as full, pytest.MonkeyPatch.context() as patch:
@@ -153,8 +153,8 @@ def test_bad_input(capsys: pytest.CaptureFixture[str], tmp_path: Path, port: int
     assert told.startswith(f"nbdist: `nbdist join nowhere.invalid:{port}`: ")
 
 
-def test_who_leads_a_node() -> None:
-    """The first there, by all that number it; without a number it is alone."""
+def test_the_first_process_of_a_node_leads() -> None:
+    """All variables must number a process 0; a process without a number is alone."""
     for environ, leads, node in (
         ("", True, -1),
         ("GROUP_RANK=1 LOCAL_RANK=0", True, 1),
@@ -176,7 +176,7 @@ def test_who_leads_a_node() -> None:
 def test_one_joins_per_node(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, port: int
 ) -> None:
-    """The others succeed, as torchrun ends all where one does not; no worker inherits that."""
+    """Other processes succeed, else torchrun would end all; agents get no numbers of processes."""
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert main(["join", f"127.0.0.1:{port}"]) == 0
     assert capsys.readouterr().err == (

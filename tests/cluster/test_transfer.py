@@ -1,4 +1,4 @@
-"""Tests of `nbdist.cluster.transfer`: big values on their way to nodes, and from there."""
+"""Tests of `nbdist.cluster.transfer`: big values that are sent to nodes, or fetched from nodes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.waiting import until
 
 @pytest.fixture
 def memory() -> Iterator[ExitStack]:
-    """What closes all that a test has opened; then nothing of it is left."""
+    """Closes all segments of a test, and checks that no file descriptor is left."""
     before = len(os.listdir("/proc/self/fd"))
     with ExitStack() as stack:
         yield stack
@@ -31,12 +31,12 @@ def memory() -> Iterator[ExitStack]:
 
 @pytest.fixture
 def segment(memory: ExitStack) -> Segment:
-    """A piece and a half."""
+    """A segment of a piece and a half."""
     return memory.enter_context(run_to_end(Segment.filling([b"s" * (3 * TRANSFER_PIECE // 2)])))
 
 
 class Side:
-    """A node that is not there: it asks and answers when it is told."""
+    """A node without a machine, which asks and answers when a test says so."""
 
     def __init__(self, number: int) -> None:
         self.name, self.ranks, self.lost = f"node{number}", (2 * number, 2 * number + 1), ""
@@ -51,7 +51,7 @@ class Side:
 
 
 class Head:
-    """What is tested, with two nodes: the tasks that were sent, and what was shown."""
+    """The transfers of a head with two nodes, the tasks that were sent, and the shown outputs."""
 
     def __init__(self) -> None:
         self.nodes = [Side(0), Side(1)]
@@ -66,7 +66,7 @@ class Head:
         )
 
     async def pass_on(self, number: int, pieces: int = 99) -> list[int]:
-        """Send a node what it asks for: the offsets of at most so many pieces."""
+        """Send a node at most so many requested pieces; return their offsets."""
         node, offsets = self.nodes[number], []
         await asyncio.sleep(0)
         while node.asked and len(offsets) < pieces:
@@ -80,7 +80,7 @@ class Head:
         return offsets
 
     async def bring_back(self, number: int, pieces: int = 99) -> None:
-        """Have a node send what the head asks for."""
+        """Let a node send at most so many pieces that the head requests."""
         node = self.nodes[number]
         await asyncio.sleep(0)
         for _ in range(pieces):
@@ -92,11 +92,11 @@ class Head:
             await asyncio.sleep(0)
 
     def shows(self, number: int, *outputs: tuple[int, str, Output]) -> list[object]:
-        """What can be shown at once of what a node says."""
+        """Return a node's outputs that can be shown at once."""
         return [*self.transfers.hold_back(number, Outputs(outputs)).items]
 
     def said(self) -> list[tuple[int, str]]:
-        """The errors that the notebook is told of, and forget what was shown."""
+        """Return the failures that were shown, and forget all shown outputs."""
         said = [(rank, each.name) for rank, _, each in self.shown if isinstance(each, Failure)]
         self.shown.clear()
         return said
@@ -119,12 +119,12 @@ def head(memory: ExitStack, runner: asyncio.Runner) -> Iterator[Head]:
 
 
 def run(name: str, *segments: Segment) -> RunTask:
-    """A task of four ranks."""
+    """Return a task of four ranks."""
     return RunTask(name, (0, 1, 2, 3), b"", tuple(segment.ref for segment in segments))
 
 
-async def test_all_get_it_at_the_same_time(head: Head, segment: Segment) -> None:
-    """Once each node has its memory, which is sent once to each; how far it is is told."""
+async def test_a_task_runs_once_all_nodes_have_its_memory(head: Head, segment: Segment) -> None:
+    """Memory is sent once to each node, with progress, before any rank gets the task."""
     head.transfers.run(task := run("a", segment), (0, 1))
     assert await head.pass_on(0) == [0, TRANSFER_PIECE]
     assert head.ran == []
@@ -139,10 +139,10 @@ async def test_all_get_it_at_the_same_time(head: Head, segment: Segment) -> None
     assert [[*node.asked] for node in head.nodes] == [[], []]
 
 
-async def test_it_is_kept_as_long_as_the_notebook_has_it(
+async def test_nodes_keep_memory_as_long_as_the_notebook(
     head: Head, segment: Segment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Closed there it is closed on the nodes, and not before; the ranks say that it is gone."""
+    """A closed segment is dropped on nodes, and a task with it is sent, so that ranks report it."""
     monkeypatch.setattr(transfer, "TRANSFER_POLL_INTERVAL", 0.001)
     head.transfers.run(task := run("a", segment), (0, 1))
     for node in (0, 1):
@@ -159,14 +159,14 @@ async def test_it_is_kept_as_long_as_the_notebook_has_it(
     assert head.ran == [task, gone]
 
 
-async def test_a_node_that_does_not_take_it(head: Head, segment: Segment) -> None:
-    """Where it has no room, or Stop comes, no rank gets the task; a node that is lost is none."""
+async def test_no_rank_runs_a_task_without_its_memory(head: Head, segment: Segment) -> None:
+    """No rank gets a task if a node has no room or Stop comes; a lost node does not count."""
     first, second = head.nodes
     second.problem = "2 MB are free"
     head.transfers.run(run("a", segment), (0, 1))
     await head.pass_on(0, 1)
     assert head.said() == [(2, "NotEnoughMemory"), (3, "NotEnoughMemory")]
-    assert first.sent == [Drop(segment.ref.path)]  # of which it has a piece
+    assert first.sent == [Drop(segment.ref.path)]  # the node has a piece of the segment
     first.receiving.drop([segment.ref.path])
     second.problem = ""
     for node in head.nodes:
@@ -179,10 +179,10 @@ async def test_a_node_that_does_not_take_it(head: Head, segment: Segment) -> Non
     await head.pass_on(0)
     assert head.transfers.interrupt([3, 9]) == (9,)
     assert second.sent == [Drop(segment.ref.path)]
-    assert first.sent == []  # it has it, and keeps it
+    assert first.sent == []  # the node has all pieces, and keeps them
     assert head.said() == [(rank, "KeyboardInterrupt") for rank in range(4)]
     head.transfers.run(run("c", segment), (0, 1))
-    head.transfers.interrupt([0])  # before anything was asked for
+    head.transfers.interrupt([0])  # before any piece was requested
     second.receiving.abandon()
     second.asked.clear()
     await head.pass_on(1)
@@ -197,20 +197,20 @@ async def test_a_node_that_does_not_take_it(head: Head, segment: Segment) -> Non
     assert head.ran == [task]
 
 
-# --- the way up -----------------------------------------------------------------------------
+# --- values from nodes ----------------------------------------------------------------------
 
 LATE = (2, "", Text("stdout", "late"))
 
 
 def end_of(segment: Segment) -> tuple[int, str, Done]:
-    """Rank 2 has ended its task with that value."""
+    """Return the output by which rank 2 ends its task with a value in a segment."""
     return 2, "a", Done("ok", 0.1, frozenset("x"), values=Payload(segment=segment.ref))
 
 
-async def test_the_end_waits_for_its_values(head: Head, segment: Segment) -> None:
-    """And what the rank says after it; neither other ranks do, nor what is small.
+async def test_the_end_of_a_task_waits_for_its_values(head: Head, segment: Segment) -> None:
+    """Later outputs of the rank wait too, but not outputs of other ranks, nor small values.
 
-    The notebook finds them until it has read them.
+    The values can be opened until the notebook releases them.
     """
     small = Done("ok", 0.1, values=pack_frames([b"small"])[0])
     at_once = [(2, "a", Text("stdout", "x")), (3, "a", small)]
@@ -233,10 +233,10 @@ async def test_the_end_waits_for_its_values(head: Head, segment: Segment) -> Non
     assert not is_open(here)
 
 
-async def test_what_brings_nothing_back(
+async def test_a_task_fails_if_its_values_do_not_arrive(
     head: Head, segment: Segment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stop, no room here, or what is gone: the rank has failed, and what it has bound stays."""
+    """After Stop, or without room or segment, a task ends in an error; bound names stay."""
     before = len(os.listdir("/proc/self/fd"))
 
     def said() -> str:
@@ -260,7 +260,7 @@ async def test_what_brings_nothing_back(
         await head.bring_back(1)
         assert said() == "NotEnoughMemory: where the notebook is: 2 MB are free."
     inner = Payload((b"pickle",), within=((segment.ref.path, segment.ref),))
-    segment.close()  # with its process
+    segment.close()  # as when its process ends
     assert head.shows(1, (2, "a", Done("ok", 0.1, frozenset("x"), values=inner))) == []
     await head.bring_back(1)
     assert said().startswith("SegmentGone: ")
@@ -270,8 +270,8 @@ async def no_room(*_: object) -> str:
     return "2 MB are free."
 
 
-async def test_a_node_that_is_lost(head: Head, segment: Segment) -> None:
-    """It brings nothing back: its ranks count as dead."""
+async def test_values_of_a_lost_node_are_dropped(head: Head, segment: Segment) -> None:
+    """The end of a task is not shown, and no segment is left open."""
     before = len(os.listdir("/proc/self/fd"))
     assert head.shows(1, end_of(segment)) == []
     await head.bring_back(1, 1)
@@ -279,11 +279,11 @@ async def test_a_node_that_is_lost(head: Head, segment: Segment) -> None:
     head.transfers.handle_node_lost(1)
     await asyncio.sleep(0.01)
     assert (head.shown, len(os.listdir("/proc/self/fd"))) == ([], before)
-    assert head.shows(1, LATE) == [LATE]  # of another rank of that number
+    assert head.shows(1, LATE) == [LATE]  # output of a new rank with the same number
 
 
-async def test_ranks_that_have_all_ended(head: Head, segment: Segment) -> None:
-    """Other ranks have their numbers from then on: neither do they get a task, nor end one."""
+async def test_tasks_of_ended_ranks_are_forgotten(head: Head, segment: Segment) -> None:
+    """New ranks with equal numbers neither get the old tasks nor end them."""
     before = len(os.listdir("/proc/self/fd"))
     head.transfers.run(run("a", segment), (0,))
     await head.pass_on(0, 1)

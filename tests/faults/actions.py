@@ -48,14 +48,14 @@ from tests.waiting import once, press_stop, wait_until_at_rest
 RANKS, MOST_RANKS = 4, 5
 
 SETTLED = 30
-"""Actions after which nothing may grow any more: most kinds have been met by then."""
+"""Number of actions after which nothing may grow: most kinds of actions have happened by then."""
 
 POOLED = 2
-"""Threads that the agent's pool begins when it is first needed: one reads a rank's stack, others
-count memory or look at GPUs; which of them meet is chance, and no more than three do."""
+"""Threads by which the agent's pool may grow: one reads a rank's stack, others count memory or look
+at GPUs.  How many of them exist is chance, and never more than three."""
 
 VALUES = range(100, 100_000, 100)
-"""Of new variables: no two are alike after some changes."""
+"""Values of new variables, so far apart that they stay different after some changes."""
 
 LOOK = (
     "%%distributed -o found\n"
@@ -78,23 +78,23 @@ COLLECTIVES = (
     "dist.all_gather_object([None] * world_size, rank)",
     "dist.recv(torch.ones(1), (rank + 1) % world_size)",
 )
-"""In which ranks wait for one that does not come."""
+"""Calls in which ranks wait for a rank that does not come."""
 
 REPLACED = re.compile(r"the notebook's `(\w+)` \(\w+\) replaces the ranks'")
 KEPT = re.compile(r"`(\w+)[^`]*` was \w+ on the ranks since it was sent, and in the notebook")
 
 MAY_BE_REPLACED = {"model", "give"}
-"""Also without a change: an optimizer is of the old model, a pushed function is another one."""
+"""Kinds that may be replaced without a change: an old model's optimizer, a pushed function."""
 
 LOST = re.compile(r"anks? ([\d,-]+) w\w+ restarted and \w+ variables(?: \(([^)]*)\))? are gone")
 
 
 class Violation(Exception):
-    """Something is not as the oracle says."""
+    """A rank, a process or a message is not as the oracle says."""
 
 
 class Holdings(NamedTuple):
-    """What the processes that outlive every fault have."""
+    """Resources of the processes that outlive every fault, added up."""
 
     descriptors: int
     threads: int
@@ -102,9 +102,9 @@ class Holdings(NamedTuple):
     megabytes: float
 
     def has_grown_since(self, before: Holdings) -> bool:
-        """Whether there is more than a connection more, which may just be being made.
+        """Whether the growth is more than a new connection and the threads of the pool explain.
 
-        Memory has its ups and downs: 16 MiB in three processes are none yet.
+        Memory goes up and down: 16 MiB in three processes are no growth.
         """
         return (
             self.megabytes > before.megabytes + 16
@@ -115,10 +115,10 @@ class Holdings(NamedTuple):
 
     @classmethod
     def now(cls, workers: Container[int]) -> Holdings:
-        """Of this process, which is the notebook, and of all that it has started but these."""
+        """Measure this process, which is the notebook, and all its descendants but the workers."""
         started = psutil.Process().children(recursive=True)
         lasting = [psutil.Process(), *(each for each in started if each.pid not in workers)]
-        if makes_idle_imports():  # no leak is as large
+        if makes_idle_imports():  # idle imports take more memory than a leak
             for each in lasting:
                 if "nbdist.agent.fork_server" in each.cmdline():
                     wait_until_at_rest(each)
@@ -131,25 +131,25 @@ class Holdings(NamedTuple):
 
 
 def _anonymous_kib(process: psutil.Process) -> int:
-    """What it has written, whoever shares it: its own alone changes with each fork of a worker."""
+    """Return a process's anonymous memory, shared or not: forks change the unshared part."""
     status = Path(f"/proc/{process.pid}/status").read_text()
     return int(status.partition("RssAnon:")[2].split()[0])
 
 
 class Notebook:
-    """A shell with nbdist, what it has said since the last look, and what ought to be so."""
+    """A shell with nbdist, its output since the last look, and the oracle."""
 
     def __init__(self, dice: random.Random, folder: str) -> None:
         self.dice, self.folder, self.said = dice, folder, ""
         self.oracle = Oracle([{} for _ in range(RANKS)], [0] * RANKS)
-        self.before: Oracle | None = None  # where it may be as before just as well
+        self.before: Oracle | None = None  # for an action that may do nothing
         config = Config(HistoryManager={"enabled": False})
         self.shell: Any = InteractiveShell(config=config)  # type: ignore[no-untyped-call]
         self.run("import torch, torch._dynamo\n%load_ext nbdist")  # as the first optimizer does
         self.run(f"%dist_init -n {RANKS}")
 
     def run(self, source: str, *errors: type[BaseException]) -> None:
-        """Run a cell of the notebook, which has to end with one of these errors, or with none."""
+        """Run a cell of the notebook, which must end as `errors` say, by default without one."""
         text = io.StringIO()
         with redirect_stdout(text), redirect_stderr(text):
             done = self.shell.run_cell(source)
@@ -160,17 +160,17 @@ class Notebook:
         self.require(isinstance(error, wanted), f"{error!r} instead of {wanted}")
 
     def cell(self, on: Sequence[int], source: str, *errors: type[BaseException]) -> None:
-        """Run a cell on these ranks."""
+        """Run a distributed cell on the ranks `on`."""
         imports = "import os, signal, time\n"
         self.run(f"%%distributed -r {format_ranks(on)}\n{imports}{source}", *errors)
 
     def require(self, is_so: object, what: str) -> None:
-        """Raise Violation, with what was said since the last look, where it is not so."""
+        """Raise Violation, with the output since the last look, unless `is_so` is true."""
         if not is_so:
             raise Violation(f"{what}\n--- said:\n{self.said}")
 
     def look(self) -> None:
-        """Compare all variables of all ranks with the oracle's, and losses with what was said."""
+        """Compare all variables of all ranks with the oracle's, and losses with the messages."""
         before, self.before = self.before, None
         self.run(LOOK)
         found = [{**each} for each in self.shell.user_ns["found"]]
@@ -204,7 +204,7 @@ class Notebook:
         oracle.pids, self.said = pids, ""
 
     def holdings(self) -> Holdings:
-        """Look at what outlives every fault, with as many ranks as at first."""
+        """Measure the processes that outlive every fault, with as many ranks as at first."""
         if (now := len(self.oracle.ranks)) != RANKS:
             self.run(f"%dist_scale {RANKS}")
             self.oracle.scale(RANKS, range(min(RANKS, now)))
@@ -214,17 +214,17 @@ class Notebook:
     # --- dice -----------------------------------------------------------------------------
 
     def some(self) -> list[int]:
-        """Choose ranks: all, or some."""
+        """Choose all ranks, or a random part of them."""
         everyone = self.oracle.everyone
         many = self.dice.choice((len(everyone), self.dice.randint(1, len(everyone))))
         return sorted(self.dice.sample(everyone, many))
 
     def kinds(self) -> list[str]:
-        """Choose variables."""
+        """Choose up to three kinds of variables."""
         return self.dice.sample([*KINDS], self.dice.randint(1, 3))
 
     def is_so(self) -> bool:
-        """Choose one of two."""
+        """Decide by chance, with equal odds."""
         return self.dice.random() < 0.5
 
     # --- actions --------------------------------------------------------------------------
@@ -236,7 +236,7 @@ class Notebook:
             self.oracle.give(kind, {rank: [value + rank] * KINDS[kind].size for rank in on})
 
     def changing(self, on: Sequence[int], kinds: Sequence[str] = ()) -> str:
-        """Make lines of a cell that change variables on these ranks, and have it be so."""
+        """Return lines of a cell that change variables on these ranks, and change the oracle's."""
         kinds = kinds or self.kinds()
         self.oracle.change(kinds, on)
         return "".join(f"if {kind!r} in globals(): {KINDS[kind].change}\n" for kind in kinds)
@@ -302,7 +302,7 @@ class Notebook:
         line = f"%dist_sync {names} --from {source}{' -r all' if to_all else ''}"
         self.run(line, NoneType if given else UsageError)
         wants = [r for r, has in enumerate(self.oracle.ranks) if to_all or kind not in has]
-        if given and {*wants} - {source}:  # what others have a copy of is its own, too
+        if given and {*wants} - {source}:  # the source then owns the variable, too
             self.oracle.sync(kind, source, {*wants} - {source})
 
     def raises(self) -> None:
@@ -340,7 +340,7 @@ class Notebook:
         self.require("No variables were lost" in self.said, "Stop does not say what is kept")
 
     def stop_command(self) -> None:
-        """All ranks bind it or none, whenever Stop comes."""
+        """Whenever Stop comes during a command, all ranks bind the variable, or no rank does."""
         self.before, due = self.oracle.copy(), time.monotonic() + self.dice.random() / 20
         with stopped_when(lambda: time.monotonic() > due):
             self.dice.choice((self.push, self.scatter, self.sync, self.restore))()
@@ -351,7 +351,7 @@ class Notebook:
         keep = [k for k in self.kinds() if all(k in self.oracle.ranks[rank] for rank in on)]
         kept = f" --keep {','.join(names_of(keep))}" if keep else ""
         self.run(f"%dist_restart{'' if is_all else f' -r {on[0]}'}{kept}")
-        if is_all:  # which says that all is cleared
+        if is_all:  # the message says that all is cleared
             self.oracle.start_anew(keep)
         else:
             self.oracle.lose(on, keep, at_rest=True)
@@ -402,17 +402,17 @@ ACTIONS: list[Callable[[Notebook], None]] = [getattr(Notebook, name) for name in
 
 @contextmanager
 def stopped_when(is_due: Callable[[], bool]) -> Iterator[None]:
-    """Press Stop once it is due and a command of nbdist runs, which takes Stops itself."""
+    """Press Stop once `is_due` is true and a command of nbdist runs, which handles Stop itself."""
 
     def runs() -> bool:
         return signal.getsignal(signal.SIGINT) is not signal.default_int_handler
 
     with suppress(KeyboardInterrupt), once(lambda: is_due() and runs(), press_stop):
-        yield  # a Stop may come where the command has just ended
+        yield  # a Stop may come just after the command
 
 
 def act(seed: int, actions: int, folder: str) -> Counter[str]:
-    """Do as many actions, and look after each; how many there were of each kind."""
+    """Do so many actions, each followed by a look; return how many of each kind there were."""
     dice, done = random.Random(seed), Counter[str]()
     notebook = Notebook(dice, folder)
     try:
@@ -438,7 +438,7 @@ def act(seed: int, actions: int, folder: str) -> Counter[str]:
 
 
 def main() -> None:
-    """Print what was done, and how long it took; exit code 1 where something is not as it was."""
+    """Print the actions and how long they took; exit with code 1 after a violation."""
     parser = argparse.ArgumentParser("python -m tests.faults.actions", description=__doc__)
     parser.add_argument("--seed", type=int, default=random.randrange(10_000))
     parser.add_argument("--actions", type=int, default=100)

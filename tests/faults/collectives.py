@@ -1,4 +1,4 @@
-"""What ranks can wait in, as source: for the tests of freeing, and for tools without pytest."""
+"""Source of calls in which ranks wait: for the tests of releasing, and for tools without pytest."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SMALL_ONLY = {
 }
 
 BIG_ONLY = {
-    # What a small message waits in, nobody has to take.
+    # A small message is sent before any rank receives it.
     "send": "dist.send(t, 1)",
 }
 

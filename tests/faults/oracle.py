@@ -1,6 +1,6 @@
-"""What every rank has to have after what a user does: the manual's rules, in plain numbers.
+"""The variables that every rank must have after a user's actions: the manual's rules, in numbers.
 
-`tests.faults.actions` asks it after each of its actions.
+`tests.faults.actions` compares all ranks with the oracle after each of its actions.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ KINDS = {
 
 
 def names_of(kinds: Iterable[str]) -> list[str]:
-    """List the variables; a model and its optimizer go together."""
+    """List the variables of some kinds; a model and its optimizer belong together."""
     return [name for kind in kinds for name in KINDS[kind].names or (kind,)]
 
 
@@ -58,7 +58,7 @@ def kind_with(name: str) -> str:
 
 
 class Here(NamedTuple):
-    """What the notebook has under a name; `number` tells its object from all others."""
+    """A variable of the notebook; `number` tells its object from all others."""
 
     value: list[int]
     number: int
@@ -66,12 +66,12 @@ class Here(NamedTuple):
 
 @dataclass
 class Held:
-    """What a rank has under a name.
+    """A variable of a rank.
 
-    `is_own` is True of what a task has bound there.  `counterpart_of` is the number of the
-    notebook's object that it is the counterpart of, 0 for none, `received` its value as it came,
-    and `known` the value that the notebook has sent, None if the notebook does not know of it.
-    It `is_old` once the notebook has bound the name again: the next cell to use it brings that.
+    `is_own` is True if a task has bound the variable there.  `counterpart_of` is the number of the
+    notebook's object whose counterpart the variable is, 0 for none, `received` the value that came,
+    and `known` the value that the notebook has sent, None if the notebook knows none.  `is_old` is
+    True once the notebook has bound the name again: a cell that uses it brings the new object.
     """
 
     value: list[int]
@@ -83,7 +83,7 @@ class Held:
 
     @property
     def is_changed(self) -> bool:
-        """Whether the rank has changed what it has received."""
+        """Whether the rank has changed the received value."""
         return self.value != self.received
 
 
@@ -92,14 +92,14 @@ Ranks = list[dict[str, Held]]
 
 @dataclass
 class Oracle:
-    """What `ranks` have, what is `here` in the notebook, what was `saved`; all by kind.
+    """The variables of all `ranks`, those `here` in the notebook, and those `saved`; all by kind.
 
-    `pids` are the ranks' processes, 0 of new ones.  What nbdist has to say: `lost` has by rank the
-    variables that are gone, `replaced` those of ranks that the notebook's have replaced, `kept`
-    those that both sides have changed.  By their numbers: `theirs` are the notebook's objects of
-    which ranks keep their own, with the value of which a line has said so; `changed` those that
-    ranks are known to have changed.  `missing` has by rank what is not sent to it, since it is a
-    new process.
+    `pids` are the ranks' processes, 0 for a new one.  nbdist has to report `lost`, by rank the
+    names that are gone, `replaced`, the kinds of which the notebook's variable has replaced a
+    rank's, and `kept`, the kinds that both sides have changed.  `theirs` has the numbers of the
+    notebook's objects of which ranks keep their own version, with the value for which a line has
+    said so; `changed` has the numbers of those that ranks are known to have changed.  `missing` has
+    by rank the kinds that are not sent to the rank because its process is new.
     """
 
     ranks: Ranks
@@ -116,16 +116,16 @@ class Oracle:
 
     @property
     def everyone(self) -> range:
-        """All ranks."""
+        """The numbers of all ranks."""
         return range(len(self.ranks))
 
     @property
     def values(self) -> list[dict[str, list[int]]]:
-        """What a look at all ranks has to find."""
+        """The values that a look at all ranks must find."""
         return [{kind: held.value for kind, held in has.items()} for has in self.ranks]
 
     def own(self, rank: int) -> dict[str, Held]:
-        """List what is a rank's own: what it has bound, and what ranks have changed."""
+        """Return the variables that the rank has bound, and those that ranks have changed."""
         return {
             kind: held
             for kind, held in self.ranks[rank].items()
@@ -133,13 +133,13 @@ class Oracle:
         }
 
     def note_changes(self, on: Iterable[int]) -> None:
-        """Have nbdist ask these ranks what they have changed."""
+        """Let nbdist ask some ranks which of the notebook's objects they have changed."""
         for held in (held for rank in on for held in self.ranks[rank].values()):
             if held.counterpart_of and held.known is not None and held.is_changed:
                 self.changed.add(held.counterpart_of)
 
     def give(self, kind: str, values: Mapping[int, list[int]]) -> None:
-        """Have these ranks have a variable of their own."""
+        """Let some ranks bind a variable of their own."""
         for rank, value in values.items():
             self._put(rank, kind, Held(value))
 
@@ -162,16 +162,16 @@ class Oracle:
         )
 
     def push(self, kind: str, on: Iterable[int]) -> None:
-        """Have these ranks have what the notebook has, whatever they have done to theirs."""
+        """Give the ranks `on` the notebook's variable, even if they have changed theirs."""
         for rank in on:
             self._send(kind, rank)
         self.theirs.pop(self.here[kind].number, None)
         self.changed.discard(self.here[kind].number)
 
     def begin(self, on: Collection[int]) -> None:
-        """Have any cell be sent: the notebook's changes and deletions come with it.
+        """Let a cell be sent, which brings the notebook's changes and deletions.
 
-        What both sides have changed stays the ranks', and nbdist says so.
+        A variable that both sides have changed stays the ranks', and nbdist says so.
         """
         for kind, now in self.here.items():
             there = [self.ranks[rank][kind] for rank in on if kind in self.ranks[rank]]
@@ -196,9 +196,9 @@ class Oracle:
                     del self.ranks[rank][kind]
 
     def use(self, kinds: Sequence[str], on: Sequence[int]) -> None:
-        """Have a cell use these: they are sent to ranks that lack what the notebook has.
+        """Let a cell use some kinds: ranks that lack the notebook's object get it.
 
-        But what any rank has bound is the ranks', until the notebook binds it.
+        A variable that any rank has bound stays the ranks', until the notebook binds the name.
         """
         self.begin(on)
         for kind in kinds:
@@ -219,7 +219,7 @@ class Oracle:
                 self._send(kind, rank)
 
     def change(self, kinds: Sequence[str], on: Sequence[int]) -> None:
-        """Have a cell use these, and count up those that ranks have."""
+        """Let a cell use some kinds, and count up the variables that ranks have."""
         self.use(kinds, on)
         for kind, rank in ((kind, rank) for kind in kinds for rank in on):
             if (held := self.ranks[rank].get(kind)) is None:
@@ -229,13 +229,13 @@ class Oracle:
                 self.give(kind, {rank: held.value})
 
     def forget(self, kinds: Sequence[str], on: Sequence[int]) -> None:
-        """Have a cell delete these."""
+        """Let a cell delete the variables of some kinds."""
         self.use(kinds, on)
         for kind, rank in ((kind, rank) for kind in kinds for rank in on):
             self.ranks[rank].pop(kind, None)
 
     def bind_here(self, kind: str, value: list[int] | None, *, in_place: bool = False) -> None:
-        """Have the notebook bind this, delete it, or change it in place."""
+        """Let the notebook bind a variable, delete it, or change it in place."""
         before = self.here.pop(kind, None)
         if in_place:
             assert value is not None
@@ -249,12 +249,12 @@ class Oracle:
                 has[kind].is_old = True
 
     def read_here(self, kind: str) -> None:
-        """Have a cell of the notebook read this: nbdist asks ranks that have it what they have."""
+        """Let a plain cell read a variable: nbdist asks all ranks for changes if one has it."""
         if any(kind in has and not has[kind].is_own for has in self.ranks):
             self.note_changes(self.everyone)
 
     def sync(self, kind: str, source: int, wants: Collection[int]) -> None:
-        """Have these ranks have what one has; it is its own there, too."""
+        """Copy a variable from rank `source` to the ranks `wants`; all of them own it then."""
         there = self.ranks[source][kind]
         for rank in wants:
             held, before = replace(there, is_own=True, is_old=False), self.ranks[rank].get(kind)
@@ -266,7 +266,7 @@ class Oracle:
     def lose(
         self, ranks: Collection[int], keep: Sequence[str] = (), *, at_rest: bool = False
     ) -> None:
-        """Have these be new processes, with what is kept; `at_rest` nbdist asks them before."""
+        """Make some ranks new processes with only `keep`; `at_rest`, note their changes before."""
         left = [rank for rank in self.everyone if rank not in ranks]
         self.note_changes(self.everyone if at_rest else left)
         changed = self._changed_kinds(left)
@@ -281,7 +281,7 @@ class Oracle:
             self.pids[rank] = 0
 
     def _changed_kinds(self, on: Iterable[int]) -> set[str]:
-        """List what the notebook has sent to any of these ranks, and ranks have changed."""
+        """Return the kinds sent by the notebook to any of these ranks, and changed by ranks."""
         return {
             kind
             for rank in on
@@ -290,7 +290,7 @@ class Oracle:
         }
 
     def start_anew(self, keep: Sequence[str]) -> None:
-        """Have all processes be new ones, with what is kept; nothing else is known of before."""
+        """Make all ranks new processes with only `keep`; nothing else is known of the past."""
         self.ranks = [
             {kind: replace(has[kind], is_own=True, is_old=False) for kind in keep}
             for has in self.ranks
@@ -299,7 +299,7 @@ class Oracle:
         self.theirs, self.changed, self.missing = {}, set(), {}
 
     def scale(self, size: int, stay: Sequence[int]) -> None:
-        """Have so many ranks, of which these are the first."""
+        """Change the number of ranks to `size`; the ranks `stay` become the first."""
         had = [
             *self.missing.values(),
             *({*filter(lambda k: has[k].is_own, has)} for has in self.ranks),
@@ -316,7 +316,7 @@ class Oracle:
             self.pids += [0 for _ in new]
 
     def snapshot(self) -> bool:
-        """Save what is the ranks' own; return False if there is nothing to save."""
+        """Save the ranks' own variables; return False if no rank has any."""
         self.note_changes(self.everyone)
         own = [self.own(rank) for rank in self.everyone]
         if any(own):
@@ -324,7 +324,7 @@ class Oracle:
         return any(own)
 
     def restore(self, source: int | None) -> None:
-        """Have all ranks have what they had, or what one had."""
+        """Give all ranks their saved variables, or all of them those saved by rank `source`."""
         for rank, has in enumerate(self.ranks):
             for kind, saved in self.saved[rank if source is None else source].items():
                 held, before = replace(saved, is_own=True, is_old=False, known=None), has.get(kind)
@@ -335,5 +335,5 @@ class Oracle:
                 self._put(rank, kind, held)
 
     def copy(self) -> Oracle:
-        """Copy it, for an action that may do nothing after all."""
+        """Copy the oracle, for an action that may do nothing after all."""
         return deepcopy(self)

@@ -170,16 +170,16 @@ SCENARIOS = {
     "transformers": (TRANSFORMERS, "train()"),
     "Lightning": (LIGHTNING, "train()"),
 }
-"""By name what makes the model, and a cell that trains it for ever."""
+"""By name the source that makes the model, and a cell that trains the model for ever."""
 
 SOONEST, LATEST = 0.3, 0.8  # seconds into the cell when Stop is pressed
-LATER = {"transformers": 1.0, "Lightning": 1.5}  # seconds that it takes to begin
+LATER = {"transformers": 1.0, "Lightning": 1.5}  # seconds until the training begins
 
 
 class Press(NamedTuple):
-    """What a Stop has left: `is_told` if a line said that replicas may differ.
+    """The result of a Stop: `is_told` is True if a line said that replicas may differ.
 
-    `steps` were begun on rank 0 before it.
+    `steps` is how many steps rank 0 had begun by then.
     """
 
     steps: int
@@ -189,7 +189,7 @@ class Press(NamedTuple):
 
 
 def presses_in(world: World, name: str, number: int) -> Iterator[Press]:
-    """Press Stop in the training, so many times, each time some steps later."""
+    """Press Stop in the training so many times, each time after a random wait."""
     setup, cell = SCENARIOS[name]
     world.execute(BEGIN + setup)
     for _ in range(number):
@@ -209,7 +209,7 @@ def _differ(found: list[object]) -> bool:
 
 
 def main() -> None:
-    """Print for each training what its Stops have left; exit code 1 where a line is missing."""
+    """Print the results of Stop for each training; exit with code 1 if a line is missing."""
     parser = argparse.ArgumentParser("python -m tests.faults.step_stops", description=__doc__)
     parser.add_argument("--ranks", default="2,4")
     parser.add_argument("--presses", type=int, default=10)

@@ -27,7 +27,7 @@ SPIN = "import os\nparent = {parent}\nwhile os.getppid() == parent:\n    sum(ran
 
 @contextmanager
 def spinning(processes: int) -> Iterator[None]:
-    """So many processes that never rest; they end with this one at the latest."""
+    """Keep so many processes spinning; they end with this process at the latest."""
     command = [sys.executable, "-c", SPIN.format(parent=os.getpid())]
     started = [subprocess.Popen(command) for _ in range(processes)]
     try:
@@ -39,7 +39,7 @@ def spinning(processes: int) -> Iterator[None]:
 
 
 NEEDS_MORE = re.compile(r"net\(|mesh|sharded|spread")
-"""What `BEFORE` makes."""
+"""Sources that match need names which `BEFORE` makes."""
 
 FIRST = {
     **{name: source for name, source in SMALL.items() if not NEEDS_MORE.search(source)},
@@ -51,16 +51,16 @@ FIRST = {
     "recv from any": "dist.recv(t)",
     "irecv from any": "dist.irecv(t).wait()",
 }
-"""What a world can begin with."""
+"""Calls that can be the first collective of a world."""
 
 AFTER = {**SMALL, "send": "t = torch.ones(25_000_000); " + BIG_ONLY["send"]}
 
 WAITING = 0.7
-"""Seconds into the cell when Stop is pressed: most wait by then."""
+"""Seconds into the cell when Stop is pressed: most ranks wait by then."""
 
 
 def stop_in(world: World, source: str) -> tuple[float, float, tuple[int, ...]]:
-    """Seconds until control was back, until all work again, and ranks that lost anything."""
+    """Return seconds until control is back, and until all ranks work, and ranks with losses."""
     world.execute("kept = rank")
     before = dict(world.pids)
     cell = "import time\nt, u = torch.ones(256), torch.ones(world_size * 64)\n"
@@ -77,7 +77,7 @@ def stop_in(world: World, source: str) -> tuple[float, float, tuple[int, ...]]:
 
 
 def tried(world: World, name: str, source: str, moment: str) -> tuple[bool, float]:
-    """Print how one Stop went; whether a rank lost anything, and seconds until control was back."""
+    """Print the result of a Stop; return whether ranks lost anything, and seconds until control."""
     control, working, lost = stop_in(world, source)
     times = f"{control:6.2f} s{working:6.2f} s  {f'LOST {lost}' if lost else 'kept'}"
     sys.stdout.write(f"{world.size:2} ranks, {moment:12} {name:24}{times}\n")
@@ -86,7 +86,7 @@ def tried(world: World, name: str, source: str, moment: str) -> tuple[bool, floa
 
 
 def all_stops(ranks: int) -> Iterator[tuple[bool, float]]:
-    """In a world of this size."""
+    """Press Stop in each call, in a world of so many ranks."""
     with World(ranks, log_dir="", show=False) as world:
         for name, source in FIRST.items():
             yield tried(world, name, source, "first")
@@ -101,7 +101,7 @@ def all_stops(ranks: int) -> Iterator[tuple[bool, float]]:
 
 
 def main() -> None:
-    """Print each Stop; exit code 1 where a rank has lost anything."""
+    """Print each Stop; exit with code 1 if a rank has lost anything."""
     parser = argparse.ArgumentParser("python -m tests.faults.stops", description=__doc__)
     parser.add_argument("--ranks", default="2,4,8")
     parser.add_argument("--busy", type=int, default=4, help="processes that spin beside")

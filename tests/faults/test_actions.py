@@ -20,10 +20,10 @@ main()
 """
 
 
-def test_actions_in_a_row() -> None:
-    """After each every rank has what the oracle says, what was lost was named, and nothing grows.
+def test_ranks_agree_with_the_oracle_after_each_action() -> None:
+    """After each action ranks are as the oracle says, and losses are named; nothing grows.
 
-    Without pytest, which many actions and the long list of Stops do without as well.
+    Neither the many actions nor the long list of Stops needs pytest.
     """
     command = [sys.executable, "-c", WITHOUT_PYTEST, "--seed", "3", "--actions", "15"]
     subprocess.run(command, check=True, timeout=2 * SOON)

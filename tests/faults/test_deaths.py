@@ -1,4 +1,4 @@
-"""What is told of a rank that has died, and what the user can say about deaths and waits."""
+"""Dead ranks: reports of deaths, the policies of `--on-failure`, survivors and new workers."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def started(new_world: NewWorld, tmp_path_factory: pytest.TempPathFactory) -> It
 
 @pytest.fixture
 def logged(started: World) -> World:
-    """Two ranks, which have log files."""
+    """A world of two ranks with log files."""
     if started.size != 2:
         started.restart(2)
     return started
 
 
 def death(world: World, source: str) -> tuple[Died, list[str]]:
-    """How the last rank died in a cell, as cell 5, and what its block in the cell's output says."""
+    """Run cell 5, in which the last rank dies; return its death and the lines of its block."""
     last = world.size - 1
     pid = world.pids[last]
     ran = run(world, source, count=5)
@@ -59,8 +59,8 @@ def death(world: World, source: str) -> tuple[Died, list[str]]:
     return died, ran.lines(last)
 
 
-def test_crash(logged: World) -> None:
-    """Its calls, from the cell in, are shown and logged; not those of a child before it.
+def test_a_crash_shows_its_calls_from_the_cell(logged: World) -> None:
+    """A crashed rank's block shows its calls from the cell inwards, not a child's earlier crash.
 
     The same of a spawned worker: `attacks/test_environments.py`.
     """
@@ -95,8 +95,8 @@ def small_group(control_group: Callable[..., Path]) -> Path:
     return group
 
 
-def test_an_agent_out_of_memory(small_group: Path) -> None:
-    """Where the kernel has killed it for that, the last line says so."""
+def test_the_last_line_names_an_agent_out_of_memory(small_group: Path) -> None:
+    """If the kernel has killed an agent for lack of memory, the agent's last line says so."""
     procs, runtime = small_group / "cgroup.procs", RuntimeFolder()
     procs.write_text(str(os.getpid()))
     try:
@@ -116,11 +116,11 @@ def test_an_agent_out_of_memory(small_group: Path) -> None:
     runtime.close()
 
 
-def test_out_of_memory(logged: World, small_group: Path) -> None:
-    """Where the kernel has killed a rank for lack of memory, a line says so."""
+def test_a_line_names_a_rank_out_of_memory(logged: World, small_group: Path) -> None:
+    """If the kernel has killed a rank for lack of memory, a line says so."""
     logged.execute("pass")
     (small_group / "cgroup.procs").write_text(str(logged.pids[1]))
-    # From then on the group's count is known.
+    # The agent reads the group's count of kills while the cell sleeps.
     fill = "if rank:\n    x = [bytearray(10_000_000) for _ in range(99)]"
     died, (line,) = death(logged, f"import time\ntime.sleep(0.3)\n{fill}")
     assert died.exit_code == -signal.SIGKILL
@@ -136,7 +136,7 @@ DIES = "import os, time\nif rank == 1: time.sleep(0.2); os.kill(os.getpid(), 9)\
 
 @pytest.fixture
 def world(started: World) -> World:
-    """Four ready ranks with `kept`, and no earlier test's replacements or policy."""
+    """A ready world of four ranks with `kept`, and no restarts or policy of an earlier test."""
     started.session.pop_replaced()
     started.session.on_failure = "heal"
     if started.state is not WorldState.READY or started.size != 4:
@@ -145,8 +145,8 @@ def world(started: World) -> World:
     return started
 
 
-def test_restart_all(world: World) -> None:
-    """All workers are new after a death, though one had run the cell; it is told once."""
+def test_restart_all_gives_all_ranks_new_workers(world: World) -> None:
+    """With `restart-all` a death makes all workers new, and is reported once."""
     world.session.on_failure = "restart-all"
     before = dict(world.pids)
     ran = run(
@@ -171,8 +171,8 @@ def test_restart_all(world: World) -> None:
     world.execute(SUM)
 
 
-def test_stop_policy(world: World) -> None:
-    """All workers end with a death, not with an exception; a start gives new ones."""
+def test_the_stop_policy_ends_all_workers_after_deaths(world: World) -> None:
+    """With `stop` a death ends all workers, an exception does not; a start makes new workers."""
     world.session.on_failure = "stop"
     before = dict(world.pids)
     error = run(world, "if rank == 1: raise ValueError\ndist.barrier()").error
@@ -188,7 +188,7 @@ def test_stop_policy(world: World) -> None:
 
 
 def test_survivors_are_freed_whoever_they_wait_for(world: World) -> None:
-    """Also those of a group without the dead rank, whose cell has failed all the same."""
+    """A death also releases survivors that wait in a group without the dead rank."""
     waits = "if rank == 2: dist.barrier(group=pair)\nif rank == 3: time.sleep(3)"
     error = run(world, f"pair = dist.new_group([2, 3])\n{DIES}{waits}").error
     assert isinstance(error, WorkerDied)
@@ -203,11 +203,11 @@ dist.broadcast(torch.ones(100), 0)
 """
 
 
-def test_a_survivor_that_gloo_does_not_wake(world: World, tmp_path: Path) -> None:
-    """It can only be ended: it is replaced, and why is told; the others keep all.
+def test_a_survivor_that_gloo_does_not_wake_is_restarted(world: World, tmp_path: Path) -> None:
+    """A survivor that gloo does not wake is restarted, with the reason; the others keep all.
 
-    Gloo forgets what it could not write to a connection that has ended, where its own thread has
-    not noticed that yet (torch 2.13).  Here that thread is held meanwhile, for about 6 s.
+    Gloo forgets data that it could not write to a connection that has ended, if its own thread has
+    not noticed the end yet (torch 2.13).  The test holds that thread meanwhile, for about 6 s.
     """
     sleeper, dying = (psutil.Process(world.pids[rank]) for rank in (0, 3))
     gate = tmp_path / "gate"
@@ -242,13 +242,13 @@ def test_a_survivor_that_gloo_does_not_wake(world: World, tmp_path: Path) -> Non
 
 
 def tasks_of(process: psutil.Process) -> list[Path]:
-    """The threads of a process, as the kernel shows them."""
+    """Return the threads of a process, as folders of /proc."""
     return [*Path(f"/proc/{process.pid}/task").iterdir()]
 
 
 @contextmanager
 def held(thread: int) -> Iterator[None]:
-    """A thread of another process stands still, and it alone, as in a debugger; ptrace(2)."""
+    """Halt only a single thread of another process, as a debugger does; ptrace(2)."""
     ptrace = ctypes.CDLL(None, use_errno=True).ptrace
     ptrace.argtypes = [ctypes.c_long] * 4
     seize, interrupt, detach, of_any_kind = 0x4206, 0x4207, 17, 0x40000000
@@ -262,13 +262,13 @@ def held(thread: int) -> Iterator[None]:
 
 
 def kill_idle(world: World, rank: int) -> None:
-    """Kill a rank while no cell runs, until that is known."""
+    """Kill a rank while no cell runs, and wait until the world knows of the death."""
     os.kill(world.pids[rank], signal.SIGKILL)
     wait_until(lambda: world.status()[rank].state == "dead")
 
 
-def test_semaphores_of_a_killed_rank(world: World) -> None:
-    """multiprocessing's resource tracker, which the rank had started, removes them; 1 s."""
+def test_semaphores_of_a_killed_rank_are_removed(world: World) -> None:
+    """A killed rank's semaphores are removed, by the resource tracker that the rank had started."""
     world.execute(
         "import multiprocessing\nsemaphore = multiprocessing.get_context('spawn').Lock()\n"
         "where = '/dev/shm/sem.' + semaphore._semlock.name.lstrip('/')"
@@ -282,8 +282,8 @@ def test_semaphores_of_a_killed_rank(world: World) -> None:
     wait_until(lambda: not any(path.exists() for path in made), "the others' are removed")
 
 
-def test_a_survivor_dies_while_it_forms_the_group(world: World) -> None:
-    """The others, who wait for it in the store, are called off and form another one."""
+def test_survivors_form_another_group_if_one_more_rank_dies(world: World) -> None:
+    """If a survivor dies while the group forms, ranks that wait in the store form another group."""
     world.execute(
         "import nbdist.worker.group.group as group_module, os, threading, time\n"
         "def slow(*_): time.sleep(1); os._exit(4)\n"
@@ -295,8 +295,8 @@ def test_a_survivor_dies_while_it_forms_the_group(world: World) -> None:
     assert world.gather("globals().get('kept')") == [None, None, 2, 3]
 
 
-def test_a_survivor_that_fails_once_all_have_its_address(world: World) -> None:
-    """The others, who wait in gloo for its connection, are called off, and lose nothing."""
+def test_ranks_that_await_a_failing_survivor_lose_nothing(world: World) -> None:
+    """If a survivor fails once all have its address, ranks that await it in gloo lose nothing."""
     world.execute(
         "import gc, socket, time\n"
         "from nbdist.worker.group.gloo import Gloo\n"
@@ -310,7 +310,7 @@ def test_a_survivor_that_fails_once_all_have_its_address(world: World) -> None:
         "port = socket.htons(port)"
     )
     ports = world.gather("port")
-    fails = ports.index(max(ports))  # who has less waits until the other connects
+    fails = ports.index(max(ports))  # the rank with less waits until the other connects
     world.execute(f"if rank == {fails}: AbortableStore.awaited = fail")
     lost = {fails, (fails + 1) % 4}
     kill_idle(world, max(lost - {fails}))
@@ -320,8 +320,8 @@ def test_a_survivor_that_fails_once_all_have_its_address(world: World) -> None:
     assert world.gather("globals().get('kept')") == kept
 
 
-def test_replace(world: World) -> None:
-    """These ranks are new, and the others keep all; while a cell runs it is refused."""
+def test_replace_renews_the_given_ranks_only(world: World) -> None:
+    """Replaced ranks are new, and the others keep all; while a cell runs `replace` is refused."""
     for ranks in ([0, 3], [0, 1, 2, 3]):
         world.execute("kept = net = rank")
         before = dict(world.pids)
@@ -338,7 +338,7 @@ def test_replace(world: World) -> None:
 
 
 def test_what_a_failed_cell_has_begun_is_ended(world: World) -> None:
-    """The next cell's collectives do not meet those that nobody waited for."""
+    """Collectives that a failed cell has begun do not meet those of the next cell."""
     begun = "works = [dist.all_reduce(torch.ones(1), async_op=True) for _ in range(3)]"
     error = run(world, f"if rank == 1: raise ValueError('bad')\n{begun}").error
     assert isinstance(error, WorkerError)
@@ -348,8 +348,8 @@ def test_what_a_failed_cell_has_begun_is_ended(world: World) -> None:
     assert world.gather("kept") == [0, 1, 2, 3]
 
 
-def test_keep(world: World) -> None:
-    """Named variables are carried over, each rank's own; what cannot be kept ends nothing."""
+def test_named_variables_survive_a_restart(world: World) -> None:
+    """A restart keeps each rank's named variables; if one cannot be kept, no worker ends."""
     world.execute("big = torch.full((100_000,), float(rank)); both = [big, big]; other = 1")
     world.restart(keep=["big", "both"])
     assert world.gather("big.sum().item()") == [rank * 100_000.0 for rank in range(4)]

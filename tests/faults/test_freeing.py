@@ -1,6 +1,6 @@
-"""A rank that fails, or never comes, frees those that wait for it; all keep what they have.
+"""If a rank fails or never comes, the ranks that wait for it are released and keep all variables.
 
-They learn why, and all goes on: also where ranks wait for one another for what can never come.
+The error says why, and the world goes on, also if ranks wait for one another in vain.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from tests.faults.collectives import BEFORE, BIG_ONLY, COLLECTIVES, SMALL
 
 pytestmark = pytest.mark.shared_world(4)
 
-# What follows runs on GPUs as well: tests/gpu.
+# The sources below run on GPUs as well: tests/gpu.
 
 BIG = {"all_reduce": COLLECTIVES["all_reduce"]} | BIG_ONLY
-"""What other ranks have begun to send one another by then, and more than sockets take."""
+"""Calls with messages of 20 MB: the other ranks have begun to send more than sockets hold."""
 
 KINDS = (
     *("all_reduce", "broadcast", "all_gather", "recv", "batch_isend_irecv"),
@@ -32,11 +32,11 @@ MEETINGS = {
     "new_group": "dist.new_group()",
     "init_device_mesh": "init_device_mesh(device.type, (2, world_size // 2))",
 }
-"""In these the others wait in the store."""
+"""Calls in which the other ranks wait in the store."""
 
 CASES = {
     **{name: (SMALL[name], 256) for name in KINDS},
-    "recv from any": ("dist.recv(t)", 256),  # gloo's alone
+    "recv from any": ("dist.recv(t)", 256),  # with gloo only
     **{f"{name} of 20 MB": (source, 5_000_000) for name, source in BIG.items()},
     **{name: (source, 1) for name, source in MEETINGS.items()},
 }
@@ -89,7 +89,7 @@ def started(started: World) -> World:
 
 @pytest.fixture
 def world(started: World) -> World:
-    """The world, with what `SET_UP` makes, made anew where a test has lost it."""
+    """The world with all that `SET_UP` makes, restarted if a test has lost any of it."""
     is_whole = started.state is WorldState.READY and started.size == 4
     if not is_whole or None in started.gather("globals().get('kept')"):
         started.restart(4)
@@ -98,14 +98,14 @@ def world(started: World) -> World:
 
 
 def fails(world: World, source: str, ranks: list[int] | None = None) -> WorkerError:
-    """Run a cell that has to fail, and to end by itself."""
+    """Run a cell that must fail and end by itself; return its error."""
     _, error = ends(world, source, ranks=ranks)
     assert isinstance(error, WorkerError)
     return error
 
 
 def goes_on(world: World, pids: dict[int, int]) -> None:
-    """The same processes have all variables, form groups, and use all that was built before."""
+    """Assert that no process is new, and that ranks keep variables, and use old and new groups."""
     assert world.pids == pids
     assert world.gather("kept") == [*range(world.size)]
     world.execute(ALL_MEET)
@@ -117,12 +117,12 @@ INCOMPLETE = {
     "batch_isend_irecv": "A tensor of the call",
     "DDP": "Gradients of `net`",
 }
-"""What a released collective may have written in part, if that is in a variable."""
+"""Variables that a released collective may have filled in part, by collective."""
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_one_rank_raises(world: World, name: str) -> None:
-    """The cell ends with that one exception, and says who waited in what; all goes on."""
+def test_ranks_that_wait_for_a_failed_rank_are_released(world: World, name: str) -> None:
+    """The error has the rank's exception and the call in which the others waited; all goes on."""
     before, (source, length) = dict(world.pids), CASES[name]
     error = fails(
         world,
@@ -141,7 +141,7 @@ def test_one_rank_raises(world: World, name: str) -> None:
     goes_on(world, before)
 
 
-def test_variables_that_are_incomplete(world: World) -> None:
+def test_every_incomplete_variable_is_named(world: World) -> None:
     """Every variable is named that has memory into which an aborted collective writes."""
     for written, called, named in (
         ("x = torch.ones(3)\nsame, other = {'a': x[1:]}, torch.ones(3)", "x", "`x`, `same`"),
@@ -173,8 +173,8 @@ def test_variables_that_are_incomplete(world: World) -> None:
     assert running.damage.startswith("`x` on ranks 0-2 may hold")
 
 
-def test_ranks_that_do_not_come(world: World) -> None:
-    """They failed, run no cell, or have finished it: who waits is released."""
+def test_waits_end_if_the_awaited_rank_cannot_come(world: World) -> None:
+    """A rank is released if the awaited one failed, does not run the cell, or has finished it."""
     before = dict(world.pids)
     source = "if rank == 2: raise ValueError('bad')\nif rank == 0: dist.barrier(group=evens)"
     error = fails(world, source)
@@ -202,7 +202,7 @@ DEAF = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
 
 STOPPED = {
     "a barrier": "if rank: time.sleep(600)\ndist.barrier()",
-    # Of code that ignores SIGINT, in the store.
+    # In the store, in code that ignores SIGINT.
     "a group": f"if rank: time.sleep(600)\n{DEAF}dist.new_group()",
     "a thread": "import threading\nthread = threading.Thread(target=dist.recv, args=(t,))\n"
     "if rank == 1: time.sleep(600)\nthread.start(); dist.recv(t, tag=1)",
@@ -210,8 +210,8 @@ STOPPED = {
 
 
 @pytest.mark.parametrize("name", STOPPED)
-def test_stop(world: World, name: str) -> None:
-    """It ends a wait, wherever that is; nobody loses anything."""
+def test_stop_ends_every_wait_without_losses(world: World, name: str) -> None:
+    """Stop ends waits in collectives, in the store and in threads; no rank loses anything."""
     before = dict(world.pids)
     stop(world, run_for(world, f"t = torch.zeros(2)\n{STOPPED[name]}", 0.5))
     world.execute("import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)")
@@ -229,7 +229,7 @@ Probe.locate = slow
 """
 
 
-def test_stop_of_ranks_that_answer_late(world: World) -> None:
+def test_stop_releases_ranks_that_answer_late(world: World) -> None:
     """Ranks that do not say in time that they wait in a collective are released as well."""
     before = dict(world.pids)
     world.execute(ANSWERS_LATE)
@@ -241,13 +241,13 @@ def test_stop_of_ranks_that_answer_late(world: World) -> None:
 
 
 @pytest.mark.parametrize("stuck", range(4))
-def test_stop_beside_a_rank_in_c_code(world: World, stuck: int) -> None:
+def test_stop_releases_ranks_beside_one_in_c_code(world: World, stuck: int) -> None:
     """Whichever rank holds its GIL and cannot end a connection, the other ranks are released."""
     source = f"if rank == {stuck}: sum(iter(int, 1))\ndist.barrier()"
     running = run_for(world, source, 0.5)
     press_stop(world, running)
     assert {*running.transcript.errors} - {stuck} == {*range(4)} - {stuck}
-    if running.unfinished:  # Stop has not killed it yet
+    if running.unfinished:  # Stop has not ended the rank yet
         os.kill(world.pids[stuck], signal.SIGKILL)
         world.session.wait(running)
     world.execute(ALL_MEET)
@@ -281,8 +281,8 @@ NEVER_MEET = {
 
 
 @pytest.mark.parametrize("name", NEVER_MEET)
-def test_ranks_that_never_meet(world: World, name: str) -> None:
-    """They are freed with no Stop needed, and the cell says who was where."""
+def test_ranks_that_never_meet_are_released(world: World, name: str) -> None:
+    """Ranks whose calls do not match are released without Stop; the error says who was where."""
     before, (source, told) = dict(world.pids), NEVER_MEET[name]
     error = fails(world, f"t = torch.ones(2)\n{source}")
     assert isinstance(error, RanksReleased)
@@ -313,13 +313,13 @@ MEET_IN_THE_END = {
 
 
 @pytest.mark.parametrize("name", MEET_IN_THE_END)
-def test_ranks_that_meet_in_the_end(world: World, name: str) -> None:
-    """Nobody is freed who waits for what is on its way, though others have finished the cell."""
+def test_ranks_that_meet_in_the_end_go_on_waiting(world: World, name: str) -> None:
+    """No rank is released while its call can complete, even if others have finished the cell."""
     world.execute(f"t = torch.zeros(2)\n{MEET_IN_THE_END[name]}")
 
 
-def test_sizes_and_dtypes_that_differ(world: World) -> None:
-    """They are told by rank, with those whose result is wrong."""
+def test_sizes_and_dtypes_that_differ_are_reported(world: World) -> None:
+    """The error lists differing sizes and dtypes by rank, and the ranks whose result is wrong."""
     before = dict(world.pids)
     error = fails(world, "t = torch.ones(3 if rank == 1 else 2)\ndist.all_reduce(t)")
     assert isinstance(error, RanksReleased)
@@ -330,10 +330,10 @@ def test_sizes_and_dtypes_that_differ(world: World) -> None:
     ):
         assert told in str(error)
     goes_on(world, before)
-    # Gloo adds up what has as many bytes; where the cell then fails, it says so.
+    # Gloo adds tensors of as many bytes; if the cell then fails, its error tells the dtypes.
     source = "t = torch.ones(4, dtype=torch.int32 if rank == 1 else torch.float32)\n"
     source += "dist.all_reduce(t)\n"
-    # Rank 3 is then slow to say what it met: a thread holds its GIL.
+    # Rank 3 is then slow to report its dtype: a thread holds its GIL.
     slow = "import ctypes, time\nfrom threading import Timer\n"
     slow += "if rank == 3: Timer(0.1, lambda: ctypes.PyDLL(None).sleep(2)).start()\n"
     slow += "else: time.sleep(0.4)\n"
@@ -341,8 +341,8 @@ def test_sizes_and_dtypes_that_differ(world: World) -> None:
     assert "Before that: all_reduce, dtypes differ: ranks 0,2-3 float32, rank 1 int32" in str(error)
 
 
-def test_a_rank_dies(world: World) -> None:
-    """It is replaced under its number; the others, in a collective or the store, keep all."""
+def test_a_dead_rank_is_restarted_under_its_number(world: World) -> None:
+    """A dead rank gets a new worker; the others, in a collective or the store, keep all."""
     before = dict(world.pids)
     dies = "import os, signal\nif rank == 0: os.kill(os.getpid(), signal.SIGSEGV)\n"
     error = fails(world, f"{dies}dist.all_reduce(torch.ones(1000))")
@@ -354,7 +354,7 @@ def test_a_rank_dies(world: World) -> None:
     )
     assert re.search(said, str(error))
     assert {rank for rank in before if before[rank] != world.pids[rank]} == {0}
-    # Also a group that is made only now, and those that survivors still hold.
+    # A new group works too, though survivors still hold older groups.
     world.execute(ALL_MEET)
     error = fails(world, "import os\nif rank == 1: os._exit(3)\ndist.new_group()")
     assert isinstance(error, WorkerDied)
@@ -362,8 +362,8 @@ def test_a_rank_dies(world: World) -> None:
     world.execute(ALL_MEET)
 
 
-def test_a_rank_that_receives_more_than_its_tensor_holds(started: World) -> None:
-    """Gloo ends its process, which is said with the dtypes that differ."""
+def test_a_message_too_long_for_its_tensor_is_explained(started: World) -> None:
+    """Gloo ends a rank that receives more than its tensor holds; the error lists the dtypes."""
     source = "t = torch.ones(4, dtype=torch.float64 if rank == 1 else torch.float32)\n"
     error = fails(started, f"{source}dist.all_reduce(t)")
     assert isinstance(error, WorkerDied)

@@ -1,4 +1,4 @@
-"""Whoever is killed, and whenever: no process, socket, segment or folder stays behind.
+"""Whichever process is killed, and whenever: no process, socket, segment or folder stays behind.
 
 The guard in `tests/conftest.py` does the counting, after each test.
 """
@@ -54,7 +54,7 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 class Notebook(front_end.Notebook):
-    """A real notebook kernel, and the processes that hang on it."""
+    """A real notebook kernel, and the processes that depend on it."""
 
     def __init__(self) -> None:
         self.before = runtime_folders()
@@ -62,7 +62,7 @@ class Notebook(front_end.Notebook):
         self.start_workers()
 
     def start_workers(self) -> None:
-        """Two, each with a child, and a daemon that has left its session and its parent."""
+        """Start two workers, each with a child and a daemon that has left its session."""
         assert not self.run(STARTED).errors
         forked, out = self.find("nbdist.agent.fork_server "), "/proc/{}/fd/1"
         (self.fork_server,) = (p for p in forked if "log" in os.readlink(out.format(p.pid)))
@@ -71,14 +71,14 @@ class Notebook(front_end.Notebook):
             wait_until(lambda s=seconds: len(self.find(f"sleep {s}")) == 2, "each has one")
 
     def begin(self, source: str) -> None:
-        """Start a cell that will not end by itself, and wait until the workers have it."""
+        """Send a cell, unless empty, and return at an arbitrary moment while it runs."""
         if source:
             self.client.execute(source, stop_on_error=False)
-            # There is no fact to wait for: the moment is arbitrary anyway.
+            # No event is waited for: any moment of the cell will do.
             time.sleep(1.0 if "Timer" in source else 0.5)
 
     def find(self, part: str) -> list[psutil.Process]:
-        """The kernel's descendants whose command line holds `part`."""
+        """Return the kernel's living descendants whose command line contains `part`."""
         found = []
         for process in self.process.children(recursive=True):
             with suppress(psutil.NoSuchProcess):
@@ -100,7 +100,7 @@ class Notebook(front_end.Notebook):
         return [process for process in forked if process != self.fork_server]
 
     def end_by(self, deaths: Sequence[str], moment: str) -> None:
-        """Have these die one after the other in that moment, and wait until nothing is left."""
+        """Cause all deaths one after the other in that moment, and wait until nothing is left."""
         self.begin(MOMENTS[moment])
         there = self.find("")
         for death in deaths:
@@ -109,12 +109,12 @@ class Notebook(front_end.Notebook):
 
     @property
     def has_ended(self) -> bool:
-        """Whether its kernel was shut down."""
+        """Whether the notebook's kernel was shut down."""
         provisioner = self.manager.provisioner
         return provisioner is None or provisioner.process is None  # type: ignore[attr-defined]
 
     def folders_left_by(self, there: Sequence[psutil.Process]) -> set[Path]:
-        """The runtime folders that no agent uses which was started after these processes."""
+        """Return new runtime folders, but those of agents that were started after `there`."""
         used = set[Path]()
         with suppress(psutil.NoSuchProcess):  # its kernel has ended
             found = [] if self.has_ended else self.find("nbdist.agent /")
@@ -122,9 +122,9 @@ class Notebook(front_end.Notebook):
         return runtime_folders() - self.before - used
 
     def has_nothing_of(self, there: Iterable[psutil.Process], when: str) -> None:
-        """Wait until these processes have ended, and it has no runtime folder.
+        """Wait until all processes of `there` have ended, and their runtime folders are gone.
 
-        A restart whose agent is killed early starts another agent, which has one.
+        A restart whose agent is killed early starts another agent, which has a folder of its own.
         """
         deadline, there = time.monotonic() + SOON, [*there]
         while left := [*filter(is_alive, there), *(self.folders_left_by(there))]:
@@ -156,15 +156,15 @@ DEATHS: dict[str, Callable[[Notebook], object]] = {
     "agent, by SIGTERM": lambda notebook: notebook.agent.send_signal(signal.SIGTERM),
     "fork server": lambda notebook: notebook.fork_server.kill(),
     "guard": lambda notebook: notebook.guard.kill(),
-    "a worker": lambda notebook: kill(*notebook.workers[-1:]),  # none, where they just start
+    "a worker": lambda notebook: kill(*notebook.workers[-1:]),  # none, while workers start
     "workers": lambda notebook: kill(*notebook.workers),
 }
 
 
 def test_nothing_is_left_of_agent_and_kernel(notebook: Notebook) -> None:
-    """Whoever dies of guard, agent and fork server: the notebook that goes on has nothing left.
+    """If guard, agent or fork server die while the notebook goes on, nothing is left of the world.
 
-    Nor has one that is started again, or whose kernel dies.
+    Nor is anything left if the notebook's kernel is restarted or dies.
     """
     for deaths, moment in (
         (["agent"], "while starting"),
@@ -188,7 +188,7 @@ def test_nothing_is_left_of_agent_and_kernel(notebook: Notebook) -> None:
 
 
 def test_nothing_is_left_of_workers(notebook: Notebook) -> None:
-    """Their children end with them, also where the fork server has gone; all ends with a world."""
+    """Children end with their worker, even without a fork server; a world leaves no process."""
     for number, moment in enumerate(MOMENTS):
         notebook.begin(MOMENTS[moment])
         started = [*notebook.find("sleep 1000"), *notebook.find("sleep 1002")]
@@ -224,7 +224,7 @@ SHARED = {
 
 @pytest.mark.parametrize("library", SHARED)
 def test_no_shared_memory_is_left_of_libraries(notebook: Notebook, library: str) -> None:
-    """A library's own process removes it, when a rank is killed and when the kernel ends."""
+    """The library's own process removes shared memory if a rank is killed or the kernel ends."""
     pytest.importorskip(library)
 
     def shared(worker: psutil.Process) -> list[Path]:
@@ -252,7 +252,7 @@ sys.stdin.read()
 
 
 def test_nothing_is_left_of_a_server(tmp_path: Path) -> None:
-    """It is killed; with it end its kernels and their workers, which the guard counts."""
+    """If a server is killed, its kernels and their workers end, which the guard checks."""
     file, client = tmp_path / "kernel.json", BlockingKernelClient()
     command = [sys.executable, "-c", SERVER, str(file)]
     environ = {**os.environ, "NBDIST_LOG_DIR": ""}
@@ -260,14 +260,14 @@ def test_nothing_is_left_of_a_server(tmp_path: Path) -> None:
         try:
             wait_until(lambda: file.exists() and file.read_text().endswith("}"), "it has a kernel")
             client.load_connection_file(str(file))
-            # Without the heartbeat, by which a kernel is dead that is busy for a second.
+            # Without the heartbeat, which takes a kernel for dead that is busy for a second.
             client.start_channels(hb=False)
             client.wait_for_ready(timeout=SOON)
             for source in ("%load_ext nbdist", STARTED):
                 reply = client.execute_interactive(source, timeout=SOON, output_hook=lambda _: None)
                 assert reply["content"]["status"] == "ok", reply
             client.execute(MOMENTS["while healing"])
-            time.sleep(1.0)  # there is no fact to wait for: the moment is arbitrary anyway
+            time.sleep(1.0)  # no event is waited for: any moment will do
         finally:
             server.kill()
             client.stop_channels()

@@ -1,4 +1,4 @@
-"""Stop, a timeout, a failure or a death in a training: replicas stay equal, or a line says so."""
+"""After Stop, a timeout, a failure or a death in a training, replicas are equal or a line warns."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ AT_STEP_5 = PLAIN.replace(
     "    optimizer.step()",
     "    if {when} and STEPS.begun == 4:\n        {do}\n    optimizer.step()",
 )
-"""Something happens between the backward and the step of the fifth step."""
+"""`do` happens in the fifth step, between the backward pass and the optimizer's step."""
 
 
 SAYS_STEPS = """
@@ -45,7 +45,7 @@ def world(world: World) -> World:
 
 
 def train(world: World, cell: str, *made: int, seconds: float = 0.0) -> TaskRun:
-    """Run a training until the ranks have made so many steps, at most five, and a while longer."""
+    """Run a training until each rank has printed so many lines (steps, at most 5), and longer."""
     running, until = world.submit(world.task(cell)), float("inf")
     for _ in world.follow(running):
         lines = [track.line_count for track in running.transcript]
@@ -57,18 +57,18 @@ def train(world: World, cell: str, *made: int, seconds: float = 0.0) -> TaskRun:
 
 
 def are_equal(world: World) -> bool:
-    """Whether all ranks have the same parameters and states of optimizers, bit by bit."""
+    """Whether all ranks have the same sums of parameters and the same steps of optimizers."""
     first, *others = world.gather("replicas()")
     return all(each == first for each in others)
 
 
 def steps(running: TaskRun) -> list[int]:
-    """How many steps each rank had begun in the cell, if it lives."""
+    """Return how many steps each living rank has begun in the cell."""
     return [track.done.steps for track in running.transcript if track.done is not None]
 
 
 @pytest.mark.smoke
-def test_a_fast_loop(world: World) -> None:
+def test_stop_ends_all_ranks_at_the_same_step(world: World) -> None:
     """Whenever Stop is pressed, all ranks end at the beginning of the same step."""
     for _ in range(10):
         running = train(world, PLAIN, 1, 1, 1, 1, seconds=random.uniform(0, 0.3))
@@ -81,14 +81,14 @@ def test_a_fast_loop(world: World) -> None:
 
 
 def seconds_to_stop(world: World, running: TaskRun) -> float:
-    """Press Stop; return the seconds until control is back."""
+    """Press Stop and wait; return the seconds until control is back."""
     began = time.monotonic()
     press_stop(world, running)
     return time.monotonic() - began
 
 
 def waits_for_steps(seconds: Iterable[float]) -> bool:
-    """Return True if Stops waited for a step that never came, by the fastest of them.
+    """Return True if even the fastest of these Stops waited for a step that never came.
 
     A Stop that waits takes STEP_TIMEOUT each time.  The fastest of several Stops tells it from a
     Stop that a busy machine has slowed down.
@@ -100,8 +100,8 @@ OTHERS = ("DDP, slow ranks", "accumulation", "two optimizers", "FSDP2", "ZeRO", 
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_trainings(world: World, name: str) -> None:
-    """Whatever is between two steps."""
+def test_stop_keeps_replicas_equal_in_other_trainings(world: World, name: str) -> None:
+    """Stop ends all ranks at the same step, whatever a training does between two steps."""
     setup, cell = SCENARIOS[name]
     world.execute(BEGIN + setup)
     for _ in range(3):
@@ -112,8 +112,8 @@ def test_other_trainings(world: World, name: str) -> None:
         assert running.replicas_text == ""
 
 
-def test_a_rank_that_is_stuck(world: World) -> None:
-    """The others wait for it for two seconds; then a line says how to mend what differs."""
+def test_a_line_says_how_to_mend_replicas(world: World) -> None:
+    """Stop waits two seconds for a stuck rank; then a line says how to mend the replicas."""
     cell = AT_STEP_5.format(when="rank == 2", do="time.sleep(600)")
     running = train(world, cell, 5, 5, 4, 5)
     assert waits_for_steps([seconds_to_stop(world, running)])
@@ -132,8 +132,8 @@ def test_a_rank_that_is_stuck(world: World) -> None:
     assert are_equal(world)
 
 
-def test_a_sharded_model(world: World) -> None:
-    """The remedy is not to copy it from one rank, which has a shard."""
+def test_a_copy_is_not_advised_for_shards(world: World) -> None:
+    """For a sharded model the line does not advise a copy from one rank, which has a shard."""
     world.execute(BEGIN + SCENARIOS["FSDP2"][0])
     cell = AT_STEP_5.format(when="rank == 2", do="time.sleep(600)")
     running = train(world, cell, 5, 5, 4, 5)
@@ -145,8 +145,8 @@ def test_a_sharded_model(world: World) -> None:
     )
 
 
-def test_a_second_stop(world: World) -> None:
-    """It interrupts at once, and does not wait for a step."""
+def test_a_second_stop_interrupts_at_once(world: World) -> None:
+    """A second Stop does not wait for a step."""
     cell = AT_STEP_5.format(when="rank == 2", do="time.sleep(600)")
     seconds = []
     for _ in range(3):
@@ -160,8 +160,8 @@ def test_a_second_stop(world: World) -> None:
     assert not waits_for_steps(seconds)
 
 
-def test_slow_steps(world: World) -> None:
-    """If the next step would come too late, a line says who is ahead."""
+def test_a_line_names_ranks_ahead_of_slow_ones(world: World) -> None:
+    """If the next step would come too late, a line says which ranks are ahead."""
     cell = PLAIN.replace(
         "    optimizer.step()", "    time.sleep(3 * (rank == 1))\n    optimizer.step()"
     )
@@ -171,8 +171,8 @@ def test_slow_steps(world: World) -> None:
 
 
 @pytest.mark.parametrize("when", ["while it cleans up", "afterwards"])
-def test_a_rank_that_leaves_late(world: World, when: str) -> None:
-    """What Stop could not say, as it had given control back, is said with the next task."""
+def test_a_late_rank_is_reported_with_the_next_task(world: World, when: str) -> None:
+    """If a rank ends after control is back, the next task warns that replicas may differ."""
     do = "try:\n            time.sleep(600)\n        finally:\n            time.sleep(6)"
     running = train(world, AT_STEP_5.format(when="rank == 2", do=do), 5, 5, 4, 5)
     press_stop(world, running)
@@ -184,8 +184,8 @@ def test_a_rank_that_leaves_late(world: World, when: str) -> None:
     world.execute("pass")
 
 
-def test_what_does_not_train(world: World) -> None:
-    """Stop is as fast as without a training, also if the ranks of the cell have trained before."""
+def test_stop_is_fast_once_steps_are_over(world: World) -> None:
+    """Stop waits for no step in a cell that makes none now, even after earlier steps."""
     seconds = []
     for _ in range(3):
         running = run_for(world, "for _ in range(9): optimizer.step()\ntime.sleep(600)", 2.5)
@@ -194,8 +194,8 @@ def test_what_does_not_train(world: World) -> None:
     assert not waits_for_steps(seconds)
 
 
-def test_a_rank_without_the_model(world: World) -> None:
-    """It has no replica: it is not named, unlike a rank that has the model and made no step."""
+def test_a_rank_without_the_model_is_not_named(world: World) -> None:
+    """A rank without the model has no replica: only ranks that have the model are named."""
     cell = "if rank != 2: optimizer.step()\nprint('done')\ntime.sleep(600)"
     for has_model in (True, False):
         running = train(world, cell, 1, 1, 1, 1)
@@ -205,8 +205,8 @@ def test_a_rank_without_the_model(world: World) -> None:
         world.execute("if rank == 2: globals().pop('optimizer', None)")
 
 
-def test_code_that_cleans_up(world: World) -> None:
-    """It is not interrupted again, whatever it takes."""
+def test_code_that_cleans_up_is_not_interrupted_again(world: World) -> None:
+    """Code that handles the interrupt may take seconds, and then ends well."""
     loop = PLAIN.replace("\n", "\n    ")
     cell = (
         f"try:\n    {loop}\nexcept KeyboardInterrupt:\n    time.sleep(3)\n    saved = STEPS.begun"
@@ -247,11 +247,11 @@ for _ in range(5):
         time.sleep(0.8)
     optimizer.step()
 """
-"""Rank 0 ends long before the others make their last step, and its agent hears of it later."""
+"""Rank 0 ends long before the others make their last step, and its agent learns of it later."""
 
 
-def test_a_rank_that_has_just_finished(world: World) -> None:
-    """The others make its last step, whether the agent has heard of the end or not."""
+def test_ranks_catch_up_with_a_rank_that_has_finished(world: World) -> None:
+    """Stop lets the others make a finished rank's last step, before the agent knows of the end."""
     running = train(world, FINISHES, 5, 4, 4, 4, seconds=0.2)
     stop(world, running)
     assert steps(running) == [5, 5, 5, 5]
@@ -272,12 +272,12 @@ def set_late(number, handler):
 late = {late} if rank == 0 else 0
 signal.signal = set_late
 """
-"""SIGINT comes to rank 0 so many times in the moment when its task has ended."""
+"""Rank 0 gets SIGINT `late` times, at the moment when its task has ended."""
 
 
 @pytest.mark.parametrize("late", [1, 2])
-def test_sigint_as_a_task_ends(world: World, late: int) -> None:
-    """What the task has bound is known all the same, and at which step it has ended."""
+def test_sigint_as_a_task_ends_hides_no_steps(world: World, late: int) -> None:
+    """SIGINT at the end of a task hides none of its steps, and a single one no variables."""
     trains = f"for _ in range(5): optimizer.step()\nmade{late} = rank"
     source = LATE_SIGINT.format(late=late) + trains
     running = world.submit(world.task(source))
@@ -294,8 +294,8 @@ def test_sigint_as_a_task_ends(world: World, late: int) -> None:
     world.execute("signal.signal = set_handler")
 
 
-def test_a_timeout(world: World) -> None:
-    """It stops a training as Stop does."""
+def test_a_timeout_keeps_replicas_equal(world: World) -> None:
+    """A timeout stops a training as Stop does."""
     running = world.submit(world.task(PLAIN), Patience(timeout=0.5))
     error = follow(world, running).error
     assert isinstance(error, CellTimeout)
@@ -303,8 +303,8 @@ def test_a_timeout(world: World) -> None:
     assert are_equal(world)
 
 
-def test_a_rank_that_raises(world: World) -> None:
-    """The others have made its step: they are named with their release."""
+def test_a_rank_behind_others_is_named_if_it_raises(world: World) -> None:
+    """A rank that raises before a step that others make is named, but not if all ranks raise."""
     cell = AT_STEP_5.format(when="rank == 1", do="raise ValueError('bad')")
     _, error = ends(world, cell)
     assert isinstance(error, WorkerError)
@@ -315,8 +315,8 @@ def test_a_rank_that_raises(world: World) -> None:
     assert "Replicas" not in str(error)
 
 
-def test_a_rank_that_dies(world: World) -> None:
-    """Survivors that are a step apart are named; not the rank that is new."""
+def test_survivors_a_step_apart_are_named(world: World) -> None:
+    """After a death survivors that are a step apart are named, but not the rank that is new."""
     do = "os.kill(os.getpid(), 9) if rank == 1 else dist.barrier()"
     _, error = ends(world, "import os\n" + AT_STEP_5.format(when="rank in (1, 3)", do=do))
     assert isinstance(error, WorkerDied)

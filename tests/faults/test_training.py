@@ -1,4 +1,4 @@
-"""Training goes on after a failure as if it had not been: the same weights, bit by bit."""
+"""Training goes on after a failure as if nothing had failed: the same weights, bit by bit."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def started(started: World) -> World:
     ],
 )
 def test_weights_are_those_of_an_unbroken_run(world: World, kind: str, breaks: str) -> None:
-    """Five steps, a failure, five more; the same objects all the time."""
+    """Ten steps with a failure after the fifth give the same weights as ten steps without it."""
     world.execute(f"hook = None; net, optimizer = make({kind!r}); train(net, optimizer, range(5))")
     with pytest.raises(NbdistError):
         world.execute(BREAKS[breaks])

@@ -1,6 +1,6 @@
-"""The fault suite on GPUs: nccl's groups, and CUDA tensors in gloo's.
+"""Tests of faults on GPUs: groups of nccl, and groups of gloo with CUDA tensors.
 
-`python -m tests.gpu --out FOLDER` runs all of it and writes a report; README.md beside this
-says what that needs.  Without a GPU pytest skips these tests, but for those of the command
-itself; `--device cpu` runs their bodies with gloo on the CPU.
+`python -m tests.gpu --out FOLDER` runs all of them and writes a report; README.md in this folder
+has the requirements.  Without a GPU pytest skips all tests but those of the command itself;
+`--device cpu` runs the tests with gloo on the CPU.
 """

@@ -32,7 +32,7 @@ from tests.gpu.lab import smi
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 
-# One after the other; the longest of a stage first, else the most telling.
+# Stages run in this order; the longest file of a stage is first, else the most telling file.
 STAGES = (
     ("test_ground",),
     ("test_freeing", "test_stop"),
@@ -44,7 +44,7 @@ FILES = tuple(name for stage in STAGES for name in stage)
 CORES_PER_FILE, MOST_AT_ONCE = 5, 3
 
 LIMIT = 540.0
-"""Seconds for all: below ten minutes, with the ending."""
+"""Seconds for all tests: less than ten minutes, with the time to end them."""
 
 END_GRACE = 10.0
 """Seconds that a pytest has to end its worlds when time is over."""
@@ -60,11 +60,11 @@ print(".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else "
 
 
 def main() -> int:
-    """Return 0 when nothing failed and all that was asked for was run."""
+    """Run the chosen files; return 0 if all their tests ran and none failed."""
     options = _options()
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
-    # What ends this process ends what it has started, too.
+    # SIGTERM acts like Ctrl-C, so that the processes of this command end, too.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     over = threading.Event()
     timer = threading.Timer(options.limit, over.set)
@@ -90,13 +90,13 @@ def main() -> int:
 def _run(
     name: str, out: Path, wanted: str, environ: dict[str, str], over: threading.Event
 ) -> list[Result]:
-    """Run one file; what its tests have said."""
+    """Run a file of tests, and return their results."""
     if over.is_set():
         return results_of(name, [], "no time was left")
     said = out / f"{name}.jsonl"
     said.write_text("")
     command = [sys.executable, "-m", "pytest", str(HERE / f"{name}.py"), "-q"]
-    # What libraries warn of on a machine that we do not know is no failure.
+    # Warnings of libraries on an unknown machine are no failures.
     command += ["-p", "pytest_timeout", "-p", "no:cacheprovider", "-W", "default"]
     with (out / f"{name}.log").open("wb") as output:
         process = subprocess.Popen(
@@ -120,7 +120,7 @@ def _run(
 
 
 def _environ(device: str) -> dict[str, str]:
-    """The environment of all tests: nbdist is the checkout, also without being installed."""
+    """Return the environment of all tests, in which nbdist is imported from the checkout."""
     path = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
     return {
@@ -128,7 +128,7 @@ def _environ(device: str) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(filter(None, path)),
         "NBDIST_TEST_DEVICE": device,
         "PYTHONUNBUFFERED": "1",
-        # Other plugins than ours may be there, for another version of pytest.
+        # A machine may have other plugins, for another version of pytest.
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         # Processes with a CUDA context take a while to end.
         "NBDIST_LEAK_TIMEOUT": "20",
@@ -155,11 +155,11 @@ def _names(text: str) -> tuple[str, ...]:
     return names
 
 
-# --- what the run is about ----------------------------------------------------------------
+# --- facts about the machine --------------------------------------------------------------
 
 
 def machine_facts(environ: Mapping[str, str]) -> dict[str, str]:
-    """Look the machine up without torch or CUDA in this process."""
+    """Collect facts about the machine without torch or CUDA in this process."""
     torch, error = _ask(sys.executable, "-W", "ignore", "-c", TORCH, env=dict(environ))
     last = (error.strip().splitlines() or [""])[-1]
     gpus = smi("--query-gpu=name,memory.total,driver_version,compute_mode,mig.mode.current")
@@ -177,7 +177,7 @@ def machine_facts(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _ask(*command: str, **options: Any) -> tuple[str, str]:
-    """Run a program; what it says, and its errors."""
+    """Run a program, and return its output and its errors."""
     try:
         answer = subprocess.run(
             command, capture_output=True, text=True, timeout=ASK_TIMEOUT, check=False, **options
@@ -187,14 +187,14 @@ def _ask(*command: str, **options: Any) -> tuple[str, str]:
     return answer.stdout.strip(), answer.stderr
 
 
-# --- how it went --------------------------------------------------------------------------
+# --- the results -------------------------------------------------------------------------
 
 ORDER = ("failed", "error", "cut off", "not run", "passed", "skipped")
 
 
 @dataclass
 class Result:
-    """How one test ended; `figures` is what it measured."""
+    """How a test ended; `figures` are its measurements."""
 
     file: str
     test: str
@@ -205,14 +205,14 @@ class Result:
 
     @property
     def line(self) -> str:
-        """What it failed with, or why it was skipped."""
+        """The last line of the test's error, or why the test was skipped."""
         lines = self.note.splitlines()
         last = [each for each in lines if each.startswith("E  ")] or lines or [""]
         return last[-1].removeprefix("E").strip()[:300]
 
 
 def results_of(file: str, said: Iterable[str], why: str) -> list[Result]:
-    """Return what a file's tests have said, and why they have said no more."""
+    """Return the results of a file's tests; `why` is the note of tests without a result."""
     results, begun = {"": Result(file, "")}, ""
     for line in map(json.loads, said):
         if "tests" in line:
@@ -236,7 +236,7 @@ def results_of(file: str, said: Iterable[str], why: str) -> list[Result]:
 
 @dataclass
 class Report:
-    """All results of a run, and what it was about."""
+    """All results of a run, with the device and facts about the machine."""
 
     device: str
     facts: Mapping[str, str]
@@ -250,11 +250,11 @@ class Report:
 
     @property
     def is_good(self) -> bool:
-        """Nothing failed, and nothing is missing."""
+        """Whether no test failed, and no test is missing."""
         return bool(self.results) and not set(self.counts) - {"passed", "skipped"}
 
     def summary(self) -> str:
-        """A line with the counts, and one for each test that did not do well."""
+        """Return a line with the counts, and a line for each test that failed or did not run."""
         counts = ", ".join(f"{self.counts[name]} {name}" for name in ORDER if self.counts[name])
         bad = [r for r in self.results if r.outcome not in ("passed", "skipped")]
         seconds = time.time() - self.begun
@@ -263,7 +263,7 @@ class Report:
         return "\n".join(lines) + "\n"
 
     def lines(self) -> Iterator[str]:
-        """The report for people."""
+        """Yield the parts of the report in Markdown."""
         at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.begun))
         yield f"# nbdist on {self.device}, {at}\n"
         yield self.summary().partition("\n")[0] + ".\n"

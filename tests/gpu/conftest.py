@@ -1,4 +1,4 @@
-"""Worlds on the GPU, what is skipped where there is none, and what each test says for a report."""
+"""Fixtures of tests on the GPU, which are skipped without a GPU, and results for the report."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Fact = Callable[[str, object], None]
 
 @pytest.fixture(scope="module", params=lab.KINDS)
 def kind(request: pytest.FixtureRequest) -> str:
-    """Which backend has the CUDA tensors: `gloo`, or `nccl`."""
+    """The backend that has the CUDA tensors: `gloo` or `nccl`."""
     needs_gpu()
     return str(request.param)
 
 
 @pytest.fixture(scope="module")
 def started(request: pytest.FixtureRequest, kind: str) -> Iterator[World]:
-    """Four workers, or as the module's mark has it, who share a GPU where there are fewer."""
+    """A world of four workers, or as the module's mark says; they share GPUs if need be."""
     mark = request.node.get_closest_marker("shared_world")
     ranks, options = (mark.args, mark.kwargs) if mark is not None else ((), {})
     with lab.make_world(kind, *(ranks or (4,)), **options) as world:
@@ -35,26 +35,26 @@ def started(request: pytest.FixtureRequest, kind: str) -> Iterator[World]:
 
 @pytest.fixture
 def world(started: World) -> World:
-    """The same, in order."""
+    """The module's world, made ready for the next test."""
     return lab.whole(started)
 
 
 @pytest.fixture(scope="module")
 def gpu() -> str:
-    """The device that tensors are on; skips the test where there is no GPU."""
+    """The device that tensors are on; skips the test if no GPU is visible."""
     needs_gpu()
     return lab.DEVICE
 
 
 @pytest.fixture
 def figure(record_property: Callable[[str, object], None]) -> Figure:
-    """Puts a figure into the report: name, value, unit."""
+    """Adds a figure to the report: name, value, unit."""
     return lambda name, value, unit: record_property(name, f"{value:.4g} {unit}".strip())
 
 
 @pytest.fixture
 def fact(record_property: Callable[[str, object], None]) -> Fact:
-    """Puts words into it."""
+    """Adds words to the report: name, text."""
     return lambda name, value: record_property(name, str(value))
 
 
@@ -63,9 +63,9 @@ def needs_gpu() -> None:
         pytest.skip("no GPU is visible here")
 
 
-# --- a line of JSON for each test, where `python -m tests.gpu` asks for it ------------------
+# --- a line of JSON for each test, for the report of `python -m tests.gpu` ------------------
 
-LONGEST = 2000  # characters of what a test failed with
+LONGEST = 2000  # characters of the error of a test
 
 
 def _say(**what: Any) -> None:
@@ -83,7 +83,7 @@ def pytest_runtest_logstart(nodeid: str) -> None:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Tell of the call, and of a set-up or an ending in which something was wrong."""
+    """Write a line about the call, and about a set-up or teardown that did not pass."""
     if report.when != "call" and report.passed:
         return
     note = report.longreprtext[-LONGEST:] if report.failed else ""

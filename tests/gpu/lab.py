@@ -1,6 +1,6 @@
-"""Worlds whose tensors are on the GPU, and what can be seen of it without CUDA.
+"""Worlds whose tensors are on the GPU, and facts about the GPU that need no CUDA.
 
-Runs in the process of the tests, which stands for the notebook: it must not touch CUDA.
+This module runs in the process of the tests, which acts as the notebook: it must not touch CUDA.
 """
 
 from __future__ import annotations
@@ -21,46 +21,46 @@ from nbdist.world.world import World
 from tests import cells
 
 DEVICE = os.environ.get("NBDIST_TEST_DEVICE", "cuda")
-"""`cpu` runs the same bodies with gloo on the CPU, to prove that they are right."""
+"""`cpu` runs the same tests with gloo on the CPU, to prove that the tests are right."""
 
 TORCH = tuple(map(int, version("torch").split(".")[:2]))
 
 KINDS = ("nccl", "gloo")
-"""Which backend has the collectives of CUDA tensors; the more telling first."""
+"""The backends for collectives of CUDA tensors; the more telling backend first."""
 
 NCCL = pytest.mark.parametrize("kind", ["nccl"], indirect=True, scope="module")
-"""For a module's tests that are about nccl alone."""
+"""The mark of a module whose tests are about nccl alone."""
 
 SUM = "t = torch.ones(1); dist.all_reduce(t); assert t.item() == world_size"
 
 ON_DEVICE = "torch.set_default_device(device)"
-"""As a set-up cell: tensors and modules that cells make are on the rank's GPU."""
+"""A set-up cell, after which tensors and modules that cells make are on the rank's GPU."""
 
 FREED_WITHIN = 15.0
-"""Seconds until a cell that failed somewhere has to have ended by itself everywhere."""
+"""Seconds within which a cell that failed on a rank has to end by itself on all ranks."""
 
 SMI_TIMEOUT = 20.0
 
 
 def has_gpu() -> bool:
-    """Whether there is one, or none is wanted."""
+    """Return True if a GPU is visible, or if the tests run on the CPU."""
     return DEVICE == "cpu" or gpus() > 0
 
 
 def gpus() -> int:
-    """How many are visible, without CUDA."""
+    """Return how many GPUs are visible, without CUDA."""
     return len(topology.visible_gpus(os.environ)) if DEVICE == "cuda" else 0
 
 
 def big() -> int:
-    """Bytes of a collective whose kernel runs for a while: 1 GiB on a card with 32 of them."""
+    """Return the bytes of a collective that runs for a while: 1/32 of the GPU, at most 1 GiB."""
     if DEVICE == "cpu":
         return 4 << 20
     return min(1 << 30, (int(smi("--query-gpu=memory.total")[0]) << 20) // 32)
 
 
 def make_world(kind: str, n: int, **options: Any) -> World:
-    """N workers with tensors on the GPU, and the group that the kind says."""
+    """Start `n` workers with tensors on the GPU, and a group of this kind."""
     if DEVICE == "cpu" or kind == "gloo":
         options["backend"] = "gloo"
     else:
@@ -76,7 +76,7 @@ def make_world(kind: str, n: int, **options: Any) -> World:
 
 
 def whole(world: World) -> World:
-    """The world, ready for the next test whatever the one before has done to it."""
+    """Make the world ready for the next test, whatever the last test has done to the world."""
     world.session.setup.forget()
     world.session.pop_replaced()
     world.session.on_failure = "heal"
@@ -90,14 +90,14 @@ ends = partial(cells.ends, within=FREED_WITHIN)
 
 
 def used_on_device() -> int:
-    """Bytes in use on all GPUs, as nvidia-smi has it; 0 on the CPU."""
+    """Return the bytes in use on all GPUs, from nvidia-smi; 0 on the CPU."""
     if DEVICE == "cpu":
         return 0
     return sum(int(line) for line in smi("--query-gpu=memory.used")) << 20
 
 
 def smi(query: str) -> list[str]:
-    """The lines of an answer of nvidia-smi; none without it."""
+    """Return the lines that nvidia-smi answers; none without the program."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
@@ -112,7 +112,7 @@ def smi(query: str) -> list[str]:
 
 
 def cuda_traces(pid: int) -> list[str]:
-    """What a process has of a CUDA context: the driver's device files, open or mapped."""
+    """Return a process's signs of a CUDA context: device files of the driver, open or mapped."""
     found = set()
     for number in os.listdir(f"/proc/{pid}/fd"):
         try:

@@ -1,8 +1,8 @@
-"""How long a group takes to be released, and to be connected again: two plain processes.
+"""Measure how long a group of two plain processes takes to be released and connected again.
 
-`python -m tests.gpu.renewals RANK FILE DEVICE NAME` is one of them.  With nccl2 it is revoked and
-reconfigured, with the legacy class aborted and made again, both by nbdist's adapters alone.  Each
-writes the medians, in milliseconds, as a line of JSON.
+`python -m tests.gpu.renewals RANK FILE DEVICE NAME` is one process.  A group of nccl2 is revoked
+and reconfigured, a group of the legacy class is aborted and made again; both use nbdist's adapters
+alone.  Each process writes the medians, in milliseconds, as a line of JSON.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def run(rank: int, file: str, device: torch.device, name: str) -> dict[str, obje
         assert total[0].item() == SIZE
         connected = time.monotonic() - began
         if rank == 0:
-            dist.all_reduce(torch.ones(1 << 20, device=device))  # nobody else comes
+            dist.all_reduce(torch.ones(1 << 20, device=device))  # no other rank joins
         meet(f"waiting{number}")
         began = time.monotonic()
         aborting = threading.Thread(target=adapter.abort, args=([backend],))
@@ -66,4 +66,4 @@ if __name__ == "__main__":
         where = torch.device("cuda", int(sys.argv[1]) % torch.cuda.device_count())
         torch.cuda.set_device(where)
     print(json.dumps(run(int(sys.argv[1]), sys.argv[2], where, sys.argv[4])), flush=True)  # noqa: T201
-    os._exit(0)  # no thread of a backend's is to be waited for
+    os._exit(0)  # do not wait for threads of a backend

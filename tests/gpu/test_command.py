@@ -18,10 +18,10 @@ from tests.waiting import SOON, wait_until
 pytestmark = pytest.mark.timeout(300)
 
 
-def test_it_is_ended(tmp_path: Path) -> None:
-    """What ends the command ends what it has started; the report says what there was.
+def test_an_ended_command_writes_its_report(tmp_path: Path) -> None:
+    """If the command is ended, its report has the tests that ran and those that did not.
 
-    Each test with its outcome, what it measured, and on what machine that was.
+    The report has each test's outcome and figures, and facts about the machine.
     """
     only = ["--only", "stop,kills", "-k", "everything and gloo and collective or grows"]
     process = subprocess.Popen(
@@ -44,14 +44,14 @@ def test_it_is_ended(tmp_path: Path) -> None:
     assert "| test_stop | test_stop_keeps_everything[gloo-one in a collective] |" in page
 
 
-def test_every_file_is_in_the_order() -> None:
-    """But this one."""
+def test_every_file_is_in_a_stage() -> None:
+    """Every test file but this file is in a stage of the command."""
     files = {path.stem for path in command.HERE.glob("test_*.py")}
     assert files - {"test_command"} == {*command.FILES}
 
 
-def test_what_is_reported() -> None:
-    """Before a file has said its tests, in the midst of one, and after a crash."""
+def test_tests_without_a_result_are_reported() -> None:
+    """Tests that were cut off or never began are reported, also if their file named no tests."""
     (nothing,) = results_of("test_x", [], "no time was left")
     assert (nothing.test, nothing.outcome, nothing.note) == ("", "not run", "no time was left")
     said = [
@@ -81,8 +81,8 @@ def test_what_is_reported() -> None:
         ([("call", "failed"), ("teardown", "failed")], "error"),
     ],
 )
-def test_how_a_test_ended(lines: list[tuple[str, str]], outcome: str) -> None:
-    """In its call, or in what was done before and after it."""
+def test_failures_around_a_test_are_errors(lines: list[tuple[str, str]], outcome: str) -> None:
+    """A test fails in its call, and has an error if its set-up or teardown fails."""
     ends = [{**_ended("a", how, {}), "when": when, "note": "E  bad"} for when, how in lines]
     results = results_of("test_x", map(json.dumps, [{"tests": ["a"]}, *ends]), "")
     assert [each.outcome for each in results] == [outcome]

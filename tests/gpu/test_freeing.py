@@ -1,9 +1,9 @@
-"""A rank that fails releases those that wait for it on the GPU; all go on.
+"""A rank that fails releases the ranks that wait for it on the GPU, and all ranks go on.
 
 The cells are those of `tests.faults.test_freeing`.  With nccl a rank's Python code does not
-wait for its collectives, so that less is told of who waited in which line; and what was
-computed from a collective that was aborted means nothing.  The big ones move a gigabyte and
-more, so that kernels are in the midst of them; so are CUDA graphs, two groups, point to point.
+wait for its collectives, so messages say less about which rank waited in which line, and results
+of an aborted collective mean nothing.  Big collectives move a gigabyte and more, so that kernels
+run while a rank fails; other tests are of CUDA graphs, two groups, and point to point.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ KEPT_BUSY = "t = torch.ones({length})\nfor step in range(30):\n    {then}\n    d
 
 @pytest.fixture
 def world(world: World, kind: str) -> World:
-    """Four ranks with a DDP model and a subgroup, and with meshes where these work."""
+    """Four ranks with a DDP model and a subgroup, and with meshes if meshes work."""
     if not all(world.gather("'net' in globals()")):
         world.execute(collectives.MODEL)
         if has_meshes(kind):
@@ -46,16 +46,16 @@ def world(world: World, kind: str) -> World:
 
 
 def has_meshes(kind: str) -> bool:
-    """Some versions of torch give meshes of CUDA devices nccl, whatever the group has."""
+    """Return True if meshes work: torch may give meshes of CUDA devices nccl in a gloo group."""
     return kind == "nccl" or lab.DEVICE == "cpu"
 
 
 def goes_on(world: World, kind: str) -> None:
-    """All variables are there, and all that was built before works."""
+    """Assert that all variables exist, and that all that was built before works."""
     assert world.gather("kept") == [*range(world.size)]
     sources = [faults.MODEL_WORKS, *([faults.SHARDS_WORK] if has_meshes(kind) else [])]
     if kind == "nccl":
-        # What was computed from an aborted collective is no model any more.
+        # Values computed from an aborted collective are useless: rank 1 sends its model.
         sources.insert(0, "for p in net.parameters(): dist.broadcast(p.detach(), 1)")
         sources.insert(1, "optimizer.state.clear()")
     for source in sources:
@@ -63,7 +63,7 @@ def goes_on(world: World, kind: str) -> None:
 
 
 def bad(collective: str, length: int = 256) -> str:
-    """A cell in which rank 1 raises and the others wait."""
+    """Return a cell in which rank 1 raises and the others wait."""
     return (
         f"t = torch.ones({length})\nu = torch.ones(world_size * 64)\n"
         f"if rank == 1:\n    raise ValueError('bad')\n{collective}"
@@ -71,10 +71,10 @@ def bad(collective: str, length: int = 256) -> str:
 
 
 @pytest.mark.parametrize(("name", "is_big"), CASES, ids=NAMES)
-def test_one_rank_raises(
+def test_a_rank_that_raises_releases_the_others(
     world: World, kind: str, figure: Figure, name: str, *, is_big: bool
 ) -> None:
-    """The cell ends with that one exception; processes and variables are kept, all goes on."""
+    """The cell ends with the exception of rank 1; processes and variables stay, and all goes on."""
     if kind == "gloo" and name not in WITH_GLOO:
         pytest.skip("tests/faults has it on the CPU")
     before = dict(world.pids)
@@ -91,10 +91,10 @@ def test_one_rank_raises(
     figure(f"{kind}: rank 1 of 4 raises, {name} of {4 * length >> 20} MiB", running.age, "s")
 
 
-def test_a_rank_raises_in_the_midst(world: World, kind: str, figure: Figure) -> None:
-    """Kernels of all ranks run, of collectives of gigabytes, when one raises."""
+def test_a_rank_may_raise_among_running_kernels(world: World, kind: str, figure: Figure) -> None:
+    """A rank raises while kernels of large collectives run on all ranks, and all goes on."""
     before = dict(world.pids)
-    # Each that is aborted still copies its gigabyte, and gloo's go through the CPU.
+    # Each aborted collective still copies its gigabyte, and gloo copies through the CPU.
     length = lab.big() // (4 if kind == "nccl" else 64)
     source = KEPT_BUSY.format(
         length=length, then="if rank == 1 and step == 3: raise ValueError('bad')"
@@ -106,8 +106,10 @@ def test_a_rank_raises_in_the_midst(world: World, kind: str, figure: Figure) -> 
     goes_on(world, kind)
 
 
-def test_the_first_collective_of_all(world: World, kind: str, figure: Figure) -> None:
-    """Ranks that never had a collective before are released as well, twice."""
+def test_ranks_are_released_from_their_first_collective(
+    world: World, kind: str, figure: Figure
+) -> None:
+    """Ranks are released from the first collective that they ever had, and then once more."""
     world.restart()
     world.execute(lab.ON_DEVICE)
     before = dict(world.pids)
@@ -120,8 +122,8 @@ def test_the_first_collective_of_all(world: World, kind: str, figure: Figure) ->
     world.execute(lab.SUM)
 
 
-def test_the_first_collective_of_a_subgroup(world: World, kind: str) -> None:
-    """A rank that waits for one of its subgroup's that has failed is released."""
+def test_a_rank_is_released_from_a_new_subgroup(world: World, kind: str) -> None:
+    """A rank that waits in a new subgroup for a member that has failed is released."""
     world.execute("new = dist.new_group([0, 2])")
     _, error = lab.ends(
         world,
@@ -133,16 +135,16 @@ def test_the_first_collective_of_a_subgroup(world: World, kind: str) -> None:
     goes_on(world, kind)
 
 
-def test_a_skipped_collective(world: World, kind: str) -> None:
-    """Ranks that wait for one that has finished the cell are released, and the cell says so."""
+def test_a_skipped_collective_releases_the_others(world: World, kind: str) -> None:
+    """Ranks that wait for a rank that has finished the cell are released, and the cell says so."""
     _, error = lab.ends(world, "t = torch.ones(1)\nif rank != 1:\n    dist.all_reduce(t); t.item()")
     assert isinstance(error, RanksReleased)
     assert "rank 1 finished the cell without" in str(error)
     goes_on(world, kind)
 
 
-def test_collectives_that_differ(world: World, kind: str) -> None:
-    """Ranks in two different ones are released; the cell names both."""
+def test_ranks_in_different_collectives_are_released(world: World, kind: str) -> None:
+    """Ranks in two different collectives are released, and the error names both."""
     _, error = lab.ends(
         world,
         "t = torch.ones(8)\n"
@@ -154,23 +156,23 @@ def test_collectives_that_differ(world: World, kind: str) -> None:
     goes_on(world, kind)
 
 
-def test_a_cell_for_some_ranks(world: World, kind: str) -> None:
-    """A cell for one rank with a collective of all cannot hang, and says why."""
+def test_a_cell_for_one_rank_cannot_hang(world: World, kind: str) -> None:
+    """A cell of rank 0 with a collective of all ranks cannot hang, and its error says why."""
     _, error = lab.ends(world, "t = torch.ones(1)\ndist.all_reduce(t); t.item()", ranks=[0])
     assert "rank 0 waits in" in str(error)
     assert "ranks 1-3 do not run this cell" in str(error)
     goes_on(world, kind)
 
 
-def test_slow_is_not_stuck(world: World, kind: str) -> None:
-    """A rank that computes before it joins is waited for, though others have finished."""
+def test_a_slow_rank_is_waited_for(world: World, kind: str) -> None:
+    """The others wait for a rank that computes for 3 s before it joins the collective."""
     source = "import time\nif rank == 2: time.sleep(3)\nt = torch.ones(1); dist.all_reduce(t)"
     assert list(world.execute(source, fetch=("t.item()",))) == [4.0] * 4
     goes_on(world, kind)
 
 
 def test_a_group_is_made_after_a_failure(world: World, kind: str) -> None:
-    """`new_group` gives one that works, also for those that waited to make one."""
+    """After a failure `new_group` makes a group that works, also on ranks that waited in it."""
     _, error = lab.ends(world, "if rank == 1: raise ValueError('bad')\ndist.new_group()")
     assert "ValueError: bad" in str(error)
     world.execute("other = dist.new_group(); dist.all_reduce(torch.ones(1), group=other)")
@@ -185,10 +187,10 @@ def test_a_group_is_made_after_a_failure(world: World, kind: str) -> None:
         (1, "os._exit(3)", "exited with code 3"),
     ],
 )
-def test_a_rank_dies_in_the_midst(
+def test_a_rank_that_dies_among_kernels_is_replaced(
     world: World, kind: str, figure: Figure, dying: int, end: str, told: str
 ) -> None:
-    """It is replaced under its number; the others keep processes and variables."""
+    """A rank that dies is replaced under its number; the others keep processes and variables."""
     before = dict(world.pids)
     then = f"if rank == {dying} and step == 3: {end}"
     running, error = lab.ends(
@@ -255,7 +257,7 @@ def around(fails=False):
 IN_FLIGHT = {
     "two groups": (TWO, "both(fails=rank == 1)", "both()"),
     "send and receive": (RING, "around(fails=rank == 1)", "around()"),
-    # What was captured has the communicator that was aborted.
+    # The captured graph has the communicator that was aborted.
     "a CUDA graph": (
         f"{GRAPH}\ncapture(); replay()",
         "if rank == 1: raise ValueError('bad')\nreplay()",
@@ -266,8 +268,10 @@ IN_FLIGHT = {
 
 @lab.NCCL
 @pytest.mark.parametrize("name", IN_FLIGHT)
-def test_what_is_in_flight(world: World, figure: Figure, name: str) -> None:
-    """The others are released; the same works again, with the processes there were."""
+def test_work_in_flight_is_released_and_works_again(
+    world: World, figure: Figure, name: str
+) -> None:
+    """A failure releases ranks from work in flight, which works again in the same processes."""
     if lab.DEVICE == "cpu" and "CUDA" in name:
         pytest.skip("for CUDA")
     made, fails, works = IN_FLIGHT[name]

@@ -1,4 +1,4 @@
-"""What cells and values cost: a collective, a first training step, CUDA tensors on their way."""
+"""Costs of cells and values: a collective, a first training step, transfers of CUDA tensors."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def seconds(run: Callable[[], object]) -> float:
     return time.monotonic() - started
 
 
-def test_cells(world: World, figure: Figure) -> None:
-    """Medians of fifty, after the first."""
+def test_the_time_of_a_cell_is_reported(world: World, figure: Figure) -> None:
+    """The report has the medians of fifty cells, after a first cell."""
     for name, source in {"pass": "pass", "all_reduce": lab.SUM}.items():
         world.execute(source)
         took = median(seconds(lambda source=source: world.execute(source)) for _ in range(50))
         figure(f"execute of `{name}`, n=4", 1000 * took, "ms")
 
 
-def test_first_step(world: World, figure: Figure) -> None:
-    """A DDP model is made, and takes its first step, then another one."""
+def test_the_first_training_step_is_reported(world: World, figure: Figure) -> None:
+    """A DDP model is made, takes its first step, then another step, and ranks agree."""
     world.restart()
     world.execute(lab.ON_DEVICE)
     figure("model and first step", seconds(lambda: world.execute(collectives.MODEL + STEP)), "s")
@@ -59,8 +59,8 @@ del pageable, pinned
 """
 
 
-def test_values(world: World) -> None:
-    """What comes is on the CPU, and right: views, strides, types, shared memory, gradients."""
+def test_gathered_tensors_are_on_the_cpu(world: World) -> None:
+    """Gathered tensors are on the CPU, with their views, strides, types and shared memory."""
     world.execute(
         "whole = torch.arange(24, dtype=torch.float32).reshape(4, 6) + rank\n"
         "parts = {'t': whole.t(), 'row': whole[1], 'half': whole.half(), 'steps': whole[:, ::2],\n"
@@ -82,11 +82,11 @@ def test_values(world: World) -> None:
         assert parts["grown"].requires_grad
         assert parts["none"].shape == (0, 6)
         pair[0][0, 0] = 99
-        assert pair[1][0].item() == 99  # one memory, as there
+        assert pair[1][0].item() == 99  # a single memory, as on the rank
 
 
-def test_big_ones(world: World, figure: Figure) -> None:
-    """They come through pinned memory: a gather is not slower than copies to pageable memory."""
+def test_big_tensors_are_gathered_to_the_cpu(world: World, figure: Figure) -> None:
+    """Big tensors are gathered to the CPU; the report compares this with copies on the rank."""
     world.execute(f"big = torch.full(({SIZE},), rank, dtype=torch.uint8); big.sum().item()")
     world.execute(COPIES, ranks=[0])
     pageable, pinned = world.gather("took", ranks=[0])[0]
@@ -102,8 +102,8 @@ def test_big_ones(world: World, figure: Figure) -> None:
         assert all(tensor.device.type == "cpu" for tensor in found)
 
 
-def test_names_go_to_the_workers(world: World, figure: Figure) -> None:
-    """The notebook's tensors are the CPU's; a cell puts them on the GPU."""
+def test_sent_tensors_leave_the_notebook_without_cuda(world: World, figure: Figure) -> None:
+    """A cell puts a tensor that the notebook sent on its GPU, and the notebook has no CUDA."""
     import torch
 
     data = torch.ones(SIZE, dtype=torch.uint8)
@@ -114,16 +114,18 @@ def test_names_go_to_the_workers(world: World, figure: Figure) -> None:
     assert not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
 
 
-def test_sync(world: World) -> None:
-    """What goes from rank to rank arrives on the receiver's own GPU."""
+def test_synced_values_are_on_the_receiver_s_gpu(world: World) -> None:
+    """A value that goes from rank to rank arrives on the receiver's own GPU."""
     world.execute("state = {'w': torch.full((1000,), float(rank)), 'step': rank}")
     world.sync(["state"], source=2, ranks=[0, 1, 3])
     assert world.gather("state['w'].sum().item()") == [2000.0] * 4
     assert world.gather("state['w'].device == device") == [True] * 4
 
 
-def test_snapshot(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA tensors and the GPU's random state come back from the disk, each rank's own."""
+def test_a_snapshot_restores_tensors_on_the_gpu(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA tensors come back from the disk, each rank's own tensor on its own GPU."""
     monkeypatch.setenv("NBDIST_SNAPSHOT_DIR", str(tmp_path))
     world.execute("w = torch.full((10,), float(rank)); torch.manual_seed(rank)")
     world.snapshot(["w"], name="gpu")
@@ -135,8 +137,8 @@ def test_snapshot(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert world.gather("w.device == device") == [True] * 4
 
 
-def test_digests(world: World, figure: Figure) -> None:
-    """They are made on the device: equal for equal contents, and of what differs how much."""
+def test_digests_of_cuda_tensors_show_differences(world: World, figure: Figure) -> None:
+    """Digests of CUDA tensors are equal for equal contents; ranks compute how far they differ."""
     world.execute(
         "net = torch.nn.Linear(300, 300)\n"
         "for each in net.parameters(): each.data.fill_(0.5)\n"

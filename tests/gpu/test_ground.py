@@ -1,4 +1,4 @@
-"""What nccl is here, where CUDA is and must not be, what listens, and the start."""
+"""The ground of other tests: nccl's backend, processes without CUDA, sockets, and the start."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ found = sorted({each.laddr[:2] for each in found if each.status == psutil.CONN_L
 pytestmark = pytest.mark.timeout(90)
 
 
-def test_what_nccl_is(world: World, kind: str, fact: Fact) -> None:
-    """The backend of CUDA tensors: its class, its name, and whether it can be connected anew."""
+def test_the_backend_of_cuda_tensors_is_reported(world: World, kind: str, fact: Fact) -> None:
+    """The report has the backend's class and name, and whether it can be connected again."""
     world.execute("t = torch.ones(1); dist.all_reduce(t)")
     world.execute(
         "group = dist.group.WORLD; backend = group._get_backend(device)\n"
@@ -43,8 +43,8 @@ def test_what_nccl_is(world: World, kind: str, fact: Fact) -> None:
     assert lab.DEVICE == "cpu" or kind in about[1]
 
 
-def test_what_the_doctor_finds(gpu: str, fact: Fact) -> None:
-    """`nbdist doctor` names GPUs, driver and nccl; torch can use them, in another process."""
+def test_the_doctor_names_gpus_and_nccl(gpu: str, fact: Fact) -> None:
+    """`nbdist doctor` names the GPUs and nccl, and finds no problem with torch."""
     command = [sys.executable, "-m", "nbdist.terminal", "doctor"]
     lines = subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
     fact("doctor", " | ".join(line for line in lines if "torch " in line or " GPU" in line))
@@ -55,8 +55,8 @@ def test_what_the_doctor_finds(gpu: str, fact: Fact) -> None:
         assert any(line.startswith(f"ok: {lab.gpus()} GPU") for line in lines)
 
 
-def test_what_listens(world: World, kind: str, fact: Fact) -> None:
-    """After collectives of the group and of a subgroup nothing does beyond loopback."""
+def test_no_rank_listens_beyond_loopback(world: World, kind: str, fact: Fact) -> None:
+    """After collectives of the group and of a subgroup no rank listens beyond loopback."""
     world.execute(
         "t = torch.ones(1); dist.all_reduce(t); pair = dist.new_group([0, 1])\n"
         "if rank < 2: dist.all_reduce(t, group=pair)"
@@ -83,7 +83,7 @@ def test_a_notebook_has_no_cuda(gpu: str) -> None:
 
 
 def test_agent_and_fork_server_have_no_cuda(gpu: str) -> None:
-    """Neither has a device of the driver open, and forks are no forks of a CUDA context."""
+    """Agent and fork server have no device of the driver open, and forks have no CUDA context."""
     with lab.make_world("gloo", 2) as world:
         agent = psutil.Process(world.pids[0]).parent()
         assert agent is not None
@@ -96,7 +96,7 @@ def test_agent_and_fork_server_have_no_cuda(gpu: str) -> None:
         assert world.gather("torch.cuda.is_initialized()") == [gpu == "cuda"] * 2
         if gpu == "cuda":
             assert all(lab.cuda_traces(pid) for pid in world.pids.values())
-        # New ones come from the same process.
+        # New workers come from the same process.
         world.restart()
         world.execute("torch.ones(1, device=device)")
         assert world.gather("torch.cuda._is_in_bad_fork()") == [False] * 2
@@ -104,7 +104,7 @@ def test_agent_and_fork_server_have_no_cuda(gpu: str) -> None:
 
 
 def test_each_rank_has_its_gpu(world: World, gpu: str) -> None:
-    """`device` is the rank's own, it is the current one, and LOCAL_RANK says which."""
+    """`device` is the rank's own GPU and the current device; LOCAL_RANK is the rank's number."""
     assert [each.device for each in world.status()] == world.gather("str(device)")
     if gpu == "cpu":
         assert world.gather("str(device)") == ["cpu"] * 4
@@ -117,7 +117,7 @@ def test_each_rank_has_its_gpu(world: World, gpu: str) -> None:
 
 
 def test_more_ranks_of_nccl_than_gpus_are_refused() -> None:
-    """Without the option one line says what there is to do; nothing is started."""
+    """Without the option more ranks than GPUs are refused, with a line that names the option."""
     if lab.DEVICE == "cpu" or not lab.gpus():
         pytest.skip("no GPU is visible here")
     with pytest.raises(NotEnoughGpus, match="`--share-gpus` for several on one"):
@@ -125,8 +125,8 @@ def test_more_ranks_of_nccl_than_gpus_are_refused() -> None:
 
 
 @pytest.mark.parametrize("n", [2, 4])
-def test_start_and_memory(kind: str, figure: Figure, n: int) -> None:
-    """Workers start within seconds, and leave nothing on the GPU when they end."""
+def test_ended_workers_leave_no_memory_on_gpus(kind: str, figure: Figure, n: int) -> None:
+    """Workers leave no memory on the GPU when they end; the report has the times of a start."""
     before, started = lab.used_on_device(), time.monotonic()
     with lab.make_world(kind, n) as world:
         world.execute(SUM)

@@ -1,4 +1,4 @@
-"""Ranks die and fail again and again, with nothing that grows."""
+"""Ranks die and fail again and again, and the use of resources does not grow."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = [lab.NCCL, pytest.mark.shared_world(2), pytest.mark.timeout(150)]
 TIMES = 50
 
 LONGEST = {"os._exit(3)": 100.0, "raise ValueError('bad')": 25.0}
-"""Seconds after which it is enough, on a slow machine."""
+"""Seconds after which a slow machine may stop with fewer times."""
 
 HELD = """
 import gc, os, psutil
@@ -29,11 +29,11 @@ held = (
 
 
 @pytest.mark.parametrize("end", LONGEST)
-def test_nothing_grows(world: World, figure: Figure, end: str) -> None:
-    """Fifty of them, with an all_reduce after each; what the survivor and the device hold stays."""
+def test_nothing_grows_with_deaths_and_failures(world: World, figure: Figure, end: str) -> None:
+    """After fifty deaths or failures the survivor and the device hold as much as before."""
     before, began = world.pids[0], time.monotonic()
     held, used = [], []
-    filled = f"filled = torch.ones({lab.big() // 16})"  # 256 MiB that are to be free again
+    filled = f"filled = torch.ones({lab.big() // 16})"  # 256 MiB that must be released again
     while len(held) < TIMES and time.monotonic() - began < LONGEST[end]:
         lab.ends(world, f"import os\n{filled}\nif rank == 1: {end}\n{lab.SUM}")
         world.execute(f"{lab.SUM}\n{HELD}")
@@ -49,6 +49,6 @@ def test_nothing_grows(world: World, figure: Figure, end: str) -> None:
         figure(f"{end}: more {unit}", number, "")
     figure(f"{end}: more on the device", used[-1] - used[early], "MiB")
     assert more[0] <= 4
-    assert more[1] <= 4 or lab.TORCH < (2, 14)  # gloo's, two each time
+    assert more[1] <= 4 or lab.TORCH < (2, 14)  # threads of gloo, two each time
     assert more[2] <= 64
     assert used[-1] <= used[early] + 96

@@ -1,4 +1,4 @@
-"""A GPU error that lasts costs its rank alone; a full GPU costs nobody anything, and is emptied."""
+"""A lasting GPU error costs only its rank; a full GPU costs no rank, and can be emptied."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ POISON = (
     else "raise getattr(torch, 'AcceleratorError', RuntimeError)"
     "('CUDA error: device-side assert triggered')"
 )
-"""An index that does not exist, which a kernel asserts; where there is none, what torch raises."""
+"""An index out of range, at which a kernel fails; on the CPU, the error that torch would raise."""
 
 CASES = {
     "it is noticed": f"{POISON}\n    torch.ones(1).item()",
@@ -31,8 +31,10 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_poisoned_context(world: World, figure: Figure, case: str) -> None:
-    """The rank is restarted by itself; the line says so, the others keep all, the group works."""
+def test_only_a_rank_with_a_poisoned_context_restarts(
+    world: World, figure: Figure, case: str
+) -> None:
+    """A rank with a poisoned context is restarted by itself; others keep all, the group works."""
     world.execute("kept = rank")
     before = dict(world.pids)
     running, error = lab.ends(
@@ -50,8 +52,8 @@ def test_a_poisoned_context(world: World, figure: Figure, case: str) -> None:
     world.execute(lab.SUM)
 
 
-def test_out_of_memory(world: World) -> None:
-    """It is that rank's exception, by name, with what the memory is used for; all go on."""
+def test_out_of_memory_names_the_tensors_in_use(world: World) -> None:
+    """Out of memory is an exception of its rank, which names tensors in use; all ranks go on."""
     before = dict(world.pids)
     full = "torch.zeros(2**46, dtype=torch.uint8)" if ON_GPU else "torch.empty(1 << 50)"
     source = (
@@ -78,13 +80,13 @@ def test_out_of_memory(world: World) -> None:
     world.execute(lab.SUM)
 
 
-def test_clean(world: World) -> None:
-    """It gives back what the last traceback and `Out` keep alive, and torch's cached memory."""
+def test_clean_releases_tensors_and_cached_memory(world: World) -> None:
+    """`clean` releases tensors of the last traceback and of `Out`, and torch's cached memory."""
     world.clean()
     full = f"torch.zeros({BYTES}, dtype=torch.uint8)"
     with pytest.raises(WorkerError, match="bad"):
         world.execute(f"def keep():\n    held = {full}\n    raise ValueError('bad')\nkeep()")
-    world.execute(f"torch.ones({BYTES // 4})")  # `Out` has it
+    world.execute(f"torch.ones({BYTES // 4})")  # `Out` has this tensor
     cleaned = world.clean()
     for had in cleaned:
         if not ON_GPU:

@@ -1,7 +1,7 @@
-"""nccl and nothing else: no gloo connections tell who waits, or release anybody.
+"""Groups of nccl alone, without connections of gloo that show which ranks wait, or release them.
 
-Both of torch's backends: what "nccl" stands for, and the old one where that is another.  Without
-nbdist, torch's own nccl2 passes what its stand-in passes; that was not run on a GPU yet.
+The tests use the backend that "nccl" stands for, and the old backend of torch if it is another.
+Without nbdist, torch's own nccl2 passes the checks of its stand-in; no GPU has run this part yet.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def world(world: World) -> World:
     return world
 
 
-def test_one_rank_raises(world: World, kind: str, figure: Figure) -> None:
-    """Who waits is released; group and subgroup work on: revoked, or aborted and made again."""
+def test_a_rank_that_raises_releases_the_others(world: World, kind: str, figure: Figure) -> None:
+    """A rank that raises releases the ranks that wait, and group and subgroup work again."""
     before, took = dict(world.pids), []
     for _ in range(5):
         running, error = lab.ends(world, f"if rank == 1: raise ValueError('bad')\n{lab.SUM}")
@@ -66,16 +66,16 @@ def test_one_rank_raises(world: World, kind: str, figure: Figure) -> None:
     figure(f"{kind} ({name}): a rank raises, to idle and connected, median of 5", median(took), "s")
 
 
-def test_one_rank_skips(world: World) -> None:
-    """Who waits for it is released."""
+def test_a_skipped_collective_releases_the_others(world: World) -> None:
+    """Ranks that wait for a rank that has finished the cell are released."""
     _, error = lab.ends(world, f"if rank != 1:\n    {lab.SUM}")
     assert isinstance(error, RanksReleased)
     world.execute(lab.SUM)
 
 
 @pytest.mark.parametrize("dying", [0, 3])
-def test_one_rank_dies(world: World, dying: int) -> None:
-    """It is replaced at once, also where others hold a subgroup that it had, or had not."""
+def test_a_dead_rank_is_replaced_at_once(world: World, dying: int) -> None:
+    """A dead rank is replaced at once, whether the subgroup that others hold had it or not."""
     running, error = lab.ends(world, f"import os\nif rank == {dying}: os._exit(3)\n{lab.SUM}")
     assert isinstance(error, WorkerDied)
     assert running.age < lab.FREED_WITHIN
@@ -84,8 +84,10 @@ def test_one_rank_dies(world: World, dying: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["nccl", "nccl-legacy"])
-def test_connecting_anew(gpu: str, figure: Figure, tmp_path: Path, name: str) -> None:
-    """Revoked and reconfigured, or aborted and made again: two ranks, and nothing else there."""
+def test_two_ranks_release_and_connect_their_group(
+    gpu: str, figure: Figure, tmp_path: Path, name: str
+) -> None:
+    """Two plain processes release their group and connect it again; the report has the times."""
     least = {"cuda nccl": (2, 0), "cuda nccl-legacy": (2, 15), "cpu nccl": (2, 15)}
     if least.get(f"{gpu} {name}", (9,)) > lab.TORCH:
         pytest.skip("it is not here, and no stand-in for it")
@@ -108,7 +110,7 @@ def test_connecting_anew(gpu: str, figure: Figure, tmp_path: Path, name: str) ->
 
 @pytest.fixture(scope="module")
 def said(gpu: str, tmp_path_factory: pytest.TempPathFactory) -> Said:
-    """What two ranks have said of each check, which share a GPU where there is only one."""
+    """The answers of two ranks to each check; the ranks share a GPU if there is only one."""
     if gpu == "cpu" or not has_torch():
         pytest.skip("nccl2 is in torch from 2.15 on, with CUDA")
     shared = sharing_variables(0, MULTI_RANK_NCCL, os.environ) if lab.gpus() < 2 else {}
@@ -116,6 +118,6 @@ def said(gpu: str, tmp_path_factory: pytest.TempPathFactory) -> Said:
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_contract(said: Said, check: str) -> None:
-    """Both ranks pass it."""
+def test_nccl2_passes_each_check_of_its_contract(said: Said, check: str) -> None:
+    """Both ranks pass the check."""
     said.passed(check)

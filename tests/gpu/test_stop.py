@@ -23,11 +23,11 @@ KERNEL = (
     if lab.DEVICE == "cuda"
     else "import ctypes\nctypes.{library}(None).sleep(600)"
 )
-"""A kernel of minutes; on the CPU C code, with the GIL and without."""
+"""A kernel that runs for minutes; on the CPU it is C code, with the GIL and without."""
 
 
 def stop(world: World, source: str, times: int = 1) -> tuple[NbdistError | None, float]:
-    """Stop a cell that would run for ever; its error, and the seconds until idle."""
+    """Stop a cell that would run for ever; return its error, and the seconds until idle."""
     world.execute("kept = rank")
     running = cells.run_for(world, source, 1.0)
     stopped = time.monotonic()
@@ -47,7 +47,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_stop_keeps_everything(world: World, kind: str, figure: Figure, name: str) -> None:
-    """Nobody loses anything, and the group works."""
+    """Stop keeps all processes and variables, and the group works."""
     source = CASES[name].replace("{SUM}", lab.SUM)
     if lab.DEVICE == "cpu":
         source = source.replace("; torch.cuda.synchronize()", "")
@@ -62,8 +62,10 @@ def test_stop_keeps_everything(world: World, kind: str, figure: Figure, name: st
 
 
 @pytest.mark.parametrize("waits", [True, False], ids=["waited for", "left behind"])
-def test_stop_in_a_kernel(world: World, kind: str, figure: Figure, *, waits: bool) -> None:
-    """A rank whose GPU is busy for minutes is replaced once Stop is pressed again; others stay."""
+def test_a_second_stop_replaces_only_a_busy_rank(
+    world: World, kind: str, figure: Figure, *, waits: bool
+) -> None:
+    """Stop, pressed twice, replaces at most the rank whose GPU is busy; the group works."""
     kernel = KERNEL.format(
         then="torch.cuda.synchronize()" if waits else "t.item()",
         library="PyDLL" if waits else "CDLL",

@@ -2,7 +2,7 @@
 
 With gloo the same objects go on bit by bit (`tests.faults.test_training`).  With nccl the ranks
 that waited have run ahead of the collective that was aborted, and their optimizer may have taken
-a step with what it left: the weights are taken from who knows them, or from a copy.
+a step with its remains: the weights are taken from a rank that has them, or from a copy.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def world(world: World) -> World:
 
 
 def can_go_on(model: str, breaks: str) -> None:
-    """Skip what this torch cannot: nbdist says so at the start."""
+    """Skip the test if this version of torch cannot go on, as nbdist says at the start."""
     broken_off = "in the middle" in breaks
     if model == "FSDP2" and broken_off and lab.TORCH < (2, 13):
         pytest.skip("before torch 2.13 an FSDP2 model has to be made anew after that")
@@ -51,7 +51,9 @@ def can_go_on(model: str, breaks: str) -> None:
 
 @pytest.mark.parametrize("breaks", faults.BREAKS)
 @pytest.mark.parametrize("model", ["DDP", "FSDP2"])
-def test_weights(world: World, figure: Figure, model: str, breaks: str) -> None:
+def test_training_goes_on_from_a_copy(
+    world: World, figure: Figure, model: str, breaks: str
+) -> None:
     """From a copy that each rank made before, the same objects go on as an unbroken run does."""
     can_go_on(model, breaks)
     world.execute(f"hook = None; net, optimizer = make({model!r}); train(net, optimizer, range(5))")
@@ -60,7 +62,7 @@ def test_weights(world: World, figure: Figure, model: str, breaks: str) -> None:
     assert world.state is WorldState.READY
     world.execute("if hook is not None: hook.remove()")
     whole = "all(bool((p == kept).all()) for p, kept in zip(net.parameters(), saved))"
-    if model == "DDP":  # parts of FSDP2's are tensors that compare in a collective
+    if model == "DDP":  # tensors of FSDP2 compare in a collective
         intact = sum(world.gather(whole))
         figure(f"{model} {breaks}: ranks with the weights as before", intact, "of 2")
     world.execute(
@@ -74,7 +76,7 @@ def test_weights(world: World, figure: Figure, model: str, breaks: str) -> None:
 
 @pytest.mark.parametrize("dying", [0, 1])
 def test_a_replaced_rank_takes_over_the_weights(world: World, dying: int) -> None:
-    """After a death the survivor's model and optimizer go to the new rank, over the group."""
+    """After a death the survivor's model and optimizer go to the new rank, and training goes on."""
     world.execute("net, optimizer = make('DDP'); train(net, optimizer, range(5))")
     world.execute(KEEP)
     lab.ends(world, f"import os\nif rank == {dying}: os._exit(1)\ntrain(net, optimizer, [5])")
@@ -90,8 +92,8 @@ def test_a_replaced_rank_takes_over_the_weights(world: World, dying: int) -> Non
     assert not first.equal(before)
 
 
-def test_another_number_of_ranks(world: World) -> None:
-    """A DDP model goes on among three, and among two again."""
+def test_a_model_goes_on_with_other_numbers_of_ranks(world: World) -> None:
+    """A DDP model goes on with three ranks, and with two ranks again."""
     world.execute("net, optimizer = make('DDP'); train(net, optimizer, range(3))")
     for size in (3, 2):
         world.scale(size)
@@ -103,8 +105,8 @@ def test_another_number_of_ranks(world: World) -> None:
         assert all(first.equal(other) for other in others)
 
 
-def test_watch(world: World, figure: Figure) -> None:
-    """It names the part that a rank on the GPU had another of, at the next look."""
+def test_watch_names_a_part_changed_on_the_gpu(world: World, figure: Figure) -> None:
+    """`--watch` names the part that a rank changed on its GPU, at the next comparison."""
     world.execute("net, optimizer = make('DDP')")
     change = (
         "if rank == 1 and step == 7:\n        with torch.no_grad(): net.module[0].weight[0, 0] += 1"
@@ -122,8 +124,8 @@ def test_watch(world: World, figure: Figure) -> None:
     assert next(comparison(found, "net"))[0] == "module.0.weight"
 
 
-def test_track(world: World, figure: Figure) -> None:
-    """Numbers that are on the GPU arrive, each in its place."""
+def test_tracked_tensors_may_be_on_the_gpu(world: World, figure: Figure) -> None:
+    """Tracked numbers that are on the GPU arrive, each at its step."""
     began = time.monotonic()
     world.execute("for step in range(100): track(loss=torch.tensor(step + rank / 2))")
     figure("100 calls of track with a tensor", 1e3 * (time.monotonic() - began), "ms")

@@ -1,4 +1,4 @@
-"""torch's own watchdogs end no process, whatever a rank waits for: nbdist sees to that itself."""
+"""torch's own watchdogs end no process, whatever a rank waits for."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ BRIEF = {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "2"}
 pytestmark = [lab.NCCL, pytest.mark.shared_world(4, env=BRIEF), pytest.mark.timeout(75)]
 
 SECONDS = 8 if lab.DEVICE == "cuda" else 3
-"""Longer than any watchdog waits that is told to wait for a second or two."""
+"""Longer than any watchdog waits whose timeout is a second or two."""
 
 CASES = {
-    # By a timeout of the group, which a watchdog looks at.
+    # The group has a timeout, which a watchdog checks.
     "a late rank": f"if rank == 1: time.sleep({SECONDS})\n"
     "dist.all_reduce(t, group=brief); t.sum().item()",
     "all ranks hold the GIL": "dist.all_reduce(t); t.sum().item()\n"
@@ -29,8 +29,8 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_no_process_ends(world: World, name: str) -> None:
-    """The cell ends in one way or the other, all processes stay, and the group works."""
+def test_no_watchdog_ends_a_process(world: World, name: str) -> None:
+    """However the cell ends, all processes stay, and the group works."""
     world.execute(
         "import ctypes, time\nfrom datetime import timedelta\nt = torch.ones(8)\n"
         "brief = dist.new_group(timeout=timedelta(seconds=2)); dist.all_reduce(t, group=brief)"

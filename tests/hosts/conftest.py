@@ -1,11 +1,11 @@
-"""Several hosts on one machine: network namespaces with real daemons in them.
+"""Fixtures for several hosts on one machine: network namespaces with real daemons in them.
 
-Everything is started when a test first asks for it, and ends with the run.  Where this is not root,
-or something is not installed, the tests that ask for it are skipped and say why.
+A daemon is started when a test first asks for it, and ends with the run.  Without root, or if a
+program is not installed, the tests that need it are skipped and say why.
 
-After a test all trouble is undone (`Host.mend`), and what is left on any host is an error of the
+After a test all trouble is undone (`Host.mend`), and leftovers on any host are an error of the
 test: processes, ports that listen, `nbdist-*` folders, shared memory.  A module marked
-`shared_world` is looked at after its last test only.  A host shares programs, this repository,
+`shared_world` is checked after its last test only.  A host shares programs, this repository,
 `/run` and the processor with all others, and nothing else.
 """
 
@@ -23,7 +23,7 @@ from tests.hosts.sshd import Sshd
 
 NAMES = ("node1", "node2", "node3")
 
-# As long as a node needs to end its workers politely.
+# A node needs as long to end its workers gently.
 LEAK_TIMEOUT = 8.0
 POLL_SECONDS = 0.05
 
@@ -50,7 +50,7 @@ def sshd(network: Network) -> Iterator[Sshd]:
 
 @pytest.fixture(scope="session")
 def path(sshd: Sshd) -> Iterator[None]:
-    """Have the ssh of a user who knows the hosts, in this process and what it starts."""
+    """Put the ssh of a user who knows the hosts on the PATH of this process and its children."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", sshd.environ["PATH"])
         yield
@@ -58,14 +58,14 @@ def path(sshd: Sshd) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def hosts_of_module(network: Network) -> Iterator[list[Host]]:
-    """The hosts, for a fixture of a module, after which nothing may be left on them."""
+    """The hosts, for a fixture of a module, which may leave nothing on them."""
     yield network.hosts
     complain(network, "the module")
 
 
 @pytest.fixture
 def hosts(request: pytest.FixtureRequest, hosts_of_module: list[Host]) -> Iterator[list[Host]]:
-    """The hosts, on which nothing may be left by the test, and which are well again after it."""
+    """The hosts, on which a test may leave nothing; all trouble is undone after the test."""
     network: Network = request.getfixturevalue("network")
     yield hosts_of_module
     for host in network.everything:
@@ -75,9 +75,9 @@ def hosts(request: pytest.FixtureRequest, hosts_of_module: list[Host]) -> Iterat
 
 
 def complain(network: Network, where: str, timeout: float = LEAK_TIMEOUT) -> None:
-    """Fails unless all that is no daemon's has gone from all hosts, after some seconds at most.
+    """Fail unless everything but daemons has gone from all hosts, after some seconds at most.
 
-    What is still there is ended, so that the next test is not blamed for it.
+    Leftovers are removed, so that the next test is not blamed for them.
     """
     deadline = time.monotonic() + timeout
     while left := network.left():

@@ -1,11 +1,11 @@
-"""Hosts that are network namespaces of this machine, and the switch that they are plugged into.
+"""Hosts that are network namespaces of this machine, and the switch that connects them.
 
-Needs root.  A host has its own addresses, name, `/etc`, `/tmp`, `/dev/shm` and home folder;
-programs, this repository and `/run` are everybody's.  The tests' own process stands at the switch,
-with an address there: it is the notebook's machine.
+Root is needed.  A host has its own addresses, name, `/etc`, `/tmp`, `/dev/shm` and home folder;
+all hosts share programs, this repository and `/run`.  The tests' own process has an address at
+the switch: its machine is the notebook's.
 
 A process per host holds the namespaces, and ends when its stdin does: when this process ends,
-however it does, the hosts go with it.
+for whatever reason, the hosts end too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ END_TIMEOUT = 5.0
 TOOLS = ("ip", "tc", "nft", "nsenter", "unshare", "setpriv")
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
-# In the mounts of all processes of a host, with the number of the process that made it.
+# A path in the mounts of all processes of a host, with the id of the process that made the host.
 OF_RUN = re.compile(r"/nbh-([0-9]+)-")
 
 # The kernel's number for a TCP socket that listens, in /proc/net/tcp.
@@ -41,7 +41,7 @@ LISTENS = "0A"
 
 
 def missing() -> str | None:
-    """Why there can be no hosts here, or None."""
+    """Return why this machine can have no hosts, or None."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     if absent := [tool for tool in TOOLS if not shutil.which(tool)]:
@@ -51,20 +51,20 @@ def missing() -> str | None:
 
 
 def of_tests() -> dict[str, str]:
-    """What all that tests start has in its environment, here and on hosts."""
+    """Return the variables that all processes of tests have, here and on hosts."""
     names = ("NBDIST_TEST_RUN", "NBDIST_IDLE_IMPORTS")
     return {name: os.environ[name] for name in names if name in os.environ}
 
 
 def sh(*command: str) -> str:
-    """What a command of this machine prints; AssertionError with its complaint if it fails."""
+    """Run a command of this machine and return its output; AssertionError if the command fails."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT)
     assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}{done.stdout}"
     return done.stdout
 
 
 def end(process: subprocess.Popen[bytes], sign: signal.Signals = signal.SIGTERM) -> None:
-    """End it and what it has started, politely and then not, and wait for it."""
+    """End a process and its group by `sign`, or after some seconds by SIGKILL, and wait for it."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, sign)
     try:
@@ -78,7 +78,7 @@ def end(process: subprocess.Popen[bytes], sign: signal.Signals = signal.SIGTERM)
 
 
 def hurry(session: int) -> None:
-    """Have a session of processes go first, where others have the processors."""
+    """Give a session of processes priority over other processes."""
     group = Path(f"/proc/{session}/autogroup")
     if group.exists():
         group.write_text("-10")
@@ -92,16 +92,16 @@ class Host:
         self.address = str(network.subnet[number])
         self.address6 = str(network.subnet6[number])
         self.folder = network.folder / name
-        """Its own, of this machine: its `/etc`, `/tmp` and home folder are in there."""
+        """The host's folder on this machine, with its `/etc`, `/tmp` and home folder."""
         self.environ = {
             "PATH": f"{Path(sys.executable).parent}:{PATH}",
             "HOME": str(HOME),
             "LANG": "C.UTF-8",
             **of_tests(),
         }
-        """What `run` and `popen` start with, and nothing else."""
+        """The whole environment of commands that `run` and `popen` start."""
         self._network = network
-        self._port = f"{network.prefix}p{number}"  # the switch's end of its cable
+        self._port = f"{network.prefix}p{number}"  # the switch's end of the host's cable
         self._lasting: set[int] = set()
         self._lasting_ports: set[int] = set()
         self._holder = self._hold()
@@ -153,7 +153,7 @@ class Host:
         self.run(f"ip -6 addr replace {self.address6}/64 dev eth0 nodad")
 
     def meet(self, hosts: Sequence[Host]) -> None:
-        """Have the host know the names of these, and localhost."""
+        """Let the host know the names of all `hosts`, and localhost."""
         lines = [f"{host.address} {host.name}\n" for host in hosts]
         local = "127.0.0.1 localhost\n::1 localhost ip6-localhost\n"
         (self.folder / "etc" / "hosts").write_text(local + "".join(lines))
@@ -181,7 +181,7 @@ class Host:
     ) -> subprocess.CompletedProcess[str]:
         """Run a command, or a line of sh, on the host; `stdout` and `stderr` are text.
 
-        AssertionError with what it said where it fails, unless `check` is False.
+        A failure raises AssertionError with the output, unless `check` is False.
         """
         done = subprocess.run(
             self.argv(command, environ),
@@ -201,9 +201,9 @@ class Host:
         environ: Mapping[str, str] | None = None,
         **options: object,
     ) -> subprocess.Popen[bytes]:
-        """Start one on the host, in a session of its own; `options` are those of Popen.
+        """Start a command on the host, in a session of its own; `options` are those of Popen.
 
-        It is killed when this process ends; the test ends it before (`network.end`).
+        The command is killed when this process ends; a test ends it before (`network.end`).
         """
         options = {"stdin": subprocess.DEVNULL, "start_new_session": True, **options}
         command = ["setpriv", "--pdeathsig", "KILL", *self.argv(command, environ)]
@@ -233,12 +233,12 @@ class Host:
         return Path(f"/proc/{self._holder.pid}/root{path}")
 
     def lasts(self, process: int, *ports: int) -> None:
-        """Say of a daemon, and of the ports it listens on, that no test leaves it behind."""
+        """Register a daemon and the ports on which it listens, which are no leftovers of tests."""
         self._lasting.add(process)
         self._lasting_ports.update(ports)
 
     def left(self) -> list[str]:
-        """One line for each thing here that is no daemon's: what a test has left behind."""
+        """Return a line for each thing on the host that a test has left behind."""
         processes = self.processes()
         strays = [pid for pid in processes if not self._is_lasting(pid)]
         folders = self.path("/tmp").glob("nbdist-*")
@@ -250,7 +250,7 @@ class Host:
         ]
 
     def _is_lasting(self, pid: int) -> bool:
-        """Whether it is a daemon, a thing that a daemon keeps besides itself, or has ended."""
+        """Whether a process is a daemon, the child of a keeper, or has ended."""
         try:
             state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[:2]
         except OSError:
@@ -264,39 +264,39 @@ class Host:
         sh("ip", "link", "set", self._port, "down")
 
     def link_up(self) -> None:
-        """Plug it in again."""
+        """Plug the cable in again."""
         sh("ip", "link", "set", self._port, "up")
-        # With the carrier the kernel takes its IPv6 routes away.
+        # The kernel has removed the IPv6 routes with the carrier.
         self._give_addresses()
 
     def limit(self, megabits: int) -> None:
-        """Have its cable carry so many million bits a second, in each direction."""
+        """Limit the cable to so many million bits a second, in each direction."""
         self.no_limit()
         shape = ("root", "tbf", "rate", f"{megabits}mbit", "burst", "256kb", "latency", "50ms")
         sh("tc", "qdisc", "add", "dev", self._port, *shape)
         self.run(["tc", "qdisc", "add", "dev", "eth0", *shape])
 
     def no_limit(self) -> None:
-        """Undo `limit`."""
+        """Undo the effect of `limit`."""
         self.run("tc qdisc del dev eth0 root", check=False)
         subprocess.run(["tc", "qdisc", "del", "dev", self._port, "root"], capture_output=True)
 
     def block(self, rule: str, hook: str = "input") -> None:
-        """Drop what this rule of nft's says, as a silent firewall does, until `mend`."""
+        """Drop packets that match a rule of nft, as a silent firewall does, until `mend`."""
         self.run(["nft", "add table inet nbt"])
         self.run(["nft", f"add chain inet nbt {hook} {{ type filter hook {hook} priority 0 ; }}"])
         self.run(["nft", f"add rule inet nbt {hook} {rule} drop"])
 
     def block_from(self, address: str) -> None:
-        """Drop what comes from another host, which goes on sending it."""
+        """Drop packets from another host, which goes on sending."""
         self.block(f"{_family(address)} saddr {address}")
 
     def block_to(self, address: str, what: str = "tcp flags syn / syn,ack") -> None:
-        """Drop what this host sends to another machine: by default what makes connections."""
+        """Drop packets to another machine: by default only those that open connections."""
         self.block(f"{_family(address)} daddr {address} {what}", "output")
 
     def mend(self) -> None:
-        """Undo all of the above."""
+        """Undo the limit, plug the cable in, and remove all rules."""
         self.no_limit()
         self.link_up()
         self.run(["nft", "flush ruleset"])
@@ -304,33 +304,33 @@ class Host:
     # --- ending -------------------------------------------------------------------------
 
     def kill_all(self, *, daemons: bool = False) -> None:
-        """Kill every process of the host, or every one that is no daemon."""
+        """Kill all processes of the host that are no daemons, or the daemons as well."""
         for pid in self.processes():
             if pid != self._holder.pid and (daemons or not self._is_lasting(pid)):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """End all that is on it, and the host."""
+        """End all processes of the host, and the host itself."""
         self.kill_all(daemons=True)
         end(self._holder, signal.SIGKILL)
-        # The kernel takes the namespace apart when it finds time to, and the cable with it.
+        # The kernel removes the namespace, and its cable, some time later.
         subprocess.run(["ip", "link", "delete", self._port], capture_output=True)
 
 
 class Network:
-    """Hosts at a switch, and this machine at it too."""
+    """Several hosts and this machine at one switch."""
 
     def __init__(self, names: Sequence[str]) -> None:
         _remove_abandoned()
         self.prefix = f"nb{os.getpid()}"
         self.folder = Path(tempfile.mkdtemp(prefix=f"nbh-{os.getpid()}-", dir="/run"))
-        """Of this machine and of all hosts: what they are to share."""
+        """A folder that this machine and all hosts share."""
         self.keepers: set[int] = set()
-        """Daemons whose children last as long as they do."""
+        """Daemons whose children are no leftovers either."""
         self.subnet, self.subnet6 = _free_subnets()
         self.address, self.address6 = str(self.subnet[254]), str(self.subnet6[254])
-        """This machine's."""
+        """The addresses of this machine at the switch."""
         self.folder.chmod(0o755)
         self._switch_on()
         self.everything: list[Host] = []
@@ -339,7 +339,7 @@ class Network:
             self.hosts.append(self.add(name))
 
     def add(self, name: str) -> Host:
-        """One more host, which is not among `hosts`."""
+        """Add a host to the network, but not to `hosts`."""
         host = Host(self, name, len(self.everything) + 1)
         self.everything.append(host)
         for each in self.everything:
@@ -354,11 +354,11 @@ class Network:
         sh("ip", "-6", "addr", "add", f"{self.address6}/64", "dev", self.prefix, "nodad")
 
     def left(self) -> list[str]:
-        """One line for each thing on any host that a test has left behind."""
+        """Return a line for each thing on any host that a test has left behind."""
         return [line for host in self.everything for line in host.left()]
 
     def clean(self) -> None:
-        """End and remove all that `left` tells."""
+        """End and remove everything that `left` lists."""
         for host in self.everything:
             host.kill_all()
             places = [host.path("/tmp"), host.path("/dev/shm")]
@@ -369,7 +369,7 @@ class Network:
                     path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """End all hosts, and take the switch away."""
+        """End all hosts, and remove the switch."""
         for host in self.everything:
             host.close()
         sh("ip", "link", "delete", self.prefix)
@@ -377,9 +377,9 @@ class Network:
 
 
 def _covering(folder: Path, ours: Path) -> Iterator[str]:
-    """Lines of sh that put a folder of the host's own in the place of this machine's.
+    """Yield lines of sh that put a folder of the host, `ours`, in the place of this machine's.
 
-    What Python and this repository need of it is still there.
+    Parts that Python and this repository need stay visible.
     """
     ours.mkdir(mode=0o1777 if folder == Path("/tmp") else 0o700)
     needed = {ROOT, Path(sys.prefix), Path(sys.base_prefix), *map(Path, filter(None, sys.path))}
@@ -407,7 +407,7 @@ def _command(pid: int) -> str:
 
 
 def _free_subnets() -> tuple[ipaddress.IPv4Network, ipaddress.IPv6Network]:
-    """Two that nothing on this machine has an address in."""
+    """Return an IPv4 network in which this machine has no address, and an IPv6 network."""
     links = json.loads(sh("ip", "-json", "addr"))
     taken = [
         ipaddress.ip_interface(f"{each['local']}/{each['prefixlen']}").network
@@ -422,7 +422,7 @@ def _free_subnets() -> tuple[ipaddress.IPv4Network, ipaddress.IPv6Network]:
 
 
 def _remove_abandoned() -> None:
-    """End and remove what runs that were killed have left: processes, switches, folders."""
+    """End and remove the leftovers of killed runs: processes, switches, folders."""
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError):
             of_run = OF_RUN.search(Path(f"/proc/{pid}/mountinfo").read_text())
@@ -431,7 +431,7 @@ def _remove_abandoned() -> None:
     for link in json.loads(sh("ip", "-json", "link")):
         name = link["ifname"]
         if name[:2] == "nb" and name[2:].isdigit() and not Path(f"/proc/{name[2:]}").exists():
-            # Another run that begins just now may be quicker.
+            # Another run that begins just now may delete the switch first.
             subprocess.run(["ip", "link", "delete", name], capture_output=True)
     for folder in Path("/run").glob("nbh-*-*"):
         if not Path(f"/proc/{folder.name.split('-')[1]}").exists():

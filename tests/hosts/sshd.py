@@ -1,6 +1,6 @@
-"""A real sshd on each host, and the ssh of a user who has a key and aliases for them.
+"""A real sshd on each host, and the ssh of a user who has a key and aliases for the hosts.
 
-For each host there are these aliases, of which no name server knows:
+Each host has some aliases, of which no name server knows:
 `node1`, `node1-v6` (over IPv6), `node1-refused` (with a key that the host does not accept),
 `node1-changed` (which had another host key once), `node1-closed` (a port where nothing listens).
 """
@@ -16,7 +16,7 @@ from tests.hosts.network import Host, Network, end, of_tests, sh
 from tests.waiting import wait_until
 
 SSHD = "/usr/sbin/sshd"
-# Where sshd locks the part of itself in that talks to strangers; packages make it at boot.
+# The root folder of sshd's process without privileges; packages make the folder at boot.
 PRIVILEGE_FOLDER = Path("/run/sshd")
 
 SERVER = """\
@@ -51,14 +51,14 @@ Host *
 
 
 def missing() -> str | None:
-    """Why there can be no sshd here, or None."""
+    """Return why this machine can have no sshd, or None."""
     if not (Path(SSHD).exists() and shutil.which("ssh") and shutil.which("ssh-keygen")):
         return "no sshd (apt-get install openssh-server openssh-client)"
     return None
 
 
 class Sshd:
-    """The sshd of every host, and what a user's ssh needs."""
+    """The sshd of every host, and the keys and settings of a user's ssh."""
 
     def __init__(self, network: Network) -> None:
         self.folder = network.folder / "ssh"
@@ -71,7 +71,7 @@ class Sshd:
         self._processes = [self._start(host) for host in network.hosts]
         self._write_known_hosts(network.hosts)
         self.path = self.folder / "bin"
-        """A folder to put before PATH: its `ssh` is this machine's, with that configuration."""
+        """A folder to put before PATH: its `ssh` is this machine's, with the user's settings."""
         self.path.mkdir()
         ssh = self.path / "ssh"
         ssh.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {config} "$@"\n')
@@ -81,7 +81,7 @@ class Sshd:
 
     @property
     def environ(self) -> dict[str, str]:
-        """For a program of this machine that calls `ssh`."""
+        """Variables for a program of this machine that calls `ssh`."""
         return {"PATH": f"{self.path}:{os.environ['PATH']}"}
 
     def close(self) -> None:
@@ -100,7 +100,7 @@ class Sshd:
         self._make_key(f"{host.name}.host_key")
         config = self.folder / f"{host.name}.sshd_config"
         config.write_text(self._filled(SERVER, host.name))
-        # A user without a password may log in with a key; one that is locked may not.
+        # A user without a password may log in with a key, a locked user may not.
         host.run("sed -i 's/^root:[^:]*:/root:*:/' /etc/shadow")
         log = (self.folder / f"{host.name}.log").open("wb")
         with log:

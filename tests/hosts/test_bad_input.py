@@ -1,4 +1,4 @@
-"""What cannot work on other hosts: one clear line with the remedy, soon, and nothing is left."""
+"""Worlds that cannot start on other hosts: one clear line with the remedy, and no leftovers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TICKET = Ticket(("127.0.0.1",), 1, "x" * 40, KeyPair.new(), fork=False)
 
 
 def refused(hosts: str, **options: object) -> str:
-    """The first line of what is said where a world does not start on these hosts."""
+    """Start a world that must fail on these hosts; return the first line of the error."""
     with pytest.raises(StartError) as found:
         new_world(hosts, fork=False, **options)
     return str(found.value).splitlines()[0]
@@ -36,8 +36,8 @@ REASONS = {
 }
 
 
-def test_no_agent_there(tmp_path: Path) -> None:
-    """What ssh, or the interpreter there, says, and what to do about it."""
+def test_a_line_says_why_an_agent_cannot_start(tmp_path: Path) -> None:
+    """A line has the reason of ssh or of the host's interpreter, and the remedy."""
     config = WorldConfig(hosts=",".join(REASONS), python="/usr/bin/python3")
     for process in SshLauncher().launch(config, TICKET, tmp_path).processes:
         assert select.select([process], [], [], SOON)[0] == [process]
@@ -47,16 +47,16 @@ def test_no_agent_there(tmp_path: Path) -> None:
         process.close()
 
 
-def test_another_torch(hosts: list[Host]) -> None:
-    """Both versions are named, and nothing is started."""
+def test_a_host_with_another_torch_is_refused(hosts: list[Host]) -> None:
+    """The error names the host's torch, the notebook's, and the remedy."""
     python = wrapped(hosts[1], "torch-2.3.1.dist-info/METADATA", "Name: torch\nVersion: 2.3.1\n")
     said = refused("node2:1", python=python)
     assert said.startswith("the workers could not start: node2 has torch 2.3.1, the notebook ")
     assert "`pip install torch==" in said
 
 
-def test_a_host_that_does_not_reach_the_notebook(hosts: list[Host], network: Network) -> None:
-    """Each address of the notebook's is named, with the port."""
+def test_a_host_cut_off_from_the_notebook_is_named(hosts: list[Host], network: Network) -> None:
+    """The error names the host, the notebook's address, and how long no answer came."""
     for address in (network.address, network.address6):
         hosts[1].block_to(address)
     said = refused("node2:1", address=network.address)
@@ -65,8 +65,8 @@ def test_a_host_that_does_not_reach_the_notebook(hosts: list[Host], network: Net
     assert ": no answer within 5 s" in said
 
 
-def test_hosts_that_do_not_reach_one_another(hosts: list[Host]) -> None:
-    """Which one, the other's address and port, before a rank waits for the group."""
+def test_hosts_that_cannot_reach_one_another_are_named(hosts: list[Host]) -> None:
+    """The error names both hosts and the second's address, before a rank waits for the group."""
     hosts[0].block_to(hosts[1].address)
     said = refused("node1:1,node2:1")
     where = f"node1 cannot reach node2 at {hosts[1].address}:"

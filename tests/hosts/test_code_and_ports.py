@@ -1,4 +1,4 @@
-"""Files, modules, names and ports of hosts, of a world over ssh on hosts that share no folder."""
+"""A world over ssh on hosts that share no folder: files, modules, names, ports and clocks."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from tests.waiting import SOON
 pytestmark = pytest.mark.shared_world(2)
 
 LOGS = "/tmp/logs"
-"""Of each host for itself."""
+"""A folder that each host has for itself."""
 
 MINE = "def answer():\n    return {}\n"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The notebook's, with a module and what git ignores."""
+    """The notebook's folder, with a module and a file that git ignores."""
     folder = tmp_path_factory.mktemp("nb")
     subprocess.run(["git", "init", "-q", folder], check=True)
     (folder / ".gitignore").write_text("local.py\n")
@@ -43,9 +43,9 @@ AHEAD = "import time\nof_kernel = time.time_ns\ntime.time_ns = lambda: of_kernel
 
 @pytest.fixture(scope="module")
 def started(path: None, hosts_of_module: list[Host], folder: Path) -> Iterator[World]:
-    """Two ranks, each on a host of its own, one over IPv6, with the notebook's code.
+    """A world of two ranks, each on its own host, one over IPv6, with the notebook's code.
 
-    The first host has a clock that is wrong, and hardly a disk for logs.
+    The first host has a wrong clock, and hardly any disk for logs.
     """
     first, second, _ = hosts_of_module
     python = wrapped(first, "sitecustomize.py", AHEAD)
@@ -66,10 +66,10 @@ def started(path: None, hosts_of_module: list[Host], folder: Path) -> Iterator[W
 def test_code_follows_the_notebook(
     world: World, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Modules are there, in the working folder; edited ones are imported again; scripts have them.
+    """Ranks import the notebook's modules, again once edited, and scripts do so as well.
 
-    Into a folder below it ranks follow too, where each host has its own; and back.  What cells
-    write into it later cells find there.
+    Ranks follow the notebook into a folder below and back, each host in its own copy.  Later cells
+    find the files that cells have written.
     """
     world.execute("import os, mine; where = os.getcwd(); open('out.txt', 'w').write('9')")
     assert world.gather("mine.answer()") == [1, 1]
@@ -79,7 +79,7 @@ def test_code_follows_the_notebook(
     world.execute("from new import big")
     found = world.gather("big, mine.answer(), open('out.txt').read(), os.getcwd() == where")
     assert found == [(20, 2, "9", True)] * 2
-    world.execute("os.remove('out.txt')")  # which would stay
+    world.execute("os.remove('out.txt')")  # else the file would stay
     with pytest.raises(WorkerError, match=r"`local\.py` is in the notebook's folder, but"):
         world.execute("import local")
     script = "import sys\nimport mine\nfound = sys.argv[1], mine.answer()\n"
@@ -98,7 +98,7 @@ def test_code_follows_the_notebook(
 
 
 def test_hosts_are_named(world: World) -> None:
-    """In results, errors and status, also in a terminal, and by the loggers."""
+    """Results, errors, status (also in a terminal) and loggers name the hosts."""
     result = world.run(socket.gethostname)
     assert result.index(hostname="node2", local_rank=0) == result.rank(1) == "node2"
     with pytest.raises(WorkerError, match="first: rank 1 on node2 after"):
@@ -122,8 +122,8 @@ def test_hosts_are_named(world: World) -> None:
         logger.removeHandler(handler)
 
 
-def test_where_gloo_listens(world: World, hosts: list[Host]) -> None:
-    """On the one address by which the agent has reached the head, and nothing else does."""
+def test_a_rank_listens_on_one_address_only(world: World, hosts: list[Host]) -> None:
+    """Each rank has a single listening port, on the address by which its agent reached the head."""
     world.execute(
         "import psutil\n"
         "found = [each.laddr.ip for each in psutil.Process().net_connections('tcp')\n"
@@ -132,8 +132,8 @@ def test_where_gloo_listens(world: World, hosts: list[Host]) -> None:
     assert world.gather("found") == [[hosts[0].address], [hosts[1].address]]
 
 
-def test_a_clock_that_is_an_hour_ahead(world: World) -> None:
-    """Which rank failed first is right all the same, and a full disk of logs is in nobody's way."""
+def test_a_wrong_clock_does_not_hide_the_first_failure(world: World) -> None:
+    """With a clock an hour ahead the error has the right rank; a full disk of logs does no harm."""
     world.execute("print('x' * 100_000)")
     source = f"{SUM}\nimport time\nif rank == 0: time.sleep(1)\nassert False, rank"
     with pytest.raises(WorkerError) as found:
@@ -144,7 +144,7 @@ def test_a_clock_that_is_an_hour_ahead(world: World) -> None:
     assert seconds < 1800
 
 
-def test_a_host_is_lost(world: World, hosts: list[Host], network: Network) -> None:
-    """All workers end with it, as was said."""
+def test_a_lost_host_ends_all_workers(world: World, hosts: list[Host], network: Network) -> None:
+    """The loss of a host ends all workers with `on_failure="stop"`."""
     assert "All workers were ended" in lose(world, network, hosts[1].link_down)
     assert world.state is WorldState.STOPPED

@@ -1,4 +1,4 @@
-"""The ground itself: hosts that are apart, and a look that finds leaks."""
+"""The fixtures of hosts themselves: the check after each test finds leftovers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ LEFT = {
     "mkdir /tmp/nbdist-left": "node2: folder nbdist-left",
     "touch /dev/shm/left": "node2: /dev/shm/left",
 }
-"""What is done on a host, and what is told of it."""
+"""Commands that leave something on a host, and how the leftover is reported."""
 
 
-def test_what_is_left_is_told(hosts: list[Host], network: Network) -> None:
-    """And ended: processes that have left their session, a port, a folder, shared memory."""
+def test_leftovers_are_reported_and_removed(hosts: list[Host], network: Network) -> None:
+    """Stray processes, ports, folders and shared memory are reported and then removed."""
     assert network.left() == []
     for line in LEFT:
         hosts[1].run(line)

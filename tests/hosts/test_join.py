@@ -1,4 +1,4 @@
-"""Hosts that come by themselves, to a world whose notebook has no way to reach them."""
+"""Hosts that join by themselves a world whose notebook has no way to reach the hosts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INVITATION = re.compile(r"`nbdist join (\S+)`")
 
 
 class Joined(Launched):
-    """Hosts on which somebody runs what the notebook shows; they share no home folder."""
+    """Hosts without a common home, on which somebody runs the command that the notebook shows."""
 
     def __init__(self, network: Network, offers: Path) -> None:
         super().__init__(
@@ -39,14 +39,14 @@ class Joined(Launched):
                 self._join(host)
 
     def _join(self, host: Host) -> None:
-        """With the key from a file, or from stdin; the first is to have the first ranks."""
+        """Run `nbdist join`, with the key from a file or stdin; `--index` orders the hosts."""
         number = self._hosts.index(host)
         key = ("/tmp/key", "- </tmp/key")[number]
         command = f"{JOIN} {self._place} --index {number} --key-file {key}"
         self.commands.append(host.popen(f"exec {command}", stderr=subprocess.DEVNULL))
 
     def come_back(self, world: World, host: Host) -> None:
-        """Run the command there again."""
+        """Run the command on the host again."""
         self._join(host)
         wait_until(lambda: has_come(world), f"{host} to come again")
 
@@ -61,13 +61,13 @@ def bring_key(offers: Path, host: Host) -> None:
 
 @pytest.fixture
 def offers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the notebook's machine has keys; no host has that folder for its own."""
+    """The folder of the notebook's machine that has the keys; no host shares the folder."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     return tmp_path / "nbdist" / "joins"
 
 
-def test_a_world(network: Network, hosts: list[Host], offers: Path) -> None:
-    """It lives as over ssh; the commands end with it, the first with 0, and the key is gone."""
+def test_joined_worlds_live_as_over_ssh(network: Network, hosts: list[Host], offers: Path) -> None:
+    """The commands of the hosts end with the world, the first with 0, and the key is removed."""
     joined = Joined(network, offers)
     try:
         with inherited(joined, network) as world:

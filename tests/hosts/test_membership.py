@@ -1,6 +1,6 @@
-"""Worlds over ssh whose machines are lost, late, slow, silent, or back: what is kept, and said.
+"""Worlds over ssh whose machines are lost, late, slow, silent or back: what ranks keep.
 
-`tests/cluster/test_nodes.py` has connections that are lost, heads and agents that stop.
+`tests/cluster/test_nodes.py` has lost connections, and heads and agents that stop.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ SEAT = """
 SET_UP = "import os, socket, torch, torch.distributed as dist"
 
 LOST_SECONDS = 2.0
-"""In which all packets of one host to another are lost; less than a sign of life may take."""
+"""Seconds in which all packets of a host to another are lost, fewer than a link may be silent."""
 
 
 @pytest.fixture(scope="module")
 def started(path: None, hosts_of_module: list[Host]) -> Iterator[World]:
-    """Two workers on each of two hosts, of which all tests have some."""
+    """A world with two workers on each of two hosts, which most tests share."""
     with new_world() as world:
         world.execute(SET_UP, setup=True)
         yield world
@@ -63,7 +63,7 @@ def started(path: None, hosts_of_module: list[Host]) -> Iterator[World]:
 
 @pytest.fixture
 def world(started: World, hosts: list[Host]) -> World:
-    """It, whole again, with what each rank was in this test."""
+    """The shared world, whole again; `was` is the rank that each worker has in this test."""
     if started.state is not WorldState.READY or started.size != 4:
         started.restart(4)
     started.execute("was = rank")
@@ -71,28 +71,28 @@ def world(started: World, hosts: list[Host]) -> World:
 
 
 def has_room(world: World) -> bool:
-    """Whether there are four workers again, as soon as the machines for them are there."""
+    """Scale to four workers; return whether the world has four, once machines have room."""
     with suppress(ScaleError):
         world.scale(4)
     return world.size == 4
 
 
 def in_order(world: World, hosts: list[Host]) -> list[Host]:
-    """The two hosts, that of rank 0 first: one that has been lost comes back after the other."""
+    """Return the two hosts, that of rank 0 first: a host that was lost comes back as the second."""
     first = world.gather("socket.gethostname()", ranks=[0])[0]
     return sorted(hosts[:2], key=lambda host: host.name != first)
 
 
 def slots(world: World) -> list[object]:
-    """Say where each rank is, and what it was before; all ranks can still reduce together."""
+    """Return where each rank is and `was`; assert that all ranks can reduce together."""
     world.execute("total = torch.tensor([float(rank)])\ndist.all_reduce(total)")
     everyone = float(sum(range(world.size)))
     assert [float(each) for each in world.gather("total")] == [everyone] * world.size
     return world.gather(SEAT)
 
 
-def test_a_link_is_taken_down(world: World, hosts: list[Host], network: Network) -> None:
-    """In mid-collective: survivors keep all and go on; the machine is taken in when it is back."""
+def test_survivors_of_a_lost_host_go_on(world: World, hosts: list[Host], network: Network) -> None:
+    """Survivors in a collective keep all and go on; the machine is taken in when it is back."""
     world.execute("pair = dist.new_group([0, 1])")
     said = lose(world, network, hosts[1].link_down)
     assert said.startswith("rank 2 on node2 ")
@@ -100,7 +100,7 @@ def test_a_link_is_taken_down(world: World, hosts: list[Host], network: Network)
     assert "now 2 workers; the other ranks keep their variables" in said
     assert world.state is WorldState.READY
     assert slots(world) == [[r, 2, 0, 1, 2, "node1", r] for r in range(2)]
-    # With the cable still out: what was started there has found out by itself.
+    # The cable is still out: the processes on node2 have noticed the loss by themselves.
     wait_until(lambda: not ours_on(hosts[1]), "node2 to be empty")
     hosts[1].link_up()
     wait_until(lambda: has_come(world), "node2 to come back")
@@ -111,7 +111,7 @@ def test_a_link_is_taken_down(world: World, hosts: list[Host], network: Network)
 def test_ranks_of_a_lost_machine_go_where_there_is_room(
     world: World, hosts: list[Host], network: Network
 ) -> None:
-    """With their ranks; what they had is lost, set-up cells have run, and groups are whole."""
+    """Lost ranks get new workers on another machine: variables are gone, set-up cells have run."""
     world.scale(ranks=[0, 2])
     world.execute("was = rank")
     assert [slot[5] for slot in slots(world)] == ["node1", "node2"]
@@ -123,8 +123,8 @@ def test_ranks_of_a_lost_machine_go_where_there_is_room(
     wait_until(lambda: has_room(world), "node1 to come back")
 
 
-def test_the_first_machine_is_lost(world: World, hosts: list[Host]) -> None:
-    """Whoever was rank 0: the next is, also for stores of users' own."""
+def test_rank_0_moves_off_a_lost_machine(world: World, hosts: list[Host]) -> None:
+    """If the machine of rank 0 is lost, the next has rank 0 and is MASTER_ADDR."""
     first, second = in_order(world, hosts)
     first.link_down()
     session = world.session
@@ -133,8 +133,8 @@ def test_the_first_machine_is_lost(world: World, hosts: list[Host]) -> None:
     assert world.gather("os.environ['MASTER_ADDR']") == [second.address] * 2
 
 
-def test_all_machines_are_lost(world: World, hosts: list[Host], network: Network) -> None:
-    """It is said, and what to do; nothing waits."""
+def test_losing_all_machines_is_reported(world: World, hosts: list[Host], network: Network) -> None:
+    """The error says that all machines are lost, and a restart gives new workers."""
 
     def pull() -> None:
         for host in hosts[:2]:
@@ -148,8 +148,8 @@ def test_all_machines_are_lost(world: World, hosts: list[Host], network: Network
     assert [slot[5] for slot in slots(world)] == ["node1", "node1", "node2", "node2"]
 
 
-def test_a_slow_link_and_busy_machines(world: World, hosts: list[Host]) -> None:
-    """Big values on a thin cable, and no processor left: no rank or machine counts as lost."""
+def test_slow_links_and_busy_machines_lose_no_rank(world: World, hosts: list[Host]) -> None:
+    """With values on a slow cable and no free processor no rank or machine counts as lost."""
     pids = dict(world.pids)
     spinning = [
         hosts[1].popen([sys.executable, "-c", "while True: pass"])
@@ -170,8 +170,8 @@ def test_a_slow_link_and_busy_machines(world: World, hosts: list[Host]) -> None:
     assert world.pids == pids
 
 
-def test_cells(world: World) -> None:
-    """Each rank has its slot; a user's own group meets at MASTER_ADDR; Stop ends what waits."""
+def test_cells_can_use_slots_groups_and_stop(world: World) -> None:
+    """Each rank has its slot, a user's own group meets at MASTER_ADDR, and Stop ends waits."""
     has_slots(world)
     world.execute(
         "dist.destroy_process_group()\n"
@@ -189,10 +189,10 @@ def test_cells(world: World) -> None:
     assert world.gather("was") == [0, 1, 2, 3]
 
 
-def test_files_that_hosts_do_not_have(
+def test_files_that_hosts_lack_are_named(
     world: World, network: Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a script and of a folder for snapshots it is said, with the way out."""
+    """If hosts lack a script or the folder for snapshots, the error names the remedy."""
     (tmp_path / "train.py").write_text("pass\n")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(WorkerError, match=r"node\d has no .*train\.py.*--sync-code"):
@@ -201,15 +201,15 @@ def test_files_that_hosts_do_not_have(
     world.execute("x = torch.full((3,), float(rank + 1))")
     with pytest.raises(UsageError, match=r"node\d does not have the folder .*NBDIST_SNAPSHOT_DIR"):
         world.snapshot(name="one")
-    monkeypatch.setenv("NBDIST_SNAPSHOT_DIR", str(network.folder))  # which all hosts have
+    monkeypatch.setenv("NBDIST_SNAPSHOT_DIR", str(network.folder))  # a folder of all hosts
     world.snapshot(name="one")
     world.execute("del x")
     world.restore(name="one")
     assert [each.tolist() for each in world.gather("x")] == [[rank + 1.0] * 3 for rank in range(4)]
 
 
-def test_what_is_on_its_way_when_a_rank_has_finished(world: World, hosts: list[Host]) -> None:
-    """Who waits for it does not wait in vain, though packets have to be sent again and again."""
+def test_a_message_of_a_finished_rank_still_arrives(world: World, hosts: list[Host]) -> None:
+    """A rank that waits for the message is not released while packets are lost and sent again."""
     send = "t = torch.ones(1)\nif rank == 0: dist.send(t, 2)\nif rank == 2: dist.recv(t, 0)"
     world.execute(send)
     first, second = in_order(world, hosts)
@@ -225,14 +225,14 @@ def test_what_is_on_its_way_when_a_rank_has_finished(world: World, hosts: list[H
     check_whole(world)
 
 
-# --- a network that stands still --------------------------------------------------------------
+# --- a network that is stalled ----------------------------------------------------------------
 
 RETRIES = "/proc/sys/net/ipv4/tcp_retries2"
 
 
 @pytest.fixture
 def steady(world: World, hosts: list[Host]) -> Iterator[World]:
-    """The world, with a group whose connections are made; no test may lose a rank."""
+    """The world with a group whose connections exist; the test may lose no rank."""
     check_whole(world)
     pids = dict(world.pids)
     yield world
@@ -245,7 +245,7 @@ def steady(world: World, hosts: list[Host]) -> Iterator[World]:
 def until_stalled(
     world: World, source: str = "dist.all_reduce(t)", ends: str = "node1 and node2"
 ) -> TaskRun:
-    """Run a cell until it says that the network between these is."""
+    """Run a cell until the network between the hosts `ends` is reported as stalled."""
     running = world.session.submit(world.session.task(f"t = torch.ones(1)\n{source}"))
     for _ in world.session.follow(running):
         if re.search(f"the network between {ends} is stalled", running.waits):
@@ -254,8 +254,8 @@ def until_stalled(
 
 
 @pytest.mark.parametrize("sender", [0, 2])
-def test_a_network_that_is_stalled(sender: int, steady: World, hosts: list[Host]) -> None:
-    """It is named in the running cell, which goes on once it is back, whichever end has sent."""
+def test_a_cell_names_a_stalled_network(sender: int, steady: World, hosts: list[Host]) -> None:
+    """The cell goes on once the network is back, whichever host has sent."""
     receiver = 2 - sender
     ends = in_order(steady, hosts)
     here, there = ends[sender // 2], ends[receiver // 2]
@@ -268,8 +268,8 @@ def test_a_network_that_is_stalled(sender: int, steady: World, hosts: list[Host]
     assert running.error() is None
 
 
-def test_stop_where_the_network_is_stalled(steady: World, hosts: list[Host]) -> None:
-    """Control is given back, and nothing is lost."""
+def test_stop_works_while_the_network_is_stalled(steady: World, hosts: list[Host]) -> None:
+    """Stop gives back control, and no rank is lost."""
     hosts[1].block_from(hosts[0].address)
     running = until_stalled(steady)
     steady.session.interrupt()
@@ -277,8 +277,8 @@ def test_stop_where_the_network_is_stalled(steady: World, hosts: list[Host]) -> 
     assert not running.unfinished
 
 
-def test_a_network_that_does_not_come_back(steady: World, hosts: list[Host]) -> None:
-    """TCP says when it gives up, after seconds here and minutes elsewhere; then it is over."""
+def test_a_network_that_stays_away_ends_the_cell(steady: World, hosts: list[Host]) -> None:
+    """The cell ends when TCP gives up, after seconds in this test and after minutes by default."""
     for host in hosts[:2]:
         host.run(f"echo 4 >{RETRIES}")
     try:
@@ -299,14 +299,14 @@ SIZE = 64 << 20
 """Bytes of a big value."""
 
 LIMIT = 80
-"""Million bits a second: they take some seven seconds."""
+"""Million bits a second: a big value takes about seven seconds."""
 
 
 def segments(hosts: list[Host]) -> list[str]:
-    """The shared memory that processes of the hosts, and the heads of this process, have open."""
+    """Return the segments that processes of the hosts, and heads of this process, have open."""
     pids, found = [pid for host in hosts for pid in host.processes()], []
     for each in psutil.Process().children(recursive=True):
-        with suppress(psutil.NoSuchProcess):  # it has just ended
+        with suppress(psutil.NoSuchProcess):  # the process has just ended
             pids += [each.pid] if "nbdist.cluster" in each.cmdline() else []
     for pid in pids:
         for link in Path(f"/proc/{pid}/fd").glob("*"):
@@ -317,22 +317,22 @@ def segments(hosts: list[Host]) -> list[str]:
 
 
 def begun(hosts: list[Host], then: Callable[[], None]) -> AbstractContextManager[None]:
-    """Do something as soon as a big value is on its way: to hosts, or without any from them."""
+    """Call `then` as soon as hosts or heads have a new segment: a big value is on its way."""
     before = {*segments(hosts)}
     return once(lambda: {*segments(hosts)} - before, then, "a big value is on its way")
 
 
 @pytest.fixture
 def big(world: World, hosts: list[Host]) -> Iterator[torch.Tensor]:
-    """A big value, for the second host over a thin cable; after the test no host has any."""
+    """A big value, for a second host with a slow cable; the test may leave no segment open."""
     hosts[1].limit(LIMIT)
     yield torch.ones(SIZE // 4)
     world.execute("for name in ('big', 'mine'): globals().pop(name, None)")
     wait_until(lambda: not segments(hosts), "big values are let go of")
 
 
-def test_how_far_it_is(world: World, big: torch.Tensor) -> None:
-    """The notebook is told while it is on its way, once to each host, and when it is there."""
+def test_the_progress_of_a_big_value_is_known(world: World, big: torch.Tensor) -> None:
+    """The notebook knows how many bytes have moved, up to the value's size for each host."""
     session = world.session
     with sending(session, {"big": big}, range(world.size)) as (payloads, parcels):
         task = session.task("total = big.sum()", names=payloads)
@@ -346,8 +346,8 @@ def test_how_far_it_is(world: World, big: torch.Tensor) -> None:
     assert world.gather("int(total)") == [SIZE // 4] * 4
 
 
-def test_stop_before_it_is_there(world: World, hosts: list[Host], big: torch.Tensor) -> None:
-    """No rank gets the task, what has come is let go, and the next cell runs."""
+def test_stop_cancels_a_big_transfer(world: World, hosts: list[Host], big: torch.Tensor) -> None:
+    """No rank gets the task, received parts are released, and the next cell runs."""
     with begun(hosts, press_stop), pytest.raises(KeyboardInterrupt):
         world.execute("ran = True", names={"big": big})
     wait_until(lambda: not segments(hosts), "what has come is let go of")
@@ -355,8 +355,8 @@ def test_stop_before_it_is_there(world: World, hosts: list[Host], big: torch.Ten
     assert world.gather("has") == [False] * 4
 
 
-def test_a_host_is_lost_half_way(world: World, hosts: list[Host], big: torch.Tensor) -> None:
-    """Its ranks count as dead: the others end the task, and what has come back is no value."""
+def test_a_host_lost_half_way_is_dead(world: World, hosts: list[Host], big: torch.Tensor) -> None:
+    """If a host is lost while a value is on its way there or back, the cell raises WorkerDied."""
     second = in_order(world, hosts)[1]
     with begun(hosts, second.link_down), pytest.raises(WorkerDied, match=second.name):
         world.execute("done = True", names={"big": big})
@@ -368,11 +368,11 @@ def test_a_host_is_lost_half_way(world: World, hosts: list[Host], big: torch.Ten
         world.gather("mine", ranks=[2])
 
 
-# --- what is killed -----------------------------------------------------------------------------
+# --- killed processes ---------------------------------------------------------------------------
 
 
-def test_what_kills_the_head(started: World, hosts: list[Host]) -> None:
-    """With its guard it ends: nothing is left of it on any host, and the notebook is told."""
+def test_a_head_ends_with_its_guard(started: World, hosts: list[Host]) -> None:
+    """If the guard is killed, agents on hosts end as well, and the notebook gets AgentLost."""
     psutil.Process(started.session.link.agent.pid).kill()
     with pytest.raises(AgentLost):
         started.execute("import time\ntime.sleep(99)")
@@ -380,10 +380,10 @@ def test_what_kills_the_head(started: World, hosts: list[Host]) -> None:
 
 
 @pytest.mark.parametrize("detach", [False, True])
-def test_a_notebook_that_is_killed(
+def test_workers_end_with_a_killed_notebook(
     path: None, hosts: list[Host], network: Network, *, detach: bool
 ) -> None:
-    """Its workers end with it, whatever they do, on all hosts; detached ones by a command."""
+    """Workers on all hosts end with their notebook, and detached workers by a command."""
     ssh, name = Launched("ssh", {"hosts": "node1:1,node2:1"}), f"killed-{os.getpid()}"
     with other_notebook(ssh, "/nowhere", name=name, detach=detach):
         assert all(host.left() for host in hosts[:2])
@@ -396,7 +396,7 @@ def test_a_notebook_that_is_killed(
 
 
 def test_a_world_begins_at_the_minimum(hosts: list[Host], network: Network, path: None) -> None:
-    """A host that comes later is taken in; its loss restarts all workers, or ends them, as said."""
+    """A host that comes later is taken in; its loss restarts or ends all workers, as configured."""
     hosts[1].block("tcp dport 22")
     with new_world("node1,node2", layout="1:2x1", on_failure="restart-all") as world:
         world.execute(SET_UP, setup=True)
@@ -415,8 +415,8 @@ def test_a_world_begins_at_the_minimum(hosts: list[Host], network: Network, path
         assert world.state is WorldState.STOPPED
 
 
-def test_this_machine_among_hosts(hosts: list[Host], network: Network, path: None) -> None:
-    """It needs no ssh, which would not know it; an agent that is killed there comes again."""
+def test_this_machine_can_be_among_hosts(hosts: list[Host], network: Network, path: None) -> None:
+    """`localhost` needs no ssh, and comes back after its agent was killed."""
     with new_world("localhost:1,node2:1", address=network.address) as world:
         world.execute(SET_UP, setup=True)
         agent = psutil.Process(world.gather("os.getpid()")[0])

@@ -1,4 +1,4 @@
-"""Notebooks whose workers are on other hosts: what magics say of them, and the tutorial."""
+"""Notebooks whose workers are on other hosts: the texts of magics, and the tutorial."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tests.notebooks.test_notebooks import MANY_MACHINES, check_run, run, text
 from tests.waiting import wait_until
 
 LOGS = "/tmp/nbt-logs"
-"""Which each host has for itself."""
+"""A folder that each host has for itself."""
 
 
-def test_what_magics_say(sshd: Sshd, hosts: list[Host], tmp_path: Path) -> None:
-    """They name hosts: for each rank, where files are, what one lacks, which is lost and back."""
+def test_magics_name_the_hosts_of_ranks(sshd: Sshd, hosts: list[Host], tmp_path: Path) -> None:
+    """Magics name the hosts of ranks, log files and missing files, and notice a lost host."""
     (tmp_path / "mine.py").write_text("x = 1\n")
     environ = {**sshd.environ, "NBDIST_LOG_DIR": LOGS}
     with closing(Notebook(f"%cd -q {tmp_path}", "%load_ext nbdist", env=environ)) as notebook:
@@ -40,7 +40,7 @@ def test_what_magics_say(sshd: Sshd, hosts: list[Host], tmp_path: Path) -> None:
         cell = "%%distributed -r 1\nfrom IPython.display import HTML\nHTML('x' * 10_000_001)"
         assert "node2:/" in notebook.run(cell).text
 
-        # What a page says to a widget finds its way.
+        # A page's message to a widget reaches the rank.
         cell = "%%distributed -r 1\nimport ipywidgets\nslider = ipywidgets.IntSlider()\nslider"
         outcome = notebook.run(cell)
         (name,) = (each["data"][WIDGET]["model_id"] for each in outcome.displays[2:])
@@ -64,8 +64,8 @@ def test_what_magics_say(sshd: Sshd, hosts: list[Host], tmp_path: Path) -> None:
         wait_until(back, "node2 is back")
 
 
-def test_many_machines(hosts: list[Host], path: None, tmp_path: Path) -> None:
-    """It runs and is saved as it runs, and shows what two hosts have learned together."""
+def test_the_tutorial_runs_as_saved(hosts: list[Host], path: None, tmp_path: Path) -> None:
+    """The notebook on many machines shows as it was saved, and names ranks of two hosts."""
     saved = nbformat.read(MANY_MACHINES, as_version=4)
     with closing(Notebook()) as kernel:
         fresh = run(saved, kernel, tmp_path)

@@ -1,7 +1,7 @@
-"""Worlds on a Ray cluster of two hosts: how they live, what Ray shows of them, when it says no.
+"""Worlds on a Ray cluster of two hosts: how they live, what Ray shows of them, and refusals.
 
-The head of a real Ray is on this machine, without a CPU to give; each host is a node with two.  It
-lets nobody in without its token, as a Ray does by itself from 2.60 on.
+The head of a real Ray is on this machine and offers no CPU; each host is a node with two CPUs.
+The cluster refuses clients without its token, as Ray does by default from 2.60 on.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CPUS = 2
 STORE_BYTES = 80_000_000
 START_TIMEOUT = 120.0
 
-# Of the nodes on hosts, so that nothing else there is taken for a part of Ray; besides, it waits
+# Ports of nodes on hosts, so that nothing else there is taken for a part of Ray; Ray also waits
 # 15 s at most for its daemons to say which ports they have chosen.
 PORTS = {
     "node-manager-port": 7001,
@@ -56,25 +56,25 @@ class RayCluster:
     """A cluster of three nodes: this machine, and the first two hosts of a network."""
 
     def __init__(self, network: Network) -> None:
-        # Not Ray's usual port: two heads share one without a word, and its clients get either.
+        # Not Ray's usual port: two heads would share a port silently, and clients get either.
         self._port, *self._ports = _free_ports(7)
         self.address = f"{network.address}:{self._port}"
-        # Paths of sockets are in there, which may not be long.
+        # A short path: the folder holds sockets, whose paths may not be long.
         self.home = Path(tempfile.mkdtemp(prefix="nbr-", dir="/tmp"))
-        """Of a user of this machine, who has the token there; Ray's own folder is in it."""
+        """The home of a user of this machine, with the token and Ray's own folder."""
         self.folder = self.home / "ray"
         token = network.folder / "ray_token"
         token.write_text(secrets.token_hex())
         (self.home / ".ray").mkdir()
         (self.home / ".ray" / "auth_token").symlink_to(token)
         self.environ = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
-        """For Ray and its users, here and on the hosts; whoever has none of it is not let in."""
+        """Variables for Ray and its users, here and on hosts, by which Ray lets programs in."""
         self.hosts = network.hosts[:2]
         self._network = network
         self._nodes: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self) -> None:
-        """Start the head, and when it is there the nodes."""
+        """Start the head, and when the head is up the nodes."""
         own = dict(zip([*PORTS][:6], self._ports, strict=True))
         head = {"node-ip-address": self._network.address, "temp-dir": self.folder, **own}
         head["port"] = self._port
@@ -88,7 +88,7 @@ class RayCluster:
                 start_new_session=True,
                 env=os.environ | self.environ,
             )
-        hurry(self._nodes["head"].pid)  # Ray's have little time to come up
+        hurry(self._nodes["head"].pid)  # Ray's daemons have little time to come up
         self._await("head")
         for host in self.hosts:
             node = {"node-ip-address": host.address, "address": self.address, **PORTS}
@@ -110,7 +110,7 @@ class RayCluster:
             )
 
     def stop(self, name: str, sign: signal.Signals = signal.SIGTERM) -> None:
-        """End Ray on a host, as `ray stop` there does, or its head; what is ours ends by itself."""
+        """End Ray on a host, as `ray stop` does, or its head; agents end by themselves."""
         process = self._nodes.pop(name)
         is_up = process.poll() is None
         below = psutil.Process(process.pid).children(recursive=True) if is_up else []
@@ -122,17 +122,17 @@ class RayCluster:
                 each.kill()
 
     def actors(self, host: Host) -> list[str]:
-        """What processes of Ray's have an agent below them there."""
+        """Return the command lines of Ray's actors that have agents on the host."""
         return [each for each in host.processes().values() if each.startswith("ray::Agent")]
 
     def kill_actor(self, host: Host) -> None:
-        """Kill the only one there."""
+        """Kill the only actor that has an agent on the host."""
         found = host.processes().items()
         (actor,) = (pid for pid, line in found if line.startswith("ray::Agent"))
         os.kill(actor, signal.SIGKILL)
 
     def texts(self) -> str:
-        """All that Ray has written to its logs, here and on the hosts."""
+        """Return all text that Ray has written to its logs, here and on the hosts."""
         folders = [self.folder, *(host.path(str(self.folder)) for host in self.hosts)]
         logs = [path for folder in folders for path in folder.glob("session_2*/logs/**/*")]
         return "".join(path.read_text(errors="replace") for path in logs if path.is_file())
@@ -154,14 +154,14 @@ class RayCluster:
 
 
 def _free_ports(number: int) -> list[int]:
-    """Ports that nothing on this machine has, a moment ago at least: Ray takes no sockets."""
+    """Return ports that were free a moment ago, since Ray takes no open sockets."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.create_server(("", 0))) for _ in range(number)]
         return [each.getsockname()[1] for each in sockets]
 
 
 def _words(process: psutil.Process) -> str:
-    """Its command line, "" where it has just ended."""
+    """Return the command line of a process, "" if the process has just ended."""
     with suppress(psutil.NoSuchProcess):
         return " ".join(process.cmdline())
     return ""
@@ -174,7 +174,7 @@ def _options(own: dict[str, object]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def cluster(network: Network) -> Iterator[RayCluster]:
-    """A real Ray, with a node on each of the first two hosts, which this process knows."""
+    """A real Ray with a node on each of the first two hosts; this process knows the cluster."""
     if importlib.util.find_spec("ray") is None:
         pytest.skip("no Ray (pip install ray)")
     cluster = RayCluster(network)
@@ -208,7 +208,7 @@ print(names, groups)
 
 
 def shown() -> str:
-    """The names of living actors and placement groups."""
+    """Return the names of living actors and placement groups."""
     done = subprocess.run(
         [sys.executable, "-c", SHOWN], capture_output=True, text=True, timeout=SOON
     )
@@ -216,10 +216,10 @@ def shown() -> str:
     return done.stdout.strip()
 
 
-def test_who_has_not_the_token(
+def test_a_missing_token_is_explained_in_one_line(
     cluster: RayCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither asked for it nor found: one line says what to set."""
+    """Without the token the launch fails with a line that says which variable to set."""
     (home := tmp_path / "home").mkdir()
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.delenv("RAY_AUTH_TOKEN_PATH")
@@ -231,12 +231,12 @@ def test_who_has_not_the_token(
     assert [*home.iterdir()] == []
 
 
-def test_agents_that_end(
+def test_agents_end_alone_and_hide_their_ticket(
     cluster: RayCluster, hosts_of_module: list[Host], network: Network, tmp_path: Path
 ) -> None:
-    """Each alone, and how is told; the ticket is in no text of theirs, nor of Ray's logs."""
+    """Each agent ends alone, with its exit code; the secret is in no process or log."""
     keys, context = KeyPair.new(), zmq.Context()
-    with context.socket(zmq.ROUTER) as head:  # which has nothing to say to them
+    with context.socket(zmq.ROUTER) as head:  # which sends nothing to the agents
         head.linger = 0
         listen_with(head, keys)
         port = head.bind_to_random_port(f"tcp://{network.address}", min_port=0)
@@ -264,7 +264,7 @@ def test_agents_that_end(
 
 
 def is_in_no_text(secret: str, cluster: RayCluster) -> None:
-    """Not in arguments, variables, or what Ray writes to its logs."""
+    """Assert that arguments and variables of processes, and Ray's logs, lack the secret."""
     for process in psutil.process_iter():
         assert not (name := shows(process.pid, secret)), f"{name} of {process}"
     texts = cluster.texts()
@@ -272,14 +272,14 @@ def is_in_no_text(secret: str, cluster: RayCluster) -> None:
     assert secret not in texts
 
 
-def test_a_world(cluster: RayCluster, hosts: list[Host], network: Network) -> None:
-    """It lives as over ssh; Ray shows its actors and what is reserved; a node may be stopped.
+def test_a_world_lives_on_ray(cluster: RayCluster, hosts: list[Host], network: Network) -> None:
+    """Ray shows the world's actors and its reservation; a node may be stopped.
 
-    The cluster is found as this machine's, and its token in the home folder of the user.
+    nbdist finds the cluster as this machine's, and its token in the user's home folder.
     """
     actors = lambda: [each for host in cluster.hosts for each in cluster.actors(host)]  # noqa: E731
     launched = allocated("ray", actors)
-    launched.options["layout"] = "2:3x2"  # though there might be more nodes
+    launched.options["layout"] = "2:3x2"  # Ray has two nodes, of three at most
     with ExitStack() as stack:
         with pytest.MonkeyPatch.context() as patch:
             for name in ("RAY_ADDRESS", *cluster.environ):

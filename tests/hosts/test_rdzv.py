@@ -1,6 +1,6 @@
 """Worlds whose ranks meet in a store of torch's own rendezvous: etcd 3.4, and c10d over ssh.
 
-A real etcd on one of the hosts, with the old interface that torch's rendezvous speaks.
+A real etcd is on one of the hosts, with the old interface that torch's rendezvous uses.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ dist.barrier()
 
 
 class Etcd:
-    """An etcd of one member, on a host of the network."""
+    """An etcd with a single member, on a host of the network."""
 
     def __init__(self, network: Network, host: Host) -> None:
         log = network.folder / f"etcd-{host.name}.log"
@@ -55,7 +55,7 @@ class Etcd:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Have it stand still: it takes connections, and does not answer."""
+        """Pause etcd, which then accepts connections and does not answer."""
         self._process.send_signal(signal.SIGSTOP)
         try:
             yield
@@ -68,17 +68,17 @@ class Etcd:
 
 @pytest.fixture
 def host(hosts: list[Host]) -> Host:
-    """One on which there can be an etcd, and torch's rendezvous can speak with it."""
+    """A host for etcd; the test is skipped unless etcd and torch's client for it are installed."""
     if not shutil.which("etcd"):
         pytest.skip("no etcd (apt-get install etcd-server)")
     pytest.importorskip("etcd", reason="no python-etcd (pip install python-etcd)")
     return hosts[1]
 
 
-def test_etcd_goes_away(network: Network, host: Host) -> None:
-    """A line names it and says to start it; what runs goes on, and heals once it is there again.
+def test_a_line_says_to_start_a_lost_etcd(network: Network, host: Host) -> None:
+    """Without etcd a line says to start it; cells go on, and the world heals once etcd is back.
 
-    Ranks meet in it in each generation anew, by either of torch's names for it.
+    Ranks meet in etcd for each new group, by either of torch's names for the backend.
     """
     endpoint = f"{host.address}:{PORT}"
     where = {"rdzv_backend": "etcd-v2", "rdzv_endpoint": endpoint}
@@ -105,10 +105,10 @@ def test_etcd_goes_away(network: Network, host: Host) -> None:
             check_whole(world, 2)
 
 
-def test_c10d_over_hosts(hosts: list[Host]) -> None:
-    """Its store is on a rank of the host that is named; killed ranks are replaced all the same.
+def test_c10d_has_its_store_on_the_named_host(hosts: list[Host]) -> None:
+    """The store of c10d is on the named host, and killed ranks are restarted all the same.
 
-    With `static` another rank has the number of one that has ended, and is what torch's rank 0 is.
+    With `static` the world goes on without the worker that was rank 0, and another gets its number.
     """
     endpoint = f"{hosts[0].address}:{RDZV_PORT}"
     with new_world(rdzv_backend="c10d", rdzv_endpoint=endpoint) as world:

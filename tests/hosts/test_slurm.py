@@ -1,7 +1,7 @@
-"""Worlds in a real Slurm: in an allocation, in one of their own, and when Slurm says no.
+"""Worlds in a real Slurm: in a given allocation, in their own, and refusals of Slurm.
 
-slurmctld has a host of its own, each other has a slurmd, with 8 CPUs, 16,000 MB and 2 GPUs that
-there are not.  This machine is one from which jobs are submitted.
+slurmctld has a host of its own; each other host has a slurmd, with 8 CPUs, 16,000 MB and 2 GPUs
+that do not exist.  This machine is where jobs are submitted.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ DefMemPerCPU=100
 
 
 class Slurm:
-    """A cluster of one partition whose nodes are the hosts of a network."""
+    """A cluster with a single partition, whose nodes are the hosts of a network."""
 
     def __init__(self, network: Network) -> None:
         self.folder = network.folder / "slurm"
@@ -81,11 +81,11 @@ class Slurm:
         for node in self.nodes:
             self._start(node, "slurmd", NODE_PORT)
         wait_until(self._is_up, f"Slurm's nodes are not idle; see {self.folder}")
-        for child in self.control.processes():  # slurmctld has one to run scripts
+        for child in self.control.processes():  # slurmctld has a child to run scripts
             self.control.lasts(child)
 
     def run(self, *words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-        """What one of Slurm's commands does on this machine, outside of any allocation."""
+        """Run a command of Slurm on this machine, outside of any allocation."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
         environ = kept | {"SLURM_CONF": str(self.config)}
         done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=SOON)
@@ -93,18 +93,18 @@ class Slurm:
         return done
 
     def allocate(self, *options: str) -> int:
-        """The number of a new allocation that lasts until it is cancelled."""
+        """Make an allocation that lasts until it is cancelled, and return its number."""
         done = self.run("salloc", "--no-shell", "--immediate=10", *options)
         return int(done.stderr.split("Granted job allocation ")[1].split()[0])
 
     def cancel(self, job: int) -> None:
-        """End an allocation, and wait until Slurm has forgotten what ran in it."""
+        """End an allocation, and wait until Slurm does not list it any more."""
         self.run("scancel", str(job), check=False)
         wait_until(lambda: job not in self.jobs(), f"job {job} is still there")
 
     @contextmanager
     def inside(self, *options: str) -> Iterator[int]:
-        """Have this process be in a new allocation, as in the shell of a `salloc`."""
+        """Put this process into a new allocation, as in the shell of a `salloc`."""
         job = self.allocate(*options)
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("SLURM_JOB_ID", str(job))
@@ -112,13 +112,13 @@ class Slurm:
         self.cancel(job)
 
     def jobs(self) -> list[int]:
-        """The numbers of all that Slurm has not done with."""
+        """Return the numbers of all jobs that Slurm lists."""
         done = self.run("squeue", "--noheader", "--format=%A")
         return [int(line) for line in done.stdout.split()]
 
     def close(self) -> None:
         for process in reversed(self._processes):
-            end(process, signal.SIGKILL)  # what they would write down is not read again
+            end(process, signal.SIGKILL)  # the state that they would save is not read again
 
     def _is_up(self) -> bool:
         done = self.run("sinfo", "--noheader", "--format=%T %D", check=False)
@@ -155,7 +155,7 @@ class Slurm:
             host.run(["ln", "-s", str(self.folder), "/etc/slurm"])
 
     def _start_munged(self) -> subprocess.Popen[bytes]:
-        """One for all: they share a clock and a key."""
+        """Start a munged for all hosts, which share a clock and a key."""
         key = self.folder / "munge.key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o600)
@@ -204,7 +204,7 @@ def make_world(layout: str = "2x1", **options: object) -> World:
 
 
 def dies_when(world: World, do: Callable[[], object]) -> str:
-    """Do this while a cell runs, and return what that cell says."""
+    """Call `do` while a cell runs, and return that cell's error."""
     running = once(lambda: world.state is WorldState.RUNNING, do, "the cell runs")
     with running, pytest.raises(WorkerDied) as died:
         world.execute("import time; time.sleep(600)")
@@ -212,7 +212,7 @@ def dies_when(world: World, do: Callable[[], object]) -> str:
 
 
 def start_killed_in_queue(world: World) -> None:
-    """Start it, and kill its head and the guard above that once it waits in the queue."""
+    """Start a world, and kill its head and the guard once the world waits in the queue."""
     for text in world.session.starting_texts():
         if "waits in Slurm's queue" in text:
             guard = psutil.Process(world.session.link.agent.pid)
@@ -221,18 +221,18 @@ def start_killed_in_queue(world: World) -> None:
 
 
 def stop_start(world: World, said: str) -> None:
-    """Start it, and press Stop once this is said."""
+    """Start a world, and press Stop once the text `said` is shown."""
     for text in world.session.starting_texts():
         if said in text:
             press_stop()
 
 
-def test_a_world(
+def test_a_world_in_an_allocation_is_a_step(
     slurm: Slurm, hosts: list[Host], network: Network, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It lives as over ssh, as a step of its name; the end of the allocation is told."""
+    """The world is a step of its name and lives as over ssh; the allocation's end is reported."""
     with slurm.inside("-N2", f"--gpus-per-node={GPUS}", "--ntasks-per-node=4") as job:
-        # So it is in such a shell, and srun would start four agents on each node.
+        # A shell of `salloc` has both, by which srun would start four agents on each node.
         monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "4")
         monkeypatch.setenv("SLURM_NTASKS", "8")
         steps = ("squeue", "--steps", "--noheader", f"--jobs={job}", "--format=%j")
@@ -240,7 +240,7 @@ def test_a_world(
         launched = allocated("slurm", running)
         with inherited(launched, network) as world:
             has_slots(world)
-            # By these Lightning would take the node's number for the rank.
+            # Lightning would take the node's number for the rank because of such variables.
             told = "{'SLURM_NTASKS', 'SLURM_PROCID', 'SLURM_NODEID'} & {*os.environ}"
             assert world.gather(f"os.environ['SLURM_JOB_ID'], {told}") == [(str(job), set())] * 4
             assert world.session.spec.name in running()
@@ -253,18 +253,18 @@ def test_a_world(
             assert "\n" not in str(found.value)
 
 
-def test_a_notebook_that_is_killed(slurm: Slurm, hosts: list[Host]) -> None:
-    """Its allocation ends, and all that was in it."""
+def test_the_allocation_of_a_killed_notebook_ends(slurm: Slurm, hosts: list[Host]) -> None:
+    """If the notebook is killed, its allocation ends with all processes in it."""
     launched = Launched("slurm", {"layout": "1x1", "salloc": "-p main"})
     with other_notebook(launched, "/nowhere"):
         assert len(slurm.jobs()) == 1
     wait_until(lambda: not slurm.jobs(), "the allocation has ended")
 
 
-def test_a_salloc_that_is_killed(slurm: Slurm, hosts: list[Host]) -> None:
-    """Its allocation, of as many nodes as are free, ends with it; a restart has another one.
+def test_the_allocation_of_a_killed_salloc_ends(slurm: Slurm, hosts: list[Host]) -> None:
+    """The allocation has as many nodes as are free; after its end a restart gets another.
 
-    With Slurm's controller away at the end it is said that the job may run on, and what ends it.
+    If Slurm's controller is away at the end, a line says how to end the job, which may run on.
     """
     other = slurm.allocate("-N2", "--exclusive")
     with make_world("1:2x1", salloc="-p main", name="range") as world:
@@ -302,25 +302,25 @@ def test_a_salloc_that_is_killed(slurm: Slurm, hosts: list[Host]) -> None:
         ),
     ],
 )
-def test_what_slurm_refuses(salloc: str, told: str, slurm: Slurm, hosts: list[Host]) -> None:
-    """In one line."""
+def test_slurm_refuses_in_one_line(salloc: str, told: str, slurm: Slurm, hosts: list[Host]) -> None:
+    """If Slurm refuses a request, the error is one line with Slurm's reason."""
     with pytest.raises(StartError) as found:
         make_world(salloc=salloc).start()
     assert str(found.value).startswith(f"the workers could not start: {told}")
     assert "\n" not in str(found.value)
 
 
-def test_more_nodes_than_a_partition_has(slurm: Slurm, hosts: list[Host]) -> None:
-    """Slurm's own word for it is shown while the job waits, and Stop ends the wait."""
+def test_slurms_reason_is_shown_while_the_job_waits(slurm: Slurm, hosts: list[Host]) -> None:
+    """Slurm's own word for the reason is shown, and Stop ends the wait."""
     with pytest.raises(KeyboardInterrupt):
         stop_start(make_world("9x2", salloc="-p main"), "PartitionNodeLimit")
     wait_until(lambda: not slurm.jobs(), "it is in the queue no more")
 
 
-def test_an_allocation_of_its_own(
+def test_a_world_waits_for_its_own_allocation(
     slurm: Slurm, hosts: list[Host], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is waited for in the queue, where nothing is left after Stop; it ends with the head."""
+    """Stop and the head's death empty the queue; the allocation ends with the head as well."""
     monkeypatch.setenv("SALLOC_TIMELIMIT", "7")
     all_taken = slurm.allocate("-N3", "--exclusive")
     stopping = once(lambda: len(slurm.jobs()) == 2, press_stop, "it is time to stop")

@@ -1,6 +1,6 @@
-"""Worlds on the hosts: how they start, live and end by each launcher, and what their cells run.
+"""Worlds on the hosts: how worlds of each launcher start, live and end, and cells for them.
 
-`tests/hosts/test_membership.py` has all that cells do there, and what goes wrong, over ssh.
+`tests/hosts/test_membership.py` tests what cells do there, and failures, over ssh.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.waiting import SOON, once, wait_until
 AGENT_ARGUMENTS = agent_command("")[1:]
 
 LINK_TIMEOUT = 3
-"""Seconds, where a test does not say otherwise: many wait for the loss of a machine."""
+"""Seconds, unless a test has its own: many tests wait for the loss of a machine."""
 
 FOREVER = """
 import time, torch, torch.distributed as dist
@@ -45,7 +45,7 @@ SUM = "import torch, torch.distributed as dist\ntotal = torch.ones(1)\ndist.all_
 
 
 def new_world(hosts: str | None = "node1:2,node2:2", **options: Any) -> World:
-    """Workers on these hosts, or where else the options say."""
+    """Start a world on the named hosts, or as other options say."""
     options = {"link_timeout": LINK_TIMEOUT, **options}
     world = World(hosts=hosts, log_dir="", show=False, **options)
     world.start()
@@ -59,7 +59,7 @@ exec {python} "$@"
 
 
 def wrapped(host: Host, file: str = "", text: str = "") -> str:
-    """An interpreter of the host, with one more file that comes first on its path."""
+    """Make an interpreter of the host that finds a given file first, and return its path."""
     folder = "/tmp/python"
     host.run(f"rm -rf {folder} && mkdir {folder}")
     if file:
@@ -72,10 +72,10 @@ def wrapped(host: Host, file: str = "", text: str = "") -> str:
 
 
 def agent_on(host: Host) -> int:
-    """The process of the agent there, 0 for none.
+    """Return the process id of the agent on the host, 0 for none.
 
-    Not what stands above it and names its command (a shell, srun, what Ray's actor has between),
-    which there is for a while before the agent; nor a child that has not become another program.
+    Processes above the agent that name its command are ignored (a shell, srun, a process between
+    Ray's actor and the agent), and so is a child that has not become another program yet.
     """
     agents = {pid for pid, line in host.processes().items() if line.split()[1:5] == AGENT_ARGUMENTS}
     for pid in agents:
@@ -86,19 +86,19 @@ def agent_on(host: Host) -> int:
 
 
 def check_whole(world: World, size: int = 4) -> None:
-    """The group of all ranks works."""
+    """Assert that the group of all ranks works."""
     world.execute(SUM)
     assert [float(each) for each in world.gather("total")] == [float(size)] * size
 
 
 def lose(world: World, network: Network, do: Callable[[], object]) -> str:
-    """Do this to a machine while all ranks are in the middle of collectives: what is said then."""
+    """Call `do` while all ranks are in the middle of collectives; return the cell's error."""
     begun = network.folder / "begun"
     begun.unlink(missing_ok=True)
     session = world.session
     with once(begun.exists, do, "the ranks have met"):
         task = session.task(FOREVER.format(begun=str(begun)))
-        running = session.submit(task, Patience(timeout=SOON))  # a survivor that waits is named
+        running = session.submit(task, Patience(timeout=SOON))  # names a survivor that waits
         session.wait(running)
     with pytest.raises(WorkerDied) as caught:
         session.check(running)
@@ -112,7 +112,7 @@ def has_come(world: World) -> bool:
 
 
 def ours_on(host: Host) -> list[str]:
-    """What is there of a world; daemons take their time to find that nobody is there any more."""
+    """Return leftovers of worlds on the host, except sshd, which ends some time later."""
     return [line for line in host.left() if "nbdist" in line and "sshd: " not in line]
 
 
@@ -120,9 +120,9 @@ def ours_on(host: Host) -> list[str]:
 
 
 class Launched:
-    """How worlds are started by one launcher; `options` are their arguments.
+    """A launcher as tests use it; `options` are the arguments of its worlds.
 
-    `rejoin_hint` is what the user is told to do about a lost host, "" where it is tried again;
+    `rejoin_hint` is the advice of the message about a lost host, "" if the host is tried again;
     `holds` lists what the launcher's own programs still keep for a world.
     """
 
@@ -137,22 +137,22 @@ class Launched:
         self.options = {**options, "log_dir": "", "show": False, "link_timeout": LINK_TIMEOUT}
 
     def hear(self, said: str) -> None:
-        """Do what somebody is asked for while a world starts."""
+        """Follow the instructions that are shown while a world starts."""
 
     def come_back(self, world: World, host: Host) -> None:
-        """Have all four workers again after `host` was lost, by what the user was told."""
+        """Get all four workers again after `host` was lost, as the message advised."""
         world.restart()
 
 
 def allocated(name: str, holds: Callable[[], list[str]]) -> Launched:
-    """One that starts machines at the start alone."""
+    """Return a launcher that starts machines only at the start of a world."""
     rejoin_hint = f"With `--launcher {name}` .*`%dist_restart` asks for all again"
     options = {"layout": "2x2"} | ({"launcher": name} if name != "slurm" else {})
     return Launched(name, options, rejoin_hint, holds)
 
 
 def is_clean(launched: Launched, network: Network) -> None:
-    """Nothing is left on any host, nor where the launcher keeps its books."""
+    """Assert that nothing is left on any host, nor in the launcher's own programs."""
     complain(network, launched.name)
     wait_until(lambda: not launched.holds(), f"{launched.name} has let go of the world")
 
@@ -180,7 +180,7 @@ while True:
 
 @contextmanager
 def other_notebook(launched: Launched, gate: str, **options: object) -> Iterator[None]:
-    """Have a notebook whose ranks are in the middle of a cell, and kill it."""
+    """Run a notebook whose ranks are in the middle of a cell, and kill the notebook in the end."""
     source = NOTEBOOK.format(options={**launched.options, **options}, gate=gate)
     command = [sys.executable, "-c", source]
     notebook = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -206,9 +206,9 @@ def named(name: str) -> list[RunningWorld]:
 
 @contextmanager
 def inherited(launched: Launched, network: Network) -> Iterator[World]:
-    """A world that has outlived its notebook; after it nothing is left.
+    """A world that has outlived its notebook and leaves nothing behind.
 
-    The cell that ran went on when the notebook was killed, and all that it has left is there.
+    The running cell went on when the notebook was killed, and its variables are there.
     """
     name = f"left-{launched.name}-{os.getpid()}"
     gate = network.folder / f"gate-{launched.name}"
@@ -231,9 +231,9 @@ KEPT = [10, 11, 12, 13]
 
 
 def has_slots(world: World) -> None:
-    """Ranks are on the hosts that were named, with torchrun's variables.
+    """Assert that ranks are on the named hosts, with torchrun's variables.
 
-    Of the environment they have only the node's own besides.
+    Ranks have none of the notebook's variables, only their node's.
     """
     world.execute("import os, socket")
     assert world.gather("socket.gethostname()") == PLACES
@@ -245,7 +245,7 @@ def has_slots(world: World) -> None:
 
 
 def survives_an_agent(world: World, launched: Launched, network: Network) -> None:
-    """The others go on without its ranks, and the user is told how to have them back."""
+    """Kill an agent: the other ranks go on, and a message says how to get the lost ranks back."""
     world.execute("kept = rank + 10")
     host = network.hosts[1]
     said = lose(world, network, lambda: os.kill(agent_on(host), signal.SIGKILL))

@@ -31,7 +31,7 @@ def until_seen(name, folder={folder!r}):
 
 @dataclass(frozen=True)
 class Drawn:
-    """Which ranks had bars while a cell ran, their lines in a terminal, and its final text."""
+    """The ranks that had bars while a cell ran, the bars' lines in a terminal, the final text."""
 
     ranks: set[tuple[int, ...]]
     lines: list[str]
@@ -45,10 +45,10 @@ class Drawn:
 
 
 def drawn(world: World, folder: Path, source: str, ranks: Sequence[int] = (0, 1)) -> Drawn:
-    """Run a cell as a notebook does, which has bars on these ranks.
+    """Run a cell with bars on some ranks as a notebook does.
 
-    It can wait in the middle of one `until_seen(name)`: until that one was in the table with a
-    row for each of them, somewhere between 0 and 1.
+    The cell can call `until_seen(name)` in the middle of a bar, to wait until the table has shown
+    this bar for each of the ranks, with a fraction between 0 and 1.
     """
     helped = UNTIL_SEEN.format(folder=str(folder)) + source
     running = world.submit(world.task(helped))
@@ -67,7 +67,7 @@ def drawn(world: World, folder: Path, source: str, ranks: Sequence[int] = (0, 1)
 
 
 def moving(table: BarTable, ranks: Sequence[int]) -> set[str]:
-    """The name of the bar that all of these ranks are in the middle of, where it is one."""
+    """Return the name of the bar in whose middle all ranks are, as a set, or an empty set."""
     rows = {row.rank: row for row in table.rows}
     if any(rank not in rows or not 0 < (rows[rank].bar.fraction or 0) < 1 for rank in ranks):
         return set()
@@ -102,23 +102,23 @@ same = all(torch.equal(weights, other) for other in others)
 
 @pytest.fixture(scope="module")
 def started(started: World) -> World:
-    """Two ranks with some data."""
+    """The world of the module, with some data on both ranks."""
     started.execute(DATA)
     return started
 
 
 def in_all(world: World, expression: str) -> set[object]:
-    """The value of an expression, over the ranks."""
+    """Return the different values that an expression has on the ranks."""
     return set(world.gather(expression))
 
 
 def needs(library: str) -> None:
-    """Skip, and say so, where a library is not installed."""
+    """Skip the test, with the reason, if a library is not installed."""
     pytest.importorskip(library, reason=f"{library} is not installed")
 
 
-def test_torch_believes_it(world: World) -> None:
-    """What torchrun's workers can ask of torch they can ask here."""
+def test_torch_takes_ranks_for_workers_of_torchrun(world: World) -> None:
+    """torch takes the ranks for workers of torchrun, and knows their numbers."""
     assert in_all(world, "dist.is_torchelastic_launched()") == {True}
     assert world.gather("(dist.get_rank(), dist.get_world_size())") == [(0, 2), (1, 2)]
 
@@ -175,15 +175,15 @@ assert engine.world_size == 2
 
 
 @pytest.mark.parametrize("library", TRAINING)
-def test_gradients_are_averaged(world: World, library: str) -> None:
-    """It takes the group that is there: weights stay the same on both ranks, and learn."""
+def test_libraries_average_gradients_over_the_ranks(world: World, library: str) -> None:
+    """A library uses the world's process group: weights stay equal on both ranks, losses fall."""
     needs(library.partition(".")[0])
     world.execute(TRAINING[library] + SAME)
     assert in_all(world, "same and losses[-1] < losses[0]") == {True}
 
 
-def test_lightning(world: World, tmp_path: Path) -> None:
-    """`Trainer(devices=2, strategy="ddp")` uses these ranks, whose bars are seen; no processes."""
+def test_lightning_trains_on_the_ranks(world: World, tmp_path: Path) -> None:
+    """`Trainer(devices=2, strategy="ddp")` uses the ranks, shows bars, and starts no process."""
     needs("lightning")
     world.call("plot.begin", names=("lightning_loss",))
     found = drawn(
@@ -236,14 +236,14 @@ model = module.model
     assert in_all(world, "(trainer.world_size, trainer.global_step, children)") == {(2, 8, 0)}
     assert world.gather("trainer.global_rank") == [0, 1]
     assert {*world.call("plot.end").rank(1)} == {"lightning_loss", "rank"}
-    # Of both trainings, in each of which a rank has had 4 steps in each of 2 epochs.
+    # From both trainings, each with 2 epochs of 4 steps on a rank.
     assert [*world.tracked("lightning_loss")["step"]] == 2 * [*range(8)]
     assert in_all(world, "same") == {True}
     assert in_all(world, "dist.get_world_size()") == {2}
 
 
-def test_transformers(world: World, tmp_path: Path) -> None:
-    """Hugging Face's `Trainer` trains a tiny model on both ranks; rank 0 shows how far it is."""
+def test_transformers_trains_on_the_ranks(world: World, tmp_path: Path) -> None:
+    """Hugging Face's `Trainer` trains a tiny model on both ranks; rank 0 shows a bar."""
     needs("transformers")
     needs("accelerate")
     world.call("plot.begin", names=("loss", "lr"))
@@ -284,8 +284,8 @@ model = trainer.model
     assert in_all(world, "same") == {True}
 
 
-def test_torchmetrics(world: World) -> None:
-    """A metric's `compute` is over what all ranks have seen."""
+def test_torchmetrics_computes_over_all_ranks(world: World) -> None:
+    """A metric's `compute` covers the updates of all ranks."""
     needs("torchmetrics")
     world.execute(
         """
@@ -298,7 +298,7 @@ accuracy = metric.compute().item()
     assert in_all(world, "accuracy") == {0.5}
 
 
-def test_tqdm(world: World, tmp_path: Path) -> None:
+def test_bars_of_tqdm_are_rows_of_the_ranks(world: World, tmp_path: Path) -> None:
     """Plain, auto, notebook and nested bars are rows of both ranks; the last state stays."""
     found = drawn(
         world,
@@ -325,8 +325,8 @@ for epoch in tqdm(range(3), desc="epoch", mininterval=0):
     assert "step" not in found.final
 
 
-def test_datasets(world: World, tmp_path: Path) -> None:
-    """So is that of `Dataset.map`."""
+def test_the_bar_of_datasets_is_a_row_of_the_ranks(world: World, tmp_path: Path) -> None:
+    """The bar of `Dataset.map` is a row of both ranks, and its last state stays."""
     needs("datasets")
     found = drawn(
         world,
@@ -350,7 +350,7 @@ rows.map(slowly, keep_in_memory=True)
     assert found.stays("Map", "40/40")
 
 
-# --- what a notebook has made with them ---------------------------------------------------------
+# --- objects that a notebook has made with the libraries ----------------------------------------
 
 MADE_IN_A_NOTEBOOK = """
 import json, sys, warnings
@@ -387,8 +387,8 @@ print(json.dumps(said))
 """
 
 
-def test_what_a_notebook_has_made_and_must_not_send(tmp_path: Path) -> None:
-    """Objects that believe to be in process 0 of 1 are refused by their path; others are sent."""
+def test_objects_of_a_single_process_are_not_sent(tmp_path: Path) -> None:
+    """Objects that hold a single process's state are refused by their path; others can be sent."""
     run = subprocess.run(
         [sys.executable, "-c", MADE_IN_A_NOTEBOOK], cwd=tmp_path, capture_output=True, text=True
     )

@@ -20,10 +20,10 @@ from tests.matrix.rows import ROWS, Result, Row, Verdict, load, read, table
 from tests.waiting import SOON
 
 INSTALL_TIMEOUT = 1800.0
-"""Seconds for one installation: torch's CUDA build is 3 GB to fetch."""
+"""Seconds for an installation: torch's CUDA build is a download of 3 GB."""
 
 FOREIGN = ("NBDIST_", "JUPYTER_", "IPYTHON", "PYTHON", "TORCHELASTIC_", "VIRTUAL_ENV")
-"""Variables that begin so belong to what surrounds this run, and stay outside."""
+"""Beginnings of variables that belong to this run's surroundings, and are not passed on."""
 
 VERSIONS = """
 import importlib.metadata, json, platform
@@ -34,11 +34,11 @@ print(json.dumps({"python": platform.python_version(), **found}))
 
 
 class NotThere(Exception):
-    """This machine lacks what the row needs."""
+    """A row needs a Python that this machine lacks."""
 
 
 class Environment:
-    """By uv where there is one, which also fetches a Python; by venv and pip elsewhere."""
+    """A virtual environment, made by uv if it is installed, else by venv and pip."""
 
     def __init__(self, folder: Path, log: IO[str]) -> None:
         self.folder = folder
@@ -47,7 +47,7 @@ class Environment:
         self._uv = shutil.which("uv")
 
     def make(self, version: str) -> None:
-        """With this Python, such as 3.13. NotThere if it cannot be had."""
+        """Make the environment with a Python such as 3.13.  NotThere if no such Python is found."""
         try:
             if self._uv:
                 self.run([self._uv, "venv", "--python", version, str(self.folder)], 300)
@@ -57,7 +57,7 @@ class Environment:
             raise NotThere(f"no Python {version} was to be had") from error
 
     def install(self, *arguments: str) -> None:
-        """As `pip install` does it. subprocess.SubprocessError if it fails."""
+        """Install packages as `pip install` does.  subprocess.SubprocessError after a failure."""
         if self._uv:
             command = [self._uv, "pip", "install", "--no-cache", "--python", str(self.python)]
         else:
@@ -65,13 +65,13 @@ class Environment:
         self.run([*command, *arguments], INSTALL_TIMEOUT)
 
     def versions(self) -> dict[str, str]:
-        """Of all that is installed, and of Python."""
+        """Return the versions of all installed packages, and of Python."""
         command = [str(self.python), "-c", VERSIONS]
         said = subprocess.run(command, capture_output=True, text=True, timeout=SOON, check=True)
         return dict(json.loads(said.stdout))
 
     def run(self, command: Sequence[str], timeout: float) -> None:
-        """What it says goes to the log. subprocess.SubprocessError if it fails."""
+        """Run a command, its output in the log.  subprocess.SubprocessError after a failure."""
         self._log.write(f"$ {' '.join(command)}\n")
         self._log.flush()
         environ = {name: value for name, value in os.environ.items() if not _is_foreign(name)}
@@ -105,12 +105,12 @@ ROOT = Path(__file__).parents[2]
 SUITE_TIMEOUT = 900.0
 TOOLS = ("pytest>=8", "pytest-timeout>=2.3")
 
-# Old Jupyter warns of what is to come, which fails a test here and concerns nobody there.
+# Warnings are errors in this repository, but not in a row, whose Jupyter may be old.
 PYTEST = ("-m", "pytest", "-o", "filterwarnings=default", "-p", "no:cacheprovider")
 
 
 def main() -> int:
-    """Run the rows that were asked for; 0 if all of them went well."""
+    """Run the chosen rows; return 0 if all of them went well."""
     options = _options()
     if options.list:
         rows = [{"name": row.name, "python": row.python} for row in options.rows]
@@ -126,7 +126,7 @@ def main() -> int:
 
 
 def _run(row: Row, scratch: Path, out: Path) -> bool:
-    """One row, from an empty folder to an empty folder; whether it went well."""
+    """Run a row in an environment that is deleted afterwards; return whether all went well."""
     _say(f"{row.name}: Python {row.python}, {', '.join(row.requirements)}")
     log = out / f"{row.name}.log"
     with log.open("w") as file:
@@ -169,7 +169,7 @@ def _try(row: Row, environment: Environment, out: Path, log: IO[str]) -> Result:
 
 
 def _install(row: Row, environment: Environment) -> list[str]:
-    """Fill the environment; what nbdist's installation changed though it may not."""
+    """Fill the environment; return which packages nbdist's installation has changed wrongly."""
     if not row.keeps_all:
         environment.install("-e", str(ROOT), *row.requirements, *TOOLS)
         return []
@@ -185,7 +185,7 @@ def _install(row: Row, environment: Environment) -> list[str]:
 
 
 def moved(environment: Environment) -> list[str]:
-    """Note that private names are not where nbdist looks for them; the log says which."""
+    """Return a note if private names are not where nbdist looks for them; the log has the names."""
     try:
         environment.run([str(environment.python), str(ROOT / "tests/matrix/contract.py")], SOON)
     except subprocess.CalledProcessError:
@@ -194,7 +194,7 @@ def moved(environment: Environment) -> list[str]:
 
 
 def _try_refused(row: Row, environment: Environment, log: IO[str]) -> Result:
-    """pip refuses it; who has it in spite of that is told by `%load_ext`."""
+    """Try a torch that nbdist's requirements exclude, which `%load_ext` must refuse."""
     needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     others = [each for each in needed if not each.startswith("torch")]
     environment.install(*row.requirements, *others)

@@ -1,9 +1,9 @@
-"""What nbdist uses of torch that torch promises nobody, asserted by name: no GPU is needed.
+"""Private names of torch that nbdist uses, looked up in the installed torch; no GPU is needed.
 
     python -m tests.matrix.contract
 
-It ends with 1 where a name has moved, and says which, for the torch that runs it; nothing but
-torch has to be there.  `nbdist.worker.compat` is where they are used.
+The exit code is 1 if a name has moved, and the output has the name.  Only torch needs to be
+installed.  The names are used in `nbdist.worker.compat`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from nbdist.worker.compat.torch import OPERATIONS, VERSION, entries_in, gloo_of
 HAS_NCCL = hasattr(c10d, "ProcessGroupNCCL")
 TIMEOUT = timedelta(seconds=20)
 KEPT: list[Any] = []
-"""What asks for a driver when it ends."""
+"""Objects that ask for a GPU driver when they are deleted."""
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 
@@ -50,7 +50,7 @@ HEALING = "bound_device_id supports_reconfigure get_reconfigure_handle reconfigu
 
 @dataclass(frozen=True)
 class Needs:
-    """Names that a thing of torch's has, from a version on and before another."""
+    """Names that an object of torch has, from a version on and before another."""
 
     of: str
     """An expression of this module."""
@@ -125,7 +125,7 @@ ARGUMENTS: tuple[tuple[object, str, tuple[int, int], str], ...] = (
 
 
 def names() -> Iterator[str]:
-    """Yield what is no attribute any more, or takes no such argument."""
+    """Yield names that are missing, and arguments that their functions do not take."""
     for needs in filter(lambda each: each.hold, NEEDS):
         try:
             holder = eval(needs.of)
@@ -150,7 +150,7 @@ def _arguments(holder: object, name: str, wanted: str) -> Iterator[str]:
     except AttributeError as error:
         yield f"{name}: {error}"
         return
-    # What pybind11 has made has its signature in its docstring only.
+    # A function of pybind11 has its signature in its docstring only.
     try:
         known = " ".join(inspect.signature(function).parameters)
     except ValueError:
@@ -158,11 +158,11 @@ def _arguments(holder: object, name: str, wanted: str) -> Iterator[str]:
     yield from (f"{name}({each}=...)" for each in wanted.split() if each not in known)
 
 
-# --- what Flight Recorder writes ---------------------------------------------------------------
+# --- entries of Flight Recorder ----------------------------------------------------------------
 
 
 def records() -> Iterator[str]:
-    """Yield fields that gloo's entries lack, and those that a hook writes for another backend."""
+    """Yield fields that entries of Flight Recorder lack, those of gloo and those by a hook."""
     if VERSION < (2, 11):
         return
     gloo = ProcessGroupGloo(dist.HashStore(), 0, 1, TIMEOUT)
@@ -182,7 +182,7 @@ def records() -> Iterator[str]:
 
 
 class Hooked(c10d.Backend):
-    """Has the name of nccl2, under which a hook records, and needs no GPU."""
+    """A backend with the name of nccl2, under which a hook records, that needs no GPU."""
 
     def getBackendName(self) -> str:
         return "nccl2"
@@ -207,11 +207,11 @@ def _fields(backend: str, dump: bytes) -> Iterator[str]:
         yield from (f"{backend}: pg_status.{n}" for n in COUNTED if n not in status)
 
 
-# --- what "nccl" is ----------------------------------------------------------------------------
+# --- the class of "nccl" -----------------------------------------------------------------------
 
 
 def resolved(name: str = "nccl") -> str:
-    """Say which function of torch's makes this; "" where that is not to be known by name."""
+    """Return the name of torch's function that makes a backend, "" if torch keeps no such name."""
     ensure = getattr(dist.Backend, "_ensure_backend_registered", None)
     if not HAS_NCCL or ensure is None:
         return ""
@@ -220,7 +220,7 @@ def resolved(name: str = "nccl") -> str:
 
 
 def nccl() -> Iterator[str]:
-    """Yield what differs in "nccl" from what is known of this version, and make a real one."""
+    """Yield how "nccl" differs from the one known for this version, and make a real nccl2."""
     if HAS_NCCL and nccl_seam.open_calls() is None:
         yield f"{nccl_seam.OPEN_CALLS} in libtorch_cuda.so"
     if not HAS_NCCL or VERSION < (2, 14):
@@ -240,7 +240,7 @@ def nccl() -> Iterator[str]:
 
 
 def _reconfigurable() -> Iterator[str]:
-    """Form a group as workers do, with an nccl2 backend that nobody has connected."""
+    """Yield differences in a group as workers form it, with an nccl2 that is not connected."""
 
     def make(create: Callable[[Any], Any], options: Any) -> Any:
         return create(options)
@@ -266,7 +266,7 @@ def _reconfigurable() -> Iterator[str]:
 
 
 def models() -> Iterator[str]:
-    """Yield what a DDP and an FSDP2 module lack after some steps, in a group of this one rank."""
+    """Yield names that DDP and FSDP2 modules lack after some steps, in a group of this rank."""
     group: Any = dist.group.WORLD
     if group is None:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -333,12 +333,12 @@ def _fsdp() -> Iterator[str]:
 
 
 def _steps(model: Any) -> None:
-    for _ in range(3):  # DDP writes down its new buckets in the third
+    for _ in range(3):  # DDP logs its new buckets in the third step
         model(torch.ones(1, 2)).sum().backward()
 
 
 def told(check: Callable[[], Iterator[str]]) -> Iterator[str]:
-    """Yield what it yields, and the error that ends it, if one does."""
+    """Yield the findings of a check, and the error that ends the check, if any."""
     try:
         yield from check()
     except (AttributeError, ImportError, KeyError, TypeError, ValueError, RuntimeError) as error:
@@ -346,7 +346,7 @@ def told(check: Callable[[], Iterator[str]]) -> Iterator[str]:
 
 
 def main() -> int:
-    """Print what has moved."""
+    """Print the names that have moved; return 1 if any has."""
     warnings.simplefilter("ignore")
     made = (resolved() or "the legacy class") if HAS_NCCL else "not in it, and not looked at"
     moved = [name for check in (names, records, nccl, models) for name in told(check)]
@@ -357,5 +357,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # An nccl2 that ends asks for a driver, and the process would end with it (`KEPT`).
+    # Deleting an nccl2 asks for a driver, and would end the process (`KEPT`).
     os._exit(main())

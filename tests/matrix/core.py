@@ -1,7 +1,7 @@
 """The core suite: one test per capability, which is a column of the table, in a real notebook.
 
-It runs in every row's environment, where only pytest and what nbdist needs are installed, and not
-with all tests: others prove the same more closely.
+The suite runs in every row's environment, which has only pytest and nbdist's requirements.  The
+run of all tests leaves it out, since other tests prove the same more closely.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Pool:
         self._notebook: Notebook | None = None
 
     def notebook(self) -> Notebook:
-        """With `%load_ext` done."""
+        """Return the shared notebook, in which nbdist is loaded."""
         if self._notebook is None:
             self._notebook = Notebook("%load_ext nbdist", env=self._env)
         return self._notebook
@@ -71,7 +71,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
 
 @pytest.fixture
 def notebook(pool: Pool, request: pytest.FixtureRequest) -> Iterator[Notebook]:
-    """With four ranks that work; another one after a failure, which may have left it stuck."""
+    """The shared notebook with four working ranks; after a failed test the next gets a new one."""
     failures = request.session.testsfailed
     notebook = pool.notebook()
     assert notebook.run("%%distributed -n 4\npass").errors == []
@@ -81,7 +81,7 @@ def notebook(pool: Pool, request: pytest.FixtureRequest) -> Iterator[Notebook]:
 
 
 def goes_on(notebook: Notebook) -> None:
-    """The next cell works on all ranks, and each has the variable that the test gave it."""
+    """Assert that a cell works on all ranks, and that each rank has the test's variable `kept`."""
     assert notebook.run(WORKS).errors == []
     assert notebook.run("%%distributed\nassert kept == rank").errors == []
 
@@ -92,14 +92,14 @@ def gathered(notebook: Notebook, expression: str) -> list[object]:
 
 
 def test_start(pool: Pool) -> None:
-    """`%load_ext` and one cell, which uses the group, are all that is needed."""
+    """After `%load_ext` a single cell starts the ranks and uses their group."""
     notebook = pool.notebook()
     first = "%%distributed -n 4\nt = torch.ones(1) * rank\ndist.all_reduce(t)\nprint(t.item())"
     assert body(notebook.run(first))[:2] == ["── ranks 0-3 (same) ──", "6.0"]
 
 
 def test_names(notebook: Notebook) -> None:
-    """Values, tensors, functions and classes of the notebook travel along, and come back."""
+    """Values, tensors, functions and classes of the notebook are sent with a cell."""
     notebook.run(
         "import torch\nnumbers, tensor = [1, 2], torch.arange(4)\n"
         "class Pair:\n    def __init__(self, a): self.a = a\n"
@@ -126,7 +126,7 @@ def test_output(notebook: Notebook) -> None:
 
 
 def test_raise(notebook: Notebook) -> None:
-    """One rank raises, the others wait for it: they are released, and keep their variables."""
+    """If a rank raises, ranks that wait for it are released, and keep their variables."""
     cell = "%%distributed\nkept = rank\nif rank == 1: raise ValueError('bad')\ndist.all_reduce(t)"
     assert notebook.run(WORKS).errors == []
     error = notebook.run(cell).error
@@ -136,14 +136,14 @@ def test_raise(notebook: Notebook) -> None:
 
 
 def test_skip(notebook: Notebook) -> None:
-    """One rank does not join a barrier: the others are freed, and told what they waited in."""
+    """If a rank skips a barrier, the others are released; the error has the line of their wait."""
     error = notebook.run("%%distributed\nkept = rank\nif rank != 2: dist.barrier()").error
     assert "wait in barrier, line 3; rank 2 finished the cell without it" in error
     goes_on(notebook)
 
 
 def test_kill(notebook: Notebook) -> None:
-    """A rank that is killed in a collective is replaced; the others keep what they have."""
+    """A rank that is killed in a collective is restarted; the others keep their variables."""
     cell = "import os, signal\nkept = rank\nif rank == 2: os.kill(os.getpid(), signal.SIGKILL)"
     error = notebook.run(f"%%distributed\n{cell}\ndist.barrier()").error
     assert "rank 2 on " in error
@@ -154,7 +154,7 @@ def test_kill(notebook: Notebook) -> None:
 
 
 def test_heal(notebook: Notebook) -> None:
-    """Five failures in a row: subgroup and mesh that were made before work after each."""
+    """After each of five failures in a row, an earlier subgroup and an earlier mesh work."""
     made = (
         "from torch.distributed.device_mesh import init_device_mesh\n"
         "kept, pair = rank, dist.new_group([1, 3])\nmesh = init_device_mesh('cpu', (world_size,))"
@@ -173,17 +173,17 @@ def test_heal(notebook: Notebook) -> None:
 
 
 def test_ddp(notebook: Notebook) -> None:
-    """Training goes on after a failure as if it had not been."""
+    """Training with DDP goes on after a failure as if nothing had failed."""
     _trains(notebook, "wrap = torch.nn.parallel.DistributedDataParallel")
 
 
 def test_fsdp2(notebook: Notebook) -> None:
-    """The same with sharded parameters."""
+    """Training with FSDP2 goes on after a failure as if nothing had failed."""
     _trains(notebook, FSDP2)
 
 
 def _trains(notebook: Notebook, wrap: str) -> None:
-    """Five steps, a failure, five more: on all ranks the weights of ten steps without it."""
+    """Assert that ten steps with a failure after the fifth give the weights of ten without it."""
     for cell in (
         TRAINING + wrap,
         "%%distributed\nkept, (net, optimizer) = rank, make(wrap)",
@@ -199,7 +199,7 @@ def _trains(notebook: Notebook, wrap: str) -> None:
 
 
 def test_scale(notebook: Notebook) -> None:
-    """Up by one and down to two: who stays keeps variables, and a DDP model learns on."""
+    """Ranks that stay while the world is scaled keep variables, and their DDP model trains on."""
     cell = "kept = rank\nnet = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))"
     assert notebook.run(f"%%distributed\n{cell}").errors == []
     assert "now 5 workers" in notebook.run("%dist_scale +1").text
@@ -211,7 +211,7 @@ def test_scale(notebook: Notebook) -> None:
 
 
 def test_restart(notebook: Notebook) -> None:
-    """New processes, but for the variables that were to be kept."""
+    """A restart gives all ranks new processes, with only the variables of `--keep`."""
     notebook.run("%%distributed\nimport os\nkept, gone, pid = rank, 1, os.getpid()")
     before = gathered(notebook, "pid")
     assert "4 workers ready" in notebook.run("%dist_restart --keep kept").text
@@ -231,7 +231,7 @@ def test_stop(notebook: Notebook, waits: str) -> None:
 
 
 def test_snapshot(notebook: Notebook) -> None:
-    """Variables of all ranks go to the disk, and come back into new workers; FSDP2's train on."""
+    """A snapshot of all ranks is restored into new workers, and an FSDP2 model trains on."""
     made = "kept, state, (net, optimizer) = rank, torch.arange(rank), make(wrap)"
     for cell in (TRAINING + FSDP2, f"%%distributed\n{made}\ntrain(net, optimizer, range(5))"):
         assert notebook.run(cell).errors == []
@@ -251,7 +251,7 @@ def test_snapshot(notebook: Notebook) -> None:
 
 
 def test_end(pool: Pool) -> None:
-    """`%dist_shutdown` ends the workers; with the notebook all is gone, which the guard checks."""
+    """`%dist_shutdown` ends the workers; nothing outlives the notebook, which the guard checks."""
     notebook = pool.notebook()
     assert notebook.run("%dist_shutdown").errors == []
     pool.clear()

@@ -1,4 +1,4 @@
-"""The rows: which versions are tried; what the core suite said of each; the manual's table."""
+"""Rows of the matrix: their versions, the core suite's verdicts, and the manual's table."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 OLDEST_TORCH = (2, 7)
-"""From here on nbdist runs; `%load_ext` refuses what is older."""
+"""The oldest torch with which nbdist runs; `%load_ext` refuses older versions."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One environment: its Python, and what is pinned in it."""
+    """An environment of the matrix: its Python and its pinned packages."""
 
     name: str
     python: str
     pins: Mapping[str, str] = field(default_factory=dict)
     keeps_all: bool = False
-    """Installing nbdist may change no package that is there already, named above or not."""
+    """Whether installing nbdist may change no package that is there already, pinned or not."""
 
     @property
     def is_refused(self) -> bool:
-        """Whether `%load_ext` is to say that this torch is too old, and nothing else is tried."""
+        """Whether this torch is too old: `%load_ext` must say so, and nothing else is tried."""
         release = self.pins.get("torch", "").split(".")[:2]
         return len(release) == 2 and tuple(map(int, release)) < OLDEST_TORCH
 
     @property
     def requirements(self) -> list[str]:
-        """As pip takes them."""
+        """The pinned packages as pip takes them, or else just torch."""
         return [f"{name}=={version}" for name, version in self.pins.items()] or ["torch"]
 
 
@@ -50,7 +50,7 @@ COLAB = {
     "notebook": "6.5.7",
     "torch": "2.11.0",
 }
-"""What stands in Colab's image, from which Kaggle's is built."""
+"""The versions in Colab's image, from which Kaggle's is built."""
 
 ROWS = (
     Row("newest", "3.13"),
@@ -71,11 +71,11 @@ ROWS = (
 HEADS = ["start", "names", "output", "raise", "skip", "kill", "heal"]
 HEADS += ["DDP", "FSDP2", "scale", "restart", "Stop", "snapshot", "end"]
 COLUMNS = {head.lower(): head for head in HEADS}
-"""Each capability: the test in core.py, and the head of its column."""
+"""By the name of each test in core.py, a capability, the head of its column."""
 
 
 class Verdict(enum.IntEnum):
-    """From best to worst: where a capability has several tests, the worst counts."""
+    """Verdicts from best to worst: if a capability has several tests, the worst counts."""
 
     PASSED = 0
     FAILED = 1
@@ -83,7 +83,7 @@ class Verdict(enum.IntEnum):
 
 
 def read(report: Path) -> tuple[dict[str, Verdict], list[str]]:
-    """The verdict on each capability, and a note on each failure."""
+    """Return the verdict on each capability, and a note on each failure."""
     found: dict[str, Verdict] = {}
     notes = []
     if report.exists():  # Otherwise pytest has not come to its end.
@@ -104,7 +104,7 @@ def _judge(case: ET.Element) -> tuple[Verdict, list[str]]:
 
 
 def _line(message: str) -> str:
-    """What is said first, in one line that fits below a table."""
+    """Return the beginning of a message, in one line that fits below a table."""
     return " ".join(message.split())[:300]
 
 
@@ -116,7 +116,7 @@ SIGNS = {Verdict.PASSED: "ok", Verdict.FAILED: "**fails**", Verdict.NOT_RUN: "-"
 
 @dataclass(frozen=True)
 class Result:
-    """How a row went: the day, the versions that were there, and what works with them."""
+    """The result of a row: its day, the installed versions, verdicts and notes."""
 
     row: str
     date: str
@@ -124,14 +124,14 @@ class Result:
     verdicts: Mapping[str, Verdict] = field(default_factory=dict)
     notes: Sequence[str] = ()
     went_well: bool = False
-    """Nothing failed, and what was to be tried was; for an old torch: it was refused."""
+    """Whether all tests passed and no name or package moved, or an old torch was refused."""
 
     def save(self, folder: Path) -> None:
         (folder / f"{self.row}.json").write_text(json.dumps(asdict(self), indent=1))
 
 
 def load(folder: Path) -> list[Result]:
-    """All results of the folder, in the order of the rows."""
+    """Return all results of the folder, in the order of the rows."""
     found = []
     for row in ROWS:
         file = folder / f"{row.name}.json"
@@ -143,7 +143,7 @@ def load(folder: Path) -> list[Result]:
 
 
 def table(results: Iterable[Result]) -> str:
-    """Markdown: a line per row, a column per capability, and the notes below."""
+    """Return Markdown with a line per row, a column per capability, and the notes below."""
     results = [*results]
     heads = [*ABOUT, *HEADS]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]

@@ -18,7 +18,7 @@ if [ ! -e "$folder/made" ]; then
     touch "$folder/made"
 fi
 
-# pip finds there what it finds here; a constraint of this machine's Python stays outside.
+# pip has the same settings as on this machine, but no constraint of this machine's Python.
 export PIP_CONSTRAINT=
 for file in /etc/pip.conf "$HOME/.config/pip/pip.conf"; do
     [ ! -e "$file" ] || install -D "$file" "$folder$file"

@@ -1,4 +1,4 @@
-"""The matrix itself: its rows, what the table says of them, and what the seam needs of torch."""
+"""The matrix itself: its rows, its table, and the private names of torch that nbdist needs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_end(broken): pass
 
 
 def test_every_torch_has_a_row() -> None:
-    """From the oldest that runs to the newest there is, and one that is refused."""
+    """The rows have every torch from the oldest supported version to 2.15, and a refused one."""
     pinned = [row.pins["torch"].split(".")[1] for row in ROWS if row.name.startswith("torch-")]
     assert sorted(map(int, pinned)) == [*range(OLDEST_TORCH[1] - 1, 16)]
     assert [row.name for row in ROWS if row.is_refused] == ["torch-2.6"]
@@ -44,14 +44,14 @@ def test_every_torch_has_a_row() -> None:
 
 
 def test_every_column_has_its_test() -> None:
-    """And every test its column."""
+    """The tests in core.py and the columns of the table are the same, in the same order."""
     source = CORE.read_text()
     named = [line[9:].partition("(")[0] for line in source.splitlines() if line[:9] == "def test_"]
     assert named == [*COLUMNS]
 
 
-def test_what_the_suite_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worst of a capability's tests counts; what has failed is noted in words."""
+def test_a_report_gives_verdicts_and_notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worst of a capability's tests counts, and each failure is noted in words."""
     (tmp_path / "test_it.py").write_text(SUITE)
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     command = [sys.executable, "-m", "pytest", "-q", "--junitxml=report.xml", "test_it.py"]
@@ -69,8 +69,8 @@ def test_what_the_suite_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert "left behind" in end
 
 
-def test_the_table(tmp_path: Path) -> None:
-    """It has the rows of the folder in their order, and below what is to be said of them."""
+def test_the_table_has_ordered_rows_and_notes(tmp_path: Path) -> None:
+    """The table has the results of a folder in the order of the rows, and days and notes below."""
     verdicts = {**dict.fromkeys(COLUMNS, Verdict.PASSED), "kill": Verdict.FAILED}
     Result("torch-2.8", "2026-11-22", {}, verdicts, ["kill fails: x"]).save(tmp_path)
     Result("newest", "2026-11-21", {"python": "3.13.0"}).save(tmp_path)
@@ -81,18 +81,18 @@ def test_the_table(tmp_path: Path) -> None:
 
 
 OWN = {
-    "_replace",  # a named tuple's
-    "_NamedFuncPointer",  # ctypes's
+    "_replace",  # of named tuples
+    "_NamedFuncPointer",  # of ctypes
     "_ZTVN4c10d16ProcessGroupGloo8RecvWorkE",  # the contract asks `can_end_receives` for both
     "_ZN4c10d16ProcessGroupGloo8RecvWork5abortEv",
-    "_ZN4c10d16ProcessGroupNCCL23ncclActiveGroupCounter_E",  # and `open_calls` for this
+    "_ZN4c10d16ProcessGroupNCCL23ncclActiveGroupCounter_E",  # and `open_calls` for this symbol
 }
 
 
 def test_all_is_where_the_seam_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Groups, their backends, what Flight Recorder writes, what "nccl" is, DDP and FSDP2.
+    """No private name of groups, backends, Flight Recorder, "nccl", DDP or FSDP2 has moved.
 
-    Where a name has moved, the log of the row has what its torch has said.
+    If a name has moved, the row gets a note, and its log has the output of the contract.
     """
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "OFF")
     log = tmp_path / "log"
@@ -110,7 +110,7 @@ def test_all_is_where_the_seam_looks(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.unit
 def test_what_has_moved_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A function, or what it is in."""
+    """A missing function is named; names of NCCL are not missed in a torch without NCCL."""
     assert [*contract.names()] == []
     monkeypatch.delattr(c10d, "_register_process_group")
     monkeypatch.delattr(c10d, "ErrorType")
@@ -120,7 +120,7 @@ def test_what_has_moved_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.unit
 def test_a_check_that_fails_is_named() -> None:
-    """With what it has found before."""
+    """If a check raises, its error is named after its earlier findings."""
 
     def broken():  # type: ignore[no-untyped-def]
         yield "FSDPState._is_root"
@@ -133,7 +133,7 @@ def test_a_check_that_fails_is_named() -> None:
 @pytest.mark.unit
 @pytest.mark.parametrize("name", ["torch", "nccl", "models"])
 def test_the_seam_uses_nothing_else(name: str) -> None:
-    """Each private name in it is in the contract."""
+    """Each private name in `nbdist.worker.compat` is in the contract."""
     source = Path(contract.__file__).read_text()
     texts = (node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant))
     known = {*re.findall(r"\w+", " ".join(map(str, texts)))} | {*re.findall(r"\w+", source)}

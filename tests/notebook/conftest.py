@@ -18,7 +18,7 @@ two = lasting("%load_ext nbdist", "%dist_init -n 2")
 
 @pytest.fixture
 def notebook(kernel: Notebook) -> Notebook:
-    """The notebook with four workers; those of the tests before, if they are in order."""
+    """The notebook with four workers: those of the test before if they accept a cell, else new."""
     if kernel.run("%%distributed -n 4\npass").errors:
         assert kernel.run("%dist_restart -n 4").errors == []
     return kernel
@@ -26,7 +26,7 @@ def notebook(kernel: Notebook) -> Notebook:
 
 @pytest.fixture
 def fresh() -> Iterator[Callable[..., Notebook]]:
-    """Makes notebooks of the test's own."""
+    """A function that makes a notebook for this test alone, which is closed after the test."""
     made: list[Notebook] = []
 
     def make(*first: str, env: dict[str, str] | None = None) -> Notebook:
@@ -39,7 +39,7 @@ def fresh() -> Iterator[Callable[..., Notebook]]:
 
 
 class Shell:
-    """As much of IPython's as commands need that start nothing."""
+    """The part of IPython's shell that commands need which start no workers."""
 
     def __init__(self) -> None:
         self.user_ns: dict[str, object] = {}
@@ -48,13 +48,13 @@ class Shell:
 
 @pytest.fixture
 def pools() -> Pools:
-    """Without workers and without a notebook kernel, shown as plain lines."""
+    """The pools of a notebook without workers and without a kernel; output is plain lines."""
     return Pools(Shell(), NbDist(display="plain"))  # type: ignore[arg-type]
 
 
 @pytest.fixture
 def typed(pools: Pools, capsys: pytest.CaptureFixture[str]) -> Callable[[str], str]:
-    """Runs a line such as `%dist_why` there, or a cell, and gives what it shows."""
+    """A function that runs a line such as `%dist_why`, or a cell, and returns the output."""
     magics = {each.shown_name: each.magic(pools) for each in find_commands()}
 
     def run(source: str) -> str:

@@ -1,4 +1,4 @@
-"""A notebook kernel driven as a front end drives it, and what its cells show."""
+"""A notebook kernel that is used as a front end uses a kernel, and the output of its cells."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.waiting import SOON
 if TYPE_CHECKING:
     from nbformat import NotebookNode
 
-# jupyter_client's blocking calls run on a loop that lives as long as the process.
+# The blocking calls of jupyter_client use an event loop that lives as long as the process.
 ensure_event_loop()
 
 
@@ -35,17 +35,17 @@ NO_TORCH = "assert 'torch' not in __import__('sys').modules"
 CLEAN = f"__import__('sys').modules[{REUSED!r}].kernel.clean()"
 
 INSIDES = re.compile(r"[^\s\"']*/nbdist/(?:\w+/)*\w+\.py\b")
-"""A file of nbdist's, as a traceback names it."""
+"""The path of a file of nbdist, as tracebacks show the path."""
 
 
 @dataclass
 class Outcome:
-    """What a cell put under itself, as a front end sees it."""
+    """The output of a cell, as a front end receives the messages."""
 
     displays: list[dict[str, Any]] = field(default_factory=list)
     figures: list[dict[str, Any]] = field(default_factory=list)
     updates: list[dict[str, Any]] = field(default_factory=list)
-    drawn: list[str] = field(default_factory=list)  # all of these as text, also what is gone again
+    drawn: list[str] = field(default_factory=list)  # texts of displays and updates, cleared or not
     streams: list[str] = field(default_factory=list)
     results: list[dict[str, Any]] = field(default_factory=list)
     errors: list[dict[str, Any]] = field(default_factory=list)
@@ -54,7 +54,7 @@ class Outcome:
 
     @property
     def panel(self) -> dict[str, Any]:
-        """The cell's one display, with its last content; checks that it is one as agreed."""
+        """The last content of the cell's panel; checks that the cell has shown nothing else."""
         assert self.streams == []
         assert self.results == []
         emptied = [each["transient"] for each in self.updates if is_empty(each["data"])]
@@ -76,8 +76,8 @@ class Outcome:
 
     @property
     def seen(self) -> str:
-        """All that a person sees of it, without colours."""
-        # A panel of an earlier cell can change meanwhile; it is above that cell.
+        """All output of the cell that a person sees, without colours."""
+        # `texts` leaves out an earlier cell's panel, which may change while this cell runs.
         figures = [each["data"] for each in self.figures]
         others = [data.get("text/plain", "") for data in figures + self.results]
         errors = ("\n".join(error["traceback"]) for error in self.errors)
@@ -91,12 +91,12 @@ class Outcome:
 
     @property
     def error(self) -> str:
-        """The one error, which is one line and shows nothing of nbdist's insides."""
+        """The line of the only error; checks that the error is one line, without a traceback."""
         (error,) = self.errors
         assert self.reply["status"] == "error"
         assert self.streams == []
         said = strip("\n".join(error["traceback"]))
-        # nbdist's own kind of it is shown under the name that everybody knows.
+        # nbdist's `Interrupted` is shown as the KeyboardInterrupt that everybody knows.
         name = error["ename"].replace("Interrupted", "KeyboardInterrupt")
         assert said == f"{name}: {error['evalue']}"
         assert "\n" not in said
@@ -105,18 +105,18 @@ class Outcome:
 
 
 def is_empty(data: dict[str, Any]) -> bool:
-    """Whether a page shows nothing of it."""
+    """Return True if a page shows nothing for this display."""
     return data.get("text/html") == EMPTY_HTML
 
 
 def new_manager() -> KernelManager:
-    """Of a kernel whose sockets are files: no port can be taken by another program in between."""
+    """Make the manager of a kernel with sockets in files: no program can take a port of it."""
     place = f"{os.environ['XDG_RUNTIME_DIR']}/{uuid.uuid4().hex[:8]}"
     return KernelManager(kernel_name="python3", transport="ipc", ip=place)
 
 
 class SharedKernels:
-    """Those that notebooks of this process take one after the other; each keeps an agent."""
+    """Kernels that notebooks of this process use one after another; each keeps its agent."""
 
     def __init__(self) -> None:
         self.is_offered = False
@@ -124,7 +124,7 @@ class SharedKernels:
         self._taken: list[KernelManager] = []
 
     def start(self, count: int) -> None:
-        """Have so many that are free."""
+        """Start kernels until `count` of them are free."""
         for _ in range(count - len(self._free)):
             cache = f"{os.environ['XDG_RUNTIME_DIR']}/jedi"
             notebook = Notebook()
@@ -134,14 +134,14 @@ class SharedKernels:
             notebook.close()
 
     def take(self) -> KernelManager | None:
-        """One that is as new, where one is there."""
+        """Return a kernel that is like new; None if no kernel is free."""
         if not self.is_offered or not self._free:
             return None
         self._taken.append(self._free.pop())
         return self._taken[-1]
 
     def give_back(self, notebook: Notebook) -> bool:
-        """Make it as new; say whether it is one of these, and can be used again."""
+        """Clean a shared kernel; return True if the notebook had one and it can be used again."""
         if notebook.manager not in self._taken:
             return False
         self._taken.remove(notebook.manager)
@@ -151,7 +151,7 @@ class SharedKernels:
         return is_kept
 
     def end(self) -> None:
-        """End them."""
+        """Shut down all free kernels."""
         for manager in self._free:
             manager.shutdown_kernel(now=True)
         self._free.clear()
@@ -161,7 +161,7 @@ KERNELS = SharedKernels()
 
 
 class Notebook:
-    """A notebook kernel, one that is shared where it may be, and its front end."""
+    """A notebook kernel, shared with other tests if possible, and its front end."""
 
     folder: Path
 
@@ -176,7 +176,7 @@ class Notebook:
         try:
             self.client.wait_for_ready(timeout=SOON)
             if taken is not None:
-                # Tests set variables of their own process too.
+                # Tests also set environment variables of their own process.
                 self.fails_at(f"__import__('os').environ.update({environ!r})")
             for source in first:
                 outcome = self.run(source)
@@ -186,22 +186,22 @@ class Notebook:
             raise
 
     def new_client(self) -> BlockingKernelClient:
-        """Connect as another page does, with a session of its own."""
+        """Connect as another page does, under a new session id."""
         client = self.manager.client()
         assert isinstance(client, BlockingKernelClient)
-        # A kernel takes no two for the same: not while it has not seen the first one go.
+        # The session is the sockets' identity: no two clients of a kernel may share it.
         client.session = client.session.clone()
         client.session.session = uuid.uuid4().hex
         client.start_channels()
         return client
 
     def fails_at(self, source: str) -> str:
-        """Run what is no cell of the notebook's; return its traceback, if it has one."""
+        """Run code silently, not as a cell; return its traceback, or "" if it succeeded."""
         reply = self.reply_to(self.client.execute(source, silent=True, stop_on_error=False))
         return "" if reply["status"] == "ok" else "\n".join(reply.get("traceback", ["aborted"]))
 
     def reply_to(self, request: str) -> dict[str, Any]:
-        """The reply to what was sent."""
+        """Wait for the reply to the request with this id, and return its content."""
         while (reply := self.client.get_shell_msg(timeout=SOON))["parent_header"]["msg_id"] != (
             request
         ):
@@ -214,12 +214,12 @@ class Notebook:
         meanwhile: Callable[[Outcome], None] | None = None,
         typed: Iterable[str] = (),
     ) -> Outcome:
-        """Run a cell and collect all that belongs to it; `meanwhile` is called with each news.
+        """Run a cell and collect all its output; `meanwhile` is called after each message.
 
-        What is typed goes to one prompt after the other; at one more Stop is pressed.
+        Each prompt gets the next line of `typed`; a prompt without a line left gets a Stop.
         """
         lines = iter(typed)
-        # After an error ipykernel 6 would abort the next cell where that comes at once.
+        # After an error, ipykernel 6 would abort the next cell if that is sent at once.
         request = self.client.execute(source, stop_on_error=False)
         outcome, deadline = Outcome(), time.monotonic() + SOON
         while True:
@@ -238,7 +238,7 @@ class Notebook:
             if meanwhile is not None:
                 meanwhile(outcome)
         outcome.reply = self.reply_to(request)
-        # Whatever a person does, and whatever goes wrong: none of it is the person's concern.
+        # No output, not even that of an error, may show a person the files of nbdist.
         assert not (found := INSIDES.findall(outcome.seen)), (found, outcome.seen)
         return outcome
 
@@ -259,7 +259,7 @@ class Notebook:
         match kind:
             case "display_data" if is_empty(content["data"]):
                 outcome.figures.append(content)
-            case "clear_output":  # the next display follows
+            case "clear_output":  # all displays so far are removed
                 gone = [each["transient"] for each in outcome.displays]
                 outcome.updates = [
                     each for each in outcome.updates if each["transient"] not in gone
@@ -278,7 +278,7 @@ class Notebook:
                 outcome.errors.append(content)
 
     def stop_at(self, text: str) -> Callable[[Outcome], None]:
-        """Presses Stop, as a front end does, as soon as this is shown; for `meanwhile`."""
+        """Return a function for `meanwhile` that presses Stop once as soon as `text` is shown."""
         pressed: list[bool] = []
 
         def look(outcome: Outcome) -> None:
@@ -290,7 +290,7 @@ class Notebook:
         return look
 
     def next_shown(self, *texts: str) -> dict[str, Any]:
-        """The next display, or change of one, that has all of these; no cell need run."""
+        """Wait for the next display or update with all these texts, also while no cell runs."""
         deadline = time.monotonic() + SOON
         while True:
             message = self.client.get_iopub_msg(timeout=deadline - time.monotonic())
@@ -300,7 +300,7 @@ class Notebook:
                     return content
 
     def value(self, expression: str) -> Any:
-        """The value of an expression in the notebook, which `repr` can show."""
+        """Return the value of an expression in the notebook, which is sent as its `repr`."""
         outcome = self.run(expression)
         assert outcome.errors == [], outcome.errors
         (result,) = outcome.results
@@ -311,7 +311,7 @@ class Notebook:
         return psutil.Process(self.manager.provisioner.process.pid)  # type: ignore[union-attr]
 
     def close(self) -> None:
-        """End it; what was closed before may be another's kernel by now."""
+        """Give the kernel back or shut it down; only once, as others may use the kernel later."""
         if self.is_closed:
             return
         self.is_closed = True
@@ -322,9 +322,9 @@ class Notebook:
 
 
 def lasting(*first: str, **env: str) -> Any:
-    """A fixture: one notebook for all tests of the module, in which these cells have run.
+    """Make a fixture: one notebook for all tests of a module, in which the cells `first` ran.
 
-    `{folder}` in them, and in its variables, is its `folder`, which is the module's own.
+    `{folder}` in the cells and in `env` is replaced by the notebook's `folder`, a new folder.
     """
 
     @pytest.fixture(scope="module")
@@ -341,7 +341,7 @@ def lasting(*first: str, **env: str) -> Any:
 
 @contextmanager
 def nbclient_manager(kernel: Notebook) -> Iterator[KernelManager]:
-    """The kernel's manager as nbclient and papermill need it; their clients are closed."""
+    """Adapt the kernel's manager for nbclient and papermill; their clients are closed later."""
     manager, opened = kernel.manager, list[Any]()
     client_class, make = manager.client_class, manager.client
 
@@ -360,13 +360,13 @@ def nbclient_manager(kernel: Notebook) -> Iterator[KernelManager]:
 
 
 def execute(notebook: NotebookNode, kernel: Notebook) -> None:
-    """Run the cells of a notebook file in this kernel, as nbclient does."""
-    from nbclient import NotebookClient  # the environments of tests/matrix have none
+    """Run the cells of a notebook file in this kernel, by nbclient."""
+    from nbclient import NotebookClient  # the environments of tests/matrix lack nbclient
 
     with nbclient_manager(kernel) as manager:
         NotebookClient(notebook, km=manager, timeout=SOON).execute()
 
 
 def body(outcome: Outcome) -> list[str]:
-    """The panel's lines below its head."""
+    """Return the lines of the panel below its head."""
     return outcome.text.splitlines()[1:]

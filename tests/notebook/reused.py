@@ -1,4 +1,4 @@
-"""Runs in a notebook kernel that is as new for each module, and keeps its agent."""
+"""Runs in a notebook kernel that several test modules use: resets the kernel, keeps its agent."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ LIBRARIES = (
     sysconfig.get_path("stdlib"),
     os.path.dirname(nbdist.__file__),
 )
-"""What is imported from there may stay."""
+"""Modules whose files have a part of these in their path stay imported."""
 
 
 class Kernel:
-    """What was there before anybody's cell."""
+    """The state of a kernel before its first cell, to which `clean` brings it back."""
 
     def __init__(self, cache: str) -> None:
-        # Where others write what jedi has read, who reads that meanwhile completes nothing.
+        # In a shared folder, another process could be writing the files that jedi reads.
         jedi.settings.cache_directory = cache
         self.shell: Any = get_ipython()  # type: ignore[no-untyped-call]
         self.agent = share_agent()
@@ -42,7 +42,7 @@ class Kernel:
         self.lists = [(each, [*each]) for each in (sys.path, self.shell.ast_transformers, *hooks)]
 
     def clean(self) -> None:
-        """End what has been started, patches too, and forget what has been changed."""
+        """Unload extensions, end patches and restore all state that cells have changed."""
         patch.stopall()
         for extension in {*self.shell.extension_manager.loaded} - self.extensions:
             self.shell.extension_manager.unload_extension(extension)

@@ -1,4 +1,4 @@
-"""Text of cells: what is refused, and which lines auto mode sends to the workers."""
+"""The text of cells: which cells are refused, and which lines auto mode sends to the workers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SIDE = SideRules({"lines", "acc", "rank"}.__contains__, {"%ours", "%%ours"}.__co
 
 
 class Shell(InteractiveShell):
-    """With a request whose cell has tags."""
+    """An IPython shell whose running cell has the metadata in `request`, such as tags."""
 
     request: Any = None
 
@@ -51,7 +51,7 @@ class Shell(InteractiveShell):
 
 @pytest.fixture(scope="module")
 def shell() -> Shell:
-    """That keeps its history in memory."""
+    """A shell that keeps its history in memory."""
     config = Config()
     config.HistoryManager.enabled = False
     return Shell(config=config)
@@ -59,7 +59,7 @@ def shell() -> Shell:
 
 @pytest.fixture
 def cells(shell: Shell) -> Any:
-    """Of a notebook without workers, with auto mode on."""
+    """The `AutoCells` of a notebook without workers, with auto mode on."""
     shell.request = {}
     pools = Pools(shell, NbDist(display="plain"))
     pools.auto.pool = "default"
@@ -67,12 +67,12 @@ def cells(shell: Shell) -> Any:
 
 
 def ran(cells: Any, code: str, *, silent: bool = False, stored: bool = True) -> str:
-    """What the kernel runs in place of the code."""
+    """Return the code that the kernel runs in place of the typed code."""
     return str(cells.do_execute(lambda code, *_, **__: code, code, silent, stored))
 
 
-def test_what_stays_and_what_is_sent(cells: Any, shell: Shell) -> None:
-    """Magics of the notebook, commands, cells without code; what is silent, and other tags."""
+def test_auto_mode_sends_python_cells_to_the_ranks(cells: Any, shell: Shell) -> None:
+    """Magics of the notebook, commands, cells without code and silent requests stay as they are."""
     for code in ("%cd x", "!ls", "ls", "cd /tmp", "%%local\nx", "# a\n\n%%html\nx", "", "# only"):
         assert ran(cells, code) == code
         assert not runs_on_ranks(cells._pools, code)
@@ -81,7 +81,7 @@ def test_what_stays_and_what_is_sent(cells: Any, shell: Shell) -> None:
     assert not runs_on_ranks(cells._pools, PLAIN)
     for shell.request in ({}, {"tags": ["a"]}, {"tags": "distributed"}, {"tags": None}, []):
         assert ran(cells, PLAIN) == PLAIN
-    # Other cells are sent, as if the magic stood above; to the pool that was named, or for a tag.
+    # Other cells get the magic as first line: for the named pool, or because of their tag.
     cells._pools.auto.pool, shell.request = "default", {}
     for code in (PLAIN, "# a\nx?", "%time x", "%cd x\ny = = 1"):
         assert ran(cells, code) == f"%%distributed --auto\n{code}"
@@ -94,8 +94,8 @@ def test_what_stays_and_what_is_sent(cells: Any, shell: Shell) -> None:
     assert ran(cells, "%cd x") == "%cd x"
 
 
-def test_extensions_that_both_have_loaded(cells: Any, shell: Shell) -> None:
-    """Their magics run on the ranks; whose a name is."""
+def test_magics_of_extensions_that_ranks_loaded_run_there(cells: Any, shell: Shell) -> None:
+    """A magic runs on the ranks once they have loaded its extension; a name belongs to one side."""
     shell.register_magic_function(ours, "line", "ours")
     assert ran(cells, "%ours x") == "%ours x"
     ran(cells, f"%load_ext {__name__}")
@@ -111,8 +111,8 @@ def ours(line: str) -> None:
     """A magic of an extension."""
 
 
-def test_the_history(cells: Any) -> None:
-    """It has what was typed, also in a terminal; what ran in its place is for `%dist_export`."""
+def test_the_history_has_the_typed_cell(cells: Any) -> None:
+    """The history has the typed cell, also in a terminal; `ran` keeps the code that ran instead."""
 
     def stored(source: str, raw: str) -> tuple[str, str]:
         return cells.store_inputs(lambda _, *both: both, 1, source, raw)  # type: ignore[no-any-return]
@@ -128,12 +128,12 @@ def test_the_history(cells: Any) -> None:
 
 
 def sides(code: str) -> list[tuple[int, str]]:
-    """From which line on something runs where, in its order."""
+    """Return the first line of each part of a cell, and the side where the part runs, in order."""
     return [(part.first, "here" if part.is_here else "there") for part in split_cell(code, SIDE)]
 
 
-def test_where_lines_run() -> None:
-    """Magics of the notebook and commands here, all others on the ranks, in their order."""
+def test_each_line_runs_in_the_notebook_or_on_the_ranks() -> None:
+    """Magics of the notebook run here, and commands too unless they use variables of the ranks."""
     for code, where in (
         ("x = 1", [(0, "there")]),
         ("%time acc", [(0, "there")]),
@@ -162,8 +162,8 @@ def test_where_lines_run() -> None:
         assert join_parts(code, split_cell(code, SIDE), MAGIC) or not where
 
 
-def test_one_cell_of_them() -> None:
-    """Each part stands in its own lines, and the ranks' part has its line numbers."""
+def test_joined_parts_keep_their_line_numbers() -> None:
+    """Each part stays in its own lines, and code for the ranks keeps its line numbers."""
     code = "x = 1\nz = 2\n%dist_gather x\ny = 2"
     first, nothing, here, last = join_parts(code, split_cell(code, SIDE), MAGIC).splitlines()
     assert (nothing, here) == ("", "%dist_gather x")
@@ -180,8 +180,8 @@ MAGIC = "distributed --auto"
 # --- a cell while it is typed, and before it is sent ------------------------------------------
 
 
-def test_the_magic_of_a_cell() -> None:
-    """Its name and whom it is for."""
+def test_a_cell_magic_is_found_with_its_pool_and_ranks() -> None:
+    """The first line that is no comment gives the magic, its pool and its ranks."""
     for code, name, pool, ranks in (
         ("%%distributed\nx", "distributed", None, None),
         ("%%distributed -n 4 --pool a -r 0,2-3\nx", "distributed", "a", "0,2-3"),
@@ -192,15 +192,15 @@ def test_the_magic_of_a_cell() -> None:
         magic = cell_magic(code)
         assert (magic.name, magic.pool, magic.ranks) == (name, pool, ranks)
         assert code[magic.start :].startswith(magic.text)
-    # A cell without one is the notebook's own, and no character of it changes.
+    # A cell without a cell magic runs in the notebook, and none of its characters changes.
     for code in ("x = 1", "x\n%%distributed", "%time x", "", "# %%distributed"):
         assert cell_magic(code) is None
         assert as_comment(code) == code
         assert as_comment(f"# a\n%%distributed -n 4\n{code}") == f"# a\n# distributed -n 4\n{code}"
 
 
-def test_the_magic_of_a_line() -> None:
-    """That with the cursor; whose attribute is asked for, where it is a name's."""
+def test_the_magic_in_the_cursors_line_is_found() -> None:
+    """The magic begins the line with the cursor; of an expression the first name is found."""
     for code, wanted in (
         ("x = 1\n%dist_gather lo", ("dist_gather", " lo")),
         ("# why\n%%distributed -n 2", ("distributed", " -n 2")),
@@ -216,7 +216,7 @@ def test_the_magic_of_a_line() -> None:
 
 
 def test_a_cell_begins_with_its_magic() -> None:
-    """Every line that was below it keeps its number; cells of others stay as they are."""
+    """Lines below the magic keep their numbers; cells with other magics stay as they are."""
     for cell, becomes in (
         ("%%distributed -n 4\nx\n", "%%distributed -n 4\nx\n"),
         ("# why\n%%distributed -n 4\nx\n", "%%distributed -n 4\n# why\nx\n"),
@@ -239,12 +239,12 @@ def test_a_cell_begins_with_its_magic() -> None:
         lines = transform_first_lines(cell.splitlines(keepends=True))
         assert "".join(lines) == becomes
         assert transform_first_lines(lines) == lines
-    # In a terminal, so that such a cell is not complete before it is.
+    # In a terminal `%%local` stays: a plain cell would run at the end of its first line.
     assert transform_first_lines(["%%local\n", "x\n"], local_is_plain=False)[0] == "%%local\n"
 
 
-def test_what_the_notebook_runs_at_the_end() -> None:
-    """Its own magics below all else, with what their values are bound to."""
+def test_the_notebooks_magics_at_the_end_are_split_off() -> None:
+    """`%dist_...` magics below all other code are split off, with the name on their left side."""
     for cell, rest, magics in (
         ("x = 1\n\n%dist_gather x  # why\n", "x = 1\n\n", [("dist_gather", "x  # why", "")]),
         (
@@ -259,7 +259,7 @@ def test_what_the_notebook_runs_at_the_end() -> None:
 
 
 def test_a_comment_ends_a_line() -> None:
-    """After a space and outside of quotes, as in Python and in a shell."""
+    """A `#` begins a comment after a space and outside of quotes, as in Python and in a shell."""
     for line, without in (
         ("loss   # a list by rank", "loss  "),
         ('-n 4 # it\'s "big"', "-n 4"),
@@ -271,7 +271,7 @@ def test_a_comment_ends_a_line() -> None:
 
 @pytest.fixture
 def transformer() -> Any:
-    """What transforms cells and words syntax errors in any shell of IPython."""
+    """The parts of an IPython shell that transform cells and show syntax errors."""
     shell = TransformerManager()
     shell.SyntaxTB = SyntaxTB(theme_name="nocolor") if _has_themes() else SyntaxTB("NoColor")
     return shell
@@ -281,8 +281,8 @@ def _has_themes() -> bool:
     return "theme_name" in SyntaxTB.__init__.__code__.co_varnames
 
 
-def test_what_is_python_is_sent(transformer: Any):
-    """Magics are transformed, indentation is taken off; ranks give the warnings."""
+def test_a_valid_cell_is_transformed_to_python(transformer: Any):
+    """Magics are transformed and indentation is removed; Python's warnings refuse no cell."""
     python = check_source(transformer, "%%distributed", "!ls\nawait x")
     assert python.splitlines() == ["# %%distributed", "get_ipython().system('ls')", "await x"]
     python = check_source(transformer, "%%rank 0", "    a = 1\n    if a:\n        b = 2\n")
@@ -293,7 +293,7 @@ def test_what_is_python_is_sent(transformer: Any):
 
 
 def test_a_syntax_error_is_found_first(transformer: Any):
-    """With its line in the cell; it is shown as IPython shows it, and that nothing has run."""
+    """The error names the line and is shown as by IPython, with a line that nothing has run."""
     with pytest.raises(CellSyntaxError, match=r"\(line 3 of the cell\); nothing") as found:
         check_source(transformer, "%%distributed -n 2", "a = 1\nb = = 2")
     *shown, last = found.value._render_traceback_()
@@ -301,8 +301,8 @@ def test_a_syntax_error_is_found_first(transformer: Any):
     assert last == "Nothing has run on the workers."
 
 
-def test_what_only_a_compiler_or_tokenizer_finds(transformer: Any):
-    """Also what parses, and what IPython cannot transform, is said with its line, and a remedy."""
+def test_errors_of_the_compiler_name_their_line_and_a_remedy(transformer: Any):
+    """Errors that only the compiler or the tokenizer finds name their line too, some a remedy."""
     for cell, said in (
         ("x = 1\nreturn 5", "(line 3 of the cell); nothing has run. The last line of a cell is"),
         ("yield 5", "'yield' outside function (line 2 of the cell); nothing has run. `yield`"),
@@ -319,8 +319,8 @@ def test_what_only_a_compiler_or_tokenizer_finds(transformer: Any):
         assert cell.splitlines()[-1].strip() in "\n".join(shown)
 
 
-def test_magics_of_the_notebook(transformer: Any):
-    """Ranks have none of them; which line it is, and what to do, is said before anything runs."""
+def test_magics_of_the_notebook_are_refused_on_ranks(transformer: Any):
+    """The error names the line of the magic and says what to do, before anything runs."""
     for cell, said in (
         ("x = 1\n%dist_gather x\nx", "line 3: `%dist_gather` is for the notebook, not for the"),
         ("if x:\n    y = %dist_gather x", "line 3: `%dist_gather` is for the notebook"),

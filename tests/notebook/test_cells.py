@@ -1,4 +1,4 @@
-"""Tests of `nbdist.notebook.cells`: a cell is checked, sent, followed, and run again."""
+"""Tests of `nbdist.notebook.cells`, which checks and sends a cell and shows its output."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Path({folder!r}, str(rank)).touch()
 time.sleep(600)
 ''')
 """
-"""Makes `stop_at`.  In a trace function's frame a signal is met as if it came at the line."""
+"""Defines `stop_at`.  Python handles a signal in a trace function as if it came at the line."""
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def two(folder: Path) -> Iterator[Notebook]:
-    """A notebook in whose path the folder is, with two workers."""
+    """A notebook with two workers that has `folder` in `sys.path`."""
     (folder / "my_train.py").write_text("def steps():\n    return 'first version'\n")
     (folder / "my_data.py").write_text("kind = 'first'\n")
     for file in folder.iterdir():
@@ -69,14 +69,14 @@ def two(folder: Path) -> Iterator[Notebook]:
 
 
 def edit(file: Path, text: str, seconds: float) -> None:
-    """Write it so long after (or before) now."""
+    """Write a file that was modified `seconds` from now, before now if negative."""
     file.write_text(text)
     at = time.time() + seconds
     os.utime(file, (at, at))
 
 
-def test_who_runs_the_old_one_is_told(two: Notebook, folder: Path) -> None:
-    """Once, with the ranks that imported it, also of a cell that fails; not with autoreload."""
+def test_a_note_names_ranks_with_an_outdated_module(two: Notebook, folder: Path) -> None:
+    """The next cell shows the note once, even if the cell fails; not with `%autoreload 2`."""
     told = "imported it: `%autoreload 2` under %%distributed, or `%dist_restart`"
     edit(folder / "my_train.py", "def steps():\n    return 'second, longer'\n", seconds=-30)
     edit(folder / "my_data.py", "kind = 'the second'\n", seconds=-30)
@@ -97,8 +97,8 @@ def test_who_runs_the_old_one_is_told(two: Notebook, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("is_in_mid_cell", [True, False])
-def test_another_page(two: Notebook, *, is_in_mid_cell: bool) -> None:
-    """It is told that it has missed output if it connected before the cell had ended, else not."""
+def test_a_new_page_says_whether_it_missed_output(two: Notebook, *, is_in_mid_cell: bool) -> None:
+    """A page's first cell has a note if the page was opened before the last cell had ended."""
     first, others = two.client, []
 
     def open_page(_: object = None) -> None:
@@ -120,8 +120,8 @@ def test_another_page(two: Notebook, *, is_in_mid_cell: bool) -> None:
     assert "reloaded" not in two.run("%%distributed\nprint('next')").text
 
 
-def test_stop_at_any_line_that_follows_it(two: Notebook) -> None:
-    """All ranks stop, what they have shown is there, and all of them can go on."""
+def test_stop_while_a_cell_is_followed_loses_nothing(two: Notebook) -> None:
+    """A Stop in the code that follows a cell stops all ranks, and loses neither output nor rank."""
     two.run(PRESS)
     for number in range(0, 140, 28):
         stopped = two.run(f"stop_at({number})")
@@ -129,12 +129,12 @@ def test_stop_at_any_line_that_follows_it(two: Notebook) -> None:
         text = stopped.panel["text/plain"]
         for said in ("begun", "■ 2 stopped"):
             assert said in text, number
-        assert "KeyboardInterrupt" in text.splitlines(), number  # it has no message
+        assert "KeyboardInterrupt" in text.splitlines(), number  # without a message
     assert body(two.run("%%distributed\nprint(rank)"))[-1] == "1"
 
 
-def test_tabs(two: Notebook) -> None:
-    """A setting gives each rank a tab from the next cell on, in each cell tabs of another name."""
+def test_the_tabs_layout_gives_each_rank_a_tab(two: Notebook) -> None:
+    """The setting `layout` applies from the next cell on; each cell gives its tabs a new name."""
     names = []
     two.run("%config NbDist.layout = 'tabs'")
     try:

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.notebook.completion`: workers' names while somebody types."""
+"""Tests of `nbdist.notebook.completion`, which offers workers' names while a user types."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ two = lasting(
     "net = 3j",
     "%%distributed\nnet = Net()",
 )
-"""A notebook with two workers; `net` is something else here."""
+"""A notebook with two workers, whose own `net` is a complex number and no module."""
 
 
 def complete(notebook: Notebook, code: str) -> list[str]:
-    """What a front end offers at the end of the code."""
+    """Return the completions of a front end at the end of the code."""
     reply: dict[str, Any] = notebook.client.complete(code, reply=True, timeout=20)["content"]
     assert (reply["status"], reply["cursor_end"]) == ("ok", len(code))
     typed = reply["metadata"].get("_jupyter_types_experimental", [])
@@ -53,23 +53,23 @@ def complete(notebook: Notebook, code: str) -> list[str]:
 
 
 def inspect(notebook: Notebook, code: str) -> str:
-    """What a front end shows at Shift-Tab."""
+    """Return the help that a front end shows at Shift-Tab."""
     reply: dict[str, Any] = notebook.client.inspect(code, reply=True, timeout=20)["content"]
     return strip(reply["data"].get("text/plain", ""))
 
 
 def has(notebook: Notebook, code: str, *wanted: str) -> None:
-    """These are offered."""
+    """Wait until the completions of the code include all `wanted` names."""
     wait_until(lambda: {*wanted} <= {*complete(notebook, code)}, code)
 
 
 def tells(notebook: Notebook, code: str, *texts: str) -> None:
-    """Shift-Tab shows these."""
+    """Wait until the help on the code has all these texts."""
     wait_until(lambda: all(text in inspect(notebook, code) for text in texts), code)
 
 
-def test_names_and_attributes(two: Notebook) -> None:
-    """Of the workers in their cells, beside the notebook's names; in plain cells of neither."""
+def test_workers_cells_offer_workers_names_and_attributes(two: Notebook) -> None:
+    """Cells of the workers also offer the notebook's names; plain cells offer none of workers."""
     has(two, "%%rank 1\nne", "net", "net_of_one", "net_here")
     assert "net_of_one" not in complete(two, "%%rank 0\nne")
     has(two, "# a comment\n%%distributed\ntrai", "train_for")
@@ -92,16 +92,16 @@ class Slow:
 slow = Slow()"""
 
 
-def test_names_that_come_late(two: Notebook) -> None:
-    """A front end that asks again has what took a rank longer than one question may take."""
+def test_a_late_answer_is_offered_at_the_next_request(two: Notebook) -> None:
+    """If a rank answers too late for a request, a front end's next request has the names."""
     two.run(SLOW)
     has(two, "%%distributed\nslow.", "comes_late")
     two.run("%%distributed\nSlow.__dir__ = lambda self: ['other']")
     wait_until(lambda: "other" in complete(two, "%%distributed\nslow."), "the cell has changed it")
 
 
-def test_signatures_and_help(two: Notebook) -> None:
-    """What it is on the workers, not here; of the notebook's own names the notebook's."""
+def test_help_describes_the_workers_objects(two: Notebook) -> None:
+    """Help in a workers' cell is on their object, or on the notebook's if workers lack the name."""
     told = ("train_for(net, steps=3)", "Train it for so many steps.", "\nRank:      0")
     tells(two, "%%distributed\ntrain_for(net,", *told)
     tells(two, "%%distributed\nnet", "A net of mine.")
@@ -110,14 +110,14 @@ def test_signatures_and_help(two: Notebook) -> None:
     assert inspect(two, "%%distributed\nnowhere") == ""
 
 
-def test_the_lines_of_magics(two: Notebook) -> None:
-    """Names that the workers have; and the help of a magic."""
+def test_lines_of_magics_offer_variables_and_help(two: Notebook) -> None:
+    """The line of a magic offers the workers' variables, and Shift-Tab shows its options."""
     assert complete(two, "x = 1\n%dist_gather net_of") == ["net_of_one"]
     assert "--max-restarts N" in inspect(two, "%%distributed -n 2")
 
 
-def test_code_in_the_line_of_a_magic(two: Notebook) -> None:
-    """Names and attributes of the workers, as in their cells, and no files."""
+def test_code_after_a_magic_is_completed_like_a_cell(two: Notebook) -> None:
+    """Code after `%distributed` offers names and attributes of the workers, and no files."""
     has(two, "x = 1\n%distributed -r 1 ne", "net", "net_of_one", "net_here")
     has(two, "%distributed print(net.", "encoder", "forward")
     has(two, "%distributed y = batc", "batch")
@@ -128,27 +128,27 @@ def test_code_in_the_line_of_a_magic(two: Notebook) -> None:
 
 @pytest.fixture
 def gate(tmp_path: Path) -> Iterator[Path]:
-    """A file for which a cell waits."""
+    """The path of a file for which a cell waits; the file is created after the test."""
     yield tmp_path / "gate"
     (tmp_path / "gate").touch()
 
 
 def compute_until(notebook: Notebook, gate: Path, magic: str) -> None:
-    """Have ranks compute in the background until the gate is there."""
+    """Let ranks compute in the background until the file `gate` exists."""
     loop = f"while not pathlib.Path({str(gate)!r}).exists(): time.sleep(0.01)"
     begun = notebook.run(f"{magic} --no-wait\nimport pathlib, time\n{loop}")
     assert begun.errors == []
 
 
 def test_an_idle_worker_answers(two: Notebook, gate: Path) -> None:
-    """Another one for rank 0, which computes: names, and what they are."""
+    """While rank 0 computes, idle rank 1 answers for it, with names and with help."""
     compute_until(two, gate, "%%distributed -r 0")
     has(two, "%%rank 0\nmin", "mine")
     tells(two, "%%rank 0\nmine", "Rank:      1")
 
 
-def test_names_while_all_compute(two: Notebook, gate: Path) -> None:
-    """The workers' and the notebook's; nothing of what the notebook has under the same name."""
+def test_names_are_offered_while_all_ranks_compute(two: Notebook, gate: Path) -> None:
+    """Names of workers and notebook are offered, but no attributes of the notebook's own `net`."""
     compute_until(two, gate, "%%distributed")
     for code, matches in (
         ("ne", ["net", "net_here", "net_of_one"]),
@@ -161,8 +161,8 @@ def test_names_while_all_compute(two: Notebook, gate: Path) -> None:
     assert inspect(two, "%%distributed\nnet") == ""
 
 
-def test_without_workers_and_without_nbdist(two: Notebook) -> None:
-    """The notebook's kernel answers as ever."""
+def test_the_kernel_answers_without_workers_or_nbdist(two: Notebook) -> None:
+    """Without workers the notebook's names are offered, and `%unload_ext` removes the wrappers."""
     two.run("%dist_shutdown")
     assert "here_only" in complete(two, "%%distributed\nhere")
     assert "here_only" in complete(two, "%distributed print(here")
@@ -176,7 +176,7 @@ COMMANDS = {each.name: each for each in find_commands()}
 
 @pytest.fixture
 def with_two(pools: Pools) -> Pools:
-    """Of a notebook that has `here` and `data`; `loss` and `model` are on its two workers."""
+    """Pools of a notebook with `here` and `data`, and of two workers with `loss` and `model`."""
     pools.shell.user_ns |= {"here": 1, "data": 2, "_oh": {}}
     pools.shell.user_ns_hidden = {"_oh": {}}
     world = pools.default.world = World(2, log_dir="")
@@ -206,17 +206,17 @@ def texts(pools: Pools, line: str) -> list[str]:
         ("dist_shutdown x", []),
     ],
 )
-def test_what_can_stand_there(with_two: Pools, line: str, wanted: list[str]) -> None:
-    """Options, their values, names of whoever has them."""
+def test_a_line_offers_options_or_names(with_two: Pools, line: str, wanted: list[str]) -> None:
+    """A line offers its options, or the variables of the side from which the magic takes them."""
     assert texts(with_two, line) == wanted
 
 
-def test_all_options(with_two: Pools) -> None:
-    """With their help, but those that were given; without workers no variables of theirs."""
+def test_options_are_offered_with_their_help(with_two: Pools) -> None:
+    """All options but those in the line are offered; without workers, no variables of workers."""
     found, _ = choices(with_two, COMMANDS["distributed"], " -n 2 --", None)
     flags = {each.text: each for each in found}
-    assert next(iter(flags)) == "--ranks"  # as in the help
-    assert not {"-n", "--auto"} & {*flags}  # which nobody types
+    assert next(iter(flags)) == "--ranks"  # the first option of the help
+    assert not {"-n", "--auto"} & {*flags}  # already in the line, and internal
     assert (flags["--backend"].type, "gloo" in flags["--backend"].signature) == ("option", True)
     assert {"--backend", "--ranks", "-n"} <= {*texts(with_two, "distributed ")}
     with_two.default.world = None

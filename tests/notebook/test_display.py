@@ -1,4 +1,4 @@
-"""Where a cell's output appears: the panel, lines, files, and what is below the panel."""
+"""Where a cell's output appears: in panels, as lines, in files, and in displays below a panel."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from nbdist.world.task_run import RankOutputs
 
 
 def took(*outputs: Output) -> tuple[Transcript, RankOutputs]:
-    """A cell of two ranks, of which the first has said something."""
+    """Return the transcript of a cell of two ranks, and the outputs, all of them of rank 0."""
     transcript = Transcript(range(2))
     transcript.start(0.0)
     for output in outputs:
@@ -40,7 +40,7 @@ def took(*outputs: Output) -> tuple[Transcript, RankOutputs]:
 
 
 def shown(capsys: pytest.CaptureFixture[str]) -> list[dict[str, str]]:
-    """What was displayed: without a shell IPython prints it."""
+    """Return the displays since the last call: without a shell IPython prints displays."""
     return displayed(capsys.readouterr().out)
 
 
@@ -49,8 +49,8 @@ def displayed(said: str) -> list[dict[str, str]]:
     return [ast.literal_eval(line) for line in lines if line.startswith("{")]
 
 
-def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    """They are printed as they come, and the ranks that wait once; again, as the panel would be."""
+def test_plain_lines_are_printed_as_they_come(capsys: pytest.CaptureFixture[str]) -> None:
+    """A line about waiting ranks is printed once; shown again, a cell's output is as in a panel."""
     display = PlainDisplay()
     transcript, news = took(Text("stdout", "a\nb"))
     display.add_note("a note")
@@ -70,8 +70,8 @@ def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
     assert ast.literal_eval(drawn)["text/plain"].splitlines() == ["2 ranks · ✓ 2", *lines[1:]]
 
 
-def test_a_traceback_in_colours(capsys: pytest.CaptureFixture[str]) -> None:
-    """Where the terminal shows some."""
+def test_a_traceback_is_coloured_in_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    """A terminal shows the colours of a traceback if, and only if, `colours` is set."""
     transcript = Transcript([0])
     for output in (Failure("E", "bad", ("\x1b[31m-----\x1b[39m",), 1), Done("error", 1.0)):
         transcript.receive(0, output, 1.0)
@@ -83,10 +83,10 @@ def test_a_traceback_in_colours(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("seconds", "in_text", "in_html"), [("page", 0, 1), ("all", 1, 1), ("none", 0, 0)]
 )
-def test_where_seconds_are_shown(
+def test_the_setting_seconds_chooses_where_seconds_appear(
     capsys: pytest.CaptureFixture[str], seconds: str, in_text: int, in_html: int
 ) -> None:
-    """By default on the page alone, and all of it is drawn once where they are shown nowhere."""
+    """Seconds appear on the page, also in the text, or not at all: then the panel is drawn once."""
     display = PanelDisplay(seconds=seconds)
     transcript, news = took(Text("stdout", "a\n"))
     display.show_status("starting 2 workers")
@@ -100,7 +100,7 @@ def test_where_seconds_are_shown(
 
 
 def test_warnings_stand_below_the_head(capsys: pytest.CaptureFixture[str]) -> None:
-    """In a panel's text after the first line; in a terminal as soon as they come, and once."""
+    """A panel has warnings after its first line; a terminal prints each once, when it comes."""
     transcript = said_by([Text("stdout", "done\n")], [Text("stdout", "done\n")])
     plain = PlainDisplay()
     for _ in range(3):
@@ -113,7 +113,7 @@ def test_warnings_stand_below_the_head(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_a_fast_cell_does_not_flash(capsys: pytest.CaptureFixture[str]) -> None:
-    """It is drawn at its end alone, with the notes that stay."""
+    """The output of a fast cell is first drawn at its end, with the notes that stay."""
     display = PanelDisplay()
     transcript, news = took(Text("stdout", "a\n"))
     display.show(transcript, news)
@@ -129,10 +129,10 @@ def test_a_fast_cell_does_not_flash(capsys: pytest.CaptureFixture[str]) -> None:
     assert last["text/html"].startswith("<div")
 
 
-def test_below_what_was_typed(capsys: pytest.CaptureFixture[str]) -> None:
-    """It goes on in a display of its own, the one above is emptied; one stays, where it may."""
+def test_a_panel_continues_below_typed_input(capsys: pytest.CaptureFixture[str]) -> None:
+    """The panel continues in a new display; the old display is emptied, and cleared if alone."""
     for is_alone in (True, False):
-        OUTPUTS.number = 0  # as a magic's start sets it
+        OUTPUTS.number = 0  # as at the start of a magic
         display = PanelDisplay(is_alone=is_alone)
         transcript, _ = took(Text("stdout", "a\n"))
         display.show_all(transcript, "rank 0 waits for your input", 0)
@@ -141,22 +141,22 @@ def test_below_what_was_typed(capsys: pytest.CaptureFixture[str]) -> None:
         display.end(transcript, {})
         said = capsys.readouterr().out
         above, below, emptied, last = displayed(said)
-        assert (CLEARED in said) == is_alone  # else it would take others' outputs away
+        assert (CLEARED in said) == is_alone  # clearing would remove output of other code
         assert "rank 0 waits" in above["text/plain"]
         assert "rank 0 waits" not in below["text/plain"]
         assert emptied == {"text/html": EMPTY_HTML, "text/plain": ""}
         assert "\na" in last["text/plain"]
 
 
-CLEARED = "\x1b[2K"  # how IPython says it without a kernel
+CLEARED = "\x1b[2K"  # printed by `clear_output` without a kernel
 
 
 @pytest.mark.parametrize("is_page", [True, False])
 @pytest.mark.parametrize("other", ["", "display", "cell", "magic"])
-def test_the_last_display(capsys: pytest.CaptureFixture[str], other: str, is_page: bool) -> None:  # noqa: FBT001
-    """It is a new one: the cell's only one, or in clients that redraw nothing a second one.
+def test_last_panel_is_new(capsys: pytest.CaptureFixture[str], other: str, is_page: bool) -> None:  # noqa: FBT001
+    """The final panel replaces the cell's only display, or is a second display for other clients.
 
-    What else the cell shows stays, whoever shows it; below another cell nothing new is shown.
+    Other output of the cell stays; if another cell runs by then, no new display is made.
     """
     place = ["cell 1"]
     transcript, _ = took(Text("stdout", "a\n"))
@@ -176,12 +176,12 @@ def test_the_last_display(capsys: pytest.CaptureFixture[str], other: str, is_pag
     assert (CLEARED in said) == (other == "")
     is_new = not other or not (is_page or other == "cell")
     display.close()
-    assert not capsys.readouterr().out  # its last drawing is a display already
+    assert not capsys.readouterr().out  # the last drawing was a new display already
     assert display._is_redrawn != is_new
 
 
-def test_cells_of_one_magic() -> None:
-    """In them nobody but the magic shows anything."""
+def test_a_cell_of_one_magic_is_recognized() -> None:
+    """A cell is of one magic if all its output must come from that magic of nbdist."""
     assert all(map(is_of_magic, ("%%distributed\nx", "\n%%rank 0\nx", "%dist_run train.py")))
     assert is_of_magic("%debug")
     assert not is_of_magic("print(1)\n%dist_run train.py")
@@ -189,8 +189,8 @@ def test_cells_of_one_magic() -> None:
     assert not any(map(is_of_magic, ("%run all.ipy", "%%time\n%dist_run a.py", "%%local\nx")))
 
 
-def test_figures_can_be_found(capsys: pytest.CaptureFixture[str]) -> None:
-    """Programs find a figure that the panel has, which pages do not show again; others follow."""
+def test_figures_are_also_displays_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    """Programs find a panel's figure as an image, which pages hide; other displays come before."""
     transcript, news = took(
         Text("stdout", "a\n"),
         Display({"image/png": "aGk=", "text/plain": "<Figure>"}, {}),
@@ -209,8 +209,8 @@ def test_figures_can_be_found(capsys: pytest.CaptureFixture[str]) -> None:
     assert "figure of rank 0: not saved" in capsys.readouterr().out
 
 
-def test_a_table_says_the_same_in_both_forms():
-    """The headings first, below the head; in HTML escaped, with the colours that were given."""
+def test_a_table_is_the_same_as_text_and_html():
+    """A table has a head, headings and rows; its HTML is escaped and has the given colours."""
     rows = [("rank", "state"), ("0", "busy 3 s"), ("11", "<idle>")]
     shown = table("4 workers <here>", rows, {"busy": "#123456"})
     assert shown.text.splitlines() == ["4 workers <here>", *aligned(rows)]
@@ -218,7 +218,7 @@ def test_a_table_says_the_same_in_both_forms():
     assert (shown.html.count("<th"), shown.html.count("<td")) == (2, 4)
     assert "&lt;idle&gt;</td>" in shown.html
     assert shown.html.count("color:#123456") == 1
-    # On a narrow page a line of Python breaks, and no time with its unit.
+    # On a narrow page a long line of Python is wrapped, but no short text such as a time.
     long = table("", [("state", "line"), ("busy 7.5 s", "x" * 40)]).html
     assert 'white-space:nowrap">busy 7.5 s' in long
     assert long.count("nowrap") == 1
@@ -227,11 +227,11 @@ def test_a_table_says_the_same_in_both_forms():
     assert wide.html.count("min-width:5.6em") == 1
 
 
-# --- files of figures, and what is shown below the panel --------------------------------------
+# --- files of figures, and displays below the panel -----------------------------------------
 
 
 def cell(*data: dict[str, object]) -> Transcript:
-    """In which each rank has displayed one thing."""
+    """Return the transcript of a cell in which each rank has made one display."""
     return said_by(*([Display(bundle, {})] for bundle in data))
 
 
@@ -241,14 +241,14 @@ def png(content: bytes) -> dict[str, object]:
 
 @pytest.fixture
 def logs(tmp_path: Path) -> dict[int, str]:
-    """A folder for each rank, as there is in a run."""
+    """The log file of each rank, in a folder for each rank as in a run."""
     for rank in range(3):
         (tmp_path / "attempt_0" / str(rank)).mkdir(parents=True)
     return {rank: str(tmp_path / "attempt_0" / str(rank) / "stdout.log") for rank in range(3)}
 
 
-def test_equal_ones_are_one_file(logs: dict[int, str], tmp_path: Path):
-    """It is private, is written once, and goes with its run one day."""
+def test_equal_figures_share_a_file(logs: dict[int, str], tmp_path: Path):
+    """A figure's file is private, is written once, and lies in the log folder of its run."""
     transcript = cell(png(b"one"), png(b"one"), png(b"two"))
     first, second = save_figures(transcript, logs)
     assert [*save_figures(transcript, logs)] == [first, second]
@@ -260,10 +260,10 @@ def test_equal_ones_are_one_file(logs: dict[int, str], tmp_path: Path):
     assert len([*tmp_path.rglob("*.png")]) == 2
 
 
-def test_where_they_are_saved(
+def test_figures_are_saved_beside_the_logs(
     logs: dict[int, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """An SVG is text, others are base64; what cannot be read is left out; why one is not saved."""
+    """All kinds of images are saved, broken ones are left out; a line says why none was saved."""
     bad: dict[str, object] = {"image/png": "x", "text/plain": "<Figure>"}
     (svg,) = save_figures(cell({"image/svg+xml": "<svg/>"}, {"text/html": "<b>"}, bad), logs)
     assert Path(svg.partition(": ")[2]).read_text() == "<svg/>"
@@ -289,7 +289,7 @@ def markdown(text: str, display_id: str | None = None) -> Display:
 
 
 def said_by(*said: list[Display]) -> Transcript:
-    """What each rank has displayed."""
+    """Return the transcript of a cell with these displays of each rank."""
     transcript = Transcript(range(len(said)))
     for rank, displays in enumerate(said):
         for each in displays:
@@ -299,7 +299,7 @@ def said_by(*said: list[Display]) -> Transcript:
 
 
 def texts(transcript: Transcript) -> list[str]:
-    """The captions, and the Markdown below them in stars."""
+    """Return the captions, and the Markdown texts in stars."""
     bundles = [shown.data for shown in below_panel(transcript)]
     return [
         f"*{data['text/markdown']}*" if "text/markdown" in data else data["text/plain"]
@@ -307,8 +307,8 @@ def texts(transcript: Transcript) -> list[str]:
     ]
 
 
-def test_order_and_captions() -> None:
-    """Equal ones of ranks are one, in their order; of many a line says whose the others are."""
+def test_equal_displays_of_ranks_share_a_caption() -> None:
+    """Equal displays are shown once, in order; a caption says how many are left out, if any."""
     a, b, c = map(markdown, "abc")
     assert texts(said_by([a, b], [a, b])) == ["ranks 0-1", "*a*", "*b*"]
     assert texts(said_by([a, a], [a], [c, a])) == [
@@ -321,8 +321,8 @@ def test_order_and_captions() -> None:
     assert len(below_panel(said_by(many), [0])) == 37
 
 
-def test_what_changes_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It changes in its place, and what is no longer there leaves nothing."""
+def test_displays_below_the_panel_change_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An updated display changes in its place; a display that is not needed any more is empty."""
     page: dict[str, dict[str, Any]] = {}
 
     def draw(data: dict[str, Any], *, metadata: object, display_id: str, raw: bool) -> None:

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.notebook.extension`: the notebook is never the victim, and finds its way."""
+"""Tests of `nbdist.notebook.extension`: the notebook stays intact, and errors have hints."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ STATE = (
 
 
 @pytest.mark.own_agent
-def test_the_notebook_is_as_it_was(fresh: Callable[..., Notebook]) -> None:
+def test_unloading_leaves_the_notebook_as_it_was(fresh: Callable[..., Notebook]) -> None:
     """A session imports no torch here and changes no variable, signal handler, name or path.
 
-    `%unload_ext` ends the workers and takes out magics, events, settings and threads.
+    `%unload_ext` ends the workers and removes magics, events, settings and threads.
     """
     notebook = fresh(FOOTPRINT)
     notebook.value(STATE)  # the first look may import something
@@ -74,14 +74,14 @@ def test_the_notebook_is_as_it_was(fresh: Callable[..., Notebook]) -> None:
     ],
 )
 def test_builds_and_previews_are_their_version(found: str, wanted: str, is_right: bool) -> None:  # noqa: FBT001
-    """What stands after a version's number does not count."""
+    """Text after the numbers of a version does not count; a version without numbers fits."""
     assert is_within(found, wanted) is is_right
-    check_libraries()  # what is installed here is right
+    check_libraries()  # the installed libraries are in range
 
 
 @pytest.mark.own_agent
 def test_an_old_library_is_refused(fresh: Callable[..., Notebook], tmp_path: Path) -> None:
-    """`%load_ext` says in one line what is wrong and what to do; nothing is loaded or started."""
+    """`%load_ext` names version and remedy in one line, and neither loads nor starts anything."""
     metadata = tmp_path / "torch-2.3.1.dist-info" / "METADATA"
     metadata.parent.mkdir()
     metadata.write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.3.1\n")
@@ -125,7 +125,7 @@ def test_reloading_keeps_the_workers(fresh: Callable[..., Notebook]) -> None:
 
 
 class Kernel:
-    """Something with a method."""
+    """An object with a method to wrap."""
 
     def say(self, text: str) -> str:
         """Say it."""
@@ -136,8 +136,8 @@ def louder(original: Callable[[str], str], text: str) -> str:
     return original(text).upper()
 
 
-def test_a_method_is_wrapped_and_given_back() -> None:
-    """It is as it was afterwards, whoever else has wrapped it, in whatever order they go."""
+def test_a_wrapped_method_is_restored() -> None:
+    """The method is as before once all wrappers are undone, in whatever order they are undone."""
     kernel, once = Kernel(), Kernel()
     undo_inner = wrap(kernel, "say", louder)
     assert (kernel.say("x"), once.say("x"), kernel.say.__doc__) == ("X", "x", "Say it.")
@@ -152,10 +152,10 @@ def test_a_method_is_wrapped_and_given_back() -> None:
     assert (kernel.say, vars(once)) == (own, {})
 
 
-def test_a_cell_that_loads_nbdist_and_goes_on_with_a_magic(fresh: Callable[..., Notebook]) -> None:
-    """The rest is the magic's, in its own lines; where it fails, the cell that loaded it has.
+def test_a_cell_can_load_nbdist_and_go_on_with_a_magic(fresh: Callable[..., Notebook]) -> None:
+    """The magic runs the lines below it under their own numbers; its failure is the cell's.
 
-    What a magic that is not first stands below has run, as nbdist was not there; it has not.
+    If the magic follows other code, only the code above `%load_ext` has run.
     """
     notebook, load = fresh(), "%load_ext nbdist"
     ran = notebook.run(f"before = 1\n{load}\nx = 1\n%%distributed -n 2\nhere = 1\n")
@@ -172,8 +172,8 @@ def test_a_cell_that_loads_nbdist_and_goes_on_with_a_magic(fresh: Callable[..., 
 
 
 @pytest.mark.own_agent
-def test_a_first_cell_that_trains(fresh: Callable[..., Notebook]) -> None:
-    """What DDP and optimizers need is imported once, before the ranks of such a cell are forked."""
+def test_imports_of_ddp_are_made_before_the_fork(fresh: Callable[..., Notebook]) -> None:
+    """Modules that DDP needs are imported before the ranks of a first cell with DDP are forked."""
     notebook = fresh(env={IDLE_IMPORTS: "1"})
     ran = notebook.run(
         "%load_ext nbdist\n%%distributed -n 2\nimport sys\nhere = 'torch._dynamo' in sys.modules\n"
@@ -212,8 +212,8 @@ two = lasting(
         ("modle", "name 'modle' is not defined"),
     ],
 )  # fmt: skip
-def test_where_a_name_is(two: Notebook, source: str, said: str) -> None:
-    """The error says who has it and how to come by it; the user's own line stays above."""
+def test_a_name_error_says_which_ranks_have_the_name(two: Notebook, source: str, said: str) -> None:
+    """The error says which ranks have the name and how to get it, below the line of the user."""
     said = said.format(begin="begin the cell with %%distributed")
     ran = two.run(source)
     (error,) = ran.errors
@@ -223,8 +223,8 @@ def test_where_a_name_is(two: Notebook, source: str, said: str) -> None:
     assert text.endswith(f"NameError: {said}")
 
 
-def test_what_a_command_cannot_fill_in(two: Notebook) -> None:
-    """It is refused with the name, and nothing runs; names that are here are filled in."""
+def test_a_command_with_a_name_of_ranks_is_refused(two: Notebook) -> None:
+    """The error of a command such as `!touch $model` names the variable, and nothing has run."""
     for source, said in (
         ("mine = 1\n!touch $mine $model", "; `$$model` is the shell's own. Nothing has run."),
         ("files = !touch $rank", "`rank` is each worker's own: begin the cell"),
@@ -236,8 +236,8 @@ def test_what_a_command_cannot_fill_in(two: Notebook) -> None:
         assert error.endswith("Nothing has run.")
 
 
-def test_what_a_command_fills_in(two: Notebook) -> None:
-    """The notebook's, the calling function's, the shell's; not those of some ranks."""
+def test_a_command_gets_names_of_notebook_function_or_ranks(two: Notebook) -> None:
+    """A command here gets names of notebook, function and shell; on ranks, names of all ranks."""
     two.run("mine = 'm'\ndef f(own):\n    !echo {own} {mine}")
     for source, said in (
         ("f('o')", "o m"),
@@ -254,5 +254,5 @@ def test_what_a_command_fills_in(two: Notebook) -> None:
     assert body(said) == ["── ranks 0-1 (same) ──", "7"]
     said = two.run("%%distributed -r 0\nlonely = 8\n!echo {lonely}")
     assert body(said) == ["── rank 0 ──", "8"]
-    two.run("%dist_shutdown")  # nobody has it any more
+    two.run("%dist_shutdown")  # now no rank has `model`
     assert two.run("model").errors[0]["evalue"] == "name 'model' is not defined"

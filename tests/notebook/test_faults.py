@@ -1,4 +1,4 @@
-"""Failures, deaths and Stop as they are seen in a notebook; input and the debuggers."""
+"""Failures, deaths and Stop as a notebook shows them; input boxes and debuggers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.waiting import SOON
 pytestmark = pytest.mark.shared_world
 
 
-def test_rank_that_dies_while_idle(notebook: Notebook, tmp_path: Path) -> None:
-    """It is told under the last cell, with no cell run, and a new rank is in its place."""
+def test_a_rank_that_dies_while_idle_is_replaced(notebook: Notebook, tmp_path: Path) -> None:
+    """A note under the last cell names the death without another cell, and a new rank starts."""
     gate = tmp_path / "dies"
     notebook.run(
         "%%rank 1\nkept = 1\nimport os, signal, threading, time\ndef later():\n"
@@ -58,8 +58,8 @@ bomb = Bomb()
 
 
 @pytest.mark.parametrize("magic", ["%%distributed -r 0\nbomb", "%dist_push bomb"])
-def test_death_while_a_cell_is_sent(notebook: Notebook, magic: str) -> None:
-    """A rank that dies after the cell has looked, and before it runs, is told in it or the next."""
+def test_a_death_while_a_cell_is_sent_is_noted_once(notebook: Notebook, magic: str) -> None:
+    """A death between the check for dead ranks and the task is noted in this cell or the next."""
     pid = notebook.run("%%rank 1\nimport os; os.getpid()").text.split()[-1]
     session = "nbdist.notebook.extension._loaded[get_ipython()][0].default.world.session"
     notebook.run(BOMB.format(session=session, pid=pid))
@@ -70,8 +70,8 @@ def test_death_while_a_cell_is_sent(notebook: Notebook, magic: str) -> None:
 
 
 @pytest.mark.own_agent
-def test_agent_that_dies(fresh: Callable[..., Notebook]) -> None:
-    """It is told under the last cell, and in the next; workers can be started again."""
+def test_workers_can_be_restarted_after_their_agent_died(fresh: Callable[..., Notebook]) -> None:
+    """The last cell and the next cell name the agent's death; `%dist_restart` starts workers."""
     notebook = fresh("%load_ext nbdist", "%%distributed -n 2\npass")
     (agent,) = (
         each for each in notebook.process.children() if "nbdist.agent" in " ".join(each.cmdline())
@@ -83,8 +83,8 @@ def test_agent_that_dies(fresh: Callable[..., Notebook]) -> None:
     assert notebook.run("%%distributed\npass").errors == []
 
 
-def test_why_of_an_exception(notebook: Notebook) -> None:
-    """`%dist_why` has place and traceback, a line for what followed; until the next failure."""
+def test_dist_why_shows_the_last_exception(notebook: Notebook) -> None:
+    """`%dist_why` has place, traceback and a line for released ranks, until the next failure."""
     notebook.run("%%distributed\nif rank == 1:\n    raise ValueError('bad shard')\ndist.barrier()")
     why = notebook.run("%dist_why").text
     assert re.match(r"\d\d:\d\d:\d\d · rank 1 on .* \(pid \d+\) · .* s into Cell In", why)
@@ -99,10 +99,10 @@ def test_why_of_an_exception(notebook: Notebook) -> None:
     assert why.endswith(": the same")
 
 
-def test_setup_cell(notebook: Notebook) -> None:
-    """It runs again in new workers with the notebook's names; what it binds is the workers'."""
+def test_a_setup_cell_runs_again_in_new_workers(notebook: Notebook) -> None:
+    """The set-up cell gets the notebook's names each time; names that it binds are the workers'."""
     notebook.run("start, base, seen = 40, 'of the notebook', []\ndef up(x): return x + 2")
-    # The ranks have what the set-up cell uses already; the second time they have all of it.
+    # Some names that the set-up cell uses were sent before; at the second run, all of them.
     assert notebook.run("%%distributed\nup(start), seen.append(rank)").errors == []
     for _ in range(2):
         setup = "%%distributed --setup\nbase, had = up(start), [*seen]"
@@ -118,8 +118,8 @@ def test_setup_cell(notebook: Notebook) -> None:
     notebook.run("%dist_shutdown")
 
 
-def test_restart_keeps_what_is_named(notebook: Notebook) -> None:
-    """Of some ranks or of all; the notebook's own variable of that name is not in the way."""
+def test_restart_keeps_the_named_variables(notebook: Notebook) -> None:
+    """Variables after `--keep` survive a restart, also if the notebook has the name too."""
     notebook.run("first = 'of the notebook'")
     notebook.run("%%distributed\nfirst, second = [rank], rank")
     said = notebook.run("%dist_restart -r 1,3 --keep first").text
@@ -131,8 +131,8 @@ def test_restart_keeps_what_is_named(notebook: Notebook) -> None:
     assert "was not sent" not in outcome.text
 
 
-def test_no_free_and_hang_timeout(notebook: Notebook) -> None:
-    """A wait without an end is told of when it was asked for, and ends with Stop."""
+def test_a_hang_that_is_not_released_ends_with_stop(notebook: Notebook) -> None:
+    """With `--no-free`, a line names ranks that wait for `--hang-timeout`; Stop ends the wait."""
     outcome = notebook.run(
         "%%distributed --no-free --hang-timeout 0.5\nif rank != 1: dist.barrier()",
         notebook.stop_at("ranks 0,2-3 wait in barrier, line 2 · rank 1 finished"),
@@ -154,8 +154,8 @@ for step in range(10 ** 9):
 """
 
 
-def test_stop_in_a_training(notebook: Notebook) -> None:
-    """All ranks end at one step; where one is stuck, the cell says how to mend that."""
+def test_stop_in_a_training_ends_at_a_common_step(notebook: Notebook) -> None:
+    """All ranks end at the same step; if a rank cannot, the error says how to make ranks equal."""
     outcome = notebook.run(TRAINS.format(then="pass"), notebook.stop_at("trains"))
     assert outcome.error == "KeyboardInterrupt: Stopped on ranks 0-3. No variables were lost."
     assert "ranks 0-3 agree" in notebook.run("%dist_diff net").text
@@ -180,11 +180,11 @@ LATE = """import time
             print("saved" * (rank == 2))"""
 
 
-def test_a_rank_that_leaves_late(notebook: Notebook) -> None:
-    """If Stop gives control back first, the next cell says what the stopped cell has left wrong.
+def test_a_late_rank_is_reported_by_the_next_cell(notebook: Notebook) -> None:
+    """If a rank stops after Stop gave control back, the next cell says what differs on ranks.
 
-    The stopped cell shows it too, with what the rank has printed since; that, and that the rank
-    has stopped, already before the next cell runs.
+    The stopped cell says so too.  Before the next cell runs, the stopped cell already shows late
+    output of the rank, and that the rank has stopped.
     """
     outcome = notebook.run(TRAINS.format(then=LATE), notebook.stop_at("waits"))
     assert outcome.error.startswith("RanksNotStopped: rank 2 has not stopped yet (")
@@ -202,14 +202,14 @@ def test_a_rank_that_leaves_late(notebook: Notebook) -> None:
     assert "the stopped cell" not in notebook.run("%%distributed\nprint('next')").text
 
 
-# --- input boxes, `%debug` and `%pdb`, where what failed is a cell on the workers -------------
+# --- input boxes; `%debug` and `%pdb` after a failure on the workers --------------------------
 
 
 FAILED = "%%distributed -n 2\ndef divide(x):\n    return 1 / x\ndivide(1 - rank)"
 
 
 def test_each_rank_is_asked_in_turn(two: Notebook) -> None:
-    """Below what it has printed; one panel stays, with what was typed."""
+    """Each rank's prompt is below its output; a single panel remains, with the typed text."""
     said = two.run("%%distributed\nprint('hi')\nname = input('name? ')", typed=["ada", "bob"])
     assert said.prompts == ["[rank 0] name? ", "[rank 1] name? "]
     assert body(said) == ["── rank 0 ──", "hi", "name? ada", "── rank 1 ──", "hi", "name? bob"]
@@ -230,16 +230,16 @@ def test_each_rank_is_asked_in_turn(two: Notebook) -> None:
     assert rest[-2:] == ["── ranks 0-1 (same) ──", "first "]
 
 
-def test_a_line_for_all_that_are_in_the_debugger(two: Notebook) -> None:
-    """`-r all c`; each has bound what was typed for it alone before."""
+def test_a_debugger_line_can_go_to_all_ranks(two: Notebook) -> None:
+    """`-r all c` continues all ranks in the debugger; other lines only go to the asking rank."""
     cell = "%%distributed\nx = 1\nbreakpoint()\nprint('x is', x)"
     said = two.run(cell, typed=["x = 7", "-r all c"])
     assert said.prompts == ["[rank 0] ipdb> "] * 2
     assert [line for line in body(said) if line.startswith("x is")] == ["x is 7", "x is 1"]
 
 
-def test_stop_at_a_prompt(two: Notebook) -> None:
-    """It ends the cell, also in a long step; nothing is lost or asked again."""
+def test_stop_at_a_prompt_ends_the_cell(two: Notebook) -> None:
+    """Stop also ends a long step of the debugger; no variable is lost, and no rank asks again."""
     asks = "def asks():\n try: input('a')\n except KeyboardInterrupt: input('again')\n"
     for waits in ("breakpoint()", "input()", "asks()"):
         begin = f"%%distributed\n{asks}kept = rank\n"
@@ -256,8 +256,8 @@ def test_stop_at_a_prompt(two: Notebook) -> None:
     assert "BdbQuit" not in said.panel["text/plain"]
 
 
-def test_post_mortem(two: Notebook) -> None:
-    """`%dist_debug`, `%debug` and `%pdb` lead to the frames of what failed, on ranks or here."""
+def test_debug_magics_open_the_frames_of_the_failure(two: Notebook) -> None:
+    """`%dist_debug`, `%debug` and `%pdb` open the frames of the last failure, on a rank or here."""
     assert "rank 1 after" in two.run(FAILED).error
     for magic in ("%debug", "%dist_debug", "%dist_debug -r 1"):
         said = two.run(magic, typed=["p x", "up", "up", "q"])
@@ -268,12 +268,12 @@ def test_post_mortem(two: Notebook) -> None:
         assert lines[lines.index("ipdb> p x") + 1] == "0"
         assert "*** Oldest frame" in lines
     assert two.run("%dist_debug").error.startswith("KeyboardInterrupt: Stopped on rank 1")
-    assert "p x\n0" in two.run("%debug", typed=["p x", "q"]).text  # Stop has lost nothing
+    assert "p x\n0" in two.run("%debug", typed=["p x", "q"]).text  # Stop has kept the failure
     two.run("%pdb on")
     said = two.run(FAILED, typed=["q"])
     assert said.prompts == ["[rank 1] ipdb> "]
     assert said.errors
-    # Nothing has run: the failure before is not looked at in its place.
+    # A cell that is no Python has not run: `%pdb` does not debug the earlier failure.
     said = two.run("%%distributed\nx = = 3", typed=["q"])
     assert (said.prompts, said.errors[0]["ename"]) == ([], "CellSyntaxError")
     two.run("%pdb off")

@@ -1,7 +1,7 @@
-"""What people do wrong in their first hour, and what is said: one table for all front ends.
+"""Mistakes that people make in their first hour, and the answers: a table for all front ends.
 
-Each row is what is typed, and a part of what is said, all of it where a person sees it.  Where
-several cells are typed the first ones go well, and the last is the mistake.
+Each row has the typed cells, and parts of the answer that the user sees.  If a row has several
+cells, the last cell is the mistake, and the cells before it succeed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.shared_world
 
 @dataclass(frozen=True)
 class Mistake:
-    """What is typed, and what is said."""
+    """The typed cells of a mistake, and texts of which each must be in the answer."""
 
     cells: tuple[str, ...]
     said: tuple[str, ...]
@@ -37,10 +37,10 @@ AHEAD = (
     "%%distributed -n 2\nhere, kept = rank, 1",
     "import nbdist, threading; lock = threading.Lock()",
 )
-"""Cells that go well before any of these."""
+"""Cells without a mistake that run before all rows."""
 
 MISTAKES = (
-    # Code that is none, and iterators past their end.
+    # Code that is no Python, and iterators past their end.
     _row(
         "%%distributed\nit = iter([1]); next(it)\nnext(it)", "2 of 2 ranks failed", "StopIteration"
     ),
@@ -60,13 +60,13 @@ MISTAKES = (
     _row("%dist_scale 1 -r 0", "not both"),
     _row("%dist_scale 0", "it takes at least one worker. `%dist_shutdown` ends them all."),
     _row("%%rank 1 0\nprint(f'rank {rank} ran')", "rank 0 ran", "rank 1 ran"),
-    # Magics and calls of others, and misspelt ones.
+    # Magics and calls of other libraries, and misspelt names.
     _row("%%px\nx", "not found. In nbdist begin the cell with `%%distributed`."),
     _row("nbdist.World(workers=3)", "no argument `workers`: did you mean `n`?"),
     _row("nbdist.World(2, bakcend='gloo')", "no argument `bakcend`: did you mean `backend`?"),
     _row("nbdist.run(print, 1, n=2)", "`nbdist.run`: all arguments are the function's", "n=2"),
     _row("nbdist.World(2, 'gloo')", "`nbdist.World`: there is no argument `'gloo'`."),
-    # Variables that are elsewhere, that cannot be sent, or that there are not.
+    # Variables that are on the other side, cannot be sent, or do not exist.
     _row("%dist_gather here+1", "`%dist_gather here+1 --as values`"),
     _row("%dist_scale 4 -n 5", "`%dist_scale`: give the number of workers once"),
     _row("%dist_gather 1/0 --as x", "`1/0` on ranks 0-1: ZeroDivisionError: division by zero."),
@@ -80,7 +80,7 @@ MISTAKES = (
     _row("%dist_scatter lock", "cannot be split: use a tensor"),
     _row("%dist_restart --keep nope", "no rank has `nope`; all workers are as they were."),
     _row(("%%distributed -o res\nhere", "res[7]"), "no value of rank 7: ranks 0-1 have one."),
-    # What stands in the wrong place, or is called otherwise.
+    # Code in the wrong place, and names that nbdist or the variable does not have.
     _row("x = 1\n%%distributed\ny = 2", "first line of its cell: split the cell at line 2"),
     _row("%load_ext nbdist\n%%distributed\nprint('runs')", "runs"),
     _row("%distributed print('runs')", "runs"),
@@ -95,7 +95,7 @@ MISTAKES = (
     ),
     _row("%%distributed -n gpu\nx", "`-n gpu`: no GPU is visible here. Use `-n 4`"),
     _row("%dist_wait", "In nbdist `job.wait()` waits for a cell that was sent with `--no-wait"),
-    # Scripts, files and what is not there.
+    # Scripts, files and folders that are missing or of the wrong kind.
     _row(
         ("import pathlib; pathlib.Path('other.ipynb').write_text('{}');", "%dist_run other.ipynb"),
         "`other.ipynb` is a notebook: `%run other.ipynb` runs its cells",
@@ -103,7 +103,7 @@ MISTAKES = (
     _row("%dist_export train", "the script needs a name that ends in .py"),
     _row("%dist_export /nosuch/x.py", "there is no folder /nosuch."),
     _row("%dist_attach nope", "has this name"),
-    # What goes wrong on the ranks.
+    # Errors on the ranks.
     _row("%%distributed\nnope", "NameError: name 'nope' is not defined", "2 of 2 ranks failed"),
     _row("%%distributed\nimport sys; sys.exit(2)", "ended the cell on this rank"),
     _row("%%distributed\ndist.all_reduce(5)", "Expected parameter `tensor` of type torch.Tensor"),
@@ -123,8 +123,8 @@ beginner = lasting(
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=str)
-def test_a_mistake(beginner: Notebook, mistake: Mistake) -> None:
-    """One line says what is wrong and what to type next, and no line is of nbdist's insides."""
+def test_a_mistake_gets_a_helpful_line(beginner: Notebook, mistake: Mistake) -> None:
+    """The answer to a mistake has the texts of its row; nbdist's own errors are a single line."""
     *before, last = mistake.cells
     for cell in before:
         assert beginner.run(cell).errors == []
@@ -132,7 +132,7 @@ def test_a_mistake(beginner: Notebook, mistake: Mistake) -> None:
     for said in mistake.said:
         assert said in outcome.seen
     for error in outcome.errors:
-        # Python's own errors have their calls, and a syntax error its line.
+        # Python's own errors have a traceback, and a syntax error has the line of code.
         is_pythons = hasattr(builtins, error["ename"]) or "SyntaxError" in error["ename"]
         assert is_pythons or len(error["traceback"]) == 1
         assert len(error["evalue"]) < 500

@@ -1,4 +1,4 @@
-"""Tests of nbdist where no page draws: a terminal, nbclient, papermill."""
+"""Tests of nbdist without a page in a browser: in a terminal, nbclient and papermill."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Terminal:
             env={
                 **os.environ,
                 "TERM": kind,
-                "PROMPT_TOOLKIT_NO_CPR": "1",  # nobody answers where the cursor is
+                "PROMPT_TOOLKIT_NO_CPR": "1",  # pexpect does not tell the cursor's place
                 "NBDIST_LOG_DIR": str(home / "logs"),
                 "IPYTHONDIR": str(home),
                 "PYTHONFAULTHANDLER": "1",
@@ -50,29 +50,29 @@ class Terminal:
         self.enter("%load_ext nbdist")
 
     def wait_for_prompt(self) -> str:
-        """What was shown until the next prompt."""
+        """Return all text that is shown before the next prompt."""
         try:
             self.child.expect_exact(f"In [{self.prompts}]:")
         except pexpect.TIMEOUT:
-            self.child.kill(signal.SIGABRT)  # faulthandler writes where all threads are
+            self.child.kill(signal.SIGABRT)  # faulthandler writes all stacks
             pytest.fail(f"no prompt, only {self.child.before!r}\n{self.child.read()}")
         before = str(self.child.before)
-        # In a dumb terminal the prompt is there before it reads keys as they are typed.
+        # A dumb terminal shows its prompt before it reads each key as it is typed.
         assert self.child.waitnoecho(SOON)
         return before
 
     def begin(self, *lines: str) -> None:
-        """Type a cell, and Alt-Enter, which runs it."""
+        """Type a cell, and Alt-Enter, which runs the cell."""
         self.child.send("\r".join(lines))
         self.child.send("\x1b\r")
 
     def enter(self, *lines: str) -> list[str]:
-        """Type a cell; the lines that it shows."""
+        """Run a cell; return the lines that the terminal shows until the next prompt."""
         self.begin(*lines)
         return self.finish()
 
     def finish(self) -> list[str]:
-        """The lines that the running cell still shows."""
+        """Wait for the end of the running cell; return the lines that it has still shown."""
         self.prompts += 1
         said = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.wait_for_prompt())
         return [line.strip("\r") for line in said.split("\n")]
@@ -80,15 +80,15 @@ class Terminal:
 
 @pytest.fixture(scope="module")
 def terminal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Terminal]:
-    """One for all tests, with two workers."""
+    """A terminal with two workers, the same for all tests of this module."""
     terminal = Terminal(tmp_path_factory.mktemp("terminal"))
     terminal.enter("%dist_init -n 2")
     yield terminal
     terminal.child.close(force=True)
 
 
-def test_terminal(terminal: Terminal) -> None:
-    """Lines come as they are printed, each with its ranks; a failed cell shows its traceback."""
+def test_terminal_prints_lines_with_their_ranks(terminal: Terminal) -> None:
+    """Each line has its ranks; a failed cell shows its traceback once, without nbdist's files."""
     lines = terminal.enter("%%distributed -n 2", "print('same'); print('mine', rank)")
     assert {"[0-1] same", "[0] mine 0", "[1] mine 1"} <= {*lines}
     assert any(re.fullmatch(r"2 ranks · \d+\.\d s · ✓ 2", line) for line in lines)
@@ -107,14 +107,14 @@ def test_terminal(terminal: Terminal) -> None:
 
 
 def test_terminal_shows_lines_at_once(terminal: Terminal, tmp_path: Path) -> None:
-    """A line is there while its cell still runs, and bars are one line that moves."""
+    """A line appears while its cell still runs, and a progress bar is a single line that moves."""
     there = f"iter(Path({str(tmp_path)!r}, n).exists, True)"
     wait = f"wait = lambda n: [time.sleep(0.01) for _ in {there}]"
     terminal.enter("%%distributed", "import time, tqdm; from pathlib import Path", wait)
     terminal.begin("%%distributed", "print('at once'); wait('seen'); print('later')")
     terminal.child.expect(r"\n\[0(-1)?\] at once")
     (tmp_path / "seen").touch()
-    # Ranks that say the same more than a moment apart have a line each.
+    # Ranks that print the same text more than a moment apart have a line each.
     assert {"[0-1] later", "[0] later"} & {*terminal.finish()}
     bar = "for n in tqdm.tqdm(range(20), desc='train', mininterval=0): n == 5 and wait('moved')"
     terminal.begin("%%distributed", bar)
@@ -125,8 +125,8 @@ def test_terminal_shows_lines_at_once(terminal: Terminal, tmp_path: Path) -> Non
     assert re.match(r"\[0-1\] train  20/20  ", end)
 
 
-def test_terminal_ctrl_c(terminal: Terminal) -> None:
-    """It ends the cell within seconds, and the workers live on."""
+def test_terminal_ends_a_cell_with_ctrl_c(terminal: Terminal) -> None:
+    """Ctrl-C ends the cell within seconds, and the workers keep their variables."""
     terminal.begin("%%distributed", "kept = rank; print('runs'); import time; time.sleep(600)")
     terminal.child.expect_exact("[0-1] runs")
     terminal.child.sendintr()
@@ -135,7 +135,7 @@ def test_terminal_ctrl_c(terminal: Terminal) -> None:
 
 
 def test_terminal_is_live_at_its_prompt(tmp_path: Path) -> None:
-    """What workers do while no cell runs is shown above it: lines, how it ends, a death."""
+    """A job's lines, its end, and a worker's death appear while the terminal waits for input."""
     terminal = Terminal(tmp_path, "xterm")
     try:
         loop = "[(print('step', i), time.sleep(0.3)) for i in range(4)]; 1 / 0"
@@ -167,15 +167,15 @@ def test_terminal_sends_cells_in_the_background(tmp_path: Path) -> None:
             terminal.child.expect_exact(f"`job{number}.wait()` waits for it")
             terminal.child.expect_exact(f"[0] {number} on 0")
             terminal.child.expect_exact("· ✓ 2")
-            assert terminal.child.waitnoecho(SOON)  # keys are read again, below what was shown
+            assert terminal.child.waitnoecho(SOON)  # the prompt below the output reads keys again
         terminal.begin("print([job.done() for job in (job0, job1, job2)])")
         terminal.child.expect_exact("[True, True, True]")
     finally:
         terminal.child.close(force=True)
 
 
-def test_terminal_asks(terminal: Terminal) -> None:
-    """What ranks want typed is typed there, below all that they have printed so far."""
+def test_terminal_passes_typed_lines_to_ranks(terminal: Terminal) -> None:
+    """`input` and the debugger of a rank read lines from the terminal, below all output so far."""
     terminal.begin("%%distributed -n 2", "print('hi', end=' '); name = input('name? ')")
     for rank, line in enumerate(["ada", "bob"]):
         terminal.child.expect_exact(f"[rank {rank}] name? ")
@@ -209,7 +209,7 @@ def run(notebook: nbformat.NotebookNode) -> None:
 
 
 def test_nbclient_stops_at_a_failed_cell() -> None:
-    """The cells after it do not run; of each cell one display is saved, in HTML and as text."""
+    """Cells after a failed cell do not run; each cell has one saved display, as HTML and text."""
     slow = "%%distributed\nimport time\nprint('start')\ntime.sleep(0.6)\nprint('end')"
     notebook = a_notebook(
         *CELLS, slow, "%%distributed\nif rank: raise ValueError('bad')", "after = 1"
@@ -229,15 +229,15 @@ def test_nbclient_stops_at_a_failed_cell() -> None:
     nbformat.validate(notebook)
 
 
-def test_nbclient_cannot_type() -> None:
-    """Who asks for something typed is told that nobody can, with the remedy, and nothing waits."""
+def test_nbclient_fails_a_cell_that_asks_for_input() -> None:
+    """A `breakpoint()` fails at once if nobody can type, with the remedy in the error."""
     notebook = a_notebook(*CELLS, "%%distributed\nbreakpoint()\nx = 1")
     with pytest.raises(CellExecutionError, match=r"breakpoint\(\) need JupyterLab or a terminal"):
         run(notebook)
 
 
-def test_nbclient_saves_what_nobody_waited_for(tmp_path: Path) -> None:
-    """What ran on while other cells did is in its cell's output; what still runs ends with it."""
+def test_nbclient_saves_the_output_of_jobs(tmp_path: Path) -> None:
+    """A job's output is saved in its cell; a job that runs to the end is saved as still running."""
     sent = "%%distributed -n 2 --no-wait -o job\nimport time\nfor i in range(4):\n    "
     sent += "print('step', i); time.sleep(0.2)\n"
     ends = f"{sent}from pathlib import Path; Path('{tmp_path}', str(rank)).touch()"
@@ -256,7 +256,7 @@ def test_nbclient_saves_what_nobody_waited_for(tmp_path: Path) -> None:
 
 
 def test_nbclient_saves_a_death_between_cells() -> None:
-    """The next cell, of whatever kind, begins with it: nobody sees what is shown between cells."""
+    """The next cell, also a plain cell, begins with the death: news between cells is not saved."""
     kills = (
         "import os, signal, nbdist.notebook.extension as extension\n"
         "link = extension.pools_of(get_ipython()).default.world.session.link\n"
@@ -275,8 +275,8 @@ def test_nbclient_saves_a_death_between_cells() -> None:
     assert after.data["text/plain"].endswith("── rank 0 ──\nTrue\n── rank 1 ──\nFalse")
 
 
-def test_nbval(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Its strict mode finds outputs that are the same, whatever time they took, and no others."""
+def test_nbval_finds_outputs_that_differ(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """nbval's strict mode accepts equal outputs of slower cells, and rejects a different output."""
     monkeypatch.setenv("NBDIST_LOG_DIR", "")
     monkeypatch.setenv("NBDIST_SECONDS", "none")
     saved, again = tmp_path / "saved.ipynb", tmp_path / "again"
@@ -299,8 +299,8 @@ def test_nbval(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert "saved.ipynb::Cell 3" in done.stdout
 
 
-def test_papermill(tmp_path: Path) -> None:
-    """papermill runs a notebook with its parameters, which go along to the workers."""
+def test_papermill_parameters_reach_the_workers(tmp_path: Path) -> None:
+    """A parameter that papermill sets is sent to the workers as any variable of the notebook is."""
     import papermill
 
     notebook = a_notebook("scale = 1", *CELLS, "%%distributed\nprint('scaled', scale * x)")
@@ -313,7 +313,7 @@ def test_papermill(tmp_path: Path) -> None:
     assert said.endswith("── rank 0 ──\nscaled 10\n── rank 1 ──\nscaled 20")
 
 
-# --- clients that leave `update_display_data` out -------------------------------------------------
+# --- clients that ignore `update_display_data` ----------------------------------------------------
 
 SLOW = "import time\nprint('first', rank)\ntime.sleep(0.6)\nprint('last', rank)"
 
@@ -325,14 +325,14 @@ def kernel() -> Iterator[Notebook]:
 
 
 def printed(kernel: Notebook, source: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """What `execute_interactive` prints of a cell: each stream, each new display, and the error."""
+    """Run a cell by `execute_interactive`; return the printed streams, displays and error."""
     kernel.client.execute_interactive(source, timeout=SOON, stop_on_error=False)
     said = capsys.readouterr()
     return strip(said.out + said.err)
 
 
-def test_the_whole_output_at_the_end(kernel: Notebook, capsys: pytest.CaptureFixture[str]) -> None:
-    """Whoever sees new displays alone has all lines, also of a cell with several magics."""
+def test_the_last_display_is_complete(kernel: Notebook, capsys: pytest.CaptureFixture[str]) -> None:
+    """A client that only shows new displays has all lines, also of a cell with several magics."""
     said = printed(kernel, f"%%distributed\n{SLOW}", capsys)
     whole = "── rank 0 ──\nfirst 0\nlast 0\n── rank 1 ──\nfirst 1\nlast 1"
     assert said.endswith(f"2 ranks · ✓ 2\n{whole}")
@@ -344,8 +344,8 @@ def test_the_whole_output_at_the_end(kernel: Notebook, capsys: pytest.CaptureFix
     assert said.count("now 3 workers") == said.count("now 2 workers") == 1
 
 
-def test_the_traceback_at_the_end(kernel: Notebook, capsys: pytest.CaptureFixture[str]) -> None:
-    """And the output before it, once, with the one line of the error."""
+def test_a_traceback_is_printed_once(kernel: Notebook, capsys: pytest.CaptureFixture[str]) -> None:
+    """A client that only shows new displays has output and traceback once, and the error's line."""
     said = printed(kernel, f"%%distributed\n{SLOW}\nif rank: 1 / 0", capsys)
     ended = said.partition("✓ 1 · ✗ 1")[2]
     assert "first 1\nlast 1\n----" in ended
@@ -361,8 +361,8 @@ import warnings
 value = Prints()"""
 
 
-def test_what_the_notebook_prints_stays(kernel: Notebook) -> None:
-    """The cell's output is not cleared for its last display if the notebook itself has printed."""
+def test_output_of_the_notebook_itself_stays(kernel: Notebook) -> None:
+    """The cell's output is not cleared before the last display if the notebook has printed too."""
     kernel.run(PRINTS)
     ran = kernel.run(f"%%distributed\n{SLOW}\nprint('value', value)")
     assert "packed\n" in "".join(ran.streams)
@@ -371,8 +371,8 @@ def test_what_the_notebook_prints_stays(kernel: Notebook) -> None:
     assert kernel.run(f"%%distributed\n{SLOW}").text.endswith("last 1")
 
 
-def test_papermill_logs_all(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """With `log_output` its log has the output of a cell when the cell has ended, and the file."""
+def test_papermill_logs_the_whole_output(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With `log_output`, papermill's log and the saved file have a cell's whole output once."""
     import papermill
 
     source, target = tmp_path / "in.ipynb", tmp_path / "out.ipynb"
@@ -389,13 +389,13 @@ def test_papermill_logs_all(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     assert output.data["text/plain"] == whole
 
 
-def test_terminal_names(terminal: Terminal) -> None:
-    """Tab offers what only workers have; auto mode runs plain cells there."""
+def test_terminal_completes_names_of_workers(terminal: Terminal) -> None:
+    """Tab offers attributes of workers' objects; in auto mode plain cells run on the workers."""
     terminal.enter("%%distributed -n 2", "import types", "net = types.SimpleNamespace(layer=5)")
     hint = "`net` is on ranks 0-1: begin the cell with %%distributed, or `%dist_gather net`"
     assert f"NameError: {hint}" in terminal.enter("net")
     terminal.child.send("%%distributed\rprint(net.lay\t")
-    terminal.child.expect(r"lay\w*r")  # a dumb terminal draws not all of it
+    terminal.child.expect(r"lay\w*r")  # a dumb terminal draws only a part
     terminal.begin(" * 7)")
     assert {"[0-1] 35", "[0] 35"} & {*terminal.finish()}
     terminal.enter("%dist_auto on")
@@ -407,7 +407,7 @@ def test_terminal_names(terminal: Terminal) -> None:
 
 
 def test_terminal_ends_its_workers(terminal: Terminal) -> None:
-    """`exit` of the terminal takes the workers along; it is the last test."""
+    """`exit` in the terminal ends the workers too.  Must be the module's last test."""
     processes = psutil.Process(terminal.child.pid).children(recursive=True)
     assert len(processes) >= 4
     terminal.child.send("exit\r")

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.notebook.idle`: news and Stop between cells, and Stop while commands run."""
+"""Tests of `nbdist.notebook.idle`: late output and Stop between cells, and Stop in commands."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from nbdist.output.transcript import Transcript
 
 @dataclass
 class Pipe:
-    """As much of a link as is watched: where it writes a byte for each piece of news."""
+    """The part of a link that `IdleWatch` uses: a pipe with a byte for each message of ranks."""
 
     idle_signal: int
     end: int
@@ -53,8 +53,8 @@ def link() -> Iterator[Any]:
         os.close(pipe.end)
 
 
-async def test_many_bytes_are_one_notice(link: Any):
-    """A rank may talk without end: the second notice waits.  The end is noticed once."""
+async def test_many_bytes_cause_few_calls_of_notice(link: Any):
+    """`notice` is called once per `IDLE_PAUSE` at most, and once when the link has closed."""
     noticed: list[float] = []
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
 
@@ -74,10 +74,10 @@ async def test_many_bytes_are_one_notice(link: Any):
     assert noticed[1] - noticed[0] >= IDLE_PAUSE
 
 
-async def test_what_goes_on(link: Any):
-    """It is called again and again, at once where there is news, until it goes on no more.
+async def test_an_active_watch_calls_notice_periodically(link: Any):
+    """`notice` is called each `IDLE_PAUSE`, and at once after a message, while a task is active.
 
-    Nothing is called after `stop`, and no descriptor is left.
+    After `stop`, `notice` is not called any more, and all descriptors are closed.
     """
     noticed: list[float] = []
     loop, third = asyncio.get_running_loop(), asyncio.Event()
@@ -125,29 +125,29 @@ def ended(*ranks: int) -> Transcript:
 
 
 def shown(capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """The texts of what was displayed: without a shell IPython prints it."""
+    """Return the texts of the displays since the last call; without a shell IPython prints them."""
     bundles = map(ast.literal_eval, capsys.readouterr().out.splitlines())
     return [bundle["text/plain"] for bundle in bundles]
 
 
 @pytest.fixture
 def cells() -> FinishedCells:
-    """Two cells that have ended, of ranks 0-1 and of rank 1."""
+    """Two cells that have ended, the first of ranks 0-1 and the second of rank 1."""
     cells = FinishedCells()
     for transcript in (ended(0, 1), ended(1)):
         cells.add(transcript, PanelDisplay())
     return cells
 
 
-def test_below_the_last_cell(cells: FinishedCells, capsys: pytest.CaptureFixture[str]) -> None:
-    """What a rank says stands in its last cell, a display in the cell that has it; none is lost."""
+def test_late_output_is_not_lost(cells: FinishedCells, capsys: pytest.CaptureFixture[str]) -> None:
+    """Late output of a rank is added to its last cell, a changed display to the display's cell."""
     cells.receive([(0, out("a\n")), (0, out("b\n")), (1, out("c\n")), (1, Done("ok", 1.0))])
     assert shown(capsys) == []
     cells.show({}, at_once=False)
     first, second = shown(capsys)
     assert first.endswith("── rank 0 ──\nfirst\na\nb\n── rank 1 ──\nfirst")
     assert second.endswith("── rank 1 ──\nfirst\nc")
-    # While another cell runs a page is not drawn for each line.
+    # While another cell runs, panels are only redrawn from time to time.
     cells.receive([(0, out("d\n"))])
     cells.show({}, at_once=False)
     assert shown(capsys) == []
@@ -164,8 +164,8 @@ def test_below_the_last_cell(cells: FinishedCells, capsys: pytest.CaptureFixture
     assert "── rank 0 ──\nnew" in "\n".join(shown(capsys))
 
 
-def test_what_belongs_to_no_cell(cells: FinishedCells) -> None:
-    """It is said with the next one, once; so is what lines that are printed cannot take in."""
+def test_late_output_without_a_cell_is_returned_once(cells: FinishedCells) -> None:
+    """`pop_texts` returns late output once, if its rank has no cell or a cell of plain lines."""
     cells.receive([(2, out("bye\n")), (3, out("bye\n"))])
     assert cells.pop_texts() == ["ranks 2-3 printed after their last cell: bye"]
     assert cells.pop_texts() == []
@@ -177,8 +177,8 @@ def test_what_belongs_to_no_cell(cells: FinishedCells) -> None:
     assert cells.pop_texts() == ["rank 0 printed after its last cell: bye"]
 
 
-def test_texts(cells: FinishedCells) -> None:
-    """One line for all that said the same, not too long; cells before are known."""
+def test_equal_late_texts_share_a_line(cells: FinishedCells) -> None:
+    """Ranks with equal late output share a line, long lines are cut; past cells are listed."""
     late = [
         (0, out("a\n\n  b")),
         (1, Display({"text/plain": "a"}, {})),
@@ -213,8 +213,8 @@ def press() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_stops_are_counted():
-    """And raised again afterwards; one while somebody types, or of a command's, is no other's."""
+def test_stops_are_counted_and_raise_nothing():
+    """Inside of `Stops` Stop only counts; within `raise_stops`, or after the block, Stop raises."""
     with Stops() as stops:
         press()
         with pytest.raises(KeyboardInterrupt), raise_stops():
@@ -229,8 +229,8 @@ def test_stops_are_counted():
         assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_stop_comes_later():
-    """What is inside is done first; who counts around it counts one."""
+def test_delay_stops_delays_a_stop_to_its_end():
+    """A Stop raises after the end of the block; a `Stops` around the block counts it once."""
     done: list[int] = []
 
     def hold() -> None:
@@ -248,10 +248,10 @@ def test_a_stop_comes_later():
     assert (stops.count, done) == (1, [1, 2])
 
 
-def test_a_stop_at_any_moment():
-    """Whatever line of ours it comes at, it is a KeyboardInterrupt, and it is as before then.
+def test_a_stop_at_any_line_raises_and_restores_the_handler():
+    """A Stop at any line of `delay_stops` raises, and Python's own signal handler is back then.
 
-    Also within a job's step, after which the next one can be taken.
+    After a Stop at any line of a job's step, the next step runs.
     """
     taken: list[int] = []
     steps: Any = (taken.append(each) for each in itertools.count())
@@ -276,7 +276,7 @@ def test_a_stop_at_any_moment():
 
 
 def with_a_stop(action: Callable[[], None], names: Sequence[str], at: int) -> int:
-    """Call it, with Stop at this line of all that are passed in these functions: how many."""
+    """Call `action`, with Stop at line `at` of all lines in functions `names`; count the lines."""
     passed = 0
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
@@ -298,8 +298,8 @@ def with_a_stop(action: Callable[[], None], names: Sequence[str], at: int) -> in
     return passed
 
 
-def test_stops_of_a_command():
-    """They are met by who can, innermost first, and raised else; also where somebody types."""
+def test_the_innermost_redirection_handles_a_stop():
+    """Stop in a command calls the innermost `on_stop`, and raises if none is set or accepts it."""
     met: list[int] = []
 
     def meet(number: int, *, takes: bool = True) -> bool:
@@ -307,7 +307,7 @@ def test_stops_of_a_command():
         return takes
 
     with redirect_stops(partial(meet, 0)), pytest.raises(KeyboardInterrupt):
-        press()  # no command runs
+        press()  # outside of `command_stops`
     with command_stops():
         with pytest.raises(KeyboardInterrupt):
             press()
@@ -330,8 +330,8 @@ def idle_stop(pressed: list[str], wanted: list[str]) -> IdleStop:
 
 
 @pytest.mark.usefixtures("_as_before")
-def test_a_kernel_that_ignores_it_between_cells():
-    """It is called as long as that is wanted; once no cell runs, Stop is ignored again."""
+def test_idle_stop_replaces_an_ignored_stop():
+    """`IdleStop` calls `stop` while wanted; later, once no cell runs, Stop is ignored again."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     pressed, wanted = [], ["a job"]
 
@@ -342,7 +342,7 @@ def test_a_kernel_that_ignores_it_between_cells():
         press()
         await asyncio.sleep(0.01)
         assert pressed == ["once"]
-        # While a cell runs ipykernel has a handler of its own, and puts back what it found.
+        # While a cell runs, ipykernel has its own handler; afterwards it restores the former one.
         found = signal.signal(signal.SIGINT, signal.default_int_handler)
         wanted.clear()
         stop.update()
@@ -359,8 +359,8 @@ def test_a_kernel_that_ignores_it_between_cells():
 
 
 @pytest.mark.usefixtures("_as_before")
-def test_what_somebody_else_has_set_stays():
-    """Where it is not ignored, Stop means something already."""
+def test_a_handler_of_other_code_stays():
+    """`IdleStop` leaves a signal handler in place unless Stop is ignored."""
 
     def mine(*_: object) -> None: ...
 

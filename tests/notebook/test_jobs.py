@@ -21,7 +21,7 @@ HAS_SUBSHELLS = int(ipykernel.__version__.partition(".")[0]) >= 7
 
 
 class Subshell:
-    """A console of JupyterLab's that was opened as a subshell."""
+    """A console that JupyterLab has opened as a subshell of the kernel."""
 
     def __init__(self, notebook: Notebook) -> None:
         self._client = notebook.client
@@ -31,7 +31,7 @@ class Subshell:
         self._id = reply["content"]["subshell_id"]
 
     def run(self, code: str) -> str:
-        """What it shows, or the error that it raises."""
+        """Run code in the subshell; return the text that is shown, or the error's message."""
         content = {"code": code, "silent": False, "store_history": True, "allow_stdin": False}
         request = self._client.session.msg("execute_request", {**content, "user_expressions": {}})
         request["header"]["subshell_id"] = self._id
@@ -64,7 +64,7 @@ def press(name):
     os.kill(os.getpid(), signal.SIGINT)
 threading.Thread(target=press, args=[{name!r}]).start()
 """
-"""Stop, as soon as the kernel's main thread is in a function of this name."""
+"""Presses Stop as soon as the kernel's main thread is in a function of this name."""
 
 STOPPED = "Stopped on ranks 0-1. No variables were lost."
 
@@ -78,7 +78,7 @@ def notebook(two: Notebook) -> Iterator[Notebook]:
 
 
 def begin(notebook: Notebook, source: str) -> str:
-    """Send a cell without waiting for it; the name of its display."""
+    """Send a cell without waiting for its end; return the id of its display."""
     sent = notebook.run(f"%%distributed --no-wait -o job\n{source}")
     assert sent.errors == []
     said = "\n".join(each["data"]["text/plain"] for each in (*sent.displays, *sent.updates))
@@ -87,19 +87,19 @@ def begin(notebook: Notebook, source: str) -> str:
 
 
 def sleep(notebook: Notebook) -> str:
-    """Send one that sleeps, and return once it does; the name of its display."""
+    """Send a job that sleeps; once it sleeps, return the id of its display."""
     display_id = begin(notebook, SLEEPS)
     idle_until(notebook, display_id, "begun")
     return display_id
 
 
 def shown(notebook: Notebook) -> str:
-    """What is shown of the job itself."""
+    """Return the text of the object `job` in the notebook."""
     return str(notebook.run("job").results[0]["text/plain"])
 
 
 def idle_until(notebook: Notebook, display_id: str, said: str) -> list[tuple[str, str]]:
-    """Run no cell until this is shown there: what was, with the cell that it belongs to."""
+    """Wait without a cell until the display has this text; return its updates with their cells."""
     found: list[tuple[str, str]] = []
     deadline = time.monotonic() + SOON
     while not found or said not in found[-1][0]:
@@ -115,8 +115,8 @@ def idle_until(notebook: Notebook, display_id: str, said: str) -> list[tuple[str
     return found
 
 
-def test_it_is_live_while_the_notebook_is_idle(notebook: Notebook, tmp_path: Path) -> None:
-    """Its panel, and no other, is drawn in the cell that sent it; plain cells run meanwhile."""
+def test_a_job_is_live_while_the_notebook_is_idle(notebook: Notebook, tmp_path: Path) -> None:
+    """Only the job's panel is redrawn, in the cell that sent the job; plain cells run meanwhile."""
     may_end = tmp_path / "may-end"
     cell = "import os, time\nfor step in range(8):\n    print('step', step); time.sleep(0.15)\n"
     cell += f"while not os.path.exists({str(may_end)!r}): time.sleep(0.01)\nprint('all')\nrank"
@@ -129,7 +129,7 @@ def test_it_is_live_while_the_notebook_is_idle(notebook: Notebook, tmp_path: Pat
     may_end.touch()
     drawn += idle_until(notebook, display_id, "✓ 2")
     lasted = time.monotonic() - begun
-    assert len({cell for _, cell in drawn}) == 1  # though another has run meanwhile
+    assert len({cell for _, cell in drawn}) == 1  # although another cell has run meanwhile
     live = [text for text, _ in drawn if "● 2" in text]
     assert any("step 2" in text and "all" not in text for text in live)
     assert len(live) <= 1 + lasted / 0.25 + 2
@@ -138,8 +138,8 @@ def test_it_is_live_while_the_notebook_is_idle(notebook: Notebook, tmp_path: Pat
     assert notebook.value("job.wait(), job.done(), [*job.result()]") == (None, True, [0, 1])
 
 
-def test_what_it_raises(notebook: Notebook) -> None:
-    """`wait` and `result` raise it, or else the next cell says it, once."""
+def test_a_failed_job_raises_or_is_noted_once(notebook: Notebook) -> None:
+    """`wait` and `result` raise a job's failure; if none has, the next cell notes it, once."""
     said = "1 of 2 ranks failed (1); first: rank 1 after "
     display_id = begin(notebook, "if rank: raise ValueError('bad shard')")
     (text, _) = idle_until(notebook, display_id, said)[-1]
@@ -149,31 +149,31 @@ def test_what_it_raises(notebook: Notebook) -> None:
         assert notebook.run(call).error.startswith(f"WorkerError: {said}")
     assert "ValueError: bad shard" in notebook.run("%dist_why").text
     assert shown(notebook).startswith("<Job failed · 2 ranks · ")
-    assert "failed" not in notebook.run("%%distributed\npass").text  # it is known
+    assert "failed" not in notebook.run("%%distributed\npass").text  # `wait` has raised already
     idle_until(notebook, begin(notebook, "1 / (1 - rank)"), said)
     notebook.value("1 + 1")
     assert f"`job` has failed: {said}" in notebook.run("%%distributed\npass").text
     assert "failed" not in notebook.run("%%distributed\npass").text
     display_id = begin(notebook, "import time; time.sleep(1.5)\n1 / (1 - rank)")
     assert notebook.run("job.wait(0.1)").error.startswith("JobTimeout")
-    idle_until(notebook, display_id, said)  # after the only `wait`, which did not raise it
+    idle_until(notebook, display_id, said)  # the only `wait` ended before
     assert f"`job` has failed: {said}" in notebook.run("%%distributed\npass").text
     assert "failed" not in notebook.run("%%distributed\npass").text
 
 
-def test_stop_while_idle(notebook: Notebook) -> None:
-    """It stops what nobody waits for; the ranks keep their variables."""
+def test_stop_while_idle_ends_the_job(notebook: Notebook) -> None:
+    """Stop between cells stops a job for which no cell waits; the ranks keep their variables."""
     display_id = sleep(notebook)
     notebook.manager.interrupt_kernel()
     idle_until(notebook, display_id, STOPPED)
     assert notebook.run("job.wait()").error == f"KeyboardInterrupt: {STOPPED}"
     assert shown(notebook).startswith("<Job stopped · ")
-    notebook.manager.interrupt_kernel()  # ignored, as ever
+    notebook.manager.interrupt_kernel()  # ignored without a job
     assert notebook.run("%%distributed\nassert kept == rank").errors == []
 
 
-def test_stop_ends_the_waiting(notebook: Notebook) -> None:
-    """`wait`, `await` or a plain cell ends, and the job runs on until it is stopped itself."""
+def test_stop_ends_the_waiting_but_not_the_job(notebook: Notebook) -> None:
+    """Stop ends `wait`, `await` or a plain cell; the job runs on until `%dist_interrupt`."""
     sleep(notebook)
     said = "KeyboardInterrupt: Stopped. `job` keeps running: "
     assert notebook.run(PRESS.format(name="Job.wait") + "job.wait()").error.startswith(said)
@@ -188,7 +188,7 @@ def test_stop_ends_the_waiting(notebook: Notebook) -> None:
     assert notebook.run("job.wait(1.1)").error == (
         "JobTimeout: `job` is still running after 1.1 s: ranks 0-1 are in line 5: time.sleep(600)."
     )
-    # The panel of the cell that runs may be drawn beside these.
+    # The job's panel may be among the displays of each magic's cell.
     status, output, stopped = (
         notebook.run(f"%dist_{word}").texts[-1] for word in ("status", "output", "interrupt")
     )
@@ -198,8 +198,8 @@ def test_stop_ends_the_waiting(notebook: Notebook) -> None:
     assert notebook.run("%dist_interrupt").text == "no cell is running on the workers"
 
 
-def test_a_cell_that_comes_meanwhile(notebook: Notebook) -> None:
-    """It waits and says so; Stop then ends its wait alone.  What brings values waits too."""
+def test_the_next_distributed_cell_waits_for_the_job(notebook: Notebook) -> None:
+    """A cell says that it waits, and Stop only ends its wait; `%dist_gather` waits too."""
     sleep(notebook)
     stop = notebook.stop_at("Waiting for `job` (running for ")
     said = notebook.run("%%distributed\nnever = 1", stop).error
@@ -215,8 +215,8 @@ def test_a_cell_that_comes_meanwhile(notebook: Notebook) -> None:
     assert "(-1, False)" in waited.drawn[-1]
 
 
-def test_workers_that_are_started_anew(notebook: Notebook) -> None:
-    """It has ended with them, and says so, also where Stop comes meanwhile; the next cell runs."""
+def test_a_restart_ends_the_job(notebook: Notebook) -> None:
+    """A job ends with its workers and says why, also if Stop interrupts the restart."""
     display_id = begin(notebook, SLEEPS)
     restarted = notebook.run("%dist_restart")
     assert restarted.errors == []
@@ -235,8 +235,8 @@ def test_workers_that_are_started_anew(notebook: Notebook) -> None:
     assert notebook.run("%dist_restart").errors == []
 
 
-def test_a_restart_whose_setup_cell_fails(notebook: Notebook, tmp_path: Path) -> None:
-    """The workers are new, so the job has ended, and the next cell runs."""
+def test_a_restart_with_a_failed_setup_ends_the_job(notebook: Notebook, tmp_path: Path) -> None:
+    """If the set-up cell fails in the new workers, the job has ended, and the next cell runs."""
     flag = tmp_path / "fail"
     setup = f"import os; assert not os.path.exists({str(flag)!r})"
     assert notebook.run(f"%%distributed --setup\n{setup}").errors == []
@@ -248,8 +248,8 @@ def test_a_restart_whose_setup_cell_fails(notebook: Notebook, tmp_path: Path) ->
     notebook.run("%dist_shutdown")
 
 
-def test_what_a_rank_wants_typed(notebook: Notebook) -> None:
-    """Its panel says that it waits; who waits for the cell is asked, and Stop then stops it."""
+def test_a_waiting_cell_asks_for_the_jobs_input(notebook: Notebook) -> None:
+    """A job's panel says that a rank waits for input; `wait` asks, and Stop then stops the job."""
     cell = "name = input('name? ') if rank else 'nobody'; name"
     asks = "rank 1 waits for your input · you will be asked when a cell"
     for typed in (["Ada"], []):
@@ -263,8 +263,8 @@ def test_what_a_rank_wants_typed(notebook: Notebook) -> None:
 
 
 @pytest.mark.skipif(not HAS_SUBSHELLS, reason="ipykernel 6 has no subshells")
-def test_beside_the_notebooks_cells(notebook: Notebook) -> None:
-    """Another thread waits for it and stops it; the main one takes its steps."""
+def test_a_subshell_can_wait_for_a_job(notebook: Notebook) -> None:
+    """Code in a subshell can wait for a job and interrupt it; the main thread runs its steps."""
     begin(notebook, "import time; time.sleep(0.6); rank")
     subshell = Subshell(notebook)
     assert subshell.run("job.wait(); job.done()") == "True"
@@ -273,7 +273,7 @@ def test_beside_the_notebooks_cells(notebook: Notebook) -> None:
 
 
 def test_done_is_right_at_the_first_call(notebook: Notebook) -> None:
-    """Whatever its ranks have said meanwhile, and though nobody has looked until then."""
+    """`done` is true after a job's end, even if none of its output was received before the call."""
     source = "for i in range(3000): print(i)\n1 / 0"
     looped = notebook.run(
         f"get_ipython().run_cell_magic('distributed', '--no-wait -o job', {source!r})\n"
@@ -281,13 +281,13 @@ def test_done_is_right_at_the_first_call(notebook: Notebook) -> None:
     )
     assert looped.streams == ["True\n"]
     notebook.run("try: job.wait()\nexcept Exception: pass")
-    begin(notebook, "import time; time.sleep(0.5); 'last'")  # nor does the event loop look
+    begin(notebook, "import time; time.sleep(0.5); 'last'")  # no step between cells
     assert notebook.run("while not job.done(): time.sleep(0.05)").errors == []
     assert notebook.value("job.result().rank(0)") == "last"
 
 
-def test_it_can_be_awaited(notebook: Notebook) -> None:
-    """Other coroutines go on meanwhile; it gives the result, or raises what the cell raised."""
+def test_a_job_can_be_awaited(notebook: Notebook) -> None:
+    """`await job` lets other coroutines run, and gives the result or raises the cell's error."""
     begin(notebook, "import time; time.sleep(0.5); rank")
     cell = """
     import asyncio
@@ -312,7 +312,7 @@ def test_it_can_be_awaited(notebook: Notebook) -> None:
 
 
 def test_each_run_has_a_result_of_its_own(two: Notebook) -> None:
-    """As it was at its end, big or small; what cannot be had is said once somebody asks."""
+    """A result has the values at its run's end, big or small; access to a lost value says why."""
     cell = """
     results = []
     for lr in (0.1, 0.2):
@@ -348,8 +348,8 @@ def test_each_run_has_a_result_of_its_own(two: Notebook) -> None:
     assert said in two.run("odd[1]").error
 
 
-def test_what_takes_too_long(two: Notebook, tmp_path: Path) -> None:
-    """A cell or script is stopped, and one line says where its ranks were; variables stay."""
+def test_timeout_stops_a_cell_or_script(two: Notebook, tmp_path: Path) -> None:
+    """After `--timeout` a line says where the ranks were stopped; variables of the ranks stay."""
     cell = "import time\nkept = 7\nif rank: time.sleep(60)\ndist.barrier()"
     assert two.run(f"%%distributed --timeout 1.2\n{cell}").error == (
         "CellTimeout: the cell was stopped by `--timeout 1.2`: rank 0 waits in barrier, line 5 · "
@@ -365,8 +365,8 @@ def test_what_takes_too_long(two: Notebook, tmp_path: Path) -> None:
     assert "Stopped on ranks" in two.run("job.wait()").error
 
 
-def test_a_cell_that_runs_here_too(two: Notebook) -> None:
-    """What it binds it binds on both sides; what fails here fails the cell; `await` is refused."""
+def test_here_too_runs_a_cell_on_both_sides(two: Notebook) -> None:
+    """The cell binds names on both sides; an error here fails the cell; `await` is refused."""
     ran = two.run("%%distributed --here-too -o there\nx = sum(range(10))\nprint('said')\nx")
     assert (ran.errors, ran.streams, ran.results) == ([], ["said\n"], [{"text/plain": "45"}])
     assert ran.texts[-1].endswith("said\n45")
@@ -387,8 +387,8 @@ def test_a_cell_that_runs_here_too(two: Notebook) -> None:
 
 
 @pytest.mark.skipif(not HAS_SUBSHELLS, reason="ipykernel 6 has no subshells")
-def test_beside_a_cell(two: Notebook, tmp_path: Path) -> None:
-    """Status and stacks answer, others are refused; the cell's own output is whole."""
+def test_a_subshell_can_look_at_a_running_cell(two: Notebook, tmp_path: Path) -> None:
+    """Magics that only look answer, others are refused; the running cell loses no output."""
     gate = tmp_path / "gate"
     subshell = Subshell(two)
     two.client.execute(
@@ -411,13 +411,13 @@ def test_beside_a_cell(two: Notebook, tmp_path: Path) -> None:
     assert "`%dist_stack`, `%dist_status`" in refused
     assert subshell.run("%%distributed\n1").startswith("`%%distributed` cannot run")
     gate.touch()
-    # All that arrived while the others looked is the cell's.
+    # Output that arrived during the other magics belongs to the cell.
     lines = "".join(f"{number}\n" for number in range(300))
     assert lines in two.run("%dist_output --all").text
 
 
-def test_nothing_is_left_by_the_end(two: Notebook) -> None:
-    """Of the extension: the cell ends with its workers, and Stop is as before."""
+def test_unloading_ends_a_job_and_its_workers(two: Notebook) -> None:
+    """`%unload_ext` ends the job with its workers, and Stop between cells has no effect again."""
     status = two.run("%dist_status").text.splitlines()
     sleep(two)
     assert two.run("%unload_ext nbdist").errors == []

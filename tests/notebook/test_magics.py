@@ -1,4 +1,4 @@
-"""Tests of the magics in a real notebook kernel, driven as a front end drives it."""
+"""Tests of the magics in a real notebook kernel, which is used as a front end uses a kernel."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.shared_world
 
 @pytest.mark.smoke
 def test_ranks_never_interleave(notebook: Notebook) -> None:
-    """Each rank's lines are together, in rank order; the last ones, or all, are shown again."""
+    """Lines are sorted by rank; `%dist_output` shows the last lines again, or all kept lines."""
     outcome = notebook.run(
         "%%distributed\nimport time\nfor i in range(3):\n"
         "    print(f'rank {rank} line {i}')\n    time.sleep(0.02 * (4 - rank))"
@@ -41,8 +41,8 @@ def test_ranks_never_interleave(notebook: Notebook) -> None:
 
 
 @pytest.mark.smoke
-def test_names_of_the_notebook_go_along(notebook: Notebook) -> None:
-    """A cell finds the notebook's variables and functions; what it binds stays there."""
+def test_names_of_the_notebook_are_sent_with_a_cell(notebook: Notebook) -> None:
+    """A cell finds the notebook's variables and functions; names that it binds stay on ranks."""
     notebook.run("def scaled(x):\n    return x * scale")
     for cell, last in (("scale = 3", 9), ("scale = 4", 12), ("%%distributed\nscale = -1", -3)):
         assert notebook.run(cell).errors == []
@@ -50,8 +50,8 @@ def test_names_of_the_notebook_go_along(notebook: Notebook) -> None:
     assert notebook.value("scale") == 4
 
 
-def test_ranks_of_a_cell(notebook: Notebook) -> None:
-    """`%%rank` and `-r` in all forms change no default; another `-n` runs nothing."""
+def test_a_cell_can_run_on_some_ranks(notebook: Notebook) -> None:
+    """`%%rank` and `-r` select ranks for one cell only; with another `-n` the cell does not run."""
     for magic, ranks in (
         ("%%rank 0, 2-3", [0, 2, 3]),
         ("%%distributed -r ::2", [0, 2]),
@@ -68,8 +68,8 @@ def test_ranks_of_a_cell(notebook: Notebook) -> None:
 
 
 @pytest.mark.smoke
-def test_the_main_job(notebook: Notebook, tmp_path: Path) -> None:
-    """DDP trains on all ranks to the same model; a death and Stop cost no more than they say."""
+def test_training_survives_stop_death_and_failure(notebook: Notebook, tmp_path: Path) -> None:
+    """DDP trains equal models; Stop and errors lose no variables, and a death only its rank's."""
     notebook.run(f"import os; os.environ['NBDIST_SNAPSHOT_DIR'] = {str(tmp_path)!r}")
     assert notebook.run("%dist_restart -n 2").errors == []
     trained = notebook.run(
@@ -118,7 +118,7 @@ handle.update(Markdown(f"**two** {rank}"))"""
 
 
 def below_of(outcome: Outcome) -> list[Any]:
-    """Captions, and of each display what a page renders."""
+    """Return the displays below the panel: captions, and the form that a page renders of others."""
     assert (outcome.errors, outcome.streams) == ([], [])
     found = [each["data"] for each in outcome.displays[1:]]
     return [
@@ -128,8 +128,8 @@ def below_of(outcome: Outcome) -> list[Any]:
     ]
 
 
-def test_any_kind_reaches_the_page(notebook: Notebook) -> None:
-    """Each kind as its rank has sent it; the panel says in its place what it is."""
+def test_displays_of_any_kind_reach_the_page(notebook: Notebook) -> None:
+    """Each display is below the panel as its rank has sent it; the panel names the kind."""
     outcome = notebook.run(KINDS)
     others = [part for rank in (1, 2, 3) for part in (f"rank {rank}", {"rank": rank})]
     assert below_of(outcome) == [
@@ -143,26 +143,26 @@ def test_any_kind_reaches_the_page(notebook: Notebook) -> None:
         assert f"{word}, shown below" in panel["text/html"]
     assert "\n**done**\n$\\displaystyle x^2$\n" in panel["text/plain"]
     assert "object>" not in panel["text/plain"]
-    # Blocks that hold nothing else would say nothing: they are left out.
+    # Blocks that hold nothing but such displays are left out of the panel.
     outcome = notebook.run(CHANGED)
     assert len(below_of(outcome)) == 8
     panel = (outcome.updates or outcome.displays[:1])[-1]["data"]
     assert "4 ranks" in panel["text/html"]
     assert not re.search("shown below|>ranks? ", panel["text/html"])
-    # What cannot draw them reads each below the panel, and not a second time in it.
+    # As text, each display is only below the panel, and not in the panel too.
     assert panel["text/plain"] == "4 ranks · ✓ 4"
     assert [each["data"]["text/plain"] for each in outcome.displays[2::2]] == [
         f"**two** {rank}" for rank in range(4)
     ]
 
 
-def test_updates_and_clear_output(notebook: Notebook) -> None:
-    """Below is what is there at the end, and what a later cell makes of it."""
+def test_displays_can_be_updated_and_cleared(notebook: Notebook) -> None:
+    """Displays below the panel are those at the cell's end, with updates by a later cell."""
     shown = [part for rank in range(4) for part in (f"rank {rank}", f"**two** {rank}")]
     assert below_of(notebook.run(CHANGED)) == shown
     assert below_of(notebook.run("%dist_output -r 2")) == shown[4:6]
     later = notebook.run("%%distributed\nhandle.update(Markdown('three'))")
-    # Those of one rank can come before those of the others.
+    # Updates of some ranks can come before those of other ranks.
     newest = {each["transient"]["display_id"]: each["data"] for each in later.updates}
     assert [each.get("text/markdown") for each in newest.values()].count("three") == 1
     assert below_of(notebook.run("%dist_output -2")) == ["ranks 0-3", "three"]
@@ -172,8 +172,8 @@ def test_updates_and_clear_output(notebook: Notebook) -> None:
     assert below_of(said) == ["rank 0", "# Title\n"]
 
 
-def test_forms_of_a_cell(notebook: Notebook) -> None:
-    """A line without a cell, comments behind magics, and the notebook's own magics at the end."""
+def test_comments_and_final_magics_are_allowed_in_cells(notebook: Notebook) -> None:
+    """`%distributed` runs one line, lines may end in comments, cells in the notebook's magics."""
     notebook.run("here = 5")
     assert notebook.run("%distributed here, there = rank, world_size  # both").errors == []
     shown = body(notebook.run("%distributed -r [0, 1] print(f'{here} of {there}')"))
@@ -192,10 +192,10 @@ def test_forms_of_a_cell(notebook: Notebook) -> None:
     assert notebook.value("last") == [0, 1, 2, 3]
 
 
-def test_init_status_shutdown(fresh: Callable[..., Notebook]) -> None:
-    """Workers are started, shown and ended by their magics, each with one clear display.
+def test_workers_are_started_shown_and_ended(fresh: Callable[..., Notebook]) -> None:
+    """`%dist_init`, `%dist_status` and `%dist_shutdown` each answer with one clear display.
 
-    The warning of workers that share a core stays below it.
+    A warning about workers that share a CPU core stays below the answer.
     """
     one_core = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})"
     notebook = fresh("%load_ext nbdist", one_core)
@@ -215,7 +215,7 @@ def test_init_status_shutdown(fresh: Callable[..., Notebook]) -> None:
         assert float(memory) > 1
         pids.append(int(pid))
     assert all(map(psutil.pid_exists, pids))
-    assert "made on the workers: half \\ud800, x" in lines  # which no page takes unescaped
+    assert "made on the workers: half \\ud800, x" in lines  # escaped, as pages need
     assert "have no log files: NBDIST_LOG_DIR is empty" in notebook.run("%dist_log").error
     assert notebook.run("%dist_shutdown").text == "workers ended"
     assert not any(map(psutil.pid_exists, pids))
@@ -227,13 +227,13 @@ def test_init_status_shutdown(fresh: Callable[..., Notebook]) -> None:
             stopped.append(True)
             notebook.manager.interrupt_kernel()
 
-    # Again and again in its place, until Stop, which is no error.
+    # `-f` redraws the status in its place until Stop, which is no error here.
     assert notebook.run("%dist_status -f 0.1", stop).text.startswith("no workers are running")
     assert stopped
 
 
-def test_help_of_magics(notebook: Notebook) -> None:
-    """`%dist_<TAB>` lists all of them; `%dist_gather?` shows what it does and its options."""
+def test_magics_are_listed_and_have_help(notebook: Notebook) -> None:
+    """`%dist_<TAB>` lists all magics of nbdist; `%dist_gather?` shows the magic's options."""
     reply = notebook.client.complete("%dist_", 6, reply=True, timeout=SOON)
     magics = sorted(each.shown_name for each in find_commands())
     assert sorted(reply["content"]["matches"]) == [x for x in magics if x.startswith("%dist_")]

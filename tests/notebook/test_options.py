@@ -1,4 +1,4 @@
-"""Magics and their options as people type them; each is there, documented, and alone."""
+"""Magics and their options as people type them: each magic is found and documented."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def options(line: str) -> argparse.Namespace:
     return parse(magic, "%magic", line)
 
 
-def test_all_options() -> None:
-    """Each is the argument of `World` by its name, as the value that it means."""
+def test_all_options_of_a_world_can_be_typed() -> None:
+    """Each option of a magic becomes the argument of `World` of the same name, with its value."""
     said = options(
         "-n 4 --backend GLOO --gpus 0,1 --share-gpus --name exp/run --env A=1 --env 'B=x y'"
         " --env-file .env --debug --python py --wrap 'nice -n 5' --cpus 2 --launcher local"
@@ -88,10 +88,10 @@ def test_all_options() -> None:
     assert all_given == OPTIONS.keys() - only_in_python - {"pool"}
 
 
-def test_values_and_names() -> None:
-    """In quotes of both kinds, and with `=`; a minus sign makes no option of ranks.
+def test_values_may_be_quoted_and_names_divided_by_commas() -> None:
+    """A value may follow `=` or be in quotes of either kind; ranks such as `-1` are no option.
 
-    Commas between names divide as blanks do.
+    Names are divided by commas or blanks.
     """
     for line, ranks in (("-r -1,0", "-1,0"), ("--ranks=::2", "::2"), ("-r 0 a", "0")):
         assert options(line).ranks == ranks
@@ -103,8 +103,8 @@ def test_values_and_names() -> None:
         assert names_in(words) == ["a", "b"]
 
 
-def test_what_cannot_be_is_one_line() -> None:
-    """The option, what is wrong with it, and what would be right."""
+def test_a_wrong_option_is_an_error_of_one_line() -> None:
+    """The error names the option, the mistake, and a right value or where to find one."""
     for line, said in (
         (
             "--backnd gloo",
@@ -124,12 +124,12 @@ def test_what_cannot_be_is_one_line() -> None:
 
 @pytest.fixture(scope="module")
 def world() -> World:
-    """One that is described and not started."""
+    """A world with some options, which is not started."""
     return World(2, backend="gloo", name="run", env={"A": "1", "TOKEN": "x"}, wrap="nice", cpus=2)
 
 
-def test_what_is_so_may_be_said(world: World) -> None:
-    """Also what was chosen for a world; what can be changed at once is not compared."""
+def test_options_equal_to_the_workers_are_accepted(world: World) -> None:
+    """A cell may repeat the workers' options; options that need no restart are not compared."""
     for line in (
         "-n 2 --backend gloo --name run -j 1x2 --env A=1 --wrap nice --cpus 2",
         "--on-failure stop --hang-timeout 3 --no-free --pool other",
@@ -137,8 +137,8 @@ def test_what_is_so_may_be_said(world: World) -> None:
         check_same(world, options(line))
 
 
-def test_what_is_not_so(world: World) -> None:
-    """What the workers have, and the line that starts such ones."""
+def test_options_that_differ_from_the_workers_are_refused(world: World) -> None:
+    """The error names the workers' option, and the `%dist_restart` that starts others."""
     for line, said in (
         ("-j 2x1", "`-j 1x2`, not `-j 2x1`. `%dist_restart -j 2x1` starts new ones."),
         ("--no-fork", "no `--no-fork`. `%dist_restart --no-fork` starts new ones."),
@@ -150,8 +150,8 @@ def test_what_is_not_so(world: World) -> None:
         assert str(found.value).startswith(f"The running workers have {said}")
 
 
-def test_code_in_a_line() -> None:
-    """What follows the options is code, whatever it looks like."""
+def test_code_follows_the_options_in_a_line() -> None:
+    """All text after the last option is code, even if it looks like an option."""
     for line, ours, code in (
         ("-r 0 -x", "-r 0 -x", ""),
         ("-r 0 -1 + x  # c", "-r 0", "-1 + x  # c"),
@@ -167,8 +167,8 @@ FLAGS = flags_of(COMMANDS["distributed"].run)
 SHOWN = [each.shown_name for each in COMMANDS.values()]
 
 
-def test_what_means_the_same() -> None:
-    """It is written as ours, and nothing else is touched."""
+def test_options_of_other_tools_are_replaced_by_ours() -> None:
+    """An option of torchrun, for example, becomes ours; values and other words stay unchanged."""
     for line, ours in (
         ("--nproc_per_node=4 --debug", "-n=4 --debug"),
         ("--num-processes 2 --gpu-ids 0,1", "-n=2 --gpus=0,1"),
@@ -179,8 +179,8 @@ def test_what_means_the_same() -> None:
         assert " ".join(word for word, *_ in words_of(distributed.run, line)) == ours
 
 
-def test_only_where_a_magic_has_ours() -> None:
-    """Others' flags and old ones of ours are taken for ours, where a magic has these alone."""
+def test_former_flags_count_only_if_the_magic_has_ours() -> None:
+    """A flag of other tools or of former versions is replaced if a magic has only our flag."""
     assert our_flag("--targets", {"-n": 1}) == "--targets"
     assert our_flag("--targets", {"-r": 1, "--targets": 1}) == "--targets"
     assert set(SAME.values()) <= set(FLAGS)
@@ -192,8 +192,8 @@ def test_only_where_a_magic_has_ours() -> None:
     assert old_flags("-r 1 --here-too", flags) == []
 
 
-def test_what_was_meant() -> None:
-    """By what argparse does not know; of other words it has said enough."""
+def test_an_unknown_argument_gets_a_hint() -> None:
+    """A hint names the option that the user may mean; other messages of argparse get no hint."""
     for typed, said in (
         ("--num-procs=4", "unknown option `--num-procs`: did you mean `-n 4`?"),
         ("--rdzv-id 7", "`--rdzv-id`: `--name` names the run."),
@@ -210,8 +210,8 @@ def test_what_was_meant() -> None:
     assert hint_on_argument("argument -n: expected one argument", FLAGS) == ""
 
 
-def test_a_magic_that_is_not_there() -> None:
-    """One of ours that is spelt nearly so, or what does the same as somebody else's."""
+def test_an_unknown_magic_gets_a_hint() -> None:
+    """The hint names the magic of nbdist with a similar name, or in place of ipyparallel's."""
     for message, said in (
         ("Line magic function `%dist_gahter` not found.", "Did you mean `%dist_gather`?"),
         ("Cell magic `%%distribute` not found.", "Did you mean `%%distributed`?"),
@@ -225,8 +225,8 @@ def test_a_magic_that_is_not_there() -> None:
         assert hint_on_magic(message, SHOWN) == said
 
 
-def test_display(monkeypatch: pytest.MonkeyPatch):
-    """NBDIST_DISPLAY chooses; what is no display is no reason to fail; NBDIST_PRESTART=0 is off."""
+def test_environment_variables_set_the_settings(monkeypatch: pytest.MonkeyPatch):
+    """NBDIST_LAYOUT, NBDIST_DISPLAY and NBDIST_PRESTART set defaults; bad values are ignored."""
     for value, layout in (("tabs", "tabs"), ("pink", "merged"), ("", "merged")):
         monkeypatch.setenv("NBDIST_LAYOUT", value)
         assert NbDist().layout == layout
@@ -239,7 +239,7 @@ def test_display(monkeypatch: pytest.MonkeyPatch):
         assert (NbDist().display, NbDist().prestart) == (display, False)
 
 
-# --- magics: what is in the folder is there, documented, and alone ----------------------------
+# --- magics: each file of the folder is found, and each magic is documented -------------------
 
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference.md"
@@ -270,7 +270,7 @@ def dist_mute(line: MagicCall) -> str:
 
 
 def test_the_manual_has_a_row_for_each_magic():
-    """The tables of magics are what is registered but for short forms, no more and no less."""
+    """The manual's tables list exactly the registered magics, without short forms."""
     _, _, after = REFERENCE.read_text().partition("\n## Magics\n")
     rows = ROW.findall(after.partition("\n## ")[0])
     registered = [each.shown_name for each in find_commands() if not each.short_for]
@@ -278,7 +278,7 @@ def test_the_manual_has_a_row_for_each_magic():
 
 
 def test_each_magic_is_documented():
-    """Its first line says what it does; cells have examples and their own options."""
+    """A magic's help begins with a sentence; only `%dist_init` lists all options of a world."""
     shown = {each.name: (each.run.__doc__ or "").split("\n\n::\n\n") for each in find_commands()}
     for each in find_commands():
         said, options = shown[each.name]
@@ -300,10 +300,10 @@ def test_each_magic_is_documented():
     assert places[0] < options.index("\n  --pool NAME") < places[1] < options.index("\n  -n N ")
 
 
-def test_a_feature_is_one_file(
+def test_a_new_magic_needs_only_one_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pools: Pools, capsys: pytest.CaptureFixture
 ):
-    """A file in the folder is found; its options, workers and Stop are seen to."""
+    """Magics of a new file in the folder are found, with errors for options, workers and Stop."""
     (tmp_path / "hello.py").write_text(FEATURE)
     monkeypatch.setattr(commands, "__path__", [*commands.__path__, str(tmp_path)])
     found = {each.name: each.magic(pools) for each in find_commands()}
@@ -322,8 +322,8 @@ def test_a_feature_is_one_file(
 
 
 @pytest.mark.parametrize("mode", ["exec", "single"])
-def test_what_becomes_of_a_value(mode: str) -> None:
-    """Also through calls of ours and IPython's; `single` is how the last line of a cell runs."""
+def test_a_magic_knows_whether_its_value_is_used(mode: str) -> None:
+    """`is_used` looks at the code that calls a magic; IPython compiles a last line as `single`."""
     seen: list[bool] = []
     ours = {"__name__": "nbdist.notebook.command", "seen": seen, "is_used": is_used}
     exec("def f():\n    seen.append(is_used())\n    return seen and None", ours)
@@ -340,14 +340,14 @@ def test_what_becomes_of_a_value(mode: str) -> None:
     assert seen == []
 
 
-def test_a_cell_without_code(typed: Callable[[str], str]) -> None:
-    """It is no error, which would stop all cells below it, and starts no workers."""
+def test_a_cell_without_code_is_no_error(typed: Callable[[str], str]) -> None:
+    """A cell of comments only gets a note, so that cells below run, and starts no workers."""
     for cell in ("%%distributed\n# later", "%%distributed -n 3 -o x\n\n  # a\n# b\n"):
         assert "no code, so nothing has run" in typed(cell)
 
 
-def test_a_mistake(typed: Callable[[str], str]) -> None:
-    """One line shows what is wrong and what is right, before anything is started."""
+def test_a_mistake_is_an_error_of_one_line(typed: Callable[[str], str]) -> None:
+    """The error names the mistake or the right form in one line, before workers are started."""
     for typed_in, said in (
         ("%%rank\n1", r"needs ranks: `%%rank 0`"),
         ("%%rank 0\n1", r"`%%rank` needs workers, and none are running. A `%%distributed -n 4`"),

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.notebook.outcome`: the last failure, and values that are brought once."""
+"""Tests of `nbdist.notebook.outcome`: the last failure, last values, and routine snapshots."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from nbdist.world.states import Machines
 from nbdist.world.task_run import Members, TaskRun
 
 
-def test_ends_of_idle_ranks() -> None:
-    """How, and why where that is known; one that was stopped had a cell before."""
+def test_the_end_of_an_idle_rank_is_described() -> None:
+    """The text says how a rank ended and why, if known, or that the rank had ignored a Stop."""
     assert idle_end(Died(-9, 1)) == "was killed by SIGKILL while no cell was running"
     said = "exited with code 3 while no cell was running: it left"
     assert idle_end(Died(3, 1, why="it left")) == said
     assert idle_end(Died(-9, 1, why=IGNORES_STOP)) == "ignored Stop and was killed"
 
 
-def test_a_rank_whose_machine_is_lost() -> None:
-    """Of its end nobody has said anything: its last lines are those that were shown."""
+def test_a_rank_of_a_lost_machine_has_its_last_shown_lines() -> None:
+    """No agent has sent the rank's last lines, so `%dist_why` has the lines that were shown."""
     members = Members(1, "gloo", Machines.one("node1", 1), {0: 4711}, {}, True)  # noqa: FBT003
     running = TaskRun(Task("id", (0,), CellCode("print(1)")), Patience(), members)
     running.receive(0, Text("stdout", "loading shards\nepoch 7\n"))
@@ -38,8 +38,8 @@ def test_a_rank_whose_machine_is_lost() -> None:
     assert why.body == "its last lines:\nloading shards\nepoch 7"
 
 
-def test_a_rank_that_died() -> None:
-    """Who, where, how, and its last lines, or that there are none."""
+def test_the_failure_of_a_dead_rank_has_its_last_lines() -> None:
+    """The failure names rank, host, pid and signal, and has the last lines that were printed."""
     why = death_of(2, "node1", Died(-11, 1, 4711, ("Fatal error", "stack")), "2.log")
     assert "rank 2 on node1 (pid 4711)" in why.title
     assert why.title.endswith("the process was killed by SIGSEGV while no cell was running")
@@ -52,8 +52,8 @@ def test_a_rank_that_died() -> None:
     assert death_of(2, "node1", Died(1, 1), "").body == "it had printed nothing"
 
 
-def test_only_what_is_asked_for():
-    """To show them brings nothing; what is missing is brought once, and at once."""
+def test_last_values_are_fetched_on_access():
+    """`repr` fetches no value; each missing value is fetched once, several of them together."""
     asked: list[tuple[int, ...]] = []
 
     def bring(ranks: tuple[int, ...]) -> Mapping[int, int]:
@@ -71,8 +71,8 @@ def test_only_what_is_asked_for():
     assert pickle.loads(pickle.dumps(values)) == {0: None, 1: 10, 3: 30, 4: 40}
 
 
-def test_snapshots_of_a_routine(tmp_path: Path):
-    """Every third cell since it was set up; the hint is there while the snapshot is."""
+def test_a_routine_is_due_at_every_third_cell(tmp_path: Path):
+    """With `every=3` each third cell is due; the hint is empty if the snapshot's folder is gone."""
     assert [Routine().is_due() for _ in range(3)] == [False] * 3
     routine = Routine(every=3)
     assert [routine.is_due() for _ in range(7)] == [False, False, True, False, False, True, False]

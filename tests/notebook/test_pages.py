@@ -1,9 +1,9 @@
-"""The README and the manual: every block of code runs, and shows what its page says.
+"""The README and the manual: every block of code runs, and shows the output in its page.
 
-A page has a notebook of its own: `python` blocks are its cells, `sh` blocks run in bash beside it.
-The `text` block below one is what it shows.  There a line `...` stands for lines, and `...` in a
-line for its rest; a number before a unit, and one of four digits or more, such as a process id,
-stands for any.  A block fails if the last line says an error.  Comments above blocks: `MARKS`.
+Each page has its own notebook: `python` blocks are its cells, and `sh` blocks run in bash.  A
+`text` block below is the expected output: a line `...` stands for lines, and `...` in a line for
+its rest; a number before a unit, or of four digits or more, stands for any number.  If the last
+line of the text names an error, the code must fail.  Comments above blocks: `MARKS`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NOT_RUN = {
     **{"README.md": 1, "docs/machines.md": 2, "docs/output.md": 1},
     ".github/CONTRIBUTING.md": 1,
 }
-"""How many blocks no test runs, by page; the comment above each says why."""
+"""The number of blocks that no test runs, by page; the comment above each block says why."""
 
 MARKS = {
     "not run": "what it needs is not here",
@@ -49,7 +49,7 @@ MARKS = {
 }
 
 MARK = dict.fromkeys(PAGES, pytest.mark.kernel) | {"docs/failures.md": pytest.mark.own_agent}
-"""A page with workers that outlive a notebook has notebooks of its own."""
+"""The marker of each page: workers that outlive a notebook need a kernel that is not shared."""
 
 BLOCK = re.compile(
     r"(?:^<!-- (?P<mark>[\w ]+)(?:: [^>]+)? -->\n)?^```(?P<kind>\w+)\n(?P<code>.*?)^```$"
@@ -83,9 +83,9 @@ def to_run(page: str) -> list[Block]:
 
 
 def plain(text: str) -> str:
-    """Without the spaces that align columns; lines of one rank each in the order of ranks."""
+    """Replace spaces that align columns by single ones, and sort successive lines by rank."""
     lines = (" ".join(line.split()) for line in text.splitlines())
-    # They come as the ranks run, so that a page cannot say in which order.
+    # Lines come as the ranks run, so a page cannot say in which order.
     runs = groupby(lines, lambda line: re.match(r"\[\d+\] ", line) is not None)
     ordered = (sorted(run) if of_ranks else run for of_ranks, run in runs)
     return "\n".join(["", *chain.from_iterable(ordered), ""])
@@ -96,14 +96,14 @@ def loosely(piece: str) -> str:
 
 
 def shows(seen: str, said: str) -> bool:
-    """Say whether an output has the lines that a page says."""
+    """Return True if an output has the lines that the page expects."""
     pieces = enumerate(LOOSE.split(plain(said)))
     pattern = "".join(loosely(piece) if n % 2 else re.escape(piece) for n, piece in pieces)
     return re.search(pattern, plain(seen)) is not None
 
 
-def test_outputs_are_compared() -> None:
-    """Line by line; but for what differs each time."""
+def test_outputs_are_compared_by_line() -> None:
+    """Outputs must agree line by line, except for `...`, for figures and for the order of ranks."""
     for seen, said, is_so in (
         ("a\nrank 0  12\nb", "rank 0 12", True),
         ("rank 0 12, more", "rank 0 12", False),
@@ -121,8 +121,8 @@ def test_outputs_are_compared() -> None:
 @pytest.mark.parametrize(
     "page", [pytest.param(page, marks=MARK[page]) for page in PAGES if to_run(page)]
 )
-def test_a_page(page: str, tmp_path: Path) -> None:
-    """Its blocks run one after the other, show what it says, and fail where it says so."""
+def test_blocks_of_a_page_show_their_output(page: str, tmp_path: Path) -> None:
+    """A page's blocks run in order, show the page's output, and fail if the page shows an error."""
     with closing(run(page, tmp_path)) as outcomes:
         for block, seen, failed in outcomes:
             assert failed == bool(FAILS.search(block.shown or "")), f"{block.code}\n{seen}"
@@ -130,9 +130,9 @@ def test_a_page(page: str, tmp_path: Path) -> None:
 
 
 def run(page: str, folder: Path) -> Generator[tuple[Block, str, bool]]:
-    """Yield each block with what it shows, and whether it fails."""
+    """Run the blocks of a page; yield each block with its output, and whether the block failed."""
     notebook: Notebook | None = None
-    before = 0  # the process of the notebook before
+    before = 0  # the process id of the former notebook
     with ExitStack() as opened:
         for block in to_run(page):
             if block.kind == "sh":
@@ -150,14 +150,14 @@ def run(page: str, folder: Path) -> Generator[tuple[Block, str, bool]]:
                 notebook = Notebook(*first, env={"NBDIST_LOG_DIR": f"{folder}/logs"})
                 opened.enter_context(closing(notebook))
             outcome = notebook.run(block.code)
-            # Tests beside this one have such worlds as well.
+            # Tests in other processes have such worlds too, so a name must be given.
             if others := re.search(rf"there are .*`(\S+-{before})`.* takes one", outcome.seen):
                 outcome = notebook.run(f"%dist_attach {others[1]}")
             yield block, outcome.seen, bool(outcome.errors)
 
 
 def in_bash(code: str, folder: Path) -> tuple[str, bool]:
-    """Run it where `nbdist` is a command; return what it prints and whether it fails."""
+    """Run code in bash, with `nbdist` as a command; return the output and whether it failed."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(
         ["bash", "-ec", code],
@@ -172,8 +172,8 @@ def in_bash(code: str, folder: Path) -> tuple[str, bool]:
     return done.stdout, done.returncode != 0
 
 
-def test_no_block_is_left_out() -> None:
-    """All code is in fences with a language; of those that do not run the number is known."""
+def test_no_block_of_code_is_left_out() -> None:
+    """All code is in fences with a language, and as many blocks as in `NOT_RUN` do not run."""
     not_run = Counter(page for page in PAGES for each in blocks(page) if each.mark == "not run")
     assert not_run == NOT_RUN
     for page in PAGES:
@@ -190,8 +190,8 @@ def test_no_block_is_left_out() -> None:
 LINK = re.compile(r"\]\((?!https?:)([^)\s#]*)(?:#([^)\s]+))?\)")
 
 
-def test_links_lead_somewhere() -> None:
-    """Files that pages name are there, and so are the headings."""
+def test_links_lead_to_files_and_headings() -> None:
+    """The files and headings to which the pages link exist."""
     for page in PAGES:
         text = BLOCK.sub("", (ROOT / page).read_text())
         for file, anchor in LINK.findall(text):
@@ -203,7 +203,7 @@ def test_links_lead_somewhere() -> None:
 
 
 @pytest.mark.unit
-def test_the_job_for_kubernetes() -> None:
+def test_the_manuals_job_for_kubernetes_is_valid() -> None:
     """The manual's Job follows the schemas of Kubernetes, and its pods get the Secret's key."""
     checker = pytest.importorskip("kubernetes_validate", reason="it has the schemas")
     (found,) = (each.code for each in blocks("docs/machines.md") if each.kind == "yaml")
@@ -233,9 +233,9 @@ def test_the_job_for_kubernetes() -> None:
 
 @pytest.mark.own_agent
 def test_every_kernel_loads_nbdist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The manual's line of IPython's configuration counts in kernels, also after a restart.
+    """The manual's line of IPython's configuration loads nbdist in kernels, also after a restart.
 
-    It counts in a terminal too.
+    The line loads nbdist in a terminal too.
     """
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
     monkeypatch.setenv("NBDIST_PRESTART", "0")

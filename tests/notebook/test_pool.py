@@ -1,4 +1,4 @@
-"""Tests of `nbdist.notebook.pool`: worlds side by side, and the options that describe one."""
+"""Tests of `nbdist.notebook.pool`: a notebook with several worlds, each in a pool."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ pools = lasting(
 
 @pytest.fixture(scope="module")
 def shell() -> InteractiveShell:
-    """That keeps its history in memory."""
+    """A shell that keeps its history in memory."""
     return InteractiveShell(config=Config({"HistoryManager": {"enabled": False}}))
 
 
 def test_a_line_that_failed_has_gathered_nothing(
     shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the notebook had under the name stays its own.  In a forked child there are no pools."""
+    """A failed `x = %dist_gather y` does not mark `x` as gathered.  A forked child has no pools."""
     pools = Pools(shell, NbDist(display="plain"))
     shell.user_ns.update(kept=1, theirs=2)
     pools.gathered.add(["theirs"])
@@ -45,8 +45,8 @@ def test_a_line_that_failed_has_gathered_nothing(
         pools.find_or_make(None)
 
 
-def test_each_has_its_own(pools: Notebook) -> None:
-    """A group, variables and roles; the notebook's variables go to both."""
+def test_each_pool_has_its_own_group_and_variables(pools: Notebook) -> None:
+    """Each pool has a process group, variables and role; both are sent the notebook's variables."""
     role = """import os
 t = torch.ones(1); dist.all_reduce(t)
 print(t.item(), *(os.environ[name] for name in ("ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE")))"""
@@ -64,8 +64,8 @@ print(t.item(), *(os.environ[name] for name in ("ROLE_NAME", "ROLE_RANK", "ROLE_
     assert "NameError" in pools.run("%%distributed --pool ps\nmine").error
 
 
-def test_hints_name_it(pools: Notebook) -> None:
-    """What a panel, a note or an error advises works as it is typed, also of another pool."""
+def test_suggested_magics_name_the_pool(pools: Notebook) -> None:
+    """Magics in panels, notes and errors have `--pool` and so work as they are shown."""
     printed = pools.run("%%distributed --pool trainer\nfor number in range(300): print(number)")
     again = "%dist_output --pool trainer -r 0-1 --all"
     assert f"… 100 lines more: {again}" in printed.text
@@ -77,13 +77,13 @@ def test_hints_name_it(pools: Notebook) -> None:
     assert sync == "%dist_sync --pool trainer only --from 1"
     assert pools.run(sync).errors == []
     assert body(pools.run("%%distributed --pool trainer\nonly"))[-1] == "5"
-    # Of a cell of other ranks there is nothing to show.
+    # A rank that did not run the last cell has no output to show.
     pools.run("%%rank 1 --pool trainer\nprint(only)")
     assert "ran on rank 1 only" in pools.run("%dist_output --pool trainer -r 0").error
 
 
-def test_each_waits_for_its_own_alone(pools: Notebook, tmp_path: Path) -> None:
-    """A cell of the other one runs at once; one of this pool after it, with what it has bound."""
+def test_a_cell_only_waits_for_the_job_of_its_pool(pools: Notebook, tmp_path: Path) -> None:
+    """A cell of another pool runs at once; a cell of the job's pool runs after the job."""
     waits = f"while not os.path.exists({str(tmp_path / 'enough')!r}): time.sleep(0.05)"
     pools.run(f"%%distributed --pool ps --no-wait -o first\nimport os, time\n{waits}\nlate = 1")
     other = pools.run("%%distributed --pool trainer\n'late' in globals()")
@@ -96,16 +96,16 @@ def test_each_waits_for_its_own_alone(pools: Notebook, tmp_path: Path) -> None:
     assert pools.value("first.done()") is True
 
 
-def test_a_failure_in_one_is_no_matter_to_the_other(pools: Notebook) -> None:
-    """The dead of one pool are replaced there; the other keeps its processes."""
+def test_a_death_in_one_pool_leaves_the_other_alone(pools: Notebook) -> None:
+    """Dead workers of a pool are replaced; the other pool keeps its processes."""
     pids = pools.run("%%distributed --pool ps\nimport os; os.getpid()").text
     assert "rank 1 " in pools.run("%%rank 1 --pool trainer\nimport os; os._exit(3)").error
     assert pools.run("%%distributed --pool trainer\ndist.barrier()").errors == []
     assert pools.run("%%distributed --pool ps\nos.getpid()").text.split()[-1] == pids.split()[-1]
 
 
-def test_one_is_ended_the_other_stays(pools: Notebook) -> None:
-    """Status has a table for each; the remedy names the pool; one is ended, or all are."""
+def test_a_pool_can_be_shut_down_alone(pools: Notebook) -> None:
+    """`%dist_status` shows, and `%dist_shutdown` ends, all pools or the named pool."""
     displays = pools.run("%dist_status").displays
     heads = [each["data"]["text/plain"].split(" · ")[0] for each in displays]
     assert heads == ["pool ps", "pool trainer"]

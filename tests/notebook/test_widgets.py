@@ -1,4 +1,4 @@
-"""Widgets of ranks as a page that speaks Jupyter's messages has them."""
+"""Widgets of ranks, tested by a page that sends and receives Jupyter's messages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LINE = "IntSlider(value=1) (this widget ended with its rank)"
 
 
 class Page:
-    """The models that a page has made of what the kernel has said, by their ids."""
+    """A page: the widget models that the kernel's messages have made, by their ids."""
 
     def __init__(self, notebook: Notebook) -> None:
         self._client = notebook.client
@@ -37,13 +37,13 @@ class Page:
         self.updates: list[dict[str, Any]] = []
 
     def send(self, name: str, kind: str = "comm_msg", **data: Any) -> None:
-        """Say this to the model's other end."""
+        """Send a message on the comm of this id to the kernel."""
         content = {"comm_id": name, "data": data, "target_name": "jupyter.widget.control"}
         channel = self._client.shell_channel
         channel.send(self._client.session.msg(kind, content, metadata={"version": "1.0.0"}))
 
     def until(self, is_so: Callable[[], bool]) -> None:
-        """Take in what the kernel says until this is so; no cell need run."""
+        """Receive messages of the kernel until `is_so()` is true, also while no cell runs."""
         deadline = time.monotonic() + SOON
         while not is_so():
             assert time.monotonic() < deadline
@@ -51,7 +51,7 @@ class Page:
                 self._client.get_iopub_msg(timeout=0.2)
 
     def take(self, message: dict[str, Any]) -> None:
-        """Take in one message."""
+        """Apply a message of the kernel to the page."""
         content, kind = message["content"], message["msg_type"]
         name, data = content.get("comm_id", ""), content.get("data") or {}
         if kind == "comm_open":
@@ -66,17 +66,17 @@ class Page:
             self.updates.append(content["data"])
 
     def of(self, model: str) -> set[str]:
-        """The ids of the models of this class."""
+        """Return the ids of the models of this class."""
         return {name for name, state in self.states.items() if state["_model_name"] == model}
 
     def printed(self) -> list[str]:
-        """What the `Output`s show first."""
+        """Return the first text in each `Output` widget, sorted."""
         return sorted(self.states[name]["outputs"][0]["text"] for name in self.of("OutputModel"))
 
 
 @pytest.fixture
 def page(notebook: Notebook, monkeypatch: pytest.MonkeyPatch) -> Page:
-    """A page that sees all that the notebook's kernel says from now on."""
+    """A page that receives all messages of the notebook's kernel from now on."""
     page, hear = Page(notebook), notebook.client.get_iopub_msg
 
     def heard(**options: Any) -> Any:
@@ -112,7 +112,7 @@ def f(step):
 
 
 def models(outcome: Outcome) -> list[str]:
-    """The ids of the widgets that the cell shows, one for each rank."""
+    """Return the ids of the widgets that the cell shows, a widget for each rank."""
     return [each["data"][WIDGET]["model_id"] for each in outcome.displays[2::2]]
 
 
@@ -123,13 +123,13 @@ def press(page: Page, models: list[str], *values: int) -> None:
 
 
 def move(page: Page, models: list[str], *values: int) -> None:
-    """Move them, and wait until the ranks say so."""
+    """Move the widgets, and wait until the ranks have sent the new values."""
     press(page, models, *values)
     page.until(lambda: [page.states[name]["value"] for name in models] == [*values])
 
 
-def test_a_slider_moved_while_no_cell_runs(notebook: Notebook, page: Page) -> None:
-    """Its value changes on its rank, what that prints is shown late, and a new page has both."""
+def test_a_slider_can_be_moved_while_no_cell_runs(notebook: Notebook, page: Page) -> None:
+    """The rank has the value, its callback's output is shown, and a new page gets the widgets."""
     outcome = notebook.run(SLIDER)
     texts = [each["data"]["text/plain"] for each in outcome.displays[1:]]
     assert texts == ["rank 0", "IntSlider(value=0)", "rank 1", "IntSlider(value=1)"]
@@ -152,8 +152,8 @@ def test_a_slider_moved_while_no_cell_runs(notebook: Notebook, page: Page) -> No
     page.until(lambda: page.states[shown[0]].get("value") == 40)
 
 
-def test_a_cell_sees_what_was_moved_before_it(notebook: Notebook, page: Page) -> None:
-    """At once, as in a plain notebook: the next cell does not overtake what the page has said."""
+def test_a_cell_sees_widgets_moved_before_it(notebook: Notebook, page: Page) -> None:
+    """A cell never overtakes a widget's message that the page has sent before the cell."""
     shown = models(notebook.run(SLIDER))
     for value in range(2, 42):
         press(page, shown, value, value + 50)
@@ -168,8 +168,8 @@ while slider.value < 70: await asyncio.sleep(0.01)
 print("has", slider.value)"""
 
 
-def test_a_cell_that_awaits_sees_what_is_moved(notebook: Notebook, page: Page) -> None:
-    """While it runs in the background."""
+def test_a_cell_that_awaits_sees_moved_widgets(notebook: Notebook, page: Page) -> None:
+    """A cell that awaits in the background sees new values of a moved widget."""
     shown = models(notebook.run(SLIDER))
     notebook.run(AWAITS)
     press(page, shown, 70, 71)
@@ -187,8 +187,8 @@ slider.observe(loop, "value")
 slider"""
 
 
-def test_stop_ends_what_a_widget_does(notebook: Notebook, page: Page, tmp_path: Path) -> None:
-    """The rank goes on, as it does after an `exit()` there."""
+def test_stop_ends_a_widgets_callback(notebook: Notebook, page: Page, tmp_path: Path) -> None:
+    """The rank works on after a Stop in a widget's callback, and after an `exit()` there."""
     notebook.run(f"%%distributed\nfolder = {str(tmp_path)!r}")
     shown = models(notebook.run(LOOPS))
     press(page, shown, 5, 6)
@@ -201,7 +201,7 @@ def test_stop_ends_what_a_widget_does(notebook: Notebook, page: Page, tmp_path: 
 
 
 def test_a_widget_moves_while_its_cell_runs(notebook: Notebook, page: Page, tmp_path: Path) -> None:
-    """It is there before the cell has ended, which waits for that."""
+    """The page shows a widget while its cell still runs: this cell waits for that."""
     end = tmp_path / "end"
 
     def look(outcome: Outcome) -> None:
@@ -214,8 +214,8 @@ def test_a_widget_moves_while_its_cell_runs(notebook: Notebook, page: Page, tmp_
     assert [page.states[name]["value"] for name in models(outcome)] == [5, 5]
 
 
-def test_output_and_interact(notebook: Notebook, page: Page) -> None:
-    """What is printed inside of them is shown there, on ranks too, and not in the panel."""
+def test_output_widgets_show_what_is_printed_inside(notebook: Notebook, page: Page) -> None:
+    """Text printed inside of an `Output` or `interact` is in the widget, and not in the panel."""
     notebook.run("%%distributed\nimport ipywidgets")
     outcome = notebook.run(INSIDE)
     assert outcome.errors == []
@@ -247,8 +247,8 @@ ODD = (
 
 
 @pytest.mark.parametrize("odd", ODD)
-def test_malformed_messages(notebook: Notebook, page: Page, odd: str) -> None:
-    """No other widget is harmed: cells run, and a new page gets the states of widgets."""
+def test_malformed_messages_harm_no_other_widget(notebook: Notebook, page: Page, odd: str) -> None:
+    """After a malformed message of a rank, cells run, and a new page gets the widgets' states."""
     shown = models(notebook.run(SLIDER))
     notebook.run(PUBLISH)
     assert notebook.run(f"%%distributed -r 1\n{odd}").errors == []
@@ -260,7 +260,7 @@ def test_malformed_messages(notebook: Notebook, page: Page, odd: str) -> None:
 
 
 def test_a_rank_that_dies_takes_its_widgets(notebook: Notebook, page: Page) -> None:
-    """The page has its models no more, and a line in their place; those of others stay."""
+    """A dead rank's widgets are replaced by a line on the page; widgets of other ranks stay."""
     kept, lost = models(notebook.run(SLIDER))
     (pid,) = notebook.run("%%distributed -r 1\nimport os; print(os.getpid())").text.split()[-1:]
     os.kill(int(pid), signal.SIGKILL)
@@ -271,8 +271,8 @@ def test_a_rank_that_dies_takes_its_widgets(notebook: Notebook, page: Page) -> N
     assert body(notebook.run("%%distributed -r 0\nprint(slider.value)"))[-1] == "6"
 
 
-def test_a_saved_file_has_the_last_state(notebook: Notebook) -> None:
-    """nbclient keeps the states of widgets, and nbconvert's page has them."""
+def test_a_saved_file_has_the_last_states(notebook: Notebook) -> None:
+    """nbclient saves the states of widgets, and nbconvert's page has the states."""
     moved = f"{SLIDER.removesuffix('slider')}slider.value = 8; display(slider)"
     saved = new_notebook(cells=[new_code_cell(moved)])
     execute(saved, notebook)

@@ -1,7 +1,7 @@
-"""The tutorials: each runs from top to bottom, and is saved with what it shows.
+"""Tests of the tutorials: each runs from top to bottom, and was saved with its outputs.
 
-One notebook kernel runs them, the pools first: meanwhile its fork server imports what ranks need.
-A reader's first one is in `tests/browser`, that of many machines in `tests/hosts`.
+A single kernel runs all, first the tutorial with pools: meanwhile its fork server makes imports.
+The quickstart is tested in `tests/browser`, the tutorial on many machines in `tests/hosts`.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ def code_cells(notebook: NotebookNode) -> list[NotebookNode]:
 
 
 def failed(cell: NotebookNode) -> list[str]:
-    """The names of the exceptions that ended it, none or one."""
+    """Return the name of the exception that ended a cell, as a list, or an empty list."""
     return [output.ename for output in cell.outputs if output.output_type == "error"]
 
 
 def kinds(cell: NotebookNode) -> set[str]:
-    """What a cell shows, by type: the texts of two runs differ in their times."""
+    """Return the types of a cell's outputs: the texts of two runs differ in their times."""
     return {kind for output in cell.outputs for kind in output.get("data", {"text/plain": ""})}
 
 
 def text(notebook: NotebookNode) -> str:
-    """All that the cells show, as plain text."""
+    """Return all outputs of a notebook as plain text."""
     return "\n".join(
         f"{output.ename}: {output.evalue}"
         if output.output_type == "error"
@@ -50,7 +50,7 @@ def text(notebook: NotebookNode) -> str:
 
 
 def cleared(notebook: NotebookNode) -> NotebookNode:
-    """A copy of it that nobody has run yet: all that is seen comes from a run of its own."""
+    """Return a copy without outputs, so that all outputs come from the next run."""
     copy = nbformat.from_dict(notebook)
     for cell in code_cells(copy):
         cell.outputs, cell.execution_count = [], None
@@ -58,7 +58,7 @@ def cleared(notebook: NotebookNode) -> NotebookNode:
 
 
 def run(notebook: NotebookNode, kernel: Notebook, folder: Path) -> NotebookNode:
-    """A copy of the notebook, run by nbclient in this folder."""
+    """Run a copy of a notebook in a folder by nbclient, and return the copy."""
     copy, environ = cleared(notebook), {"NBDIST_LOG_DIR": str(folder / "logs")}
     begins = f"os.chdir({str(folder)!r}), os.environ.update({environ!r})"
     assert not (said := kernel.fails_at(f"(lambda os: ({begins}))(__import__('os'))")), said
@@ -67,7 +67,7 @@ def run(notebook: NotebookNode, kernel: Notebook, folder: Path) -> NotebookNode:
 
 
 def check_run(saved: NotebookNode, fresh: NotebookNode) -> None:
-    """Cells fail that are to fail, and no other; the saved file shows what a new run shows."""
+    """Check that exactly the cells with the tag fail, and that outputs have the saved types."""
     for cell, again in zip(code_cells(saved), code_cells(fresh), strict=True):
         assert failed(cell) == failed(again), again
         is_to_fail = "raises-exception" in again.metadata.get("tags", ())
@@ -85,7 +85,7 @@ def kernel() -> Iterator[Notebook]:
 
 
 def both(file: Path, kernel: Notebook, folder: Path) -> tuple[str, str]:
-    """What a tutorial shows as it was saved, and as it runs now."""
+    """Return the text of a tutorial's outputs, as saved and as of a new run."""
     saved = nbformat.read(file, as_version=4)
     try:
         fresh = run(saved, kernel, folder)
@@ -102,18 +102,18 @@ def both(file: Path, kernel: Notebook, folder: Path) -> tuple[str, str]:
         (FINE_TUNING, r"test loss (\d\.\d\d) -> (\d\.\d\d)", -1, 6),
     ],
 )
-def test_what_is_trained_gets_better(
+def test_training_improves_the_models(
     kernel: Notebook, file: Path, numbers: str, sign: int, times: int, tmp_path: Path
 ) -> None:
-    """In cells, under torchrun as a script that is made of them, and when that comes back."""
+    """Training improves a model in cells, and in their script under torchrun and `%dist_run`."""
     for shown in both(file, kernel, tmp_path):
         found = re.findall(numbers, shown)
         assert len(found) == times
         assert all(sign * (float(after) - float(before)) > 0 for before, after in found)
 
 
-def test_from_torchrun(kernel: Notebook, tmp_path: Path) -> None:
-    """It shows torchrun's ways: restarts, snapshots, of which none is left, and changing sizes."""
+def test_the_tutorial_from_torchrun_restarts_and_resizes(kernel: Notebook, tmp_path: Path) -> None:
+    """The tutorial shows restarts, snapshots and changing sizes, and leaves no snapshot behind."""
     for shown in both(TORCHRUN, kernel, tmp_path):
         assert "rank 2 was killed by SIGKILL: restart 1 of 3" in shown
         assert shown.count("goes on at epoch 4") == 4
@@ -123,8 +123,8 @@ def test_from_torchrun(kernel: Notebook, tmp_path: Path) -> None:
     assert [*tmp_path.glob("**/snapshots/*")] == []
 
 
-def test_all_that_goes_wrong(kernel: Notebook, tmp_path: Path) -> None:
-    """After a failure, a stuck barrier, a death and Stop training goes on, with equal weights."""
+def test_training_goes_on_after_all_that_goes_wrong(kernel: Notebook, tmp_path: Path) -> None:
+    """Training goes on with equal weights after a failure, a stuck barrier, a death and Stop."""
     told = (
         "Ranks 0-1,3 were waiting in all_reduce (line 4) and were released. Gradients of `model` "
         "on ranks 0-1,3 may hold a part of the result",

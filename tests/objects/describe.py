@@ -1,6 +1,6 @@
-"""Tell what values are made of, which of them are one object, and which arrays share memory.
+"""Describes the parts of values, which values are one object, and which arrays share memory.
 
-It is imported by the notebook, by the ranks and by the plain kernel that they are compared with.
+The notebook, the ranks, and the plain kernel with which both are compared import this module.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ Part = tuple[str, Any]
 
 
 def is_atom(value: object) -> bool:
-    """Tell whether nobody can notice that two such values are one object."""
+    """Return True for a value that nobody can tell from an equal copy."""
     if isinstance(value, ATOMS):
         return True
     return (
         isinstance(value, (type, types.FunctionType)) and value.__module__ != "__main__"
-    )  # it is imported
+    )  # imported from a module
 
 
 def parts(value: Any) -> list[Part]:
-    """Return what a value is made of, each part with a label, in an order of its own."""
+    """Return the parts of a value, each with a label, in a fixed order."""
     return [*_parts(value)]
 
 
@@ -92,13 +92,13 @@ def _sorted(table: Any) -> Iterator[Part]:
 def _order(value: Any) -> tuple[int, str, str]:
     if is_atom(value):
         return 0, repr(value), ""
-    # Objects that the same program makes with one tag differ in what they hold.
+    # Objects of a program that have the same tag differ in their `x`.
     held = getattr(value, "x", None)
     return 1, repr(value.tag), repr(held) if is_atom(held) else type(held).__name__
 
 
 def walk(tops: Iterable[Any]) -> dict[int, Any]:
-    """Return all objects that can be reached from these, by their ids."""
+    """Return all objects that can be reached from `tops`, by their ids."""
     found: dict[int, Any] = {}
     waiting = [*tops]
     while waiting:
@@ -170,7 +170,7 @@ class Telling:
         return bytes(value).hex() if isinstance(value, bytearray) else ""
 
     def _memory(self, value: Any, number: int) -> str:
-        """Name the arrays before this one whose memory overlaps with its own, with the offsets."""
+        """Name earlier arrays whose memory overlaps with the array's own, with the offsets."""
         if (found := span(value)) is None:
             return "[]"
         start, end = found
@@ -180,14 +180,14 @@ class Telling:
 
 
 def describe(**names: Any) -> str:
-    """Return a text that is the same for variables of the same values and identities."""
+    """Return a text that is the same for variables with equal values and equal identities."""
     telling = Telling()
     heads = [f"{name} = {telling.name(value)}" for name, value in names.items()]
     return "\n".join([*heads, *telling.lines])
 
 
 def trained(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Return all that a training step changes."""
+    """Return all objects that a training step changes."""
     changed: list[Any] = [optimizer, optimizer.state]
     for parameter in model.parameters():
         state = optimizer.state.get(parameter, {})

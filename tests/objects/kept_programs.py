@@ -1,7 +1,7 @@
 """The programs of `kept_programs.txt`, which the oracle compares with a plain kernel.
 
-The first ones have found faults.  The others are those of some thousand random programs that have
-together the most kinds of statements, each after the most kinds of other ones on the same object.
+The first programs have found faults.  The others are chosen from some thousand random programs, and
+together have the most kinds of statements that follow other kinds of statements on the same object.
 
 A program is a heading and its statements, as the oracle prints the smallest program that differs:
 
@@ -11,7 +11,7 @@ A program is a heading and its statements, as the oracle prints the smallest pro
     notebook! a.append(2)
     ranks     b   # then describe a b
 
-After `notebook!` the notebook changes an object that the ranks have changed too.
+The word `notebook!` begins a change in the notebook of an object that the ranks have changed too.
 """
 
 from __future__ import annotations

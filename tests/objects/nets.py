@@ -1,6 +1,6 @@
 """A network that learns in a way that can be computed by hand, for the programs of this folder.
 
-It is imported by the notebook and by the ranks, so that nothing of it is ever sent.
+The notebook and the ranks import this module, so that no part of it is ever sent.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def sgd(model: torch.nn.Module, lr: float = 0.1, **options: Any) -> torch.optim.
 
 
 def loss_of(model: Any) -> torch.Tensor:
-    """Return the squared distance of what the module computes of ones from 10."""
+    """Return the squared distance between 10 and the module's result for ones."""
     loss: torch.Tensor = (model(torch.ones(1, 2)) - 10).pow(2).sum()
     return loss
 

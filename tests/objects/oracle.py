@@ -36,15 +36,15 @@ from tests.objects.random_programs import (
 )
 
 LENGTH = 40  # statements of a program
-PROGRAMS = 25  # after so many the ranks are restarted
-CHUNK = 15.0  # seconds that one cell of the notebook compares programs
+PROGRAMS = 25  # number of programs after which the ranks are restarted
+CHUNK = 15.0  # seconds for which a cell of the notebook compares programs
 HINT = re.compile(r"%dist_push")
 FAR_BEHIND = 8  # lines of a difference that are shown
 
 
 @dataclass
 class Report:
-    """How many statements and programs were compared, and the seeds of those that differ."""
+    """The numbers of compared statements and programs, and the differences by program."""
 
     steps: int = 0
     programs: int = 0
@@ -76,14 +76,14 @@ class Driver:
         self._magic("cell", "distributed", "", PRELUDE)
 
     def difference(self, steps: Sequence[Step]) -> tuple[str, int]:
-        """Run a program; say where the ranks differ first, and how many conflicts there were."""
+        """Run a program; return the first difference of the ranks, and the number of conflicts."""
         self._forget()
         self._run(Step(HERE, CLASSES))
         wanted, left_out = replayed(steps, self.ranks), set[int]()
         if len(wanted) < len(steps):
             return f"step {len(wanted)}: {steps[len(wanted)]}\nit is not legal", 0
         for number, step in enumerate(steps):
-            if number == len(wanted):  # a change that was left out is needed here
+            if number == len(wanted):  # the statement needs a change that was left out
                 break
             try:
                 found, text = self._run(step)
@@ -108,7 +108,7 @@ class Driver:
         return "", sum(step.conflicts for step in steps)
 
     def _run(self, step: Step) -> tuple[list[str], str]:
-        """Run a statement where it belongs; return what the ranks tell, and what is shown."""
+        """Run a statement on its side; return the ranks' descriptions, and the shown text."""
         source = step.source
         if step.side == HERE and not self.in_one_place:
             self._here(source)
@@ -148,7 +148,7 @@ class Driver:
     # --- many programs ------------------------------------------------------------------------
 
     def compare(self, seed: str, first: int, steps: int, *, both: bool) -> Report:
-        """Compare programs for some seconds, or until so many statements were compared."""
+        """Compare programs for `CHUNK` seconds, or until `steps` statements were compared."""
         report, begin = Report(next=first), time.monotonic()
         while report.steps < steps and time.monotonic() - begin < CHUNK:
             name = f"{seed}:{report.next}"
@@ -167,7 +167,7 @@ class Driver:
         return report
 
     def smallest(self, steps: list[Step], seconds: float = 40.0) -> tuple[list[Step], str]:
-        """Leave out all statements that a program need not have to differ."""
+        """Leave out all statements without which the program still differs."""
         until, said = time.monotonic() + seconds, self._again(steps)
         if not said:
             return steps, "It does not differ by itself: what programs before it left is needed."
@@ -201,7 +201,7 @@ class Driver:
 
 
 def _without(steps: Sequence[Step], numbers: set[int]) -> list[Step]:
-    """Return the program with nothing done in these statements."""
+    """Return the program with `None` in the place of some statements."""
     return [
         Step(each.side, "None", told=each.told) if number in numbers else each
         for number, each in enumerate(steps)
@@ -209,7 +209,7 @@ def _without(steps: Sequence[Step], numbers: set[int]) -> list[Step]:
 
 
 def _asking(steps: Sequence[Step]) -> list[Step]:
-    """Return the program without questions for variables that are not there."""
+    """Return the program without questions for variables that are not bound."""
     bound, asking = {*HELPERS}, []
     for step in steps:
         bound = bound - {*step.binds} if step.source.startswith("del ") else {*bound, *step.binds}
@@ -231,21 +231,21 @@ def compare(driver: Driver, seed: str, first: int, steps: int, *, both: bool) ->
 
 
 def differs(driver: Driver, heading: str) -> str:
-    """Return how a program that was kept differs, "" if it does not."""
+    """Return how a kept program differs, or "" if the program does not differ."""
     return driver.difference(programs()[heading])[0]
 
 
 def explain(driver: Driver, name: str, *, both: bool) -> str:
-    """Return the smallest program that differs as the one of this name does."""
+    """Return the smallest part of a program that still differs."""
     steps, said = driver.smallest(program(name, driver.ranks, LENGTH, both=both))
     return "\n".join([*map(str, steps), said])
 
 
-# --- outside ----------------------------------------------------------------------------------
+# --- in the process of a test -----------------------------------------------------------------
 
 
 class Oracle:
-    """Has a notebook compare programs."""
+    """Lets a notebook compare programs."""
 
     def __init__(
         self, notebook: Any, ranks: int, *, both: bool = False, in_one_place: bool = False
@@ -256,7 +256,7 @@ class Oracle:
         assert made.errors == [], made.seen
 
     def run(self, seed: str, steps: int, seconds: float = 600.0) -> Report:
-        """Compare programs until so many statements were compared, or for some seconds."""
+        """Compare programs until `steps` statements were compared, or for `seconds`."""
         whole, until = Report(), time.monotonic() + seconds
         while whole.steps < steps and time.monotonic() < until:
             call = f"compare(driver, {seed!r}, {whole.next}, {steps - whole.steps}"
@@ -270,11 +270,11 @@ class Oracle:
         return whole
 
     def explain(self, name: str) -> str:
-        """Return the smallest program that differs as the one of this name does."""
+        """Return the smallest part of a program that still differs."""
         return self._call(f"explain(driver, {name!r}, both={self.both})")
 
     def differs(self, heading: str) -> str:
-        """Return how a program that was kept differs, "" if it does not."""
+        """Return how a kept program differs, or "" if the program does not differ."""
         return self._call(f"differs(driver, {heading!r})")
 
     def _call(self, call: str) -> str:
@@ -288,7 +288,7 @@ def say(text: str) -> None:
 
 
 def main() -> int:
-    """Compare programs as the command line says, and print what was found."""
+    """Compare programs as the command line says, and print the result."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--seed", default="1")

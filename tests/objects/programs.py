@@ -12,10 +12,10 @@ import pytest
 from tests.notebook.front_end import Notebook, Outcome
 
 Run = Callable[[Sequence["Step"]], None]
-"""Runs a program and raises an AssertionError at the first step that is not as it must be."""
+"""Runs a program, and raises AssertionError at the first step with a wrong result."""
 
 HINT = re.compile(r"%dist_push|replaces|were not sent|was not sent")
-"""A line on something that both sides have changed, or that the notebook has replaced."""
+"""Matches lines on objects that both sides have changed, or that the notebook has replaced."""
 
 PRELUDE = """
 import sys, types, random, weakref, collections, dataclasses, enum, functools, abc, itertools
@@ -40,7 +40,7 @@ _kept = {*globals(), "_kept"}
 
 @dataclass(frozen=True)
 class Step:
-    """A cell of a program: where it runs, what it must show, and the values of its last line."""
+    """A cell of a program: its side, the texts that it shows, and the values of its last line."""
 
     source: str
     is_here: bool = True
@@ -52,17 +52,17 @@ class Step:
 
 
 def here(source: str, *shows: str, fails: str = "") -> Step:
-    """Run a cell in the notebook; its text must match all patterns."""
+    """Run a cell in the notebook; the shown text must match all patterns."""
     return Step(source, shows=shows, fails=fails)
 
 
 def ranks(source: str, *shows: str, options: str = "", fails: str = "") -> Step:
-    """Run a cell on the ranks; its text must match all patterns."""
+    """Run a cell on the ranks; the shown text must match all patterns."""
     return Step(source, is_here=False, options=options, shows=shows, fails=fails)
 
 
 def gives(expression: str, *values: Any) -> Step:
-    """Evaluate an expression on the ranks: one value for all of them, or one for each."""
+    """Evaluate an expression on the ranks, with one value for all ranks, or one for each rank."""
     return Step(expression, is_here=False, values=values)
 
 
@@ -72,7 +72,7 @@ def holds(expression: str) -> Step:
 
 
 def gives_here(expression: str, value: Any) -> Step:
-    """Evaluate an expression in the notebook."""
+    """Evaluate an expression in the notebook, which must have this value."""
     return Step(expression, values=(value,))
 
 
@@ -82,7 +82,7 @@ def holds_here(expression: str) -> Step:
 
 
 def hinting(step: Step, *shows: str) -> Step:
-    """Let a step show lines on conflicts; it must show those that match the patterns."""
+    """Let a step show lines on conflicts; each pattern must match the shown text."""
     return replace(step, shows=(*step.shows, *shows), may_hint=True)
 
 
@@ -97,7 +97,7 @@ def begin(notebook: Notebook, workers: int = 2) -> None:
 
 
 def run(notebook: Notebook, steps: Iterable[Step]) -> None:
-    """Run a program, each step where it belongs."""
+    """Run each step of a program in the notebook or on the ranks, and check its result."""
     for number, step in enumerate(steps):
         outcome = _run(notebook, step)
         text = outcome.seen
@@ -131,12 +131,12 @@ def _run(notebook: Notebook, step: Step) -> Outcome:
 
 
 def on_ranks(steps: Iterable[Step]) -> list[Step]:
-    """Return the program with all its steps on the ranks: a plain kernel that gives its values."""
+    """Return the program with all steps on the ranks, each of which then is a plain kernel."""
     return [replace(each, is_here=False) for each in steps]
 
 
 def is_plain(steps: Iterable[Step]) -> bool:
-    """Tell whether the program means the same if all its steps run in one place."""
+    """Return True if the program means the same when all its steps run on the ranks."""
     return not any(
         each.shows
         or each.fails

@@ -1,15 +1,16 @@
 """Random programs whose statements run in the notebook or on the ranks, by rules that are static.
 
-The one plain kernel that both sides are compared with is `Plain`: for each rank it runs all
-statements in one namespace.  It also keeps who has changed which object, and refuses a statement
-whose result depends on what its side cannot see:
+Both sides are compared with a plain kernel, `Plain`, which runs all statements of a rank in one
+namespace.  `Plain` also keeps which side has changed which object, and refuses a statement whose
+result depends on changes that its side cannot see:
 
-- An object of the notebook is changed by the notebook until the ranks change it for the first
-  time; then it is theirs.  What the ranks make is theirs.
+- The notebook may change its objects until the ranks change them for the first time; such objects
+  belong to the ranks then, as do all objects that the ranks make.
 - A name belongs to the side that has bound it last.  The notebook uses only its own names, and
-  of objects only those whose contents are its own; the ranks use all.
-- What the ranks have changed and no longer hold under any name is lost; nobody uses it.  So is
-  what the notebook has changed and no longer holds when the next cell of the ranks begins.
+  objects whose contents are its own; the ranks use all names and objects.
+- An object is lost, and no side uses it, if the ranks have changed it and no longer hold it under
+  any name.  So is an object that the notebook has changed and no longer holds when the next cell
+  of the ranks begins.
 """
 
 from __future__ import annotations
@@ -66,12 +67,12 @@ def counters():
 
 
 class Illegal(Exception):
-    """A statement that its side may not run by the rules, or that fails."""
+    """A statement that the rules forbid to its side, or that fails."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """A statement: what it binds, the objects that it changes, and those that it looks into."""
+    """A statement, the names that it binds, and the objects that it changes or looks into."""
 
     side: Side
     source: str
@@ -98,7 +99,7 @@ Key = tuple[str, int]
 
 
 def keys(value: Any) -> set[Key]:
-    """Return what is changed if the value is: the object, and of an array its memory."""
+    """Return the keys of the parts that change with a value: its object, and an array's memory."""
     if is_atom(value):
         return set()
     found = {("object", id(value))}
@@ -116,7 +117,7 @@ def _memory(value: Any) -> int | None:
 
 
 class Plain:
-    """The plain kernel of each rank, and who owns the objects and names of the first one."""
+    """The plain kernel of each rank, and which side owns the first kernel's objects and names."""
 
     def __init__(self, ranks: int) -> None:
         self.spaces: list[dict[str, Any]] = []
@@ -128,8 +129,8 @@ class Plain:
         self.binder: dict[str, Side] = dict.fromkeys(HELPERS, HERE)
         self.here: dict[str, Any] = {name: self.space[name] for name in HELPERS}
         self.there: dict[str, Any] = {}
-        # What the notebook has changed since the last cell of the ranks, and what of that it did
-        # not hold any longer when that cell began.
+        # Objects that the notebook has changed since the ranks' last cell, and changed objects
+        # that the notebook did not hold any longer when a cell of the ranks began.
         self.unsent: set[Key] = set()
         self.missed: set[Key] = set()
         self.owner: dict[Key, Side] = {}
@@ -138,7 +139,7 @@ class Plain:
         self._register(HERE)
 
     def run(self, step: Step) -> None:
-        """Run a statement; raises Illegal, and has changed nothing then, if it must not be."""
+        """Run a statement; raises Illegal if the rules forbid the statement or if it fails."""
         changed = self._check(step)
         before = self._held()
         if step.side == THERE:
@@ -168,20 +169,20 @@ class Plain:
             self.use({*step.told})
 
     def tell(self, step: Step) -> list[str]:
-        """Describe the variables that the ranks are asked for, for each rank."""
+        """Describe the variables that a statement asks the ranks for, once for each rank."""
         if missing := {*step.told} - self.space.keys():
             raise Illegal(f"{missing} are not there")
         return [describe(**{name: space[name] for name in step.told}) for space in self.spaces]
 
     def use(self, names: set[str]) -> None:
-        """Have a cell of the ranks use these variables; raises Illegal if one of them is lost."""
+        """Note that a cell of the ranks uses variables; raises Illegal if one of them is lost."""
         before = self._held()
         held = {key for each in walk(self.here.values()).values() for key in keys(each)}
         self.missed |= self.unsent - held
         self.unsent = set()
         gone = names & self.lost_names()
         there = walk(self.there.values())
-        # What is bound to an object that the ranks have arrives, whether it is used or not.
+        # A name of an object that the ranks have arrives, whether the cell uses it or not.
         self._arrive(names | {n for n, each in self.here.items() if id(each) in there})
         if gone := gone or names & self.lost_names():
             self.here, self.there, self.unsent, self.missed = before
@@ -203,7 +204,7 @@ class Plain:
         except Exception as error:  # noqa: BLE001 (whatever the program raises)
             raise Illegal(repr(error)) from None
         found = set[Key]()
-        self._alive += changed  # else another object can get the number of one
+        self._alive += changed  # otherwise a new object could get the same id
         for each in changed:
             is_several = isinstance(each, list) and each and isinstance(each[0], str)
             for one in each if is_several and each[0] == ALL else [each]:
@@ -228,7 +229,7 @@ class Plain:
         return [name for name in (*NAMES, *HELPERS) if name in self.space]
 
     def _arrive(self, names: set[str]) -> None:
-        """Note that the ranks have what the notebook has bound, functions' names with it."""
+        """Note that the ranks get names of the notebook, and names that their functions read."""
         waiting, seen = [*names], set[str]()
         while waiting:
             name = waiting.pop()
@@ -242,13 +243,13 @@ class Plain:
                     waiting += {*NAMES, *HELPERS}.intersection(value.__code__.co_names)
 
     def lost_names(self) -> set[str]:
-        """Return the names from which something is reached that the ranks hold no longer."""
+        """Return the names that lead to an object which the ranks do not hold any longer."""
         held = walk(self.there.values())
         known = {key for number, each in held.items() for key in keys(each)
                  if self.made_by[number] == HERE}  # fmt: skip
         all_held = {key for each in held.values() for key in keys(each)}
         gone = {key for key, side in self.owner.items() if side == THERE and key not in all_held}
-        # Memory that the ranks hold by arrays of their own alone cannot be named any more.
+        # The notebook's memory is lost if the ranks hold it only by arrays that they have made.
         gone |= {key for key in all_held - known if key[0] == "memory" and key in self._memories}
         gone |= self.missed
         if not gone:
@@ -287,7 +288,7 @@ class Path:
 
 
 class Writer:
-    """Writes a program, a legal statement after the other."""
+    """Writes a program as a sequence of legal statements."""
 
     def __init__(self, seed: str, ranks: int, *, both: bool = False) -> None:
         self.chance = random.Random(seed)
@@ -311,11 +312,11 @@ class Writer:
                 return step if step.side == THERE or step.conflicts else self._asking_after(step)
 
     def _asking(self, step: Step) -> Step:
-        """Ask the ranks for some variables after a statement: its own and a few more."""
+        """Ask the ranks for some variables after a statement: its own and a few others."""
         usable = {*self.plain.variables, *step.binds} - {"counters"}
         named = usable & {*step.names, *step.binds}
         if step.side == HERE and self.chance.random() < 0.3:
-            named = set()  # what else reaches it is to show it too
+            named = set()  # other names must show the change too
         usable -= named | self.plain.lost_names()
         count = min(self.chance.choice([0, 1, 2, 3, len(usable)]), len(usable))
         more = self.chance.sample(sorted(usable), count)
@@ -323,7 +324,7 @@ class Writer:
         return replace(step, told=tuple(sorted({*named, *more} - {*step.binds * is_gone})))
 
     def _asking_after(self, step: Step) -> Step:
-        """Ask for variables after a statement of the notebook, now and then."""
+        """Ask the ranks for variables after some of the notebook's statements."""
         if self.chance.random() < 0.5:
             return step
         asking = self._asking(step)
@@ -357,7 +358,7 @@ class Writer:
         return found
 
     def path(self, side: Side, wanted: Callable[[Any], bool] = lambda _: True) -> Path | None:
-        """Return one of these expressions."""
+        """Return an expression for an object that a side can reach; None if nothing is in reach."""
         found = self.paths(side, wanted)
         return self.chance.choice(found) if found else None
 
@@ -370,7 +371,7 @@ class Writer:
                 yield Path(path.text + text, each, looks)
 
     def value(self, side: Side) -> tuple[str, tuple[str, ...]]:
-        """Return an expression for a value, new or old, and what it looks into."""
+        """Return an expression for a new or old value, and the objects into which it looks."""
         chosen = self.chance.random()
         if chosen < 0.25 or (path := self.path(side)) is None:
             return self.number(side), ()
@@ -429,7 +430,7 @@ def new(*templates: str) -> Write:
 
 
 def of(wanted: Callable[[Any], bool], *templates: str, looks: bool = False) -> Write:
-    """Bind a name to something that is made of an object: an alias, a view, a copy."""
+    """Bind a name to an alias, a view or a copy of an object, or to an object that refers to it."""
 
     def write(writer: Writer, side: Side) -> Step | None:
         if (path := writer.path(side, wanted)) is None:
@@ -443,7 +444,7 @@ def of(wanted: Callable[[Any], bool], *templates: str, looks: bool = False) -> W
 
 
 def change(wanted: Callable[[Any], bool], *templates: str, every: str = "{p}") -> Write:
-    """Change an object in place; with `every` also others that change with it."""
+    """Change an object in place; `every` is an expression for the changed object."""
 
     def write(writer: Writer, side: Side) -> Step | None:
         if (path := writer.path(side, wanted)) is None:
@@ -461,7 +462,7 @@ def change(wanted: Callable[[Any], bool], *templates: str, every: str = "{p}") -
 
 
 def call(writer: Writer, side: Side) -> Step | None:
-    """Call a function that changes its default, what it encloses, or a global list."""
+    """Call a function that changes its default, its captured variables, or a global list."""
     path = writer.path(side, lambda value: isinstance(value, types.FunctionType) and (
         value.__name__ != "counters"))  # fmt: skip
     if path is None:
@@ -525,7 +526,7 @@ def delete(writer: Writer, side: Side) -> Step | None:
 
 
 def conflict(writer: Writer, side: Side) -> Step | None:
-    """Change in the notebook what the ranks have changed: a key or attribute of its own."""
+    """Change an object that the ranks have changed: at a new key or attribute, if there are any."""
     if not writer.both:
         return None
     plain = writer.plain
@@ -624,13 +625,13 @@ STATEMENTS: list[tuple[float, Write]] = [
 
 
 def program(seed: str, ranks: int, length: int, *, both: bool = False) -> list[Step]:
-    """Write a program of so many statements."""
+    """Write a program of `length` statements."""
     writer = Writer(seed, ranks, both=both)
     return [writer.step() for _ in range(length)]
 
 
 def replayed(steps: Sequence[Step], ranks: int) -> list[list[str]]:
-    """Return what the plain kernels tell after each statement, as far as all are legal."""
+    """Return the plain kernels' descriptions after each statement before the first illegal one."""
     plain = Plain(ranks)
     found = []
     with suppress(Illegal):

@@ -1,4 +1,4 @@
-"""Containers and instances stay one object each, whoever changes them and under whatever names."""
+"""Each container or instance stays one object, whichever side changes it by whichever name."""
 
 from __future__ import annotations
 
@@ -614,14 +614,13 @@ PARTS = {
         *({"a": 3, "r": 3}, "n"),
     ),
 }
-"""Made by the notebook, changed by the ranks, then by the notebook; read as a dict: without the
-notebook's change, which is this key and the number 3."""
+"""Cells that make `d`, change it on the ranks, and change it in the notebook; how to read it as a
+dict; that dict without the notebook's change; the key of the change, whose value is 3."""
 
 
 @table(PARTS)
-def test_two_parts_of_one_object(two: Notebook, program: Run, name: str) -> None:
-    """What the ranks have made stays; "
-    "the notebook's part is there too, or a line says it is not."""
+def test_both_sides_may_change_parts_of_an_object(two: Notebook, program: Run, name: str) -> None:
+    """The ranks' part stays; the notebook's part arrives too, or a line shows `%dist_push d`."""
     made, there, then, read, theirs, key = PARTS[name]
     program([here(made), ranks(there), here(then)])
     outcome = two.run(f"%%distributed -o seen\n{read}")
@@ -631,13 +630,13 @@ def test_two_parts_of_one_object(two: Notebook, program: Run, name: str) -> None
 
 
 @table(CASES | BOTH)
-def test_containers(program: Run, name: str) -> None:
+def test_containers_are_as_in_a_plain_kernel(program: Run, name: str) -> None:
     """Values and identities on the ranks are those of one plain kernel; nothing is overwritten."""
     program((CASES | BOTH)[name])
 
 
 @table(CASES)
-def test_the_same_in_one_place(program: Run, name: str) -> None:
-    """The program gives the same values if all its cells run on the ranks."""
+def test_values_are_the_same_on_ranks_alone(program: Run, name: str) -> None:
+    """A program gives equal values if every cell runs on the ranks."""
     assert is_plain(CASES[name])
     program(on_ranks(CASES[name]))

@@ -487,13 +487,13 @@ REFUSED: dict[str, list[Step]] = {
 
 
 @table(CASES | BOTH | REFUSED)
-def test_definitions(program: Run, name: str) -> None:
+def test_definitions_are_as_in_a_plain_kernel(program: Run, name: str) -> None:
     """Values and identities on the ranks are those of one plain kernel; nothing is overwritten."""
     program((CASES | BOTH | REFUSED)[name])
 
 
 @table(CASES)
-def test_the_same_in_one_place(program: Run, name: str) -> None:
-    """The program gives the same values if all its cells run on the ranks."""
+def test_values_are_the_same_on_ranks_alone(program: Run, name: str) -> None:
+    """A program gives equal values if every cell runs on the ranks."""
     assert is_plain(CASES[name])
     program(on_ranks(CASES[name]))

@@ -1,4 +1,4 @@
-"""Commands that a cell shows as remedies are run as they are shown, and nothing is lost by them."""
+"""Commands that a cell shows as remedies work as they are shown, and lose nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Seen = Callable[[str], list[object]]
 
 @pytest.fixture
 def seen(two: Notebook, program: Run) -> Seen:
-    """Evaluates an expression on the ranks, and gives the value of each."""
+    """Evaluates an expression on the ranks, and returns each rank's value."""
 
     def evaluate(expression: str) -> list[object]:
         outcome = two.run(f"%%distributed -o seen\n{expression}")
@@ -34,13 +34,13 @@ def seen(two: Notebook, program: Run) -> Seen:
 
 
 def commands(two: Notebook, source: str) -> list[str]:
-    """Run a cell and return the commands that it shows, each once, as they are to be typed."""
+    """Run a cell and return the commands that the cell shows, each once."""
     text = re.sub(r"\s+", " ", two.run(source).seen)
     return [*dict.fromkeys(COMMAND.findall(text))]
 
 
 def type_(two: Notebook, command: str) -> None:
-    """Type a command that was shown."""
+    """Run a command, which must not fail."""
     outcome = two.run(command)
     assert outcome.errors == [], outcome.seen
 
@@ -72,7 +72,7 @@ CONFLICTS = {
         *("x.weight.data += 1", "x.weight.data += 2", "x.weight[0, 0].item()"),
     ),
 }
-"""Made by the notebook, changed by the ranks, changed by the notebook, and what to read."""
+"""Cells that make `x`, change it on the ranks and in the notebook; the expression to read."""
 
 
 def begin_conflict(two: Notebook, program: Run, name: str) -> list[str]:
@@ -84,7 +84,7 @@ def begin_conflict(two: Notebook, program: Run, name: str) -> list[str]:
 
 @programs.table({name: [] for name in CONFLICTS})
 def test_push_takes_the_notebooks(two: Notebook, program: Run, seen: Seen, name: str) -> None:
-    """`%dist_push x` of the line changes the ranks' object in place, and the notebook's stays."""
+    """The shown `%dist_push x` changes the ranks' object in place; the notebook's object stays."""
     read = CONFLICTS[name][3]
     shown = begin_conflict(two, program, name)
     (push,) = (each for each in shown if each.startswith("%dist_push"))
@@ -96,8 +96,8 @@ def test_push_takes_the_notebooks(two: Notebook, program: Run, seen: Seen, name:
 
 
 @programs.table({name: [] for name in CONFLICTS})
-def test_gather_brings_theirs(two: Notebook, program: Run, seen: Seen, name: str) -> None:
-    """`%dist_gather x` of the line brings the ranks' under a name that nothing had before."""
+def test_gather_brings_the_ranks_values(two: Notebook, program: Run, seen: Seen, name: str) -> None:
+    """The shown `%dist_gather x` binds the ranks' values to a new name."""
     read = CONFLICTS[name][3]
     shown = begin_conflict(two, program, name)
     before = names_of(two)
@@ -106,15 +106,15 @@ def test_gather_brings_theirs(two: Notebook, program: Run, seen: Seen, name: str
     assert two.value(read) == 2, "the notebook's own is overwritten"
     (new,) = names_of(two) - before
     values = new if " -r " not in gather else f"[{new}]"
-    # A class that is gathered is the notebook's own: the line names its attribute.
+    # A class of the ranks becomes the notebook's own class: the line names an attribute.
     is_whole = gather.split()[1] == "x"
     one = f"(lambda x: {read})(each)" if is_whole else "each"
     assert {*two.value(f"[{one} for each in {values}]")} == {1}
     assert seen(f"({read}, keeper[0] is x)") == [(1, True)] * 2
 
 
-def test_what_a_new_rank_lacks(two: Notebook, program: Run, seen: Seen) -> None:
-    """All that a cell lacks is named at once; the commands typed one by one bring it, linked."""
+def test_a_cell_names_all_that_a_new_rank_lacks(two: Notebook, program: Run, seen: Seen) -> None:
+    """The shown commands, each run in turn, bring all missing variables, linked."""
     program([
         here("model = net(); optimizer = sgd(model); hist = []"),
         ranks("hist.append(train(model, optimizer))\nown = {'model': model}"),
@@ -132,8 +132,8 @@ def test_what_a_new_rank_lacks(two: Notebook, program: Run, seen: Seen) -> None:
 
 
 @pytest.mark.parametrize("way", ["%dist_restart -r 1", "%dist_scale 3"])
-def test_what_is_shown_of_new_workers(two: Notebook, program: Run, seen: Seen, way: str) -> None:
-    """The commands that a restart or a new rank shows bring back what was trained."""
+def test_commands_bring_back_training(two: Notebook, program: Run, seen: Seen, way: str) -> None:
+    """Commands that a restart or a new rank shows bring back the trained model."""
     program([
         here("model = net(); optimizer = sgd(model)"),
         ranks("print(train(model, optimizer))"),
@@ -147,8 +147,8 @@ def test_what_is_shown_of_new_workers(two: Notebook, program: Run, seen: Seen, w
     assert set(seen(f"({LINKED}, train(model, optimizer))")) == {(True, 0.004)}
 
 
-def test_one_by_one_in_both_orders(two: Notebook, program: Run, seen: Seen) -> None:
-    """The commands of a death are typed one for each name, the last name first."""
+def test_an_optimizer_may_come_before_its_model(two: Notebook, program: Run, seen: Seen) -> None:
+    """After a death, an optimizer and then its model are synced, and the two are linked."""
     program([
         here("model = net(); optimizer = torch.optim.Adam(model.parameters(), lr=1.)"),
         ranks("print(train(model, optimizer))"),
@@ -162,8 +162,8 @@ def test_one_by_one_in_both_orders(two: Notebook, program: Run, seen: Seen) -> N
     assert first[:2] == (True, True)  # type: ignore[index]
 
 
-def test_a_name_in_a_plain_cell(two: Notebook, program: Run) -> None:
-    """The command for a variable of the ranks brings it."""
+def test_a_plain_cell_shows_how_to_gather(two: Notebook, program: Run) -> None:
+    """The command that a plain cell shows for a variable of the ranks brings the variable."""
     program([ranks("theirs = {'r': rank}")])
     shown = commands(two, "theirs")
     (gather,) = (each for each in shown if each.startswith("%dist_gather"))
@@ -171,8 +171,8 @@ def test_a_name_in_a_plain_cell(two: Notebook, program: Run) -> None:
     assert two.value("theirs") == [{"r": 0}, {"r": 1}]
 
 
-def test_a_gathered_name(two: Notebook, program: Run, seen: Seen) -> None:
-    """The command for a gathered variable that the ranks lack after a restart sends it."""
+def test_a_gathered_name_is_pushed_after_a_restart(two: Notebook, program: Run, seen: Seen) -> None:
+    """The shown command sends a gathered variable that new workers lack."""
     program([ranks("acc = [rank]"), here("%dist_gather acc"), here("%dist_restart")])
     shown = commands(two, "%%distributed\nprint(acc)")
     (push,) = (each for each in shown if each.startswith("%dist_push"))
@@ -180,8 +180,8 @@ def test_a_gathered_name(two: Notebook, program: Run, seen: Seen) -> None:
     assert seen("acc") == [[[0], [1]]] * 2
 
 
-def test_a_replaced_model(two: Notebook, program: Run, seen: Seen) -> None:
-    """A line on a replaced model names what holds the old one; no command is needed."""
+def test_a_line_names_holders_of_a_replaced_model(two: Notebook, program: Run, seen: Seen) -> None:
+    """The ranks use the new model, and the line names variables that hold the old model."""
     program([
         here("model = net(); optimizer = sgd(model)"),
         ranks("wrapped = torch.nn.Sequential(model); print(train(wrapped, optimizer))"),
@@ -194,8 +194,8 @@ def test_a_replaced_model(two: Notebook, program: Run, seen: Seen) -> None:
 DROPPED = r"ranks 0-1 have (trained|changed) `{}` and dropped it since"
 
 
-def test_what_ranks_have_changed_and_dropped(program: Run) -> None:
-    """It is gone: a line says that ranks get the notebook's, once, and only if it was changed."""
+def test_a_line_names_dropped_changes(program: Run) -> None:
+    """A line says once that ranks get the notebook's object, only if they had changed theirs."""
     program([
         here("model = net(); optimizer = sgd(model); x = {'n': 0}; holder = [x]"),
         ranks("print(train(model, optimizer))\nx['n'] = 1"),
@@ -211,7 +211,7 @@ def test_what_ranks_have_changed_and_dropped(program: Run) -> None:
 
 
 def test_memory_that_ranks_still_use_is_not_gone(program: Run) -> None:
-    """A view of the ranks holds it: it is theirs, and no line is shown."""
+    """Memory that a view of the ranks holds keeps the ranks' values, and no line is shown."""
     program([
         here("x = torch.zeros(3)"),
         ranks("x += 1; view = x[1:]"),
@@ -221,8 +221,8 @@ def test_memory_that_ranks_still_use_is_not_gone(program: Run) -> None:
     ])  # fmt: skip
 
 
-def test_what_torch_keeps_outside_of_a_tensor(program: Run) -> None:
-    """A tensor comes without its graph and its hooks, and a line says so once."""
+def test_a_line_says_that_graph_and_hooks_are_not_sent(program: Run) -> None:
+    """A tensor is sent without its graph and its hooks, and a line says so once."""
     program([
         here("model = net(); loss = model(torch.ones(1, 2)).sum()"),
         ranks("loss", "`loss` is sent without its autograd graph"),
@@ -234,8 +234,8 @@ def test_what_torch_keeps_outside_of_a_tensor(program: Run) -> None:
     ])  # fmt: skip
 
 
-def test_a_second_name_on_some_ranks(program: Run) -> None:
-    """The other ranks have the object under its first name: nothing is said of an older one."""
+def test_a_second_name_on_some_ranks_is_linked(program: Run) -> None:
+    """All ranks have the object under both names, and no line speaks of an older object."""
     program([
         here("model = net()"),
         ranks("print(train(model, sgd(model), 1))"),

@@ -1,4 +1,4 @@
-"""Memory is given back on both sides when the notebook or the ranks drop what was sent."""
+"""Memory is freed on both sides when the notebook or the ranks drop objects that were sent."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def lists(size):
 
 
 def seen(two: Notebook, expression: str) -> tuple[int, list[int]]:
-    """Evaluate an expression here and on the ranks."""
+    """Evaluate an expression in the notebook and on the ranks."""
     outcome = two.run(f"%%distributed -o seen\n{COUNT}\n{expression}")
     assert outcome.errors == [], outcome.seen
     there = two.value("[seen[rank] for rank in sorted(dict(seen.items()))]")
     return two.value(expression), there
 
 
-def test_a_model_that_is_made_again(two: Notebook, program: Run) -> None:
-    """After many rounds of making, training and deleting there is no more than one copy."""
+def test_a_model_made_again_leaves_no_copy(two: Notebook, program: Run) -> None:
+    """No tensor is left after many rounds of making, training and deleting a model."""
     program([here(COUNT)])
     for _ in range(8):
         program([
@@ -41,8 +41,8 @@ def test_a_model_that_is_made_again(two: Notebook, program: Run) -> None:
     assert seen(two, "count(1237)") == (0, [0, 0])
 
 
-def test_a_name_that_is_bound_again(two: Notebook, program: Run) -> None:
-    """Of values that the notebook binds to one name the last one is there, on each side."""
+def test_only_the_last_value_of_a_name_is_kept(two: Notebook, program: Run) -> None:
+    """Each side has at most the last of the tensors that the notebook binds to one name."""
     program([here(COUNT)])
     for number in range(8):
         program([here(f"t = torch.full((1239,), {number}.)"), gives("t[0].item()", number)])
@@ -51,8 +51,8 @@ def test_a_name_that_is_bound_again(two: Notebook, program: Run) -> None:
     assert max(there) <= 1
 
 
-def test_containers_without_weak_references(two: Notebook, program: Run) -> None:
-    """Lists are dropped with the variable that reached them."""
+def test_lists_are_dropped_with_their_variable(two: Notebook, program: Run) -> None:
+    """A list, to which Python cannot refer weakly, is dropped with the variable that reached it."""
     program([here(COUNT)])
     for number in range(8):
         program([
@@ -68,8 +68,8 @@ def test_containers_without_weak_references(two: Notebook, program: Run) -> None
     assert seen(two, "lists(1231)") == (0, [0, 0])
 
 
-def test_batches_of_data_that_the_notebook_keeps(two: Notebook, program: Run) -> None:
-    """A rank frees batches that came in lists, unless it has changed them."""
+def test_ranks_free_batches_that_the_notebook_keeps(two: Notebook, program: Run) -> None:
+    """A rank frees batches that came in lists, unless the rank has changed the batches."""
     program([here(COUNT), here("data = [torch.zeros(1247) for _ in range(8)]")])
     for number in range(8):
         program([here(f"batch = [data[{number}]]"), gives("batch[0][0].item()", 0.0)])
@@ -79,29 +79,29 @@ def test_batches_of_data_that_the_notebook_keeps(two: Notebook, program: Run) ->
     program([here("del data, again"), ranks("pass")])
 
 
-def test_deleted_in_the_notebook(two: Notebook, program: Run) -> None:
-    """The memory of a deleted variable that only the notebook has made is free on the ranks too."""
+def test_ranks_free_what_the_notebook_deletes(two: Notebook, program: Run) -> None:
+    """The memory of a deleted variable is free on the ranks too, if only the notebook made it."""
     program([here(COUNT), here("t = torch.zeros(1241)"), ranks("print(t.sum())"), here("del t")])
     program([ranks("pass")])
     assert seen(two, "count(1241)") == (0, [0, 0])
 
 
-def test_deleted_by_other_means(two: Notebook, program: Run) -> None:
+def test_a_name_deleted_by_a_magic_is_unbound_on_ranks(two: Notebook, program: Run) -> None:
     """A variable that a magic or a call deletes hides no builtin on the ranks any more."""
     for deletes in ("%xdel list", "%reset_selective -f ^list$", "globals().pop('list');"):
         program([here("list = [1, 2]"), gives("list", [1, 2]), here(deletes)])
         program([gives("list(range(2))", [0, 1])])
 
 
-def test_deleted_on_the_ranks(two: Notebook, program: Run) -> None:
-    """What the ranks delete is free there, and comes again if it is used again."""
+def test_a_tensor_deleted_on_ranks_is_sent_again(two: Notebook, program: Run) -> None:
+    """A tensor that the ranks delete is freed on the ranks, and is sent again for another use."""
     program([here(COUNT), here("t = torch.zeros(1243)"), ranks("print(t.sum()); del t")])
     assert seen(two, "count(1243)") == (1, [0, 0])
     program([here("u = [t]"), gives("u[0].numel()", 1243)])
 
 
-def test_kept_by_the_ranks(two: Notebook, program: Run) -> None:
-    """What the ranks still hold stays theirs after the notebook has deleted it."""
+def test_ranks_keep_what_the_notebook_deletes(two: Notebook, program: Run) -> None:
+    """A model that the ranks still hold keeps its training after the notebook deletes the model."""
     program([
         here("model = net(); optimizer = sgd(model)"),
         ranks("kept = model, optimizer; print(train(model, optimizer))"),
@@ -110,8 +110,8 @@ def test_kept_by_the_ranks(two: Notebook, program: Run) -> None:
     ])  # fmt: skip
 
 
-def test_after_a_restart(two: Notebook, program: Run) -> None:
-    """Nothing of the tables refers to workers that are gone."""
+def test_objects_are_sent_again_after_a_restart(two: Notebook, program: Run) -> None:
+    """New workers get the notebook's objects, linked, and then the notebook's changes."""
     program([
         here("a = [1]; b = {'a': a}"),
         ranks("a.append(2); print(b)"),

@@ -1,4 +1,4 @@
-"""Random programs give the same on the ranks as in one plain kernel, whichever side runs what."""
+"""Random programs give equal values on the ranks and in one plain kernel, for both sides' cells."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STEPS = 320
 
 
 def agree(oracle: Oracle, seed: str) -> Report:
-    """Compare some programs; the first that differs is shown as small as it can be."""
+    """Compare some programs; fail with the first that differs, made as small as possible."""
     report = oracle.run(seed, STEPS)
     for name in report.differences:
         pytest.fail(f"{len(report.differences)} of {report.programs}:\n{oracle.explain(name)}")
@@ -34,22 +34,22 @@ def test_each_object_is_changed_by_one_side(two: Notebook, ranks: int) -> None:
 @pytest.mark.kernel
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_both_sides_change_an_object(two: Notebook, ranks: int) -> None:
-    """The ranks' changes stay; the notebook's are there too, or a line says that they are not."""
+    """The ranks' changes stay; the notebook's arrive too, or a line shows that some are lost."""
     assert agree(Oracle(two, ranks, both=True), "both").conflicts > 5
 
 
 @pytest.mark.kernel
 @pytest.mark.parametrize("first", range(6))
-def test_programs_that_were_kept(two: Notebook, first: int) -> None:
-    """Each gives what a plain kernel does; some found a fault, the others have many situations."""
+def test_kept_programs_agree_with_a_plain_kernel(two: Notebook, first: int) -> None:
+    """Each kept program gives the same values on the ranks as in a plain kernel."""
     oracle = Oracle(two, 3)
     for heading in [*programs()][first::6]:
         assert oracle.differs(heading) == "", heading
 
 
 @pytest.mark.kernel
-def test_the_oracle_is_right(two: Notebook) -> None:
-    """It finds no difference where all statements run on the ranks, and one that is made."""
+def test_the_oracle_finds_only_real_differences(two: Notebook) -> None:
+    """The oracle finds no difference if all statements run on ranks, and finds a wrong value."""
     oracle = Oracle(two, 2, in_one_place=True)
     agree(oracle, "whole")
     two.run("driver.in_one_place = False")
@@ -65,7 +65,7 @@ def test_the_oracle_is_right(two: Notebook) -> None:
 
 @pytest.mark.unit
 def test_kept_programs_are_legal() -> None:
-    """They are read as they are written, and a plain kernel can run them."""
+    """A kept program's steps give its text again, and a plain kernel can run them."""
     found = programs()
     assert len(found) >= 50
     for heading, steps in found.items():
@@ -77,7 +77,7 @@ def test_kept_programs_are_legal() -> None:
 
 @pytest.mark.unit
 def test_programs_are_the_same_for_a_seed() -> None:
-    """A program is written again by its seed, is legal, and has statements of both sides."""
+    """A seed always makes the same program, which is legal and has statements of both sides."""
     steps = program("1:1", 2, 40)
     assert steps == program("1:1", 2, 40)
     assert steps != program("1:2", 2, 40)

@@ -1,4 +1,4 @@
-"""Models stay linked to their optimizers, wrappers and helpers, whichever cell brings which."""
+"""Models stay linked to their optimizers, wrappers and helpers, whichever cell sends them."""
 
 from __future__ import annotations
 
@@ -450,13 +450,13 @@ NOTEBOOK_STARTS_OVER: dict[str, list[Step]] = {
 
 
 @table({**CASES, **NOTEBOOK_STARTS_OVER})
-def test_training(program: Run, name: str) -> None:
+def test_training_is_as_in_a_plain_kernel(program: Run, name: str) -> None:
     """The ranks have the values and the links that one plain kernel would have."""
     program({**CASES, **NOTEBOOK_STARTS_OVER}[name])
 
 
 @table(CASES)
-def test_the_same_in_one_place(program: Run, name: str) -> None:
-    """The program gives the same values if all its cells run on the ranks."""
+def test_values_are_the_same_on_ranks_alone(program: Run, name: str) -> None:
+    """A program gives equal values if every cell runs on the ranks."""
     assert is_plain(CASES[name])
     program(on_ranks(CASES[name]))

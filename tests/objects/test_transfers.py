@@ -1,5 +1,4 @@
-"""Whatever way a value takes, it is copied into what is there, "
-"and all that holds it stays linked."""
+"""Values are copied into the objects that a side already has, and all references stay linked."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ KILL = f"import os\nif rank == 1: os.kill(os.getpid(), {int(signal.SIGKILL)})\nd
 
 
 def told(step: Step) -> Step:
-    """Let a command say what it likes."""
+    """Let a command show any lines."""
     return hinting(step)
 
 
@@ -546,6 +545,6 @@ CASES = {
 
 
 @table(CASES)
-def test_transfers(program: Run, name: str) -> None:
-    """Commands copy into what is there; wrappers, optimizers and aliases stay linked."""
+def test_commands_keep_references_linked(program: Run, name: str) -> None:
+    """Commands copy into existing objects; wrappers, optimizers and aliases stay linked."""
     program(CASES[name])

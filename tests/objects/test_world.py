@@ -13,7 +13,7 @@ pytestmark = pytest.mark.shared_world(2)
 
 
 def fit(model: Any, optimizer: Any, holder: dict[str, Any]) -> tuple[float, bool]:
-    """Train by what is in the holder."""
+    """Train the holder's model; return the loss, and whether the holder has the arguments."""
     is_one = holder["model"] is model and holder["optimizer"] is optimizer
     return train(holder["model"], optimizer), is_one
 
@@ -28,8 +28,8 @@ def test_arguments_share_objects(world: World) -> None:
     assert model.weight.sum().item() == 0
 
 
-def test_arguments_are_gone_afterwards(world: World) -> None:
-    """They end with the call, also if Python looks for cycles at that very moment."""
+def test_garbage_collection_does_not_unlink_arguments(world: World) -> None:
+    """Arguments share objects in every call, though Python collects garbage all the time."""
     world.execute("import gc; thresholds = gc.get_threshold(); gc.set_threshold(1, 1, 1)")
     try:
         for _ in range(5):

@@ -1,4 +1,4 @@
-"""What all tests of what is shown have."""
+"""Settings for all tests of this folder: fixed examples, and nothing that tqdm starts."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from tqdm.std import tqdm
 
 settings.load_profile("ci")  # the same examples each time, however slow the machine is
 
-# Its own one is multiprocessing's too: with forkserver, the default of Python 3.14, that starts a
-# process, which would outlive the test.
+# tqdm's own lock contains a lock of multiprocessing: with forkserver, the default of Python 3.14,
+# that lock starts a process, which would outlive the test.
 tqdm.set_lock(threading.RLock())
 
 

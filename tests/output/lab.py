@@ -1,4 +1,4 @@
-"""Cells on some ranks, laid out and written; and what the HTML of a panel may be."""
+"""Transcripts of made-up cells, their panels as HTML and text, and a check of a panel's HTML."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from nbdist.output.tabs import final_tabs
 from nbdist.output.text import panel_text
 from nbdist.output.transcript import Transcript
 
-# What a panel may consist of; `tests.output.test_html` compares it with the real list.
+# The markup that a panel may have; `test_html` compares tags and styles with JupyterLab's list.
 TAGS = {"div", "pre", "span", "details", "summary", "table", "tbody", "tr", "td", "img"}
 ATTRIBUTES = {"style", "open", "src", "title", "width", "height"}
 STYLES = {
@@ -35,12 +35,12 @@ STYLES = {
 }
 
 
-# What JupyterLab removes from a file that is not trusted: there each tab opens by itself.
+# Markup that JupyterLab removes from an untrusted notebook, so that tabs open independently.
 TRUSTED_ATTRIBUTES, TRUSTED_STYLES = {"name"}, {"container-type"}
 
 
 class Panel(HTMLParser):
-    """The panel's text, and whether it is made of what is allowed and closes what it opens."""
+    """A parsed panel, with its text and images; fails on tags that are not allowed or closed."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Panel(HTMLParser):
         assert {name for name, _ in attrs} <= ATTRIBUTES | TRUSTED_ATTRIBUTES
         rules = [each.partition(":") for each in str(dict(attrs).get("style", "color:")).split(";")]
         assert {name for name, _, _ in rules} <= STYLES | TRUSTED_STYLES
-        # Relative to these JupyterLab drops a value without a word.
+        # JupyterLab drops a value with a variable or `anywhere`, and gives no message.
         assert all("var(" not in value and "anywhere" not in value for *_, value in rules)
         if tag == "details":
             self.opened.append("open" in dict(attrs))
@@ -79,7 +79,7 @@ class Panel(HTMLParser):
         return [line for line in "".join(self.words).split("\n") if line]
 
 
-# --- what a rank says ---------------------------------------------------------------------------
+# --- outputs of a rank --------------------------------------------------------------------------
 
 
 def out(text: str) -> Text:
@@ -100,7 +100,7 @@ def drawing(text: str, display_id: str | None = None) -> Display:
 
 
 def figure(title: str) -> Display:
-    """A figure as matplotlib sends it: a PNG, here one of nothing but its head and a title."""
+    """A figure as matplotlib sends it, whose PNG has only a header and the title."""
     size = struct.pack(">II", 300, 200)
     png = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + size + title.encode() * 1000
     text = "<Figure size 300x200 with 1 Axes>"
@@ -109,7 +109,7 @@ def figure(title: str) -> Display:
 
 
 def lines(count: int, text: str = "") -> Text:
-    """So many lines, each with its number."""
+    """Text of `count` lines, each with its number."""
     return out("".join(f"{text}{number}\n" for number in range(count)))
 
 
@@ -120,7 +120,7 @@ def failure(message: str = "bad", time_ns: int = 1, name: str = "E", line: int =
 
 
 def nested_bars(epochs: int = 4, steps: int = 8) -> list[str]:
-    """What a terminal got until each step of tqdm's nested bars, of 4 epochs of 8 steps in all."""
+    """Return tqdm's output after each update of nested bars, of 4 epochs of 8 steps in all."""
     written, found = io.StringIO(), []
     outer = tqdm(total=4, file=written, desc="epoch", position=0, mininterval=0)
     for _ in range(epochs):
@@ -145,7 +145,7 @@ def make(
     finished: bool = True,
     seconds: Callable[[int], float] = lambda rank: 1.2,
 ) -> Transcript:
-    """A cell on some ranks that took 1.2 s; a rank that said a Failure has failed."""
+    """Return the transcript of a cell on `ranks` ranks; a rank that sent a Failure has failed."""
     transcript = Transcript(range(ranks))
     transcript.start(0.0)
     for rank in range(ranks):
@@ -159,52 +159,52 @@ def make(
 
 
 def running(ranks: int, said: Callable[[int], Sequence[Output]]) -> Transcript:
-    """A cell that has not finished on any rank."""
+    """Return the transcript of a cell that has not finished on any rank."""
     return make(ranks, said, finished=False)
 
 
 def ranks_of(blocks: Iterable[PanelBlock]) -> list[tuple[int, ...]]:
-    """Those of each block."""
+    """Return the ranks of each block."""
     return [block.group.ranks for block in blocks]
 
 
 def kinds(items: Iterable[PanelItem]) -> list[object]:
-    """How many lines stand together, and what is between them."""
+    """Replace each list of lines by its length, and keep all other items."""
     return [len(item) if isinstance(item, list) else item for item in items]
 
 
 def final_html(transcript: Transcript, *options: Any) -> str:
-    """What is seen of a finished cell."""
+    """Return the HTML of a finished cell's panel."""
     return panel_html(final_layout(transcript, *options))
 
 
 def tabs_of(transcript: Transcript, name: str = "x") -> Shown:
-    """The panel of a finished cell whose ranks have tabs."""
+    """Return the panel of a finished cell whose ranks have tabs."""
     return final_tabs(final_layout(transcript), transcript, {}, name)
 
 
 def tabs_html(transcript: Transcript) -> str:
-    """What is seen of it."""
+    """Return the HTML of a finished cell's panel with tabs."""
     return panel_html(tabs_of(transcript))
 
 
 def final_text(transcript: Transcript, *options: Any) -> str:
-    """The same as text."""
+    """Return a finished cell's panel as text."""
     return panel_text(final_layout(transcript, *options))
 
 
 def live_html(transcript: Transcript, now: float = 1.0, note: str = "") -> str:
-    """What is seen of a running cell."""
+    """Return the HTML of a running cell's panel."""
     return panel_html(live_layout(transcript, now, note))
 
 
 def live_text(transcript: Transcript, now: float = 1.0, note: str = "") -> str:
-    """The same as text."""
+    """Return a running cell's panel as text."""
     return panel_text(live_layout(transcript, now, note))
 
 
 def unfold(text: str, ranks: int) -> list[str]:
-    """What each rank has said, of a text with sets such as `cuda:{0-3}` and `0x{7fa0,7fb0}`."""
+    """Return the text of each rank from a text with sets such as `cuda:{0-3}`, `0x{7fa0,7fb0}`."""
     parts = re.split(r"(0x)?\{([^}]*)\}", text)
     said = [parts[0]] * ranks
     for start, body, rest in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):

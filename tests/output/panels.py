@@ -47,7 +47,7 @@ _MADE: dict[str, Callable[[], Panel]] = {}
 
 
 def panel(make_one: Callable[[], Panel]) -> Callable[[], Panel]:
-    """Have a function make the panel of its name."""
+    """Register a function that makes the panel of its name."""
     _MADE[f"{len(_MADE) + 1:02}-{make_one.__name__.replace('_', '-')}"] = make_one
     return make_one
 
@@ -61,7 +61,7 @@ def files() -> Iterator[tuple[str, str]]:
 
 
 def in_lines(html: str) -> str:
-    """Begin a line after each end of a block, which changes nothing of what a browser shows."""
+    """Begin a line after the end of each block; a browser shows the same page as before."""
     broken = re.sub(r"(</(?:div|details|summary|tr|table|pre)>)(?!\n)", "\\1\n", html)
     return f"{broken.rstrip()}\n"
 
@@ -71,16 +71,16 @@ def own_markup(html: str) -> str:
     return re.sub(r"<table border=.*?</table>|</?[bi]>", "", html, flags=re.DOTALL)
 
 
-# --- what ranks say -----------------------------------------------------------------------------
+# --- outputs of ranks ---------------------------------------------------------------------------
 
 
 def meter(done: int, total: int, seconds: float, name: str, **options: object) -> str:
-    """What tqdm writes for a step, over the one before."""
+    """Return tqdm's text for a step, which replaces the text of the step before."""
     return "\r" + tqdm.format_meter(done, total, seconds, prefix=name, ncols=70, **options)
 
 
 def training(rank: int, steps: int, epochs: int = 1, pace: float = 0.02) -> list[Output]:
-    """The commonest loop: a bar, whose postfix is the loss, and a print every 20 steps."""
+    """The commonest loop: a bar with the loss as its postfix, and a print every 20 steps."""
     total = 60
     said: list[Output] = []
     for epoch in range(epochs):
@@ -116,7 +116,7 @@ def raised(
     between: Iterable[str] = (),
     **about: object,
 ) -> Failure:
-    """An exception in a cell's line, with the calls `between` that and where it was raised."""
+    """Return an exception in a line of a cell, with the calls `between` below that line."""
     head = f"{RED.format(name)}{' ' * max(1, 42 - len(name))}Traceback (most recent call last)"
     cell = frame(f"Cell In[4], line {line}", source, line)
     last = f"{RED.format(name)}: {message}" if message else RED.format(name)
@@ -151,7 +151,7 @@ def library_calls(count: int) -> list[str]:
 
 
 def picture(rank: int) -> Display:
-    """A figure of two colours, whose file is a few hundred bytes whatever zlib there is."""
+    """Return a small figure of two colours, uncompressed so that every zlib makes equal bytes."""
     size, rows = (32, 20), []
     for y in range(size[1]):
         level = 10 + 8 * math.sin(y / 3 + rank)
@@ -215,7 +215,7 @@ def with_curves(
 
 
 def falling(rank: int, step: int) -> float:
-    """A loss that rank 2 leaves."""
+    """Return a falling loss, from which rank 2 moves away after step 50."""
     wave = 0.05 * math.sin(step * 1.7 + rank) + rank / 50
     return 2.3 * math.exp(-step / 25) + wave + (rank == 2) * max(0, step - 50) / 60
 
@@ -639,7 +639,7 @@ def curves_with_nan() -> Panel:
     return final_layout(with_curves(make(4, lambda rank: []), 60, value_at), LOGS)
 
 
-# --- panels: what is said beside the output -----------------------------------------------------
+# --- panels: lines beside the output of ranks ---------------------------------------------------
 
 
 @panel
@@ -746,12 +746,12 @@ def made() -> dict[str, bytes]:
 
 
 def there() -> dict[str, bytes]:
-    """Read the files that there are, by name."""
+    """Read the files in the folder, by name."""
     return {each.name: each.read_bytes() for each in FOLDER.glob("*.*")}
 
 
 def changed(new: Mapping[str, bytes], old: Mapping[str, bytes]) -> list[str]:
-    """Name the files that are not the same in both, in order."""
+    """Return the sorted names of files that differ, or that only one side has."""
     return sorted(name for name in new.keys() | old.keys() if new.get(name) != old.get(name))
 
 

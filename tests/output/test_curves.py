@@ -1,4 +1,4 @@
-"""Tests of `nbdist.output.curves` and `chart`: what ranks tracked, kept, judged, drawn."""
+"""Tests of `nbdist.output.curves` and `chart`: tracked numbers are kept, compared and drawn."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from tests.output.lab import Panel, final_html, final_text, live_html, make
 
 
 def point(step: float, value: float) -> CurvePoint:
-    """One number that was tracked."""
+    """Return a tracked number as a point of a curve."""
     if math.isfinite(value):
         return CurvePoint(step, 1, value, value, value, 0)
     return CurvePoint(step, 0, 0.0, 0.0, 0.0, 1)
 
 
 def tracked(steps: Iterable[float], value: Callable[[float], float], name: str = "loss") -> Tracked:
-    """Numbers of one name, as a message has them."""
+    """Return numbers of a name as a rank's message has them."""
     return Tracked({name: tuple(n for s in steps for n in point(s, value(s)))}, {})
 
 
 def curves_of(
     ranks: int, steps: int, value: Callable[[int, float], float], name: str = "loss"
 ) -> Curves:
-    """The curves of a task."""
+    """Return the curves of a task in which each rank tracked `steps` numbers."""
     curves = Curves()
     for rank in range(ranks):
         said = tracked(range(steps), lambda step, rank=rank: value(rank, step), name)
@@ -45,13 +45,13 @@ def curves_of(
 
 
 def falling(rank: int, step: float) -> float:
-    """A loss with noise of its own on each rank."""
+    """Return a falling loss, with noise of its own on each rank."""
     return 3 * math.exp(-step / 60) + 0.2 * random.Random(f"{rank}-{step}").random()
 
 
 @given(some.lists(some.floats(width=32), min_size=1))
 def test_a_curve_keeps_its_extremes(numbers: list[float]) -> None:
-    """However often its points were merged: the lowest, the highest, the mean and the counts."""
+    """A curve whose points were merged still has its lowest and highest number, mean and counts."""
     series = Series(4)
     for step, number in enumerate(numbers):
         series.add(point(step, number))
@@ -75,7 +75,7 @@ VALUES = (1.7e308, -1.7e308, 1e308, 5e-324, 0.0, 1.0, math.nan)
 
 @given(some.randoms(use_true_random=False))
 def test_extreme_numbers_are_drawn(random: random.Random) -> None:
-    """Whatever ranks have tracked: `%dist_plot` draws it, and each median is finite."""
+    """Curves of extreme steps and values can be drawn, and no median is infinite or NaN."""
     curves = Curves()
     for rank in range(random.randint(1, 5)):
         steps = [random.choice(LARGE) * random.random() for _ in range(random.choice((1, 9, 300)))]
@@ -87,8 +87,8 @@ def test_extreme_numbers_are_drawn(random: random.Random) -> None:
     assert all(each is None or math.isfinite(each) for found in medians for each in found)
 
 
-def test_no_rank_is_near_the_others() -> None:
-    """Each of four ranks is far from the others at some steps: the band is of all of them."""
+def test_ranks_that_are_all_far_share_the_band() -> None:
+    """If each of four ranks is far from the others at some steps, the band is of all ranks."""
     curves = curves_of(4, 96, lambda rank, step: 100.0 if step // 24 == rank else step % 2)
     bands = bands_of(curves.by_name["loss"].last)
     assert [each.rank for each in bands.far_ranks] == [0, 1, 2, 3]
@@ -97,7 +97,7 @@ def test_no_rank_is_near_the_others() -> None:
 
 
 def test_a_long_curve_is_bounded() -> None:
-    """At half of the resolution each time."""
+    """A curve has at most MAX_POINTS points: a full curve is merged to half of its resolution."""
     curves = curves_of(1, 3 * MAX_POINTS, lambda rank, step: step)
     (series,) = curves.by_name["loss"].last.values()
     assert MAX_POINTS // 2 <= len(series) <= MAX_POINTS
@@ -106,7 +106,7 @@ def test_a_long_curve_is_bounded() -> None:
 
 
 def test_a_step_that_goes_back_begins_a_run() -> None:
-    """On each rank by itself; the oldest of many runs are left out."""
+    """A step that goes back begins a run on each rank by itself; the oldest runs are dropped."""
     curves = curves_of(2, 5, falling)
     for _ in range(MAX_RUNS):
         for rank in (1, 0):
@@ -118,8 +118,8 @@ def test_a_step_that_goes_back_begins_a_run() -> None:
     assert "7 earlier runs" in curves_text(curves)
 
 
-def test_counted_steps_go_on() -> None:
-    """The ranks of a task begin at the same step, after all that was there before."""
+def test_counted_steps_continue_after_earlier_tasks() -> None:
+    """The counted steps of a task begin after all earlier steps, at the same step on all ranks."""
     curves = Curves()
     for task, counts in (("a", (5, 3)), ("b", (2, 2))):
         for rank, count in enumerate(counts):
@@ -136,7 +136,7 @@ def test_counted_steps_go_on() -> None:
 
 @pytest.mark.parametrize("ranks", [3, 4, 16])
 def test_a_rank_that_leaves_the_band_is_named(ranks: int) -> None:
-    """With the step, its number and the others'; the band is of the others."""
+    """A remark names the rank that leaves the band, and the step; the band is of the others."""
     away = lambda rank, step: falling(rank, step) + max(0, step - 100) / 20 * (rank == 1)  # noqa: E731
     curves = curves_of(ranks, 300, away)
     bands = bands_of(curves.by_name["loss"].last)
@@ -152,8 +152,8 @@ def test_a_rank_that_leaves_the_band_is_named(ranks: int) -> None:
     assert header == ["step", "median", "others'", "lowest", "others'", "highest", "rank", "1"]
 
 
-def test_noise_names_nobody() -> None:
-    """Of 20 trainings of 4 ranks, with 300 steps each; and of two halves neither is wrong."""
+def test_noisy_ranks_are_not_named() -> None:
+    """No rank is named in 20 noisy trainings of 4 ranks, or if half of the ranks differ."""
     for seed in range(20):
         found = random.Random(seed)
         curves = curves_of(4, 300, lambda rank, step, found=found: 2 / (1 + step) + found.random())
@@ -162,8 +162,8 @@ def test_noise_names_nobody() -> None:
     assert bands_of(halves.by_name["loss"].last).far_ranks == ()
 
 
-def test_numbers_that_are_none() -> None:
-    """NaN and infinity are said by rank and step, and leave a gap; nothing else is spoilt."""
+def test_nan_and_infinity_are_named_by_rank_and_step() -> None:
+    """NaN and infinity are reported with ranks and step, and leave a gap in the curve."""
     odd = [math.nan, math.inf, -math.inf]
     curves = curves_of(4, 30, lambda rank, step: odd[rank] if rank < 3 and step >= 20 else step)
     run = curves.by_name["loss"].last
@@ -175,12 +175,12 @@ def test_numbers_that_are_none() -> None:
     assert bands_of(gap.by_name["loss"].last).means[0][2:6] == [2, None, None, 5]
     none = curves_of(2, 5, lambda rank, step: math.nan)
     assert curves_text(none) == "loss · 2 ranks\nranks 0-1: NaN or infinity from step 0 on"
-    # Nor is one step a picture: its numbers are in words.
+    # A single step has no picture either, since its numbers are in the text.
     assert "<img" not in curves_html(none) + curves_html(curves_of(2, 1, falling))
 
 
 def drawn(html: str, colour: str = "#2f7fe6") -> list[tuple[int, int]]:
-    """The points of the lines of this colour, by default of the median, in the only picture."""
+    """Return the points of the only picture's line of this colour, by default the median."""
     (image,) = Panel(html).images
     svg = ElementTree.fromstring(b64decode(str(image["src"]).partition("base64,")[2]))
     (path,) = (each.get("d", "") for each in svg if each.get("stroke") == colour)
@@ -195,8 +195,8 @@ def drawn(html: str, colour: str = "#2f7fe6") -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("size", [1e308, 1e-320, 1.0])
-def test_a_picture_shows_how_numbers_lie(size: float) -> None:
-    """The largest is at the top and the lowest at the bottom, whatever they are; a gap stays."""
+def test_a_picture_spans_the_lowest_and_highest_number(size: float) -> None:
+    """The largest number is at the top of a picture, the lowest at its bottom; gaps stay gaps."""
     curves = curves_of(1, 3, lambda rank, step: size * (1, -1, 0)[int(step)])
     assert drawn(curves_html(curves)) == [(0, 4), (480, 276), (960, 140)]
     equal = curves_of(4, 1000, lambda rank, step: size / 4)
@@ -206,14 +206,14 @@ def test_a_picture_shows_how_numbers_lie(size: float) -> None:
     assert {x for x, _ in drawn(curves_html(odd))} == {0, 1, 480, 481, 960, 961}
 
 
-def test_the_axes_have_numbers() -> None:
-    """The highest and lowest number beside a picture, the first and last step below it."""
+def test_the_axes_show_their_first_and_last_numbers() -> None:
+    """The axes show the highest and the lowest number, and the first and the last step."""
     curves = curves_of(2, 126, lambda rank, step: 3 - step / 50)
     assert Panel(curves_html(curves)).lines[2:] == ["3", "0.5", "step 0", "step 125"]
 
 
 def test_only_the_newest_run_is_drawn() -> None:
-    """Runs before it are counted; their numbers stretch neither axis."""
+    """Earlier runs are counted in the text, and their numbers stretch neither axis."""
     curves = curves_of(2, 126, lambda rank, step: 3 - step / 50)
     curves.add(0, "next", tracked(range(51), lambda step: 9 + step / 50), 2)
     newest, ranks, *axes = Panel(curves_html(curves)).lines
@@ -221,8 +221,8 @@ def test_only_the_newest_run_is_drawn() -> None:
     assert axes == ["10", "9", "step 0", "step 50"]
 
 
-def test_in_a_panel() -> None:
-    """Below the head, in all forms; of a silent cell too; names are escaped."""
+def test_curves_are_below_the_head_of_a_panel() -> None:
+    """A panel has curves below its head, also of a silent cell, with escaped names."""
     name = "<b>x</b>\n& more"
     transcript = make(2, lambda rank: [])
     for rank in (0, 1):
@@ -241,8 +241,8 @@ def test_in_a_panel() -> None:
     ]
 
 
-def test_ranks_that_agree() -> None:
-    """Their band has no width, however many steps one column is; the extremes are seen too."""
+def test_equal_ranks_have_a_band_without_width() -> None:
+    """The band of equal ranks has no width, and a peak at a single step stays visible."""
     curves = curves_of(3, 3000, lambda rank, step: step + 500 * (step == 1000))
     bands = bands_of(curves.by_name["loss"].last)
     assert bands.low == bands.medians == bands.high
@@ -250,8 +250,8 @@ def test_ranks_that_agree() -> None:
     assert curves_text(curves).splitlines()[0].endswith("· 3 ranks equal")
 
 
-def test_ranks_that_are_behind() -> None:
-    """What is said is of the last step that all ranks have come to, unless one has ended."""
+def test_the_headline_is_of_the_last_common_step() -> None:
+    """The headline is of the last common step, or of the newest step if a rank is far behind."""
     for ended, said in (
         (80, "loss 79 · step 79 · 2 ranks equal"),
         (9, "loss 99 · step 99 · 1 of 2 ranks"),
@@ -262,7 +262,7 @@ def test_ranks_that_are_behind() -> None:
 
 
 def test_many_names_are_bounded() -> None:
-    """A running cell has a page's worth of pictures, a world a bounded number of names."""
+    """A world keeps a bounded number of names, and a running cell shows a few pictures."""
     curves = Curves()
     found = random.Random(1)
     for name in range(MAX_CURVE_NAMES + 5):
@@ -274,22 +274,22 @@ def test_many_names_are_bounded() -> None:
     html, text = live_curves(curves)
     assert len(html) < chart.MAX_LIVE_CHART_BYTES + 10_000
     assert "58 more names: `%dist_plot NAME` shows one" in html
-    # It is drawn again twice a second at most.
+    # The live picture is drawn again at most twice a second.
     curves.add(0, "task", tracked([400], float, "n0"), 4)
     assert live_curves(curves) == (html, text)
     assert curves_text(curves) != text
 
 
-def test_what_was_not_tracked() -> None:
-    """The line says what was, and how to."""
+def test_an_unknown_name_lists_the_tracked_names() -> None:
+    """The error for an unknown name lists the tracked names, or says how to track a number."""
     with pytest.raises(UsageError, match=r"no numbers of `los`\. Nothing was tracked\. `track"):
         Curves().find_curve("los")
     with pytest.raises(UsageError, match=r"Tracked: `loss`\."):
         curves_of(1, 1, falling).find_curve("los")
 
 
-def test_a_table() -> None:
-    """A column for each rank, by steps; with runs where there are several; NaN for a gap."""
+def test_a_table_has_a_column_for_each_rank() -> None:
+    """A table has a column for each rank, a column of runs if there are several, NaN for gaps."""
     curves = curves_of(2, 2, lambda rank, step: math.inf if rank and step else step + rank)
     assert curves.table("loss").fillna(-1).to_dict("list") == {
         "step": [0, 1],

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.output.fingerprint`: when what two ranks have said counts as alike."""
+"""Tests of `nbdist.output.fingerprint`: which outputs of two ranks count as alike."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from nbdist.output.screen import Screen
 from tests.output.lab import failure
 
 
-def test_what_may_differ() -> None:
-    """Addresses, devices and processes are ranks' own; `same` knows them apart."""
+def test_alike_texts_may_differ_in_addresses_and_devices() -> None:
+    """Texts that differ only in addresses, devices or processes are alike, but not the same."""
     for one, other in (
         ("<M at 0x7fa000>", "<M at 0x7fb111>"),
         ("on cuda:0", "on cuda:7"),
@@ -38,7 +38,7 @@ def test_what_may_differ() -> None:
         assert normal(one) == normal(other)
         assert key_of(one).alike == key_of(other).alike
         assert key_of(one).same != key_of(other).same
-    # All other numbers are said, and differ.
+    # Texts that differ in any other number are not alike.
     for one, other in (("rank 0", "rank 1"), ("0xg", "0xh"), ("cudas:0", "cudas:1"), ("1", "2")):
         assert normal(one) != normal(other)
 
@@ -51,8 +51,8 @@ def group(message: str, errors: int) -> Failure:
     return Failure("ExceptionGroup", said, rows, 1)
 
 
-def test_errors() -> None:
-    """Errors of ranks 3 and 5 are alike but for each one's own number."""
+def test_errors_are_alike_but_for_rank_numbers() -> None:
+    """Errors of ranks 3 and 5 are alike if they differ only in the rank's own number."""
     for one, other, alike in (
         (failure("rank 3 is bad"), failure("rank 5 is bad"), True),
         (failure("5 shards"), failure("5 shards"), True),
@@ -81,17 +81,18 @@ def test_errors() -> None:
         ("see [1] at [00:03] 5/5", ""),
     ],
 )
-def test_what_is_printed_behind_a_bar(row: str, printed: str) -> None:
-    """It begins where tqdm's bracket ends, whatever stands in it."""
+def test_printed_text_begins_behind_the_bracket_of_tqdm(row: str, printed: str) -> None:
+    """Text printed behind a bar begins where tqdm's bracket ends, whatever the bracket contains."""
     end = end_of_bar(row)
     assert row[end:] == (printed or row)
     assert bool(printed) == (read_row(row[:end], is_edited=False) is not None)
 
 
-def test_rows_of_bars() -> None:
-    """A bar in another form is one if it was drawn over another; with a text, if it is finished.
+def test_rows_in_other_forms_are_bars_if_drawn_over() -> None:
+    """A row in another form than tqdm's is a bar if it was drawn over another row.
 
-    A bar of tqdm's ends with the bracket that its times begin with.
+    If text is behind such a bar, the bar has to be full.  A bar of tqdm's ends with the bracket
+    that its times begin with.
     """
     for row, is_edited, is_bar in (
         ("training ━━━━━━━━━━━━ 63% 0:00:10", True, True),
@@ -115,8 +116,10 @@ def test_rows_of_bars() -> None:
     columns=st.sampled_from([None, 80, 0]),
     ascii_=st.booleans(),
 )
-def test_tqdm(*, total, share, elapsed, prefix, postfix, columns, ascii_):
-    """Whatever tqdm itself writes is read: how far, of how many, for how long."""
+def test_every_bar_that_tqdm_writes_is_read(
+    *, total, share, elapsed, prefix, postfix, columns, ascii_
+):
+    """Every bar that tqdm writes is read: its name, progress, total, time and postfix."""
     done = round(share * total)
     line = tqdm.format_meter(
         done, total, elapsed, prefix=prefix, postfix=postfix, ncols=columns, ascii=ascii_
@@ -129,8 +132,8 @@ def test_tqdm(*, total, share, elapsed, prefix, postfix, columns, ascii_):
     assert bar.is_finished == (done == total)
 
 
-def test_others() -> None:
-    """Bars without an end, of bytes, of other libraries, coloured ones."""
+def test_bars_of_other_libraries_are_read() -> None:
+    """Bars without a total, of bytes, with colours and of other libraries are read."""
     for line, bar in (
         ("0it [00:00, ?it/s]", Bar("", "0it", elapsed=0, rate="?it/s")),
         ("x: 15it [00:03,  4.9it/s]", Bar("x", "15it", elapsed=3, rate="4.9it/s")),
@@ -155,7 +158,7 @@ def test_others() -> None:
             "100/100 [==============================] - 6s 60ms/step - loss: 0.4",
             Bar("", "100", "100", 1.0, 6, None, "60ms/step", "loss: 0.4"),
         ),
-        # Lightning's with rich, and fastprogress's.
+        # Bars of Lightning with rich, and of fastprogress.
         (
             "Epoch 0/1  ━━━━━━━━━━━━━━━━━━━━ 4/8 0:00:02 • 0:00:01 66.32it/s v_num: 0",
             Bar("Epoch 0/1", "4", "8", 0.5, 2, 1, "66.32it/s", "v_num: 0"),
@@ -166,13 +169,13 @@ def test_others() -> None:
         ),
     ):
         assert read_bar(line) == bar
-    # How long it will run: as it says itself, else by its pace so far.
+    # The time left is the bar's own estimate, else computed from the pace so far.
     bars = [read_bar(f" 25%|##  | 1/4 [00:06<{left}, ?it/s]") for left in ("00:07", "?")]
     assert [bar and bar.time_left for bar in bars] == [7, 18]
 
 
-def test_rich() -> None:
-    """What rich draws in a terminal is read, with its usual columns and with others."""
+def test_bars_of_rich_are_read() -> None:
+    """Bars that rich draws in a terminal are read, with the default columns and with others."""
     with_numbers = [MofNCompleteColumn(), TimeElapsedColumn()]
     for done, more in ((0, []), (3, []), (0, with_numbers), (10, with_numbers)):
         written = io.StringIO()
@@ -190,8 +193,8 @@ def test_rich() -> None:
         assert bar.amount == (f"{done}/10" if more else "")
 
 
-def test_lines_that_were_written_over() -> None:
-    """They need not be drawn as bars, but have to say how far they are."""
+def test_overwritten_lines_with_progress_are_bars() -> None:
+    """A line that was written over is a bar, in any form, if it says how far the work is."""
     for line, fraction, rest in (
         ("step 100/1000 loss 2.1", 0.1, "loss 2.1"),
         ("Step: 40% done", 0.4, "done"),
@@ -204,7 +207,7 @@ def test_lines_that_were_written_over() -> None:
         said = None if bar is None else (bar.fraction, bar.other_text)
         assert said == (None if fraction is None else (fraction, rest))
         assert read_bar(line) is None
-    # Ordinary lines, rules, tables, and a bar behind which something was printed are none.
+    # Ordinary lines, rules, tables, and a bar behind which something was printed are no bars.
     ordinary = ["2024/12/31 started", "loss 0.5 acc 90%", "Epoch 1/5", "see http://x/y", ""]
     drawn = ["| a | b |", "-" * 22, "━" * 20, "%" * 100_000, "{'loss': 2.3, 'epoch': 0.1}"]
     for line in [*ordinary, *drawn, "10%|█         | 1/10 [00:00<00:00, 9.9it/s]loss 2.3"]:
@@ -212,7 +215,7 @@ def test_lines_that_were_written_over() -> None:
 
 
 @given(text=st.text("0123456789%/[]|━█=>: .,abit<\x1bm", max_size=60), is_edited=st.booleans())
-def test_any_text(*, text: str, is_edited: bool) -> None:
-    """Nothing that looks like a bar makes it fail, and a fraction is one."""
+def test_no_text_makes_the_reader_of_bars_fail(*, text: str, is_edited: bool) -> None:
+    """No text that looks like a bar makes the reader fail, and a fraction is between 0 and 1."""
     bar = read_bar(text, is_edited=is_edited)
     assert bar is None or bar.fraction is None or 0 <= bar.fraction <= 1

@@ -36,8 +36,8 @@ from tests.output.lab import (
 # --- final --------------------------------------------------------------------------------------
 
 
-def test_failed_rank() -> None:
-    """The traceback stands once, in its rank's block, without the codes of its colours."""
+def test_a_traceback_is_shown_once_without_colour_codes() -> None:
+    """A traceback is shown once, in the block of its rank, without the codes of its colours."""
     said = {5: [out("shape (3, 4)\n"), failure("bad")]}
     html = final_html(make(8, lambda rank: said.get(rank, [out("shape (3, 4)\n")])))
     lines = Panel(html).lines
@@ -54,7 +54,7 @@ def test_failed_rank() -> None:
 
 
 def test_warnings_turn_the_head_orange() -> None:
-    """They stand below the head; ranks that have failed stay red, and blocks as they were."""
+    """A warning turns the ticks of the head orange; failed ranks stay red, blocks do not change."""
     transcript = make(3, lambda rank: [out(f"{rank}\n")] + [failure("bad")] * (rank == 2))
     shown, said = final_layout(transcript), "watch: rank 1 differs from <ranks> 0,2"
     html = panel_html(shown._replace(warnings=(said,)))
@@ -69,8 +69,8 @@ def test_warnings_turn_the_head_orange() -> None:
     assert AMBER in warned
 
 
-def test_many_groups() -> None:
-    """Of 64 different ranks the first and the failed have blocks, the others are behind one."""
+def test_most_of_many_different_ranks_are_folded_away() -> None:
+    """Of 64 different ranks the first and the failed have blocks, and a closed block the others."""
     said = {17: [out("mine\n"), failure("bad")]}
     usual = "rank {}\n" + "x" * 50 + "\n"
     panel = Panel(final_html(make(64, lambda rank: said.get(rank, [out(usual.format(rank))]))))
@@ -80,8 +80,8 @@ def test_many_groups() -> None:
     assert panel.lines[1].startswith("0 1 2 3 4 5 6 7 8 9 10 11 ")  # also without styles
 
 
-def test_values_cannot_break_out() -> None:
-    """No text of a program becomes markup."""
+def test_texts_of_programs_never_become_markup() -> None:
+    """No text of a program becomes markup, in final and live panels."""
     nasty = "</div></details><script>alert(1)</script><img src=x onerror=y>"
     said: list[Output] = [
         out(nasty),
@@ -92,8 +92,8 @@ def test_values_cannot_break_out() -> None:
     Panel(live_html(running(2, lambda rank: said), 2.0, nasty))
 
 
-def test_tabs_are_of_one_name() -> None:
-    """A page opens one of them at a time; the same output has the same name, others have others."""
+def test_tabs_of_a_panel_share_a_name() -> None:
+    """The tabs of a panel share a name, which only panels with equal output have too."""
     panels = [
         tabs_html(make(3, lambda rank, last=last: [out(f"rank {rank} {last}\n")]))
         for last in ("a", "a", "b")
@@ -108,7 +108,7 @@ def test_tabs_are_of_one_name() -> None:
 
 
 def test_displays_below_the_panel_have_tabs() -> None:
-    """A rank that shows nothing else has a tab that names them."""
+    """A rank whose only outputs are displays below the panel has a tab that names them."""
     said = Display({"text/markdown": "**done**", "text/plain": "<Markdown>"}, {})
     html = tabs_html(make(2, lambda rank: [said]))
     assert Panel(html).lines[1:] == ["rank 0 ✓", MARKDOWN, "rank 1 ✓", MARKDOWN]
@@ -121,8 +121,8 @@ MARKDOWN = "Markdown, shown below"
 # --- live ---------------------------------------------------------------------------------------
 
 
-def test_live_figures() -> None:
-    """The newest figure of each rank is seen while the cell runs, if it is not too big."""
+def test_a_live_panel_shows_each_rank_s_newest_figure() -> None:
+    """A live panel shows the newest figure of each rank, if the figure is not too big."""
     old, new = ({"image/png": letter * 30_000, "text/plain": "<Figure>"} for letter in "AB")
     said = [Display(old, {}), out("between\n"), Display(new, {}), out("later\n" * 100)]
     shown = Panel(live_html(running(4, lambda rank: [out(f"{rank}\n"), *said])))
@@ -131,7 +131,7 @@ def test_live_figures() -> None:
     assert shown.lines.count("later") > 8
     html = live_html(running(2, lambda rank: [out(f"{rank}\n"), *said[:3]]))
     assert [len(Panel(html).images), Panel(html).lines.count(FIGURE_LATER)] == [2, 2]
-    # Images of one rank may be as big as those of many.
+    # Images of few ranks may be larger than images of many ranks.
     for ranks, most in ((2, 300_000), (16, 30_000)):
         for length, count in ((most, ranks), (2 * most, 0)):
             figure = Display({"image/png": "A" * length, "text/plain": "<Figure>"}, {})
@@ -139,7 +139,7 @@ def test_live_figures() -> None:
             assert len(Panel(html).images) == count
             assert Panel(html).lines.count(FIGURE_LATER) == ranks - count
             assert len(html) < MAX_LIVE_PANEL_BYTES + MAX_LIVE_FIGURES
-    # Ranks with rows alone have no room for any.
+    # Ranks that have only a row have no room for a figure.
     many = Panel(live_html(running(20, lambda rank: [out(f"{rank}\n"), Display(new, {})])))
     assert any(line.endswith(FIGURE_LATER) for line in many.lines)
 
@@ -184,8 +184,8 @@ KINDS = ("text/plain", "text/markdown", "application/json")
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_bounds(case: str) -> None:
-    """A live panel is at most 64 KB, a final one 1 MB; of a text the last rank is seen too."""
+def test_panels_are_bounded_in_size(case: str) -> None:
+    """Live panels have at most 64 KB, final panels 1 MB, and the text names the last rank, too."""
     ranks, said = CASES[case]
     transcript = running(ranks, said)
     live = live_html(transcript)
@@ -204,7 +204,7 @@ def test_bounds(case: str) -> None:
 # --- JupyterLab ---------------------------------------------------------------------------------
 
 
-def test_jupyterlab_allows_it() -> None:
+def test_jupyterlab_allows_the_markup_of_panels() -> None:
     """All tags and styles of a panel are on the list of the installed JupyterLab's sanitiser."""
     static = Path(sys.prefix, "share", "jupyter", "lab", "static")
     scripts = [path.read_text("utf-8") for path in static.glob("jlab_core.*.js")]
@@ -237,24 +237,26 @@ def table(rank: int, title: str = "loss") -> Display:
         (lambda rank: [out(f"{rank}\nx\n"), Failure("E", "ab"[rank % 2], ("E",), rank)], False),
     ],
 )
-def test_what_is_small(said: Callable[[int], Sequence[Output]], *, is_there: bool) -> None:
-    """Figures, small tables and a few short lines; nothing of a failed rank."""
+def test_small_outputs_are_side_by_side(
+    said: Callable[[int], Sequence[Output]], *, is_there: bool
+) -> None:
+    """Figures, small tables and a few short lines are side by side, but no failed rank is."""
     blocks = final_layout(make(4, said)).blocks
     assert blocks
     assert {is_tile(block) for block in blocks} == {is_there}
     assert max(len(run) for run in side_by_side_runs(blocks)) == (4 if is_there else 1)
 
 
-def test_tiles_as_html() -> None:
-    """They are in one row that wraps; figures share its width."""
+def test_tiles_are_equally_wide_and_in_order() -> None:
+    """Tiles are in a row that wraps, equally wide and in rank order; figures share its width."""
     for ranks, share in ((2, 45), (3, 30), (4, 45), (5, 30)):
         html = final_html(make(ranks, lambda rank: [figure(f"rank {rank}")]))
         assert html.count("flex-wrap:wrap") == 1
-        # With two places that stay empty: the figures of the last row are as wide as all others.
+        # Two empty places make the figures of the last row as wide as all others.
         assert html.count(f"flex:1 1 {share}%") == ranks + 2
         assert len(re.findall(f'<div style="flex:1 1 {share}%[^"]*"></div>', html)) == 2
     assert html.index("rank 0") < html.index("rank 1") < html.index("rank 2")
-    # One figure more or less, and the widest line, change nothing: all columns are equally wide.
+    # All columns are equally wide, however wide a line is, and if a rank lacks its figure.
     for said in (
         lambda rank: [table(rank)],
         lambda rank: [out(f"{rank}\n{'x' * 5 * rank}\n")],
@@ -265,7 +267,7 @@ def test_tiles_as_html() -> None:
         assert len({*shares}) == 1
         assert re.fullmatch(r"0 1 [\d.]+em|1 1 30%", shares[0])
     assert "flex" not in final_html(make(3, lambda rank: [figure("same")]))
-    # Four are two and two where a page has room for three.
+    # Four tiles are two and two on a page with room for three.
     found = Panel(html := final_html(make(4, lambda rank: [table(rank)])))
     assert html.count("flex-wrap:wrap") == 3
     assert html.index("rank 1") < html.rindex("flex-wrap:wrap") < html.index("rank 2")
@@ -274,7 +276,7 @@ def test_tiles_as_html() -> None:
     transcript = make(5, lambda rank: [out("x" * 60 + "\ny\n" if rank == 2 else f"{rank}\ny\n")])
     runs = [*side_by_side_runs(final_layout(transcript).blocks)]
     assert [[block.group.ranks[0] for block in run] for run in runs] == [[0, 1], [2], [3, 4]]
-    # While the cell runs they stand in the same places.
+    # While the cell runs the tiles are in the same places.
     for said, count in ((figure, 1), (table, 1), (lambda rank: out(f"{'abc'[int(rank)]}\ny\n"), 1)):
         html = live_html(running(3, lambda rank, said=said: [said(f"{rank}")]))  # type: ignore[operator]
         assert html.count("flex-wrap:wrap") == count
@@ -292,8 +294,8 @@ def cell(ranks: int) -> Transcript:
     return running(ranks, lambda rank: [err(bar.format(DONE[rank % 4] // 5, DONE[rank % 4]))])
 
 
-def test_bars() -> None:
-    """All columns of the text stand below one another; a drawn bar is as wide as its share."""
+def test_columns_of_bars_are_aligned() -> None:
+    """The columns of bars are aligned in text, and a bar in HTML is as wide as its share."""
     head, header, *rows = live_text(cell(4), 12.3).split("\n")
     assert (head, header) == (
         "4 ranks · 12.3 s · ● 4 · rank 3 is 97 % behind",
@@ -313,20 +315,20 @@ def test_bars() -> None:
     widths = re.findall(r"height:10px;border-radius:2px;width:(\d+)%", html)
     assert widths == ["63", "62", "47", "2"]
     assert len(live_html(cell(16))) < MAX_LIVE_PANEL_BYTES / 2
-    # A finished one has a row for all ranks, and no line.
+    # A finished bar has a row for all ranks, and is no line of the output.
     last = "\rtrain: 100%|##########| 5/5 [00:01<00:00, 4.0it/s]\n"
     html = final_html(make(2, lambda rank: [err(last), err("careful\n"), out(f"rank {rank}\n")]))
     assert Panel(html).lines[1] == "ranks 0-1train5/51 s4it/s"
     assert "100%" not in "".join(Panel(html).lines)
     assert html.count("rgba(255,80,80,0.1)") == 2
-    # What a narrow page cuts is seen below the mouse; a short name is never cut.
+    # Text that a narrow page cuts is in a tooltip; a short name is never cut.
     cut = "max-width:0;overflow:hidden;text-overflow:ellipsis"
     for name, times in (("validating imagenet-1k fold", 2), ("validating", 1)):
         text = f"\r{name}: 20%|##   | 1/5 [00:01<00:04, 4.0it/s, loss=2.1 & grad_norm=0.5]"
         html = live_html(running(1, lambda rank, text=text: [err(text)]))
         assert html.count(cut) == html.count("<span title=") == times
     assert 'title="loss=2.1 &amp; grad_norm=0.5"' in html
-    # Of more than 16 ranks the six slowest have rows, below a line on all.
+    # Of more than 16 ranks the six slowest have rows, below a line about all ranks.
     lines = Panel(live_html(cell(64), 12.3)).lines
     assert lines[2] == "epoch 1 · min 1% · median 54% · max 63% · ETA 00:07 · slowest first:"
     rows = [line.split("epoch")[0] for line in lines[3:]]

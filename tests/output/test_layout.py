@@ -1,4 +1,4 @@
-"""Tests of `nbdist.output.layout`: what a panel shows, before anything is written."""
+"""Tests of `nbdist.output.layout`: the blocks, rows and lines of a panel before it is written."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ Said = dict[int, list[Output]]
 # --- live ---------------------------------------------------------------------------------------
 
 
-def test_live_blocks() -> None:
-    """Failed ranks first; the lines that there is room for are shared, silent ranks have none."""
+def test_live_blocks_begin_with_failed_ranks() -> None:
+    """In a live panel failed ranks come first, blocks share the lines, silent ranks have none."""
     said: Said = {1: [lines(40), failure()], 3: []}
     transcript = running(4, lambda rank: said.get(rank, [lines(30)]))
     panel = live_layout(transcript, 12.34, "rank 0 waits", note="a note")
@@ -59,7 +59,7 @@ def test_live_blocks() -> None:
     panel = live_layout(running(20, lambda rank: [out(f"{rank}\n"), failure(f"x{rank}")]), 1.0)
     assert len(panel.blocks) == 16
     assert panel.more == (16, 17, 18, 19)
-    # Who asks stands last, right above the input box, with more lines, also where ranks are many.
+    # Ranks that wait for input come last, above the input box, and with more lines than others.
     asked = [lines(40), InputRequest(1, "> ")]
     panel = live_layout(running(3, lambda rank: asked if rank == 0 else [lines(30)]), 1.0)
     assert ranks_of(panel.blocks) == [(1, 2), (0,)]
@@ -83,9 +83,9 @@ LIVE_AND_FINAL: dict[str, Said] = {
 
 @pytest.mark.parametrize("case", LIVE_AND_FINAL)
 def test_live_and_final_are_one_layout(case: str) -> None:
-    """When a cell ends the same blocks, open or closed, stand in the same order, and as many lines.
+    """When a cell ends, its blocks stay open or closed, in their order, with as many lines.
 
-    What a closed block has shown last stands in its title while it runs.
+    While the cell runs, the title of a closed block has the block's last line.
     """
     transcript = running(4, lambda rank: LIVE_AND_FINAL[case][rank])
     live = live_layout(transcript, 1.0, note="a note")
@@ -100,7 +100,7 @@ def test_live_and_final_are_one_layout(case: str) -> None:
     ]
     assert [row.ranks for row in live.rows] == [row.ranks for row in final.rows]
     assert len(before.images) == len(after.images)
-    # Of a block with many lines 30 are seen, in a finished one those at its end.
+    # An open block with many lines shows 30 of them live, and all of them at the end.
     hidden = [item for b in final.blocks if not b.is_open for item in b.items]
     closed = sum(len(item) if isinstance(item, list) else 1 for item in hidden)
     more = sum(max(0, b.group.line_count - TALL_LINES) for b in final.blocks if b.is_open)
@@ -117,8 +117,8 @@ def test_live_and_final_are_one_layout(case: str) -> None:
         ("step {0}\n", 2, ["step 2", "step 3"]),
     ],
 )
-def test_ranks_that_are_lines_ahead(text: str, steps: int, ahead: list[str]) -> None:
-    """They stay in the block of all, which would come and go; below it stand their own lines."""
+def test_ranks_that_are_ahead_stay_in_the_block(text: str, steps: int, ahead: list[str]) -> None:
+    """Ranks that are a few lines ahead stay in the block of all ranks, with their lines below."""
     more = {0: 2, 2: 1}
     said = {r: [text.format(step, r) for step in range(steps + more.get(r, 0))] for r in range(4)}
     panel = live_layout(running(4, lambda rank: [out("".join(said[rank]))]), 1.0)
@@ -128,14 +128,14 @@ def test_ranks_that_are_lines_ahead(text: str, steps: int, ahead: list[str]) -> 
         ((0, 2), ahead[0]),
         ((0,), ahead[1]),
     ]
-    # Not those that have said something else, or much more.
+    # A rank with other text, or with many more lines, leaves the block.
     others = {3: [*said[3][:-1], "other\n"], 0: 3 * said[0]}
     panel = live_layout(running(4, lambda rank: [out("".join(others.get(rank, said[rank])))]), 1.0)
     assert ranks_of(panel.blocks) == [(0,), (1, 2), (3,)]
 
 
-def test_what_a_running_cell_says_of_itself() -> None:
-    """What ranks use, and for a page that is not drawn any more when it was drawn last."""
+def test_a_live_panel_says_when_it_was_last_drawn() -> None:
+    """A live panel shows the resources in use, and when it was drawn if no later panel follows."""
     transcript = running(2, lambda rank: [out("x\n")])
     first = live_layout(transcript, 1.0, "", "cpu 2 GiB", "17:33:05")
     last = live_layout(transcript, 5.0, "", "cpu 2 GiB", "17:33:05")
@@ -143,7 +143,7 @@ def test_what_a_running_cell_says_of_itself() -> None:
     assert first.foot == ""
     assert last.foot == "last updated 17:33:05 · rest: `%dist_output`"
     assert panel_text(last).endswith(f"\n{last.foot}")
-    # A page that is drawn again and again does not show it.
+    # A panel that is drawn again and again does not show the time.
     assert "17:33:05" not in panel_html(last)
     (image,) = Panel(panel_html(last)).images
     drawn = ElementTree.fromstring(b64decode(str(image["src"]).partition("base64,")[2]))
@@ -156,13 +156,13 @@ def test_what_a_running_cell_says_of_itself() -> None:
 # --- final --------------------------------------------------------------------------------------
 
 
-def test_values() -> None:
-    """One short line of each rank is a row, equal ones once."""
+def test_ranks_with_a_short_line_are_rows() -> None:
+    """A single short line of each rank is a row, and ranks with equal lines share a row."""
     panel = final_layout(make(4, lambda rank: [value(f"{rank // 2}")]))
     first = PanelRow((0, 1), ScreenLine("0", stderr=False), "same")
     assert panel.rows == (first, PanelRow((2, 3), ScreenLine("1", stderr=False), "same"))
     assert panel.blocks == panel.folded_blocks == ()
-    # A longer line, a second one or too many different ones have blocks.
+    # A longer line, a second line and too many different lines have blocks.
     for transcript in (
         make(2, lambda rank: [out("x" * 101 + "\n")]),
         make(2, lambda rank: [out("x\n" * (rank + 1))]),
@@ -176,14 +176,14 @@ def test_values() -> None:
     panel = final_layout(make(4, lambda rank: said.get(rank, [value(f"{rank % 2}")])))
     assert ranks_of(panel.blocks) == [(3,)]
     assert [row.ranks for row in panel.rows] == [(0, 2), (1,)]
-    # Ranks without output have no block that would be empty; they are named.
+    # Ranks without output have no block that would be empty, but are named.
     panel = final_layout(make(4, lambda rank: [] if rank else [out("loss 0.5\n")]))
     assert [row.ranks for row in panel.rows] == [(0,)]
     assert (panel.blocks, panel.silent) == ((), (1, 2, 3))
 
 
 def test_released_ranks_come_after_those_that_failed() -> None:
-    """Also if their numbers are lower, and those that Stop has ended."""
+    """Released and interrupted ranks come after failed ranks, even if their numbers are lower."""
     released = failure("it waited", 9)._replace(connections="ended")
     said: Said = {2: [failure("late", 5, line=1)], 3: [failure("soon", 4)], 4: []}
     said[1] = [failure("", 9, "KeyboardInterrupt")]
@@ -191,33 +191,33 @@ def test_released_ranks_come_after_those_that_failed() -> None:
     assert ranks_of(final_layout(transcript).blocks) == [(3,), (2,), (0,), (1,)]
 
 
-def test_what_is_open() -> None:
-    """The first, the failed, and others as long as 60 lines are open together."""
+def test_the_first_and_failed_blocks_are_open() -> None:
+    """The failed and the first blocks are open, and others up to 60 open lines in all."""
     said: Said = {3: [lines(70, "d"), failure()], 4: []}
     transcript = make(5, lambda rank: said.get(rank, [lines(25, "abc"[rank % 3])]))
     blocks = final_layout(transcript).blocks
     assert ranks_of(blocks) == [(3,), (0,), (1,), (2,)]
     assert [block.is_open for block in blocks] == [True, True, False, False]
-    # However much is open, a rank that has said little may be the one that is odd.
+    # A block with few lines is always open, however many lines are open already.
     said = {3: [lines(8, "odd")]}
     blocks = final_layout(make(4, lambda rank: said.get(rank, [lines(70, "abcd"[rank])]))).blocks
     assert ranks_of(blocks) == [(0,), (1,), (2,), (3,)]
     assert [block.is_open for block in blocks] == [True, False, False, True]
 
 
-def test_what_stands_back() -> None:
-    """Of many groups those that are like many others."""
+def test_groups_that_are_like_many_others_are_folded() -> None:
+    """Groups that are like many others are folded, while failed and odd ranks have blocks."""
     said: Said = {40: [out("d\n" * 3), failure()]}
     said |= {rank: [out("same\n" * 3)] for rank in (50, 51)}
     panel = final_layout(make(64, lambda rank: said.get(rank, [lines(2, f"{rank} ")])))
     assert ranks_of(panel.blocks) == [(40,), (0,), (50, 51)]
     assert len(panel.folded_blocks) == 60
-    # Of very many the first have blocks, each with some of its lines, and the others are named.
+    # Of 1,000 ranks the first 400 have blocks, each with some of its lines; the others are named.
     panel = final_layout(make(1_000, lambda rank: [lines(99, f"{rank} {'x' * 90} ")]))
     assert len(panel.blocks) + len(panel.folded_blocks) == 400
     assert panel.more == tuple(range(400, 1_000))
     assert all(lines_in(block.items) > 1 and len(block.items) == 2 for block in panel.folded_blocks)
-    # Of many short outputs those in other words have blocks of their own.
+    # Among many short outputs, ranks with other words have blocks of their own.
     said = {17: [out("shard 17\nno data left\n")], 33: [out("shard 33\n")]}
     usual = [f"shard {rank}\nloss {2 + rank / 100}\n" for rank in range(64)]
     panel = final_layout(make(64, lambda rank: said.get(rank, [out(usual[rank])])))
@@ -226,8 +226,8 @@ def test_what_stands_back() -> None:
     assert panel.spread == "62 of 64 ranks: loss 2.0 (rank 0) to 2.63 (rank 63)"
 
 
-def test_what_is_kept() -> None:
-    """The last 200 lines, of many ranks 50, and all displays; what is missing is counted."""
+def test_blocks_keep_last_lines_and_all_displays() -> None:
+    """A block has its last 200 lines, 50 of many ranks, and all displays; the rest is counted."""
     (block,) = final_layout(make(1, lambda rank: [lines(1000)])).blocks
     assert kinds(block.items) == [Hidden(800, in_log_only=False), 200]
     assert block.words == ("1,000 lines",)
@@ -239,14 +239,14 @@ def test_what_is_kept() -> None:
     rest = [Hidden(250, in_log_only=False), 50, Hidden(3, in_log_only=True), 150]
     assert kinds([hidden, kept, gap, last]) == rest
     assert display == [ScreenLine("x", stderr=False)]
-    # Neighbours are counted together.
+    # Hidden lines on both sides of skipped lines are counted together with them.
     (block,) = final_layout(make(1, lambda rank: [lines(9), Skipped(9, 3), lines(250)])).blocks
     assert kinds(block.items) == [Hidden(62, in_log_only=False), 200]
 
 
 @pytest.mark.parametrize(("count", "words"), [(30, ()), (31, ("31 lines",))])
-def test_lines_that_are_scrolled_out_of_sight(count: int, words: tuple[str, ...]) -> None:
-    """Their block says how many there are: many browsers show no bar beside them."""
+def test_a_block_that_scrolls_says_how_many_lines(count: int, words: tuple[str, ...]) -> None:
+    """A block with more than 30 lines says how many: many browsers show no scroll bar."""
     (block,) = final_layout(make(1, lambda rank: [lines(count)])).blocks
     assert block.is_open
     assert block.words == words
@@ -254,7 +254,7 @@ def test_lines_that_are_scrolled_out_of_sight(count: int, words: tuple[str, ...]
 
 @pytest.mark.parametrize("text", ["x" * 300, "<&>" * 400, "\x1b[31m<\x1b[32m&" * 99, "█ █" * 50])
 def test_each_line_is_shown_or_counted(text: str) -> None:
-    """However long the lines of ranks are; some are shown of each."""
+    """Each line of a rank is shown or counted, and some lines of each rank are shown."""
     said = [text.join((f"{'abcdefghijklmnop'[rank]} ", "\n")) * 300 for rank in range(16)]
     transcript = running(16, lambda rank: [out(said[rank])])
     blocks = live_layout(transcript, 1.0).blocks
@@ -269,8 +269,8 @@ def test_each_line_is_shown_or_counted(text: str) -> None:
         assert shown
 
 
-def test_failures() -> None:
-    """The first has its traceback, the others a line that says what they have to do with it."""
+def test_later_failures_have_a_line_without_traceback() -> None:
+    """The first failure has its traceback, and each other failed rank a line about its failure."""
     said: Said = {
         0: [out("a\n")],
         1: [out("b\n"), failure("bad", 5)],
@@ -282,7 +282,7 @@ def test_failures() -> None:
     killed = "killed (SIGKILL), often by the system for using too much memory"
     assert [block.failed for block in blocks] == ["", "E: bad (as on rank 1)", killed]
     assert blocks[0].words == ("failed first",)
-    # Ranks that another one's failure, or Stop, has ended have not failed.
+    # Ranks that were released or interrupted have not failed.
     released = Failure("Released", "it waited", ("Released: it waited",), 9, connections="ended")
     said = [failure(), released, released, Failure("KeyboardInterrupt", "", (), 9)]
     transcript = make(4, lambda rank: [said[rank]])
@@ -300,16 +300,18 @@ def test_failures() -> None:
         ((1.0, 2.0), "slowest rank 1 (2.0 s), fastest rank 0 (1.0 s)"),
     ],
 )
-def test_pace(seconds: tuple[float, float], pace: str) -> None:
-    """Who was slowest is said where it matters: half a second and a fifth, of what went well."""
+def test_the_slowest_rank_is_named_if_clearly_slower(
+    seconds: tuple[float, float], pace: str
+) -> None:
+    """The slowest rank is named if it took half a second and a fifth longer, and none failed."""
     transcript = make(2, lambda rank: [out("x\n")], seconds=lambda rank: seconds[rank])
     assert final_layout(transcript).pace == pace
     failed = make(2, lambda rank: [] if rank else [failure()], seconds=lambda rank: seconds[rank])
     assert final_layout(failed).pace == ""
 
 
-def test_squares() -> None:
-    """Many ranks have a square each, very many one for each run in one state."""
+def test_many_ranks_have_a_square_each() -> None:
+    """Many ranks have a square each; very many have a square for each run in one state."""
     assert final_layout(make(16, lambda rank: [out("x\n")])).squares == ()
     panel = final_layout(make(17, lambda rank: [out("x\n")]))
     assert panel.squares == tuple((str(rank), "ok") for rank in range(17))
@@ -320,8 +322,8 @@ def test_squares() -> None:
 
 
 @given(st.lists(st.sampled_from(["a 1", "a 2", "b", "", "c", "E"]), min_size=1, max_size=40))
-def test_every_rank_is_somewhere(said: list[str]) -> None:
-    """Each rank has a block or a row, or is among those without output: once."""
+def test_every_rank_is_in_the_panel_once(said: list[str]) -> None:
+    """Each rank is exactly once in a block, in a row, or among the ranks without output."""
 
     def outputs(rank: int) -> list[Output]:
         text = said[rank]
@@ -346,7 +348,7 @@ BAR = "\r100%|██████████| 500/500 [00:1{0}<00:00, 25.{0}it/s
     [
         ("loss {0}\ndone\n", "loss 0.5 (rank 0) to 0.57 (rank 7)"),
         ("{1}: acc={0}, 5 steps in 3.{1}s\ny\n", "acc 0.5 (rank 0) to 0.57 (rank 7)"),
-        # Of what comes again the last counts.
+        # If a number is printed again, its last value counts.
         ("loss 9{0}\nloss {0}\n", "loss 0.5 (rank 0) to 0.57 (rank 7)"),
         ("loss {0}\nloss 0.1\n", ""),
         ("{{'loss': {0}, 'at': '0x7f{1}a'}}\ncuda:{1} 00:1{1} 2024-0{1}-01\n", "loss 0.5"),
@@ -365,8 +367,8 @@ BAR = "\r100%|██████████| 500/500 [00:1{0}<00:00, 25.{0}it/s
         ),
     ],
 )
-def test_spread(text: str, said: str) -> None:
-    """It is of numbers that stand by themselves, not of names, times, bars or the rank's own."""
+def test_the_spread_is_of_numbers_by_themselves(text: str, said: str) -> None:
+    """The spread is of separate numbers, and not of names, times, bars or the rank's own number."""
     transcript = make(8, lambda rank: [out(text.format(round(0.5 + rank / 100, 2), rank))])
     found = spread(transcript)
     assert found.startswith(said)
@@ -384,8 +386,8 @@ def test_spread(text: str, said: str) -> None:
         (8, [out("loss {0}\nx\n"), failure()]),
     ],
 )
-def test_where_it_is_seen_at_a_glance(ranks: int, pattern: list[Output]) -> None:
-    """A few short lines need no words; nor do long outputs, figures and failed ranks have any."""
+def test_short_and_long_outputs_have_no_spread(ranks: int, pattern: list[Output]) -> None:
+    """A few short lines, long outputs, displays and failed ranks have no spread."""
 
     def said(rank: int) -> list[Output]:
         return [
@@ -395,8 +397,8 @@ def test_where_it_is_seen_at_a_glance(ranks: int, pattern: list[Output]) -> None
     assert spread(make(ranks, said)) == ""
 
 
-def test_unlike_most() -> None:
-    """Ranks whose words differ from those of most are found; numbers and bars do not count."""
+def test_ranks_unlike_most_others_are_found() -> None:
+    """Ranks with other words than most ranks are found; other numbers and bars do not count."""
     usual = "shard {0}\nloss {1}\n" + BAR
     odd = {3: "shard 3\nno data\n", 9: "shard 9\n", 11: "shard 11\nloss nan\n" + BAR.format(1)}
     transcript = make(40, lambda rank: [out(odd.get(rank, usual.format(rank, rank / 7)))])
@@ -406,8 +408,8 @@ def test_unlike_most() -> None:
         assert unlike_most(halves.groups()) == frozenset()
 
 
-def test_a_curve_of_the_same_name() -> None:
-    """The curve says it, of another step perhaps: the range of what was printed has it not."""
+def test_the_spread_leaves_out_names_of_curves() -> None:
+    """The spread leaves out a name that has a curve, since the curve may be of another step."""
     text = "loss {0}\nval/acc: {0}\nlr {0}\n"
     transcript = make(8, lambda rank: [out(text.format(round(0.5 + rank / 100, 2)))])
     for name in ("Loss", "val_acc"):
@@ -420,8 +422,8 @@ NUMBERS = st.lists(st.floats(-1e6, 1e6).map(lambda number: round(number, 3) + 0.
 
 
 @given(NUMBERS)
-def test_the_ends_are_right(numbers: list[float]) -> None:
-    """The least and the greatest number, and a rank that has it."""
+def test_the_ends_of_the_spread_are_right(numbers: list[float]) -> None:
+    """The spread has the least and the greatest number, each with a rank that printed it."""
     transcript = make(len(numbers), lambda rank: [out(f"value: {numbers[rank]}\nx\n")])
     found = spread(transcript)
     if len(set(numbers)) == 1 or numbers == [*range(len(numbers))]:

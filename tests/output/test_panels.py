@@ -17,21 +17,21 @@ def made() -> dict[str, bytes]:
 
 
 def test_no_panel_has_changed(made: dict[str, bytes]) -> None:
-    """A change of how something looks is seen in its files, and written there on purpose."""
+    """Each panel equals its file, so that a change of its look is made on purpose."""
     changed = panels.changed(made, panels.there())
     assert changed == [], AGAIN
     assert sum(map(len, made.values())) < MOST_BYTES
 
 
-def test_a_change_is_found(made: dict[str, bytes]) -> None:
-    """Another text, a missing file and one too many are each named."""
+def test_a_changed_missing_or_extra_file_is_named(made: dict[str, bytes]) -> None:
+    """A file with another text, a missing file and an extra file are each named."""
     *kept, last = sorted(made)
     other = {name: made[name] for name in kept} | {kept[0]: b"", "99-old.txt": b""}
     assert panels.changed(made, other) == sorted([kept[0], last, "99-old.txt"])
 
 
-def test_pages_allow_what_panels_are_made_of(made: dict[str, bytes]) -> None:
-    """Each closes what it opens, and has nothing that pages remove from it."""
+def test_panels_have_only_markup_that_pages_allow(made: dict[str, bytes]) -> None:
+    """Each panel closes its tags, and has nothing that pages remove."""
     html = [text.decode() for name, text in made.items() if name.endswith(".html")]
     assert len(html) >= 40
     for each in html:

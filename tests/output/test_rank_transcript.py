@@ -1,4 +1,4 @@
-"""Tests of `nbdist.output.rank_transcript`: what one rank has said, piece by piece."""
+"""Tests of `nbdist.output.rank_transcript`: the outputs of a rank, piece by piece."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def said(*outputs: Output, **limits: int) -> RankTranscript:
 
 
 def texts(transcript: RankTranscript) -> list[str]:
-    """Lines, displays in angle brackets, and gaps."""
+    """Return lines, displays in angle brackets, and gaps, in their order."""
     found = []
     for item in transcript.tail(10_000):
         match item:
@@ -43,21 +43,21 @@ def texts(transcript: RankTranscript) -> list[str]:
     return found
 
 
-def test_order() -> None:
+def test_pieces_stay_in_the_order_of_the_rank() -> None:
     """Text, displays and gaps stay in the order in which the rank showed them; two gaps are one."""
     gaps = [Skipped(9, 3), Skipped(90, 4)]
     transcript = said(out("a\nb"), drawing("plot"), out("c\n"), *gaps, out("d\n"))
     assert texts(transcript) == ["a", "b", "<plot>", "c", "(7 skipped)", "d"]
     assert transcript.line_count == 11
     assert [item.text for item in transcript.tail(1) if isinstance(item, ScreenLine)] == ["d"]
-    # Displays that the agent has left out are counted in one place.
+    # All displays that the agent has left out are counted at a single place.
     gaps = [Skipped(10, 2, displays=3), Skipped(0, 0, displays=2)]
     found = texts(said(drawing("a"), gaps[0], drawing("b"), gaps[1]))
     assert found == ["<a>", "(2 skipped)", "<b>", "<… 5 displays left out; the newest are kept>"]
 
 
-def test_update_in_place() -> None:
-    """An update changes every display with its id, where it is."""
+def test_an_update_changes_displays_in_place() -> None:
+    """An update changes every display with its id, and no display moves."""
     outputs = [drawing("one", "x"), out("between\n"), drawing("two", "x"), drawing("other", "y")]
     transcript = said(*outputs, DisplayUpdate({"text/plain": "new"}, {}, "x"))
     assert texts(transcript) == ["<new>", "between", "<new>", "<other>"]
@@ -75,8 +75,8 @@ def test_update_in_place() -> None:
 # --- bounds -------------------------------------------------------------------------------------
 
 
-def test_displays_left_out() -> None:
-    """Of many or big displays the newest are kept, and all lines; one place says how many went."""
+def test_the_newest_of_many_displays_are_kept() -> None:
+    """Of many or big displays the newest are kept, with all lines; a note counts the others."""
     pictures = [Display({"image/png": f"{number:02}" * 1000}, {}) for number in range(100)]
     parts = [part for n, picture in enumerate(pictures) for part in (out(f"{n}\n"), picture)]
     transcript = said(*parts, most_shown=10_000)
@@ -87,7 +87,7 @@ def test_displays_left_out() -> None:
     assert len([row for row in rows if row.isdigit()]) == 100
     transcript.receive(Clear(wait=False), 1.0)
     assert texts(transcript) == []
-    # So many, however small; and of one that is updated only its newest content.
+    # Small displays are bounded in number, and an updated display has only its newest content.
     transcript = said(*(drawing(f"{number}") for number in range(3 * MAX_DISPLAYS)))
     assert MAX_DISPLAYS // 2 <= len(transcript.displays) <= MAX_DISPLAYS + 1
     updates = [DisplayUpdate({"text/plain": f"{number}" * 1000}, {}, "id") for number in range(100)]
@@ -96,7 +96,7 @@ def test_displays_left_out() -> None:
 
 
 def in_turns(first: str) -> RankTranscript:
-    """Text and displays in turns, so many that most of both are left out."""
+    """Return text and displays in turns, so many that most of both are left out."""
     outputs: list[Output] = []
     for number in range(1000):
         outputs.append(out(f"{number}\n" if number else first))
@@ -105,8 +105,8 @@ def in_turns(first: str) -> RankTranscript:
     return said(*outputs, keep_lines=100, most_shown=10_000)
 
 
-def test_text_and_displays_in_turns() -> None:
-    """A rank keeps its last lines, over displays between them; what differed before differs."""
+def test_last_lines_are_kept_between_displays() -> None:
+    """A rank keeps its last lines across displays, and dropped lines still make ranks differ."""
     transcript = in_turns("0\n")
     assert len(transcript.pieces) < 2 * len(transcript.displays) + 20
     assert transcript.line_count == 1020
@@ -120,10 +120,10 @@ def test_text_and_displays_in_turns() -> None:
 # --- how it ends --------------------------------------------------------------------------------
 
 
-def test_silent() -> None:
-    """A rank that has shown nothing, or wiped what it has shown, is silent; one that failed not.
+def test_ranks_without_output_are_silent_unless_failed() -> None:
+    """A rank that showed nothing, or wiped its output, is silent; a rank that failed is not.
 
-    Of a rank that raised and then died the earlier of both is the error.
+    If a rank raised and then died, the earlier of both is its error.
     """
     transcript = said(failure(time_ns=5), Died(1, 9))
     assert (transcript.state, type(transcript.error)) == ("died", Failure)
@@ -131,14 +131,14 @@ def test_silent() -> None:
     assert said(out("50%\r   \r")).is_silent
     assert not said(failure()).is_silent
     assert not said(drawing("f")).is_silent
-    # What a callback raised, or a thread after the end, is text like any other.
+    # The error of a callback, or of a thread after the end, is text like any other.
     for transcript in (said(failure(), Done("ok", 1.0)), said(Done("ok", 1.0), failure())):
         assert (transcript.state, transcript.error) == ("ok", None)
         assert transcript.tail(1) == [ScreenLine("E: bad", stderr=True)]
 
 
-def test_what_is_typed() -> None:
-    """It is shown after its prompt, which the input box shows until then; Stop leaves neither."""
+def test_typed_text_follows_its_prompt() -> None:
+    """Typed text is shown after its prompt; if the cell ends before, neither of them is shown."""
     asks = InputRequest(1, "name? ")
     transcript = said(out("hi\n"), asks)
     assert (transcript.input_request, texts(transcript)) == (asks, ["hi"])
@@ -160,8 +160,8 @@ OUTPUTS = st.lists(
 
 
 @given(OUTPUTS, OUTPUTS)
-def test_bodies_compare_what_is_seen(one: list[Output], other: list[Output]) -> None:
-    """Two ranks of which the same is seen are the same, however they came there."""
+def test_ranks_with_equal_output_have_equal_bodies(one: list[Output], other: list[Output]) -> None:
+    """Two ranks that show equal output are the same, however the output came about."""
     first, second = said(*one), said(*other)
     if texts(first) == texts(second):
         assert first.body.same == second.body.same

@@ -32,8 +32,8 @@ def shown(screen: Screen) -> list[str]:
     return [line.text for line in screen.lines()]
 
 
-def test_controls() -> None:
-    """A screen shows what a terminal would, and has the same key, however the text is cut."""
+def test_control_codes_act_as_in_a_terminal() -> None:
+    """A screen shows the text of a terminal, and its key does not depend on how text is cut up."""
     for written, expected in (
         ("a\nb\n", ["a", "b"]),
         ("  a  \n\n\nb", ["  a  ", "", "", "b"]),
@@ -64,16 +64,16 @@ def test_controls() -> None:
             assert screen.key == screen_of(written).key
 
 
-def test_colours_kept() -> None:
-    """Colour codes stay, each line has all that it needs, and a character takes its own with it."""
+def test_characters_keep_their_colours() -> None:
+    """Each line has all colour codes that it needs, and a character keeps its own colour."""
     assert shown(screen_of(f"{RED}abc{RESET}\rX")) == [f"X{RED}bc{RESET}"]
     assert shown(screen_of(f"abc\r{RED}X{RESET}")) == [f"{RED}X{RESET}bc"]
     lines = shown(screen_of(f"{RED}red\nstill{RESET} plain\n\x1b[1mx\x1b[22my\n"))
     assert lines == [f"{RED}red{RESET}", f"{RED}still{RESET} plain", "\x1b[1mx\x1b[22my"]
 
 
-def test_stderr() -> None:
-    """Both streams share one screen in their order; lines that stderr wrote in say so."""
+def test_lines_with_text_of_stderr_are_marked() -> None:
+    """Both streams share a screen in their order, and lines with text of stderr are marked."""
     screen = Screen()
     screen.write("stdout", "out\npart ")
     screen.write("stderr", "and error\nwarning\n")
@@ -89,8 +89,8 @@ def test_stderr() -> None:
     assert screen.tail(1) == [ScreenLine("printed over it", stderr=False)]
 
 
-def test_empty_lines_of_stderr() -> None:
-    """Two ranks that print the same are alike, though one's text comes in other pieces."""
+def test_empty_lines_of_stderr_are_not_marked() -> None:
+    """Empty lines of stderr are not marked, and keys do not depend on the pieces of the text."""
     text = "warning\n\n\x1b[31m\x1b[0m\n  use this\n\n"
     for chunk in (1, 2, 3, 9, 10):
         screen = screen_of(text, chunk, "stderr")
@@ -98,8 +98,8 @@ def test_empty_lines_of_stderr() -> None:
         assert [line.stderr for line in screen.lines()] == [True, False, False, True, False]
 
 
-def test_keeps_the_last_lines() -> None:
-    """Of more lines than it may keep a screen has the last ones, and the number dropped."""
+def test_a_screen_keeps_its_last_lines() -> None:
+    """A screen that is full keeps its last lines, and the number of dropped lines."""
     screen = screen_of("".join(f"{number}\n" for number in range(1000)), 100, keep_lines=10)
     assert shown(screen) == [str(number) for number in range(990, 1000)]
     assert screen.dropped == 990
@@ -115,11 +115,11 @@ def test_keeps_the_last_lines() -> None:
     assert len(screen) == 2
 
 
-def test_key() -> None:
-    """Keys are equal for screens that show the same, in the same streams."""
+def test_equal_screens_have_equal_keys() -> None:
+    """Screens that show equal text, in equal streams, have equal keys."""
     assert screen_of(f"{RED}x{RESET}\n").key == screen_of("x\n").key
     assert screen_of("x\n").key != screen_of("x\n", stream="stderr").key
-    # A line that is no longer kept still tells two ranks apart.
+    # A line that is no longer kept still makes the keys differ.
     rest = "".join(f"{number}\n" for number in range(500))
     settings = {"chunk": 64, "keep_lines": 20}
     assert screen_of("a\n" + rest, **settings).key == screen_of("a\n" + rest).key
@@ -143,10 +143,10 @@ def test_key() -> None:
         ("\rtrain {0}%|####    | {0}/50000", 50_000, 65_536),
     ],
 )
-def test_floods(text: str, times: int, chunk: int) -> None:
-    """However much comes, and in whatever pieces, the last line is the right one.
+def test_the_last_line_of_a_flood_is_right(text: str, times: int, chunk: int) -> None:
+    """The last line is right, however much text comes and in whatever pieces.
 
-    In quadratic time this would outlast every limit.
+    In quadratic time this test would exceed every limit.
     """
     screen = screen_of("".join(text.format(number) for number in range(times)), chunk)
     last = strip(text.format(times - 1)).strip()
@@ -156,8 +156,8 @@ def test_floods(text: str, times: int, chunk: int) -> None:
 # --- colours as HTML ---------------------------------------------------------------------------
 
 
-def test_styles() -> None:
-    """Each becomes inline CSS; no text and no other code comes through as markup."""
+def test_codes_of_styles_become_inline_css() -> None:
+    """Each style becomes inline CSS, and no text and no other code becomes markup."""
     for text, html in (
         ("plain", "plain"),
         ("<b> & 'x' \"y\"", "&lt;b&gt; &amp; 'x' \"y\""),
@@ -181,7 +181,7 @@ def test_styles() -> None:
 
 
 def test_colours_are_legible() -> None:
-    """On a white page and on a black one; what would vanish on one of them is shifted."""
+    """Colours are legible on white and on black pages; a colour that would vanish is shifted."""
     named = [(f"{code}", 2.5, 2.5) for code in (*range(30, 38), *range(90, 98))]
     cube = [(f"38;5;{code}", 2.0, 1.8) for code in (16, 17, 18, 52, 230, 231, 232, 255)]
     for code, on_white, on_black in (*named, *cube):
@@ -190,15 +190,15 @@ def test_colours_are_legible() -> None:
         light = 0.2126 * red + 0.7152 * green + 0.0722 * blue
         assert 1.05 / (light + 0.05) > on_white, code
         assert (light + 0.05) / 0.056 > on_black, code
-    # On a background, as in the marked line of a traceback: in its own colour, or black or white.
+    # Text on a background keeps its own colour if that is legible, else is black or white.
     for codes in ("30;43", "38;5;231;48;5;18", "38;5;18;48;5;20"):
         colour = "000000" if codes == "30;43" else "ffffff"
         assert f"color:#{colour};" in ansi_html(f"\x1b[{codes}mx\x1b[0m")
 
 
 @given(st.lists(st.sampled_from(["ab", "\x1b[31m", "\x1b[1m", "\x1b[0m", "c"])), st.integers(0, 20))
-def test_cut(parts: list[str], width: int) -> None:
-    """Both parts together are the text, each with its colours."""
+def test_both_parts_of_a_cut_keep_their_colours(parts: list[str], width: int) -> None:
+    """Both parts of a cut text together are the text, each with its colours."""
     text = "".join(parts)
     start, rest = cut(text, width)
     assert (strip(start), strip(rest)) == (strip(text)[:width], strip(text)[width:])
@@ -213,10 +213,10 @@ def test_cut(parts: list[str], width: int) -> None:
 
 
 def written(program: Callable[[IO[str], IO[str]], None], *, in_pieces: bool = True) -> Screen:
-    """The screen after a program, of which each stream gives what it has written at once.
+    """Return the screen after a program has written to both streams.
 
-    Unless its text comes `in_pieces`, all that one stream has written comes at once, until the
-    other stream writes.
+    Text comes `in_pieces`, as it was written, or else all that a stream has written until the other
+    stream writes comes at once.
     """
     pieces: list[tuple[str, str]] = []
 
@@ -239,13 +239,13 @@ def written(program: Callable[[IO[str], IO[str]], None], *, in_pieces: bool = Tr
 
 
 def bars_in(screen: Screen) -> list[tuple[str, str]]:
-    """The names of its bars, and how far they are."""
+    """Return the names of a screen's bars, and how far the bars are."""
     return [(bar.name, bar.amount) for _, bar in screen.bars()]
 
 
 @pytest.mark.parametrize("leave", [True, False])
-def test_lines_beside_nested_bars(*, leave: bool) -> None:
-    """Lines are as they were printed, and each bar is there once, in its last state."""
+def test_lines_beside_nested_bars_are_kept(*, leave: bool) -> None:
+    """Lines beside nested bars stay as printed, and each bar is kept once, in its last state."""
 
     def program(out: IO[str], err: IO[str]) -> None:
         for epoch in tqdm(range(3), desc="epoch", file=err, mininterval=0):
@@ -258,14 +258,14 @@ def test_lines_beside_nested_bars(*, leave: bool) -> None:
     assert [line.text for line in screen.tail(99)] == lines
     assert (screen.line_count, len(screen)) == (9, 9)
     assert bars_in(screen) == [("step", "9/9")] * 3 * leave + [("epoch", "3/3")]
-    # What is compared with other ranks are the lines.
+    # The key, by which ranks are compared, is of the lines alone.
     alone = Screen()
     alone.write("stdout", "".join(f"{line}\n" for line in lines))
     assert screen.key == alone.key
 
 
-def test_a_bar_that_is_broken_off() -> None:
-    """It is kept where it was, though a line took its row."""
+def test_a_bar_that_is_broken_off_is_kept() -> None:
+    """The bar of a loop that was left early is kept, although a line took its row."""
 
     def program(out: IO[str], err: IO[str]) -> None:
         for step in tqdm(range(9), desc="train", file=err, mininterval=0):
@@ -283,8 +283,8 @@ def test_a_bar_that_is_broken_off() -> None:
     assert bars_in(screen) == [("", "1/2")]
 
 
-def test_bars_of_one_name_that_are_broken_off() -> None:
-    """Each loop has a bar; none goes on where the one before it was broken off."""
+def test_each_loop_that_is_broken_off_has_a_bar() -> None:
+    """Each loop has a bar of its own, even if an earlier loop with an equal name was left early."""
 
     def program(out: IO[str], err: IO[str]) -> None:
         for epoch in range(3):
@@ -300,8 +300,8 @@ def test_bars_of_one_name_that_are_broken_off() -> None:
 
 
 @pytest.mark.parametrize("in_pieces", [True, False])
-def test_text_behind_a_bar_without_room(*, in_pieces: bool) -> None:
-    """It is a line, though tqdm has cut the bar and written no end of it."""
+def test_text_behind_a_cut_bar_is_a_line(*, in_pieces: bool) -> None:
+    """Text behind a bar is a line, although tqdm has cut the bar and written no end."""
 
     def program(out: IO[str], err: IO[str]) -> None:
         for step in (bar := tqdm(range(4), desc="cut", ncols=60, file=err, mininterval=0)):
@@ -312,14 +312,14 @@ def test_text_behind_a_bar_without_room(*, in_pieces: bool) -> None:
     assert screen.tail(99) == [ScreenLine(f"  behind {step}", stderr=True) for step in range(4)]
     ((_, bar),) = screen.bars()
     assert (bar.name, bar.amount) == ("cut", "4/4")
-    # How much of it is left depends on how fast the loop was.
+    # How much of the postfix is left depends on the speed of the loop.
     assert "accuracy=0.123, loss=1.23, lr=0.0001".startswith(bar.other_text)
     assert "behind" not in bar.other_text
 
 
 @pytest.mark.parametrize("in_pieces", [True, False])
-def test_spaces_behind_a_bar(*, in_pieces: bool) -> None:
-    """They belong to the line that begins with them, unless they erase a bar that was longer."""
+def test_spaces_behind_a_bar_belong_to_the_line(*, in_pieces: bool) -> None:
+    """Spaces behind a bar belong to the printed line, unless they erase a bar that was longer."""
 
     def program(out: IO[str], err: IO[str]) -> None:
         for step in (bar := tqdm(range(3), desc="train", file=err, mininterval=0)):
@@ -334,8 +334,8 @@ def test_spaces_behind_a_bar(*, in_pieces: bool) -> None:
 
 @pytest.mark.parametrize("stream", ["out", "err", "no"])
 @pytest.mark.parametrize("every", [0, 99])
-def test_three_levels_of_bars(stream: str, every: int) -> None:
-    """Of bars that wipe themselves out nothing is left, however seldom they are drawn."""
+def test_bars_that_wipe_themselves_out_leave_nothing(stream: str, every: int) -> None:
+    """Bars that wipe themselves out leave nothing, however seldom they are drawn."""
     lines = [f"{a} {b} {c}" for a in range(2) for b in range(2) for c in range(3)]
 
     def program(out: IO[str], err: IO[str]) -> None:
@@ -354,12 +354,12 @@ def test_three_levels_of_bars(stream: str, every: int) -> None:
 
 @st.composite
 def loops(draw: st.DrawFn) -> Callable[[IO[str], IO[str]], list[str]]:
-    """A program of up to three nested loops with bars, which returns the lines that it prints."""
+    """Draw a program of up to three nested loops with bars; it returns the lines that it prints."""
     depth, room = draw(st.integers(1, 3)), draw(st.sampled_from([None, 60]))
     counts = draw(st.lists(st.integers(2, 3), min_size=3, max_size=3))
     intervals = draw(st.lists(st.sampled_from([0, 99]), min_size=3, max_size=3))
     stay = [True, *draw(st.lists(st.booleans(), min_size=2, max_size=2))]
-    # Behind each loop, and in the innermost one: the spaces before a line, and its stream.
+    # The line behind each loop and in the innermost loop: the spaces before, and the stream.
     line = st.none() | st.tuples(st.sampled_from(["", "    "]), st.booleans())
     printed = draw(st.lists(line, min_size=4, max_size=4))
     on_stderr, has_postfix, breaks, by_tqdm = (draw(st.booleans()) for _ in range(4))
@@ -400,17 +400,17 @@ def loops(draw: st.DrawFn) -> Callable[[IO[str], IO[str]], list[str]]:
 
 
 @given(program=loops(), in_pieces=st.booleans())
-def test_lines_of_random_loops(
+def test_lines_of_random_loops_are_as_printed(
     *, program: Callable[[IO[str], IO[str]], list[str]], in_pieces: bool
 ) -> None:
-    """All lines are there as they were printed, and nothing else is a line."""
+    """A screen has all lines of a program as they were printed, and no other lines."""
     lines = list[str]()
     screen = written(lambda out, err: lines.extend(program(out, err)), in_pieces=in_pieces)
     assert [line.text for line in screen.tail(999)] == lines
 
 
-def test_lines_after_nested_bars() -> None:
-    """A line begins at its start, though nested bars have left the cursor behind one of them."""
+def test_lines_after_nested_bars_begin_at_their_start() -> None:
+    """A line begins at its start, although nested bars have left the cursor behind a bar."""
 
     def program(out: IO[str], err: IO[str]) -> None:
         for epoch in tqdm(range(3), desc="epoch", file=err, mininterval=0):
@@ -433,16 +433,18 @@ def test_lines_after_nested_bars() -> None:
         ("\r3it [00:01, 3it/s][=====>...] 50% 1/2", ["[=====>...] 50% 1/2"], [("", "3it")]),
     ],
 )
-def test_bars_in_pieces(text: str, lines: list[str] | None, bars: list[tuple[str, str]]) -> None:
-    """Text that comes in pieces is read as the same text at once; what is printed is one line."""
+def test_bars_in_pieces_are_read_as_at_once(
+    text: str, lines: list[str] | None, bars: list[tuple[str, str]]
+) -> None:
+    """Text that comes in pieces is read as the same text at once; printed text is a single line."""
     for chunk in (1, 2, 3, 5, 29, 41, 1000):
         screen = screen_of(text, chunk)
         assert shown(screen) == (text.splitlines() if lines is None else lines)
         assert bars_in(screen) == bars
 
 
-def test_a_warning_behind_a_bar() -> None:
-    """It is a line of its stream, also if bar and warning come in one piece."""
+def test_a_warning_behind_a_bar_is_a_line() -> None:
+    """A warning behind a bar is a line of its stream, also if both come in a single piece."""
     screen = Screen()
     screen.write("stderr", "\r 50%|#####     | 1/2 [00:00<00:00, 9it/s]careful\n\r100%|#")
     screen.write("stderr", "#########| 2/2 [00:00<00:00, 9it/s]\n")
@@ -451,7 +453,7 @@ def test_a_warning_behind_a_bar() -> None:
 
 
 def test_old_bars_are_forgotten() -> None:
-    """However many there were, lines are counted as if there had been none."""
+    """Old bars are forgotten, and bars never count as lines, however many they are."""
     screen = Screen(keep_lines=100)
     for number in range(3000):
         screen.write("stderr", f"\r100%|#####| {number}/{number} [00:00<00:00, 9it/s]\n")
@@ -460,15 +462,15 @@ def test_old_bars_are_forgotten() -> None:
     assert [line.text for line in screen.tail(3)] == ["2997", "2998", "2999"]
     assert len(screen) == screen.line_count - screen.dropped_lines <= 100
     assert 900 < len(screen.bars()) < 1300
-    # A bar far above the last rows, where the cursor is, counts as no line either.
+    # A bar far above the last rows, under the cursor, does not count as a line either.
     bar = "\r100%|#####| 1/1 [00:00<00:00, 9it/s]"
     screen = screen_of(f"{bar}\n{bar}\n{bar}\n\x1b[3A\r{bar}", keep_lines=1)
     assert len(screen) == 0
     assert screen_of(f"{bar}\na\x1b[A{bar}", keep_lines=1).line_count == 1
 
 
-def test_joined_screens_with_bars() -> None:
-    """Bars that were among their lines are counted as no lines."""
+def test_bars_of_joined_screens_are_no_lines() -> None:
+    """Bars among the lines of joined screens do not count as lines."""
     screens = [Screen(), Screen()]
     for screen in screens:
         screen.write("stderr", "\r100%|#####| 1/1 [00:00<00:00, 9it/s]\n")

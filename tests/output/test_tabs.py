@@ -27,8 +27,8 @@ from tests.output.lab import (
 Said = dict[int, list[Output]]
 
 
-def test_tabs() -> None:
-    """Each rank has what it has shown in its order, bars and its own error included."""
+def test_a_tab_has_its_rank_s_output_in_order() -> None:
+    """A tab has the output of its rank in its order, with bars and the rank's own error."""
     bar = err("\r" + tqdm.format_meter(3, 3, 1.0, prefix="epoch") + "\n")
     said: Said = {
         0: [out("a\n"), bar, out("b\n"), drawing("c"), out("d\n")],
@@ -47,7 +47,7 @@ def test_tabs() -> None:
     expected = ["5 ranks · 1.2 s · ✓ 3 · ✗ 2", *("── rank 0 ──", *own), *("── rank 1 ──", *own)]
     expected += ["── rank 2 ✗ ──", "a", *error, "E: late", "── rank 3 ✗ ──", "a", *error, "E: soon"]
     assert text.split("\n") == [*expected, "── rank 4 (no output) ──"]
-    # A single rank has no row of tabs, and silent ranks have one line as always.
+    # A single rank has no row of tabs, and silent ranks have a line as always.
     assert tabs_of(make(4, lambda rank: [out("a\n")] * (rank == 2))).tabs == ""
     silent = make(2, lambda rank: [])
     assert tabs_of(silent) == final_layout(silent)
@@ -55,8 +55,8 @@ def test_tabs() -> None:
     assert tabs_of(given_back) == final_layout(given_back)
 
 
-def test_many_tabs() -> None:
-    """Of more ranks than have tabs the failed ones have theirs, the others are named."""
+def test_failed_ranks_among_many_keep_their_tabs() -> None:
+    """If a cell has more ranks than tabs, failed ranks have tabs, and the others are named."""
     said: Said = {199: [failure()]}
     transcript = make(200, lambda rank: said.get(rank, [lines(300)]))
     panel = tabs_of(transcript)
@@ -69,8 +69,8 @@ def test_many_tabs() -> None:
     )
 
 
-def test_live_blocks_of_each_rank() -> None:
-    """Equal ranks are not merged, and a bar is a line of its rank."""
+def test_each_rank_has_a_live_block() -> None:
+    """In a live panel by rank, equal ranks are not merged, and a bar is a line of its rank."""
     meter = "\r" + tqdm.format_meter(1, 3, 1.0, prefix="epoch")
     said: Said = {0: [], 1: [lines(9), err(meter)], 2: [err(meter)]}
     transcript = running(3, lambda rank: said[rank])
@@ -80,7 +80,7 @@ def test_live_blocks_of_each_rank() -> None:
     assert [line.text for line in panel.blocks[0].items[0]][-2:] == ["8", meter.strip()]
     many = running(17, lambda rank: [lines(9)])
     assert live_by_rank(live_layout(many, 1.0), many) == live_layout(many, 1.0)
-    # Ranks that wait for input come last, the one whose turn it is below all others.
+    # Ranks that wait for input come last, and below all others the rank of `turn`.
     asked: list[Output] = [lines(5), InputRequest(1, "name: ")]
     all_ask = running(4, lambda rank: asked if rank != 2 else [lines(5)])
     shown = live_layout(all_ask, 1.0, turn=1)

@@ -32,8 +32,8 @@ from tests.output.lab import (
 )
 
 
-def test_failures_alone() -> None:
-    """What ended the cell, and nothing else: in colours where they can be shown."""
+def test_the_text_of_failures_has_nothing_else() -> None:
+    """The text of failures has what failed ranks raised and nothing else, in colours if allowed."""
     shown = final_layout(make(2, lambda rank: [out("a\n"), *([failure()] if rank else [])]))
     header, *traceback = failures_text(shown, colours=True)
     assert header == "── rank 1 ✗ ──"
@@ -45,8 +45,8 @@ def test_failures_alone() -> None:
     assert head_text(shown) == "2 ranks · 1.2 s · ✓ 1 · ✗ 1"
 
 
-def test_ranks_that_ended_in_the_same_way_are_named_once() -> None:
-    """Also if they have printed something else before, which a terminal has shown."""
+def test_ranks_that_ended_alike_are_named_once() -> None:
+    """Ranks with equal errors are named together, even if they have printed different text."""
     released = failure("it waited", 9)._replace(connections="ended")
     said = {1: [out("1\n"), failure("bad", 1)], 4: [out("4\n")]}
     ended = make(5, lambda rank: said.get(rank, [out(f"{rank}\n"), released]))
@@ -57,7 +57,7 @@ def test_ranks_that_ended_in_the_same_way_are_named_once() -> None:
 
 
 def test_the_whole_has_the_error_of_each_rank() -> None:
-    """Of any rank with its traceback; a process that ended has none."""
+    """The whole text has the traceback of each chosen rank that raised an exception."""
     said = [failure(), failure("worse", 2, line=3), Died(9, 3)]
     text = whole_text(make(3, lambda rank: [out(f"{rank}\n"), said[rank]]), [1, 2])
     lines = ["-----", "Cell In[1], line 3", "E: worse"]
@@ -75,16 +75,16 @@ def test_the_whole_says_what_is_only_in_the_log() -> None:
     assert [dropped, skipped] == [in_log_only(lines, "0.log") for lines in (2, 3)]
 
 
-def test_what_is_left_out_is_named() -> None:
-    """Lines that are not shown are counted, with the way to them."""
+def test_lines_that_are_left_out_are_counted() -> None:
+    """Lines that are not shown are counted, with the command and the file that have them."""
     lines = out("".join(f"{number}\n" for number in range(500)))
     text = final_text(make(1, lambda rank: [lines, Skipped(9, 3), out("end\n")]), {0: "0.log"})
     assert "… 301 lines more: %dist_output -r 0 --all, or 0.log\n301\n" in text
     assert text.endswith("\n499\n… 3 lines only in the log: 0.log\nend")
 
 
-def test_live_of_many_ranks() -> None:
-    """Of many ranks that differ there is a line for each distinct last line, and the failed."""
+def test_live_text_of_many_ranks_has_last_lines() -> None:
+    """The live text of many different ranks has the failed ranks and each distinct last line."""
     said = {40: [out("mine\n"), failure()]}
     usual = "{}\nlast {}\n"
     transcript = running(64, lambda rank: said.get(rank, [out(usual.format(rank, rank // 3))]))
@@ -97,8 +97,8 @@ def test_live_of_many_ranks() -> None:
 # --- plain mode ---------------------------------------------------------------------------------
 
 
-def test_waits_for_a_moment() -> None:
-    """A line of some ranks waits 100 ms for the others, no longer; that of all comes at once."""
+def test_a_line_waits_for_equal_lines_of_others() -> None:
+    """A line of some ranks waits 100 ms for the other ranks; a line of all ranks comes at once."""
     lines = PlainLines(range(2))
     assert list(lines.receive(0, out("a\n"), 0.0)) == []
     assert list(lines.receive(1, out("a\n"), 0.02)) == ["[0-1] a"]
@@ -111,8 +111,8 @@ def test_waits_for_a_moment() -> None:
     assert list(lines.due(0.3)) == ["[1] a"]
 
 
-def test_order_within_a_rank() -> None:
-    """Lines of a rank never change places, though equal ones of others are merged."""
+def test_lines_of_a_rank_stay_in_order() -> None:
+    """Lines of a rank never change places, although equal lines of ranks are merged."""
     lines = PlainLines(range(3))
     said = {0: "a\nb\nc\n", 1: "warning\na\nb\nc\n", 2: "a\nc\n"}
     for rank, text in said.items():
@@ -122,7 +122,7 @@ def test_order_within_a_rank() -> None:
 
 
 def test_displays_stay_together() -> None:
-    """The lines of a display, such as the rows of a table, are never among those of other ranks."""
+    """The lines of a display, such as the rows of a table, are never among lines of other ranks."""
     lines = PlainLines(range(3))
     rows = {0: "   loss\n0   1.9", 1: "   loss\n0   1.8", 2: "   loss\n0   1.9"}
     shown: list[str] = []
@@ -132,8 +132,8 @@ def test_displays_stay_together() -> None:
     assert shown == ["[1]    loss", "[1] 0   1.8", "[0,2]    loss", "[0,2] 0   1.9"]
 
 
-def test_incomplete_lines() -> None:
-    """A line is shown when it is complete, or when the rank has ended."""
+def test_a_line_is_shown_once_it_is_complete() -> None:
+    """A line is shown once it is complete, or once the rank or the cell has ended."""
     lines = PlainLines([0])
     assert list(lines.receive(0, out("loss "), 0.0)) == []
     assert list(lines.due(5.0)) == []
@@ -142,15 +142,15 @@ def test_incomplete_lines() -> None:
     lines = PlainLines(range(2))
     list(lines.receive(0, out("a\nb"), 8.0))
     assert [list(lines.finish(8.01)) for _ in range(2)] == [["[0] a", "[0] b"], []]
-    # Colours of a line are kept, and end with it.
+    # Colours of a line are kept, and end with the line.
     lines = PlainLines([0])
     said = list(lines.receive(0, out("\x1b[31mred\nmore\x1b[0m\n"), 0.0))
     assert said == ["[0] \x1b[31mred\x1b[0m", "[0] \x1b[31mmore\x1b[0m"]
 
 
 @pytest.mark.parametrize("steps", [100, 30])
-def test_a_bar_is_its_last_state(steps: int) -> None:
-    """Of a progress bar a log has one line, however long it ran; cut short, where it stood."""
+def test_a_log_has_the_last_state_of_a_bar(steps: int) -> None:
+    """A log has a single line for a progress bar, with its last state, however long the bar ran."""
     lines, written = PlainLines([0]), io.StringIO()
     shown: list[str] = []
     progress = tqdm(total=100, file=written, mininterval=0, desc="train")
@@ -182,8 +182,8 @@ def test_nested_bars_do_not_flood(chunk: int) -> None:
     assert shown[1].startswith("[0] epoch  4/4")
 
 
-def test_other_outputs() -> None:
-    """Displays show their text, failures a line, since all is told at the end; each on its own."""
+def test_displays_and_failures_become_plain_lines() -> None:
+    """Displays become lines of text, and each failure becomes a line without its traceback."""
     lines = PlainLines([3])
     shown: list[str] = []
     for output in (
@@ -212,8 +212,8 @@ def test_other_outputs() -> None:
     ]
 
 
-def test_what_is_typed() -> None:
-    """Before a prompt comes all that is there, a line without an end too; the rest is on screen."""
+def test_all_text_is_printed_before_a_prompt() -> None:
+    """Before a prompt all text is printed, also an incomplete line; typed text is not repeated."""
     lines = PlainLines(range(2))
     shown = [*lines.receive(0, out("a\nwho"), 0.0), *lines.receive(1, out("b\n"), 0.0)]
     shown += lines.receive(0, InputRequest(1, "? "), 0.0)

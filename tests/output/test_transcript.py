@@ -1,4 +1,4 @@
-"""Tests of `nbdist.output.transcript` (and `track`, `sameness`): one cell on N ranks."""
+"""Tests of `nbdist.output.transcript`: the outputs of a cell on several ranks."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def groups(transcript: Transcript) -> list[tuple[int, ...]]:
     return [group.ranks for group in transcript.groups()]
 
 
-def test_states() -> None:
-    """A rank waits, runs, and ends in the state that its last output tells."""
+def test_a_rank_has_the_state_of_its_last_message() -> None:
+    """A rank waits, runs, and ends in the state that follows from its last message."""
     transcript = Transcript(range(5))
     assert transcript.count_display_states() == {"waiting": 5}
     assert transcript.elapsed(5.0) == 0.0
@@ -54,8 +54,8 @@ def test_states() -> None:
     assert [track.seconds for track in transcript] == [1.5, 2.0, 3.0, 0.0, 4.0]
 
 
-def test_workers_that_end() -> None:
-    """Their ranks run the cell no more, and its time stays; those that had finished have."""
+def test_running_ranks_of_ended_workers_are_aborted() -> None:
+    """If the workers end, ranks that still run are aborted, and the cell's time stops."""
     transcript = running(3, lambda rank: [out("x\n")])
     transcript.receive(0, Done("ok", 1.0), 1.0)
     transcript.abort(5.0)
@@ -66,8 +66,8 @@ def test_workers_that_end() -> None:
 # --- equal ranks --------------------------------------------------------------------------------
 
 
-def test_addresses_devices_processes() -> None:
-    """Of more than a few lines the same but for addresses, devices and pids is shown once."""
+def test_long_outputs_with_other_addresses_are_merged() -> None:
+    """Long outputs that are equal but for addresses, devices and pids are shown once."""
     said = "<M at 0x7f00000000{0:02x}> cuda:{0} pid={1}\n"
     few = running(3, lambda rank: [out(said.format(rank, 400 + rank))])
     assert groups(few) == [(0,), (1,), (2,)]
@@ -95,21 +95,21 @@ LOGGED = {
 
 
 def logged(style: str, message: str, seconds: float) -> str:
-    """What `logging` writes so many seconds after the epoch."""
+    """Return a line of `logging` for a moment so many seconds after the epoch."""
     record = logging.makeLogRecord({"msg": message, "levelname": "INFO", "process": int(seconds)})
     record.created, record.msecs = seconds, 1000 * (seconds % 1)
     return logging.Formatter(*LOGGED[style]).format(record) + "\n"
 
 
 @pytest.mark.parametrize("style", LOGGED)
-def test_times_of_loggers(style: str) -> None:
-    """Ranks whose lines differ in times alone are together, also while some are ahead.
+def test_lines_that_differ_in_times_are_merged(style: str) -> None:
+    """Ranks whose lines differ in times alone are merged, also while some ranks are ahead.
 
     The earliest and the latest time are shown.
     """
 
     def lines(rank: int, count: int, message: str = "step {}") -> list[Output]:
-        # From one line to the next, and from one rank to the next, another second.
+        # Each line is 1.1 s after the line before, and each rank 3 s after the rank before.
         return [
             err(logged(style, message.format(n), 9e8 + 1.1 * n + 3 * rank)) for n in range(count)
         ]
@@ -128,13 +128,13 @@ def test_times_of_loggers(style: str) -> None:
     firsts = [ahead[rank].tail(2)[0] for rank in (0, 3)]
     assert (group.likeness, group.last) == ("same", fold_lines(firsts))
     assert group.ahead == [((1, 3), fold_lines([ahead[rank].tail(1)[0] for rank in (1, 3)]))]
-    # What else differs is shown.
+    # Every other difference is shown.
     assert groups(make(4, lambda rank: lines(rank, 1, f"loss {rank}"))) == [(0,), (1,), (2,), (3,)]
     (group,) = make(4, lambda rank: lines(rank, 9, f"loss {rank}")).groups()
     assert group.likeness == "same except for {…}"
     assert "loss {0-3}" in group.last.text
     assert re.search(r"\{([^{}]+) to (?!\1)[^{}]+\}", group.last.text)
-    # They are shown also where each rank has said a single line, and in colours.
+    # Ranges of times are shown also if each rank has printed a single line, and in HTML.
     for count in (1, 2):
         said = make(4, lambda rank, count=count: lines(rank, count))
         assert said[0].tail(1) != said[1].tail(1)
@@ -142,8 +142,8 @@ def test_times_of_loggers(style: str) -> None:
         assert " to " in final_html(said)
 
 
-def test_what_is_no_time() -> None:
-    """Ranks that differ in it are shown apart: durations, ratios, addresses."""
+def test_durations_ratios_and_addresses_are_no_times() -> None:
+    """Ranks that differ in durations, ratios or addresses are shown apart."""
     for text in ("took 0:00:0{}", "1{}:16", "host:1{}:22:33", "[::{}:10:20]"):
         said = make(4, lambda rank, text=text: [out(f"{text.format(rank)}\n")])
         assert len(groups(said)) == 4, text
@@ -152,12 +152,12 @@ def test_what_is_no_time() -> None:
 @pytest.mark.parametrize(
     "message", ["bad shard {rank}", "rank {rank} of 8.", "on cuda:{rank}", "5 shards, not 3"]
 )
-def test_equal_errors(message: str) -> None:
-    """Errors are alike if only the rank's own number differs, wherever it stands."""
+def test_errors_that_differ_in_rank_numbers_are_merged(message: str) -> None:
+    """Errors are alike if only the rank's own number differs, wherever the number stands."""
     transcript = running(6, lambda rank: [failure(message.format(rank=rank), 100 - rank)])
     (group,) = transcript.groups()
     assert group.ranks == (0, 1, 2, 3, 4, 5)
-    assert group.shown.rank == 5  # the first one
+    assert group.shown.rank == 5  # the rank that failed first
     assert isinstance(group.error, Failure)
     assert group.error.message == message.format(rank="{0-5}")
     assert group.error.traceback[-1].endswith(f"E: {group.error.message}")
@@ -167,14 +167,14 @@ def test_equal_errors(message: str) -> None:
     assert later_errors_text(transcript.errors, 5) == [f"ranks 0-4: {others}"]
 
 
-def test_stop_hits_anywhere() -> None:
-    """Ranks that Stop has ended in the same line of the cell are the same."""
+def test_ranks_stopped_in_the_same_line_are_merged() -> None:
+    """Ranks that Stop has interrupted in the same line of the cell are in the same group."""
     places = [(5, "wait"), (5, "all_reduce"), (4, "sleep")]
     tracebacks = [(f"Cell In[3], line {line}\n", f"File t.py, in {at}", "") for line, at in places]
     stopped = running(3, lambda rank: [Failure("KeyboardInterrupt", "", tracebacks[rank], rank)])
     assert groups(stopped) == [(0, 1), (2,)]
     assert stopped.groups()[0].likeness == "stopped in the same line"
-    # Of a script no line of the cell is known.
+    # In a script no line of the cell is known.
     scripts = [(f"File train.py:{line}, in {name}",) for line, name in ((5, "step"), (9, "load"))]
     stopped = running(2, lambda rank: [Failure("KeyboardInterrupt", "", scripts[rank], rank)])
     assert [group.likeness for group in stopped.groups()] == ["stopped"]
@@ -183,8 +183,8 @@ def test_stop_hits_anywhere() -> None:
 # --- failures -----------------------------------------------------------------------------------
 
 
-def test_root_cause() -> None:
-    """The earliest failure is the cause, to the nanosecond, whichever arrived first."""
+def test_the_earliest_failure_is_the_cause() -> None:
+    """The earliest failure is the cause, to the nanosecond, whichever failure arrived first."""
     lost = failure("Connection closed by peer [127.0.0.1]:9", 1_000_000_002, "RuntimeError")
     lost = lost._replace(connections="ended")
     transcript = Transcript(range(5))
@@ -200,7 +200,7 @@ def test_root_cause() -> None:
     assert transcript.alike_error(0) == (0, 1)
     parts = {group.ranks: group.part for group in transcript.groups()}
     assert parts == {(0, 1): "other", (2,): "none", (3,): "first", (4,): "other"}
-    # That one of the user's own connections has ended follows from nothing.
+    # The end of a connection of the user's own can be the cause.
     own = [failure("reset by peer", 5, "ConnectionResetError"), failure("bad", 9)]
     cause = running(2, lambda rank: [own[rank]]).root_cause()
     assert cause is not None
@@ -227,19 +227,19 @@ def test_root_cause() -> None:
         (["step 3", "stop 3"], None),
     ],
 )
-def test_sets(texts: list[str], folded: str | None) -> None:
-    """The differing places are sets in the order of the ranks; texts that differ are not one."""
+def test_numbers_that_differ_become_sets(texts: list[str], folded: str | None) -> None:
+    """Numbers that differ become sets in rank order; other differences prevent the folding."""
     assert fold(texts) == folded
     if folded is not None:
         assert unfold(folded, len(texts)) == texts
-    # Of a thousand numbers without an order so many are shown as can be read.
+    # Of a thousand numbers without an order only the first are shown.
     assert str(fold([f"pid {rank * rank}" for rank in range(1000)])).endswith(",3969,4096,…}")
     texts = [*(f"at {rank}.5" for rank in range(20)), "at 0x7fa0"]
     assert unfold(str(fold(texts)), len(texts)) == texts
 
 
-def test_sets_of_times() -> None:
-    """Only the ends are shown, with other numbers beside them and in colours too."""
+def test_times_that_differ_become_a_range() -> None:
+    """Of times only both ends are shown, also beside other numbers and in colours."""
     for text, folded in (
         ("at 10:11:1{0} on a", "at {10:11:12 to 10:11:15} on a"),
         ("2026-11-28 10:11:1{0} {0}", "2026-11-28 {10:11:12 to 10:11:15} {2,5,3}"),
@@ -257,8 +257,8 @@ NUMBERS = st.lists(st.integers(0, 12), min_size=2, max_size=6)
 
 
 @given(TEMPLATES, WORDS, NUMBERS)
-def test_what_is_alike_can_be_folded(template, end, numbers):
-    """Whatever counts as alike is one text, from which each rank's can be had again."""
+def test_alike_texts_can_be_folded_and_unfolded(template, end, numbers):
+    """Alike texts fold to a text from which the text of each rank can be restored."""
     texts = ["".join(f"{w} {p.format(n)} " for w, p in template) + end for n in numbers]
     if len({normal(text) for text in texts}) == 1:
         folded = fold(texts)

@@ -1,4 +1,4 @@
-"""Tests that nothing is folded away: all that a rank has said can be had from what is shown."""
+"""Tests that folding loses nothing: all output of a rank can be restored from its panel."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ some = settings(max_examples=40)
 
 @st.composite
 def cells(draw: st.DrawFn) -> Said:
-    """Ranks that say nearly the same, with numbers that are each rank's own or not."""
+    """Draw ranks with nearly equal lines, whose numbers differ by rank or not."""
     lines = draw(st.lists(LINE, min_size=1, max_size=9))
     number = st.integers(0, 20)
     said = []
@@ -68,7 +68,7 @@ def printed(lines: list[str]) -> Text:
 
 
 def of_each(ranks: list[int], lines: list[str]) -> Iterator[tuple[int, list[str]]]:
-    """What each of some ranks has said, from the lines that stand below their header."""
+    """Yield each rank of `ranks` with its own lines, from the folded lines below their header."""
     unfolded = [unfold(line, len(ranks)) for line in lines]
     for index, rank in enumerate(ranks):
         yield rank, [line[index] for line in unfolded]
@@ -103,7 +103,7 @@ def in_html(html: str, ranks: int) -> dict[int, list[str]]:
 
 @some
 @given(cells())
-def test_every_line(said: Said) -> None:
+def test_every_line_is_in_panel_and_plain_mode(said: Said) -> None:
     """Each line of each rank is in the panel, in its text, and in plain mode."""
     expected = dict(enumerate(said))
     ended = make(len(said), lambda rank: [printed(said[rank])])
@@ -121,8 +121,8 @@ def test_every_line(said: Said) -> None:
 
 @some
 @given(cells().filter(lambda said: len(said) <= 4))
-def test_live_lines(said: Said) -> None:
-    """While the cell runs, the last lines that there is room for are those of each rank."""
+def test_a_live_panel_has_last_lines_of_each_rank(said: Said) -> None:
+    """While the cell runs, the panel has the last lines of each rank, at least six or all."""
     transcript = running(len(said), lambda rank: [printed(said[rank])])
     for found in (
         in_text(live_text(transcript), len(said)),
@@ -135,7 +135,7 @@ def test_live_lines(said: Said) -> None:
 
 @st.composite
 def streams(draw: st.DrawFn) -> tuple[list[str], list[tuple[int, str]]]:
-    """What ranks write, bars among it, and the same in chunks that come in any order of ranks."""
+    """Draw the text of three ranks, with bars, and chunks of the text in any order of ranks."""
     parts = ["loss 0.5\n", "\r 10%|#   | 1/10 [00:01<00:09]", "\x1b[31mred\x1b[0m\n", "é\n", "x"]
     parts += ["\x1b[A\x1b[2K\rup\n", "\rstep 3/10", "\n", "\r" + " " * 9 + "\r", "cuda:1\n"]
     texts = ["".join(draw(st.lists(st.sampled_from(parts), max_size=12))) for _ in range(3)]
@@ -150,8 +150,10 @@ def streams(draw: st.DrawFn) -> tuple[list[str], list[tuple[int, str]]]:
 
 @some
 @given(streams())
-def test_any_interleaving(written: tuple[list[str], list[tuple[int, str]]]) -> None:
-    """However chunks of the ranks come, each rank's text is as if it had come at once, alone."""
+def test_chunks_of_ranks_may_come_in_any_order(
+    written: tuple[list[str], list[tuple[int, str]]],
+) -> None:
+    """In whatever order chunks come, a rank's text is as if it had come alone and at once."""
     texts, chunks = written
     at_once = [Transcript([rank]) for rank in range(len(texts))]
     for rank, text in enumerate(texts):
@@ -171,7 +173,7 @@ def test_any_interleaving(written: tuple[list[str], list[tuple[int, str]]]) -> N
         ]
         found = shown.get(rank, [])
         assert found == lines[: len(found)]
-        assert not any(lines[len(found) :])  # empty ones at the end
+        assert not any(lines[len(found) :])  # empty lines at the end
 
 
 BAR = "train: 100%|##########| 5/5 [00:0{}<00:00, {}.5it/s, loss=0.{}]"
@@ -183,8 +185,8 @@ FOUND = re.compile(
 
 @some
 @given(st.lists(st.tuples(*[st.integers(0, 9)] * 3), min_size=1, max_size=16))
-def test_bars_stay(numbers: list[tuple[int, int, int]]) -> None:
-    """A bar has one row: the longest time, the ends of all rates, and each rank's postfix."""
+def test_finished_bars_of_ranks_share_a_row(numbers: list[tuple[int, int, int]]) -> None:
+    """The row of a bar has the longest time, the ends of all rates, and each rank's postfix."""
     bars = [BAR.format(*each) for each in numbers]
     transcript = make(len(bars), lambda rank: [printed(["loading", bars[rank], "done"])])
     _, header, row, *others = final_text(transcript).split("\n")
@@ -203,7 +205,7 @@ def test_bars_stay(numbers: list[tuple[int, int, int]]) -> None:
 @some
 @given(st.lists(st.lists(st.integers(1, 9), max_size=4), min_size=1, max_size=4))
 def test_bars_and_lines_are_kept_apart(steps: list[list[int]]) -> None:
-    """Whenever a rank prints beside its bar, in whatever stream: no line is lost or changed."""
+    """No line that a rank prints beside its bar is lost or changed, in whatever stream."""
     transcript = Transcript(range(len(steps)))
     expected: list[list[str]] = []
     for rank, own in enumerate(steps):
@@ -236,7 +238,7 @@ LOW = st.integers(0, 3)
 @some
 @given(st.lists(st.lists(LOW, min_size=2, max_size=3), min_size=1, max_size=40), LOW)
 def test_folding_hides_no_difference(numbers: list[list[int]], failed: int) -> None:
-    """Two ranks that have said something else are never in one group, failed or not."""
+    """Two ranks with different output are never in the same group, whether they failed or not."""
     said = [[f"loss {number}" for number in each] for each in numbers]
     errors = [[failure(each[0])] if rank % 4 == failed else [] for rank, each in enumerate(said)]
     text = final_text(make(len(said), lambda rank: [printed(said[rank]), *errors[rank]]))
@@ -245,8 +247,8 @@ def test_folding_hides_no_difference(numbers: list[list[int]], failed: int) -> N
 
 
 @pytest.mark.parametrize("ranks", [4, 40])
-def test_devices(ranks: int) -> None:
-    """`print(device)` has a row per rank, or, where that would be too many, a set."""
+def test_devices_of_ranks_are_rows_or_a_set(ranks: int) -> None:
+    """`print(device)` has a row for each of a few ranks, and a set for many ranks."""
     said = [[f"cuda:{rank}"] for rank in range(ranks)]
     transcript = make(ranks, lambda rank: [printed(said[rank])])
     _, *shown = final_text(transcript).split("\n")
@@ -258,8 +260,8 @@ def test_devices(ranks: int) -> None:
         assert in_html(html, ranks) == dict(enumerate(said))
 
 
-def test_errors() -> None:
-    """An error that is each rank's own has a set; the header does not call it the same."""
+def test_errors_with_other_numbers_have_a_set() -> None:
+    """Errors that differ in a number are shown once, with a set and `same except for {…}`."""
     errors = {3: [failure("'missing key 3'", 1)], 1: [failure("'missing key 1'", 2)]}
     transcript = running(4, lambda rank: [out("x\n"), *errors.get(rank, [])])
     _, *shown = final_text(transcript).split("\n")
@@ -268,7 +270,7 @@ def test_errors() -> None:
     assert shown == expected
     for text in (final_html(transcript), live_html(transcript), live_text(transcript)):
         assert "E: 'missing key {1,3}'" in text
-    # Messages that differ only far behind their beginning are not the same.
+    # Messages that differ only after many characters are not merged.
     transcript = running(2, lambda rank: [failure("y" * 200_000 + f" rank {rank}")])
     assert len(transcript.groups()) == 2
 
@@ -296,8 +298,10 @@ RANGE = re.compile(r"(?P<name>.+?) (?P<low>[\d.,]+)(?: s)? \(rank (?P<least>\d+)
     st.lists(st.tuples(st.integers(0, 99), st.integers(1, 30), st.integers(0, 999)), min_size=3),
     st.integers(0, 30),
 )
-def test_spread(lines: list[str], numbers: list[tuple[int, int, int]], odd: int) -> None:
-    """Of each range the ends are numbers that these ranks have printed last under that name."""
+def test_the_ends_of_a_spread_were_printed_last(
+    lines: list[str], numbers: list[tuple[int, int, int]], odd: int
+) -> None:
+    """The ends of each range are numbers that its ranks have printed last under the same name."""
     said = [[line.format(own / 100, *more) for line in lines] for own, *more in numbers]
     for own in said[odd : odd + 1]:
         own.append("and more")
@@ -336,13 +340,13 @@ ENDS = {
     "died": lambda time: Died(-9, time),
     "ignored Stop": lambda time: Died(-9, time, why=IGNORES_STOP),
 }
-"""What a rank's cell can end with, at a time."""
+"""How a rank can end its cell, at a time."""
 
 
 @settings(max_examples=150)
 @given(st.lists(st.tuples(st.sampled_from([*ENDS]), st.integers(1, 9)), min_size=1, max_size=8))
-def test_failed_first(ends: list[tuple[str, int]]) -> None:
-    """It is said of a rank with a failure of its own that came before those of all others."""
+def test_failed_first_marks_the_earliest_own_failure(ends: list[tuple[str, int]]) -> None:
+    """`failed first` marks a rank whose own failure came before the failures of all others."""
     transcript = make(len(ends), lambda rank: [ENDS[ends[rank][0]](ends[rank][1])])
     said = {
         found[1] or str(block.group.ranks[0]): block
@@ -363,8 +367,8 @@ def test_failed_first(ends: list[tuple[str, int]]) -> None:
 
 @some
 @given(st.lists(st.sampled_from([*ENDS]), min_size=1, max_size=8))
-def test_what_ended_each_rank(ends: list[str]) -> None:
-    """Whatever stands beside a rank is what has ended it, also where it is in a group."""
+def test_a_rank_is_shown_with_its_own_end(ends: list[str]) -> None:
+    """The end that is shown for a rank is the rank's own, also if the rank is in a group."""
     outputs = [ENDS[end](1) for end in ends]
     layout = final_layout(make(len(ends), lambda rank: [outputs[rank]]))
     for block in layout.blocks:
@@ -378,8 +382,8 @@ def test_what_ended_each_rank(ends: list[str]) -> None:
 
 @some
 @given(st.lists(st.sampled_from(["ok", "aborted", ""]), min_size=1, max_size=6))
-def test_silent_cells(ends: list[str]) -> None:
-    """Unless all ranks have finished well it is said how each ended, though none has output."""
+def test_silent_cells_say_how_ranks_ended(ends: list[str]) -> None:
+    """A cell without output says how its ranks ended, unless all ranks succeeded."""
     transcript = running(len(ends), lambda rank: [])
     known = {"ok": Done("ok", 1.0), "aborted": Done("aborted", 0.0)}
     for rank, end in enumerate(ends):
@@ -392,8 +396,8 @@ def test_silent_cells(ends: list[str]) -> None:
 
 @some
 @given(st.lists(st.sampled_from(["ok", "aborted", "failed", ""]), min_size=1, max_size=6))
-def test_marks(ends: list[str]) -> None:
-    """The mark of a group is that of all of its ranks, or it says that some still run."""
+def test_the_mark_of_a_group_fits_all_ranks(ends: list[str]) -> None:
+    """The mark of a group is the mark of all its ranks, or says that some ranks still run."""
     said = [[out("x\n"), *([failure()] if end == "failed" else [])] for end in ends]
     transcript = running(len(ends), said.__getitem__)
     known = {"ok": Done("ok", 1.0), "aborted": Done("aborted", 0.0), "failed": Done("error", 1.0)}
@@ -413,8 +417,8 @@ TIMES = st.sampled_from([0.0, 0.5, 1.0, 1.02, 3.0, 3.04, 60.0])
 
 @some
 @given(st.lists(st.tuples(TIMES, st.sampled_from(["ok"] * 9 + ["failed"])), min_size=1, max_size=6))
-def test_slowest(ends: list[tuple[float, str]]) -> None:
-    """All ranks that look as slow, or as fast, are named; of a cell that has failed none is."""
+def test_all_equally_slow_ranks_are_named(ends: list[tuple[float, str]]) -> None:
+    """All ranks that look equally slow, or fast, are named, and no rank of a failed cell is."""
     said = [[failure()] if end == "failed" else [out("x\n")] for _, end in ends]
     seconds = [time for time, _ in ends]
     pace = final_layout(make(len(ends), said.__getitem__, seconds=seconds.__getitem__)).pace
@@ -448,7 +452,7 @@ ODD = re.compile(
 
 @st.composite
 def trainings(draw: st.DrawFn) -> list[list[float]]:
-    """What ranks track: mostly the same, some away for a while or to the end, with odd numbers.
+    """Draw numbers that ranks track: mostly equal, with some ranks far away or NaN for a while.
 
     With this noise no mean of steps lies halfway between two numbers of four digits.
     """
@@ -467,9 +471,9 @@ def trainings(draw: st.DrawFn) -> list[list[float]]:
 
 
 def tracked_by(ranks: list[list[float]], sent: set[tuple[int, int]]) -> Curves:
-    """The curves that the notebook makes of the ranks' messages.
+    """Return the curves that the notebook makes of the ranks' messages.
 
-    A rank sends a message after each of its steps that is in `sent`, as (rank, step), and in the
+    A rank sends a message after each of its steps that is in `sent`, as (rank, step), and at the
     end.
     """
     curves, messages = Curves(), list[dict[str, Any]]()
@@ -494,16 +498,18 @@ def number_of(text: str) -> int:
 
 SENT = st.sampled_from([3, 150, 997, 2_500, 4_900])
 
-# Rank 1 sends so many steps at once that each of its points is of two.
+# Rank 1 sends so many steps at once that each of its points is of two steps.
 UNLIKE = [[2.0 + 0.0103 * ((7 * step + 3 * rank) % 5) for step in range(300)] for rank in range(2)]
 
 
 @settings(max_examples=150, deadline=None)
 @given(trainings(), st.sets(st.tuples(st.integers(0, 5), SENT), max_size=9))
 @example(UNLIKE, {(0, 150)})
-def test_curves(ranks: list[list[float]], sent: set[tuple[int, int]]) -> None:
-    """What is said of ranks' numbers is so: the range, "equal", who has left, the first NaN."""
-    # The machine's pace does not choose when messages are sent.
+def test_sentences_about_curves_are_true(
+    ranks: list[list[float]], sent: set[tuple[int, int]]
+) -> None:
+    """Sentences about curves are true: the range, "equal", which rank has left, the first NaN."""
+    # Messages are sent at the chosen steps alone, however fast the machine is.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tracking, "_due", math.inf)
         patch.setattr(tracking, "TRACK_SEND_INTERVAL", math.inf)
@@ -512,14 +518,14 @@ def test_curves(ranks: list[list[float]], sent: set[tuple[int, int]]) -> None:
     left = [found.groupdict() for line in said if (found := LEFT.fullmatch(line))]
     odd = [found.groupdict() for line in said if (found := ODD.fullmatch(line))]
     assert len(left) + len(odd) == len([line for line in said if "rank" in line and ":" in line])
-    # Nor does a sentence end like one of the numbers beside the picture below it.
+    # No sentence ends with a number, which would look like a number beside the picture.
     sentences = [head, *(each.group() for line in said if (each := re.match(".*:.*", line)))]
     assert not [each for each in sentences if re.search(r"(?<!rank )\b\d[\d,.e+-]*$", each)]
     finite = [[each for each in numbers if math.isfinite(each)] for numbers in ranks]
     if any(finite):
         found = HEADLINE.fullmatch(head)
         assert found is not None, head
-        # Of means a NaN is left out, as it was in the points.
+        # A rank with a NaN among the steps of a mean is left out.
         begin, width = number_of(found["step"]), int(found["of"] or 1)
         parts = [numbers[begin : begin + width] for numbers in ranks]
         there = [sum(part) / len(part) for part in parts if all(map(math.isfinite, part))]

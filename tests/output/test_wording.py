@@ -41,8 +41,8 @@ from tests.output.lab import (
 )
 
 
-def test_seconds_and_errors() -> None:
-    """Seconds as exact as needed; one line of an error, without colours; its traceback, or that."""
+def test_seconds_and_errors_become_short_texts() -> None:
+    """Seconds are as exact as needed, and an error is a line without colours."""
     seconds = {0.04: "0.0 s", 599.9: "599.9 s", 725.0: "12 min 5 s", 7620.0: "2 h 7 min"}
     assert {each: seconds_text(each) for each in seconds} == seconds
     failure = Failure("ValueError", "\x1b[31mbad\x1b[0m\nshard", (), 1)
@@ -54,7 +54,7 @@ def test_seconds_and_errors() -> None:
     assert error_text(Died(3, 1)) == "the process exited with code 3"
     stopped = Died(-9, 1, why=IGNORES_STOP)
     assert (stopped.end, stopped.by_stop) == ("ignored Stop and was killed", True)
-    # Ranks of which the same is said come together, in the order of their first ones.
+    # Ranks with equal texts come together, in the order of the first rank of each text.
     assert [*fold_ranks({3: "b", 0: "b", 2: "a"}).items()] == [("b", [0, 3]), ("a", [2])]
 
 
@@ -62,8 +62,8 @@ PARTS = st.lists(st.sampled_from(["a", "<", "\x1b[31m", "\x1b[0m"]), max_size=60
 
 
 @given(PARTS, st.integers(1, 30))
-def test_clipped(text: str, width: int) -> None:
-    """So much of a text is left as fits, and that there is more."""
+def test_a_clipped_text_says_how_much_more(text: str, width: int) -> None:
+    """A clipped text has as much of the text as fits, and says how many characters are left out."""
     found = clip(text, width)
     plain = strip(text)
     if len(text) <= width:
@@ -75,8 +75,8 @@ def test_clipped(text: str, width: int) -> None:
         assert more.endswith("more characters")
 
 
-def test_stderr_is_tinted() -> None:
-    """Lines of one stream come together; an empty one keeps its height."""
+def test_lines_of_stderr_are_tinted() -> None:
+    """Lines of a stream come together, those of stderr tinted; an empty line keeps its height."""
     said = [
         ScreenLine("a", stderr=False),
         ScreenLine("", stderr=False),
@@ -89,8 +89,8 @@ def test_stderr_is_tinted() -> None:
 
 
 @given(length=st.integers(1, 30_000), is_coloured=st.booleans())
-def test_long_lines_open(*, length: int, is_coloured: bool) -> None:
-    """A line is all there; of a very long one the beginning is seen, and the rest opens."""
+def test_the_rest_of_a_long_line_opens(*, length: int, is_coloured: bool) -> None:
+    """All of a line is in the panel; a very long line shows its beginning, and the rest opens."""
     text = (",".join(map(str, range(10_000))))[:length]
     said = f"\x1b[31m{text}\x1b[0m" if is_coloured else text
     panel = Panel(
@@ -106,8 +106,8 @@ def test_long_lines_open(*, length: int, is_coloured: bool) -> None:
     assert seen == f"a\n{text}" + "\n" * (not is_long)
 
 
-def test_figures() -> None:
-    """Figures stand in their rank's block with their size, whether there are 0, 1 or 2."""
+def test_figures_are_in_the_block_of_their_rank() -> None:
+    """Figures are in their rank's block with their size, whether the rank has 0, 1 or 2."""
     both = [figure("one"), figure("two")]
     panel = Panel(final_html(make(3, lambda rank: [out("x\n"), *both[:rank]])))
     assert [image["width"] for image in panel.images] == ["300"] * 3
@@ -116,7 +116,7 @@ def test_figures() -> None:
         assert kind == "data:image/png;base64"
         assert base64.b64decode(encoded, validate=True).startswith(b"\x89PNG")
     assert "rank 2 ✓" in panel.lines
-    # An SVG cannot be inline; what is no base64 is shown as its text.
+    # An SVG is embedded as an image, never inline; invalid base64 is shown as its text.
     svg = "<svg xmlns='http://www.w3.org/2000/svg'><script>x</script></svg>"
     panel = Panel(final_html(make(1, lambda rank: [Display({"image/svg+xml": svg}, {})])))
     assert str(panel.images[0]["src"]).startswith("data:image/svg+xml;base64,")
@@ -126,7 +126,7 @@ def test_figures() -> None:
 
 @pytest.mark.parametrize("kind", ["image/png", "image/jpeg", "image/webp", "image/avif"])
 def test_each_kind_of_image(kind: str) -> None:
-    """A browser shows it in all panels; programs find it as an image; nothing is below a panel."""
+    """Each kind of image is in all panels and found as an image, and none is below a panel."""
     shown = Display({kind: "aGk=\n", "text/plain": "<Image>"}, {kind: {"width": 90}})
     said = lambda rank: [out("x\n"), shown]  # noqa: E731
     ended = make(2, said)
@@ -137,8 +137,8 @@ def test_each_kind_of_image(kind: str) -> None:
     assert page_only_displays(ended) == []
 
 
-def test_data_table() -> None:
-    """A pandas table is embedded as it is; equal tables once."""
+def test_a_table_of_pandas_is_embedded_once() -> None:
+    """A table of pandas is embedded as it is, and equal tables are embedded once."""
     pandas = pytest.importorskip("pandas")
     table = pandas.DataFrame({"loss": [1.5, 2.5], "name": ["<a>", "b"]})._repr_html_()
     transcript = make(4, lambda rank: [Display({"text/html": table, "text/plain": "x"}, {})])
@@ -146,8 +146,8 @@ def test_data_table() -> None:
     assert page_only_displays(transcript) == []
 
 
-def test_text_of_other_kinds() -> None:
-    """Where text/plain is the name of a class, there is the source, or what there is."""
+def test_the_source_is_shown_for_class_names() -> None:
+    """If text/plain is only the name of a class, the display's source is its text."""
     plain = "<IPython.core.display.Markdown object>"
     for data, text in [
         ({"text/plain": ["a\n", "b"]}, "a\nb"),
@@ -180,13 +180,13 @@ def test_text_of_other_kinds() -> None:
         ({"text/html": "x" * 300_000}, "HTML"),
     ],
 )
-def test_leftovers(data: dict[str, Any], kind: str) -> None:
-    """What would not survive or would break the panel comes after it, with its ranks, once."""
+def test_displays_that_panels_cannot_embed_come_below(data: dict[str, Any], kind: str) -> None:
+    """A display that a panel cannot embed comes below the panel, once, with its ranks."""
     shown = Display({**data, "text/plain": "Figure"}, {})
     transcript = make(4, lambda rank: [out("x\n"), shown] if rank else [out("x\n")])
     assert page_only_displays(transcript) == [((1, 2, 3), shown)]
     assert Panel(final_html(transcript)).lines[-1] == f"{kind}, shown below"
-    # A block that would say nothing else is left out; while the cell runs it is there.
+    # On a page a block that would say nothing else is left out; in a terminal the block stays.
     transcript = make(4, lambda rank: [shown] if rank else [out("x\n")])
     assert Panel(final_html(transcript)).lines[1:] == ["rank 0 ✓", "x"]
     assert final_text(transcript).splitlines()[1:] == ["── rank 0 ──", "x"]
@@ -194,14 +194,14 @@ def test_leftovers(data: dict[str, Any], kind: str) -> None:
     assert in_terminal.splitlines()[1:] == ["── rank 0 ──", "x", "── ranks 1-3 (same) ──", "Figure"]
     transcript = make(4, lambda rank: [shown, *([failure()] if rank == 2 else [])])
     assert f"{kind}, shown below" in Panel(final_html(transcript)).lines
-    # HTML and images are in the panel, whatever else says the same.
+    # HTML and images are in the panel, also if a display has other forms beside them.
     for picture in ({"text/html": "<b>x</b>"}, {"image/png": "aGk="}):
         beside = Display({"text/latex": "x", "text/markdown": "x", **picture}, {})
         assert page_only_displays(make(1, lambda rank, beside=beside: [beside])) == []
 
 
 class Large(str):
-    """A text that takes too long to be copied, for each display of a flood."""
+    """A text whose copies fail, since large texts must not be copied for each display."""
 
     def __repr__(self) -> str:
         raise AssertionError
@@ -209,13 +209,13 @@ class Large(str):
     encode = __repr__  # type: ignore[assignment]
 
 
-def test_how_leftovers_are_compared() -> None:
-    """By values, of JSON too, without addresses in texts; large ones are not copied."""
+def test_displays_below_a_panel_are_compared_by_value() -> None:
+    """Displays are compared by value, without addresses in texts; large texts are not copied."""
     texts = [Large("x" * 300_000), Large("y" * 300_000)]
     shown = [Display({"text/html": text, "text/plain": "Figure"}, {}) for text in texts]
     found = page_only_displays(make(2, lambda rank: shown[rank:]))
     assert found == [((0,), shown[0]), ((0, 1), shown[1])]
-    # 1 is neither 1.0 nor true; whether parts are one object makes no difference.
+    # 1 is neither 1.0 nor true; whether parts are a single object makes no difference.
     values = [{"a": ["a", "a"], "b": [1, None]}, {"a": [*"aa"], "b": [1, None]}]
     values += [{"a": ["a", "a"], "b": [other, None]} for other in (1.0, True, "1")]
     transcript = make(5, lambda rank: [Display({"application/x": values[rank]}, {})])
@@ -248,21 +248,21 @@ def traceback_of(*places: str) -> str:
     return "\n".join([HEAD, *frames, END])
 
 
-def test_calls_in_libraries() -> None:
-    """Of calls in libraries only the last, which raised it, is seen; all that is one's own is."""
+def test_calls_in_libraries_are_folded() -> None:
+    """Of calls in libraries the last is shown, which raised, and of the user's own calls all."""
     text = traceback_of("cell", *["torch"] * 5, "own", "torch", "json", "torch", "torch")
     rows = traceback_rows(text, 100)
     seen = [strip(row).removeprefix("----> 3 ") for row in rows if "---> " in row or "…" in row]
     folded = ["… 5 calls in torch", "… 3 calls in torch, json"]
     assert seen == ["cell_0(x)", folded[0], "own_6(x)", folded[1], "torch_10(x)"]
     assert rows[-1] == "RuntimeError: mat1 and mat2"
-    # On a page what is folded opens.
+    # On a page folded calls can be opened.
     panel = Panel(traceback_html(shorten_traceback(text, 100, 1000)))
     assert panel.opened == [False, False]
     rows = [row for row in strip(text).split("\n") if row.strip()]
     assert [line for line in panel.lines if line in rows] == rows
     assert "… 5 calls in torch" in panel.lines
-    # A short traceback is as it was, whichever IPython wrote it.
+    # A short traceback does not change, whichever version of IPython wrote the text.
     for places in (["cell", "torch", "torch", "own"], ["older", "own", "old"], []):
         text = traceback_of(*places)
         assert traceback_rows(text, 100) == text.split("\n")
@@ -273,7 +273,7 @@ def test_calls_in_libraries() -> None:
 
 
 def test_headers_fit_a_narrow_page() -> None:
-    """The first two rows of each traceback are less wide than IPython's, and nothing else is."""
+    """The first two rows of a traceback are narrower than IPython's; other rows do not change."""
     name, words = "\x1b[31mValueError\x1b[39m", "Traceback (most recent call last)"
     header = f"\x1b[31m{'-' * 75}\x1b[39m\n{name}{' ' * 32}{words}\nCell In[1], line 1"
     text = f"{header}\n\nDuring handling of the above:\n\n{header}\n{'-' * 75}"
@@ -286,8 +286,8 @@ def test_headers_fit_a_narrow_page() -> None:
     )
 
 
-def test_long_ones() -> None:
-    """Of errors that led to others each of them keeps the call that raised it."""
+def test_each_of_several_errors_keeps_its_call() -> None:
+    """If errors led to other errors, each error keeps the call that raised it."""
     one = traceback_of("cell", *["torch"] * 4)
     middle = "\n\nDuring handling of the above exception, another exception occurred:\n\n"
     rows = traceback_rows(one + middle + traceback_of("cell", *["json"] * 4), 100)
@@ -296,22 +296,22 @@ def test_long_ones() -> None:
         "… 3 calls in json",
     ]
     assert sum("_4(x)" in row for row in rows) == 2
-    # The cell's own line is seen however few rows there are, and the last rows are.
+    # The cell's own line and the last rows are shown, however few rows are allowed.
     text = traceback_of("cell", *["own"] * 200)
     rows = [strip(row) for row in traceback_rows(text, 6)]
     assert rows[:3] == ["---------", "Cell In[4], line 3", "----> 3 cell_0(x)"]
     assert rows[3].startswith("… ")
     assert rows[-1] == "RuntimeError: mat1 and mat2"
     assert len(rows) == 10
-    # Of another text the first line and the last ones are.
+    # Of any other text the first line and the last lines are shown.
     text = "\n".join(f"frame {number}" for number in range(100))
     html = traceback_html(shorten_traceback(text, 3, 100))
     assert Panel(html).lines == ["frame 0", "… 96 lines …", "frame 97", "frame 98", "frame 99"]
 
 
 @given(st.lists(st.sampled_from([*PLACES])), st.integers(1, 200))
-def test_nothing_is_lost(places: list[str], most: int) -> None:
-    """Put together, the parts are the traceback; fewer rows than asked for are never seen."""
+def test_the_parts_of_a_traceback_are_complete(places: list[str], most: int) -> None:
+    """Joined parts are the traceback, and at most five rows more than allowed are shown."""
     text = traceback_of(*places)
     assert "\n".join(row for part in split_traceback(text) for row in part.rows) == text
     seen = sum(len(part.visible_rows) for part in shorten_traceback(text, most))

@@ -1,4 +1,4 @@
-"""Tests of what pip installs: sdist and wheel, outside of the checkout.
+"""Tests of the sdist and the wheel, which pip installs outside of the checkout.
 
 Building both takes 3 s of a processor, once; no test installs a package that nbdist requires.
 """
@@ -33,8 +33,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 def run(
     command: Sequence[str | Path], cwd: Path, code: int = 0, **environ: str
 ) -> subprocess.CompletedProcess[str]:
-    """A command outside of the checkout, and its exit code."""
-    own = ("PYTHON", "PIP_")  # such as the constraints that these tests were installed with
+    """Run a command outside of the checkout, and check its exit code."""
+    own = ("PYTHON", "PIP_")  # such as the constraints of the environment of the tests
     rest = {name: value for name, value in os.environ.items() if not name.startswith(own)}
     pip = {"CONFIG_FILE": os.devnull, "NO_INDEX": "1", "DISABLE_PIP_VERSION_CHECK": "1"}
     done = subprocess.run(
@@ -74,8 +74,8 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_what_is_in_the_wheel(wheel: Path) -> None:
-    """The package as it is here, `py.typed` and the licence; no tests, nothing else."""
+def test_the_wheel_has_the_package_and_no_tests(wheel: Path) -> None:
+    """The wheel has the package as in the checkout, `py.typed`, the licence, and no tests."""
     with zipfile.ZipFile(wheel) as archive:
         names = {*archive.namelist()}
         entries = ConfigParser()
@@ -95,8 +95,8 @@ def about(names: set[str]) -> str:
     return folder
 
 
-def test_extras_have_a_row() -> None:
-    """In one table of the manual, with the packages that each installs."""
+def test_extras_have_a_row_in_the_manual() -> None:
+    """A table of the manual has a row for each extra, with the packages that it installs."""
     text = (ROOT / "docs" / "reference.md").read_text()
     _, _, table = text.partition("\n| extra | what it installs | for |\n")
     rows = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", table.partition("\n\n")[0], re.MULTILINE))
@@ -122,10 +122,10 @@ SMOKE = (
 )
 
 
-def test_the_main_job(installed: Path, tmp_path: Path) -> None:
-    """In a notebook that is executed as a user's: workers, a collective, entry points.
+def test_the_installed_package_runs_a_notebook(installed: Path, tmp_path: Path) -> None:
+    """A notebook with workers, a collective and a tool of an entry point runs as a user's.
 
-    All processes have the installed nbdist.  10 s of a processor.
+    All processes import the installed nbdist.  The test takes 10 s of a processor.
     """
     cells = [each.replace("{file!r}", repr(f"{installed}/nbdist/__init__.py")) for each in SMOKE]
     notebook = nbformat.v4.new_notebook(cells=[*map(nbformat.v4.new_code_cell, cells)])
@@ -136,10 +136,10 @@ def test_the_main_job(installed: Path, tmp_path: Path) -> None:
     assert "ranks 0-1 agree" in last.outputs[0]["data"]["text/plain"]
 
 
-def test_the_command(installed: Path, tmp_path: Path) -> None:
-    """`nbdist` is there.  In an environment that has nothing else the doctor says what is missing.
+def test_the_installed_command_runs(installed: Path, tmp_path: Path) -> None:
+    """The command `nbdist` runs; without other packages the doctor names each that is missing.
 
-    1 s of a processor.
+    The test takes 1 s of a processor.
     """
     path = {"PYTHONPATH": str(installed)}
     said = run([installed / "bin" / "nbdist", "--version"], tmp_path, **path).stdout
@@ -155,9 +155,9 @@ def test_the_command(installed: Path, tmp_path: Path) -> None:
 
 
 def test_colab_is_not_changed(wheel: Path, tmp_path: Path) -> None:
-    """Of an environment with Colab's versions pip changes none, and downloads nothing; 4 s.
+    """pip installs nbdist beside Colab's packages without changing or downloading any; 4 s.
 
-    Of each package there is what pip looks at: its metadata.
+    The test makes only the metadata of each package, which pip reads.
     """
     venv.create(tmp_path / "env", symlinks=True)
     python = tmp_path / "env" / "bin" / "python"
@@ -177,8 +177,8 @@ def test_colab_is_not_changed(wheel: Path, tmp_path: Path) -> None:
     assert {*after} - before == {f"nbdist=={PROJECT['version']}"}
 
 
-def test_types_in_an_editor(installed: Path, tmp_path: Path) -> None:
-    """Pyright, by which VS Code shows types, finds in the wheel what mypy finds here; 4 s."""
+def test_pyright_accepts_the_types_of_the_wheel(installed: Path, tmp_path: Path) -> None:
+    """Pyright, by which VS Code shows types, accepts the typed example with the wheel; 4 s."""
     pytest.importorskip("basedpyright")
     shutil.copy(ROOT / "tests" / "values" / "typed.py", tmp_path)
     unneeded = {"reportUnnecessaryTypeIgnoreComment": "error"}

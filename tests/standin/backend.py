@@ -1,8 +1,8 @@
-"""The backend: "nccl2" for tensors of the CPU, in the place of torch's own, with its ways to fail.
+"""The backend "nccl2" for tensors of the CPU, in the place of torch's own, with its ways to fail.
 
-`install` is called by torch when it is imported, as an entry point of the group `torch.backends`
-asks for (`tests.standin.processes`).  What nccl2 does is from torch's sources
-(csrc/distributed/c10d/nccl2), in the words that it has there.
+Torch calls `install` when it is imported, because of an entry point of the group
+`torch.backends` (`tests.standin.processes`).  The behaviour and the messages of nccl2 are from
+torch's sources (csrc/distributed/c10d/nccl2).
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from tests.standin.communicator import Aborted, Communicator
 from tests.standin.device import DEVICE, Event, Stream
 
 Tensors = Sequence[torch.Tensor]
-Came = Mapping[int, Sequence[torch.Tensor]]  # what each rank has given, itself included
+Came = Mapping[int, Sequence[torch.Tensor]]  # the inputs of all ranks, this rank included
 
 FAULTS: set[str] = set()
-"""What is to go wrong in this process: "abort" hangs, "connect" fails the next time."""
+"""Faults of this process: "abort" makes aborts hang, "connect" makes the next connect fail."""
 
 KILLS = {"1", "3"}
 """Values of TORCH_NCCL_ASYNC_ERROR_HANDLING with which a watchdog ends the process."""
@@ -41,10 +41,10 @@ FAILED = "NCCL commInitRankConfig failed during reconfigure"
 RECORDED = 2000
 
 P2P = ("send ", "recv ")
-"""How names begin of what goes from one rank to another one."""
+"""The beginnings of the names of messages from a rank to another rank."""
 
 WATCHES_EVERY = 1.0
-"""Seconds between two looks of nccl2's watchdog, by which Flight Recorder hears of an end."""
+"""Seconds between two looks of nccl2's watchdog, after which Flight Recorder knows of an end."""
 
 REDUCES: Mapping[Any, Callable[..., torch.Tensor]] = {
     **{dist.ReduceOp.SUM: torch.sum, dist.ReduceOp.AVG: torch.mean},
@@ -54,7 +54,7 @@ REDUCES: Mapping[Any, Callable[..., torch.Tensor]] = {
 
 @dataclass(slots=True)
 class Entry:
-    """What Flight Recorder has of one collective."""
+    """The record of a collective in Flight Recorder."""
 
     number: int
     group: str
@@ -66,7 +66,7 @@ class Entry:
     noticed: float = math.inf
 
     def end(self, watched_since: float) -> None:
-        """Note that it has ended, which a watchdog notices with its next look."""
+        """Record the end of the collective, which a watchdog notices with its next look."""
         looks = math.ceil((time.monotonic() - watched_since) / WATCHES_EVERY)
         self.noticed = watched_since + looks * WATCHES_EVERY
 
@@ -94,7 +94,7 @@ ENTRIES: deque[Entry] = deque(maxlen=RECORDED)
 
 
 class Work(dist.Work):
-    """A collective that was begun; to wait for it lets the current stream wait, and no thread."""
+    """A collective that was begun; `wait` lets the current stream wait, and no thread."""
 
     def __init__(self, backend: StandIn, event: Event, outputs: Tensors, *, blocks: bool) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class Work(dist.Work):
 
 
 class StandIn(dist.distributed_c10d.C10DBackend):
-    """One group's."""
+    """The backend of a process group."""
 
     supports_reconfigure = True
     supports_splitting = supports_coalescing = False
@@ -144,7 +144,7 @@ class StandIn(dist.distributed_c10d.C10DBackend):
     def getBackendName(self) -> str:
         return "nccl2"
 
-    # --- connect, abort, connect anew -------------------------------------------------------
+    # --- connect, abort, connect again ------------------------------------------------------
 
     def _connect(self, store: Any, timeout: timedelta) -> None:
         if "connect" in FAULTS:
@@ -153,7 +153,7 @@ class StandIn(dist.distributed_c10d.C10DBackend):
         try:
             self.communicator = Communicator(store, self._rank, self._size, timeout)
         except (OSError, Aborted) as error:
-            # Not a DistBackendError: an exception of nccl2's own, of which Python knows nothing.
+            # Not a DistBackendError: Python does not know the type of nccl2's own exception.
             raise RuntimeError(f"{FAILED}: {error}") from error
         self._error, self._messages = c10d.ErrorType.SUCCESS, Counter()
 
@@ -207,7 +207,7 @@ class StandIn(dist.distributed_c10d.C10DBackend):
 
     # --- collectives ------------------------------------------------------------------------
 
-    # Each gives its inputs to all, and makes its outputs of what came from the ranks it names.
+    # A collective gives its inputs to all ranks, and makes outputs of the inputs of some ranks.
 
     def broadcast(self, tensors: Tensors, options: Any) -> Work:
         def take(came: Came) -> None:
@@ -298,7 +298,7 @@ class StandIn(dist.distributed_c10d.C10DBackend):
         name, way = f"recv {self._rank}<-{source}", f"{source}->{self._rank}"
         return self._begin(name, None, (), tensors, [source], take, way)
 
-    # --- what all of them do ----------------------------------------------------------------
+    # --- parts that collectives share -------------------------------------------------------
 
     @property
     def _all(self) -> range:
@@ -314,7 +314,7 @@ class StandIn(dist.distributed_c10d.C10DBackend):
         take: Callable[[Came], None],
         way: str = "collective",
     ) -> Work:
-        """Begin it; messages between two ranks are counted by the `way` they go."""
+        """Begin a collective or a message; messages are counted by the `way` from rank to rank."""
         DEVICE.check()
         if self.communicator is None:
             raise RuntimeError("ProcessGroupNCCL has not been initialized. Call reconfigure()")
@@ -334,7 +334,7 @@ class StandIn(dist.distributed_c10d.C10DBackend):
                 take(communicator.exchange(key, call, inputs, wanted, deadline))
                 entry.end(communicator.made)
             except Aborted:
-                pass  # a kernel that was aborted ends, and all behind it goes on
+                pass  # an aborted kernel ends, and the work behind that kernel goes on
             except TimeoutError:
                 self._timed_out(communicator)
 
@@ -352,7 +352,7 @@ class StandIn(dist.distributed_c10d.C10DBackend):
         return self._streams[0]
 
     def _timed_out(self, communicator: Communicator) -> None:
-        """Do what nccl2's watchdog does: only without `reconfigure` can it end the process."""
+        """Act as nccl2's watchdog, which ends the process only if `reconfigure` is disabled."""
         self._error = c10d.ErrorType.TIMEOUT
         communicator.abort()
         kills = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3") in KILLS
@@ -366,7 +366,7 @@ def _reduce(target: torch.Tensor, parts: Tensors, options: Any) -> None:
 
 
 def _call(name: str, inputs: Tensors, outputs: Tensors) -> str:
-    """Say what all have to call alike, to meet."""
+    """Return a text that is equal on all ranks whose calls can meet."""
     by_name = {"scatter": outputs, "all_gather": outputs, "all_to_all_single": ()}
     alike = by_name.get(name, inputs or outputs)
     name = "message" if name.startswith(P2P) else name
@@ -381,7 +381,7 @@ def _type_of(tensor: torch.Tensor) -> str:
 
 
 def install() -> None:
-    """Be what "nccl" means in this process, for tensors of the CPU; called when torch is there."""
+    """Register the stand-in as "nccl" for tensors of the CPU; torch calls this function."""
     for name, kind in (("nccl", "NCCL"), ("nccl2", "CUSTOM")):
         dist.Backend.register_backend(
             name,

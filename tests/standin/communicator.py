@@ -1,7 +1,7 @@
-"""What connects the ranks of a backend: a file in which each leaves what it gives to a collective.
+"""The connection of a backend's ranks: a file with the tensors of each rank for each collective.
 
-A collective that the others do not come to, or come to with another one, never ends; nor does
-one with a rank that has died, as with NCCL on one machine.  `abort` ends them all.
+A collective never ends if another rank does not come, makes another call, or has died, as with
+NCCL on one machine.  `abort` ends all collectives.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 FIRST_STEP, LONGEST_STEP = 0.0005, 0.02
-"""Seconds between two looks whether another rank has come."""
+"""The first and the longest pause between two looks for another rank's tensors, in seconds."""
 
-PATH = "path"  # the key of the file's in the store where ranks meet
+PATH = "path"  # the key of the file's path in the store
 READY = "ready"
 
 
@@ -29,21 +29,21 @@ class Aborted(Exception):
 
 
 class Communicator:
-    """Connects to the others, all or none, within the time."""
+    """Connects to all other ranks within the timeout, or to none."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         self.rank, self.made = rank, time.monotonic()
         self._over = False
         if rank == 0:
-            # In the folder where the stand-in was found, which goes with what has made it.
+            # In the folder of the stand-in, which is removed by the process that made it.
             folder = os.environ["PYTHONPATH"].partition(os.pathsep)[0]
             store.set(PATH, f"{folder}/communicator-{secrets.token_hex(8)}")
         store.wait([PATH], timeout)
-        # Without a number of ranks it is not removed with the first one that ends.
+        # Without a number of ranks, the first rank that ends does not remove the file.
         self._given = dist.FileStore(store.get(PATH).decode())
         deadline = self.made + timeout.total_seconds()
         self.exchange(READY, READY, [], range(size), deadline)
-        if rank == 0:  # who comes under a number that was used is to meet nobody
+        if rank == 0:  # a rank that comes with a used number must meet no rank
             store.delete_key(PATH)
 
     def exchange(
@@ -54,9 +54,9 @@ class Communicator:
         wanted: Iterable[int],
         deadline: float = float("inf"),
     ) -> dict[int, list[torch.Tensor]]:
-        """Give this to the other ranks, and return what the wanted ones give under the same key.
+        """Give tensors to the other ranks, and return the `wanted` ranks' tensors for this key.
 
-        Raises TimeoutError, and Aborted.  Who gives to another call never meets this rank.
+        Raises TimeoutError, and Aborted.  A rank that makes another call never meets this rank.
         """
         buffer = io.BytesIO()
         torch.save((call, [each.detach().clone() for each in given]), buffer)
@@ -64,7 +64,7 @@ class Communicator:
         return {rank: self._of(rank, key, call, deadline) for rank in wanted}
 
     def abort(self) -> None:
-        """End all that waits in it, from any thread."""
+        """End all waits in the communicator, from any thread."""
         self._over = True
 
     def _of(self, rank: int, key: str, call: str, deadline: float) -> list[torch.Tensor]:

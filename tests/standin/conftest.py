@@ -1,4 +1,4 @@
-"""Skips what needs the torch that the stand-in is written for."""
+"""Skips the tests of this folder if torch is older than the stand-in needs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from importlib import metadata
 import pytest
 
 LEAST = (2, 15)
-"""From then on a backend in Python can say its name, and what is renewed."""
+"""The first torch in which a Python backend can give its name and be connected again."""
 
 
 def has_torch() -> bool:

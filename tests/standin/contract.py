@@ -1,7 +1,7 @@
-"""What nccl2 does and the stand-in too: `python -m tests.standin.contract RANK SIZE FILE DEVICE`.
+"""Checks of nccl2 and the stand-in: `python -m tests.standin.contract RANK SIZE FILE DEVICE`.
 
 Two ranks run each check at the same time, in plain processes, and write a line of JSON for each.
-With a CUDA device this is about torch's own nccl2 (tests/gpu).
+With a CUDA device the checks are about torch's own nccl2 (tests/gpu).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SHORT, LONG = timedelta(seconds=1), timedelta(seconds=60)
 
 
 class Rank:
-    """One of the processes: its device, and the store in which it meets the others."""
+    """A process of the contract: its device, and the store in which all processes meet."""
 
     def __init__(self, rank: int, size: int, file: str, device: str) -> None:
         self.rank, self.size = rank, size
@@ -58,7 +58,7 @@ class Rank:
         return backend
 
     def options(self, backend: Any, timeout: timedelta = LONG) -> Any:
-        """Find the others' handles, for a number that nobody has used."""
+        """Return options with the handles of all ranks and a number that is not in use."""
         self._uuid += 1
         self.store.set(f"{self._uuid}/{self.rank}", backend.get_reconfigure_handle())
         options = c10d.ReconfigureOptions()
@@ -76,7 +76,7 @@ class Rank:
         return torch.ones(length, device=self.device)
 
     def works(self, group: dist.ProcessGroup | None = None) -> None:
-        """All meet in a collective, and it is right."""
+        """Check that all ranks meet in a collective, with the right result."""
         t = self.ones() * self.rank
         dist.all_reduce(t, group=group)
         assert t.tolist() == [sum(range(self.size))] * 4, t
@@ -90,13 +90,13 @@ class Rank:
         return found
 
     def alone(self, group: dist.ProcessGroup | None = None) -> dist.Work | None:
-        """Have the first rank begin what the others do not come to."""
+        """Begin a collective on the first rank alone."""
         if self.rank:
             return None
         return dist.all_reduce(self.ones(), group=group, async_op=True)
 
     def abort(self, *groups: dist.ProcessGroup) -> None:
-        """Abort from another thread, all at once, while this one waits for its stream."""
+        """Abort all groups at once, in other threads, while this thread waits for its stream."""
         threads = [threading.Thread(target=self.backend_of(each).abort) for each in groups]
         for thread in threads:
             thread.start()
@@ -110,8 +110,8 @@ def world() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-def test_before_it_is_connected(own: Rank) -> None:
-    """It has its name, says what it can, and begins no collective."""
+def test_no_collective_begins_before_connecting(own: Rank) -> None:
+    """A backend that is not connected has a name and abilities, and begins no collective."""
     backend = own.backend_of(world())
     assert (backend.name(), backend.supports_reconfigure) == ("nccl2", True)
     with pytest.raises(RuntimeError, match="has not been initialized"):
@@ -121,8 +121,8 @@ def test_before_it_is_connected(own: Rank) -> None:
     own.works()
 
 
-def test_collectives(own: Rank) -> None:
-    """Each gives what it is to give."""
+def test_collectives_give_the_right_results(own: Rank) -> None:
+    """Each collective gives the right result on each rank."""
     size, rank = own.size, own.rank
     t = own.ones() * rank
     dist.broadcast(t, 1)
@@ -159,8 +159,8 @@ def test_collectives(own: Rank) -> None:
     dist.barrier()
 
 
-def test_ranks_that_differ(own: Rank) -> None:
-    """What need not be alike has the names that verdicts know it by; so have sends."""
+def test_collectives_with_unequal_parts_have_their_names(own: Rank) -> None:
+    """Collectives with unequal parts, and messages, have the names that verdicts look for."""
     size, rank = own.size, own.rank
     t, parts = own.ones(size * (rank + 1)) * rank, [own.ones(each + 1) for each in range(size)]
     whole, sizes = torch.cat(parts), [each + 1 for each in range(size)]
@@ -175,8 +175,8 @@ def test_ranks_that_differ(own: Rank) -> None:
     assert own.recorded()[-2]["output_sizes"] == [[each] for each in sizes]
 
 
-def test_runs_ahead(own: Rank) -> None:
-    """Who begins a collective goes on; its result is there when the others have come."""
+def test_a_rank_runs_ahead_of_its_collectives(own: Rank) -> None:
+    """A rank that begins a collective goes on; the result comes when all ranks have come."""
     if own.rank:
         own.store.wait(["begun"], LONG)
     t = own.ones() * (own.rank + 1)
@@ -188,8 +188,8 @@ def test_runs_ahead(own: Rank) -> None:
     wait_until(lambda: not own.pending())
 
 
-def test_an_abort_ends_what_waits(own: Rank) -> None:
-    """The stream goes on, nothing else begins, and what was begun never counts as done."""
+def test_an_abort_ends_pending_collectives(own: Rank) -> None:
+    """The stream goes on, no collective begins, and pending collectives never count as done."""
     own.alone()
     own.abort(world())
     backend = own.backend_of(world())
@@ -203,8 +203,8 @@ def test_an_abort_ends_what_waits(own: Rank) -> None:
     own.works()
 
 
-def test_connects_while_something_waits(own: Rank) -> None:
-    """To connect it again ends what it does."""
+def test_connecting_again_ends_pending_collectives(own: Rank) -> None:
+    """Connecting a backend again ends the collective in which a rank waits."""
     work = own.alone()
     own.connect(world())
     own.synchronize()
@@ -214,8 +214,8 @@ def test_connects_while_something_waits(own: Rank) -> None:
     own.works()
 
 
-def test_one_does_not_come(own: Rank) -> None:
-    """The others are told so within the time, and can try again, all together."""
+def test_connecting_fails_if_a_rank_does_not_come(own: Rank) -> None:
+    """If a rank does not come, connecting fails in time, and all ranks together can try again."""
     backend = own.backend_of(world())
     options = own.options(backend, SHORT)
     if own.rank == 0:
@@ -228,8 +228,8 @@ def test_one_does_not_come(own: Rank) -> None:
     own.works()
 
 
-def test_a_number_that_was_used(own: Rank) -> None:
-    """It is refused, and does no harm."""
+def test_a_used_number_is_refused(own: Rank) -> None:
+    """A connection under a used number is refused, and does no harm."""
     backend = own.backend_of(world())
     options = own.options(backend, SHORT)
     backend.reconfigure(options).wait()
@@ -242,8 +242,8 @@ def test_a_number_that_was_used(own: Rank) -> None:
     own.works()
 
 
-def test_two_groups(own: Rank) -> None:
-    """One waits in its first collective and is aborted alone; then both at once."""
+def test_groups_are_aborted_alone_or_together(own: Rank) -> None:
+    """A group that waits in its first collective is aborted alone; then both are, at once."""
     other = dist.new_group()
     own.connect(other)
     own.alone(other)
@@ -261,8 +261,8 @@ def test_two_groups(own: Rank) -> None:
     own.works(other)
 
 
-def test_a_collective_takes_too_long(own: Rank) -> None:
-    """It ends with an error, and the process does not."""
+def test_a_collective_over_its_timeout_ends(own: Rank) -> None:
+    """A collective that exceeds its timeout ends with an error, and the process does not end."""
     backend = own.backend_of(world())
     backend.set_timeout(SHORT)
     own.alone()
@@ -275,8 +275,8 @@ def test_a_collective_takes_too_long(own: Rank) -> None:
     own.works()
 
 
-def test_reconnects_often(own: Rank) -> None:
-    """Threads stay as many as they were."""
+def test_connecting_again_adds_no_threads(own: Rank) -> None:
+    """Connecting again, even often, leaves the number of threads as before."""
     own.connect(world())
     before = threads()
     for _ in range(5):
@@ -302,7 +302,7 @@ def wait_until(is_so: Callable[[], object]) -> None:
 
 
 def run(own: Rank, checks: Iterable[Check] = CHECKS) -> None:
-    """Make the group, and run the checks until one fails."""
+    """Form the group, and run the checks until a check fails."""
     if own.device.type == "cuda":
         torch.cuda.set_device(own.device)
     options: Any = {"store": own.store, "rank": own.rank, "world_size": own.size}
@@ -325,4 +325,4 @@ if __name__ == "__main__":
     run(Rank(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]))
     sys.stdout.flush()
 
-    os._exit(0)  # no thread of a backend's is to be waited for
+    os._exit(0)  # without waiting for threads of the backend

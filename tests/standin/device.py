@@ -1,7 +1,7 @@
-"""Streams without a GPU: what is put on one runs later, in order, in a thread of its own.
+"""Streams without a GPU: work on a stream runs later, in order, in a thread of the stream.
 
-The main thread finds out where it is to wait as on a GPU: when it touches a tensor that
-something on its stream still works on, or synchronises.  No signal ends that wait.
+The main thread waits as on a GPU: when it touches a tensor that work on its stream still uses, or
+when it synchronizes.  No signal ends that wait.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 POISON = "CUDA error: device-side assert triggered"
-"""What CUDA says of everything once a kernel has failed, for the life of the process."""
+"""CUDA's message for every call once a kernel has failed, for the life of the process."""
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class Event:
-    """Something on a stream, which ends once."""
+    """The end of some work on a stream, which comes once."""
 
     def __init__(self) -> None:
-        # torch's, because no signal wakes who waits for it.
+        # A future of torch, because no signal ends a wait for it.
         self._over: Future[None] = Future()
 
     def end(self) -> None:
@@ -43,14 +43,14 @@ class Event:
 
 
 class Stream:
-    """A thread that runs one thing after the other."""
+    """A thread that runs pieces of work in order."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[tuple[Callable[[], object], Event]] = SimpleQueue()
         threading.Thread(target=self._run, name="stream", daemon=True).start()
 
     def put(self, work: Callable[[], object] = lambda: None) -> Event:
-        """Have it run after all that was put here before; what it raises is its own affair."""
+        """Run `work`, which must raise nothing, after all earlier work of the stream."""
         event = Event()
         self._queue.put((work, event))
         return event
@@ -66,7 +66,7 @@ class Stream:
 
 
 class Device:
-    """The process's one device: its current stream, and the tensors that are in use there."""
+    """The only device of the process: its current stream, and the tensors in use on that stream."""
 
     def __init__(self) -> None:
         self._stream: Stream | None = None
@@ -76,21 +76,21 @@ class Device:
 
     @property
     def stream(self) -> Stream:
-        """The current one, as soon as it is needed: a fork has no threads."""
+        """The current stream, which is created at its first use: a fork has no threads."""
         if self._stream is None:
             self._stream = Stream()
         return self._stream
 
     def watch(self) -> None:
-        """Have this thread wait where it touches what is in use."""
+        """Make this thread wait when it touches a tensor that is in use."""
         if not self._watches:
             self._watches = True
             _Watch(self).__enter__()
-            for name in ("numpy", "cpu", "tolist"):  # none of which is dispatched
+            for name in ("numpy", "cpu", "tolist"):  # methods that are not dispatched
                 setattr(torch.Tensor, name, self._waiting(getattr(torch.Tensor, name)))
 
     def use(self, tensors: Iterable[torch.Tensor], event: Event) -> None:
-        """Note that they are in use until the event is over."""
+        """Record that tensors are in use until the event is over."""
         for each in tensors:
             self._busy.setdefault(_place_of(each), WeakSet()).add(event)
 
@@ -101,12 +101,12 @@ class Device:
         self._busy.clear()
 
     def check(self) -> None:
-        """Raise what CUDA raises in a process whose context is of no use any more."""
+        """Raise CUDA's error if the context of the process has become unusable."""
         if self.is_poisoned:
             raise torch.AcceleratorError(POISON)
 
     def touch(self, found: object) -> None:
-        """Wait if any of these tensors is in use."""
+        """Wait if any tensor in `found` is in use."""
         if not self._busy:
             return
         for each in tree_leaves(found):
@@ -140,7 +140,7 @@ class _Watch(TorchDispatchMode):
     ) -> Any:
         is_fake = any(issubclass(kind, FakeTensor) for kind in types)
         if not is_fake and any(kind not in PLAIN for kind in types):
-            return NotImplemented  # its own operations on plain tensors come here
+            return NotImplemented  # operations of the subclass on plain tensors come here
         if func.namespace not in ("c10d", "_c10d_functional"):
             self._device.touch((args, kwargs))
         return func(*args, **kwargs or {})

@@ -1,4 +1,4 @@
-"""Processes whose torch has the stand-in; two that run the contract, and what they have said."""
+"""Processes whose torch has the stand-in, and the results of two that run the contract."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ENTRY_POINT = "[torch.backends]\nnccl-standin = tests.standin.backend:install\n"
 
 
 def path_with_standin(folder: Path) -> str:
-    """Make what an installed package would have; return PYTHONPATH with it."""
+    """Write the metadata of an installed package, and return a PYTHONPATH with that package."""
     about = folder / "nccl_standin-0.dist-info"
     about.mkdir()
     (about / "METADATA").write_text(METADATA)
@@ -33,12 +33,12 @@ def path_with_standin(folder: Path) -> str:
 CONTRACT = Path(__file__).with_name("contract.py").read_text()
 
 CHECKS = re.findall(r"^def (test_\w+)", CONTRACT, re.MULTILINE)
-"""Their names, without importing torch here."""
+"""The names of the checks, read without an import of torch."""
 
 
 @dataclass(frozen=True)
 class Said:
-    """By rank: a line for each check, and all that was written."""
+    """The results by rank: a line for each check, and all text that the rank has written."""
 
     lines: list[dict[str, dict[str, str]]]
     texts: list[str]
@@ -50,7 +50,7 @@ class Said:
 
 
 def both(folder: Path, device: str, environ: Mapping[str, str]) -> Said:
-    """Run it; where one rank has failed the other is not waited for."""
+    """Run the contract on two ranks; if a rank fails, the other is killed."""
     command = [sys.executable, "-m", "tests.standin.contract"]
     files = [folder / f"rank{rank}" for rank in range(2)]
     ranks = []

@@ -1,4 +1,4 @@
-"""The stand-in does what nccl2 does, as tests/gpu has the real one do; and worlds heal on it.
+"""The stand-in acts as nccl2 does, which tests/gpu proves of nccl2, and worlds heal on it.
 
 A rank fails while others are in its collectives: they are released, and the world goes on.
 """
@@ -36,20 +36,20 @@ pytestmark = [pytest.mark.own_agent, pytest.mark.shared_world(RANKS)]
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> Said:
-    """What two ranks have said of each check."""
+    """The results of the contract's checks on two ranks."""
     folder = tmp_path_factory.mktemp("standin")
     return both(folder, "cpu", {**os.environ, "PYTHONPATH": processes.path_with_standin(folder)})
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_contract(said: Said, check: str) -> None:
-    """Both ranks pass it."""
+def test_both_ranks_pass_the_contract(said: Said, check: str) -> None:
+    """Both ranks pass each check of the contract."""
     said.passed(check)
 
 
 @pytest.mark.parametrize(("asked", "name"), [("1", "ProcessGroupNCCL2"), ("0", "ProcessGroupNCCL")])
-def test_what_is_said_of_nccl(asked: str, name: str) -> None:
-    """`nbdist doctor` asks torch which of its two classes `nccl` is; the stand-in is not there."""
+def test_doctor_names_the_class_of_nccl(asked: str, name: str) -> None:
+    """`nbdist doctor` names torch's own class for `nccl`, of two classes; no stand-in is used."""
     done = subprocess.run(
         [sys.executable, "-m", "nbdist.worker", "about"],
         env={**os.environ, "TORCH_DIST_USE_NCCL2": asked},
@@ -70,9 +70,9 @@ BAD = "if rank == 1: raise ValueError('bad')\n"
 
 @dataclass(frozen=True)
 class Row:
-    """A cell; with which error and words it ends, if any, and of which ranks.
+    """A cell, its expected error, words of the message, and the ranks that the error is of.
 
-    Ranks that are `lost` are restarted; `is_stopped`: Stop is pressed.
+    Ranks that are `lost` are restarted; with `is_stopped` the test presses Stop.
     """
 
     source: str
@@ -84,7 +84,7 @@ class Row:
 
 
 def _raises(source: str, waited: str, **more: Any) -> Row:
-    """Rank 1 does, in line 2, and the others have `waited` somewhere."""
+    """Return a row in which rank 1 raises an error in line 2, while other ranks have `waited`."""
     ranks, said = more.pop("ranks", (1,)), f"{waited} and w"
     before = f"t, u = torch.ones(256), torch.ones(256)\n{BAD}"
     return Row(before + source, "WorkerError", said if waited else "", ranks, **more)
@@ -173,7 +173,7 @@ ROWS = {
         "assert t.item() == world_size",
         "",
     ),
-    # All of them wait then, for a collective that nothing but the GPU is busy with.
+    # All ranks wait then, for a collective with which only the GPU is busy.
     "is slow on its GPU, with parts that differ": Row(
         "import time\nfrom tests.standin.device import DEVICE\n"
         "given, sizes = torch.ones(world_size * (rank + 1)), [n + 1 for n in range(world_size)]\n"
@@ -186,7 +186,7 @@ ROWS = {
 }
 
 BREAKS = "from tests.standin.backend import FAULTS\nif rank == 2: FAULTS.add({!r})"
-"""A cell after which something goes wrong on a rank when it is done."""
+"""A cell that plants a fault on rank 2."""
 
 FIRST = {
     "raises, a group's first collective": "fresh = dist.new_group()",
@@ -194,7 +194,7 @@ FIRST = {
     "raises, nccl timed out": "import time; from datetime import timedelta\n"
     "brief = dist.new_group(timeout=timedelta(seconds=0.2))",
 }
-"""Cells before."""
+"""Cells that run before the cells of `ROWS`, by name."""
 
 GOES_ON = """
 for group in (None, second):
@@ -226,7 +226,7 @@ def started() -> Iterator[World]:
 
 @pytest.fixture
 def world(started: World) -> World:
-    """It, with models and groups; anew where a row has lost them."""
+    """The world with models and groups, which are made again if a row has lost them."""
     if started.state is not WorldState.READY:
         started.restart()
     if None in started.gather("globals().get('second') and rank"):
@@ -237,8 +237,8 @@ def world(started: World) -> World:
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_goes_on(world: World, name: str) -> None:
-    """Survivors keep processes and variables, and all that was made before works on."""
+def test_a_world_goes_on_after_a_failure(world: World, name: str) -> None:
+    """Survivors keep processes and variables, and earlier groups and models still work."""
     row = ROWS[name]
     if name in FIRST:
         world.execute(FIRST[name])
@@ -266,8 +266,8 @@ def test_goes_on(world: World, name: str) -> None:
         world.execute(GOES_ON)
 
 
-def test_no_communicator(world: World) -> None:
-    """Where a rank cannot make one, the next cell tries again; no variables are lost."""
+def test_a_failed_connection_is_tried_again(world: World) -> None:
+    """If a rank cannot connect, the next cell tries again, and no variables are lost."""
     before = dict(world.pids)
     world.execute(BREAKS.format("connect"))
     with pytest.raises(WorkerError, match="bad"):
@@ -277,8 +277,8 @@ def test_no_communicator(world: World) -> None:
     assert world.pids == before
 
 
-def test_status(world: World) -> None:
-    """It says which collective each rank waits in, and which was its last one."""
+def test_status_names_the_collective_of_a_rank(world: World) -> None:
+    """`status` says in which collective each rank waits, with its place, and which was the last."""
     source = "import time\nif rank == 1: time.sleep(600)\nt = torch.ones(4); dist.all_reduce(t)"
     running = world.submit(world.task(source))
 

@@ -1,6 +1,6 @@
-"""Tests of `nbdist.system.folders`: locks before removing anything, trust before reading it.
+"""Tests of `nbdist.system.folders`: only unlocked folders are removed, and only safe files read.
 
-Of folders of worlds' sockets too: where they are, and when they are removed.
+Tests of runtime folders too: their places, and when they are removed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from nbdist.system.folders import LOCK_FILE, RuntimeFolder, Untrusted, places
 
 @pytest.fixture
 def ours(tmp_path: Path) -> Path:
-    """A folder of ours that nobody holds, with a file and a folder in it."""
+    """A folder of nbdist that no process has locked, with a file and a folder in it."""
     folder = tmp_path / "ours"
     folder.mkdir(mode=0o700)
     os.close(folders.claim(folder))
@@ -32,10 +32,10 @@ def ours(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_working_directory_that_was_removed(
+def test_a_removed_working_directory_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The nearest folder above it takes its place; one that was made again is taken itself."""
+    """The nearest existing folder stands in for a removed one, until that exists again."""
     folder = tmp_path / "a" / "b"
     folder.mkdir(parents=True)
     monkeypatch.chdir(folder)
@@ -47,8 +47,8 @@ def test_a_working_directory_that_was_removed(
     assert folders.nearest_folder("/nothing/there") == "/"
 
 
-def test_a_file_is_whole_or_not_there(tmp_path: Path) -> None:
-    """What fails leaves the one before, and nothing else; a link in its way is not followed."""
+def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    """A failed write leaves the old file and nothing else; a link in the way is not followed."""
     path, part = tmp_path / "file", tmp_path / "part"
     part.symlink_to(path)
     for text in (b"old", b"new"):
@@ -61,8 +61,8 @@ def test_a_file_is_whole_or_not_there(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == folders.PRIVATE_FILE
 
 
-def test_a_file_that_is_written_twice_at_once(tmp_path: Path) -> None:
-    """Neither disturbs the other, also if both have the same number, each in its container."""
+def test_two_writers_do_not_disturb_each_other(tmp_path: Path) -> None:
+    """Two writers do not disturb each other, even with the same pid in two containers."""
     path = tmp_path / "file"
     with folders.whole_file(path) as first:
         with folders.whole_file(path) as second:
@@ -73,8 +73,8 @@ def test_a_file_that_is_written_twice_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.world
-def test_it_goes_when_nobody_holds_it(ours: Path) -> None:
-    """Whoever holds it keeps it, of several the last one; a holder that is killed holds nothing."""
+def test_a_folder_goes_when_no_process_locks_it(ours: Path) -> None:
+    """A folder is removed once no process locks it; a process that is killed locks nothing."""
     first, last = (folders.join(ours) for _ in range(2))
     os.close(first)
     assert not folders.remove(ours)
@@ -93,8 +93,8 @@ def test_it_goes_when_nobody_holds_it(ours: Path) -> None:
     assert not folders.remove(ours)
 
 
-def test_without_its_lock_file_it_stays(ours: Path, tmp_path: Path) -> None:
-    """A linked or no lock file, a folder of another user, a linked folder: it stays."""
+def test_a_folder_without_its_lock_file_stays(ours: Path, tmp_path: Path) -> None:
+    """A folder without a good lock file stays, and so does a link or a folder of another user."""
     lock_file, other = ours / LOCK_FILE, tmp_path / "other"
     other.touch()
     for break_it in (lock_file.unlink, lambda: lock_file.symlink_to(other)):
@@ -102,7 +102,7 @@ def test_without_its_lock_file_it_stays(ours: Path, tmp_path: Path) -> None:
         assert folders.join(ours) is None
         assert not folders.remove(ours)
     lock_file.unlink()
-    lock_file.touch()  # it was made, and is not locked yet
+    lock_file.touch()  # new, and not locked yet
     assert folders.join(ours, fcntl.LOCK_EX) is None
     assert not folders.remove(ours)
     lock_file.write_text("ours")
@@ -116,8 +116,8 @@ def test_without_its_lock_file_it_stays(ours: Path, tmp_path: Path) -> None:
     assert folders.remove(ours)
 
 
-def test_where_others_can_write_it_stays_whole(ours: Path) -> None:
-    """Names could change their meaning while it is removed; what others can only read goes."""
+def test_a_folder_that_others_can_write_stays(ours: Path) -> None:
+    """A folder that others can write to stays; a folder that they can only read is removed."""
     for mode in (0o720, 0o702):
         ours.chmod(mode)
         assert not folders.remove(ours)
@@ -126,10 +126,10 @@ def test_where_others_can_write_it_stays_whole(ours: Path) -> None:
     assert folders.remove(ours)
 
 
-def test_what_takes_its_place_meanwhile_stays(
+def test_a_folder_that_replaces_another_stays(
     ours: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only the folder that was checked is emptied, wherever it is by then."""
+    """Only the checked folder is emptied, even if another one has got its name meanwhile."""
     listdir = os.listdir
 
     def after_a_move(at: int) -> list[str]:
@@ -148,7 +148,7 @@ def test_what_takes_its_place_meanwhile_stays(
 def test_a_removal_that_was_interrupted_is_completed(
     ours: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The lock file goes last: without it nobody could remove the rest."""
+    """The lock file is removed last, so that a later call can remove the rest."""
 
     def interrupt(*_: Any, **options: Any) -> None:
         raise KeyboardInterrupt
@@ -163,7 +163,7 @@ def test_a_removal_that_was_interrupted_is_completed(
 
 
 def test_links_are_removed_not_followed(ours: Path, tmp_path: Path) -> None:
-    """What a link leads to stays."""
+    """Links are removed, and the folders that they lead to stay."""
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").write_text("mine")
     for link in (ours / "link", ours / "sub" / "link"):
@@ -172,8 +172,8 @@ def test_links_are_removed_not_followed(ours: Path, tmp_path: Path) -> None:
     assert (tmp_path / "mine" / "file").read_text() == "mine"
 
 
-def test_folders_are_private_on_the_way(tmp_path: Path) -> None:
-    """Those that are made, and not those that are there."""
+def test_new_folders_on_a_path_are_private(tmp_path: Path) -> None:
+    """New folders on a path are private, and existing ones keep their mode."""
     tmp_path.chmod(0o755)
     before = os.umask(0)
     try:
@@ -190,8 +190,8 @@ def test_folders_are_private_on_the_way(tmp_path: Path) -> None:
             folders.check_private(folder)
 
 
-def test_what_is_trusted_can_be_read(ours: Path) -> None:
-    """A plain file in private folders, and an error where there is none."""
+def test_only_files_of_this_user_are_read(ours: Path) -> None:
+    """A plain file that only this user can write is opened; other files raise an error."""
     ours.parent.chmod(0o700)
     os.close(folders.open_trusted(ours / "file"))
     with pytest.raises(FileNotFoundError):
@@ -209,14 +209,14 @@ def test_what_is_trusted_can_be_read(ours: Path) -> None:
 
 @pytest.fixture
 def parent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Short enough for a unix socket's path."""
+    """A place for runtime folders, with a path short enough for sockets."""
     with tempfile.TemporaryDirectory(prefix="nbt-", dir="/tmp") as folder:
         monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
         yield Path(folder)
 
 
-def test_what_a_killed_agent_left_goes_and_nothing_else(parent: Path) -> None:
-    """What is held stays, whatever a cleaner took; so do copies, renamed ones and data."""
+def test_only_folders_of_killed_agents_are_removed(parent: Path) -> None:
+    """Folders of killed agents go; locked, copied and renamed folders and data stay."""
     held, cleaned, killed, moved = (RuntimeFolder() for _ in range(4))
     left = killed.path
     (cleaned.path / LOCK_FILE).unlink()
@@ -238,15 +238,15 @@ def test_what_a_killed_agent_left_goes_and_nothing_else(parent: Path) -> None:
     assert (data / "lock").exists()
 
 
-def test_what_was_left_elsewhere_goes_too(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next agent may come by ssh, or in a batch job, and have another environment."""
+def test_folders_are_removed_from_all_places(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folders of killed agents go from all places: the next agent's environment may differ."""
     killed = RuntimeFolder()
     os.close(killed._claim)
     other = parent / "other"
     other.mkdir()
     for name, folder in (("TMPDIR", parent), ("XDG_RUNTIME_DIR", other)):
         monkeypatch.setenv(name, str(folder))
-    assert places()[:2] == [other, parent]  # that of the session before that of temporary files
+    assert places()[:2] == [other, parent]  # XDG_RUNTIME_DIR before TMPDIR
     RuntimeFolder().close()
     assert [*parent.iterdir()] == [other]
 
@@ -258,10 +258,10 @@ def test_what_was_left_elsewhere_goes_too(parent: Path, monkeypatch: pytest.Monk
         ("TMPDIR", "\udcff"),
     ],
 )
-def test_places_that_cannot_hold_sockets(
+def test_places_that_cannot_hold_sockets_are_skipped(
     parent: Path, monkeypatch: pytest.MonkeyPatch, variable: str, name: str
 ) -> None:
-    """A path that is too long, in bytes, or relative, or of other signs: there is another place."""
+    """A place whose path is relative, too long in bytes, or has wrong characters is not used."""
     monkeypatch.delenv("XDG_RUNTIME_DIR")
     monkeypatch.delenv("TMPDIR", raising=False)
     folder = parent / name

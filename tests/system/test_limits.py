@@ -1,6 +1,6 @@
-"""Tests of `nbdist.system.limits`: this machine's limits, those of processes and control groups.
+"""Tests of `nbdist.system.limits`: limits of this machine, of processes and of control groups.
 
-Groups are of both versions, at whatever height.
+Control groups of both versions count, at any level.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MEMINFO = "MemTotal: 33554432 kB\nMemAvailable: 16777216 kB\nSwapFree: {swap} kB
 
 
 class Machine:
-    """A /proc, and groups mounted as on a machine, in a container or beside one."""
+    """A made-up /proc and control groups, mounted as on a machine or in a container."""
 
     def __init__(self, folder: Path) -> None:
         self.proc, self.mounted = folder / "proc", folder / "memory"
@@ -42,13 +42,13 @@ class Machine:
         self.mounted.mkdir()
 
     def has(self, cgroup: str, mount: str, swap: int = 0) -> None:
-        """Write what /proc has of this process's groups and mounts; `swap` in bytes."""
+        """Write the files of /proc with this process's groups and mounts; `swap` is free bytes."""
         (self.proc / "meminfo").write_text(MEMINFO.format(swap=swap >> 10))
         (self.proc / "self" / "cgroup").write_text(cgroup)
         (self.proc / "self" / "mountinfo").write_text(mount.format(self.mounted))
 
     def group(self, path: str, **files: object) -> Path:
-        """A group with these files; `__` in a name is a dot."""
+        """Make a group with some files; `__` in a file's name becomes a dot."""
         folder = self.mounted / path
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
@@ -71,8 +71,8 @@ V2 = "30 23 0:26 / {} rw,nosuid - cgroup2 cgroup2 rw\n"
 V1 = "31 23 0:27 {root} {{}} rw,nosuid - cgroup cgroup rw,memory\n"
 
 
-def test_version_2(machine: Machine) -> None:
-    """A limit above the process's own group counts, and what it may swap; cached files do not."""
+def test_limits_of_version_2_count(machine: Machine) -> None:
+    """Limits of groups above the process's own count; cached files and swap count as free."""
     machine.has("0::/job/step\n", V2)
     machine.group("job/step", memory__max="max", memory__current=GB)
     stat = f"anon 5\ninactive_file {GB // 4}\nactive_file {GB // 4}"
@@ -90,11 +90,11 @@ def test_version_2(machine: Machine) -> None:
     [
         ("/", "/a/b", "a/b"),  # the machine itself
         ("/docker/1", "/docker/1", ""),  # a container that sees its own group alone
-        ("/", "/../../other", ""),  # a group outside of what is mounted here
+        ("/", "/../../other", ""),  # a group that is not mounted here
     ],
 )
-def test_version_1(machine: Machine, root: str, path: str, folder: str) -> None:
-    """Also as containers see it, and beside a version 2 that does not count memory."""
+def test_limits_of_version_1_count(machine: Machine, root: str, path: str, folder: str) -> None:
+    """Limits of version 1 count, also in containers, and beside version 2 without memory."""
     machine.has(f"5:cpu:/x\n4:memory:{path}\n0::/\n", V1.format(root=root))
     group = machine.group(
         folder,
@@ -105,20 +105,20 @@ def test_version_1(machine: Machine, root: str, path: str, folder: str) -> None:
     assert machine.limits == [MemoryLimit(f"its group {group}", 2 * GB, GB + GB // 2)]
 
 
-def test_more_than_this_machine_has() -> None:
-    """Refused before any of it is taken; small things are not looked at."""
+def test_more_memory_than_this_machine_has_is_refused() -> None:
+    """More memory than this machine has is refused; a byte is not."""
     with pytest.raises(NotEnoughMemory, match=r"sending 1125899\.91 GB needs"):
         require_memory(1 << 50)
     require_memory(1)
-    # It is found on any machine; a count that has not gone up, or another end, is nothing.
+    # A kill is reported as lack of memory only if the kernel has counted such a kill meanwhile.
     kills = OomKills(os.getpid())
     assert "oom_kill" in kills.file.read_text()
     assert kills.text(-signal.SIGKILL) == ""
     assert OomKills(2**22 + 1).text(-signal.SIGKILL) == ""
 
 
-def test_groups_of_a_controller(machine: Machine) -> None:
-    """Those with it, and those of version 2, from the innermost out; some set no limit."""
+def test_groups_of_a_controller_are_listed(machine: Machine) -> None:
+    """Groups of a controller are listed from the innermost out; some set no limit."""
     machine.has("4:pids:/a/b\n3:memory:/m\n0::/u\n", V1.format(root="/"))
     assert list(control_groups("cpu", proc=machine.proc)) == []
     assert list(control_groups("memory", proc=machine.proc)) == [
@@ -132,8 +132,8 @@ def test_groups_of_a_controller(machine: Machine) -> None:
 
 
 @pytest.mark.world
-def test_groups_of_another_process() -> None:
-    """They are those that /proc tells of it; a process that has ended is in none."""
+def test_groups_of_another_process_are_listed() -> None:
+    """A child is in its parent's control groups, and a process that has ended is in none."""
     with subprocess.Popen(["sleep", "1000"]) as process:
         found = list(control_groups("memory", process.pid))
         process.kill()
@@ -141,11 +141,11 @@ def test_groups_of_another_process() -> None:
     assert list(control_groups("memory", process.pid)) == []
 
 
-def test_a_program_that_cannot_be_run() -> None:
-    """It is no limit that is in the way."""
+def test_a_failed_start_names_the_limit() -> None:
+    """An error at the start of a process says whether a limit is reached, and which."""
     assert word_lack(errno.ENOENT) == "No such file or directory"
     assert word_lack(errno.ENOMEM) == "no further process can be started: Cannot allocate memory"
-    # The limit is named with its figures, where it can be found, and what to do.
+    # The limit is named with its figures, if they can be found, and with the remedy.
     found = re.fullmatch(
         r"no further process or thread can be started: (.* is \d+, and \d+ processes and threads "
         r"are there|`ulimit -u` or pids.max of a control group is reached)\. "
@@ -179,8 +179,8 @@ LACKS_NONE = (
 )
 
 
-def test_last_lines_of_a_process() -> None:
-    """They tell of a limit if a thread or process could not be started, not if a file is locked."""
+def test_last_lines_of_a_process_show_a_limit() -> None:
+    """Last lines show a limit if a thread or process could not start, not if a file is locked."""
     for line in LACKS:
         assert lack_in(["hello", line]) == word_lack(errno.EAGAIN)
     for line in LACKS_NONE:
@@ -199,8 +199,8 @@ print(word_lack_of_files(1000))
 
 
 @pytest.mark.world
-def test_open_files() -> None:
-    """The soft limit is raised; a world that is too big is refused, with the size that is not."""
+def test_the_limit_of_open_files_is_raised() -> None:
+    """The soft limit of open files is raised; a too big world is refused with the largest size."""
     said = subprocess.run([sys.executable, "-c", ASKS], capture_output=True, text=True, check=True)
     raised, few, many = said.stdout.splitlines()
     assert (raised, few) == ("512", "enough")

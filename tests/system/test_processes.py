@@ -1,6 +1,6 @@
-"""Tests of `nbdist.system.processes`: our interpreters, their parents, the kernel's view.
+"""Tests of `nbdist.system.processes`: nbdist's interpreters, their parents, facts from /proc.
 
-No interpreter looks for modules in the notebook's folder; the end of its stdin ends a process.
+No interpreter looks for modules in the notebook's folder; a child ends with its parent.
 """
 
 from __future__ import annotations
@@ -53,18 +53,18 @@ ROOT = str(Path(__file__).parents[2])
         (f"{ROOT}:/lib", f"{ROOT}:/lib"),
     ],
 )
-def test_entries_of_pythonpath(path: str, safe: str) -> None:
-    """Empty and relative ones go, and the folder itself however it is written."""
+def test_the_notebooks_folder_leaves_pythonpath(path: str, safe: str) -> None:
+    """PYTHONPATH loses empty and relative entries, and the notebook's folder in any spelling."""
     assert safe_path({"PYTHONPATH": path}, "/work") == safe
     environ = {"A": "1", "PYTHONPATH": path}
     assert safe_environ(environ, "/work") == {"A": "1", **({"PYTHONPATH": safe} if safe else {})}
-    # Also where the notebook is there: else there would be no nbdist.
+    # The folder with nbdist stays even if the notebook is in it: workers could not start else.
     assert safe_path({"PYTHONPATH": ROOT}, ROOT) == ROOT
 
 
 @pytest.mark.world
-def test_its_session_its_end_and_its_log(tmp_path: Path) -> None:
-    """It is in nobody's process group, and says when it has ended, how, and what it wrote."""
+def test_a_child_has_its_session_and_log(tmp_path: Path) -> None:
+    """A child has its own session, and shows when it has ended, its exit code and last lines."""
     program = "import sys; print('x' * 5000, flush=True); sys.stderr.write('last\\n'); sys.exit(3)"
     child = Child("a", [sys.executable, "-c", program], tmp_path / "log", None)
     assert os.getsid(child.pid) == child.pid  # out of reach of Stop
@@ -76,8 +76,8 @@ def test_its_session_its_end_and_its_log(tmp_path: Path) -> None:
     child.close()
 
 
-def test_a_child_that_cannot_be_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is killed, and nothing of it is left open."""
+def test_a_child_without_pidfd_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child without a pidfd is killed, and no descriptor stays open."""
 
     def fail(pid: int) -> int:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
@@ -107,13 +107,13 @@ input()
 
 
 def child_of(parent: subprocess.Popen[str]) -> tuple[psutil.Process, str]:
-    """The child, and the first line that it has written."""
+    """Return the child of a parent, and the first line of the child."""
     pid, line = parent.stdout.readline().split(maxsplit=1)
     return psutil.Process(int(pid)), line.strip()
 
 
 def start(*command: str) -> subprocess.Popen[str]:
-    """A parent that has started this command."""
+    """Start a parent that starts a command."""
     return subprocess.Popen(
         [sys.executable, "-c", PARENT, *command],
         stdin=subprocess.PIPE,
@@ -123,7 +123,7 @@ def start(*command: str) -> subprocess.Popen[str]:
 
 
 def test_a_child_ends_with_its_parent() -> None:
-    """The kernel sends the signal as soon as the parent ends; whoever asks too late hears so."""
+    """The kernel kills a child whose parent ends; False says that the parent has ended before."""
     with start(sys.executable, "-c", ASKS, "0") as parent:
         child, said = child_of(parent)
         assert said == "True"
@@ -134,7 +134,7 @@ def test_a_child_ends_with_its_parent() -> None:
 
 
 def test_a_wrapper_ends_with_its_parent_and_ignores_stop() -> None:
-    """The command itself knows of neither: both settings survive exec."""
+    """A wrapped command ends with its parent and ignores Stop: both settings survive exec."""
     code = "import sys; print('there', flush=True); sys.stdin.read()"
     wrapper = (sys.executable, "-IS", processes.__file__, sys.executable, "-c", code)
     with start(*wrapper) as parent:
@@ -164,8 +164,8 @@ def python(code: str) -> Iterator[int]:
         process.kill()
 
 
-def test_what_is_known_without_asking() -> None:
-    """What a process does with a signal; whether it sleeps, is stopped, exiting or gone."""
+def test_proc_shows_the_state_of_a_process() -> None:
+    """/proc shows which signals a process ignores, and whether it sleeps, is stopped or exits."""
     code = "import signal; signal.signal(signal.SIGUSR1, print)"
     with python(f"{code}; signal.signal(signal.SIGUSR2, signal.SIG_IGN)") as pid:
         assert not ignores_signal(pid, signal.SIGUSR1)
@@ -180,11 +180,11 @@ def test_what_is_known_without_asking() -> None:
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         process.kill()
         assert process.stdout.read() == b""
-        assert is_exiting(process.pid)  # nothing has waited for it yet
+        assert is_exiting(process.pid)  # a zombie, which nobody has waited for
 
 
-def test_a_process_is_identified() -> None:
-    """Not by its number alone, which others get; what runs on another machine is not known."""
+def test_a_process_is_known_by_pid_and_start() -> None:
+    """A process is known by pid and start time; a process of another machine may be running."""
     with python("pass") as pid:
         identity = identify(pid)
         host, number, start = identity.split()
@@ -195,7 +195,7 @@ def test_a_process_is_identified() -> None:
 
 
 def test_time_without_a_processor_is_not_its_own() -> None:
-    """A process that shares the cores with many has had its share of the time, no more."""
+    """Time in which a process waits for a busy processor is not counted as its own."""
     cores = len(os.sched_getaffinity(0))
     with spinning(3 * cores):
         started = time.monotonic()
@@ -216,7 +216,7 @@ NAPS = "import time\nwhile True: time.sleep(0.001)"
 
 
 def test_time_of_its_own_never_falls() -> None:
-    """A process that is seen as it wakes has not waited for a processor since it was started."""
+    """The own time of a process that sleeps and wakes all the time never falls."""
     with spinning(len(os.sched_getaffinity(0))):
         process = subprocess.Popen([sys.executable, "-c", NAPS])
         try:
@@ -229,15 +229,15 @@ def test_time_of_its_own_never_falls() -> None:
     assert seen == sorted(seen)
 
 
-def test_memory_of_processes() -> None:
-    """Bytes in use; without time to count pages what is known without, or was found before."""
+def test_memory_of_processes_is_counted() -> None:
+    """A gauge counts bytes in use; without time it returns private bytes or the last count."""
 
     async def read(pid: int) -> None:
         gauge = MemoryGauge()
         at_once = await gauge.read([pid], -1.0)
         found = await gauge.read([os.getpid(), pid, 2**22 + 1], 10.0)
         assert at_once[pid] > BIG
-        assert found[pid] > at_once[pid]  # a share of libraries' pages too
+        assert found[pid] > at_once[pid]  # with a share of the pages of libraries
         assert found[os.getpid()] > 1 << 20
         assert found[2**22 + 1] == 0
         assert await gauge.read([pid], -1.0) == {pid: found[pid]}

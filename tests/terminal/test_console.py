@@ -8,8 +8,8 @@ from nbdist.terminal.__main__ import main
 
 
 @pytest.mark.parametrize("words", [[], ["stop"], ["top", "-f", "0"], ["status", "-f", "x"]])
-def test_what_is_no_command(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """Is refused with a line of help, as any command does."""
+def test_a_wrong_command_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Wrong words after `nbdist` end with exit code 2 and a line of help."""
     with pytest.raises(SystemExit) as ended:
         main(words)
     assert ended.value.code == 2
@@ -27,10 +27,10 @@ def test_what_is_no_command(words: list[str], capsys: pytest.CaptureFixture[str]
         (["disable"], "delete what nbdist has in ipython_config.json"),
     ],
 )
-def test_removed_commands(
+def test_a_removed_command_says_what_to_do_instead(
     words: list[str], instead: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One line says what to do in place of a command of earlier versions."""
+    """A command of earlier versions is refused with a line that says what to do instead."""
     assert main(words) == 2
     said = capsys.readouterr()
     assert said.err.startswith(f"nbdist: `nbdist {words[0]}` was removed: {instead}")

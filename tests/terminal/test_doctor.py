@@ -1,6 +1,6 @@
-"""Tests of `nbdist doctor`: each lack is made, and found by the command as people run it.
+"""Tests of `nbdist doctor`: the command, as people run it, finds problems that a test has made.
 
-A run takes 0.6 s of a processor, half of it a torch that is a stub; one has the real torch, 3 s.
+A run takes 0.6 s of a processor with a stub of torch, and 3 s with the real torch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.world
 
 NOBODY = 65534
 
-# As much of torch as `nbdist.worker about` uses.
+# A stub with the parts of torch that `nbdist.worker about` uses.
 TORCH = {
     "__init__": """
 import warnings
@@ -63,7 +63,7 @@ TWO_GPUS = "Driver Version : 550.54\nGPU 0: H100 (UUID: GPU-8f)\nGPU 1: H100 (UU
 
 
 def stub(folder: Path, **values: object) -> str:
-    """Write a torch that is one in name."""
+    """Write a stub of torch into a folder."""
     usual = {"torch": "2.13.0", "cuda": None, "warns": "", "gpus": [], "gloo": True, "more": ""}
     (folder / "torch").mkdir()
     for name, text in TORCH.items():
@@ -73,7 +73,7 @@ def stub(folder: Path, **values: object) -> str:
 
 @pytest.fixture
 def examine(tmp_path: Path) -> Callable[..., tuple[int, list[str]]]:
-    """Runs the command, below another one where such is given; gives exit code and lines."""
+    """Runs the command, `below` another command if given; returns the exit code and the lines."""
 
     def examine(
         *words: str,
@@ -101,11 +101,8 @@ def examine(tmp_path: Path) -> Callable[..., tuple[int, list[str]]]:
 Examine = Callable[..., tuple[int, list[str]]]
 
 
-def test_a_machine_on_which_all_is_well(examine: Examine) -> None:
-    """Exit code 0, each line what is there: of the packages, and of what only torch knows.
-
-    With the real torch: 3 s of a processor.
-    """
+def test_a_good_machine_has_no_problems(examine: Examine) -> None:
+    """A good machine gives exit code 0, and lines with packages, torch and limits; takes 3 s."""
     code, lines = examine("-n", "1", paths=[str(PACKAGE.parent)], CUDA_VISIBLE_DEVICES="")
     said = "\n".join(lines)
     assert "problem: " not in said
@@ -179,8 +176,8 @@ LACKS = {
 
 
 @pytest.mark.parametrize("lack", LACKS)
-def test_what_the_machine_lacks(examine: Examine, lack: str) -> None:
-    """One line with the remedy, before those that are well; exit code 1 where it is a problem."""
+def test_a_lack_of_the_machine_has_a_remedy(examine: Examine, lack: str) -> None:
+    """Each lack has a line with a remedy, before the good lines; a problem gives exit code 1."""
     how, told = LACKS[lack]
     below = how.get("below", [])
     if "unshare" in below and subprocess.run([*below[:2], "true"], capture_output=True).returncode:
@@ -193,8 +190,8 @@ def test_what_the_machine_lacks(examine: Examine, lack: str) -> None:
     assert code == ("problem" in levels)
 
 
-def test_a_control_group_with_little_memory(examine: Examine) -> None:
-    """What is free is less than workers need; the line says of which limit that is."""
+def test_too_little_memory_in_a_control_group_is_found(examine: Examine) -> None:
+    """Too little free memory in a control group is a problem, and the line names the group."""
     groups = Path("/sys/fs/cgroup")
     groups = groups / "memory" if (groups / "memory").exists() else groups
     group = groups / f"nbdist-test-{os.getpid()}"
@@ -256,10 +253,10 @@ TORCHS = {
 
 
 @pytest.mark.parametrize("torch", TORCHS)
-def test_what_torch_lacks(
+def test_a_lack_of_torch_has_a_remedy(
     examine: Examine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torch: str
 ) -> None:
-    """With two GPUs, as nvidia-smi says where the driver shows no files."""
+    """A line shows why a torch cannot use the machine's two GPUs, which nvidia-smi lists."""
     values, told = TORCHS[torch]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     program = tmp_path / "nvidia-smi"
@@ -272,11 +269,11 @@ def test_what_torch_lacks(
         "-n", "4", paths=paths, PATH=f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
     )
     assert [line for line in lines if re.fullmatch(told, line)], lines
-    assert code == 1  # there are two
+    assert code == 1  # also for the warning, because nccl is missing too
 
 
-def test_another_interpreter_has_no_torch(examine: Examine, tmp_path: Path) -> None:
-    """The line has the command for that one; 0.3 s of a processor more, for its environment."""
+def test_a_missing_torch_of_another_interpreter_is_found(examine: Examine, tmp_path: Path) -> None:
+    """The line has pip's command for PYTHON_EXEC; its environment takes 0.3 s more."""
     venv.create(tmp_path / "env", symlinks=True, with_pip=False)
     python = f"{tmp_path}/env/bin/python"
     code, lines = examine(paths=[str(PACKAGE.parent)], PYTHON_EXEC=python)
@@ -284,8 +281,8 @@ def test_another_interpreter_has_no_torch(examine: Examine, tmp_path: Path) -> N
     assert code == 1
 
 
-def test_an_old_package(examine: Examine, tmp_path: Path) -> None:
-    """By its metadata, as pip finds it; the line has one command for all of them."""
+def test_old_packages_are_found(examine: Examine, tmp_path: Path) -> None:
+    """Packages with too old metadata are a problem, with a pip command that upgrades all."""
     for name, number in (("pyzmq", "1.0"), ("psutil", "5.0")):
         folder = tmp_path / f"{name}-{number}.dist-info"
         folder.mkdir()
@@ -300,15 +297,15 @@ def test_an_old_package(examine: Examine, tmp_path: Path) -> None:
     assert code == 1
 
 
-def test_an_import_that_takes_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is ended."""
+def test_a_slow_import_of_torch_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An import of torch that takes too long is ended, and an error says how to examine it."""
     stub(tmp_path, more="import time; time.sleep(1000)")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{PACKAGE.parent}")
     with pytest.raises(LookupError, match=r"not imported within 0\.5 s: `.* -X importtime"):
         ask(sys.executable, timeout=0.5)
 
 
-# What is imported late is imported before the right to read it may be gone.
+# Late imports come first, because the other user may have no right to read these modules.
 ANOTHER_USER = f"""
 import email.parser, encodings.idna, os, packaging.specifiers, resource, sys
 from nbdist.terminal.doctor import doctor
@@ -320,8 +317,8 @@ sys.exit(doctor("2"))
 """
 
 
-def test_what_another_user_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes, as `ulimit -u` says, and the right to read the memory of others."""
+def test_missing_rights_of_a_user_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user's small `ulimit -u`, and the missing right to read others' memory, are found."""
     if os.geteuid():
         pytest.skip("takes the right to be another user")
     with tempfile.TemporaryDirectory(prefix="nbt-") as folder:

@@ -1,4 +1,4 @@
-"""Tests of `nbdist mcp`: by real clients, at a real notebook, what may be asked and what not."""
+"""Tests of `nbdist mcp` with real clients and a real notebook: answers, refusals, secrets."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ notebook = lasting(
 )
 
 
-def test_secrets() -> None:
-    """Values of variables that are called so, tokens of known services, and what is assigned."""
+def test_secrets_are_hidden() -> None:
+    """Known secrets, tokens of known services, and values assigned to secret names are hidden."""
     token = f"hf_{'a1' * 12}"
     texts = f"{token} WANDB_API_KEY=abcdef123 'password': 'hunter22' s3cr3t-of-mine keys=3"
     shown = mcp.masked(texts, {"s3cr3t-of-mine"})
@@ -57,8 +57,8 @@ def test_secrets() -> None:
         ("abcdefghijkl", "abcde abcdefx abcdefghijkl", "abcde abcdefx H"),
     ],
 )
-def test_parts_of_secrets(secret: str, text: str, shown: str) -> None:
-    """Each line of a value, its text in quotes, and the beginning of one that was cut."""
+def test_parts_of_secrets_are_hidden(secret: str, text: str, shown: str) -> None:
+    """Each line of a secret, its quoted text, and the beginning of a cut secret are hidden."""
     assert mcp.masked(text, {secret}) == shown.replace("H", mcp.HIDDEN)
 
 
@@ -71,14 +71,14 @@ def test_parts_of_secrets(secret: str, text: str, shown: str) -> None:
         *((name, False) for name in ("MONKEY", "XAUTHORITY", "BYPASSED", "PATH")),
     ],
 )
-def test_names_of_secrets(name: str, *, is_secret: bool) -> None:
-    """Words that a name has decide, whatever its case."""
+def test_names_of_variables_show_which_are_secret(name: str, *, is_secret: bool) -> None:
+    """The words in a variable's name, in upper or lower case, decide if its value is secret."""
     assert secret_values({name: "abcdef"}) == ({"abcdef"} if is_secret else set())
 
 
 @pytest.mark.world
-def test_secrets_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of other processes are known too; short values and other variables are not hidden."""
+def test_secrets_of_other_processes_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Secret variables of this and other processes are known, except those with short values."""
     monkeypatch.setenv("MY_SECRET_TOKEN", "x-y-z-1234")
     assert "x-y-z-1234" in mcp.secrets_of([])
     environ = {
@@ -88,15 +88,15 @@ def test_secrets_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
         "N": "eight888",
     }
     with subprocess.Popen(["sleep", "60"], env=environ) as process:
-        # Of a process that has just begun the kernel shows none yet.
+        # The kernel does not show the environment of a process that has just begun.
         wait_until(lambda: "of-another" in mcp.secrets_of([process.pid]))
         found = mcp.secrets_of([process.pid, 2**22 + 1])
         process.kill()
     assert not {"abc", "eight888"} & found
 
 
-def test_long_answers() -> None:
-    """Say what was left out, of logs at the beginning; a terminal obeys nothing in them."""
+def test_long_answers_are_cut() -> None:
+    """A long answer names the number of lines left out, and has no control characters."""
     lines = "\n".join(map(str, range(9999)))
     for keep_end in (False, True):
         shown = mcp.bounded(lines, keep_end=keep_end)
@@ -107,8 +107,8 @@ def test_long_answers() -> None:
     assert mcp.bounded("x" * 500).endswith("… (line cut)")
 
 
-def test_equal_stacks() -> None:
-    """Are shown once, with all pids."""
+def test_equal_stacks_are_shown_once() -> None:
+    """Equal stacks are shown once, with the pids of all ranks."""
     frames = (StackFrame("Cell In[5]", 3, "<module>", "f()"),)
     stacks = [Stack(rank, 100 + rank, "busy", RankPosition(line=3), frames) for rank in range(3)]
     shown = stacks_text(stacks)
@@ -135,7 +135,7 @@ def test_equal_stacks() -> None:
     ],
 )
 def test_only_names_are_compared(names: str) -> None:
-    """An expression could run anything: to read variables is all that is allowed."""
+    """`diff` refuses everything except names of variables: an expression could run any code."""
     with pytest.raises(UsageError, match=r"^names"):
         mcp.diff(names)
 
@@ -154,33 +154,33 @@ def test_only_names_are_compared(names: str) -> None:
         *("x = 1\n'''\n%dist_shutdown\n# '''", "x = (", "x = '\0'", "for"),
     ],
 )
-def test_only_python_runs(code: str) -> None:
-    """The notebook runs magics at the end of a cell itself: code with any is refused."""
+def test_only_plain_python_is_run(code: str) -> None:
+    """Code with magics, shell commands or syntax errors is refused, and nothing is run."""
     with pytest.raises(UsageError, match=r"^code: .*nothing was run$"):
         mcp.check_is_plain(code)
 
 
-def test_without_the_sdk(
+def test_without_the_sdk_a_line_says_how_to_install_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One line says how to install it."""
+    """Without the SDK `nbdist mcp` ends with a line that says how to install the SDK."""
     monkeypatch.setitem(sys.modules, "mcp.server.mcpserver", None)
     assert main(["mcp"]) == 2
     assert capsys.readouterr().err == f"nbdist: {mcp.NO_MCP_SDK}\n"
 
 
-def test_what_is_no_kernel() -> None:
-    """A program that has a world, and a process that has ended, cannot be asked."""
+def test_a_process_that_is_no_kernel_is_refused() -> None:
+    """A process that is no kernel, or does not exist, is refused."""
     for pid in (1, 2**22 + 1):
         with pytest.raises(UsageError, match="no Jupyter kernel"):
             kernel.connection_file(pid)
 
 
-# --- an assistant that does not keep to the rules -----------------------------------------------
+# --- a client that breaks the rules -------------------------------------------------------------
 
 
 class Raw:
-    """A server that is spoken to line by line."""
+    """A server to which a test sends lines."""
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
@@ -200,7 +200,7 @@ class Raw:
         return self.number
 
     def answers(self, count: int) -> dict[int, dict[str, Any]]:
-        """The next answers to calls, by number; what else it says is passed over."""
+        """Return the next answers to calls, by number; other messages are skipped."""
         assert self.process.stdout is not None
         found: dict[int, dict[str, Any]] = {}
         while len(found) < count:
@@ -219,8 +219,8 @@ def raw() -> Iterator[Raw]:
         made.process.kill()
 
 
-def test_garbage_and_floods(notebook: Notebook, raw: Raw) -> None:
-    """Are answered or passed over; what was not allowed is not there; it ends with its stdin."""
+def test_the_server_survives_garbage_and_floods(notebook: Notebook, raw: Raw) -> None:
+    """The server skips garbage, answers floods, lacks forbidden tools, and ends with its stdin."""
     raw.send(b"garbage", b"\xff\xfe\x00", b"[]", b'{"jsonrpc": "2.0"}', b"{" * 100_000, b"")
     about = {"name": "flood", "version": "1"}
     raw.call("initialize", protocolVersion="2025-06-18", capabilities={}, clientInfo=about)
@@ -254,7 +254,7 @@ class Assistant:
         self._portal, self._client = portal, client
 
     def ask(self, tool: str, **arguments: Any) -> str:
-        """The text of an answer, also of one that refuses."""
+        """Return the text of an answer, also of a refusal."""
         given = {"world": WORLD, **arguments}
         answer = self._portal.call(self._client.call_tool, tool, given)
         return "\n".join(each.text for each in answer.content)
@@ -273,8 +273,8 @@ def assistant() -> Iterator[Assistant]:
         yield Assistant(portal, connected)
 
 
-def test_a_failure(notebook: Notebook, assistant: Assistant) -> None:
-    """Which rank failed first, with its traceback, and what became of the others."""
+def test_why_shows_which_rank_failed_first(notebook: Notebook, assistant: Assistant) -> None:
+    """`why` shows which rank failed first, its traceback, and how the other ranks ended."""
     source = "if rank == 1: raise ValueError('bad shard')\ndist.barrier()"
     notebook.run(f"%%distributed\n{source}")
     said = assistant.ask("why")
@@ -289,7 +289,7 @@ def test_a_failure(notebook: Notebook, assistant: Assistant) -> None:
     assert "the output of" in assistant.ask("output", cell=-99)
 
 
-def test_secrets_that_came_later(notebook: Notebook, assistant: Assistant) -> None:
+def test_secrets_that_were_set_later_are_hidden(notebook: Notebook, assistant: Assistant) -> None:
     """Secrets that the notebook, `%env`, `--env` or a rank has set since its start are hidden."""
     notebook.run("import os\nos.environ['MY_SIGNING_KEY'] = 'of-the-notebook'")
     notebook.run("%env DB_PASSWORD=by-a-magic")
@@ -309,8 +309,8 @@ def test_secrets_that_came_later(notebook: Notebook, assistant: Assistant) -> No
     notebook.run("%%distributed\ndel os.environ['A_TOKEN']")
 
 
-def test_what_a_notebook_knows(notebook: Notebook, assistant: Assistant) -> None:
-    """Differences, the time of the last cell, memory; the page shows nothing of it."""
+def test_an_assistant_can_ask_about_the_ranks(notebook: Notebook, assistant: Assistant) -> None:
+    """An assistant can ask for differences, times, memory and metrics, without a new cell."""
     said = assistant.ask("diff", names="model")
     assert re.search(r"^weight .* rank 1 differs by at most 1\b", said, re.MULTILINE)
     assert "2 ranks ·" in assistant.ask("timeline")
@@ -323,8 +323,8 @@ def test_what_a_notebook_knows(notebook: Notebook, assistant: Assistant) -> None
     assert notebook.value("get_ipython().execution_count") == count + 1
 
 
-def test_lines_with_a_text(notebook: Notebook, assistant: Assistant) -> None:
-    """No text that is searched for takes long, not even one that would as a regular expression."""
+def test_output_is_searched_for_plain_texts(notebook: Notebook, assistant: Assistant) -> None:
+    """Output is searched for plain texts, so that no search is as slow as a regular expression."""
     lines = "a" * 300, "b (a+)+$", "c" * 3
     notebook.run(f"%%distributed\nfor line in {lines}: print(line)")
     for text, found in (("(a+)+$", lines[1:2]), ("ccc|(a+)+$|", lines[1:]), ("a", lines[:2])):
@@ -334,8 +334,8 @@ def test_lines_with_a_text(notebook: Notebook, assistant: Assistant) -> None:
     assert "at most 200 characters" in assistant.ask("output", grep="c" * 201)
 
 
-def test_a_cell_that_hangs(notebook: Notebook, assistant: Assistant) -> None:
-    """Who waits for whom while it runs; it is stopped, which the notebook shows."""
+def test_an_assistant_can_stop_a_cell_that_hangs(notebook: Notebook, assistant: Assistant) -> None:
+    """`why` shows which ranks wait in a running cell; the notebook shows who has stopped it."""
     source = "%%distributed\nimport time\nif rank: time.sleep(600)\ndist.barrier()"
     request = notebook.client.execute(source, stop_on_error=False)
     wait_until(
@@ -348,19 +348,19 @@ def test_a_cell_that_hangs(notebook: Notebook, assistant: Assistant) -> None:
     notebook.next_shown("mcp 0.1.0 stopped this cell by `nbdist mcp`")
 
 
-def test_where_nothing_would_be_seen(notebook: Notebook, assistant: Assistant) -> None:
-    """A notebook that has run no distributed cell shows nobody's: nothing is run."""
+def test_code_that_nobody_would_see_is_not_run(notebook: Notebook, assistant: Assistant) -> None:
+    """Code is not run in a world without a distributed cell under which it would be shown."""
     assert notebook.run(f"%dist_init -n 1 --pool other --name {WORLD}-2").errors == []
     assert "model" in (said := assistant.ask("diff", names="model", world=f"{WORLD}-2"))
-    assert "differ" not in said  # those workers have none
+    assert "differ" not in said  # the workers have no model
     said = assistant.ask("run", code="x = 1", world=f"{WORLD}-2")
     assert said == f"UsageError: {mcp_calls.UNSEEN}: nothing was run"
     notebook.run("%dist_shutdown --pool other")
 
 
 @pytest.mark.shared_world  # a rank is another process afterwards
-def test_what_it_runs(notebook: Notebook, assistant: Assistant) -> None:
-    """Is shown under the user's last cell, with its output and whose it is."""
+def test_code_of_an_assistant_is_shown(notebook: Notebook, assistant: Assistant) -> None:
+    """Code of an assistant is shown under the user's last cell, with its output and its author."""
     notebook.run("%%distributed\nbefore = 1")
     assert "1 to 50,000 characters" in assistant.ask("run", code=" ")
     assert "nothing was run" in assistant.ask("run", code="found = 3\n%dist_gather found")

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.terminal.worlds`: worlds are found, looked at, and gone when they end."""
+"""Tests of `nbdist.terminal.worlds`: worlds are found, shown and ended by commands."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ def world(new_world: NewWorld) -> Iterator[World]:
 
 
 def ours() -> list[WorldInfo]:
-    """Those of this process: other tests, and whoever else works here, have worlds too."""
+    """Return the worlds of this process: other tests and programs have worlds too."""
     infos = [each.info for each in ask_all(DescribeRanks(), WORLD_STATUS_TIMEOUT)]
     return [each for each in infos if each.notebook == os.getpid()]
 
 
-def test_while_a_cell_runs(world: World) -> None:
-    """A table of each world: what each rank does, by another connection than the notebook's."""
+def test_status_shows_ranks_while_a_cell_runs(world: World) -> None:
+    """`nbdist status` shows a table with what each rank of a world does while a cell runs."""
     source = "import time\nprint('loss', rank)\ntime.sleep(600)"
     running = world.submit(world.task(source, execution_count=5))
     ends, rows = [f"line 3: time.sleep(600)  loss {rank}" for rank in (0, 1)], [""]
@@ -68,7 +68,7 @@ def test_while_a_cell_runs(world: World) -> None:
                 [*COMMAND, "status"], capture_output=True, text=True, timeout=SOON
             )
             assert (shown.stderr, shown.returncode) == ("", 0)
-            # Whoever else works here may have worlds too.
+            # Other programs on this machine may have worlds too.
             lines = shown.stdout.splitlines()
             (at,) = (i for i, line in enumerate(lines) if f" {world.pids[0]} " in line)
             title, headings, *rows = lines[at - 2 : at + 2]
@@ -86,8 +86,8 @@ def test_while_a_cell_runs(world: World) -> None:
 
 
 @pytest.mark.parametrize("name", ["status --follow", "top -f", "top -d"])
-def test_in_a_pipe(world: World, name: str) -> None:
-    """One picture below the other; a reader that has enough ends them, without a message."""
+def test_a_pipe_gets_one_table_below_the_other(world: World, name: str) -> None:
+    """A pipe gets table after table; a reader that closes the pipe ends the command silently."""
     command = f"{' '.join(COMMAND)} {name} 0.5 | grep --line-buffered -m 2 ' {world.pids[0]} '"
     done = subprocess.run(
         ["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, timeout=SOON
@@ -98,7 +98,7 @@ def test_in_a_pipe(world: World, name: str) -> None:
 
 @pytest.fixture
 def place() -> Iterator[Path]:
-    """Where a folder of a world's could be."""
+    """A folder in the place of runtime folders, without a world."""
     folder = Path(os.environ["XDG_RUNTIME_DIR"]) / "nbdist-other"
     folder.mkdir(mode=0o700)
     yield folder
@@ -106,8 +106,10 @@ def place() -> Iterator[Path]:
     folder.rmdir()
 
 
-def test_folders(place: Path, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Folders that others can open are not looked at; others are found by their agents too."""
+def test_folders_that_others_can_open_are_skipped(
+    place: Path, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Folders that others can open are skipped; folders elsewhere are found by their agents."""
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(place / QUERY_SOCKET))
         assert place in runtime_folders()
@@ -123,8 +125,8 @@ def test_folders(place: Path, world: World, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("said", [b"", b"garbage", b'{"Refused": {"why": ""}}\n'])
-def test_what_is_no_world(place: Path, said: bytes) -> None:
-    """Whatever a socket says there, it is none, and others are seen."""
+def test_a_socket_that_is_no_world_is_skipped(place: Path, said: bytes) -> None:
+    """A socket without the answer of a world is skipped, whatever it sends."""
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(place / QUERY_SOCKET))
         server.listen()
@@ -142,8 +144,8 @@ def test_what_is_no_world(place: Path, said: bytes) -> None:
         answering.join()
 
 
-def test_a_row() -> None:
-    """Of a world that no notebook has, and of one that has begun on another day."""
+def test_a_row_describes_a_world() -> None:
+    """A row shows a world's notebook, or since when it is detached, and a day that is not today."""
     cell = "for step in range(10_000_000): train(model, step)"
     now = time.time()
     info = WorldInfo(__version__, "vm", "default", "exp", 8, "busy", cell, now, 0, now, guard=5)
@@ -160,8 +162,8 @@ def test_a_row() -> None:
 
 @pytest.mark.world
 @pytest.mark.own_agent
-def test_a_world_is_listed_and_ended(capsys: pytest.CaptureFixture[str]) -> None:
-    """By its name; its notebook learns of it as of any lost agent."""
+def test_a_world_is_listed_and_ended_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    """`nbdist ps` lists a world, and `nbdist kill` ends it by its name."""
     victim = f"victim-{os.getpid()}"
     with World(1, log_dir="", backend="none", name=victim) as world:
         pids = [*world.pids.values()]
@@ -198,8 +200,8 @@ SEEN = WorldInfo(
 )
 
 
-def test_title_and_table() -> None:
-    """Which notebook, which cell, what all use; what each does, its processor time, last line."""
+def test_title_and_table_describe_a_world() -> None:
+    """The title has notebook, cell and memory; the table has each rank's state and last line."""
     assert title(SEEN) == "2 workers · gloo · exp · train.ipynb (pid 42) · cell 7 · cpu 100-200 MiB"
     other = replace(SEEN, pool="eval", name="20261122-095518-5413", notebook_name="", ranks=())
     assert title(other) == "pool eval · no workers yet · gloo · notebook pid 42"
@@ -212,8 +214,8 @@ def test_title_and_table() -> None:
     assert second == ("1", "idle", "101", "cpu", "100 MiB", "", "", "")
 
 
-def test_lines_fit() -> None:
-    """Texts are cut first; nothing in a line is obeyed by a terminal."""
+def test_lines_fit_into_the_terminal() -> None:
+    """Lines are cut to the width, texts first, and have no control characters."""
     lines = [*as_lines([(SEEN, {0: 99.0}), (SEEN, {})], 30)]
     assert (len(lines), lines[4]) == (9, "")
     assert {len(line) for line in lines if line.endswith("…")} == {30}
@@ -225,8 +227,8 @@ def test_lines_fit() -> None:
     assert [*as_lines([], 20)] == [NONE[:20]]
 
 
-def test_processor_time() -> None:
-    """Per cent of a core between two looks; a new process under an old number starts at nothing."""
+def test_cpu_is_counted_between_two_looks() -> None:
+    """CPU is in per cent of a core between two looks; a new process of a rank starts at 0."""
     before: Before = {}
     assert cpu_since(before, SEEN) == {}
     later = replace(SEEN, at=12.0, ranks=(replace(BUSY, cpu_seconds=3.0), IDLE))
@@ -240,10 +242,9 @@ def test_processor_time() -> None:
 
 
 @pytest.mark.parametrize(("height", "left_out"), [(300, ""), (4, r"\d+ more lines")])
-def test_in_a_terminal(world: World, height: int, left_out: str) -> None:
-    """Each picture is drawn over the last one, as far as it has room; Ctrl-C ends it."""
-    # pytest loads readline, which has LINES and COLUMNS in the environment of what is started
-    # from then on; they count for more than the terminal's size.
+def test_top_redraws_the_terminal(world: World, height: int, left_out: str) -> None:
+    """`top` draws each picture over the last one, as far as there is room; Ctrl-C ends it."""
+    # pytest loads readline, which sets LINES and COLUMNS: they would override the terminal's size.
     environ = {name: os.environ[name] for name in os.environ.keys() - {"LINES", "COLUMNS"}}
     size = {"dimensions": (height, 120), "encoding": "utf-8", "timeout": SOON}
     shown = pexpect.spawn(sys.executable, [*COMMAND[1:], "top", "-f", "0.5"], env=environ, **size)

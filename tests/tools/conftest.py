@@ -1,4 +1,4 @@
-"""Notebooks for the tests of tools, as those of the magics have them."""
+"""The fixtures of the tests of magics, for the tests of tools."""
 
 from __future__ import annotations
 

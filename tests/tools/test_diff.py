@@ -60,8 +60,8 @@ def three() -> Iterator[Notebook]:
     notebook.close()
 
 
-def test_one_weight_changed(three: Notebook):
-    """Its row says which rank differs, and how much; nothing stays in shared memory."""
+def test_a_changed_weight_has_a_row_with_its_rank(three: Notebook):
+    """The row of a changed weight says which rank differs and how much; no shared memory stays."""
     outcome = three.run("%dist_diff model")
     assert outcome.text.splitlines() == [
         "model: 4 parts, 79.7 KiB · 1 of 4 differs",
@@ -77,8 +77,8 @@ def test_one_weight_changed(three: Notebook):
     assert three.value("left") == [0, 0, 0]
 
 
-def test_agreement_and_plain_values(three: Notebook):
-    """Zeros agree whatever their sign, numbers are shown themselves; else a line says why not."""
+def test_plain_values_that_differ_are_shown(three: Notebook):
+    """Numbers that differ are shown, zeros agree despite signs, and each mistake has a line."""
     row = three.run("%dist_diff opt").text.splitlines()[2].split(maxsplit=2)
     assert row == ["param_groups[0]['lr']", "float", "0.1 on ranks 0-1, 0.2 on rank 2"]
     assert three.run("%dist_diff model[1].bias -r 0,2").text.endswith("ranks 0,2 agree")
@@ -97,8 +97,8 @@ def test_agreement_and_plain_values(three: Notebook):
         assert three.run(f"%dist_diff {expression}").error.startswith(f"UsageError: {said}")
 
 
-def test_sharded_tensors(three: Notebook):
-    """Each rank has another part of them by design; what is replicated is compared."""
+def test_sharded_tensors_are_not_compared(three: Notebook):
+    """Sharded tensors, which differ by design, are not compared; replicated tensors are."""
     three.run(
         "%%distributed\nfrom torch.distributed.tensor import Replicate, Shard, distribute_tensor\n"
         "from torch.distributed.device_mesh import init_device_mesh\n"
@@ -121,7 +121,7 @@ def part(digest: str, kind: str = W, text: str = "") -> ValueDigest:
 
 
 def compared(*parts: ValueDigest | None) -> Comparison:
-    """A value with one part `w`, as each rank has it."""
+    """Return the comparison of a value with a part `w`, as each rank has this part."""
     looked = [Looked({"w": each} if each else {"v": part("v")}) for each in parts]
     return Comparison("model", dict(enumerate(looked)))
 
@@ -138,7 +138,7 @@ THREE, FOUR, SHORT = part("a", "int", "3"), part("b", "int", "4"), part("b", "fl
         ([THREE, FOUR, FOUR], {}, "4 on ranks 1-2, 3 on rank 0"),
         ([*map(part, "ab")], {}, "compared with rank 0, rank 1 differs"),
         ([*map(part, "abb")], {}, "ranks 1-2 agree, rank 0 differs"),
-        # How far apart they are; zeros' signs and kinds of NaN are no difference.
+        # Distances between ranks; signs of zeros and kinds of NaN are no difference.
         (
             [*map(part, "aaab")],
             {3: Distance(0.03125, 12)},
@@ -157,17 +157,17 @@ THREE, FOUR, SHORT = part("a", "int", "3"), part("b", "int", "4"), part("b", "fl
         ),
     ],
 )
-def test_what_differs(
+def test_differing_ranks_are_named_beside_the_majority(
     parts: list[ValueDigest | None], apart: dict[int, Distance], said: str | None
 ):
-    """Ranks that differ are named beside the most that agree."""
+    """Ranks that differ are named beside the largest group of ranks that agree."""
     found = compared(*parts)
     found.add_distances({rank: {"w": each} for rank, each in apart.items()})
     assert [text for path, _, text in found.rows() if path == "w"] == ([said] if said else [])
 
 
-def test_what_is_compared():
-    """Each rank is asked once, whatever parts it differs in; what is too big is not moved."""
+def test_each_rank_compares_all_its_parts_at_once():
+    """Each rank is asked once, whatever parts differ, and parts that are too big are not sent."""
     found = compared(*map(part, "aaab"))
     assert found.to_compare() == {0: ([3], ["w"])}
     assert found.head(1) == "model: 1 part, 64 B · 1 of 1 differs"
@@ -181,15 +181,15 @@ def test_what_is_compared():
         assert Comparison("x", looked).to_compare() == {0: ([1], [first])}
 
 
-# --- the op: what values are made of, and how far apart two are ---------------------------------
+# --- the op: the parts of values, and the distance of two values --------------------------------
 
 
 def context(**names: Any) -> Context:
     return Context(SimpleNamespace(user_ns=names), Namespace(names), task_id="t")
 
 
-def test_ranks_compare_without_the_notebook():
-    """One lends, the other says how far it is apart; what it has otherwise is left out."""
+def test_a_rank_compares_its_value_with_a_lent_value():
+    """A rank computes how far its value is from a lent value, for the tensors that both have."""
     one, other = context(x=[torch.ones(3), 5, torch.ones(2)]), context(x=[torch.zeros(3), 5])
     lent = lend(one, "x", ("[0]", "[1]", "[2]"))
     assert lent.packed is not None
@@ -200,21 +200,21 @@ NAN, INF = math.nan, math.inf
 
 
 def on_device(tensor):
-    """The sums that a digest on a device is made of."""
+    """Return the sums from which a digest is made on a device."""
     return tuple(fold(bytes_of(tensor)).tolist())
 
 
 @given(st.binary(max_size=64), st.binary(max_size=64))
-def test_digests_of_bytes(one, other):
-    """Both kinds are equal exactly where the bytes are."""
+def test_digests_are_equal_only_for_equal_bytes(one, other):
+    """Both kinds of digests are equal exactly if the bytes are equal."""
     tensors = [torch.tensor([*data], dtype=torch.uint8) for data in (one, other)]
     for make in (digest_of, on_device):
         assert (make(tensors[0]) == make(tensors[1])) == (one == other)
 
 
 @pytest.mark.parametrize("make", [digest_of, on_device])
-def test_a_change_anywhere(make):
-    """One element, two that change places, all signs at once: in every row, also the last."""
+def test_a_change_anywhere_changes_the_digest(make):
+    """A digest changes if any element changes, two elements change places, or all signs change."""
     size = 40 * ROW_WORDS + 77
     whole = torch.arange(1, size + 1, dtype=torch.float64)
     seen = {make(whole), make(-whole), make(whole.flip(0))}
@@ -229,14 +229,14 @@ def test_a_change_anywhere(make):
 
 
 @pytest.mark.parametrize("make", [digest_of, on_device])
-def test_rows_that_change_places(make):
-    """A permutation of an identity matrix has the same sums of rows and of columns."""
+def test_rows_that_change_places_change_the_digest(make):
+    """A permuted identity matrix has another digest, though its rows and columns sum up equally."""
     one = torch.eye(ROW_WORDS)
     assert make(one) != make(one[torch.arange(ROW_WORDS).roll(1)])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn, torch.bool, torch.complex64])
-def test_order_and_not_memory(dtype):
+def test_a_digest_does_not_depend_on_strides(dtype):
     """A view has the digest of its contents, whatever its strides are."""
     tensor = torch.arange(6).reshape(2, 3).to(dtype)
     assert digest_of(tensor.t()) == digest_of(tensor.t().contiguous())
@@ -256,14 +256,14 @@ def test_order_and_not_memory(dtype):
         ([], [], Distance(0.0, 0)),
     ],
 )
-def test_distance(one, other, found):
-    """NaN is equal to NaN, and -0.0 to 0.0; whole numbers differ also where floats would not."""
+def test_distances_are_right_for_special_numbers(one, other, found):
+    """NaN equals NaN, and -0.0 equals 0.0; integers can differ even if they are equal as floats."""
     assert distance(torch.tensor(one), torch.tensor(other)) == found
 
 
 @given(st.lists(st.tuples(st.floats(width=16), st.floats(width=16)), max_size=20))
-def test_distance_of_small_floats(pairs):
-    """As Python's own numbers have it."""
+def test_distances_of_small_floats_are_exact(pairs):
+    """The distance of small floats is the distance of Python's own numbers."""
     same = [a == b or (a != a and b != b) for a, b in pairs]
     apart = [abs(a - b) for (a, b), equal in zip(pairs, same, strict=True) if not equal]
     finite = [each for each in apart if math.isfinite(each)]
@@ -272,8 +272,8 @@ def test_distance_of_small_floats(pairs):
     assert distance(*columns) == expected
 
 
-def test_what_is_told_of_plain_values():
-    """Their type, and themselves where they are short."""
+def test_plain_values_are_described_by_type_and_text():
+    """A plain value is described by its type, a short text and a digest of the value."""
     assert part_of(0.0) == part_of(-0.0)
     assert part_of(NAN) == part_of(-NAN)
     assert part_of(1) != part_of(1.0)
@@ -339,13 +339,13 @@ def paths(value: object) -> list[str]:
     ],
     ids=lambda each: type(each).__name__,
 )
-def test_paths(value: object, found: list[str]):
-    """Each leaf is where code would look for it; long lists of numbers of a kind are arrays."""
+def test_paths_of_leaves_are_as_in_code(value: object, found: list[str]):
+    """The path of a leaf is as in code; a long list of numbers of a single type is a leaf."""
     assert paths(value) == found
 
 
-def test_modules_and_optimizers():
-    """Parameters and buffers once each, and an optimizer's state after a step."""
+def test_leaves_of_modules_and_optimizers_are_named():
+    """Leaves are parameters and buffers of a module, and the state of an optimizer after a step."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.BatchNorm1d(1))
     found = paths({"net": model})
     assert found[:2] == ["['net'].0.weight", "['net'].0.bias"]
@@ -357,8 +357,8 @@ def test_modules_and_optimizers():
     assert {"state[0]['exp_avg']", "param_groups[0]['lr']"} <= {*paths(optimizer)}
 
 
-def test_where_it_ends(monkeypatch: pytest.MonkeyPatch):
-    """At what holds itself, and before more than anybody would compare one by one."""
+def test_loops_and_huge_values_have_bounded_leaves(monkeypatch: pytest.MonkeyPatch):
+    """Leaves end at an object that contains itself; a value with too many parts is refused."""
     loop: list[Any] = [1]
     loop.append(loop)
     assert isinstance(leaves(loop)["[1]"], Again)

@@ -34,8 +34,8 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
             is_ours = each.name.startswith(("nbdist", "_editable", "_nbdist"))
             if not (is_ours or each.name.endswith(".pth") or (packages / each.name).exists()):
                 (packages / each.name).symlink_to(each.path)
-    # A thread of gloo's lets go of its last collective, for which it needs the GIL.  Where Python
-    # ends meanwhile torch 2.13 aborts: 6 of 32 runs of ten lines without nbdist, 0 of 24 with this.
+    # A thread of gloo needs the GIL to release its last collective.  If Python ends meanwhile,
+    # torch 2.13 aborts: 6 of 32 runs of ten lines without nbdist did, and 0 of 24 with this sleep.
     (packages / "sitecustomize.py").write_text(
         "import atexit, time\natexit.register(time.sleep, 0.2)\n"
     )
@@ -49,12 +49,12 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def plain_environ() -> dict[str, str]:
-    """This process's environment without what leads to packages."""
+    """Return this process's environment without variables of Python, which lead to packages."""
     return {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
 
 
 def torchrun(python: Path, script: Path, ranks: int) -> str:
-    """Run it as people do; what the ranks have printed, each into a file: torchrun mixes lines."""
+    """Run a script with torchrun; return the ranks' output, read from a file for each rank."""
     logs = Path(tempfile.mkdtemp(dir=script.parent))
     run = [python, "-m", "torch.distributed.run", f"--log-dir={logs}", "--redirects=1"]
     done = subprocess.run(
@@ -94,10 +94,10 @@ CELLS = (
 AFTER = "%%distributed\nprint('scaled', scaled(1))"
 
 
-def test_what_notebooks_do(kernel: Notebook, elsewhere: Path) -> None:
-    """Magics, await, classes, shared objects, a changed value: the ranks say the same again.
+def test_a_script_prints_what_the_notebook_printed(kernel: Notebook, elsewhere: Path) -> None:
+    """A script with magics, await, classes and shared objects prints the notebook's output again.
 
-    They do under torchrun, in an environment without nbdist.
+    The script runs under torchrun, in an environment without nbdist.
     """
     kernel.run("%dist_restart -n 2")
     kernel.run(PLAIN)
@@ -127,10 +127,10 @@ while 'RUNS' not in os.environ:
 """
 
 
-def test_a_cell_that_was_stopped(
+def test_a_stopped_cell_is_exported_and_runs(
     kernel: Notebook, elsewhere: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is in the script, which does the same; a name that a failed cell bound is told first."""
+    """A stopped cell is in the script; a name that only a failed cell bound is reported first."""
     kernel.run("%dist_restart -n 2")
     assert kernel.run(STOPPED, meanwhile=kernel.stop_at("kept")).errors
     kernel.run("%%distributed\ndist.barrier()\nprint('again', kept)")
@@ -211,8 +211,8 @@ USES = (
 )
 
 
-def test_what_definitions_register(kernel: Notebook, elsewhere: Path) -> None:
-    """The script has it as the notebook has; a line names what it cannot have."""
+def test_a_script_registers_what_definitions_register(kernel: Notebook, elsewhere: Path) -> None:
+    """Definitions register themselves in the script, too; lines name values that are missing."""
     kernel.run("%dist_restart -n 1")
     kernel.run(DEFINITIONS)
     shown = [kernel.run(source).text for source in USES]
@@ -230,16 +230,16 @@ def test_what_definitions_register(kernel: Notebook, elsewhere: Path) -> None:
     assert told == [*expected[:-1], "0"]
 
 
-def test_what_a_script_is_for() -> None:
-    """Its group, and what of the workers is told in words."""
+def test_a_script_has_the_backend_of_its_world() -> None:
+    """A script has the backend of its world, and names environment variables without values."""
     assert group_of(World(3, log_dir="")) == ("", ())
     asked = group_of(World(2, backend="gloo", env={"TOKEN": "secret"}))
     assert asked == ("gloo", ("the environment of the workers: TOKEN",))
     assert group_of(World(2, backend="none")) == ("none", ())
 
 
-def test_what_cannot_be(kernel: Notebook) -> None:
-    """Each mistake gets one line, and what is there stays, unless it is said otherwise."""
+def test_each_mistake_of_an_export_is_an_error(kernel: Notebook) -> None:
+    """Each mistake is explained by an error, and existing files stay unless `--force` is given."""
     kernel.run("%dist_restart -n 2")
     assert "`%dist_export train.py`" in kernel.run("%dist_export").error
     assert "ends in .py" in kernel.run("%dist_export train").error

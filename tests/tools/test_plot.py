@@ -29,8 +29,8 @@ for epoch in range(2):
 """
 
 
-def test_curves_of_cells(kernel: Notebook) -> None:
-    """In the panel of their cell; over all cells, also of workers that were restarted since."""
+def test_curves_of_all_cells_are_drawn(kernel: Notebook) -> None:
+    """Curves are in their cell's panel, and `%dist_plot` draws all cells, also before a restart."""
     assert kernel.run("%dist_plot").text == NOTHING_TRACKED
     shown = kernel.run(TRACKS)
     assert len(Panel(shown.panel["text/html"]).images) == 2
@@ -49,7 +49,7 @@ def test_curves_of_cells(kernel: Notebook) -> None:
     assert "step 9" in kernel.run("%dist_plot lr,loss").text.splitlines()[0]
     said = "no numbers of `los`. Tracked: `loss`, `lr`. `track(loss=loss)` in a cell"
     assert said in kernel.run("%dist_plot los").error
-    # A `track` of the notebook's own is the one that cells have.
+    # Cells use a `track` that the notebook has defined itself.
     kernel.run("def track(**numbers): return 'mine'")
     shown = kernel.run("%%distributed\nprint(track(loss=1))")
     assert shown.text.splitlines()[1:] == ["── ranks 0-1 (same) ──", "mine"]
@@ -57,8 +57,8 @@ def test_curves_of_cells(kernel: Notebook) -> None:
     kernel.run("%%distributed\nfrom nbdist import track")
 
 
-def test_logs(kernel: Notebook) -> None:
-    """Bars give theirs with all digits, where they are asked to; afterwards they do not."""
+def test_plot_tracks_the_numbers_of_bars(kernel: Notebook) -> None:
+    """`--plot` tracks numbers of bars with all digits, and only in the cell with this option."""
     shown = kernel.run(LOGS)
     panel, note = shown.texts[-2:]
     panel = shown.updates[-1]["data"]["text/plain"] if shown.updates else panel
@@ -81,16 +81,16 @@ ODD = ("track(**{'\\ud800': 1})", "track(step=1e308, loss=1)", "track(step=10**4
 
 
 @pytest.mark.parametrize("odd", ODD)
-def test_numbers_that_are_refused(kernel: Notebook, odd: str) -> None:
-    """The cell says so; the workers keep their variables, and curves are drawn."""
+def test_refused_numbers_leave_workers_and_curves(kernel: Notebook, odd: str) -> None:
+    """A refused number is an error of the cell; variables stay, and curves are drawn."""
     shown = kernel.run(f"%%distributed\nkept = rank\ntrack(before=1)\n{odd}")
     assert "ValueError: track" in shown.seen
     assert kernel.run("%%distributed\nprint(kept)").text.splitlines()[2::2] == ["0", "1"]
     assert "before 1" in kernel.run("%dist_plot").text
 
 
-def test_tracked(world: World) -> None:
-    """A table of steps and ranks, also while pandas has not been imported; steps can be given."""
+def test_tracked_numbers_become_a_table(world: World) -> None:
+    """`tracked` returns a table of steps and ranks, and `track` can be given the step."""
     world.execute("import nbdist\nfor i in range(3): nbdist.track(step=10 * i, acc=rank + i / 10)")
     assert world.tracked("acc").to_dict("list") == {
         "step": [0, 10, 20],
@@ -101,8 +101,8 @@ def test_tracked(world: World) -> None:
         world.tracked("other")
 
 
-def test_what_it_costs(world: World) -> None:
-    """A call of a loop takes some microseconds of a processor, and messages are few."""
+def test_a_call_of_track_takes_microseconds(world: World) -> None:
+    """A call of `track` in a loop takes less than 30 microseconds of a processor."""
     source = (
         "import time\nbegun = time.thread_time()\n"
         "for i in range(20_000): track(loss=0.5, lr=0.1)\n"
@@ -112,6 +112,6 @@ def test_what_it_costs(world: World) -> None:
     assert max(world.gather("took")) < 30e-6
 
 
-def test_without_workers(typed: Callable[[str], str]) -> None:
-    """There is nothing to show, and no error."""
+def test_plot_without_workers_is_no_error(typed: Callable[[str], str]) -> None:
+    """Without workers `%dist_plot` says that nothing was tracked, and is no error."""
     assert typed("%dist_plot") == f"{NOTHING_TRACKED}\n"

@@ -1,4 +1,4 @@
-"""Tests of the scripts of `nbdist.tools.export`: their cells, their variables, what they lack."""
+"""Tests of exported scripts (`nbdist.tools.export`): their cells, variables and missing names."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ TRANSFORM = TransformerManager().transform_cell
 
 
 class Lab:
-    """A notebook of two ranks whose cells are not run, only said to have been."""
+    """A notebook of two ranks whose cells do not run, but are recorded as tasks that have ended."""
 
     def __init__(self, **namespace: Any) -> None:
         self.namespace = namespace
@@ -68,7 +68,7 @@ class Lab:
         stops: bool = False,
         needs: dict[str, set[str]] | None = None,
     ) -> None:
-        """A task that has ended, with these names of the notebook as they are now."""
+        """Record a task that has ended, with these names of the notebook as they are now."""
         self._count += 1
         work = CellCode(work) if isinstance(work, str) else work
         needs = needs or {}
@@ -101,17 +101,17 @@ class Lab:
         return script
 
     def body(self) -> str:
-        """The script's cells."""
+        """Return the part of the script with its cells."""
         text = self.script().text
         start = text.index("# --- ")
         return text[start:].removesuffix("\n\ndist.destroy_process_group()\n")
 
 
-# --- what is in a script ----------------------------------------------------------------------
+# --- the parts of a script --------------------------------------------------------------------
 
 
-def test_the_whole() -> None:
-    """Variables that a cell takes are above it, cells in their order, some for some ranks."""
+def test_a_script_has_cells_below_their_variables() -> None:
+    """Cells are in their order, below the variables that they use, and some are for some ranks."""
     lab = Lab(lr=0.1, words=["a", "b"])
     lab.ran("# %%distributed -n 2\nimport math\nx = math.pi * lr", "lr", made="x")
     lab.ran("# %%rank 1\nprint(words)", "words", ranks=(1,))
@@ -164,8 +164,8 @@ dist.destroy_process_group()
 '''
 
 
-def test_a_saved_value_that_is_sent_again() -> None:
-    """It is read anew: cells may have changed the first."""
+def test_a_saved_value_sent_again_is_loaded_again() -> None:
+    """A saved value that was sent again is loaded again: cells may have changed the first."""
     lab = Lab(x=np.ones(3), y=1)
     lab.ran("a = x, y", "x", "y")
     lab.ran("x = y = 0", made="x y")
@@ -177,8 +177,8 @@ def test_a_saved_value_that_is_sent_again() -> None:
     assert (lab.script().saved, lab.script().omitted) == (("x",), ())
 
 
-def test_a_definition_that_a_cell_has_replaced() -> None:
-    """It is written again where it was sent again."""
+def test_a_replaced_definition_is_written_again() -> None:
+    """A definition that a cell has replaced is written again above the cell that got it again."""
     lab = Lab()
     lab.cells = ["def f(): return 1"]
     exec(lab.cells[0], lab.namespace)
@@ -192,8 +192,8 @@ def test_a_definition_that_a_cell_has_replaced() -> None:
     )
 
 
-def test_classes_of_saved_values() -> None:
-    """They are defined before the file is read, with what they need."""
+def test_classes_of_saved_values_are_defined_first() -> None:
+    """Classes of saved values are defined before the file is read, with their base classes."""
     main = types.ModuleType("__main__")
     exec("class Base: pass\nclass Point(Base): pass", vars(main))
     main.Tensor = type("Tensor", (torch.Tensor,), {"__module__": "__main__"})
@@ -214,7 +214,7 @@ def test_classes_of_saved_values() -> None:
 
 
 def test_imports_stay_where_they_are() -> None:
-    """Those of the notebook stand with its definitions; one kind has to be the first statement."""
+    """Imports of the notebook are with its definitions; only `__future__` imports go to the top."""
     lab = Lab(np=np, torch_nn=torch.nn)
     lab.cells = ["import numpy as np\nfrom torch import nn as torch_nn"]
     lab.ran("# %%rank 0\nimport json\njson", ranks=(0,))
@@ -243,8 +243,8 @@ def test_imports_stay_where_they_are() -> None:
     compile(text, "train.py", "exec")
 
 
-def test_what_definitions_run_with() -> None:
-    """It is there before them, as a cell has made it; what no cell has made is told first."""
+def test_names_are_above_definitions_that_run_with_them() -> None:
+    """Names are above the definitions that run with them; names that no cell made are missing."""
     lab = Lab(size=2, sizes=[1], names=np.ones(3), cfg={}, math=math)
     lab.cells = [
         "import math",
@@ -254,7 +254,7 @@ def test_what_definitions_run_with() -> None:
     ]
     exec(lab.cells[-1], lab.namespace)
     lab.namespace["f"].__module__ = "__main__"
-    # That a cell imports or binds a name too makes no difference to definitions.
+    # Definitions have a name also if a cell imports or binds the name, too.
     lab.cells.append("def g(x=math.pi): return f(x), late")
     exec(lab.cells[-1], lab.namespace)
     lab.namespace["g"].__module__ = "__main__"
@@ -276,8 +276,8 @@ def test_what_definitions_run_with() -> None:
 
 
 @pytest.mark.parametrize("fails", [True, False])
-def test_what_is_left_out_is_named(*, fails: bool) -> None:
-    """With what it had bound, and with the names that are missing for it."""
+def test_tasks_that_are_left_out_are_named(*, fails: bool) -> None:
+    """A task that is left out is named, with the names that it bound and that later cells lack."""
     lab = Lab(late=1)
     lab.ran("x = 1\nraise ValueError", made="x", fails=fails)
     lab.ran(ScriptFile("file", "prepare.py", ("--all",)), made="data")
@@ -303,8 +303,8 @@ def test_what_is_left_out_is_named(*, fails: bool) -> None:
     assert "- `nothing` is used and not there\n" in lab.script().text
 
 
-def test_a_cell_that_was_stopped() -> None:
-    """It is in the script, as ranks keep what it has done; a comment and a line say so."""
+def test_a_stopped_cell_has_a_comment() -> None:
+    """A stopped cell, whose variables ranks keep, is in the script with a comment and a line."""
     lab = Lab()
     lab.ran("model = 1\nwhile True:\n    step = 2", made="model step", stops=True)
     lab.ran("model, step")
@@ -332,15 +332,15 @@ def test_a_cell_that_was_stopped() -> None:
         ("for i in items:\n    x = i\nx", ("items",)),
     ],
 )
-def test_what_loops_and_conditions_bind(source: str, missing: tuple[str, ...]) -> None:
-    """It is there for the lines below; what is read above them is missing."""
+def test_names_bound_in_loops_exist_below_them(source: str, missing: tuple[str, ...]) -> None:
+    """Names that loops and conditions bind exist below them; names read above are missing."""
     lab = Lab()
     lab.ran(source, made="total flag i x")
     assert lab.script().missing == missing
 
 
-def test_cells_that_ran_again() -> None:
-    """They are where they ran last, once; that a later one binds a name is told."""
+def test_a_cell_that_ran_again_is_written_once() -> None:
+    """A cell that ran again is written once, at its last run; a name that comes late is named."""
     lab = Lab()
     lab.ran("x = 1", key="a", made="x")
     lab.ran("y = x", key="b", made="y")
@@ -352,8 +352,8 @@ def test_cells_that_ran_again() -> None:
     assert script.omitted == ("In [2] uses x, which no cell before it binds",)
 
 
-def test_what_functions_use_later() -> None:
-    """A variable is given again to the cell with which it went, though only a function reads it."""
+def test_variables_that_functions_use_are_written_again() -> None:
+    """A variable is above each cell with which it was sent, also if only a function reads it."""
     lab = Lab(lr=0.1)
     lab.ran("def step(): return lr\nstep()", "lr", made="step")
     lab.namespace["lr"] = 0.5
@@ -363,8 +363,8 @@ def test_what_functions_use_later() -> None:
     assert lab.script().omitted == ()
 
 
-def test_what_has_changed_since() -> None:
-    """A value is written as it is; that it was another one is said."""
+def test_values_that_changed_since_are_named() -> None:
+    """A value is written as it is now, and a line says that ranks got another value."""
     lab = Lab(data=[1], gone=[2], lock=threading.Lock())
     lab.ran("x = data, gone, lock", "data", "gone")
     lab.namespace["data"].append(2)
@@ -393,7 +393,7 @@ STEPS = some.lists(
 
 @given(STEPS)
 def test_the_script_leads_to_the_same_values(steps: list[tuple[str, int | str]]) -> None:
-    """Whatever the notebook and its cells have bound, in whatever order, also the same names."""
+    """A script leads to the workers' values, in whatever order notebook and cells bound names."""
     lab = Lab(n1=1, n2=2, n3=[3])
     lab.cells = ["def f(x):\n    return x + n2"]
     exec(lab.cells[0], lab.namespace)
@@ -409,7 +409,7 @@ def test_the_script_leads_to_the_same_values(steps: list[tuple[str, int | str]])
         used = names_used(f"{value}, n2" if "f(" in value else value)
         sent = sorted((used - owned) & lab.namespace.keys())
         workers |= {each: lab.namespace[each] for each in sent}
-        exec(lab.cells[0], workers)  # where it is, it looks up names in the workers
+        exec(lab.cells[0], workers)  # here `f` looks up names in the workers
         exec(f"{name} = {value}", workers)
         lab.ran(f"{name} = {value}", *sent, made=name, needs={"f": {"n2"}})
         owned.add(name)
@@ -425,8 +425,8 @@ def code(source: str, **options: Any) -> str:
     return cell_code(source, TRANSFORM, **options)[0]
 
 
-def test_our_line_goes_and_the_rest_stays_as_it_was_typed() -> None:
-    """Comments, quotes and empty lines too."""
+def test_only_lines_of_cell_magics_are_removed() -> None:
+    """Only lines of cell magics are removed; comments, quotes and empty lines stay as typed."""
     body = "# why\nx = {'a':1}   # here\n\n\ny = 'ä' + '''\n  b'''"
     for line in ("# %%distributed -n 4 -r 0", "%%rank 0\n%%time", "%%capture out"):
         assert code(f"{line}\n{body}") == body
@@ -443,8 +443,8 @@ def test_our_line_goes_and_the_rest_stays_as_it_was_typed() -> None:
         ("x;", "print(repr(x));"),
     ],
 )
-def test_the_last_value(source: str, told: str) -> None:
-    """It is printed where the notebook showed it, and the code is as it was where it did not."""
+def test_a_shown_last_value_is_printed(source: str, told: str) -> None:
+    """The last value is printed if the notebook showed it; else the code does not change."""
     assert code(source) == source
     assert code(source, shows_value=True) == told
     ast.parse(told)
@@ -469,7 +469,7 @@ RUN = "import subprocess\n"
          f"{RUN}subprocess.run([\"bash\", \"-c\", 'ls\\npwd\\n'], check=True)", []),
         ("%%writefile a.txt\nx\n", "import pathlib\npathlib.Path('a.txt').write_text('x\\n')", []),
         ("get_ipython().kernel", "get_ipython().kernel", []),
-        # Alone they are comments, inside of something `pass` keeps this whole.
+        # Alone such lines become comments; inside a block `pass` keeps the block whole.
         ("x?", f"# %pinfo x: {NONE}", [f"`%pinfo x`: {NONE}"]),
         ("if x:\n    %who\n    y = 1", f"if x:\n    pass  # %who: {NONE}\n    y = 1",
          [f"`%who`: {NONE}"]),
@@ -484,7 +484,7 @@ RUN = "import subprocess\n"
         ("get_ipython().ask(1)", "# get_ipython().ask(1): there is no IPython in a script",
          ["`get_ipython().ask(1)`: there is no IPython in a script"]),
         ("x = = 1", "# it cannot be read as Python:\n# x = = 1", ["it cannot be read as Python"]),
-        # The group is the script's.
+        # The script itself makes and destroys the group.
         ("dist.init_process_group(); x = 1", "pass; x = 1",
          [f"`dist.init_process_group()`: {ITSELF}"]),
         ("def end():\n    dist.destroy_process_group()",
@@ -492,13 +492,13 @@ RUN = "import subprocess\n"
          [f"`dist.destroy_process_group()`: {ITSELF}"]),
     ],
 )  # fmt: skip
-def test_what_needs_ipython(source: str, text: str, lost: list[str]) -> None:
-    """It becomes Python that does the same, or a comment with the reason, which is told."""
+def test_magics_become_python_or_comments(source: str, text: str, lost: list[str]) -> None:
+    """Code for IPython becomes Python that does the same, or a comment that says why not."""
     assert cell_code(source, TRANSFORM, {"n"}) == (text, lost)
 
 
-def test_awaiting() -> None:
-    """The cell becomes a function whose names are the script's; it runs and does the same."""
+def test_a_cell_with_await_becomes_a_function() -> None:
+    """A cell with `await` becomes an async function that binds global names, run by asyncio."""
     lab = Lab()
     lab.ran("# %%rank 1\nx = await f()\nasync with y as z:\n    pass\nx", ranks=(1,), shows=True)
     lab.ran("async def f():\n    await g()")
@@ -526,8 +526,8 @@ LINES = some.lists(
 
 
 @given(LINES)
-def test_some_ranks(lines: list[str]) -> None:
-    """Whatever the code, under a condition it is the same code."""
+def test_a_condition_by_rank_keeps_the_code(lines: list[str]) -> None:
+    """Any code below a condition for some ranks is the same code as without the condition."""
     assert guard_by_rank("# nothing", [3, 0]) == "if rank in (0, 3):\n    # nothing\n    pass"
     text = "\n".join(lines)
     try:
@@ -540,12 +540,12 @@ def test_some_ranks(lines: list[str]) -> None:
         assert [ast.dump(each) for each in found.body] == [ast.dump(each) for each in plain.body]
 
 
-# --- what binds variables of the notebook -----------------------------------------------------
+# --- code that binds variables of the notebook ------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def shell() -> Iterator[InteractiveShell]:
-    # Without its database, whose thread would outlive it.
+    # Without the database of the history, whose thread would outlive the shell.
     shell = InteractiveShell.instance(config=Config({"HistoryManager": {"enabled": False}}))
     gc.freeze()  # `reset` looks through all objects
     yield shell
@@ -575,8 +575,10 @@ def run(shell: InteractiveShell, *cells: str) -> Statements:
         ("def f(): pass", "f", ""),
     ],
 )
-def test_imports(shell: InteractiveShell, cell: str, name: str, found: str) -> None:
-    """As a cell has imported them, or else by the module's own name."""
+def test_modules_are_imported_as_in_a_cell(
+    shell: InteractiveShell, cell: str, name: str, found: str
+) -> None:
+    """A module is imported as a cell has imported it, or else by the module's own name."""
     assert "\n".join(run(shell, cell).importing(name, shell.user_ns.get(name))) == found
 
 
@@ -598,8 +600,10 @@ DOUBLE = "# doubles\n@print\n@str\ndef f(x=k):\n    # why\n    return x * scale"
         ("n", ["exec('n = 1')"], ""),
     ],
 )
-def test_what_binds(shell: InteractiveShell, name: str, cells: list[str], found: str) -> None:
-    """A function or class, with decorators and the comment above, as it was when it was made."""
+def test_code_that_bound_a_name_is_found(
+    shell: InteractiveShell, name: str, cells: list[str], found: str
+) -> None:
+    """The code of a function or class is found with decorators and comment, as it was when made."""
     assert run(shell, *cells).binding(name, shell.user_ns[name]) == found
 
 
@@ -622,8 +626,8 @@ CHANGED = {
 
 
 @pytest.mark.parametrize("source", CHANGED)
-def test_what_has_been_set_since_a_definition(source: str) -> None:
-    """Small values are written below it, others are named; what the body has made is neither."""
+def test_attributes_set_since_a_definition_are_written(source: str) -> None:
+    """Small attributes set after a definition are written below it, and others are named."""
     namespace: dict[str, Any] = {"__name__": "__main__"}
     exec(source, namespace)
     [text] = [
@@ -642,14 +646,14 @@ VALUES = [
 ]
 
 
-def test_literals() -> None:
-    """What is written is the same value, of the same type; else, or where long, it is not."""
+def test_literals_have_the_value_and_type() -> None:
+    """A literal has the value and type of its object; objects that are long or odd have none."""
     for value in VALUES:
         assert repr(eval(literal(value) or "", {"torch": torch})) == repr(value)
     circle: list[object] = []
     circle.append(circle)
     wide: list[object] = [0]
-    for _ in range(40):  # as text it would never end
+    for _ in range(40):  # whose text would never end
         wide = [wide, wide]
     for each in (circle, wide, object(), sys, "x" * 2000, {1: object()}, [1.0, float("nan")]):
         assert literal(each) is None

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.tools.timeline`, and its op: who waited for whom, and traces."""
+"""Tests of `nbdist.tools.timeline`, and its op: which ranks waited for which, and traces."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from tests.waiting import wait_until
 pytestmark = pytest.mark.shared_world(2)
 
 
-def test_the_straggler_is_named(kernel: Notebook) -> None:
-    """In the head, in its row, and in the bars; one rank waits for nobody."""
+def test_the_timeline_names_the_straggler(kernel: Notebook) -> None:
+    """The straggler is named in the head, in its row and in the bars; a rank alone has no waits."""
     kernel.run("%dist_init -n 2")
     assert kernel.run("%dist_timeline").text == "no cell has run on these workers"
     kernel.run(
@@ -62,8 +62,8 @@ torch.nn.Linear(4, 4)(torch.ones(2, 4)).sum().backward()
 """
 
 
-def test_a_profile(kernel: Notebook, tmp_path: Path) -> None:
-    """One trace: a process for each rank, on one clock, and only what ran in the cell."""
+def test_a_profile_is_a_trace_of_all_ranks(kernel: Notebook, tmp_path: Path) -> None:
+    """A profile is a single trace of the cell, with a process for each rank and a common clock."""
     path = tmp_path / "trace.json"
     shown = kernel.run(f"%%distributed -n 2 --profile {path}\n{WORK}")
     assert shown.errors == []
@@ -78,18 +78,18 @@ def test_a_profile(kernel: Notebook, tmp_path: Path) -> None:
     assert {e["pid"] for e in timed} == {0, 1}
     linear = {e["pid"]: e["ts"] for e in timed if e["name"] == "aten::linear"}
     begins = {e["pid"]: e["ts"] for e in timed if e["name"] == "c10d::allreduce_"}
-    assert linear[0] > begins[1]  # which rank 0 has waited for
+    assert linear[0] > begins[1]  # rank 0 has waited for rank 1
     arrows = [e["id"] for e in events if e["ph"] == "s"]
     assert len(arrows) == len(set(arrows)) > 0
     assert all(0 <= e["ts"] < 60e6 for e in timed)
 
-    # It is written too where the cell fails, over the one of before.
+    # The trace is written also if the cell fails, over the earlier trace.
     shown = kernel.run(f"%%distributed -r 0 --profile {path}\ntorch.ones(1)\n1 / 0")
     assert "ZeroDivisionError" in shown.error
     events = json.loads(path.read_text())["traceEvents"]
     assert {e["pid"] for e in events} == {0}
     assert "aten::ones" in {e["name"] for e in events}
-    # Where there can be none the cell does not run.
+    # If no trace can be written, the cell does not run.
     kernel.run("%%distributed\nx = 0")
     for options, said in (
         ("--profile train.py", "needs a name that ends in .json"),
@@ -119,8 +119,8 @@ def found(**ranks: RankTimes) -> Timeline:
     return timeline
 
 
-def test_the_straggler() -> None:
-    """Whom the others waited for, and how long on average; some milliseconds are none."""
+def test_the_straggler_is_the_awaited_rank() -> None:
+    """The straggler is the rank that others waited for; a few milliseconds do not count."""
     timeline = found(
         r0=times(100, 400, waits=((100, 301), (400, 601))),
         r1=times(300, 600, waits=((300, 301), (600, 601))),
@@ -137,8 +137,8 @@ def test_the_straggler() -> None:
     assert (timeline.straggler, timeline.rows[1].came_last) == (None, 1)
 
 
-def test_waits_of_c_code() -> None:
-    """A DDP module's: from the last collective that the rank began until the last rank came."""
+def test_waits_in_c_code_are_computed() -> None:
+    """A wait in C code, as of DDP, is from the rank's last collective until the last rank came."""
     timeline = found(r0=times(100, 110, 120, ends=700), r1=times(500, 510, 520, ends=700))
     first, second = timeline.rows
     assert first.spans == ((0.12, 0.52),)
@@ -151,8 +151,8 @@ def test_waits_of_c_code() -> None:
     assert timeline.rows[1].awaited == pytest.approx(0.05)
 
 
-def test_operations_and_what_is_known() -> None:
-    """By bytes; who cannot tell says so."""
+def test_operations_have_bytes_and_gaps_are_named() -> None:
+    """Operations have their bytes, and the headline says what ranks have not recorded."""
     timeline = found(r0=times(1, 2, name="all_reduce"), r1=RankTimes(START, START, (), 0, (),
                      is_recorded=False, is_whole=False))  # fmt: skip
     assert [*timeline.operations] == ["all_reduce x 2 (8 B)"]
@@ -162,8 +162,8 @@ def test_operations_and_what_is_known() -> None:
     assert "the last 0 collectives" in headline(long)
 
 
-def test_slices() -> None:
-    """Waiting, computing or both from the first one's begin; nothing where the rank did not run."""
+def test_a_bar_has_slices_of_waiting_and_computing() -> None:
+    """A slice of a bar is waiting, computing or both, and empty while the rank did not run."""
     late = RankTimes(START + 500 * MS, START + 1000 * MS, (), 0, ())
     timeline = found(r0=times(ends=750, waits=((0, 250), (250, 350))), r1=late)
     assert [bar_of(row, timeline.seconds, 4) for row in timeline.rows] == ["░▓█", "  ██"]
@@ -176,8 +176,8 @@ SPANS = some.lists(some.tuples(some.integers(0, 900), some.integers(0, 100)), ma
 
 
 @given(some.lists(some.tuples(MOMENTS, SPANS), min_size=1, max_size=4))
-def test_nobody_waits_longer_than_it_ran(ranks: list[tuple[list[int], list[tuple[int, int]]]]):
-    """Whatever ranks have noted: no more waiting than time, nor than others were late."""
+def test_no_rank_waits_longer_than_it_ran(ranks: list[tuple[list[int], list[tuple[int, int]]]]):
+    """No rank waits longer than it ran, and no rank is awaited for longer than others waited."""
     timeline = timeline_of(
         {
             rank: times(*moments, waits=tuple((a, a + b) for a, b in spans))
@@ -201,8 +201,8 @@ PARTS = {0: part('{"a": 1}'), 1: TracePart(problem="too large"), 2: part('{"b": 
 
 
 @pytest.mark.parametrize("name", ["t.json", "t.json.gz"])
-def test_one_trace_of_all(tmp_path: Path, name: str) -> None:
-    """JSON; the next one may take its place, but what is no trace of ours is not written over."""
+def test_traces_of_ranks_are_joined_in_a_file(tmp_path: Path, name: str) -> None:
+    """Traces of ranks are joined as JSON; a file is overwritten only if it is such a trace."""
     path = tmp_path / name
     for _ in range(2):
         write_trace(check_path(str(path)), PARTS)
@@ -234,7 +234,7 @@ if rank == 1:
 
 
 def waited_for(world: World, source: str, gate: Path) -> tuple[Timeline, float]:
-    """Run a cell to whose collectives rank 1 comes only once rank 0 has waited for some seconds."""
+    """Run a cell in which rank 1 joins the collectives only after rank 0 has waited for 0.1 s."""
     running = world.submit(world.task(f"{LATE.format(gate=str(gate))}{source}"))
 
     def waits() -> bool:
@@ -253,8 +253,8 @@ def waited_for(world: World, source: str, gate: Path) -> tuple[Timeline, float]:
     return timeline, held
 
 
-def test_waits_and_collectives(world: World, tmp_path: Path) -> None:
-    """Of the last cell: what it met in, on both ranks, and how long it waited for the late one."""
+def test_ranks_report_waits_and_collectives(world: World, tmp_path: Path) -> None:
+    """Both ranks report the collectives of the last cell, and how long they waited."""
     world.execute("x = torch.ones(8, dtype=torch.float64)\ndist.barrier()")
     source = "dist.all_reduce(x)\nwork = dist.all_reduce(x, async_op=True)\nwork.wait()"
     timeline, held = waited_for(world, source, tmp_path / "gate")
@@ -265,8 +265,8 @@ def test_waits_and_collectives(world: World, tmp_path: Path) -> None:
         assert each.is_whole
     assert timeline.rows[0].waiting >= held
     assert timeline.rows[1].awaited >= held
-    assert times_of(world) == times  # looking is no cell
-    # What C++ code waits for in a backward is seen too.
+    assert times_of(world) == times  # a request for times does not count as a cell
+    # Waits of C++ code in a backward pass are measured, too.
     step = "model(torch.ones(1, 4)).sum().backward()"
     ddp = "model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))"
     world.execute(f"{ddp}\n{step}")
@@ -274,8 +274,8 @@ def test_waits_and_collectives(world: World, tmp_path: Path) -> None:
     assert timeline.rows[0].waiting >= held
 
 
-def test_a_rank_s_events() -> None:
-    """Its own process under its rank; a GPU's streams are threads of it, arrows stay inside."""
+def test_events_of_a_rank_are_in_its_process() -> None:
+    """Events of a rank are in a process of its own, with a thread for each stream of a GPU."""
     events = [
         {"ph": "M", "name": "process_name", "pid": 77, "args": {"name": "python"}},
         {"ph": "M", "name": "thread_name", "pid": 77, "tid": 5, "args": {"name": "main"}},

@@ -1,4 +1,4 @@
-"""Tests of `--watch`: what ranks had differently first, and what is none of that."""
+"""Tests of `--watch`: which difference between ranks came first, and which do not count."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def train(steps, at=0):
 ALIKE = "watch: model, optimizer: 18 parts the same on ranks 0-1, compared after 4 of 6 steps"
 
 
-def test_a_cell_is_watched(kernel: Notebook) -> None:
-    """Equal ranks are a line; a difference is a table below the cell and stops nothing, or all."""
+def test_a_watched_cell_reports_the_first_difference(kernel: Notebook) -> None:
+    """Equal ranks have a line, a difference has a table, and only an option stops the cell."""
     kernel.run(MODEL)
     watches = "%%distributed --watch model,optimizer --every 2"
     assert kernel.run(f"{watches}\ntrain(6)").seen.splitlines()[-1] == ALIKE
     shown = kernel.run(f"{watches}\ntrain(6, at=3)\nprint('done')")
     assert shown.errors == []
-    # While it runs, and not as output of the rank that has found it.
+    # The line comes while the cell runs, and is no output of the rank that found the difference.
     lines = shown.seen.splitlines()
     assert lines[1:4] == [
         "watch: rank 1 differs from rank 0 at step 4", "── ranks 0-1 (same) ──", "done",
@@ -76,8 +76,8 @@ def test_a_cell_is_watched(kernel: Notebook) -> None:
     assert kernel.run("%%distributed\ntrain(2)").text == "2 ranks"
 
 
-def test_a_difference_that_only_the_end_shows(kernel: Notebook) -> None:
-    """The head of the cell's panel says so as well, after the cell."""
+def test_a_difference_at_the_end_is_in_the_head(kernel: Notebook) -> None:
+    """A difference that is found after the cell is in the head of the cell's panel as well."""
     kernel.run(MODEL)
     shown = kernel.run("%%distributed --watch model --every 50\ntrain(6, at=3)")
     said = "watch: at the end, after step 6 rank 1 differs from rank 0"
@@ -106,15 +106,15 @@ def train(steps, at=0):
 """
 
 
-def test_equal_numbers_with_other_bits(kernel: Notebook) -> None:
-    """They raise no alarm, at a step or at the end, as in %dist_diff; another difference does."""
+def test_equal_numbers_with_other_bits_raise_no_alarm(kernel: Notebook) -> None:
+    """Equal numbers with other bits raise no alarm, as in %dist_diff; another difference does."""
     kernel.run(SIGNED)
     assert "ranks 0-1 agree" in kernel.run("%dist_diff net").text
     alike = "watch: net: 3 parts the same on ranks 0-1, compared after "
     for options, times in (("--every 1", 3), ("--every 9", 1), ("--stop-on-difference", 1)):
         said = kernel.run(f"%%distributed --watch net {options}\ntrain(3)").seen.splitlines()[-1]
         assert said == f"{alike}{times} of 3 steps"
-    # In all that the ranks have kept bits of their own.
+    # After all runs each rank still has its own bits.
     kernel.run("%%distributed -o signs\n[part.view(-1)[:2].signbit().all() for part in parts]")
     (shown,) = kernel.run("[[*map(bool, signs[rank])] for rank in range(2)]").results
     assert shown["text/plain"] == str([[False] * 4, [True] * 4])
@@ -123,8 +123,8 @@ def test_equal_numbers_with_other_bits(kernel: Notebook) -> None:
     assert [each.split()[1] for each in seen if each.startswith("net: ")] == ["bias"]
 
 
-def test_what_cannot_be_watched(kernel: Notebook) -> None:
-    """A line each, before the cell runs where that is known by then; no hook is left."""
+def test_values_that_cannot_be_watched_are_named(kernel: Notebook) -> None:
+    """A value that cannot be watched has a line, if possible before the cell; no hook is left."""
     kernel.run(
         "%%distributed -n 2\ntorch.manual_seed(0)\nmodel = torch.nn.Linear(2, 2)\n"
         "x, mixed = 1, model if rank else 3"
@@ -153,7 +153,7 @@ def test_what_cannot_be_watched(kernel: Notebook) -> None:
     said = kernel.run(f"%%distributed --watch model --every 2\nimport nbdist\n{loop}").seen
     assert "watch: model: 2 parts " in said
     assert "compared after 2 of 3 steps" in said
-    watch()  # which is nothing anywhere else
+    watch()  # which does nothing outside a watched cell
 
 
 SCRIPTED = """%%distributed -n 2
@@ -171,8 +171,8 @@ def train(at=0):
 """
 
 
-def test_modules_that_take_no_hooks(kernel: Notebook) -> None:
-    """Scripted modules are compared as others are; only what their forward gets is not known."""
+def test_modules_that_take_no_hooks_are_compared(kernel: Notebook) -> None:
+    """Scripted modules, which take no hooks, are compared as other modules are."""
     kernel.run(SCRIPTED)
     said = kernel.run("%%distributed --watch scripted,model --every 1\ntrain()").seen
     assert "watch: scripted, model: 6 parts the same on ranks 0-1, compared after 3 of 3 " in said
@@ -187,8 +187,8 @@ def test_modules_that_take_no_hooks(kernel: Notebook) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_divergences(world: World, kind: str) -> None:
-    """A seed of each kind: the step, what differs, and what differed before it."""
+def test_each_kind_of_divergence_is_reported(world: World, kind: str) -> None:
+    """The report of each kind of divergence has its step, its parts, and earlier differences."""
     case = case_of(kind, 0)
     assert verdict(case, watched(world, case.source, ["net", "optimizer"], kind)) == ""
 
@@ -202,8 +202,8 @@ SOUND = (
 
 
 @pytest.mark.parametrize("name", SOUND)
-def test_sound_trainings(world: World, name: str) -> None:
-    """What ranks have of their own on purpose is no difference; what is not compared is said."""
+def test_sound_trainings_raise_no_alarm(world: World, name: str) -> None:
+    """Values that differ by design are no difference, and parts without comparison are named."""
     found = watched(world, sound_source(name, 1), ["model", "optimizer"], name)
     assert not found.differs, found.head()
     said = found.agreement()
@@ -225,7 +225,7 @@ KINDS_OF_TENSORS = (torch.Tensor, OnDevice)
 
 
 def digest(tensor: torch.Tensor, kind: type[torch.Tensor] = torch.Tensor) -> str:
-    """That of a module's buffer."""
+    """Return the digest of a tensor, as that of a module's buffer."""
     module = torch.nn.Module()
     module.register_buffer("x", tensor.as_subclass(kind))
     return buffers_of(WatchedValue("module", module))["x"].digest
@@ -235,8 +235,10 @@ def digest(tensor: torch.Tensor, kind: type[torch.Tensor] = torch.Tensor) -> str
 @given(
     some.integers(1, 3 * ROW_WORDS * 4), some.integers(0), some.integers(0, 7), some.integers(0, 9)
 )
-def test_one_bit_is_seen(kind: Any, size: int, place: int, bit: int, offset: int) -> None:
-    """Wherever it is; and the same bytes have the same digest wherever they lie."""
+def test_a_single_bit_changes_the_digest(
+    kind: Any, size: int, place: int, bit: int, offset: int
+) -> None:
+    """A digest changes with any bit, and equal bytes have equal digests anywhere in memory."""
     data = torch.arange(size + offset, dtype=torch.int64).to(torch.uint8)[offset:]
     before = digest(data, kind)
     assert digest(data.clone(), kind) == before
@@ -245,8 +247,8 @@ def test_one_bit_is_seen(kind: Any, size: int, place: int, bit: int, offset: int
 
 
 @pytest.mark.parametrize("kind", KINDS_OF_TENSORS)
-def test_any_layout_and_type(kind: Any) -> None:
-    """That is plain; numbers that change places, or all signs, are another value."""
+def test_digests_do_not_depend_on_the_layout(kind: Any) -> None:
+    """The layout of a tensor does not change its digest; places and signs of its numbers do."""
     table = torch.randn(64, 2 * ROW_WORDS, dtype=torch.float64)
     assert digest(table, kind) == digest(table.T.contiguous().T, kind)
     swapped = table.clone()
@@ -261,7 +263,7 @@ def test_any_layout_and_type(kind: Any) -> None:
 @pytest.mark.parametrize("kind", KINDS_OF_TENSORS)
 @pytest.mark.parametrize("dtype", WIDE)
 def test_equal_numbers_have_equal_digests(dtype: torch.dtype, kind: Any) -> None:
-    """Digests agree with `%dist_diff` on -0.0 and on the bits of NaN, in whatever piece."""
+    """Digests agree with `%dist_diff` on -0.0 and on the bits of NaN, in every piece."""
     whole = DIGEST_PIECE // WIDE[dtype].itemsize
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[
         dtype.itemsize // (2 if dtype.is_complex else 1)
@@ -284,7 +286,7 @@ def test_equal_numbers_have_equal_digests(dtype: torch.dtype, kind: Any) -> None
                 assert digest(changed, kind) != digest(numbers, kind)
 
 
-# --- what is told -----------------------------------------------------------------------------
+# --- the report -------------------------------------------------------------------------------
 
 
 def noted(
@@ -308,8 +310,8 @@ def told(*ranks: Watched) -> list[str]:
     return [*Divergence(["model"], dict(enumerate(ranks))).facts_before()]
 
 
-def test_the_head() -> None:
-    """The step, and the rank against the most that agree."""
+def test_the_head_has_step_and_ranks() -> None:
+    """The head has the step, and the ranks that differ from the largest group that agrees."""
     heads = {
         "1 1 2": "after step 4 rank 2 differs from ranks 0-1",
         "1 2 3": "after step 4 ranks 0-2 all differ",
@@ -323,8 +325,8 @@ def test_the_head() -> None:
         assert (path, kind) == ("weight", "float32 (2,)")
 
 
-def test_the_end() -> None:
-    """Where nothing was found on the way, ranks that made as many steps are compared after them."""
+def test_ranks_with_equal_steps_are_compared_at_the_end() -> None:
+    """If no step showed a difference, ranks with equally many steps are compared at the end."""
     found = Divergence(["model"], {0: noted(found=0), 1: noted("2", found=0)})
     assert found.head() == "watch: at the end, after step 6 rank 1 differs from rank 0"
     found = Divergence(["model"], {0: noted(found=0), 1: noted("2", found=0, steps=5)})
@@ -336,8 +338,8 @@ def test_the_end() -> None:
         ["model"], {0: noted(found=0), 1: late}).agreement()  # fmt: skip
 
 
-def test_only_news_is_told() -> None:
-    """What was equal until some step; not what differed all the time, as ranks' own data does."""
+def test_only_differences_that_began_are_reported() -> None:
+    """Only facts that were equal until some step are reported, not facts that always differed."""
     first = [facts(2, "a"), facts(4, "a")]
     assert "none of these" in told(noted(facts=first), noted("2", facts=first))[1]
     always = [facts(2, "b"), facts(4, "c")]
@@ -345,13 +347,13 @@ def test_only_news_is_told() -> None:
     (until, said) = told(noted(facts=first), noted("2", facts=[facts(2, "a"), facts(4, "c")]))
     assert until.startswith("all were equal after step 2; ")
     assert said == "  random state of torch, from step 4 on: rank 1 differs from rank 0"
-    # At the first comparison all that differs may be the cause.
+    # At the first comparison every difference may be the cause.
     first, other = [facts(4, "a")], [facts(4, "b")]
     assert told(noted(facts=first), noted("2", facts=other))[1] == said
 
 
-def test_other_causes() -> None:
-    """A branch that one rank took, a collective that it skipped or all did, and other data."""
+def test_likely_causes_are_reported() -> None:
+    """A branch of a single rank, a skipped collective, and other data are reported as causes."""
     first = [facts(2, "", "a b", 9), facts(4, "", "a b", 12)]
     branch = [facts(2, "", "a b", 9), facts(4, "", "a", 12)]
     assert told(noted(facts=first), noted("2", facts=branch))[1:] == [

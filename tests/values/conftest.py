@@ -1,4 +1,4 @@
-"""Two `__main__`s: a notebook's in this process, a worker's in another."""
+"""Fixtures with two `__main__` modules: a notebook's in this process, a worker's in another."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def notebook(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def ship(notebook: Any, worker: Any) -> Callable[..., frozenset[str]]:
-    """Sends names of the notebook to the worker; says what they need besides."""
+    """Sends variables of the notebook to the worker; returns which other variables they need."""
 
     def send(*names: str) -> frozenset[str]:
         pickled = pickle({name: notebook.names[name] for name in names}, notebook.names)

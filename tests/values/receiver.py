@@ -1,6 +1,6 @@
 """A notebook and a worker for tests: two real namespaces called `__main__`, in two processes.
 
-Run as a script it is the worker; tests load it with `runpy` for the two classes.
+This file is the worker if it runs as a script; tests load the two classes with `runpy`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ REPLY_TIMEOUT = 60.0
 
 
 class Notebook(types.ModuleType):
-    """A namespace that is `__main__` here; `run` runs a cell in it."""
+    """A module that is `__main__` in this process; `run` runs a cell in the module."""
 
     def __init__(self) -> None:
         super().__init__("__main__")
@@ -30,7 +30,7 @@ class Notebook(types.ModuleType):
         self._cells = 0
 
     def run(self, source: str) -> Any:
-        """Run a cell as IPython does, which keeps its source; the value of the last line."""
+        """Run a cell and keep its source, as IPython does; return the value of its last line."""
         self._cells += 1
         filename = f"/tmp/ipykernel_1/{self._cells}.py"
         lines = source.splitlines(keepends=True)
@@ -39,7 +39,7 @@ class Notebook(types.ModuleType):
 
 
 class Worker:
-    """Another process: give it frames to bind, source to run, and read what comes of it."""
+    """Another process, which binds frames to names, runs source, and returns the results."""
 
     def __init__(self) -> None:
         path = str(Path(__file__).parents[2])
@@ -64,13 +64,13 @@ class Worker:
         self._ask("bind", [bytes(memoryview(frame)) for frame in frames])
 
     bind_payload = partialmethod(_ask, "bind_payload")
-    """The same with a `Payload`, whose segment it opens."""
+    """Bind the names of a `Payload`, whose segment the worker opens."""
 
     receive = partialmethod(_ask, "receive")
     """Take a message of `nbdist.values.linked` as a worker does: change objects, bind variables."""
 
     inspect = partialmethod(_ask, "inspect")
-    """Say what of these objects was changed there, and what is there under these names."""
+    """Return which parts of objects the worker has changed, and the values of its variables."""
 
     forget = partialmethod(_ask, "forget")
     """Note that objects with these keys have ended in the notebook."""
@@ -79,13 +79,13 @@ class Worker:
     """Delete variables that the notebook has deleted; return those that were deleted."""
 
     pop_ended_keys = partialmethod(_ask, "pop_ended_keys")
-    """Return the keys of objects that have ended there."""
+    """Return the keys of objects that have ended in the worker."""
 
     run = partialmethod(_ask, "run")
-    """Run source there; the value of its last line, if that is an expression."""
+    """Run source in the worker; return the value of its last line if that is an expression."""
 
     fetch = partialmethod(_ask, "fetch")
-    """The frames of a value, as the worker pickles it."""
+    """Return the frames of a value that the worker pickles."""
 
     clear = partialmethod(_ask, "clear", None)
     """Unbind all names, for the next test."""
@@ -151,7 +151,7 @@ def _answer_of_names(kind: str, what: Any) -> Any:
 
 def _serve() -> None:
     channel, sys.stdout = sys.stdout.buffer, sys.stderr
-    # The names of this script are not the worker's.
+    # The worker's `__main__` has none of the names of this script.
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main
     while True:

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.values.copying`: copies that are made into what is there."""
+"""Tests of `nbdist.values.copying`: copies of values into objects that exist already."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Net(torch.nn.Module):
 
 
 def copied(there: dict[str, Any], new: dict[str, Any], *others: tuple[Any, Any]) -> set[str]:
-    """Copy variables into those that are there; return the names that could not be."""
+    """Copy new variables into old ones; return the names that could not be copied in place."""
     pairs = {name: (there[name], value) for name, value in new.items() if name in there}
     instead, failed = copy_into(pairs, others, *new.values())
     for name, value in new.items():
@@ -58,8 +58,8 @@ KINDS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_there_gets_the_contents(kind: str) -> None:
-    """It is the same object, at the top and inside of others."""
+def test_an_existing_object_gets_the_new_contents(kind: str) -> None:
+    """An object with new contents stays the same object, at the top and inside of others."""
     for wrap in (lambda v: v, lambda v: [v], lambda v: {"of": v}, lambda v: Plain(of=v)):
         old, new = KINDS[kind][0](), KINDS[kind][1]()
         expected = copy.deepcopy(new)
@@ -73,8 +73,8 @@ def test_what_is_there_gets_the_contents(kind: str) -> None:
             assert old == expected
 
 
-def test_a_tuple_is_new_with_the_parts_that_are_there() -> None:
-    """A tuple cannot be changed: what it has can."""
+def test_a_new_tuple_has_the_existing_parts() -> None:
+    """A copied tuple is a new tuple, in which a list is the existing list with new contents."""
     part = [1]
     there = {"x": {"t": (part, 2)}}
     assert copied(there, {"x": {"t": ([5], 3)}}) == set()
@@ -83,7 +83,7 @@ def test_a_tuple_is_new_with_the_parts_that_are_there() -> None:
 
 
 def test_a_model_stays_linked_with_its_optimizer() -> None:
-    """Parameters, buffers, gradients and moments are copied, and the optimizer trains the model."""
+    """Parameters, gradients and buffers are copied, and the optimizer keeps the parameters."""
     there: dict[str, Any] = {"net": Net()}
     optimizer = torch.optim.Adam(there["net"].parameters())
     source = Net()
@@ -105,8 +105,8 @@ def test_a_model_stays_linked_with_its_optimizer() -> None:
     assert (net.steps.item(), net.training) == (7, False)
 
 
-def test_a_model_and_its_optimizer_together() -> None:
-    """The optimizer's state is of the parameters that are there."""
+def test_a_model_and_its_optimizer_are_copied_together() -> None:
+    """The copied state belongs to the existing parameters, which the optimizer still trains."""
     net, source = Net(), Net()
     there: dict[str, Any] = {"net": net, "opt": torch.optim.Adam(net.parameters())}
     other = torch.optim.Adam(source.parameters(), lr=0.5)
@@ -126,8 +126,8 @@ def test_a_model_and_its_optimizer_together() -> None:
     assert not net.first.weight.equal(before)
 
 
-def test_an_optimizer_alone() -> None:
-    """With the pairs of its parameters it refers to those that are there."""
+def test_an_optimizer_copied_alone_keeps_its_parameters() -> None:
+    """A copied optimizer refers to the existing parameters, which get the new values."""
     net, source = Net(), Net()
     optimizer = torch.optim.SGD(source.parameters(), lr=0.1, momentum=0.9)
     there: dict[str, Any] = {"net": net}
@@ -158,8 +158,8 @@ OTHERS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 
 
 @pytest.mark.parametrize("case", OTHERS)
-def test_another_structure(case: str) -> None:
-    """Neither is changed: the variable is bound to the new value, with all that it has."""
+def test_a_value_of_another_structure_replaces_the_old(case: str) -> None:
+    """The variable is bound to the new value; neither the old nor the new value is changed."""
     old, new = OTHERS[case][0](), OTHERS[case][1]()
     before, after = copy.deepcopy(old), copy.deepcopy(new)
     there = {"x": old}
@@ -170,7 +170,7 @@ def test_another_structure(case: str) -> None:
 
 
 def shown(value: Any) -> Any:
-    """Return what can be compared of a value."""
+    """Return the contents of a value in a form that can be compared."""
     if isinstance(value, torch.nn.Module):
         return [each.tolist() for each in value.state_dict().values()]
     if isinstance(value, torch.Tensor):
@@ -180,8 +180,8 @@ def shown(value: Any) -> Any:
     return {k: shown(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
-def test_what_shares_parameters_with_what_is_replaced() -> None:
-    """An optimizer goes with its model: it is never left with the parameters of another one."""
+def test_an_optimizer_is_replaced_with_its_model() -> None:
+    """An optimizer is replaced if its model is, and never has another model's parameters."""
     net, source = Net(), Net(3)
     optimizer, other = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (net, source))
     there: dict[str, Any] = {"net": net, "opt": optimizer, "cfg": {"lr": 1}}
@@ -193,8 +193,8 @@ def test_what_shares_parameters_with_what_is_replaced() -> None:
     assert (there["cfg"] is cfg, cfg) == (True, {"lr": 2})
 
 
-def test_a_list_of_parameters_of_what_is_replaced() -> None:
-    """It would fit into the one that is there, and goes with the model that does not."""
+def test_a_list_of_parameters_is_replaced_with_its_model() -> None:
+    """The list is replaced with the model, though each of its parameters could be copied."""
     net, source = (torch.nn.Sequential(torch.nn.Linear(2, 2)) for _ in range(2))
     source.append(torch.nn.ReLU())
     there: dict[str, Any] = {"net": net, "params": [*net.parameters()]}
@@ -205,8 +205,8 @@ def test_a_list_of_parameters_of_what_is_replaced() -> None:
     assert net[0].weight.equal(before)
 
 
-def test_what_is_new_inside() -> None:
-    """It refers to what is there, however deep within."""
+def test_new_parts_refer_to_existing_objects() -> None:
+    """New containers and instances refer to the existing model, at any depth."""
     net, source = Net(), Net()
     there: dict[str, Any] = {"net": net, "held": {}}
     held = there["held"]
@@ -217,8 +217,8 @@ def test_what_is_new_inside() -> None:
     assert model is plain.net is net
 
 
-def test_plain_values_have_no_place() -> None:
-    """A number, text, None or True that is elsewhere too does not keep values from being paired."""
+def test_equal_plain_values_do_not_hinder_copying() -> None:
+    """Values are copied in place though equal numbers, texts, None or True are elsewhere too."""
     for old, new in ((1, 2), ("a", "b"), (None, 2), (False, True), ((), (1,))):
         there: dict[str, Any] = {"x": {"same": new, "other": old}, "y": [old]}
         x, y = there["x"], there["y"]
@@ -231,8 +231,8 @@ def test_plain_values_have_no_place() -> None:
     assert (there["net"] is net, net.training) == (True, True)
 
 
-def test_objects_that_refer_to_themselves() -> None:
-    """They are copied once, and refer to what is there."""
+def test_a_list_that_contains_itself_is_copied_once() -> None:
+    """The existing list gets the new contents, and contains itself."""
     old: list[Any] = [1]
     old.append(old)
     new: list[Any] = [2]
@@ -243,8 +243,8 @@ def test_objects_that_refer_to_themselves() -> None:
     assert (old[0], old[1] is old, len(old)) == (2, True, 2)
 
 
-def test_two_that_were_one() -> None:
-    """What is one object in the copy and two there is bound as one, or left alone."""
+def test_two_objects_with_one_new_value_become_one() -> None:
+    """If two parts have the same new object, both names lead to a single object afterwards."""
     shared = [9]
     a, b = [1], [2]
     there = {"x": {"a": a, "b": b}}
@@ -253,8 +253,8 @@ def test_two_that_were_one() -> None:
     assert there["x"]["a"] == [9]
 
 
-def test_an_array_that_cannot_be_written_to() -> None:
-    """The rank gets the new contents, in a new array if need be."""
+def test_a_read_only_array_is_replaced() -> None:
+    """A variable with a read-only array gets the new contents in a new array."""
     old = np.zeros(3)
     old.setflags(write=False)
     there = {"x": old}
@@ -262,8 +262,8 @@ def test_an_array_that_cannot_be_written_to() -> None:
     assert there["x"].tolist() == [0, 1, 2]
 
 
-def test_attributes_that_are_gone() -> None:
-    """An instance has those of the copy, and no others."""
+def test_attributes_that_the_new_instance_lacks_are_deleted() -> None:
+    """The existing instance has exactly the attributes of the new instance."""
     there = {"x": Plain(a=1, old=2)}
     x = there["x"]
     copied(there, {"x": Plain(a=3, new=4)})

@@ -77,7 +77,7 @@ FUNCTIONS = {
 
 
 def test_functions_use_the_receivers_names(notebook: Any, worker: Any, ship: Ship) -> None:
-    """A function that uses `model` finds the worker's, now and after it is bound again."""
+    """A function that reads `model` gets the worker's value, and a value that is bound later."""
     notebook.run("model = list(range(100_000))\ndef f(): return model\nholder = {'f': [f]}")
     pickled = pickle(notebook.names["holder"], notebook.names)
     assert sum(memoryview(frame).nbytes for frame in pickled.frames) < 3000
@@ -92,7 +92,7 @@ def test_functions_use_the_receivers_names(notebook: Any, worker: Any, ship: Shi
     worker.run("count = 10\nf()")
     assert worker.run("count") == 11
     assert notebook.names["count"] == 5
-    # What a decorator of a module wraps around keeps the module's globals, by reference.
+    # The wrapper of an imported decorator keeps the globals of the decorator's module.
     notebook.run("import contextlib\n@contextlib.contextmanager\ndef f(): yield")
     rebuilt = unpickle(pickle(notebook.names["f"], notebook.names).frames)
     assert rebuilt.__globals__ is sys.modules["contextlib"].__dict__
@@ -118,7 +118,7 @@ NEEDS = {
 
 @pytest.mark.parametrize("source", NEEDS)
 def test_needs_are_the_names_that_are_looked_up(source: str, notebook: Any) -> None:
-    """What functions read by name is reported, wherever in the value they are."""
+    """The needs of a pickle are the names that functions read, wherever the functions are."""
     notebook.run("a, b, c = 1, object, 3")
     notebook.run(source)
     pickled = pickle(notebook.names["f"], notebook.names)
@@ -206,8 +206,8 @@ if sys.version_info >= (3, 14):  # earlier versions evaluate annotations at once
 
 
 @pytest.mark.parametrize("case", FUNCTIONS | CLASSES)
-def test_it_works_there(case: str, notebook: Any, worker: Any, ship: Ship) -> None:
-    """A function or class of a cell does there what it does here; what it needs goes by name."""
+def test_definitions_work_on_the_worker(case: str, notebook: Any, worker: Any, ship: Ship) -> None:
+    """A function or class of a cell gives the same values on the worker; its needs are sent too."""
     source, values = (FUNCTIONS | CLASSES)[case]
     notebook.run(source)
     names, waiting = set(), {"f", "B"} & {*notebook.names}
@@ -219,7 +219,7 @@ def test_it_works_there(case: str, notebook: Any, worker: Any, ship: Ship) -> No
 
 
 def test_a_class_arrives_once(notebook: Any, worker: Any, ship: Ship) -> None:
-    """Later instances are of the class that came before; what is set on it reaches them."""
+    """Later instances have the class that came first, and see attributes set on it later."""
     notebook.run(
         "made = []\nclass Base:\n    def __init_subclass__(cls): made.append(1)\n"
         "class A(Base): x = 1\na, b = A(), A()"
@@ -228,7 +228,7 @@ def test_a_class_arrives_once(notebook: Any, worker: Any, ship: Ship) -> None:
     for name in ("Base", "A", "a", "b"):
         ship(name)
     assert worker.run("type(a) is A and type(b) is A and isinstance(b, A)") is True
-    # What `__init_subclass__` does has been done in the notebook, and comes with its results.
+    # `__init_subclass__` has run in the notebook, and does not run again on the worker.
     assert worker.run("len(made)") == 0
     notebook.run("A.x = 2")
     ship("A")
@@ -236,7 +236,7 @@ def test_a_class_arrives_once(notebook: Any, worker: Any, ship: Ship) -> None:
 
 
 def test_a_class_that_comes_home_stays_as_it_is(notebook: Any, worker: Any, ship: Ship) -> None:
-    """A worker's copy of the notebook's class does not overwrite the notebook's."""
+    """A worker's copy of the notebook's class does not overwrite the notebook's class."""
     notebook.run("class A:\n    def m(self): return 1\na = A()")
     ship("a")
     method = notebook.names["A"].m
@@ -245,7 +245,7 @@ def test_a_class_that_comes_home_stays_as_it_is(notebook: Any, worker: Any, ship
     assert type(back) is notebook.names["A"]
     assert notebook.names["A"].m is method
     assert not hasattr(back, "x")
-    # A value whose class was defined on a worker works here, with the notebook's names.
+    # A value whose class was defined on a worker works with the notebook's names.
     worker.run("k = 1\nclass W:\n    def m(self): return k\nw = W()")
     notebook.names["k"] = 2
     back = unpickle(worker.fetch("w"), notebook.names)
@@ -271,8 +271,8 @@ B, Imported, unbound = A, enum.Enum, Unbound()
 """
 
 
-def test_classes_that_ranks_have_made_of_one_cell(notebook: Any, worker: Any, ship: Ship) -> None:
-    """They are one class to who gets objects of them, unless their code or values differ."""
+def test_ranks_classes_of_one_cell_are_one_class(notebook: Any, worker: Any, ship: Ship) -> None:
+    """Classes that ranks make of a cell have one id, unless their code or values differ."""
     names = [{"__name__": "__main__"} for _ in range(4)]
     by_class = definitions.by_value._DYNAMIC_CLASS_TRACKER_BY_CLASS
     for each, (number, size) in zip(names, [(1, 2), (1, 2), (3, 2), (1, 4)], strict=True):
@@ -295,12 +295,12 @@ def test_classes_that_ranks_have_made_of_one_cell(notebook: Any, worker: Any, sh
 
 
 def by_value_id(kind: type) -> str:
-    """The id by which a receiver recognises a class."""
+    """Return the id by which a receiver recognizes a class."""
     return definitions.by_value._get_or_create_tracker_id(kind)
 
 
 def test_a_class_that_comes_home_has_its_own_base(notebook: Any, worker: Any, ship: Ship) -> None:
-    """The notebook's base learns of a worker's class, unless it wants keywords, which are lost."""
+    """A worker's class runs `__init_subclass__` in the notebook, unless keywords are needed."""
     notebook.run(
         "kinds = []\nclass A:\n    def __init_subclass__(cls): kinds.append(cls.__name__)\n"
         "class B:\n    def __init_subclass__(cls, *, tag): cls.tag = tag"
@@ -328,8 +328,8 @@ SLOTTED = {
 
 
 @pytest.mark.parametrize("case", SLOTTED)
-def test_classes_with_slots(case: str, notebook: Any, worker: Any, ship: Ship) -> None:
-    """Instances have no `__dict__` there either, and what comes back is what was sent."""
+def test_instances_keep_their_slots(case: str, notebook: Any, worker: Any, ship: Ship) -> None:
+    """An instance keeps its slots on the worker, and later returns with its class and values."""
     notebook.run(f"{SLOTTED[case]}\nb = B()\nobject.__setattr__(b, 'x', 7)")
     ship("b")
     ship("B")
@@ -338,15 +338,15 @@ def test_classes_with_slots(case: str, notebook: Any, worker: Any, ship: Ship) -
     back = unpickle(worker.fetch("b"), notebook.names)
     assert type(back) is notebook.names["B"]
     assert back.x == 7
-    # Made there, one has its slots here.
+    # An instance that was made on the worker has its slots in the notebook.
     worker.run("class W:\n    __slots__ = ('__x', '__dict__')\n    def get(self): return self.__x")
     worker.run("w = W(); w._W__x = 1; w.more = 2")
     back = unpickle(worker.fetch("w"), notebook.names)
     assert (back.get(), vars(back)) == (1, {"more": 2})
 
 
-def test_code_of_another_python(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is refused as it arrives, also in a class: a call of it would end the process."""
+def test_code_of_another_python_is_refused(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A class with code of another Python version is refused: a call would end the process."""
     worker.run("class W:\n    def get(self): pass")
     monkeypatch.setattr(definitions, "PYTHON", (3, 1))
     there = ".".join(map(str, sys.version_info[:2]))
@@ -355,7 +355,7 @@ def test_code_of_another_python(worker: Any, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_source_of_a_cell_comes_along(notebook: Any, worker: Any, ship: Ship) -> None:
-    """`inspect.getsource` and tracebacks show the cell's lines there."""
+    """`inspect.getsource` and tracebacks show the cell's lines on the worker."""
     notebook.run("class A:\n    def m(self):\n        return 1 / 0  # here\n")
     ship("A")
     assert worker.run("import inspect\ninspect.getsource(A.m)").endswith("1 / 0  # here\n")
@@ -364,13 +364,13 @@ def test_the_source_of_a_cell_comes_along(notebook: Any, worker: Any, ship: Ship
         "    text = traceback.format_exc()"
     )
     assert "return 1 / 0  # here" in worker.run("text")
-    # A function of a module on disk has its source there anyway.
+    # The source of a function is not sent if the receiver has its module on disk.
     pickled = pickle(functools.wraps(print)(lambda: None), notebook.names)
     assert b"the_source_of_a_cell_comes_along(" not in bytes(pickled.frames[0])
 
 
 def test_the_number_of_a_cell_travels_with_its_functions(notebook, monkeypatch):
-    """IPython's tracebacks say `Cell In[7]` on both sides, also where one has version 7."""
+    """The receiver's IPython knows the cell's number; IPython 7 finds it in the history."""
     from IPython.core.compilerop import CachingCompiler
 
     source = "def f(): pass\n"

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.values.links`: keys of objects, and of memory, as long as these are there."""
+"""Tests of `nbdist.values.links`: keys of objects and of memory, as long as these exist."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def add(links: Links, value: Any, tool: str = "list") -> int:
 
 
 def unused(links: Links) -> tuple[int, ...]:
-    """Return the keys of the objects that are dropped now."""
+    """Drop unused objects; return the keys of objects that have ended."""
     links.drop_unused()
     return links.pop_dead_keys()
 
 
 def test_an_object_has_one_key(links: Links) -> None:
-    """The object is found by its key, and an equal one has another key, or none."""
+    """An object is found by its key, and an equal object has another key or none."""
     x, y, thing = [1], [1], Thing()
     keys = [add(links, each) for each in (x, y, thing)]
     assert len({*keys}) == len(links) == 3
@@ -49,15 +49,15 @@ def test_an_object_has_one_key(links: Links) -> None:
 
 
 def test_keys_of_two_tables_never_meet() -> None:
-    """Not even those of many objects, and no table starts where another one has started."""
+    """The first keys of 100 tables are more than 1000 apart, and fit into 63 bits."""
     keys = [Links().new_key() for _ in range(100)]
     distances = [b - a for a, b in zip(sorted(keys), sorted(keys)[1:], strict=False)]
     assert min(distances) > 1000
     assert all(0 <= key < 2**63 for key in keys)
 
 
-def test_a_given_key(links: Links) -> None:
-    """The newest object with a key has it, and an object has the newest of its keys."""
+def test_the_newest_object_with_a_key_has_it(links: Links) -> None:
+    """A key belongs to the object that got it last, and an object has the newest of its keys."""
     first, second = [1], [2]
     links.add(first, "list", 5)
     links.add(first, "list", 6)
@@ -68,8 +68,8 @@ def test_a_given_key(links: Links) -> None:
     assert links.pop_dead_keys() == (), "no object has ended"
 
 
-def test_an_object_that_ends(links: Links) -> None:
-    """The table does not keep it alive if it can be referred to weakly; its key is dead, once."""
+def test_an_object_with_a_key_can_end(links: Links) -> None:
+    """The table keeps no weakly referable object alive, and reports its dead key once."""
     thing, other = Thing(), Thing()
     key, other_key = add(links, thing), add(links, other)
     assert (links.pop_dead_keys(), links.has_dead) == ((), False)
@@ -79,8 +79,8 @@ def test_an_object_that_ends(links: Links) -> None:
     assert [links.pop_dead_keys() for _ in range(2)] == [(key,), ()]
 
 
-def test_the_address_of_an_object_that_ended(links: Links) -> None:
-    """Another object at the same address has no key."""
+def test_a_new_object_at_an_old_address_has_no_key(links: Links) -> None:
+    """A new object does not get the key of an object that has ended at the same address."""
     for _ in range(100):
         thing = Thing()
         number, key = id(thing), add(links, thing)
@@ -102,8 +102,8 @@ MAKERS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-def test_what_only_the_table_holds(kind: str, links: Links) -> None:
-    """It is dropped; what a variable, another object or a frame holds is not."""
+def test_objects_that_only_the_table_holds_are_dropped(kind: str, links: Links) -> None:
+    """An object stays in the table as long as a variable or another object refers to it."""
     value = MAKERS[kind]()
     key = add(links, value)
     assert unused(links) == ()
@@ -114,8 +114,8 @@ def test_what_only_the_table_holds(kind: str, links: Links) -> None:
     assert (unused(links), links.find(key), len(links)) == ((key,), None, 0)
 
 
-def test_what_is_inside_of_what_is_dropped(links: Links) -> None:
-    """It is dropped too, however deep it is, unless it is held otherwise."""
+def test_parts_of_dropped_objects_are_dropped_too(links: Links) -> None:
+    """Parts of a dropped object are dropped at any depth, unless a variable refers to them."""
     inner: list[Any] = [1]
     outer: Any = inner
     keys = [add(links, inner)]
@@ -135,8 +135,8 @@ def test_what_is_inside_of_what_is_dropped(links: Links) -> None:
     assert deep() is None
 
 
-def test_many_objects_in_a_row(links: Links) -> None:
-    """They are dropped in time, also if each one holds the next."""
+def test_a_long_chain_of_objects_is_dropped(links: Links) -> None:
+    """3000 lists, each of which contains the next, are dropped by a single call."""
     chain: list[Any] = []
     for _ in range(3000):
         chain = [chain]
@@ -146,8 +146,8 @@ def test_many_objects_in_a_row(links: Links) -> None:
     assert len(links.pop_dead_keys()) == 3000
 
 
-def test_what_refers_to_itself(links: Links) -> None:
-    """Python cannot see that nothing else holds it: it stays until the cycle is broken."""
+def test_a_cycle_of_objects_stays_until_it_is_broken(links: Links) -> None:
+    """An object that refers to itself looks used, and stays in the table with its parts."""
     loop: list[Any] = []
     loop.append(loop)
     key = add(links, loop)
@@ -163,8 +163,8 @@ def test_what_refers_to_itself(links: Links) -> None:
     assert found() is None
 
 
-def test_another_key_for_an_object(links: Links) -> None:
-    """The old one is dead for the other process, and the object is found by the new one."""
+def test_an_object_can_get_another_key(links: Links) -> None:
+    """The old key is dead for the other process, and the new key leads to the object."""
     x = [1]
     entry = links.add(x, "list")
     old = entry.key
@@ -176,8 +176,8 @@ def test_another_key_for_an_object(links: Links) -> None:
     assert len(unused(links)) == 1
 
 
-def test_what_ends_in_the_other_process(links: Links) -> None:
-    """Its key is dropped here, and not reported as dead; unknown keys are no error."""
+def test_forgotten_keys_are_not_reported_as_dead(links: Links) -> None:
+    """Keys that the other process has dropped are dropped here too; unknown keys are no error."""
     x, thing, array = [1], Thing(), np.zeros(9)
     keys = [add(links, x), add(links, thing), block_of(links, array).key]
     links.forget([*keys, 5])
@@ -202,7 +202,7 @@ def block_of(links: Links, view: Any, root: Any = None) -> MemoryBlock:
 
 
 def test_views_of_one_memory_have_one_block(links: Links) -> None:
-    """The first view brings all of it, unless it is big: then as much as the view shows."""
+    """The block of the first view covers the whole small memory, and serves later views too."""
     array = np.zeros(1000)
     first = block_of(links, array[10:20], array)
     assert (first.start, first.end, first.size) == (*span(array), 8000)
@@ -211,8 +211,8 @@ def test_views_of_one_memory_have_one_block(links: Links) -> None:
     assert (len(links.blocks), [*links.blocks], links.blocks.get(first.key)) == (1, [first], first)
 
 
-def test_a_part_of_big_memory(links: Links, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has a block of its own, from a whole number of elements on; more than half brings all."""
+def test_a_small_view_has_its_own_block(links: Links, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small view's block begins at a multiple of 64 bytes; over half of the memory brings all."""
     monkeypatch.setattr(module, "MAX_WHOLE_BYTES", 1000)
     array = np.zeros(1000)
     part = block_of(links, array[101:200], array)
@@ -228,8 +228,8 @@ def test_a_part_of_big_memory(links: Links, monkeypatch: pytest.MonkeyPatch) -> 
     assert len(links) == 3
 
 
-def test_known_memory(links: Links) -> None:
-    """Only bytes that are within a block, of the same memory and device, are known."""
+def test_only_bytes_within_a_block_are_known(links: Links) -> None:
+    """A block is found for bytes within its range, of the same memory and the same device."""
     array, other = np.zeros(100), np.zeros(100)
     block = block_of(links, array)
     start, end = span(array)
@@ -242,8 +242,8 @@ def test_known_memory(links: Links) -> None:
     assert find(start + 8, end, start + 8, "cpu") is None, "another allocation begins there"
 
 
-def test_memory_that_is_free(links: Links) -> None:
-    """Its key is dead, and new memory at the same address has another key."""
+def test_the_key_of_freed_memory_is_dead(links: Links) -> None:
+    """The key of freed memory is dead, and new memory at its address has another key."""
     array = np.zeros(1 << 16)
     block = block_of(links, array)
     bounds = span(array)
@@ -264,8 +264,8 @@ def test_memory_that_is_free(links: Links) -> None:
     assert len(links.pop_dead_keys()) == 2
 
 
-def test_memory_that_a_tensor_of_a_rank_uses(links: Links) -> None:
-    """It is not free until the tensor ends, though what it came in has ended."""
+def test_memory_stays_known_while_a_ranks_tensor_uses_it(links: Links) -> None:
+    """The key of memory is not dead until the rank's tensor ends, though the array has ended."""
     array, tensor = np.zeros(9), torch.zeros(9, dtype=torch.float64)
     block = block_of(links, array)
     block.users.append(weakref.ref(tensor))
@@ -276,8 +276,8 @@ def test_memory_that_a_tensor_of_a_rank_uses(links: Links) -> None:
     assert links.pop_dead_keys() == (block.key,)
 
 
-def test_elements_that_are_copied_together(links: Links) -> None:
-    """They are known by what they are, and cover no memory."""
+def test_copied_elements_have_one_block(links: Links) -> None:
+    """A block of copied elements is found by their description, and covers no memory."""
     owner, blocks = Thing(), links.blocks
     what = (64, 1 << 30, "float32", (2,), (1000,))
     assert blocks.get_copied(what) is None
@@ -286,7 +286,7 @@ def test_elements_that_are_copied_together(links: Links) -> None:
     assert blocks.add_copied(what, lambda: ref, "cpu") is block
     assert (blocks.get_copied(what), block.size, block.copied) == (block, 0, what)
     assert blocks.find_containing(64, 128, 64, "cpu") is None
-    other = Thing()  # it keeps the same memory alive
+    other = Thing()  # another object that keeps the same memory alive
     other_ref = weakref.ref(other)
     assert blocks.add_copied(what, lambda: other_ref, "cpu") is block
     del owner

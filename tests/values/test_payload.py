@@ -1,4 +1,4 @@
-"""Tests of `nbdist.values.payload`: frames inline, and shared, that others map; and identity."""
+"""Tests of `nbdist.values.payload`: frames in messages and in shared memory, and identity."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ Descriptors = Callable[[], set[str]]
 
 @pytest.fixture
 def descriptors() -> Descriptors:
-    """What this process has open."""
+    """A function that lists the file descriptors which this process has open."""
     return lambda: {*os.listdir("/proc/self/fd")}
 
 
-def test_a_step_at_a_time(monkeypatch: pytest.MonkeyPatch, descriptors: Descriptors) -> None:
-    """It says how much was copied, aligned; what was begun is gone at once, or is whole."""
+def test_segments_fill_in_steps(monkeypatch: pytest.MonkeyPatch, descriptors: Descriptors) -> None:
+    """Steps count the copied bytes; frames are aligned, and an unfinished segment is closed."""
     monkeypatch.setattr(payload, "COPY_PIECE", 2000)
     before = descriptors()
     steps = Segment.filling(FRAMES)
@@ -72,8 +72,8 @@ def test_a_step_at_a_time(monkeypatch: pytest.MonkeyPatch, descriptors: Descript
 
 
 @pytest.mark.world
-def test_another_process_reads_it() -> None:
-    """By its reference alone; nothing of a killed process stays in memory."""
+def test_another_process_reads_a_segment_by_reference() -> None:
+    """A reader changes only its own copy, and the segment of a killed process is gone."""
     ours = run_to_end(Segment.filling([b"hello " * 20_000]))
     source = (
         "import os, signal\nfrom nbdist.values.payload import *\n"
@@ -93,7 +93,7 @@ def test_another_process_reads_it() -> None:
 
 
 def test_nobody_can_cut_or_change_what_others_have_mapped() -> None:
-    """The memory is sealed: a shorter file would kill its readers with SIGBUS."""
+    """A segment is sealed, because SIGBUS would kill its readers if it became shorter."""
     with run_to_end(Segment.filling([b"abc"])) as segment:
         path = segment.ref.path.partition("#")[0]
         fd = os.open(path, os.O_RDWR)
@@ -104,7 +104,7 @@ def test_nobody_can_cut_or_change_what_others_have_mapped() -> None:
                 os.pwrite(fd, b"X", 0)
         finally:
             os.close(fd)
-    # Nobody can open one that is closed, also where a later one has the descriptor.
+    # A closed segment cannot be opened, even if a later segment has its descriptor.
     first = run_to_end(Segment.filling([b"old"]))
     first.close()
     with pytest.raises(SegmentGone, match=f"{first.ref.path}.*(gone|cannot be opened)"):
@@ -112,15 +112,15 @@ def test_nobody_can_cut_or_change_what_others_have_mapped() -> None:
     with run_to_end(Segment.filling([b"new"])) as second:
         first.close()
         assert bytes(open_segment(second.ref)[0]) == b"new"
-        with pytest.raises(SegmentGone):  # nor is anything mapped that is not as long as it says
+        with pytest.raises(SegmentGone):  # the reference has a wrong length
             open_segment(second.ref._replace(sizes=(10_000,)))
         assert second.ref.path.partition("#")[0] == first.ref.path.partition("#")[0]
         with pytest.raises(SegmentGone, match="its owner has closed it"):
             open_segment(first.ref)
 
 
-def test_one_that_is_held_on_to_outlives_its_owner() -> None:
-    """By a reference of its own; one that is gone already is not to be had."""
+def test_a_segment_that_was_opened_outlives_its_owner() -> None:
+    """An opened segment has a new reference; a segment that is gone cannot be opened."""
     first = run_to_end(Segment.filling(FRAMES))
     with Segment.of_another(first.ref) as other:
         first.close()
@@ -128,7 +128,7 @@ def test_one_that_is_held_on_to_outlives_its_owner() -> None:
         assert [bytes(view) for view in open_segment(other.ref)] == [*map(bytes, FRAMES)]
         with pytest.raises(SegmentGone):
             Segment.of_another(first.ref)
-    # For as long as its owner has it open, and not for another one in its place.
+    # `is_open` is true until the owner closes the segment, and false for another path.
     with run_to_end(Segment.filling(FRAMES)) as segment:
         ref = segment.ref
         assert is_open(ref)
@@ -139,8 +139,8 @@ def test_one_that_is_held_on_to_outlives_its_owner() -> None:
     assert not is_open(ref)
 
 
-def test_it_is_filled_from_outside(descriptors: Descriptors) -> None:
-    """In whatever order; left half-filled it is gone with its owner's descriptor."""
+def test_a_blank_segment_is_filled_in_any_order(descriptors: Descriptors) -> None:
+    """A sealed segment has the written frames; an unfinished one is closed with its owner."""
     before = descriptors()
     with Blank([3, 100]) as blank:
         assert (blank.offsets, blank.total) == ([0, ALIGNMENT], 3 * ALIGNMENT)
@@ -156,8 +156,8 @@ def test_it_is_filled_from_outside(descriptors: Descriptors) -> None:
 # --- payloads, and identity --------------------------------------------------------------------
 
 
-def test_where_frames_travel() -> None:
-    """Below the limit in the message, from it on all frames of a payload in one segment."""
+def test_big_payloads_are_sent_in_one_segment() -> None:
+    """Frames are in the message below the limit; from the limit on all are in one segment."""
     frames = [b"p", bytearray(INLINE_LIMIT - 1)]
     packed, segment = pack_frames(frames)
     with segment:
@@ -169,8 +169,8 @@ def test_where_frames_travel() -> None:
     assert open_payload(packed) == [b"pickle", b"buffer"]
 
 
-def test_segments_wherever_payloads_are() -> None:
-    """In mappings and sequences, what was pickled with the frames, and was read."""
+def test_segments_are_found_and_moved_inside_of_values() -> None:
+    """Segments are replaced in mappings, sequences, inner payloads, and values that were read."""
     refs = [SegmentRef(f"/proc/1/fd/{number}#{number}", (number,)) for number in range(3)]
     here = {ref.path: SegmentRef(f"/here/{ref.path}", ref.sizes) for ref in refs[1:]}
     one = Payload(segment=refs[0])
@@ -190,15 +190,15 @@ def test_segments_wherever_payloads_are() -> None:
 
 
 def test_small_plain_values_are_atomic() -> None:
-    """Their text stands for them; not long ones, nor what has parts, or may have attributes."""
+    """Long numbers and texts, containers, and instances of subclasses are not atomic."""
     assert all(map(is_atomic, (1, 1.5, 1j, True, "x", b"x", None, ..., 2**4095)))
     subclass = type("Subclass", (int,), {})
     others = ("x" * 4097, b"x" * 4097, 2**4096, subclass(1), [1], (1,), {}, object())
     assert not any(map(is_atomic, others))
 
 
-def test_identity_of_an_object() -> None:
-    """The very same one, also after a change; not one in its place."""
+def test_an_identity_recognizes_only_its_object() -> None:
+    """An identity fits its object also after a change, and never a new object in its place."""
 
     class Model:
         pass
@@ -215,7 +215,7 @@ def test_identity_of_an_object() -> None:
         values.append(3)
         assert identity.is_still(values)
     assert values not in gc.get_referents(identity)
-    # What is light is kept, so that nothing comes to its place.
+    # An identity keeps a small value, so that no other value gets its address.
     makes: list[Callable[[], object]] = [lambda: float("0.1"), lambda: [1], lambda: [], dict]
     for make in makes:
         value = make()
@@ -240,8 +240,8 @@ class OddList(list[Any]):
     __len__ = __iter__ = Odd.__len__  # type: ignore[assignment]
 
 
-def test_nothing_is_asked_of_an_object() -> None:
-    """Its class may be a user's, and raise anything."""
+def test_an_identity_calls_no_methods_of_its_object() -> None:
+    """An identity works for a user's class whose methods raise errors."""
     for value in (Odd(), OddList([1]), bytearray(5), range(9), (1,), {1: 2}):
         assert Identity(value).is_still(value)
         assert not Identity(value).is_still(Odd())

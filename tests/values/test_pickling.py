@@ -18,7 +18,7 @@ Ship = Callable[..., frozenset[str]]
 
 
 def test_modules_go_by_name(notebook: Any, worker: Any, ship: Ship) -> None:
-    """`import x as y` becomes the same import there, and nothing else is imported or bound."""
+    """`import x as y` has the same effect on the worker, and no other name is imported or bound."""
     worker.fetch("[1, {'a': lambda: 2}]")
     assert worker.run("import sys\n'torch' in sys.modules") is False
     notebook.run("import json as j\nimport os.path as p\nimport xml.dom.minidom as m")
@@ -32,7 +32,7 @@ def test_modules_go_by_name(notebook: Any, worker: Any, ship: Ship) -> None:
 
 
 def test_a_module_made_by_hand_is_refused(notebook: Any, tmp_path: Path) -> None:
-    """What cannot be imported there is an error here."""
+    """A module that the worker cannot import is an error, and an open file is an error too."""
     notebook.names["m"] = types.ModuleType("made_by_hand")
     with pytest.raises(plain_pickle.PicklingError, match="made_by_hand"):
         pickle(notebook.names["m"], notebook.names)
@@ -48,7 +48,7 @@ def test_a_module_made_by_hand_is_refused(notebook: Any, tmp_path: Path) -> None
 def test_weak_references_lead_to_what_travels_with_them(
     notebook: Any, worker: Any, ship: Ship
 ) -> None:
-    """They have the objects that something else holds there; one that is dead arrives dead."""
+    """Weak references find objects that arrive with them; a dead reference arrives dead."""
     notebook.run(
         "import weakref\nclass A: pass\na, b = A(), A()\n"
         "a.me, a.other = weakref.ref(a), weakref.ref(A())\n"
@@ -90,7 +90,7 @@ def test_arrays_are_not_copied(notebook: Any) -> None:
 
 @pytest.mark.parametrize(("number", "least"), [(1000, 0), (300_000, 20)])
 def test_big_pickles_are_read_in_pieces(number: int, least: int):
-    """Python code runs between two of them, where Stop is met; buffers are used where they are."""
+    """Python code, which Stop can interrupt, runs between two pieces; buffers are used in place."""
     frames = pickle([float(n) for n in range(number)], {}).frames
     reads: list[str] = []
     sys.setprofile(lambda frame, event, _: reads.append(event + frame.f_code.co_name))
@@ -106,8 +106,8 @@ def test_big_pickles_are_read_in_pieces(number: int, least: int):
     assert (found[0], bytes(found[1])) == (beside[0], b"beside")
 
 
-def test_cycles_are_looked_for_again():
-    """As it was before; also where it was off, and after an error."""
+def test_garbage_collection_is_restored_afterwards():
+    """After `without_cycles` garbage collection is on or off as before, also after an error."""
 
     def fail() -> None:
         with without_cycles():
@@ -127,7 +127,7 @@ def test_cycles_are_looked_for_again():
 
 
 def test_a_pickle_in_a_cycle_is_collected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It leaves no complaint, of which Python 3.13 and later write one about each open view."""
+    """Python collects a pickle without an error; Python 3.13 would report open views of it."""
     said: list[object] = []
     monkeypatch.setattr(sys, "unraisablehook", said.append)
     value: list[Any] = [1, 2]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import datetime
 import enum
@@ -28,7 +27,7 @@ from nbdist.values.states import CLASS, HEAD_PART, ObjectState, is_different, ke
 
 
 class Process:
-    """The objects of one process, read again and again."""
+    """The objects of a process, whose states are read again and again."""
 
     def __init__(self, namespace: dict[str, Any] | None = None) -> None:
         self.links, self.namespace = Links(), namespace if namespace is not None else {}
@@ -80,7 +79,7 @@ class Both(Slots):
 
 
 class Chosen:
-    """An instance that says itself what it is pickled with."""
+    """An instance whose `__getstate__` chooses what is pickled."""
 
     def __init__(self) -> None:
         self.kept, self.cache = [1], 1
@@ -90,7 +89,7 @@ class Chosen:
 
 
 class Reduced:
-    """An instance that says itself how it is made."""
+    """An instance with a `__reduce__` of its own."""
 
     def __init__(self, number: int = 1) -> None:
         self.number, self.parts = number, [1]
@@ -108,7 +107,7 @@ class Row(list[Any]):
 
 
 class Pair(tuple[Any, ...]):
-    """A tuple of a class of its own."""
+    """A subclass of tuple."""
 
     __slots__ = ()
 
@@ -236,7 +235,7 @@ TABLE: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Any]] = {
 
 @pytest.mark.parametrize("case", TABLE)
 def test_a_change_changes_one_state(case: str, process: Process) -> None:
-    """The state of the object itself, in these parts; "any" parts for what pickles itself."""
+    """Only the changed object has a new state, in the listed parts; "any" allows any change."""
     make, change, parts = TABLE[case]
     value = make()
     outer = [value, [1], {"of": value}]
@@ -290,7 +289,7 @@ def _loop() -> list[Any]:
 
 @pytest.mark.parametrize("case", INSIDE)
 def test_a_change_inside_changes_the_part_alone(case: str, process: Process) -> None:
-    """What refers to the part has the state that it had, whatever it is."""
+    """The object that contains the part keeps its state, whatever kind of object it is."""
     make, find = INSIDE[case]
     value = make()
     part = find(value)
@@ -335,14 +334,14 @@ EQUAL: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 
 
 @pytest.mark.parametrize("case", EQUAL)
-def test_what_is_no_change(case: str, process: Process) -> None:
-    """Equal values without an identity, and what users cannot see."""
+def test_equal_values_and_hidden_changes_are_no_change(case: str, process: Process) -> None:
+    """No state changes if a value is replaced by an equal one, or if users cannot see a change."""
     make, change = EQUAL[case]
     assert process.changes(make(), change) == []
 
 
-def test_a_pickle_that_depends_on_what_was_asked(process: Process) -> None:
-    """A random forest of scikit-learn is as it was after `predict`, and not after `fit`."""
+def test_a_random_forest_changes_by_fit_only(process: Process) -> None:
+    """A random forest of scikit-learn has the same state after `predict`, and not after `fit`."""
     ensemble = pytest.importorskip("sklearn.ensemble")
     x, y = np.arange(20.0).reshape(10, 2), np.arange(10) % 2
     forest = ensemble.RandomForestClassifier(3, random_state=0).fit(x, y)
@@ -395,8 +394,8 @@ def defined(notebook: Any) -> Process:
 
 
 @pytest.mark.parametrize("case", DEFINITIONS)
-def test_a_definition_is_an_object(case: str, defined: Process) -> None:
-    """Its change changes the state of itself alone, whoever refers to it."""
+def test_a_changed_definition_changes_its_state_alone(case: str, defined: Process) -> None:
+    """Objects that refer to a changed function, class or variable keep their states."""
     name, change, parts = DEFINITIONS[case]
     names = defined.namespace
     value = eval(name, names)
@@ -405,8 +404,8 @@ def test_a_definition_is_an_object(case: str, defined: Process) -> None:
     assert [(each[0] is value, each[1]) for each in changes] == [(True, parts)]
 
 
-def test_what_functions_need(defined: Process) -> None:
-    """The variables of the notebook that they read are of no state, and reported beside it."""
+def test_names_that_functions_read_are_no_state(defined: Process) -> None:
+    """The notebook's variables that a function reads are reported beside its state."""
     names = defined.namespace
     scan = defined.scan(names["f"])
     key = defined.links.key_of(names["f"])
@@ -414,8 +413,8 @@ def test_what_functions_need(defined: Process) -> None:
     assert defined.changes(names["f"], lambda _: names.update(limit=[4])) == []
 
 
-def test_what_every_process_can_import(process: Process) -> None:
-    """It has no key: functions, classes and modules of packages, and numbers and texts."""
+def test_imported_objects_have_no_key(process: Process) -> None:
+    """Functions, classes and modules of packages have no key, nor do numbers and texts."""
     for value in (len, np.sum, json_dumps(), torch.nn.Linear, Path, types, 5, "x", None, (1, "a")):
         scan = process.scan(value)
         assert (scan.states, keys_in(scan.token(value))) == ({}, [])
@@ -442,8 +441,8 @@ SHOWN: dict[str, Callable[[], tuple[Any, Any]]] = {
 
 
 @pytest.mark.parametrize("case", SHOWN)
-def test_memory_is_an_object(case: str, process: Process) -> None:
-    """An element changes the state of the memory alone; views of it refer to the same memory."""
+def test_memory_has_a_state_of_its_own(case: str, process: Process) -> None:
+    """A changed element changes the state of the memory alone, to which all views refer."""
     first, second = SHOWN[case]()
     both = [first, second]
     scan = process.scan(both)
@@ -461,8 +460,8 @@ def test_memory_is_an_object(case: str, process: Process) -> None:
     assert {key for key in before if after[key] != before[key]} == blocks[0]
 
 
-def test_big_memory(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is read unless samples are trusted and are as before; of too much only samples are."""
+def test_trusted_samples_save_reading(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trusted samples that are as before suffice; of too much memory only samples are read."""
     monkeypatch.setattr(scanning, "QUICK_BYTES", 1 << 10)
     read: list[int] = []
     digest = scanning.digest_bytes
@@ -494,7 +493,7 @@ def test_big_memory(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_rank_reads_no_memory_and_gives_no_keys(process: Process) -> None:
-    """A new part is known by its type alone; the memory is compared if it is asked for."""
+    """A rank reads only the requested objects, and gives a new part no key."""
     value = [torch.zeros(3), {"a": [1]}]
     before = process.scan(value)
     rank = process.scan(value, adds=False)
@@ -510,7 +509,7 @@ def test_a_rank_reads_no_memory_and_gives_no_keys(process: Process) -> None:
     assert process.links.key_of(value[-1]) is None
 
 
-# --- nothing of the user's is called ----------------------------------------------------
+# --- methods of users are not called ----------------------------------------------------
 
 
 def _never(*_: Any, **__: Any) -> Any:
@@ -525,7 +524,7 @@ UNASKED = (
 
 @pytest.mark.parametrize("base", [object, dict, list, OrderedDict, deque, set])
 def test_no_method_of_a_user_is_called(base: type, process: Process) -> None:
-    """What a class has in the place of Python's own may raise, answer falsely, or have effects."""
+    """A user's class may override Python's methods; states are found without calling them."""
     hostile = type("Hostile", (base,), dict.fromkeys(UNASKED, _never))
     value = hostile()
     value.part = [1]
@@ -537,7 +536,7 @@ def test_no_method_of_a_user_is_called(base: type, process: Process) -> None:
 
 
 def test_no_property_of_a_user_is_read(process: Process) -> None:
-    """Attributes are those of the instance itself: no `__getattr__` and no property is asked."""
+    """The parts of an instance are its own attributes: no property, no `__getattr__` is called."""
 
     class Lazy:
         part = property(_never)
@@ -547,14 +546,13 @@ def test_no_property_of_a_user_is_read(process: Process) -> None:
         def __init__(self) -> None:
             self.kept = 1
 
-    with contextlib.suppress(AssertionError):
-        process.scan(Lazy())
+    process.scan(Lazy())
     (found,) = process.changes(value := Plain(kept=1), lambda _: setattr(value, "kept", 2))
     assert found[1] == {"kept"}
 
 
-def test_what_a_user_raises_comes_through(process: Process) -> None:
-    """An error of `__reduce__` or `__getstate__` is the caller's to show."""
+def test_errors_of_a_users_class_come_through(process: Process) -> None:
+    """The caller gets an error of `__reduce__`, or of a type that cannot be pickled."""
 
     class Refusing:
         def __reduce__(self) -> Any:
@@ -566,7 +564,7 @@ def test_what_a_user_raises_comes_through(process: Process) -> None:
         process.scan([threading.Lock()])
 
 
-def test_other_tokens() -> None:
+def test_tokens_differ_by_type_and_sign() -> None:
     """Tokens of equal values differ if their types do, or the signs of their zeros."""
     for one, other in ((1, True), (1, 1.0), (0.0, -0.0), ("1", b"1"), (None, 0), ((1,), (True,))):
         assert is_different(one, other)
@@ -579,8 +577,8 @@ def test_other_tokens() -> None:
     assert keys_in(("t", (..., 5), ("t", (..., 6)), ..., 7)) == [5, 6]
 
 
-def test_a_frame_is_one_thing(process: Process) -> None:
-    """What it shows tells whether it has changed, and not how pandas keeps it."""
+def test_a_dataframe_changes_as_a_whole(process: Process) -> None:
+    """A DataFrame has changed if its contents have, and not if pandas stores them differently."""
     frame = pd.DataFrame({"a": [1, 2]})
     frame["b"] = [3, 4]
     assert process.changes(frame, lambda frame: (frame.corr(), frame.values.sum())) == []

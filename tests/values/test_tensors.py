@@ -1,4 +1,4 @@
-"""Tests of `nbdist.values.tensors`: contents out of band, and what makes tensors what they are."""
+"""Tests of `nbdist.values.tensors`: contents out of band, and properties that tensors keep."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _size(pickled: Pickled) -> int:
 
 
 def test_tensors_come_back_as_they_were() -> None:
-    """Contents, type, shape, whether it needs a gradient."""
+    """Tensors keep contents, type and shape, and come back as leaves without a gradient."""
     for tensor in (
         torch.randn(3, 4),
         torch.randn(5).bfloat16(),
@@ -48,12 +48,12 @@ def test_tensors_come_back_as_they_were() -> None:
 
 
 class Sub(torch.Tensor):
-    """A tensor of the user's own."""
+    """A user's subclass of Tensor."""
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize", "ignore:Sparse CSR", "ignore:TypedStorage")
 def test_tensors_without_plain_memory_go_torchs_way() -> None:
-    """Sparse, quantized and other tensors are left to torch."""
+    """Sparse, quantized and meta tensors, and those of subclasses, come back as they were."""
     eye, ones = torch.eye(3), torch.ones(3)
     for sparse in (eye.to_sparse().coalesce(), eye.to_sparse_csr()):
         assert torch.equal(_there_and_back(sparse).to_dense(), eye)
@@ -65,8 +65,8 @@ def test_tensors_without_plain_memory_go_torchs_way() -> None:
     assert torch.equal(back, ones)
 
 
-def test_leaves_parameters_and_attributes() -> None:
-    """The class, `requires_grad`, `.grad` of any kind, and what Python code put there stay."""
+def test_parameters_keep_gradients_and_attributes() -> None:
+    """Tensors keep their class, `requires_grad`, `.grad` of any layout, and added attributes."""
     weight = torch.nn.Parameter(torch.ones(3))
     frozen = torch.nn.Parameter(torch.ones(3), requires_grad=False)
     weight.is_embedding = True
@@ -95,8 +95,8 @@ def test_leaves_parameters_and_attributes() -> None:
         assert _there_and_back(half).grad.dtype is torch.bfloat16
 
 
-def test_gradients_in_one_bucket() -> None:
-    """As DDP has them: they stay one memory, which is sent once."""
+def test_gradients_in_one_bucket_stay_one_memory() -> None:
+    """Gradients that are views of a bucket, as with DDP, share memory that is sent once."""
     bucket = torch.zeros(10_000)
     weights = [torch.nn.Parameter(torch.ones(5_000)) for _ in range(2)]
     for weight, view in zip(weights, bucket.split(5_000), strict=True):
@@ -108,7 +108,7 @@ def test_gradients_in_one_bucket() -> None:
 
 
 def test_contents_are_not_copied() -> None:
-    """The frame is the tensor's memory here, and the frame is the tensor's memory there."""
+    """A frame is the memory of the sender's tensor, and then of the receiver's tensor."""
     tensor = torch.zeros(10_000)
     pickled = pickle(tensor, {})
     assert memoryview(pickled.frames[0]).nbytes < 500
@@ -118,7 +118,7 @@ def test_contents_are_not_copied() -> None:
     assert back[0] == 1
     frame[4:8] = frame[0:4]
     assert back[1] == 1
-    # A tensor that is gone by the time its frames are packed is still in them.
+    # The frames keep the contents of a tensor that has ended.
     pickled = pickle(torch.full((100_000,), 7.0), {})
     torch.zeros(100_000)
     assert unpickle([bytearray(memoryview(f)) for f in pickled.frames]).eq(7).all()
@@ -128,8 +128,8 @@ def test_contents_are_not_copied() -> None:
     assert back.sum() == 3
 
 
-def test_what_is_one_stays_one() -> None:
-    """Tied weights are sent once; what is written through a view is seen through another one."""
+def test_shared_tensors_stay_shared() -> None:
+    """Tied weights are sent once; a write through a view shows in another view of its memory."""
     weight = torch.nn.Parameter(torch.ones(1000))
     frames = _frames({"a": weight, "b": [weight]})
     back = unpickle(frames)
@@ -152,7 +152,7 @@ def test_what_is_one_stays_one() -> None:
 
 
 def test_empty_tensors_do_not_become_one_memory() -> None:
-    """Each has a memory, in which it may grow; what shares the memory of one grows with it."""
+    """An empty tensor's memory can grow; only tensors that shared this memory grow with it."""
 
     def memory(value: Any) -> Any:
         return value if isinstance(value, torch.UntypedStorage) else value.untyped_storage()
@@ -174,7 +174,7 @@ def test_empty_tensors_do_not_become_one_memory() -> None:
 
 
 def test_a_small_part_of_a_big_tensor_goes_alone() -> None:
-    """`batch = data[:32]` does not take all of `data` along; more than half does, unless exact."""
+    """A view of over half of a tensor takes the whole memory along, unless `exact` is set."""
     part = torch.zeros(1000)[:600]
     assert unpickle(pickle(part, {}).frames).untyped_storage().nbytes() == 4000
     assert unpickle(pickle(part, {}, exact=True).frames).untyped_storage().nbytes() == 2400
@@ -185,13 +185,13 @@ def test_a_small_part_of_a_big_tensor_goes_alone() -> None:
 
 
 def test_strides_are_kept() -> None:
-    """Also of a small part of a big tensor, which alone travels."""
+    """A small part of a big tensor keeps its strides, and is sent without the rest."""
     x = torch.arange(1e6).reshape(1000, 1000)
     last = {"memory_format": torch.channels_last}
     for shown in (
         x[10:20].T,
         x[5:6].expand(4, 1000),
-        x[5].expand(3, 4, 1000),  # a dimension that it adds
+        x[5].expand(3, 4, 1000),  # `expand` adds a dimension
         x[:2].reshape(2, 10, 10, 10).to(**last),
         x[:20].reshape(20, 10, 10, 10).to(**last)[3:5],
         x[3].reshape(10, 10, 10).permute(2, 0, 1),
@@ -202,8 +202,8 @@ def test_strides_are_kept() -> None:
         assert _size(pickle([shown], {})) < 100_000
 
 
-def test_few_elements_far_apart() -> None:
-    """They travel alone, in the order of memory; what is expanded is there once."""
+def test_few_elements_far_apart_are_sent_alone() -> None:
+    """The elements are sent in the order of memory; an expanded element is sent once."""
     big = torch.arange(1e6).reshape(1000, 1000)
     shown = [big[:, 3:5].T, big[:, 3:4].expand(1000, 10**6)]
     back = [_there_and_back([view])[0] for view in shown]
@@ -214,8 +214,8 @@ def test_few_elements_far_apart() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*deprecated")
-def test_what_torch_has_one_of() -> None:
-    """Constants, operators, limits of numbers; storages, dtypes, devices and sizes too."""
+def test_torchs_constants_come_back_as_themselves() -> None:
+    """Constants and operators stay the same objects; limits, devices and storages stay equal."""
     attention = importlib.import_module("torch.nn.attention")
     formats = [torch.channels_last, torch.channels_last_3d, torch.contiguous_format]
     kinds = [torch.preserve_format, torch.strided, torch.sparse_csr, torch.per_tensor_affine]
@@ -237,7 +237,7 @@ def test_what_torch_has_one_of() -> None:
 
 @pytest.mark.world
 def test_the_receiver_imports_torch_when_a_tensor_comes() -> None:
-    """Not before, and without being told."""
+    """A process imports torch when it unpickles a tensor, and not before."""
     frames = [bytes(frame) for frame in _frames({"x": torch.ones(3)})]
     source = (
         "import sys\nfrom nbdist.values.pickling import unpickle\n"
@@ -252,7 +252,7 @@ def test_the_receiver_imports_torch_when_a_tensor_comes() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_tensors_of_a_gpu_arrive_on_the_cpu() -> None:
-    """Contents are copied from the device; a sketch leaves them there and tells of changes."""
+    """Contents are copied from the GPU; a sketch reads only versions, which change with them."""
     weight = torch.nn.Parameter(torch.arange(10.0, device="cuda"))
     back = _there_and_back({"w": weight, "part": weight.detach()[2:4]})
     assert back["w"].device.type == "cpu"

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.values.unpicklable`: what people read when a value cannot be pickled."""
+"""Tests of `nbdist.values.unpicklable`: the error about a value that cannot be pickled."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from nbdist.world.remote_call import _names_of_call
 
 @pytest.fixture
 def refuse(notebook: Any) -> Callable[[Any], str]:
-    """The error for a cell that uses a value, which the notebook calls `it`."""
+    """Returns the error of a cell that uses a value, which the notebook calls `it`."""
 
     def message(value: Any) -> str:
         notebook.names["it"] = value
@@ -41,7 +41,7 @@ def refuse(notebook: Any) -> Callable[[Any], str]:
 
 
 class Holder:
-    """Something with attributes."""
+    """An object with attributes."""
 
 
 def _hold(**parts: Any) -> Any:
@@ -80,13 +80,13 @@ class _PartOfIPython(_Refuses):
 
 @pytest.mark.parametrize("case", _kinds())
 def test_each_kind_has_its_word_and_its_remedy(case: str, refuse: Callable[[Any], str]) -> None:
-    """One line: the name, what it is, and what to do instead."""
+    """The error is a line with the variable, its kind, and a remedy."""
     make, word, remedy = _kinds()[case]
     value = make()
     try:
         said = refuse(value)
     finally:
-        # Not whatever has a `close`: every function of libc is an attribute of a CDLL.
+        # A CDLL has a `close` too, since every function of libc is its attribute.
         if isinstance(value, socket.socket | io.IOBase):
             value.close()
     assert said.startswith(f"`it` ({word}"), said
@@ -99,11 +99,11 @@ def test_each_kind_has_its_word_and_its_remedy(case: str, refuse: Callable[[Any]
 
 
 class OwnError(Exception):
-    """An error that a user has made."""
+    """A user's class of errors."""
 
 
 class _Raises:
-    """Raises this error when it is pickled."""
+    """An object that raises `error` if Python pickles it."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
@@ -113,7 +113,7 @@ class _Raises:
 
 
 class _Unlistable(dict[Any, Any]):
-    """Cannot be pickled, and raises when its items are looked at."""
+    """A dict that cannot be pickled, and that raises if its items are read."""
 
     def __reduce__(self) -> Any:
         raise OwnError("not me")
@@ -123,8 +123,8 @@ class _Unlistable(dict[Any, Any]):
 
 
 @pytest.mark.parametrize("error", [OwnError("no way"), StopIteration(), EOFError("x"), KeyError(1)])
-def test_an_error_of_a_users_class(error: Exception, refuse: Callable[..., str]) -> None:
-    """Whatever a class raises, the error names the path, the type and the error."""
+def test_an_error_of_a_users_class_is_named(error: Exception, refuse: Callable[..., str]) -> None:
+    """Whatever a class raises, the message names the path, the type and the error."""
     value = _hold(parts=[1, _Raises(error)])
     said = refuse(value)
     assert said.startswith("`it`: `it.parts[1]` (")
@@ -153,8 +153,8 @@ PROCESS_BOUND = {
 
 
 @pytest.mark.parametrize("name", PROCESS_BOUND)
-def test_what_knows_its_process(name: str, refuse: Callable[..., str]) -> None:
-    """It would be process 0 of 1 on each rank, and is refused, wherever in a value it is."""
+def test_objects_that_know_their_process_are_refused(name: str, refuse: Callable[..., str]) -> None:
+    """An object that would be process 0 of 1 on each rank is refused anywhere in a value."""
     value = PROCESS_BOUND[name]()
     assert refuse(value).startswith(
         f"`it` ({name}) cannot be sent to the workers: it knows the num"
@@ -165,11 +165,11 @@ def test_what_knows_its_process(name: str, refuse: Callable[..., str]) -> None:
 
 
 class Run:
-    """An object that has the name of one that knows its process."""
+    """A class that a test adds to the classes whose objects know their process."""
 
 
 def test_ranks_may_pickle_what_knows_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On its way home, into a snapshot or to another rank nothing is refused; nor is a class."""
+    """A rank may pickle an object that knows its process; its class is never refused."""
     monkeypatch.setattr(definitions, "_OF_ONE_PROCESS", {f"{__name__}.Run"})
     with pytest.raises(PicklingError):
         pickle([Run()], {})
@@ -178,8 +178,8 @@ def test_ranks_may_pickle_what_knows_its_process(monkeypatch: pytest.MonkeyPatch
     assert type(unpickle(pickle([Run()], {}).frames)[0]) is Run
 
 
-def test_a_compiled_function(refuse: Callable[..., str]) -> None:
-    """What torch.jit has compiled is refused in one line too."""
+def test_a_compiled_function_is_refused(refuse: Callable[..., str]) -> None:
+    """A function that torch.jit has compiled is refused with its path and its kind."""
     torch = pytest.importorskip("torch")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -188,7 +188,7 @@ def test_a_compiled_function(refuse: Callable[..., str]) -> None:
 
 
 def test_too_little_memory_is_no_value_to_blame(notebook: Any, monkeypatch: Any) -> None:
-    """The error of the machine comes out as it is."""
+    """NotEnoughMemory reaches the user as it is, and does not become VariableNotSent."""
 
     def refuse(*_: Any) -> None:
         raise NotEnoughMemory(1, "the machine", 1, 0)
@@ -203,8 +203,8 @@ def test_too_little_memory_is_no_value_to_blame(notebook: Any, monkeypatch: Any)
 
 
 @pytest.mark.world
-def test_a_process(refuse: Callable[[Any], str]) -> None:
-    """A process is known to its parent only."""
+def test_a_process_is_refused(refuse: Callable[[Any], str]) -> None:
+    """A `Popen` object is refused, since only the parent can use the process."""
     with subprocess.Popen(["true"]) as process:
         assert refuse(process).startswith("`it` (process or thread)")
 
@@ -250,7 +250,7 @@ def _cycle() -> Any:
 def test_the_path_leads_to_the_culprit(
     case: str, refuse: Callable[[Any], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the name through attributes, items, closures and defaults, as far as time allows."""
+    """The error shows attributes, items, closures and defaults on the way, if time allows."""
     make, path = PATHS[case]
     assert f"`it`: `{path}` (thread lock)" in refuse(make())
     monkeypatch.setattr("nbdist.values.unpicklable.SEARCH_TIMEOUT", 0.0)

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.values.updates` and `linked`: what arrives, and changes in place of it."""
+"""Tests of `nbdist.values.updates` and `linked`: values that arrive, and changes in place."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from nbdist.values.updates import ObjectUpdate, apply, is_replaced, update_of
 
 
 class Sender:
-    """The notebook: sends values, and what has changed since."""
+    """Stands for the notebook: sends values, and later their changes."""
 
     def __init__(self) -> None:
         self.links, self.known = Links(), dict[int, ObjectState]()
@@ -68,14 +68,14 @@ class Sender:
 
 
 class Receiver:
-    """A rank: has what it has received, and changes it in place."""
+    """Stands for a rank: keeps the objects that it received, and changes them in place."""
 
     def __init__(self) -> None:
         self.links = Links()
         self.roots: list[Any] = []
 
     def receive(self, frames: list[bytes]) -> dict[str, Any]:
-        """Return the values, once all objects are as they were sent."""
+        """Apply all updates of a message, and return its values."""
         arrived = read(frames, self.links.find, {})
         for key, _, root in arrived.blocks:
             address = root.__array_interface__["data"][0]
@@ -101,7 +101,7 @@ class Pair:
         self.sender, self.receiver = Sender(), Receiver()
 
     def send(self, **values: Any) -> Any:
-        """Return what arrives; of one value the value."""
+        """Return the values that arrive: a dict of several values, or the only value."""
         found = self.receiver.receive(self.sender.send(**values))
         return found if len(found) > 1 else next(iter(found.values()))
 
@@ -119,7 +119,7 @@ class Plain:
 
 
 class Other(Plain):
-    """Another class of the same layout."""
+    """A class with the layout of `Plain`."""
 
 
 class Slots:
@@ -137,7 +137,7 @@ class Row(list[Any]):
 
 
 class Stated:
-    """An instance that is pickled as a state of its own."""
+    """An instance with `__getstate__` and `__setstate__` of its own."""
 
     def __init__(self) -> None:
         self.a, self.cache = [1], 0
@@ -150,7 +150,7 @@ class Stated:
 
 
 class Watched:
-    """Has properties, and counts what is set through them."""
+    """An instance that allows no attribute but `_a` to be set."""
 
     def __init__(self) -> None:
         self._a = 1
@@ -162,7 +162,7 @@ class Watched:
 
 
 def shown(value: Any) -> Any:
-    """Return what can be compared of a value."""
+    """Return the contents of a value in a form that can be compared."""
     if isinstance(value, pd.DataFrame | pd.Series):
         return value.to_dict(), [*map(repr, getattr(value, "dtypes", ()))] if value.ndim > 1 else ""
     if isinstance(value, torch.Tensor):
@@ -288,8 +288,8 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 
 
 @pytest.mark.parametrize("case", CHANGES)
-def test_a_change_in_place(case: str, pair: Pair) -> None:
-    """The counterpart gets it, and is the same object, whoever refers to it; nothing else goes."""
+def test_a_change_is_made_in_place(case: str, pair: Pair) -> None:
+    """A counterpart gets a change and stays the same object; an unchanged object is not sent."""
     make, change = CHANGES[case]
     value = make()
     there = pair.send(value=value)
@@ -309,7 +309,7 @@ def test_a_change_in_place(case: str, pair: Pair) -> None:
 
 
 class Made:
-    """An instance that its arguments make what it is."""
+    """An instance that is pickled as its class and arguments."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -325,8 +325,8 @@ REPLACED: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 
 
 @pytest.mark.parametrize("case", REPLACED)
-def test_what_is_replaced(case: str, pair: Pair) -> None:
-    """It is another object there, in all that referred to it here, which stay what they are."""
+def test_an_object_is_replaced_if_it_must_be(case: str, pair: Pair) -> None:
+    """Objects that refer to the replaced one stay the same, and refer to the new one."""
     make, change = REPLACED[case]
     value = make()
     holder = {"a": [value], "b": Plain(part=value)}
@@ -345,8 +345,8 @@ def test_what_is_replaced(case: str, pair: Pair) -> None:
 # --- parts ------------------------------------------------------------------------------
 
 
-def test_parts_that_only_one_side_has_changed(pair: Pair) -> None:
-    """Both are there afterwards: entries of a dict, attributes, those of classes."""
+def test_changes_of_different_parts_are_all_kept(pair: Pair) -> None:
+    """Entries of dicts, attributes and slots that one side has changed are there afterwards."""
     cfg, plain = {"a": 1, "b": 2, "c": 3}, Plain(a=1, b=2)
     slots, bag = with_slots(), Bag(a=1)
     tensor = torch.nn.Parameter(torch.zeros(2))
@@ -369,8 +369,8 @@ def test_parts_that_only_one_side_has_changed(pair: Pair) -> None:
     assert (there["tensor"].grad.tolist(), there["tensor"].requires_grad) == ([1, 1], False)
 
 
-def test_the_order_of_a_dict(pair: Pair) -> None:
-    """It is the sender's, with what the receiver has put there behind it."""
+def test_a_dict_has_the_senders_order(pair: Pair) -> None:
+    """A dict has the sender's order, and keys that the receiver has added come last."""
     cfg = {"a": 1, "b": 2, "c": 3}
     there = pair.send(cfg=cfg)
     there["theirs"] = 1
@@ -379,8 +379,8 @@ def test_the_order_of_a_dict(pair: Pair) -> None:
     assert [*there] == ["b", "c", "a", "theirs"]
 
 
-def test_what_is_new_within_a_change(pair: Pair) -> None:
-    """It gets a key of its own, and what is known is referred to."""
+def test_new_objects_within_a_change_get_keys(pair: Pair) -> None:
+    """A new object in a change gets a key, and refers to objects that the receiver knows."""
     known, top = [1], {"a": 1}
     there = pair.send(top=top, known=known)
     top["new"] = new = [known, [2]]
@@ -397,7 +397,7 @@ def test_what_is_new_within_a_change(pair: Pair) -> None:
 
 
 def test_values_of_one_message_share_objects(pair: Pair) -> None:
-    """What two of them, or one of before, refer to is one object there."""
+    """An object that several values of a message, or an earlier message, have stays one object."""
     model = torch.nn.Linear(2, 1)
     first = pair.send(model=model, params=[*model.parameters()])
     assert first["params"][0] is first["model"].weight
@@ -422,8 +422,8 @@ MEMORY: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("is_first", [False, True])
 @pytest.mark.parametrize("case", MEMORY)
-def test_views_show_the_memory_that_is_there(case: str, pair: Pair, *, is_first: bool) -> None:
-    """Whichever is sent first, and in both directions of a change."""
+def test_views_share_memory_at_the_receiver(case: str, pair: Pair, *, is_first: bool) -> None:
+    """A view and its tensor share memory, whichever comes first and whichever side changes it."""
     x = torch.arange(4.0)
     view = MEMORY[case](x)
     values = [("view", view), ("x", x)] if is_first else [("x", x), ("view", view)]
@@ -437,7 +437,7 @@ def test_views_show_the_memory_that_is_there(case: str, pair: Pair, *, is_first:
 
 @pytest.mark.parametrize("is_first", [False, True])
 def test_a_storage_is_the_memory_of_its_tensor(pair: Pair, *, is_first: bool) -> None:
-    """Whichever is sent first."""
+    """A tensor and its storage share memory, whichever of the two is sent first."""
     x = torch.arange(4.0)
     values = [("x", x), ("storage", x.untyped_storage())]
     values = values[::-1] if is_first else values
@@ -445,8 +445,8 @@ def test_a_storage_is_the_memory_of_its_tensor(pair: Pair, *, is_first: bool) ->
     assert there["storage"].data_ptr() == there["x"].untyped_storage().data_ptr()
 
 
-def test_an_array_and_its_tensor(pair: Pair) -> None:
-    """They show one memory there too, and so do parts of a DataFrame's array."""
+def test_an_array_and_its_tensor_share_memory(pair: Pair) -> None:
+    """An array, its tensor and a slice of the array show the same memory at the receiver."""
     array = np.arange(4.0)
     tensor, part = torch.from_numpy(array), array[1:]
     there = pair.send(array=array)
@@ -458,8 +458,8 @@ def test_an_array_and_its_tensor(pair: Pair) -> None:
     assert there.tolist() == both["tensor"].tolist() == [0, 1, 5, 3]
 
 
-def test_what_the_receiver_lacks(pair: Pair) -> None:
-    """The error has the key, and nothing was made or changed."""
+def test_an_object_that_the_receiver_lacks_is_an_error(pair: Pair) -> None:
+    """The error has the key of the object."""
     x = [1]
     pair.send(x=x)
     frames = pair.sender.send(holder=[x])
@@ -473,14 +473,14 @@ def broken() -> None:
 
 
 class Broken:
-    """Cannot be rebuilt."""
+    """An instance that cannot be rebuilt."""
 
     def __reduce__(self) -> Any:
         return broken, ()
 
 
-def test_what_cannot_be_rebuilt(pair: Pair) -> None:
-    """The error names the variable, and has the cause; names that were bound early are unbound."""
+def test_a_value_that_cannot_be_rebuilt_is_named(pair: Pair) -> None:
+    """The error has the variable and the cause; names that were bound early are unbound."""
     frames = pair.sender.send(first=[1], second=Broken())
     names = {"own": 1}
     with pytest.raises(CannotRebuild) as caught:
@@ -490,8 +490,8 @@ def test_what_cannot_be_rebuilt(pair: Pair) -> None:
     assert names == {"own": 1}
 
 
-def test_the_keys_of_a_message(pair: Pair) -> None:
-    """They are those of the objects that are new to the receiver, with their memory."""
+def test_a_message_has_the_keys_of_new_objects(pair: Pair) -> None:
+    """A message has the keys of objects that are new to the receiver, and of their memory."""
     x, known = torch.zeros(3), [1]
     pair.send(known=known)
     links = pair.sender.links
@@ -505,8 +505,8 @@ def test_the_keys_of_a_message(pair: Pair) -> None:
     assert message.size >= sum(memoryview(frame).nbytes for frame in message.frames[1:])
 
 
-def test_definitions_in_place(notebook: Any, pair: Pair) -> None:
-    """Functions, classes and variables of closures get what is new, and stay what they are."""
+def test_definitions_are_changed_in_place(notebook: Any, pair: Pair) -> None:
+    """Functions, classes and variables of closures get changes, and stay the same objects."""
     notebook.run(
         "def f(x=1): return x\n"
         "class Net:\n    size = 1\n    old = 1\n    def run(self): return self.size\n"
@@ -539,14 +539,14 @@ def test_definitions_in_place(notebook: Any, pair: Pair) -> None:
 
 
 class Namespaced:
-    """A sender of variables of a notebook's namespace, to a receiver with another one."""
+    """A sender of a notebook's variables to a receiver with another namespace."""
 
     def __init__(self, names: dict[str, Any]) -> None:
         self.names, self.theirs = names, dict[str, Any](__name__="__main__")
         self.links, self.known, self.receiver = Links(), dict[int, ObjectState](), Links()
 
     def send(self, *wanted: str) -> dict[str, Any]:
-        """Return what arrives of these variables."""
+        """Return the values of variables as the receiver has them after they were sent."""
         values = {name: self.names[name] for name in wanted}
         scan = Scan(self.links, reducer_for(self.names), self.names)
         for value in values.values():

@@ -1,4 +1,4 @@
-"""The types of the Python API, which `mypy` checks with the package; nothing here is run."""
+"""Calls of the Python API whose types `mypy` checks with the package; the calls never run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def functions_types_reach_their_results(world: nbdist.World) -> None:
 
 
 def their_arguments_are_checked(world: nbdist.World) -> None:
-    # A comment here that is not needed would be an error.
+    # mypy would report a comment here that hides no error.
     world.run(f, "a")  # type: ignore[arg-type]
     nbdist.run(f)  # type: ignore[call-arg]
     g("a")  # type: ignore[arg-type]

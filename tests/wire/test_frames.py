@@ -1,4 +1,4 @@
-"""Tests of `nbdist.wire.frames`: frames and objects come out as they were put in."""
+"""Tests of `nbdist.wire.frames`: frames and objects arrive as they were sent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FRAMES = [b"", b"a", b"\x00" * 9, b"x" * 100_000, b"last"]
 
 
 def test_frames_come_out_whole() -> None:
-    """However the stream is cut into pieces."""
+    """Frames come out whole, however the stream is cut into pieces."""
     stream = b"".join(map(framed, FRAMES))
     for size in (1, 7, 4096, 1 << 20):
         cutter = FrameCutter()
@@ -23,8 +23,8 @@ def test_frames_come_out_whole() -> None:
         assert [frame for piece in pieces for frame in cutter.feed(piece)] == FRAMES
 
 
-def test_a_frame_that_is_too_long() -> None:
-    """It is refused when its length is known, before it has come."""
+def test_a_frame_that_is_too_long_is_refused() -> None:
+    """A frame that is too long is refused as soon as its length has arrived."""
     cutter = FrameCutter(max_bytes=9)
     assert list(cutter.feed(framed(b"x" * 9))) == [b"x" * 9]
     with pytest.raises(BadFrame, match="a frame of 10 bytes"):
@@ -48,7 +48,7 @@ class Whole:
 
 
 def test_an_object_comes_out_equal() -> None:
-    """With all that annotations can say."""
+    """An object comes out equal, with fields of every supported type."""
     parts = (Part(1), Part(2))
     whole = Whole("x", "b", 1.5, parts, (1, "y"), {"n": 1}, frozenset("ab"), Part(3))
     for each in (Whole("x"), whole):
@@ -68,7 +68,7 @@ WRONG: dict[str, list[object]] = {
 
 
 def test_a_field_of_another_type_is_refused() -> None:
-    """However deep it lies."""
+    """A field of another type is refused, also inside tuples, mappings and other objects."""
     for field_name, values in WRONG.items():
         for value in values:
             fields: dict[str, Any] = {"name": "x", field_name: value}

@@ -40,8 +40,8 @@ SCRIPT = Task("a2", (1,), Script("file", "train.py", (), "/w/train.py", "/w"), e
 CALL = Task("a3", (2,), OpCall("snapshot.write", {"folder": "/s", "wanted": {0: ["x"]}}))
 
 
-def test_memory_that_a_task_refers_to() -> None:
-    """That of its names and of its op's arguments; in other places nothing else differs."""
+def test_a_task_knows_the_memory_it_refers_to() -> None:
+    """A task knows the segments of its names and its op; in a moved task nothing else differs."""
     refs = [SegmentRef(f"/proc/1/fd/{number}#9", (8,)) for number in range(3)]
     parts = {0: Payload(segment=refs[1]), 1: Payload(segment=refs[2])}
     names = Payload(segment=refs[0])
@@ -60,10 +60,10 @@ VALUES: list[Mark] = [0, 7, 123_456_789_012, "ready", "stdout", "stderr"]
 
 
 @pytest.mark.parametrize("value", VALUES)
-def test_what_is_marked_is_found(value: Mark):
-    """In the middle of text, whole or cut off; to terminals it is one APC sequence."""
+def test_a_mark_is_found_in_text(value: Mark):
+    """A mark is found in a text, whole or cut off; for terminals it is a single APC sequence."""
     whole = mark(TOKEN, value)
-    assert len(whole) < LONGEST_MARK <= 512  # POSIX's smallest PIPE_BUF: it is never torn
+    assert len(whole) < LONGEST_MARK <= 512  # POSIX's smallest PIPE_BUF: a write is never torn
     assert (whole[:2], whole[-2:], whole.count(b"\x1b")) == (b"\x1b_", b"\x1b\\", 2)
     pieces = mark_pattern(TOKEN).split(b"before" + whole + b"after")
     assert pieces[::2] == [b"before", b"after"]
@@ -75,7 +75,7 @@ def test_what_is_marked_is_found(value: Mark):
 
 
 def test_other_text_is_no_mark():
-    """Other tokens, unfinished marks and colours are text; so is what began like one."""
+    """Other tokens, unfinished marks, colours, and text that begins like a mark are no marks."""
     start = b"\x1b_" + TOKEN.encode()
     other = mark("fedcba9876543210", 1)
     for text in (other, start + b";1", start + b";1 2\x1b\\", start + b"1\x1b\\", b"\x1b[31mred"):
@@ -84,8 +84,8 @@ def test_other_text_is_no_mark():
         assert not cut_off_pattern(TOKEN).search(text)
 
 
-def test_a_mesh_in_a_world_of_another_size() -> None:
-    """Its first dimension gets another length, if all were in it and they divide."""
+def test_a_mesh_fits_a_world_of_another_size() -> None:
+    """A mesh of all ranks gets a first dimension for the new size, if the sizes divide."""
     line, table = Mesh("cpu", (4,), (0, 1, 2, 3)), Mesh("cpu", (2, 2), (0, 1, 2, 3), ("a", "b"))
     assert line.fitted(4, 3) == Mesh("cpu", (3,), (0, 1, 2))
     assert table.fitted(4, 6) == Mesh("cpu", (3, 2), (0, 1, 2, 3, 4, 5), ("a", "b"))
@@ -96,8 +96,8 @@ def test_a_mesh_in_a_world_of_another_size() -> None:
         assert Mesh.read(json.loads(json.dumps(asdict(mesh)))) == mesh
 
 
-def test_bytes_of_a_big_value() -> None:
-    """They have a frame of their own, and arrive with what they are of."""
+def test_bytes_of_a_big_value_have_a_frame() -> None:
+    """The bytes of a segment's piece have a frame of their own; other frames are refused."""
     piece = SegmentPiece("/proc/1/fd/2#3", 4, b"bytes")
     frame, data = node_frames(piece)
     assert data is piece.data
@@ -108,14 +108,14 @@ def test_bytes_of_a_big_value() -> None:
     assert node_frames(AgentReply(1, "x")) == [pack(AgentReply(1, "x"))]
 
 
-def test_processes_by_rank() -> None:
-    """With the node of each; without slots all are on one."""
+def test_processes_are_listed_by_rank() -> None:
+    """Each rank's process has a node and a pid; without slots all are on node 0."""
     assert processes({0: 17, 1: 17}, (Position(0, 0), Position(1, 0))) == {0: (0, 17), 1: (1, 17)}
     assert processes({3: 17}, ()) == {3: (0, 17)}
 
 
-def test_a_message_has_only_so_much() -> None:
-    """An archive comes in parts, and the last is known as that."""
+def test_an_archive_is_sent_in_parts() -> None:
+    """An archive is sent in parts of limited size, and the last part is marked."""
     archive = bytes(range(256)) * (PART // 128 + 1)
     puts = [*PutCode.of("digest", archive)]
     assert [len(each.part) for each in puts] == [PART, PART, 256]
@@ -126,7 +126,7 @@ def test_a_message_has_only_so_much() -> None:
 
 
 def test_a_landmark_is_the_very_same_file(tmp_path: Path) -> None:
-    """Not a copy, with whatever times; nor what it is after a change."""
+    """A landmark differs from that of a copy with equal times, and of a file in its place."""
     file, copy = tmp_path / "a.py", tmp_path / "b.py"
     file.write_text("x = 1")
     shutil.copy2(file, copy)
@@ -155,20 +155,20 @@ HOSTILE: list[Any] = [
     RankPosition,
     RankPosition(line="3"),  # type: ignore[arg-type]
     RankPosition(counts={"0": "2"}),  # type: ignore[dict-item]
-    Begun("0", 1, "all_reduce"),  # of no use there
+    Begun("0", 1, "all_reduce"),  # no answer, although a class of nbdist
     {"do": "locate"},
 ]
 
 
 def test_answers_arrive_equal() -> None:
-    """The agent gets what a worker has answered."""
+    """Each answer of a worker arrives equal at the agent."""
     for number, answer in enumerate(ANSWERS):
         answered = control.ControlReplyTo(number, answer)
         assert control.answer_from(pack(answered)) == answered
 
 
-def test_nothing_else_is_made_of_a_workers_bytes() -> None:
-    """No code runs, every field has its type, and whatever unpickling makes of garbage is none."""
+def test_hostile_answers_of_a_worker_are_refused() -> None:
+    """The agent refuses garbage, code and fields of wrong types in a worker's answer."""
     without_fields = b"\x80\x02cnbdist.wire.places\nPlace\n)\x81."
     garbage = [b"", b"garbage", b"\x80\x05.", without_fields, pickle.dumps(ANSWERS[0])]
     hostile = (pickle.dumps(control.ControlReplyTo(1, each)) for each in HOSTILE)
@@ -177,8 +177,8 @@ def test_nothing_else_is_made_of_a_workers_bytes() -> None:
             control.answer_from(frame)
 
 
-def test_a_reply_is_read_as_it_was_written() -> None:
-    """Also one of a completer that says nothing of kinds and signatures."""
+def test_completions_are_read_as_they_were_written() -> None:
+    """A reply with completions is read as it was written, also without kinds and signatures."""
     found = Completions((Candidate("lr", "instance"), Candidate("lower", "function", "()")), 3, 4)
     reply = found.reply()
     assert reply["matches"] == ["lr", "lower"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from nbdist.wire.places import RankPosition, StackFrame
 
 
-def test_calls_as_in_tracebacks() -> None:
-    """With a library's own path, and no function where there is none."""
+def test_calls_are_written_as_in_tracebacks() -> None:
+    """A call has the path inside of its library, and a function's name if there is a function."""
     library = "/v/lib/python3.11/site-packages/torch/nn/x.py"
     for frame, lines in (
         (StackFrame("Cell In[5]", 3, "<module>", "f()"), ["  Cell In[5], line 3", "    f()"]),
@@ -21,8 +21,8 @@ def test_calls_as_in_tracebacks() -> None:
         assert frame.is_cell == frame.file.startswith("Cell")
 
 
-def test_whether_a_rank_is_in_what_it_runs() -> None:
-    """Else it says how that has ended."""
+def test_a_position_shows_whether_a_rank_is_in_code() -> None:
+    """A rank is in code if it has a line, a file, an operation or the GIL, or is stopped."""
     for place in (
         RankPosition(line=1),
         RankPosition(file="train.py"),

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.wire.queries`: what other processes of the user ask a world, and its answers."""
+"""Tests of `nbdist.wire.queries`: queries of the user's processes to a world, and its answers."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ INFO = WorldInfo(
 )
 
 
-def test_what_is_said_is_read_again() -> None:
-    """As one line each, with all that is known of a worker."""
+def test_queries_are_read_as_they_were_written() -> None:
+    """Each query or answer is written as one line, and read as an equal object."""
     attach = Attach("1.0", 12, "notebook-12.sock")
     said: list[QueryMessage] = [
         Describe(),
@@ -54,14 +54,14 @@ def test_what_is_said_is_read_again() -> None:
         line = to_line(each)
         assert line.index(b"\n") == len(line) - 1
         assert from_line(line) == each
-    # What this version does not know is passed over.
+    # Fields that this version does not know are ignored.
     assert from_line(json.dumps({"Refused": {"why": "no", "until": 5}}).encode()) == AttachRefused(
         "no"
     )
 
 
-def test_what_is_none_of_it() -> None:
-    """Raises, and makes nothing."""
+def test_a_line_that_is_no_query_is_refused() -> None:
+    """A line that is no known query or answer raises BadFrame."""
     garbage = [b"", b"hello\n", b"[]", b"{}", b"\xff\xfe", b"[" * 100_000]
     for line in (
         *garbage,
@@ -77,12 +77,12 @@ def test_what_is_none_of_it() -> None:
             from_line(line)
 
 
-def test_who_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """As the kernel says, not the other side; names of sockets stay in the folder."""
+def test_only_sockets_of_this_user_are_connected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The kernel names a socket's user, who must be this user; names of sockets have no folder."""
     one, other = socket.socketpair()
     with one, other:
         assert peer_user(one) == peer_user(other) == os.geteuid()
-    # It is connected to; one that somebody else listens at is not, nor one that is not there.
+    # A socket of this user is connected to; a missing one, or one of another user, is an error.
     path = tmp_path / "x.sock"
     with pytest.raises(FileNotFoundError):
         connect_to(path, 1.0)

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.wire.stack_layout`: where a worker's memory has its calls."""
+"""Tests of `nbdist.wire.stack_layout`: the places of calls in a worker's memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from nbdist.wire.stack_layout import MAX_OFFSET, CallLayout
 
 
 def test_any_other_line_is_refused() -> None:
-    """A cell can have written into the file, or Python is one that is not known."""
+    """Any other line is refused: a cell or an unknown version of Python may have written it."""
     layout = CallLayout(1 << 46, 1 << 47, 1 << 45, *range(13))
     assert CallLayout.read(layout.line()) == layout
     odd = [b"", b"\n", b"1 2 3\n", b"\xff\n", b"9" * 5000, b"x " * 16, layout.line() + b"1"]

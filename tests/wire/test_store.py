@@ -1,6 +1,6 @@
-"""Tests of `nbdist.wire.store`: what torch's own stores do, and who is answered when.
+"""Tests of `nbdist.wire.store`: the store does what torch's own stores do, and answers waits.
 
-What crosses is read as what it is, or not at all.
+Operations and answers are read as they were sent, or refused.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ OPERATIONS = [
 ANSWERS = [None, True, 7, b"value", (b"one", b""), StoreRefused("it is so.")]
 
 
-def test_what_is_said_arrives() -> None:
-    """As what was sent, in one frame."""
+def test_operations_and_answers_arrive_equal() -> None:
+    """Each operation and answer is sent in one frame, and arrives equal."""
     for operation in OPERATIONS:
         (frame,) = FrameCutter().feed(to_frame(operation))
         assert operation_from(frame) == operation
@@ -70,8 +70,8 @@ NO_OPERATIONS = [
 ]
 
 
-def test_what_is_no_operation() -> None:
-    """It is refused, whatever a rank sends; neither end takes garbage for anything."""
+def test_wrong_operations_are_refused() -> None:
+    """A rank's wrong operations are refused, and both ends refuse garbage."""
     garbage = [b"", b"garbage", struct.pack("!Q", 1 << 60)]
     for frame in (*garbage, *map(pickle.dumps, NO_OPERATIONS)):
         with pytest.raises(BadFrame):
@@ -82,7 +82,7 @@ def test_what_is_no_operation() -> None:
 
 
 def in_torch(store: Store, operation: Operation) -> object:
-    """What a store of torch's returns for the operation."""
+    """Return the answer of a store of torch to an operation."""
     match operation:
         case Set(values):
             for key, value in values.items():
@@ -102,8 +102,8 @@ def in_torch(store: Store, operation: Operation) -> object:
     return None
 
 
-async def test_the_same_as_a_store_of_torch() -> None:
-    """Each operation in turn, on keys that are there and keys that are not."""
+async def test_the_store_answers_as_a_store_of_torch() -> None:
+    """The store answers as a store of torch, for keys that exist and keys that do not."""
     operations: list[Operation] = [
         Wait(("a",)),
         Set({"a": b"1"}),
@@ -134,8 +134,8 @@ async def test_the_same_as_a_store_of_torch() -> None:
         assert answer == in_torch(store, operation), f"{number}: {operation}"
 
 
-async def test_what_holds_no_number() -> None:
-    """Nothing is added to it, and it stays, until a new world begins."""
+async def test_nothing_is_added_to_a_text() -> None:
+    """An addition to a text is refused, and the text stays until a new world begins."""
     store = HostedStore()
     await store.ask(Set({"key": b"text"}))
     answer = await store.ask(Add("key", 1))
@@ -147,7 +147,7 @@ async def test_what_holds_no_number() -> None:
 
 
 async def waiting(store: HostedStore, operation: Operation) -> asyncio.Task[StoreReply]:
-    """Somebody asks, and is not answered yet."""
+    """Return a task that waits for an answer of the store."""
     before = repr(store)
     asked = asyncio.create_task(store.ask(operation))
     await until(lambda: repr(store) != before)
@@ -155,7 +155,7 @@ async def waiting(store: HostedStore, operation: Operation) -> asyncio.Task[Stor
 
 
 async def test_a_wait_is_answered_when_its_keys_are_there() -> None:
-    """All of them, by whatever brings the last one, to all who wait for it."""
+    """A wait is answered when all its keys exist, whichever operation has set the last key."""
     store = HostedStore()
     a, b = await waiting(store, Wait(("1", "2"), SOON)), await waiting(store, Get(("2",), SOON))
     assert await store.ask(Set({"1": b"x"})) is None
@@ -170,8 +170,8 @@ async def test_a_wait_is_answered_when_its_keys_are_there() -> None:
         assert await asked == (b"v",)
 
 
-async def test_a_key_that_is_deleted_while_another_is_waited_for() -> None:
-    """The wait goes on for it."""
+async def test_a_wait_goes_on_for_a_deleted_key() -> None:
+    """A wait goes on if one of its keys is deleted before the others exist."""
     store = HostedStore()
     await store.ask(Set({"1": b""}))
     asked = await waiting(store, Wait(("1", "2"), SOON))
@@ -179,12 +179,12 @@ async def test_a_key_that_is_deleted_while_another_is_waited_for() -> None:
     await store.ask(Set({"2": b""}))
     assert "1 wait" in repr(store)
     await store.ask(Set({"1": b""}))
-    await store.ask(Delete("1"))  # it was there, and the wait is over
+    await store.ask(Delete("1"))  # too late: the wait is over
     assert await asked is True
 
 
-async def test_a_wait_has_an_end() -> None:
-    """After its seconds, at once where it has none; one who is cancelled waits no more."""
+async def test_a_wait_ends_after_its_seconds() -> None:
+    """A wait ends after its seconds, at once for 0 seconds, and when its task is cancelled."""
     store = HostedStore()
     assert await store.ask(Wait(("key",), 0.02)) is False
     assert await store.ask(Get(("key",), 0.0)) is None

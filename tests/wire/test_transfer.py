@@ -1,6 +1,6 @@
-"""Tests of `nbdist.wire.transfer`: a connection that is lost loses no message, and doubles none.
+"""Tests of `nbdist.wire.transfer`: a lost connection neither loses nor doubles a message.
 
-Segments are carried in pieces, without a link.
+Pieces of segments are exchanged here without a real link.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from nbdist.wire.transfer import (
 
 
 class End:
-    """One end of a link, and what has come to it."""
+    """An end of a link, with the frames that come, and the messages that it has read."""
 
     def __init__(self) -> None:
         self.talk = Numbered()
@@ -49,8 +49,8 @@ class End:
 
 
 @given(st.lists(st.sampled_from(["send", "take", "beat", "lose", "connect"]), max_size=60))
-def test_whatever_is_lost(steps: list[str]) -> None:
-    """Each message arrives once, in order, when there is a connection in the end."""
+def test_each_message_arrives_once_after_losses(steps: list[str]) -> None:
+    """Each message arrives once and in order if the ends are connected again after all losses."""
     one, other = End(), End()
     sent: list[bytes] = []
     for number, step in enumerate([*steps, "connect"]):
@@ -79,15 +79,15 @@ def test_whatever_is_lost(steps: list[str]) -> None:
     assert [*one.talk.replay()] == []
 
 
-def test_what_has_been_read_is_acknowledged_once() -> None:
-    """With the next message, or a sign that is due for it."""
+def test_a_read_message_is_acknowledged_once() -> None:
+    """A message that was read is acknowledged once, with the next message of its reader."""
     one, other = Numbered(), Numbered()
     assert not other.has_read
     assert other.read_header(bytes(one.message([b"1"])[0])) is FrameKind.MESSAGE
     assert other.has_read
     other.message([b"2"])
     assert not other.has_read
-    # It has read what a new conversation has not sent.
+    # A new conversation refuses an end that has read messages of an older one.
     one, other = Numbered(), Numbered()
     other.read_header(bytes(one.message([b"1"])[0]))
     with pytest.raises(Mismatch):
@@ -99,7 +99,7 @@ SMALL_PIECE = 1000
 
 @pytest.fixture(autouse=True)
 def _leaves_nothing_open() -> Iterator[None]:
-    """Every test closes what it has opened."""
+    """Checks that each test closes the descriptors that it opens."""
     before = len(os.listdir("/proc/self/fd"))
     yield
     assert len(os.listdir("/proc/self/fd")) == before
@@ -113,13 +113,13 @@ def _small_pieces() -> Iterator[None]:
 
 
 def holding(*sizes: int) -> Segment:
-    """A segment with frames of these sizes, no two bytes near one another the same."""
+    """Return a segment with frames of some sizes, in which bytes near one another differ."""
     frames = [bytes((i * 7 + size) % 251 for i in range(size)) for size in sizes]
     return run_to_end(Segment.filling(frames))
 
 
 class Line:
-    """A link with both of its ends: each step takes one message off it, in order each way."""
+    """A link with both of its ends: each step delivers a message, in order in each direction."""
 
     def __init__(self, seed: int = 0) -> None:
         self.asked: deque[Fetch] = deque()
@@ -129,7 +129,7 @@ class Line:
         self._random = random.Random(seed)
 
     def step(self) -> bool:
-        """One message arrives; False when there is none."""
+        """Deliver a message; return whether further messages are on the way."""
         self.longest = max(self.longest, len(self.asked) + len(self.coming))
         if self.asked and (not self.coming or self._random.random() < 0.5):
             self.coming.append(piece_of(self.asked.popleft()))
@@ -138,7 +138,7 @@ class Line:
         return bool(self.asked or self.coming)
 
     async def begin(self, *segments: Segment) -> asyncio.Task[str]:
-        """Have the receiver ask for these."""
+        """Make the receiver ask for some segments."""
         bringing = asyncio.create_task(
             self.receiving.copy_segments([each.ref for each in segments])
         )
@@ -146,14 +146,14 @@ class Line:
         return bringing
 
     async def bring(self, *segments: Segment) -> str:
-        """Bring these, and all that is under way; what is in the way of that."""
+        """Bring segments, with all that is under way; return why a segment has no room, or ""."""
         bringing = await self.begin(*segments)
         while self.step():
             pass
         return await bringing
 
     def assert_has(self, segment: Segment) -> None:
-        """It is whole at the other end, in memory of its own."""
+        """Check that a segment is whole at the other end, in memory of its own."""
         here = self.receiving.places([segment.ref])[segment.ref.path]
         assert here.path != segment.ref.path
         assert open_segment(here) == open_segment(segment.ref)
@@ -167,8 +167,8 @@ frames = st.lists(st.integers(0, 2 * SMALL_PIECE + 1), max_size=4)
 
 
 @given(st.lists(frames, min_size=1, max_size=5), st.integers(0, 1 << 16), st.data())
-def test_what_is_asked_for_is_what_arrives(all_sizes, seed, data):
-    """Whatever sizes, frames without a byte too, and in whatever order the messages come."""
+def test_segments_arrive_whole_in_any_order(all_sizes, seed, data):
+    """Segments arrive whole, with frames of any sizes, and messages in any order."""
 
     async def arrives() -> None:
         with closing(Line(seed)) as line, ExitStack() as stack:
@@ -178,7 +178,7 @@ def test_what_is_asked_for_is_what_arrives(all_sizes, seed, data):
                 bringing.append(await line.begin(segment))
                 for _ in range(data.draw(st.integers(0, 5))):
                     line.step()
-            assert await line.bring(*segments) == ""  # some for the second time
+            assert await line.bring(*segments) == ""  # some segments for the second time
             assert {await each for each in bringing} == {""}
             assert line.longest <= MAX_WINDOW
             for segment in segments:
@@ -188,8 +188,8 @@ def test_what_is_asked_for_is_what_arrives(all_sizes, seed, data):
 
 
 @given(frames, frames, st.integers(0, 12), st.integers(0, 99))
-def test_what_is_dropped_leaves_nothing(sizes, others, steps, seed):
-    """At any moment, whole or not; another one goes on, and the same can be asked for again."""
+def test_a_dropped_segment_leaves_nothing(sizes, others, steps, seed):
+    """A segment dropped at any moment leaves nothing; others go on, and a new request succeeds."""
 
     async def is_dropped() -> None:
         with holding(*sizes) as one, holding(*others) as other, closing(Line(seed)) as line:
@@ -199,13 +199,13 @@ def test_what_is_dropped_leaves_nothing(sizes, others, steps, seed):
                 line.step()
             line.receiving.drop([one.ref.path, "/proc/1/fd/1#1"])
             assert await bringing == ""
-            again = await line.begin(one)  # some of it is on its way
+            again = await line.begin(one)  # some pieces are on their way
             line.receiving.drop([one.ref.path])
             assert await again == ""
             await line.bring(other)
             assert line.receiving.places([one.ref]) == {}
             line.assert_has(other)
-            assert len(os.listdir("/proc/self/fd")) == before + 1  # the other's, which has come
+            assert len(os.listdir("/proc/self/fd")) == before + 1  # of the other segment
             await line.begin(one)
             await line.bring(one)
             line.assert_has(one)
@@ -213,8 +213,8 @@ def test_what_is_dropped_leaves_nothing(sizes, others, steps, seed):
     asyncio.run(is_dropped())
 
 
-async def test_a_sender_that_is_gone() -> None:
-    """What is not whole is let go, and what is whole can be read on; so for a closed segment."""
+async def test_whole_segments_stay_if_a_sender_is_gone() -> None:
+    """If a sender or its segment is gone, incomplete segments are dropped, and whole ones stay."""
     with holding(5000) as whole, holding(50_000) as half, closing(Line()) as line:
         await line.bring(whole)
         bringing = await line.begin(half)
@@ -227,7 +227,7 @@ async def test_a_sender_that_is_gone() -> None:
         assert line.receiving.places([half.ref]) == {}
         line.asked.clear()
         line.coming.clear()
-        await line.bring(half)  # from a new one
+        await line.bring(half)  # from a new sender
         line.assert_has(half)
     with holding(5000) as segment, closing(Line()) as line:
         bringing = await line.begin(segment)
@@ -239,8 +239,8 @@ async def test_a_sender_that_is_gone() -> None:
         assert line.receiving.places([segment.ref]) == {}
 
 
-async def test_no_room_at_the_receiver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is said at once, or half-way; what is behind it goes on."""
+async def test_a_lack_of_room_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lack of room is reported at once or half-way, and the next segments still arrive."""
 
     def refuse(size: int) -> None:
         if size > 20_000:
@@ -270,7 +270,7 @@ async def test_no_room_at_the_receiver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_a_slow_link_is_not_filled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While pieces wait for one another, fewer of them are under way; and then more again."""
+    """While pieces of a slow link wait, fewer pieces are under way, and later more again."""
     clock = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: clock)
     with holding(200 * SMALL_PIECE) as segment, closing(Line()) as line:

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.worker.control`: what a worker answers, whatever its task does."""
+"""Tests of `nbdist.worker.control`: a worker answers requests, whatever its task does."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.shared_world(2)
 
 
 class Asker:
-    """Another client of a rank's control thread, as its agent is one."""
+    """A further client of a rank's control thread, beside its agent."""
 
     def __init__(self, rank: int) -> None:
         (path,) = Path(os.environ["XDG_RUNTIME_DIR"]).glob(f"nbdist-*/*r{rank}.tasks")
@@ -47,8 +47,8 @@ class Asker:
         self._socket.close()
 
 
-def test_without_a_group(new_world: NewWorld) -> None:
-    """There is none to tell of, to abort or to form anew."""
+def test_a_worker_without_a_group_answers(new_world: NewWorld) -> None:
+    """A worker of `--backend none` lists no groups, and answers requests about a group with Ok."""
     with new_world(1, backend="none") as w, closing(Asker(0)) as alone:
         assert alone.ask(control.ListGroups()) == control.HeldGroups(0, 1, {})
         asks = (
@@ -59,8 +59,8 @@ def test_without_a_group(new_world: NewWorld) -> None:
         assert {*map(alone.ask, asks)} == {control.Ok()}
 
 
-def test_a_collective_is_aborted(world: World) -> None:
-    """What waits in it goes on at once, with an error."""
+def test_aborting_a_collective_ends_its_wait(world: World) -> None:
+    """Aborting a collective ends the rank's wait with an error; healing forms the group again."""
     world.execute("pass")
     with closing(Asker(1)) as rank1:
         assert rank1.ask(control.Check()) == ()
@@ -77,11 +77,11 @@ def test_a_collective_is_aborted(world: World) -> None:
     world.execute("dist.barrier()")
 
 
-# --- what a front end asks --------------------------------------------------------------
+# --- questions of a front end --------------------------------------------------------------
 
 
 def ask(world: World, question: TypingQuestion, *ranks: int) -> Completions | Description:
-    """The first answer that comes in time; on a busy machine a rank may take too long."""
+    """Return the first answer that comes in time; on a busy machine a rank may take too long."""
     deadline = time.monotonic() + SOON
     while time.monotonic() < deadline:
         if answer := answered(world, question, *ranks):
@@ -101,8 +101,8 @@ def texts(world: World, code: str, *ranks: int) -> set[str]:
     return {each.text for each in answer.candidates}
 
 
-def test_an_idle_rank_answers(world: World, tmp_path: Path) -> None:
-    """Rank 1, while rank 0 is busy; as IPython does, with jedi once that has read libraries."""
+def test_an_idle_rank_answers_for_a_busy_one(world: World, tmp_path: Path) -> None:
+    """While rank 0 is busy, rank 1 completes and describes names, with jedi once it is imported."""
     gate = tmp_path / "gate"
     world.execute("import pathlib, time, torch.nn as nn\nmine, layer = rank + 5, nn.Linear(1, 1)")
     wait = f"while not pathlib.Path({str(gate)!r}).exists(): time.sleep(0.01)"
@@ -133,8 +133,8 @@ slow, pid = Slow(), os.getpid()
 """
 
 
-def test_a_rank_that_does_not_answer(world: World, tmp_path: Path) -> None:
-    """Another one does; where there is none, nobody does, within a second."""
+def test_another_rank_answers_for_a_slow_rank(world: World, tmp_path: Path) -> None:
+    """A slow or paused rank gives no answer; if all ranks are asked, another rank answers."""
     gate = tmp_path / "gate"
     pids = world.execute(SLOW.format(gate=str(gate)), fetch=("pid",))
     try:

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.worker.counterparts`: what came, what a rank has changed, and what is freed."""
+"""Tests of `nbdist.worker.counterparts`: objects received, changes found, and memory freed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Rank:
         self.segments: list[Any] = []
 
     def send(self, *pushed: str, **values: Any) -> None:
-        """Bind variables in the notebook, and send them; or push those that there are."""
+        """Bind variables in the notebook and send their values, or push existing variables."""
         self.table.namespace.update(values)
         self.table.record_assigned(values)
         cell = ", ".join(values or self.table.namespace)
@@ -58,7 +58,7 @@ class Rank:
         return dict.fromkeys(self.table.objects.of(0))
 
     def changed(self) -> list[Any]:
-        """Return the rank's own objects that it has changed; of memory the bytes."""
+        """Return the objects that the rank has changed; for memory, its bytes."""
         return [self.own.links.find(key) for key in self.own.inspect(self.sent(), ()).changed]
 
 
@@ -73,11 +73,11 @@ def rank() -> Iterator[Rank]:
 
 
 class Plain:
-    """Something that is not light: what is light is held to tell it from others."""
+    """An object that makes a list around it not light: `Identity` keeps light lists alive."""
 
 
 class Box:
-    """A user's own."""
+    """A class of the user."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -120,8 +120,8 @@ CHANGES: list[tuple[Callable[[dict[str, Any]], Any], set[str]]] = [
 
 
 @pytest.mark.parametrize("number", range(len(CHANGES)))
-def test_what_has_been_changed(number: int, rank: Rank) -> None:
-    """Whatever it is, also through another variable; not what looks as it did."""
+def test_changes_of_variables_are_found(number: int, rank: Rank) -> None:
+    """Any change of a variable is found, also through another variable; equal contents are none."""
     change, found = CHANGES[number]
     rank.send(**made())
     assert rank.own.inspect(rank.sent(), ()) == Inspected()
@@ -133,8 +133,8 @@ def test_what_has_been_changed(number: int, rank: Rank) -> None:
     assert rank.changed() == []
 
 
-def test_which_objects_have_been_changed(rank: Rank) -> None:
-    """Objects that were asked for, in the parts that were asked for, and no others."""
+def test_only_requested_objects_and_parts_are_compared(rank: Rank) -> None:
+    """Only objects and parts that were asked for are reported as changed."""
     inner, cfg, box = [1], {"a": 1, "b": 2}, Box(1)
     rank.send(inner=inner, cfg=cfg, box=box, held=[inner])
     inspect = rank.own.inspect
@@ -154,8 +154,8 @@ def test_which_objects_have_been_changed(rank: Rank) -> None:
     assert found == {id(rank.names[name]) for name in ("inner", "cfg", "box")}
 
 
-def test_what_is_under_a_name(rank: Rank) -> None:
-    """Its type, whether it is what was sent, and which variables hold it or a parameter of it."""
+def test_inspect_describes_variables(rank: Rank) -> None:
+    """`inspect` returns a value's type, whether it has changed, and other variables with it."""
     net = torch.nn.Linear(1, 1)
     rank.send(net=net, rows=[1], n=1)
     names = rank.names
@@ -180,8 +180,8 @@ def test_what_is_under_a_name(rank: Rank) -> None:
     assert found["rows"].others == ()
 
 
-def test_changes_of_both_sides(rank: Rank) -> None:
-    """What was changed here stays changed after an update of other parts."""
+def test_an_update_keeps_the_ranks_own_changes(rank: Rank) -> None:
+    """A part that the rank has changed stays so after the notebook has updated other parts."""
     cfg = {"a": 1, "b": 2}
     rank.send(cfg=cfg)
     (key,) = rank.sent()
@@ -197,8 +197,8 @@ def test_changes_of_both_sides(rank: Rank) -> None:
     assert rank.own.inspect({key: None}, ()).changed == {}
 
 
-def test_an_object_that_is_gone(rank: Rank) -> None:
-    """The key is reported once with the end of a task, and as gone if it is asked for."""
+def test_an_ended_object_is_reported_once(rank: Rank) -> None:
+    """The key of an ended object is reported once after a task, and until then as gone if asked."""
     rows, box = [Plain()], Box(1)
     rank.send(rows=rows, box=box)
     keys = [rank.table.objects.links.key_of(each) for each in (rows, box)]
@@ -209,8 +209,8 @@ def test_an_object_that_is_gone(rank: Rank) -> None:
     assert rank.own.inspect(dict.fromkeys(keys), ()) == Inspected()
 
 
-def test_a_message_for_what_is_gone(rank: Rank) -> None:
-    """Nothing is made or changed: the notebook learns which object to send again."""
+def test_a_message_for_an_ended_object_changes_nothing(rank: Rank) -> None:
+    """A message for an ended object changes nothing, and its error has the object's key."""
     box, rows = Box([1]), [1]
     rank.send(box=box, rows=rows)
     there = rank.names.pop("rows")
@@ -229,7 +229,7 @@ def test_a_message_for_what_is_gone(rank: Rank) -> None:
 
 
 class Releases:
-    """Its pickling drops the last references to objects, as a collection of garbage may."""
+    """Drops the last references to objects while it is pickled, as a garbage collection may."""
 
     def __init__(self, objects: list[Any]) -> None:
         self.objects = objects
@@ -239,8 +239,8 @@ class Releases:
         return list, ([np.full(2, float(number)) for number in range(50)],)
 
 
-def test_objects_that_end_while_a_message_is_written(rank: Rank) -> None:
-    """New objects that get their ids are sent, and are not taken for objects that the rank has."""
+def test_new_objects_with_ids_of_ended_objects_are_sent(rank: Rank) -> None:
+    """New objects that get the ids of ended objects are sent whole, not as references."""
     objects = [np.full(2, -1.0) for _ in range(50)]
     rank.send(objects=objects)
     namespace, links = rank.table.namespace, rank.table.objects.links
@@ -253,8 +253,8 @@ def test_objects_that_end_while_a_message_is_written(rank: Rank) -> None:
     assert numbers & message.frames.pickler.memo.copy().keys(), "no id was used again"
 
 
-def test_what_the_notebook_has_forgotten(rank: Rank) -> None:
-    """It is held as long as this rank holds it, and its end is not reported."""
+def test_forgotten_objects_live_while_the_rank_holds_them(rank: Rank) -> None:
+    """An object forgotten by the notebook lives while the rank holds it, and ends unreported."""
     rank.send(rows=[Plain()], box=Box(2), other=[Plain()])
     held = rank.names["rows"]
     keys = [*rank.sent()]
@@ -274,8 +274,8 @@ def test_what_the_notebook_has_forgotten(rank: Rank) -> None:
     assert len(rank.own.links) == 0
 
 
-def test_variables_that_the_notebook_has_deleted(rank: Rank) -> None:
-    """They are deleted here, unless they or what they lead to was changed here."""
+def test_deleted_variables_go_unless_the_rank_changed_them(rank: Rank) -> None:
+    """Variables that the notebook has deleted go, unless the rank has changed or rebound them."""
     rank.send(rows=[1], inner=[[2]], bound=[3], n=4, kept=[5])
     rank.names["inner"][0].append("theirs")
     rank.names["bound"] = [3]
@@ -299,7 +299,7 @@ FREED: dict[str, Callable[[], Any]] = {
 
 
 def innermost(value: Any) -> Any:
-    """Return the first object in it that can be referred to weakly."""
+    """Return the first value inside of nested lists and dicts, for a weak reference."""
     while isinstance(value, list | dict):
         value = next(iter(value.values() if isinstance(value, dict) else value))
     return value
@@ -307,7 +307,7 @@ def innermost(value: Any) -> Any:
 
 @pytest.mark.parametrize("kind", FREED)
 def test_memory_is_freed_with_the_last_variable(kind: str, rank: Rank) -> None:
-    """Whatever it is, the tables of the rank hold nothing of it after the task."""
+    """After a task the rank's tables hold nothing of a variable that was deleted."""
     rank.send(value=FREED[kind]())
     assert len(rank.own.links) > 0
     found = weakref.ref(innermost(rank.names["value"]))
@@ -325,7 +325,7 @@ def test_memory_is_freed_with_the_last_variable(kind: str, rank: Rank) -> None:
 
 
 def test_memory_is_freed_if_the_notebook_replaces_a_variable(rank: Rank) -> None:
-    """The old one ends here once it has ended in the notebook, unless this rank holds it."""
+    """A replaced value ends here once it has ended in the notebook, unless this rank holds it."""
     kept = torch.zeros(1000)
     rank.send(x=kept, rows=[Box(1)])
     old, box = weakref.ref(rank.names["x"]), weakref.ref(rank.names["rows"][0])
@@ -341,7 +341,7 @@ def test_memory_is_freed_if_the_notebook_replaces_a_variable(rank: Rank) -> None
 
 
 def test_garbage_in_a_circle_stays_while_the_rank_is_idle(rank: Rank) -> None:
-    """The notebook sends references to what it believes to be there: it is told after a task."""
+    """A garbage cycle stays until `end_idle`, as the notebook may still refer to its objects."""
     box = Box(None)
     box.value = box
     rank.send(box=box)
@@ -368,8 +368,10 @@ BIG_CHANGES: list[tuple[Callable[[Any, Any], Any], set[str]]] = [
 
 
 @pytest.mark.parametrize("number", range(len(BIG_CHANGES)))
-def test_big_values(number: int, rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are not read unless a page was written to; one element is noticed all the same."""
+def test_big_memory_is_read_only_if_written_to(
+    number: int, rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Big memory is read only if one of its pages was written to; one changed element is found."""
     read: list[int] = []
     digest = module.digest_bytes
 
@@ -386,8 +388,8 @@ def test_big_values(number: int, rank: Rank, monkeypatch: pytest.MonkeyPatch) ->
     assert found or read == []
 
 
-def test_a_block_that_no_page_of_was_written_to(rank: Rank) -> None:
-    """A question about big memory takes no time and no memory, though all of it was read."""
+def test_unwritten_memory_is_compared_without_copies(rank: Rank) -> None:
+    """Comparing memory that was only read takes hardly any memory; a single new value is found."""
     size = 256 << 20
     rank.send(x=np.zeros(size, np.uint8))
     x = rank.names["x"]
@@ -405,13 +407,13 @@ def test_a_block_that_no_page_of_was_written_to(rank: Rank) -> None:
 
 
 def test_memory_of_this_process_counts_as_written() -> None:
-    """Nothing can be seen of it: it is read."""
+    """Memory that is not mapped from a file counts as written, so its contents are compared."""
     own = np.ones(1 << 20, np.uint8)
     assert are_written(own.__array_interface__["data"][0], own.nbytes)
 
 
 def test_new_contents_of_memory_are_no_change_of_the_rank(rank: Rank) -> None:
-    """They are what was sent; what this rank writes afterwards is its own."""
+    """Contents that the notebook sends are no change of the rank; its own later writes are."""
     x, y = torch.zeros(1000), np.zeros(1000)
     rank.send(x=x, y=y)
     x += 1
@@ -423,8 +425,8 @@ def test_new_contents_of_memory_are_no_change_of_the_rank(rank: Rank) -> None:
     assert [name for name in "xy" if rank.own.is_changed(name)] == ["y"]
 
 
-def test_memory_that_moves_with_its_tensors(rank: Rank) -> None:
-    """A tensor that a rank gives other memory is changed; new contents go where it is now."""
+def test_contents_reach_a_tensor_with_other_memory(rank: Rank) -> None:
+    """A tensor that a rank gives other memory is changed, and new contents reach that memory."""
     net = torch.nn.Linear(2, 2)
     rank.send(net=net)
     there = rank.names["net"]
@@ -445,8 +447,8 @@ def test_memory_that_moves_with_its_tensors(rank: Rank) -> None:
 # --- from rank to rank ------------------------------------------------------------------
 
 
-def test_objects_that_another_rank_gets(rank: Rank) -> None:
-    """They have their keys there too, and are compared with what the notebook has sent."""
+def test_objects_keep_their_keys_on_another_rank(rank: Rank) -> None:
+    """Objects copied to a rank keep their keys, and are compared with the notebook's contents."""
     net, rows = torch.nn.Linear(1, 1), [1]
     rank.send(net=net, rows=rows)
     other = Rank()
@@ -466,8 +468,8 @@ def test_objects_that_another_rank_gets(rank: Rank) -> None:
     assert rank.own.links.find(new.key) is made
 
 
-def test_values_that_replace_variables(rank: Rank) -> None:
-    """In place where the structure is the same; else it is said what still belongs to the old."""
+def test_variables_are_replaced_in_place_if_possible(rank: Rank) -> None:
+    """Variables are changed in place if the structure is equal; else users of the old are named."""
     rank.send(net=torch.nn.Linear(2, 2), rows=["a"])
     names = rank.names
     net, rows = names["net"], names["rows"]
@@ -483,8 +485,8 @@ def test_values_that_replace_variables(rank: Rank) -> None:
     assert replaced == {"net": Replaced("Linear", is_changed=True, others=("opt", "new"))}
 
 
-def test_an_object_that_cannot_be_looked_at(rank: Rank) -> None:
-    """What raises is no error of the question, and other objects are compared all the same."""
+def test_an_object_that_raises_hides_no_other_change(rank: Rank) -> None:
+    """An object that raises when compared causes no error, and changes of others are found."""
     box, rows = Box(1), [1]
     rank.send(box=box, rows=rows)
 
@@ -498,7 +500,7 @@ def test_an_object_that_cannot_be_looked_at(rank: Rank) -> None:
     assert rank.table.objects.links.key_of(rows) in found.changed
 
 
-def test_modules_and_functions_have_no_others(rank: Rank) -> None:
-    """Everything leads to them."""
+def test_a_module_has_no_other_variables(rank: Rank) -> None:
+    """No other variables are listed for a Python module: nearly every object leads to it."""
     rank.names.update(math=types, f=len, both=[types])
     assert rank.own.inspect({}, ("math",)).names["math"].others == ()

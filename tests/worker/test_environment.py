@@ -1,4 +1,4 @@
-"""Tests of `nbdist.worker.environment`: what user code finds, and how it follows the notebook."""
+"""Tests of `nbdist.worker.environment`: how the surroundings of user code follow the notebook."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from tests.wire.test_spec import START
     ("gpus", "shares", "given"),
     [("MIG-8f6e", False, ["1", None]), ("0", True, ["1", "1"]), ("0", False, [None, None])],
 )
-def test_ranks_on_one_gpu(
+def test_nccl_is_told_of_several_ranks_on_a_gpu(
     gpus: str, *, shares: bool, given: list[str | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NCCL takes several ranks that have slices of it, or are to share it."""
+    """NCCL may have several ranks on a GPU if ranks have slices of it or share GPUs."""
     names = ("NCCL_MULTI_RANK_GPU_ENABLE", "NCCL_MAX_CTAS", "NCCL_NVLS_ENABLE")
     for name in names:
         monkeypatch.setenv(name, "")
@@ -45,8 +45,8 @@ def test_ranks_on_one_gpu(
     assert [environ.get(name) for name in names[:2]] == given
 
 
-def test_what_a_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Variables, and the number of threads, change where they differ and are what they were."""
+def test_values_that_a_user_has_set_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Variables and the number of threads change, unless the rank itself has changed them."""
     for name, value in (("NBT_SIZE", "2"), ("NBT_OWN", "mine"), ("NBT_SAME", "set")):
         monkeypatch.setenv(name, value)
     before = {"NBT_SIZE": "2", "NBT_OWN": "2", "NBT_SAME": "1"}
@@ -64,7 +64,7 @@ def test_what_a_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def around(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Around:
-    """What a worker starts with in a folder of the test's own, in this process."""
+    """A worker's surroundings, in a folder of the test and in this process."""
     for name in ("path", "argv"):
         monkeypatch.setattr(sys, name, [*getattr(sys, name)])
     monkeypatch.setattr(process, "ORIGINAL_DIR", os.getcwd())
@@ -73,10 +73,10 @@ def around(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Around:
     return Around(WorkerStart(0, spec, "", "", "", "", 1, {}), [])
 
 
-def test_the_notebooks_folder(
+def test_a_rank_follows_the_notebooks_folder(
     around: Around, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is the one below this machine's first, or itself; else the rank stays, and says so."""
+    """A rank follows the notebook relative to its first folder or to the same path, or stays."""
     (tmp_path / "below").mkdir()
     around.follow(Surroundings("/of/notebook/below", "/of/notebook", ("/of/notebook/lib", "/x")))
     assert os.getcwd() == process.ORIGINAL_DIR == str(tmp_path / "below")  # type: ignore[attr-defined]
@@ -95,8 +95,8 @@ def test_the_notebooks_folder(
     assert (os.getcwd(), capsys.readouterr().err) == (str(tmp_path), "")
 
 
-def test_variables(around: Around) -> None:
-    """One that is in the notebook as at the start again is so here."""
+def test_variables_follow_the_notebook_and_return(around: Around) -> None:
+    """Variables follow the notebook, and get their first values back if its changes are undone."""
     here, before = os.getcwd(), dict(os.environ)
     around.follow(Surroundings(here, here, environ={"HOME": "/odd", "NEW": "1", "PATH": None}))
     assert (os.environ["HOME"], os.environ["NEW"], "PATH" in os.environ) == ("/odd", "1", False)
@@ -104,8 +104,8 @@ def test_variables(around: Around) -> None:
     assert dict(os.environ) == before
 
 
-def test_a_path_with_entries_of_its_own() -> None:
-    """The notebook's changes come in, and what the rank has changed itself stays."""
+def test_a_path_keeps_the_ranks_own_entries() -> None:
+    """The notebook's changes of `sys.path` come in, and the rank's own changes stay."""
     for own, before, after, expected in (
         ("abo", "ab", "xab", "xabo"),
         ("oab", "ab", "abx", "oabx"),
@@ -130,7 +130,7 @@ class Edited:
         self.write()
 
     def write(self) -> int:
-        """Write something else, ten seconds after the last time; a moment a second later."""
+        """Write new contents, dated ten seconds after the last; return a time a second later."""
         self.now += 10 * SECOND
         self.path.write_text(f"value = {self.now}\n")
         os.utime(self.path, ns=(self.now, self.now))
@@ -156,8 +156,8 @@ def told(own: OwnModules, before: int) -> tuple[str, ...]:
     return own.pop_edited_files(before, reloads=False)
 
 
-def test_an_edit_is_told_once(own: OwnModules, module: Edited) -> None:
-    """Of what is the user's, while it is there, and not where it was imported anew since."""
+def test_an_edit_of_a_users_module_is_reported_once(own: OwnModules, module: Edited) -> None:
+    """An edit of a user's module is reported once, but not after a reload or without the file."""
     found = importlib.import_module("edited_by_test")
     sys.modules.pop("colorsys", None)
     importlib.import_module("colorsys")
@@ -165,7 +165,7 @@ def test_an_edit_is_told_once(own: OwnModules, module: Edited) -> None:
     assert [*own._sources] == ["edited_by_test"]
     for _ in range(2):
         after = module.write()
-        assert told(own, after - 2 * SECOND) == ()  # while the task runs that would tell it
+        assert told(own, after - 2 * SECOND) == ()  # the edit came after the task had begun
         assert told(own, after) == (module.path.name,)
         assert told(own, after) == ()
     after = module.write()
@@ -176,7 +176,7 @@ def test_an_edit_is_told_once(own: OwnModules, module: Edited) -> None:
 
 
 def test_a_touched_file_is_not_edited(own: OwnModules, module: Edited) -> None:
-    """Nor one that is written again as it was; a package's file is named with the package."""
+    """A file with its old contents is not edited; a package's file is named with the package."""
     folder = module.path.parent / "package_of_test"
     folder.mkdir()
     package = Edited(folder / "__init__.py")
@@ -193,8 +193,8 @@ def test_a_touched_file_is_not_edited(own: OwnModules, module: Edited) -> None:
     del sys.modules[folder.name]
 
 
-def test_an_edit_while_the_task_runs_that_imports(own: OwnModules, module: Edited) -> None:
-    """It is told with the next one."""
+def test_an_edit_while_its_import_runs_is_reported_later(own: OwnModules, module: Edited) -> None:
+    """An edit while a task runs that imports the module is reported with the next task."""
     importlib.import_module("edited_by_test")
     module.now = time.time_ns() + 50 * SECOND
     after = module.write()
@@ -202,10 +202,10 @@ def test_an_edit_while_the_task_runs_that_imports(own: OwnModules, module: Edite
     assert told(own, after) == (module.path.name,)
 
 
-def test_while_autoreload_is_on(
+def test_autoreload_reloads_earlier_edits_and_reports_none(
     own: OwnModules, module: Edited, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What was edited before is imported anew when it is turned on; nothing is told."""
+    """Turning `%autoreload` on reloads modules edited before; then no edit is reported."""
     found = importlib.import_module("edited_by_test")
     told(own, module.now)
     after = module.write()
@@ -221,8 +221,8 @@ def test_while_autoreload_is_on(
     assert "[autoreload of edited_by_test failed: " in capsys.readouterr().err
 
 
-def test_what_is_kept_in_step_is_imported_anew(own: OwnModules, module: Edited) -> None:
-    """Before a task, once for each edit."""
+def test_reload_imports_an_edited_module_once(own: OwnModules, module: Edited) -> None:
+    """`reload` imports an edited module anew, once for each edit, which is not reported then."""
     edited = importlib.import_module("edited_by_test")
     assert told(own, module.now + SECOND) == ()
     module.write()

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.shared_world
 
 @pytest.fixture(scope="module")
 def world(new_world: NewWorld) -> Iterator[World]:
-    """Of a user whose IPython runs a file when it starts."""
+    """Workers of a user whose IPython runs a start-up file."""
     startup = Path(os.environ["IPYTHONDIR"], "profile_default", "startup", "00.py")
     startup.parent.mkdir(parents=True, exist_ok=True)
     startup.write_text("started_up = True")
@@ -30,8 +30,8 @@ def world(new_world: NewWorld) -> Iterator[World]:
     startup.unlink()
 
 
-def test_ipython_syntax(world: World) -> None:
-    """Await, `!command`, its result, line magics, a cell magic as first line, and `x?` work."""
+def test_ipython_syntax_works_in_cells(world: World) -> None:
+    """`await`, `!command`, its result, line magics, a cell magic as first line, and `x?` work."""
     ran = run_well(
         world,
         "import asyncio\nawait asyncio.sleep(0)\n!echo from a child\nlisting = !echo a b\n"
@@ -55,8 +55,8 @@ def test_last_value_is_shown_and_kept(world: World) -> None:
     assert run_well(world, "x + 1;").lines() == []
 
 
-def test_main_and_its_source(world: World) -> None:
-    """The cells' namespace is `__main__`; `inspect` finds functions and methods of cells there."""
+def test_cells_run_in_main_and_have_source(world: World) -> None:
+    """Cells run in `__main__`, and `inspect` finds the source of their functions and methods."""
     run_well(
         world,
         "import inspect, sys\ny = 5\nhere = sys.modules['__main__'].y, __name__\n"
@@ -89,7 +89,7 @@ def test_deep_traceback_shows_cell_lines(world: World) -> None:
     ],
 )
 def test_exit_ends_the_cell_not_the_worker(world: World, source: str, message: str) -> None:
-    """`exit()` and its relatives fail the cell, say so in a line, and the worker still runs."""
+    """`quit`, `sys.exit` and SystemExit fail the cell and say so in a line; the worker runs on."""
     run_well(world, "kept = 1")
     # IPython takes a bare `quit` for a call in a cell of one line.
     ran = run(world, source if source == "quit" else f"{source}\nprint('not reached')")
@@ -101,8 +101,8 @@ def test_exit_ends_the_cell_not_the_worker(world: World, source: str, message: s
     assert world.gather("kept") == [1] * world.size
 
 
-def test_what_ends_a_cell(world: World) -> None:
-    """Source that is no Python, of which nothing has run; a display that no message can hold."""
+def test_wrong_source_and_wrong_displays_fail_a_cell(world: World) -> None:
+    """Source with a SyntaxError does not run at all; a display that is no JSON fails the cell."""
     ran = run(world, "print('a')\nx = = 1")
     assert isinstance(ran.error, WorkerError)
     assert ran.error.errors.keys() == {*range(world.size)}
@@ -136,12 +136,12 @@ def stop(work):
     return task
 asyncio.ensure_future = stop""",
 }
-"""What interrupts the next cell before any of its own code has begun."""
+"""Code that interrupts the next cell before any code of that cell has begun."""
 
 
 @pytest.mark.parametrize("where", STOPPED)
-def test_stop_before_the_first_line(world: World, where: str) -> None:
-    """The cell ends with KeyboardInterrupt, and nothing of it runs, wherever Stop came."""
+def test_stop_before_the_first_line_runs_nothing(world: World, where: str) -> None:
+    """Stop before a cell's first line ends the cell with KeyboardInterrupt, and no line runs."""
     run_well(world, f"import signal\nbegun, shell = False, get_ipython()\n{STOPPED[where]}")
     awaits = "await asyncio.sleep(0)" if "asyncio" in STOPPED[where] else ""
     ran = run(world, f"begun = True\n{awaits}")
@@ -149,8 +149,8 @@ def test_stop_before_the_first_line(world: World, where: str) -> None:
     assert world.gather("begun") == [False] * world.size
 
 
-def test_stop_after_the_last_line(world: World) -> None:
-    """It ends the cell with KeyboardInterrupt as long as IPython has not done with it."""
+def test_stop_after_the_last_line_fails_the_cell(world: World) -> None:
+    """Stop ends a cell with KeyboardInterrupt until IPython has finished the cell's work."""
     ran = run(
         world,
         "import signal\nhistory = get_ipython().history_manager\n"
@@ -162,7 +162,7 @@ def test_stop_after_the_last_line(world: World) -> None:
 
 
 def test_the_shell_is_that_of_a_notebook(world: World) -> None:
-    """Libraries find out by its class, and no prompt, history, start-up file or widgets."""
+    """Libraries see a notebook's shell, without prompts, history, start-up file or widgets."""
     world.execute(SHELL)
     found = world.gather("is_notebook, is_rich_of_a_page, has_bars_of_a_page")
     assert found == [(True, False, False)] * 2
@@ -182,8 +182,8 @@ prompts = [name for name in ("ps1", "ps2") if hasattr(sys, name)]
 """
 
 
-def test_reset(world: World) -> None:
-    """Variables are gone; what every worker has from its start is there again."""
+def test_reset_keeps_names_of_every_worker(world: World) -> None:
+    """`%reset` deletes variables; names that every worker has from its start come back."""
     world.execute("x = 1; rank = 'mine'; del dist")
     world.execute("%reset -f")
     assert world.gather("'x' in globals(), rank, world_size, local_rank, str(device)") == [
@@ -209,7 +209,7 @@ warnings.warn_explicit("from elsewhere", UserWarning, "elsewhere.py", 7)
 
 
 def shown(world: World, source: str) -> str:
-    """The text of a cell, the seventh of its notebook."""
+    """Return the text of a cell's panel; the cell is the seventh of its notebook."""
     running = world.submit(world.task(CellCode(source), execution_count=7))
     world.session.wait(running)
     running.result()
@@ -219,7 +219,7 @@ def shown(world: World, source: str) -> str:
 
 
 def test_warnings_name_the_cells_line(world: World) -> None:
-    """All ranks say the same, once; one to which no cell has led is worded as ever."""
+    """Equal warnings of ranks are shown once, with the cell's line; others keep their own line."""
     _head, header, *lines = shown(world, WARNS).split("\n")
     assert header == "── ranks 0-1 (same) ──"
     assert lines[:2] == ["Cell In[7], line 9: UserWarning: not like this", "  careless()"]

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.worker.main`: how a worker begins and ends, and tasks in turn between."""
+"""Tests of `nbdist.worker.main`: a worker begins, runs tasks in turn, and ends."""
 
 from __future__ import annotations
 
@@ -50,15 +50,15 @@ UNWATCHED = "in this group are neither shown nor released"
 
 
 @pytest.mark.parametrize("backend", ["gloo", "none"])
-def test_exit_handlers_run(new_world: NewWorld, tmp_path: Path, backend: str) -> None:
-    """After the group has been left, also one that user code has made; C code's output too.
+def test_exit_handlers_run_without_group(new_world: NewWorld, tmp_path: Path, backend: str) -> None:
+    """Exit handlers run once all groups have ended, also user code's; C code's output is flushed.
 
-    Of user code's first group is said what nbdist does not do for it.
+    Only the first group of user code gets a line which says that nbdist does not watch it.
     """
     with new_world(2, backend=backend) as world:
         world.execute(f"folder = {str(tmp_path)!r}\n{LAST}")
         if backend == "none":
-            # At the address of the environment rank 1 could still meet the first group's store.
+            # With the environment's address rank 1 could still reach the first group's store.
             elsewhere = JOIN.format(path=tmp_path / "meet")
             cells = f"{FIRST}; dist.barrier(); dist.destroy_process_group()", elsewhere
             for cell, said in zip(cells, (1, 0), strict=True):
@@ -87,21 +87,21 @@ torch_was_ready_for_gpus = torch.cuda.is_initialized()
 
 
 def draws(world: World) -> list[dict[str, object]]:
-    """What each rank draws first, from every source of chance."""
+    """Return the first random values of each rank, from every source."""
     assert not world.execute(DRAW).errors
     assert not any(world.gather("torch_was_ready_for_gpus"))
     return world.gather("drawn")
 
 
 def assert_all_different(drawn: list[dict[str, object]]) -> None:
-    """No two draws have anything in common."""
+    """Assert that no value occurs in two draws."""
     for source in drawn[0]:
         values = [str(each[source]) for each in drawn]
         assert len(set(values)) == len(values), (source, values)
 
 
 def test_chance_is_every_workers_own(new_world: NewWorld) -> None:
-    """No rank repeats what another draws, nor one after a restart, replaced, or added."""
+    """No two workers draw the same value, also after a restart, a replacement and scaling."""
     with new_world(2, fork=False) as spawned:
         assert_all_different(draws(spawned))
     with new_world(2) as world:
@@ -117,7 +117,7 @@ def test_chance_is_every_workers_own(new_world: NewWorld) -> None:
 
 @pytest.fixture(scope="module")
 def warm(new_world: NewWorld) -> Iterator[World]:
-    """A world whose fork server has imported all that it does while it is idle."""
+    """A world whose fork server has finished the imports that it makes while it is idle."""
     with new_world(2) as world:
         deadline, typing = time.monotonic() + SOON, 2.5
         while not all(_has_all_for_training(world)):
@@ -128,16 +128,16 @@ def warm(new_world: NewWorld) -> Iterator[World]:
         yield world
 
 
-def test_first_step_needs_no_imports(warm: World) -> None:
-    """A restart some time later brings what a training imports."""
+def test_a_first_training_step_needs_no_imports(warm: World) -> None:
+    """A worker from an idle fork server has imported everything that a first training step uses."""
     assert not warm.execute(STEP).errors
     assert warm.gather("new") == [[], []]
 
 
-def test_what_is_set_later(
+def test_new_workers_follow_variables_that_were_set_later(
     warm: World, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """What torch read on import counts, and TMPDIR; forks draw differently all the same."""
+    """Forked workers follow TMPDIR and variables that torch reads on import; draws still differ."""
     own, cache = (str(tmp_path_factory.mktemp(name)) for name in ("own", "cache"))
     drawn = draws(warm)
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
@@ -183,7 +183,7 @@ VARIABLE: ContextVar[str] = ContextVar("VARIABLE", default="unset")
 
 
 class Kernel:
-    """Does what a test says with each task; its marks are counted."""
+    """A stand-in for the kernel, which calls `work` for each task and counts marks."""
 
     def __init__(self) -> None:
         self.work: Callable[[str], object] = str
@@ -210,7 +210,7 @@ class Kernel:
 
 
 class Agent:
-    """The other end of the socket, with the worker's end and its kernel."""
+    """The agent's end of the socket, with the worker's end and its kernel."""
 
     def __init__(self, path: str) -> None:
         self.kernel: Any = Kernel()
@@ -222,11 +222,11 @@ class Agent:
         self._cutter = FrameCutter()
 
     def serve(self, connection: socket.socket) -> None:
-        """What the control thread would be given."""
+        """Record a connection that the control thread would get."""
         self.requests.append(connection)
 
     async def hear(self, number: int) -> list[Any]:
-        """So many ends of tasks, or questions."""
+        """Receive this number of messages from the worker."""
         loop, found = asyncio.get_running_loop(), list[Any]()
         while len(found) < number:
             data = await loop.sock_recv(self.end, 1 << 16)
@@ -238,7 +238,7 @@ class Agent:
 def agent(tmp_path: Path, runner: asyncio.Runner) -> Iterator[Agent]:
     async def made() -> Agent:
         agent = Agent(str(tmp_path / "tasks"))
-        agent.tasks.catch_up()  # it has not accepted the connection yet: nobody could answer
+        agent.tasks.catch_up()  # returns at once: the worker has not accepted the connection
         return agent
 
     before = signal.getsignal(signal.SIGINT)
@@ -253,8 +253,8 @@ def task(name: str) -> bytes:
     return framed(pack(Task(name, (0,), CellCode(name))))
 
 
-async def test_a_second_stop(agent: Agent) -> None:
-    """One that comes while the first is reported ends that task, and no more."""
+async def test_a_second_stop_ends_only_its_task(agent: Agent) -> None:
+    """A KeyboardInterrupt that leaves the kernel ends the task; a SIGINT after that ends none."""
     agent.kernel.work = lambda source: source == "a" and signal.raise_signal(signal.SIGINT)
     agent.end.sendall(task("a"))
     (end,) = await agent.hear(1)
@@ -267,8 +267,8 @@ async def test_a_second_stop(agent: Agent) -> None:
     assert [each.done.status for each in await agent.hear(1)] == ["ok"]
 
 
-async def test_in_turn(agent: Agent) -> None:
-    """In whatever pieces they come, in one context, until the agent has closed its end."""
+async def test_tasks_run_in_turn_in_one_context(agent: Agent) -> None:
+    """Tasks run in turn and in one context, however they arrive, until the agent closes its end."""
     found = []
 
     def work(source: str) -> None:
@@ -294,8 +294,8 @@ def said(name: str) -> bytes:
     return framed(pack(Comm("comm_msg", name, {}, {})))
 
 
-async def test_what_pages_say_to_widgets(agent: Agent) -> None:
-    """It is heard before a task that is sent after it, and while a task awaits something."""
+async def test_messages_of_widgets_are_handled_in_turn(agent: Agent) -> None:
+    """Messages of widgets are handled before a task that is sent later, and while a task awaits."""
     agent.end.sendall(said("moved") + task("a") + said("moved again") + task("b"))
     await agent.hear(2)
     assert agent.kernel.begun == ["moved", "a", "moved again", "b"]
@@ -315,13 +315,13 @@ async def test_what_pages_say_to_widgets(agent: Agent) -> None:
     await until(lambda: agent.kernel.begun[6:] == ["c", "d", "later"], "in turn")
 
 
-async def test_a_stop_that_comes_with_what_pages_say(agent: Agent) -> None:
-    """It is for no later task."""
+async def test_a_stop_between_tasks_ends_no_later_task(agent: Agent) -> None:
+    """A SIGINT that arrives with a widget's message between tasks does not end the next task."""
     agent.end.sendall(task("a"))
     await agent.hear(1)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
-        signal.raise_signal(signal.SIGINT)  # is pending until the worker looks for it
+        signal.raise_signal(signal.SIGINT)  # stays pending until the worker reads `SigintSent`
         agent.end.sendall(said("moved") + framed(pack(SigintSent())))
         await until(lambda: agent.kernel.begun[1:] == ["moved"], "heard")
     finally:
@@ -331,7 +331,7 @@ async def test_a_stop_that_comes_with_what_pages_say(agent: Agent) -> None:
 
 
 async def test_each_connection_after_the_first_is_for_requests(agent: Agent) -> None:
-    """The first one is for tasks."""
+    """The first connection is for tasks; the control thread gets the second connection."""
     agent.end.sendall(task("a"))
     await agent.hear(1)
     with socket.socket(socket.AF_UNIX) as other:
@@ -340,8 +340,8 @@ async def test_each_connection_after_the_first_is_for_requests(agent: Agent) -> 
         agent.requests[0].close()
 
 
-async def test_what_somebody_types(agent: Agent) -> None:
-    """It comes by the same socket while the task runs, between tasks that wait their turn."""
+async def test_replies_reach_the_threads_that_asked(agent: Agent) -> None:
+    """Replies come by the socket for tasks, and each thread that asked gets its own reply."""
     replies: list[InputReply] = []
 
     def ask() -> None:
@@ -362,7 +362,7 @@ async def test_what_somebody_types(agent: Agent) -> None:
     assert sorted(reply.text or "" for reply in replies) == ["2", "3"]
 
 
-async def test_threads_that_send_at_once(agent: Agent) -> None:
+async def test_messages_of_several_threads_arrive_whole(agent: Agent) -> None:
     """Each message arrives whole, however large: the agent drops a worker whose messages mix."""
     agent.end.sendall(task("first"))
     await agent.hear(1)
@@ -386,8 +386,8 @@ async def test_threads_that_send_at_once(agent: Agent) -> None:
     await until(lambda: not any(map(threading.Thread.is_alive, asking)))
 
 
-async def test_catching_up(agent: Agent) -> None:
-    """A thread that has shown much goes on when the agent says so, or has ended."""
+async def test_a_thread_waits_until_the_agent_has_caught_up(agent: Agent) -> None:
+    """`catch_up` waits until the agent replies or closes its end."""
     agent.end.sendall(task("first"))
     await agent.hear(1)
     for end in (framed(pack(InputReply(2))), b""):
@@ -401,8 +401,8 @@ async def test_catching_up(agent: Agent) -> None:
         assert not waiting.is_alive()
 
 
-def test_a_forked_child_that_comes_to_the_end_of_the_cell(world: World) -> None:
-    """It ends there: the cell ends once, and the next one runs in the worker itself."""
+def test_a_forked_child_exits_at_the_cells_end(world: World) -> None:
+    """A child that a cell forks exits at the cell's end, and the next cell runs in the worker."""
     forked = "import os\nbefore = os.getpid()\nchild = os.fork()\nif child: os.waitpid(child, 0)"
     for _ in range(3):
         world.execute(forked)

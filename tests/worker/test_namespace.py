@@ -1,4 +1,4 @@
-"""Tests of `nbdist.worker.namespace`: names that come, names that are bound, values that go."""
+"""Tests of `nbdist.worker.namespace`: names received, names bound, and values sent."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def namespace(names: dict[str, Any]) -> Namespace:
 
 
 def message(**values: Any) -> Payload:
-    """Return values as the notebook sends them; small."""
+    """Return small values as the notebook sends them."""
     payload, segment = pack_frames(write(values, [], Links(), {}, (), {}).frames)
     assert segment is None
     return payload
@@ -61,19 +61,19 @@ def plain(value: Any) -> Payload:
 
 
 class Undone:
-    """Cannot be rebuilt."""
+    """A value that cannot be rebuilt."""
 
     def __reduce__(self) -> tuple[Callable[[str], Any], tuple[str]]:
         return int, ("x",)
 
 
-def test_what_kinds_the_names_are(names: dict[str, Any], namespace: Namespace) -> None:
-    """Which are modules, optimizers or tensors, and which cover what every worker has."""
+def test_kinds_and_covered_names_are_found(names: dict[str, Any], namespace: Namespace) -> None:
+    """Modules, optimizers and tensors are found, and names that cover names of every worker."""
     import torch
     from torch.distributed.fsdp import FSDPModule
 
     namespace.add_ready({"rank": 1000, "device": torch.device("cpu"), "dist": json})
-    optimizer = object.__new__(torch.optim.SGD)  # to make it in earnest imports torch._dynamo
+    optimizer = object.__new__(torch.optim.SGD)  # its `__init__` imports torch._dynamo
     names.update(net=torch.nn.Linear(1, 1), sgd=optimizer, x=torch.ones(1), n=[torch.ones(1)])
     names["f"] = object.__new__(type("FSDPLinear", (FSDPModule, torch.nn.Linear), {}))
     kinds = {"net": MODULE, "sgd": OPTIMIZER, "x": TENSOR, "f": SHARDED}
@@ -84,8 +84,8 @@ def test_what_kinds_the_names_are(names: dict[str, Any], namespace: Namespace) -
     assert namespace.covered_names(names) == {"rank", "device", "dist"}
 
 
-def test_names_that_come_along(names: dict[str, Any], namespace: Namespace) -> None:
-    """They take the place of what was there; other ranks' are not even opened; the rest stays."""
+def test_received_names_replace_variables(names: dict[str, Any], namespace: Namespace) -> None:
+    """Received names replace variables; payloads for other ranks are not opened; the rest stays."""
     namespace.add_ready({"size": 4, "x": 1})
     assert namespace.receive(task(names={0: message(x=[2], y=3)}), 0) == []
     namespace.receive(task(), 0)
@@ -95,16 +95,16 @@ def test_names_that_come_along(names: dict[str, Any], namespace: Namespace) -> N
     assert (names["x"], names["y"], names["z"]) == (5, 3, 3)
 
 
-def test_names_that_the_notebook_has_deleted(names: dict[str, Any], namespace: Namespace) -> None:
-    """They are deleted here too, unless they are something else by now."""
+def test_names_deleted_in_the_notebook_go_here(names: dict[str, Any], namespace: Namespace) -> None:
+    """Names deleted in the notebook are deleted here, unless a cell has bound them again."""
     namespace.receive(task(names={0: message(x=[2], y=3, z=[1])}), 0)
     names["z"] = [1]
     gone = namespace.receive(task(deleted={0: ("x", "y", "z", "never")}), 0)
     assert (gone, names) == (["x", "y"], {"rank": 0, "_": 5, "z": [1]})
 
 
-def test_names_that_cannot_be_rebuilt(names: dict[str, Any], namespace: Namespace) -> None:
-    """It is told in a line, and none of them is bound."""
+def test_a_value_not_rebuilt_binds_no_name(names: dict[str, Any], namespace: Namespace) -> None:
+    """If a value cannot be rebuilt, an error names it, and no name of the task is bound."""
     before, undone = {**names}, message(a=1, b=Undone())
     for given, said in (
         ({"plain": Payload((b"garbage",))}, "a variable .*: UnpicklingError"),
@@ -118,8 +118,8 @@ def test_names_that_cannot_be_rebuilt(names: dict[str, Any], namespace: Namespac
     assert names == before
 
 
-def test_an_object_that_this_rank_has_dropped(names: dict[str, Any], namespace: Namespace) -> None:
-    """Nothing is bound, and the notebook sends the object again with the next cell."""
+def test_a_dropped_object_binds_no_name(names: dict[str, Any], namespace: Namespace) -> None:
+    """If a cell uses an object that the rank has dropped, no name is bound and an error says so."""
     links, x = Links(), [1]
     key = links.add(x, "list").key
     frames = write({"y": 1, "x": [x]}, [], links, {}, {key}, {}).frames
@@ -130,7 +130,7 @@ def test_an_object_that_this_rank_has_dropped(names: dict[str, Any], namespace: 
 
 
 class Unchangeable:
-    """Cannot be changed."""
+    """An object that cannot be changed."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise LookupError(name)
@@ -139,8 +139,8 @@ class Unchangeable:
         raise LookupError("no")
 
 
-def test_a_change_that_cannot_be_made(names: dict[str, Any], namespace: Namespace) -> None:
-    """The error is one line, and no variable is bound."""
+def test_a_change_that_fails_binds_no_variable(names: dict[str, Any], namespace: Namespace) -> None:
+    """If an object cannot be changed, an error says why, and no variable is bound."""
     names["x"] = value = Unchangeable()
     namespace.counterparts.links.add(value, "opaque", 7)
     update = 7, "opaque", ({"a": 1}, None, None, None)
@@ -150,8 +150,8 @@ def test_a_change_that_cannot_be_made(names: dict[str, Any], namespace: Namespac
     assert "y" not in names
 
 
-def test_the_number_of_ranks_changes(names: dict[str, Any], namespace: Namespace) -> None:
-    """Unless a cell has bound the name, to whatever it may be; a reset brings the new one."""
+def test_a_changed_ready_name_is_bound(names: dict[str, Any], namespace: Namespace) -> None:
+    """A ready name gets its new value, unless a cell has bound or deleted the name."""
 
     class Tensor:
         def __eq__(self, other: object) -> bool:
@@ -170,8 +170,8 @@ def test_the_number_of_ranks_changes(names: dict[str, Any], namespace: Namespace
     assert namespace.ready == dict.fromkeys(("world_size", "bound", "equal", "deleted"), 3)
 
 
-def test_what_code_binds(names: dict[str, Any], namespace: Namespace) -> None:
-    """New names and other objects: not what changed in place or went, nor IPython's own."""
+def test_bound_and_deleted_names_are_found(names: dict[str, Any], namespace: Namespace) -> None:
+    """New, rebound and deleted names are found; changes in place and names of IPython are not."""
     exec("kept = [1]; other = [1]; gone = 1", names)
     before = namespace.snapshot()
     exec("kept.append(2); other = [1]; del gone; new = rank; _ = 6; _i3 = 'x'; rank = 0", names)
@@ -180,8 +180,8 @@ def test_what_code_binds(names: dict[str, Any], namespace: Namespace) -> None:
     assert namespace.changes_since(before) == (found, {"gone"})
 
 
-def test_what_is_bound_often(names: dict[str, Any], namespace: Namespace) -> None:
-    """It is noticed also where the last object has the place of the one before the code."""
+def test_a_name_that_is_bound_often_is_found(names: dict[str, Any], namespace: Namespace) -> None:
+    """A rebound name is found even if the last object has the address of the object before."""
     names["Net"] = type("Net", (), {})
     for first, code in (
         ("0.1", "for _ in range({}): x = x * 0.5"),
@@ -196,13 +196,13 @@ def test_what_is_bound_often(names: dict[str, Any], namespace: Namespace) -> Non
             assert "x" in namespace.changes_since(before)[0], (code, times)
 
 
-def test_threads_that_bind_names(names: dict[str, Any], namespace: Namespace) -> None:
-    """What a cell has left running does not disturb."""
+def test_threads_may_bind_names_meanwhile(names: dict[str, Any], namespace: Namespace) -> None:
+    """Names can be compared while a thread of an earlier cell binds names."""
     over = threading.Event()
 
     def bind() -> None:
         while not over.is_set():
-            # Python changes threads where a loop begins again.
+            # Python switches between threads at the start of each turn of a loop.
             names.pop("x") if "x" in names else names.update(x=1)
 
     names.update({f"name{number}": number for number in range(1000)})
@@ -219,7 +219,7 @@ def test_threads_that_bind_names(names: dict[str, Any], namespace: Namespace) ->
 
 
 def test_what_was_imported(names: dict[str, Any], namespace: Namespace) -> None:
-    """And from where; "" where it is not to be found there, or not any more."""
+    """An import path names the module of an object; the path is "" if the object is not there."""
     gone = types.ModuleType("gone")
     exec(
         "import json as j, os.path as path\nfrom collections import OrderedDict as Ordered\n"
@@ -245,14 +245,14 @@ def test_what_was_imported(names: dict[str, Any], namespace: Namespace) -> None:
     }
 
 
-def test_imports_of_a_worker_before(
+def test_imports_of_the_worker_before_are_repeated(
     names: dict[str, Any],
     namespace: Namespace,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What is there stays; what cannot be imported is said, and the rest is there."""
+    """Imports are repeated unless the name is bound; an import that fails is reported on stderr."""
     (tmp_path / "nbt_breaks.py").write_text("1 / 0")
     monkeypatch.syspath_prepend(str(tmp_path))
     names["json"] = 7
@@ -275,15 +275,15 @@ def opened(payload: Payload | None) -> Any:
 
 
 def is_lent(payload: Payload) -> bool:
-    """Whether this process still has the memory open."""
+    """Return True if this process still has the memory open."""
     try:
         return bool(payload.segment and open_payload(payload))
     except OSError:
         return False
 
 
-def test_values_of_expressions(names: dict[str, Any], namespace: Namespace) -> None:
-    """By what was asked for; what is big is lent until it was read, or the next task comes."""
+def test_values_are_fetched_by_expression(names: dict[str, Any], namespace: Namespace) -> None:
+    """Values come by expression; a big value is lent until a release or the next task."""
     names.update(x=[1, 2], big=bytes(INLINE_LIMIT))
     small = namespace.fetch(["x", "sum(x) + rank"], "a")
     assert opened(small) == {"x": [1, 2], "sum(x) + rank": 3}
@@ -294,7 +294,7 @@ def test_values_of_expressions(names: dict[str, Any], namespace: Namespace) -> N
     assert [*map(is_lent, lent)] == [False, True, True]
     namespace.receive(task(), 0)
     assert not any(map(is_lent, lent))
-    # What an op lends within what it returns is said beside it, for whoever passes that on.
+    # A result names the values lent inside of it, for a process that passes the result on.
     part = namespace.lend(names["big"], "d")
     returned = namespace.pack([part], "d", "gather")
     assert returned is not None
@@ -303,8 +303,8 @@ def test_values_of_expressions(names: dict[str, Any], namespace: Namespace) -> N
     namespace.release_values("d")
 
 
-def test_values_that_cannot_be_had(names: dict[str, Any], namespace: Namespace) -> None:
-    """One line says why."""
+def test_a_value_that_is_not_fetched_says_why(names: dict[str, Any], namespace: Namespace) -> None:
+    """A value that cannot be computed or sent raises an error of a single line with the reason."""
     names["lock"] = threading.Lock()
     for expression, said in {
         "nowhere": "NameError: name 'nowhere' is not defined",
@@ -318,8 +318,8 @@ def test_values_that_cannot_be_had(names: dict[str, Any], namespace: Namespace) 
         assert "\n" not in str(caught.value)
 
 
-def test_what_an_op_returned(namespace: Namespace) -> None:
-    """None is nothing; of what cannot be sent the part is named, and whose result it is."""
+def test_results_of_ops_are_packed(namespace: Namespace) -> None:
+    """None is packed as nothing; a result that cannot be sent is refused by its part and its op."""
     assert namespace.pack(None, "a", "train") is None
     assert opened(namespace.pack({"loss": 0.5}, "a", "train")) == {"loss": 0.5}
     for value, said in (
@@ -331,14 +331,14 @@ def test_what_an_op_returned(namespace: Namespace) -> None:
 
 
 class Stubborn(KeyError):
-    """Refuses to have attributes set, as contextlib does it."""
+    """Refuses to have attributes set, as contextlib does with an exception."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(name)
 
 
-def test_what_users_code_binds_is_noted() -> None:
-    """Also where it fails, with whatever exception; what is bound before or after is not."""
+def test_names_bound_by_user_code_are_recorded() -> None:
+    """Names bound by user code are recorded, even if it raises, but not names bound outside."""
     names: dict[str, Any] = {"kept": 1, "before": 1}
     context = Context(SimpleNamespace(user_ns=names), Namespace(names))
     with context.record_changes():

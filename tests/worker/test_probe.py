@@ -1,4 +1,4 @@
-"""Tests of `nbdist.worker.probe`: where the main thread is, asked from another one."""
+"""Tests of `nbdist.worker.probe`: the calls of the main thread, read by another thread."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.waiting import wait_until
 
 @contextmanager
 def running(code: str, file: str = "<cell>") -> Iterator[tuple[int, CallLayout]]:
-    """While another thread is in `wait()`, which the code calls; who it is, where its calls are."""
+    """Run code in a thread until `wait()` is called; yield the thread's ident and call layout."""
     waits, over = threading.Event(), threading.Event()
     layouts: list[CallLayout | None] = []
 
@@ -46,8 +46,8 @@ def running(code: str, file: str = "<cell>") -> Iterator[tuple[int, CallLayout]]
         thread.join(10)
 
 
-def test_what_waits_for_ranks_in_c() -> None:
-    """Where nccl connects them: in a collective's own function, but in no other code of torch's."""
+def test_only_functions_of_collectives_connect_ranks() -> None:
+    """A collective's own function, and no other code of torch, counts as connecting ranks."""
     calling = distributed_c10d.all_reduce, distributed_c10d._coalescing_manager
     others = distributed_c10d._object_to_tensor, rendezvous
     found = [is_calling(inspect.unwrap(each).__code__) for each in (*calling, *others)]
@@ -56,7 +56,7 @@ def test_what_waits_for_ranks_in_c() -> None:
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="collections do not begin there")
 def test_no_garbage_is_collected_as_a_frame_is_taken() -> None:
-    """A destructor would let the thread go on, and the frame's memory be something else."""
+    """Taking a frame starts no collection: a destructor could let the thread and its frame end."""
     thresholds, began = gc.get_threshold(), set()
 
     def note(phase: str, _: object) -> None:
@@ -73,14 +73,14 @@ def test_no_garbage_is_collected_as_a_frame_is_taken() -> None:
             gc.set_threshold(*thresholds)
             gc.callbacks.remove(note)
     assert began
-    # Where one of another thread is made; afterwards it is owned, and a collection does no harm.
+    # This call makes the frame object; once the object exists, a collection does no harm.
     assert ("call_without_gc", "return get()") not in began
     assert "<lambda>" not in {name for name, _ in began}
     assert gc.isenabled()
 
 
-def test_cleaning_up_after_stop() -> None:
-    """In an `except` or `finally` that KeyboardInterrupt has led to, also through another one."""
+def test_a_thread_that_handles_stop_is_recognized() -> None:
+    """Code in an `except` block of KeyboardInterrupt handles Stop, also in a block inside of it."""
     stopped = "try:\n    raise KeyboardInterrupt\nexcept BaseException:\n    "
     for code, handles in [
         (f"{stopped}wait()", True),
@@ -104,12 +104,12 @@ def inner(number):
 
 list(outer())
 """
-"""Waits in what C code has called, in a generator."""
+"""Waits in a function that C code calls, inside of a generator."""
 
 
 @pytest.mark.parametrize("file", ["cell.py", "é.py", "☃.py", "🙂.py", "\udc80.py", "x" * 1000])
-def test_a_threads_calls_are_where_it_says(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Python knows them, whatever letters names have; of another Python nothing is said."""
+def test_calls_read_from_memory_are_pythons_own(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls read from memory are Python's, for any file name; an unknown Python has no layout."""
 
     def in_memory() -> tuple[FrameInfo, ...]:
         with open("/proc/self/mem", "rb", 0) as memory, suppress(Torn, OSError):

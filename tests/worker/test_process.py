@@ -22,7 +22,7 @@ pytestmark = pytest.mark.world
 
 
 def run(code: str) -> list[str]:
-    """The words that a process of its own prints which runs this code."""
+    """Run code in a process of its own; return the words that this process prints."""
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=SOON, check=False)
     assert done.returncode == 0, done.stderr
@@ -43,8 +43,8 @@ print(*resource.getrlimit(resource.RLIMIT_NOFILE))
 
 
 @pytest.mark.parametrize(("soft", "kept"), [(4, 3), (2, 2)])
-def test_some_descriptors_are_kept(soft: int, kept: int) -> None:
-    """Cells have fewer than the hard limit allows, or the user; what the agent asks has more."""
+def test_some_descriptors_are_kept_for_the_agents_requests(soft: int, kept: int) -> None:
+    """Cells leave a reserve of descriptors, which requests of the agent can use."""
     hard, asks = 4 * DESCRIPTOR_RESERVE, (kept + 1) * DESCRIPTOR_RESERVE
     found = run(LIMITS.format(soft=soft * DESCRIPTOR_RESERVE, hard=hard))
     assert [*map(int, found)] == [
@@ -58,7 +58,7 @@ def test_some_descriptors_are_kept(soft: int, kept: int) -> None:
 
 
 async def test_an_interrupt_is_for_the_task_that_runs() -> None:
-    """For none where none runs or is on its way; one that overtakes its task ends that alone."""
+    """SIGINT without a task has no effect; a SIGINT that overtakes its task ends only this task."""
     before, arrived = signal.getsignal(signal.SIGINT), list[int]()
     interrupts = Interrupts(asyncio.get_running_loop(), lambda: bool(arrived))
     try:
@@ -99,13 +99,13 @@ os.waitpid(pid, 0)
 """
 
 
-def test_children_can_be_stopped() -> None:
-    """Whatever the rank itself does with SIGINT where it forks."""
+def test_a_forked_child_has_pythons_handler_of_sigint() -> None:
+    """A forked child gets Python's own handler of SIGINT, even if the rank ignores SIGINT."""
     assert run(FORKS) == ["True"]
 
 
-def test_a_cell_and_its_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of its thread while it runs, the newest of many; the next cell begins anew."""
+def test_waits_of_the_cells_thread_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waits of the cell's thread are recorded, the newest of many; the next cell begins anew."""
     times, since = CellTimes(), time.time_ns()
     times.record_wait(since)
     with times:
@@ -139,7 +139,7 @@ sys.stdout, sys.stderr = (rank_stream(name, {TOKEN!r}) for name in ("stdout", "s
 
 
 def wrote(source: str) -> list[Text]:
-    """All that came by the stdout of a process with a worker's streams; it has to end well."""
+    """Run code with a worker's streams in a process that must succeed; return all its output."""
     merger: Merger[Text] = Merger(TOKEN)
     found: list[Text] = []
     command = [sys.executable, "-c", PROLOGUE + source]
@@ -172,7 +172,7 @@ for thread in threads: thread.join()
 
 
 def test_threads_do_not_tear_one_anothers_writes() -> None:
-    """Writes of several threads, longer than a pipe, and marks, come one after the other."""
+    """Writes of several threads, longer than a pipe, and marks come one after the other."""
     said = wrote(WRITE_AT_ONCE)
     for stream, letters in (("stdout", "€o"), ("stderr", "e")):
         lines = "".join(item.text for item in said if item.stream == stream).splitlines()
@@ -199,16 +199,16 @@ thread.join()
 """
 
 
-def test_fork_while_another_thread_writes() -> None:
-    """A forked child and its threads can print, whatever the other threads were at."""
+def test_a_child_forked_during_a_write_can_print() -> None:
+    """A forked child and its threads can print, even if another thread was writing at the fork."""
     (said,) = wrote(FORK_WHILE_WRITING)
     # A parent's long write may be in two pieces with a child's line between: no lock is shared.
     for number in range(8):
         assert f"child {number}\n" in said.text
 
 
-def test_what_c_code_prints_keeps_its_place() -> None:
-    """Before what Python prints later, although libc keeps it in a buffer, as in any pipe."""
+def test_output_of_c_code_keeps_its_place() -> None:
+    """Output of C code comes before Python's later output, although libc buffers it in a pipe."""
     (said,) = wrote(
         "import ctypes\nlibc = ctypes.CDLL(None)\n"
         "libc.setvbuf(ctypes.c_void_p.in_dll(libc, 'stdout'), None, 0, 4096)  # 0: a full buffer\n"
@@ -219,8 +219,8 @@ def test_what_c_code_prints_keeps_its_place() -> None:
     assert said.text == "C\nP\nc p o\n" * 3
 
 
-def test_a_stream_as_libraries_know_it() -> None:
-    """Any text, bytes, a name, an encoding, no terminal; one that a cell has closed is back."""
+def test_streams_have_what_libraries_expect() -> None:
+    """A stream takes any text and bytes, and has a name; a descriptor closed by a cell is back."""
     (said,) = wrote(
         "from nbdist.worker import process\n"
         "print('a\\udc80b')\nsys.stdout.buffer.write(b'\\xc3')\nos.write(1, b'\\xa9 ')\n"

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.worker.publishing`: what messages leave out, and which log records are sent."""
+"""Tests of `nbdist.worker.publishing`: limits of messages, and log records for the notebook."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from nbdist.worker.publishing import (
 
 
 def display(kind: str, size: int) -> dict[str, object]:
-    """The content of a message that shows so many characters."""
+    """Return the content of a display with `size` characters of a mime type."""
     return {"data": {kind: "x" * size, "text/plain": "<a figure>"}, "metadata": {"a": 1}}
 
 
-def test_what_fits_is_passed_on(tmp_path: Path) -> None:
-    """The message itself, and no file is written."""
+def test_content_within_limits_is_passed_on(tmp_path: Path) -> None:
+    """Content within the limits, or of another kind, is passed on as it is; no file is written."""
     large = LargeOutputs(tmp_path)
     for kind, content in [
         ("display_data", display("image/png", MAX_DISPLAY_LENGTH)),
@@ -49,8 +49,8 @@ def test_what_fits_is_passed_on(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_large_display_is_in_a_file(tmp_path: Path) -> None:
-    """A line says what it was and where it is, for this user to read, as long as there is room."""
+def test_a_large_display_goes_to_a_file(tmp_path: Path) -> None:
+    """A line instead of a large display names its private file, as long as there is room for it."""
     large, data = LargeOutputs(tmp_path), display("text/html", MAX_DISPLAY_LENGTH + 1)
     content = large.limit_content("display_data", data)
     (file,) = tmp_path.iterdir()
@@ -74,7 +74,7 @@ def test_a_large_display_is_in_a_file(tmp_path: Path) -> None:
 
 
 def test_room_for_files_is_taken_by_files_alone(tmp_path: Path) -> None:
-    """A text that is too large, or that the disk does not take, leaves its room to smaller ones."""
+    """A text that is too large, or cannot be written, takes no room from smaller texts."""
     large, small = LargeOutputs(tmp_path), display("text/html", MAX_DISPLAY_LENGTH + 1)
     large.limit_content("display_data", display("text/html", MAX_FILES_LENGTH + 1))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -91,8 +91,8 @@ def test_room_for_files_is_taken_by_files_alone(tmp_path: Path) -> None:
     assert file.stat().st_size == MAX_DISPLAY_LENGTH + 1
 
 
-def test_many_displays_of_a_task(tmp_path: Path) -> None:
-    """After so many only small ones are passed on; the next task may show as much again."""
+def test_displays_of_a_task_are_limited_together(tmp_path: Path) -> None:
+    """After many displays a task can only show small ones; the next task has a limit of its own."""
     large = LargeOutputs(tmp_path)
     some, small = display("image/png", MAX_DISPLAY_LENGTH), display("image/png", SMALL_DISPLAY)
     for _ in range(MAX_TASK_DISPLAYS // MAX_DISPLAY_LENGTH):
@@ -105,8 +105,8 @@ def test_many_displays_of_a_task(tmp_path: Path) -> None:
     assert large.limit_content("display_data", some) is some
 
 
-def test_who_shows_much_waits_for_the_agent(capfd: pytest.CaptureFixture[str]) -> None:
-    """Each time that so many bytes have been sent, or messages, and not in between."""
+def test_a_rank_that_shows_much_waits_for_the_agent(capfd: pytest.CaptureFixture[str]) -> None:
+    """After a number of bytes or messages the rank waits for the agent, and not in between."""
     session, waits = MarkingSession(), list[int]()
     session.catch_up = lambda: waits.append(session._sent)
     part = MAX_BYTES_AHEAD // 4
@@ -121,8 +121,8 @@ def test_who_shows_much_waits_for_the_agent(capfd: pytest.CaptureFixture[str]) -
     assert len(waits) == 4
 
 
-def test_which_error_has_been_shown(capfd: pytest.CaptureFixture[str]) -> None:
-    """What ended the task is not taken for shown because another one was."""
+def test_an_error_is_shown_by_its_own_message(capfd: pytest.CaptureFixture[str]) -> None:
+    """An error does not count as shown because the message of another error was sent."""
     session, shown = MarkingSession(), KeyError("x")
     session.announced_error = shown, {}
     with zmq.Context() as context, context.socket(zmq.PUB) as nobody:
@@ -133,8 +133,8 @@ def test_which_error_has_been_shown(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr().out == "\x1b_;1\x1b\\\x1b_;2\x1b\\"
 
 
-def test_a_large_error(tmp_path: Path) -> None:
-    """Its message keeps both ends, says where the whole is, and still differs from another's."""
+def test_a_large_error_keeps_both_ends(tmp_path: Path) -> None:
+    """A large error keeps both ends, names the file with all of it, and differs from another's."""
     text = "a" * LONGEST_ERROR + "b" * LONGEST_ERROR
     sent = {"ename": "ValueError", "evalue": text, "traceback": ["head", "calls", text]}
     content = LargeOutputs(tmp_path).limit_content("error", sent)
@@ -149,12 +149,14 @@ def test_a_large_error(tmp_path: Path) -> None:
 
 
 def record(level: int = logging.INFO, message: object = "step %d", *args: object) -> Any:
-    """One that a logger of the user's has made."""
+    """Return a record that a logger of the user has made."""
     return logging.LogRecord("train", level, "/home/me/train.py", 7, message, args or (4,), None)
 
 
-def test_records(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """From the wanted level on, so many a task, and a user's own handlers get them too."""
+def test_records_from_a_level_on_are_sent(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Records are sent from a level on, up to a limit; the user's own handlers get them too."""
     for name, value in (("RANK", "3"), ("LOCAL_RANK", "1")):
         monkeypatch.setenv(name, value)
     sent: list[dict[str, Any]] = []
@@ -171,7 +173,7 @@ def test_records(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixtu
     assert only["pid"] == os.getpid()
     sent.clear()
     records.begin_task(logging.DEBUG)
-    # The kernel logs each of its messages, also those that would carry records.
+    # Records of the kernel's logger are left out: it logs each message, also with a record.
     records.relay(logging.LogRecord("nbdist-worker", 40, "kernel.py", 1, "sent", (), None))
     for _ in range(MAX_LOG_RECORDS + 2):
         records.relay(record())
@@ -180,7 +182,7 @@ def test_records(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixtu
     said = "2 records more were not sent: 10,000 a cell and rank are"
     assert (sent[-1]["name"], sent[-1]["message"]) == ("nbdist", said)
     sent.clear()
-    # The method that all loggers call is as it was afterwards.
+    # Restore the method that all loggers call after the test.
     monkeypatch.setattr(logging.Logger, "callHandlers", logging.Logger.callHandlers)
     records.watch()
     records.begin_task(logging.DEBUG)
@@ -189,14 +191,14 @@ def test_records(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixtu
 
 
 class Odd(Exception):
-    """One that cannot be shown."""
+    """An exception without a text: its `__str__` raises."""
 
     def __str__(self) -> str:
         raise TypeError("no text")
 
 
-def test_what_a_record_is_made_of() -> None:
-    """It stays with the rank: text is sent, also where an exception or argument has none."""
+def test_a_record_is_sent_as_text() -> None:
+    """A record is sent as text, even if an exception or an argument in it cannot be formatted."""
     made = record(logging.INFO, "%d steps", "many")
     try:
         raise Odd

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.worker.returned`: what goes home, and last values that are kept."""
+"""Tests of `nbdist.worker.returned`: values sent to the notebook, and last values that are kept."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def started(started: World) -> World:
     return started
 
 
-def test_a_tensor_comes_whole(world: World) -> None:
-    """From all ranks that it is spread over, which may be one; none waits for who has another."""
+def test_a_dtensor_is_gathered_whole(world: World) -> None:
+    """A DTensor comes whole from all its ranks; ranks that are missing or differ are an error."""
     rows = torch.arange(10.0).view(5, 2).tolist()
     assert [each.tolist() for each in world.gather("rows")] == [rows] * 2
     assert world.gather("alone", rank=1).tolist() == [1.0, 1.0]
@@ -58,8 +58,8 @@ def test_a_tensor_comes_whole(world: World) -> None:
             world.gather("differing")
 
 
-def test_what_connects_the_ranks_stays(world: World) -> None:
-    """It has no meaning in the notebook, which is said; all that has is pickled as ever."""
+def test_meshes_and_groups_are_not_gathered(world: World) -> None:
+    """A mesh or a process group is refused with the reason; usual values are pickled as usual."""
     with pytest.raises(UsageError, match="a mesh is of the ranks' groups: gather its `mesh`"):
         world.gather("mesh")
     with pytest.raises(UsageError, match="a process group connects the ranks"):
@@ -67,8 +67,8 @@ def test_what_connects_the_ranks_stays(world: World) -> None:
     assert ReturnReducer().reduce(torch.nn.Linear(1, 1)) is NotImplemented  # type: ignore[comparison-overlap]
 
 
-def test_a_model_of_fsdp(world: World) -> None:
-    """It comes as it was before, whole, with its gradients, its optimizer, and what they share."""
+def test_an_fsdp_model_comes_as_before_sharding(world: World) -> None:
+    """A model of FSDP2 comes whole, as before `fully_shard`, with gradients and optimizer."""
     model, plain, optimizer = world.gather(["sharded", "plain", "optimizer"], rank=None)
     for each, values, stepped in zip(model, plain, optimizer, strict=True):
         assert [type(layer) for layer in each] == [torch.nn.Linear] * 2
@@ -80,8 +80,8 @@ def test_a_model_of_fsdp(world: World) -> None:
             assert stepped.state[parameter]["momentum_buffer"].equal(parameter.grad)
 
 
-def test_a_model_of_ddp(world: World) -> None:
-    """It comes as its module, in whatever it is; nobody asks all for a returned DTensor."""
+def test_a_ddp_model_comes_as_its_module(world: World) -> None:
+    """A model of DDP comes as the module in it, also in a dict; a returned DTensor is refused."""
     models = world.run(lambda: __import__("__main__").replicated)
     for model in (each["model"] for each in [*world.gather("replicated"), *models]):
         assert type(model) is torch.nn.Linear
@@ -94,8 +94,8 @@ def segment(size: int) -> Segment:
     return run_to_end(Segment.filling([b"x" * size]))
 
 
-def test_the_newest_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So many, and so many bytes, but for the newest one; of others it is said why not."""
+def test_the_newest_values_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newest values are kept, up to a number and a size; others are gone with a reason."""
     monkeypatch.setattr(returned, "MAX_KEPT_BYTES", 1000)
     kept, names = KeptValues(), [*map(str, range(returned.MAX_KEPT_RESULTS + 2))]
     for name in names:

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.worker.steps`: steps that are counted and held, and SIGINT in a step."""
+"""Tests of `nbdist.worker.steps`: steps counted and held, and SIGINT in a step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TASK = "a task"
 
 @pytest.fixture
 def steps() -> Iterator[StepCounter]:
-    """The hooks of this process, in a task whose SIGINT they take."""
+    """The step counter of this process, during a task whose SIGINT it handles."""
     if not STEPS._ident:
         STEPS.watch()
     before = signal.signal(signal.SIGINT, STEPS.handle_sigint)
@@ -32,7 +32,7 @@ def steps() -> Iterator[StepCounter]:
 
 
 class Doing(torch.optim.SGD):
-    """Does something in each step, and notes the end of it."""
+    """An optimizer that calls `do` in each step, and counts the steps that have ended."""
 
     def __init__(self, do: Callable[[], object] = lambda: None) -> None:
         super().__init__([torch.zeros(1, requires_grad=True)], lr=0.1)
@@ -53,7 +53,7 @@ def press() -> None:
 
 
 def test_steps_are_counted(steps: StepCounter) -> None:
-    """Of all optimizers, in this task; a step in a step, or in a thread, does not count."""
+    """Steps of all optimizers in a task count, but not steps in steps or in other threads."""
     inner, other = Doing(), Doing()
     outer = Doing(inner.step)
     for optimizer in (outer, other, outer):
@@ -67,8 +67,8 @@ def test_steps_are_counted(steps: StepCounter) -> None:
     assert steps.begun == 0
 
 
-def test_a_step_that_raises(steps: StepCounter) -> None:
-    """The task has ended inside of it, unless another step follows."""
+def test_a_step_that_raises_has_not_ended(steps: StepCounter) -> None:
+    """A task is inside of a step that has raised, until another step begins."""
 
     def fail() -> None:
         raise ValueError
@@ -82,8 +82,8 @@ def test_a_step_that_raises(steps: StepCounter) -> None:
     assert (steps.begun, steps.is_inside) == (3, False)
 
 
-def test_sigint_in_a_step(steps: StepCounter) -> None:
-    """It raises at the end of the step, of an outer one where steps are in steps; else at once."""
+def test_sigint_waits_for_the_end_of_the_step(steps: StepCounter) -> None:
+    """SIGINT in a step raises at the end of the outermost step; outside of steps, at once."""
     for inner in (Doing(press), Doing(Doing(press).step)):
         with pytest.raises(KeyboardInterrupt):
             inner.step()
@@ -93,10 +93,10 @@ def test_sigint_in_a_step(steps: StepCounter) -> None:
         press()
 
 
-def test_sigint_in_a_step_that_does_not_end(
+def test_sigint_interrupts_a_step_that_does_not_end(
     steps: StepCounter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It raises after a while all the same; a second one, or what an abort needs, at once."""
+    """SIGINT raises in a step that lasts long; a second SIGINT, or after an abort, at once."""
     monkeypatch.setattr(module, "MAX_DEFERRAL", 0.05)
 
     def stay() -> None:
@@ -119,7 +119,7 @@ def test_sigint_in_a_step_that_does_not_end(
 
 
 def test_a_held_rank_stops_at_its_step(steps: StepCounter) -> None:
-    """It waits at the beginning of its next step, and goes on to the one that is named."""
+    """A held rank waits before its next step, and goes on until the step that is set."""
     optimizer = Doing()
     optimizer.step()
     assert steps.hold("another task").begun == 0
@@ -137,12 +137,12 @@ def test_a_held_rank_stops_at_its_step(steps: StepCounter) -> None:
     thread.join()
     assert (steps.begun, optimizer.ended, steps.is_inside) == (3, 3, False)
     assert steps.release(TASK).has_stopped
-    optimizer.step()  # who catches KeyboardInterrupt goes on
+    optimizer.step()  # code that catches KeyboardInterrupt goes on
     assert steps.begun == 4
 
 
 class PressesAtEnd:
-    """A lock that is released by Stop."""
+    """A lock whose release is followed by SIGINT."""
 
     def __enter__(self) -> None:
         pass
@@ -151,8 +151,8 @@ class PressesAtEnd:
         press()
 
 
-def test_sigint_at_the_step_to_stop_at(steps: StepCounter, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is no second KeyboardInterrupt, for code that cleans up after the first."""
+def test_stop_step_raises_only_once(steps: StepCounter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGINT at the step to stop at raises no second KeyboardInterrupt in code that cleans up."""
     monkeypatch.setattr(module, "MAX_DEFERRAL", 0.05)
     monkeypatch.setattr(steps, "_lock", PressesAtEnd())
     optimizer = Doing()
@@ -165,8 +165,8 @@ def test_sigint_at_the_step_to_stop_at(steps: StepCounter, monkeypatch: pytest.M
     assert (steps.begun, steps.is_inside) == (1, False)
 
 
-def test_holding_a_task_that_has_ended(steps: StepCounter) -> None:
-    """Its last count is said if it has succeeded; then the agent lets other ranks finish it."""
+def test_a_task_that_has_ended_has_a_last_count(steps: StepCounter) -> None:
+    """Holding a task that has ended returns its last count if the task has succeeded, else 0."""
     optimizer = Doing()
     for has_succeeded, begun in ((True, 2), (False, 0)):
         steps.begin_task(TASK)
@@ -175,16 +175,16 @@ def test_holding_a_task_that_has_ended(steps: StepCounter) -> None:
         steps.end_task(has_succeeded=has_succeeded)
         assert steps.hold(TASK) == StepCount(begun, has_succeeded=has_succeeded)
         assert steps.hold("another task") == StepCount()
-        optimizer.step()  # nothing holds it
+        optimizer.step()  # no task is held
     steps.begin_task("another task")
     assert steps.hold(TASK) == StepCount()
 
 
-def test_a_held_rank_goes_on(steps: StepCounter, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nobody says where to stop, it is released, or SIGINT comes."""
+def test_a_held_rank_goes_on_by_itself(steps: StepCounter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank is held only after a step, and until a limit of time, its release, or SIGINT."""
     optimizer = Doing()
     assert steps.hold(TASK).begun == 0
-    optimizer.step()  # it did not train
+    optimizer.step()  # not held, as the task had begun no step
     assert optimizer.ended == 1
     monkeypatch.setattr(module, "MAX_HOLD_SECONDS", 0.01)
     steps.hold(TASK)

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.worker.tracebacks`: what is said of an exception, and what to do about it."""
+"""Tests of `nbdist.worker.tracebacks`: reports of exceptions, and remedies."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ DRAWN = {
         "    None if kind == 'error' else send(stream, kind, *args, **options))"
     ),
 }
-"""What a cell does before another one, or itself, raises."""
+"""Changes that a cell makes before an exception in this cell and in the next cell, by name."""
 
 
 def ran(world: World, source: str) -> TaskRun:
@@ -65,8 +65,8 @@ def ran(world: World, source: str) -> TaskRun:
 
 
 @pytest.mark.parametrize("drawn", DRAWN)
-def test_failed_cell_is_failed(world: World, drawn: str) -> None:
-    """In the cell that changes how errors are shown, and in the next one."""
+def test_a_failed_cell_is_reported_as_failed(world: World, drawn: str) -> None:
+    """A cell is reported as failed even if it, or an earlier cell, changes how errors are shown."""
     change = "\n".join(f"    {line}" for line in DRAWN[drawn].splitlines())
     setup = f"if rank == 1:\n    shell = get_ipython()\n{change}\n"
     for source in (setup + RAISES, RAISES):
@@ -83,8 +83,8 @@ def test_failed_cell_is_failed(world: World, drawn: str) -> None:
     world.replace([1])
 
 
-def test_error_that_is_only_shown(world: World) -> None:
-    """A traceback that a cell shows of an error that it has met does not make it a failed one."""
+def test_an_error_that_is_only_shown_fails_no_cell(world: World) -> None:
+    """A cell that shows the traceback of an error that it has caught does not fail."""
     shows = "try: 1 / 0\nexcept ZeroDivisionError: get_ipython().showtraceback()\nprint('went on')"
     running = ran(world, shows)
     assert running.error() is None
@@ -96,11 +96,11 @@ def test_error_that_is_only_shown(world: World) -> None:
 
 
 class ShardError(LookupError):
-    """A user's own."""
+    """An exception class of the user."""
 
 
 def caught(code: str) -> BaseException:
-    """What the code raises, as code of a file that is no cell."""
+    """Return the exception that code raises, as code of a file that is no cell."""
     try:
         exec(compile(code, "/home/me/train.py", "exec"), {"ShardError": ShardError})
     except BaseException as error:  # noqa: BLE001 (it is what is looked at)
@@ -108,8 +108,8 @@ def caught(code: str) -> BaseException:
     raise AssertionError("nothing was raised")
 
 
-def test_a_failure() -> None:
-    """Its words, calls by file and line, classes by which it is caught, and lost connections."""
+def test_a_failure_has_message_calls_and_classes() -> None:
+    """A failure has a message, calls by file and line, base classes, and lost connections."""
     failure = failure_of(caught("def load():\n    raise ShardError('no shard 3')\nload()"))
     assert (failure.name, failure.message) == ("ShardError", "no shard 3")
     assert failure.traceback[-3:] == (
@@ -127,8 +127,8 @@ def test_a_failure() -> None:
     assert failure_of(caught(f"raise RuntimeError({gloo!r})")).connections == "ended"
 
 
-def test_messages() -> None:
-    """As much as is read, in characters that can be sent; IPython has no more to colour."""
+def test_messages_are_made_short_and_sendable() -> None:
+    """Messages are cut and can be sent; IPython gets an exception whose message is cut."""
     long = message_of(ValueError("x" * (MAX_FAILURE_LENGTH + 1_000)))
     assert long == "x" * MAX_FAILURE_LENGTH + " … 1,000 more characters"
     assert message_of(ValueError("half \ud800")) == "half \\ud800"
@@ -143,8 +143,8 @@ def test_messages() -> None:
     assert len(str(shown)) < MAX_FAILURE_LENGTH + 100
 
 
-def test_odd_exceptions(world: World) -> None:
-    """What the class of a last value raises ends the cell; a falsy one is an error as any other."""
+def test_odd_exceptions_fail_the_cell(world: World) -> None:
+    """An error while the last value is displayed fails the cell, as a falsy exception does."""
     odd = "class Odd:\n    def _repr_html_(self): raise LookupError('odd')\n"
     running = ran(world, f"{odd}if rank == 0: Odd = int\nOdd()")
     error = running.error()
@@ -164,7 +164,7 @@ def test_odd_exceptions(world: World) -> None:
 
 
 def test_exception_groups_name_the_lines_of_the_cell(world: World) -> None:
-    """No file of a process is named, so that equal groups of exceptions of all ranks are merged."""
+    """A group's traceback names cells and no files of a process, so equal groups are merged."""
     source = (
         "def check():\n    raise KeyError('shard')\n"
         "try:\n    check()\nexcept KeyError as error:\n"
@@ -187,20 +187,20 @@ RECURSION = {
         r"… [\d,]+ calls of the same 3 lines",
         5,  # the recursion may end at any of the 3 lines
     ),
-    # The cause is folded, as well as what it led to.
+    # The cause is folded as well as the exception that is raised from it.
     "def call(x):\n  try: call(x)\n  except RecursionError as error: e = error; raise\n"
     "try: call(1)\nexcept RecursionError as error: raise ValueError from error": (
         r"… 9\d\d calls of the same line",
         3,
     ),
 }
-"""What a cell runs, the line that stands for its endless calls, and how many other calls it has."""
+"""By a cell's code, the line that replaces repeated calls, and the number of other calls."""
 
 
 @pytest.mark.parametrize("mode", ["Context", "Plain"])
 @pytest.mark.parametrize("source", RECURSION)
 def test_endless_recursion_is_folded(world: World, source: str, mode: str) -> None:
-    """Calls that repeat those before are one line, in both modes of `%xmode`."""
+    """Calls that repeat earlier calls are a single line, with `%xmode Context` and `Plain`."""
     said, most = RECURSION[source]
     world.execute(f"%xmode {mode}")
     failure = ran(world, source).transcript.errors[1]
@@ -211,8 +211,8 @@ def test_endless_recursion_is_folded(world: World, source: str, mode: str) -> No
     assert ran(world, "call = Net = 1\n%xmode Context").error() is None
 
 
-def test_which_calls_repeat_others() -> None:
-    """One call, or several in a cycle, from the fourth repetition on; all others stay."""
+def test_calls_are_folded_from_the_fourth_repetition_on() -> None:
+    """A call, or several in a cycle, is folded from the fourth repetition on; other calls stay."""
     assert [*find_recursions("abcabdd")] == []
     assert [*find_recursions("xaaaay")] == []
     assert [*find_recursions("xaaaaay")] == [(2, 6, "… 4 calls of the same line")]
@@ -225,8 +225,8 @@ def test_which_calls_repeat_others() -> None:
     ]
 
 
-def test_hints() -> None:
-    """A name that is like one of the rank's, and the device that there is."""
+def test_remedies_suggest_names_and_devices() -> None:
+    """Remedies suggest a similar name, the device that exists, or a call without a launcher."""
     names = {"loss": torch.ones(1), "device": torch.device("cpu"), "torch": torch}
     on_cpu = "There is no GPU here: `.to(device)` instead of `.cuda()`; `device` is cpu."
     launcher = "Every rank runs this cell already: call the function without a launcher."
@@ -279,8 +279,8 @@ OF_STARTS = {
 }
 
 
-def test_a_gpu_that_keeps_a_worker_from_starting() -> None:
-    """One line says which GPU of which machine, what is wrong with it, and what to do."""
+def test_a_gpu_start_error_has_a_remedy() -> None:
+    """A single line names the GPU and its machine, the fault, and the remedy."""
     for text, begins in OF_STARTS.items():
         said = gpu_start_error("MIG-8f6e", RuntimeError(text))
         assert said.startswith(f"GPU MIG-8f6e of {socket.gethostname()}: {begins}"), text
@@ -306,15 +306,15 @@ LASTING = {
     "raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2 GiB')": "",
     "raise Error('CUDA error: out of memory')": "",
     "raise Error('CUDA error: invalid argument')": "",
-    # Of another process: what a DataLoader raises, and what is only quoted.
+    # Errors of another process, which a DataLoader raises or a message only quotes.
     f"raise RuntimeError('Caught RuntimeError in DataLoader worker 0.\\n{SAID!r}')": "",
     f"raise ValueError({SAID!r})": "",
     "raise RuntimeError({'not': 'text'})": "",
 }
 
 
-def test_which_errors_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those after which the process has to end, also where another one was raised from them."""
+def test_which_errors_make_the_process_unusable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some GPU errors make the process unusable, also as the cause of another error."""
     names = {"torch": torch, "Error": getattr(torch, "AcceleratorError", RuntimeError)}
     for source, found in LASTING.items():
         monkeypatch.delenv("CUDA_LAUNCH_BLOCKING", raising=False)
@@ -329,8 +329,8 @@ def test_which_errors_last(monkeypatch: pytest.MonkeyPatch) -> None:
             assert remedies(shell_with(), 1, raised.value) == []
 
 
-def test_the_gpu_has_failed_at_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is asked after any failed cell; what it answers of the moment alone means nothing."""
+def test_the_gpu_is_asked_after_any_failed_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After any failed cell the GPU is asked; an error of the moment does not count."""
 
     def fails(said: str) -> Callable[[], bool]:
         def ask() -> bool:
@@ -339,7 +339,7 @@ def test_the_gpu_has_failed_at_something_else(monkeypatch: pytest.MonkeyPatch) -
         return ask
 
     unfit = f"A GPU error ({ASSERT}) made the process of rank 2 unusable"
-    for found in (lambda: fails(ASSERT), fails(ASSERT)):  # also as soon as its stream is asked for
+    for found in (lambda: fails(ASSERT), fails(ASSERT)):  # the check may fail, or making the check
         monkeypatch.setattr(accelerator, "error_probe", found)
         assert unfit_reason(2, ValueError("bad")) == unfit
     of_now = fails("operation not permitted when stream is capturing")
@@ -348,7 +348,7 @@ def test_the_gpu_has_failed_at_something_else(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_contents_of_an_error_stay_small() -> None:
-    """Of what is too large a text is sent; not the object that lacks an attribute."""
+    """A large argument becomes text; large attributes and AttributeError's object are left out."""
 
     class Model:
         def __reduce__(self) -> str:

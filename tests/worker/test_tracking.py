@@ -1,4 +1,4 @@
-"""Tests of `nbdist.worker.tracking`: what a rank's numbers become on their way."""
+"""Tests of `nbdist.worker.tracking`: numbers of a rank, from the call to the messages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from nbdist.worker.tracking import MAX_POINTS_SENT, MAX_TRACKED_NAMES, track
 
 @pytest.fixture
 def sent() -> Iterator[list[dict[str, Any]]]:
-    """Messages of a task of this process, as if it was a worker."""
+    """Messages of a task in this process, as if the process was a worker."""
     found: list[dict[str, Any]] = []
     tracking.connect(found.append)
     tracking.begin_task()
@@ -30,7 +30,7 @@ def sent() -> Iterator[list[dict[str, Any]]]:
 
 
 def points(sent: list[dict[str, Any]], name: str) -> list[CurvePoint]:
-    """All that was sent of a name, the rest of it now."""
+    """Flush, and return all points of a name that were sent."""
     tracking.flush()
     flat = [number for each in sent for number in each["curves"].get(name, ())]
     return [CurvePoint(*flat[at : at + OF_POINT]) for at in range(0, len(flat), OF_POINT)]
@@ -48,8 +48,8 @@ NUMBERS = [
 
 
 @pytest.mark.parametrize(("value", "number"), NUMBERS)
-def test_what_is_a_number(sent: list[dict[str, Any]], value: Any, number: float) -> None:
-    """It is read at once: a tensor that changes later has been what it was."""
+def test_a_number_is_read_at_once(sent: list[dict[str, Any]], value: Any, number: float) -> None:
+    """Numbers of Python, numpy and torch are read at once: later changes have no effect."""
     track(loss=value)
     if isinstance(value, torch.Tensor):
         value.data.zero_()
@@ -68,15 +68,15 @@ def test_what_is_a_number(sent: list[dict[str, Any]], value: Any, number: float)
         (torch.ones((), device="meta"), r"a Tensor of shape \(\)"),
     ],
 )
-def test_what_is_none(sent: list[dict[str, Any]], value: Any, what: str) -> None:
-    """One line, with what to track instead; nothing of the call is sent."""
+def test_only_numbers_can_be_tracked(sent: list[dict[str, Any]], value: Any, what: str) -> None:
+    """A value that is no number raises with a remedy, and nothing of the call is sent."""
     with pytest.raises(TypeError, match=rf"track\(loss=\.\.\.\): {what} is no number; track"):
         track(lr=0.1, loss=value)
     assert points(sent, "lr") == []
 
 
 @pytest.mark.parametrize("step", [math.nan, math.inf, 1e308, -3e18, 10**400, torch.tensor(1e30)])
-def test_steps_that_are_too_large(sent: list[dict[str, Any]], step: Any) -> None:
+def test_steps_beyond_the_limit_are_refused(sent: list[dict[str, Any]], step: Any) -> None:
     """The call raises, nothing of it is sent, and later calls are."""
     with pytest.raises(ValueError, match=r"a step is a finite number from -2e\+18 to 2e\+18"):
         track(step=step, loss=1)
@@ -84,7 +84,7 @@ def test_steps_that_are_too_large(sent: list[dict[str, Any]], step: Any) -> None
     assert [each.mean for each in points(sent, "loss")] == [2]
 
 
-def test_a_name_that_cannot_be_sent(sent: list[dict[str, Any]]) -> None:
+def test_a_name_that_cannot_be_encoded_is_refused(sent: list[dict[str, Any]]) -> None:
     """The call raises, and nothing of it is sent."""
     with pytest.raises(ValueError, match=r"the name '\\ud800' cannot be sent as UTF-8"):
         track(**{"loss": 1, "\ud800": 1})
@@ -93,7 +93,7 @@ def test_a_name_that_cannot_be_sent(sent: list[dict[str, Any]]) -> None:
     assert len(points(sent, "größe")) == 1
 
 
-def test_steps_that_differ_by_nearly_nothing(sent: list[dict[str, Any]]) -> None:
+def test_steps_with_tiny_differences_are_merged(sent: list[dict[str, Any]]) -> None:
     """Steps back and forth are merged, however small their differences are."""
     for number in range(5_000):
         track(step=(MAX_STEP, 0, 5e-324)[number % 3], loss=number)
@@ -103,10 +103,10 @@ def test_steps_that_differ_by_nearly_nothing(sent: list[dict[str, Any]]) -> None
     assert all(math.isfinite(each.step) for each in found)
 
 
-def test_numbers_that_cannot_be_sent(
+def test_numbers_that_cannot_be_sent_fail_no_task(
     sent: list[dict[str, Any]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A line says so, also while stderr is closed, and the end of the task is reported."""
+    """Numbers that cannot be sent are named in a line; nothing raises, even without a stderr."""
 
     def refuse(_: dict[str, Any]) -> None:
         raise ValueError("refused")
@@ -120,8 +120,8 @@ def test_numbers_that_cannot_be_sent(
     tracking.flush()
 
 
-def test_odd_numbers(sent: list[dict[str, Any]]) -> None:
-    """NaN and infinity are counted, in JSON that has no such numbers; so is what is too large."""
+def test_numbers_that_are_not_finite_are_counted(sent: list[dict[str, Any]]) -> None:
+    """NaN, infinite and too large numbers are counted, as JSON has no such numbers."""
     for value in (math.nan, math.inf, 10**400, 1.0):
         track(loss=value)
     assert sum(each.odd for each in points(sent, "loss")) == 3
@@ -129,7 +129,7 @@ def test_odd_numbers(sent: list[dict[str, Any]]) -> None:
 
 
 def test_a_flood_is_aggregated(sent: list[dict[str, Any]]) -> None:
-    """However many there are, messages are few and small, and keep the extremes."""
+    """Many numbers are sent in few and small messages, which keep counts and extremes."""
     for number in range(20_000):
         track(loss=number if number != 10_000 else -1.0, lr=0.1)
         if number % 4_074 == 4_073:  # as when half a second is over
@@ -152,7 +152,7 @@ def test_a_flood_is_aggregated(sent: list[dict[str, Any]]) -> None:
 def test_equal_numbers_stay_equal(
     sent: list[dict[str, Any]], most: int, cuts: tuple[tuple[int, ...], ...]
 ) -> None:
-    """Wherever messages end: points of several steps begin at the same ones on all ranks."""
+    """Equal numbers give equal points on all ranks, wherever the messages of a rank end."""
     found = []
     for sizes in cuts:
         tracking.begin_task()
@@ -171,8 +171,8 @@ def test_equal_numbers_stay_equal(
     assert found[0] == found[1]
 
 
-def test_steps(sent: list[dict[str, Any]]) -> None:
-    """Those that are given stay; those of another name are counted."""
+def test_calls_without_a_step_are_counted(sent: list[dict[str, Any]]) -> None:
+    """A given step stays; calls without a step are counted, for each name."""
     for step in (10, 20):
         track(step=step, loss=1.0)
         track(acc=0.5)
@@ -181,8 +181,8 @@ def test_steps(sent: list[dict[str, Any]]) -> None:
     assert sent[-1]["counted"] == {"acc": 2}
 
 
-def test_steps_that_are_fractions(sent: list[dict[str, Any]]) -> None:
-    """Epochs, say: a loop that is fast has as many points of them as of whole steps."""
+def test_steps_that_are_fractions_keep_many_points(sent: list[dict[str, Any]]) -> None:
+    """Steps that are fractions, such as epochs, have many points in ascending order."""
     for number in range(3_000):
         track(step=number / 1000, loss=number)
     steps = [each.step for each in points(sent, "loss")]
@@ -190,8 +190,8 @@ def test_steps_that_are_fractions(sent: list[dict[str, Any]]) -> None:
     assert steps == sorted(steps)
 
 
-def test_steps_that_begin_again_and_again(sent: list[dict[str, Any]]) -> None:
-    """Of fast epochs whose steps are counted anew, each is still a curve over all of its steps."""
+def test_each_of_many_epochs_is_a_whole_curve(sent: list[dict[str, Any]]) -> None:
+    """If the steps of each fast epoch begin at 0, each curve still goes over all of its steps."""
     tracking._due = math.inf
     for number in range(3_000):
         track(step=number % 50 * 1_000, loss=number)
@@ -204,8 +204,10 @@ def test_steps_that_begin_again_and_again(sent: list[dict[str, Any]]) -> None:
         assert (steps[0], steps[-1] > 25_000, len(steps) > 3) == (0, True, True)
 
 
-def test_too_many_names(sent: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
-    """Said once; a name for each step is a mistake that fills no memory."""
+def test_too_many_names_are_dropped_with_a_warning(
+    sent: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Names beyond a limit are dropped with a single warning, so that they fill no memory."""
     for number in range(3 * MAX_TRACKED_NAMES):
         track(**{f"loss {number}": 1.0})
     tracking.flush()
@@ -214,8 +216,8 @@ def test_too_many_names(sent: list[dict[str, Any]], capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.world
-def test_where_there_is_no_worker(sent: list[dict[str, Any]]) -> None:
-    """A forked child sends nothing; a module can track also where it is run by itself."""
+def test_a_process_that_is_no_worker_sends_nothing(sent: list[dict[str, Any]]) -> None:
+    """A forked child of a worker sends nothing, and `track` outside of a worker does nothing."""
     context = multiprocessing.get_context("fork")
     child = context.Process(target=_track_there)
     child.start()

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.world.agents` and `link`: worlds that run, how they go on elsewhere, calls."""
+"""Tests of `nbdist.world.agents` and `agent_link`: running worlds, attaching, calls to agents."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def runtime() -> Iterator[RuntimeFolder]:
 def test_an_agent_that_hangs_is_killed(
     runtime: RuntimeFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its guard ends what it has left, and itself; a guard that hangs is killed after it."""
+    """The guard of a killed agent ends all that the agent left; a hanging guard is killed too."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     code = CodeFolder()
@@ -65,7 +65,7 @@ def test_an_agent_that_hangs_is_killed(
     wait_until(lambda: len(guard.children(recursive=True)) == 2, "the agent has a fork server")
     wait_until(hanging_guard.children, "the guard has forked the agent")
     left = [*guard.children(recursive=True), *hanging_guard.children()]
-    # It can neither see the agent end nor pass SIGTERM on to it.
+    # A suspended guard neither sees its agent end nor passes SIGTERM on.
     hanging_guard.suspend()
     for each in (*guard.children(), *hanging_guard.children()):
         each.suspend()
@@ -90,14 +90,14 @@ def world(new_world: NewWorld) -> Iterator[World]:
 
 
 def ours(name: str, timeout: float = SOON) -> list[RunningWorld]:
-    """Those of this process: other tests have worlds too."""
+    """List the running worlds of this process with this name: other tests have worlds too."""
     found = agents.worlds(timeout)
     return [each for each in found if each.info.notebook == os.getpid() and each.is_called(name)]
 
 
 @contextmanager
 def silent_door() -> Iterator[Path]:
-    """The folder of one that takes questions and never answers."""
+    """A runtime folder whose query socket takes questions and never answers."""
     place = os.environ["XDG_RUNTIME_DIR"]
     with (
         TemporaryDirectory(prefix=RUNTIME_FOLDER_PREFIX, dir=place) as folder,
@@ -108,8 +108,8 @@ def silent_door() -> Iterator[Path]:
         yield Path(folder)
 
 
-def test_a_world_that_runs(world: World) -> None:
-    """Is found with its name, its pool, what it does, and who has it."""
+def test_a_running_world_is_found_with_its_state(world: World) -> None:
+    """A running world is found with its name, its pool, its state and cell, and its notebook."""
     (found,) = ours("exp")
     assert (found.info.pool, found.info.workers, found.info.state) == ("trainer", 1, "ready")
     assert (found.info.version, found.info.versions) == (__version__, versions_here())
@@ -123,8 +123,8 @@ def test_a_world_that_runs(world: World) -> None:
     assert [each.info.state for each in ours("exp")] == ["ready"]
 
 
-def test_doors_that_do_not_answer(world: World, tmp_path: Path) -> None:
-    """Are waited for together, and hide no world; what cannot be connected to raises."""
+def test_silent_worlds_are_waited_for_together(world: World, tmp_path: Path) -> None:
+    """Silent worlds are waited for together and hide no other world; a missing socket raises."""
     timeout = 3.0
     with ExitStack() as stack:
         silent = {stack.enter_context(silent_door()) for _ in range(3)}
@@ -142,8 +142,8 @@ def found(name: str = "exp", agent: int = 9, **info: Any) -> RunningWorld:
     return RunningWorld(Path("/x"), agent, WorldInfo(name=name, workers=2, **facts))
 
 
-def test_which_is_meant() -> None:
-    """By name, pool, or process; the only one that nobody has where none is named."""
+def test_a_world_is_found_by_name_pool_or_process() -> None:
+    """A world is found by name, pool or process id, and worlds without a notebook come first."""
     for other, name, agent in (
         (found("other", notebook=5, agent=8), None, 9),
         (found("other", agent=8), "other", 8),
@@ -177,8 +177,8 @@ NINE = "are " + "`exp` (process 9), " * 5 + "`exp` (process 9) and 3 more)"
         ([found(notebook=os.getpid())], "exp", "this notebook uses it."),
     ],
 )
-def test_what_cannot_be_had(there: list[RunningWorld], name: str | None, said: str) -> None:
-    """Is said in one line, with what to do."""
+def test_a_refused_attach_says_why(there: list[RunningWorld], name: str | None, said: str) -> None:
+    """The error says in a single line why no world can be attached to, mostly with the remedy."""
     with pytest.raises(UsageError) as error:
         find_attachable(there, name)
     assert said in str(error.value)
@@ -188,7 +188,7 @@ def test_what_cannot_be_had(there: list[RunningWorld], name: str | None, said: s
 # --- a script's world goes on in another process ------------------------------------------------
 
 NAME = f"exp-{os.getpid()}"
-"""Others run the same tests on this machine."""
+"""A name of its own for each process: other processes may run the same tests at once."""
 
 BEGIN = f"""
 import os, sys, time
@@ -216,7 +216,7 @@ def is_detached() -> bool:
 
 @contextmanager
 def script(source: str, backend: str) -> Iterator[subprocess.Popen[str]]:
-    """A process whose world runs this, and outlives it until the end of the test."""
+    """Run a script whose world has a task and outlives the script, until the test ends."""
     command = [sys.executable, "-c", BEGIN % (backend, source)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -238,8 +238,8 @@ y = 2 * x
 
 
 @pytest.mark.own_agent
-def test_it_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its task ends, variables and set-up cells are there; it can be let go, and had, again."""
+def test_a_detached_world_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A world outlives its killed script, with task and variables, and can be attached twice."""
     gate = tmp_path / "gate"
     with script(LOOP.format(gate=str(gate)), "none") as process:
         with pytest.raises(UsageError, match=f"notebook of process {process.pid} still uses it"):
@@ -275,8 +275,8 @@ def test_it_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.own_agent
-def test_a_rank_that_dies_meanwhile() -> None:
-    """Those that wait for it are freed though nobody is there; catching up raises that."""
+def test_ranks_are_released_without_a_notebook() -> None:
+    """Ranks that wait for a dead rank are released without a notebook; catching up raises."""
     source = "import os\nif rank: time.sleep(0.5); os._exit(3)\ndist.barrier()"
     with script(source, "gloo") as process:
         process.kill()
@@ -299,8 +299,8 @@ for far in world.session.starting():
 
 
 @pytest.mark.own_agent
-def test_killed_while_starting() -> None:
-    """The start comes to its end without anybody, and the next one has what was wanted."""
+def test_a_start_goes_on_without_its_notebook() -> None:
+    """A start goes on after its notebook was killed; another notebook can attach to the world."""
     try:
         assert subprocess.run([sys.executable, "-c", WHILE_STARTING]).returncode in (0, 9)
         wait_until(is_detached, "it has started")
@@ -323,12 +323,12 @@ def opened() -> Iterator[Link]:
         yield link
     finally:
         link.close()
-    link.close()  # once is enough
+    link.close()  # a second call does nothing
 
 
 @pytest.mark.own_agent
-def test_an_agent_that_answers_no_more(caplog: pytest.LogCaptureFixture) -> None:
-    """A call ends when it has waited for so long, or when the agent has ended."""
+def test_calls_end_when_the_agent_hangs_or_dies(caplog: pytest.LogCaptureFixture) -> None:
+    """A call ends at its timeout if the agent hangs, and at once if the agent has ended."""
     with opened() as link:
         assert link.call(GetStatus()) == ()
         assert repr(link) == f"<Link up {link.agent} 0 calls open>"
@@ -337,7 +337,7 @@ def test_an_agent_that_answers_no_more(caplog: pytest.LogCaptureFixture) -> None
         with pytest.raises(AgentLost):
             link.call(GetStatus(), timeout=0.2)
         calling = link.calling(GetStatus(), tick=0.05)
-        assert next(calling).up == 0  # it has come round, and no worker is up
+        assert next(calling).up == 0  # after a tick: no worker is up
         asked = link.ask(GetStatus())
         agent.kill()
         with pytest.raises(AgentLost, match="was killed by SIGKILL") as caught:
@@ -352,8 +352,8 @@ def test_an_agent_that_answers_no_more(caplog: pytest.LogCaptureFixture) -> None
             assert isinstance(each.exception(timeout=SOON), AgentLost)
 
 
-def test_a_link_that_was_never_opened() -> None:
-    """It leaves nothing, and nobody is waited for."""
+def test_closing_an_unopened_link_removes_its_folder() -> None:
+    """A link that was never opened leaves no runtime folder behind."""
     link = Link()
     folder = Path(link.address.removeprefix("ipc://")).parent
     assert folder.is_dir()
@@ -371,10 +371,10 @@ def test_a_link_that_was_never_opened() -> None:
         (f'#!/bin/sh\nexec {sys.executable} "$@"', f"is nbdist {__version__}, the notebook 0", []),
     ],
 )
-def test_an_agent_that_does_not_start(
+def test_a_failed_agent_start_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, said: str, lines: list[str]
 ) -> None:
-    """The error says how it was started, why it is not there, and what it wrote last."""
+    """The error says why the agent did not start, and has the lines that the agent wrote last."""
     if "not answer" in said:
         monkeypatch.setattr("nbdist.world.agent_link.HELLO_TIMEOUT", 1.0)
     monkeypatch.setattr("nbdist.world.agent_link.__version__", "0.0")

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.world.code_sync`: which files go along, and how they come to other nodes."""
+"""Tests of `nbdist.world.code_sync`: which files are sent, and how they come to other nodes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LONG_AGO = 1_600_000_000 * 10**9
 
 
 def write(folder: Path, files: dict[str, str | bytes]) -> None:
-    """Files that were written long ago."""
+    """Write files with a change time long ago."""
     for name, content in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -39,10 +39,10 @@ def listed(folder: Path) -> set[str]:
     return {path for path, _ in code_sync._files_in(folder)}
 
 
-def test_python_files_go_along_where_there_is_no_git(
+def test_only_python_files_are_sent_without_git(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not those of environments, nor of what is hidden; links are files."""
+    """Python files of environments and hidden folders are not sent; links to files are."""
     write(tmp_path, {"mine.py": "x = 1", "pkg/__init__.py": "", "pkg/deep/part.py": "y = 2"})
     write(tmp_path, {"config": "a: 1", "nb.ipynb": "", ".hidden/a.py": "", "venv/b.py": ""})
     write(tmp_path, {"__pycache__/c.py": "", "env/pyvenv.cfg": "", "env/d.py": ""})
@@ -59,7 +59,7 @@ def test_python_files_go_along_where_there_is_no_git(
 
 @pytest.fixture
 def git(tmp_path: Path) -> Callable[..., str]:
-    """Runs git in a new repository; returns what it writes."""
+    """A function that runs git in a new repository, and returns what git writes."""
 
     def run(*words: str, said: str = "") -> str:
         command = ["git", "-C", str(tmp_path), "-c", "core.fsmonitor=false", *words]
@@ -72,8 +72,8 @@ def git(tmp_path: Path) -> Callable[..., str]:
     return run
 
 
-def test_a_look_runs_nothing_that_the_folder_names(tmp_path: Path, git: Callable[..., str]) -> None:
-    """A repository of somebody else's: what its own configuration has git run or fetch, is not."""
+def test_a_look_runs_no_program_of_a_repository(tmp_path: Path, git: Callable[..., str]) -> None:
+    """Git runs and fetches nothing that the configuration of another person's repository names."""
     ran = tmp_path / "ran"
     hook = tmp_path / "hooks" / "post-index-change"
     write(tmp_path, {"a.py": "1", "hooks/post-index-change": f"#!/bin/sh\ntouch {ran}-hook\n"})
@@ -100,8 +100,8 @@ def test_a_look_runs_nothing_that_the_folder_names(tmp_path: Path, git: Callable
     assert [*tmp_path.glob("ran*")] == []
 
 
-def test_what_git_ignores_stays(tmp_path: Path, git: Callable[..., str]) -> None:
-    """New files go along unasked, and those of submodules; notebooks and Python's own do not."""
+def test_files_that_git_ignores_are_not_sent(tmp_path: Path, git: Callable[..., str]) -> None:
+    """New files and files of submodules are sent; notebooks and Python's caches are not."""
     write(tmp_path, {"a.py": "1", "local.py": "2", "out/x": "3", "data.csv": "4", "nb.ipynb": ""})
     write(tmp_path, {"__pycache__/a.pyc": "", "sub/b.py": "", "sub/.gitignore": "*.log"})
     write(tmp_path, {"sub/c.log": "", "removed.py": ""})
@@ -118,11 +118,11 @@ def test_what_git_ignores_stays(tmp_path: Path, git: Callable[..., str]) -> None
     assert "local.py" in listed(tmp_path)
 
 
-# --- modules that are lacking elsewhere ---------------------------------------------------
+# --- modules that another node lacks ------------------------------------------------------
 
 
-def test_a_module_that_is_missing_there(tmp_path: Path) -> None:
-    """Where the notebook has it, and what brings it there; nothing of what is nowhere."""
+def test_a_missing_module_gets_a_hint(tmp_path: Path) -> None:
+    """The hint says where the notebook has a module, and what brings the module to the node."""
     folder, other, installed = (tmp_path / name for name in ("nb", "src", "python3/site-packages"))
     files = (folder / "mine.py", folder / "pkg" / "__init__.py", folder / "pkg" / "part.py")
     for file in (*files, other / "own.py", installed / "package" / "__init__.py"):
@@ -140,7 +140,7 @@ def test_a_module_that_is_missing_there(tmp_path: Path) -> None:
     ):
         assert missing_text(f"No module named {missing}", "b", folder, path, None) == said
     assert missing_text("invalid literal", "b", folder, path, None) == ""
-    # A file is a hint only where the notebook's code is kept in step.
+    # A missing file gets a hint only with `--sync-code`.
     (folder / "config.yaml").touch()
     no_file = "[Errno 2] No such file or directory: 'config.yaml'"
     (tmp_path / "data.csv").touch()
@@ -160,25 +160,25 @@ def test_a_module_that_is_missing_there(tmp_path: Path) -> None:
 
 
 def taken(request: GetCode | PutCode, _: float) -> Generator[None, None, CodeHeld]:
-    """What a node answers that has all code."""
+    """Answer as a node that has all files."""
     return CodeHeld("b", is_here=True)
     yield
 
 
-# --- how it comes to nodes ------------------------------------------------------------------
+# --- how files come to nodes ----------------------------------------------------------------
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The notebook's."""
+    """The notebook's folder, with a module in it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", ["", *sys.path])
     (tmp_path / "mine.py").write_text("def answer():\n    return 1\n")
     return tmp_path
 
 
-def test_a_folder_that_is_shared_is_not_sent(folder: Path) -> None:
-    """Workers on this machine work in it; edited modules are imported anew there too."""
+def test_a_shared_folder_is_not_sent(folder: Path) -> None:
+    """Workers on the notebook's machine use the folder itself, and import edited modules anew."""
     with World(1, log_dir="", sync_code=True) as world:
         world.execute("import os, mine")
         assert world.gather("(os.getcwd(), mine.answer())") == [(str(folder), 1)]
@@ -186,14 +186,14 @@ def test_a_folder_that_is_shared_is_not_sent(folder: Path) -> None:
         (folder / "mine.py").write_text("def answer():\n    return 22\n")
         assert world.gather("mine.answer()") == [22]
         (folder / "mine.py").write_text("def answer(:\n")
-        assert world.gather("mine.answer()") == [22]  # as it was, with a line that says so
+        assert world.gather("mine.answer()") == [22]  # the old module: the new text is no Python
 
 
 @pytest.fixture
 def node(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[CodeFolder]:
-    """What an agent elsewhere does with the files, without the agent."""
+    """The code folder of an agent on another node, without the agent."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("node")))
     node = CodeFolder()
     yield node
@@ -201,7 +201,7 @@ def node(
 
 
 def bring(code: CodeSync, node: CodeFolder) -> int:
-    """Bring the files there; return how many messages that has taken."""
+    """Send the changes to the node; return how many messages were needed."""
     asked: list[GetCode | PutCode] = []
 
     def asks(request: GetCode | PutCode, _: float) -> Generator[None, None, CodeHeld]:
@@ -214,10 +214,10 @@ def bring(code: CodeSync, node: CodeFolder) -> int:
     return len(asked)
 
 
-def test_changes_are_sent(folder: Path, node: CodeFolder) -> None:
-    """New, edited, renamed, removed; of the same size, and in folders that are new.
+def test_each_kind_of_change_is_sent(folder: Path, node: CodeFolder) -> None:
+    """New, edited, renamed and removed files are sent, also of equal size and in new folders.
 
-    Where none has changed nothing is asked, and other agents are sent all.
+    Without a change no node is asked; after `forget` nodes are asked again.
     """
     write(folder, {"mine.py": "x = 1", "sub/b.py": "y = 1", "run.py": "sh"})
     (folder / "run.py").chmod(0o755)
@@ -235,9 +235,9 @@ def test_changes_are_sent(folder: Path, node: CodeFolder) -> None:
         change()
         assert bring(code, node) == 2
         assert {*node.path.rglob("*.py")} == {node.path / path for path in listed(folder)}
-        (folder / "new").mkdir(exist_ok=True)  # is nothing yet
+        (folder / "new").mkdir(exist_ok=True)  # an empty folder is no change
     assert (node.path / "mine.py").read_text() == "x = 2"
-    (folder / "d.py").touch()  # a change right after it may not show
+    (folder / "d.py").touch()  # the times may hide a second change soon after
     assert [bring(code, node), bring(code, node)] == [1, 1]
     code.forget()
     assert bring(code, node) == 1
@@ -246,7 +246,7 @@ def test_changes_are_sent(folder: Path, node: CodeFolder) -> None:
 def test_a_file_that_had_just_changed_is_compared_once_more(
     folder: Path, node: CodeFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its times may hide a change right after it, however late the next cell runs."""
+    """The times of a fresh file may hide a second change, however late the next cell runs."""
     code, now = CodeSync(folder), time.time_ns()
     (folder / "mine.py").touch()
     assert bring(code, node) == 2
@@ -254,10 +254,10 @@ def test_a_file_that_had_just_changed_is_compared_once_more(
     assert [bring(code, node), bring(code, node)] == [1, 0]
 
 
-def test_what_cannot_be_sent_is_said(
+def test_the_error_says_why_files_were_not_sent(
     folder: Path, node: CodeFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Too many bytes, what the node cannot write, and a folder that was removed."""
+    """The error names the largest files, a path that the node cannot write, or a removed folder."""
     write(folder, {f"{size}.py": bytes(size << 10) for size in (1, 2, 3, 4)})
     code = CodeSync(folder)
     with monkeypatch.context() as patched:

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.world.lifecycle`: how worlds begin and end, and what changes meanwhile."""
+"""Tests of `nbdist.world.lifecycle`: the start and end of worlds, and the notebook's changes."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ pytestmark = pytest.mark.shared_world(2)
 
 @pytest.fixture
 def new_children() -> Callable[[], list[psutil.Process]]:
-    """A question to ask in mid-test: what has been started since it began, and lives?
+    """A function that lists the living processes which were started since the test began.
 
-    What forked workers may be there for a moment longer, until the fork server runs and reaps it.
+    A forked worker is listed for a moment after its end, until the fork server reaps the worker.
     """
     before = psutil.Process().children(recursive=True)
     return lambda: [
@@ -42,12 +42,12 @@ def new_children() -> Callable[[], list[psutil.Process]]:
 
 
 @pytest.mark.world
-def test_worker_that_cannot_form_its_group(
+def test_a_failed_start_says_which_rank_and_why(
     monkeypatch: pytest.MonkeyPatch,
     traces_left: Callable[[], list[str]],
     new_children: Callable[[], list[psutil.Process]],
 ) -> None:
-    """A start that fails says which rank, where, why, how it was started, and its last lines."""
+    """The error of a failed start has a worker's rank, host, cause, command and last lines."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
     world = World(2, log_dir="")
     with pytest.raises(StartError) as caught:
@@ -71,10 +71,10 @@ def test_worker_that_cannot_form_its_group(
 
 
 @pytest.mark.world
-def test_worker_whose_gpu_torch_cannot_use(
+def test_an_unusable_gpu_fails_the_start_in_one_line(
     monkeypatch: pytest.MonkeyPatch, new_children: Callable[[], list[psutil.Process]]
 ) -> None:
-    """It is one line that says which GPU, of which machine, why, and what to do."""
+    """The line says which GPU of which machine torch cannot use, and the remedy."""
     if torch.accelerator.is_available():
         pytest.skip("torch can use one here")
     monkeypatch.setattr(topology, "installed_gpus", lambda: 1)
@@ -88,8 +88,8 @@ def test_worker_whose_gpu_torch_cannot_use(
 
 
 @pytest.mark.own_agent
-def test_worker_whose_import_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A broken torch fails the start within seconds, with the end of its traceback."""
+def test_a_broken_torch_fails_the_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A torch that cannot be imported fails the start, with the end of its traceback."""
     (tmp_path / "torch.py").write_text("raise ImportError('broken on purpose')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -117,7 +117,7 @@ def test_variables_are_kept_over_restarts_that_fail(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.own_agent
-def test_start_interrupted(new_children: Callable[[], list[psutil.Process]]) -> None:
+def test_stop_ends_a_start_in_progress(new_children: Callable[[], list[psutil.Process]]) -> None:
     """Stop during a start ends all that was started; the world can be started afterwards."""
     world = World(2, log_dir="")
     starts = once(lambda: world.state is WorldState.STARTING and new_children(), press_stop)
@@ -130,8 +130,8 @@ def test_start_interrupted(new_children: Callable[[], list[psutil.Process]]) -> 
 
 
 @pytest.mark.world
-def test_restart_interrupted() -> None:
-    """A restart that Stop has cut short is asked for again, and ends the old workers."""
+def test_a_restart_follows_an_interrupted_restart() -> None:
+    """After Stop has interrupted a restart, the next restart ends the old workers."""
     with World(1, log_dir="") as world:
         world.execute("import atexit, time; atexit.register(time.sleep, 60)")
         before = dict(world.pids)
@@ -145,12 +145,12 @@ def test_restart_interrupted() -> None:
 
 
 @pytest.mark.own_agent
-def test_restart_with_other_options_interrupted() -> None:
-    """After Stop the old options are valid: they are those of the next restart."""
+def test_an_interrupted_restart_keeps_the_old_options() -> None:
+    """If Stop interrupts a restart with other options, the next restart has the old options."""
     with World(1, log_dir="") as world:
         world.start()
         agent = psutil.Process(world.session.link.agent.pid)
-        agent.suspend()  # until Stop comes the workers do not end
+        agent.suspend()  # so that no worker ends before Stop
         restarts = once(lambda: world.state is WorldState.STOPPING, press_stop)
         with restarts, pytest.raises(KeyboardInterrupt):
             world.restart(2)
@@ -160,8 +160,8 @@ def test_restart_with_other_options_interrupted() -> None:
 
 
 @pytest.mark.world
-def test_what_is_read_after_a_restart_was_interrupted() -> None:
-    """A death that was not read before does not keep anything from being asked or begun."""
+def test_an_unread_death_blocks_no_restart() -> None:
+    """A death that was unread at an interrupted restart blocks neither status nor a new restart."""
     with World(2, backend="none", log_dir="") as world:
         world.execute("import atexit, time; atexit.register(time.sleep, 60)", ranks=[0])
         os.kill(world.pids[1], signal.SIGKILL)
@@ -175,8 +175,8 @@ def test_what_is_read_after_a_restart_was_interrupted() -> None:
         assert world.gather("rank") == [0, 1]
 
 
-def test_what_was_not_read_before_a_restart(new_world: NewWorld) -> None:
-    """It is not the new workers': they own no name of it, and none of them has died."""
+def test_unread_reports_do_not_count_for_new_workers(new_world: NewWorld) -> None:
+    """Reports of old workers, unread at a restart, give new workers no name, output or death."""
     source = """
 import time
 for number in range(10):
@@ -218,7 +218,7 @@ def test_local_world_listens_for_gloo_alone(new_world: NewWorld) -> None:
 
 
 def connections_of(process: psutil.Process) -> list[Any]:
-    """psutil 6 has another name for it."""
+    """List a process's internet connections; psutil 6 renamed the method."""
     ask = getattr(process, "net_connections", None) or process.connections
     return list(ask("inet"))
 
@@ -231,7 +231,7 @@ FOLDER, PATH = "__import__('os').getcwd()", "__import__('sys').path"
 
 @pytest.fixture
 def here(world: World, monkeypatch: pytest.MonkeyPatch) -> World:
-    """What a test changes is for it alone."""
+    """The world, for tests whose changes of the notebook's surroundings are undone afterwards."""
     monkeypatch.chdir(os.getcwd())
     monkeypatch.setattr(sys, "path", [*sys.path])
     for name in ("NBT_A", "NBT_B", "NBT_TOKEN", "CUDA_VISIBLE_DEVICES", "PYTHONHASHSEED"):
@@ -245,7 +245,7 @@ def value(world: World, name: str) -> list[str | None]:
 
 CELLS = ("import os", "os.environ.update(NBT_A='1', NBT_TOKEN='', NBT_B='', RANK='0')",
          "%env CUDA_VISIBLE_DEVICES=7\n%env PYTHONHASHSEED=7")  # fmt: skip
-"""Of the notebook: they name the variables that a line may name."""
+"""Cells of the notebook; a line about changed variables names only variables in cells."""
 
 
 def note(world: World) -> str:
@@ -253,8 +253,8 @@ def note(world: World) -> str:
     return world.session.surroundings.pop_note(CELLS)
 
 
-def test_the_folder(here: World, tmp_path: Path) -> None:
-    """Ranks go where the notebook goes, also new ones, and one that has gone elsewhere before."""
+def test_ranks_follow_the_notebooks_folder(here: World, tmp_path: Path) -> None:
+    """All ranks go to the notebook's new folder, also new ranks and a rank that was elsewhere."""
     os.chdir(tmp_path)
     assert here.gather(FOLDER) == [str(tmp_path)] * 2
     here.session.surroundings.pop_note(CELLS)  # pytest has variables of its own for each test
@@ -278,8 +278,8 @@ def test_the_folder(here: World, tmp_path: Path) -> None:
     assert here.gather(FOLDER) == [str(tmp_path)] * 2
 
 
-def test_the_path(here: World, tmp_path: Path) -> None:
-    """What the notebook adds to `sys.path` is importable in the next cell; a rank's own stays."""
+def test_ranks_follow_the_notebooks_import_path(here: World, tmp_path: Path) -> None:
+    """Entries that the notebook adds to `sys.path` reach the ranks; a rank's own entries stay."""
     (tmp_path / "nbt_beside.py").write_text("x = 7")
     sys.path.insert(0, str(tmp_path))
     here.execute("import sys, nbt_beside; sys.path += ['/own']; x = nbt_beside.x")
@@ -292,8 +292,8 @@ def test_the_path(here: World, tmp_path: Path) -> None:
     assert str(tmp_path) not in path
 
 
-def test_the_environment(here: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Variables follow, named in a line once and without values; also after a rank's own value."""
+def test_ranks_follow_the_environment(here: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Changed variables reach all ranks, and a line names each change once, without values."""
     note(here)
     os.environ["NBT_A"], os.environ["NBT_TOKEN"] = "1", "hidden"
     changed = "environment variables `NBT_A`, `NBT_TOKEN` changed in the notebook"
@@ -311,14 +311,14 @@ def test_the_environment(here: World, monkeypatch: pytest.MonkeyPatch) -> None:
     assert note(here).startswith("environment variable `NBT_A` changed")
     assert value(here, "NBT_A") == [None, None]
     here.execute("os.environ['WANDB_SERVICE'] = 'own'", ranks=[1])
-    monkeypatch.setenv("WANDB_SERVICE", "1")  # a library sets it in each process
+    monkeypatch.setenv("WANDB_SERVICE", "1")  # a variable that a library sets in each process
     assert value(here, "WANDB_SERVICE") == ["1", "own"]
 
 
-def test_variables_for_which_it_is_too_late(here: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is read at a start is for new workers; what imports set is sent, and not mentioned.
+def test_start_variables_wait_for_a_restart(here: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Variables that a worker reads at its start reach only new workers, and a line says so.
 
-    Nor is what says which rank each is: nobody can set that.
+    No line names variables that imports set, or variables such as RANK that nbdist sets.
     """
     note(here)
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["PYTHONHASHSEED"] = "7"
@@ -332,8 +332,8 @@ def test_variables_for_which_it_is_too_late(here: World, monkeypatch: pytest.Mon
     assert value(here, "KMP_INIT_AT_FORK") == ["FALSE", "FALSE"]
 
 
-def test_on_other_machines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Only what `--copy-env` names is right there; of all else is said how to set it."""
+def test_other_machines_follow_copy_env(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Other machines follow only `--copy-env`; a line says how to set other variables."""
     monkeypatch.chdir(tmp_path)
     config = WorldConfig(n=2, hosts="node1", copy_env="NBT_A*", env={"NBT_C": "1"})
     found = NotebookSurroundings(make_spec(config)[0])

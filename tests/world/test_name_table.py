@@ -1,4 +1,4 @@
-"""Tests of `nbdist.world.name_table`: who has which name, and what is lost with a worker."""
+"""Tests of `nbdist.world.name_table`: which rank has which name, and which names are lost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nbdist.world.sent_objects import NOTHING_SENT, Parcel
 
 @pytest.fixture
 def table() -> NameTable:
-    """Of two ranks, who have run something."""
+    """The table of two ranks that have run a task."""
     table = NameTable({"x": 1, "model": [1]})
     for rank in (0, 1):
         bind(table, rank)
@@ -23,7 +23,7 @@ def table() -> NameTable:
 
 
 def bind(table: NameTable, rank: int, *names: str, **imported: str) -> None:
-    """A cell binds names on this rank; some of them it imports."""
+    """Record that a cell has bound names on a rank, some of them by imports."""
     table.record_finished(
         rank, Done("ok", 0.0, frozenset({*names, *imported}), imported), NOTHING_SENT
     )
@@ -32,17 +32,17 @@ def bind(table: NameTable, rank: int, *names: str, **imported: str) -> None:
 def ship(
     table: NameTable, *names: str, version: int = 1, ranks: tuple[int, ...] = (0, 1), **more: Any
 ) -> None:
-    """A cell takes names of the notebook along."""
+    """Record that a cell has brought names of the notebook to ranks."""
     records = {name: Sent(version, Identity(table.namespace[name]), **more) for name in names}
     table.record_sent(records)
     for rank in ranks:
         table.record_finished(rank, Done("ok", 0.0), Parcel(records))
 
 
-def test_what_is_shipped_is_the_notebooks(table: NameTable) -> None:
-    """On the ranks that it has reached; of an older version nobody has it; it is not lost."""
+def test_a_sent_name_belongs_to_the_notebook(table: NameTable) -> None:
+    """A sent name is the notebook's on each rank that received it, and is not lost with a rank."""
     table.record_sent({"x": Sent(1, Identity(1))})
-    table.record_finished(0, Done("error", 0.0), NOTHING_SENT)  # it could not be rebuilt there
+    table.record_finished(0, Done("error", 0.0), NOTHING_SENT)  # the value could not be rebuilt
     assert table.owners() == {}
     ship(table, "x", "model")
     assert table.owners() == {name: ("notebook", {0, 1}) for name in ("x", "model")}
@@ -56,14 +56,14 @@ def test_what_is_shipped_is_the_notebooks(table: NameTable) -> None:
     bind(table, 1, "x", "model")
     ship(table, "x")
     table.record_replaced([1])
-    assert table.lacking_text([1]) == "model"  # what was shipped is shipped again
+    assert table.lacking_text([1]) == "model"  # the notebook sends `x` again
     assert table.ranks_that_have("x") == {0}
     ship(table, "model")
     assert table.lacking_text([1]) == ""
 
 
-def test_what_a_rank_has_bound_is_its_own(table: NameTable) -> None:
-    """Not that of others which did not come to it: `if rank == 0: ...`; nor once deleted."""
+def test_a_name_belongs_to_ranks_that_bind_it(table: NameTable) -> None:
+    """A name belongs only to the ranks that have bound it, as in `if rank == 0:`, until deleted."""
     ship(table, "x", "model")
     bind(table, 0, "x")
     bind(table, 1)
@@ -77,8 +77,8 @@ def test_what_a_rank_has_bound_is_its_own(table: NameTable) -> None:
 
 
 @pytest.mark.parametrize("name", ["x", "model"])
-def test_what_the_notebook_binds_again_is_its_own(table: NameTable, name: str) -> None:
-    """What a rank has is still what a cell bound there, until the notebook's is shipped."""
+def test_a_name_bound_again_is_the_notebooks(table: NameTable, name: str) -> None:
+    """A name that the notebook binds to a new object is owned by no rank, even before a send."""
     bind(table, 0, name)
     table.record_assigned([name])
     assert table.ranks_that_own(name) == ({0} if name == "model" else set())
@@ -91,8 +91,8 @@ def test_what_the_notebook_binds_again_is_its_own(table: NameTable, name: str) -
     assert table.owners() == {name: ("notebook", {0, 1})}
 
 
-def test_what_stays_the_workers(table: NameTable) -> None:
-    """What is gathered, of which the notebook has a list; and what only another rank is sent."""
+def test_gathered_names_stay_the_ranks_own(table: NameTable) -> None:
+    """A name that the notebook has gathered, or sent only to another rank, stays a rank's own."""
     ship(table, "model")
     bind(table, 1, "x", "y")
     table.namespace.update(x=[1, 1], model=[[1], [1]])
@@ -108,8 +108,8 @@ def test_what_stays_the_workers(table: NameTable) -> None:
     assert table.ranks_that_own("model") == set()
 
 
-def test_what_ranks_have_changed_in_place(table: NameTable) -> None:
-    """It is among what is theirs, with all that leads to it, until the notebook binds it again."""
+def test_variables_changed_in_place_are_the_ranks(table: NameTable) -> None:
+    """Variables that lead to an object changed by ranks are the ranks' own, until overwritten."""
     states = {1: ObjectState({}), 2: ObjectState({}, (1,)), 3: ObjectState({})}
     tokens = {"model": (..., 1), "trainer": (..., 2), "x": (..., 3)}
     table.namespace.update(trainer=[1], x=[1])
@@ -139,8 +139,8 @@ def test_what_ranks_have_changed_in_place(table: NameTable) -> None:
     assert table.changed_names() == []
 
 
-def test_which_object_a_rank_has(table: NameTable) -> None:
-    """An equal one is another; what was bound to another object is asked for."""
+def test_a_rank_has_the_object_that_was_sent(table: NameTable) -> None:
+    """A rank has the object that it was sent, not an equal object that the name is bound to now."""
     model = table.namespace["model"]
     ship(table, "model", token=(..., 1))
     assert table.ranks_that_have("model", (..., 1)) == {0, 1}
@@ -157,8 +157,8 @@ def test_which_object_a_rank_has(table: NameTable) -> None:
     assert table.ranks_that_have("model", (..., 1)) == {1}
 
 
-def test_what_ranks_have_bound_over_what_was_sent(table: NameTable) -> None:
-    """They are named as others of it; not what ranks alone have had."""
+def test_ranks_that_assign_a_sent_name_are_listed(table: NameTable) -> None:
+    """Ranks that have assigned a sent name are listed, until the notebook binds the name again."""
     ship(table, "model")
     bind(table, 0, "model", "y")
     bind(table, 0, "model")
@@ -168,26 +168,26 @@ def test_what_ranks_have_bound_over_what_was_sent(table: NameTable) -> None:
     assert table.ranks_that_assigned("model") == set()
 
 
-def test_what_the_notebook_deletes(table: NameTable) -> None:
-    """It is deleted on the ranks that were sent it, once; not what ranks have bound."""
+def test_names_that_the_notebook_deletes_are_returned_once(table: NameTable) -> None:
+    """A name that the notebook deletes is returned once per rank; a rank's own name stays."""
     ship(table, "model", "x")
     bind(table, 1, "model")
     del table.namespace["model"]
     assert table.pop_deleted([0, 1]) == {}, "a cell may still be running"
     table.record_assigned(["model"])
     assert [table.pop_deleted([0, 1]) for _ in range(2)] == [{0: ("model",)}, {}]
-    # Until the rank says that it has deleted its own too.
+    # The name is the rank's own until the rank reports the deletion.
     assert table.owners()["model"] == ("workers", {0})
     table.record_finished(0, Done("ok", 0.0, gone=frozenset({"model"})), NOTHING_SENT)
     assert table.owners() == {"x": ("notebook", {0, 1})}
     assert table.bound(1) == ["model"]
     del table.namespace["x"]
-    table.record_assigned([])  # a cell that does not name it
+    table.record_assigned([])  # a cell that does not name `x`
     assert table.pop_deleted([0, 1]) == {0: ("x",), 1: ("x",)}
 
 
-def test_what_was_assigned_while_a_task_ran(table: NameTable) -> None:
-    """It is the notebook's, though the task has bound it later."""
+def test_names_assigned_during_a_task_are_the_notebooks(table: NameTable) -> None:
+    """No rank owns a name that the notebook assigns during a task, even if the task binds it."""
     since = table.record_sent({})
     table.namespace["model"] = [2]
     table.record_assigned(["model"])
@@ -196,8 +196,8 @@ def test_what_was_assigned_while_a_task_ran(table: NameTable) -> None:
     assert table.ranks_that_bound("model") == {0}
 
 
-def test_what_another_notebook_has_sent(table: NameTable) -> None:
-    """Of any name that is not known, unless this notebook binds it, ranks may have changed it."""
+def test_an_earlier_notebook_may_have_sent_any_name(table: NameTable) -> None:
+    """Ranks may have any name from an earlier notebook, until this notebook binds the name."""
     table.record_attached({1: {"y": None}}, (0, 1))
     assert table.holders("x") == table.holders("model") == {0, 1}
     assert table.holders("y") == set()
@@ -207,8 +207,8 @@ def test_what_another_notebook_has_sent(table: NameTable) -> None:
     assert table.copy().holders("x") == {0, 1}
 
 
-def test_a_copy_stays_as_it_is(table: NameTable) -> None:
-    """But for ranks that are other processes now; it knows which notices were given."""
+def test_a_copied_table_ignores_later_changes(table: NameTable) -> None:
+    """A copy takes over only the entries of replaced ranks, and shares the record of notices."""
     ship(table, "x")
     assert [table.is_first_notice("model") for _ in range(2)] == [True, False]
     table.record_assigned(["model"])
@@ -223,11 +223,11 @@ def test_a_copy_stays_as_it_is(table: NameTable) -> None:
     assert copy.owners() == {"x": ("notebook", {0}), "y": ("workers", {1})}
 
 
-# --- what is lost -------------------------------------------------------------------------------
+# --- lost names ---------------------------------------------------------------------------------
 
 
-def test_what_a_new_rank_lacks(table: NameTable) -> None:
-    """All that cells bound on it, and the last one on the others; modules are missed first."""
+def test_a_new_rank_lacks_names_that_tasks_bound(table: NameTable) -> None:
+    """A new rank lacks names bound there or made by the last task; modules are listed first."""
     for rank in (0, 1):
         bind(table, rank, "model", "x")
     table.record_replaced([1], {"late"})
@@ -245,8 +245,8 @@ def test_what_a_new_rank_lacks(table: NameTable) -> None:
     assert table.lacking_text([0]) == "net, a, model and x"
 
 
-def test_what_was_imported_is_imported_again(table: NameTable) -> None:
-    """Once; what a cell has made instead of it since then is lost like all else."""
+def test_lost_imports_are_returned_once(table: NameTable) -> None:
+    """A replaced rank's imports are returned once; an import that a cell has bound anew is lost."""
     bind(table, 1, "made", "hidden", np="numpy", time="time", hides="numpy")
     bind(table, 1, "time", hidden="torch")
     assert table.bound(1) == ["made", "time"]
@@ -257,8 +257,8 @@ def test_what_was_imported_is_imported_again(table: NameTable) -> None:
     assert [table.pop_lost_imports([0, 1]) for _ in range(2)] == [lost, {}]
 
 
-def test_new_ranks_lack_what_any_other_has(table: NameTable) -> None:
-    """And import what any has imported; those that have ended have nothing."""
+def test_an_added_rank_lacks_names_of_all_ranks(table: NameTable) -> None:
+    """An added rank lacks all names that ranks have bound, and gets their imports."""
     ship(table, "x")
     bind(table, 0, "a", "both")
     bind(table, 1, "b", both="numpy", np="numpy")
@@ -272,8 +272,8 @@ def test_new_ranks_lack_what_any_other_has(table: NameTable) -> None:
     assert table.lacking_text([1, 2]) == ""
 
 
-def test_new_ranks_lack_no_name_of_their_own(table: NameTable) -> None:
-    """Also where cells have bound it; of all others it is known which rank has them."""
+def test_new_ranks_never_lack_predefined_names(table: NameTable) -> None:
+    """Names such as `rank` are never lacking; other names are listed by a rank that has them."""
     bind(table, 0, "rank", "world_size", "device", "local_rank", "dist", "x", "y")
     bind(table, 1, "z", "y")
     bind(table, 2, "gone")
@@ -285,8 +285,8 @@ def test_new_ranks_lack_no_name_of_their_own(table: NameTable) -> None:
     assert table.sources_of_lacking([0]) == {1: ["y"]}
 
 
-def test_who_has_something_under_a_name(table: NameTable) -> None:
-    """Shipped, bound there or imported; not where it was lost."""
+def test_ranks_that_have_a_name_are_listed(table: NameTable) -> None:
+    """A rank has a name that was sent, bound or imported there, unless the name was lost."""
     ship(table, "x", ranks=(0,))
     bind(table, 1, "loss", nn="torch.nn")
     assert (table.ranks_with("x"), table.ranks_with("loss")) == ((0,), (1,))
@@ -299,7 +299,7 @@ def test_who_has_something_under_a_name(table: NameTable) -> None:
     assert table.ranks_with("loss") == table.ranks_with("nope") == ()
 
 
-def test_list_of_names() -> None:
-    """In alphabetical order; of many only some are named."""
+def test_long_lists_of_names_are_cut() -> None:
+    """Names are listed in alphabetical order, and of many names only some."""
     assert [*map(list_names, ("", "ba", "cab"))] == ["", "a and b", "a, b and c"]
     assert list_names("abcdefghi") == "a, b, c, d, e, f and 3 more"

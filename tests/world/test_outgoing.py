@@ -1,4 +1,4 @@
-"""Tests of `nbdist.world.outgoing`: what has changed, what ranks are asked, and what goes."""
+"""Tests of `nbdist.world.outgoing`: changed objects, questions to ranks, and messages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nbdist.world.sent_objects import Parcel, SentObjects
 
 
 class Made:
-    """An instance that its arguments make what it is."""
+    """An instance that pickle makes from its argument."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -23,13 +23,13 @@ class Made:
 
 
 class Lab:
-    """Two ranks, and what they are sent."""
+    """Two ranks, and the objects that are sent to them."""
 
     def __init__(self) -> None:
         self.objects = SentObjects()
 
     def looked(self, *values: Any, forces: bool = False) -> Outgoing:
-        """Look at values, and compare what they lead to."""
+        """Scan values, and compare the objects that they lead to."""
         self.objects.runs += 1
         outgoing = Outgoing(self.objects, {}, frozenset({0, 1}), forces=forces)
         for value in values:
@@ -38,7 +38,7 @@ class Lab:
         return outgoing
 
     def send(self, *values: Any, ranks: tuple[int, ...] = (0, 1), forces: bool = False) -> Outgoing:
-        """Send values to ranks, which have changed nothing."""
+        """Send values to ranks that have changed nothing."""
         outgoing = self.looked(*values, forces=forces)
         for rank in ranks:
             _, states = outgoing.message(dict(enumerate(values)), rank)
@@ -57,8 +57,8 @@ def lab() -> Lab:
     return Lab()
 
 
-def test_what_has_changed(lab: Lab) -> None:
-    """By rank, object and part, as each rank has been sent it; also what no value leads to."""
+def test_changes_are_found_by_rank_and_part(lab: Lab) -> None:
+    """An object's parts are compared with what each rank was sent, even if no value leads to it."""
     cfg, rows = {"a": 1, "b": 2}, [1]
     lab.send(cfg)
     lab.send(rows, ranks=(0,))
@@ -72,8 +72,8 @@ def test_what_has_changed(lab: Lab) -> None:
     assert lab.looked(cfg).changed == {0: both, 1: {}}
 
 
-def test_what_is_asked(lab: Lab) -> None:
-    """The parts that any rank is to get; the whole object if another one takes its place."""
+def test_ranks_are_asked_about_parts_to_send(lab: Lab) -> None:
+    """Ranks are asked about the parts that any rank will get, or about all of a replaced object."""
     cfg, made = {"a": 1, "b": 2}, Made(1)
     lab.send(cfg, made, [3])
     assert lab.looked(cfg, made).objects_to_inspect() == {}
@@ -88,8 +88,8 @@ def test_what_is_asked(lab: Lab) -> None:
     }
 
 
-def test_what_ranks_keep(lab: Lab) -> None:
-    """Parts that both have changed; a line is wanted once for each state of the notebook's."""
+def test_ranks_keep_parts_changed_on_both_sides(lab: Lab) -> None:
+    """Ranks keep parts that both sides have changed; each state of an object is noticed once."""
     cfg = {"a": 1, "b": 2}
     lab.send(cfg)
     key = lab.key(cfg)
@@ -104,8 +104,8 @@ def test_what_ranks_keep(lab: Lab) -> None:
     assert forced.changed[0] == {key: None}
 
 
-def test_what_has_ended_on_a_rank(lab: Lab) -> None:
-    """It is no counterpart any more: the rank gets the object itself."""
+def test_objects_that_ended_on_a_rank_are_sent_whole(lab: Lab) -> None:
+    """If a counterpart has ended on a rank, the rank gets the object itself."""
     rows = [1]
     lab.send(rows)
     rows.append(2)
@@ -116,8 +116,8 @@ def test_what_has_ended_on_a_rank(lab: Lab) -> None:
     assert outgoing.message({"rows": rows}, 1)[0].keys == set()
 
 
-def test_what_is_replaced(lab: Lab) -> None:
-    """It gets another key, and so what refers to it is changed."""
+def test_a_replaced_object_gets_a_new_key(lab: Lab) -> None:
+    """A replaced object gets a new key, and so any object that refers to it is changed too."""
     made = Made(1)
     rows = [made]
     lab.send(rows)
@@ -132,8 +132,8 @@ def test_what_is_replaced(lab: Lab) -> None:
     assert not outgoing.renew_replaced()
 
 
-def test_ranks_that_lack_the_same(lab: Lab) -> None:
-    """They share a message: those that have been sent the same, and want the same names."""
+def test_ranks_with_equal_states_share_a_message(lab: Lab) -> None:
+    """Ranks share a message if they were sent the same states and lack the same names."""
     rows = [1]
     lab.send(rows, ranks=(0,))
     assert lab.looked(rows).groups({}) == [(0,), (1,)]
@@ -142,8 +142,8 @@ def test_ranks_that_lack_the_same(lab: Lab) -> None:
     assert lab.looked(rows).groups({0: ["x"], 1: []}) == [(0,), (1,)]
 
 
-def test_what_a_new_rank_gets(lab: Lab) -> None:
-    """Everything, whatever other ranks have; what cannot be looked at raises, and it goes on."""
+def test_a_new_rank_gets_all_objects(lab: Lab) -> None:
+    """A new rank gets all objects; a value that cannot be pickled raises, and later scans work."""
     rows = [[1], {"a": 1}]
     lab.send(rows)
     outgoing = lab.looked(rows)
@@ -156,8 +156,8 @@ def test_what_a_new_rank_gets(lab: Lab) -> None:
     assert outgoing.changed[0] == {}
 
 
-def test_the_state_of_a_part() -> None:
-    """A counterpart has the parts that it was sent, and was before in others."""
+def test_sent_parts_are_merged_into_the_state() -> None:
+    """A counterpart has the parts that were sent now, and the earlier states of other parts."""
     before, now = ObjectState({"a": 1, "b": 2, "c": 3}), ObjectState({"a": 5, "b": 6, "d": 7}, (9,))
     assert merged(now, before, None) is now
     assert merged(now, before, frozenset("abcd")) is now

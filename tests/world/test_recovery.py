@@ -1,4 +1,4 @@
-"""Tests of `nbdist.world.recovery`: Ctrl-C while a task runs, more workers and fewer."""
+"""Tests of `nbdist.world.recovery`: Ctrl-C while a task runs, scaling to more or fewer ranks."""
 
 from __future__ import annotations
 
@@ -84,14 +84,14 @@ def started(new_world: NewWorld, tmp_path_factory: pytest.TempPathFactory) -> It
 
 @pytest.fixture
 def world(started: World) -> World:
-    """A world of two."""
+    """A world of two ranks."""
     started.session.receive_waiting()
     started.scale(2)
     return started
 
 
 def weights_of(world: World) -> torch.Tensor:
-    """Of the model, which are the same on all ranks, bit by bit."""
+    """Return the model's weights, which must be the same on all ranks, bit by bit."""
     first, *others = world.gather("weights(net)")
     assert len(others) == world.size - 1
     assert first.isfinite().all()
@@ -100,7 +100,7 @@ def weights_of(world: World) -> torch.Tensor:
 
 
 def test_a_model_trains_on_two_then_four_then_three_ranks(world: World) -> None:
-    """Weights are those of one process that has the same batches, and equal on all ranks."""
+    """The weights are equal on all ranks, and close to a single process's with the same batches."""
     pids = dict(world.pids)
     world.execute(f"{MODEL}train(net, optimizer, range(5))")
     weights_of(world)
@@ -144,8 +144,8 @@ USES = (
 OLD_WORKS = "sharded(torch.ones(2, 64)).sum().backward()\nassert spread.full_tensor().sum() == 8"
 
 
-def test_what_cannot_live_on_says_what_to_make_anew(world: World) -> None:
-    """It raises at once, in one line, and the group of all stays whole; the same names will do."""
+def test_objects_of_an_ended_group_raise_at_once(world: World) -> None:
+    """An object of a group that scaling has ended raises with the remedy; the new group works."""
     world.execute(OLD)
     world.scale(3)
     for use in USES:
@@ -157,7 +157,7 @@ def test_what_cannot_live_on_says_what_to_make_anew(world: World) -> None:
 
 
 def test_new_ranks_run_the_set_up_cells_and_lack_the_rest(world: World) -> None:
-    """Until it is copied there; a rank that comes again goes on in its own log."""
+    """New ranks lack other variables until a sync; a rank that comes again continues its log."""
     world.execute("made = torch.nn.Linear(1, 1)\nbefore = train")
     world.execute("", names={"given": 1}, ranks=[0])
     log = Path(world.logs[1]).parent / "2" / "stdout.log"
@@ -170,14 +170,14 @@ def test_new_ranks_run_the_set_up_cells_and_lack_the_rest(world: World) -> None:
     assert "made" in names.lacking_text([2])
     assert "train" not in names.lacking_text([2])
     assert world.gather("train.__name__", ranks=[2]) == ["train"]
-    assert world.gather("train is before", ranks=[0, 1]) == [True, True]  # it ran on new ones alone
+    assert world.gather("train is before", ranks=[0, 1]) == [True, True]  # no set-up on old ranks
     assert world.sync(["made", "given"]) == (1, 2)
     assert "made" not in names.lacking_text([2])
     assert names.ranks_that_own("given") == {0, 1, 2}
 
 
-def test_it_takes_workers_that_have_nothing_to_do(world: World) -> None:
-    """While a cell runs it is refused; without workers it is too."""
+def test_only_idle_workers_are_scaled(world: World) -> None:
+    """Scaling is refused during a cell, before a start, or to no rank; healing names losses."""
     running = world.submit(world.task("import time; time.sleep(600)"))
     with pytest.raises(WorldBusy):
         world.scale(3)
@@ -198,14 +198,14 @@ def test_it_takes_workers_that_have_nothing_to_do(world: World) -> None:
 
 @contextmanager
 def each_new_worker(world: World, do: Callable[[psutil.Process], object]) -> Iterator[None]:
-    """Do something to every worker process that is started meanwhile."""
+    """Do something to every worker process that is started in the block."""
     agent = psutil.Process(world.pids[0]).ppid()
-    # A look at all processes would take longer than a worker's start where others are at work.
+    # On a busy machine a look at all processes would take longer than a worker's start.
     children = Path(f"/proc/{agent}/task/{agent}/children")
     known, over = {*children.read_text().split()}, threading.Event()
 
     def watch() -> None:
-        with suppress(PermissionError):  # on a busy machine it could look when the start is over
+        with suppress(PermissionError):  # else the thread may look too late
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), -15)
         while not over.wait(0.002):
             for child in {*children.read_text().split()} - known:
@@ -222,7 +222,7 @@ def each_new_worker(world: World, do: Callable[[psutil.Process], object]) -> Ite
 
 
 def test_a_new_rank_that_dies_while_it_starts_leaves_the_world_as_it_was(world: World) -> None:
-    """Also with what was made from its groups; later it can be scaled."""
+    """Groups and the objects made from groups work as before, and the world can be scaled later."""
     world.execute(f"{MODEL}{OLD}")
     pids = dict(world.pids)
     said = r"rank 2 .*SIGKILL.* 2 workers are running, as before"
@@ -235,8 +235,8 @@ def test_a_new_rank_that_dies_while_it_starts_leaves_the_world_as_it_was(world: 
     assert world.gather("dist.get_world_size()") == [3] * 3
 
 
-def test_a_survivor_that_dies_meanwhile_is_replaced(world: World) -> None:
-    """The world is of the new size all the same."""
+def test_a_survivor_that_dies_during_scaling_is_replaced(world: World) -> None:
+    """The world has the new size even if a survivor dies during scaling."""
     world.execute("kept = rank; layer = torch.nn.Linear(1, 1)")
     survivor = psutil.Process(world.pids[1])
     with each_new_worker(world, lambda _: survivor.is_running() and survivor.kill()):
@@ -259,8 +259,8 @@ Group.regroup = late
 """
 
 
-def test_stop_while_it_is_scaled(world: World, tmp_path: Path) -> None:
-    """The next cell finds the ranks that there are then, with a group."""
+def test_healing_completes_a_stopped_scaling(world: World, tmp_path: Path) -> None:
+    """After Stop during scaling, healing forms a group of all ranks of the new size."""
     gate, before = tmp_path / "gate", dict(world.pids)
     world.execute(LATE.format(gate=str(gate)), ranks=[0])
     with each_new_worker(world, lambda _: press_stop()), pytest.raises(KeyboardInterrupt):
@@ -270,7 +270,7 @@ def test_stop_while_it_is_scaled(world: World, tmp_path: Path) -> None:
     world.session.heal()
     here = world.gather("(rank, world_size, dist.get_world_size())")
     assert here == [(rank, 3, 3) for rank in range(3)]
-    assert world.pids[0] == before[0]  # it was only late
+    assert world.pids[0] == before[0]  # a late rank keeps its process
 
 
 # --- Ctrl-C -----------------------------------------------------------------------------------
@@ -284,7 +284,7 @@ WAITS = "while not Path('open').exists(): time.sleep(0.01)"
 
 @pytest.fixture
 def ready(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
-    """Ready ranks with `kept`, in a folder where they say that they have begun."""
+    """Ready ranks with `kept`, in a folder where each rank makes a file once its cell has begun."""
     monkeypatch.chdir(tmp_path)
     world.execute(f"import os; os.chdir({str(tmp_path)!r}); kept = rank")
     return world
@@ -295,22 +295,22 @@ def have_begun() -> bool:
 
 
 def stop_once_begun(world: World, running: TaskRun, stops: int = 1) -> None:
-    """Follow a task that is stopped so often as soon as its ranks have begun."""
+    """Follow a task, and stop the task `stops` times as soon as its ranks have begun."""
     for _ in world.follow(running):
         with running.counting_stops():
             if have_begun() and running.stops < stops:
                 raise KeyboardInterrupt
 
 
-def test_a_script_is_stopped(ready: World, tmp_path: Path) -> None:
-    """Ctrl-C ends it on all ranks, though it could be run again; the next cell runs."""
+def test_stop_ends_a_script_despite_restarts(ready: World, tmp_path: Path) -> None:
+    """Stop ends a script on all ranks although `max_restarts` is left; the next cell runs."""
     (tmp_path / "sleeps.py").write_text(SLEEPS)
     with once(have_begun, press_stop), pytest.raises(KeyboardInterrupt):
         ready.run_script("sleeps.py", max_restarts=3)
     assert ready.gather("kept") == [0, 1]
 
 
-def test_what_brings_values_to_keep_is_stopped(ready: World) -> None:
+def test_stop_during_keep_leaves_all_workers(ready: World) -> None:
     """Ctrl-C while values are fetched for `keep` leaves all workers as they were."""
     ready.execute(f"class Slow:\n    def __reduce__(self): exec({SLEEPS!r})\nslow = Slow()")
     before = dict(ready.pids)
@@ -323,12 +323,12 @@ def test_what_brings_values_to_keep_is_stopped(ready: World) -> None:
 def test_a_second_stop_gives_control_back(
     ready: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranks that catch the first one still run then; the next cell waits for them."""
-    monkeypatch.setattr("nbdist.world.task_run.CONTROL_TIMEOUT", 2 * SOON)  # after one Stop
+    """Ranks that catch the first Stop may run on after the second; the next cell waits for all."""
+    monkeypatch.setattr("nbdist.world.task_run.CONTROL_TIMEOUT", 2 * SOON)  # seconds after a Stop
     caught = f"    Path(os.environ['RANK'] + 'caught').touch()\n    {WAITS}"
     source = f"{BEGUN}try: time.sleep(600)\nexcept KeyboardInterrupt:\n{caught}"
     running = ready.submit(ready.task(source))
-    leave = threading.Timer(SOON, (tmp_path / "open").touch)  # where it does not give it back
+    leave = threading.Timer(SOON, (tmp_path / "open").touch)  # so that the test ends if Stop fails
     leave.start()
     for _ in ready.follow(running):
         with running.counting_stops():
@@ -344,8 +344,8 @@ def test_a_second_stop_gives_control_back(
     assert not running.unfinished
 
 
-def test_an_answer_to_an_earlier_question(ready: World) -> None:
-    """It does not say which ranks live: one of them may have been ended since."""
+def test_an_old_answer_spares_no_killed_rank(ready: World) -> None:
+    """An answer to an earlier question spares no rank: the rank may have been killed since."""
     running = ready.submit(ready.task(f"{BEGUN}try: {SLEEP}\nexcept KeyboardInterrupt: {SLEEP}"))
     wait_until(have_begun)
     following = ready.follow(running)
@@ -364,13 +364,13 @@ def test_an_answer_to_an_earlier_question(ready: World) -> None:
 
 
 @pytest.mark.parametrize("seconds", [0.1, 2.0])
-def test_c_code_that_is_not_done_when_control_is_back(ready: World, seconds: float) -> None:
-    """No rank is killed later, even if the agent did not know yet where they would stop."""
+def test_no_rank_in_c_code_is_killed_later(ready: World, seconds: float) -> None:
+    """No rank in C code is killed after control is back, even if the agent was slow to find it."""
     give_up_on_c_code(ready, 1, control_timeout=recovery.SPARE_TIMEOUT + seconds)
 
 
 def seconds_without_agent(world: World, timeout: float) -> float:
-    """Stop a cell, whose agent hangs; return the seconds until control is back."""
+    """Stop a cell whose agent hangs; return the seconds until control is back."""
     agent = psutil.Process(world.pids[0]).ppid()
     for rank in world.pids:
         Path(str(rank)).unlink(missing_ok=True)
@@ -388,15 +388,15 @@ def seconds_without_agent(world: World, timeout: float) -> float:
     return seconds
 
 
-def test_a_stop_while_the_agent_is_silent(ready: World) -> None:
-    """It gives control back in time, and does not wait for the agent to say who is spared."""
+def test_stop_returns_without_the_agent(ready: World) -> None:
+    """Stop gives control back in time, and does not wait until the agent says who is spared."""
     tries = (seconds_without_agent(ready, recovery.SPARE_TIMEOUT) for _ in range(9))
     assert any(seconds < recovery.LOCATED_TIMEOUT - 0.05 for seconds in tries)  # some may be slow
     assert ready.gather("kept") == [0, 1]
 
 
-def test_a_stop_while_a_rank_is_silent(ready: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It gives control back though the group cannot be formed yet; the next cell does that."""
+def test_stop_returns_before_a_group_forms(ready: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stop gives control back before the group can be formed; the next cell forms the group."""
     monkeypatch.setattr(recovery, "HEAL_AFTER_STOP", 0.2)
     ready.execute(
         "import nbdist.worker.group.group as group_module, time\n"
@@ -416,8 +416,8 @@ IS_STOPPED = "if rank == 0: optimizer.step()\nelse: time.sleep(600)\ndist.barrie
 
 
 @pytest.mark.parametrize("source", [FAILS, IS_STOPPED])
-def test_stops_that_end_the_healing(ready: World, source: str) -> None:
-    """What they interrupt does not take away the line that replicas may differ; it comes once."""
+def test_stop_during_healing_keeps_the_replica_line(ready: World, source: str) -> None:
+    """Stops that interrupt healing do not take away the line that replicas may differ."""
     ready.execute(
         "import nbdist.worker.group.group as group_module, time\n"
         "optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)])\n"
@@ -448,8 +448,8 @@ def test_stops_that_end_the_healing(ready: World, source: str) -> None:
     ready.execute("dist.barrier()")
 
 
-def test_a_stop_at_any_line_while_the_group_is_formed(ready: World) -> None:
-    """It costs no group: the next task finds or forms one."""
+def test_stop_at_any_line_of_healing_loses_no_group(ready: World) -> None:
+    """After Stop at any line while the group is formed, the next task finds or forms a group."""
     passed, at = 0, 0
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
@@ -474,8 +474,8 @@ def test_a_stop_at_any_line_while_the_group_is_formed(ready: World) -> None:
     assert ready.gather("kept") == [0, 1]
 
 
-def test_it_comes_round_at_once_for_who_cannot_wait(ready: World) -> None:
-    """Where nothing has come yet either: the notebook's event loop has more to do."""
+def test_following_yields_at_once_if_asked(ready: World) -> None:
+    """Following a task yields at once, even without news, for an event loop that has more to do."""
     running = ready.submit(ready.task("import time; time.sleep(1)"))
     following = ready.follow(running)
     next(following)
@@ -484,12 +484,12 @@ def test_it_comes_round_at_once_for_who_cannot_wait(ready: World) -> None:
         while True:
             following.send(0.0)
             rounds += 1
-    assert rounds > 100  # at its own pace it would be five
+    assert rounds > 100  # the pace without a request gives five
     assert (running.unfinished, running.error()) == ((), None)
 
 
-def test_a_task_that_holds_stop(ready: World, tmp_path: Path) -> None:
-    """The first one waits for it to end, the second gives control back; neither interrupts."""
+def test_stop_does_not_interrupt_a_task_that_holds_it(ready: World, tmp_path: Path) -> None:
+    """A first Stop waits until the task ends, and a second Stop gives control back to the user."""
     running = ready.submit(ready.task(f"{BEGUN}{WAITS}\nheld = 1"), Patience(holds_stop=True))
     stop_once_begun(ready, running, stops=2)
     assert running.unfinished == (0, 1)
@@ -497,8 +497,8 @@ def test_a_task_that_holds_stop(ready: World, tmp_path: Path) -> None:
     assert ready.gather("held") == [1, 1]
 
 
-def test_a_task_that_holds_stop_for_ever(ready: World) -> None:
-    """It is interrupted when it is stopped again later."""
+def test_a_later_stop_interrupts_a_task_that_held_it(ready: World) -> None:
+    """A task that holds Stop and does not end is interrupted by another Stop later."""
     running = ready.submit(ready.task(SLEEPS), Patience(holds_stop=True, control_timeout=0.1))
     stop_once_begun(ready, running)
     assert (running.unfinished, ready.state) == ((0, 1), WorldState.STUCK)

@@ -62,7 +62,7 @@ def closure(amount: int) -> Callable[[int], int]:
 
 
 def test_calls_and_gathered_values_are_no_cells(world: World) -> None:
-    """IPython counts, keeps and announces none of them; what a call plots is shown all the same."""
+    """IPython does not count, keep or announce calls and gathers; plots of a call are shown."""
     world.execute(
         "cells, shown, events = [], [], get_ipython().events\n"
         "events.register('pre_run_cell', lambda info: cells.append(info.raw_cell))\n"
@@ -74,8 +74,8 @@ def test_calls_and_gathered_values_are_no_cells(world: World) -> None:
     assert world.gather("len(shown)") == [2] * 2  # the first cell's own end, and the call's
 
 
-def test_whatever_can_be_called(world: World) -> None:
-    """Results come by rank, by machine and local rank, and in rank order; people know its name."""
+def test_any_callable_runs_on_all_ranks(world: World) -> None:
+    """Results come by rank, by machine and local rank, and in order; a title names the callable."""
     results = world.run(my_rank, 10, plus=5)
     assert (list(results), results.rank(1), results.errors) == ([15, 16], 16, {})
     assert results.index(socket.gethostname(), 0) == 15
@@ -93,8 +93,8 @@ class Fit:
     loss: float = field(init=False)
 
 
-def test_results_of_any_shape(world: World) -> None:
-    """Nothing looks into them on the way: what is made without arguments, or holds itself."""
+def test_results_of_any_shape_come_back(world: World) -> None:
+    """An object that was made without arguments, or that contains itself, comes back unchanged."""
 
     def fit() -> tuple[Fit, list[Any]]:
         fit, kept = Fit(), list[Any]()
@@ -107,7 +107,7 @@ def test_results_of_any_shape(world: World) -> None:
 
 
 def test_options_are_checked_where_they_are_written() -> None:
-    """Not at the first call, which may be hours later."""
+    """A wrong option raises at the decorator, not at the first call, which may be hours later."""
     with pytest.raises(UsageError, match="`--cpus 0`: a number of cores"):
         nbdist.distributed(cpus=0)(my_rank)
     with pytest.raises(TypeError, match="bogus"):
@@ -131,14 +131,14 @@ def main(x): return Model().forward(x), Path(__file__).name
 
 
 def names_of(world: World) -> list[str]:
-    """What is in the workers' `__main__`."""
+    """List the names in the workers' `__main__`."""
     first, second = world.gather("sorted(globals())")
     assert first == second
     return list(first)
 
 
-def test_names_of_main(world: World, main: dict[str, Any]) -> None:
-    """A function finds what it uses of the script's, or workers have bound; nothing is left."""
+def test_a_function_finds_the_names_that_it_uses(world: World, main: dict[str, Any]) -> None:
+    """A function finds the workers' names, else the script's; no name is left on a worker."""
     exec(SCRIPT, main)
     before = names_of(world)
     assert list(world.run(main["main"], 1)) == [(15, "script.py")] * 2
@@ -154,11 +154,11 @@ def test_names_of_main(world: World, main: dict[str, Any]) -> None:
     world.execute("del counter")
 
 
-# --- what is not kept -------------------------------------------------------------------
+# --- memory is released -----------------------------------------------------------------
 
 
 def maps_of_segments(world: World) -> list[str]:
-    """Shared memory that workers have mapped, or hold open."""
+    """List the shared memory that workers have mapped or hold open."""
     found = []
     for pid in world.pids.values():
         lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
@@ -170,7 +170,7 @@ def maps_of_segments(world: World) -> list[str]:
 
 
 def fails_watched(tensor: torch.Tensor) -> None:
-    """As if another thread looked at the frames just then, which keeps them, and their locals."""
+    """Fail while frames and their locals are kept, as if another thread looked at the frames."""
     sys.seen = sys._getframe()  # type: ignore[attr-defined]
     assert sys.seen.f_locals["tensor"] is tensor  # type: ignore[attr-defined]
     try:
@@ -180,8 +180,8 @@ def fails_watched(tensor: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("function", [lambda tensor: tensor + 1, fails_watched])
-def test_nothing_is_kept(world: World, function: Callable[[torch.Tensor], Any]) -> None:
-    """Neither arguments nor results stay in the workers, also where the function fails."""
+def test_no_value_of_a_call_is_kept(world: World, function: Callable[[torch.Tensor], Any]) -> None:
+    """Neither arguments nor results stay in the workers, even if the function fails."""
     results, tensor = None, torch.ones(2**20)
     with suppress(ValueError):
         results = world.run(function, tensor)
@@ -193,7 +193,7 @@ def test_nothing_is_kept(world: World, function: Callable[[torch.Tensor], Any]) 
 
 
 class Link:
-    """A part of a chain; pickle makes it of its number and the next link."""
+    """A link of a chain, which pickle makes from its number and the next link."""
 
     def __init__(self, number: int, following: Link | None) -> None:
         self.number, self.following = number, following
@@ -211,8 +211,8 @@ def keep(link: Link) -> list[int]:
 
 
 @pytest.mark.parametrize("is_call", [True, False])
-def test_a_change_deep_in_objects_that_are_replaced(world: World, is_call: bool) -> None:  # noqa: FBT001
-    """Each object that contains the changed one is made anew on the ranks, however many are."""
+def test_a_deep_change_renews_all_objects_above(world: World, is_call: bool) -> None:  # noqa: FBT001
+    """Each object that contains the changed object is made anew on the ranks, at any depth."""
     chain = last = Link(0, None)
     for number in range(1, 12):
         chain = Link(number, chain)
@@ -225,8 +225,8 @@ def test_a_change_deep_in_objects_that_are_replaced(world: World, is_call: bool)
         assert [*there] == [[*range(11, 0, -1), last.number]] * 2
 
 
-def test_what_cannot_be_sent(world: World) -> None:
-    """It is named before anything runs; of a result one line says which part it is, and why."""
+def test_an_unsendable_value_is_named_in_one_line(world: World) -> None:
+    """The line names the argument, before anything runs, or the part of a result, and why."""
     running, lock = world.session.running, threading.Lock()
 
     def train(model: Any, steps: int = 1) -> None: ...
@@ -250,8 +250,8 @@ def test_what_cannot_be_sent(world: World) -> None:
     assert "\n" not in str(failed.value)
 
 
-def test_a_group_of_exceptions(world: World) -> None:
-    """It ends a cell like any other."""
+def test_an_exception_group_ends_a_cell(world: World) -> None:
+    """An exception group ends a cell like any other exception."""
     with pytest.raises(WorkerError, match="ExceptionGroup: two") as caught:
         world.execute("raise ExceptionGroup('two', [ValueError(1), KeyError(2)])", ranks=[1])
     error = caught.value
@@ -259,8 +259,8 @@ def test_a_group_of_exceptions(world: World) -> None:
     assert (error.rank, error.pid, [*error.errors]) == (1, world.pids[1], [1])
 
 
-def test_collective_that_cannot_end(world: World) -> None:
-    """Ranks that wait for one that raised are freed; it is told where in the function they were."""
+def test_ranks_that_wait_for_a_failed_rank_are_released(world: World) -> None:
+    """The error says at which line of the function the released rank was waiting."""
 
     def meet() -> None:
         if my_rank() == 1:
@@ -281,8 +281,8 @@ def test_collective_that_cannot_end(world: World) -> None:
 Enter = Callable[..., None]
 
 
-def test_each_rank_is_asked(world: World, enter: Enter, capsys: pytest.CaptureFixture[str]) -> None:
-    """One after the other, below what it has printed, by its number; all input may have an end."""
+def test_ranks_ask_in_order(world: World, enter: Enter, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ranks ask in order, below their output and with their number; end of input is EOFError."""
     enter("ada", "bob", "cy", "dan")
     world.execute("print('who?')\nname = input('name? '), input('next? ')")
     assert world.gather("name") == [("ada", "bob"), ("cy", "dan")]
@@ -294,16 +294,16 @@ def test_each_rank_is_asked(world: World, enter: Enter, capsys: pytest.CaptureFi
     assert world.gather("said") == ["only one", "end"]
 
 
-def test_nobody_can_type(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rank is told so, with the remedy, and nothing waits."""
+def test_input_without_a_front_end_raises(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If nobody can type, `input` raises at once with the remedy."""
     monkeypatch.setattr("sys.stdin", None)
     for source in ("input('name? ')", "breakpoint()\nx = 1"):
         with pytest.raises(WorkerError, match=r"need JupyterLab or a terminal.*variable"):
             world.execute(source)
 
 
-def test_a_forked_child_asks_nobody(world: World, enter: Enter) -> None:
-    """Its parent's connection is not its own."""
+def test_a_forked_child_cannot_read_input(world: World, enter: Enter) -> None:
+    """In a forked child `input` raises: its rank's connection is not its own."""
     enter("for the rank")
     world.execute(
         "import os\nr, w = os.pipe()\n"
@@ -336,8 +336,8 @@ def test_a_forked_child_asks_nobody(world: World, enter: Enter) -> None:
         ("executable", "./nope", "there is no such file"),
     ],
 )
-def test_what_is_not_there(write: Write, kind: ProgramKind, name: str, words: str) -> None:
-    """One line says what is wrong before anything runs."""
+def test_a_wrong_program_is_refused(write: Write, kind: ProgramKind, name: str, words: str) -> None:
+    """The error is a single line that says why a script, module or executable cannot run."""
     write("folder/__init__.py", "")
     write("wrong.py", "x = 1\nx = = 2\n")
     with pytest.raises(UsageError, match=words) as error:
@@ -346,7 +346,7 @@ def test_what_is_not_there(write: Write, kind: ProgramKind, name: str, words: st
 
 
 def test_finding_a_module_imports_nothing(write: Write) -> None:
-    """Neither it nor the packages that it is in."""
+    """Neither the module nor a package that contains the module is imported."""
     for name in ("loud/__init__.py", "loud/deep/mod.py", "loud/__main__.py"):
         write(name, "raise AssertionError")
     for name, file in (("loud", "loud/__main__.py"), ("loud.deep.mod", "loud/deep/mod.py")):
@@ -385,7 +385,7 @@ dist.destroy_process_group()
 
 
 def test_trainer_with_snapshots_resumes_by_itself(world: World, write: Write) -> None:
-    """Killed twice in mid-epoch, it goes on from its last snapshot each time."""
+    """A trainer that is killed twice in mid-epoch goes on from its last snapshot each time."""
     path = write("trainer.py", TRAINER)
     before = dict(world.pids)
     result = world.run_script("trainer.py", 8, 2, path.with_suffix(".pt"), max_restarts=3)
@@ -398,8 +398,8 @@ def test_trainer_with_snapshots_resumes_by_itself(world: World, write: Write) ->
     assert world.gather(counts) == [("0", "0")] * N
 
 
-def test_what_is_run_again(world: World, write: Write) -> None:
-    """As often as was said; the last failure promises no more.  No wait in vain: it would recur."""
+def test_a_failed_script_runs_again_within_its_limit(world: World, write: Write) -> None:
+    """A script runs again up to `max_restarts` times, but never after ranks waited in vain."""
     counts = "import os\nprint(os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
     write("waits.py", f"{counts}dist.barrier()")
     with pytest.raises(RanksReleased, match=r"rank 1 waits in barrier, waits.py line 3"):
@@ -416,7 +416,7 @@ def test_what_is_run_again(world: World, write: Write) -> None:
 
 
 class Terminal(io.StringIO):
-    """What was written, as a terminal shows it."""
+    """A stream that shows its text as a terminal does."""
 
     def isatty(self) -> bool:
         return True
@@ -426,8 +426,8 @@ class Terminal(io.StringIO):
         return [line.text for line in screen.tail(9)]
 
 
-def test_a_line_in_a_terminal() -> None:
-    """It is one, drawn now and then, and gone where others come; in a log there is none."""
+def test_a_moving_line_stays_one_line() -> None:
+    """A moving line is redrawn at intervals and makes way for other lines; a log has none."""
     line = MovingLine(terminal := Terminal())
     line.clear()
     line.show("[0-1] long 10%", 0.0)
@@ -437,10 +437,10 @@ def test_a_line_in_a_terminal() -> None:
     assert terminal.shown() == ["[0-1] 20%"]
     line.clear()
     terminal.write("a\n")
-    line.show("[0-1] 30%", REDRAW_SECONDS)  # one that was cleared is back at once
+    line.show("[0-1] 30%", REDRAW_SECONDS)  # a cleared line is back at once
     assert terminal.shown() == ["a", "[0-1] 30%"]
     line.show("", 2 * REDRAW_SECONDS)
     assert terminal.shown() == ["a"]
-    for stream in (log := io.StringIO(), types.SimpleNamespace()):  # people put that for stdout
+    for stream in (log := io.StringIO(), types.SimpleNamespace()):  # possible values of sys.stdout
         MovingLine(stream).show("10%", 0.0)  # type: ignore[arg-type]
     assert log.getvalue() == ""

@@ -1,4 +1,4 @@
-"""What is said where ranks of a training have ended at different steps."""
+"""Tests of `nbdist.world.replicas`: texts about ranks whose training ended at different steps."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from nbdist.world.replicas import differing_text, incomplete_text, occurring_or_
 
 
 def ended(*steps: int, inside: int | None = None) -> dict[int, Done]:
-    """The ends of ranks after so many steps, one of them `inside` of its last."""
+    """Return the ends of ranks after these optimizer steps; rank `inside` ended within its last."""
     return {
         rank: Done("error", 0.0, steps=number, is_in_step=rank == inside)
         for rank, number in enumerate(steps)
     }
 
 
-def test_ranks_at_different_steps() -> None:
-    """They are named, with commands that show where they differ and that copy the newest."""
+def test_ranks_at_different_steps_are_named() -> None:
+    """The text names the ranks, and the commands that show differences or copy the newest state."""
     assert differing_text(ended(42, 42, 41, 42)) == (
         "Replicas may differ: ranks 0-1,3 ended after optimizer step 42, rank 2 after step 41. "
         "`%dist_diff model` shows the differences, `%dist_sync model optimizer --from 0 -r all` "
@@ -31,23 +31,23 @@ def test_ranks_at_different_steps() -> None:
     assert "rank 0 ended after optimizer step 0, rank 1" in differing_text(ended(0, 1))
 
 
-def test_nothing_is_said() -> None:
-    """Of ranks that ended alike, have not trained, or train each a model of its own."""
+def test_ranks_that_need_no_copy_get_no_text() -> None:
+    """Ranks that ended alike, did not train, or train models of their own get no text."""
     for done in (ended(5, 5), ended(0, 0), ended(100, 50), ended(7), ended(0, 7, 7), {}):
         assert differing_text(done) == ""
     both = {rank: Done("error", 0.0, steps=3, is_in_step=True) for rank in range(2)}
     assert differing_text(both)
-    assert differing_text(both, were_cut=False) == ""  # each has raised there by itself
+    assert differing_text(both, were_cut=False) == ""  # each rank has raised by itself
 
 
-def test_names_of_the_cell() -> None:
-    """Only variables that the source names are, if it names any."""
+def test_variables_in_the_source_are_preferred() -> None:
+    """Only variables that the source names are returned, or all variables if it names none."""
     assert occurring_or_all("model.step()", ["model", "mod"]) == ["model"]
     assert occurring_or_all("train()", ["model", "net"]) == ["model", "net"]
 
 
-def test_incomplete_variables() -> None:
-    """Ranks on which one call has left the same variables are named together."""
+def test_incomplete_variables_are_named_by_rank() -> None:
+    """Ranks on which a call has left equal variables incomplete are named together."""
 
     def end(*parts: tuple[str, str], operation: str = "all_reduce") -> Done:
         return Done("error", 0.0, incomplete=Incomplete(operation, 3, parts))

@@ -42,7 +42,7 @@ ERROR = WorkerError(Blame(1, "node1", 4711, {}), 4, 1.2, ("KeyError", "'x'"))
 
 
 def test_values_come_in_rank_order() -> None:
-    """By rank, by machine, and one after the other; of a rank that failed there is none."""
+    """Values are read by rank, by machine, or in a row; a rank that failed has no value."""
     assert (RESULT.rank(1), RESULT.rank(2)) == ("b", None)
     assert (list(RESULT), len(RESULT), RESULT.ok) == (["a", "b", None], 3, True)
     assert (RESULT[0], dict(RESULT)) == ("a", {0: "a", 1: "b", 2: None})
@@ -63,16 +63,16 @@ def test_values_come_in_rank_order() -> None:
         failed.rank(1)
 
 
-def test_values_that_nobody_asked_for() -> None:
-    """There are none, and an error says how to ask; None for each rank would be untrue."""
+def test_reading_values_that_were_not_asked_raises() -> None:
+    """The error says how to ask for values: a None for each rank would be untrue."""
     for read in (list, dict, lambda result: result[0], CellResult.values, CellResult.items):
         with pytest.raises(UsageError, match=r'no names were given: .+ `world.gather\("x"\)`'):
             read(NOT_ASKED)
     assert (len(NOT_ASKED), NOT_ASKED.ok) == (3, True)
 
 
-def test_the_last_expression_by_rank(world: World) -> None:
-    """Its small value comes back; an error says of any other value how to ask for it."""
+def test_a_small_last_value_comes_back(world: World) -> None:
+    """Reading a last value that is large or cannot be pickled raises an error."""
     assert world.execute("rank + 5")[0] == 5
     result = world.execute("x = 7\nrank * x or None;")
     assert (result[0], result.rank(1), [*result]) == (None, 7, [None, 7])
@@ -90,8 +90,8 @@ def test_the_last_expression_by_rank(world: World) -> None:
             world.execute(source)[0]
 
 
-def test_what_it_shows() -> None:
-    """Values that were asked for, as much as fits; and what ranks have written, by stream."""
+def test_a_result_shows_its_values_and_output() -> None:
+    """`repr` shows values that were asked for, up to a limit; texts are read by stream and rank."""
     assert repr(NOT_ASKED) == "<CellResult of ranks 0-2, ok>"
     values = "{0: 'a', 1: 'b', 2: None}"
     asked = replace(RESULT, task=Task("a", (0, 1, 2), OpCall("run.call")))
@@ -111,7 +111,7 @@ def test_what_it_shows() -> None:
 
 
 class Demanding(ValueError):
-    """Cannot be made without its arguments, nor be shown without its attributes."""
+    """An error that needs an argument to be made, and its attribute to be shown."""
 
     def __init__(self, *, shard: int) -> None:
         self.shard = shard
@@ -125,14 +125,14 @@ def kinds_of(kind: type[BaseException]) -> list[str]:
 
 
 class Frozen(KeyError):
-    """Has no attribute set."""
+    """An error whose attributes cannot be set."""
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(name)
 
 
 class Slotted(Exception):
-    """Has an attribute that is in no dictionary, and is false."""
+    """An error that is false, with an attribute that is in no dictionary."""
 
     __slots__ = ("shard",)
 
@@ -145,21 +145,21 @@ class Slotted(Exception):
 
 
 class Proud(RuntimeError):
-    """No class can be derived from it."""
+    """An error from whose class no class can be derived."""
 
     def __init_subclass__(cls) -> None:
         raise TypeError("never")
 
 
 def as_sent(error: Exception) -> WorkerError:
-    """What the notebook makes of what a rank raises."""
+    """Return the error that the notebook makes of an exception of a rank."""
     contents = Contents.read(contents_of(error, {}), {})
     return as_raised(copy.copy(ERROR), kinds_of(type(error)), contents)
 
 
 @pytest.mark.parametrize("kind", [OSError, UnicodeDecodeError, DivisionByZero, Demanding, Frozen])
-def test_both_are_caught(kind: type[Exception]) -> None:
-    """It is of both classes, and says and has what ours says and has."""
+def test_an_error_has_both_classes(kind: type[Exception]) -> None:
+    """The error is a WorkerError, with its text and attributes, and of the rank's class."""
     error = as_raised(ERROR, kinds_of(kind))
     assert isinstance(error, WorkerError)
     assert isinstance(error, kind)
@@ -167,8 +167,8 @@ def test_both_are_caught(kind: type[Exception]) -> None:
     assert repr(error) == f"WorkerError({str(ERROR)!r})"
 
 
-def test_it_has_what_the_other_has() -> None:
-    """Arguments and attributes beside ours; a text in place of what cannot be sent."""
+def test_an_error_has_the_ranks_attributes() -> None:
+    """The error has the rank's arguments and attributes; a text replaces an unsendable argument."""
     assert as_sent(KeyError("x")).args == ("x",)
     missing: Any = as_sent(FileNotFoundError(2, "No such file", "a.txt"))
     assert (missing.errno, missing.strerror, missing.filename) == (2, "No such file", "a.txt")
@@ -197,8 +197,8 @@ def raised_in_rust() -> Exception:
 
 
 @pytest.mark.parametrize("made", [Proud("a", 1), raised_in_rust()])
-def test_classes_that_cannot_be_derived_from(made: Exception) -> None:
-    """What the rank raised is raised as it is; our line is a note, and all that is shown."""
+def test_an_error_without_subclass_is_raised_itself(made: Exception) -> None:
+    """If no class can be derived, the rank's own error is raised with nbdist's line as a note."""
     made.shard = 5  # type: ignore[attr-defined]
     error: Any = raised(as_sent(made))
     assert type(error) is type(made)
@@ -208,8 +208,8 @@ def test_classes_that_cannot_be_derived_from(made: Exception) -> None:
     assert error._render_traceback_() == ERROR._render_traceback_()
 
 
-def test_the_first_class_that_is_known_counts() -> None:
-    """Of a module that has been imported; nothing is imported.  Copies are ours alone."""
+def test_the_first_imported_class_counts() -> None:
+    """A class counts only if its module is imported already; a copy is a plain WorkerError."""
     assert "turtledemo" not in sys.modules
     error = as_raised(ERROR, ["turtledemo:Error", *kinds_of(Demanding)])
     assert isinstance(error, Demanding)
@@ -228,8 +228,8 @@ GIB = 2**30
 IDLE = WorkerStatus(0, 100, "here", "idle", 0.0, 45 * 2**20, "cuda:0")
 
 
-def test_rows_of_the_status():
-    """What no rank has has no column; a terminal shows processor, GPU and last line besides."""
+def test_the_status_has_no_empty_columns():
+    """A column is shown if any rank has a value for the column."""
     assert rows([]) == []
     assert rows([IDLE]) == [
         ("rank", "state", "pid", "device", "memory"),
@@ -255,8 +255,8 @@ def test_rows_of_the_status():
     assert rows([slice_of])[1][5:] == ("1/10 GiB",)
 
 
-def test_what_ranks_use():
-    """One figure where they are equal, else from which to which; none of what is not known."""
+def test_usage_is_one_figure_or_a_range():
+    """Equal figures are shown once, others as a range, and unknown figures not at all."""
     assert usage_text([]) == usage_text([Usage(0)]) == ""
     assert usage_text([Usage(2 * GIB), Usage(2 * GIB)]) == "cpu 2 GiB"
     gpu = Gpu(61 * GIB, 80 * GIB, 97)
@@ -283,7 +283,7 @@ def started(started: World) -> World:
 
 @pytest.fixture
 def silent() -> Iterator[logging.Logger]:
-    """The logger `nbdist`, with no handlers, pytest's on the root logger included."""
+    """The logger `nbdist`, whose records do not reach the root logger with pytest's handlers."""
     logger = logging.getLogger("nbdist")
     logger.propagate = False
     yield logger
@@ -291,8 +291,8 @@ def silent() -> Iterator[logging.Logger]:
     logger.setLevel(logging.NOTSET)
 
 
-def test_records_reach_the_loggers(world: World, silent: logging.Logger) -> None:
-    """A record comes with its message, place, time and exception, from the level on."""
+def test_records_reach_the_notebooks_loggers(world: World, silent: logging.Logger) -> None:
+    """Records from the logger's level on come with message, place, time and exception."""
     silent.addHandler(handler := BufferingHandler(99))
     silent.setLevel(logging.INFO)
     before = time.time()
@@ -312,17 +312,17 @@ def test_records_reach_the_loggers(world: World, silent: logging.Logger) -> None
     assert second.exc_info is None
 
 
-def test_nothing_travels_where_nobody_listens(
+def test_no_record_is_sent_without_a_handler(
     world: World, silent: logging.Logger, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without a handler here a worker sends no record, and nobody prints any."""
-    silent.handlers.clear()  # pytest's
+    """Without a handler in the notebook a worker sends no record, and the notebook prints none."""
+    silent.handlers.clear()  # handlers of pytest
     running = world.submit(world.task("logger.warning('to nobody')"))
     world.session.wait(running)
     assert running.task.log_level is None
     told = world.gather("repr(get_ipython().kernel.records)")
     assert told == ["<Records from level None, 0 sent, 0 dropped>"] * 2
-    # The worker's own handler of last resort has.
+    # The worker's own handler of last resort has written the record.
     assert "to nobody" in running.transcript[0].tail(9)[0].text  # type: ignore[union-attr]
     capsys.readouterr()
     logged = logging.makeLogRecord({"msg": "x", "levelno": logging.ERROR})
@@ -333,7 +333,7 @@ def test_nothing_travels_where_nobody_listens(
 def test_the_console_has_each_record_once(
     world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`logging.basicConfig()` here adds nothing to what ranks show; a handler of ours does."""
+    """The root logger repeats no record that ranks show; only a handler of `nbdist` does."""
     logger, root = logging.getLogger("nbdist"), logging.getLogger()
     monkeypatch.setattr(root, "handlers", [])
     monkeypatch.setattr(logger, "handlers", [])
@@ -350,12 +350,12 @@ def test_the_console_has_each_record_once(
     assert capsys.readouterr() == ("", "WARNING:train:hello 1\n")
 
 
-def test_handlers_of_one_rank(
+def test_a_logger_gets_the_records_of_one_rank(
     world: World, silent: logging.Logger, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Loggers are named by host and local rank; a handler that raises fails no cell."""
     logger, handler = logging.getLogger(f"nbdist.{socket.gethostname()}.1"), BufferingHandler(9)
-    raises = logging.Handler()  # which leaves all to classes below it
+    raises = logging.Handler()  # its `emit` raises NotImplementedError
     logger.addHandler(handler)
     logger.setLevel(logging.DEBUG)
     silent.addHandler(raises)

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.world.sent_objects`: which objects ranks have, and what they have changed."""
+"""Tests of `nbdist.world.sent_objects`: which objects ranks have, and which ranks have changed."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ class Thing:
 
 
 def state(number: int = 0, children: tuple[int, ...] = ()) -> ObjectState:
-    """Return a state that is another one for each number."""
+    """Return a state that differs for each number."""
     return ObjectState({"a": number}, children)
 
 
 @pytest.fixture
 def objects() -> SentObjects:
-    """Two ranks, of which the first has two objects and the other one."""
+    """The table of two ranks: rank 0 has two objects, rank 1 has the first."""
     objects = SentObjects()
     objects.record_finished(0, Parcel(states={1: state(), 2: state(2, (1,))}), ())
     objects.record_finished(1, Parcel(states={1: state()}), ())
     return objects
 
 
-def test_what_ranks_have(objects: SentObjects) -> None:
-    """The states in which they were sent; not what has ended there."""
+def test_ranks_have_the_states_that_were_sent(objects: SentObjects) -> None:
+    """A rank has objects in the states that it was sent, but no object that has ended there."""
     assert objects.of(0) == {1: state(), 2: state(2)}
     assert (objects.ranks_with(1), objects.ranks_with(2)) == ({0, 1}, {0})
     objects.record_finished(0, Parcel(states={1: state(5)}), (2, 7))
@@ -39,8 +39,8 @@ def test_what_ranks_have(objects: SentObjects) -> None:
     assert objects.ranks_with(1) == {0}
 
 
-def test_what_a_value_leads_to(objects: SentObjects) -> None:
-    """As it was sent to a rank, whatever it leads to now."""
+def test_a_value_leads_to_objects_as_sent(objects: SentObjects) -> None:
+    """A value leads to the objects to which it led when a rank was sent it, also in a circle."""
     assert objects.reach(0, ("t", (..., 2), 5)) == {1, 2}
     assert objects.reach(1, ("t", (..., 2))) == {2}, "this rank has been sent nothing of it"
     assert objects.reach(0, 5) == objects.reach(0, "text") == set()
@@ -48,8 +48,8 @@ def test_what_a_value_leads_to(objects: SentObjects) -> None:
     assert objects.reach(0, (..., 1)) == {1, 2}, "also in a circle"
 
 
-def test_whether_to_compare(objects: SentObjects) -> None:
-    """Once after each run of the notebook's code, for each rank; a push compares for none."""
+def test_objects_are_compared_once_after_each_run(objects: SentObjects) -> None:
+    """A rank's objects may differ until they are compared after a run of the notebook's code."""
     assert objects.may_differ([0])
     objects.record_finished(0, Parcel(compared=objects.runs), ())
     assert [objects.may_differ(ranks) for ranks in ([0], [1], [0, 1], [])] == [
@@ -67,8 +67,8 @@ def test_whether_to_compare(objects: SentObjects) -> None:
     assert objects.may_differ([0])
 
 
-def test_what_both_have_changed(objects: SentObjects) -> None:
-    """The ranks' parts are not sent; other parts are, until a push overwrites all."""
+def test_parts_that_ranks_keep_are_not_sent(objects: SentObjects) -> None:
+    """Only other parts of the object are sent, until a push overwrites the whole object."""
     parts = frozenset({"a", "b"})
     assert objects.sendable_parts(1, parts) == parts
     assert objects.sendable_parts(1, None) is True
@@ -86,8 +86,8 @@ def test_what_both_have_changed(objects: SentObjects) -> None:
     assert objects.sendable_parts(1, parts) == parts
 
 
-def test_what_ranks_have_changed(objects: SentObjects) -> None:
-    """Whether the notebook has changed it or not, part by part."""
+def test_changed_parts_are_added_up(objects: SentObjects) -> None:
+    """Changed parts of an object are added up until the object is overwritten."""
     objects.record_changed({1: frozenset({"a"}), 2: None})
     objects.record_changed({1: frozenset({"b"}), 2: frozenset({"a"})})
     assert objects.changed == {1: {"a", "b"}, 2: None}
@@ -95,8 +95,8 @@ def test_what_ranks_have_changed(objects: SentObjects) -> None:
     assert objects.changed == {1: {"a", "b"}}
 
 
-def test_a_copy(objects: SentObjects) -> None:
-    """It stays as it is; keys are the same in both."""
+def test_a_copy_ignores_later_changes(objects: SentObjects) -> None:
+    """A copy keeps its states, and shares the keys of objects with the original."""
     objects.record_kept(1, None)
     copy = objects.copy()
     objects.record_finished(0, Parcel(states={1: state(9), 3: state()}), (2,))
@@ -109,8 +109,8 @@ def test_a_copy(objects: SentObjects) -> None:
     assert copy.links is objects.links
 
 
-def test_ranks_that_are_new(objects: SentObjects) -> None:
-    """They have nothing; those that get other numbers keep what they have."""
+def test_new_ranks_have_no_objects(objects: SentObjects) -> None:
+    """A rank that gets another number keeps its objects, and a new rank has none."""
     objects.record_finished(1, Parcel(compared=objects.runs), ())
     objects.record_replaced([0])
     assert (objects.of(0), objects.of(1)) == ({}, {1: state()})
@@ -121,16 +121,16 @@ def test_ranks_that_are_new(objects: SentObjects) -> None:
     assert (objects.known, objects.may_differ([0])) == ({0: {}}, True)
 
 
-def test_what_one_rank_gets_from_another(objects: SentObjects) -> None:
-    """It has the states that were sent to the other one."""
+def test_a_copied_object_has_the_source_ranks_state(objects: SentObjects) -> None:
+    """A rank that gets an object from another rank has the state that was sent to that rank."""
     objects.record_copies(0, 1, (2, 7))
     assert objects.of(1) == {1: state(), 2: state(2)}
     objects.record_copies(0, 2, (1,))
     assert objects.of(2) == {1: state()}
 
 
-def test_what_has_ended_in_the_notebook(objects: SentObjects) -> None:
-    """Each rank that has it is told once; also a rank that gets no task until later."""
+def test_each_rank_forgets_an_ended_object_once(objects: SentObjects) -> None:
+    """Each rank with an object that ended in the notebook is listed once, even if asked late."""
     links = Links()
     objects.links = links
     thing, row = Thing(), [1]

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.world.snapshot_store`, and of what snapshots bring back on which ranks."""
+"""Tests of `nbdist.world.snapshot_store`, and of snapshots of real ranks and their restores."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def store(tmp_path: Path) -> SnapshotStore:
 
 
 def take(store: SnapshotStore, name: str) -> Snapshot:
-    """One of two ranks that have `x` alike, and of which one has `lock` too."""
+    """Publish a snapshot of two ranks with the same `x`, for which rank 1 has left `lock` out."""
     with store.writing(name) as folder:
         parts = {}
         for rank in range(2):
@@ -54,12 +54,12 @@ def take(store: SnapshotStore, name: str) -> Snapshot:
 
 
 def entries(folder: Path) -> list[str]:
-    """What lies in a folder; complete snapshots have no dot in front."""
+    """List the names in a folder; names of complete snapshots begin without a dot."""
     return sorted(each.name for each in folder.iterdir())
 
 
-def test_a_complete_one_is_found(store: SnapshotStore) -> None:
-    """By name, by stamp, or as the newest, this notebook's first; it says what it holds."""
+def test_a_complete_snapshot_is_found(store: SnapshotStore) -> None:
+    """A snapshot is found by name, by stamp, or as the newest, with this notebook's own first."""
     with store.writing("a"):
         assert store.all() == []
     taken = take(store, "a")
@@ -73,8 +73,8 @@ def test_a_complete_one_is_found(store: SnapshotStore) -> None:
     assert (mine.find("b"), mine.of("b")) == (own, [other, own])
 
 
-def test_what_was_not_completed_is_gone(store: SnapshotStore) -> None:
-    """What a killed writer left goes with the next one, of any name; what is not ours stays."""
+def test_incomplete_snapshots_are_removed(store: SnapshotStore) -> None:
+    """The next snapshot of any name removes what a killed writer left, but no folder of others."""
     with suppress(LookupError), store.writing("a") as folder:
         write_frames(folder / "rank0.frames", [b"contents"])
         raise LookupError
@@ -86,8 +86,8 @@ def test_what_was_not_completed_is_gone(store: SnapshotStore) -> None:
     assert entries(store.root / "a") == [".lock", ".part-mine"]
 
 
-def test_the_newest_are_kept(store: SnapshotStore) -> None:
-    """Of each name so many, in the order in which they were taken, whatever the clock says."""
+def test_only_the_newest_snapshots_are_kept(store: SnapshotStore) -> None:
+    """The newest snapshots of each name are kept, in their order, whatever the clock says."""
     other = take(store, "b")
     keys = [take(store, "a").key for _ in range(SNAPSHOTS_PER_NAME + 2)]
     assert [each.key for each in store.of("a")] == keys[: -SNAPSHOTS_PER_NAME - 1 : -1]
@@ -99,8 +99,8 @@ def test_the_newest_are_kept(store: SnapshotStore) -> None:
     assert store.find("b").stamp == stamps[-1]
 
 
-def test_two_notebooks_of_one_name(store: SnapshotStore) -> None:
-    """Neither removes what the other has saved, nor restores it by itself."""
+def test_notebooks_of_one_name_keep_their_own(store: SnapshotStore) -> None:
+    """A notebook neither removes nor restores by itself what another of its name has saved."""
     a, b = (SnapshotStore(store.root, f"/proj{each}/Untitled.ipynb") for each in "AB")
     assert a.default_name == b.default_name == "Untitled"
     first = take(a, "Untitled")
@@ -115,7 +115,7 @@ def test_two_notebooks_of_one_name(store: SnapshotStore) -> None:
 
 
 def test_a_name_of_another_notebook_is_not_removed(store: SnapshotStore) -> None:
-    """Only a snapshot that is named with its stamp is; then nothing is left of the name."""
+    """A notebook removes another's snapshot only by its stamp; then nothing of the name is left."""
     a, b = (SnapshotStore(store.root, f"/proj{each}/Untitled.ipynb") for each in "AB")
     taken = take(b, "x")
     said = f"another notebook has saved it. `%dist_snapshot --remove {taken.key}` removes"
@@ -138,8 +138,8 @@ def alter(snapshot: Snapshot, **fields: Any) -> None:
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), **fields}))
 
 
-def test_a_run_on_another_machine(store: SnapshotStore) -> None:
-    """What it has saved stays for some days, since nobody can see here whether it goes on."""
+def test_another_machines_snapshot_stays_for_days(store: SnapshotStore) -> None:
+    """Nobody can see here whether a run on another machine goes on, so its snapshot stays."""
     recent, old = take(store, "a"), take(store, "a")
     alter(recent, process="elsewhere 1 1")
     alter(old, process="elsewhere 1 1", time=old.time - ELSEWHERE_SECONDS)
@@ -148,8 +148,8 @@ def test_a_run_on_another_machine(store: SnapshotStore) -> None:
 
 
 @pytest.mark.world
-def test_two_runs_of_one_script(store: SnapshotStore) -> None:
-    """What a run has saved stays until it has ended; a later run finds it, and replaces it."""
+def test_a_runs_snapshot_stays_until_the_run_ends(store: SnapshotStore) -> None:
+    """A later run of the script finds the snapshot, and removes it only after the run's end."""
     own = SnapshotStore(store.root, "/train.py")
     command = [sys.executable, "-c", RUN, str(store.root)]
     with subprocess.Popen(
@@ -165,16 +165,16 @@ def test_two_runs_of_one_script(store: SnapshotStore) -> None:
     assert [each.key for each in own.of("a")] == [last, *reversed(mine[2:])]
 
 
-def test_what_is_no_name(store: SnapshotStore) -> None:
-    """It is refused before anything is written."""
+def test_an_invalid_name_is_refused(store: SnapshotStore) -> None:
+    """An invalid name is refused before anything is written."""
     for name in ("", ".", "..", ".a", "a/b", "a@b", "-a", "é", "a b", "a\n"):
         with pytest.raises(UsageError, match="is not a name for a snapshot"), store.writing(name):
             pytest.fail("it is written")
     assert entries(store.root) == []
 
 
-def test_where_nothing_can_be_written(store: SnapshotStore, tmp_path: Path) -> None:
-    """The second writer of a name is refused; of a folder one line says how to name another."""
+def test_a_write_that_cannot_be_is_refused(store: SnapshotStore, tmp_path: Path) -> None:
+    """A name's second writer is refused; for a bad folder a line says how to name another."""
     with (
         store.writing("a") as folder,
         store.writing("b"),
@@ -189,8 +189,8 @@ def test_where_nothing_can_be_written(store: SnapshotStore, tmp_path: Path) -> N
         pytest.fail("it is written")
 
 
-def test_what_is_not_there(store: SnapshotStore) -> None:
-    """One line says where was looked, and what there is."""
+def test_a_missing_snapshot_is_refused_in_one_line(store: SnapshotStore) -> None:
+    """The line names the folder of the search, and the snapshots that are available."""
     for key in (None, "a"):
         with pytest.raises(UsageError, match=f"There are no snapshots in {store.root}"):
             store.find(key)
@@ -213,7 +213,7 @@ DAMAGES: list[tuple[str, Callable[[Path], object], str]] = [
 
 
 def test_damage_is_seen(store: SnapshotStore) -> None:
-    """One that is damaged is there, and says what is wrong with it; others are as they were."""
+    """A damaged snapshot is found, with a text about the damage; others are as they were."""
     for name, (file, damage, problem) in zip("abcd", DAMAGES, strict=True):
         older, taken = take(store, name), take(store, name)
         damage(taken.folder / file)
@@ -222,8 +222,8 @@ def test_damage_is_seen(store: SnapshotStore) -> None:
         assert (store.find(name).key, store.find(older.key)) == (taken.key, older)
 
 
-def test_the_next_older_intact_one_is_named(store: SnapshotStore) -> None:
-    """By what brings it back; none where all older ones are damaged, or of another format."""
+def test_the_next_older_intact_snapshot_is_named(store: SnapshotStore) -> None:
+    """The error has the command that restores an older snapshot, if an older is intact."""
     oldest, older, newest = (take(store, "a") for _ in range(3))
     (older.folder / "rank1.frames").unlink()
     said = str(store.damage_error(newest, "it is cut"))
@@ -235,22 +235,22 @@ def test_the_next_older_intact_one_is_named(store: SnapshotStore) -> None:
     assert str(store.damage_error(newest, "it is cut")).endswith("There is no older one.")
 
 
-def test_where_they_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside the log files; else in the state folder."""
+def test_snapshots_lie_beside_log_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without log files snapshots lie in the state folder."""
     monkeypatch.delenv("NBDIST_SNAPSHOT_DIR", raising=False)
     monkeypatch.setenv("XDG_STATE_HOME", "/state")
     assert root_folder("") == Path("/state/nbdist/snapshots")
     assert root_folder(str(tmp_path)) == tmp_path / "snapshots"
 
 
-# --- of real ranks ------------------------------------------------------------------------
+# --- snapshots of real ranks --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("text", ["", '{"key": "a', "{}"])
-def test_a_damaged_connection_file(
+def test_a_damaged_connection_file_gives_no_owner(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
-    """The kernel is not recognized after its restart, and snapshots can be saved all the same."""
+    """A damaged connection file is no error: the notebook counts as a program without a file."""
     (tmp_path / "kernel.json").write_text(text)
     app = SimpleNamespace(connection_file=str(tmp_path / "kernel.json"), connection_dir="")
     kernel = SimpleNamespace(initialized=lambda: True, instance=lambda: app)
@@ -260,8 +260,8 @@ def test_a_damaged_connection_file(
     assert owner_of(DEFAULT_POOL) == NO_FILE
 
 
-def test_names_that_some_ranks_have(world: World, tmp_path: Path) -> None:
-    """Each rank has its own; what cannot be pickled is left out only if it was not asked."""
+def test_each_rank_saves_its_own_names(world: World, tmp_path: Path) -> None:
+    """A variable that cannot be pickled is left out, but raises if it was asked for by name."""
     world.restart()
     with pytest.raises(UsageError, match=r"written: no cell has bound a name on the workers\.$"):
         world.snapshot(name="a")
@@ -281,8 +281,8 @@ def test_names_that_some_ranks_have(world: World, tmp_path: Path) -> None:
         world.restore(name="b")
 
 
-def test_variables_and_names(world: World) -> None:
-    """By position they are variables; which snapshot is said by name, as a refusal recalls."""
+def test_positional_arguments_are_variables(world: World) -> None:
+    """Positional arguments name variables, `name` the snapshot, as the text of an error recalls."""
     world.execute("x, y = 1, 2")
     assert world.snapshot("x", "y", name="a").names == ["x", "y"]
     assert world.snapshot(["y"], name="c").names == ["y"]
@@ -299,8 +299,8 @@ def test_variables_and_names(world: World) -> None:
         World(2).snapshot(["x"], name="a")
 
 
-def test_another_size(world: World) -> None:
-    """A world of another size says what it can take, and takes it; all its ranks are set up."""
+def test_a_world_of_another_size_restores_some_ranks(world: World) -> None:
+    """A full restore is refused with the remedy; single ranks of the snapshot can be restored."""
     world.execute("deep = 1", setup=True)
     world.execute("x = 10 + rank")
     world.snapshot(["x"], name="a")
@@ -317,8 +317,8 @@ def test_another_size(world: World) -> None:
         world.restore(name="a", from_rank=2)
 
 
-def test_functions_of_another_python(world: World) -> None:
-    """They are refused in one line with both versions, and nothing is bound beside them."""
+def test_functions_of_another_python_are_refused(world: World) -> None:
+    """The error is a line with both versions, and no other variable is bound either."""
     world.execute("from nbdist.values import definitions\ndef f(): pass\nx = 'old'")
     world.execute("here, definitions.PYTHON = definitions.PYTHON, (3, 1)")
     manifest = world.snapshot("f", "x", name="a").folder / MANIFEST
@@ -337,8 +337,8 @@ def test_functions_of_another_python(world: World) -> None:
     assert world.gather("x") == ["now", "now"]
 
 
-def test_a_damaged_one_is_not_taken(world: World) -> None:
-    """A file that was cut or changed: nothing is bound on any rank, and the next is named."""
+def test_a_damaged_snapshot_is_not_restored(world: World) -> None:
+    """If a file was cut or changed, nothing is bound, and the error names an older snapshot."""
     world.execute("x = 'old'")
     older = world.snapshot(name="a")
     world.execute("x = 'new'")
@@ -358,8 +358,8 @@ def test_a_damaged_one_is_not_taken(world: World) -> None:
         world.restore()
 
 
-def test_what_cannot_be_rebuilt(world: World) -> None:
-    """It is told in a line, and nothing is bound on any rank."""
+def test_a_value_that_cannot_be_rebuilt_binds_nothing(world: World) -> None:
+    """A line says why the value cannot be restored, and nothing is bound on any rank."""
     world.execute(
         "def made():\n    if rank: raise ValueError('not now')\n"
         "class Odd:\n    def __reduce__(self): return made, ()\n"
@@ -391,8 +391,8 @@ other, x = 1, Odd()
 
 
 @pytest.mark.parametrize("dies", [True, False])
-def test_a_restore_that_ends_early(world: World, tmp_path: Path, dies: bool) -> None:  # noqa: FBT001
-    """After Stop, or the death of a rank, the others drop what they have read of the snapshot."""
+def test_ranks_drop_an_interrupted_restore(world: World, tmp_path: Path, dies: bool) -> None:  # noqa: FBT001
+    """After Stop, or the death of a rank, other ranks drop the values that they have read."""
     dies_at, waits_at = tmp_path / "dies", tmp_path / "waits"
     world.execute(WAITS.format(dies=str(dies_at), waits=str(waits_at)))
     world.snapshot(["x"], name="a")
@@ -415,8 +415,8 @@ BOMB = (
 )
 
 
-def test_a_rank_that_fails_while_it_writes(world: World, tmp_path: Path) -> None:
-    """What it raised is told as it is; the snapshots before are as they were."""
+def test_a_failed_write_keeps_earlier_snapshots(world: World, tmp_path: Path) -> None:
+    """The error of a rank that fails during a write is raised; earlier snapshots stay."""
     world.execute("x = 1")
     world.snapshot(["x"], name="a")
     for source, kind, said in (

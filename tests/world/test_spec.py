@@ -1,4 +1,4 @@
-"""Tests of `nbdist.world.spec`: options and a process, and what workers have of them."""
+"""Tests of `nbdist.world.spec`: what workers get from options and from the notebook's process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from nbdist.world.spec import Here, make_spec, parse_line, read_env_file, scaled
 
 @pytest.fixture(autouse=True)
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody has set what a world looks at."""
+    """Remove the environment variables that a world reads."""
     for name in ("OMP_NUM_THREADS", "PYTHON_EXEC", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
 
@@ -28,8 +28,8 @@ def spec_of(**asked: object) -> WorldSpec:
     return make_spec(WorldConfig(**asked))[0]  # type: ignore[arg-type]
 
 
-def test_whose_value_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`--env` before the file, the file before `--debug`, and that before the notebook."""
+def test_env_wins_over_file_and_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--env` wins over the file of `--env-file`, and the file over `--debug` and the notebook."""
     file = tmp_path / ".env"
     file.write_text("A=file\nB=file\nTORCH_DISTRIBUTED_DEBUG=INFO\n")
     for name in "ABC":
@@ -53,8 +53,8 @@ def test_whose_value_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         ({"n": 100_000}, "`-n 100000`: 100,000 workers take more than"),
     ],
 )
-def test_what_cannot_be_is_told_in_one_line(asked: dict[str, object], said: str) -> None:
-    """Which option, why, and what would be right, before anything starts."""
+def test_an_impossible_option_is_refused_in_one_line(asked: dict[str, object], said: str) -> None:
+    """The line names the option and the cause, before anything starts."""
     with pytest.raises(UsageError) as found:
         spec_of(**asked)
     assert str(found.value).startswith(said)
@@ -79,8 +79,8 @@ def test_threads_are_a_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> No
     assert threads(n=2, cpus=3) == (4, "4,2")
 
 
-def test_what_a_fork_would_miss_is_spawned() -> None:
-    """What an interpreter reads as it starts, and other interpreters, need a new one."""
+def test_workers_that_need_a_new_interpreter_are_spawned() -> None:
+    """Variables that an interpreter reads at its start, and other interpreters, exclude a fork."""
     assert spec_of(n=1).config.fork
     assert not spec_of(n=1, wrap="nice -n 5").config.fork
     assert not spec_of(n=1, debug=True).config.fork
@@ -92,7 +92,7 @@ def test_what_a_fork_would_miss_is_spawned() -> None:
 def test_another_interpreter_has_its_own_packages(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Of the notebook's path it gets what was added by hand; PYTHON_EXEC chooses it too."""
+    """Another interpreter gets the entries of the notebook's path that were added by hand."""
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHON_EXEC", "/bin/sh")
     spec = spec_of(n=1, env={"PYTHONPATH": "/first:/second"})
@@ -104,8 +104,8 @@ def test_another_interpreter_has_its_own_packages(
     assert (spec.python, spec.own_path, spec.sys_path) == (sys.executable, False, tuple(sys.path))
 
 
-def test_several_ranks_on_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only with `share_gpus`, which says what it is for, also when there are more later."""
+def test_ranks_share_a_gpu_only_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several ranks use a GPU only with `share_gpus`, with a warning, also after scaling."""
     monkeypatch.setattr(topology, "installed_gpus", lambda: 1)
     with pytest.raises(NotEnoughGpus, match="`--share-gpus` for several on one"):
         spec_of(n=4)
@@ -116,8 +116,8 @@ def test_several_ranks_on_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert scaled(spec, 8)[1].startswith(f"8{slow}")
 
 
-def test_a_class_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is nccl as to GPUs and variables."""
+def test_a_class_of_nccl_counts_as_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A class of nccl has the variables of nccl, and needs a GPU for each rank."""
     monkeypatch.setattr(topology, "installed_gpus", lambda: 2)
     made = spec_of(n=2, backend="cpu:gloo,cuda:nccl-legacy")
     assert made.backend == "cpu:gloo,cuda:nccl-legacy"
@@ -126,8 +126,8 @@ def test_a_class_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
         spec_of(n=3, backend="nccl-legacy")
 
 
-def test_ranks_on_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each has a MIG slice of its own, and may share the card; NVLS, if wanted, is spoken of."""
+def test_each_rank_has_a_mig_slice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank has a MIG slice of its own; NCCL_NVLS_ENABLE is refused if ranks share a GPU."""
     monkeypatch.setattr(topology, "installed_gpus", lambda: 1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-a,MIG-b")
     spec, said = make_spec(WorldConfig(n=2))
@@ -157,8 +157,8 @@ HERE = Here(
 )
 
 
-def test_what_workers_take_after() -> None:
-    """The spec follows from options and process alone; `-j` is so many ranks on each node."""
+def test_the_spec_follows_from_options_and_process() -> None:
+    """The spec follows from options and process alone; `-j` has the number of ranks on a node."""
     spec, warning = make_spec(WorldConfig(n=2), "run", HERE)
     assert (spec.backend, warning, spec.name, spec.log_limit) == ("gloo", "", "run", 1 << 20)
     assert (spec.environ, spec.cwd, spec.argv) == (HERE.environ, "/work", HERE.argv)
@@ -168,17 +168,17 @@ def test_what_workers_take_after() -> None:
     assert make_spec(WorldConfig(9), "run", HERE)[1].startswith("9 workers on 8 CPU cores")
     spec = spec_of(layout="2x1")
     assert (spec.world_size, spec.slots) == (2, ((0, 0), (1, 0)))
-    assert spec_of(layout="1x2").slots == ()  # one node is none in particular
+    assert spec_of(layout="1x2").slots == ()  # a single node needs no slots
     # `parse_args()` in a cell would end at a kernel's arguments, which are Jupyter's.
     for argv in (("x.py", "-f", "/k-1.json"), ("x.py", "--f=/k-1.json", "--debug")):
         assert make_spec(WorldConfig(1), "run", replace(HERE, argv=argv))[0].argv == argv[:1]
-    # What nbdist sets is what workers are given.
+    # NBDIST_SETS names exactly the variables of a worker.
     with_nccl = replace(spec_of(n=1), backend="nccl", gpus=("0",))
     assert torchrun_variables(with_nccl, 0, 0).keys() == NBDIST_SETS
 
 
 def test_simulated_nodes_are_scaled_as_they_were() -> None:
-    """Fewer ranks leave room that later ones take; more than there is room for get new nodes."""
+    """After scaling down, new ranks first take the free slots; further ranks get new nodes."""
     spec = make_spec(WorldConfig(layout="2x2"), "run", HERE)[0]
     assert spec.slots == place_ranks((), (2, 2), 4)
     one = scaled(spec, 1, 8)[0]
@@ -187,8 +187,8 @@ def test_simulated_nodes_are_scaled_as_they_were() -> None:
     assert scaled(one, 5, 8)[0].slots == place_ranks((), (2, 2, 2), 5)
 
 
-def test_what_goes_along_of_the_options() -> None:
-    """All of them, with what was chosen here where nothing was said."""
+def test_the_spec_has_all_options() -> None:
+    """The spec has all options, and nbdist's choice for each option that was not given."""
     config = WorldConfig(salloc="-p x", copy_env="LD_*", log_dir="/logs")
     here = replace(HERE, environ={"LD_LIBRARY_PATH": "/x"})
     chosen = {"launcher": "slurm", "name": "run", "python": sys.executable, "fork": False}
@@ -198,8 +198,8 @@ def test_what_goes_along_of_the_options() -> None:
     assert (config.launcher, config.name, config.python) == ("local", "run", None)
 
 
-def test_which_environment_goes_along() -> None:
-    """What was given, and of the notebook's what was named; never what says who a rank is."""
+def test_other_machines_get_only_named_variables() -> None:
+    """Other machines get variables of `--env` and `--copy-env`, but none that names a rank."""
     environ = {"HF_HOME": "/hf", "HF_TOKEN": "x", "SECRET": "y", "RANK": "0", "LANG": "C"}
     here = replace(HERE, environ=environ)
     config = WorldConfig(1, hosts="a", copy_env="HF_*, LANG,RA*", env={"A": "1", "LANG": "de"})
@@ -208,7 +208,7 @@ def test_which_environment_goes_along() -> None:
 
 
 def test_a_world_elsewhere_is_not_judged_by_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There may be more GPUs; for how many workers hosts have room is known, where it was said."""
+    """Other machines may have more GPUs; a size is refused only by the slots of `--hosts`."""
     monkeypatch.setattr(topology, "installed_gpus", lambda: 0)
     config = WorldConfig(hosts="a:4,b:2", gpus="0,1", env={"LD_LIBRARY_PATH": "/x"})
     spec, said = make_spec(config, "run", HERE)
@@ -219,7 +219,7 @@ def test_a_world_elsewhere_is_not_judged_by_this_machine(monkeypatch: pytest.Mon
         scaled(there, 7)
 
 
-def test_lines_of_env_files() -> None:
+def test_env_files_are_read_without_expansion() -> None:
     """Comments, `export` and quotes are understood; nothing is run or expanded."""
     for line, value in (
         ("A=1", "1"),
@@ -248,8 +248,8 @@ def test_lines_of_env_files() -> None:
         (b"A=\xff\n", "`: it is not a text in UTF-8."),
     ],
 )
-def test_a_bad_file_is_told_with_its_line(tmp_path: Path, text: bytes, said: str) -> None:
-    """And not with what may be secret; what Windows adds to a file is no part of the values."""
+def test_a_bad_env_file_is_refused_with_its_line(tmp_path: Path, text: bytes, said: str) -> None:
+    """The error shows no value, which may be secret; marks of Windows are no part of values."""
     file = tmp_path / ".env"
     file.write_bytes(text)
     with pytest.raises(UsageError) as found:

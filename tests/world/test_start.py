@@ -1,4 +1,4 @@
-"""Tests of what `World` starts its workers with: environment (also a torchrun's), name, program."""
+"""Tests of how `World` starts its workers: environment (also a torchrun's), name, program."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def world(folder: Path) -> Iterator[World]:
-    """One with a name, logs and variables of its own."""
+    """A world with a name, logs and variables of its own."""
     file = folder / ".env"
     file.write_text("export FROM_FILE='a b'\n")
     with World(
@@ -43,8 +43,8 @@ def world(folder: Path) -> Iterator[World]:
         yield world
 
 
-def test_variables_are_there_also_in_a_replaced_rank(world: World, folder: Path) -> None:
-    """It has all that the one had that died, its log folder too, which the name is part of."""
+def test_a_replaced_rank_has_the_same_environment(world: World, folder: Path) -> None:
+    """A replaced rank has the dead rank's variables; log folders lie below the world's name."""
     root = Path(world.logs[0]).parent
     assert (root.parent, root.name[:8]) == (folder / "exp" / "run", "attempt_")
     assert [Path(world.logs[rank]) for rank in range(2)] == [root / "0", root / "1"]
@@ -59,8 +59,8 @@ def test_variables_are_there_also_in_a_replaced_rank(world: World, folder: Path)
     assert "GIVEN" not in os.environ
 
 
-def test_a_restart_keeps_what_it_does_not_say(world: World, tmp_path: Path) -> None:
-    """And a change that cannot be leaves everything as it is."""
+def test_a_restart_keeps_options_that_are_not_given(world: World, tmp_path: Path) -> None:
+    """A restart that is refused, or whose workers cannot start, leaves the options as they were."""
     with pytest.raises(UsageError):
         world.restart(name="../x")
     assert world.gather("rank") == [0, 1]
@@ -83,7 +83,7 @@ def test_a_restart_keeps_what_it_does_not_say(world: World, tmp_path: Path) -> N
 
 
 def refused(world: World, wrap: str) -> str:
-    """What is said, in one line, of workers that cannot be started by this."""
+    """Return the line that says why workers cannot be started with this wrapper."""
     with pytest.raises(StartError) as found:
         world.restart(wrap=wrap)
     (said,) = str(found.value).splitlines()
@@ -91,10 +91,11 @@ def refused(world: World, wrap: str) -> str:
 
 
 @pytest.mark.own_agent
-def test_wrapped_workers_in_another_interpreter(tmp_path: Path) -> None:
-    """A virtual environment with packages of its own; the wrapper's doings hold in the worker.
+def test_a_wrapped_worker_has_another_interpreter(tmp_path: Path) -> None:
+    """The worker has the packages of its virtual environment, and the wrapper's settings.
 
-    It stays as a process between agent and worker: Stop is not for it, and it dies with the agent.
+    The wrapper stays as a process between agent and worker: Stop does not end the wrapper, which
+    dies with the agent.
     """
     venv = tmp_path / "venv"
     command = [sys.executable, "-m", "venv", "--without-pip", str(venv)]
@@ -132,11 +133,11 @@ MISMATCH = "Detected mismatch between collectives"
 
 
 def test_debug_tells_which_collectives_differ(world: World) -> None:
-    """Before it runs, with C++ stacks."""
+    """With `debug`, a collective that differs between ranks raises with C++ stacks."""
     world.restart(debug=True)
     environ = world.gather(f"{{**{ENVIRON}}}")[1]
     assert environ["CUDA_LAUNCH_BLOCKING"] == "1"
-    # With it torch's watchdog would end a worker that waits.
+    # With this variable torch's watchdog would end a worker that waits.
     assert "NCCL_DESYNC_DEBUG" not in environ
     ran = run(world, "x = torch.ones(2 + rank)\ndist.all_reduce(x)")
     assert MISMATCH in str(ran.error)
@@ -147,7 +148,7 @@ def test_debug_tells_which_collectives_differ(world: World) -> None:
 
 
 def test_torchs_debug_level_reaches_a_fork(world: World) -> None:
-    """Its torch was imported without; the checks are there in renewed groups too."""
+    """A fork checks collectives though its torch was imported before, also in renewed groups."""
     world.restart(debug=False, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
     world.execute("group = dist.new_group([0, 1])")
     with pytest.raises(WorkerError, match="ZeroDivisionError"):
@@ -183,7 +184,7 @@ ONLY_HERE = {
     *("TTY_COMPATIBLE", "PYDEVD_DISABLE_FILE_VALIDATION", "NBDIST_WORLD"),
     "NBDIST_WORKER_PID",
 }
-# What every ipykernel sets, for commands in cells.
+# Variables that every ipykernel sets, for commands in cells.
 IPYKERNELS = {"PAGER", "GIT_PAGER", "CLICOLOR", "CLICOLOR_FORCE", "FORCE_COLOR", "TERM"}
 # Numbers, names and paths of the run.
 OF_THE_RUN = {
@@ -192,14 +193,14 @@ OF_THE_RUN = {
 
 
 def plain_environ() -> dict[str, str]:
-    """The environment without all of that, and without GPUs."""
+    """Return the environment without variables that nbdist or ipykernel sets, and without GPUs."""
     names = ONLY_HERE | OTHER_VALUES | IPYKERNELS
     plain = {name: value for name, value in os.environ.items() if name not in names}
     return {**plain, "CUDA_VISIBLE_DEVICES": ""}
 
 
 def start_torchrun(folder: Path, *options: str) -> subprocess.Popen[bytes]:
-    """The real one, whose workers write their environments into the folder."""
+    """Start torch's own torchrun, whose workers write their environments into the folder."""
     folder.mkdir(exist_ok=True)
     script = folder / "dump.py"
     script.write_text(DUMP)
@@ -210,7 +211,7 @@ def start_torchrun(folder: Path, *options: str) -> subprocess.Popen[bytes]:
 
 @pytest.fixture(scope="module")
 def torchruns(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Environs]:
-    """What three ranks of one torchrun have, and two of each of two that belong together."""
+    """The ranks' environments of a torchrun with three ranks, and of a torchrun on two nodes."""
     folder, port = tmp_path_factory.mktemp("torchrun"), HeldPort()
     address = ("--master-addr=localhost", f"--master-port={port.number}")
     two = ("--nnodes=2", "--nproc-per-node=2", *address)
@@ -233,7 +234,7 @@ def torchruns(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Environs
 
 @pytest.fixture(scope="module")
 def plain_world() -> Iterator[World]:
-    """One made where nobody has set what it sets."""
+    """A world that was made in an environment without the variables that nbdist sets."""
     with pytest.MonkeyPatch.context() as patch:
         for name in os.environ.keys() - plain_environ().keys():
             patch.delenv(name)
@@ -243,10 +244,10 @@ def plain_world() -> Iterator[World]:
 
 
 @pytest.mark.parametrize("layout", ["1x3", "2x2"])
-def test_every_name_is_torchruns(
+def test_the_environment_is_torchruns(
     plain_world: World, torchruns: Mapping[str, Environs], layout: str
 ) -> None:
-    """Names and values are torchrun's but for those of the documented table."""
+    """Names and values are torchrun's, except for the names in the documented table."""
     world = plain_world
     if layout != world.session.layout:
         world.restart(layout=layout)

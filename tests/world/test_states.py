@@ -1,4 +1,4 @@
-"""Tests of `nbdist.world.states`: what can happen to a world, who is which rank, whose turn."""
+"""Tests of `nbdist.world.states`: states of a world, numbers of ranks, machines and prompts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.shared_world
 
 
 def reachable(start: WorldState) -> set[WorldState]:
-    """Every state that some events lead to."""
+    """Return all states that events lead to from this state."""
     found: set[WorldState] = set()
     more = {start}
     while more:
@@ -39,8 +39,8 @@ def reachable(start: WorldState) -> set[WorldState]:
     return found
 
 
-def test_what_can_happen_to_a_world():
-    """Any can lose its agent, or stop; Stop is always legal; cells start from one state."""
+def test_every_state_can_stop_or_lose_its_agent():
+    """Every state can stop or lose its agent, and only a ready world takes a task."""
     assert reachable(WorldState.STOPPED) == {*WorldState}
     assert {next_state(state, Event.AGENT_LOST) for state in WorldState} == {WorldState.LOST}
     assert {next_state(state, Event.STOP) for state in WorldState} == {WorldState.STOPPING}
@@ -60,7 +60,7 @@ def test_what_can_happen_to_a_world():
 
 
 def ranks(*pids: int) -> Processes:
-    """Processes of one machine, by rank."""
+    """Return the processes of a single machine, by rank."""
     return processes(dict(enumerate(pids)), ())
 
 
@@ -71,25 +71,25 @@ def ranks(*pids: int) -> Processes:
         (ranks(10, 11), ranks(10, 11, 12), {0: 0, 1: 1}, (2,)),
         (ranks(10, 11, 12), ranks(10, 11), {0: 0, 1: 1}, ()),
         (ranks(10, 11, 12, 13), ranks(10, 12, 13), {0: 0, 2: 1, 3: 2}, ()),
-        # One was replaced: with the others where they were, and while they moved.
+        # A rank was replaced: while other ranks stayed, and while other ranks moved.
         (ranks(10, 11), ranks(10, 20), {0: 0, 1: 1}, ()),
         (ranks(10, 11, 12, 13), ranks(10, 12, 20), {0: 0, 2: 1}, (2,)),
-        # One left, and one came.
+        # A rank left, and another rank came.
         (ranks(10, 11, 12), ranks(10, 12, 20), {0: 0, 2: 1}, (2,)),
     ],
 )
-def test_processes_are_compared(
+def test_ranks_are_recognized_by_their_process(
     before: Processes, after: Processes, became: Mapping[int, int], new: tuple[int, ...]
 ) -> None:
-    """A process that is there still is the same rank, whatever its number; others are new."""
+    """A process stays its rank under any number; a new process can take a dead rank's place."""
     found = compare(before, after)
     assert found == Renumbering(len(before), len(after), became)
     assert found.new == new
     assert found.moved == {old: now for old, now in became.items() if old != now}
 
 
-def test_what_became_of_ranks() -> None:
-    """Processes of two machines can have one number; what moved in order is said together."""
+def test_changes_of_rank_numbers_are_combined() -> None:
+    """Changes of numbers can be combined; ranks that have moved in order are named together."""
     slots = (Position(0, 0), Position(1, 0))
     before = processes({0: 17, 1: 17}, slots)
     assert compare(before, processes({0: 17}, slots[1:])).became == {1: 0}
@@ -103,8 +103,8 @@ def test_what_became_of_ranks() -> None:
     assert states.moved_text({2: 3, 3: 2}) == "rank 2 is now rank 3, rank 3 is now rank 2"
 
 
-def test_machines() -> None:
-    """They are named in the order of their ranks, many are counted, one is not said again."""
+def test_machines_are_named_with_their_ranks() -> None:
+    """Machines are named in the order of their ranks, and many machines are only counted."""
     one = Machines.one("here", 3)
     assert one.by_rank == {rank: ("here", rank) for rank in range(3)}
     assert (one.who([2, 0, 1]), one.who([1]), str(one)) == ("ranks 0-2", "rank 1", "here")
@@ -129,19 +129,19 @@ def asked(*ranks: int, by_debugger: bool = False) -> Prompts:
     return prompts
 
 
-def test_in_the_order_of_the_ranks():
-    """Also where a later one was faster: the others are given a moment."""
+def test_prompts_come_in_the_order_of_ranks():
+    """A lower rank comes first even if another rank was faster: lower ranks get a moment."""
     prompts = asked(2)
     assert prompts.next(0.0, unfinished={0, 1, 2}) is None
     prompts.receive(1, InputRequest(2, "> "), states.SETTLE_SECONDS / 2)
     assert prompts.next(states.SETTLE_SECONDS, unfinished={0, 1, 2}) is None
     assert prompts.next(states.SETTLE_SECONDS * 2, unfinished={0, 1, 2}) == 1
-    assert prompts.next(states.SETTLE_SECONDS / 2, unfinished={1, 2}) == 1  # nobody else is to come
+    assert prompts.next(states.SETTLE_SECONDS / 2, unfinished={1, 2}) == 1  # no other rank can come
     assert prompts.ranks == (1, 2)
 
 
-def test_a_conversation_is_not_torn_apart():
-    """Who was answered comes again first, for a moment; seconds are counted once."""
+def test_an_answered_rank_comes_first_again():
+    """A rank that was answered comes first again for a moment; overlapping waits count once."""
     prompts = asked(0, 1)
     prompts.answered(0, 1.0)
     assert prompts.next(1.0, unfinished={0, 1}) is None
@@ -156,16 +156,16 @@ def test_a_conversation_is_not_torn_apart():
     assert prompts.seconds(12.0) == 5.0
 
 
-def test_a_line_is_for_one_rank():
-    """As the prompt says; `-r` is the debugger's alone, any other program may be told that."""
+def test_a_typed_line_is_for_one_rank():
+    """The prompt names the rank; in programs other than the debugger `-r` has no meaning."""
     prompts = asked(0, 1, 3)
     assert prompts.prompt(3) == "[rank 3] > "
     assert prompts.answers(3, "-r all c", size=4) == {3: "-r all c"}
     assert prompts.text == "ranks 0-1,3 wait for your input, one at a time"
 
 
-def test_a_line_for_several_debuggers():
-    """Those that wait in one of the ranks that were said."""
+def test_a_typed_line_can_go_to_several_debuggers():
+    """With `-r` a line goes to those named ranks that wait in the debugger."""
     prompts = asked(0, 1, 3, by_debugger=True)
     assert prompts.answers(0, "-r all n", size=4) == {0: "n", 1: "n", 3: "n"}
     assert prompts.answers(0, "-r 1:3 p x + 1", size=4) == {1: "p x + 1"}
@@ -204,14 +204,14 @@ def started(new_world: NewWorld, tmp_path_factory: pytest.TempPathFactory) -> It
 
 @pytest.fixture
 def world(started: World) -> World:
-    """Three ranks with `was`, their ranks by now."""
+    """Three ranks, each with its present number in `was`."""
     started.scale(3)
     started.execute("was = rank")
     return started
 
 
-def test_the_rank_in_the_middle_leaves(world: World) -> None:
-    """The others keep what they have; whatever says who they are follows, also in healing."""
+def test_ranks_keep_variables_when_another_rank_leaves(world: World) -> None:
+    """Each place with a rank's number follows the new number, also after healing."""
     pids = dict(world.pids)
     world.execute("pair = dist.new_group([0, 1])\nmine = rank")
     world.execute("only = rank; print('before')", ranks=[2])
@@ -235,8 +235,8 @@ def test_the_rank_in_the_middle_leaves(world: World) -> None:
     world.execute("dist.all_reduce(torch.ones(1))")
 
 
-def test_cells_that_follow_their_ranks(world: World) -> None:
-    """A set-up cell of one rank runs where that rank is now, and is exported so."""
+def test_set_up_cells_follow_their_ranks(world: World) -> None:
+    """A set-up cell of a rank runs under the rank's new number, also in the history for exports."""
     world.execute("special = 'setup'", ranks=[2], setup=True)
     world.scale(ranks=[0, 2])
     assert [task.ranks for task in world.session.setup.tasks.values()] == [(0, 1), (1,)]
@@ -253,8 +253,8 @@ def test_cells_that_follow_their_ranks(world: World) -> None:
     assert world.gather(WHO) == [[r, r, 3, r, 3, r, r, 3, 3, 3, True, str(r)] for r in range(3)]
 
 
-def test_ranks_that_are_not_there(world: World) -> None:
-    """Nothing happens; it is said which there are."""
+def test_scaling_to_unknown_ranks_is_refused(world: World) -> None:
+    """Nothing happens, and the error says which ranks the world has."""
     for ranks in ([], [0, 7]):
         with pytest.raises(BadRanks, match="There are ranks 0-2"):
             world.scale(ranks=ranks)

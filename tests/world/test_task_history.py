@@ -38,7 +38,7 @@ def ended(
     ranks: tuple[int, ...] = (0, 1),
     shipped: dict[str, Sent] | None = None,
 ) -> TaskRun:
-    """A task that all of its ranks have finished in this way."""
+    """Return a task that all its ranks have finished with this status and these names."""
     task = Task("id", ranks, work, key=key, execution_count=5)
     parcels = dict.fromkeys(ranks, Parcel(shipped or {}))
     running = TaskRun(task, Patience(), MEMBERS, parcels)
@@ -50,7 +50,7 @@ def ended(
 
 
 def test_a_cell_is_kept_once() -> None:
-    """In its last form, with where it first and last ran; a failed run beside what succeeded."""
+    """A cell is kept in its last form, with its first and last run, beside a later failed form."""
     past = TaskHistory()
     past.add(ended(CellCode("x = 1"), key="a", bound="x"))
     past.add(ended(CellCode("y = x"), key="b"))
@@ -67,8 +67,8 @@ def test_a_cell_is_kept_once() -> None:
     assert [(each.text, each.status) for each in past.tasks] == [("x = 3", "ok"), ("y = x", "ok")]
 
 
-def test_what_leaves_nothing_is_not_kept() -> None:
-    """Questions are no part of how the workers came to what they have."""
+def test_tasks_that_leave_nothing_are_not_kept() -> None:
+    """Empty cells, and calls that bind nothing, are no part of how variables were made."""
     past = TaskHistory()
     train = Script("file", "train.py", ("--lr", "1"))
     for work in (CellCode("pass"), CellCode(""), OpCall("memory.clean"), train):
@@ -77,8 +77,8 @@ def test_what_leaves_nothing_is_not_kept() -> None:
     assert [each.kind for each in past.tasks] == ["cell", "script", "call"]
 
 
-def test_facts() -> None:
-    """Who ran it, what it bound, what was shown; a stopped cell is told from one that failed."""
+def test_a_task_is_kept_with_its_facts() -> None:
+    """The facts are ranks, names, shown values and figures; a stopped cell is no failed cell."""
     past = TaskHistory()
     running = ended(CellCode("x"), ranks=(1,), bound="x")
     running.receive(1, Display({"text/plain": "1"}, {}, is_result=True))
@@ -96,8 +96,8 @@ def test_facts() -> None:
     assert told == [("x", "interrupted", "ValueError"), ("y", "failed", "ValueError")]
 
 
-def test_names_that_went_along() -> None:
-    """As they last were before each task; what went home is named."""
+def test_sent_names_are_kept_with_their_task() -> None:
+    """Sent names are known as they last were up to a task; gathered expressions are listed."""
     past = TaskHistory()
     new = Sent(("float", "0.01"), Identity(0.01))
     past.add(ended(CellCode("pass"), shipped={"lr": LR}))
@@ -109,8 +109,8 @@ def test_names_that_went_along() -> None:
     assert [*past.gathered] == ["loss"]
 
 
-def test_it_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cells without a key are kept each; the oldest are forgotten, and counted."""
+def test_the_history_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each run of a cell without a key is kept; the oldest tasks are dropped, and counted."""
     monkeypatch.setattr(module, "MAX_TASKS", 3)
     past = TaskHistory()
     for _ in range(5):
@@ -126,7 +126,7 @@ def test_it_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_set_up_cells_are_kept_in_order() -> None:
-    """One that runs again takes its old place; one for all ranks is for all that there are."""
+    """A cell that runs again keeps its place; a cell for all ranks is for all of the new size."""
     setup, past = Setup(), TaskHistory()
     for number, key in enumerate("abca"):
         setup.keep(key, Task(key, (0,), CellCode(f"{key}{number}"), attempt=Attempt(1, 3)), None)
@@ -147,8 +147,8 @@ def test_set_up_cells_are_kept_in_order() -> None:
     assert not past.has_cell(ended(CellCode("import sys")).task)
 
 
-def test_tasks_of_ranks_that_are_gone() -> None:
-    """They are dropped, also if no other rank gets another number; the rest keeps its ranks."""
+def test_tasks_of_removed_ranks_are_dropped() -> None:
+    """Tasks whose ranks are all gone are dropped; other tasks keep their remaining ranks."""
     past = TaskHistory()
     for ranks in ((0, 1), (1,), (0,)):
         past.add(ended(CellCode(f"x = {ranks}"), ranks=ranks))
@@ -168,8 +168,8 @@ def is_gone(segment: Segment) -> bool:
     return True
 
 
-def test_names_stay_for_as_long_as_their_cell() -> None:
-    """Memory that holds them is released when it is replaced, or forgotten."""
+def test_names_stay_as_long_as_their_set_up_cell() -> None:
+    """Shared memory with the names is released when the cell is replaced or forgotten."""
     setup = Setup()
     first, other, second = segments = [run_to_end(Segment.filling([b"x"])) for _ in range(3)]
     for key, segment in (("a", first), ("b", other), ("b", None), ("a", second)):
@@ -194,7 +194,7 @@ def world(started: World) -> World:
 
 
 def test_setup_runs_in_every_new_worker(world: World) -> None:
-    """After a death, a replacement and a restart, in order, with the names that came along."""
+    """Set-up cells run after a death, replacement or restart, in order and with sent names."""
     numbers = list(range(100_000))  # too many for a message: they stay in shared memory
     world.execute("base = sum(numbers) + rank", names={"numbers": numbers}, setup=True)
     world.execute("order = ['a']", setup=True)
@@ -212,8 +212,8 @@ def test_setup_runs_in_every_new_worker(world: World) -> None:
     assert world.gather("order") == [["a", "b"], ["a"], ["a", "b"]]
 
 
-def test_setup_that_fails(world: World) -> None:
-    """A restart says so, and the workers are there; one that kills its worker runs only once."""
+def test_a_failed_set_up_cell_is_reported(world: World) -> None:
+    """A restart raises the error of the cell; healing names a cell that has killed its worker."""
     world.execute("dict(); assert kept >= 0", setup=True)
     with pytest.raises(WorkerError, match="NameError: name 'kept' is not defined"):
         world.restart()
@@ -228,8 +228,8 @@ def test_setup_that_fails(world: World) -> None:
     world.execute(SUM)
 
 
-def test_stop_while_a_new_worker_is_set_up(world: World, tmp_path: Path) -> None:
-    """Stop ends the set-up cell; the world takes cells."""
+def test_stop_ends_a_set_up_cell(world: World, tmp_path: Path) -> None:
+    """Stop ends the set-up cell of a new worker, and the world takes cells afterwards."""
     begun = tmp_path / "begun"
     waits = f"open({str(begun)!r}, 'w'); __import__('time').sleep(600)"
     world.execute(f"if 'kept' not in globals(): {waits}", setup=True)

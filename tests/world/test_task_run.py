@@ -1,4 +1,4 @@
-"""Tests of `nbdist.world.task_run` and `hangs`: what is to be done about a task, and said of it."""
+"""Tests of `nbdist.world.task_run` and `hangs`: steps during a task, its errors and texts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def running(
 
 
 def looks(task: TaskRun, now: float) -> list[Step]:
-    """What is to be done at three looks, at which rank 0 waits and the other does nothing."""
+    """Return the steps of three looks, at which rank 0 waits and rank 1 does nothing."""
     steps: list[Step] = []
     for number in range(3):
         steps += task.next_steps(now + 1.5 * (number + 1))
@@ -56,8 +56,8 @@ def looks(task: TaskRun, now: float) -> list[Step]:
     return steps
 
 
-def test_it_is_over_when_all_ranks_are_done() -> None:
-    """What they show is news once; with their agent all have ended."""
+def test_a_task_ends_when_all_ranks_are_done() -> None:
+    """Each output is returned once; the loss of the agent ends all ranks."""
     task = running()
     task.receive(0, Text("stdout", "hello\n"))
     task.moved = {0: TransferProgress(1, 10), 1: TransferProgress(2, 20)}
@@ -83,8 +83,8 @@ def test_it_is_over_when_all_ranks_are_done() -> None:
         ("none", False, [Step.END_SURVIVORS]),
     ],
 )
-def test_a_death(backend: str, *, heals: bool, step: list[Step]) -> None:
-    """The others are freed, or ended as the policy says; once."""
+def test_a_death_frees_or_ends_survivors(backend: str, *, heals: bool, step: list[Step]) -> None:
+    """After a death other ranks are released or ended once, as the policy says."""
     now, task = time.monotonic(), running(backend=backend, heals=heals)
     task.receive(1, Died(-9, time.time_ns()))
     assert [*task.next_steps(now)] == step
@@ -97,8 +97,8 @@ def test_a_death(backend: str, *, heals: bool, step: list[Step]) -> None:
     assert str(error).endswith("It was replaced.")
 
 
-def test_a_rank_that_finished_is_waited_for() -> None:
-    """Two looks that show the same are enough to free who waits; after Stop its agent does."""
+def test_ranks_that_wait_for_a_finished_rank_are_released() -> None:
+    """Two looks with equal places are enough to release a rank; after Stop its agent does that."""
     task, stopped, now = running(), running(), time.monotonic()
     for each in (task, stopped):
         each.receive(1, Done("ok", 0.1))
@@ -115,8 +115,8 @@ def test_a_rank_that_finished_is_waited_for() -> None:
 
 
 @pytest.mark.parametrize("backend", ["gloo", "none"])
-def test_who_is_not_watched_costs_no_processor(backend: str) -> None:
-    """A notebook that has nothing to ask ranks for waits, and does not look again at once."""
+def test_a_task_that_is_not_watched_is_not_polled(backend: str) -> None:
+    """A notebook that has nothing to ask ranks waits, and does not look again at once."""
     task, now = running(backend=backend), time.monotonic() + FIRST_LOCATE_DELAY
     is_watched = backend != "none"
     assert (task.seconds_to_poll(now) == 0) == is_watched
@@ -141,10 +141,10 @@ LATE = Failure("RuntimeError", "Timed out", ("Timed out",), 5, connections="time
         (Done("ok", 1.0), "it waited for a rank that had closed its connection (cell line 4)"),
     ],
 )
-def test_why_connections_have_ended(
+def test_a_released_rank_says_how_its_peer_ended(
     peer: Failure | Died | Done, said: str, *, is_first: bool
 ) -> None:
-    """A released rank says what ended the rank that it waited for, whichever is known first."""
+    """The message says how the other rank ended, whichever of the two is known first."""
     task = running(ranks=3)
     for rank, output in [(1, peer), (0, LOST), (2, LOST)][:: 1 if is_first else -1]:
         task.receive(rank, output)
@@ -153,8 +153,8 @@ def test_why_connections_have_ended(
     assert isinstance(errors.get(1, peer), type(peer))
 
 
-def test_a_rank_interrupts_itself() -> None:
-    """Nobody has pressed Stop: what the cell raised on that rank is the cause."""
+def test_a_rank_that_interrupts_itself_is_the_cause() -> None:
+    """If nobody has pressed Stop, a KeyboardInterrupt of a rank is the error of the cell."""
     task, now = running(), time.monotonic()
     task.receive(1, Failure("KeyboardInterrupt", "mine", ("KeyboardInterrupt: mine",), 5))
     task.receive(1, Done("error", 0.1))
@@ -169,8 +169,8 @@ def test_a_rank_interrupts_itself() -> None:
     assert "KeyboardInterrupt: mine. Rank 0 was waiting in barrier" in str(error)
 
 
-def test_a_gpu_has_just_ended_a_collective() -> None:
-    """nccl2 notices within a second; until then a rank that goes on to compute seems to wait."""
+def test_nccl_ranks_are_not_released_at_once() -> None:
+    """nccl2 notices an end within a second; until then a computing rank seems to wait."""
     task, now = running(backend="nccl"), time.monotonic()
     task.receive(1, Failure("ValueError", "bad", ("bad",), 1))
     task.receive(1, Done("error", 0.1))
@@ -182,8 +182,8 @@ def test_a_gpu_has_just_ended_a_collective() -> None:
     assert [*task.next_steps(now + 2)] == [Step.ABORT]
 
 
-def test_nobody_waits_in_vain_for_one_that_is_debugged() -> None:
-    """As long as somebody has to type there, the others are not even looked at."""
+def test_no_rank_is_located_during_a_prompt() -> None:
+    """While a rank's prompt waits for the user, nobody asks where the ranks are."""
     task, now = running(), time.monotonic()
     task.receive(1, InputRequest(1, "(Pdb) "))
     assert [*task.next_steps(now + 60)] == []
@@ -192,8 +192,8 @@ def test_nobody_waits_in_vain_for_one_that_is_debugged() -> None:
 
 
 @pytest.mark.parametrize("backend", ["gloo", "none"])
-def test_it_takes_too_long(backend: str) -> None:
-    """It is stopped once, and where its ranks were is the error; time to type does not count."""
+def test_a_task_that_takes_too_long_is_stopped_once(backend: str) -> None:
+    """The error says where the ranks were; time at a prompt does not count."""
     assert running(patience=Patience(timeout=0.5)).seconds_to_poll(time.monotonic()) <= 0.5
     task = running(backend=backend, patience=Patience(hang_timeout=1000.0, timeout=500.0))
     now = time.monotonic()
@@ -217,8 +217,8 @@ def test_it_takes_too_long(backend: str) -> None:
     assert "ValueError: bad shard" in str(failed.error())
 
 
-def test_a_stop_is_counted() -> None:
-    """Other errors of a consumer are its own; without a bound Stop goes on until all have ended."""
+def test_only_keyboard_interrupts_count_as_stops() -> None:
+    """Other errors are the consumer's; without a timeout Stop goes on until all ranks end."""
     task = running(patience=Patience(control_timeout=None))
     with task.counting_stops():
         raise KeyboardInterrupt
@@ -234,8 +234,8 @@ def test_a_stop_is_counted() -> None:
 
 
 @pytest.mark.parametrize(("backend", "ended"), [("gloo", (0,)), ("cpu:gloo,cuda:nccl", ())])
-def test_what_nothing_wakes_is_ended(backend: str, ended: tuple[int, ...]) -> None:
-    """A rank that waits on, calm, in what was aborted three times; not one that has gone on."""
+def test_a_rank_that_no_abort_wakes_is_ended(backend: str, ended: tuple[int, ...]) -> None:
+    """A rank that still waits calmly after three aborts is ended, but not a rank that moved on."""
     task, now = running(ranks=3, backend=backend), time.monotonic()
     task.receive(2, Done("ok", 0.1))
     steps: list[Step] = []
@@ -250,8 +250,8 @@ def test_what_nothing_wakes_is_ended(backend: str, ended: tuple[int, ...]) -> No
     assert steps == [Step.ABORT] * 3 + [Step.END_UNWAKEABLE if ended else Step.ABORT]
 
 
-def test_who_waits_where() -> None:
-    """It is said once it may be in vain; machines and networks that are silent come first."""
+def test_waits_and_silent_machines_are_named() -> None:
+    """Ranks are named if their wait may be in vain; silent machines and networks come first."""
     task = running(patience=Patience(hang_timeout=0.0))
     task.handle_message(Located({0: WAITS, 1: RankPosition(line=2)}), 1.0)
     assert task.doing == task.waits == "rank 0 waits in barrier, line 1 · rank 1 is in line 2"
@@ -283,7 +283,7 @@ BUSY = {0: replace(CALM, is_calm=False)}
 
 
 def watch(*looks: Places, every: float = SOON) -> HangDetector:
-    """A watch that has been told these places, one after the other."""
+    """Return a HangDetector that has got the places of each look, `every` seconds apart."""
     found = HangDetector(0.0)
     for number, places in enumerate(looks):
         found.record_places(places, number * every)
@@ -305,14 +305,14 @@ def watch(*looks: Places, every: float = SOON) -> HangDetector:
         ([{**BOTH, **BUSY}, BOTH], SOON, True),
     ],
 )
-def test_all_wait_and_nothing_moves(looks: list[Places], every: float, *, never: bool) -> None:
-    """Two looks that show the same are enough; threads at work hold it up, but not for ever."""
+def test_equal_waits_count_as_a_deadlock(looks: list[Places], every: float, *, never: bool) -> None:
+    """Two looks with equal places are enough; threads at work delay that, but not for ever."""
     now = (len(looks) - 1) * every
     assert watch(*looks, every=every).is_deadlocked((0, 2), now) is never
 
 
-def test_what_may_still_bring_on_who_waits() -> None:
-    """Ends that are on their way from ranks that have finished, and bytes, which TCP repeats."""
+def test_news_on_its_way_delays_a_deadlock() -> None:
+    """A rank that has just finished, or bytes in flight, which TCP repeats, may end a wait."""
     found = watch(BOTH, BOTH, BOTH)
     found.restart()
     assert found.places == BOTH
@@ -330,8 +330,8 @@ def test_what_may_still_bring_on_who_waits() -> None:
         assert found.is_deadlocked((0,), now) is (not in_flight)
 
 
-def test_when_to_look() -> None:
-    """Late while all are at work, soon once one has finished, or, once, where all wait."""
+def test_ranks_are_located_sooner_if_some_wait() -> None:
+    """Looks are rare while all ranks work, and come soon if a rank has finished or all wait."""
     found = HangDetector(10.0)
     assert found.seconds_to_poll(10.0) == FIRST_LOCATE_DELAY
     assert HangDetector(10.0, hang_timeout=0.5).seconds_to_poll(10.0) == 0.5
@@ -347,8 +347,8 @@ def test_when_to_look() -> None:
     assert found.seconds_to_poll(SOON) == pytest.approx(LOCATE_INTERVAL)
 
 
-def test_all_wait_for_one_another() -> None:
-    """They are let be until it is known that they never meet, or nothing moves for long."""
+def test_mutual_waits_end_if_known_or_long() -> None:
+    """Mutual waits go on until calls are known not to match, or nothing has moved for long."""
     found = watch(ALL, ALL)
     assert found.is_dead_end((0, 1), SOON, is_known=True)
     assert not found.is_dead_end((0, 1), SOON, is_known=False)
@@ -358,14 +358,14 @@ def test_all_wait_for_one_another() -> None:
     assert at_work.is_dead_end((0, 1), UNCHANGED, is_known=True, runs_ahead=True)
     assert not at_work.is_dead_end((0, 1), UNCHANGED, is_known=False, runs_ahead=True)
     assert not watch({0: CALM, 1: COMPUTES}, ALL).is_dead_end((0, 1), SOON, is_known=True)
-    helped = {0: CALM, 1: replace(CALM, has_help=True)}  # by a thread that may bring it on
+    helped = {0: CALM, 1: replace(CALM, has_help=True)}  # by a thread that may end the wait
     found = watch(helped, helped)
     assert not found.is_dead_end((0, 1), 1000.0, is_known=False)
     assert found.is_dead_end((0, 1), 1000.0, is_known=True)
 
 
-def test_words() -> None:
-    """Ranks that do the same are named together, with their line; networks by their machines."""
+def test_equal_places_are_named_together() -> None:
+    """Ranks with equal places are named together, with their line; networks by their machines."""
     places = {0: CALM, 1: COMPUTES, 2: CALM, 3: RankPosition(holds_gil=True)}
     assert hangs.waits_text(places, "if rank == 1:\n    time.sleep(600)\ndist.barrier()") == (
         "ranks 0,2 wait in barrier, line 3 · rank 1 is in line 2: time.sleep(600) · "
@@ -387,12 +387,12 @@ def test_words() -> None:
 
 
 def waits(*begun: Begun, line: int = 2) -> RankPosition:
-    """A rank that waits in the last of these."""
+    """Return the place of a rank that waits in the last of its collectives."""
     return RankPosition(line=line, operation=begun[-1].name, begun=begun)
 
 
 def done(*begun: Begun) -> RankPosition:
-    """A rank that has finished the cell."""
+    """Return the place of a rank that has finished the cell."""
     return RankPosition(begun=tuple(replace(each, is_done=True) for each in begun))
 
 
@@ -402,8 +402,8 @@ OVER = replace(REDUCE, is_done=True), replace(BARRIER, is_done=True)
 NEVER = "these calls do not match and would wait forever"
 
 
-def test_verdict() -> None:
-    """The fifth of one is another than that of the others; what is not known is not decided."""
+def test_the_verdict_names_calls_that_differ() -> None:
+    """Calls of equal number in a group are compared; if a number is unknown, nothing is decided."""
     for first, other in (
         (waits(REDUCE), waits(REDUCE)),
         (waits(REDUCE), waits(replace(BARRIER, number=6))),
@@ -415,7 +415,7 @@ def test_verdict() -> None:
     three = {0: waits(REDUCE, line=3), 1: waits(BARRIER), 2: waits(BARRIER)}
     said = "ranks 1-2 are in barrier (line 2), rank 0 in all_reduce (line 3)"
     assert hangs.verdict(three) == f"{said}: {NEVER}"
-    # A root has sent and gone on; the others wait in what it never began.
+    # Rank 0 has finished a broadcast that rank 1 has never begun.
     began = replace(REDUCE, name="broadcast", is_done=True), replace(BARRIER, number=6)
     assert hangs.verdict({0: waits(*began, line=3), 1: waits(BARRIER, line=3)}) == (
         f"ranks 0-1 are in barrier (line 3): {NEVER}; the first that differ: rank 0 broadcast, "
@@ -428,8 +428,8 @@ def test_verdict() -> None:
     assert hangs.verdict({0: RankPosition(file="a.py", line=4, operation="recv")}) == said
 
 
-def test_sizes_and_dtypes() -> None:
-    """Those of each rank, and whose result is wrong; gloo takes any shape of as many elements."""
+def test_differing_sizes_and_dtypes_are_named() -> None:
+    """The text has each rank's values and wrong results; shapes of equal size do not differ."""
     both = "sizes and dtypes differ: rank 0 float32 [3], rank 1 bfloat16 [2]"
     for first, second, told in (
         (REDUCE, LARGER, "sizes differ: rank 0 [2], rank 1 [3]"),
@@ -446,8 +446,8 @@ def test_sizes_and_dtypes() -> None:
         assert hangs.differing({0: one, 1: other}) == ""
 
 
-def test_why_aborted() -> None:
-    """Others have finished, or do not run the cell; or nothing would have helped."""
+def test_an_abort_says_why_ranks_waited_in_vain() -> None:
+    """Other ranks have finished or do not run the cell, or calls do not match."""
     waiting = waits(REDUCE)
     seen, freed = {0: RankPosition(), 1: waiting}, {1: waiting}
     said = "rank 1 waits in all_reduce, line 2; "
@@ -463,8 +463,8 @@ def test_why_aborted() -> None:
     )
 
 
-def test_why_died() -> None:
-    """Gloo ends a process that receives too much; of other deaths there is nothing to say."""
+def test_a_death_by_a_large_message_is_explained() -> None:
+    """Gloo ends a process that receives too much; for other deaths the text is empty."""
     died = Died(-signal.SIGABRT, 0, received_too_much=True)
     assert hangs.why_died(0, died, {1: done(DOUBLE), 2: done(REDUCE)}) == (
         "Rank 0 received more than its tensor holds: sizes or dtypes differ between ranks in "

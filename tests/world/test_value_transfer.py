@@ -35,19 +35,19 @@ from tests.waiting import once, press_stop, wait_until
 
 pytestmark = pytest.mark.shared_world(2)
 
-# --- gathered ---------------------------------------------------------------------------------
+# --- gathered values --------------------------------------------------------------------------
 
 
 @pytest.fixture
 def gathered(world: World) -> World:
-    """Ranks with some values, and a name that one has alone."""
+    """Ranks with some values, and with a name that only rank 0 has."""
     world.execute("t = torch.full((2,), float(rank)); big = torch.ones(50_000) * rank")
     world.execute("only = 1", ranks=[0])
     return world
 
 
-def test_several_names(gathered: World) -> None:
-    """A tuple, with a list for each; the workers keep no shared memory for what was read."""
+def test_several_names_are_gathered_as_a_tuple(gathered: World) -> None:
+    """The tuple has a list for each name; workers keep no memory of values that were read."""
     big, numbers = gathered.gather(["big", "rank"])
     assert [each.sum().item() for each in big] == [0.0, 50_000.0]
     assert numbers == [0, 1]
@@ -62,8 +62,8 @@ def test_several_names(gathered: World) -> None:
     assert gathered.gather(count) == [0, 0]
 
 
-def test_who_has_what(gathered: World) -> None:
-    """One line; all ranks go on.  What is no expression is told before any worker is started."""
+def test_the_error_says_which_rank_has_the_name(gathered: World) -> None:
+    """The error is a single line; a wrong expression is refused before any worker is started."""
     for name, ranks, said in (
         ("nope", None, "^no rank has `nope`.$"),
         ("nope", [1], "^rank 1 has no `nope`.$"),
@@ -81,11 +81,11 @@ def test_who_has_what(gathered: World) -> None:
     assert world.state is WorldState.STOPPED
 
 
-# --- scattered --------------------------------------------------------------------------------
+# --- scattered values -------------------------------------------------------------------------
 
 
-def test_every_kind(world: World) -> None:
-    """What the ranks have, put together, is what was cut; other ranks keep what they have."""
+def test_joined_parts_equal_the_scattered_value(world: World) -> None:
+    """Parts of each type, joined, equal the whole; ranks that get no part keep their value."""
     import polars as pl
     from datasets import Dataset
 
@@ -110,8 +110,8 @@ def test_every_kind(world: World) -> None:
     assert world.session.names.owners()["x"] == ("workers", {0, 1})
 
 
-def test_no_more_than_its_part(world: World) -> None:
-    """All parts together are as big as the value: nothing of it travels twice."""
+def test_no_part_has_memory_of_the_whole(world: World) -> None:
+    """All parts together are as big as the value: no part of the value is sent twice."""
     import polars as pl
     from datasets import Dataset
 
@@ -133,8 +133,8 @@ def test_no_more_than_its_part(world: World) -> None:
         assert scatter.bytes - done[-1] < 100
 
 
-def test_what_it_says(world: World) -> None:
-    """Who gets how much, or why nobody does; then the ranks keep what they have."""
+def test_a_scatter_says_how_much_each_rank_gets(world: World) -> None:
+    """The text has each rank's share; if the value cannot be split, ranks keep their old value."""
     assert str(Scatter(world.session, "x", [1, 2, 3])) == "x: 3 elements, 2 to rank 0, 1 to rank 1"
     even = str(Scatter(world.session, "x", torch.ones(3, 4), dim=1))
     assert even == "x: 4 along dimension 1, 2 to each of ranks 0-1"
@@ -148,7 +148,7 @@ def test_what_it_says(world: World) -> None:
     assert world.gather("x") == ["as it was"] * 2
 
 
-# --- on all of them or on none ------------------------------------------------------------------
+# --- on all ranks or on no rank -----------------------------------------------------------------
 
 
 OLD = """
@@ -170,7 +170,7 @@ class New:
 
 
 class Waits(New):
-    """Is rebuilt once there is a file, which it is told in another one that it waits for."""
+    """A value that makes the file `takes` when it is rebuilt, and waits for the file `open`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -182,7 +182,7 @@ class Waits(New):
 
 
 class Bad:
-    """Cannot be rebuilt."""
+    """A value that cannot be rebuilt."""
 
     def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
         return int, ("x",)
@@ -200,12 +200,12 @@ def values(world: World) -> list[str]:
 
 
 def rank_1_alone(world: World, file: Path) -> Callable[[], bool]:
-    """A question: does rank 1 alone still run the task, and has it made this file?"""
+    """Return a condition: only rank 1 still runs the task, and the file exists."""
     return lambda: world.session.unfinished == (1,) and file.exists()
 
 
-def test_stop_when_some_have_taken_it(old: World, tmp_path: Path) -> None:
-    """None has bound it, and nothing of it is left; then it works."""
+def test_a_scatter_stopped_halfway_binds_nothing(old: World, tmp_path: Path) -> None:
+    """No rank binds its part or keeps it in memory, and the same scatter works afterwards."""
     parts = [New(), Waits(tmp_path)]
     stops = once(rank_1_alone(old, tmp_path / "takes"), press_stop)
     with stops, pytest.raises(KeyboardInterrupt) as stopped:
@@ -219,8 +219,8 @@ def test_stop_when_some_have_taken_it(old: World, tmp_path: Path) -> None:
     assert values(old) == ["[new]", "[new]"]
 
 
-def test_stop_when_they_bind_it(old: World, tmp_path: Path) -> None:
-    """It comes too late, which is said when all have."""
+def test_stop_while_parts_are_bound_is_too_late(old: World, tmp_path: Path) -> None:
+    """All ranks bind their parts, and Interrupted says that Stop came too late."""
     session = old.session
     old.execute(f"if rank: Old.gate = {str(tmp_path)!r}")
     is_met = lambda: session.running and session.running.is_stopping  # noqa: E731
@@ -234,8 +234,8 @@ def test_stop_when_they_bind_it(old: World, tmp_path: Path) -> None:
     assert session.names.owners()["x"] == ("workers", {0, 1})
 
 
-def test_a_rank_that_cannot_rebuild_it(old: World) -> None:
-    """The others have not bound theirs."""
+def test_a_part_that_cannot_be_rebuilt_binds_nothing(old: World) -> None:
+    """If a rank cannot rebuild its part, the other ranks do not bind theirs."""
     with pytest.raises(WorkerError, match="1 of 2 ranks failed"):
         old.scatter("x", ["new", Bad()])
     assert values(old) == ["old", "old"]
@@ -244,8 +244,8 @@ def test_a_rank_that_cannot_rebuild_it(old: World) -> None:
 DEATH = r"rank 0 .* killed by SIGKILL .*Rank 0 was restarted"
 
 
-def test_a_rank_that_dies_when_it_has_taken_it(old: World, tmp_path: Path) -> None:
-    """No rank binds it, also not the one that comes in its place."""
+def test_a_death_while_parts_are_taken_binds_nothing(old: World, tmp_path: Path) -> None:
+    """No rank binds its part, and the rank in the dead rank's place has none either."""
     with (
         once(rank_1_alone(old, tmp_path / "takes"), lambda: os.kill(old.pids[0], signal.SIGKILL)),
         once(lambda: 0 in old.session.dead, (tmp_path / "open").touch),
@@ -255,8 +255,8 @@ def test_a_rank_that_dies_when_it_has_taken_it(old: World, tmp_path: Path) -> No
     assert values(old) == ["None", "old"]
 
 
-def test_a_rank_that_dies_when_all_have(old: World) -> None:
-    """The same, though the task with which they took it had ended well."""
+def test_a_death_after_parts_are_taken_binds_nothing(old: World) -> None:
+    """No rank binds its part, though the task that brought the parts had ended well."""
     scatter = Scatter(old.session, "x", ["new", "new"])
     assert [*scatter.packing()] == []
     take, bind = scatter.tasks()
@@ -282,10 +282,10 @@ def test_a_rank_that_dies_when_all_have(old: World) -> None:
         (["x", "lock"], 0, None, UsageError, "rank 0: `x, lock` cannot be copied: TypeError"),
     ],
 )
-def test_what_cannot_be_copied(
+def test_a_refused_sync_changes_nothing(
     world: World, names: list[str], source: int, ranks: list[int] | None, kind: type, said: str
 ) -> None:
-    """It is told in a line, and nothing has changed."""
+    """The error is a line that says why the variables cannot be copied."""
     world.execute("import threading; x = rank\nif rank == 0: mine = [1]; lock = threading.Lock()")
     with pytest.raises(kind, match=said) as caught:
         world.sync(names, source=source, ranks=ranks)
@@ -293,8 +293,8 @@ def test_what_cannot_be_copied(
     assert world.gather("(x, 'mine' in globals())") == [(0, True), (1, False)]
 
 
-def test_a_rank_has_only_a_part_of_a_sharded_model(world: World) -> None:
-    """It cannot be copied from one rank; a new one takes the state that was saved before."""
+def test_a_sharded_model_cannot_be_synced(world: World) -> None:
+    """A rank has only a part of the model; a new rank takes the state that was saved before."""
     world.execute(
         "from torch.distributed.fsdp import fully_shard\n"
         "from torch.distributed.checkpoint import state_dict as states\n"
@@ -324,23 +324,23 @@ def test_a_rank_has_only_a_part_of_a_sharded_model(world: World) -> None:
     assert world.gather(same) == [True, True]
 
 
-def test_without_a_group(world: World) -> None:
-    """It says so: there is none to copy through."""
+def test_sync_needs_a_process_group(world: World) -> None:
+    """Without a process group a sync is refused, and the error names `--backend none`."""
     world.restart(backend="none")
     with pytest.raises(UsageError, match=r"these workers have none \(`--backend none`\)"):
         world.sync(["x"])
     world.restart(backend="gloo")
 
 
-# --- cut and put together -----------------------------------------------------------------------
+# --- split and joined ---------------------------------------------------------------------------
 
 
 LENGTHS, RANKS = st.integers(0, 40), st.integers(1, 9)
 
 
 @given(st.lists(st.integers(), max_size=20), RANKS)
-def test_lists_come_together_again(values, parts):
-    """Also tuples, arrays and series; parts are as long as torch makes them."""
+def test_joined_parts_of_lists_equal_the_whole(values, parts):
+    """Also tuples, arrays and series are split into parts as long as those of torch."""
     lengths = [len(part) for part in torch.arange(len(values)).tensor_split(parts)]
     for kind in (list, tuple, np.array, pd.Series):
         whole = kind(values)
@@ -351,8 +351,8 @@ def test_lists_come_together_again(values, parts):
 
 
 @given(st.tuples(LENGTHS, st.integers(0, 3)), RANKS, st.sampled_from([0, 1, -1, -2]))
-def test_tensors_along_a_dimension(shape, parts, dim):
-    """Parts are views; joined they are the tensor."""
+def test_tensors_are_split_along_a_dimension(shape, parts, dim):
+    """Parts are views; the joined parts are equal to the tensor."""
     whole = torch.arange(shape[0] * shape[1]).reshape(shape)
     pieces = split("x", whole, parts, dim)
     assert all(map(torch.equal, pieces, whole.tensor_split(parts, dim)))
@@ -362,8 +362,8 @@ def test_tensors_along_a_dimension(shape, parts, dim):
     assert np.array_equal(join("cat", "x", dict(enumerate(arrays)), dim), whole)
 
 
-def test_tables_and_data_sets():
-    """Rows are cut, and come together as what they are; else tables stand side by side."""
+def test_tables_and_data_sets_are_split_by_rows():
+    """Joined parts have the type of the whole; along dimension 1 tables are joined side by side."""
     import polars as pl
     from datasets import Dataset
 
@@ -387,8 +387,8 @@ def test_tables_and_data_sets():
 @pytest.mark.filterwarnings("ignore:Sparse")
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("layout", ["sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr"])
-def test_sparse_values(layout, dim):
-    """Parts have the layout of the whole, and so has what they make together; scipy's as well."""
+def test_parts_of_sparse_values_keep_the_layout(layout, dim):
+    """Parts, and the value that is joined from parts, have the layout of the whole; scipy's too."""
     dense = torch.arange(32.0).reshape(8, 4) % 5
     kind = getattr(torch, layout)
     sparse = dense.to_sparse(layout=kind, blocksize=(2, 2) if layout == "sparse_bsr" else None)
@@ -407,8 +407,8 @@ def test_sparse_values(layout, dim):
         assert np.array_equal(joined.toarray(), dense)
 
 
-def test_stacked():
-    """Tensors make a tensor, numbers an array, with a dimension for the ranks; masks stay."""
+def test_stacked_values_get_a_dimension_for_ranks():
+    """Stacked tensors make a tensor, and stacked numbers an array; masks of arrays are kept."""
     masked = np.ma.array([1, 2], mask=[False, True])
     assert join("cat", "x", {0: masked, 1: masked}).tolist() == [1, None, 1, None]
     assert join("stack", "x", {0: masked, 1: masked}).tolist() == [[1, None]] * 2
@@ -419,8 +419,8 @@ def test_stacked():
 
 
 @pytest.mark.filterwarnings("ignore:Sparse", "ignore:The PyTorch API of nested")
-def test_what_cannot_be_cut():
-    """One line says why; of blocks there are three rows here, and some tensors have no shape."""
+def test_an_unsplittable_value_is_refused():
+    """The error says why, also for too few blocks and for tensors that have no shape."""
     import polars as pl
 
     for value, dim, said in (
@@ -441,8 +441,8 @@ def nested():
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
-def test_what_does_not_fit_together():
-    """It says who has what."""
+def test_values_that_cannot_be_joined_are_refused():
+    """The error says which ranks have which types and shapes."""
     import polars as pl
 
     one, two = torch.ones(1), torch.ones(2)

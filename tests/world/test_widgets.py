@@ -1,4 +1,4 @@
-"""The models of ranks' widgets as the notebook's page is to have them."""
+"""Tests of `nbdist.world.widgets`: the models of ranks' widgets, as notebook pages have them."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def changed(name: str, **state: Any) -> Comm:
 
 @pytest.fixture
 def widgets() -> Widgets:
-    """With the slider of rank 0, of which pages know."""
+    """The widgets of a world, with the slider of rank 0, which pages know."""
     found = Widgets()
     assert found.handle_output(0, opened("s", value=1, image={}, buffers=(b"png",))) is None
     found.pop_messages()
     return found
 
 
-def test_changes_from_both_sides(widgets: Widgets) -> None:
-    """The state that a page asks for has what the rank, and what a page, has changed."""
+def test_a_widgets_state_has_changes_of_both_sides(widgets: Widgets) -> None:
+    """A page gets the state with all changes, made by the rank or by a page."""
     widgets.handle_output(0, changed("s", value=2, low=0))
     assert widgets.from_page(changed("s", low=1)) == 0
     whole = widgets.whole("s")
@@ -46,8 +46,8 @@ def test_changes_from_both_sides(widgets: Widgets) -> None:
     assert widgets.from_page(changed("s", value=5)) is None
 
 
-def test_a_loop_is_one_message() -> None:
-    """Changes of a state that follow one another; what opens, closes or is custom has its place."""
+def test_successive_changes_are_one_message() -> None:
+    """Messages that open or close a widget, or that are custom, keep their place."""
     custom = Comm("comm_msg", "b", {"method": "custom"}, {})
     said = [changed("a", x=1), changed("b", y=1), changed("a", x=2, z=3), custom, changed("a", x=4)]
     assert merged(said) == [changed("a", x=2, z=3), changed("b", y=1), custom, changed("a", x=4)]
@@ -55,8 +55,8 @@ def test_a_loop_is_one_message() -> None:
     assert merged(calls) == calls
 
 
-def test_a_new_widget_is_opened_as_it_is() -> None:
-    """With all that it became since, unless that refers to widgets which are opened later."""
+def test_a_new_widget_is_opened_with_later_changes() -> None:
+    """A change that refers to a widget which is opened later stays a message of its own."""
     child = changed("box", children=["IPY_MODEL_b"])
     said = [opened("box", x=1), changed("box", call={}), opened("b"), changed("box", x=2), child]
     custom = Comm("comm_msg", "b", {"method": "custom"}, {})
@@ -66,8 +66,8 @@ def test_a_new_widget_is_opened_as_it_is() -> None:
     assert merged(with_buffer) == with_buffer
 
 
-def test_what_an_output_captures(widgets: Widgets) -> None:
-    """What its rank shows inside of it; the page gets that, and so does the rank."""
+def test_an_output_widget_captures_its_ranks_outputs(widgets: Widgets) -> None:
+    """Captured outputs go into the widget's state, which pages and the rank get."""
     inside: list[Output] = [
         Text("stdout", "gone"),
         Clear(wait=True),
@@ -92,7 +92,7 @@ def test_what_an_output_captures(widgets: Widgets) -> None:
     widgets.handle_output(0, changed("out", msg_id="8"))
     assert widgets.handle_output(0, inside[0]) is None
     done = Done("error", 0.0)
-    assert widgets.handle_output(0, done) is done  # the cell has ended, whatever became of it
+    assert widgets.handle_output(0, done) is done  # the end of a cell ends the capture
     assert widgets.handle_output(0, inside[0]) == inside[0]
 
 
@@ -100,7 +100,7 @@ ODD_OUTPUTS = (None, 5, "text", {"a": 1}, [1, "x"], [{"name": "stdout"}])
 
 
 @pytest.mark.parametrize("outputs", [*ODD_OUTPUTS, [{"name": "stdout", "text": 5}]])
-def test_outputs_that_are_none(widgets: Widgets, outputs: Any) -> None:
+def test_malformed_outputs_do_not_stop_a_capture(widgets: Widgets, outputs: Any) -> None:
     """An `Output` whose outputs are malformed captures the text that follows."""
     state = {"_model_name": "OutputModel", "outputs": outputs, "msg_id": "7"}
     widgets.handle_output(0, opened("out", **state))
@@ -109,15 +109,15 @@ def test_outputs_that_are_none(widgets: Widgets, outputs: Any) -> None:
     assert shown == {"output_type": "stream", "name": "stdout", "text": "a"}
 
 
-def test_a_message_for_a_widget_of_another_rank(widgets: Widgets) -> None:
+def test_a_rank_cannot_change_another_ranks_widget(widgets: Widgets) -> None:
     """The message becomes a line, and the widget stays as it was."""
     for comm in (opened("s", value=5), changed("s", value=5), Comm("comm_close", "s", {}, {})):
         assert widgets.handle_output(1, comm) == Display({"text/plain": NOT_ITS_OWN}, {})
     assert widgets.models["s"].state["value"] == 1
 
 
-def test_widgets_that_no_page_has(widgets: Widgets) -> None:
-    """Those of an earlier notebook are a line with what to do."""
+def test_an_unknown_widget_is_shown_as_text(widgets: Widgets) -> None:
+    """A widget of an earlier notebook is shown as a line with the remedy."""
     assert widgets.handle_output(0, VIEW) == VIEW
     unknown = VIEW._replace(data={**VIEW.data, WIDGET: {"model_id": "before"}})
     assert widgets.handle_output(0, unknown) == Display(
@@ -125,8 +125,8 @@ def test_widgets_that_no_page_has(widgets: Widgets) -> None:
     )
 
 
-def test_ranks_that_end_or_become_others(widgets: Widgets) -> None:
-    """The widgets of a rank that has ended are closed; others follow their rank's number."""
+def test_widgets_follow_their_ranks_number(widgets: Widgets) -> None:
+    """Widgets of a rank that has ended are closed; others get their rank's new number."""
     widgets.handle_output(3, opened("t", value=1))
     widgets.pop_messages()
     widgets.renumber({3: 1})

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.world.workers`: what is known about workers before and after their start."""
+"""Tests of `nbdist.world.workers`: facts about workers before and after their start."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from nbdist.world.states import WorldState
 from nbdist.world.workers import Workers
 
 
-def test_who_was_replaced_is_said_once() -> None:
-    """With how they ended; ranks that there are no more do not count."""
+def test_replaced_ranks_are_returned_once() -> None:
+    """Replaced ranks are returned with their deaths, without ranks that the world lacks now."""
     workers = Workers(WorldConfig(n=2, log_dir=""))
     workers.names.record_finished(1, Done("ok", 0.0, frozenset("x")), NOTHING_SENT)
     workers.dead = {1: Died(-9, 0), 2: Died(-9, 0)}
@@ -27,8 +27,8 @@ def test_who_was_replaced_is_said_once() -> None:
     assert [workers.pop_replaced(), workers.pop_replaced()] == [{1: Died(-9, 0)}, {}]
 
 
-def test_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """How many there will be, in what layout and group, by which launcher."""
+def test_facts_are_known_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of workers, layout, group and launcher are known before the start."""
     there = Workers(WorldConfig(layout="2x2", log_dir=""))
     assert (there.state, there.size, there.layout) == (WorldState.STOPPED, 4, "2x2")
     assert (there.everyone, there.backend, there.is_idle) == ((0, 1, 2, 3), "gloo", True)
@@ -43,8 +43,8 @@ def test_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     assert memory.config.launcher_name == "slurm"
 
 
-def test_ranks_that_have_other_numbers_now() -> None:
-    """By node and process it is known who became whom, once for whoever asks."""
+def test_a_renumbering_is_returned_once() -> None:
+    """Ranks are recognized by node and process, and their new numbers are returned once."""
     there = Workers(WorldConfig(layout="2x1", log_dir=""))
     there.pids = {0: 100, 1: 101}
     spec = replace(there.spec, world_size=1, slots=(Position(1, 0),))

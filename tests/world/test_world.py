@@ -43,14 +43,14 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 @pytest.fixture
 def world(started: World) -> World:
-    """The world, ready: started anew if the test before has left it otherwise."""
+    """The ready world, which is restarted if the previous test has left it in another state."""
     started.session.receive_waiting()
     if started.state is not WorldState.READY:
         started.restart()
     return started
 
 
-def test_data_loader_with_workers(world: World) -> None:
+def test_a_data_loader_finds_a_cells_classes(world: World) -> None:
     """A data set class of a cell works in a DataLoader whose worker is spawned."""
     ran = run_well(
         world,
@@ -69,8 +69,8 @@ def test_data_loader_with_workers(world: World) -> None:
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_classes_of_a_cell_through_children(world: World, method: str) -> None:
-    """What a loader's process returns is of the cell's own classes, also of nested ones."""
+def test_children_return_objects_of_a_cells_classes(world: World, method: str) -> None:
+    """Objects from a DataLoader's process are of the cell's own classes, also of nested classes."""
     ran = run_well(
         world,
         "import enum\n"
@@ -95,8 +95,8 @@ def test_classes_of_a_cell_through_children(world: World, method: str) -> None:
     assert ran.lines() == ["True True 0"]
 
 
-def test_functions_of_a_cell_in_a_forked_pool(world: World) -> None:
-    """They have the child's own globals: what its initializer has set, and what they change."""
+def test_functions_in_a_forked_pool_use_its_globals(world: World) -> None:
+    """A cell's functions use the child's globals: an initializer's values, and later changes."""
     ran = run_well(
         world,
         "import multiprocessing\n"
@@ -114,8 +114,8 @@ def test_functions_of_a_cell_in_a_forked_pool(world: World) -> None:
     assert ran.lines() == ["[6, 7, 8]"]
 
 
-def test_pools_of_a_fork_server(world: World) -> None:
-    """The default from Python 3.14 on: functions of a cell run, and all ends with the rank."""
+def test_a_fork_servers_pools_end_with_their_rank(world: World) -> None:
+    """Functions of a cell run in pools of a fork server, whose processes end with the rank."""
     ran = run_well(
         world,
         "import multiprocessing, psutil\n"
@@ -144,8 +144,8 @@ def test_pools_of_a_fork_server(world: World) -> None:
 # --- output -----------------------------------------------------------------------------
 
 
-def test_order_of_everything(world: World) -> None:
-    """Text, descriptors, child processes, figures and stderr keep one order."""
+def test_outputs_of_all_kinds_keep_their_order(world: World) -> None:
+    """Text, displays, stderr, and output of descriptors and child processes keep their order."""
     ran = run_well(
         world,
         "import os, sys, subprocess\nfrom IPython.display import display\n"
@@ -163,18 +163,18 @@ def test_order_of_everything(world: World) -> None:
 
 
 def test_text_is_not_changed(world: World) -> None:
-    """Leading spaces, tabs, missing newlines, colours, unicode: as printed, by C code too."""
+    """Spaces, tabs, colours, unicode and missing newlines arrive as printed, also by C code."""
     said = "  two spaces\ttab\n\n\x1b[31mred\x1b[0m é€😀 no newline"
     ran = run_well(world, f"print({said!r}, end='')")
     text = "".join(output.text for rank, output in ran.news if (rank, type(output)) == (0, Text))
     assert text == said
-    # What C code printed and did not flush belongs to the cell that ran it.
+    # Text that C code has not flushed belongs to the cell that ran the code.
     ran = run_well(world, "import ctypes\n_ = ctypes.CDLL(None).printf(b'from C\\n')")
     assert ran.lines() == ["from C"]
 
 
-def test_much_text(world: World) -> None:
-    """10 MB in a line are in the log in full; 1 MB to stderr with the GIL held blocks no rank."""
+def test_much_text_is_kept_and_blocks_no_rank(world: World) -> None:
+    """10 MB in a line are all in the log; 1 MB to stderr with the GIL held blocks no rank."""
     ran = run_well(world, "print('x' * 10_000_000)\nprint('end')", ranks=(0,))
     assert ran.lines()[-1] == "end"
     assert f"{'x' * 10_000_000}\nend\n" in (Path(world.logs[0]) / "stdout.log").read_text()
@@ -185,8 +185,8 @@ def test_much_text(world: World) -> None:
         assert ran.running.transcript[rank].line_count == 1001
 
 
-def test_display_update_clear(world: World) -> None:
-    """They do on each rank what they do in a notebook; a forked child holds nobody up."""
+def test_displays_are_updated_and_cleared_by_rank(world: World) -> None:
+    """Displays behave on each rank as in a notebook; a forked child's display delays no rank."""
     ran = run_well(
         world,
         "from IPython.display import display, clear_output\n"
@@ -209,7 +209,7 @@ def test_display_update_clear(world: World) -> None:
 # --- values back ------------------------------------------------------------------------
 
 
-def test_names_and_values(world: World) -> None:
+def test_execute_binds_names_and_fetches_values(world: World) -> None:
     """`execute` binds names first, and brings back names and expressions afterwards."""
     result = world.execute("x = rank * 2", fetch=("x", "x + 1"))
     assert list(result) == [{"x": 2 * r, "x + 1": 2 * r + 1} for r in range(world.size)]
@@ -217,8 +217,8 @@ def test_names_and_values(world: World) -> None:
     assert list(result) == [[1 + rank, 5.0] for rank in range(world.size)]
 
 
-def test_names_that_come_along(world: World) -> None:
-    """The table says who has them, unless they could not be rebuilt there; new workers do not."""
+def test_only_received_names_are_recorded(world: World) -> None:
+    """The table has a name only if the ranks could rebuild its value; new workers have none."""
     session = world.session
     session.restart()
     assert session.names.owners() == {}
@@ -233,8 +233,8 @@ def test_names_that_come_along(world: World) -> None:
     assert session.names.owners() == {"given": ("notebook", {0, 1, 2})}
 
 
-def test_ranks_that_there_are_not(world: World) -> None:
-    """They are refused in a line, and nothing is sent."""
+def test_unknown_ranks_are_refused(world: World) -> None:
+    """A line refuses ranks that the world does not have, and nothing is sent."""
     for ranks in ("0", [7], [-1]):
         with pytest.raises(BadRanks, match="selects no ranks"):
             world.task("x = 1", ranks=ranks)
@@ -245,8 +245,8 @@ def test_ranks_that_there_are_not(world: World) -> None:
 # --- errors -----------------------------------------------------------------------------
 
 
-def test_a_gpu_error_that_lasts(world: World) -> None:
-    """Its rank is restarted by itself, as nothing works on its GPU; the others lose nothing."""
+def test_a_lasting_gpu_error_restarts_its_rank(world: World) -> None:
+    """A rank whose GPU cannot be used any more is restarted; other ranks keep their variables."""
     run_well(world, "kept = rank")
     said = "CUDA error: device-side assert triggered"
     ran = run(
@@ -273,12 +273,12 @@ def test_a_gpu_error_that_lasts(world: World) -> None:
     [
         ("while True: pass", "KeyboardInterrupt"),
         ("import subprocess\n_ = subprocess.run(['sleep', '600'])", "KeyboardInterrupt"),
-        # What ipykernel does with a coroutine.
+        # ipykernel cancels a coroutine.
         ("import asyncio\nawait asyncio.sleep(600)", "CancelledError"),
     ],
 )
-def test_interrupt(world: World, source: str, name: str) -> None:
-    """Stop raises KeyboardInterrupt in Python code, and everything is kept."""
+def test_an_interrupt_keeps_all_variables(world: World, source: str, name: str) -> None:
+    """Stop raises KeyboardInterrupt in Python code, or cancels a coroutine; variables are kept."""
     run_well(world, "kept = rank")
     running = begin(world, source)
     world.interrupt()
@@ -289,7 +289,7 @@ def test_interrupt(world: World, source: str, name: str) -> None:
     assert world.gather("kept") == [*range(world.size)]
 
 
-def test_code_that_catches_stop(world: World) -> None:
+def test_the_first_stop_kills_no_rank_that_catches_it(world: World) -> None:
     """A rank that catches KeyboardInterrupt and goes on is not killed by the first Stop."""
     before = dict(world.pids)
     running = begin(
@@ -305,10 +305,10 @@ def test_code_that_catches_stop(world: World) -> None:
     assert {*world.gather("caught[0]")} == {*range(world.size)}
 
 
-def test_restart(world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """It ends a running cell, beside which there is none, and all it started.
+def test_restart_ends_a_cell(world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No other cell runs beside a running cell; a restart ends the cell and all that it started.
 
-    New workers have the environment of now.
+    New workers have the notebook's present environment and folder.
     """
     run_well(world, "gone = 1")
     before = [*world.pids.values()]
@@ -316,7 +316,7 @@ def test_restart(world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
     def children() -> list[psutil.Process]:
         below = (child for pid in before for child in psutil.Process(pid).children(recursive=True))
-        # None of one that has ended meanwhile.
+        # `as_dict` has None for a process that has ended.
         return [each for each in below if each.as_dict(["cmdline"])["cmdline"] == ["sleep", "601"]]
 
     wait_until(lambda: len(children()) == world.size, "all have begun")
@@ -334,14 +334,14 @@ def test_restart(world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     run_well(world, "dist.barrier()")
     found = world.gather("(os := __import__('os')).environ['NBDIST_TEST_NEW'], os.getcwd()")
     assert found == [("1", str(tmp_path))] * world.size
-    world.shutdown()  # the next test starts them, with the environment that is there then
+    world.shutdown()  # the next test starts workers with its own environment
 
 
 @pytest.mark.own_agent
-def test_agent_killed() -> None:
-    """The cell says so, the workers end with it, and what started the world starts none again."""
+def test_a_killed_agent_ends_its_workers() -> None:
+    """The cell's error names the remedy, the workers end, and `run` starts no other world."""
     world = World(2, log_dir="")
-    workers = [*world.run(os.getpid)]  # it starts by itself
+    workers = [*world.run(os.getpid)]  # starts the world
     assert workers == [*world.pids.values()]
     running = begin(world, "import time\ntime.sleep(600)")
     os.kill(world.session.link.agent.pid, signal.SIGKILL)
@@ -355,8 +355,8 @@ def test_agent_killed() -> None:
         world.run(os.getpid)
 
 
-def test_shutdown_and_start_again(world: World) -> None:
-    """A world that was shut down takes no cells, and can be started again."""
+def test_a_world_can_start_again_after_a_shutdown(world: World) -> None:
+    """A world that was shut down, even twice, takes no cells until a new start."""
     for _ in range(2):
         world.shutdown()
     assert repr(world) == f"<World {world.size} ranks, stopped>"

@@ -28,7 +28,7 @@ NOISE = re.compile(r"(\x1b|\\u001b)\[[\d;]*[A-Za-z]|(?:/[\w.+-]+)+/")
 
 
 def main() -> None:
-    """Ask each peer for each row, and write what was found."""
+    """Ask each peer for each row, and write the answers."""
     options = _options()
     found: Found = {"about": _about(), "rows": {row: {} for row in ROWS}}
     if options.json and options.json.exists():
@@ -59,7 +59,7 @@ def _ask(bench: Bench, row: str) -> Answer:
 
 
 def _environment(folder: Path, peer: Peer) -> Path:
-    """Return the Python of the peer's environment, which sees the packages of this one's too."""
+    """Return the Python of the peer's environment, which sees the packages of this one, too."""
     if not peer.packages:
         return Path(sys.executable)
     place = folder / peer.name.replace(" ", "-")
@@ -72,7 +72,7 @@ def _environment(folder: Path, peer: Peer) -> Path:
         held = f"torch=={version('torch')}"
         command = [python, "-m", "pip", "install", "-q", peer.packages, held]
         subprocess.run(command, check=True, timeout=900)
-    # A reset of nbdistributed's kills by name whatever runs on the machine.
+    # A reset of nbdistributed runs pkill, which would end other processes of the machine.
     harmless = place / "bin" / "pkill"
     harmless.write_text("#!/bin/sh\nexit 1\n")
     harmless.chmod(0o755)
@@ -80,7 +80,7 @@ def _environment(folder: Path, peer: Peer) -> Path:
 
 
 def _about() -> str:
-    """When, on which machine and with which versions."""
+    """Return the number of ranks, the machine, the versions and the date."""
     cores, memory = os.cpu_count(), psutil.virtual_memory().total >> 30
     where = f"{cores} cores, {memory} GiB, no GPU, Python {platform.python_version()}"
     packages = ", ".join(peer.packages or peer.name for peer in PEERS)
@@ -110,17 +110,17 @@ def _options() -> argparse.Namespace:
 
 ROOT = Path(__file__).parents[3]
 SHORT = ("`pass`", "a rank raises, others wait", "Stop in a barrier", "restart")
-"""What README.md shows."""
+"""The rows that README.md shows."""
 
 PANELS = ("first result", "restart", "4 x 50,000 lines", *SHORT[1:3])
 GREY = "#7d7d7d"
-"""Can be read on white and on black."""
+"""A colour that can be read on white and on black."""
 
 Found = dict[str, Any]
 
 
 def write(found: Found) -> None:
-    """Put all of it where people read it."""
+    """Write all answers into docs, README.md and the plot."""
     docs = ROOT / "docs"
     (docs / "peers.json").write_text(json.dumps(found, indent=1) + "\n")
     _put(docs / "peers.md", "measured", found["about"])
@@ -140,13 +140,13 @@ def _table(found: Found, rows: tuple[str, ...]) -> str:
 
 
 def _put(page: Path, mark: str, text: str) -> None:
-    """Replace what is between this comment of the page and the next empty line."""
+    """Replace the text between a comment of the page and the next empty line."""
     pattern = rf"(?<=<!-- {mark} -->\n).*?(?=\n\n)"
     page.write_text(re.sub(pattern, lambda _: text, page.read_text(), count=1, flags=re.DOTALL))
 
 
 def draw(found: Found, file: Path) -> None:
-    """Bars of seconds, a panel for each of some rows."""
+    """Draw bars of seconds, in a panel for each of some rows."""
     look = {"svg.fonttype": "none", "svg.hashsalt": "peers", "font.size": 8, "text.color": GREY}
     with plt.rc_context(look):
         figure, panels = plt.subplots(

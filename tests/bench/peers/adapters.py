@@ -11,32 +11,32 @@ RESTART = "restart the kernel"
 
 @dataclass(frozen=True)
 class Peer:
-    """A tool: its packages, and cells for what it can do; empty for what it has no word for."""
+    """A tool of users: its packages, and its cells for each ability, empty if no command exists."""
 
     name: str
     packages: str
     start: Sequence[str]
-    """After these `everywhere` works."""
+    """Cells after which `everywhere` works."""
     everywhere: Callable[[str], str]
-    """The cell that runs a source on all ranks, where `rank`, `dist` and `torch` are defined."""
+    """Makes the cell that runs a source on all ranks, with `rank`, `dist` and `torch` defined."""
     again: Sequence[str] = ()
-    """These end the workers and start new ones; RESTART is the kernel's, by the front end."""
+    """Cells that end the workers and start new ones; RESTART is the front end's kernel restart."""
     restart: Sequence[str] = ()
-    """These give fresh workers, in the fastest way; if empty, the same."""
+    """Cells that give new workers in the fastest way; if empty, those of `again`."""
     home: str = ""
-    """Makes `value` of all ranks the notebook's list `came`; SOURCE is what gives them a value."""
+    """The cell that makes `value` of all ranks the list `came`; SOURCE is code that sets it."""
     out: str = ""
-    """Gives the notebook's `value` to all ranks."""
+    """The cell that gives the notebook's `value` to all ranks."""
     keeps: bool = True
     """Whether the next cell finds the ranks' variables."""
     kernel: str = "ipykernel_launcher"
     """The module that is the notebook's kernel."""
     interrupt_mode: str = "signal"
-    """How its kernel specification says that Stop comes."""
+    """How Stop reaches the kernel, by its kernel specification."""
     live: str = ""
-    """The comm by which its front end gets what ranks show."""
+    """The comm by which its front end gets the outputs of ranks."""
     server: str = ""
-    """What its extension of the Jupyter server does meanwhile."""
+    """Source of what its extension of the Jupyter server does meanwhile."""
 
 
 def _magic(line: str) -> Callable[[str], str]:
@@ -44,7 +44,7 @@ def _magic(line: str) -> Callable[[str], str]:
 
 
 def _call(source: str) -> str:
-    """For tools that run functions: `run` is defined by the cells that start them."""
+    """Make a cell for tools that run functions: the cells that start such a tool define `run`."""
     return f"came = run({source!r})"
 
 
@@ -88,7 +88,7 @@ def run(source):
     notebook_launcher(work, (source,), num_processes={RANKS}, use_port=str(free_port()))
 """
 
-# Without handlers of one's own, rank 0's output alone is shown.
+# Without other handlers only rank 0's output is shown.
 TORCHRUNX = f"""
 import logging, sys, torchrunx
 from torchrunx.utils.log_handling import RedirectHandler
@@ -111,7 +111,7 @@ def run(source):
     get_ipython().system("torchrun --standalone --nproc-per-node {RANKS} script.py")
 """
 
-# Without these, lines that differ in numbers alone are shown once, and late.
+# By default Ray shows lines that differ only in numbers once, and late.
 RAY = f"""
 import os
 os.environ.update(RAY_DEDUP_LOGS="0", RAY_FLUSH_DRIVER_LOGS="1", RAY_USAGE_STATS_ENABLED="0")
@@ -140,7 +140,7 @@ def run(source):
 run({JOIN!r})
 """
 
-# Its own way with a failed process is to end the notebook's kernel.
+# By default Monarch ends the notebook's kernel if a process fails.
 MONARCH = """
 import monarch.actor
 from monarch.config import configure

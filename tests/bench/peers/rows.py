@@ -1,4 +1,4 @@
-"""What each peer is asked: the cells that a user would run, and what is seen in the notebook."""
+"""Rows of the comparison: the cells that a user would run, and the answers in the notebook."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from tests.bench.peers.adapters import RANKS, RESTART, Peer
 from tests.bench.starting import megabytes
 
 PATIENCE = 60.0
-"""Seconds after which a tool is said not to give control back."""
+"""Seconds after which a tool counts as not giving control back."""
 
 STOP_AFTER = 3.0
 LATE = 10.0
 """Seconds that a tool may be silent before it shows more of what a cell has printed."""
 
 ENDING = 15.0
-"""Seconds in which what a notebook has started may end after it."""
+"""Seconds in which the processes of a killed notebook may end."""
 
-CELLS = 20, 3  # of tools whose workers stay, and of those that start them each time
+CELLS = 20, 3  # for tools whose workers stay, and for those that start workers each time
 LINES = 50_000
 BIG = 64 * 1024 * 1024
 """Elements of a float32 tensor of 256 MiB."""
@@ -42,7 +42,7 @@ SUM = "value = torch.ones(1)\ndist.all_reduce(value)\nprint(f'sum {value.item()}
 
 
 class Answer(NamedTuple):
-    """What stands in the table; the number in it; why it is a no."""
+    """The text in the table, its number, and the reason for a no."""
 
     text: str
     value: float | None = None
@@ -50,11 +50,11 @@ class Answer(NamedTuple):
 
 
 NOTHING = Answer("-")
-"""Of a tool that has no word for it."""
+"""The answer of a tool that has no command for a row."""
 
 
 class Bench:
-    """One peer in a fresh notebook kernel."""
+    """A peer in a fresh notebook kernel."""
 
     def __init__(self, lab: Lab, peer: Peer, python: Path) -> None:
         self.lab = lab
@@ -88,11 +88,11 @@ class Bench:
         self._stack.close()
 
     def start(self) -> None:
-        """Start its ranks; CellFailed where they do not add up."""
+        """Start the peer's ranks; CellFailed unless their sum is right."""
         self.run(*self.peer.start, self.peer.everywhere(SUM), needs="sum 4.0")
 
     def run(self, *cells: str, needs: str = "", patience: float = PATIENCE) -> Sent:
-        """Run cells; CellFailed where they take longer, or do not show what is needed."""
+        """Run several cells; CellFailed if they take too long, or do not show `needs`."""
         self.notebook.elsewhere.clear()
         sent = self.notebook.send(*cells)
         sent.may_fail = True
@@ -106,7 +106,7 @@ class Bench:
         return self.run(self.peer.everywhere(source), needs=needs, patience=patience)
 
     def wait(self, sent: Sent, patience: float = PATIENCE) -> None:
-        """Wait until a cell is done; CellFailed where it takes longer, or the kernel ends."""
+        """Wait until a cell is done; CellFailed if that takes too long, or the kernel ends."""
         deadline = time.monotonic() + patience
         while not self.notebook.look(sent, DONE, 1.0):
             if not self.notebook.is_alive:
@@ -115,7 +115,7 @@ class Bench:
                 raise CellFailed(f"no reply in {patience:.0f} s: {self.text(sent)}")
 
     def all_of(self, sent: Sent, *signs: str) -> str:
-        """What it has shown, also below other cells; wait for these signs while more comes."""
+        """Return all output, also below other cells; wait for the signs while more comes."""
         count, deadline = 0, time.monotonic() + LATE
         while True:
             elsewhere = self.notebook.elsewhere
@@ -127,12 +127,12 @@ class Bench:
             self.notebook.look(sent, lambda _: False, 0.1)
 
     def text(self, sent: Sent) -> str:
-        """The end of what it has shown, to be read."""
+        """Return the end of the output, for people to read."""
         outputs = [*sent.outputs, *self.notebook.elsewhere]
         return " ".join(str(each.content.get("evalue", each.text)) for each in outputs)[-300:]
 
     def others(self) -> list[int]:
-        """The processes that it has started, without the notebook's kernel."""
+        """Return the processes that the peer has started, without the notebook's kernel."""
         return [pid for pid in self.lab.processes() if pid != self.notebook.pid]
 
 
@@ -149,7 +149,7 @@ def _milliseconds(times: Iterable[float]) -> Answer:
 
 
 def first(bench: Bench) -> Answer:
-    """From the start of the notebook's kernel to the sum of all ranks."""
+    """Seconds from the start of the notebook's kernel to the sum of all ranks."""
     cells = (*bench.peer.start, bench.peer.everywhere(SUM))
     sent = bench.run(*cells, needs="sum 4.0")
     return _seconds(sent.started - bench.notebook.began + sent.seconds)
@@ -170,13 +170,13 @@ def _after(cells_of: Callable[[Peer], Iterable[str]]) -> Callable[[Bench], Answe
 
 
 def passing(bench: Bench) -> Answer:
-    """A cell that does nothing."""
+    """Seconds of a cell that does nothing."""
     bench.start()
     return _milliseconds(bench.everywhere("pass").seconds for _ in range(bench.cells))
 
 
 def call(bench: Bench) -> Answer:
-    """One small value of each rank in the notebook."""
+    """Seconds until a small value of each rank is in the notebook."""
     if not bench.peer.home:
         return NOTHING
     bench.start()
@@ -205,7 +205,7 @@ def lines(bench: Bench) -> Answer:
 
 
 def out(bench: Bench) -> Answer:
-    """256 MiB of the notebook on all ranks."""
+    """Seconds until 256 MiB of the notebook are on all ranks."""
     if not bench.peer.out:
         return NOTHING
     bench.start()
@@ -217,7 +217,7 @@ def out(bench: Bench) -> Answer:
 
 
 def home(bench: Bench) -> Answer:
-    """256 MiB of each rank in the notebook."""
+    """Seconds until 256 MiB of each rank are in the notebook."""
     if not bench.peer.home:
         return NOTHING
     bench.start()
@@ -246,7 +246,7 @@ def stop(bench: Bench) -> Answer:
 
 
 def _trouble(bench: Bench, source: str, *, stop: bool = False) -> Answer:
-    """Seconds until the notebook's next cell runs, and what of the ranks there is then."""
+    """Return the seconds until control is back, and the state of the ranks afterwards."""
     bench.start()
     bench.everywhere("kept = 42 + rank")
     sent = bench.notebook.send(bench.peer.everywhere(source))
@@ -264,7 +264,7 @@ def _trouble(bench: Bench, source: str, *, stop: bool = False) -> Answer:
 
 
 def _state(bench: Bench) -> tuple[str, str]:
-    """Which ranks' variables are there a cell later, and whether the group works; why not."""
+    """Return which ranks have variables a cell later, whether the group works, and why not."""
     state = "runs again"
     try:
         if bench.peer.keeps:
@@ -283,22 +283,22 @@ def _state(bench: Bench) -> tuple[str, str]:
 
 
 def memory(bench: Bench) -> Answer:
-    """What a rank costs: the proportional set size of all processes but the notebook's kernel."""
+    """Memory for a rank: the proportional set size of all processes but the notebook's kernel."""
     if not bench.peer.keeps:
         return NOTHING
     bench.start()
     total = 0.0
     for pid in bench.others():
-        with suppress(psutil.NoSuchProcess):  # it has just ended
+        with suppress(psutil.NoSuchProcess):  # the process has just ended
             total += megabytes(pid) / RANKS
     return Answer(f"{total:.0f} MB", 1e6 * total)
 
 
 def leftovers(bench: Bench) -> Answer:
-    """What is still there 15 seconds after the notebook's kernel was killed, while a cell ran."""
+    """Processes that are left 15 seconds after the notebook's kernel was killed in a cell."""
     bench.start()
     bench.notebook.send(bench.peer.everywhere("import time; time.sleep(600)"))
-    time.sleep(STOP_AFTER)  # this is what is measured: ranks at work
+    time.sleep(STOP_AFTER)  # a moment when the ranks are at work
     os.kill(bench.notebook.pid, signal.SIGKILL)
     deadline = time.monotonic() + ENDING
     while bench.others() and time.monotonic() < deadline:
@@ -309,7 +309,7 @@ def leftovers(bench: Bench) -> Answer:
 
 
 def _shows(source: str, *signs: str) -> Callable[[Bench], Answer]:
-    """Whether what all ranks show reaches the notebook."""
+    """Make a row: whether the output of all ranks reaches the notebook."""
 
     def asked(bench: Bench) -> Answer:
         bench.start()

@@ -19,7 +19,7 @@ from tests.waiting import SOON
 
 @pytest.fixture(scope="module")
 def auto() -> Iterator[Notebook]:
-    """With two workers, and auto mode on."""
+    """A notebook with two workers, and auto mode on."""
     first = ("%load_ext nbdist", "%dist_init -n 2", "here = 'notebook'")
     notebook = Notebook(*first)
     assert "auto mode is on" in notebook.run("%dist_auto on").text
@@ -27,8 +27,8 @@ def auto() -> Iterator[Notebook]:
     notebook.close()
 
 
-def test_plain_cells(auto: Notebook) -> None:
-    """They run on all ranks, which panels say; `%%local` and commands stay here."""
+def test_plain_cells_run_on_all_ranks(auto: Notebook) -> None:
+    """Plain cells run on all ranks, as panels say; cells with `%%local` run in the notebook."""
     shown = auto.run("where = rank\nwhere").text
     assert "── rank 1 ──\n1" in shown
     assert AUTO_NOTE in shown
@@ -43,8 +43,8 @@ def test_plain_cells(auto: Notebook) -> None:
     auto.run("%automagic on")
 
 
-def test_names_while_they_are_typed(auto: Notebook) -> None:
-    """They are the workers' in plain cells; the notebook's in those of `%%local`."""
+def test_plain_cells_complete_workers_names(auto: Notebook) -> None:
+    """Plain cells offer names and help of the workers' objects; cells with `%%local` do not."""
     auto.run("import types\nthere = types.SimpleNamespace(layer=1)")
 
     def offered(code: str) -> list[str]:
@@ -85,11 +85,11 @@ NOTEBOOKS = [  # a cell as in public notebooks, what the ranks show or None, wha
 ]
 
 
-def test_first_lines_of_public_notebooks(auto: Notebook, tmp_path: Path) -> None:
-    """Magics and commands run where their variables are; the notebook's own run here, once."""
+def test_first_lines_of_public_notebooks_run(auto: Notebook, tmp_path: Path) -> None:
+    """Magics and commands run on the side of their variables; the notebook's own run here, once."""
     folder = tmp_path / "place"
     folder.mkdir()
-    assert auto.run("%cd").streams  # home: the tests' folder is in nobody's way
+    assert auto.run("%cd").streams  # the home folder, away from the tests' files
     for code, theirs, ours in NOTEBOOKS:
         done = auto.run(code.replace("{folder}", str(folder)))
         assert done.errors == [], code
@@ -103,8 +103,8 @@ def test_first_lines_of_public_notebooks(auto: Notebook, tmp_path: Path) -> None
     assert [each.name for each in folder.iterdir()] == ["made.py"]
 
 
-def test_the_ranks_names(auto: Notebook) -> None:
-    """The history and `%reset` know of them; an error comes before anything runs."""
+def test_history_and_reset_know_the_ranks(auto: Notebook) -> None:
+    """The history shows typed cells, and `%reset` also deletes the ranks' names, if confirmed."""
     auto.run("net = [rank]")
     for magic in ("%history -l 3", "%history -t -l 3", "%macro again 1-99", "%notebook /dev/null"):
         shown = "".join(auto.run(magic).streams)
@@ -115,7 +115,7 @@ def test_the_ranks_names(auto: Notebook) -> None:
     (*_, kept) = auto.run("%reset", typed=["n"]).displays
     assert "nothing was deleted" in kept["data"]["text/plain"]
     auto.run("def reset(x): return x")
-    assert "[0]" in auto.run("reset(net)").text  # no magic
+    assert "[0]" in auto.run("reset(net)").text  # the variable, not the magic
     done = auto.run("%reset\n'gone'", typed=["y"])
     assert "'gone'" in (done.updates or done.displays)[-1]["data"]["text/plain"]
     assert "of the notebook and of the ranks" in done.prompts[0]
@@ -124,8 +124,8 @@ def test_the_ranks_names(auto: Notebook) -> None:
     auto.run("%%local\nhere = 'notebook'")
 
 
-def test_off(auto: Notebook) -> None:
-    """Cells run here again; `%%local` is a cell like any other."""
+def test_auto_mode_can_be_switched_off(auto: Notebook) -> None:
+    """After `%dist_auto off` cells run in the notebook, with or without `%%local`."""
     assert "auto mode is on" in auto.run("%dist_auto").text
     assert "auto mode is off" in auto.run("%dist_auto off").text
     for cell in ("here", "%%local\nhere"):
@@ -134,8 +134,8 @@ def test_off(auto: Notebook) -> None:
     assert auto.value("made") == "notebook"
 
 
-def test_magics_without_their_sign(auto: Notebook) -> None:
-    """`cd /tmp` and `ls` alone in a cell of the workers are magics, as anywhere in IPython."""
+def test_magics_without_their_sign_run_on_workers(auto: Notebook) -> None:
+    """`cd /usr` and `ls` alone in a cell of the workers are magics, as everywhere in IPython."""
     auto.run("%%distributed\nimport os\npwd = os.getcwd()")
     for source, shown in (
         ("cd /usr", "/usr"), ("ls -d /usr", "/usr"), ("os.getcwd()", "'/usr'"),
@@ -149,8 +149,8 @@ def test_magics_without_their_sign(auto: Notebook) -> None:
 pytestmark = pytest.mark.shared_world
 
 
-def test_ranks_of_a_rank_cell(pools: Pools):
-    """They may begin with a sign and have spaces between them; `--pool` may stand anywhere."""
+def test_rank_cells_take_ranks_and_pool_in_any_order(pools: Pools):
+    """Ranks may begin with a minus sign and have spaces; `--pool` may come before or after."""
     for text, ranks, pool in (
         ("-1,0", "-1,0", "default"),
         ("0, 2-3", "0,2-3", "default"),
@@ -168,7 +168,7 @@ COMMANDS = {each.name: each for each in find_commands()}
 
 
 def test_all_magics_have_a_line(typed: Callable[[str], str]) -> None:
-    """In their groups, the everyday ones first; each says what it does."""
+    """`%dist_help` lists all magics by group, the everyday group first, each with its summary."""
     text = typed("%dist_help")
     shown = [line.partition(" ") for line in text.splitlines() if line.startswith("%")]
     names = [name.lstrip("%") for name, _, said in shown if not said.startswith("--")]
@@ -183,7 +183,7 @@ def test_all_magics_have_a_line(typed: Callable[[str], str]) -> None:
 
 
 def test_all_groups_of_magics_have_the_same_columns(typed: Callable[[str], str]) -> None:
-    """What a magic does begins in the same column in every group, and among the short forms."""
+    """The descriptions of magics begin in the same column in all groups and in the short forms."""
     *_, text = typed("%dist_help --all").partition("everyday\n")
     rows = [line for line in text.splitlines() if line.startswith(("magic ", "%"))]
     assert len(rows) > len(COMMANDS)
@@ -191,8 +191,8 @@ def test_all_groups_of_magics_have_the_same_columns(typed: Callable[[str], str])
     assert column == len("%dist_init --launcher join  ")
 
 
-def test_the_groups_of_magics(typed: Callable[[str], str]) -> None:
-    """Each magic is in one or is a short form, and says so; seven are for every day, everywhere."""
+def test_each_magic_is_in_a_group_or_a_short_form(typed: Callable[[str], str]) -> None:
+    """The same seven magics are for every day in `%dist_help`, the README and `help(nbdist)`."""
     grouped = [name for group in COMMAND_GROUPS.values() for name in group]
     assert sorted(grouped) == sorted(n for n, each in COMMANDS.items() if not each.short_for)
     assert len(COMMAND_GROUPS["everyday"]) == 7

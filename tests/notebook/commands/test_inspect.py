@@ -1,4 +1,4 @@
-"""What `%dist_stack` and `%dist_log` show."""
+"""The output of `%dist_stack`, `%dist_log` and `%dist_why`, and of `%dist_status --doctor`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def waiting(rank: int) -> Stack:
 
 
 def test_equal_stacks_are_shown_once() -> None:
-    """Ranks with the same calls, but for addresses and pids, are one block."""
+    """Ranks whose calls differ only in addresses and process ids share a block."""
     sleep = StackFrame("Cell In[5]", 3, "<module>", "time.sleep(600)")
     stacks = [
         waiting(3),
@@ -56,8 +56,8 @@ def test_equal_stacks_are_shown_once() -> None:
     assert "── ranks 0-1 same · in line 1: call() ──" in shown_stacks("", stacks).text
 
 
-def test_states() -> None:
-    """A rank without calls says why it has none."""
+def test_a_rank_without_calls_shows_its_state() -> None:
+    """A rank without a readable stack has its state in its place, such as `idle`."""
     stacks = [
         Stack(0, 100, "idle", RankPosition()),
         Stack(1, 101, "dead", RankPosition()),
@@ -78,8 +78,8 @@ def test_states() -> None:
     ]
 
 
-def test_html_is_safe() -> None:
-    """Code is text in the page, and later blocks are closed once there is much to read."""
+def test_html_of_stacks_is_escaped_and_folded() -> None:
+    """Code is escaped in HTML; of several long stacks only the first block is open."""
     nasty = StackFrame("Cell In[5]", 1, "<lambda>", "f('<script>')")
     deep = [
         Stack(rank, rank, "busy", RankPosition(line=1), (nasty,) * (40 + rank)) for rank in range(3)
@@ -89,8 +89,8 @@ def test_html_is_safe() -> None:
     assert (html.count("<details open"), html.count("<details ")) == (1, 3)
 
 
-def test_without_workers(typed: Callable[[str], str], pools: Pools):
-    """How some are started; no name is there, and no failure but in its pool."""
+def test_magics_answer_without_workers(typed: Callable[[str], str], pools: Pools):
+    """Without workers `%dist_status` says how to start some; a failure is only of its own pool."""
     shown = typed("%dist_status -v").splitlines()
     assert shown[0].startswith("no workers are running · `%%distributed -n 4`")
     assert shown[1:] == ["made on the workers: none", "sent by the notebook: none"]
@@ -106,10 +106,10 @@ def test_without_workers(typed: Callable[[str], str], pools: Pools):
 
 
 @pytest.mark.world
-def test_what_will_not_work_here(
+def test_status_doctor_shows_the_report_of_nbdist_doctor(
     typed: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`--doctor` shows what `nbdist doctor` does, of this process's environment; 0.6 s."""
+    """`--doctor` shows the report of `nbdist doctor` on this process's environment (0.6 s)."""
     monkeypatch.setenv("PYTHON_EXEC", "/nowhere/python")
     first, *others = typed("%dist_status --doctor").splitlines()
     assert first.startswith("problem: /nowhere/python cannot be run")
@@ -123,8 +123,8 @@ kernel = lasting("%load_ext nbdist", NBDIST_LOG_DIR="{folder}")
 
 
 @pytest.mark.shared_world
-def test_lines_of_the_ranks(kernel: Notebook) -> None:
-    """Lines come with their ranks, equal ones once; options choose which; the files are named."""
+def test_dist_log_shows_lines_by_rank_and_options(kernel: Notebook) -> None:
+    """Equal lines of ranks are shown once; options choose lines; the last line names the files."""
     run = kernel.folder / "run"
     assert kernel.run("%%distributed -n 2 --name run\npass").errors == []
     assert kernel.run("%dist_restart").errors == []
@@ -144,7 +144,7 @@ def test_lines_of_the_ranks(kernel: Notebook) -> None:
     found = kernel.run("%dist_log -r 0 --stderr").text.splitlines()
     assert found[:-1] == ["── rank 0 · stderr ──", "warned 0"]
     assert kernel.run("%dist_log --grep nowhere").text.startswith("no lines with nowhere\nfiles")
-    # Each start has files of its own, also where another world takes the run's name.
+    # Each start has its own files, also if another world takes the name of the run.
     last = int(attempt.name.removeprefix("attempt_"))
     assert kernel.run("%dist_restart --backend none --name run").errors == []
     assert kernel.run("%dist_log").text.startswith("no lines")
@@ -156,12 +156,12 @@ def test_lines_of_the_ranks(kernel: Notebook) -> None:
 
 @pytest.fixture(params=[PAGE, 1000])
 def _pages(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file is read at once, or a thousand bytes at a time."""
+    """Read files at once, or in pages of a thousand bytes."""
     monkeypatch.setattr(logs, "PAGE", request.param)
 
 
 def lines_of(folder: Path, most: int, pattern: str | None = None) -> list[str]:
-    """What is read of a rank's file."""
+    """Return the last lines of a rank's file, as `%dist_log` reads the file."""
     ask = partial(read_logs, {3: folder})
     get = GetLogs((3,), ("stdout",), most)
     (tail,) = ask(get)
@@ -178,16 +178,16 @@ def lines_of(folder: Path, most: int, pattern: str | None = None) -> list[str]:
         ("\x1b[31mred\x1b[0m é\n", ["red é"]),
     ],
 )
-def test_last_lines(tmp_path: Path, text: str, lines: list[str]) -> None:
-    """Lines as they were seen, whatever the end of the file."""
+def test_last_lines_are_as_in_a_terminal(tmp_path: Path, text: str, lines: list[str]) -> None:
+    """Lines are returned as a terminal shows them, with or without a line break at the end."""
     (tmp_path / "stdout.log").write_text(text, newline="")
     assert lines_of(tmp_path, 9) == lines
     assert lines_of(tmp_path, 1) == lines[-1:]
 
 
 @pytest.mark.usefixtures("_pages")
-def test_last_lines_of_a_big_file(tmp_path: Path) -> None:
-    """Lines that lie across blocks and pages are whole; endless ones are cut."""
+def test_last_lines_of_a_big_file_are_whole(tmp_path: Path) -> None:
+    """Lines across blocks or pages are whole; a line of more than `LONGEST` bytes is cut."""
     file = tmp_path / "stdout.log"
     numbers = [f"line {number} " + "x" * (number % 97) for number in range(9000)]
     file.write_text("\n".join(numbers) + "\n")
@@ -206,8 +206,8 @@ def test_last_lines_of_a_big_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_pages")
-def test_lines_that_were_moved(tmp_path: Path) -> None:
-    """What the file before has comes first, without the line that points to it."""
+def test_lines_in_the_former_file_are_included(tmp_path: Path) -> None:
+    """Lines of the file before a rotation come first, without the line that names that file."""
     log = WorkerLog(tmp_path, limit=4000)
     numbers = [f"line {number}" for number in range(300)]
     for line in numbers:
@@ -218,8 +218,8 @@ def test_lines_that_were_moved(tmp_path: Path) -> None:
     assert lines_of(tmp_path, 5, "line 7.$") == numbers[75:80]
 
 
-def test_how_much_is_read_at_once(tmp_path: Path) -> None:
-    """A part, however many lines are asked for; none of ranks and attempts without files."""
+def test_a_part_of_a_file_is_read_at_once(tmp_path: Path) -> None:
+    """An answer has about `PAGE` bytes at most, and no lines of ranks or attempts without files."""
     (tmp_path / "stdout.log").write_text(f"{'x' * 1000}\n" * 3000)
     ask = partial(read_logs, {3: tmp_path, 4: None})
     here, none = ask(GetLogs((3, 4, 5), ("stdout",), 5000))

@@ -1,4 +1,4 @@
-"""Workers that are ended, scaled and copied between; and taken over from kernels that have gone."""
+"""Workers that are shut down, scaled, synced, and attached to a new kernel of the notebook."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from tests.notebook.front_end import Notebook, Outcome, body
 from tests.waiting import SOON, wait_until
 
 
-def test_nothing_to_interrupt_or_end(typed: Callable[[str], str]):
-    """A line says so."""
+def test_a_line_says_that_nothing_was_interrupted_or_ended(typed: Callable[[str], str]):
+    """Without workers, `%dist_interrupt` and `%dist_shutdown` answer with a line."""
     assert typed("%dist_interrupt") == "no cell is running on the workers\n"
     assert typed("%dist_shutdown") == "no workers were running\n"
     assert typed("%dist_shutdown --pool a") == "no workers were running\n"
 
 
 def test_a_stopped_shutdown_is_completed(fresh: Callable[..., Notebook]):
-    """Workers whose end was being waited for when Stop came are ended by what comes next."""
+    """If Stop interrupts a shutdown, the next cell ends the old workers before it starts others."""
     notebook = fresh("%load_ext nbdist")
     before = notebook.process.children(recursive=True)
     notebook.run("%%distributed -n 2\nimport atexit, time; atexit.register(time.sleep, 60)")
@@ -41,12 +41,12 @@ def test_a_stopped_shutdown_is_completed(fresh: Callable[..., Notebook]):
     assert notebook.process.children(recursive=True) == before
 
 
-def test_the_folder_of_the_notebook_is_removed(
+def test_workers_start_if_the_notebooks_folder_was_removed(
     fresh: Callable[..., Notebook], tmp_path: Path
 ) -> None:
-    """As a git checkout does: workers start in the nearest folder that exists, and a line says so.
+    """After a git checkout, say, workers start in the nearest folder that exists, as a line says.
 
-    Those that are replaced do too, and those of an agent that starts after that.
+    Replaced workers, and workers of an agent that starts later, use the same folder.
     """
     folder = tmp_path / "branch" / "notebooks"
     folder.mkdir(parents=True)
@@ -64,8 +64,8 @@ def test_the_folder_of_the_notebook_is_removed(
 
 
 @pytest.mark.shared_world
-def test_the_size_changes(kernel: Notebook) -> None:
-    """It is said once, with what new ranks lack and which ranks are others now."""
+def test_scale_says_which_ranks_are_new_or_moved(kernel: Notebook) -> None:
+    """A note names, once, the variables that new ranks lack and the ranks with new numbers."""
     assert kernel.run("%%distributed -n 2\npass").errors == []
     kernel.run("%%distributed\nkept = made = 5; rank = dist.get_rank()")
     said = kernel.run("%dist_scale +1").text
@@ -81,7 +81,7 @@ def test_the_size_changes(kernel: Notebook) -> None:
         assert each in said
     assert "are now" not in kernel.run("%%distributed\nprint(rank)").text
     assert kernel.run("%dist_scale -r 0,1").text == "already 2 workers"
-    # What new ranks lack is copied, to those or to the ones that are named.
+    # `%dist_sync` copies variables to ranks that lack them, or to the ranks after `-r`.
     kernel.run("%%distributed\nmine = [rank]\nother = mine")
     kernel.run("%dist_scale 4")
     said = kernel.run("%dist_sync mine other --from 1").text
@@ -94,7 +94,7 @@ def test_the_size_changes(kernel: Notebook) -> None:
     assert said == "copied mine from rank 3 to rank 0"
 
 
-# --- kernels that go, and those after them ----------------------------------------------------
+# --- worlds that outlive a kernel, and the next kernel ----------------------------------------
 
 
 LOOP = """%%distributed
@@ -116,7 +116,7 @@ print("trained")
 """
 
 NO_AGENT = {"NBDIST_PRESTART": "0"}
-"""Of a notebook that is to have another's."""
+"""The environment of a notebook that starts no agent, but attaches to a running world."""
 
 STEPS = ["step 0 0.0", "step 1 2.0", "step 2 4.0"]
 
@@ -127,7 +127,7 @@ def named(name: str) -> list[RunningWorld]:
 
 @pytest.fixture
 def name(request: pytest.FixtureRequest) -> Iterator[str]:
-    """What the test's world is called; it is ended if it is there still."""
+    """The name of the test's world; the fixture kills the world if it still runs."""
     name = f"{request.node.name}-{os.getpid()}"  # others run the same tests on this machine
     yield name
     for _ in named(name):
@@ -135,7 +135,7 @@ def name(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def begin(notebook: Notebook, name: str, gate: Path) -> None:
-    """Have two workers that outlive the notebook run a loop until the gate is there."""
+    """Run a loop on two workers that outlive the notebook, until the file `gate` exists."""
     first = f"%%distributed -n 2 --detach --name {name}\nGATE = {str(gate)!r}\nx = rank"
     assert notebook.run(first).errors == []
     notebook.client.execute(LOOP)
@@ -143,8 +143,8 @@ def begin(notebook: Notebook, name: str, gate: Path) -> None:
 
 
 @pytest.mark.own_agent
-def test_killed_in_mid_cell(fresh: Callable[..., Notebook], name: str, tmp_path: Path) -> None:
-    """The next kernel shows what was missed and the rest, and works on as if nothing had been."""
+def test_attach_follows_the_cell(fresh: Callable[..., Notebook], name: str, tmp_path: Path) -> None:
+    """A new kernel shows the missed and the further output, and uses the workers as before."""
     gate = tmp_path / "gate"
     first = fresh("%load_ext nbdist", "sent, same = [1], [1]")
     first.run(f"%%distributed -n 2 --detach --name {name}\nsent.append(2); same[0]")
@@ -154,7 +154,7 @@ def test_killed_in_mid_cell(fresh: Callable[..., Notebook], name: str, tmp_path:
     second = fresh("%load_ext nbdist", "x = 'mine'; sent, same = [3], [3]", env=NO_AGENT)
 
     def open_gate(outcome: Outcome) -> None:
-        if outcome.updates:  # it is followed live
+        if outcome.updates:  # the panel is live
             gate.touch()
 
     shown = second.run(f"%dist_attach {name}", open_gate)
@@ -162,7 +162,7 @@ def test_killed_in_mid_cell(fresh: Callable[..., Notebook], name: str, tmp_path:
     assert f"attached to {name}" in last
     assert last.endswith("import os, time")
     assert lines[1:] == [*STEPS, "trained"]
-    # Names that the workers have belong to them.
+    # Variables that the workers have are not replaced by the new notebook's.
     assert body(second.run("%%distributed\nprint(x, world_size)"))[1::2] == ["0 2", "1 2"]
     ran = second.run("%%distributed\nprint(sent, same)").text
     assert "[1, 2] [3]" in ran, "what was sent, and changed on the ranks, is theirs too"
@@ -178,10 +178,10 @@ def test_killed_in_mid_cell(fresh: Callable[..., Notebook], name: str, tmp_path:
 
 
 @pytest.mark.own_agent
-def test_restarted_by_its_manager(
+def test_workers_survive_a_restart_of_the_kernel(
     fresh: Callable[..., Notebook], name: str, tmp_path: Path
 ) -> None:
-    """As from the menu: the kernel ends in order, and the workers stay; Stop stops what they do."""
+    """Workers run on after a kernel's restart; the next kernel attaches, and Stop ends the cell."""
     notebook = fresh("%load_ext nbdist", env=NO_AGENT)
     begin(notebook, name, tmp_path / "gate")
     notebook.manager.restart_kernel(now=False)

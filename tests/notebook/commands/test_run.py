@@ -1,4 +1,4 @@
-"""`%dist_run`, `--max-restarts` and `%dist_memory` as they are seen in a notebook."""
+"""`%dist_run`, `--max-restarts` and `%dist_memory` in a notebook."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def notebook(kernel: Notebook) -> Notebook:
     return kernel
 
 
-def test_first_script_starts_the_workers(kernel: Notebook) -> None:
-    """Options before it are ours, what follows is the script's, as a shell would have it."""
+def test_a_first_script_starts_workers_and_gets_its_arguments(kernel: Notebook) -> None:
+    """Options before the script are ours; words after it are the script's, quoted as in a shell."""
     (kernel.folder / "arguments.py").write_text("import sys\nprint(sys.argv[1:])\nleft = rank\n")
     line = "%dist_run -n 2 arguments.py -n 5 'a b' \"c d\" -r 1 $HOME {left} --max-restarts"
     expected = ["-n", "5", "a b", "c d", "-r", "1", "$HOME", "{left}", "--max-restarts"]
@@ -65,8 +65,8 @@ def test_first_script_starts_the_workers(kernel: Notebook) -> None:
         ),
     ],
 )
-def test_whose_option_it_is(line: str, ours: str, program: list[str]) -> None:
-    """Ours end with the first word that is none; torchrun's take their values with them."""
+def test_options_end_at_the_script_or_module(line: str, ours: str, program: list[str]) -> None:
+    """The program begins at the first word that is neither an option nor an option's value."""
     assert split_line(dist_run.run, line) == (ours, program)
 
 
@@ -76,8 +76,8 @@ TORCHRUNS = (
 )
 
 
-def test_a_line_of_torchrun(notebook: Notebook) -> None:
-    """What one world needs not is ignored, which one line says; `-r` is a rank here."""
+def test_a_line_of_torchrun_can_be_typed(notebook: Notebook) -> None:
+    """A line names the ignored options of torchrun, and says that `-r` selects ranks here."""
     (notebook.folder / "torchruns.py").write_text("print('ran')\n")
     ran = notebook.run(f"%dist_run {TORCHRUNS} --nproc-per-node=2 torchruns.py --standalone")
     assert "ran" in body(ran)
@@ -94,7 +94,7 @@ def test_a_line_of_torchrun(notebook: Notebook) -> None:
         assert f"`{option}`: " in error["evalue"]
 
 
-def test_it_runs_where_the_notebook_is(notebook: Notebook) -> None:
+def test_scripts_run_in_the_notebooks_folder(notebook: Notebook) -> None:
     """After `%cd` scripts are found and run in the new folder, with what lies beside them."""
     project = notebook.folder / "project"
     project.mkdir()
@@ -109,10 +109,10 @@ def test_it_runs_where_the_notebook_is(notebook: Notebook) -> None:
     assert body(ran) == ["── ranks 0-1 (same) ──", f"{project} 7 {words}"]
 
 
-def test_cell_that_is_run_again(notebook: Notebook) -> None:
-    """Each restart is told in a line; each attempt has the notebook's names as the first had."""
+def test_a_failed_cell_is_run_again(notebook: Notebook) -> None:
+    """A line names the reason of each restart; each attempt has the notebook's names again."""
     notebook.run("class Net:\n    size = 1\nnet = Net()")
-    notebook.run("%%distributed\nearlier = Net")  # shipped before, and lacked by a new rank
+    notebook.run("%%distributed\nearlier = Net")  # sent before, so a new rank lacks it
     outcome = notebook.run(
         "%%distributed --max-restarts 3\n"
         "import os, signal\n"
@@ -134,14 +134,14 @@ def test_cell_that_is_run_again(notebook: Notebook) -> None:
     assert "rank 1 was killed by SIGKILL: restart 1 of 3" in second
     assert "rank 0 raised ValueError: no data: restart 2 of 3" in third
     assert "2 3 Net" in third
-    assert "rank 0" in notebook.run("%dist_why").text  # what led to the last restart
+    assert "rank 0" in notebook.run("%dist_why").text  # the cause of the last restart
     counts = "os.environ['TORCHELASTIC_RESTART_COUNT'], os.environ['TORCHELASTIC_MAX_RESTARTS']"
     again = body(notebook.run(f"%%distributed\nprint(*({counts}), len(net))"))
     assert again == ["── ranks 0-1 (same) ──", "0 0 2"]
 
 
-def test_the_one_that_failed_first(pools: Pools) -> None:
-    """Unless its process has ended: then there is nothing to look at."""
+def test_the_debugger_chooses_the_rank_that_failed_first(pools: Pools) -> None:
+    """`failed_rank` returns the first failed rank; the error says if its process has ended."""
     pool = pools.default
     with pytest.raises(UsageError, match=r"no rank has failed yet. `-r 2`"):
         failed_rank(pool)
@@ -153,7 +153,7 @@ def test_the_one_that_failed_first(pools: Pools) -> None:
         failed_rank(pool)
 
 
-# --- %dist_memory: figures of all ranks, names once; and `--free` -----------------------------
+# --- %dist_memory: tables by rank and by variable; `--free` -----------------------------------
 
 
 MIB, GIB = 2**20, 2**30
@@ -164,14 +164,14 @@ X = NameMemory("x", 4 * MIB, (1024, 1024), "float32")
 def memory(
     pss: int, *held: NameMemory, gpu: GpuMemory | None = None, kept: tuple[NameMemory, ...] = ()
 ) -> Memory:
-    """A rank's, on a machine of 24 GiB."""
+    """Return the memory of a rank on a machine of 24 GiB."""
     limit = MemoryLimit("this machine", 24 * GIB, 20 * GIB)
     size = sum(each.size for each in held)
     return Memory(pss, Peak(pss), limit, gpu, held, size, kept, sum(each.size for each in kept))
 
 
-def test_equal_ranks_are_one_row():
-    """From which to which in the head; columns of GPUs only where there are some."""
+def test_equal_ranks_share_a_row():
+    """The headline has the range of memory; columns for GPUs appear only if ranks have GPUs."""
     found = {0: memory(40 * MIB, X), 1: memory(60 * MIB, X), 2: memory(40 * MIB, X)}
     assert headline(found) == "ranks 0-2 · 40-60 MiB · this machine 4 GiB of 24 GiB"
     assert per_rank(found, used_figures) == [
@@ -183,7 +183,7 @@ def test_equal_ranks_are_one_row():
     found = {1: memory(GIB, X, gpu=gpu)}
     assert headline(found).startswith("rank 1 · 1 GiB · GPU 61 GiB of 80 GiB · ")
     assert per_rank(found, used_figures)[1][5:] == ("40 GiB", "at most 50 GiB")
-    # Before and after `--free`: as many digits as ranks can share.
+    # Sizes before and after `--free` are rounded, so that ranks share a row.
     alike, other = Cleaned((240 * MIB, 43 * MIB)), Cleaned((2**30, 43 * MIB))
     freed = {0: alike, 1: other, 2: Cleaned((238 * MIB, 43 * MIB)), 3: alike}
     assert per_rank(freed, freed_figures) == [
@@ -199,8 +199,8 @@ def test_equal_ranks_are_one_row():
     ]  # fmt: skip
 
 
-def test_names():
-    """A row for each, with the ranks where it is so; the largest first."""
+def test_tensors_are_listed_by_size_with_their_ranks():
+    """Each different tensor has a row with its ranks; the largest tensor comes first."""
     small, other = (
         NameMemory("x", MIB, (5,), "int8", "cuda:0"),
         NameMemory("list", 9 * MIB, count=300),
@@ -216,8 +216,8 @@ def test_names():
     assert tensor_rows(found, []) == []
 
 
-def test_what_is_held_unseen():
-    """With the way to let go of it, where there is any."""
+def test_tensors_held_by_a_traceback_are_listed():
+    """If only the last traceback and `Out` hold tensors, a line says so, with `--free`."""
     assert "%dist_clean" not in memory_tables({0: memory(MIB, X)}).text
     said = "4 MiB that only the last traceback and `Out` hold on rank 1: `%dist_memory --free`"
     assert said in memory_tables({0: memory(MIB, X), 1: memory(MIB, kept=(X,))}).text

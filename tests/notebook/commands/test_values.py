@@ -1,4 +1,4 @@
-"""Variables between the notebook and the ranks, and snapshots of them, in a real kernel."""
+"""Variables that the notebook and the ranks exchange, and snapshots of variables, in a kernel."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ pytestmark = pytest.mark.shared_world
         ("d['é'], b", ["d['é']", "b"]),
     ],
 )
-def test_words_become_expressions(line, found):
-    """Names stand one beside the other; what belongs together is one."""
+def test_words_of_a_line_become_expressions(line, found):
+    """Blanks and commas divide a line into expressions, but do not divide an expression."""
     assert [*expressions_in(line.split(" "))] == found
 
 
@@ -40,8 +40,8 @@ two = lasting(
 )
 
 
-def test_several_names(two: Notebook):
-    """Each is a list by rank, of an expression too, with what they share; it can be assigned."""
+def test_gather_binds_lists_by_rank(two: Notebook):
+    """Each expression becomes a list by rank; lists keep shared objects, and can be assigned."""
     assert two.run("%dist_gather t n both").errors == []
     assert two.value("[each.tolist() for each in t], n") == ([[0.0, 0.0], [1.0, 1.0]], [1, 2])
     assert two.value("[all(a is b[0] for a, b in zip(t, both))]") == [True]
@@ -56,18 +56,18 @@ def test_several_names(two: Notebook):
     two.run("y = %dist_gather n * 10 --rank 1\nboth = %dist_gather n t[0].item()")
     assert two.value("y, both") == (20, ([1, 2], [0.0, 1.0]))
     assert two.value("[get_ipython().run_line_magic('dist_gather', 'n')]") == [[1, 2]]
-    # The name that it is assigned to need not be there when the cell ends.
+    # The assigned name need not exist when the cell ends.
     for cell in ("x = %dist_gather n\ndel x", "if False:\n    never = %dist_gather n"):
         ran = two.run(f"{cell}\nother = 1")
         assert (ran.errors, ran.streams) == ([], []), cell
-    # Assigned as bound, it is what gather has brought.
+    # After `x = %dist_gather n` the ranks keep their own `x`: the notebook's counts as gathered.
     two.run("%%distributed\nx = 'theirs'")
     two.run("x = %dist_gather n")
     assert body(two.run("%%distributed\nx"))[-1] == "'theirs'"
 
 
 def test_classes_of_a_cell_are_the_same_from_all_ranks(two: Notebook):
-    """Equal objects of two ranks are equal here; a class that a later cell makes is another."""
+    """Equal objects of two ranks are equal here; a class made by a later cell is a new class."""
     cell = (
         "%%distributed\nimport dataclasses, enum\n"
         "@dataclasses.dataclass\nclass Point:\n    x: int\n"
@@ -83,22 +83,22 @@ def test_classes_of_a_cell_are_the_same_from_all_ranks(two: Notebook):
     assert two.run(cell).errors == []
     assert two.run("%dist_gather point").errors == []
     assert two.value("point[0] == point[1], type(point[0]) is type(before)") == (True, False)
-    # What goes back to the ranks is of their own class.
+    # An object that is sent back to the ranks is of their own class.
     two.run("sent = point[1]")
     ran = two.run("%%distributed\nisinstance(sent, Point) and sent == point")
     assert body(ran) == ["── ranks 0-1 (same) ──", "True"]
 
 
-def test_names_that_begin_with_an_underscore(two: Notebook):
-    """They belong to the ranks that have bound them, as other names do."""
+def test_names_with_an_underscore_belong_to_ranks_too(two: Notebook):
+    """Ranks keep a variable with a leading underscore that they have bound, like any other."""
     two.run("_cfg = {'lr': 1}\ndef _helper():\n    return 'notebook'")
     two.run("%%distributed\n_cfg = {'lr': 5}\ndef _helper():\n    return 'ranks'")
     assert body(two.run("%%distributed\n_cfg['lr'], _helper()"))[-1] == "(5, 'ranks')"
     assert two.value("_cfg['lr'], _helper()") == (1, "notebook")
 
 
-def test_one_value_in_place_of_a_list(two: Notebook):
-    """Of one rank, by the old option too, or put together from all."""
+def test_gather_can_bring_one_value_in_place_of_a_list(two: Notebook):
+    """`-r 1` brings the value of a single rank; `--stack` and `--cat` join the values of ranks."""
     lines = ("n -r 1 --as one", "n -r -1 --as last", "n -r 0:1 --as first")
     lines += ("n --stack --as numbers", "n -r 1 --stack --as stacked")
     for line in (*lines, "t --stack --as s", "t --cat --as c", "t[None] --cat --dim 1 --as d"):
@@ -110,8 +110,8 @@ def test_one_value_in_place_of_a_list(two: Notebook):
     assert two.run("%dist_gather n --rank 1 --as one").streams == ["`--rank` is now `-r`\n"]
 
 
-def test_what_cannot_be_had(two: Notebook):
-    """One line says where it is, or why not; nothing is bound here."""
+def test_gather_says_why_a_value_cannot_be_gathered(two: Notebook):
+    """The error is a line that says who has the variable, or why not; no name is bound here."""
     two.run("mine = 1\nz = 'as it was'")
     for line, said in (
         ("mine", "no rank has `mine`; the notebook has it: `%dist_push mine`."),
@@ -123,8 +123,8 @@ def test_what_cannot_be_had(two: Notebook):
     assert two.value("z, 'only' in globals()") == ("as it was", False)
 
 
-def test_push_names_what_was_sent_to_which_ranks(two: Notebook):
-    """The command's answer names the variables and the ranks; what was replaced stands below."""
+def test_push_names_the_variables_and_the_ranks(two: Notebook):
+    """The answer of `%dist_push` names variables and ranks, and below, a replaced variable."""
     two.run("lr, batch = 0.1, 8")
     assert two.run("%dist_push lr").text == "sent lr to 2 ranks"
     assert two.run("%dist_push lr batch -r 1").text == "sent batch and lr to rank 1"
@@ -136,8 +136,8 @@ def test_push_names_what_was_sent_to_which_ranks(two: Notebook):
     assert note.startswith("the notebook's `layers` (str) replaces the ranks' `layers` (list")
 
 
-def test_parts_are_the_workers(two: Notebook):
-    """Also along a dimension; the notebook keeps its whole value, until that is bound anew."""
+def test_scattered_parts_belong_to_the_workers(two: Notebook):
+    """Ranks keep their parts, and the notebook its value, until the notebook binds the name."""
     two.run("x = [1, 2, 3]\nimport numpy as np; grid = np.arange(6).reshape(2, 3)")
     two.run("%dist_scatter x")
     assert body(two.run("%%distributed\nprint(x)"))[1::2] == ["[1, 2]", "[3]"]
@@ -170,8 +170,8 @@ def notebook(kernel: Notebook) -> Notebook:
     return kernel
 
 
-def test_restart_and_restore(notebook: Notebook) -> None:
-    """After a restart a line says what brings the variables back; then they are the workers'."""
+def test_restore_brings_variables_back_after_a_restart(notebook: Notebook) -> None:
+    """A line after a restart names the `%dist_restore`; restored variables are the workers' own."""
     notebook.run("step = 1")
     notebook.run("%%distributed\nstep = 10 + rank\nnote = 'kept'\nimport _thread\n"
                  "lock = _thread.allocate_lock()")  # fmt: skip
@@ -189,13 +189,13 @@ def test_restart_and_restore(notebook: Notebook) -> None:
     assert notebook.value("step, 'torch' in __import__('sys').modules") == (1, False)
     assert notebook.run("%dist_restore --name night --from-rank 0").errors == []
     assert body(notebook.run("%%distributed\nstep")) == ["── ranks 0-1 (same) ──", "10"]
-    # Where a rank was restarted the error names the snapshot.
+    # The error of a rank that died names the snapshot.
     error = notebook.run("%%distributed\nimport os\nif rank: os._exit(3)").error
     assert "`%dist_restore --name night` restores " in error
 
 
-def test_every(notebook: Notebook) -> None:
-    """`--every 2` takes one after each second cell that succeeds; a failure is one dim line."""
+def test_every_takes_snapshots_after_cells(notebook: Notebook) -> None:
+    """`--every 2` saves after each second cell that succeeds; a failed snapshot is only a line."""
     folder = notebook.folder
     notebook.run("%%distributed\nx = 1")
     assert "again after every 2 cells" in notebook.run("%dist_snapshot --name auto --every 2").text
@@ -215,10 +215,10 @@ def test_every(notebook: Notebook) -> None:
     assert notebook.run("%dist_snapshot --every 0").text == "automatic snapshots are off"
 
 
-def test_this_notebooks_newest(
+def test_restore_takes_this_notebooks_newest_snapshot(
     notebook: Notebook, fresh: Callable[..., Notebook], tmp_path: Path
 ) -> None:
-    """Without a name that is restored, also by a later kernel of the same file, and no other's."""
+    """Without a name, the notebook's newest snapshot is restored, also after reloading nbdist."""
     folder = notebook.folder
     notebook.run("%%distributed\nx = 'first'")
     notebook.run("%dist_snapshot x --name first")
@@ -255,10 +255,10 @@ def test_this_notebooks_newest(
 
 @pytest.mark.own_agent
 @pytest.mark.parametrize("place", ["", "/projects/"])
-def test_a_nameless_notebook_after_a_restart(
+def test_a_nameless_notebook_restores_its_snapshot(
     notebook: Notebook, fresh: Callable[..., Notebook], place: str
 ) -> None:
-    """It restores what it saved before, and no other notebook without a name does."""
+    """After a restart, a notebook without a name restores its own snapshot; others do not."""
     env = {"NBDIST_SNAPSHOT_DIR": str(notebook.folder), "JPY_SESSION_NAME": place}
     start = ("%load_ext nbdist", "%dist_init -n 2")
     other, third = (fresh(*start, env=env) for _ in range(2))
@@ -272,8 +272,8 @@ def test_a_nameless_notebook_after_a_restart(
     assert "No snapshot is known to be this notebook's" in third.run("%dist_restore").error
 
 
-def test_bad_input(notebook: Notebook) -> None:
-    """Each mistake gets one error of one line that shows what is right."""
+def test_bad_input_gets_an_error_with_a_remedy(notebook: Notebook) -> None:
+    """Each mistake with snapshots gets an error of one line, with a reason or a right form."""
     for source, said in (
         ("%dist_snapshot --name a/b", "`a/b` is not a name"),
         ("%dist_snapshot rank nowhere --name a", "no rank has `nowhere`."),
@@ -285,8 +285,8 @@ def test_bad_input(notebook: Notebook) -> None:
         assert said in notebook.run(source).error
 
 
-def test_stop(notebook: Notebook) -> None:
-    """Stop ends a snapshot that takes long; nothing of it is left, and the workers go on."""
+def test_stop_ends_a_slow_snapshot(notebook: Notebook) -> None:
+    """After Stop in a slow snapshot no part of the snapshot is left, and the workers work on."""
     folder = notebook.folder
     notebook.run("%%distributed\nimport time\nclass Slow:\n    def __reduce__(self):\n"
                  "        time.sleep(30)\nslow = Slow()")  # fmt: skip

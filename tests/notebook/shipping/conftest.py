@@ -32,7 +32,7 @@ def process() -> Iterator[Any]:
 
 
 class House:
-    """A notebook and one worker, which plays all ranks, with the table between them."""
+    """A notebook in this process, a worker that acts as all ranks, and the table of names."""
 
     def __init__(self, notebook: Any, worker: Any) -> None:
         self.notebook = notebook
@@ -41,18 +41,18 @@ class House:
         self.notices: list[str] = []
 
     def cell(self, source: str) -> Any:
-        """A cell of the notebook, as the post_run_cell hook sees it."""
+        """Run a cell in the notebook, and record assigned names as the post_run_cell hook does."""
         result = self.notebook.run(source)
         self.table.record_assigned(names_bound(source))
         return result
 
     def distributed(self, source: str, ranks: tuple[int, ...] = ALL) -> Any:
-        """A cell on the workers; what its last line says there."""
+        """Send what a cell needs, and run it on the worker; return the value of its last line."""
         self.send(plan(source, self.table, ranks), ranks)
         return self.run(source, ranks)
 
     def run(self, source: str, ranks: tuple[int, ...] = ALL) -> Any:
-        """Run a cell on the workers with which nothing is sent; return its last line's value."""
+        """Run a cell on the worker without sending variables; return the last line's value."""
         before = self.worker.run("{n: id(v) for n, v in globals().items() if n[0] != '_'}")
         result = self.worker.run(source)
         after = self.worker.run("{n: id(v) for n, v in globals().items() if n[0] != '_'}")
@@ -63,9 +63,9 @@ class House:
         return result
 
     def settled(self, found: Plan, *changed: int) -> Shipment:
-        """Ask the worker what a plan asks of ranks, and return what goes to them.
+        """Answer a plan's question to the ranks by the worker, and return the shipment.
 
-        With some `changed` ranks only these answer as the worker, others have changed nothing.
+        If `changed` names ranks, the other ranks answer that they have changed no object.
         """
         if (question := found.question) is not None:
             said = self.worker.inspect(dict(question.objects), question.names)
@@ -75,7 +75,7 @@ class House:
         return found.shipment()
 
     def send(self, found: Plan, ranks: tuple[int, ...] = ALL, *changed: int) -> Shipment:
-        """Send what was planned; ranks with a packet of their own receive it one by one."""
+        """Send all packets of a plan to the worker, and record them in the table."""
         shipment = self.settled(found, *changed)
         self.notices += [*shipment.notices, *(f"sent {each}" for each in shipment.big)]
         forgotten = self.table.objects.pop_forgotten(ranks)
@@ -94,15 +94,15 @@ class House:
         return shipment
 
     def plan(self, source: str, ranks: tuple[int, ...] = ALL) -> Shipment:
-        """What would go with a cell once ranks were asked, without sending it."""
+        """Return the shipment of a cell, after the question to the ranks, without sending it."""
         return self.settled(plan(source, self.table, ranks))
 
     def names(self, source: str, ranks: tuple[int, ...] = ALL) -> set[str]:
-        """The variables that a cell would take along."""
+        """Return the variables that would be sent with a cell."""
         return set(self.plan(source, ranks).names)
 
     def changes(self, source: str, ranks: tuple[int, ...] = ALL) -> set[str]:
-        """The variables that lead to an object which would be changed in place for a cell."""
+        """Return the variables that lead to objects whose changes would be sent with a cell."""
         question = plan(source, self.table, ranks).question
         keys = set() if question is None else question.objects.keys()
         tokens = {name: self.table.record(name) for name in self.table.owners()}

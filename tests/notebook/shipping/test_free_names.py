@@ -1,4 +1,4 @@
-"""Which names a cell reads and binds: from its source, and of programs made by chance, when run."""
+"""The names that a cell reads and binds, found in its source, and checked by random programs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ USED = {
     "del x": "x",
     "x = 1\ndel x\nx": "x",
     "a, (b, *c) = v\na, b, c": "v",
-    # What may not have run
+    # Code that may not have run
     "if c:\n    x = 1\nx": "c x",
     "with open_() as f:\n    y = f.x\ny": "open_",
     "try:\n    import a\nexcept E:\n    a = None\na": "E",
@@ -82,7 +82,7 @@ USED = {
     "class A:\n    a = 1\n    g, h = (a for _ in 'x'), lambda: b\n    b = 2": "a b",
     "class A:\n    a = 1\n    class B:\n        b = a": "a",
     "class A:\n    global a\n    a = 1\n    n = [a for _ in 'x']": "",
-    # What IPython makes of magics
+    # Magics as IPython transforms them
     "get_ipython().system('echo {x:.2f} {y.z} $w $$v ${u}')": "x y w u",
     "get_ipython().run_line_magic('timeit', '-n 10 -r3 f(x)')": "f x",
     "get_ipython().run_line_magic('pip', 'install {name}')": "name",
@@ -98,14 +98,14 @@ if sys.version_info >= (3, 12):
 
 
 @pytest.mark.parametrize("source", USED)
-def test_names_used(source: str) -> None:
-    """Names that are read before they are certainly bound, and no others."""
+def test_names_used_are_names_read_before_bound(source: str) -> None:
+    """`names_used` returns the names that a cell may read before binding, and no others."""
     found = names_used(source) - {"get_ipython"} - set(dir(builtins))
     assert found == set(USED[source].split())
 
 
 BOUND_BEFORE = {
-    # The cell makes what a function of the notebook needs.
+    # The cell binds a name that a function of the notebook needs.
     "lock = Lock()\nwork()": {"Lock": "", "work": "lock"},
     "work()\nlock = 1": {"work": ""},
     "work()\nlock = 1\nwork()": {"work": ""},
@@ -117,9 +117,9 @@ BOUND_BEFORE = {
     "with open_() as f:\n    work(f)": {"open_": "", "work": "f"},
     "import a\nclass A(work()):\n    b = k\n    c = k": {"work": "a", "k": "a"},
     "class A:\n    global a\n    a = 1\n    b = work()": {"work": "a"},
-    # A read where the cell has bound the name itself is no read of the notebook's value.
+    # After the cell has bound a name, a read of the name does not read the notebook's value.
     "a = 1\nwork()\nwork = 1\ndel a\nwork": {"work": "a"},
-    # What a function of the cell reads when it may be called.
+    # Names that a function of the cell reads when it may be called.
     "a = 1\ndef f(): return work()\nb = 2\nf()\nc = 3": {"work": "a b f"},
     "a = 1\ndef f(): return work()\nb = 2": {"work": "a b f"},
     "a = 1\ndef f(): return work()\ng(f)\nb = 2": {"g": "a f", "work": "a f"},
@@ -136,8 +136,8 @@ BOUND_BEFORE = {
 
 
 @pytest.mark.parametrize("source", BOUND_BEFORE)
-def test_names_bound_before_a_read(source: str) -> None:
-    """Of each name that is used, what the cell has certainly bound wherever it reads the name."""
+def test_bound_before_has_names_bound_at_every_read(source: str) -> None:
+    """`bound_before` maps each used name to the names that are bound at all reads of it."""
     found = {name: before for name, before in bound_before(source).items() if name in USERS}
     assert found.keys() == names_used(source) & USERS
     assert found == {name: {*before.split()} for name, before in BOUND_BEFORE[source].items()}
@@ -165,13 +165,13 @@ BOUND = {
 
 
 @pytest.mark.parametrize("source", BOUND)
-def test_names_bound(source: str) -> None:
-    """Names that a cell may bind at global level, wherever in it."""
+def test_names_bound_are_all_global_names_a_cell_may_bind(source: str) -> None:
+    """`names_bound` returns the names that any part of a cell may bind at global level."""
     assert names_bound(source) == set(BOUND[source].split())
 
 
-def test_what_is_no_code() -> None:
-    """Source that does not parse is a SyntaxError; an empty cell has no names; chains are whole."""
+def test_source_without_code_has_no_names() -> None:
+    """An empty cell has no names, invalid source raises SyntaxError; dotted names are whole."""
     assert dotted_names("a.b.c(d.e, f().g)") == {("a", "b", "c"), ("a", "b"), ("d", "e")}
     for names in (names_used, names_bound):
         assert names("") == names("# only a comment") == set()
@@ -195,20 +195,20 @@ def test_what_is_no_code() -> None:
         ("ask_exit", ["f(x)"], []),
     ],
 )
-def test_what_a_magic_would_run(method: str, texts: list[str], code: list[str]) -> None:
-    """Statements, and what braces and dollars would fill in; nothing of other languages."""
+def test_code_in_magic_finds_the_python(method: str, texts: list[str], code: list[str]) -> None:
+    """Statements and filled-in expressions of a magic are found, but no code of other languages."""
     assert code_in_magic(method, texts) == code
 
 
-def test_names_that_commands_fill_in() -> None:
-    """Those of a cell's own commands, in order; not those of its functions, nor the shell's own."""
+def test_names_in_commands_are_those_of_the_cell_itself() -> None:
+    """Names in a cell's commands are found in order, but none in functions or of the shell."""
     source = "get_ipython().system('echo {b} $a; for i in 1; do echo $i; done')\n"
     in_function = "def f():\n    get_ipython().system('{c}')\n"
     in_class = "class A:\n    get_ipython().run_line_magic('cd', '{d}')\n"
     assert names_in_commands(in_function + source + in_class) == ["b", "a", "d"]
 
 
-# --- programs made by chance: each name that is read while it is unbound was foreseen ---------
+# --- random programs: each name that they read unbound is in `names_used` ---------------------
 
 
 NAMES, FUNCTIONS = "abcdef", "pqr"
@@ -233,7 +233,7 @@ EXPRESSIONS = (
 
 
 def program(chance: random.Random, depth: int = 0) -> str:
-    """Write some statements; those that are nested are indented by a space."""
+    """Write some random statements; nested statements are indented by a space."""
 
     def statement() -> str:
         is_nested = depth < 4 and chance.random() < (0.5 if depth else 0.7)
@@ -256,18 +256,18 @@ def program(chance: random.Random, depth: int = 0) -> str:
 
 
 def deeper(space: str, text: str) -> str:
-    """Indent a block once more where a space stands before it; leave expressions as they are."""
+    """Indent a block once more if the template has a space before it; do not change expressions."""
     return textwrap.indent(text, space) if text.startswith(" ") else space + text
 
 
 class Oops(Exception):
-    """What programs raise."""
+    """The exception that random programs raise."""
 
 
 class Globals(dict[str, Any]):
-    """The globals of a program, which note the names that it reads and that are not there.
+    """The globals of a random program, which record each unbound name that the program reads.
 
-    With each name, the names that were there whenever it was read.
+    `missing` maps each such name to the names that were bound at all its reads.
     """
 
     def __init__(self, chance: random.Random) -> None:
@@ -296,7 +296,7 @@ class Globals(dict[str, Any]):
         return None
 
     def call(self, function: Any) -> None:
-        """Call a function, or make an instance and call its method; not too often."""
+        """Call a function, or make an instance and call its method; at most 29 calls."""
         self._calls += 1
         if self._calls < 30 and callable(function):
             with contextlib.suppress(NameError):
@@ -307,7 +307,7 @@ class Globals(dict[str, Any]):
             raise Oops
 
     def _called(self, function: Any) -> Any:
-        # Its own name is not bound yet: to call itself so early would be an error.
+        # The decorated function's name is not bound yet: a read of the name here does not count.
         name = function.__name__
         known = self.missing.get(name)
         with contextlib.suppress(Oops):
@@ -319,7 +319,7 @@ class Globals(dict[str, Any]):
 
 
 def names_missing(code: Any, seed: int) -> dict[str, frozenset[str]]:
-    """Run a program, and after it its functions; find what was read and was not bound."""
+    """Run a program, and then its functions; return the names that were read unbound."""
     found = Globals(random.Random(seed))
     with contextlib.suppress(Oops, NameError):
         exec(code, found)
@@ -329,8 +329,8 @@ def names_missing(code: Any, seed: int) -> dict[str, frozenset[str]]:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_no_name_is_missed(seed: int) -> None:
-    """Whatever way a program takes, what it reads unbound is among the names that it uses."""
+def test_no_unbound_name_of_a_program_is_missed(seed: int) -> None:
+    """On every path of a random program, each name that is read unbound is in `names_used`."""
     chance, runs = random.Random(seed), 0
     for _ in range(60):
         source = program(chance)

@@ -1,4 +1,4 @@
-"""What goes with a cell: whose names they are, what belongs together, how big it is."""
+"""The variables that are sent with a cell: their owners, shared objects, and sizes."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_cell_finds_what_it_uses(case: str, house: Any) -> None:
-    """Names that a cell uses are on the workers, with what they use in turn."""
+def test_a_cell_finds_the_names_it_uses(case: str, house: Any) -> None:
+    """A cell's names are sent to the workers, with the names that their functions need."""
     source, cell, result = CASES[case]
     house.cell(source)
     assert house.distributed(cell) == result
@@ -62,15 +62,15 @@ def test_a_cell_finds_what_it_uses(case: str, house: Any) -> None:
 
 
 def is_nothing(found: Plan) -> bool:
-    """Return True if nothing goes to ranks, is said, or is asked."""
+    """Return True if a plan sends nothing to ranks, asks them nothing, and has no notice."""
     shipment = found.shipment()
     assert shipment == Shipment(parcels=shipment.parcels)
     assert not any(parcel.names or parcel.states for parcel in shipment.parcels.values())
     return found.question is None
 
 
-def test_nothing_goes_that_is_not_used(house: Any) -> None:
-    """Nor what is IPython's, as long as the user has not bound it."""
+def test_names_that_a_cell_does_not_use_are_not_sent(house: Any) -> None:
+    """Names of IPython are not sent either, unless the user has bound the name."""
     house.cell("a, b, f = 1, 2, lambda: a")
     assert house.names("b + 1") == {"b"}
     assert is_nothing(plan("x = 1\nprint(x)", house.table, ALL))
@@ -83,8 +83,8 @@ def test_nothing_goes_that_is_not_used(house: Any) -> None:
     assert plan("open", house.table, ALL, {"open": hidden}).shipment().names == ("open",)
 
 
-def test_what_was_defined_again_goes_again(house: Any) -> None:
-    """Also through another function only; class attributes; what a module's name leads to."""
+def test_a_new_definition_is_sent_again(house: Any) -> None:
+    """A function used by another function, a class attribute and a submodule are sent again."""
     house.cell("def g(): return 1\ndef f(): return g()")
     assert house.distributed("f()") == 1
     house.cell("def g(): return 2")
@@ -103,8 +103,8 @@ def test_what_was_defined_again_goes_again(house: Any) -> None:
     assert house.distributed("xml.dom.minidom.__name__") == "xml.dom.minidom"
 
 
-def test_functions_of_distributed_cells(house: Any) -> None:
-    """What they use goes again when it has changed, although the cell that calls them says not."""
+def test_functions_of_ranks_get_changed_variables(house: Any) -> None:
+    """Variables that a function on the ranks uses are sent again after a change, with any cell."""
     house.cell(
         "k, cfg, big = 1, {'lr': 1}, list(range(40000))\ndef g(): return k\nb, unused = 1, 1"
     )
@@ -125,8 +125,8 @@ def test_functions_of_distributed_cells(house: Any) -> None:
     assert house.notices == [f"`b` cannot be sent: {said}"]
 
 
-def test_functions_of_ranks_and_names_that_ranks_have_bound(house: Any) -> None:
-    """Once the notebook binds such a name, they use its value, also of names sent to one rank."""
+def test_functions_of_ranks_use_names_bound_by_the_notebook(house: Any) -> None:
+    """After the notebook binds a name of the ranks, their functions use the notebook's value."""
     house.distributed("b = [1]\ndef add(x): b.append(x); return [*b]")
     house.cell("b = [3]")
     assert house.names("b = [5]\nadd(6)") == set(), "the cell binds it"
@@ -142,8 +142,8 @@ def test_functions_of_ranks_and_names_that_ranks_have_bound(house: Any) -> None:
     assert house.distributed("read()") == 6
 
 
-def test_views_of_memory_that_ranks_have(house: Any) -> None:
-    """They are sent before the ranks give up what they have changed in the memory."""
+def test_new_views_show_memory_that_ranks_changed(house: Any) -> None:
+    """New views of a tensor are sent before ranks rebind its name, and show the ranks' changes."""
     house.cell("import numpy as np, torch\nd, a = torch.zeros(4), np.zeros(4)")
     house.distributed("d.add_(20)\na[:] = 1")
     house.cell("k, v, other, none = d[:2], a[::2], torch.zeros(3), torch.zeros(0)")
@@ -152,8 +152,8 @@ def test_views_of_memory_that_ranks_have(house: Any) -> None:
     assert house.notices == []
 
 
-def test_one_that_cannot_be_sent_leaves_the_others_linked(house: Any) -> None:
-    """What comes with the same cell keeps its counterparts, also under a name that is new."""
+def test_an_unsendable_variable_leaves_the_others_linked(house: Any) -> None:
+    """Other variables that the same cell sends keep their counterparts, also under a new name."""
     house.cell("own = 1")
     assert house.distributed("def f(): return own\nf()") == 1
     house.cell("import threading\nown, model = threading.Lock(), [1]")
@@ -162,8 +162,8 @@ def test_one_that_cannot_be_sent_leaves_the_others_linked(house: Any) -> None:
     assert house.distributed("ref, model, ref is model, f()") == ([1, 2], [1, 2], True, 1)
 
 
-def test_names_that_share_an_object(house: Any) -> None:
-    """Share it on the ranks too, whichever is sent when, and whatever has changed between."""
+def test_names_that_share_an_object_share_it_on_ranks(house: Any) -> None:
+    """Two names that share an object also share it on the ranks if sent or changed separately."""
     house.cell("params = [1]\nmodel, opt = {'p': params}, [params]")
     house.distributed("kept = model\nopt")
     house.cell("opt.append('state')")
@@ -182,8 +182,8 @@ def test_names_that_share_an_object(house: Any) -> None:
     assert house.notices == []
 
 
-def test_names_between_others(house: Any) -> None:
-    """Only what has changed goes, and names of what is there; what workers made of it stays."""
+def test_only_changes_and_new_names_are_sent(house: Any) -> None:
+    """Changed objects and new names of sent objects are sent; changes by the workers stay."""
     house.cell("x, y = [1], [2]\na, b, c = [x], [x, y], [y]")
     house.distributed("a, b, c")
     house.cell("a.append(3)")
@@ -204,7 +204,7 @@ def test_names_between_others(house: Any) -> None:
 
 
 def test_big_values_are_announced(house: Any) -> None:
-    """With size, ranks and the name that is to blame, before it is sent."""
+    """Before a big value is sent, a line has its size, the number of ranks and the largest part."""
     house.notebook.names["corpus"] = b"x" * 200_000_000
     shipment = house.plan("len(corpus)", (0, 1, 2, 3))
     assert shipment.big == ("corpus (191 MiB) to 4 ranks",)
@@ -235,8 +235,8 @@ CHANGES = {
 }
 
 
-def test_one_element_of_a_big_value(house: Any) -> None:
-    """Changed in place it is changed on ranks, whatever it is in; others are not sent."""
+def test_a_changed_element_of_a_big_value_is_sent(house: Any) -> None:
+    """A change of a single element is noticed in any big value; other values are not sent."""
     house.cell(BIG)
     house.distributed("array, held, inside, uses\nNone")
     for name, change in CHANGES.items():
@@ -250,8 +250,8 @@ def test_one_element_of_a_big_value(house: Any) -> None:
     assert not any("unchanged" in notice for notice in house.notices)
 
 
-def test_what_is_not_compared_as_a_whole(house: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Above some GB samples are; of very many objects all are."""
+def test_large_memory_is_compared_by_samples(house: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Above `WHOLE_LIMIT` bytes a change may be missed; of very many objects each is compared."""
     monkeypatch.setattr(scan, "QUICK_BYTES", 1 << 20)
     monkeypatch.setattr(scan, "WHOLE_LIMIT", 1 << 20)
     house.cell("import numpy as np\nbig = np.zeros(1_000_000)\nmany = [*range(1_000_000)]")
@@ -267,7 +267,7 @@ def test_what_is_not_compared_as_a_whole(house: Any, monkeypatch: pytest.MonkeyP
 
 
 def test_the_table_keeps_nothing_big_alive(house: Any) -> None:
-    """What the user deletes is freed."""
+    """An array that the user deletes in the notebook is freed."""
     house.notebook.names["big"] = array = numpy.zeros(1_000_000)
     gone = weakref.ref(array)
     house.distributed("big.sum() and None")
@@ -276,7 +276,7 @@ def test_the_table_keeps_nothing_big_alive(house: Any) -> None:
 
 
 def test_a_value_that_cannot_be_pickled_stops_the_cell(house: Any) -> None:
-    """Nothing is sent or recorded then, nor a function that needs it."""
+    """The cell fails before any variable is sent, also if only a function needs the value."""
     house.cell(
         "import threading\nn = 1\nclass L: pass\nloader = L()\nloader.lock = threading.Lock()"
     )
@@ -290,8 +290,8 @@ def test_a_value_that_cannot_be_pickled_stops_the_cell(house: Any) -> None:
     assert house.distributed("f()") == 1
 
 
-def test_what_takes_it_back(house: Any) -> None:
-    """To bind it in the notebook, also to an equal object; not a cell that might have bound it."""
+def test_binding_a_name_makes_it_the_notebooks_again(house: Any) -> None:
+    """A name belongs to the notebook again after a cell has bound it, also to an equal object."""
     house.cell("n = 4")
     house.distributed("n = 5")
     house.cell("n = 4")
@@ -305,7 +305,7 @@ def test_what_takes_it_back(house: Any) -> None:
     house.distributed("model = Net()")
     house.cell("if False: model = Net()")
     assert house.names("model") == set()
-    # What workers changed in place stays, until its cell is run again.
+    # A change by workers in place stays until the notebook's cell runs again.
     house.cell("ys = [1]")
     house.distributed("ys.append(2)")
     assert house.distributed("ys") == [1, 2]
@@ -314,7 +314,7 @@ def test_what_takes_it_back(house: Any) -> None:
 
 
 def test_functions_use_the_workers_own_names(house: Any) -> None:
-    """Made by a distributed cell, or theirs alone; push sends the notebook's."""
+    """Functions use names that only ranks have or have bound; a push sends the notebook's."""
     house.cell("model = 'notebook'\ndef f(): return model, only_there")
     house.distributed("model = 'workers'")
     assert house.distributed("only_there = 1\nf()") == ("workers", 1)
@@ -325,8 +325,8 @@ def test_functions_use_the_workers_own_names(house: Any) -> None:
     assert house.names("n") == set()
 
 
-def test_names_with_a_meaning_are_never_sent(house: Any) -> None:
-    """`rank`, `dist` and the like stay the worker's, which is said once; push is refused."""
+def test_names_that_each_worker_owns_are_never_sent(house: Any) -> None:
+    """`rank`, `dist` and the like stay the worker's, as a notice says once; push is refused."""
     house.notebook.names.update(torch=torch, dist=torch.distributed)
     assert house.names("torch.zeros(1), dist.get_rank()") == set()
     house.cell("rank = 99\nimport torch.distributions as dist\ndef f(): return rank, dist")
@@ -345,8 +345,8 @@ def test_names_with_a_meaning_are_never_sent(house: Any) -> None:
             push([name], house.table, ALL)
 
 
-def test_other_ranks_get_what_one_rank_has(house: Any) -> None:
-    """What went to one; what one has bound is not overwritten, and what others lack is said."""
+def test_ranks_that_lack_a_variable_get_it(house: Any) -> None:
+    """A variable that one rank has is sent to others; a rank's own is not replaced, but noted."""
     house.cell("n = 1")
     house.distributed("n", ranks=(0,))
     assert house.names("n", ranks=(0,)) == set()
@@ -358,7 +358,7 @@ def test_other_ranks_get_what_one_rank_has(house: Any) -> None:
     assert house.distributed("x") == 2
     house.cell("y = 1")
     house.distributed("y")
-    house.distributed("y = 2", ranks=(0,))  # as with `if rank == 0: ...`
+    house.distributed("y = 2", ranks=(0,))  # as in `if rank == 0: ...`
     assert house.distributed("y") == 2
     house.cell("z = 1")
     house.distributed("z")
@@ -371,8 +371,8 @@ def test_other_ranks_get_what_one_rank_has(house: Any) -> None:
     ]
 
 
-def test_a_change_deep_in_objects_that_are_replaced(house: Any) -> None:
-    """Each object that contains the changed one is made anew, however many are."""
+def test_a_change_deep_inside_replaces_the_objects_around_it(house: Any) -> None:
+    """A change deep inside replaces all objects around it that cannot be changed in place."""
     house.cell(
         "class Link:\n"
         "    def __init__(self, number, following):\n"

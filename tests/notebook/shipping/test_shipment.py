@@ -1,7 +1,7 @@
-"""Values of any shape arrive as they are; how far a transfer is, and Stop in the middle of one.
+"""Values of any shape arrive unchanged; the progress of a transfer, and Stop during a transfer.
 
-With hypothesis: containers, dataclasses, arrays, tensors that share memory, cycles, changed
-here and there in turn.
+Hypothesis makes containers, dataclasses, arrays, tensors that share memory, and cycles, and
+changes them in the notebook and on the ranks.
 """
 
 from __future__ import annotations
@@ -84,12 +84,12 @@ def spoil(top):
 """
 
 ALL = (0, 1)
-SIZE = 9000  # more than goes in a message
+SIZE = 9000  # elements; too large to be part of a message
 
 
 @dataclass(frozen=True)
 class Node:
-    """A thing to be made: its kind, what it holds by number, and a number of its own."""
+    """The plan of an object: its kind, the numbers of objects that it holds, and a seed."""
 
     kind: str
     holds: tuple[int, ...]
@@ -106,7 +106,7 @@ nodes = st.builds(
 
 
 def make(plan: list[Node], point: Any) -> list[Any]:
-    """Make the things in order; each may hold any of those before it."""
+    """Make the objects in order; each may hold objects that were made before."""
     made: list[Any] = []
     for node in plan:
         holds = [made[number % len(made)] for number in node.holds] if made else []
@@ -121,7 +121,7 @@ def _make(node: Node, holds: list[Any], made: list[Any], point: Any) -> Any:
         case "dict":
             return {f"k{number}": value for number, value in enumerate(holds)}
         case "tuple":
-            # With something in it that can change: who has the same of what cannot does not matter.
+            # With a list inside: equal tuples without one may be one object or several.
             return (*holds, [])
         case "point":
             return point(holds[0] if holds else None, node.seed)
@@ -141,7 +141,7 @@ def _make(node: Node, holds: list[Any], made: list[Any], point: Any) -> Any:
 
 
 def change(value: Any, seed: int) -> None:
-    """Change one thing in place, where it can be."""
+    """Change a part of a value in place, if the value can be changed."""
     if isinstance(value, torch.Tensor) and value.numel():
         value[seed * 77 % value.numel()] += 1
     elif isinstance(value, np.ndarray):
@@ -163,15 +163,15 @@ def change(value: Any, seed: int) -> None:
     st.lists(st.tuples(st.integers(0, 99), st.integers(0, 9), st.booleans()), max_size=4),
     st.integers(0, 99),
 )
-def test_what_arrives_is_what_there_is(
+def test_values_arrive_as_they_are(
     house: Any,
     plan: list[Node],
     changes: list[tuple[int, int, bool]],
     second: int,
 ):
-    """Two names, with all that they share, after each change here, as the objects that they were.
+    """After each change here, ranks have equal values, and only lists and tuples are new objects.
 
-    What is done there does not come here, and a push makes it what it is here.
+    Changes on the ranks do not reach the notebook, and a push replaces them.
     """
     house.cell(TELL)
     names = house.notebook.names
@@ -203,18 +203,18 @@ def test_what_arrives_is_what_there_is(
         assert house.run("tell([a, b])") == here
 
 
-# --- how far a transfer is --------------------------------------------------------------------
+# --- the progress of a transfer ---------------------------------------------------------------
 
 
-def test_what_is_said_of_a_transfer(
+def test_a_slow_transfer_shows_its_progress(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    """Nothing at first, nor in lines that cannot change; Stop releases at once what there is."""
+    """Progress is shown after `FIRST_SHOWN` seconds; a Stop releases the copied memory at once."""
     assert progress_text("x", 1 << 20, 3 << 20, 2.0) == "x: 1 MiB of 3 MiB · 512 KiB/s"
     ended: list[str] = []
 
     def copying() -> Generator[int, None, str]:
-        """Copies 3 KiB."""
+        """Yield progress as if 3 KiB were copied."""
         try:
             yield from (1024, 2048, 3072)
         finally:
@@ -280,7 +280,7 @@ theirs = np.ones(5_000_000)
 
 
 slow = lasting("%load_ext nbdist", SLOWLY, HELD, STOPS, THERE)
-"""A notebook and two workers that copy a little at a time, and say so at once."""
+"""A notebook and two workers that copy in small pieces, and show each step of the progress."""
 
 
 @pytest.mark.parametrize(
@@ -291,8 +291,8 @@ slow = lasting("%load_ext nbdist", SLOWLY, HELD, STOPS, THERE)
         ("%dist_gather theirs --as new", "gathering theirs: "),
     ],
 )
-def test_stop_in_the_middle(slow: Notebook, line: str, what: str):
-    """The name is what it was, here and there, and no memory is left; then it works."""
+def test_stop_in_a_transfer_changes_nothing(slow: Notebook, line: str, what: str):
+    """After Stop the name has its former value on both sides; no memory is held; a retry works."""
     is_sent = "gather" not in line
     slow.run("new = np.arange(5_000_000.)")
     if is_sent:

@@ -1,4 +1,4 @@
-"""How a value looked, and whether it has changed since."""
+"""Versions of values, conflicts between the notebook and ranks, and gathered names."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from nbdist.values import scan
 from nbdist.world.name_table import NameTable
 
 
-def test_contents_decide(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also deep inside, in buffers, and of other types; what is too big is sampled."""
+def test_a_version_changes_with_the_contents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A change deep inside, in memory or of the type is a new version; huge memory is sampled."""
     assert len({atomic_version(value) for value in (1, True, 1.0, 1 + 0j, "1", b"1")}) == 6
     names: dict[str, Any] = {"deep": [[1], "x" * 99], "big": numpy.zeros(1 << 20, dtype="uint8")}
     table = NameTable(names)
@@ -54,7 +54,7 @@ def asked(house: Any, source: str, ranks: tuple[int, ...] = ALL) -> Any:
 
 
 def test_ranks_are_asked_only_before_something_is_replaced(house: Any) -> None:
-    """Not where it comes for the first time, nor before a push."""
+    """Neither the first sending of a variable nor a push asks the ranks a question."""
     house.cell("xs = [1]\nn = 1\nclass Net: pass\ndef f(x=[]): return Net, xs")
     assert asked(house, "xs, n, f") is None
     house.distributed("xs, n, f() and 0")
@@ -71,8 +71,8 @@ def test_ranks_are_asked_only_before_something_is_replaced(house: Any) -> None:
     assert asked(house, "xs")[1:] == (("xs",), ALL)
 
 
-def test_a_part_of_an_object_is_asked_for(house: Any) -> None:
-    """The part that the notebook has changed: what ranks did to others is no conflict."""
+def test_only_changed_parts_of_an_object_conflict(house: Any) -> None:
+    """Ranks are only asked about parts that the notebook changed; other parts do not conflict."""
     house.cell("cfg = {'lr': 1, 'layers': 2}")
     house.distributed("cfg['layers'] = 'theirs'")
     house.cell("cfg['lr'] = 3")
@@ -87,8 +87,8 @@ def test_a_part_of_an_object_is_asked_for(house: Any) -> None:
     assert house.notices == [kept.replace("the notebook's,", "all of the notebook's `cfg`,")]
 
 
-def test_what_ranks_have_changed_stays_theirs(house: Any) -> None:
-    """It is said, with push and gather, once for each change that the notebook makes."""
+def test_objects_that_ranks_changed_stay_theirs(house: Any) -> None:
+    """A notice names push and gather once for each change by the notebook; ranks keep theirs."""
     house.cell("xs = [1]")
     house.distributed("xs.append('theirs')")
     assert house.distributed("xs") == [1, "theirs"]
@@ -118,8 +118,8 @@ def test_what_ranks_have_changed_stays_theirs(house: Any) -> None:
     assert len(house.notices) == 3
 
 
-def test_what_belongs_to_a_replaced_object(house: Any) -> None:
-    """It is named: variables of the ranks, of which none other is sent."""
+def test_a_notice_names_variables_with_a_replaced_object(house: Any) -> None:
+    """The ranks' variables that still belong to a replaced object are named, and not changed."""
     house.cell("net = [1]\nother = 1")
     house.distributed("mine, wrapped = {'of': net}, [[net]]\nother")
     house.cell("net = [2]")
@@ -136,8 +136,8 @@ def test_what_belongs_to_a_replaced_object(house: Any) -> None:
     ]
 
 
-def test_a_rank_that_lacks_it(house: Any) -> None:
-    """Ranks that have it are asked, and keep it; others get it, and a line says if it differs."""
+def test_a_rank_that_lacks_a_variable_gets_it(house: Any) -> None:
+    """Ranks with the variable keep it, others get the notebook's; a notice says if they differ."""
     house.cell("xs = [1]")
     house.distributed("xs", ranks=(0,))
     (packet,) = house.plan("xs").packets
@@ -152,8 +152,8 @@ def test_a_rank_that_lacks_it(house: Any) -> None:
     )
 
 
-def test_a_new_rank_does_not_get_the_old_one(house: Any) -> None:
-    """Of what others have changed it gets neither; a line has both remedies."""
+def test_a_new_rank_does_not_get_an_outdated_variable(house: Any) -> None:
+    """A new rank gets no variable that other ranks have changed; a notice has both remedies."""
     house.cell("xs = [1]")
     house.distributed("xs.append('theirs')")
     house.cell("xs.append(2)")
@@ -173,8 +173,8 @@ def test_a_new_rank_does_not_get_the_old_one(house: Any) -> None:
     ]
 
 
-def test_what_shares_objects_with_it(house: Any) -> None:
-    """It refers to the ranks' own, changed or not; a push changes all that it leads to."""
+def test_variables_share_objects_that_ranks_changed(house: Any) -> None:
+    """New variables refer to the ranks' own objects; a push replaces all that a variable holds."""
     house.cell("inner = [1]\nouter = [inner]")
     house.distributed("kept = inner\ninner.append('theirs')\nouter")
     house.cell("outer.append(2)")
@@ -191,13 +191,13 @@ def test_what_shares_objects_with_it(house: Any) -> None:
     assert house.distributed("outer[0] is inner is kept, outer") == (True, [[1, 3], 2])
 
 
-def test_until_the_notebook_binds_the_name_itself() -> None:
-    """An object until another one is there; of numbers and texts also an equal one counts."""
+def test_a_name_counts_as_gathered_until_bound_again() -> None:
+    """A name is not gathered any more once bound to another object, or to an equal number."""
     names: dict[str, Any] = {"losses": [1, 2], "n": 3, "own": 4}
     gathered = Gathered(names)
     assert not gathered.has_any
     gathered.add(["losses", "n"])
-    gathered.record_assigned(["n", "losses", "own"])  # in the cell that has gathered them
+    gathered.record_assigned(["n", "losses", "own"])  # by the cell that has gathered
     assert [name for name in names if name in gathered] == ["losses", "n"]
     gathered.record_assigned(["losses"])  # `if False: losses = []`
     names["alias"] = names["losses"]
@@ -211,8 +211,8 @@ def test_until_the_notebook_binds_the_name_itself() -> None:
     assert "n" not in gathered
 
 
-def test_what_a_cell_assigns_of_it() -> None:
-    """Names and parts of them, and nothing of other magics or calls."""
+def test_assigned_in_finds_names_assigned_by_gather() -> None:
+    """`assigned_in` finds names, also in tuples, that `%dist_gather` alone assigns."""
     gather, status = (
         f"get_ipython().run_line_magic('{name}', 'y')" for name in ("dist_gather", "t")
     )
@@ -221,8 +221,8 @@ def test_what_a_cell_assigns_of_it() -> None:
     assert assigned_in("x = 1") == frozenset()
 
 
-def test_is_sent_by_push_alone(house: Any) -> None:
-    """Not by a cell, nor with a function that uses it; what another name has is the notebook's."""
+def test_a_gathered_name_is_only_sent_by_push(house: Any) -> None:
+    """No cell and no function sends a gathered name; another name of the value is sent as usual."""
     house.cell("acc = 0\nf = lambda: acc")
     house.distributed("acc, f()")
     house.notebook.names["acc"] = [0.5, 0.5]

@@ -1,6 +1,6 @@
-"""Tests of `nbdist.worker.compat.ipython`: what a version lacks, jedi, and the debugger.
+"""Tests of `nbdist.worker.compat.ipython`: abilities that a version lacks, jedi, the debugger.
 
-Of that every way into it, where it stops, what it shows.
+The tests of the debugger cover each way into it, its stops and its output.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ IPYTHON_7 = (
 """A frame as IPython 7.34 shows it."""
 
 
-def test_what_is_missing_is_told_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a sentence with the version and what is lost; what needs it goes on. Here is all."""
+def test_a_missing_ability_is_named_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sentence names version and loss; code that needs the ability goes on without it."""
     assert ipython.check() == ()
     monkeypatch.delattr(kernelapp, "IOPubThread")
     (port,) = ipython.check()
@@ -46,10 +46,10 @@ def test_what_is_missing_is_told_once_each(monkeypatch: pytest.MonkeyPatch) -> N
     assert not hasattr(kernelapp, "IOPubThread")
 
 
-def test_a_shell_that_shows_tracebacks_otherwise(
+def test_a_shell_without_the_method_prints_tracebacks(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """They are text on stderr."""
+    """A shell without IPython's method to show tracebacks prints them on stderr."""
     shell: Any = SimpleNamespace()
     monkeypatch.setattr(ipython, "ZMQInteractiveShell", SimpleNamespace())
     lines = ["line 1", "ValueError: bad"]
@@ -58,7 +58,7 @@ def test_a_shell_that_shows_tracebacks_otherwise(
 
 
 def test_ipython_7_shows_numbers_of_cells(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A frame begins as in later versions, which keep the number of a cell themselves."""
+    """In IPython 7 a frame begins with the cell's number, as later versions show it themselves."""
     script = IPYTHON_7.replace("/tmp/ipykernel_7/42.py", "~/train.py")
     module = IPYTHON_7.replace("fail\x1b[0;34m(x)", "<cell line: 0>\x1b[0;34m()")
     head = "-----"
@@ -107,8 +107,8 @@ print("new" if known is None else known.get_code())
 
 
 @pytest.mark.world
-def test_what_it_writes_is_read_again(tmp_path: Path) -> None:
-    """The file is whole, also after a rank was killed while it wrote another one."""
+def test_cache_files_of_jedi_are_whole(tmp_path: Path) -> None:
+    """A cache file can be read again, and is whole even if a rank was killed while writing."""
     pytest.importorskip("jedi")
 
     def run(cache: Path, *parsed: str) -> subprocess.CompletedProcess[str]:
@@ -137,7 +137,7 @@ FROM_CALL = ("n",) if sys.version_info >= (3, 13) else ()
 
 @pytest.fixture
 def debug(world: World, enter: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> Debug:
-    """Runs a cell, types these lines, and gives what is seen."""
+    """A function that runs a cell, types lines into the debugger, and returns the output."""
 
     def run(source: str, *lines: str, ranks: list[int] | None = None) -> str:
         enter(*lines)
@@ -150,12 +150,12 @@ def debug(world: World, enter: Callable[..., None], capsys: pytest.CaptureFixtur
 
 @pytest.fixture
 def debug_one(debug: Debug) -> Debug:
-    """The same on rank 1 alone, without its number before each line."""
+    """A function like `debug` for rank 1 alone, whose output has no number before each line."""
     return lambda *lines: debug(*lines, ranks=[1]).replace("[1] ", "")
 
 
-def test_statements_of_a_cell_are_lines(debug: Debug) -> None:
-    """Stepping goes from one to the next, also of those that await, and not into IPython."""
+def test_stepping_goes_from_statement_to_statement(debug: Debug) -> None:
+    """Stepping goes to the next statement of the cell, also after `await`, and not into IPython."""
     source = "if rank == 1: breakpoint()\nx = 1\nx += 1\nx"
     said = debug(source, *FROM_CALL, "n", "n", "n")
     stops = [line.split("---> ")[1] for line in said.splitlines() if "---> " in line]
@@ -169,14 +169,14 @@ def test_statements_of_a_cell_are_lines(debug: Debug) -> None:
     assert stops[len(FROM_CALL) :] == ["4 x = 5", "5 x + 1"]
     assert "[0] 6" in said
     assert "StopIteration" not in said
-    # torch's own stops on one rank, and the others wait for it.
+    # torch's own breakpoint stops a single rank, and the others wait for that rank.
     said = debug("dist.breakpoint(1)\nprint('after')", "up", "c")
     assert "[rank 1] ipdb> " in said
     assert "--> 1 dist.breakpoint(1)" in said
     assert said.endswith("[0-1] after\n")
 
 
-def test_an_exception_is_looked_at(debug: Debug) -> None:
+def test_debug_begins_at_the_users_innermost_call(debug: Debug) -> None:
     """`%debug` on the ranks begins at the user's innermost call."""
     debug("def f(a):\n    return 1 / a\ntry:\n    f(0)\nexcept ZeroDivisionError:\n"
           "    get_ipython().showtraceback()")  # fmt: skip
@@ -186,8 +186,8 @@ def test_an_exception_is_looked_at(debug: Debug) -> None:
     assert "[1] 0" in said
 
 
-def test_ways_in(debug_one: Debug, world: World) -> None:
-    """It stops at the next line, and what is bound there stays."""
+def test_each_way_into_the_debugger_works(debug_one: Debug, world: World) -> None:
+    """Each way into the debugger stops at the next line, and variables set there stay."""
     for begin in (
         "breakpoint()",
         "import pdb; pdb.set_trace()",
@@ -202,17 +202,17 @@ def test_ways_in(debug_one: Debug, world: World) -> None:
         assert world.gather("result", ranks=[1]) == [7]
 
 
-def test_a_variable_says_what_a_breakpoint_is(debug_one: Debug) -> None:
-    """PYTHONBREAKPOINT=0 switches all of them off."""
+def test_pythonbreakpoint_turns_breakpoints_off(debug_one: Debug) -> None:
+    """PYTHONBREAKPOINT=0 turns `breakpoint()` off."""
     off = "import os; os.environ['PYTHONBREAKPOINT'] = '0'\n"
     on = "\ndel os.environ['PYTHONBREAKPOINT']\nprint('ran')"
     assert debug_one(f"{off}breakpoint(){on}") == "ran\n"
 
 
-def test_leaving_ends_the_cell(
+def test_quitting_the_debugger_ends_the_cell(
     debug_one: Debug, world: World, enter: Callable[..., None], write: Callable[..., Path]
 ) -> None:
-    """By `q`, which one line says; the next cell runs, and what was ended is not run again."""
+    """`q` ends the cell and says so in a line; the next cell runs, and no script is restarted."""
     with pytest.raises(WorkerError, match="BdbQuit: `q` left the debugger") as found:
         debug_one("kept = 1\nbreakpoint()\nkept = 2", "q")
     assert "bdb.py" not in "".join(map(str, found.value.__notes__))
@@ -227,18 +227,18 @@ def test_leaving_ends_the_cell(
     assert world.gather("x") == [1, 1]
 
 
-def test_the_debugger_keeps_nothing(debug_one: Debug, world: World) -> None:
-    """A tensor of a call in which it stopped is let go with the call."""
+def test_the_debugger_keeps_no_objects_of_a_call(debug_one: Debug, world: World) -> None:
+    """A tensor of a call in which the debugger has stopped ends with the call."""
     source = "import weakref\ndef f():\n    t = torch.ones(9)\n    breakpoint()\n"
     debug_one(f"{source}    return weakref.ref(t)\nleft = f()", *FROM_CALL, "n", "n", "n")
     debug_one("import gc; gc.collect(); import sys")
     assert world.gather("left() is None, sys.gettrace()", ranks=[1]) == [(True, None)]
 
 
-def test_in_functions_of_the_caller(
+def test_functions_of_the_caller_can_be_debugged(
     world: World, enter: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With none of nbdist's own calls among those that are shown."""
+    """In a function of the notebook the debugger lists no calls of nbdist."""
     enter("w", "!b = 9", "c")
 
     def function(a: int) -> int:

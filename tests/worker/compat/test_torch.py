@@ -1,4 +1,4 @@
-"""Tests of `nbdist.worker.compat.torch`: torch as it is here, or lacks something."""
+"""Tests of `nbdist.worker.compat.torch`: this torch, and a torch that lacks something."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from nbdist.world.world import World
 pytestmark = pytest.mark.shared_world(2)
 
 
-def test_what_is_lacking_is_said_in_sentences() -> None:
-    """Each names the version; nothing is lacking from torch 2.13 on."""
+def test_missing_abilities_are_named_in_sentences() -> None:
+    """Each sentence names torch's version; torch 2.13 and later versions lack nothing."""
     said = seam.check()
     assert all(text.startswith(f"torch {torch.__version__}: ") for text in said)
     assert all(text.endswith(".") for text in said)
     assert len(said) == sum(since > seam.VERSION for since in ((2, 9), (2, 11), (2, 13)))
 
 
-def test_the_code_around_steps() -> None:
-    """Every optimizer's `step` is that function, by which a call inside of a step is known."""
+def test_each_optimizers_step_has_the_known_code() -> None:
+    """Every optimizer's `step` has the code by which a call inside of a step is recognized."""
     for kind in (torch.optim.SGD, torch.optim.Adam):
         kind([torch.zeros(1, requires_grad=True)])
         step: Any = kind.step
         assert step.__code__ is seam.STEP_CODE
 
 
-def test_what_torch_has_of_a_group_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also what records its nccl2 collectives, which lasts as long as somebody has it."""
+def test_entries_of_a_group_come_back_into_torchs_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group's entries come back, also the hook that records collectives of nccl2."""
     group: Any = object()
     tables = {name: {group: f"in {name}"} for name in seam.TABLES}
     kept = SimpleNamespace(**tables, tags_to_pg={}, group_count=0)
@@ -51,7 +51,7 @@ def test_what_torch_has_of_a_group_comes_back(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_only_receives_can_be_ended(world: World) -> None:
-    """What is no receive of gloo's is left alone, by its class in C++."""
+    """Only gloo's receives can be ended; sends and collectives go on."""
     world.execute(
         "from nbdist.worker.compat.torch import end_receive\n"
         "reduced = dist.all_reduce(torch.ones(1), async_op=True)\n"
@@ -75,8 +75,8 @@ runpy.run_module("nbdist.worker", run_name="__main__")
 
 
 @pytest.mark.world
-def test_a_world_whose_torch_lacks_something(tmp_path: Path) -> None:
-    """It starts, says what is missing, and who waits is freed and named all the same."""
+def test_a_world_starts_without_flight_recorder(tmp_path: Path) -> None:
+    """A world whose torch lacks Flight Recorder says so, and still releases a rank that waits."""
     python = tmp_path / "python"
     python.write_text(WITHOUT_RECORDER)
     python.chmod(0o755)

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.worker.group.default`: what initialises and destroys the group itself."""
+"""Tests of `nbdist.worker.group.default`: user code initialises and destroys the group itself."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ IS_BACK = (
 
 
 def printed(world: World, source: str) -> dict[int, str]:
-    """What each rank prints in the cell."""
+    """Return the text that each rank prints in the cell."""
     texts = dict.fromkeys(range(world.size), "")
     running = world.submit(world.task(source))
     for news in world.follow(running):
@@ -72,15 +72,15 @@ def printed(world: World, source: str) -> dict[int, str]:
 
 
 def error_of(world: World, source: str) -> str:
-    """What all ranks raise in the cell."""
+    """Return the message of the error that all ranks raise in the cell."""
     with pytest.raises(WorkerError) as caught:
         world.execute(source)
     assert caught.value.errors.keys() == {0, 1, 2}
     return str(caught.value)
 
 
-def test_tutorials(world: World) -> None:
-    """In one cell or several they run, and run again; what was built on the group works on."""
+def test_tutorials_run_in_one_cell_or_several(world: World) -> None:
+    """Code of tutorials runs in one cell or several, also again; a model on the group works on."""
     world.restart()
     assert printed(world, SETUP + STEP + CLEANUP) == dict.fromkeys(range(3), IS_THERE)
     for source in (SETUP + STEP + CLEANUP, (SETUP + STEP + CLEANUP) * 2):
@@ -94,8 +94,8 @@ def test_tutorials(world: World) -> None:
     )
 
 
-def test_usual_arguments(world: World) -> None:
-    """All that asks for the world's group gets it, also what torch initialises for a mesh."""
+def test_usual_arguments_give_the_worlds_group(world: World) -> None:
+    """Usual arguments of `init_process_group` give the world's group, and so does a device mesh."""
     for arguments in (
         "",
         "None",
@@ -113,8 +113,8 @@ def test_usual_arguments(world: World) -> None:
     assert printed(world, WORKS) == dict.fromkeys(range(3), "")
 
 
-def test_destroyed_is_destroyed(world: World) -> None:
-    """Until the next cell there is no group, and torch says so; a subgroup is its own business."""
+def test_a_destroyed_group_is_gone_until_the_next_cell(world: World) -> None:
+    """A destroyed group is back in the next cell, its subgroups are not; subgroups can go alone."""
     said = error_of(
         world,
         "sub = dist.new_group()\ndist.destroy_process_group()\n"
@@ -128,8 +128,8 @@ def test_destroyed_is_destroyed(world: World) -> None:
     world.execute("sub = dist.new_group()\ndist.destroy_process_group(sub)\n" + WORKS + ALL_MEET)
 
 
-def test_destroyed_on_some_ranks(world: World) -> None:
-    """The others need not know: it is back without a word, and groups made next meet."""
+def test_a_group_destroyed_on_some_ranks_comes_back(world: World) -> None:
+    """A group destroyed on some ranks comes back, and groups that are made next have all ranks."""
     for last in (WORKS, ALL_MEET):
         world.execute("if rank == 1: dist.destroy_process_group()")
         world.execute(last)
@@ -141,11 +141,11 @@ def test_destroyed_on_some_ranks(world: World) -> None:
 
 NO_NCCL = 'Pass "gloo" or leave it out'
 if not torch.cuda.is_available():
-    NO_NCCL += "."  # and nothing of workers with nccl, which cannot be started
+    NO_NCCL += "."  # without a GPU no workers with nccl are suggested
 
 
-def test_a_rank_that_is_not_there(world: World) -> None:
-    """Point-to-point calls with it are refused, for which torch would wait for ever."""
+def test_calls_to_a_rank_that_does_not_exist_raise(world: World) -> None:
+    """Point-to-point calls to a rank that does not exist raise; torch alone would wait for ever."""
     for call, rank in (
         ("send(x, dst=5)", 5),
         ("send(x, 5)", 5),
@@ -168,8 +168,8 @@ def test_a_rank_that_is_not_there(world: World) -> None:
     )
 
 
-def test_what_contradicts(world: World) -> None:
-    """It is refused with the remedy, also once the group is destroyed; no rank is renumbered."""
+def test_contradicting_arguments_are_refused(world: World) -> None:
+    """Arguments that contradict the world are refused with a remedy, also without a group."""
     for arguments, said, remedy in (
         ("rank=(rank + 1) % 3", "this is rank ", "Pass rank=rank or leave it out."),
         ("backend='nccl'", "the world's group has the backend gloo, not nccl.", NO_NCCL),
@@ -185,14 +185,14 @@ def test_what_contradicts(world: World) -> None:
 
 
 def test_either_class_of_nccl_is_nccl() -> None:
-    """A script that asks for "nccl" runs in a world of the class that was chosen, not of both."""
+    """The backend "nccl" means either class that the world has, "nccl2" that class alone."""
     assert missing_backends("nccl", "cpu:gloo,cuda:nccl-legacy") == set()
     assert missing_backends("nccl2", "cpu:gloo,cuda:nccl-legacy") == {"nccl2"}
     assert missing_backends("nccl", "gloo") == {"nccl"}
 
 
-def test_a_group_of_ones_own(world: World) -> None:
-    """After destroying the world's, a smaller one can be made; the next cell has the world's."""
+def test_user_code_can_make_a_smaller_group(world: World) -> None:
+    """A cell can replace the world's group by a smaller group; the next cell has the world's."""
     first = world.execute(
         "dist.destroy_process_group()\n"
         "dist.init_process_group('gloo', rank=0, world_size=1, store=dist.HashStore())\n"
@@ -204,8 +204,8 @@ def test_a_group_of_ones_own(world: World) -> None:
     assert printed(world, ALL_MEET) == dict.fromkeys(range(3), "")
 
 
-def test_a_fault_with_a_group_of_ones_own(world: World) -> None:
-    """What it has made is none of the world's when the world's groups are formed anew."""
+def test_a_hang_beside_an_own_group_is_released(world: World) -> None:
+    """If a rank makes a default group of its own, ranks that wait are released, and groups heal."""
     world.execute("sub = dist.new_group()\nkept = rank")
     with pytest.raises(RanksReleased):
         world.execute(
@@ -220,8 +220,8 @@ def test_a_fault_with_a_group_of_ones_own(world: World) -> None:
     world.execute(WORKS + ALL_MEET)
 
 
-def test_a_timeout(world: World) -> None:
-    """It holds until the group is destroyed; who exceeds it fails, and the group is whole again."""
+def test_a_timeout_holds_until_the_group_is_destroyed(world: World) -> None:
+    """A timeout holds until the group is destroyed; if a rank exceeds it, the group is healed."""
     set_to = (
         "import datetime, time\ndist.init_process_group('gloo', timeout=datetime.timedelta({}))"
     )
@@ -239,8 +239,8 @@ def test_a_timeout(world: World) -> None:
         world.execute(CLEANUP)
 
 
-def test_a_rank_raises_after_it_was_destroyed(world: World) -> None:
-    """In the next cell's collective: who waits is freed, and the group is whole again."""
+def test_an_error_after_the_group_was_destroyed_heals(world: World) -> None:
+    """If a rank raises after some ranks have destroyed the group, the others are released."""
     world.execute("kept = rank")
     for ranks in ("range(3)", "[1]", "[0, 2]"):
         world.execute(f"if rank in {ranks}: dist.destroy_process_group()")
@@ -250,16 +250,16 @@ def test_a_rank_raises_after_it_was_destroyed(world: World) -> None:
         world.execute(WORKS + ALL_MEET)
 
 
-def test_a_rank_dies_after_it_was_destroyed(world: World) -> None:
-    """It is replaced, and the new one joins as any."""
+def test_a_rank_that_dies_without_a_group_is_replaced(world: World) -> None:
+    """A rank that dies after all ranks have destroyed the group is replaced; the new rank joins."""
     with pytest.raises(WorkerDied):
         world.execute("dist.destroy_process_group()\nimport os\nif rank == 1: os._exit(3)")
     world.execute(SETUP + STEP + CLEANUP)
     world.execute(WORKS + ALL_MEET)
 
 
-def test_a_rank_that_missed_a_group(world: World) -> None:
-    """The next one is all's, whichever groups some ranks have made without the others."""
+def test_a_group_of_all_follows_groups_of_some(world: World) -> None:
+    """A new group has all ranks, whichever groups some ranks have made without the others."""
     with pytest.raises(WorkerError, match="bad"):
         world.execute(
             "if rank == 1: raise ValueError('bad')\n"
@@ -280,8 +280,8 @@ def test_a_rank_that_missed_a_group(world: World) -> None:
     world.execute(ALL_MEET)
 
 
-def test_all_names_of_a_cell(world: World) -> None:
-    """They are equal on all ranks, no two are the same, and torch's own count goes on."""
+def test_names_of_groups_are_equal_on_all_ranks(world: World) -> None:
+    """Names of groups are equal on all ranks and unique, and torch's own count goes on."""
     before = world.gather("dist.get_pg_count()")
     result = world.execute("", fetch=("[dist.new_group().group_name for _ in range(2)]",))
     assert world.gather("dist.get_pg_count()") == [count + 2 for count in before]
@@ -290,8 +290,8 @@ def test_all_names_of_a_cell(world: World) -> None:
     assert len({*names, *world.execute("", fetch=("dist.new_group().group_name",))}) == 3
 
 
-def test_an_exception_among_coalesced_collectives(world: World) -> None:
-    """Those of the next cell are collectives again, and not added to the list that was left."""
+def test_an_exception_ends_coalescing(world: World) -> None:
+    """After an exception in a coalescing block, collectives of the next cell run at once."""
     left = (
         "from torch.distributed.distributed_c10d import _coalescing_manager\n"
         "with _coalescing_manager():\n"

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.worker.group`, of gloo and of DDP: groups and models connected anew."""
+"""Tests of `nbdist.worker.group` with gloo and DDP: groups and models that connect again."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def heal(world: World, times: int = 1) -> None:
 # --- models of DDP: first, while there are no others ----------------------------------------
 
 
-def test_models_that_there_are(world: World) -> None:
-    """Not one whose `__init__` failed and that a traceback keeps alive."""
+def test_ddp_models_leaves_out_failed_models(world: World) -> None:
+    """`ddp_models` leaves out a model whose `__init__` has failed, even if something keeps it."""
     world.execute(
         "kept = []\n"
         "class Failing(DDP):\n"
@@ -73,8 +73,8 @@ def test_models_that_there_are(world: World) -> None:
     )
 
 
-def test_steps_of_models(world: World) -> None:
-    """A step of ranks whose models differ is a first one again."""
+def test_renewed_reducers_give_equal_gradients(world: World) -> None:
+    """After `renew_reducers` ranks step alike, even if the model of a rank had no bucket layout."""
     world.execute(
         "net = made()\n"
         "grads = [step(net) for _ in range(3)][-1]\n"
@@ -88,8 +88,8 @@ def test_steps_of_models(world: World) -> None:
 # --- groups of gloo ---------------------------------------------------------------------------
 
 
-def test_the_first_collective_after_healing(world: World) -> None:
-    """Its number is that of the one that failed before; whoever waits in it is named and freed."""
+def test_a_hang_right_after_healing_is_released(world: World) -> None:
+    """A rank that waits in the first collective after healing is named and released."""
     for _ in range(2):
         heal(world)
         with pytest.raises(RanksReleased, match="all_reduce"):
@@ -98,8 +98,8 @@ def test_the_first_collective_after_healing(world: World) -> None:
 
 
 @pytest.mark.skipif(not seam.RECORDS_GLOO, reason="this torch records nothing of gloo's")
-def test_the_last_collective_after_healing(world: World) -> None:
-    """There is none until one has begun, and then it is that one."""
+def test_healing_forgets_the_last_collective(world: World) -> None:
+    """After healing a rank has no last collective, until a collective has begun."""
     world.execute("dist.all_reduce(torch.ones(1))\ndist.barrier()")
     heal(world)
     assert [status.collective for status in world.status()] == [None, None]
@@ -108,8 +108,8 @@ def test_the_last_collective_after_healing(world: World) -> None:
     assert [(each.name, each.is_done) for each in last if each] == [("barrier", True)] * 2
 
 
-def test_a_backend_of_ones_own(world: World, tmp_path: Path) -> None:
-    """Code that makes gloo backends itself, as older libraries do, gets one that is connected."""
+def test_a_gloo_backend_of_user_code_is_connected(world: World, tmp_path: Path) -> None:
+    """A gloo backend that user code makes itself, as older libraries do, is connected."""
     world.execute(
         f"store = dist.FileStore({str(tmp_path / 'store')!r}, world_size)\n"
         "own = dist.ProcessGroupGloo(store, rank, world_size)\n"
@@ -118,8 +118,8 @@ def test_a_backend_of_ones_own(world: World, tmp_path: Path) -> None:
     )
 
 
-def test_what_gloo_says_is_reworded(world: World) -> None:
-    """Its meaning stays known, a user's own errors as they are; cells catch our words."""
+def test_messages_of_gloo_are_reworded(world: World) -> None:
+    """Messages of gloo become plainer, also for cells that catch them; a user's own errors stay."""
     hint = "This is typically caused by a remote worker crashing. GLHF!"
     ended = RuntimeError(f"{PAIR} Connection closed by peer [127.0.0.1]:9. {hint}")
     other, own = RuntimeError(f"{PAIR} op.nbytes <= nbytes"), RuntimeError("a gloo of mine")
@@ -149,14 +149,14 @@ SAID_OF_CONNECTIONS = {
 }
 
 
-def test_what_is_said_of_connections() -> None:
-    """That those to other ranks have ended, or timed out; nothing of a user's own."""
+def test_messages_tell_whether_connections_have_ended() -> None:
+    """Messages of gloo tell that connections have ended or timed out; messages of users do not."""
     found = {message: connections_after(message) for message in SAID_OF_CONNECTIONS}
     assert found == SAID_OF_CONNECTIONS
 
 
-def test_groups_that_a_rank_holds(world: World) -> None:
-    """Those besides the world's own, by name, with their ranks; none while that is destroyed."""
+def test_subgroups_are_listed_with_their_ranks(world: World) -> None:
+    """A rank's subgroups are listed by name with ranks; without the world's group, none is."""
     world.execute(
         "before = ours.subgroup_members()  # by earlier tests\n"
         "one, both = [dist.new_group(ranks) for ranks in ([1], [0, 1])]\n"
@@ -172,8 +172,8 @@ def test_groups_that_a_rank_holds(world: World) -> None:
     assert gone == ({}, {})
 
 
-def test_groups_are_the_same_ones_afterwards(world: World) -> None:
-    """They are connected anew in place, also those that some hold, or that are by device."""
+def test_healing_connects_groups_in_place(world: World) -> None:
+    """Healing connects groups in place, also by device, though a rank has destroyed another."""
     world.execute(
         "world, pair, lost = dist.group.WORLD, dist.new_group([0, 1]), dist.new_group([0, 1])\n"
         "by_device = dist.new_group(backend='cpu:gloo,cuda:gloo')\n"
@@ -183,8 +183,9 @@ def test_groups_are_the_same_ones_afterwards(world: World) -> None:
     world.execute("assert dist.group.WORLD is world and all(map(meets, (world, pair, by_device)))")
 
 
-def test_what_healing_leaves(world: World) -> None:
-    """No descriptor, and from torch 2.14 on no thread either; last, since its model stays."""
+# This test is late in the file, because its model stays.
+def test_healing_leaves_no_descriptors_or_threads(world: World) -> None:
+    """Healing leaves no descriptor, and from torch 2.14 on no thread."""
     works = "assert meets() and meets(pair)\nnet(torch.ones(2, 4)).sum().backward()"
     world.execute(f"pair = dist.new_group([0, 1])\nnet = DDP(torch.nn.Linear(4, 4))\n{works}")
     heal(world)
@@ -199,8 +200,8 @@ def test_what_healing_leaves(world: World) -> None:
 
 
 @pytest.mark.skipif(seam.RENEWS_GLOO, reason="with this torch a group can always be rebuilt")
-def test_a_group_that_was_rebuilt_too_often(world: World) -> None:
-    """A line says how often it was, and the first time that it was formed does not count."""
+def test_a_group_that_was_rebuilt_too_often_says_so(world: World) -> None:
+    """A line says how often a group was rebuilt; the first time that it was formed is left out."""
     world.restart()
     world.execute("from nbdist.worker.compat import torch as seam\nseam.MAX_GENERATIONS = 3")
     heal(world, times=2)

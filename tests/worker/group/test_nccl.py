@@ -1,4 +1,4 @@
-"""Tests of `nbdist.worker.group.nccl`, without a GPU; the rest is in tests/gpu."""
+"""Tests of `nbdist.worker.group.nccl` without a GPU; tests/gpu has the tests with GPUs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ reconfigures = pytest.mark.skipif(not RENEWS_GLOO, reason="torch has no reconfig
 
 
 class Legacy:
-    """What torch's has of this: connecting, which takes as long as the others take to come."""
+    """A stand-in for torch's older class of nccl, whose calls return after `wait`."""
 
     kind = "nccl"
 
@@ -50,7 +50,7 @@ class Legacy:
 
 
 class Nccl2(Legacy):
-    """The other class: reconfigured, and aborted by itself."""
+    """A stand-in for the class nccl2, which connects by `reconfigure`."""
 
     kind = "nccl2"
 
@@ -69,21 +69,21 @@ def refuse(said: str) -> None:
 
 @pytest.fixture
 def adapter(monkeypatch: pytest.MonkeyPatch) -> Nccl:
-    """What workers have, in a process that makes no nccl."""
+    """The `Nccl` of a worker, in a process that makes no backend of nccl."""
     monkeypatch.setattr(seam, "when_nccl2_is_made", lambda make: None)
     monkeypatch.setattr(seam, "when_legacy_is_made", lambda made: None)
     return Nccl(GPU)
 
 
 def connect(made: Nccl, backend: Legacy, timeout: float = 5.0, **more: Any) -> None:
-    """Have it connected as one rank of so many, the first of one where nothing else is said."""
+    """Connect a backend as a rank of a group, by default as its only rank."""
     meeting = Meeting(more.get("store") or dist.HashStore(), 7, more.get("over"))
     seat = made.seat(meeting, range(more.get("size", 1)), more.get("rank", 0))
     made.connect(backend, meeting, seat, timeout)
 
 
-def test_all_come(adapter: Nccl) -> None:
-    """It is connected on the rank's device; what nccl says is an error of who has asked."""
+def test_a_backend_connects_on_the_ranks_device(adapter: Nccl) -> None:
+    """A backend connects on the rank's device, and an error of nccl is raised in the caller."""
     backend = Legacy()
     connect(adapter, backend)
     assert backend.done == [GPU]
@@ -91,8 +91,8 @@ def test_all_come(adapter: Nccl) -> None:
         connect(adapter, Legacy(partial(refuse, "Duplicate GPU detected")))
 
 
-def test_who_comes_first_waits_where_it_can_be_released(adapter: Nccl) -> None:
-    """Not in C++, where torch has no communicator yet that could be aborted."""
+def test_a_rank_that_waits_for_others_can_be_released(adapter: Nccl) -> None:
+    """The first rank waits in the store, where an abort releases it, before it calls torch."""
     store, first, second = dist.HashStore(), Legacy(), Legacy()
     with ThreadPoolExecutor() as pool:
         waits = pool.submit(connect, adapter, first, store=store, size=2)
@@ -110,7 +110,7 @@ def test_who_comes_first_waits_where_it_can_be_released(adapter: Nccl) -> None:
 
 
 @reconfigures
-def test_all_come_to_reconfigure(adapter: Nccl) -> None:
+def test_reconfigure_gets_the_handles_of_all_ranks(adapter: Nccl) -> None:
     """nccl2 gets the handles of all ranks in their order, under this generation's number."""
     store, backends = dist.HashStore(), [Nccl2(), Nccl2()]
     other = Nccl(GPU)
@@ -134,17 +134,17 @@ def test_all_come_to_reconfigure(adapter: Nccl) -> None:
         ("CUDA error: device-side assert triggered", False),
     ],
 )
-def test_what_keeps_ranks_apart(adapter: Nccl, said: str, *, is_between: bool) -> None:
-    """For a rank that has died the others are not to blame; for its own GPU each is."""
+def test_a_gpus_error_is_not_between_ranks(adapter: Nccl, said: str, *, is_between: bool) -> None:
+    """A rank that has died is an error between ranks; a GPU's error is of this process alone."""
     with pytest.raises(RuntimeError, match=said) as found:
         connect(adapter, Nccl2(partial(refuse, said)))
     assert is_between_ranks(found.value) == is_between
 
 
-def test_nobody_waits_for_ever(
+def test_connections_and_aborts_do_not_wait_for_ever(
     adapter: Nccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For a rank that does not come, or has ended, or an abort that hangs: it is left behind."""
+    """Connecting ends at its timeout, if called off, or by an abort; an abort that hangs raises."""
     end = threading.Event()
     with pytest.raises(RuntimeError, match=r"connecting nccl took more than \d+ s"):
         connect(adapter, Legacy(end.wait), timeout=0.1)
@@ -167,22 +167,22 @@ def test_nobody_waits_for_ever(
     end.set()
 
 
-def test_what_is_aborted(adapter: Nccl) -> None:
-    """All of a class at once: one after the other they would wait here for ever."""
+def test_backends_of_a_class_are_aborted_together(adapter: Nccl) -> None:
+    """All backends of a class are aborted at once: in turn they would wait for one another."""
     together = threading.Barrier(2)
     backends = [kind(together.wait) for kind in (Legacy, Nccl2, Nccl2, Legacy)]
     adapter.abort(backends)
     assert [each.done for each in backends] == [["abort"]] * 4
 
 
-def test_an_abort_of_many_kernels(adapter: Nccl, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may take longer than others as long as collectives end meanwhile, and no longer."""
+def test_an_abort_goes_on_while_kernels_end(adapter: Nccl, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An abort goes on past its timeout while collectives end, and raises once none ends."""
     monkeypatch.setattr(nccl, "NCCL_ABORT_TIMEOUT", 0.25)
     monkeypatch.setattr(nccl, "ABORT_STEP", 0.1)
     under_way, over = [*range(8)], threading.Event()
 
     def pending() -> list[int]:
-        under_way[:1] = []  # one has ended since the last look
+        under_way[:1] = []  # a collective has ended since the last call
         if not under_way:
             over.set()
         return [*under_way]
@@ -194,7 +194,7 @@ def test_an_abort_of_many_kernels(adapter: Nccl, monkeypatch: pytest.MonkeyPatch
         assert over.is_set()
         with pytest.raises(AbortHangs):
             adapter.abort([Legacy(never.wait)])
-    finally:  # threads that wait keep the process
+    finally:  # waiting threads would keep the process alive
         over.set()
         never.set()
 
@@ -204,7 +204,7 @@ Entries = list[dict[str, Any]]
 
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> dict[str, Entries]:
-    """What Flight Recorder has of each class, the newest first."""
+    """Entries of Flight Recorder by class of nccl, the newest first, for the test to fill."""
     found: dict[str, Entries] = {name: [] for name in seam.ADAPTERS}
 
     def active(name: str) -> Entries:
@@ -225,8 +225,8 @@ def entry(record: int, name: str, *, number: int = 0, **more: Any) -> dict[str, 
 
 
 @pytest.mark.parametrize("kind", seam.ADAPTERS)
-def test_what_is_under_way(recorded: dict[str, Entries], kind: str) -> None:
-    """The newest of what Flight Recorder has as active, and nothing of earlier generations."""
+def test_pending_is_the_newest_active_collective(recorded: dict[str, Entries], kind: str) -> None:
+    """`pending` names the newest active collective, and leaves out earlier generations."""
     recorded[kind].append(entry(7, f"{kind}:all_reduce"))
     under_way = UnderWay()
     assert under_way.pending() == Pending(1, 7, "all_reduce")
@@ -242,8 +242,8 @@ def test_what_is_under_way(recorded: dict[str, Entries], kind: str) -> None:
     assert under_way.pending().count == 0
 
 
-def test_what_a_cell_has_begun(recorded: dict[str, Entries]) -> None:
-    """The collectives since then, numbered from one in each generation, as on a new rank."""
+def test_collectives_of_a_cell_are_numbered_from_one(recorded: dict[str, Entries]) -> None:
+    """Collectives since a time are numbered from one in each generation, as on a new rank."""
     new, under_way = recorded["nccl2"], UnderWay()
     new[:0] = [entry(2, "nccl2:all_reduce", number=6), entry(1, "nccl2:all_reduce", number=5)]
     assert [each.number for each in under_way.begun(0)] == [5, 6]
@@ -265,7 +265,7 @@ def test_what_a_cell_has_begun(recorded: dict[str, Entries]) -> None:
 
 
 def test_a_legacy_group_counts_anew(recorded: dict[str, Entries]) -> None:
-    """Its backend is another one after each forming, which counts from one itself."""
+    """A legacy group has a new backend after each forming, whose numbers are used as they are."""
     old, under_way = recorded["nccl"], UnderWay()
     old.append(entry(1, "nccl:all_reduce", number=5))
     under_way.start_over()
@@ -273,8 +273,8 @@ def test_a_legacy_group_counts_anew(recorded: dict[str, Entries]) -> None:
     assert [each.number for each in under_way.begun(0)] == [1]
 
 
-def test_the_last_one(recorded: dict[str, Entries]) -> None:
-    """Of either class, whether it has ended or not; none of an earlier generation."""
+def test_the_last_collective_may_be_of_either_class(recorded: dict[str, Entries]) -> None:
+    """The last collective is the newest of both classes, ended or not, in this generation."""
     old, new, under_way = recorded["nccl"], recorded["nccl2"], UnderWay()
     assert under_way.last() is None
     old.append(entry(1, "nccl:barrier", number=4, retired=True))
@@ -288,10 +288,10 @@ def test_the_last_one(recorded: dict[str, Entries]) -> None:
 
 
 @pytest.mark.skipif(not RECORDS_GLOO, reason="this torch records nothing of gloo's")
-def test_what_is_read_as_a_collective_begins() -> None:
-    """It is soon right, though torch counts the collective before it records it."""
+def test_a_collective_read_as_it_begins_is_soon_right() -> None:
+    """A reader soon sees a new collective, though torch counts a collective before recording it."""
     backend, recording = dist.ProcessGroupGloo(dist.HashStore(), 0, 1), Recording()
-    recording.start_over()  # what other tests have begun
+    recording.start_over()  # forget collectives of other tests
     looks, over = list[tuple[Any, ...]](), threading.Event()
 
     def look() -> None:

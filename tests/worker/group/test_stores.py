@@ -35,7 +35,7 @@ from tests.waiting import SOON, wait_until
 
 
 class CountingStore(HostedStore):
-    """Says how often it was asked; answers after so many seconds."""
+    """A store that counts its questions, and answers after `silent_for` seconds."""
 
     asked, silent_for = 0, 0.0
 
@@ -85,7 +85,7 @@ def store(connections: StoreConnections) -> AgentStore:
 
 
 def answers_all(asked: Store) -> None:
-    """Whatever C++ calls is answered as by a store of torch's own."""
+    """Assert that the store answers all calls of C++ as a store of torch does."""
     asked.set("key", "value")
     assert asked.get("key") == b"value"
     asked.wait(["key"])
@@ -96,8 +96,8 @@ def answers_all(asked: Store) -> None:
     assert asked.multi_get(["key", "count"]) == [b"changed", b"5"]
 
 
-def test_all_that_is_asked_of_a_store(store: AgentStore, connections: StoreConnections) -> None:
-    """It reaches the agent, and all is under one prefix."""
+def test_the_agent_answers_all_operations(store: AgentStore, connections: StoreConnections) -> None:
+    """The agent answers all calls of a store, whose keys are under a prefix of its own."""
     asked: Store = PrefixStore("a", store)
     answers_all(asked)
     asked.multi_set(["one", "two"], ["1", "2"])
@@ -115,8 +115,8 @@ def test_all_that_is_asked_of_a_store(store: AgentStore, connections: StoreConne
         asked.add("two", 1)
 
 
-def test_many_threads(store: AgentStore) -> None:
-    """All that wait do so at once, and each gets its own answer."""
+def test_each_thread_gets_its_own_answer(store: AgentStore) -> None:
+    """Many threads can wait at once, and each of them gets its own answer."""
     with ThreadPoolExecutor(20) as pool:
         got = [pool.submit(PrefixStore("a", store).get, str(n)) for n in range(20)]
         store.multi_set([f"a/{n}" for n in range(20)], [str(n) for n in range(20)])
@@ -124,8 +124,8 @@ def test_many_threads(store: AgentStore) -> None:
     assert "2 free" in repr(store._agent)
 
 
-def test_what_never_comes(store: AgentStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wait ends as FileStore's does, after its own time or the store's, however long."""
+def test_a_wait_ends_at_its_timeout(store: AgentStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wait ends at its own timeout or the store's, and may last longer than a single question."""
     with pytest.raises(DistStoreError, match="wait timeout: g/a/key did not come"):
         PrefixStore("a", store).wait(["key"], timedelta(seconds=0.05))
     store.set_timeout(timedelta(seconds=0.05))
@@ -141,7 +141,7 @@ def test_what_never_comes(store: AgentStore, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("is_nested", [False, True])
 def test_a_wait_is_one_question(store: AgentStore, agent: Agent, *, is_nested: bool) -> None:
-    """The agent is asked once, also through another store, as gloo's are from torch 2.14 on."""
+    """A wait asks the agent once, also through nested stores, as gloo's do from torch 2.14 on."""
     inner = waits = AbortableStore(Meeting(store))
     if is_nested:
         waits = AbortableStore(Meeting(PrefixStore("a", inner)))
@@ -153,8 +153,8 @@ def test_a_wait_is_one_question(store: AgentStore, agent: Agent, *, is_nested: b
     assert agent.store.asked == 2
 
 
-def test_aborted(store: AgentStore, agent: Agent, tmp_path: Path) -> None:
-    """The wait ends at once, the agent's too, or when called off; the store can be used again."""
+def test_an_abort_ends_the_agents_wait(store: AgentStore, agent: Agent, tmp_path: Path) -> None:
+    """A wait ends by an abort, also in the agent, or if called off; then the store works again."""
     abortable = AbortableStore(Meeting(store))
     with ThreadPoolExecutor(1) as pool:
         got = pool.submit(PrefixStore("a", abortable).get, "key")
@@ -176,8 +176,8 @@ def test_aborted(store: AgentStore, agent: Agent, tmp_path: Path) -> None:
             got.result(SOON)
 
 
-def test_an_agent_that_ends(store: AgentStore, agent: Agent) -> None:
-    """Who waits learns of it, and so does who asks later."""
+def test_waits_and_calls_fail_if_the_agent_ends(store: AgentStore, agent: Agent) -> None:
+    """Both a waiting rank and a rank that asks later get an error if the agent has ended."""
     with ThreadPoolExecutor(1) as pool:
         got = pool.submit(PrefixStore("a", store).get, "key")
         wait_until(lambda: "1 wait" in repr(agent.store))
@@ -188,8 +188,8 @@ def test_an_agent_that_ends(store: AgentStore, agent: Agent) -> None:
         store.set("key", "value")
 
 
-def test_an_agent_that_does_not_answer(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is taken for lost after a while, and so is one that answers garbage."""
+def test_a_silent_agent_counts_as_lost(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent that does not answer in time, or answers garbage, counts as lost."""
     monkeypatch.setattr(stores, "STORE_ANSWER_TIMEOUT", 0.1)
     path = agent.path + "2"
     with socket.socket(socket.AF_UNIX) as silent:
@@ -207,8 +207,8 @@ def test_an_agent_that_does_not_answer(agent: Agent, monkeypatch: pytest.MonkeyP
                 AgentStore(connections, "g", 1.0).num_keys()
 
 
-def test_an_agent_whose_head_is_silent(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The agent waits for the head, and the rank for the agent."""
+def test_a_silent_head_gives_ranks_more_time(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank waits for its agent longer by the time for which the head may be silent."""
     monkeypatch.setattr(stores, "STORE_ANSWER_TIMEOUT", 0.1)
     agent.store.silent_for = 0.5
     with closing(StoreConnections(agent.path, silence=SOON)) as connections:
@@ -216,8 +216,8 @@ def test_an_agent_whose_head_is_silent(agent: Agent, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.world
-def test_a_forked_child(store: AgentStore, connections: StoreConnections) -> None:
-    """It has no part in it, also where it has not been made to leave; the rank goes on."""
+def test_forked_children_have_no_store(store: AgentStore, connections: StoreConnections) -> None:
+    """A forked child cannot use the store, whether it has left the world or not; the rank can."""
     store.set("key", "value")
     for leaves in (True, False):
         if (child := os.fork()) == 0:
@@ -232,8 +232,8 @@ def test_a_forked_child(store: AgentStore, connections: StoreConnections) -> Non
         assert store.get("key") == b"value"
 
 
-def test_over_a_store_of_torch(tmp_path: Path) -> None:
-    """All that is asked reaches that; each wait ends at once when aborted, also a later one."""
+def test_waits_in_a_store_of_torch_can_be_aborted(tmp_path: Path) -> None:
+    """A store of torch gets all calls; an abort ends a wait in it, and later waits at once."""
     over_file = AbortableStore(Meeting(FileStore(str(tmp_path / "store"), 1)))
     asked: Store = PrefixStore("a", over_file)
     answers_all(asked)
@@ -256,21 +256,21 @@ def test_over_a_store_of_torch(tmp_path: Path) -> None:
         assert got.result(SOON) == b"value"
 
 
-# libuv, which serves it, opens a pipe for as long as the process lives: before they are counted.
+# libuv opens a pipe here for as long as the process lives: before tests count descriptors.
 TCPStore("127.0.0.1", 0, is_master=True)
 
 
 @pytest.fixture
 def endpoint() -> str:
-    """Where nothing listens yet; torch needs a number."""
+    """An address at which nothing listens yet; torch needs a number for the port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{free.getsockname()[1]}"
 
 
 @pytest.mark.parametrize("backend", ["c10d", "static"])
-def test_all_have_one_store(backend: str, endpoint: str) -> None:
-    """Also a rank that is new, in a later generation; a wait there can be aborted."""
+def test_all_ranks_of_a_rendezvous_have_one_store(backend: str, endpoint: str) -> None:
+    """All ranks of a generation have one store, also a new rank; a wait there can be aborted."""
 
     def met(ranks: list[TorchRendezvous], generation: int) -> list[Any]:
         with ThreadPoolExecutor() as pool:
@@ -282,7 +282,7 @@ def test_all_have_one_store(backend: str, endpoint: str) -> None:
     assert all(each.compares for each in ranks)
     PrefixStore("a", one).set("key", "value")
     assert PrefixStore("a", other).get("key") == b"value"
-    # The one that has no part in the store itself, which ends with its rank.
+    # The store may end with rank 0, which stays; rank 1 is new.
     one, other = met([ranks[0], TorchRendezvous(where, 1)], 2)
     assert not one.check(["a/key"])
     other.set("key", "new")
@@ -298,8 +298,8 @@ def test_all_have_one_store(backend: str, endpoint: str) -> None:
             got.result(SOON)
 
 
-def test_names_of_rendezvous() -> None:
-    """Those that the notebook takes are those that torch has itself."""
+def test_torch_knows_all_names_of_rendezvous() -> None:
+    """Each name of a rendezvous that the notebook takes is registered in torch itself."""
     from torch.distributed.elastic.rendezvous.api import rendezvous_handler_registry as registry
 
     for name in RDZV_BACKENDS:
@@ -307,8 +307,8 @@ def test_names_of_rendezvous() -> None:
             registry.register(name, lambda _: None)  # type: ignore[arg-type, return-value]
 
 
-def test_a_rank_that_does_not_come(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others say so after a while."""
+def test_a_failed_rendezvous_names_a_reason(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that waits for another in vain, or has no store, raises a line with the reason."""
     monkeypatch.setattr(stores, "JOIN_TIMEOUT", 1)
     alone = TorchRendezvous(TorchStore("c10d", endpoint, "world"), 0)
     with pytest.raises(NoStore, match=f"^`--rdzv-backend c10d --rdzv-endpoint {endpoint}`: "):
@@ -321,8 +321,8 @@ def test_a_rank_that_does_not_come(endpoint: str, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("backend", ["etcd", "etcd-v2"])
-def test_an_etcd_that_is_away(backend: str, endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is said soon, also of one that is paused, and torch's client is not asked."""
+def test_missing_etcd_raises(backend: str, endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A missing or paused etcd is reported soon: torch's client would ask for minutes."""
     where = TorchStore(backend, endpoint, "world")
     said = f"--rdzv-endpoint {endpoint}`: no etcd answers there \\(%s\\); start it$"
     with pytest.raises(NoStore, match=said % "Connection refused"):

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.worker.ops.memory`: figures, what holds memory, and what is freed."""
+"""Tests of `nbdist.worker.ops.memory`: measuring memory, naming its holders, releasing it."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ GIB = 2**30
 
 
 def shell_with(**names: Any) -> Any:
-    """As much of IPython's shell as is looked at."""
+    """Return a stand-in for IPython's shell, with the attributes that `measure` reads."""
     hidden = {"Out": {}, "_oh": names.pop("_oh", {}), "get_ipython": None}
     return SimpleNamespace(
         user_ns={**hidden, **names}, user_ns_hidden=hidden, last_execution_result=None
     )
 
 
-def test_names_and_what_is_shown():
-    """A user's name counts as his, IPython's as kept by that alone; the largest are named."""
+def test_variables_and_shown_values_are_measured_apart():
+    """Memory of variables counts as held, memory of shown values as kept; the largest is first."""
     mine, shown = torch.zeros(1000), torch.zeros(500)
     shell = shell_with(mine=mine, _5=shown, _=shown, _oh={4: mine, 5: shown})
     found = measure(shell, 5.0)
@@ -71,8 +71,8 @@ MEANT = {
 }
 
 
-def test_which_errors_are_meant() -> None:
-    """Those of Python, numpy and torch's allocators, and what is raised from them."""
+def test_which_errors_mean_that_memory_is_full() -> None:
+    """Failed allocations of Python, numpy and torch count, and errors raised from such errors."""
     for source, is_one in MEANT.items():
         with pytest.raises(Exception) as raised:  # noqa: PT011 (this is what is asked)
             exec(source, {"torch": torch})
@@ -80,8 +80,8 @@ def test_which_errors_are_meant() -> None:
         assert bool(account(shell_with(), 3, raised.value)) == is_one
 
 
-def test_what_is_said():
-    """How much of how much, what by which name, and what could be let go."""
+def test_lines_name_the_use_and_the_holders_of_memory():
+    """The lines say how much memory is used, by which variables, and how much can be released."""
     memory = Memory(
         pss=2 * GIB,
         peak=Peak(0),
@@ -128,12 +128,12 @@ def test_small_tensors_are_not_listed_after_an_error():
 
 
 def held(**names: object) -> dict[str, NameMemory]:
-    """What is found, by name."""
+    """Return the memory that a search finds, by name."""
     return {each.name: each for each in Search(5.0).find_new(names)}
 
 
 def test_a_storage_counts_once():
-    """Under the name that is nearest, with all that a view is of, gradients beside it."""
+    """A storage counts once, as a whole, under the nearest name; its gradient counts apart."""
     whole = torch.zeros(1000, requires_grad=True)
     whole.sum().backward()
     found = held(
@@ -144,8 +144,8 @@ def test_a_storage_counts_once():
     assert found["view"].kind == "(10,) float32"
 
 
-def test_modules_and_optimizers():
-    """Parameters by their paths, buffers, plain attributes; an optimizer's state as one."""
+def test_modules_are_listed_by_part_and_optimizers_as_one():
+    """A module's tensors are listed by their paths, an optimizer's state as a single entry."""
     model = torch.nn.Sequential(
         torch.nn.Linear(4, 3, bias=False), torch.nn.BatchNorm1d(3, affine=False)
     )
@@ -161,8 +161,8 @@ def test_modules_and_optimizers():
     assert (state.size, state.count, state.kind) == (100, 3, "3 tensors float32")
 
 
-def test_nested_values():
-    """As people reach them; small arrays inside of an object, as matplotlib's, are left out."""
+def test_nested_values_are_named_by_expressions():
+    """Names are expressions such as `d['k'][0].batch`; small arrays in objects are left out."""
 
     class Loader:
         def __init__(self) -> None:
@@ -177,15 +177,15 @@ def test_nested_values():
     assert found["raw"].size == 2 * 2**20
 
 
-def test_many_in_one_container_are_one():
-    """What leaks a little at each step is seen as what it is together."""
+def test_many_tensors_of_a_container_are_one_entry():
+    """Many tensors in a list are a single entry, so that a small leak in each step is seen."""
     losses = [torch.zeros(100) for _ in range(500)]
     found = held(losses=losses, few=[torch.zeros(2), torch.zeros(3)])
     assert found["losses"] == NameMemory("losses", 200_000, (100,), "float32", count=500)
     assert found["losses"].kind == "500 tensors (100,) float32"
     assert {"few[0]", "few[1]"} <= {*found}
     assert held(both=losses, again=[*losses])["both"].count == 500
-    # What is as near comes first, as there may be too many of them.
+    # The tensors of a long list come after `x`, as the search may not reach all of them.
     assert [*held(losses=losses, x=torch.zeros(3))] == ["x", "losses"]
     search = Search(0.0)
     search.find_new({"losses": losses})
@@ -194,7 +194,7 @@ def test_many_in_one_container_are_one():
 
 
 class Refuses:
-    """Raises whatever is asked of it."""
+    """Raises LookupError for every attribute."""
 
     def __getattribute__(self, name: str) -> object:
         raise LookupError(name)
@@ -207,7 +207,7 @@ class Odd(torch.Tensor):
 
 
 def test_classes_of_the_user_do_no_harm():
-    """What they raise is met, the others are found, and it is known that some was not seen."""
+    """If a user's class raises, other values are found, and the search is marked as not whole."""
     search = Search(5.0)
     odd = torch.zeros(1).as_subclass(Odd)
     found = search.find_new({"odd": odd, "refuses": Refuses(), "x": torch.zeros(2)})
@@ -220,8 +220,8 @@ def test_classes_of_the_user_do_no_harm():
     assert search.is_whole
 
 
-def test_what_a_traceback_holds(monkeypatch: pytest.MonkeyPatch):
-    """Locals of the calls that have ended, but the cell's; of each exception once."""
+def test_locals_in_a_traceback_are_found(monkeypatch: pytest.MonkeyPatch):
+    """Locals of ended calls are found, but not the cell's own names; each exception comes once."""
 
     def load() -> None:
         big = torch.zeros(10)
@@ -246,8 +246,8 @@ def test_what_a_traceback_holds(monkeypatch: pytest.MonkeyPatch):
 ABSURD = "torch.empty(1 << 50)"
 
 
-def test_memory(world: World) -> None:
-    """Names that the worker itself has are not told, the user's are; and the cell's peak."""
+def test_a_cells_peak_is_exact_if_it_is_highest(world: World) -> None:
+    """The largest variables come first; a cell's peak is exact if it exceeds all earlier peaks."""
     world.execute(
         "model = torch.nn.Linear(512, 256)\n"
         "gone = torch.ones(400 * 2**20, dtype=torch.uint8)\n"
@@ -266,7 +266,7 @@ def test_memory(world: World) -> None:
 
 
 def test_an_error_says_what_the_memory_is_used_for(world: World) -> None:
-    """Of the rank that failed: used of total, by name, and by the traceback alone."""
+    """The note on a failed rank names its use of memory, variables, and the traceback's locals."""
     world.execute("weights = torch.ones(1000, 1000)")
     failing = f"def step():\n    batch = torch.ones(500, 1000)\n    {ABSURD}\nif rank == 1: step()"
     with pytest.raises(RuntimeError) as caught:
@@ -285,8 +285,8 @@ def test_an_error_says_what_the_memory_is_used_for(world: World) -> None:
     assert "in use, this rank" in called.value.__notes__[0]
 
 
-def test_under_a_limit(world: World) -> None:
-    """Where the process may have no more, there is still room to say so."""
+def test_an_error_under_a_memory_limit_is_explained(world: World) -> None:
+    """A process that has reached its limit of memory still explains the error, and goes on."""
     limit = (
         "import resource; del mine\n"
         "before = resource.getrlimit(resource.RLIMIT_AS)\n"
@@ -305,7 +305,7 @@ def test_under_a_limit(world: World) -> None:
 
 
 def test_what_a_cell_has_shown_is_no_variable(world: World) -> None:
-    """IPython's `exit` leads to all values that were shown, and is no name of the user's."""
+    """A value that a cell has shown counts as kept, although IPython's `exit` leads to it."""
     world.execute("torch.ones(7, 9)")
     for memory in world.call("memory"):
         assert (7, 9) not in [each.shape for each in memory.held]
@@ -313,8 +313,8 @@ def test_what_a_cell_has_shown_is_no_variable(world: World) -> None:
     world.clean()
 
 
-def test_clean(world: World) -> None:
-    """What a failed cell's traceback holds and cells have shown is let go; variables stay."""
+def test_clean_releases_tracebacks_and_shown_values(world: World) -> None:
+    """`clean` releases locals of tracebacks, shown values and garbage cycles; variables stay."""
 
     def memory_of() -> int:
         return sum(psutil.Process(pid).memory_info().rss for pid in world.pids.values())
@@ -326,7 +326,7 @@ def test_clean(world: World) -> None:
     world.execute(f"{hold}\nbig")
     world.execute("del big")
     world.execute(f"{hold}\ncycle = [big]; cycle.append(cycle)\ndel big, cycle")
-    # What lies between pages that are in use the C library keeps, unless told otherwise.
+    # The C library keeps free pages between pages in use, unless `trim_memory` is called.
     world.execute("many = [bytes(2000) for _ in range(100_000)]\nlast = many[-1]\ndel many")
     used = memory_of()
     for cleaned in world.clean():
@@ -356,8 +356,8 @@ except ZeroDivisionError as error:
 """
 
 
-def test_a_traceback_is_released(world: World) -> None:
-    """Of a cell by `clean`, also where a variable holds the exception; of a function by itself."""
+def test_locals_of_a_traceback_are_released(world: World) -> None:
+    """`clean` releases the locals of a cell's exception; a call's locals go without `clean`."""
     with pytest.raises(ZeroDivisionError):
         world.execute(FAILS_AND_IS_KEPT)
     assert [len(each.kept) for each in world.call("memory")] == [1, 1]

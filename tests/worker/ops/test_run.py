@@ -1,4 +1,4 @@
-"""Tests of `nbdist.worker.ops.run`: scripts as python would run them, executables, functions."""
+"""Tests of `nbdist.worker.ops.run`: scripts and modules as under python, executables, functions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ N = 2
 def test_script_runs_as_python_would_run_it(
     world: World, write: Write, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It has its arguments, name, file and folder; what it leaves, cells find."""
+    """A script has its own arguments, name, file and folder; cells find the names that it binds."""
     write("lib/beside.py", "VALUE = 7")
     path = write(
         "lib/arguments.py",
@@ -55,20 +55,20 @@ def test_script_runs_as_python_would_run_it(
 
 
 def test_module_runs_as_python_would_run_it(world: World, write: Write) -> None:
-    """`-m` knows relative imports, packages with a `__main__`, and the folder it is run in."""
+    """`-m` takes relative imports and packages with `__main__`; the folder is on `sys.path`."""
     write("pkg/__init__.py", "")
     write("pkg/other.py", "VALUE = 7")
     path = write("pkg/sub/mod.py", "from ..other import VALUE\nimport sys\nprint(sys.argv, VALUE)")
     write("pkg/__main__.py", "import sys\nfrom . import other\nprint(__package__, sys.path[0])")
     world.execute(f"import os; os.chdir({os.getcwd()!r})")
-    for args in ((), ("a",)):  # and a second time
+    for args in ((), ("a",)):  # the second time with an argument
         result = world.run_script("pkg.sub.mod", *args, module=True)
         assert said(result) == [f"{[str(path), *args]} 7"] * N
     assert said(world.run_script("pkg", module=True)) == [f"pkg {os.getcwd()}"] * N
 
 
 def test_traceback_has_the_scripts_own_lines_only(world: World, write: Write) -> None:
-    """Nothing of nbdist or IPython is in it; an edited script shows what has run."""
+    """Tracebacks have no calls of nbdist or IPython, and show the new lines of an edited script."""
     for text in ("def bad():\n    raise ValueError('one')\nbad()", "x = 1\nassert x == 2, 'two'"):
         path = write("fails.py", text)
         with pytest.raises(WorkerError, match=r"2 of 2 ranks failed \(0-1\)") as error:
@@ -81,13 +81,13 @@ def test_traceback_has_the_scripts_own_lines_only(world: World, write: Write) ->
 
 
 def failures(world: World) -> list[Any]:
-    """How the last task ended on each rank."""
+    """Return the failure of the last task on each rank."""
     assert world.session.running is not None
     return [world.session.running.transcript.errors[rank] for rank in range(N)]
 
 
 def test_edited_modules_are_imported_anew(world: World, write: Write) -> None:
-    """As by a new python, with all that lie beside the script; unchanged ones are kept."""
+    """If a module beside the script was edited, all such modules are imported anew, else none."""
     write("inner.py", "VALUE = 1\n")
     write("outer.py", "import json\nfrom inner import VALUE\nmarks = []\n")
     write("uses.py", "import outer\nouter.marks.append(0)\nprint(outer.VALUE, len(outer.marks))\n")
@@ -98,8 +98,8 @@ def test_edited_modules_are_imported_anew(world: World, write: Write) -> None:
     assert said(world.run_script("uses.py")) == ["22 1"] * N
 
 
-def test_exit_codes(world: World, write: Write) -> None:
-    """`sys.exit` with 0 or nothing is success, else the code or the text is named."""
+def test_an_exit_code_is_success_or_an_error(world: World, write: Write) -> None:
+    """`sys.exit` with 0, None or False is success; another code or a text is named in the error."""
     write("leaves.py", "import sys\nsys.exit(eval(sys.argv[1]))")
     for good in ("0", "None", "False"):
         world.run_script("leaves.py", good)
@@ -108,8 +108,8 @@ def test_exit_codes(world: World, write: Write) -> None:
             world.run_script("leaves.py", bad)
 
 
-def test_data_loader_and_event_loop(world: World, write: Write) -> None:
-    """Data sets of the script reach the loader's processes; `asyncio.run` works."""
+def test_scripts_can_use_data_loaders_and_asyncio(world: World, write: Write) -> None:
+    """Classes of a script reach its forked and spawned processes, and `asyncio.run` works."""
     write(
         "loads.py",
         "import asyncio\n"
@@ -126,7 +126,7 @@ def test_data_loader_and_event_loop(world: World, write: Write) -> None:
     )
     assert said(world.run_script("loads.py")) == ["[0, 1, 4, 9]\n[0, 1, 4, 9]"] * N
     world.execute("import asyncio; await asyncio.sleep(0)")
-    # They do also where the processes are spawned.
+    # Classes of a script also reach processes that it spawns.
     write(
         "spawns.py",
         "import multiprocessing as mp, threading\n"
@@ -142,12 +142,12 @@ def test_data_loader_and_event_loop(world: World, write: Write) -> None:
         "    print(isinstance(q.get(timeout=40), Told)); child.join()\n",
     )
     script = find_script("file", "spawns.py")
-    for _ in range(2):  # the method can be set once in a process
+    for _ in range(2):  # a process can set the method only once
         assert said(world.session.run(world.task(script, ranks=[0]))) == ["True"]
 
 
 def test_waits_name_the_scripts_line(world: World, write: Write) -> None:
-    """While it runs, when it is stopped, or a rank dies, all is in the script's own lines."""
+    """Waits, stacks, Stop and a rank's death are reported with the script's own lines."""
     sleeps = "def step():\n    if dist.get_rank() == 0:\n        time.sleep(600)\n"
     write("lib/waits.py", f"import time\n{sleeps}    dist.barrier()\nstep()\n")
     script = find_script("file", "lib/waits.py")
@@ -177,7 +177,7 @@ def test_waits_name_the_scripts_line(world: World, write: Write) -> None:
 
 
 def test_record_writes_torchs_error_file(world: World, write: Write) -> None:
-    """A main with torch's `@record` behaves, and the file is torch's own."""
+    """A `main` with torch's `@record` that fails writes torch's file, without calls of nbdist."""
     folder = write(
         "records.py",
         "import sys\n"
@@ -209,8 +209,8 @@ def execute(world: World, name: str, *args: str, local_rank: bool = False) -> Ce
     return world.session.run(world.task(script))
 
 
-def test_executable(world: World, write: Write) -> None:
-    """Each rank runs it with its environment and output; how it failed is named."""
+def test_each_rank_runs_the_executable(world: World, write: Write) -> None:
+    """Each rank runs the executable with its own environment; an exit code or signal is named."""
     lines = [text.split() for text in said(execute(world, "sh", "-c", "echo $$ $RANK; echo e >&2"))]
     assert [line[1:] for line in lines] == [["0", "e"], ["1", "e"]]
     assert len({line[0] for line in lines} | {str(pid) for pid in world.pids.values()}) == 2 * N
@@ -230,7 +230,7 @@ def test_executable(world: World, write: Write) -> None:
 
 
 def test_stop_ends_executables(world: World, write: Write) -> None:
-    """Also those that ignore SIGINT, and what they have started; workers stay."""
+    """Stop ends executables that ignore SIGINT, and the processes started by them; workers stay."""
     deaf = "trap '' INT\nsleep 6161 &\necho started\nwhile true; do sleep 0.1; done"
     write("deaf.sh", f"#!/bin/sh\n{deaf}\n", 0o755)
     before = dict(world.pids)
@@ -250,7 +250,7 @@ def test_stop_ends_executables(world: World, write: Write) -> None:
 
 
 class Shell:
-    """As much of IPython's as a call needs; it keeps what it is to show."""
+    """A stand-in for IPython's shell, which records the tracebacks that a call shows."""
 
     def __init__(self) -> None:
         self.user_ns: dict[str, Any] = {"torch": "their torch", "mine": "theirs"}
@@ -275,7 +275,7 @@ def context() -> Context:
 
 
 def packed(source: str, *args: Any, **names: Any) -> dict[int, Payload]:
-    """`f` of this source, its arguments, and names of the caller that it uses."""
+    """Pack the function `f` of this source, its arguments, and names of the caller that it uses."""
     main: dict[str, Any] = {"__name__": "__main__"}
     exec(source, main)
     values = {"call": (main["f"], args, {}), "names": names}
@@ -284,8 +284,8 @@ def packed(source: str, *args: Any, **names: Any) -> dict[int, Payload]:
     return {0: payload}
 
 
-def test_names_are_lent(context: Context) -> None:
-    """For as long as the call lasts; what the workers have bound they keep."""
+def test_names_are_lent_for_the_call(context: Context) -> None:
+    """The caller's names are bound until the call ends; variables that the worker has are kept."""
     names = context.names
     lent = {"torch": "our torch", "dist": "our dist", "mine": "ours", "k": 1}
     with lent_names(context, lent):
@@ -293,8 +293,8 @@ def test_names_are_lent(context: Context) -> None:
     assert names == {"torch": "their torch", "mine": "theirs"}
 
 
-def test_names_that_a_call_has_bound_or_deleted(context: Context) -> None:
-    """They stay as it has left them; what may be needed later, until another one comes."""
+def test_names_that_a_call_has_changed_stay_so(context: Context) -> None:
+    """Names stay as the call leaves them; if it binds names, lent names stay until another call."""
     names = context.names
     names.clear()
     with lent_names(context, {"bound": 1, "deleted": 2, "torch": 3}):
@@ -315,8 +315,8 @@ def test_names_that_a_call_has_bound_or_deleted(context: Context) -> None:
     assert names == {"other": "a cell's"}
 
 
-def test_a_call(context: Context) -> None:
-    """The function is one of the worker's `__main__`; names that it binds by `global` are told."""
+def test_a_call_runs_in_the_workers_main(context: Context) -> None:
+    """A call sees the worker's `__main__` and lent names; its `global` names are recorded."""
     names, shell = context.names, context.shell
     source = "def f(x): return x + k, mine"
     assert call(context, "f", packed(source, 1, k=2, mine="ours")) == (3, "theirs")
@@ -331,8 +331,8 @@ def test_a_call(context: Context) -> None:
     assert names["made"]() == names["k"] == 2
 
 
-def test_a_call_that_raises(context: Context) -> None:
-    """It is shown from the function's first line on, and what it has bound by then is noted."""
+def test_a_call_that_raises_is_shown_from_its_function(context: Context) -> None:
+    """The traceback begins in the called function; names bound before the error are recorded."""
     source = "def f():\n    global k\n    try: 1 / k\n    finally: k = 5"
     with pytest.raises(ZeroDivisionError) as raised:
         call(context, "f", packed(source, k=0, other=1))
@@ -345,8 +345,8 @@ def test_a_call_that_raises(context: Context) -> None:
 
 
 @pytest.mark.parametrize("stop", [SystemExit, KeyboardInterrupt])
-def test_a_call_that_is_ended(context: Context, stop: type[BaseException]) -> None:
-    """It is shown as a cell's end would be, and raised; where it cannot be rebuilt nothing runs."""
+def test_a_stopped_call_is_shown_and_raised(context: Context, stop: type[BaseException]) -> None:
+    """SystemExit and KeyboardInterrupt are shown and raised; a call that cannot be read fails."""
     before = {**context.names}
     with pytest.raises(VariableError):
         call(context, "f", {0: Payload((b"garbage",))})

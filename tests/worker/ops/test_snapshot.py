@@ -1,4 +1,4 @@
-"""Tests of `nbdist.worker.ops.snapshot` and `sharded`: variables in files, models of FSDP2 too."""
+"""Tests of `nbdist.worker.ops.snapshot` and `sharded`: variables in files, also models of FSDP2."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tests.faults.test_training import TRAINING as OF_DDP
 pytestmark = [pytest.mark.shared_world(2), pytest.mark.usefixtures("empty_snapshot_folder")]
 
 
-# Its import takes a second in every new worker.
+# The import of FSDP2 takes a second in every new worker.
 WITHOUT_FSDP = OF_DDP.replace("from torch.distributed.fsdp import fully_shard", "")
 
 
-def test_training_with_ddp_goes_on(world: World) -> None:
-    """New workers go on alike, on three ranks, where the last bits depend on DDP's buckets."""
+def test_restored_training_with_ddp_goes_on_bit_by_bit(world: World) -> None:
+    """Restored DDP training ends alike; on 3 ranks the last bits depend on DDP's buckets."""
     world.restart(3)
     world.execute(f"{WITHOUT_FSDP}\nnet, optimizer = make('DDP')\ntrain(net, optimizer, range(5))")
     world.snapshot(name="five")
@@ -42,8 +42,8 @@ def test_training_with_ddp_goes_on(world: World) -> None:
         assert restored.equal(expected)
 
 
-def test_what_comes_back(world: World) -> None:
-    """One graph of objects, functions with what they use, and the random numbers to come."""
+def test_restored_variables_share_objects_as_before(world: World) -> None:
+    """Restored variables share objects, have the functions that they use, and draw as before."""
     draw = (
         "import random, numpy\ndrawn = random.random(), numpy.random.rand(), torch.rand(1).item()"
     )
@@ -78,8 +78,8 @@ def test_what_comes_back(world: World) -> None:
     assert world.gather("drawn") != first
 
 
-def test_no_room(world: World, tmp_path: Path) -> None:
-    """Where a rank cannot write, one line says so, and earlier snapshots are as they were."""
+def test_a_snapshot_without_room_leaves_earlier_snapshots(world: World, tmp_path: Path) -> None:
+    """If a rank cannot write its file, a line says so, and an earlier snapshot stays whole."""
     world.execute("x = 1")
     world.snapshot(["x"], name="a")
     limit = "resource.setrlimit(resource.RLIMIT_FSIZE, ({}, resource.RLIM_INFINITY))"
@@ -110,7 +110,7 @@ WHOLE = [bytes(each) for each in FRAMES]
 def test_frames_come_back_as_they_were(
     read: Callable[[Path, str], list[memoryview]], tmp_path: Path
 ) -> None:
-    """In order, to be written to; the file is this user's alone, and never written over."""
+    """Frames come back in order and writable; the file is private, and never written over."""
     path = tmp_path / "rank0.frames"
     size, digest = write_frames(path, FRAMES)
     assert path.stat().st_size == size
@@ -208,15 +208,15 @@ net.first = torch.nn.Linear(8, 32); net.second = torch.nn.Linear(32, 8)
 fully_shard(net, mesh=mesh, shard_placement_fn=lambda p: by[p.ndim])""",
 }
 
-# Whether FSDP2 reduces gradients over gloo where it replicates too, and whether it averages them.
+# Whether FSDP2 reduces gradients over gloo even if it replicates, and whether it averages them.
 REPLICATES, AVERAGES = seam.VERSION >= (2, 8), seam.VERSION >= (2, 9)
 
 
-def test_training_goes_on_bit_by_bit(world: World) -> None:
-    """New workers get models and optimizers by their name alone, and have the same losses."""
+def test_restored_training_with_fsdp_goes_on_bit_by_bit(world: World) -> None:
+    """Restored FSDP2 models train on with equal losses, on the same workers and on new workers."""
     world.execute(f"{TRAINING}\nnets = []")
     for how in SHARDED.values():
-        if REPLICATES or "copies" not in how:  # else this torch cannot train it over gloo
+        if REPLICATES or "copies" not in how:  # else this torch cannot train the model over gloo
             world.execute(f"torch.manual_seed(1); net = Net()\n{how}{OPTIMIZER}")
             world.execute("train(net, optimizer, range(3)); nets.append((net, optimizer))")
     stays = world.gather("[gathered(net) for net, _ in nets]")
@@ -240,8 +240,8 @@ def test_training_goes_on_bit_by_bit(world: World) -> None:
     assert world.gather("[gathered(net) for net, _ in nets]") == stays
 
 
-def test_after_a_rank_was_replaced(world: World) -> None:
-    """Where some ranks have restored it before and others have not, all of them can again."""
+def test_all_ranks_can_restore_after_a_replacement(world: World) -> None:
+    """All ranks can restore a snapshot that only some of them have restored before."""
     how = SHARDED["in part, and replicated" if REPLICATES else "by columns, over a part of a mesh"]
     world.execute(f"{TRAINING}\n{how}{OPTIMIZER}\nlosses = train(net, optimizer, range(3))")
     world.snapshot(["net", "optimizer", "train"], name="three")
@@ -256,7 +256,7 @@ def test_after_a_rank_was_replaced(world: World) -> None:
 
 
 def test_hooks_are_kept(world: World) -> None:
-    """Users' hooks come along, and neither FSDP2's nor new ones take their places."""
+    """Restored modules keep the user's hooks, beside FSDP2's hooks and hooks registered later."""
     hook = "def count(module, inputs, output): calls.append(1)\ncalls, plain = [], Net()\n"
     register = "for each in (net, plain): each.register_forward_hook({})\n"
     world.execute(f"{TRAINING}\n{hook}{register.format('count')}fully_shard(net)")
@@ -267,8 +267,8 @@ def test_hooks_are_kept(world: World) -> None:
     assert world.gather("len(calls)") == [2, 2]
 
 
-def test_tensors_and_meshes(world: World) -> None:
-    """DTensors of every kind are there again, and their meshes have groups."""
+def test_dtensors_come_back_with_working_meshes(world: World) -> None:
+    """DTensors of each placement are restored, and the groups of their meshes work."""
     world.execute(
         f"{IMPORTS}\n"
         "mesh = init_device_mesh('cpu', (1, 2), mesh_dim_names=('a', 'b'))\n"
@@ -296,8 +296,8 @@ def test_tensors_and_meshes(world: World) -> None:
 # --- another number of ranks --------------------------------------------------------------
 
 
-def test_another_size(world: World) -> None:
-    """`--from-rank` shards over as many ranks as there are, and training goes on."""
+def test_one_ranks_model_is_sharded_over_another_size(world: World) -> None:
+    """With `from_rank` models are sharded over all ranks of a world of any size, and train on."""
     world.execute(f"{TRAINING}\nfully_shard(net.first); fully_shard(net){OPTIMIZER}")
     world.execute("train(net, optimizer, range(3), lambda: 0)")
     world.snapshot(["net", "optimizer", "train", "everything"], name="three")
@@ -313,14 +313,14 @@ def test_another_size(world: World) -> None:
             assert all(mine.equal(its) for mine, its in zip(state, expected, strict=True))
         assert sum(world.gather("len(net.first.weight.to_local())")) == 33
         world.execute("losses = train(net, optimizer, range(3, 6), lambda: 0)")
-        # Over another number of ranks a sum is another one, from the second step on.
+        # Unless gradients are averaged, another number of ranks changes the second step's loss.
         same = slice(None) if AVERAGES else slice(1)
         found = [each[same] for each in world.gather("losses")]
         assert found == [pytest.approx(losses[same])] * size
 
 
-def test_from_one_rank(world: World) -> None:
-    """Each gets its share of what is sharded, whichever rank's variables it gets, or nothing."""
+def test_each_rank_gets_its_share_of_one_ranks_variables(world: World) -> None:
+    """With `from_rank` each rank gets its share of sharded values; from a damaged file, nothing."""
     world.execute(
         f"{IMPORTS}\nmesh = init_device_mesh('cpu', (2, 1), mesh_dim_names=('a', 'b'))\n"
         "spread = distribute_tensor(torch.arange(6.0), mesh, [Shard(0), Replicate()])\nx = rank\n"
@@ -365,8 +365,8 @@ REFUSED = {
 }
 
 
-def test_what_another_size_cannot_have(world: World) -> None:
-    """One line says why, and nothing is bound."""
+def test_values_that_fit_no_other_size_are_refused(world: World) -> None:
+    """A value that a world of another size cannot have is refused in one line; nothing is bound."""
     pair = "pair = init_device_mesh('cpu', (2, 1), mesh_dim_names=('a', 'b'))"
     world.execute(f"{IMPORTS}\nwhole = init_device_mesh('cpu', (2,)); {pair}")
     for what, (source, _) in REFUSED.items():
@@ -401,20 +401,20 @@ NOT_WRITTEN = {
     ),
 }
 
-NEEDS = {  # of torch
+NEEDS = {  # classes of torch, with the method or field
     "an all_gather": ("FSDPModule", "set_custom_all_gather"),
     "several dtypes": ("MixedPrecisionPolicy", "param_dtype_override_fn"),
     "a late end": ("FSDPModule", "set_manual_backward_finalization"),
 }
 
 
-def test_what_is_not_written(world: World) -> None:
-    """It is named, with what is in the way."""
-    from torch.distributed import fsdp  # which takes a second
+def test_a_model_that_cannot_be_written_is_named(world: World) -> None:
+    """A model that cannot be pickled is refused by its name, with the reason."""
+    from torch.distributed import fsdp  # the import takes a second
 
     for what, (source, said) in NOT_WRITTEN.items():
         owner, name = NEEDS.get(what, ("FSDPModule", "unshard"))
-        if hasattr(getattr(fsdp, owner), name):  # else this torch has no such thing
+        if hasattr(getattr(fsdp, owner), name):  # else this torch lacks the method or field
             world.execute(f"{TRAINING}\nfully_shard(net)\n{source}")
             with pytest.raises(UsageError, match=f"`net` cannot be pickled: .*{said}"):
                 world.snapshot(["net"], name="a")

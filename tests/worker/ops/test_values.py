@@ -1,4 +1,4 @@
-"""Tests of `nbdist.worker.ops.values`: values that are brought, pushed and copied."""
+"""Tests of `nbdist.worker.ops.values`: values that are gathered, pushed, scattered and synced."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def context() -> Context:
     return Context(SimpleNamespace(user_ns=names), Namespace(names), task_id="t")
 
 
-def test_values_travel_together(context: Context):
-    """What two of them share they share afterwards; a big one stays until it has been read."""
+def test_gathered_values_keep_shared_parts(context: Context):
+    """Gathered values keep the parts that they share; a big value is lent until it is released."""
     brought = gather(context, ("x", "both", "len(x)"))
     assert brought.packed is not None
     x, both, length = unpickle(open_payload(brought.packed))
@@ -57,8 +57,8 @@ def test_values_travel_together(context: Context):
         open_payload(brought.packed)
 
 
-def test_what_has_no_value(context: Context):
-    """It is told, and no error of the task's."""
+def test_a_value_that_cannot_be_gathered_is_reported(context: Context):
+    """A missing name, a failing expression or a value that cannot be sent is only reported."""
     attribute = "AttributeError: 'list' object has no attribute 'y'"
     lock = "`lock['of']` (thread lock) cannot be sent to the notebook: a lock works within one"
     for expression, said in (
@@ -77,7 +77,7 @@ class Sender:
         self.table = NameTable({})
 
     def packed(self, *pushed: str, **values: Any) -> Payload:
-        """Return what a cell, or a push of these variables, takes along."""
+        """Return the payload for a cell that uses `values`, or for a push of variables."""
         self.table.namespace.update(values)
         self.table.record_assigned(values)
         cell = ", ".join(values)
@@ -88,8 +88,8 @@ class Sender:
         return pack_frames(packet.message.frames)[0]
 
 
-def test_what_is_pushed():
-    """Is bound when that is asked for; what was scattered is this rank's part, and its own."""
+def test_received_values_are_bound_by_a_second_op():
+    """A second op binds received values: a push in place, a scattered part as the rank's own."""
     names: dict[str, Any] = {"x": "as it was"}
     namespace = Namespace(names)
     namespace.add_ready({"rank": 1})
@@ -114,8 +114,8 @@ def test_what_is_pushed():
     assert (names["x"], context.bound) == ([3, 4], {"x"})
 
 
-def test_what_was_changed():
-    """Whether it came with a task or was pushed; what ranks have bound themselves is changed."""
+def test_inspect_reports_what_a_rank_has_changed():
+    """`inspect` reports changed objects that a cell or a push has sent, and rebound variables."""
     names: dict[str, Any] = {}
     context, sender = Context(SimpleNamespace(user_ns=names), Namespace(names)), Sender()
     context.namespace.add_ready({"rank": 0})
@@ -144,7 +144,7 @@ def test_what_was_changed():
 
 @pytest.fixture
 def world(world: World) -> World:
-    """Three ranks without variables of tests before."""
+    """Three ranks without variables of earlier tests."""
     world.execute("%reset -f")
     world.execute("import os")
     return world
@@ -153,7 +153,7 @@ def world(world: World) -> World:
 def copy(
     world: World, *names: str, source: int, to: tuple[int, ...] | None = None
 ) -> list[frozenset[str]]:
-    """Call the ops on all ranks; what each says it has bound, and none anything else, as torch."""
+    """Sync variables by both ops, which print nothing; return the names bound on each rank."""
     for op, more in (("values.sync", {"source": source, "to": to}), ("values.bind_synced", {})):
         world.call(op, wanted=names, **more)
         assert world.session.running is not None
@@ -163,7 +163,7 @@ def copy(
 
 
 def test_ranks_that_lack_a_name_get_all(world: World) -> None:
-    """The others keep what they have, unless named; all of those concerned own the names."""
+    """Ranks that lack a name, or the ranks in `to`, get all names; the source owns them too."""
     world.execute("if rank: x = rank\nif rank == 1: y = [x]")
     assert copy(world, "x", "y", source=1) == [{"x", "y"}] * 3
     assert world.gather("(x, y)") == [(1, [1])] * 3
@@ -174,8 +174,8 @@ def test_ranks_that_lack_a_name_get_all(world: World) -> None:
     assert world.gather("x") == [2, 1, 2]
 
 
-def test_objects_stay_shared(world: World) -> None:
-    """Tensors, their views and memory that cannot be written to come as they are."""
+def test_synced_objects_stay_shared(world: World) -> None:
+    """Synced views still share the memory of their tensor; empty and read-only arrays come too."""
     world.execute(
         "import numpy as np\n"
         "if rank == 0:\n"
@@ -190,8 +190,8 @@ def test_objects_stay_shared(world: World) -> None:
     assert world.gather("(len(empty), int(fixed.sum()))") == [(0, 499_500)] * 3
 
 
-def test_definitions_come_with_what_uses_them(world: World) -> None:
-    """Functions, classes and modules, as far as they are lacking; data has to be named."""
+def test_definitions_come_with_values_that_use_them(world: World) -> None:
+    """Functions, classes and modules in use come to ranks that lack them; data has to be named."""
     world.execute(
         "if rank == 0:\n"
         "    import math as m\n"
@@ -209,8 +209,8 @@ def test_definitions_come_with_what_uses_them(world: World) -> None:
     assert world.gather("net.run()", ranks=[2]) == [4]
 
 
-def test_what_cannot_be_rebuilt(world: World) -> None:
-    """Ranks where it cannot say so; no rank has got it, and the group is whole."""
+def test_a_value_that_cannot_be_rebuilt_reaches_no_rank(world: World) -> None:
+    """If a rank cannot rebuild a value, its error says so, no rank gets it, and the group works."""
     world.execute(
         "def made(number):\n"
         "    if rank == 2: raise ValueError('not here')\n"
@@ -228,12 +228,12 @@ def test_what_cannot_be_rebuilt(world: World) -> None:
     assert world.sync(["made"], ranks=[1]) == (1,)
 
 
-# --- where the user has set a default device ----------------------------------------------
+# --- with a default device of the user -----------------------------------------------------
 
 
 @pytest.fixture
 def elsewhere(world: World, empty_snapshot_folder: None) -> Iterator[World]:
-    """Ranks with values on the CPU; what is made without a device has no contents, also here."""
+    """Ranks with values on the CPU, whose default device is `meta`, as in this process."""
     world.execute(
         "import nbdist\n"
         "from torch.distributed.device_mesh import init_device_mesh\n"
@@ -260,7 +260,7 @@ PLACES = "[each.device.type for each in (x, eye, net.weight, net.weight.grad, sp
 
 
 def test_values_with_another_default_device(elsewhere: World) -> None:
-    """They come with their contents, on the device that they were on, to ranks and from them."""
+    """Values keep contents and device to ranks and from ranks, whatever the default device is."""
     x, eye, spread = elsewhere.gather(["x", "eye", "spread"])
     assert [each[2].to_dense().sum().item() for each in (x, eye, spread)] == [4, 3, 15]
     assert elsewhere.gather("x", join="stack").sum() == 12
@@ -278,7 +278,7 @@ def test_values_with_another_default_device(elsewhere: World) -> None:
 
 
 def test_tools_with_another_default_device(elsewhere: World) -> None:
-    """Digests, curves and measured memory are of the values that there are."""
+    """Digests, curves and measured memory are right, although the default device is `meta`."""
     whole = "(x, eye, net, optimizer)"
     first, *others = (each.parts for each in elsewhere.call("diff", expression=whole))
     assert [*others] == [first] * 2
@@ -295,7 +295,7 @@ def test_tools_with_another_default_device(elsewhere: World) -> None:
 
 
 def test_snapshots_with_another_default_device(elsewhere: World) -> None:
-    """They are written and restored, with the random numbers, by as many ranks and by others."""
+    """Snapshots restore values and random numbers with `meta` as default, also to fewer ranks."""
     elsewhere.execute("net(rows).sum().backward()")
     elsewhere.snapshot("x", "eye", "spread", "net", "optimizer", "rows", name="a")
     elsewhere.execute(DRAW)
