@@ -66,12 +66,13 @@ def _image(data: MimeBundle) -> tuple[str, bytes] | None:
 
 
 def _saved(suffix: str, image: bytes, log: str | None) -> str:
-    if log is None:
+    # A log file of another machine begins with the machine's name: `node1:/...`.
+    is_here = log is not None and log.startswith("/")
+    own_folder = default_log_dir()
+    if log is None or not (is_here or own_folder):
         return "not saved: there is no log folder (NBDIST_LOG_DIR)"
     digest = hashlib.blake2b(image, digest_size=6).hexdigest()
-    # A log file of another machine begins with the machine's name: `node1:/...`.
-    is_here = log.startswith("/")
-    folder = Path(log).parent if is_here else Path(default_log_dir(), FIGURES)
+    folder = Path(log).parent if is_here else Path(own_folder).expanduser() / FIGURES
     path = folder / f"figure-{digest}.{suffix}"
     try:
         if not is_here:

@@ -276,11 +276,15 @@ def test_figures_are_saved_beside_the_logs(
     gone = str(Path(logs[0]).parent / "gone" / "stdout.log")
     (said,) = save_figures(cell(png(b"one")), {0: gone})
     assert said.endswith("/gone: No such file or directory")
-    monkeypatch.setenv("NBDIST_LOG_DIR", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NBDIST_LOG_DIR", "~/mine")
     (said,) = save_figures(cell(png(b"one")), {0: "node1:/logs/0/stdout.log"})
     path = Path(said.removeprefix("figure of rank 0: "))
-    assert path.parent == tmp_path / "figures"
+    assert path.parent == tmp_path / "mine" / "figures"
     assert path.read_bytes() == b"one"
+    monkeypatch.setenv("NBDIST_LOG_DIR", "")
+    (said,) = save_figures(cell(png(b"one")), {0: "node1:/logs/0/stdout.log"})
+    assert said == "figure of rank 0: not saved: there is no log folder (NBDIST_LOG_DIR)"
 
 
 def markdown(text: str, display_id: str | None = None) -> Display:
