@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbdist.agent.inspect import SAMPLE_TIMEOUT, place_from_outside
 from nbdist.output.events import IGNORES_STOP
-from nbdist.system.processes import OwnTime, Schedule, ignores_signal, schedule
+from nbdist.system.processes import OwnTime, ignores_signal, schedule
 from nbdist.wire.control import EndStoreWait
 from nbdist.wire.places import RankPosition
 
@@ -47,7 +47,7 @@ Nearly always C code needs less.  In any case the notebook has control after 5 s
 
 MAX_FUTILE_ABORTS = 3  # successful aborts on all ranks after which a rank that waits on is stuck
 ASLEEP, WAKES = 0.05, 20
-"""A thread counts as asleep until it has run for so many seconds, or has been woken so often.
+"""A thread counts as asleep if it has run for fewer seconds, and has been woken fewer times.
 
 Code that only waits stays below both limits during `C_GRACE`."""
 
@@ -60,7 +60,7 @@ class InterruptedRank:
     own_seconds: float  # of the rank, since it was interrupted last
     ignores: bool = False  # the process ignores SIGINT
     again: bool = False  # Stop was pressed again
-    asleep_for: float = 0.0  # own seconds since the main thread last did more than wait
+    is_asleep: bool = False  # the main thread has hardly run since
     aborts: int = 0  # how often the rank's present collective was aborted in vain
     aborted_for: float = 0.0  # own seconds since the first of these aborts
     is_spared: bool = False  # the notebook has asked not to kill the rank
@@ -84,18 +84,17 @@ def is_stuck(sight: InterruptedRank) -> bool:
     if sight.ignores or sight.again:
         return sight.own_seconds >= IGNORES_GRACE
     has_reacted = place.has_taken_sigint or place.is_cleaning_up
-    return sight.asleep_for >= C_GRACE and not has_reacted
+    return sight.own_seconds >= C_GRACE and sight.is_asleep and not has_reacted
 
 
 def has_missed_stop(sight: InterruptedRank) -> bool:
     """Return True if a rank still sleeps in Python code, as if Stop had not reached it; pure.
 
-    Python prints and drops exceptions of finalizers and callbacks, KeyboardInterrupt too.  Printing
-    may take long, so only the time after it counts.
+    Python prints and drops exceptions of finalizers and callbacks, KeyboardInterrupt too.
     """
     place = sight.place
-    waits = place.is_in_code and not (place.operation or place.is_cleaning_up)
-    return waits and sight.asleep_for >= C_GRACE / 2
+    waits = place.is_in_code and sight.is_asleep and not (place.operation or place.is_cleaning_up)
+    return waits and sight.own_seconds >= C_GRACE / 2
 
 
 def may_wait_in_store(sight: InterruptedRank) -> bool:
@@ -115,11 +114,12 @@ class _Stopped:
     def __init__(self, rank: Worker, task_id: str) -> None:
         self.rank = rank
         self._task_id = task_id
-        self._again = self.is_spared = self.is_reminded = False
+        self._again = self.is_spared = self._is_reminded = False
+        self._drops = 0  # dropped KeyboardInterrupts after which the rank was reminded
         self._aborts = 0
         self._aborted_at = 0.0
         self._place = RankPosition()
-        self._has_hardly_run = False
+        self._is_asleep = False
         self._restart_clock()
 
     def interrupt_again(self) -> None:
@@ -128,8 +128,7 @@ class _Stopped:
 
     def _restart_clock(self) -> None:
         self._own_time = OwnTime(self.rank.pid)
-        self._last_ran = self._schedule_before = schedule(self.rank.pid, self.rank.pid)
-        self._last_ran_at = 0.0  # own seconds
+        self._schedule_before = schedule(self.rank.pid, self.rank.pid)
 
     @property
     def is_over(self) -> bool:
@@ -148,7 +147,7 @@ class _Stopped:
         The rank may wait in a collective on a very busy machine, or it sleeps in C code that holds
         its GIL, while other ranks wait for it.
         """
-        return self._place.holds_gil and self._has_hardly_run and not self.is_over
+        return self._place.holds_gil and self._is_asleep and not self.is_over
 
     def record_place(self, place: RankPosition) -> InterruptedRank:
         """Record the place where the rank is now, and return the state of the rank."""
@@ -157,28 +156,35 @@ class _Stopped:
         if (place.operation, place.counts) != (before.operation, before.counts):
             self._aborts = 0
         now = schedule(self.rank.pid, self.rank.pid)
-        self._has_hardly_run = _hardly_ran(self._schedule_before, now)
-        if not _hardly_ran(self._last_ran, now):
-            self._last_ran, self._last_ran_at = now, seconds
+        ran, wakes = now.ran - self._schedule_before.ran, now.wakes - self._schedule_before.wakes
+        self._is_asleep = ran < ASLEEP and wakes < WAKES
         return InterruptedRank(
             place,
             seconds,
             ignores=ignores_signal(self.rank.pid, signal.SIGINT),
             again=self._again,
-            asleep_for=seconds - self._last_ran_at,
+            is_asleep=self._is_asleep,
             aborts=self._aborts,
             aborted_for=seconds - self._aborted_at,
             is_spared=self.is_spared,
         )
 
+    def must_remind(self, sight: InterruptedRank) -> bool:
+        """Return True if the rank must get SIGINT once more; the caller sends it.
+
+        That is after each KeyboardInterrupt that Python has dropped, and once if the rank does not
+        know of such a drop and sleeps.
+        """
+        has_dropped = sight.place.dropped_interrupts > self._drops
+        has_missed = not (has_dropped or self._is_reminded) and has_missed_stop(sight)
+        self._drops = max(self._drops, sight.place.dropped_interrupts)
+        self._is_reminded |= has_missed
+        return has_dropped or has_missed
+
     def count_abort(self) -> None:
         self._aborts += 1
         if self._aborts == 1:
             self._aborted_at = self._own_time.seconds()
-
-
-def _hardly_ran(before: Schedule, now: Schedule) -> bool:
-    return now.ran - before.ran < ASLEEP and now.wakes - before.wakes < WAKES
 
 
 class Interrupter:
@@ -253,8 +259,7 @@ class Interrupter:
                 break
             if is_stuck(sight):
                 rank.kill(IGNORES_STOP)
-            elif not stopped.is_reminded and has_missed_stop(sight):
-                stopped.is_reminded = True
+            elif stopped.must_remind(sight):
                 rank.interrupt()
         if self._stopped.get(rank) is stopped:
             del self._stopped[rank]

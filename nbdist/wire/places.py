@@ -71,6 +71,8 @@ class RankPosition:
     has_help: bool = False
     is_cleaning_up: bool = False  # an `except` or `finally` runs because of Stop
     has_taken_sigint: bool = False  # the task has got a SIGINT, or has a handler of its own for it
+    # KeyboardInterrupts in finalizers and callbacks of the task, which Python has dropped.
+    dropped_interrupts: int = 0
     asks: bool = False  # the rank waits for input
 
     @property

@@ -80,6 +80,7 @@ class Probe:
             has_help=bool(operation) and self._has_help(frames),
             is_cleaning_up=is_handling_stop(self._ident),
             has_taken_sigint=STEPS.has_taken_sigint,
+            dropped_interrupts=STEPS.dropped_interrupts,
             # nccl's number changes if the rank waits in a later collective of the same name.
             counts={**begun, "nccl": nccl.number} if self.uses_nccl else begun,
             moved=moved,

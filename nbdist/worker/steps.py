@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import inspect
 import signal
+import sys
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -49,6 +52,7 @@ class StepCounter:
         self._ident = threading.get_ident()
         register_optimizer_step_pre_hook(self.before_step)
         register_optimizer_step_post_hook(self.after_step)
+        sys.unraisablehook = partial(self._count_dropped, sys.unraisablehook)
 
     def begin_task(self, task_id: str) -> None:
         """Count the steps of a new task from now on, and forget the steps of the last task."""
@@ -60,6 +64,8 @@ class StepCounter:
         self._is_held = self._is_waiting = self._has_stopped = False
         self._held_until, self._stop_at = 0.0, 0
         self._raises_at_once = self._has_interrupted = False
+        self.dropped_interrupts = 0
+        """KeyboardInterrupts of the task in finalizers and callbacks, which Python has dropped."""
         self._drop_deferral()
 
     def end_task(self, *, has_succeeded: bool = False) -> None:
@@ -138,6 +144,14 @@ class StepCounter:
         self._drop_deferral()
         self._has_interrupted = True
         raise KeyboardInterrupt
+
+    def _count_dropped(self, show: Callable[[Any], object], dropped: Any) -> None:
+        """Show an exception that Python drops, and count it if it is a KeyboardInterrupt."""
+        self.dropped_interrupts += issubclass(dropped.exc_type, KeyboardInterrupt)
+        try:
+            show(dropped)
+        except KeyboardInterrupt:  # Python would drop this one too
+            self.dropped_interrupts += 1
 
     def _must_defer(self, frame: FrameType | None) -> bool:
         if not self.is_inside or self._is_waiting or self._raises_at_once:

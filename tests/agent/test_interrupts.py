@@ -32,9 +32,9 @@ WAITED_FOR = [
     InterruptedRank(RankPosition(), LONG),
     InterruptedRank(RankPosition(), LONG, again=True),
     InterruptedRank(IN_PYTHON, LONG),
-    InterruptedRank(RankPosition(line=3, is_cleaning_up=True), LONG, asleep_for=LONG),
-    InterruptedRank(RankPosition(line=3, has_taken_sigint=True), LONG, asleep_for=LONG),
-    InterruptedRank(IN_PYTHON, LONG, asleep_for=C_GRACE - 0.1),
+    InterruptedRank(RankPosition(line=3, is_cleaning_up=True), LONG, is_asleep=True),
+    InterruptedRank(RankPosition(line=3, has_taken_sigint=True), LONG, is_asleep=True),
+    InterruptedRank(IN_PYTHON, C_GRACE - 0.1, is_asleep=True),
     InterruptedRank(IN_C, C_GRACE - 0.1),
     InterruptedRank(WAITS, LONG),
     InterruptedRank(WAITS, LONG, aborts=MAX_FUTILE_ABORTS - 1, aborted_for=LONG),
@@ -49,13 +49,13 @@ WAITED_FOR = [
 KILLED = [
     InterruptedRank(IN_C, C_GRACE),
     InterruptedRank(RankPosition(is_stopped=True, holds_gil=True), C_GRACE),
-    InterruptedRank(IN_PYTHON, LONG, asleep_for=C_GRACE),
-    InterruptedRank(RankPosition(file="train.py"), LONG, asleep_for=C_GRACE),
+    InterruptedRank(IN_PYTHON, C_GRACE, is_asleep=True),
+    InterruptedRank(RankPosition(file="train.py"), C_GRACE, is_asleep=True),
     InterruptedRank(IN_PYTHON, IGNORES_GRACE, ignores=True),
     InterruptedRank(IN_PYTHON, IGNORES_GRACE, again=True),
     InterruptedRank(RankPosition(line=3, is_cleaning_up=True), IGNORES_GRACE, again=True),
     InterruptedRank(
-        RankPosition(line=3, has_taken_sigint=True), IGNORES_GRACE, asleep_for=LONG, again=True
+        RankPosition(line=3, has_taken_sigint=True), IGNORES_GRACE, is_asleep=True, again=True
     ),
     InterruptedRank(WAITS, LONG, aborts=MAX_FUTILE_ABORTS, aborted_for=IGNORES_GRACE),
 ]
