@@ -38,6 +38,7 @@ from nbdist.values.payload import (
     Identity,
     is_atomic,
     kind_of,
+    least_size,
 )
 from nbdist.values.pickling import pickle
 from nbdist.values.scan import WHOLE_LIMIT, memory_key
@@ -65,7 +66,7 @@ BIG = 64 << 20
 MAX_PARTS_NAMED = 3
 """Parts of one object that lines name if both sides have changed them."""
 
-OLD_IN_FUNCTIONS = "cannot be sent: functions on the ranks use the older one that they have"
+OLD_IN_FUNCTIONS = "functions on the ranks use the older one that they have"
 
 _NO_VALUE = object()
 
@@ -89,7 +90,8 @@ def plan(
     chains = dotted_names(source)
     new_plan = Plan(table, frozenset(ranks), hidden or {}, chains, gathered, is_setup)
     new_plan.binds = names_certainly_bound(source)
-    new_plan.follow(names_used(source), bound_before(source))
+    new_plan.bound_before = bound_before(source)
+    new_plan.follow(names_used(source), new_plan.bound_before)
     table.in_functions |= names_used_later(source)
     new_plan.follow_calls()
     new_plan.follow_other_names()
@@ -145,6 +147,8 @@ class Plan:
     _held_back: dict[str, frozenset[int]] = field(default_factory=dict)
     question: SendQuestion | None = None
     binds: frozenset[str] = frozenset()  # variables that the cell assigns in any case
+    # By name that the cell reads, the names that it has bound before each read.
+    bound_before: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     @property
     def _names(self) -> dict[str, Any]:
@@ -184,9 +188,13 @@ class Plan:
         """Examine variables that functions on the ranks use, as a cell that calls them may not.
 
         Only variables that the notebook has bound again since the ranks got or bound them, and
-        small variables that may have changed in place.
+        small variables that may have changed in place.  Of names that only ranks have bound so far,
+        big values are not sent, since the ranks' own would be lost.
         """
         waiting, visited = [*self._table.in_functions], set[str]()
+        calls = [bound for name, bound in self.bound_before.items() if self._may_call(name)]
+        # Names that the cell binds before it can call a function of the ranks.
+        bound_first = self.binds.intersection(*calls)
         while waiting:
             name = waiting.pop()
             if name in visited or name not in self._names:
@@ -194,16 +202,33 @@ class Plan:
             visited.add(name)
             record = self._table.record(name)
             waiting += record.needs if record else ()
-            if name in self._gathered or name in self.binds or self._table.ranks_that_own(name):
+            if name in bound_first or name in self._table.unsent or self._is_others(name):
                 continue
             value = self._names[name]
             is_fixed = is_atomic(value) or isinstance(value, types.FunctionType)
             may_differ = record is not None and record.size <= SMALL_VARIABLE and not is_fixed
             # The ranks have bound the name, and the notebook since.
-            is_older = bool(self._ranks & self._table.ranks_that_bound(name))
-            is_needed = may_differ or is_older or self._table.is_older(name, self._ranks)
+            is_rank_older = bool(calls and self._ranks & self._table.ranks_that_bound(name))
+            if is_rank_older and record is None and least_size(value) > SMALL_VARIABLE:
+                self._table.unsent.add(name)
+                self._notify(name, f"`{name}`: {OLD_IN_FUNCTIONS}; `%dist_push {name}` sends it")
+                continue
+            is_needed = may_differ or is_rank_older or self._table.is_older(name, self._ranks)
             if is_needed and not self._follow_unused(name):
-                self._notify(name, f"`{name}` {OLD_IN_FUNCTIONS}")
+                self._table.unsent.add(name)
+                self._notify(name, f"`{name}` cannot be sent: {OLD_IN_FUNCTIONS}")
+
+    def _is_others(self, name: str) -> bool:
+        """Return True for a name of which the ranks use their own value in any case."""
+        is_own = name in WORKERS_OWN or name in WORKERS_MODULES or name in self._gathered
+        return is_own or bool(self._table.ranks_that_own(name))
+
+    def _may_call(self, name: str) -> bool:
+        """Return True if a cell that reads this name may call a function of the ranks."""
+        if name in WORKERS_OWN or name in WORKERS_MODULES or self._table.import_path(name):
+            return False
+        has_name = name in self._names or bool(self._table.ranks_with(name))
+        return has_name and not isinstance(self._names.get(name), types.ModuleType)
 
     def follow_other_names(self) -> None:
         """Send new names of objects, and of views of memory, that all ranks have already.

@@ -397,6 +397,17 @@ class Identity:
         return self._value is value
 
 
+def least_size(value: Any) -> int:
+    """Return a number of bytes that a value has at least, without looking into it.
+
+    That is the memory of a tensor, an array, a table or a text, or 8 bytes for each item.
+    """
+    size = getattr(value, "nbytes", None)
+    if type(size) is int:
+        return size
+    return 8 * len(value) if isinstance(value, str | bytes | list | tuple | dict | set) else 0
+
+
 SHARDED, MODULE, OPTIMIZER, TENSOR, OTHER = range(5)
 """Kinds of values, the most interesting one first; SHARDED is a module after `fully_shard`."""
 

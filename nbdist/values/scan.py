@@ -626,10 +626,20 @@ class Scan:
 
 
 def memory_key(value: Any, links: Links) -> int | None:
-    """Return the key of the memory that a plain tensor or array shows, None if there is none."""
+    """Return the key of the memory that a plain tensor or array shows, None if there is none.
+
+    Also None for a tensor with a graph, which would be lost, and for one without memory.
+    """
+    try:
+        return _memory_key(value, links)
+    except RuntimeError:  # such as a tensor of `torch.func.grad` after the call
+        return None
+
+
+def _memory_key(value: Any, links: Links) -> int | None:
     torch: Any = sys.modules.get("torch")
     if hasattr(torch, "UntypedStorage") and issubclass(type(value), torch.Tensor):
-        if not has_plain_memory(torch, value) or not value.numel():
+        if not has_plain_memory(torch, value) or not value.numel() or value.grad_fn is not None:
             return None
         storage, span = value.untyped_storage(), span_of_tensor(value)
         root, device = storage.data_ptr(), storage.device.type

@@ -102,6 +102,9 @@ class NameTable:
         """Names that the notebook has assigned since it started or took the ranks over."""
         self.in_functions: set[str] = set()
         """Names that functions and classes of cells on the ranks read when they are called."""
+        self.unsent: set[str] = set()
+        """Those of them that were not sent, which a line has said; until they are assigned again.
+        """
 
     def copy(self) -> NameTable:
         """Return a copy whose entries later changes of the original do not affect.
@@ -187,6 +190,7 @@ class NameTable:
         for name in {*names, *self._deleted()}:
             self._noticed.discard(name)
             self._deleted_there.discard(name)
+            self.unsent.discard(name)
             self.assigned.add(name)
             self._bound_at[name] = next(self._clock)
             value = self._value(name)

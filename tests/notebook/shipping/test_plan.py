@@ -138,8 +138,22 @@ def test_functions_of_ranks_use_names_bound_by_the_notebook(house: Any) -> None:
     assert house.names("read()", ranks=(0,)) == set()
     assert house.names("read()") == {"b"}, "the other rank has its own yet"
     house.distributed("b = 6")
+    house.cell("b = 7")
+    assert house.names("1") == set(), "the cell calls no function"
+    assert house.distributed("found = read()\nb = 8\nfound") == 7
+    house.cell("b = [0] * 10_000")
+    assert house.distributed("read()") == 8
     house.cell("import threading\nb = threading.Lock()")
-    assert house.distributed("read()") == 6
+    assert house.distributed("read()") == 8
+    said = "functions on the ranks use the older one that they have"
+    assert house.notices[-2:] == [
+        f"`b`: {said}; `%dist_push b` sends it",
+        f"`b` cannot be sent: {said}",
+    ]
+    house.distributed("device = 1\ndef where(): return device\nwhere()")
+    house.cell("device = 2")
+    assert house.names("where()") == set()
+    assert len(house.notices) == 5
 
 
 def test_new_views_show_memory_that_ranks_changed(house: Any) -> None:
@@ -147,6 +161,8 @@ def test_new_views_show_memory_that_ranks_changed(house: Any) -> None:
     house.cell("import numpy as np, torch\nd, a = torch.zeros(4), np.zeros(4)")
     house.distributed("d.add_(20)\na[:] = 1")
     house.cell("k, v, other, none = d[:2], a[::2], torch.zeros(3), torch.zeros(0)")
+    house.cell("kept = []\ntorch.func.grad(lambda x: kept.append(x) or x)(torch.tensor(1.0))")
+    house.cell("leaked = kept.pop()")
     house.distributed("d = a = 5")
     assert house.distributed("k.tolist(), v.tolist()") == ([20.0, 20.0], [1.0, 1.0])
     assert house.notices == []
