@@ -43,7 +43,7 @@ from nbdist.world.states import Machines, WorldState, size_text
 from nbdist.world.task_run import TaskRun
 from nbdist.world.world import World
 
-KEPT_BY_RESTART = "the variables of `--keep` are kept: the next `%dist_restart` brings them back"
+KEPT_BY_RESTART = "kept for `%dist_restart` as the next command that starts workers"
 
 
 class Pool:
@@ -211,31 +211,33 @@ class Pool:
 
     def restart(
         self, options: argparse.Namespace, keep: Sequence[str], display: CellDisplay
-    ) -> None:
+    ) -> tuple[str, ...]:
         """Replace all workers by new ones with the former options, changed by `options`.
 
-        The variables in `keep` are kept.  Without a world, start one.
+        Returns the names of the variables that were kept: those in `keep`, or those of a restart
+        that has failed.  Without a world, start one.
         """
         world, changes = self.world, typed_options(options)
         if world is None:
             self._start(self._make_world(options), display)
-            return
+            return ()
         _complete_shutdown(world)
         display.show_status("restarting")
         names = world.session.names  # each start makes a new table
         try:
-            world.restart(keep=keep, **changes)
+            kept_names = world.session.restart(keep=keep, **changes)
         finally:  # also after Stop, after a set-up cell that failed, and after a new rank died
             if not world.state.has_workers:
                 self._end_lost_job("its workers were ended")
-                if world.session.kept:
-                    display.add_note(KEPT_BY_RESTART)
+                if kept := world.session.kept.names:
+                    display.add_note(f"{list_names(kept)}: {KEPT_BY_RESTART}")
             elif world.session.names is not names:
                 self._end_lost_job("its workers were restarted")
                 self._use_world(world)
         warning = world.session.warning if changes else ""
         for text in filter(None, (warning, world.session.folder_note)):
             display.add_note(text)
+        return kept_names
 
     def shutdown(self) -> str:
         """End the workers and the agent; return a line on the result, "" if there were none."""

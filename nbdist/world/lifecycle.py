@@ -23,7 +23,7 @@ from nbdist.world.moving_line import MovingLine
 from nbdist.world.name_table import NameTable
 from nbdist.world.states import Event, WorldState
 from nbdist.world.task_run import TaskRun
-from nbdist.world.workers import Workers
+from nbdist.world.workers import KeptVariables, Workers
 
 log = logging.getLogger("nbdist.world")
 
@@ -57,18 +57,18 @@ def starting(workers: Workers) -> Iterator[Starting]:
         match started := (yield from workers.link.calling(request, timeout)):
             case messages.StartFailure(rank, host, command, reason, last_lines):
                 raise StartError(rank, host, command, reason, last_lines)
+        assert isinstance(started, messages.WorldStarted)
+        # A head returns the spec, since its machines determine the size.
+        workers.spec, workers.missing = started.spec or workers.spec, started.missing
+        workers.record_processes(started, workers.link.agent.host)
+        # For machines that do not share the folder.
+        if workers.code is not None and workers.is_elsewhere:
+            yield from workers.code.send_changes(workers.link.calling, to_new=True)
     except BaseException:  # Stop too: everything that has been started is ended
         workers.advance(Event.START_FAILED)
         if leftovers := workers.close_link():
             log.warning("%s", leftovers)
         raise
-    assert isinstance(started, messages.WorldStarted)
-    # A head returns the spec, since its machines determine the size.
-    workers.spec, workers.missing = started.spec or workers.spec, started.missing
-    workers.record_processes(started, workers.link.agent.host)
-    # For machines that do not share the folder.
-    if workers.code is not None and workers.is_elsewhere:
-        yield from workers.code.send_changes(workers.link.calling, to_new=True)
     workers.advance(Event.STARTED)
 
 
@@ -127,6 +127,7 @@ def shutdown(workers: Workers) -> str:
     Returns a sentence about processes that are left on other machines, "" for none.
     """
     workers.setup.forget()
+    workers.kept = KeptVariables()
     workers.advance(Event.STOP)
     leftovers = _stop(workers, STOP_GRACE) if workers.is_connected else ""
     leftovers = leftovers or workers.close_link()

@@ -40,6 +40,7 @@ from nbdist.wire.work import Attempt, CellCode, InputReply, OpCall, Task, Work
 from nbdist.words import format_ranks
 from nbdist.world import inbox, lifecycle, recovery
 from nbdist.world.agents import module_of
+from nbdist.world.name_table import list_names
 from nbdist.world.result import CellResult
 from nbdist.world.sent_objects import Parcel
 from nbdist.world.spec import parse_size, scaled
@@ -273,15 +274,21 @@ class Session(Workers):
             self.joined = {}
             recovery.regroup(self, Grow())
 
-    def restart(self, n: int | str | None = None, keep: Sequence[str] = (), **changes: Any) -> None:
+    def restart(
+        self, n: int | str | None = None, keep: Sequence[str] = (), **changes: Any
+    ) -> tuple[str, ...]:
         """End all workers and start new ones, with the variables in `keep`; see `World.restart`.
 
-        If the start fails with the new options or is interrupted, the old ones are valid again, and
-        the next restart gives the kept variables to its workers.  Raises the error of a set-up cell
-        that failed in the new workers.
+        Returns the names of the variables that were kept.  If the start fails with the new options
+        or is interrupted, the old ones are valid again, and the variables are kept for the next
+        restart.  Raises the error of a set-up cell that failed in the new workers.
         """
-        if self.state.has_workers or not self.kept:
-            self.kept = self.fetch_kept(keep, self.everyone)
+        kept = self.kept
+        if self.state.has_workers or not kept.names:
+            kept = KeptVariables(tuple(keep), self.fetch_kept(keep, self.everyone))
+        elif lacking := [name for name in keep if name not in kept.names]:
+            have = list_names(kept.names)
+            raise UsageError(f"`--keep`: there is no `{lacking[0]}`; kept from before: {have}.")
         # The notebook's environment, path and folder may have changed meanwhile.
         before, size = self.config, self.size
         after = before.with_changes(n, **changes)
@@ -292,15 +299,17 @@ class Session(Workers):
             self.start_anew(agent_too=is_moved)
         except BaseException:  # Stop too
             if not self.state.has_workers:
+                self.kept = kept
                 self.configure(before, name=self.spec.name)
             raise
+        self.kept = KeptVariables()
         # Only now, since other machines determine the size during the start.
         self.setup.renumber(Renumbering(size, self.size, {}))
         error = recovery.replay(self, self.everyone)
-        self.bind_kept(self.kept)
-        self.kept = {}
+        self.bind_kept(kept.frames)
         if error:
             raise error
+        return kept.names
 
     def replace(self, ranks: Sequence[int], keep: Sequence[str] = ()) -> None:
         """Restart ranks in place, with the variables in `keep`; see `World.replace`."""
@@ -349,7 +358,7 @@ class Session(Workers):
         if why:
             raise errors.ScaleError(before, size, why)
 
-    def fetch_kept(self, names: Sequence[str], ranks: Iterable[int]) -> KeptVariables:
+    def fetch_kept(self, names: Sequence[str], ranks: Iterable[int]) -> dict[int, list[bytes]]:
         """Fetch variables of ranks, pickled, for the workers that will replace these ranks.
 
         Raises as `run`, and UsageError if no rank has one of the variables.
@@ -370,7 +379,7 @@ class Session(Workers):
         self.release_lent_values(running.task, running.task.ranks)
         return kept
 
-    def bind_kept(self, kept: KeptVariables) -> None:
+    def bind_kept(self, kept: Mapping[int, list[bytes]]) -> None:
         """Bind variables that `fetch_kept` has returned; skip ranks that do not exist any more."""
         for rank, frames in kept.items():
             if rank >= self.size:

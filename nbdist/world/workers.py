@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nbdist import topology
 from nbdist.config import LOCAL, OnFailure, Patience, WorldConfig
@@ -55,8 +55,11 @@ FOLDER_REMOVED = "the notebook's folder {} was removed: the workers start in {}"
 LATE_KEPT = 1000  # outputs outside of tasks, such as of threads; the log files have all text
 
 
-KeptVariables = dict[int, list[bytes]]
-"""By rank, the frames of a pickle of variables that a restart keeps."""
+class KeptVariables(NamedTuple):
+    """Variables that a restart keeps: their names, and by rank the frames of a pickle of them."""
+
+    names: tuple[str, ...] = ()
+    frames: Mapping[int, list[bytes]] = {}
 
 
 class Workers:
@@ -84,7 +87,7 @@ class Workers:
         self.dead: dict[int, Died] = {}
         self.replaced: dict[int, Died] = {}  # deaths of restarted ranks, until the user is told
         self.setup, self.past = Setup(), TaskHistory()
-        self.kept: KeptVariables = {}  # of a restart that has not succeeded yet
+        self.kept = KeptVariables()  # of a restart whose start has failed
         self.renumbering = Renumbering(0, 0, {})  # of the last time that the group was formed
         self._renumbered: Renumbering | None = None  # all changes since `pop_renumbering`
         self.joined: dict[str, None] = {}  # machines that have come, and could have ranks

@@ -17,7 +17,7 @@ import torch
 
 from nbdist import topology
 from nbdist.config import WorldConfig
-from nbdist.errors import StartError
+from nbdist.errors import StartError, UsageError
 from nbdist.wire.messages import GetStatus
 from nbdist.wire.work import Surroundings
 from nbdist.world.spec import NotebookSurroundings, make_spec
@@ -109,9 +109,17 @@ def test_variables_are_kept_over_restarts_that_fail(monkeypatch: pytest.MonkeyPa
         for keep in (["step"], []):
             with pytest.raises(StartError):
                 world.restart(3, keep=keep)
+        with pytest.raises(UsageError, match="no `other`; kept from before: step"):
+            world.restart(keep=["other"])
         monkeypatch.undo()
         world.restart()
         assert world.gather("step, 'other' in globals()") == [([0, 7], False), ([1, 7], False)]
+        world.restart()
+        assert world.gather("'step' in globals()") == [False, False]
+        world.execute("step = 1")
+        with pytest.raises(UsageError):
+            world.restart(keep=["step"], backend="bogus")
+        world.shutdown()
         world.restart()
         assert world.gather("'step' in globals()") == [False, False]
 

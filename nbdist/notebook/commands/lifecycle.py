@@ -53,8 +53,8 @@ def dist_restart(line: MagicCall) -> str:
     options.n = options.n if options.size is None else options.size
     if options.ranks is not None:
         return " ".join(filter(None, [_replace(line, keep), hint]))
-    line.pool.restart(options, keep, line.display)
-    new = "worker variables cleared" + (f" except {', '.join(keep)}" if keep else "")
+    kept = line.pool.restart(options, keep, line.display)
+    new = "worker variables cleared" + (f" except {', '.join(kept)}" if kept else "")
     return " · ".join(filter(None, [line.pool.ready_text, new, hint]))
 
 
