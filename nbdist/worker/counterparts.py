@@ -203,7 +203,7 @@ class Counterparts:
         self._orphans |= ended_keys
         self.links.has_dead = True
         released = {key: self._retained.pop(key) for key in ended_keys & self._retained.keys()}
-        self._released += released.values()
+        self._released = [*released.values()]
         self._retain(released)
 
     def forget_sent_value(self, name: str) -> None:

@@ -178,7 +178,7 @@ class WorkerKernel(IPythonKernel):
         The value of a cell is that of its last expression.
         """
         if not (isinstance(work, OpCall) and "packed" in work.arguments):
-            # An op with packed arguments calls `receive_values`, which calls `end_idle` afterwards.
+            # An op with packed arguments reads a message that may refer to such objects.
             self.namespace.counterparts.end_idle()
         if isinstance(work, CellCode):
             return await self._run_source(work.text, context), context.shell.displayhook.pop_value()
