@@ -151,13 +151,29 @@ class NoSlots(ValueError):
 
 
 def room_of(config: WorldConfig, nodes: Sequence[Node]) -> dict[int, int]:
-    """Return the number of workers for which each node has room, by its number."""
+    """Return the number of workers for which each node has room, by its number.
+
+    Raises NoSlots if a node lacks a GPU that an option asks for.
+    """
     slots = dict(enumerate(host.slots for host in config.named_hosts))
-    return {
-        node.number: slots.get(node.number)
-        or topology.resolve(config.per_node, len(_gpus(config, node)), node.facts.cores)
-        for node in nodes
-    }
+    return {node.number: slots.get(node.number) or _room(config, node) for node in nodes}
+
+
+def _room(config: WorldConfig, node: Node) -> int:
+    gpus = _gpus(config, node)
+    try:
+        return topology.resolve(config.per_node, len(gpus), node.facts.cores)
+    except BadTopology as error:
+        raise NoSlots(f"{node.facts.name}: {error}") from None
+
+
+def lack_of_room(config: WorldConfig, node: Node) -> str:
+    """Return why a node that joins a running world cannot have ranks, "" if it can."""
+    try:
+        room_of(config, [node])
+    except NoSlots as error:
+        return str(error)
+    return ""
 
 
 def _gpus(config: WorldConfig, node: Node) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from nbdist.cluster.launcher import (
     find_launcher,
     why_refused,
 )
-from nbdist.cluster.node import Node, NodeLost, mismatch, room_of, targets
+from nbdist.cluster.node import Node, NodeLost, lack_of_room, mismatch, room_of, targets
 from nbdist.cluster.server import NodeServer, addresses, listen_addresses
 from nbdist.config import WorldConfig
 from nbdist.wire.messages import Shutdown, StartFailure, UnresponsiveHosts
@@ -264,7 +264,10 @@ class NodePool:
         hosts = self._launched.hosts
         name = hosts[number] if number < len(hosts) else hello.facts.name
         node = Node(number, name, hello, lambda message: self.server.send(identity, message))
-        if why := mismatch(name, hello, versions_here()):
+        why = mismatch(name, hello, versions_here())
+        if not why and self._has_started:
+            why = lack_of_room(self.config, node)
+        if why:
             self._record_failure(CannotStart(name, why))
             node.send(Shutdown())
             return

@@ -11,7 +11,16 @@ from typing import Any
 import pytest
 
 from nbdist.cluster import node as nodes_module
-from nbdist.cluster.node import REACHED, Node, NodeLost, NoSlots, place_new_world, resized, targets
+from nbdist.cluster.node import (
+    REACHED,
+    Node,
+    NodeLost,
+    NoSlots,
+    lack_of_room,
+    place_new_world,
+    resized,
+    targets,
+)
 from nbdist.config import WorldConfig
 from nbdist.topology import GPU_BACKEND, Position
 from nbdist.wire import node_messages as messages
@@ -111,6 +120,12 @@ def test_resizing_keeps_slots_of_ranks_that_stay() -> None:
         place_new_world(SPEC, wanted(n=5), nodes)
     with pytest.raises(NoSlots, match="n1: `--gpus 1,3`: there is no GPU 3, 0-1 are visible"):
         place_new_world(SPEC, wanted(gpus="1,3"), [machine(0, gpus=4), machine(1, gpus=2)])
+    by_gpu, without = wanted(n="gpu"), machine(1)
+    assert nodes_module.room_of(by_gpu, [machine(0, gpus=3)]) == {0: 3}
+    with pytest.raises(NoSlots, match="n1: `-n gpu`: no GPU is visible"):
+        place_new_world(SPEC, by_gpu, [machine(0, gpus=1), without])
+    assert lack_of_room(by_gpu, without).startswith("n1: `-n gpu`: no GPU is visible")
+    assert lack_of_room(wanted(layout="2x2"), without) == ""
     for fields, there, size in (
         *(({"layout": "2x2"}, 1, 2), ({"layout": "2x2"}, 3, 4), ({"hosts": "a:1,b:2"}, 2, 3)),
         *(({"layout": "2x2", "n": 3}, 2, 3), ({"layout": "2x2", "n": 3}, 1, 2)),
