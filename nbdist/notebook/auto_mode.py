@@ -132,8 +132,9 @@ def split_cell(code: str, side: SideRules) -> list[CellPart]:
 
 
 def join_parts(code: str, parts: list[CellPart], magic: str) -> str:
-    """Return a cell that runs the parts in order, so that lines keep their numbers.
+    """Return a cell that runs the parts in order; lines of the notebook keep their numbers.
 
+    That is not so below lines that both the notebook and the ranks run.
     Parts for the ranks are passed to the cell magic `magic`, which includes its options.
     """
     if len(parts) == 1:
@@ -145,11 +146,12 @@ def join_parts(code: str, parts: list[CellPart], magic: str) -> str:
             for number, line in enumerate(part.text.splitlines(), part.first):
                 lines[number] = line
             continue
-        free = (at for at in range(part.first, len(lines)) if not lines[at])
+        last = part.first + len(part.text.splitlines()) - 1
         text = "#\n" * part.first + part.text
         call = f"get_ipython().run_cell_magic({name!r}, {options!r}, {text!r})"
-        at = next(free, len(lines))
-        lines[at : at + 1] = [call]
+        # If the notebook runs all of these lines too, the call needs a line of its own.
+        at = next((at for at in range(part.first, last + 1) if not lines[at]), last)
+        lines[at] = f"{lines[at]}\n{call}" if lines[at] else call
     return "\n".join(lines)
 
 

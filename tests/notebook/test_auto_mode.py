@@ -174,6 +174,16 @@ def test_joined_parts_keep_their_line_numbers() -> None:
     assert join_parts("%cd", split_cell("%cd", SIDE), MAGIC) == "%cd"
 
 
+def test_lines_for_both_sides_reach_the_ranks_before_later_lines() -> None:
+    """A magic that both sides run is followed by the ranks' call, and no line replaces the call."""
+    code = "%matplotlib inline\n%cd there\nx = 1"
+    both, call, here, last = join_parts(code, split_cell(code, SIDE), MAGIC).splitlines()
+    assert (both, here) == ("%matplotlib inline", "%cd there")
+    for line, sent in ((call, "%matplotlib inline\n"), (last, "#\n#\nx = 1")):
+        arguments = line.partition("(")[2].partition("(")[2]
+        assert ast.literal_eval(f"({arguments}") == ("distributed", "--auto", sent)
+
+
 MAGIC = "distributed --auto"
 
 
