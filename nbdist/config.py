@@ -13,7 +13,7 @@ import shlex
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from importlib.metadata import entry_points
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args
 
 from nbdist.errors import UsageError
 from nbdist.system.secrets import SECRET
@@ -28,6 +28,8 @@ from nbdist.topology import (
     read_hosts,
 )
 from nbdist.words import count
+
+T = TypeVar("T")
 
 DEFAULT_POOL = "default"
 """The pool of a world that names no pool; also torchrun's name for the role of workers."""
@@ -367,8 +369,8 @@ class WorldConfig:
         "--hang-timeout",
         "seconds until a running cell shows which ranks wait for which (4)",
         number_of_seconds("--hang-timeout"), "SECONDS", is_dynamic=True, default=HANG_TIMEOUT)
-    free: bool = _option(
-        "--no-free", "report deadlocked ranks but do not release them", bool, is_dynamic=True,
+    release: bool = _option(
+        "--no-release", "report deadlocked ranks but do not release them", bool, is_dynamic=True,
         default=True)
     log_dir: str | None = _option(
         "", "where log files go, empty for none; by default $NBDIST_LOG_DIR, else "
@@ -477,7 +479,7 @@ class WorldConfig:
     @property
     def patience(self) -> Patience:
         """The time limits of a cell of this world."""
-        return Patience(self.hang_timeout, self.free)
+        return Patience(self.hang_timeout, self.release)
 
     def with_changes(self, n: int | str | None = None, **changes: Any) -> WorldConfig:
         """Return a copy with changed options; the variables of `env` are added to the present ones.
@@ -485,6 +487,7 @@ class WorldConfig:
         A new `n` replaces the old `layout`, and the other way round.  A new launcher, or an option
         for another launcher, removes the old options that contradict it.
         """
+        changes = renamed_options(changes)
         new: dict[str, Any] = {**self._contradicted_options(changes), **changes}
         if n is not None:
             new["n"] = n
@@ -514,6 +517,14 @@ class WorldConfig:
 
 OPTIONS: Mapping[str, Option] = {each.name: each.metadata["option"] for each in fields(WorldConfig)}
 """The options by the names of their fields, which are the arguments of `World`."""
+
+OLD_NAMES = {"free": "release"}
+"""Former names of arguments, which version 0.2 will refuse, and the present names."""
+
+
+def renamed_options(options: Mapping[str, T]) -> dict[str, T]:
+    """Return the options by their present names."""
+    return {OLD_NAMES.get(name, name): value for name, value in options.items()}
 
 
 def launcher_for(options: Mapping[str, object], environ: Mapping[str, str]) -> str:

@@ -170,11 +170,11 @@ def test_an_error_in_a_script_can_be_caught_and_is_short(tmp_path: Path) -> None
         1: ["hello", "1", "training on 1", "training on 2"],
     }
     assert caught[0].startswith("`shard` (thread lock) cannot be sent to the workers: ")
-    assert re.fullmatch(r"1 of 1 rank failed \(1\); first: rank 1 .+: KeyError: 1", caught[1])
-    assert re.fullmatch(r"1 of 2 ranks failed \(1\); first: rank 1 .+: BadShard: bad 1", caught[2])
+    assert re.fullmatch(r"rank 1 failed after .+: KeyError: 1", caught[1])
+    assert re.fullmatch(r"rank 1 failed, of 2, after .+: BadShard: bad 1", caught[2])
     assert lines[0] == "Traceback (most recent call last):"
     assert re.findall(r'^  File .+/(\w+\.py)"', done.stderr, re.M) == ["train.py", "world.py"]
-    assert "nbdist.errors.WorkerError: 1 of 2 ranks failed (1); first: rank 1 " in done.stderr
+    assert "nbdist.errors.WorkerError: rank 1 failed, of 2, " in done.stderr
     (place,) = [line for line in lines if line.startswith("File ")]
     assert place.startswith(f"File {tmp_path}/train.py:12, in train(shard)")
     assert lines[-1] == "BadShard: bad 2"

@@ -140,7 +140,9 @@ def test_agents_are_restarted_for_options_of_their_own() -> None:
     assert WorldConfig(2).agent_options == WorldConfig(3, debug=True).agent_options
     assert WorldConfig(2).agent_options != WorldConfig(2, hosts="a").agent_options
     assert WorldConfig(hosts="a").agent_options != WorldConfig(hosts="a,b").agent_options
-    assert WorldConfig(hosts="a").agent_options == WorldConfig(hosts="a", free=False).agent_options
+    assert (
+        WorldConfig(hosts="a").agent_options == WorldConfig(hosts="a", release=False).agent_options
+    )
 
 
 def test_options_are_written_as_people_type_them() -> None:
@@ -189,10 +191,13 @@ def test_each_option_is_in_the_manual_and_used() -> None:
         (f"{o.flag} {o.metavar}".strip() or "-", name, o.help) for name, o in OPTIONS.items()
     ]
     source = "\n".join(path.read_text() for path in PACKAGE.rglob("*.py"))
-    in_properties = {"hang_timeout", "free", "launcher", "hosts"}
+    in_properties = {"hang_timeout", "release", "launcher", "hosts"}
     unread = {name for name in OPTIONS if not re.search(rf"\b(config|wanted)\.{name}\b", source)}
     assert unread == in_properties
-    assert WorldConfig(hang_timeout=3, free=False).patience == Patience(3.0, aborts=False)
+    assert WorldConfig(hang_timeout=3, release=False).patience == Patience(3.0, aborts=False)
+    former: Any = World(2, free=False, log_dir="")  # type: ignore[call-arg]
+    assert former.session.config.release is False
+    assert not WorldConfig().with_changes(free=False).release
     found = [WorldConfig(), WorldConfig(hosts="a"), WorldConfig(salloc="-p x")]
     assert [config.launcher_name for config in found] == ["local", "ssh", "slurm"]
     assert WorldConfig(hosts="a", launcher="other").launcher_name == "other"

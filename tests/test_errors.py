@@ -110,11 +110,11 @@ EVERY_ERROR = [
     ),
     (
         worker_error("", failed=(3, 0, 1, 2), ran=4),
-        "4 of 4 ranks failed (0-3); first: rank 3 after 1.2 s: ValueError",
+        "ranks 0-3 failed, of 4; first: rank 3 after 1.2 s: ValueError",
     ),
     (
         worker_error("\n two\nlines"),
-        "1 of 8 ranks failed (5); first: rank 5 after 1.2 s: ValueError: two",
+        "rank 5 failed, of 8, after 1.2 s: ValueError: two",
     ),
     (worker_died(), "rank 2 on node1 (pid 4711) was killed by SIGKILL 3.2 s into the cell."),
     (
@@ -198,7 +198,7 @@ def test_a_worker_error_has_the_failures_of_all_ranks():
     nested = errors.WorkerError(
         errors.Blame(0, "a", 1, {0: Failed(0)}), 1, 1.0, ("WorkerError", "no rank")
     )
-    assert str(nested) == "1 of 1 rank failed (0); first: rank 0 after 1.0 s: no rank"
+    assert str(nested) == "rank 0 failed after 1.0 s: no rank"
 
 
 WORDED = {

@@ -268,7 +268,7 @@ SAME = {
 }
 """Flags of other tools that are accepted in place of our flag."""
 
-OLD = {"--rank": "-r", "--local": "--here-too"}
+OLD = {"--rank": "-r", "--local": "--here-too", "--no-free": "--no-release"}
 """Former names of our flags.  They still work, with a line that names the new flag."""
 
 MEANT = {

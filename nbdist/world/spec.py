@@ -17,10 +17,10 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from inspect import Signature
 from pathlib import Path
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from nbdist import topology
-from nbdist.config import DEFAULT_POOL, LOCAL, OPTIONS, WorldConfig
+from nbdist.config import DEFAULT_POOL, LOCAL, OPTIONS, WorldConfig, renamed_options
 from nbdist.errors import BadTopology, UnknownArgument, UsageError
 from nbdist.system import folders
 from nbdist.system.limits import memory_limits
@@ -355,9 +355,10 @@ def takes_options(
         def taking(self: S, /, *args: P.args, **options: P.kwargs) -> None:
             if len(args) > 1:  # all options but `n` are keyword arguments
                 raise UnknownArgument(f"nbdist.{type(self).__name__}", repr(args[1]))
-            if unknown := next((name for name in options if name not in OPTIONS), None):
+            named: Any = renamed_options(options)
+            if unknown := next((name for name in named if name not in OPTIONS), None):
                 raise UnknownArgument(f"nbdist.{type(self).__name__}", unknown, OPTIONS)
-            method(self, config(*args, **options))
+            method(self, config(*args, **named))
 
         parameters = [*Signature.from_callable(method).parameters.values()][:1]
         parameters += Signature.from_callable(config, eval_str=True).parameters.values()

@@ -16,7 +16,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any, ParamSpec, TypeVar, get_args, overload
 
-from nbdist.config import OPTIONS, Patience, WorldConfig
+from nbdist.config import OLD_NAMES, OPTIONS, Patience, WorldConfig
 from nbdist.errors import NbdistError, UsageError
 from nbdist.system.folders import JoinedFolder
 from nbdist.values.payload import Payload, check_needs, pack_names
@@ -469,7 +469,8 @@ def _options_of_world(
         return {}
     if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
         return {}
-    return {n: value for n, value in kwargs.items() if n in OPTIONS and n not in parameters}
+    names = {*OPTIONS, *OLD_NAMES} - parameters.keys()
+    return {name: value for name, value in kwargs.items() if name in names}
 
 
 @overload

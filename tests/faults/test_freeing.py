@@ -130,7 +130,7 @@ def test_ranks_that_wait_for_a_failed_rank_are_released(world: World, name: str)
         f"if rank == 1:\n    raise ValueError('bad')\n{source}",
     )
     assert error.errors.keys() == {1}
-    assert str(error).startswith(f"1 of {world.size} ranks failed (1); first: rank 1 after ")
+    assert str(error).startswith(f"rank 1 failed, of {world.size}, after ")
     where = name if name in MEETINGS else ""
     assert f"ValueError: bad. Ranks 0,2-3 were waiting in {where}" in str(error)
     what = INCOMPLETE.get(name.split(" of ")[0].split(" from ")[0])

@@ -132,9 +132,9 @@ def test_restart_keeps_the_named_variables(notebook: Notebook) -> None:
 
 
 def test_a_hang_that_is_not_released_ends_with_stop(notebook: Notebook) -> None:
-    """With `--no-free`, a line names ranks that wait for `--hang-timeout`; Stop ends the wait."""
+    """With `--no-release`, a line names ranks that wait for `--hang-timeout`; Stop ends it."""
     outcome = notebook.run(
-        "%%distributed --no-free --hang-timeout 0.5\nif rank != 1: dist.barrier()",
+        "%%distributed --no-release --hang-timeout 0.5\nif rank != 1: dist.barrier()",
         notebook.stop_at("ranks 0,2-3 wait in barrier, line 2 · rank 1 finished"),
     )
     assert outcome.error == "KeyboardInterrupt: Stopped on ranks 0-3. No variables were lost."

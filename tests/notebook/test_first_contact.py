@@ -42,7 +42,9 @@ AHEAD = (
 MISTAKES = (
     # Code that is no Python, and iterators past their end.
     _row(
-        "%%distributed\nit = iter([1]); next(it)\nnext(it)", "2 of 2 ranks failed", "StopIteration"
+        "%%distributed\nit = iter([1]); next(it)\nnext(it)",
+        "ranks 0-1 failed, of 2",
+        "StopIteration",
     ),
     _row(("%%distributed --no-wait -o ended\nnext(iter([]))", "ended.wait()"), "StopIteration"),
     _row(
@@ -104,7 +106,7 @@ MISTAKES = (
     _row("%dist_export /nosuch/x.py", "there is no folder /nosuch."),
     _row("%dist_attach nope", "has this name"),
     # Errors on the ranks.
-    _row("%%distributed\nnope", "NameError: name 'nope' is not defined", "2 of 2 ranks failed"),
+    _row("%%distributed\nnope", "NameError: name 'nope' is not defined", "ranks 0-1 failed, of 2"),
     _row("%%distributed\nimport sys; sys.exit(2)", "ended the cell on this rank"),
     _row("%%distributed\ndist.all_reduce(5)", "Expected parameter `tensor` of type torch.Tensor"),
     _row(

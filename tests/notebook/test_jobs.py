@@ -140,7 +140,7 @@ def test_a_job_is_live_while_the_notebook_is_idle(notebook: Notebook, tmp_path: 
 
 def test_a_failed_job_raises_or_is_noted_once(notebook: Notebook) -> None:
     """`wait` and `result` raise a job's failure; if none has, the next cell notes it, once."""
-    said = "1 of 2 ranks failed (1); first: rank 1 after "
+    said = "rank 1 failed, of 2, after "
     display_id = begin(notebook, "if rank: raise ValueError('bad shard')")
     (text, _) = idle_until(notebook, display_id, said)[-1]
     assert "── rank 1 ✗ ──" in text

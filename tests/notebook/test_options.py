@@ -60,13 +60,13 @@ def test_all_options_of_a_world_can_be_typed() -> None:
     said = options(
         "-n 4 --backend GLOO --gpus 0,1 --share-gpus --name exp/run --env A=1 --env 'B=x y'"
         " --env-file .env --debug --python py --wrap 'nice -n 5' --cpus 2 --launcher local"
-        " --no-fork --on-failure stop --hang-timeout 0.5 --no-free --pool trainer"
+        " --no-fork --on-failure stop --hang-timeout 0.5 --no-release --pool trainer"
     )
     assert typed_options(said) == {
         **{"n": 4, "backend": "gloo", "gpus": "0,1", "share_gpus": True, "name": "exp/run"},
         **{"env": {"A": "1", "B": "x y"}, "env_file": ".env", "debug": True, "python": "py"},
         **{"wrap": "nice -n 5", "cpus": 2, "launcher": "local", "fork": False},
-        **{"on_failure": "stop", "hang_timeout": 0.5, "free": False},
+        **{"on_failure": "stop", "hang_timeout": 0.5, "release": False},
     }
     elsewhere = options(
         "-j 1:2x1 --hosts a:1,b --salloc '-p x' --memory 2g --copy-env 'HF_*,A' --address eth0"
@@ -79,7 +79,7 @@ def test_all_options_of_a_world_can_be_typed() -> None:
         **{"rdzv_backend": "etcd-v2", "rdzv_endpoint": "a:2379"},
     }
     assert said.pool == "trainer"
-    assert immediate_options(said) == {"on_failure": "stop", "hang_timeout": 0.5, "free": False}
+    assert immediate_options(said) == {"on_failure": "stop", "hang_timeout": 0.5, "release": False}
     nothing = options("")
     assert typed_options(nothing) == {}
     assert (nothing.pool, nothing.ranks, nothing.max_restarts) == (None, None, 0)
@@ -132,7 +132,7 @@ def test_options_equal_to_the_workers_are_accepted(world: World) -> None:
     """A cell may repeat the workers' options; options that need no restart are not compared."""
     for line in (
         "-n 2 --backend gloo --name run -j 1x2 --env A=1 --wrap nice --cpus 2",
-        "--on-failure stop --hang-timeout 3 --no-free --pool other",
+        "--on-failure stop --hang-timeout 3 --no-release --pool other",
     ):
         check_same(world, options(line))
 

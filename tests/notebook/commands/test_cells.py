@@ -33,7 +33,7 @@ def test_plain_cells_run_on_all_ranks(auto: Notebook) -> None:
     assert "── rank 1 ──\n1" in shown
     assert AUTO_NOTE in shown
     failed = auto.run("# first\nraise ValueError(here)")
-    assert "2 of 2 ranks failed" in failed.errors[0]["evalue"]
+    assert "ranks 0-1 failed, of 2" in failed.errors[0]["evalue"]
     assert "line 2" in failed.panel["text/plain"]
     assert "ValueError: notebook" in failed.panel["text/plain"]
     assert "Docstring" in auto.run("torch.add?").text
