@@ -67,9 +67,9 @@ _MODULES = {
 
 @contextmanager
 def _own_imports() -> Iterator[None]:
-    """While nbdist imports its modules, search the notebook's folder after all packages.
+    """Within this context, look for modules in the working directory after all other folders.
 
-    Otherwise a user's file named `psutil.py` would be imported, and run, instead of the package.
+    If that directory came first, a user's file `psutil.py` would run in place of the package.
     """
     before, here = list(sys.path), os.path.realpath("/proc/self/cwd")
     last = [each for each in before if not os.path.isabs(each) or os.path.realpath(each) == here]
@@ -81,7 +81,7 @@ def _own_imports() -> Iterator[None]:
 
 
 def __getattr__(name: str) -> Any:
-    """Import the Python API when it is first used: `import nbdist` alone costs nothing."""
+    """Return a public object by name; import the object's module if it is not imported yet."""
     if name in __all__:
         with _own_imports():
             return getattr(import_module(_MODULES.get(name, "nbdist.errors")), name)
@@ -89,12 +89,12 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """List the public names, without names that this file only imports."""
+    """Return the names of `__all__`, without names that this file only imports for itself."""
     return [*__all__]
 
 
 def load_ipython_extension(shell: InteractiveShell) -> None:
-    """Register the magics: called by `%load_ext nbdist`."""
+    """Register the magics; `%load_ext nbdist` calls this function."""
     with _own_imports():
         from nbdist.notebook.extension import load
 
@@ -102,7 +102,7 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
 
 
 def unload_ipython_extension(shell: InteractiveShell) -> None:
-    """Remove the magics and end all workers: called by `%unload_ext nbdist`."""
+    """Remove the magics and end or detach the workers; `%unload_ext nbdist` calls this function."""
     from nbdist.notebook.extension import unload
 
     unload(shell)

@@ -1,7 +1,7 @@
 """The options of a world, each defined once with its flag, its help and its check.
 
-`World(...)` takes the fields of `WorldConfig` as arguments, and magics take them as flags.  From
-them `nbdist.world.spec` makes the settings of agents and workers, in the notebook's process.
+`World(...)` takes the fields of `WorldConfig` as arguments, and magics take most fields as flags.
+`nbdist.world.spec` makes the settings of agents and workers from a `WorldConfig`.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from nbdist.words import count
 T = TypeVar("T")
 
 DEFAULT_POOL = "default"
-"""The pool of a world that names no pool; also torchrun's name for the role of workers."""
+"""The pool of a world without `--pool`; torchrun calls its workers' role so by default, too."""
 
 OnFailure = Literal["heal", "restart-all", "stop"]
-"""After the death of a worker: restart that worker, restart all (as torchrun does), or end all."""
+"""The reaction to a worker's death: restart that worker, restart all as torchrun, or end all."""
 
 HANG_TIMEOUT, CONTROL_TIMEOUT = 4.0, 4.5
 """Seconds until a running cell shows which ranks wait for which, and from Stop until the user gets
-control back although ranks may still be running.  With all other delays both are at most 5 s."""
+control back although ranks still run.  Each is 5 s without the time of other delays."""
 
 
 # --- parsers of options: of a flag's text, or of an argument in Python --------------------------
@@ -60,9 +60,9 @@ def _refusal(flag: str, text: object, what: str) -> UsageError:
 def whole_number(
     flag: str, what: str, minimum: int = 1, maximum: int = 999_999_999
 ) -> Callable[[Any], int]:
-    """Make a parser of whole numbers in these limits, also for argparse's `type`.
+    """Make a parser of whole numbers from `minimum` to `maximum`, also for argparse's `type`.
 
-    For any other text it raises UsageError, whose message says that `what` is expected.
+    The parser raises UsageError for other values; its message says that `what` is expected.
     """
 
     def read(value: object) -> int:
@@ -76,7 +76,7 @@ def whole_number(
 
 
 def unquoted(text: str) -> str:
-    """Remove a pair of quotes around a text: IPython leaves them in arguments of magics."""
+    """Return the text without a pair of quotes around it: arguments of magics come with quotes."""
     is_quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "\"'"
     return text[1:-1] if is_quoted else text
 
@@ -87,7 +87,7 @@ read_restarts = whole_number(
 
 
 def number_of_seconds(flag: str) -> Callable[[Any], float]:
-    """Make a parser of a flag's seconds, also for argparse's `type`; it raises UsageError."""
+    """Make a parser of seconds above 0 that may raise UsageError, also for argparse's `type`."""
 
     def read(value: Any) -> float:
         text = unquoted(value) if isinstance(value, str) else value
@@ -103,7 +103,7 @@ def number_of_seconds(flag: str) -> Callable[[Any], float]:
 
 
 def _read_name(name: str) -> str:
-    """Check a name, which must be a relative path that stays below the log folder."""
+    """Return a world's name; raise UsageError if the name cannot be a path below the log folder."""
     bad = any(part in ("", ".", "..") or len(part) > _PART_LIMIT for part in name.split("/"))
     if bad or not name.isprintable() or len(name) > _NAME_LIMIT:
         what = "it names a folder below the log folder, such as `exp` or `exp/run1`"
@@ -115,14 +115,14 @@ _PAIRS = re.compile(r",(?=[A-Za-z_]\w*=)")
 
 
 def _split_pairs(text: str) -> list[str]:
-    """Split `A=1,B=2`, as torchx writes it, at the commas; leave `A=0,1` and `A=b=1,c=2` whole."""
+    """Split `A=1,B=2`, a form of torchx, at the commas; leave `A=0,1` and `A=b=1,c=2` whole."""
     pairs = _PAIRS.split(text)
     is_all = len(pairs) == text.count(",") + 1
     return pairs if is_all and all(each.count("=") == 1 for each in pairs) else [text]
 
 
 def read_environ(given: Mapping[str, object] | Iterable[str] | None) -> dict[str, str]:
-    """Parse environment variables: a mapping, or texts of the form `NAME=VALUE`."""
+    """Return environment variables by name, from a mapping or from texts such as `A=1`."""
     if given is None or isinstance(given, Mapping):
         return {str(name): str(value) for name, value in (given or {}).items()}
     variables = {}
@@ -135,7 +135,7 @@ def read_environ(given: Mapping[str, object] | Iterable[str] | None) -> dict[str
 
 
 def _shell_parser(flag: str, form: str) -> Callable[[str], str]:
-    """Make a check of text that a shell can split: a command, or options of a command."""
+    """Make a parser that returns its text, or raises UsageError if a shell finds no words."""
 
     def read(text: str) -> str:
         try:
@@ -156,7 +156,7 @@ _read_salloc = _shell_parser(
 
 
 def _read_memory(text: object) -> str:
-    """Return the value of `--memory` as Slurm writes it, such as `16G`; raises UsageError."""
+    """Return the value of `--memory` as Slurm writes it: `16G`; raise UsageError for other text."""
     match = _BYTE_SIZE.fullmatch(str(text).replace(" ", ""))
     if not match or not int(match[1]):
         raise _refusal("--memory", text, "memory for each worker, such as 16G or 500M")
@@ -208,14 +208,14 @@ LOCAL = "local"
 """The launcher that starts workers on the notebook's machine."""
 
 ELSEWHERE = ("ssh", "slurm", "join", "ray")
-"""nbdist's launchers for other machines; launchers of other packages take all options."""
+"""nbdist's launchers for other machines; launchers of other packages may be given any option."""
 
 
 class Option(NamedTuple):
     """The flag, help and parser of a field of `WorldConfig`.
 
     `flag` is "" if the option can be given only in Python.  `read` makes the field's value from a
-    text or a Python value, or raises UsageError.  With `is_dynamic` the option can be changed while
+    text or a Python value, and may raise UsageError.  An option that `is_dynamic` can change while
     the world runs.  `launchers` are the launchers of nbdist that use the option, () for all.
     """
 
@@ -227,12 +227,12 @@ class Option(NamedTuple):
     launchers: Collection[str] = ()
 
     def is_for(self, launcher: str) -> bool:
-        """Return True if a launcher of this name uses the option."""
+        """Return True if the option may be given together with the launcher of this name."""
         is_other = launcher not in (LOCAL, *ELSEWHERE)
         return is_other or not self.launchers or launcher in self.launchers
 
     def as_typed(self, value: Any) -> str:
-        """Write the option with a value as users type it: `--name run`; hide secrets in `--env`."""
+        """Return the option as users type it: `--name run`; secrets in `--env` become `...`."""
         if isinstance(value, bool):
             return self.flag
         if isinstance(value, Mapping):
@@ -243,14 +243,14 @@ class Option(NamedTuple):
 
 
 def _quoted(text: str) -> str:
-    """Quote a value that a magic's line would otherwise split."""
+    """Return the text, in quotes if it has a space, at which a magic's line would be split."""
     return f'"{text}"' if " " in text else text
 
 
 def _option(flag: str, text: str, *how: Any, default: Any = None, **more: Any) -> Any:
-    """Make a dataclass field with an `Option` in its metadata; the default value is None."""
+    """Make a dataclass field with an `Option` in its metadata; `default` is the field's default."""
     metadata = {"option": Option(flag, text, *how, **more)}
-    if default is dict:  # an environment, which can have secrets
+    if default is dict:  # an environment, whose secrets must not be in a repr
         return field(default_factory=dict, repr=False, metadata=metadata)
     return field(default=default, metadata=metadata)
 
@@ -260,9 +260,9 @@ class Patience:
     """How long the ranks of a cell may wait for one another, and what happens after that.
 
     After `hang_timeout` seconds a running cell shows which ranks wait for which.  With `aborts`,
-    collectives that can never complete are aborted; otherwise the user has to press Stop.  After
-    `timeout` seconds the cell is stopped; None means never.  `control_timeout` seconds after Stop
-    the user gets control back although ranks may still be running; None for a cell in the
+    collectives that can never complete are aborted; without `aborts` the user has to press Stop.
+    After `timeout` seconds the cell is stopped; None means never.  `control_timeout` seconds after
+    Stop the user gets control back although ranks may still be running; None for a cell in the
     background, for which nobody waits.  With `holds_stop` the first Stop interrupts no rank, since
     all ranks or none must complete the task.
     """
@@ -276,10 +276,10 @@ class Patience:
 
 @dataclass(frozen=True)
 class WorldConfig:
-    """The options of a world, as the user gave them; its fields are the arguments of `World`.
+    """The options of a world; the fields of this class are the arguments of `World`.
 
-    Raises UsageError for values that can never be right.  `make_spec` checks the rest, such as the
-    number of GPUs of this machine.
+    Raises UsageError for wrong or contradictory values.  `make_spec` makes further checks that
+    depend on the machine, such as whether the machine has enough GPUs.
     """
 
     # fmt: off
@@ -394,7 +394,7 @@ class WorldConfig:
         self._check_machines()
 
     def _check_machines(self) -> None:
-        """Raise UsageError if launcher, hosts and layout contradict one another."""
+        """Raise UsageError if options do not fit the launcher or one another."""
         launcher, values = self.launcher_name, vars(self)
         for name, option in OPTIONS.items():
             if values[name] and not option.is_for(launcher):
@@ -411,7 +411,7 @@ class WorldConfig:
             self._check_room()
 
     def _check_room(self) -> None:
-        """Raise UsageError if the given slots of the hosts are too few for the workers."""
+        """Raise UsageError if `--hosts` has too few hosts or slots for the nodes and workers."""
         hosts, layout = self.named_hosts, self.shape
         typed = f"`{f'-j {layout}' if layout else f'-n {self.n}'} --hosts {self.hosts}`"
         slots = [host.slots for host in hosts]
@@ -429,29 +429,29 @@ class WorldConfig:
 
     @property
     def shape(self) -> Layout | None:
-        """The parsed `layout`: nodes and workers per node; None if it is not given."""
+        """The parsed `layout`: nodes and workers per node; None if no layout is given."""
         return parse_layout(self.layout) if self.layout else None
 
     @property
     def launcher_name(self) -> str:
-        """The launcher that was named; else the one that `launcher_for` chooses."""
+        """The launcher that the user named; without a name, the choice of `launcher_for`."""
         return self.launcher or launcher_for(vars(self), os.environ)
 
     @property
     def agent_options(self) -> tuple[object, ...]:
-        """The options of the agents: if this value changes, all agents have to be restarted."""
+        """The options on which agents depend: if this value changes, agents must be restarted."""
         if self.launcher_name == LOCAL:
             return (LOCAL,)
         return tuple(getattr(self, name) for name, each in OPTIONS.items() if not each.is_dynamic)
 
     @property
     def named_hosts(self) -> tuple[Host, ...]:
-        """The machines of `--hosts`."""
+        """The machines that `--hosts` lists; () without that option."""
         return parse_hosts(self.hosts) if self.hosts else ()
 
     @property
     def min_nodes(self) -> int:
-        """The number of nodes that are enough to start with."""
+        """The smallest number of nodes with which the world may start."""
         return self.shape.least if self.shape else len(self.named_hosts) or 1
 
     @property
@@ -461,31 +461,31 @@ class WorldConfig:
 
     @property
     def per_node(self) -> WorkerCount:
-        """The number of workers on each node; nodes are filled one after the other."""
+        """The number of workers on each node; `auto`, `gpu` or `cpu` if each node decides."""
         if self.shape:
             return self.shape.per_node
         return "auto" if isinstance(self.n, int) else parse_workers(self.n)
 
     @property
     def workers(self) -> int | None:
-        """The number of workers in all; None if it depends on the nodes."""
+        """The number of workers that `-n` gives; None if `-n` is `auto`, `gpu` or `cpu`."""
         return self.n if isinstance(self.n, int) else None
 
     @property
     def wrapper(self) -> tuple[str, ...]:
-        """The words of `--wrap`."""
+        """The words of the command that `--wrap` gives; () without that option."""
         return tuple(shlex.split(self.wrap or ""))
 
     @property
     def patience(self) -> Patience:
-        """The time limits of a cell of this world."""
+        """How long a cell of this world lets ranks wait, and whether hangs are ended."""
         return Patience(self.hang_timeout, self.release)
 
     def with_changes(self, n: int | str | None = None, **changes: Any) -> WorldConfig:
         """Return a copy with changed options; the variables of `env` are added to the present ones.
 
-        A new `n` replaces the old `layout`, and the other way round.  A new launcher, or an option
-        for another launcher, removes the old options that contradict it.
+        A new `n` replaces the old `layout`, and a new `layout` the old `n`.  A new launcher, or an
+        option for another launcher, resets the options that the launcher does not allow.
         """
         changes = renamed_options(changes)
         new: dict[str, Any] = {**self._contradicted_options(changes), **changes}
@@ -498,7 +498,7 @@ class WorldConfig:
         return replace(self, **new)
 
     def _contradicted_options(self, changes: Mapping[str, object]) -> dict[str, None]:
-        """Return {name: None} for the old options that the changes contradict."""
+        """Return None by name for each option that cannot keep its value beside the changes."""
         named = {name for name, each in OPTIONS.items() if each.launchers and changes.get(name)}
         is_taken = all(OPTIONS[name].is_for(self.launcher_name) for name in named)
         if "launcher" not in changes and is_taken:
@@ -528,14 +528,14 @@ def renamed_options(options: Mapping[str, T]) -> dict[str, T]:
 
 
 def launcher_for(options: Mapping[str, object], environ: Mapping[str, str]) -> str:
-    """Choose a launcher: ssh with `--hosts`, slurm with `--salloc` or in a job of Slurm, or local.
+    """Choose a launcher: ssh with `--hosts`, slurm with `--salloc` or in a Slurm job, else local.
 
-    The launcher is also local if this machine is the only node of its job.
+    A job of Slurm does not count if this machine is the job's only node.
     """
     if options.get("hosts"):
         return "ssh"
     nodes = environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES")
-    # Slurm sets SLURMD_NODENAME only on the nodes of a job; the shell of `salloc` runs elsewhere.
+    # Slurm sets SLURMD_NODENAME only on a job's nodes; the shell of `salloc` may run elsewhere.
     is_this_machine = nodes == "1" and "SLURMD_NODENAME" in environ
     is_in_job = environ.get("SLURM_JOB_ID") and not is_this_machine
     return "slurm" if options.get("salloc") or is_in_job else LOCAL

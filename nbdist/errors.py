@@ -1,7 +1,7 @@
-"""All errors that users see: each says who failed, what happened, and what to do now.
+"""Errors that nbdist raises for its users.
 
-Every process may import this file, which imports only `nbdist.words`.  Constructors take facts,
-and the text of an error is written here and nowhere else.
+Every process may import this file, which imports of nbdist only `nbdist.words`.  The constructors
+of most classes take facts and write the text; `NbdistError` and `UsageError` take a finished text.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ START_LOG_LINES = 20
 NO_VARIABLES_LOST = "; no variables were lost"
 
 MEAN_N = ("workers", "num_workers", "nprocs", "num_processes", "nproc_per_node", "world_size")
-"""Names that other libraries have for the number of workers."""
+"""Arguments of other libraries that mean the number of workers, as `n` does here."""
 
 
 class NbdistError(Exception):
-    """An error of nbdist, which IPython shows as one line without a traceback."""
+    """An error of nbdist, which IPython shows without a traceback."""
 
     def add(self, sentence: str) -> None:
         """Add a sentence to the message, such as what nbdist did about the error."""
@@ -40,16 +40,16 @@ class NbdistError(Exception):
 
 
 def rebuild(kind: type[NbdistError], args: tuple[object, ...]) -> NbdistError:
-    """Make an error of a class without its constructor; pickles of errors call this."""
+    """Make an error without a call of its constructor; unpickling an error calls this function."""
     error = kind.__new__(kind)
     error.args = args
     return error
 
 
 def bare(kind: type[E], *args: object) -> E:
-    """Make an exception by the constructor of its builtin base class, not by its own.
+    """Make an exception by `__new__` of its builtin base class, without a call of `__init__`.
 
-    Raises TypeError if the class has two builtin bases with different constructors.
+    Can raise TypeError for a class in C or Rust, whose objects the builtin class cannot make.
     """
     base: Any = kind
     while base.__module__ != "builtins":
@@ -62,18 +62,18 @@ def bare(kind: type[E], *args: object) -> E:
 
 
 class UsageError(NbdistError):
-    """The command or call cannot be carried out; nothing has run."""
+    """A command or call cannot be carried out, usually because of what the user has typed."""
 
 
 class BadTopology(UsageError):
-    """An option that describes the world has no meaning."""
+    """An option that describes the world has an impossible value."""
 
     def __init__(self, option: str, text: str, why: str, forms: str) -> None:
         super().__init__(f"`{option} {text}`: {why}. {forms}")
 
 
 class UnknownArgument(UsageError, TypeError):
-    """A function was called with an unknown argument; its own arguments are `names`."""
+    """A function was called with an unknown argument; `names` are the arguments that it knows."""
 
     def __init__(self, function: str, name: str, names: Collection[str] = ()) -> None:
         near = ["n"] if name in MEAN_N else get_close_matches(name, names, 1)
@@ -94,7 +94,7 @@ class NoValue(UsageError, KeyError):
 
 
 class NotEnoughGpus(BadTopology):
-    """More ranks than GPUs were asked for with nccl, which needs one for each rank."""
+    """The user asked for nccl, but there are more ranks than GPUs; nccl needs a GPU for each."""
 
     def __init__(self, ranks: int, gpus: int, visible_devices: str | None) -> None:
         where = "" if visible_devices is None else f" (CUDA_VISIBLE_DEVICES={visible_devices})"
@@ -136,7 +136,7 @@ class VariableNotSent(UsageError):
 
 
 class WrongVersion(UsageError):
-    """A library is too old, or one of a few versions with a fault."""
+    """A library is installed in a version with which nbdist does not run."""
 
     def __init__(self, library: str, installed: str, required: str) -> None:
         required = ",".join(sorted(required.split(","), key=lambda part: (part[0] == "!", part)))
@@ -157,7 +157,7 @@ class WorldNotStarted(UsageError):
 
 
 class WorldSizeMismatch(UsageError):
-    """A cell asks for another number of workers than is running."""
+    """A cell asks for another number of workers than the world has."""
 
     def __init__(self, running: int, size: int, pool: str = "") -> None:
         """`size` is the number in the cell; `pool` is a name, "" for the default pool."""
@@ -170,7 +170,7 @@ class WorldSizeMismatch(UsageError):
 
 
 class NoRuntimeFolder(UsageError):
-    """No place can hold the folder of a world's sockets; `problems` says why, by place."""
+    """No place can hold the runtime folder of a world; `problems` says why, by place."""
 
     def __init__(self, problems: Mapping[str, str]) -> None:
         listed = "; ".join(f"{one_line(place, 50)}: {why}" for place, why in problems.items())
@@ -181,7 +181,7 @@ class NoRuntimeFolder(UsageError):
 
 
 class NotEnoughMemory(UsageError):
-    """Values to be sent do not fit into the memory of `where`; sizes are bytes."""
+    """Values to be sent need more memory than `where` has free; all sizes are in bytes."""
 
     def __init__(self, size: int, where: str, limit: int, free: int) -> None:
         super().__init__(
@@ -218,7 +218,7 @@ class RanksNotStopped(UsageError):
     """Ranks are still running a cell that was stopped: they clean up, ignore Stop, or are slow."""
 
     def __init__(self, ranks: Iterable[int], doing: str = "", *, is_safe: bool = False) -> None:
-        """`doing` says where the ranks are; with `is_safe` only another Stop may kill them."""
+        """`doing` says where the ranks are; with `is_safe` only another Stop may kill the ranks."""
         ranks = [*ranks]
         is_one = len(ranks) == 1
         verb, them, their = ("has", "it", "its") if is_one else ("have", "them", "their")
@@ -247,9 +247,9 @@ class WorldBroken(UsageError):
 
 
 class StartError(NbdistError):
-    """A worker, or an agent if `rank` is None, could not start; the whole world was ended.
+    """A worker, or an agent if `rank` is None, could not start, so the whole world was ended.
 
-    This is the only error with several lines: the last lines of the log follow the first line.
+    If a process was started, the last lines of its log follow the first line of the message.
     """
 
     def __init__(
@@ -257,7 +257,7 @@ class StartError(NbdistError):
     ) -> None:
         self.rank, self.host, self.command = rank, host, command
         self.log_lines = tuple(log_lines[-START_LOG_LINES:])
-        if not command:  # no process was started, so there is no log
+        if not command:  # no process was started, so no log exists
             super().__init__(f"the workers could not start: {why.rstrip('.')}.")
             return
         who = "the agent" if rank is None else f"rank {rank}"
@@ -276,7 +276,7 @@ class CodeNotSent(NbdistError):
 
 
 class ScaleError(NbdistError):
-    """More workers could not be started; the earlier workers run on with their variables."""
+    """The number of workers could not be changed; the earlier workers keep their variables."""
 
     def __init__(self, size: int, requested: int, why: str) -> None:
         super().__init__(
@@ -290,11 +290,11 @@ class RankFailure(Protocol):
 
     @property
     def time_ns(self) -> int:
-        """The time of the error in nanoseconds, on the clock of that rank."""
+        """The time of the error in nanoseconds since 1970."""
 
 
 class Blame(NamedTuple):
-    """The rank of the earliest failure of a cell, and the errors of all failed ranks."""
+    """The rank, host and pid of a cell's earliest failure, and the errors of the failed ranks."""
 
     rank: int
     host: str
@@ -303,12 +303,12 @@ class Blame(NamedTuple):
 
 
 class WorkerError(NbdistError):
-    """The cell failed on some of the ranks that ran it; their output has the tracebacks.
+    """The cell failed on at least one rank; the output of failed ranks has the tracebacks.
 
-    If a rank raised ValueError, `except ValueError` catches this error too: `nbdist.world.result`
-    derives a class from both.  If no class can be derived from both, `original` is a copy of the
-    rank's exception.  `rank`, `host` and `pid` are those of the earliest failure, and `errors` has
-    the errors of all failed ranks.
+    If the first failed rank raised ValueError, `except ValueError` catches this error too, because
+    `nbdist.world.result` then derives a class from both.  If that is impossible, `original` is a
+    copy of the rank's exception, or None.  `rank`, `host` and `pid` are those of the earliest
+    failure, and `errors` has the errors of failed ranks.
     """
 
     original: Exception | None = None
@@ -316,12 +316,12 @@ class WorkerError(NbdistError):
     def __init__(
         self, blame: Blame, ran: int, seconds: float, cause: tuple[str, str], who: str = ""
     ) -> None:
-        """`ran` is the number of ranks of the cell; `cause` is a class name and a message.
+        """`ran` is the number of ranks that ran the cell; `cause` is a class name and a message.
 
-        `who` is another name for the first rank, "" for `rank N`.
+        `who` names the rank of the earliest failure; "" stands for `rank N`.
         """
         self.rank, self.host, self.pid, self.errors = blame
-        name = "" if cause[0] == type(self).__name__ else cause[0]  # IPython shows the class
+        name = "" if cause[0] == type(self).__name__ else cause[0]  # IPython shows this name first
         cause_text = ": ".join(filter(None, [name, one_line(cause[1])]))
         first, of = who or f"rank {self.rank}", f", of {ran}" if ran > 1 else ""
         if len(self.errors) > 1:
@@ -339,7 +339,7 @@ class WorkerError(NbdistError):
 
 
 class WorkerDied(WorkerError):
-    """The process of a rank died: killed, crashed, out of memory, or by `os._exit`."""
+    """The process of a rank died: it was killed, it crashed, or it called `os._exit`."""
 
     def __init__(
         self, blame: Blame, seconds: float | None, exit_code: int | None, end: str = ""
@@ -376,7 +376,7 @@ class CellTimeout(NbdistError, TimeoutError):
     ) -> None:
         """`where` says where the ranks were; `running` are the ranks that have not stopped.
 
-        With `is_safe` no variables were lost, and only Stop may kill these ranks.
+        With `is_safe` no variables were lost, and only another Stop may kill the running ranks.
         """
         running, doing = [*running], f": {where}" if where else ""
         kept = NO_VARIABLES_LOST if is_safe else ""
@@ -402,7 +402,7 @@ class JobLost(NbdistError):
 
 
 class ValueLost(NbdistError, LookupError):
-    """The last value of a cell cannot be fetched from some ranks; `how` says why: `is gone ...`."""
+    """A cell's last value cannot be fetched from some ranks; `how` is a phrase: `is gone ...`."""
 
     def __init__(self, ranks: Iterable[int], how: str) -> None:
         super().__init__(
@@ -412,7 +412,7 @@ class ValueLost(NbdistError, LookupError):
 
 
 class LocalCellError(NbdistError):
-    """A cell with `--here-too` raised an exception in the notebook, which was shown above."""
+    """A cell with `--here-too` raised `cause` in the notebook, and `ran` ranks ran the cell."""
 
     def __init__(self, cause: BaseException, ran: int) -> None:
         text = one_line(f"{type(cause).__name__}: {cause}")
@@ -432,10 +432,10 @@ class AgentLost(NbdistError):
 
 
 class Interrupted(KeyboardInterrupt):
-    """Stop ended the cell on these ranks, or, without ranks, the start of workers."""
+    """Stop ended a cell on `ranks` or, without ranks, the start of workers or a wait."""
 
     def __init__(self, ranks: Iterable[int], outcome: str = "", damage: str = "") -> None:
-        """`outcome` describes ranks that could not be interrupted, "" if there are none.
+        """`outcome` says which work Stop has not ended, or how ranks recover; "" for neither.
 
         `damage` says which variables are incomplete, or differ between ranks, after Stop.
         """

@@ -1,10 +1,10 @@
 """The entry points by which packages extend nbdist, and the versions that nbdist requires.
 
-Importing an entry point is left to the callers.  The groups of entry points are:
+The functions of this file import no entry point.  The groups of entry points are:
 
 nbdist.commands      a magic, made with `nbdist.notebook.command.command`, under its name
 nbdist.cell_options  an option of `%%distributed`: a `nbdist.notebook.command.CellOption`
-nbdist.ops           a module of functions that magics call on workers: `nbdist.worker.namespace`
+nbdist.ops           a module of functions that tasks call on workers: `nbdist.worker.namespace`
 nbdist.launchers     a class that starts agents on machines: `nbdist.cluster.launcher`
 """
 
@@ -26,10 +26,10 @@ PROJECT = Path(__file__).parent.parent / "pyproject.toml"
 
 
 def entry_points(*groups: str) -> dict[str, EntryPoint]:
-    """Return all entry points of some groups by name.
+    """Return the entry points of these groups by name.
 
-    If several packages have the same name, the first one on `sys.path` wins.  In a checkout
-    nbdist's own entry points come from pyproject.toml, whether nbdist is installed or not.
+    If several packages have an entry point of one name, that of the first package on `sys.path`
+    wins.  In a checkout nbdist's own entry points, read from pyproject.toml, win over all others.
     `importlib.metadata` would take four times as long, in each kernel that loads nbdist.
     """
     points: dict[str, EntryPoint] = {}
@@ -49,7 +49,7 @@ def entry_points(*groups: str) -> dict[str, EntryPoint]:
 
 
 def _metadata_folders() -> Iterator[Path]:
-    """Yield the metadata folder of each installed package that has entry points for nbdist."""
+    """Yield the metadata folders of packages on `sys.path` that have entry points for nbdist."""
     for folder in sys.path:
         with suppress(OSError):
             for name in os.listdir(folder or os.curdir):
@@ -63,7 +63,7 @@ def _metadata_folders() -> Iterator[Path]:
 # --- what nbdist requires ----------------------------------------------------------------------
 
 REQUIREMENT = re.compile(r"([\w.-]+)\s*([^;]*)$")
-"""A requirement of nbdist without an environment marker: the name, and the versions."""
+"""Matches a requirement without an environment marker: the package's name, and the versions."""
 
 
 class Requirement(NamedTuple):
@@ -75,12 +75,12 @@ class Requirement(NamedTuple):
 
     @property
     def is_within(self) -> bool:
-        """Whether a version in the `version_range` is installed."""
+        """Whether a version in the `version_range`, or one that cannot be parsed, is installed."""
         return bool(self.installed) and is_within(self.installed, self.version_range)
 
 
 def requirements() -> Iterator[Requirement]:
-    """Yield the requirements of nbdist; none if nbdist is run from its folder, uninstalled."""
+    """Yield nbdist's requirements without environment markers; none if nbdist is not installed."""
     try:
         texts = requires("nbdist") or []
     except PackageNotFoundError:
@@ -94,7 +94,7 @@ def requirements() -> Iterator[Requirement]:
 
 
 def is_within(installed: str, version_range: str) -> bool:
-    """Return True if a version is in a range; `2.8.0a0+nv25` counts as 2.8.0.
+    """Return True if a version is in a range such as `>=2.4`; `2.8.0a0+nv25` counts as 2.8.0.
 
     A version that cannot be parsed counts as in the range.
     """
@@ -103,6 +103,6 @@ def is_within(installed: str, version_range: str) -> bool:
 
     try:
         release = Version(installed).base_version
-    except InvalidVersion:  # such as a branch name: the version is unknown
+    except InvalidVersion:  # such as the name of a branch, whose version is unknown
         return True
     return SpecifierSet(version_range).contains(release)

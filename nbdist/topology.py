@@ -1,7 +1,7 @@
 """Parses options about workers, nodes, hosts, GPUs, backends and ranks, and places ranks on nodes.
 
-The notebook's kernel must not initialise CUDA, so GPUs are counted by the files of the driver.  On
-one machine the nodes of `-j 2x4` are simulated by environment variables of the ranks.
+The notebook's kernel must not initialise CUDA, so GPUs are counted by the driver's files or by
+nvidia-smi.  On one machine environment variables of the ranks simulate the nodes of `-j 2x4`.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ DRIVER_VERSION = Path("/sys/module/nvidia/version")
 WORKERS_FORMS = "Use `-n 4`, `-n auto`, `-n gpu` or `-n cpu`."
 _WITHOUT_GPU = "Use `-n 4`, `-n auto` or `-n cpu`."
 _LAYOUT_FORMS = "Use `-j 4`, `-j 2x4` (2 nodes with 4 workers each), or `-j 1:2x4` (1 node to 2)."
-_NCCL = ("nccl", "nccl-legacy", "nccl2")  # torch has two classes of it, by these names from 2.14 on
+_NCCL = ("nccl", "nccl-legacy", "nccl2")  # names of two classes from torch 2.14 on
 _BACKENDS = {"cpu": ("gloo",), "cuda": ("gloo", *_NCCL), "xpu": ("xccl",)}
 _BACKEND_FORMS = f'Use `--backend gloo`, `nccl`, `"{GPU_BACKEND}"` or `none`.'
 _GPUS_FORM = "Use numbers with commas, `--gpus 0,1,3` or `0-3`."
 
-# A limit on digits, because int() has one too and would raise beyond it.
+# At most six digits: for thousands of digits int() would raise ValueError.
 _LAYOUT = re.compile(r"(?:(?:([0-9]{1,6}):)?([0-9]{1,6})x)?([0-9]{1,6})")
 _RANK_NUMBER = re.compile(r"[0-9]{1,6}")
 _RANK_SPAN = re.compile(r"([0-9]{1,6})-([0-9]{1,6})")
@@ -53,7 +53,7 @@ _RANK_SLICE = re.compile(r"(-?[0-9]{1,6})?:(-?[0-9]{1,6})?(?::(-?[0-9]{1,6})?)?"
 
 
 def parse_workers(text: str) -> WorkerCount:
-    """Parse the value of `-n`: a number from 1 on, or `auto`, `gpu`, `cpu`."""
+    """Return the value of `-n`: a number from 1 on, `auto`, `gpu`, `cpu`; or raise BadTopology."""
     word = text.strip()
     if word in ("auto", "gpu", "cpu"):
         return cast(WorkerCount, word)
@@ -65,7 +65,7 @@ def parse_workers(text: str) -> WorkerCount:
 
 
 def resolve(workers: WorkerCount, gpus: int, cores: int) -> int:
-    """Return the number of workers for `-n`; `auto`: one per GPU, else one per core, at most 4."""
+    """Return the number of workers; `auto` is one per GPU, or without GPUs one per core up to 4."""
     if workers == "auto":
         return gpus or max(1, min(cores, AUTO_LIMIT))
     if workers == "cpu":
@@ -91,7 +91,7 @@ def check_start(
     *,
     share_gpus: bool = False,
 ) -> str | None:
-    """Return a one-line warning about slow ranks, or None.
+    """Return a one-line warning about ranks that share GPUs or cores, or None.
 
     Raises NotEnoughGpus if nccl needs more GPUs; `visible_devices` is the value of
     CUDA_VISIBLE_DEVICES, for the text of the error.
@@ -126,12 +126,12 @@ class Layout(NamedTuple):
 
     @property
     def world_size(self) -> int:
-        """The number of workers on all nodes."""
+        """The number of workers if all `nodes` are there."""
         return self.nodes * self.per_node
 
 
 def parse_layout(text: str) -> Layout:
-    """Parse the value of `-j`: `4` workers on one node, `2x4` on two, `1:2x4` on one or two."""
+    """Return the layout of `-j`: `4` workers on one node, `2x4` on two, `1:2x4` on one or two."""
     match = _LAYOUT.fullmatch(text.replace(" ", ""))
     if not match:
         raise BadTopology("-j", text, "that is not nodes and workers", _LAYOUT_FORMS)
@@ -159,7 +159,7 @@ _DOTTED = re.compile(r"[0-9.]+")
 
 
 class Host(NamedTuple):
-    """A machine that ssh reaches, with room for `slots` workers; None if not given."""
+    """A machine that ssh reaches, with room for `slots` workers; None means not given."""
 
     address: str
     slots: int | None = None
@@ -177,7 +177,7 @@ class Host(NamedTuple):
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
-    """Parse the value of `--hosts`; raise BadTopology if a host is wrong or listed twice."""
+    """Return the hosts that `--hosts` lists; raise BadTopology for a wrong or repeated host."""
     hosts: dict[str, Host] = {}
     try:
         for item in text.split(","):
@@ -191,13 +191,13 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
 
 
 def read_hosts(hosts: str | Iterable[str]) -> str:
-    """Parse a list of hosts, or a text with commas, and return it in the form of `--hosts`."""
+    """Return hosts, given as a list or as text with commas, in the normal form of `--hosts`."""
     text = hosts if isinstance(hosts, str) else ",".join(map(str, hosts))
     return ",".join(map(str, parse_hosts(text)))
 
 
 def _parse_host(item: str) -> Host:
-    """Parse a host such as `user@b:2`; raise ValueError with the reason as a phrase."""
+    """Return the host in a text such as `user@b:2`; ValueError has the reason as a phrase."""
     if not item:
         raise ValueError("there is nothing next to a comma")
     match = _HOST.fullmatch(item)
@@ -215,7 +215,7 @@ def _parse_host(item: str) -> Host:
 
 def _address(name: str, ipv6: str | None) -> str:
     """Return a host name or an IP address in its normal form; raise ValueError for other text."""
-    # Imported here, since agents and workers import this file too, but parse no hosts.
+    # Imported here, because agents and workers import this file too, and do not need `ipaddress`.
     from ipaddress import IPv4Address, IPv6Address
 
     if ipv6 is not None:
@@ -229,12 +229,12 @@ def _address(name: str, ipv6: str | None) -> str:
 
 
 def default_backend(gpus: int) -> str:
-    """Return the default backend: with nccl if there are GPUs, else gloo."""
+    """Return the default backend: nccl beside gloo if there are GPUs, else gloo alone."""
     return GPU_BACKEND if gpus else "gloo"
 
 
 def parse_backend(text: str) -> str:
-    """Parse the value of `--backend`, and return it as torch accepts it; `none` for no group."""
+    """Return the value of `--backend` as torch takes it, or `none`, which means no group."""
     backend = text.replace(" ", "").lower()
     if backend in ("gloo", *_NCCL, "xccl", "none"):
         return backend
@@ -253,7 +253,7 @@ def parse_backend(text: str) -> str:
 
 
 def uses_nccl(backend: str) -> bool:
-    """Return True if ranks of this backend need a GPU each."""
+    """Return True if the backend contains nccl, which needs a GPU for each rank."""
     return "nccl" in backend
 
 
@@ -263,9 +263,9 @@ def uses_nccl(backend: str) -> bool:
 def visible_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
     """List the GPUs that a process with this environment sees, as CUDA_VISIBLE_DEVICES names them.
 
-    Neither torch nor CUDA is imported.  If there are MIG slices, the slices are listed instead of
-    GPUs.  A process that names several slices, or none, gets only the first one from CUDA, so each
-    rank must name its own slice.
+    This function does not initialise CUDA.  MIG slices are listed instead of GPUs if the variable
+    begins with a slice, or is not set and nvidia-smi finds slices.  CUDA gives a process only the
+    first of several slices, so each rank must name its own slice.
     """
     text = environ.get("CUDA_VISIBLE_DEVICES")
     chosen = None if text is None else _cuda_list(text)
@@ -284,14 +284,14 @@ def visible_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def is_slice(gpu: str) -> bool:
-    """Return True if a name of CUDA_VISIBLE_DEVICES is that of a MIG slice."""
+    """Return True if a name in CUDA_VISIBLE_DEVICES means a MIG slice, and not a whole GPU."""
     return gpu.startswith("MIG-")
 
 
 def installed_gpus() -> int:
-    """Count the machine's GPUs by files of the driver, else by nvidia-smi.
+    """Return the number of the machine's GPUs, by files of the driver or else by nvidia-smi.
 
-    If torch is a build for ROCm, AMD's GPUs are counted.
+    If the installed torch is a build for ROCm, AMD's GPUs are counted.
     """
     with suppress(PackageNotFoundError):
         if "+rocm" in version("torch"):
@@ -299,25 +299,25 @@ def installed_gpus() -> int:
     try:
         return len(list(DRIVER_FOLDER.iterdir()))
     except OSError:
-        # The driver is missing, or its files are hidden, as in WSL and some containers.  nvidia-smi
-        # lists MIG slices too, but indented below their GPU.
+        # The driver is missing, or its files are hidden, as in WSL and some containers.  Indented
+        # lines of nvidia-smi are MIG slices of the GPU above.
         return sum(line.startswith("GPU ") for line in _nvidia_smi_output("-L").splitlines())
 
 
 def driver_version() -> str:
-    """Return the version of NVIDIA's driver; "" if it is not known."""
+    """Return the version of NVIDIA's driver; "" if the version cannot be found."""
     try:
         return DRIVER_VERSION.read_text().strip()
-    except OSError:  # as in `installed_gpus`
+    except OSError:  # the file is hidden or missing, as in `installed_gpus`
         match = _DRIVER.search(_nvidia_smi_output("-q"))
         return match[1] if match else ""
 
 
 def parse_gpus(text: str, visible: Sequence[str]) -> tuple[str, ...]:
-    """Parse the value of `--gpus`, whose numbers are indices into the `visible` GPUs, as in torch.
+    """Return the GPUs that `--gpus` names by their indices in `visible`, as torch counts GPUs.
 
-    Returns their names for CUDA_VISIBLE_DEVICES in the given order: `0,2` of
-    ("4", "5", "GPU-8f") gives ("4", "GPU-8f").
+    The names are those for CUDA_VISIBLE_DEVICES, in the given order: `0,2` of
+    ("4", "5", "GPU-8f") gives ("4", "GPU-8f").  Raises BadTopology for other text.
     """
     numbers: list[int] = []
     for item in text.replace(" ", "").split(","):
@@ -340,7 +340,7 @@ def parse_gpus(text: str, visible: Sequence[str]) -> tuple[str, ...]:
 
 
 def _cuda_list(text: str) -> tuple[str, ...]:
-    """Parse CUDA_VISIBLE_DEVICES as CUDA does: up to the first bad name; () for a repeated one."""
+    """Return the names in CUDA_VISIBLE_DEVICES before the first bad name; () if names repeat."""
     entries: list[str] = []
     for entry in (part.strip() for part in text.split(",")):
         if not (_RANK_NUMBER.fullmatch(entry) or entry.startswith(("GPU-", "MIG-"))):
@@ -365,8 +365,8 @@ def _nvidia_smi_output(option: str) -> str:
 def parse_ranks(text: str, world_size: int) -> tuple[int, ...]:
     """Return the ranks that the value of `-r` selects, in ascending order, each once.
 
-    The text has numbers, spans, and slices as in Python, with commas between them: `0`, `0,2-3`,
-    `1:3`, `::2`, `-1`, `all`.  Brackets around them are allowed.  Raises BadRanks for other text.
+    The text has numbers, spans and Python's slices, with commas between them: `0`, `0,2-3`, `1:3`,
+    `::2`, `-1`, `all`, or `[0,2]`.  Raises BadRanks for other text, and for a missing rank.
     """
     listed = text.strip()
     if listed[:1] + listed[-1:] == "[]":
@@ -383,7 +383,7 @@ def parse_ranks(text: str, world_size: int) -> tuple[int, ...]:
 
 
 def _select(item: str, world_size: int) -> Sequence[int]:
-    """Return the ranks that an item such as `2-3` selects; raise ValueError with a phrase."""
+    """Return the ranks that an item such as `2-3` selects; ValueError says why there are none."""
     if item == "all":
         return range(world_size)
     if _SIGNED.fullmatch(item):
@@ -415,18 +415,18 @@ def _rank(rank: int, world_size: int) -> int:
 
 
 class Position(NamedTuple):
-    """The node of a rank, and the number of the rank's place on that node."""
+    """The number of a rank's node, and the rank's local rank on that node."""
 
     node: int
     local_rank: int
 
 
 Slots = tuple[Position, ...]
-"""The position of each rank, by rank; () if one node has all ranks."""
+"""The position of each rank, by rank; () for a single node without a limit of ranks."""
 
 
 class Slot(NamedTuple):
-    """torchrun's LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK and GROUP_WORLD_SIZE of a rank."""
+    """LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK and GROUP_WORLD_SIZE of a rank, as in torchrun."""
 
     local_rank: int
     local_world_size: int
@@ -435,7 +435,7 @@ class Slot(NamedTuple):
 
 
 def free_slots(room: Mapping[int, int], taken: Collection[Position] = ()) -> Iterator[Position]:
-    """Yield the positions that are not taken, node by node; `room` is the size of each node."""
+    """Yield the positions not `taken`, node by node; `room` has the number of ranks by node."""
     for node, number in sorted(room.items()):
         for local_rank in range(number):
             if (position := Position(node, local_rank)) not in taken:
@@ -443,9 +443,9 @@ def free_slots(room: Mapping[int, int], taken: Collection[Position] = ()) -> Ite
 
 
 def place_ranks(slots: Slots, room: Sequence[int], size: int) -> Slots:
-    """Return positions for `size` ranks: present ranks keep theirs, new ranks get free ones.
+    """Return positions for `size` ranks: ranks in `slots` keep theirs, new ranks get free ones.
 
-    `room` is the number of ranks that fit on each node; () for a single node without a limit.
+    `room` has the number of ranks that fit on each node, () for a single node without a limit.
     """
     kept = slots[:size]
     if not (room or kept):
@@ -455,7 +455,7 @@ def place_ranks(slots: Slots, room: Sequence[int], size: int) -> Slots:
 
 
 def move_lost_ranks(slots: Slots, lost: Collection[int], room: Mapping[int, int]) -> Slots | None:
-    """Move the ranks of lost nodes to free positions; None if there is too little `room`."""
+    """Return positions with ranks of `lost` nodes moved elsewhere; None if `room` is too small."""
     taken = {position for position in slots if position.node not in lost}
     new = [*islice(free_slots(room, taken), len(slots) - len(taken))]
     if len(taken) + len(new) < len(slots):

@@ -1,4 +1,4 @@
-"""Functions that write ranks, counts, sizes and exit codes as text, for messages to users.
+"""Functions that write ranks, counts, sizes, exit codes and names as text, for messages to users.
 
 Every process may import this file, which imports nothing of nbdist.
 """
@@ -11,16 +11,16 @@ from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
 NEAR, LINE_LIMIT = 0.7, 300
-"""The similarity from which on `did_you_mean` suggests a name; the characters of a line."""
+"""The least similarity of a name that `did_you_mean` suggests; the default limit of `one_line`."""
 
 
 def count(number: int, thing: str) -> str:
-    """Write `1 rank`, `4 ranks`."""
+    """Return a number with a noun, such as `1 rank` or `4 ranks`."""
     return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """Write ranks as people write them: (0, 1, 2, 5) gives `0-2,5`."""
+    """Return ranks as a text with spans: (0, 1, 2, 5) gives `0-2,5`."""
     spans: list[list[int]] = []
     for rank in sorted(set(ranks)):
         if spans and rank == spans[-1][1] + 1:
@@ -31,17 +31,17 @@ def format_ranks(ranks: Iterable[int]) -> str:
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
-    """Write `rank 5`, `ranks 0-2,5`."""
+    """Return ranks as a text that begins with a noun, such as `rank 5` or `ranks 0-2,5`."""
     text = format_ranks(ranks)
     return f"rank {text}" if text.isdigit() else f"ranks {text}"
 
 
 LACKED_MEMORY = "most likely killed by the kernel for lack of memory"
-"""Begins a line of a log that explains why a process was killed; `AgentLost` looks for it."""
+"""Begins a line in a log that says why a process was killed; `AgentLost` looks for such a line."""
 
 
 def word_exit(exit_code: int | None) -> str:
-    """Write an exit code of `subprocess`: `was killed by SIGKILL`; `ended` for None."""
+    """Return how a process ended, by its exit code: `was killed by SIGKILL`; `ended` for None."""
     if exit_code is None:
         return "ended"
     if exit_code >= 0:
@@ -55,18 +55,18 @@ def word_exit(exit_code: int | None) -> str:
 
 
 def one_line(text: str, limit: int = LINE_LIMIT) -> str:
-    """Return the first line of `text` that is not blank, cut to `limit` characters."""
+    """Return the first line of `text` that is not blank, stripped and cut to `limit` characters."""
     line = next((line.strip() for line in text.splitlines() if line.strip()), "")
     return line if len(line) <= limit else f"{line[: limit - 3]}..."
 
 
 def error_line(name: str, message: str) -> str:
-    """Write an error as `ValueError: bad shard`, or only its name if it has no message."""
+    """Return an error as `ValueError: bad shard`; if the message is empty, only the name."""
     return f"{name}: {message}" if message else name
 
 
 def size_text(size: float) -> str:
-    """Write bytes in three digits: `512 B`, `1.5 KiB`, `240 MiB`, `1.25 GiB`."""
+    """Return a number of bytes as text: `512 B`, `1.5 KiB`, `240 MiB`, `1.25 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 999.5:  # 999.5 and more would be written as 1e+03
             return f"{size:.3g} {unit}"
@@ -75,7 +75,7 @@ def size_text(size: float) -> str:
 
 
 def size_range(sizes: Iterable[float]) -> str:
-    """Write the lowest and highest size: `240 MiB`, `240-318 MiB`, `800 MiB-1.25 GiB`."""
+    """Return the range of sizes as text: `240 MiB`, `240-318 MiB`, `800 MiB-1.25 GiB`."""
     all_sizes = [*sizes]
     low, high = size_text(min(all_sizes)), size_text(max(all_sizes))
     if low == high:
@@ -87,9 +87,9 @@ _DIST_MAGIC = re.compile(r"%dist_(?!auto|help|attach)\w+(?! --pool)\b")
 
 
 def in_pool(text: str, pool: str) -> str:
-    """Name the pool behind each magic in a text, as in `%dist_output --pool trainer -r 3`.
+    """Add the pool to magics in a text that need it, as in `%dist_output --pool trainer -r 3`.
 
-    The text stays as it is for the default pool, which is "".
+    If `pool` is "", which stands for the default pool, the text stays as it is.
     """
     return _DIST_MAGIC.sub(rf"\g<0> --pool {pool}", text) if pool else text
 
@@ -104,6 +104,6 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """Return ` Did you mean `loss`?` with the most similar name; "" if no name is similar."""
+    """Return ` Did you mean `loss`?` with the most similar public name; "" if none is similar."""
     near = get_close_matches(name, {each for each in names if not each.startswith("_")}, 1, NEAR)
     return f" Did you mean `{near[0]}`?" if near else ""

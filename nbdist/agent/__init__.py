@@ -1,4 +1,4 @@
 """The agent, a process on each machine that starts, watches and ends the workers there.
 
-Also its helper process, the fork server.
+The fork server, a helper process of the agent, is in this package too.
 """

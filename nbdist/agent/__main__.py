@@ -1,9 +1,9 @@
 """The agent's process: `python -m nbdist.agent RUNTIME_FOLDER NOTEBOOK_PID [--no-fork]`.
 
-The notebook starts it with a pipe as stdin, which closes when the notebook ends.  For a world on
-several machines a launcher starts `python -m nbdist.agent --ticket [--node NUMBER]` on each.  The
-first line of stdin is then the ticket, which says where the world's head is; when stdin closes,
-the agent exits.
+The notebook starts this process with a pipe as stdin, which closes when the notebook ends.  For a
+world on several machines a launcher starts `python -m nbdist.agent --ticket [--node NUMBER]` on
+each machine.  The first line of stdin is then the ticket, which says where the world's head is; if
+stdin is a pipe, the agent exits when the pipe closes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from nbdist.agent.fork_server import start_guarded
 
 
 def main() -> None:
-    """Run an agent until its notebook or head no longer needs it.
+    """Run the agent until its notebook or head no longer needs the agent.
 
     The fork server is started before most imports, because its import of torch takes longest.
     """
@@ -35,7 +35,7 @@ def main() -> None:
 def serve_head(number: int) -> str:
     """Serve the head that the ticket on stdin names; `number` is this node's number, or -1 for any.
 
-    Returns what kept the agent from starting, or why it lost the head, or "".  The fork server
+    Returns what kept the agent from starting, or why the agent lost the head, or "".  A fork server
     imports torch while this process searches for the head.
     """
     from nbdist.cluster.client import NoWay, find_route, read_ticket

@@ -37,11 +37,11 @@ RELEASE_TIMEOUT = 1.0  # seconds for workers to release values that the notebook
 
 
 class Agent:
-    """Carries out a notebook's messages and reports what its workers do.
+    """Carries out a notebook's messages, and reports what this machine's workers do.
 
-    Calls that change the world are carried out one after the other, everything else concurrently.
-    With a `route` to a head, the agent is one of several, and the head takes the notebook's place.
-    The ranks then form their groups through the head's store, otherwise through a file.
+    The notebook's calls that change the world are carried out one after the other.  With a `route`
+    the agent serves a head in place of a notebook, and the ranks form their groups through the
+    head's store.  Without a route they form their groups through a file.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Agent:
         self._store: StoreWindow | None = None
         link, emit = None, self._outbox.add
         if route:
-            # Imported here, because most worlds are on one machine and do not need the cluster.
+            # Imported here, because a world on one machine does not need `nbdist.cluster`.
             from nbdist.cluster.client import HeadLink
 
             self._link = self._head = HeadLink(route, port.number, self._receive, shut_down, guard)
@@ -90,7 +90,7 @@ class Agent:
         return f"<Agent {os.getpid()} ranks {sorted(self._workers.all)} {self._outbox}>"
 
     async def serve(self) -> str:
-        """Work until the notebook or head no longer needs this agent, or exits.
+        """Work until the notebook or head no longer needs this agent.
 
         Returns why the connection to the head was lost, or "".
         """
@@ -105,8 +105,8 @@ class Agent:
         try:
             await self._serving.run_until_stopped()
         finally:
-            # The fork server is killed first, because it may be busy with an import.  Nothing needs
-            # it any more: the workers are children of this process, which gets their exit codes.
+            # The fork server is killed, because it would not see a closed socket during an import.
+            # Nothing needs the fork server any more: this process gets the exit codes itself.
             if self._forker:
                 self._forker.close()
             await self._workers.stop(grace=0.0)

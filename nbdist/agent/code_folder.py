@@ -1,7 +1,7 @@
-"""This node's copy of the notebook's folder (`--sync-code`), updated when the notebook's changes.
+"""This node's copy of the notebook's folder (`--sync-code`), which the notebook keeps up to date.
 
-The copy is the same folder as long as the agent lives.  Workers have it as their working directory,
-import from it, and find files in it that earlier cells have written.
+The copy keeps its path while the agent lives.  The copy is the workers' working directory: workers
+import modules from there, and find there the files that earlier cells have written.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ log = logging.getLogger("nbdist.agent")
 CODE_FOLDER_PREFIX = "nbdist-code-"
 
 FILES, LIST, NEW_FILE = "code", "files", "new"
-"""The entries of the folder that `CodeFolder` makes: the copy of the notebook's folder, the list of
-all files that were sent, which are removed later, and the file that is being written."""
+"""Names in the folder that `CodeFolder` makes: of the copy of the notebook's folder, of the list of
+files that were sent and are to be removed later, and of the file that is being written."""
 
 MADE_BY_PYTHON = "__pycache__"
 
 
 class CodeFolder:
-    """The copy of the notebook's files for this node's workers; files that user code writes stay.
+    """The copy of the notebook's files for this node's workers, beside files that cells write.
 
-    `path` is the folder that workers use in place of the notebook's; None before files are sent.
+    `path` is the folder that workers use in place of the notebook's; None while there is no copy.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class CodeFolder:
         self._sent = frozenset[str]()
 
     def answer(self, request: GetCode | PutCode) -> CodeHeld:
-        """Add the part of a `PutCode`; return whether the code is here, or why unpacking failed."""
+        """Carry out the request; return whether the code is here, or why unpacking failed."""
         host = socket.gethostname()
         match request:
             case GetCode(_, mark) if self.path is None and mark and mark == Landmark.of(mark.path):
@@ -69,14 +69,14 @@ class CodeFolder:
         return CodeHeld(host, is_here=self._digest == request.digest)
 
     def with_folder(self, spec: WorldSpec) -> WorldSpec:
-        """Return the spec with this folder in place of the notebook's, also in `sys_path`."""
+        """Return the spec, with the copy in place of the notebook's folder if there is a copy."""
         if self.path is None:
             return spec
         path = (moved_path(entry, spec.cwd, str(self.path)) for entry in spec.sys_path)
         return replace(spec, cwd=str(self.path), sys_path=tuple(path))
 
     def close(self) -> None:
-        """Remove the files that were sent; keep the folder if it has other files."""
+        """Remove the files that were sent, and the folder unless cells have written files there."""
         if self.path is None:
             return
         os.close(self._claim)
@@ -93,7 +93,7 @@ class CodeFolder:
             self._claim = folders.claim(folder)
             self.path = folder / FILES
             folders.make_private(self.path)
-        # Written first: if this agent is killed, the next one removes the files by this list.
+        # Written first, so that the guard can remove the files of the list if the agent is killed.
         with folders.whole_file(self.path.parent / LIST, folders.PRIVATE_FILE) as listing:
             listing.write(b"\0".join(map(os.fsencode, self._sent.union(files))))
         for path in self._sent.difference(files):
@@ -105,7 +105,7 @@ class CodeFolder:
 
 
 def remove(folder: Path) -> list[str]:
-    """Remove the files that were sent, and a folder without other files; return the other files."""
+    """Remove the sent files, and the folder if only bytecode is left; return other files' paths."""
     code = folder / FILES
     with suppress(OSError):
         for path in (folder / LIST).read_bytes().split(b"\0"):
@@ -115,14 +115,14 @@ def remove(folder: Path) -> list[str]:
     kept = sorted(str(path) for path in relative if MADE_BY_PYTHON not in path.parts)
     if not kept:
         folders.remove(folder)
-    else:  # no agent may remove the folder any more: its files are the user's
+    else:  # without these files no agent removes the folder: the rest is the user's
         for name in (LIST, NEW_FILE, folders.LOCK_FILE):
             (folder / name).unlink(missing_ok=True)
     return kept
 
 
 def remove_dead_folders(parent: Path) -> None:
-    """Remove the folders of agents that were killed, but not those of running agents."""
+    """Remove the folders of killed agents, as `remove` does; folders of running agents stay."""
     for folder in parent.glob(CODE_FOLDER_PREFIX + folders.MADE):
         if (lock := folders.join(folder, fcntl.LOCK_EX)) is not None:
             os.close(lock)
@@ -130,9 +130,9 @@ def remove_dead_folders(parent: Path) -> None:
 
 
 def _files_of(archive: bytes) -> Mapping[str, tuple[bytes, int]]:
-    """Return the content and mode of each file in an archive, by its path.
+    """Return content and mode (only the owner's bits) of each file in an archive, by its path.
 
-    Raises OSError if a member is no plain file, or its path leads out of the folder.
+    Raises OSError if a member is no plain file, or its path could lead out of the folder.
     """
     files = {}
     with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
@@ -145,12 +145,12 @@ def _files_of(archive: bytes) -> Mapping[str, tuple[bytes, int]]:
 
 
 def _is_below(folder: Path, file: Path) -> bool:
-    """Return True unless a folder between the two is a symbolic link, which user code has made."""
+    """Return True if no folder between the two is a symbolic link, which user code could make."""
     return file.parent.resolve() == folder.resolve() / file.parent.relative_to(folder)
 
 
 def _replace(folder: Path, path: str, content: bytes, mode: int) -> None:
-    """Write a file atomically, because a worker may be reading it; skip a file without changes."""
+    """Write a changed file atomically, because a worker may be reading the file."""
     file = folder / path
     if not _is_below(folder, file):
         raise OSError(f"{path!r} was refused: it leads out of the folder")
@@ -164,7 +164,7 @@ def _replace(folder: Path, path: str, content: bytes, mode: int) -> None:
 
 
 def _unlink(folder: Path, path: str) -> None:
-    """Remove a file that was sent, and the folders above it that become empty."""
+    """Remove a sent file, unless a link leads there, and folders in `folder` that become empty."""
     file = folder / path
     if not _is_below(folder, file):
         return
@@ -181,7 +181,7 @@ def _unlink(folder: Path, path: str) -> None:
 
 
 def _drop_compiled(file: Path) -> None:
-    """Remove a module's bytecode: Python would use it for a new file of equal time and size."""
+    """Remove a module's bytecode, which Python would use for a new file of equal time and size."""
     if file.suffix == ".py":
         for compiled in (file.parent / MADE_BY_PYTHON).glob(f"{file.stem}.*.pyc"):
             compiled.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
 """The fork server, a process that has imported torch and forks workers for its agent.
 
-Also `start_guarded`, the first step of an agent's or head's process, which forks a guard and
-starts the fork server.  The start of a world waits longest for the fork server's import of torch.
+`start_guarded`, the first step of an agent's or head's process, forks a guard and can start a fork
+server.  The start of a world waits longest for the fork server's import of torch.
 Therefore this file imports little: everything else is imported after the fork server was started.
 """
 
@@ -39,7 +39,7 @@ def start_guarded(
 ) -> tuple[Guard, ForkServerProcess | None]:
     """Fork a guard above this process (`fork_below_guard`); start a fork server if `fork_server`.
 
-    Returns in the child of the guard.  Exits with a message if no process can be started.
+    Returns in the child of the guard.  Exits with a message if a process cannot be started.
     """
     raise_file_limit()
     try:
@@ -52,9 +52,9 @@ def start_guarded(
 def _clean_up_after_kill(last_word: bytes) -> None:
     """Tell the head, if there is one, that the agent was killed; remove dead agents' code folders.
 
-    The guard calls this with everything that the agent wrote to it.
+    The guard calls this with everything that the agent has sent to the guard.
     """
-    # Imported here, because an agent imports next to nothing before it forks.
+    # Imported here, because an agent imports next to nothing before it forks its guard.
     if last_word.endswith(b"\n"):
         from nbdist.cluster.ticket import report_killed_agent
 
@@ -69,7 +69,7 @@ def _clean_up_after_kill(last_word: bytes) -> None:
 
 # --- messages between agent and fork server ------------------------------------------------------
 
-TOGETHER = 0.001  # seconds in which another request may follow, to be served with the last one
+TOGETHER = 0.001  # seconds; requests that follow each other sooner are served together
 DESCRIPTORS = 2  # sent with each `Fork`: the worker's stdout and stderr
 
 
@@ -86,7 +86,7 @@ class Imported:
 
 
 class Forked(NamedTuple):
-    """Fork server to agent: a worker was forked.  Its process soon becomes the agent's child."""
+    """Fork server to agent: a worker was forked, and soon becomes the agent's child."""
 
     number: int
     pid: int
@@ -103,14 +103,14 @@ FromForkServer = Imported | Forked | ForkFailed
 
 
 class ForkServerProcess(NamedTuple):
-    """A started fork server's process, and the agent's end of the socket pair."""
+    """The process of a fork server, and the agent's end of the socket pair between both."""
 
     popen: subprocess.Popen[bytes]
     socket: socket.socket
 
 
 LOG = "fork_server.log"
-"""The file in the runtime folder with the fork server's own output, such as a failed import."""
+"""The runtime folder's file with the fork server's own output, such as an error of an import."""
 
 
 def start_fork_server(runtime: Path) -> ForkServerProcess:
@@ -157,7 +157,7 @@ IMPORTED_AT_START = (
     "tornado.platform.asyncio",
     "tornado.queues",
 )
-"""The modules that a worker imports until it has run a cell, found by comparing sys.modules."""
+"""Modules that a worker needs to run its first cell, found by comparing `sys.modules`."""
 
 IMPORTED_WHEN_IDLE = (
     "pygments.formatters.terminal256",
@@ -177,30 +177,29 @@ IMPORTED_WHEN_IDLE = (
     "torch.utils.serialization",
     "torch._subclasses.schema_check_mode",
 )
-"""The modules that a process's first traceback, DDP, FSDP2 and optimizer import.
+"""Modules that the first traceback, DDP, FSDP2 or optimizer of a process imports.
 
-The first two are for tracebacks; nearly all others belong to torch._dynamo.  Modules that
-torch._dynamo needs and that can be imported without it come first, so that no single import takes
-long.  A module that this torch or IPython does not have is skipped.
+The first two are for tracebacks.  Some modules that torch._dynamo needs are before torch._dynamo,
+so that no single import takes long.  A module that is not installed is skipped.
 """
 
 UNDISTURBED, AFTER_FORK = 0.1, 1.5
-"""Seconds without a request before an idle import: after the start, and after a fork."""
+"""Seconds without a request before idle imports begin: after the start, and after a fork."""
 
 FIT_FOR_FORKS = {
     # OpenBLAS starts its threads when numpy is imported, and a process with threads is unsafe to
     # fork.
     "OPENBLAS_NUM_THREADS": "1",
-    # With this, torch asks NVML for the number of GPUs.  Otherwise it would initialise the CUDA
-    # driver, which forked processes could not use any more.
+    # With this, torch asks NVML for the number of GPUs, and does not initialise the CUDA driver,
+    # which forked processes could not use any more.
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }
-"""Variables that the fork server has besides the agent's; a worker gets those of its world."""
+"""Variables that the fork server has besides the agent's; a worker gets its world's variables."""
 
 
 def import_all() -> None:
-    """Import everything that each worker needs, and turn garbage collection off."""
-    # Imports leave no garbage, and looking for some takes a tenth of the time.
+    """Import the modules that each worker needs, and turn garbage collection off."""
+    # Imports leave little garbage, and collections would take a tenth of the imports' time.
     gc.disable()
     for name in IMPORTED_AT_START:
         import_module(name)
@@ -208,9 +207,9 @@ def import_all() -> None:
 
 
 def import_if_possible(name: str) -> None:
-    """Import a module ahead of its use; print a failure, unless the module is missing.
+    """Import a module ahead of its use; print an error, unless a module is missing.
 
-    Workers do not depend on the import: they import the module again when they use it.
+    Workers do not depend on this: each worker imports what it uses.
     """
     try:
         import_module(name)
@@ -231,27 +230,27 @@ class ForkServer:
     """Forks workers for one agent, which becomes the parent of the workers and watches them.
 
     The process has one thread, no event loop, no zmq and no CUDA context, so that its forks are
-    safe.  It exits when the agent's end of the socket closes.  While idle it imports modules that
-    the first step of a training needs, and workers forked afterwards share them.
+    safe.  The process exits when the agent's end of the socket closes.  While idle, the process
+    imports `IMPORTED_WHEN_IDLE`; workers that are forked later share these modules.
     """
 
     def __init__(self, agent: socket.socket) -> None:
         self._agent = agent
         self._requests = FrameCutter()
-        self._descriptors: deque[int] = deque()  # received, for requests not yet served
+        self._descriptors: deque[int] = deque()  # received for requests that are not yet served
         self._to_import = deque(IMPORTED_WHEN_IDLE if makes_idle_imports() else ())
         self._idle_from = time.monotonic() + UNDISTURBED
 
     def serve(self) -> WorkerStart | None:
         """Serve requests until the agent has exited, then return None.
 
-        In each forked child this returns too, with the `WorkerStart` of its request.
+        Returns also in each worker that was forked, with the `WorkerStart` of the worker's request.
         """
         while True:
             idle = max(0.0, self._idle_from - time.monotonic()) if self._to_import else None
             if not select.select([self._agent], [], [], idle)[0]:
-                # Only one module at a time, because requests wait until the import is done.  No
-                # import begins soon after a fork: it would slow down the workers that start.
+                # Import only one module, because requests wait until the import is done.  No import
+                # begins soon after a fork: that would slow down the workers that start.
                 import_if_possible(self._to_import.popleft())
             elif (requests := self._receive()) is None:
                 return None
@@ -290,7 +289,7 @@ class ForkServer:
             # Import the modules here once: workers that all import them compete for the cores.
             while self._to_import:
                 import_if_possible(self._to_import.popleft())
-        # Workers' garbage collections do not touch frozen objects, so their memory stays shared.
+        # A worker's garbage collections do not write to frozen objects, whose memory stays shared.
         gc.freeze()
         if requests and (intermediate := self._fork(requests)) is not None:
             if not intermediate:
@@ -323,7 +322,7 @@ class ForkServer:
     def _become_leader(self, outputs: list[int], all_given: set[int]) -> None:
         """Make this fork the leader of a new session, and give it its own stdout and stderr."""
         gc.enable()
-        # Without a session of its own, the worker would get the SIGINT of the Stop button.
+        # The worker gets a process group of its own, to which the agent can send signals.
         os.setsid()
         self._agent.close()
         null = os.open(os.devnull, os.O_RDONLY)
@@ -344,7 +343,7 @@ def main() -> None:
     except ConnectionError:  # the agent exited while a message was sent to it
         start = None
     if start is None:
-        # The agent and its guard remove the folder too, unless both were killed.
+        # The agent and its guard remove the runtime folder too, unless both were killed.
         shutil.rmtree(sys.argv[2], ignore_errors=True)
         return
     from nbdist.worker.main import become_worker

@@ -1,8 +1,7 @@
 """Starts, heals and scales a world over its machines, and decides which groups are kept.
 
-Runs in the agent of a world on one machine, or in the head of a world on several.  It sends
-requests (`nbdist.wire.node_messages`) to all machines at once; `WorkerGroup` carries them out on
-each machine.
+Runs in the agent of a world on one machine, or in the head of a world on several.  `WorkerGroup`
+carries out the requests that this file sends (`nbdist.wire.node_messages`) on each machine.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class GroupFormation:
         self._logs: dict[int, str] = {}
 
     async def start(self, spec: WorldSpec) -> WorldStarted | StartFailure:
-        """Start all ranks at once.  If a rank fails, stop the others and return the failure."""
+        """Start all ranks at once.  If a rank fails, stop all ranks and return a failure."""
         self.spec = spec
         self.attempt += 1
         self.generation = self._sized_in = 1
@@ -64,7 +63,7 @@ class GroupFormation:
         return WorldStarted(*self.pids_and_logs(), tuple(missing), spec=spec)
 
     async def stop(self, grace: float) -> None:
-        """Stop all workers: let them exit within `grace` seconds, then kill them."""
+        """Stop all workers; idle workers have `grace` seconds to exit before they are killed."""
         if self.spec is not None:
             await self._stop(range(self.spec.world_size), grace, drops=True)
 
@@ -79,9 +78,9 @@ class GroupFormation:
     async def heal(self, spec: WorldSpec | None = None) -> Healed:
         """Start the ranks that have no live process, and form the group of all ranks again.
 
-        If more workers die meanwhile, this is tried again, at most `HEAL_TRIES` times in all.  If a
-        machine does not answer, no worker is started or killed.  A given `spec` replaces the
-        world's spec.
+        If a rank has no live process after a try, all is tried again, at most `HEAL_TRIES` times in
+        all.  A try starts and kills no worker if a machine does not say which ranks it has.  A
+        given `spec` replaces the world's spec.
         """
         self.spec = spec or self.spec
         assert self.spec is not None
@@ -93,11 +92,11 @@ class GroupFormation:
         return Healed(*self.pids_and_logs(), self.spec, problem)
 
     async def scale(self, spec: WorldSpec, keep: Sequence[int]) -> Healed:
-        """Change the number of ranks; `keep` are the present ranks that stay.
+        """Change the number of ranks; the present ranks in `keep` stay, and become ranks 0, 1, ...
 
-        In this order, they become ranks 0, 1, ...  The other ranks exit, and new ranks are started.
-        The world keeps its size if nothing is ready to start new ranks, or if all present ranks
-        stay and no group can be formed with the new ranks.  `not_scaled` of the answer says why.
+        The other ranks are stopped, and new ranks are started.  The world keeps its size if the
+        machines cannot start new ranks, or if all present ranks stay with their numbers and no
+        group can be formed with the new ranks; then `not_scaled` of the answer says why.
         """
         assert self.spec is not None
         before, size = self.spec, self.spec.world_size
@@ -125,9 +124,9 @@ class GroupFormation:
         self._logs = {became[rank]: folder for rank, folder in self._logs.items()}
 
     async def _form_anew(self, spec: WorldSpec) -> tuple[str, bool]:
-        """Form a new generation of the group.
+        """Form the group of all ranks again.
 
-        Returns what prevented it, or "", and False if another attempt may succeed, because a rank
+        Returns what prevented that, or "", and False if another attempt may succeed, because a rank
         has no live process.
         """
         by_node = self._ranks_on(spec)
@@ -137,7 +136,7 @@ class GroupFormation:
             return problem, True
         alive = {rank: groups for each in answers for rank, groups in each.ranks.items()}
         missing = tuple(rank for rank in range(spec.world_size) if rank not in alive)
-        # Before survivors regroup, so that none of them waits for ranks that cannot be started.
+        # Done before survivors regroup, so that no survivor waits for ranks that cannot be started.
         if problem := await self._prepare(spec, missing):
             return problem, not missing
         self.generation += 1
@@ -161,7 +160,7 @@ class GroupFormation:
     def _ranks_on(
         self, spec: WorldSpec, ranks: Iterable[int] | None = None
     ) -> dict[int, tuple[int, ...]]:
-        """Return the ranks by node: all of the world, or the given `ranks` that are in it."""
+        """Return, by part, all ranks of the world, or those of `ranks` that the world has."""
         nodes = nodes_of(spec)
         if self._on_one_machine:
             nodes = dict.fromkeys(nodes, 0)
@@ -173,7 +172,7 @@ class GroupFormation:
     async def _ask_until_failure(
         self, requests: Mapping[int, part.PartRequest[_T]], has_failed: Callable[[_T], bool]
     ) -> list[_T]:
-        """Return all answers in the order of their arrival.
+        """Return all answers, in no fixed order.
 
         After the first failure the forming is called off on the nodes that have not yet answered.
         """
@@ -200,7 +199,7 @@ class GroupFormation:
         self._logs.update(started.logs)
 
     def pids_and_logs(self) -> tuple[dict[int, int], dict[int, str]]:
-        """Return the process and the log folder of each rank."""
+        """Return the pids and the log folders of the ranks, each by rank."""
         return dict(sorted(self._pids.items())), dict(sorted(self._logs.items()))
 
 
@@ -210,7 +209,7 @@ def nodes_of(spec: WorldSpec) -> dict[int, int]:
 
 
 def group_by_node(ranks: Iterable[int], node_of: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
-    """Group ranks by their nodes; ranks without a node are left out."""
+    """Return the ranks on each node; ranks without a node are left out."""
     ranks_on: dict[int, tuple[int, ...]] = {}
     for rank in ranks:
         if rank in node_of:
@@ -219,10 +218,10 @@ def group_by_node(ranks: Iterable[int], node_of: Mapping[int, int]) -> dict[int,
 
 
 def groups_to_keep(groups: Mapping[int, HeldGroups | None], world_size: int) -> part.Groups | None:
-    """Return the groups to reconnect: all groups that survivors have; pure.
+    """Return the groups to reconnect, with their ranks: all groups that survivors have; pure.
 
-    Returns None if a survivor's group has another size, or knows the survivor by another rank.
-    Then no group can be kept.  A survivor that did not answer (None in `groups`) is left out.
+    Returns None, because no group can be kept, if a survivor's default group has another size, or
+    has the survivor as another rank.  A survivor without an answer (None in `groups`) is left out.
     """
     answered = {rank: each for rank, each in groups.items() if each is not None}
     if any((each.rank, each.world_size) != (rank, world_size) for rank, each in answered.items()):

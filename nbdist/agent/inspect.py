@@ -1,7 +1,7 @@
-"""Where the workers of a machine are, and the memory and GPUs that they use.
+"""Where in their code the workers of a machine are, and the memory and GPUs that they use.
 
 Runs in the agent, which uses this file to answer `%dist_status`, `world.stacks`, completions and
-`nbdist mcp`.  A worker's control thread is asked first; without an answer, its memory is read.
+`nbdist mcp`.  The place of a worker that does not answer is read from the worker's memory.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ if TYPE_CHECKING:
 
 
 FRESH_SECONDS = 1.0  # seconds for which a count of pages is reused; private pages are always read
-STACK_TIMEOUT = 0.3  # seconds in which a worker answers unless C code holds the GIL
+STACK_TIMEOUT = 0.3  # seconds for a worker to send its stack, before the agent reads its memory
 STATUS_TIMEOUT = 0.12  # seconds for each answer that `%dist_status` waits for
 SECRETS_TIMEOUT = 3.0  # seconds for a worker to list the secrets of its environment
-LAST_TIMEOUT = 2.0  # seconds until a worker is asked for its last collective again
+LAST_TIMEOUT = 2.0  # seconds until a silent worker may be asked for its last collective again
 BRIEF_SAMPLE_TIMEOUT = 0.04  # seconds to read a stack from memory, for `%dist_status`
 SAMPLE_TIMEOUT = 0.4  # seconds to read a stack from memory, for `world.stacks` and Stop
 
-CONSULT_TIMEOUT = 0.4  # seconds for each of two ranks; the notebook waits for 0.9
+CONSULT_TIMEOUT = 0.4  # seconds for each of two ranks to answer; the notebook waits 0.9 s for both
 
 TORCH_DISTRIBUTED = (
-    "/torch/distributed/"  # in the file of the innermost frame of a waiting collective
+    "/torch/distributed/"  # in the innermost frame's file while a rank waits in a collective
 )
-CALLS = "/nbdist/worker/ops/run.py"  # its function `call` calls a function instead of a cell
+CALLS = "/nbdist/worker/ops/run.py"  # has `call`, which calls the function of a task without a cell
 
 NO_ANSWER = "it does not answer, and its stack cannot be read"
 NO_CELL_LINE = "no line of the cell runs: variables are being received or sent"
 
 
 async def stack_of(worker: Worker) -> Stack:
-    """Return the worker's place and calls, read from its memory if it does not answer."""
+    """Return a running worker's place and calls, from its memory if the worker does not answer."""
     state = worker.state
     if state in ("starting", "dead"):
         return Stack(worker.rank, worker.pid, state, RankPosition())
@@ -145,7 +145,7 @@ async def _status_of(worker: Worker) -> WorkerStatus:
 async def _ask(
     worker: Worker, request: control.ControlRequest, timeout: float
 ) -> control.ControlReply | None:
-    """Return the rank's answer, `RankPosition` if its process is stopped, None if it is silent."""
+    """Return the answer, a `RankPosition` if the process is stopped, or None without an answer."""
     if not is_stopped(worker.pid):
         answer = await worker.ask(request, timeout)
         if answer is not None or not is_stopped(worker.pid):
@@ -173,7 +173,7 @@ async def place_from_outside(
 
 
 def _line_of(frames: Sequence[StackFrame]) -> int:
-    """Return the line of the cell, or of the function that is called instead; 0 if unknown."""
+    """Return the line of the cell, or of the function that the task calls; 0 if unknown."""
     for inner, frame in pairwise(frames):
         if frame.file.endswith(CALLS) and frame.function == "call":
             return inner.line
@@ -219,7 +219,7 @@ class _Turn:
         self._clocks = [OwnTime(self._pid), OwnTime(os.getpid())]
 
     def judge(self, place: RankPosition) -> RankPosition:
-        """Return the place of a silent rank, with `holds_gil` only if it had time to answer."""
+        """Return a silent rank's place, with `holds_gil` only if the rank had time to answer."""
         if not (place.holds_gil and self._clocks):
             return replace(place, holds_gil=False)
         waited = sum(sum(clock.waits()) for clock in self._clocks)
@@ -230,7 +230,7 @@ class _Turn:
 async def _last_collective(
     worker: Worker, timeout: float = STATUS_TIMEOUT
 ) -> Collective | control.Ok | None:
-    """Return the worker's last collective; `Ok` if there was none, None if it answers too late.
+    """Return the worker's last collective, `Ok` if there was none, or None without an answer.
 
     The worker is not asked again while an earlier question is unanswered.
     """
@@ -287,7 +287,7 @@ class MemoryGauge:
 
     @property
     def cost(self) -> float:
-        """The processor time in seconds that counting all processes takes."""
+        """The processor seconds of the last counts of all processes, added up."""
         return sum(count.seconds for count in [*self._counts.values()])
 
     def _current_size(self, pid: int) -> int:
@@ -302,7 +302,7 @@ class MemoryGauge:
         return self._counts.get(pid, _Count())
 
     def _count(self, pids: Sequence[int], deadline: float) -> None:
-        """Count pages until the deadline, first of processes never counted; runs in a thread."""
+        """Count pages until the deadline, those of new processes first; runs in a thread."""
         for pid in sorted(pids, key=lambda pid: pid in self._counts):
             if time.monotonic() > deadline:
                 return
@@ -322,7 +322,7 @@ class GpuGauge:
 
     @cached_property
     def _nvml(self) -> Any:
-        """The `pynvml` module, initialised; None if it or the driver is missing."""
+        """The `pynvml` module, initialised; None without the module or a working driver."""
         try:
             import pynvml
         except ImportError:
@@ -347,7 +347,7 @@ class GpuGauge:
         return gpus
 
     def close(self) -> None:
-        """Release the driver, if `read` has used it; from now on `read` returns nothing."""
+        """Release the driver, if `read` has used it; from now on `read` returns no GPUs."""
         if nvml := vars(self).get("_nvml"):
             nvml.nvmlShutdown()
         self._nvml = None
@@ -360,8 +360,8 @@ class GpuGauge:
         if not name.isdigit():  # CUDA accepts the beginning of a UUID
             uuids = {_text(nvml.nvmlDeviceGetUUID(each)): each for each in every}
             return uuids[next((uuid for uuid in uuids if uuid.startswith(name)), name)]
-        # CUDA numbers GPUs from the fastest on unless CUDA_DEVICE_ORDER says otherwise; the driver
-        # numbers them by bus address.  The numbers agree if all GPUs are of one model.
+        # CUDA numbers GPUs from the fastest on, unless CUDA_DEVICE_ORDER is PCI_BUS_ID; the driver
+        # numbers GPUs by bus address.  The numbers agree if all GPUs are of one model.
         in_order = environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
         if in_order or len({_text(nvml.nvmlDeviceGetName(each)) for each in every}) == 1:
             return every[int(name)]
@@ -381,7 +381,7 @@ def _text(value: str | bytes) -> str:
 
 # --- reports to the notebook --------------------------------------------------------------------
 
-FIRST_USAGE_DELAY = 1.0  # seconds into a task; nothing is read during shorter tasks
+FIRST_USAGE_DELAY = 1.0  # seconds into a task until usage is first read
 USAGE_INTERVAL = 2.0  # seconds between reports
 COUNT_TIMEOUT = 1.0  # seconds for a count of pages, and for reading GPUs
 MIN_COUNT_SECONDS, LARGEST_SHARE = 10.0, 0.005
@@ -401,7 +401,7 @@ class UsageWatch:
     def watch(self, busy: Callable[[], Sequence[Worker]]) -> Coroutine[Any, Any, None]:
         """Return a coroutine that reports what workers use, until `busy` returns no worker.
 
-        `is_on` is True from now on, before the coroutine runs.
+        `is_on` is True from this call until the coroutine has ended.
         """
         self.is_on = True
         return self._watch(busy)
@@ -425,7 +425,7 @@ class UsageWatch:
         return max(MIN_COUNT_SECONDS, self.memory.cost / LARGEST_SHARE)
 
     async def gpus(self, workers: Sequence[Worker], timeout: float) -> dict[int, Gpu]:
-        """Return the GPUs of workers by rank; without the GPUs that cannot be read in time."""
+        """Return the GPUs of workers by rank; GPUs that cannot be read in time are left out."""
         named = {worker.rank: worker.start_info.gpu for worker in workers if worker.start_info.gpu}
         if not named:
             return {}

@@ -1,7 +1,7 @@
 """Stop sends SIGINT to ranks and aborts their collectives; a rank that is stuck is killed.
 
-Runs in the agent; `StepStops` decides when a rank is interrupted.  Seconds are a rank's own time
-(`OwnTime`), so that a rank which is slow because the machine is busy does not count as stuck.
+Runs in the agent; `StepStops` decides when a rank is interrupted.  Own seconds are a rank's own
+time (`OwnTime`), so that a rank which is slow on a busy machine does not count as stuck.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ STORE_GRACE = 0.2  # own seconds until a wait in a store of user code is ended
 IGNORES_GRACE = 2.0
 """Own seconds after which a rank is stuck that ignores SIGINT, or whose collective no abort ends.
 
-Also for a rank that still runs its code after Stop was pressed a second time."""
+The same holds for a rank that still runs its code after Stop was pressed a second time."""
 
 C_GRACE = 2.5
-"""Own seconds for C code to return to Python.
+"""Own seconds for C code to return to Python, and for a rank that sleeps to react to SIGINT.
 
-Nearly always C code needs less.  In any case the notebook has control after 5 s."""
+Nearly always C code needs less.  The notebook has control within 5 s after Stop."""
 
-MAX_FUTILE_ABORTS = 3  # successful aborts on all ranks after which a rank that waits on is stuck
+MAX_FUTILE_ABORTS = 3  # aborts, answered by all ranks, before a rank that waits on may be stuck
 ASLEEP, WAKES = 0.05, 20
 """A thread counts as asleep if it has run for fewer seconds, and has been woken fewer times.
 
@@ -57,7 +57,7 @@ class InterruptedRank:
     """The state of an interrupted rank, by which the agent decides whether the rank is stuck."""
 
     place: RankPosition
-    own_seconds: float  # of the rank, since it was interrupted last
+    own_seconds: float  # of the rank, since Stop last interrupted the rank
     ignores: bool = False  # the process ignores SIGINT
     again: bool = False  # Stop was pressed again
     is_asleep: bool = False  # the main thread has hardly run since
@@ -67,12 +67,12 @@ class InterruptedRank:
 
 
 def is_stuck(sight: InterruptedRank) -> bool:
-    """Return True if the rank will provably not leave what it runs; pure.
+    """Return True if the rank seems unable to leave its code, so that only a kill helps; pure.
 
-    A rank is stuck if, for its grace, it was stopped by a signal or held the GIL in C code, waited
-    in a collective that no abort ended, ignored SIGINT, or slept without reacting to SIGINT.  Any
-    other rank in its code, such as one that cleans up after KeyboardInterrupt, has caught it or
-    computes, is stuck only once Stop was pressed again.
+    A rank is stuck if, for `C_GRACE` or `IGNORES_GRACE`, it was stopped by a signal, held the GIL
+    in C code, waited in a collective that no abort ended, ignored SIGINT, or slept without reacting
+    to SIGINT.  Any other rank in its code, such as one that cleans up after KeyboardInterrupt or
+    computes, is stuck only after a second Stop.  A spared rank is not stuck.
     """
     place = sight.place
     if sight.is_spared or not place.is_in_code:
@@ -88,7 +88,7 @@ def is_stuck(sight: InterruptedRank) -> bool:
 
 
 def has_missed_stop(sight: InterruptedRank) -> bool:
-    """Return True if a rank still sleeps in Python code, as if Stop had not reached it; pure.
+    """Return True if a rank still sleeps in its code, as if SIGINT had not reached it; pure.
 
     Python prints and drops exceptions of finalizers and callbacks, KeyboardInterrupt too.
     """
@@ -137,15 +137,15 @@ class _Stopped:
 
     @property
     def waiting_place(self) -> RankPosition | None:
-        """The rank's place while the rank waits in a collective, else None."""
+        """The rank's place while the rank waits in a collective; None at other times."""
         return self._place if self._place.operation and not self.is_over else None
 
     @property
     def may_be_waiting(self) -> bool:
         """Whether the rank does not answer and has hardly run since it was interrupted.
 
-        The rank may wait in a collective on a very busy machine, or it sleeps in C code that holds
-        its GIL, while other ranks wait for it.
+        Such a rank may wait in a collective on a very busy machine, or may sleep in C code that
+        holds the GIL while other ranks wait for the rank.
         """
         return self._place.holds_gil and self._is_asleep and not self.is_over
 
@@ -188,7 +188,7 @@ class _Stopped:
 
 
 class Interrupter:
-    """Interrupts ranks, and watches each of them until it has left its task or is killed.
+    """Interrupts ranks, and watches each rank until the rank has left its task or has exited.
 
     `abort_all` aborts the collectives of all ranks, and returns whether all ranks have answered.
     `report` is called before each abort, with the places of the ranks that are known to wait in a
@@ -202,7 +202,7 @@ class Interrupter:
     ) -> None:
         self._abort_all = abort_all
         self._report = report
-        # By worker, because a rank gets another number when the world is scaled.
+        # By worker, because a worker may get another rank when the world is scaled.
         self._stopped: dict[Worker, _Stopped] = {}
         self._is_aborting = False  # whether `_abort_repeatedly` runs, or will run soon
 
@@ -236,7 +236,7 @@ class Interrupter:
             yield self._abort_repeatedly()
 
     def spare(self, ranks: Iterable[Worker]) -> None:
-        """Do not kill `ranks`, even if they are stuck, unless Stop is pressed again."""
+        """Do not kill interrupted `ranks`, even if they are stuck, unless Stop is pressed again."""
         for rank in ranks:
             if rank in self._stopped:
                 self._stopped[rank].is_spared = True

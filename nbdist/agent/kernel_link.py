@@ -1,7 +1,7 @@
 """An agent's connections to a worker on unix sockets, for tasks, requests and the kernel's iopub.
 
 Jupyter messages of the kernel are validated and turned into the classes of
-`nbdist.output.events`.  `nbdist.agent.worker` uses this file; it runs in the agent.
+`nbdist.output.events`.  Runs in the agent; `nbdist.agent.worker` uses this file.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ ENDING = "`%dist_shutdown` ends all workers."
 class KernelMessage(NamedTuple):
     """A Jupyter message of a worker.
 
-    `number` counts the messages that have a mark in the worker's stdout, 0 for a message without.
-    `extras` is what nbdist's worker has added to the metadata, such as the time of an error;
-    `metadata` has all other entries.
+    `number` is the number of the message's mark in the worker's stdout, 0 without a mark.  `extras`
+    is what nbdist's worker has added to the metadata, such as the time of an error; `metadata` has
+    the other entries.
     """
 
     kind: str
@@ -84,7 +84,7 @@ def message_from(session: Session, frames: list[bytes]) -> KernelMessage | None:
         raw = session.deserialize(session.feed_identities(frames)[1], content=False)
         metadata = {**raw["metadata"]}
         extras = metadata.pop("nbdist", {})
-        # A message keeps its number even if its content is dropped: later output waits for it.
+        # Without content the message still has its number, for which later output waits.
         content = _unpack_content(session, raw["content"])
         is_too_deep = content is None or is_deeper(metadata, MAX_LEVELS)
         return KernelMessage(
@@ -122,9 +122,9 @@ def is_deeper(value: object, levels: int) -> bool:
 
 
 def output_from(message: KernelMessage) -> events.Output | None:
-    """Turn a message into an output; None for kinds that are not relayed, and malformed messages.
+    """Turn a message into an output; None for a kind that is not relayed, or a malformed message.
 
-    A malformed message of a widget becomes a line of output that says so, and so does a message
+    A line of output takes the place of a widget's message that no page could use, and of a message
     that is nested too deep.
     """
     if message.is_too_deep:
@@ -187,7 +187,7 @@ def _tracked(content: Mapping[str, Any]) -> events.Tracked:
         if len(flat) % events.OF_POINT or not all(map(math.isfinite, flat)):
             raise ValueError("points are no numbers")
         steps, *_, odd = (flat[at :: events.OF_POINT] for at in range(events.OF_POINT))
-        # A point of merged steps begins at a multiple of its width, maybe below the limit of steps.
+        # A point of merged steps begins at a multiple of its width, so it may lie below -MAX_STEP.
         if any(abs(step) > 4 * events.MAX_STEP for step in steps):
             raise ValueError("too large a step")
         if any(number < 0 for number in (*flat[1 :: events.OF_POINT], *odd)):
@@ -199,7 +199,7 @@ def _tracked(content: Mapping[str, Any]) -> events.Tracked:
 
 
 def _bundles(content: Mapping[str, Any]) -> tuple[events.MimeBundle, events.MimeBundle]:
-    """Return the data by mime type and the metadata; text that is no string becomes one."""
+    """Return data by mime type, and metadata; texts and images become strings or lists of them."""
     data: dict[str, Any] = {**content["data"]}
     for mime, value in data.items():
         lines = value if isinstance(value, list) else [value]
@@ -211,7 +211,7 @@ def _bundles(content: Mapping[str, Any]) -> tuple[events.MimeBundle, events.Mime
 def _comm(message: KernelMessage) -> events.Output:
     """Turn a message to a widget's model in the page into an output.
 
-    If a message opens a comm that belongs to no widget, a line of output says that ranks cannot.
+    A message that opens a comm of no widget becomes a line which says that ranks cannot do that.
     """
     content, kind = message.content, message.kind
     target = str(content["target_name"]) if kind == "comm_open" else ""
@@ -249,7 +249,7 @@ def _line(text: str) -> events.Display:
 
 
 def user_failure(failure: events.Failure) -> events.Failure:
-    """Return the failure as users see it: without nbdist's frames, and SystemExit as a sentence."""
+    """Return the failure without frames of `HIDDEN_FILES`, and SystemExit as a sentence."""
     plain = ((frame, ANSI.sub("", frame)) for frame in failure.traceback)
     traceback = tuple(
         frame for frame, text in plain if not any(part in text for part in HIDDEN_FILES)
@@ -274,8 +274,8 @@ RETRY_SECONDS = 0.02  # seconds between two `Announce` requests
 class FrameConnection(asyncio.Protocol):
     """The agent's side of a connection to a worker.
 
-    `on_frame` gets each frame, and may raise BadFrame.  `on_lost` is called once,
-    and no frame follows: with the BadFrame, or with None if the connection was closed.
+    `on_frame` gets each frame, and may raise BadFrame.  `on_lost` is called once, after the last
+    frame: with a BadFrame, or with None if the connection was closed.
     """
 
     def __init__(
@@ -305,7 +305,7 @@ class FrameConnection(asyncio.Protocol):
 class KernelClient:
     """The connections to a worker's kernel.
 
-    `on_output` gets each numbered iopub message as an output, or None if the message shows nothing.
+    `on_output` gets the number of each numbered iopub message and its output, None if it has none.
     """
 
     def __init__(
@@ -340,7 +340,7 @@ class KernelClient:
     async def connect(
         self, on_message: Callable[[TaskMessage], None], on_lost: Callable[[BadFrame | None], None]
     ) -> None:
-        """Connect to the worker; on return iopub is subscribed, so no output can be missed.
+        """Connect to the worker, and wait until iopub is subscribed, so that no output is missed.
 
         `on_message` gets the worker's messages about tasks; for `on_lost` see `FrameConnection`.
         If the subscription is not confirmed within `SUBSCRIBE_TIMEOUT`, logs a warning and goes on.
@@ -384,7 +384,7 @@ class KernelClient:
     ) -> control.ControlReply | None:
         """Return the control thread's answer.
 
-        Returns None if there is no answer within `timeout`, or if the worker exits first.
+        Returns None without a connection, without an answer in `timeout`, or if the worker exits.
         """
         if self._control is None:
             return None

@@ -1,4 +1,4 @@
-"""The connection of an agent or head to its notebook, and the event loop that serves it.
+"""The connection of an agent or head to its notebook, and the event loop of the agent or head.
 
 With one machine the agent has this connection; with several machines the head has it, and each
 agent has a `nbdist.cluster.client.HeadLink` instead.
@@ -56,11 +56,11 @@ FIRST_LINE = 200  # characters of a task's title in `WorldInfo`
 class NotebookLink:
     """The connection of a world to the notebook that uses it, if any notebook does.
 
-    If the notebook ends, a world with the `detach` option keeps running.  Its output is then
-    recorded (`WorldRecord`) and replayed to the next notebook that attaches (`Listener`).
+    A world with the `detach` option keeps running if the notebook ends.  Such a world's output is
+    recorded (`WorldRecord`), and replayed to the next notebook that attaches (`Listener`).
 
-    `on_message` gets the notebook's messages.  `shut_down` is called if the notebook ends and the
-    world does not detach, or if a detached world has no workers or `has_machines` returns false.
+    `on_message` gets messages of the notebook.  `shut_down` is called on SIGTERM, if the notebook
+    ends without `detach`, or if a detached world has no workers or, by `has_machines`, no machines.
     """
 
     problem = ""
@@ -80,7 +80,7 @@ class NotebookLink:
         self._on_message, self._shut_down = on_message, shut_down
         self._has_machines = has_machines
         self._record = WorldRecord()
-        # None while detached.
+        # None while detached, and after `close`.
         self._stream: ZMQStream | None = self._connect(folders.NOTEBOOK_SOCKET)
         self.notebook_pid = notebook_pid  # 0 while detached
         self._watched_fds: list[int] = []  # descriptors that become readable when the notebook ends
@@ -93,7 +93,7 @@ class NotebookLink:
         return f"<NotebookLink {at} {self._record}>"
 
     async def open(self) -> None:
-        """Send `Hello`, then watch for the exit of the notebook and for the end of stdin."""
+        """Send `Hello`, then watch for the notebook's exit, the end of stdin, and SIGTERM."""
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._shut_down)
         loop.add_signal_handler(signal.SIGINT, lambda: None)
@@ -115,7 +115,7 @@ class NotebookLink:
         self._stream.send(pack(messages.Hello(__version__, os.getpid(), socket.gethostname())))
 
     def send(self, message: messages.Up) -> None:
-        """Record a message and send it; while detached, do what the notebook would do about it."""
+        """Record a message and send it; while detached, react to outputs in a notebook's place."""
         self._record.record_sent(message)
         if isinstance(message, messages.Outputs):
             self._live_in_flight += 1
@@ -135,7 +135,7 @@ class NotebookLink:
             self._shut_down()
 
     async def close(self) -> None:
-        """Close the connection; queued messages are delivered within `NOTEBOOK_LINK_LINGER`."""
+        """Close the connection; queued messages have `NOTEBOOK_LINK_LINGER` to be delivered."""
         stream, self._stream = self._stream, None  # from here on `_notebook_ended` does nothing
         self._unwatch_all()
         if stream is not None:
@@ -146,7 +146,7 @@ class NotebookLink:
     def _receive(self, message: messages.Down) -> None:
         match message:
             case messages.BatchAcknowledged():
-                # The replayed batches were sent first, and the outbox did not send them.
+                # The first acknowledgements are for replayed batches, unknown to the outbox.
                 if self._replayed_in_flight:
                     self._replayed_in_flight -= 1
                 else:
@@ -239,7 +239,7 @@ class NotebookLink:
         return record.has_world and bool(record.pending_calls or self._has_machines())
 
     def _is_notebook_alive(self) -> bool:
-        """Poll the watched descriptors, because the event loop may not have polled them yet."""
+        """Return True if the notebook runs; polls, as the event loop may notice an exit later."""
         if self._stream is None:
             return False
         poller = select.poll()
@@ -249,7 +249,7 @@ class NotebookLink:
 
     @property
     def ranks(self) -> Collection[int]:
-        """The ranks of the world; empty before it is started."""
+        """The ranks of the world; empty while the world has no workers."""
         return self._record.world.pids.keys()
 
     @property
@@ -277,7 +277,7 @@ class NotebookLink:
         )
 
     async def attach(self, request: Attach) -> Accepted | AttachRefused:
-        """Give the world to a notebook, unless another notebook uses it.
+        """Give the world to a notebook; refuse if another uses it, or the versions differ.
 
         Waits at most `CHANGE_TIMEOUT` until the end of the last notebook is noticed, and until
         workers have started or healed.
@@ -320,7 +320,7 @@ class _Left(Exception):
 class Serving:
     """Carries out an agent's or head's calls in order, and runs other coroutines concurrently.
 
-    `answer` carries out a request and returns the reply; `send` sends the reply to the notebook.
+    `answer` carries out a request and returns the reply; `send` sends the reply.
     """
 
     def __init__(
@@ -338,8 +338,8 @@ class Serving:
         """Serve until `stop` is called, then cancel everything in progress.
 
         Raises the first exception of a task or of an event loop callback.  Such an exception is a
-        bug in nbdist and ends the process.  It is the last line of the process's log, which the
-        notebook shows.
+        bug in nbdist: it ends the process, and its text is the last line of the process's log,
+        which the notebook shows.
         """
         try:
             async with asyncio.TaskGroup() as self._tasks:
@@ -380,7 +380,7 @@ class Serving:
         self._stopped.set()
 
     def on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Stop, because an event loop callback raised.  For `loop.set_exception_handler`."""
+        """Stop because of an error in the event loop; for `loop.set_exception_handler`."""
         loop.default_exception_handler(context)
         self._error = self._error or context.get("exception") or RuntimeError(context["message"])
         self.stop()

@@ -39,15 +39,15 @@ TEXT_KEPT = 4 << 20  # characters of pending text per rank; older text is only i
 SHOWN_KEPT = 64 << 20  # characters of all other pending output; older figures are dropped
 OF_ITEM = 1000  # characters added to the size of each output: many small outputs take time, too
 
-JOINED_AT_MOST = 1 << 16  # characters of an output to which later text of the rank is appended
+JOINED_AT_MOST = 1 << 16  # characters; a text of this length is not extended by later text
 
 
 class Backlog:
     """The pending outputs of all ranks, in order within each rank.
 
-    If the text of a rank exceeds `max_text` characters, or all other output of all ranks together
-    exceeds `max_other` characters, the oldest output is dropped.  A `Skipped` in its place counts
-    the dropped text, displays, errors and messages of widgets.
+    If the text of a rank exceeds `max_text` characters, or the other outputs of all ranks together
+    exceed `max_other` characters, the oldest are dropped.  A `Skipped` in their place counts the
+    dropped text, displays, errors and messages of widgets.
     """
 
     def __init__(self, max_text: int = TEXT_KEPT, max_other: int = SHOWN_KEPT) -> None:
@@ -65,7 +65,7 @@ class Backlog:
         return tuple((rank, *each) for rank, items in self._queues.items() for each in items)
 
     def add(self, rank: int, cell_id: str, output: Output) -> None:
-        """Append an output, then drop older outputs if a limit is exceeded."""
+        """Add an output, in place of its display's pending update; at a limit drop the oldest."""
         queue = self._queues[rank]
         if isinstance(output, DisplayUpdate):
             self._drop_pending_update(queue, output.display_id)
@@ -143,7 +143,7 @@ class Backlog:
         self._queues[rank] = kept
 
     def _drop_other_output(self) -> None:
-        """Drop the oldest non-text output of each rank that exceeds its share of half the limit."""
+        """Drop the oldest non-text outputs of ranks that exceed their share of half the limit."""
         share = self._max_other // 2 // len(self._queues)
         for rank, queue in self._queues.items():
             size = sum(size_of(output) for _, output in queue if not isinstance(output, Text))
@@ -220,8 +220,8 @@ class Outbox:
     def add(self, rank: int, cell_id: str, output: Output) -> None:
         """Queue an output.
 
-        Failures, deaths, input requests and the last `Done` of the running ranks are sent
-        immediately, with all that is pending; other outputs within `BATCH_SECONDS`.
+        Failures, deaths, input requests and the last `Done` of the running ranks are sent at once,
+        other outputs within `BATCH_SECONDS`, unless too many batches are unacknowledged.
         """
         if isinstance(output, Done | Died):
             self._running_ranks.discard(rank)
@@ -233,7 +233,7 @@ class Outbox:
     def acknowledge(self) -> None:
         """Record that the notebook has processed a batch, and send pending output.
 
-        After a large backlog has been sent, return its memory to the machine.
+        After a large backlog was sent and acknowledged, its memory is returned to the machine.
         """
         self._in_flight -= 1
         if self._backlog:
@@ -265,7 +265,7 @@ class Outbox:
 
 
 def deduplicated(items: Iterable[RankOutput]) -> tuple[RankOutput, ...]:
-    """Replace equal texts and equal display data by one object, so that a pickle has it once."""
+    """Return the outputs; equal texts and equal display strings become one object, pickled once."""
     texts: dict[Text, Text] = {}
     values: dict[str, str] = {}
 

@@ -40,9 +40,9 @@ from nbdist.wire.spec import WorkerStart, WorldSpec
 from nbdist.words import word_exit
 
 LONGEST_EXIT, EXIT_STEP = 10.0, 0.05
-"""Seconds: the longest wait of `exit_within`, unless more are allowed, and the shortest poll.
+"""Seconds: the longest wait of `exit_within`, unless more are given, and its shortest step.
 
-The notebook waits longer than that for its agent."""
+The notebook waits longer than `LONGEST_EXIT` for its agent."""
 
 OnExit = Callable[[int], None]
 
@@ -100,7 +100,7 @@ class Children:
 
 
 class WorkerProcess:
-    """A worker's process, which leads a session and a process group; `exited` has its exit code."""
+    """A worker's process, leader of a session and process group; `exited` gets its exit code."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -126,7 +126,7 @@ class WorkerProcess:
     async def exit_within(self, seconds: float) -> None:
         """Wait until the worker exits, but at most `seconds` of the worker's own time (`OwnTime`).
 
-        On a busy machine this takes at most `LONGEST_EXIT`, or `seconds` if that is longer.
+        On a busy machine this takes at most the longer of `LONGEST_EXIT` and `seconds`.
         """
         loop, own_time = asyncio.get_running_loop(), OwnTime(self.pid)
         deadline = loop.time() + max(seconds, LONGEST_EXIT)
@@ -143,7 +143,7 @@ class WorkerProcess:
 
 
 class Spawner:
-    """Starts each worker as a new interpreter, which is slower, but inherits no state by fork."""
+    """Starts each worker as a new interpreter; slower than a fork, but no state is inherited."""
 
     def __init__(self, children: Children) -> None:
         self._children = children
@@ -214,7 +214,7 @@ that has compiled something.  So workers can be forked even if the notebook has 
 
 
 def can_fork_with(environ: Mapping[str, str]) -> bool:
-    """Return True if `environ` agrees with this process, which has started the fork server.
+    """Return True if `environ` agrees with that of this process, which starts the fork server.
 
     Only the variables that torch reads when it is imported are compared.
     """
@@ -269,9 +269,9 @@ class Forker:
         imported.result()
 
     async def start(self, start: WorkerStart, stdout: int, stderr: int) -> WorkerProcess:
-        """Fork a process that becomes the worker; otherwise like `Spawner.start`.
+        """Fork a process that becomes the worker; arguments and errors are as in `Spawner.start`.
 
-        If the fork server is lost, tries once more with a new one.
+        If the fork server is lost, tries once more with a new fork server.
         """
         await self.prepare()
         try:
@@ -294,7 +294,7 @@ class Forker:
         self._pending[number] = forked
         frame = framed(pack(fork_server.Fork(number, start)))
         try:
-            if self._server.socket.fileno() >= 0:  # else `_fail_pending` fails the request
+            if self._server.socket.fileno() >= 0:  # if closed, `_fail_pending` fails the request
                 # Blocks only if the socket's buffer is full, until the server's import is done.
                 sent = socket.send_fds(self._server.socket, [frame], [stdout, stderr])
                 self._server.socket.sendall(frame[sent:])

@@ -4,8 +4,8 @@ If C code holds the GIL, the agent reads the calls from the worker's memory.  Un
 debuggers, that does not disturb the worker.  Before a crash ends the worker, faulthandler writes
 the calls to a file (`nbdist.worker.probe`).
 
-py-spy 0.4.3 was tried instead.  If it does not stop the process, 134 of 200 readings mix two
-stacks.  If it does, epoll_wait in C code fails with EINTR.
+py-spy 0.4.3 was tried instead.  If py-spy does not stop the process, 134 of 200 readings mix two
+stacks.  If py-spy stops the process, epoll_wait in C code fails with EINTR.
 """
 
 from __future__ import annotations
@@ -58,18 +58,18 @@ CELL_RUNNER_FILES = (
     *("/ipykernel/", "/IPython/", "/tornado/", "/traitlets/", "/asyncio/"),
     *("/nbdist/worker/", "/nbdist/agent/", "runpy>", "/runpy.py", "/selectors.py"),
 )
-"""Parts of the names of a kernel's own files, whose code runs cells or waits for a cell."""
+"""Parts of the paths of files whose code runs a kernel's cells, or waits for the next cell."""
 
 
 class StackFile:
-    """A worker's file: where its memory has the calls, and after a crash the calls themselves."""
+    """A worker's file that says where in memory the calls are, and has the calls after a crash."""
 
     def __init__(self, path: str) -> None:
         self._path = Path(path)
         self._reading: asyncio.Future[tuple[FrameInfo, ...]] | None = None
 
     async def sample(self, pid: int, timeout: float) -> tuple[FrameInfo, ...]:
-        """Return the main thread's calls, innermost first; none if they change all the time."""
+        """Return the main thread's calls, innermost first; none if no reading succeeds in time."""
         loop = asyncio.get_running_loop()
         if self._reading is None or self._reading.done():
             deadline = time.monotonic() + timeout
@@ -81,7 +81,7 @@ class StackFile:
         return self._reading.result() if self._reading.done() else ()
 
     def _read_calls(self, pid: int, deadline: float) -> tuple[FrameInfo, ...]:
-        """Read the main thread's calls, again and again until the deadline; runs in a thread."""
+        """Try to read the main thread's calls until the deadline; runs in a thread."""
         try:
             with self._path.open("rb") as file, open(f"/proc/{pid}/mem", "rb", 0) as memory:
                 layout = CallLayout.read(file.readline(MAX_DUMP_BYTES))
@@ -97,7 +97,7 @@ class StackFile:
         return ()
 
     def crash_text(self, exit_code: int, task: Task | None) -> str:
-        """Return the Python stack of a worker that has crashed; "" if it has exited otherwise."""
+        """Return the Python stack that a crashed worker has left; "" if there is none."""
         # The file may also have the crash of a child process, before that of the worker.
         _, start, dump = self._read().rpartition(CRASH)
         if exit_code not in CRASHES or not start:
@@ -141,7 +141,7 @@ def frames_of(calls: tuple[FrameInfo, ...], task: Task | None) -> list[StackFram
 
 
 def user_frames(frames: Iterable[StackFrame]) -> list[StackFrame]:
-    """Return frames from the cell inwards; without a cell, the frames inside those of a kernel."""
+    """Return the user's frames, outermost first: from the cell inwards, or inside a kernel's."""
     outwards = list(frames)
     cells = [index for index, frame in enumerate(outwards) if frame.is_cell]
     if cells:
@@ -155,7 +155,7 @@ def user_frames(frames: Iterable[StackFrame]) -> list[StackFrame]:
 
 
 def with_code(frames: Iterable[StackFrame]) -> tuple[StackFrame, ...]:
-    """Return the frames with their source lines, if these files can be read here."""
+    """Return the frames with their source lines, as far as the files can be read here."""
     completed = []
     for frame in frames:
         if not frame.code and not frame.is_cell:
@@ -184,7 +184,7 @@ make the readings independent, so that 32 of them agree on a mixture once in 4,0
 On a machine without free processors, sleeps would take longer than all readings.
 """
 
-MAX_CALLS, MAX_LETTERS = 2000, 4096  # calls of a thread, and characters of a name
+MAX_CALLS, MAX_LETTERS = 2000, 4096  # calls of a thread, and bytes of a name
 MAX_LINE_TABLE_BYTES = 1 << 20
 
 LARGEST_ADDRESS = 1 << 63
@@ -215,7 +215,7 @@ def calls_in(memory: int, layout: CallLayout) -> tuple[FrameInfo, ...]:
 
 
 def read_stable(read: Callable[[], T]) -> T:
-    """Call `read` at `MIN_EQUAL_READS` random moments; raise Torn if two of its results differ."""
+    """Return the result of `MIN_EQUAL_READS` reads at random moments; raise Torn if two differ."""
     result = read()
     for _ in range(MIN_EQUAL_READS - 1):
         for _ in range(random.randrange(MAX_PAUSE_STEPS)):
@@ -316,7 +316,7 @@ def line_at(table: bytes, first: int, unit: int) -> int:
 
 
 def _read_signed(entry: bytes) -> int:
-    """Return the first number of an entry: 6 bits a byte, lowest first; the lowest is the sign."""
+    """Return an entry's first number: 6 bits a byte, lowest first; the lowest bit is the sign."""
     value = 0
     for place, byte in enumerate(entry):
         value |= (byte & 63) << 6 * place

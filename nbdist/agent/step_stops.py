@@ -58,7 +58,7 @@ def find_stop_step(counts: Iterable[StepCount | None]) -> int:
 def can_wait(count: StepCount | None) -> bool:
     """Return True if a rank with this count lets other ranks go on to a common step; pure.
 
-    Either the rank has succeeded, or its next step, after its last interval, is due about now.
+    Either the rank has succeeded, or by its last interval its next step is due about now.
     """
     if count is None or count.has_succeeded:
         return count is not None
@@ -106,7 +106,7 @@ class StepStops:
         self._spared: set[Worker] = set()  # pending ranks that are to be spared once interrupted
 
     def stop(self, ranks: Collection[Worker]) -> None:
-        """Stop the tasks of ranks: at a common step if all train; at once on a second Stop."""
+        """Stop ranks at a common step; at once on a second Stop, or if there is no such step."""
         busy = {rank: rank.task_id for rank in ranks if rank.task_id}
         if not busy or self._was_stopped(busy):
             self.interrupt(ranks)
@@ -140,10 +140,10 @@ class StepStops:
         self._spawn(self._run_to_step(busy, step, time.monotonic() + seconds))
 
     async def hold(self, ranks: Iterable[Worker]) -> dict[int, StepCount | None]:
-        """Hold ranks at the beginning of their next step; return the number of steps by rank.
+        """Hold ranks at the beginning of their next step; return their counts of steps by rank.
 
         Ranks that have already finished the same task are included.  An idle rank has finished its
-        task while Stop was on its way.  The number is None if a rank did not answer, has died or
+        task while Stop was on its way.  The count is None if a rank did not answer, has died or
         waits for input, or if its task has failed.
         """
         ranks = [*ranks]
@@ -169,7 +169,7 @@ class StepStops:
             self._interrupt_pending(busy)
 
     async def _run_to_step(self, busy: Mapping[Worker, str], step: int, deadline: float) -> None:
-        """Let ranks go on to this step; after the deadline interrupt those that did not stop."""
+        """Let ranks go on to this step; at the deadline or a death, interrupt the late ranks."""
         await _ask_all({rank: StopAtStep(task_id, step) for rank, task_id in busy.items()})
         while (remaining := self._remaining(busy)) and time.monotonic() < deadline:
             if any(rank.state == "dead" for rank in busy):  # others may wait for the rank for ever

@@ -36,7 +36,7 @@ log = logging.getLogger("nbdist.agent")
 
 WORKER_KILL_TIMEOUT = 5.0  # seconds for a killed process to exit
 LOCATE_TIMEOUT = (
-    0.5  # seconds for a worker to answer `LocateMainThread`; else it counts as holding the GIL
+    0.5  # seconds to answer `LocateMainThread`; a slower worker counts as holding the GIL
 )
 LOST_GRACE = 1.0  # seconds for a worker to exit by itself after its task connection was closed
 UNREADABLE = "the agent could not read what it sent"
@@ -54,7 +54,7 @@ Emit = Callable[[int, str, Output], None]
 
 
 class Worker:
-    """A worker process and all that belongs to it; `emit` gets its outputs, in order."""
+    """A worker process and all that belongs to the process; `emit` gets the worker's outputs."""
 
     def __init__(
         self, start: WorkerStart, source: ProcessSource, log_folder: Path | None, emit: Emit
@@ -64,12 +64,12 @@ class Worker:
         self.process: WorkerProcess | None = None
         self.task_id = ""  # of the running task
         self._packed = b""  # the running task
-        # Id and optimizer steps of the last task that has ended; the count is None if it failed.
+        # Id and optimizer steps of the last task that has ended; no steps if the task failed.
         self.finished: tuple[str, control.StepCount | None] = ("", None)
         self.log = WorkerLog(log_folder, start.world.log_limit)
         self.output = WorkerOutput(start.token, self.log, self._handle_item)
         self.stacks = StackFile(start.stack_file)
-        self.last_collective: asyncio.Task[Any] | None = None  # the last query, see `inspect`
+        self.last_collective: asyncio.Task[Any] | None = None  # the last question, by `inspect`
         self.input_requests: dict[int, InputRequest] = {}  # unanswered, by number
         self._emit = emit
         self._errors_sent: set[int] = set()  # the numbers of the task's error messages
@@ -90,12 +90,12 @@ class Worker:
 
     @property
     def pid(self) -> int:
-        """The worker's process id, 0 before it has a process."""
+        """The worker's process id; 0 before the process is started."""
         return self.process.pid if self.process else 0
 
     @property
     def state(self) -> RankState:
-        """The state that `%dist_status` shows; "starting" until the worker's group is formed."""
+        """The state in `%dist_status`; "starting" until the group is formed or the worker exits."""
         if self.process is None or not self.output.ready.is_set():
             return "starting"
         if self.process.exited.done():
@@ -134,11 +134,11 @@ class Worker:
 
     @property
     def task(self) -> Task | None:
-        """The running task, which each call unpacks again; None while idle."""
+        """The running task, which is unpacked at each access; None while idle."""
         return task_from(self._packed) if self.task_id else None
 
     def run(self, run: RunTask) -> None:
-        """Send a packed task to the worker.  Outputs are emitted, and at its end `Done` or `Died`.
+        """Send a packed task to the worker.  Outputs are emitted; `Done` or `Died` ends the task.
 
         If the worker has exited, `Died` is emitted again.
         """
@@ -152,7 +152,7 @@ class Worker:
         self._kernel.send(run.task)
 
     def answer_input(self, reply: InputReply) -> None:
-        """Send a typed reply to the worker, if its input request is still unanswered."""
+        """Send the reply to an input request, if the request is still unanswered."""
         if (request := self.input_requests.pop(reply.number, None)) is None:
             return
         self._kernel.send(reply)
@@ -166,7 +166,7 @@ class Worker:
     async def ask(
         self, request: control.ControlRequest, timeout: float
     ) -> control.ControlReply | None:
-        """Return the control thread's answer; None after `timeout` seconds or the worker's exit."""
+        """Return the control thread's answer; None if no answer comes within `timeout` seconds."""
         if self.process is None:
             return None
         return await self._kernel.ask(request, timeout, self.process.exited)
@@ -174,7 +174,7 @@ class Worker:
     async def ask_or_kill(
         self, request: control.ControlRequest, timeout: float
     ) -> control.ControlReply | None:
-        """Ask the worker; kill it if it answers that only a new process can carry this out."""
+        """Ask as `ask`, but kill a worker which answers that only a new process can do this."""
         answer = await self.ask(request, timeout)
         if isinstance(answer, control.Failed) and answer.unfit:
             await self.kill_unfit(answer.error)
@@ -199,7 +199,7 @@ class Worker:
         self.output.emit(Text("stderr", text))
 
     def kill(self, why: str = "") -> None:
-        """Kill the worker and its child processes; `Died` follows, with `why` of the first call."""
+        """Kill the worker and its child processes; `Died` follows, with the first `why` if any."""
         self.is_killed, self._kill_reason = True, self._kill_reason or why
         if self.process is not None:
             self.process.kill()
@@ -222,7 +222,7 @@ class Worker:
             self.answer_input(InputReply(number))
 
     def status(self) -> WorkerStatus:
-        """Return the status without asking the worker; `nbdist.agent.inspect` adds its answers."""
+        """Return the status without asking the worker; `inspect` adds what the worker answers."""
         return WorkerStatus(
             rank=self.rank,
             pid=self.pid,
@@ -323,7 +323,7 @@ class Worker:
     def _handle_input_request(self, request: InputRequest) -> None:
         """Emit an input request.
 
-        After Stop, answer it by the end of input instead; without a running task, refuse it.
+        After Stop, answer the request by the end of input; without a running task, refuse it.
         """
         self.input_requests[request.number] = request
         if not self.task_id:

@@ -36,12 +36,12 @@ GROUP_START_TIMEOUT = (
     180.0  # seconds to start all workers and form their group; a busy disk is slow
 )
 GROUP_HEAL_TIMEOUT = 30.0  # seconds for survivors and new workers to form their groups
-HELD_TIMEOUT = 10.0  # seconds for a worker to list its groups, which are ignored otherwise
+HELD_TIMEOUT = 10.0  # seconds for a worker to list its groups; a slower worker's groups are ignored
 
 SILENT = "it did not answer while the group was formed"
 ABORT_ANSWER_TIMEOUT = 1.0  # seconds for which `abort` waits for the workers' answers
 HUNG_ABORT_TIMEOUT = 75.0  # seconds for a worker to answer; an abort of nccl may take it 60
-CHECK_TIMEOUT = 1.0  # seconds for a worker to list missing libraries; else none are reported
+CHECK_TIMEOUT = 1.0  # seconds for a worker to list missing libraries; a later list is ignored
 
 
 class WorkerGroup:
@@ -83,7 +83,7 @@ class WorkerGroup:
     async def ask(
         self, ranks: Iterable[int], request: control.ControlRequest, timeout: float
     ) -> dict[Worker, control.ControlReply | None]:
-        """Ask the live workers of `ranks` concurrently; None stands for no answer in time."""
+        """Ask the live workers of `ranks` concurrently; an answer is None if none came in time."""
         alive = self.alive(ranks)
         answers = await asyncio.gather(*(worker.ask(request, timeout) for worker in alive))
         return dict(zip(alive, answers, strict=True))
@@ -107,7 +107,7 @@ class WorkerGroup:
             case node_messages.CallOff(generation) if generation == self._rendezvous.generation:
                 self._rendezvous.cancel_file.touch()
                 for worker in self.all.values():
-                    # A starting worker waits for the others in C++ code, which only a kill ends.
+                    # A starting worker's first wait does not look for the file: end it by a kill.
                     if worker.state == "starting":
                         worker.kill()
             case node_messages.EndRanks(ranks, grace, _):
@@ -121,7 +121,7 @@ class WorkerGroup:
         return None
 
     def _adapt_spec(self, spec: WorldSpec) -> WorldSpec:
-        """Adapt the spec that all nodes share to this node."""
+        """Return the spec that all nodes share, adapted to this node."""
         spec = self.code.with_folder(spec)
         if spec.node is None:
             return spec
@@ -147,7 +147,7 @@ class WorkerGroup:
         return WorldStarted(*self._pids_and_logs(), missing)
 
     def _begin_attempt(self, spec: WorldSpec, attempt: int) -> None:
-        """Make a new store and a new log folder for this start of the world."""
+        """Make a new store, and a new log folder if there are logs, for this start of the world."""
         self._rendezvous.begin_world(attempt)
         if self._run_folder:
             self._run_folder.close()
@@ -245,7 +245,7 @@ class WorkerGroup:
         return problem_in((_word_failed(*each) for each in failed), answers)
 
     def _form_request(self, plan: Form, rank: int) -> control.ControlRequest:
-        """Return the request by which a survivor reconnects its groups, or joins another size."""
+        """Return the request by which a survivor reconnects groups, or forms a default group."""
         spec = plan.spec
         environ = self._rendezvous.environ_of(spec, rank, self._logs_of(rank))
         if plan.groups is not None:
@@ -253,8 +253,7 @@ class WorkerGroup:
         return control.Resize(plan.generation, rank, spec, plan.missing, environ)
 
     async def abort(self, ranks: Iterable[int]) -> bool:
-        """Abort the collectives of `ranks`; return True if all answer within
-        `ABORT_ANSWER_TIMEOUT`.
+        """Abort the collectives of `ranks`; return True if all answer in `ABORT_ANSWER_TIMEOUT`.
 
         A worker is killed if it answers that it cannot abort, even if the answer comes later.
         """
@@ -352,8 +351,8 @@ KILL_STEP = 0.05  # seconds between attempts to kill a worker that is still star
 class HeldPort:
     """The port of MASTER_PORT, reserved for stores that user code or its child processes make.
 
-    The port is bound here, so no other program gets it.  Rank 0 can still listen on the port, any
-    number of times, because this socket and torch's TCPStore both set SO_REUSEADDR.
+    The port is bound here, so that programs which ask for a free port get another port.  Rank 0 can
+    still listen on the port, because this socket and torch's TCPStore both set SO_REUSEADDR.
     """
 
     def __init__(self, address: str = "127.0.0.1") -> None:
@@ -395,7 +394,7 @@ class Rendezvous:
         self._store = os.memfd_create(f"nbdist-store{self.attempt}")
 
     def make_folder(self) -> None:
-        """Make the runtime folder if it was removed; PermissionError if it is another user's."""
+        """Make the runtime folder if it is gone; PermissionError if another user has made it."""
         try:
             self._runtime.mkdir(mode=folders.PRIVATE_FOLDER)
         except FileExistsError:
@@ -456,7 +455,7 @@ class FormingCanceller:
 
     The reasons are a survivor that exits (`exits`) or does not form its groups, and a new worker
     that does not start.  Survivors that wait for others in the store see `file` and give up.  New
-    workers wait in the store in C++ code, so they are killed.
+    workers are killed, because the first wait of a starting worker does not look for `file`.
     """
 
     def __init__(self, file: Path, exits: Sequence[asyncio.Future[int]] = ()) -> None:
@@ -487,7 +486,7 @@ class FormingCanceller:
         return await answer
 
     async def start(self, worker: Worker, timeout: float) -> OSError | None:
-        """Start a worker within `timeout` seconds; else kill it, call off the forming, return why.
+        """Start a worker; on failure or after `timeout` kill it, call off the forming, return why.
 
         Returns None on success, and if the forming was called off because of another worker.
         """
@@ -499,7 +498,7 @@ class FormingCanceller:
             while not start.done():
                 worker.kill()
                 if worker.process is None:
-                    start.cancel()  # a fork may take longer than `timeout`
+                    start.cancel()  # nothing to kill: a fork may take longer than `timeout`
                 await asyncio.wait({start}, timeout=KILL_STEP)
         finally:
             event.cancel()

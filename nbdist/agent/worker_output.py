@@ -1,6 +1,6 @@
-"""A worker's text and messages, merged into one stream in their original order; and its log files.
+"""A worker's text and messages, merged into one stream; and the worker's log files.
 
-Text comes through pipes, messages through sockets; marks in the text are the places of messages.
+Text comes through pipes, messages through sockets; marks in stdout show the places of messages.
 Runs in the agent; `Worker` uses this file.  The log files are ROOT/NAME/attempt_N/RANK/stdout.log
 and stderr.log, and older text is in stdout.log.1 and stderr.log.1.
 """
@@ -30,16 +30,16 @@ log = logging.getLogger("nbdist.agent")
 PIPE_READ_SIZE = 1 << 18
 PIPE_SIZE = 1 << 18  # bytes a rank can write ahead of its agent; all pipes of a user share a quota
 MAX_LAST_LINES, MAX_LAST_LENGTH, MAX_LAST_LINE_LENGTH = 20, 4096, 400
-"""The number of `last_lines`, the characters of each text kept for them, and of `last_line`."""
+"""Limits of `last_lines`, of the characters of each text kept for them, and of `last_line`."""
 
 LOST_AFTER = 5.0  # seconds after its mark until a message that has not arrived counts as lost
-MARK_READS = 16  # so many reads empty any pipe, so they find a mark that was written before
+MARK_READS = 16  # so many reads empty a pipe, so they find a mark that was written before
 
 M = TypeVar("M")
 
 
 class WorkerOutput:
-    """Merges a worker's text and messages, and calls `on_item` with each item in order.
+    """Merges a worker's text and messages, and calls `on_item` with each text or message.
 
     Text is written to the log file first.  `up` is set when the worker's kernel has started,
     `ready` when its group is formed.
@@ -159,13 +159,13 @@ class WorkerOutput:
 
 
 class OutputPipe:
-    """A pipe from the worker; `on_data` is called with all bytes, until the pipe is closed."""
+    """A pipe from the worker; `on_data` is called with the bytes of each reading."""
 
     def __init__(self, on_data: Callable[[bytes], None]) -> None:
         self._on_data = on_data
         self._read_end, self.write_end = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._read_end, False)
-        with suppress(PermissionError):  # the quota is reached: keep the default of 64 KiB
+        with suppress(PermissionError):  # the quota is reached: the pipe keeps its default size
             fcntl.fcntl(self._read_end, fcntl.F_SETPIPE_SZ, PIPE_SIZE)
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._read_end, self.read)
@@ -229,7 +229,7 @@ class Merger(Generic[M]):
     def receive_stderr(self, data: bytes) -> None:
         """Add bytes from file descriptor 2, which are not ordered with those of descriptor 1.
 
-        Their text comes before the first message that has yet to arrive.
+        The text of these bytes is put before the first message that has yet to arrive.
         """
         if text := self._decoders["pipe"].decode(data):
             places = (i for i, item in enumerate(self.queue) if isinstance(item, int))
@@ -319,7 +319,7 @@ class WorkerLog:
 
     Half of the bytes are in the file and half in the earlier file (`.1`); 0 is no limit.  Text is
     written to the file at once, so `tail -f` shows it and it survives the death of any process.
-    After a failed write, as on a full disk, there is one warning and no more log; tasks go on.
+    After a failed write, there is one warning and no more log in this folder; tasks go on.
     """
 
     def __init__(self, folder: Path | None, limit: int = 0) -> None:
@@ -375,7 +375,7 @@ class WorkerLog:
 
 
 class _File:
-    """A log file that is rotated before it exceeds `share` bytes; never if `share` is 0."""
+    """A log file that is rotated at about `share` bytes; never if `share` is 0."""
 
     def __init__(self, path: Path, share: int) -> None:
         self._path = path
@@ -389,7 +389,7 @@ class _File:
 
     def write(self, data: bytes) -> None:
         if self._share and self._size + len(data) > self._share:
-            # Complete the last line in the old file, so that no line is split between the files.
+            # Complete the last line in the old file; only a very long line is split between files.
             line_end = data.find(b"\n") + 1
             if line_end or self._size > self._share + LONGEST_LOGGED:
                 self._append(data[:line_end])
@@ -418,10 +418,10 @@ class _File:
 
 
 class RunFolder:
-    """The log folder of a run, ROOT/NAME; while this is open, no agent removes the folder.
+    """The log folder of a run, ROOT/NAME; until `close` no agent removes the folder as an old run.
 
-    Makes the folder.  Removes old runs below ROOT (`drop_old_runs`) if ROOT is nbdist's own state
-    folder, and never if the user has named ROOT.
+    The constructor makes the folder.  If ROOT is nbdist's own state folder, the constructor also
+    removes old runs below ROOT (`drop_old_runs`).
     """
 
     def __init__(self, root: Path, name: str) -> None:
@@ -436,7 +436,7 @@ class RunFolder:
             for folder in (*reversed(self.path.parents), self.path):
                 if folder.is_relative_to(root) and folder != root:
                     self._make_and_lock(folder)
-        with suppress(OSError):  # also if no folder could be made, as on a full disk
+        with suppress(OSError):  # done also if no folder could be made, as on a full disk
             drop_old_runs(root)
 
     def close(self) -> None:
@@ -459,7 +459,7 @@ class RunFolder:
     def new_attempt(self, number: int) -> Path:
         """Make a folder for a start of the workers, with this number or the next free number.
 
-        If it cannot be made, its path is returned all the same, and `WorkerLog` warns about it.
+        If the folder cannot be made, its path is returned all the same, and `WorkerLog` warns.
         """
         while True:
             folder = self.path / f"attempt_{number}"

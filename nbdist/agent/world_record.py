@@ -1,7 +1,7 @@
-"""The record of a world that an agent or head keeps from the messages to and from the notebook.
+"""The record of a world, which an agent or head makes from messages to and from the notebook.
 
-`NotebookLink` has the record.  The next notebook that attaches gets all of it, and `nbdist mcp`
-gets the last task and the last task that failed.
+`NotebookLink` has the record.  The next notebook that attaches gets the world's state and outputs,
+and `nbdist mcp` gets the last task and the last task that failed.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ TEXT_OF_ALL, TEXT_AT_LEAST = 256 << 20, 1 << 16
 A rank's share is at most `TEXT_KEPT`."""
 
 Changing = messages.StartWorld | messages.StopWorld | messages.Heal | messages.Scale | messages.Grow
-"""The calls after which the world has other workers."""
+"""The calls after which the world may have other workers."""
 
 
 class WorldRecord:
-    """The state of a world, and the outputs of its last task that no notebook has acknowledged.
+    """The state of a world, and the outputs of its last task until a notebook has acknowledged all.
 
     Outputs are only recorded if the world has the `detach` option.
     """
@@ -39,7 +39,7 @@ class WorldRecord:
         self.world = messages.Attached(messages.HandoverState())  # sent to the next notebook
         self.began = time.time()  # when the world or its last task was started
         self.running_ranks: set[int] = set()  # which still run the last task
-        self.pending_calls: dict[int, Changing] = {}  # unanswered calls, by number
+        self.pending_calls: dict[int, Changing] = {}  # calls without an answer, by number
         self._tasks = 0  # how many have begun since the world was started
         self._backlog = Backlog()
         self._lent: dict[str, set[int]] = {}  # by task: ranks whose values no notebook has released
@@ -229,7 +229,7 @@ class WorldRecord:
         return [Outputs(tuple(batch)) for batch in batches if batch]
 
     def pop_unreleased_values(self) -> list[messages.ReleaseRankValues]:
-        """Return the messages by which workers release the values of finished tasks, only once.
+        """Return the messages by which workers release the values of finished tasks, each once.
 
         Called when the notebook that was sent the values has ended.
         """
@@ -244,7 +244,7 @@ MAX_RECORD_LINES, MAX_RECORD_LINE_LENGTH, MAX_RECORD_MESSAGE_LENGTH = 60, 400, 2
 WITH_LINES, MAX_RANK_FAILURES = 8, 256
 """How many failed ranks are kept with the lines of their errors, and how many at all.
 
-The first to fail are kept: among them is the rank whose failure caused the others."""
+The first to fail are kept: probably the rank whose failure caused the others is among them."""
 
 
 @dataclass(slots=True)
@@ -268,7 +268,7 @@ class _TaskRecord:
     def fail(self, rank: int, task_id: str, error: Failure | Died) -> None:
         """Record how a rank failed in this task, or how it died after the task.
 
-        Later failures of the same rank, and failures in other tasks, are ignored.
+        Later failures of a rank, failures in other tasks, and those beyond the limit are ignored.
         """
         if task_id in ("", self.run.id) and len(self.troubles) < MAX_RANK_FAILURES:
             kept = shortened(error, has_lines=len(self.troubles) < WITH_LINES)
@@ -294,7 +294,7 @@ def _as_stacks(places: Mapping[int, RankPosition]) -> tuple[Stack, ...]:
 
 
 def shortened(error: RankError, *, has_lines: bool) -> RankError:
-    """Return a copy of an error with its message cut; it keeps its last lines if `has_lines`."""
+    """Return a copy of an error, cut to the limits; the copy has no lines unless `has_lines`."""
     if isinstance(error, Died):
         return error._replace(last_lines=_cut(error.last_lines) if has_lines else ())
     lines = [line for frame in error.traceback for line in frame.splitlines()]

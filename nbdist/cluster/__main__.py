@@ -1,7 +1,7 @@
 """The head's process: `python -m nbdist.cluster RUNTIME_FOLDER NOTEBOOK_PID`.
 
-The notebook starts the head with a pipe as stdin, which is closed when the notebook ends. If the
-world is detached the head goes on then, and the next notebook attaches to the head.
+The notebook starts the head with a pipe as stdin, which closes when the notebook ends.  If the
+world then detaches, the head keeps running, and another notebook can attach.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from pathlib import Path
 from nbdist.agent.fork_server import start_guarded
 
 COMMANDS_GRACE = 3.0
-"""Seconds for `srun` and similar commands to end, with their agents, after a head was killed.
+"""Seconds for `srun` and similar commands to exit, with their agents, after the head has ended.
 
-After that they get SIGTERM, and have as long again. The guard gives the head as much more time to
-exit after its notebook.
+Commands that still run then get SIGTERM, and as many seconds again.  The guard kills a head that
+hangs for `AGENT_GRACE` and twice these seconds after its notebook's exit.
 """
 
 
 def main() -> None:
-    """Run a head until its world ends."""
+    """Run a head until the head is shut down."""
     runtime, notebook_pid = Path(sys.argv[1]), int(sys.argv[2])
     guard, _ = start_guarded(runtime, notebook_pid, fork_server=False, grace=COMMANDS_GRACE)
     from nbdist.agent.notebook_link import run

@@ -1,8 +1,8 @@
 """The link of an agent, on one of several machines, to the head of its world.
 
 If the connection is lost, libzmq connects again, and both ends resend messages that the other end
-may have missed. If the head has ended, or stdin is closed, the agent exits. This file also finds
-the address by which an agent reaches its head.
+may have missed.  The agent exits if the head has ended, if the connection stays lost, or if the
+pipe at its stdin closes.  `find_route` finds the address by which an agent reaches its head.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ from nbdist.wire.transfer import (
 )
 from nbdist.wire.work import task_from
 
-TICKET_TIMEOUT = 60.0  # seconds for the ticket to arrive; a user may have to type it
-HEAD_LINK_LINGER = 500  # milliseconds for the last messages to reach the head
+TICKET_TIMEOUT = 60.0  # seconds for the ticket to arrive on stdin
+HEAD_LINK_LINGER = 500  # milliseconds after `close` for messages to reach the head
 
 
 def read_ticket() -> Ticket:
@@ -82,9 +82,9 @@ def read_ticket() -> Ticket:
 
 
 class HeadLink:
-    """Sends messages to the head, and passes the head's messages to the agent.
+    """Sends messages to the head, and passes the head's messages for the agent to `on_message`.
 
-    `problem` says why the agent gave the connection up, "" if it did not.
+    `problem` says why the agent has given the connection up, "" if the agent has not.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class HeadLink:
         leave: Callable[[], None],
         guard: Guard | None = None,
     ) -> None:
-        """`port` is the MASTER_PORT that is bound here."""
+        """`port` is the port reserved here for MASTER_PORT; `leave` makes the agent exit."""
         self._route = route
         head_endpoint = endpoint(route.address, route.ticket.port)
         self._head_address = head_endpoint.removeprefix("tcp://")
@@ -129,7 +129,7 @@ class HeadLink:
         self._link.on_recv(self._handle_frames, copy=False)
 
     async def open(self) -> None:
-        """Send this agent's hello; exit if the link is lost, stdin is closed, or at SIGTERM."""
+        """Send this agent's hello, and watch for the end of the link or of stdin, and SIGTERM."""
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._leave)
         loop.add_signal_handler(signal.SIGINT, lambda: None)
@@ -153,9 +153,9 @@ class HeadLink:
         self._link.send_multipart(self._numbered.message(node_frames(message)), copy=False)
 
     async def ask_store(self, operation: Operation) -> StoreReply:
-        """Return the answer of the head's store.
+        """Return the answer of the head's store to an operation.
 
-        If the head has ended, this waits until the agent exits.
+        If the head has ended, the call waits until the agent exits.
         """
         number = next(self._numbers)
         answer: asyncio.Future[StoreReply] = asyncio.get_running_loop().create_future()
@@ -191,7 +191,7 @@ class HeadLink:
                 self._link.send_multipart(frames, copy=False)
 
     def _start_lost_timer(self) -> None:
-        """Give up if libzmq does not reconnect in time, or at once if no process listens there."""
+        """Give up if libzmq does not reconnect in time, or at once if the head's port is closed."""
         loop = asyncio.get_running_loop()
         if self._lost_timer is None:
             timeout = self._route.ticket.link_timeout
@@ -202,7 +202,7 @@ class HeadLink:
 
     async def _probe_head(self) -> None:
         result = await _connect(self._route.address, self._route.ticket.port, HEAD_REACH_TIMEOUT)
-        if isinstance(result, ConnectionRefusedError):  # no process listens on that port
+        if isinstance(result, ConnectionRefusedError):  # no process listens on the head's port
             self._give_up()
 
     def _give_up(self, problem: str = "") -> None:
@@ -211,7 +211,7 @@ class HeadLink:
         self._leave()
 
     async def close(self) -> None:
-        """Close the link; sent messages have `HEAD_LINK_LINGER` to arrive."""
+        """Report the end of the agent, and close the link; see `HEAD_LINK_LINGER`."""
         if self._lost_timer is not None:
             self._lost_timer.cancel()
         if self._probing is not None:
@@ -251,7 +251,7 @@ class HeadLink:
             case Drop(path):
                 self.memory.drop([path])
             case RunTask() as run:
-                # The task refers to the notebook's memory, of which copies have been made here.
+                # The task refers to shared memory of the notebook: let it refer to the copies here.
                 if places := self.memory.places(run.segments):
                     run = run._replace(task=pack(task_from(run.task).moved(places)))
                 self._on_message(run)
@@ -261,19 +261,19 @@ class HeadLink:
 
 
 WAY_TIMEOUT = 5.0  # seconds for an address of the head to answer
-ORDER_GRACE = 0.2  # further seconds for an address that is before the quickest in order
+ORDER_GRACE = 0.2  # further seconds for addresses that the ticket lists before the quickest
 HEAD_REACH_TIMEOUT = 4.0  # seconds for a machine to answer: enough for two lost packets
 
 
 class NoWay(OSError):
-    """No address of the head can be reached; the message names each with its port, and why."""
+    """No address of the head can be reached; the message has each address, port and error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How an agent reaches its head: by this `address` of the ticket, from `local_address`.
+    """The route from an agent to its head: to `address` of the ticket, from `local_address`.
 
-    `number` is the number of the node, -1 if the head has to choose one.
+    `number` is the number of the node, -1 if the head has to choose a number.
     """
 
     ticket: Ticket
@@ -283,11 +283,11 @@ class Way:
 
 
 def find_route(ticket: Ticket, number: int = -1) -> Way:
-    """Connect to all addresses at once, and choose the first in their order that answers.
+    """Return the route by the first address of the ticket that answers; all are tried at once.
 
-    An earlier address has `ORDER_GRACE` seconds more than the quickest: on the head's own machine
-    all addresses answer, even bridges of containers, which reach no other machine. Raises NoWay
-    after `WAY_TIMEOUT` seconds, or as soon as all addresses have refused.
+    Once an address answers, the others have `ORDER_GRACE` seconds more: on the head's own machine
+    even bridges of containers answer, which other machines cannot reach.  Raises NoWay after
+    `WAY_TIMEOUT` seconds, or as soon as all addresses have failed.
     """
     return asyncio.run(_find_route(ticket, number))
 
@@ -314,17 +314,17 @@ async def _find_route(ticket: Ticket, number: int) -> Way:
 async def first_unreached(
     targets: Sequence[ProbeTarget], timeout: float = HEAD_REACH_TIMEOUT
 ) -> str:
-    """Connect to all targets at once; return a target that was not reached, and why, or ""."""
+    """Connect to all targets at once; return the first that was not reached and why, or ""."""
     errors = await asyncio.gather(*(_connect(to.address, to.port, timeout) for to in targets))
     for peer, error in zip(targets, errors, strict=True):
-        # A machine that refuses was reached; nothing listens on that port.
+        # A machine that refuses the connection was reached: nothing listens on the probed port.
         if isinstance(error, OSError) and not isinstance(error, ConnectionRefusedError):
             return f"{peer.name} at {peer.address}:{peer.port}: {_error_text(error, timeout)}"
     return ""
 
 
 async def _connect(address: str, port: int, timeout: float) -> str | OSError:
-    """Try a connection; return this machine's address on that route, or the error."""
+    """Try to connect; return this machine's address in the connection, or the error."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_STREAM) as attempt:

@@ -1,7 +1,7 @@
 """The head of a world of several machines: the notebook talks to it as to a single agent.
 
-Runs in a process of its own on the notebook's machine.  `GroupFormation` decides what all machines
-have to agree on, here as in the agent of a single machine.
+Runs in a process of its own on the notebook's machine.  `GroupFormation` starts, heals and
+scales the world, as in the agent of a world on one machine.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ class Head:
         self._started_workers: dict[int, int] = {}
         self._progress = ""
         self._task_of: dict[int, str] = {}
-        self._last_task: dict[int, str] = {}  # as `_task_of`, but also of ranks that have finished
-        self._stopped_tasks: dict[int, str] = {}  # by rank, the last task in which Stop was pressed
-        # By rank, the task for which the head still decides at which step it is to stop.
+        self._last_task: dict[int, str] = {}  # as `_task_of`, but kept when a rank has finished
+        self._stopped_tasks: dict[int, str] = {}  # by rank, its task at the last Stop, or ""
+        # By rank, the task that will be stopped once the head has decided at which step.
         self._pending_stops: dict[int, str] = {}
-        self._spared: set[int] = set()  # ranks of such tasks that are to be spared
+        self._spared: set[int] = set()  # ranks with such a task that Stop must not kill
         self._batch_senders: deque[Node | None] = deque()
         self._serving = Serving(self._execute, self._send)
         self._transfers = BulkTransfers(
@@ -94,7 +94,7 @@ class Head:
         return f"<Head {os.getpid()} of {len(self._node_of)} ranks, {self._pool}>"
 
     async def serve(self) -> None:
-        """Serve until the world ends, then shut all agents down and remove all files."""
+        """Serve until the head is shut down; then shut down all agents, and close connections."""
         asyncio.get_running_loop().set_exception_handler(self._serving.on_loop_error)
         await self._listener.open()
         await self._notebook.open()
@@ -121,7 +121,7 @@ class Head:
         return {rank: self._nodes[number].name for rank, number in self._node_of.items()}
 
     def _parts(self, ranks: Iterable[int]) -> dict[Node, tuple[int, ...]]:
-        """Group ranks by their nodes."""
+        """Return the ranks by node; ranks without a node are left out."""
         parts = group_by_node(ranks, self._node_of)
         return {self._nodes[number]: part for number, part in parts.items()}
 
@@ -158,7 +158,7 @@ class Head:
             case messages.AbortRanks(ranks):
                 self._forward(message, ranks)
             case messages.SpareRanks(ranks):
-                # The nodes would not know which Stop is meant before they are told to interrupt.
+                # A node learns of this Stop only by `InterruptAt`: until then note its ranks here.
                 waiting = self._pending_stops.keys() & ranks
                 self._spared |= waiting
                 self._forward(message, [rank for rank in ranks if rank not in waiting])
@@ -178,8 +178,8 @@ class Head:
                 return await self._start(spec)
             case messages.StopWorld(grace):
                 if self._pool is not None:
-                    # First drop tasks and outputs that wait; afterwards drop outputs that the ranks
-                    # have sent while they were stopped.
+                    # First drop tasks and outputs that wait for values; after the stop drop outputs
+                    # that the ranks have sent meanwhile.
                     self._transfers.forget_tasks()
                     await self._pool.forming.stop(grace)
                     self._transfers.forget_tasks()
@@ -214,7 +214,7 @@ class Head:
                 self._report_dead(node, part)
 
     def _interrupt(self, ranks: Collection[int]) -> None:
-        """Interrupt ranks at a common step if all train; at once if Stop is pressed again."""
+        """Interrupt ranks at a common step if possible; at once if not, or if Stop comes again."""
         tasks = {rank: self._task_of.get(rank, "") for rank in ranks}
         self._spared.difference_update(ranks)
         if any(task and self._stopped_tasks.get(rank) == task for rank, task in tasks.items()):
@@ -228,7 +228,7 @@ class Head:
 
     async def _interrupt_at_common_step(self, tasks: Mapping[int, str]) -> None:
         deadline = time.monotonic() + STEP_TIMEOUT
-        # Ranks that have finished the task are asked, too: their step counts matter.
+        # Ranks that have finished the task are asked too: the others must make as many steps.
         ranks = [rank for rank, task in self._last_task.items() if task in tasks.values()]
         parts = self._parts(ranks).items()
         holding = asyncio.gather(*(node.execute(HoldRanks(part)) for node, part in parts))
@@ -236,7 +236,7 @@ class Head:
         with suppress(TimeoutError):
             answers = await asyncio.wait_for(holding, NODE_TIMEOUT)
             counts = {rank: count for rank_counts in answers for rank, count in rank_counts.items()}
-        # A second Stop has already interrupted its ranks.
+        # Ranks that a second Stop has interrupted meanwhile are no longer pending.
         pending = [rank for rank, task in tasks.items() if self._pending_stops.get(rank) == task]
         running = [rank for rank in pending if self._task_of.get(rank, "") == tasks[rank]]
         seconds = deadline - time.monotonic()
@@ -289,7 +289,7 @@ class Head:
         node.send(messages.AgentReply(number, await self._store.ask(operation)))
 
     def _show(self, outputs: messages.Outputs, node: Node | None) -> None:
-        """Forward a batch, and record its sender: batches are acknowledged in this order."""
+        """Send a batch to the notebook; record its sender: acknowledgements keep the order."""
         for rank, task, output in outputs.items:
             if isinstance(output, Done | Died) and self._task_of.get(rank) == task:
                 del self._task_of[rank]
@@ -374,7 +374,7 @@ class Head:
             raise CannotStart(reply.host, why)
 
     async def _close_pool(self) -> None:
-        """Shut all agents down.  Until then agents without workers stay for the next world."""
+        """Shut all agents down; the end of a world alone leaves them for the next world."""
         pool, self._pool = self._pool, None
         self._node_of.clear()
         self._transfers.close()
@@ -386,7 +386,7 @@ class Head:
     async def _change(
         self, request: messages.Heal | messages.Scale | messages.Grow
     ) -> messages.Reply:
-        """Heal or resize the world; return None if there is none."""
+        """Heal or resize the world; return None if no world was started."""
         if (pool := self._pool) is None or (spec := pool.forming.spec) is None:
             return None
         if isinstance(request, messages.Heal):
@@ -394,18 +394,18 @@ class Head:
         else:
             healed = await self._resize(request, pool, spec)
         self._node_of = nodes_of(healed.spec)
-        # The hosts are reported too if the world could not be changed as asked.
+        # Report the hosts even if the change failed: ranks may have moved.
         return replace(healed, hosts=self._hosts, rejoin_hint=pool.word_rejoin_hint())
 
     async def _heal(self, pool: NodePool, spec: WorldSpec) -> messages.Healed:
-        """Form a group of all ranks that have a node, even if further nodes are lost meanwhile."""
+        """Heal the world without its lost nodes; try again if further nodes are lost meanwhile."""
         forming = pool.forming
         for _ in range(1 + len(pool.nodes)):  # a node may be lost in each round
             nodes = pool.present_nodes
             spec = forming.spec or spec
             size = spec.world_size
             spec, keep = without_lost_nodes(spec, pool.config, nodes)
-            with suppress(CannotStart):  # workers on that node will report what they lack
+            with suppress(CannotStart):  # cells on the node will report what they lack
                 await self._send_code()
             if not keep:
                 state = *forming.pids_and_logs(), forming.spec or spec
@@ -422,7 +422,7 @@ class Head:
     async def _resize(
         self, request: messages.Scale | messages.Grow, pool: NodePool, before: WorldSpec
     ) -> messages.Healed:
-        """Change the number of ranks as requested, or to use machines that have joined."""
+        """Change the number of ranks to the requested number, or to use machines that joined."""
         size, keep = before.world_size, tuple(range(before.world_size))
         try:
             if isinstance(request, messages.Scale):
@@ -441,7 +441,7 @@ class Head:
         return await pool.forming.scale(spec, keep)
 
 
-NODE_STATUS_TIMEOUT = 5.0  # seconds for nodes to describe their ranks: longer than an agent takes
+NODE_STATUS_TIMEOUT = 5.0  # seconds for a node to answer: longer than an agent takes
 
 RanksByNode = Mapping[Node, tuple[int, ...]]
 """Nodes, with the ranks of each node that a question is about."""
@@ -458,14 +458,14 @@ async def ask(node: Node, request: messages.RequestBody) -> Any:
 async def rows_of(
     nodes: Iterable[Node], request: messages.GetStatus | messages.OfEachRank
 ) -> tuple[Any, ...]:
-    """Return what the nodes report on each rank, by rank; nodes that do not answer are left out."""
+    """Return the nodes' reports on their ranks, sorted by rank; silent nodes are left out."""
     replies = await asyncio.gather(*(ask(node, request) for node in nodes))
     rows = (row for rows in replies for row in rows or ())
     return tuple(sorted(rows, key=lambda row: int(row.rank)))
 
 
 async def first_answer(parts: RanksByNode, consult: messages.Consult) -> Any:
-    """Send the question to each node; return the first answer that is not empty, or None."""
+    """Ask each node; return the first answer that is not empty, or the last if all are empty."""
     requests = [ask(node, consult._replace(ranks=ranks)) for node, ranks in parts.items()]
     answer = None
     for each in asyncio.as_completed(requests):
@@ -474,7 +474,7 @@ async def first_answer(parts: RanksByNode, consult: messages.Consult) -> Any:
 
 
 def on_head_clock(outputs: messages.Outputs, offset_ns: int) -> messages.Outputs:
-    """Convert the times of failures to the head's clock, so that nodes can be compared."""
+    """Return the outputs with times of errors and deaths on the head's clock, to compare nodes."""
     return messages.Outputs(
         tuple(
             (rank, task, output._replace(time_ns=output.time_ns - offset_ns))
@@ -486,6 +486,6 @@ def on_head_clock(outputs: messages.Outputs, offset_ns: int) -> messages.Outputs
 
 
 def displayed_only(outputs: messages.Outputs) -> messages.Outputs:
-    """Keep only printed and displayed output: the ranks of a lost machine are reported dead."""
+    """Return only printed and displayed output: ranks of a lost machine are already dead."""
     shown = Text | Display | DisplayUpdate | Clear
     return messages.Outputs(tuple(each for each in outputs.items if isinstance(each[2], shown)))

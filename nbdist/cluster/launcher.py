@@ -1,8 +1,8 @@
-"""Launchers start an agent on each machine and notice when the agent ends: ssh and `nbdist join`.
+"""Launchers, which start an agent on each machine; here the launchers `ssh` and `join`.
 
-They run in the head, which finds them among the entry points `nbdist.launchers`. A launcher runs
-`agent_command` on a machine with the ticket on stdin; the agent then connects to the head by
-itself, and exits when its stdin is closed.
+Launchers run in the head, which finds them among the entry points `nbdist.launchers`.  A launcher
+has `agent_command` run on each machine with the ticket on stdin; the agent then connects to the
+head by itself, and exits when its stdin is closed.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from nbdist.cluster.ticket import (
 )
 from nbdist.config import WorldConfig
 from nbdist.system.processes import MODULE_OPTIONS, Child
-from nbdist.system.processes import agent_command as agent_command  # for launchers of plugins
+from nbdist.system.processes import agent_command as agent_command  # used by launchers of plugins
 from nbdist.topology import Host
 
 AGENTS_ARRIVE_TIMEOUT = 60.0  # seconds for a started agent to connect: Python has to start first
-LAUNCHER_KILL_TIMEOUT = 2.0  # seconds for a killed process to exit
+LAUNCHER_KILL_TIMEOUT = 2.0  # seconds for a process to exit after a signal
 
 
 class LaunchError(Exception):
-    """No agent can be started; the message says why, and the remedy."""
+    """No agent can be started; the message says why."""
 
 
 class LauncherProcess(ABC):
-    """A local process that ends when its agents on other machines end, and the other way round.
+    """A local process, such as `ssh`, that ends with its agents, and whose end ends its agents.
 
     `command` has started the agent of `host`; `host` is "" if the process stands for several hosts.
     """
@@ -52,29 +52,29 @@ class LauncherProcess(ABC):
         """Return a descriptor that becomes readable when the process has ended."""
 
     def exit_code(self) -> int | None:
-        """Return the exit code; None while it runs."""
+        """Return the exit code; None while the process runs, and by default."""
         return None
 
     def last_lines(self) -> list[str]:
-        """Return the last lines that the process has written."""
+        """Return the last lines that the process has written; by default none."""
         return []
 
     def complaint(self) -> str:
-        """Return a line on why the process has ended; "" if its last lines say why."""
+        """Return a line for the user on why the process has ended, or ""; by default ""."""
         return ""
 
     @abstractmethod
     def end(self, timeout: float) -> None:
-        """Close stdin, and kill the process after `timeout` seconds; called in a thread."""
+        """Close stdin, and end a process that runs `timeout` seconds longer; called in a thread."""
 
     @abstractmethod
     def close(self) -> None:
-        """Close all descriptors; called after `end`."""
+        """Close all descriptors, after the process has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """The processes that a launcher has started, and the number of agents that will connect.
+    """The processes that a launcher has started, and the number of agents to wait for.
 
     `hosts` are the agents' names by node number, if they are known. The agents must connect within
     `arrive_timeout` seconds. `invitation` is a command that the user has to run on each machine,
@@ -89,20 +89,20 @@ class Launched:
     arrive_timeout: float = AGENTS_ARRIVE_TIMEOUT
     again: Callable[[int], LauncherProcess] | None = None
     news: Callable[[], str] = str
-    """Returns what agents that have not connected wait for, "" if nothing is known."""
+    """Returns a line on why missing agents have to wait, as in a queue; "" if nothing is known."""
     close: Callable[[], object] = str
-    """Removes leftovers when the world ends; called in a thread."""
+    """Removes leftovers after all processes have ended; called in a thread."""
 
 
 class Launcher(Protocol):
-    """Starts agents; each world makes a new launcher."""
+    """Starts the agents of a world; each `NodePool` makes a new launcher."""
 
     def launch(self, config: WorldConfig, ticket: Ticket, folder: Path) -> Launched:
         """Start an agent on each machine, with logs in `folder`; raises LaunchError or OSError."""
 
 
 def find_launcher(name: str) -> Launcher:
-    """Return a new launcher of that name; raises LaunchError if its module cannot be imported."""
+    """Return a new launcher of that name; raises LaunchError if its class cannot be imported."""
     try:
         launcher = plugins.entry_points(plugins.LAUNCHERS_GROUP)[name].load()
     except (ImportError, AttributeError) as error:
@@ -111,7 +111,7 @@ def find_launcher(name: str) -> Launcher:
 
 
 class AgentCommand(Child, LauncherProcess):
-    """Agents that exit when a local command's stdin is closed: `ssh`, `srun`, an interpreter."""
+    """A local command whose agents exit when its stdin closes: `ssh`, `srun`, an interpreter."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class AgentCommand(Child, LauncherProcess):
         folder: Path,
         environ: Mapping[str, str] | None = None,
     ) -> None:
-        """Start the command and write the ticket to its stdin; OSError if it cannot start."""
+        """Start the command, and write the ticket to its stdin; OSError if it cannot start."""
         super().__init__(host, command, folder / f"{host.replace('/', '_')}.log", environ)
         assert self._process.stdin is not None
         # If the command has ended at once, its exit code and last lines say why.
@@ -141,9 +141,9 @@ class AgentCommand(Child, LauncherProcess):
 
 SSH_CONNECT_TIMEOUT = 5  # seconds for a host to answer
 ALIVE_EVERY = 15
-"""Seconds of silence after which ssh asks the host for an answer; ssh ends after three times.
+"""Seconds of silence after which ssh asks the host for an answer; ssh ends after three in vain.
 
-A longer link timeout replaces this, so that ssh does not end before the head counts a host as lost.
+A longer `link_timeout` is used instead: ssh must not end before the head counts a host as lost.
 """
 
 
@@ -151,7 +151,7 @@ class SshLauncher:
     """The launcher of `--launcher ssh`, and of `--hosts`."""
 
     def launch(self, config: WorldConfig, ticket: Ticket, folder: Path) -> Launched:
-        """Start an agent on each host; on this machine without ssh, which may have no server."""
+        """Start an agent on each host by ssh; on this machine, which may lack sshd, directly."""
         hosts = config.named_hosts
 
         def start(number: int) -> AgentCommand:
@@ -167,9 +167,9 @@ class SshLauncher:
 
 
 def is_this_machine(host: Host) -> bool:
-    """Return True for a name or an address of this machine, without asking a name server.
+    """Return True if a host's name or address is this machine's; no name server is asked.
 
-    A host with a user is another machine: ssh logs in as that user.
+    A host with a user counts as another machine: ssh logs in as that user.
     """
     name = socket.gethostname().lower()
     names = {"localhost", name, name.partition(".")[0]}
@@ -198,9 +198,9 @@ class JoinLauncher:
     """The launcher of `--launcher join`."""
 
     def launch(self, config: WorldConfig, ticket: Ticket, folder: Path) -> Launched:
-        """Write the world's key for `nbdist join`; the head waits for `min_nodes` machines.
+        """Write the ticket to a file for `nbdist join`; the head waits for `min_nodes` machines.
 
-        The key is in the user's state folder while the world exists.
+        The file is in the user's state folder, and is removed when the world ends.
         """
         drop_dead_join_keys()
         key, invitation = write_join_key(ticket), f"nbdist join {place_of(ticket)}"
@@ -227,11 +227,11 @@ _FAILURE_REASONS = {
     r"(?:exec: )?(\S+): Permission denied": "{0} cannot be executed there: {named_by}",
     r"^nbdist: (.*)": "{0}",
 }
-"""Lines of ssh, a shell and Python, and the reason that users read; the first match counts."""
+"""By pattern of a line of ssh, a shell, Python or nbdist: the reason that users read."""
 
 
 def why_refused(host: str, lines: Sequence[str], command: str = "") -> str:
-    """Return the first known reason in the last lines of `command`, with a remedy; else ""."""
+    """Return the reason by the first of `_FAILURE_REASONS` that fits the lines; "" if none fits."""
     text = "\n".join(lines)
     for pattern, reason in _FAILURE_REASONS.items():
         if match := re.search(pattern, text, re.MULTILINE):

@@ -1,6 +1,6 @@
 """A machine of a world as the head sees it, and the placing of ranks on machines.
 
-`Node` is the link to its agent; the functions decide which ranks are placed where.
+`Node` sends requests to the machine's agent; functions place ranks and compare versions.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ T = TypeVar("T")
 
 
 class NodeLost(Exception):
-    """The node was lost; the message says how that was noticed."""
+    """A node is lost, or did not answer in time; the message says which."""
 
 
 class Node:
     """A node of a world: sends messages and requests to its agent, and records its state.
 
-    `number` counts the nodes from 0, `name` is the user's name for the machine, `offset_ns` is how
-    far its clock is ahead of this machine's. `lost` says how the node was lost, "" if it is not.
+    `name` is the machine's name in messages, and `offset_ns` the nanoseconds by which its clock is
+    ahead of this machine's clock.  `lost` says how the node was lost, "" if the node is not lost.
     """
 
     def __init__(
@@ -77,12 +77,12 @@ class Node:
         return f"<Node {self.number} {self.name} {state}>"
 
     def send(self, message: NodeDown) -> None:
-        """Send a message to the agent; drop it if the node is lost."""
+        """Send a message to the agent; drop the message if the node is lost."""
         if not self.lost:
             self._send(message)
 
     async def ask(self, request: RequestBody | PartRequest[Any], timeout: float) -> Any:
-        """Send a request of the notebook or the head, and return the reply; raises NodeLost."""
+        """Send a request, and return the reply; raises NodeLost, also after `timeout` seconds."""
         if self.lost:
             raise NodeLost(self.lost)
         number = next(self._request_numbers)
@@ -97,20 +97,20 @@ class Node:
             del self._pending[number]
 
     def resolve_request(self, number: int, reply: Reply) -> None:
-        """Give the reply to the pending request of that number, if it still waits."""
+        """Pass a reply to the call of `ask` with this number, if the call still waits."""
         answer = self._pending.get(number)
         if answer is not None and not answer.done():
             answer.set_result(reply)
 
     def mark_lost(self, why: str) -> None:
-        """Record why the node was lost; its pending requests raise NodeLost."""
+        """Record why the node was lost, if no reason is known yet; pending calls raise NodeLost."""
         self.lost = self.lost or why
         for answer in [*self._pending.values()]:
             if not answer.done():
                 answer.set_exception(NodeLost(self.lost))
 
     async def measure_clock(self) -> None:
-        """Measure how far the node's clock is ahead; raises NodeLost."""
+        """Set `offset_ns` from a few readings of the node's clock; raises NodeLost."""
         shortest_ns, request = float("inf"), GetClock()
         for _ in range(CLOCK_TRIES):
             sent_ns, began_ns = time.time_ns(), time.monotonic_ns()
@@ -120,9 +120,9 @@ class Node:
                 shortest_ns, self.offset_ns = round_trip_ns, node_ns - sent_ns - round_trip_ns // 2
 
     async def execute(self, request: PartRequest[T]) -> T:
-        """Let the node carry out its part of a change of the world; return its reply.
+        """Send the node a request, and return the reply; without a reply, `request.lost_answer`.
 
-        `nbdist.agent.group_formation` calls this. If the node is lost, return `request.lost(why)`.
+        Requests that start, end or renumber ranks also change `ranks`.
         """
         match request:
             case StartPart() | Form():
@@ -143,15 +143,15 @@ class Node:
         return reply  # type: ignore[no-any-return]
 
 
-# --- placing ranks, and checks of machines before -------------------------------------------------
+# --- placing ranks, and checking machines ---------------------------------------------------------
 
 
 class NoSlots(ValueError):
-    """Machines have too few slots for the ranks; the message says how many each has."""
+    """The machines lack slots, GPUs or nccl for the ranks; the message says what is missing."""
 
 
 def room_of(config: WorldConfig, nodes: Sequence[Node]) -> dict[int, int]:
-    """Return the number of workers for which each node has room, by its number.
+    """Return by node number for how many workers the node has room.
 
     Raises NoSlots if a node lacks a GPU that an option asks for.
     """
@@ -177,7 +177,7 @@ def lack_of_room(config: WorldConfig, node: Node) -> str:
 
 
 def _gpus(config: WorldConfig, node: Node) -> tuple[str, ...]:
-    """Return the node's GPUs that may be used; raises NoSlots if a named one is missing."""
+    """Return the node's GPUs that may be used; raises NoSlots if it lacks some of `--gpus`."""
     try:
         gpus = node.facts.gpus
         return topology.parse_gpus(config.gpus, gpus) if config.gpus else gpus
@@ -191,16 +191,16 @@ def _has_cuda(node: Node) -> bool:
 
 
 def _usable_slots(config: WorldConfig, nodes: Sequence[Node]) -> Slots:
-    """Return all slots that the world may use on these nodes."""
+    """Return all slots that the options allow on these nodes; raises NoSlots."""
     room = room_of(config, nodes)
-    # A host may have more room than its share: ranks of lost nodes are placed there.
+    # The room of a host beyond `per_node` is left free, as for ranks of lost nodes.
     limit = config.per_node if isinstance(config.per_node, int) else max(room.values())
     workers = {node: min(room[node], limit) for node in sorted(room)[: config.max_nodes]}
     return tuple(free_slots(workers))
 
 
 def place_new_world(spec: WorldSpec, config: WorldConfig, nodes: Sequence[Node]) -> WorldSpec:
-    """Place the ranks of a new world on these nodes; raises NoSlots."""
+    """Return `spec` with size, slots, backend and MASTER_ADDR for these nodes; raises NoSlots."""
     room, free = room_of(config, nodes), _usable_slots(config, nodes)
     size = len(free) if config.workers is None else config.workers
     if size > len(free):
@@ -218,7 +218,7 @@ def place_new_world(spec: WorldSpec, config: WorldConfig, nodes: Sequence[Node])
 
 
 def _check_nccl(config: WorldConfig, nodes: Sequence[Node], ranks: Mapping[int, int]) -> None:
-    """Raise NoSlots if a node lacks GPUs for its ranks, or its torch lacks nccl."""
+    """Raise NoSlots if a node lacks GPUs or nccl for its ranks; `ranks` has their numbers."""
     for node in nodes:
         number, gpus, name = ranks.get(node.number, 0), len(_gpus(config, node)), node.facts.name
         if number and not _has_cuda(node):
@@ -229,7 +229,7 @@ def _check_nccl(config: WorldConfig, nodes: Sequence[Node], ranks: Mapping[int, 
 
 
 def with_master_address(spec: WorldSpec, nodes: Sequence[Node]) -> WorldSpec:
-    """Set MASTER_ADDR and its port to those of rank 0's machine."""
+    """Return `spec` with the MASTER_ADDR and MASTER_PORT of rank 0's machine."""
     first = next(node for node in nodes if node.number == spec.slots[0].node)
     return replace(spec, master_addr=first.facts.address, master_port=first.facts.port)
 
@@ -237,9 +237,9 @@ def with_master_address(spec: WorldSpec, nodes: Sequence[Node]) -> WorldSpec:
 def without_lost_nodes(
     spec: WorldSpec, config: WorldConfig, nodes: Sequence[Node]
 ) -> tuple[WorldSpec, tuple[int, ...]]:
-    """Move ranks of lost nodes to the other nodes; return also the ranks that stay.
+    """Return `spec` with ranks of lost nodes moved to other nodes, and the ranks that stay.
 
-    Without room for all ranks of lost nodes, none of them stays. Without a node, no rank stays.
+    Without room for all moved ranks, they leave the world; if no rank stays, `spec` is as it was.
     """
     lost = {slot.node for slot in spec.slots} - {node.number for node in nodes}
     keep = tuple(range(spec.world_size))
@@ -261,7 +261,7 @@ def attainable_size(config: WorldConfig, nodes: Sequence[Node]) -> int:
 
 
 def resized(spec: WorldSpec, size: int, keep: Sequence[int], room: Mapping[int, int]) -> WorldSpec:
-    """Place the ranks of `keep`, in this order, then new ranks; raises NoSlots without room."""
+    """Return `spec` with `size` ranks: first `keep`, in this order, then new; raises NoSlots."""
     slots = tuple(spec.slots[rank] for rank in keep)
     new = tuple(islice(free_slots(room, slots), size - len(slots)))
     if len(slots) + len(new) < size:
@@ -269,11 +269,11 @@ def resized(spec: WorldSpec, size: int, keep: Sequence[int], room: Mapping[int, 
     return replace(spec, world_size=size, slots=(*slots, *new))
 
 
-REACHED = 16  # the most machines that each machine tries to reach; others try further ones
+REACHED = 16  # the most machines that each machine tries to reach
 
 
 def mismatch(name: str, hello: NodeHello, here: Versions) -> str:
-    """Return how a machine's versions differ from the notebook's, with a remedy; else ""."""
+    """Return how a machine's versions do not fit the notebook's, with a remedy; "" if they fit."""
     facts = hello.facts
     interpreter = f"{facts.python} on {name}"
     if hello.version != __version__:
@@ -296,7 +296,7 @@ def mismatch(name: str, hello: NodeHello, here: Versions) -> str:
 
 
 def targets(nodes: Sequence[Node]) -> Mapping[int, tuple[ProbeTarget, ...]]:
-    """Choose, by node number, the other machines that each node tries to reach."""
+    """Return by node number the other machines that the node tries to reach."""
     everyone = [ProbeTarget(node.name, node.facts.address, node.facts.port) for node in nodes]
     return {
         node.number: (*everyone[at + 1 :], *everyone[:at])[:REACHED]
@@ -310,14 +310,14 @@ CODE_TIMEOUT = 60.0  # seconds for a node to receive some megabytes, perhaps ove
 
 
 class KeptCode:
-    """Keeps the archive of the notebook's folder for nodes that lack it or join later."""
+    """Keeps the archive of the notebook's folder for nodes that lack the folder or join later."""
 
     def __init__(self) -> None:
         self._query: GetCode | None = None
         self._parts: tuple[PutCode, ...] = ()
 
     async def store(self, request: GetCode | PutCode, nodes: Iterable[Node]) -> CodeHeld:
-        """Store a part of the archive; once the archive is complete, send it to the nodes."""
+        """Keep a message of the notebook; once the archive is complete, send it to the nodes."""
         match request:
             case GetCode(digest):
                 self._query = request
@@ -332,7 +332,7 @@ class KeptCode:
         return bool(self._parts) and self._parts[-1].is_last
 
     async def distribute(self, nodes: Iterable[Node]) -> CodeHeld:
-        """Send the archive to nodes that lack it; return the first problem, or the result."""
+        """Send a complete archive to nodes that lack it; return a problem, or their state."""
         if self._query is None or not self._is_whole:
             return CodeHeld("")
         transfers = (self._send_to(node, self._query, self._parts) for node in nodes)

@@ -1,6 +1,6 @@
 """The machines of a world, from the start of their agents until the agents exit or are lost.
 
-Runs in the head, which makes a `NodePool` for each world with other machines.
+Runs in the head, which keeps a `NodePool` for the next world if that can use the same machines.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NODE_LEAVE_TIMEOUT = 5.0  # seconds for an agent to end all that it has started,
 
 
 class CannotStart(Exception):
-    """An agent could not be started, or did not connect in time."""
+    """Agents could not be started, did not connect, or failed a check; `failure` says why."""
 
     def __init__(
         self, host: str, why: str, command: str = "", last_lines: tuple[str, ...] = ()
@@ -49,10 +49,10 @@ class CannotStart(Exception):
 
 
 class NodePool:
-    """All nodes of a world by number, also nodes that were lost.
+    """The nodes of a world by number, lost nodes too, and the processes of their launcher.
 
-    `on_message` is called with each message of a node, `on_lost` with a node that was lost,
-    `on_joined` with a node that joins after the start, `notify` with messages for the notebook.
+    `on_message` is called with each message of a node after its hello, `on_lost` with a node that
+    was lost, `on_joined` with a node that joins after the start, `notify` with the silent nodes.
     """
 
     def __init__(
@@ -86,14 +86,14 @@ class NodePool:
 
     @property
     def present_nodes(self) -> list[Node]:
-        """The nodes that are not lost, by number."""
+        """The nodes that are not lost, sorted by number."""
         return [node for _, node in sorted(self.nodes.items()) if not node.lost]
 
     def can_serve(self, config: WorldConfig) -> bool:
         """Return True if a world of this configuration can use the present nodes.
 
-        They must be enough, and as many as possible if no further node can join. A configuration
-        for the same machines replaces the pool's.
+        The nodes must be enough for a start, and none may be missing if no further node can join.
+        A configuration for the same machines becomes the pool's in any case.
         """
         if _machine_options(config) != self._machine_options:
             return False
@@ -103,9 +103,9 @@ class NodePool:
         )
 
     def word_rejoin_hint(self) -> str:
-        """Return how the user can let missing nodes join.
+        """Return a sentence on how the user can let missing nodes join.
 
-        "" if no node is missing, or if missing nodes join by themselves.
+        Returns "" if no node is missing, or if the head starts missing agents again.
         """
         if not self._is_short:
             return ""
@@ -124,15 +124,15 @@ class NodePool:
 
     @property
     def _is_short(self) -> bool:
-        """Whether nodes are missing: fewer are present than possible, or than have ever joined."""
-        # Never give up an allocation for another one because it has fewer nodes than possible.
+        """Whether fewer nodes are present than wanted, or without a limit than have joined."""
+        # With `--salloc` fewer nodes than possible are no reason to ask for another allocation.
         possible = None if self.config.salloc else self.config.max_nodes
         return len(self.present_nodes) < (possible or len(self.nodes))
 
     async def fill(self, report: Callable[[str], None]) -> None:
-        """Start agents and wait until they have connected; raises CannotStart.
+        """Start agents, wait for enough of them, and check them; raises CannotStart or NoSlots.
 
-        `report` is called with a line on the progress.
+        `report` is called with lines on the progress.
         """
         config = self.config
         try:
@@ -188,7 +188,7 @@ class NodePool:
 
     async def _wait_for_nodes(self, report: Callable[[str], None]) -> None:
         launched, config = self._launched, self.config
-        # If the user gave no number of nodes, the world needs all nodes of the launcher.
+        # Without a number of nodes from the user, all nodes of the launcher must join (0).
         minimum = config.min_nodes if config.max_nodes and config.min_nodes < launched.nodes else 0
         awaited = Awaited(launched.nodes, config.workers, launched.invitation, minimum)
         deadline = asyncio.get_running_loop().time() + launched.arrive_timeout
@@ -211,7 +211,7 @@ class NodePool:
         report(awaited.text(room))
 
     def _workers_by_name(self) -> dict[str, int]:
-        """Return, by node name, the number of workers for which each present node has room."""
+        """Return, by a unique name, the number of workers for which each present node has room."""
         room, rooms = room_of(self.config, self.present_nodes), dict[str, int]()
         names = [node.name for node in self.present_nodes]
         for node in self.present_nodes:
@@ -220,7 +220,7 @@ class NodePool:
         return rooms
 
     async def _check_connections(self) -> None:
-        """Check that machines can reach one another; raises CannotStart."""
+        """Let machines try to reach one another (`targets`); raises CannotStart if any cannot."""
         nodes = self.present_nodes
         targets_by_node = targets(nodes)
         checks = (node.execute(Reach(targets_by_node[node.number])) for node in nodes)
@@ -236,7 +236,7 @@ class NodePool:
                 raise CannotStart(node.name, why)
 
     async def _restart_missing_agents(self) -> None:
-        """Until the world ends, start agents again on hosts that have no agent."""
+        """Start agents again on hosts that have no agent, until the pool is closed."""
         launched = self._launched
         assert launched.again is not None
         while True:
@@ -278,7 +278,7 @@ class NodePool:
             self._run_in_background(self._admit_late_node(node))
 
     def _number_for(self, hello: NodeHello) -> int:
-        """Return the number for a node: its number before it was lost, or a new number."""
+        """Return a node's number: the launcher's, or the one before its loss, or an unused one."""
         number, name = hello.facts.number, hello.facts.name
         lost = {each.facts.name: each.number for each in self.nodes.values() if each.lost}
         if number < 0:
@@ -290,7 +290,7 @@ class NodePool:
     # --- nodes that are lost -------------------------------------------------------------------
 
     async def exit_reason(self) -> str:
-        """Return why the command that runs all agents has ended, if it ends soon; else ""."""
+        """Return why the command of all agents has ended, if that is known soon, or ""."""
         loop = asyncio.get_running_loop()
         shared = [process for process in self._processes if not process.host]
         deadline = loop.time() + LAST_WORD_TIMEOUT
@@ -347,7 +347,7 @@ class NodePool:
 
 
 def _machine_options(config: WorldConfig) -> tuple[object, ...]:
-    """Return the options that decide which machines a world has, but not those for its ranks."""
+    """Return the options on which machines and agents depend, without the options for ranks."""
     started_by = config.launcher_name, config.named_hosts, config.salloc, config.wrap
     size, python = (config.min_nodes, config.max_nodes), (config.python, config.fork)
     return *started_by, *size, *python, config.address, config.link_timeout
@@ -364,10 +364,10 @@ def _first_complaint(processes: Sequence[LauncherProcess]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Awaited:
-    """The nodes that a start waits for; with an `invitation` they need room for `workers`.
+    """The nodes for which a start waits; with an `invitation`, nodes with room for `workers`.
 
-    `invitation` is the command by which a user lets a machine join, "" if a launcher starts them.
-    `least` nodes are enough if the others do not join within `LAST_CALL`.
+    `invitation` is the command by which a user lets a machine join, "" if a launcher starts agents.
+    `least` nodes are enough if no other node joins for `LAST_CALL` seconds; 0 if all must join.
     """
 
     nodes: int
@@ -376,17 +376,17 @@ class Awaited:
     least: int = 0
 
     def can_start_without_rest(self, room: Mapping[str, int]) -> bool:
-        """Return True if the world can start without the nodes that are missing."""
+        """Return True if the nodes in `room` are enough for a start without the missing nodes."""
         return 0 < self.least <= len(room) and not self.invitation
 
     def is_complete(self, room: Mapping[str, int]) -> bool:
-        """Return True if no further node is needed; `room` is the workers of each node by name."""
+        """Return True if no further node is needed; `room` has the workers of nodes by name."""
         if len(room) < self.nodes:
             return False
         return not self.invitation or self.workers is None or sum(room.values()) >= self.workers
 
     def text(self, room: Mapping[str, int]) -> str:
-        """Return `1 of 2 nodes: a (4)`, and the command to run on the missing machines."""
+        """Return `1 of 2 nodes: a (4)`, with an `invitation` also the command for missing nodes."""
         hosts = ", ".join(f"{name} ({number})" for name, number in room.items())
         text = f"{len(room)} of {count(self.nodes, 'node')}"
         if self.invitation and self.workers is not None:

@@ -1,8 +1,8 @@
-"""The launcher of `--launcher ray`: one agent on each node of a running Ray cluster.
+"""The launcher of `--launcher ray`: an agent on each node that a Ray cluster reserves.
 
 Ray's library has threads and signal handlers, and ends its process with the cluster. So the head
 starts a process that talks to Ray (`python -m nbdist.cluster.ray`), the *driver* of the actors, and
-exchanges pickled messages with it. Each agent is the child of an actor.
+exchanges pickled messages with it.  Each agent is started by an actor of Ray.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ RAY_LEAVE_TIMEOUT = 5.0  # seconds for the driver to disconnect from Ray
 RAY_ARRIVE_TIMEOUT = 180.0
 """Seconds for the agents to connect once they are placed.
 
-On each node Ray first starts an interpreter, which imports Ray; beside four spinning processes on
-two cores that took more than 60.
+On each node Ray first starts an interpreter, which imports Ray; on two cores with four other busy
+processes, agents took more than 60 s to connect.
 """
 
 TOKEN = re.compile("authentication token", re.IGNORECASE)
@@ -57,7 +57,7 @@ class RayLauncher:
     """The launcher of `--launcher ray`."""
 
     def launch(self, config: WorldConfig, ticket: Ticket, folder: Path) -> Launched:
-        """Let Ray place an actor on each node; raises OSError if it cannot."""
+        """Let Ray reserve nodes and place an actor on each; raises OSError if that fails."""
         if importlib.util.find_spec("ray") is None:
             raise OSError(f"Ray is not installed here: {sys.executable} -m pip install nbdist[ray]")
         driver = Driver(folder / "ray.log")
@@ -67,11 +67,11 @@ class RayLauncher:
 
 
 class Driver(Child):
-    """The process that talks to Ray, and the thread that reads from it.
+    """The process that talks to Ray, and the thread that reads the process's messages.
 
     The process gets the options and the ticket, and answers with the hosts on which actors will
-    start agents, or with the reason why none will. Then it gets the number of each agent that must
-    end, and sends an `Ended` for each agent.
+    start agents, or with the reason why none will.  Then the process gets the number of each agent
+    that must end, and sends an `Ended` for each agent that has ended.
     """
 
     def __init__(self, log: Path) -> None:
@@ -81,7 +81,7 @@ class Driver(Child):
         self._listener = threading.Thread(target=self._listen, name="ray", daemon=True)
 
     def place(self, config: WorldConfig, ticket: Ticket) -> Sequence[RayAgent]:
-        """Place all actors, and begin to record how they end; raises OSError without leftovers."""
+        """Let the process place all actors, and return their agents; raises OSError if it fails."""
         timer = threading.Timer(PLACED_TIMEOUT, self._process.kill)
         timer.start()
         try:
@@ -103,7 +103,7 @@ class Driver(Child):
         raise OSError(reply or slow)
 
     def end_agent(self, number: int) -> None:
-        """Close the stdin of an agent, which makes the agent exit."""
+        """Let the process close the stdin of an agent, which makes the agent exit."""
         send(self._process.stdin, number)
 
     def leave(self) -> None:
@@ -134,7 +134,7 @@ class Driver(Child):
 
 
 class RayAgent(LauncherProcess):
-    """An agent that is the child of an actor; `host` is the node that Ray has chosen."""
+    """An agent that an actor of Ray runs; `host` is the name of the node that Ray has chosen."""
 
     def __init__(self, driver: Driver, number: int, host: str, config: WorldConfig) -> None:
         self.host = host
@@ -182,7 +182,7 @@ def actor_name(config: WorldConfig, number: int) -> str:
 
 
 def read_message(stream: IO[bytes] | None) -> Any:
-    """Return the next message of the other process; None if it has ended."""
+    """Return the next message of the other process; None if no further message can be read."""
     assert stream is not None
     try:
         return pickle.load(stream)
@@ -191,7 +191,7 @@ def read_message(stream: IO[bytes] | None) -> Any:
 
 
 def send(stream: IO[bytes] | None, message: object) -> None:
-    """Send a message to the other process; drop it if that has ended."""
+    """Send a message to the other process; drop the message if the process has ended."""
     assert stream is not None
     with suppress(OSError, ValueError):
         pickle.dump(message, stream)
@@ -221,7 +221,7 @@ class NoRoom(ValueError):
 
 
 def bundles_of(config: WorldConfig, nodes: Sequence[RayNode]) -> list[Bundle]:
-    """Return the resources to reserve on each node; raises NoRoom if the cluster has too few."""
+    """Return the resources to reserve on each chosen node; raises NoRoom if there are too few."""
     per_node, workers = config.per_node, config.workers
     has_gpus = any(node.resources.get(GPU_RESOURCE) for node in nodes) and config.backend != "gloo"
     one: dict[str, float] = {CPU_RESOURCE: config.cpus or 1}
@@ -273,7 +273,7 @@ def _word_nodes(nodes: Sequence[RayNode]) -> str:
 
 
 def distinct(names: Sequence[str], addresses: Sequence[str]) -> list[str]:
-    """Return names without duplicates: with the address appended, then with a number."""
+    """Return distinct names: equal names get their address appended, then if needed a number."""
     for suffixes in (addresses, [f"{number}" for number in range(len(names))]):
         pairs = zip(names, suffixes, strict=True)
         names = [name if names.count(name) == 1 else f"{name}-{suffix}" for name, suffix in pairs]
@@ -281,14 +281,14 @@ def distinct(names: Sequence[str], addresses: Sequence[str]) -> list[str]:
 
 
 def natural_key(name: str) -> list[int | str]:
-    """Return a key that sorts names as a person expects: node2 before node10."""
+    """Split a name at its numbers, to sort names as a person expects: node2 before node10."""
     return [int(part) if part.isdigit() else part for part in _DIGIT_RUN.split(name)]
 
 
 # --- the driver: what runs in its process -----------------------------------------------------
 
 RAY_REACH_TIMEOUT = 5.0  # seconds for the cluster's address to answer
-REACH_TRIES = ("RAY_NUM_REDIS_GET_RETRIES", "3")  # tries, a second apart; Ray's default is 20
+REACH_TRIES = ("RAY_NUM_REDIS_GET_RETRIES", "3")  # tries to reach Ray, a second apart
 
 PLACE_TIMEOUT = 20.0
 """Seconds until nodes must have the wanted resources free.
@@ -311,16 +311,16 @@ if code < 0:
     os.kill(os.getpid(), -code)
 sys.exit(code)
 """
-# Ray kills the children of an actor with it. The guard above an agent must outlive that, to end
-# the leftovers of a killed agent: so this process stands between the actor and the guard.
+# Ray kills an actor's children with the actor.  The guard above an agent must survive, to end the
+# leftovers of a killed agent: so this process stands between the actor and the guard.
 
 
 class AgentActor:
-    """The actor that Ray places on a node, and shows in its dashboard; its child is the agent.
+    """The actor that Ray places on a node, and shows in its dashboard; the actor runs the agent.
 
-    Ray pickles the class with all that it uses of this module, which must not use nbdist: only the
-    agent's interpreter has to have nbdist. If the agent ends, `run` returns; if the actor ends, the
-    agent's stdin is closed, and the agent exits.
+    Ray pickles the class with all names of this module that the class uses.  None of them may need
+    nbdist, which only the agent's interpreter must have.  If the agent ends, `run` returns; if the
+    actor ends, the agent's stdin is closed, and the agent exits.
     """
 
     def __init__(self) -> None:
@@ -339,7 +339,7 @@ class AgentActor:
             for name, value in os.environ.items()
             if name not in ray_names and (name == "RAY_ADDRESS" or not name.startswith("RAY_"))
         }
-        old_mask = signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray blocks SIGINT
+        old_mask = signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray blocks SIGINT: unblock all
         wrapper = [sys.executable, "-I", "-S", "-c", APART]
         try:
             self._child = subprocess.Popen(
@@ -388,7 +388,7 @@ def drive() -> None:
         ray.init(address=address, log_to_driver=False, logging_level="WARNING")
         bundles, names = reserve_nodes(config)
     except (NoRoom, OSError, RuntimeError, ValueError, RayError) as error:
-        # Ray names a missing token only in the cause.
+        # Ray names a missing token only in the error's cause.
         send(output, " ".join(f"{error} {error.__cause__ or ''}".split()))
         return
     agents = start(config, ticket, bundles)
@@ -397,7 +397,7 @@ def drive() -> None:
 
 
 def word_no_cluster(requested: str) -> str:
-    """Return why no cluster can be running, or ""; quicker than importing Ray to find out."""
+    """Return why no cluster can be reached, or "" if one may be; quicker than Ray's own check."""
     address = current_cluster() if requested == "auto" else requested
     if not address:
         return f"this machine is no node of a Ray cluster; {NO_RAY_REMEDY}"
@@ -411,7 +411,7 @@ def word_no_cluster(requested: str) -> str:
 
 
 def current_cluster() -> str:
-    """Return the address that `ray start` has written on this machine; "" if it was not run."""
+    """Return the address that `ray start` has written on this machine; "" if there is no file."""
     try:
         return Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", CURRENT).read_text().strip()
     except OSError:
@@ -423,7 +423,7 @@ Reserved = tuple[Any, int, Bundle]
 
 
 def reserve_nodes(config: WorldConfig) -> tuple[list[Reserved], list[str]]:
-    """Reserve resources on each node; return them and the nodes' names, sorted by name."""
+    """Reserve resources on nodes; return them and the nodes' names, both by name; raises NoRoom."""
     import ray
     from ray.util.placement_group import placement_group, placement_group_table
 

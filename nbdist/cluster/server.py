@@ -1,7 +1,7 @@
 """The head's server for agents of other machines: one port that accepts only this world's keys.
 
-libzmq's own threads send heartbeats, so a busy interpreter does not look dead; the kernel knows
-when the last byte came. libzmq's monitor reports connections that were refused.
+libzmq's own threads send an agent's heartbeats, so a busy agent does not look dead; Linux knows
+when the last byte has come.  libzmq's monitor reports connections that were refused.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ log = logging.getLogger("nbdist.cluster")
 
 ROUNDS = 5  # rounds of the event loop until nothing waits for closed sockets
 LINGER = 500  # milliseconds for the last messages to reach agents
-SILENT_AFTER = 2.5  # seconds of silence until the notebook is told, at most half the timeout
+SILENT_AFTER = 2.5  # seconds of silence until the notebook is told, at most half `link_timeout`
 
 TCP_INFO, LAST_RECEIVED = 11, struct.Struct("=52xI")
-"""`tcpi_last_data_recv` of tcp_info (linux/tcp.h): milliseconds since the last byte has come."""
+"""`tcpi_last_data_recv` of tcp_info (linux/tcp.h): milliseconds since the last byte."""
 
 
 @dataclass(slots=True)
 class _Line:
     """The link to an agent: the numbered messages, and the descriptor of the connection.
 
-    The descriptor belongs to libzmq, and another connection may get it once this one is closed.
-    `lost_for` is the seconds since the connection was lost.  Only seconds in which this process
-    runs are counted: after a pause it has not yet read which agents have reconnected.
+    The descriptor belongs to libzmq; another connection may get it once this connection is closed.
+    `lost_for` counts the seconds since the connection's loss, None before.  Pauses of this process
+    do not count: just after a pause it has not yet read which agents have reconnected.
     """
 
     numbered: Numbered = field(default_factory=Numbered)
@@ -66,7 +66,7 @@ class _Line:
             self._peer = connection.getpeername()
 
     def silent_seconds(self) -> float:
-        """Return the seconds since the last byte arrived; 0.0 if the connection was just closed."""
+        """Return the seconds since the last byte, or since the loss of the link; 0.0 if unknown."""
         if self.lost_for is not None:
             return self.lost_for
         with suppress(OSError), socket.socket(fileno=os.dup(self._fd)) as connection:
@@ -79,8 +79,8 @@ class _Line:
 class NodeServer:
     """The head's side of the links to all agents.  An agent that reconnects keeps its identity.
 
-    `on_message` is called with each message of an agent, `on_lost` when an agent has ended or was
-    silent for `link_timeout` seconds, and `on_silent` repeatedly with all agents that are silent.
+    `on_message` is called with each message of an agent, `on_lost` with an agent that has ended or
+    counts as lost, and `on_silent` repeatedly with all silent agents, at last with none.
     """
 
     def __init__(
@@ -92,8 +92,8 @@ class NodeServer:
         self.port = 0
         self.link_timeout = LINK_TIMEOUT
         self.refused = 0
-        """How many connections had wrong keys."""
-        self.unreadable = 0  # messages that could not be read, with the right keys
+        """How many connections were refused, for wrong keys or another protocol."""
+        self.unreadable = 0  # unreadable messages over connections with the right keys
         self._on_message = on_message
         self._on_lost = on_lost
         self._on_silent = on_silent
@@ -112,7 +112,7 @@ class NodeServer:
         return f"<NodeServer port {self.port}, {len(self._lines)} agents, {self.refused} refused>"
 
     def open(self, *addresses: str, link_timeout: float = LINK_TIMEOUT) -> None:
-        """Listen at these addresses, or at all addresses, on a port that the kernel chooses."""
+        """Listen at the given addresses, by default at all, on a port that Linux chooses."""
         self.link_timeout = link_timeout
         listen_with(self._socket, self._keys, link_timeout)
         self._monitor = self._socket.get_monitor_socket(
@@ -145,7 +145,7 @@ class NodeServer:
             self._send_frames(identity, line.numbered.message(node_frames(message)))
 
     async def close(self) -> None:
-        """Close all connections."""
+        """Close all connections, and stop listening."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -197,7 +197,7 @@ class NodeServer:
                     message = node_message_from(*data)
                 except BadFrame as error:
                     self._count_unreadable(error)
-                    # Without this message, the agent's next messages would be wrong: end it.
+                    # The agent's next messages may depend on the lost message: end the agent.
                     self._send_frames(identity, [line.numbered.bare_header(FrameKind.ENDED)])
                     if self._lines.pop(identity, None):
                         self._on_lost(identity)
@@ -213,7 +213,7 @@ class NodeServer:
 
     def _count_unreadable(self, error: BadFrame) -> None:
         self.unreadable += 1
-        # Log the first, second, fourth, eighth message, so that messages cannot fill the log.
+        # Log message 1, 2, 4, 8 and so on, so that unreadable messages cannot fill the log.
         if self.unreadable.bit_count() == 1:
             log.warning("dropped an unreadable message, %d by now: %s", self.unreadable, error)
 
@@ -239,14 +239,14 @@ class NodeServer:
         while True:
             event = parse_monitor_message(await self._monitor.recv_multipart())
             self.refused += 1
-            # Log the first, second, fourth, eighth refusal, so that strangers cannot fill the log.
+            # Log refusal 1, 2, 4, 8 and so on, so that strangers cannot fill the log.
             if self.refused.bit_count() == 1:
                 name = zmq.Event(event["event"]).name
                 log.warning("refused a connection, %d by now: %s", self.refused, name)
 
 
 def _report_fault(task: asyncio.Task[None]) -> None:
-    """Let the loop's handler end the head: without this task it would wait for ever."""
+    """Pass the error of a failed task to the loop's handler, which ends the head."""
     if not task.cancelled() and (error := task.exception()) is not None:
         context = {"message": "the link to the agents has failed", "exception": error}
         task.get_loop().call_exception_handler(context)
@@ -257,10 +257,10 @@ OUTSIDE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
 
 
 def addresses(preferred: str | None) -> tuple[str, ...]:
-    """Return addresses of this machine, the likeliest first.
+    """Return addresses at which other machines may reach this machine, the likeliest first.
 
-    `preferred` is an address or an interface. The likeliest is the address from which packets leave
-    for other networks: others may be bridges of containers, which other machines cannot reach.
+    `preferred` is an address, which is then the only one, or an interface.  The likeliest is the
+    address from which packets leave for other networks: others may be bridges of containers.
     """
     interfaces = psutil.net_if_addrs()
     if preferred and preferred not in interfaces:
@@ -278,7 +278,7 @@ def addresses(preferred: str | None) -> tuple[str, ...]:
 
 
 def listen_addresses(preferred: str | None) -> tuple[str, ...]:
-    """Return the `preferred` addresses if this machine has them, else (): listen at all."""
+    """Return the `preferred` addresses if this machine has all of them, or (), to listen at all."""
     local = addresses(preferred) if preferred else ()
     return local if own_addresses().issuperset(local) else ()
 
@@ -294,5 +294,5 @@ def _outgoing_address(family: socket.AddressFamily, outside: str) -> str:
 
 
 def _is_local(address: str) -> bool:
-    """Return True if an address reaches only this machine, or needs an interface too."""
+    """Return True for a loopback address, and for a link-local one, which needs an interface."""
     return address.startswith(("127.", "169.254.", "fe80:")) or address == "::1"

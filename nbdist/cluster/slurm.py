@@ -1,9 +1,9 @@
 """The launcher of `--launcher slurm`: one agent on each node of an allocation, by one `srun`.
 
-The allocation is that of SLURM_JOB_ID, or with `--salloc` a new one that ends with the world. A
+The allocation is that of SLURM_JOB_ID, or with `--salloc` a new one that ends with the world.  A
 process of its own, `python -m nbdist.cluster.slurm SALLOC ...`, runs `salloc` and cancels the job
-at the end: else the job would stay after `salloc` was killed, or in the queue after the head was
-killed. Ranks are no tasks of Slurm, because Slurm cannot start a single task again.
+at the end.  Without this process, a job would outlive a killed `salloc`, or wait in the queue
+after a killed head.  Ranks are no tasks of Slurm, because Slurm cannot restart a single task.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class SlurmCommand(AgentCommand):
 
 
 class Allocation(SlurmCommand):
-    """The process that owns a `salloc`, and ends its job."""
+    """The process that runs `salloc`, and ends the job of the allocation."""
 
     def __init__(self, config: WorldConfig, ticket: Ticket, folder: Path) -> None:
         command = salloc_command(config)
@@ -145,7 +145,7 @@ def salloc_command(config: WorldConfig) -> list[str]:
 
 
 def _step(config: WorldConfig) -> list[str]:
-    """Return arguments for a step with an agent on each node, and all of the job's resources."""
+    """Return srun's arguments for a step that runs an agent on each node."""
     memory = _memory(config) or "0"
     return [
         *("--ntasks-per-node=1", "--overlap", "--kill-on-bad-exit=0", "--wait=0"),
@@ -174,7 +174,7 @@ def _resources(config: WorldConfig) -> list[str]:
 
 
 def _memory(config: WorldConfig) -> str:
-    """Return the memory of all workers of a node; "" if it or their number is not given."""
+    """Return the memory of all workers of a node; "" without `--memory` or a number of workers."""
     per_node = config.per_node
     if config.memory is None or not isinstance(per_node, int):
         return ""
@@ -218,7 +218,7 @@ def requested_nodes(config: WorldConfig) -> tuple[int, int]:
 
 
 def find_job(environ: Mapping[str, str]) -> SlurmJob:
-    """Return the allocation of this process; LaunchError if there is none, or it has ended.
+    """Return the allocation of this process; raises LaunchError if none is running.
 
     Raises OSError if Slurm does not answer.
     """
@@ -247,14 +247,14 @@ def find_job(environ: Mapping[str, str]) -> SlurmJob:
 
 
 def read_job(number: str, text: str) -> SlurmJob:
-    """Read the output of `scontrol show --oneliner job`."""
+    """Return an allocation, by its number and the output of `scontrol show --oneliner job`."""
     fields = dict(word.partition("=")[::2] for word in text.split())
     nodes = fields.get("NumNodes", "0").partition("-")[0]
     return SlurmJob(number, fields.get("JobState", ""), int(nodes), fields.get("NodeList", ""))
 
 
 def nodes_of(job: SlurmJob, config: WorldConfig) -> int:
-    """Return the number of agents in an allocation; LaunchError if it has too few nodes."""
+    """Return the number of agents for an allocation; LaunchError if it has too few nodes."""
     if job.nodes < config.min_nodes:
         raise LaunchError(
             f"allocation {job.number} has {count(job.nodes, 'node')} ({job.names}), and "
@@ -264,7 +264,7 @@ def nodes_of(job: SlurmJob, config: WorldConfig) -> int:
 
 
 def word_complaint(name: str, lines: Sequence[str]) -> str:
-    """Return why Slurm has ended or refused an allocation or a step; "" if it was not Slurm."""
+    """Return why an allocation or step has ended or was refused; "" if no line says."""
     if owner_messages := [match[1] for line in lines if (match := _SALLOC_LINE.fullmatch(line))]:
         return f"{name}: {owner_messages[0]}"
     reasons = [line for line in lines if _REASON.match(line) and not _NOT_SLURMS.search(line)]
@@ -276,7 +276,7 @@ def word_complaint(name: str, lines: Sequence[str]) -> str:
 
 
 def word_queue(lines: Sequence[str]) -> str:
-    """Return that salloc waits for an allocation, and why; "" once it is granted."""
+    """Return a line on the job that waits in Slurm's queue, and why; "" if none waits."""
     text = "\n".join(lines)
     numbers = _JOB_NUMBER.findall(text) if GRANTED not in text else []
     reason = next((line for line in reversed(lines) if line.startswith(REASON)), REASON)
@@ -289,7 +289,7 @@ def word_queue(lines: Sequence[str]) -> str:
 JOB_END_TIMEOUT = 3.0  # seconds for agents to exit, and for salloc to release its allocation
 CANCEL_TIMEOUT, CANCEL_STEP = 4.0, 0.1  # seconds for Slurm to end a job, and between two checks
 
-# Seconds between questions why a job waits; they double.
+# Seconds between two questions why a job waits: each pause is twice the last.
 MIN_QUEUE_PAUSE, MAX_QUEUE_PAUSE = 1.0, 30.0
 
 LONGEST_LOG = 1 << 20
@@ -297,18 +297,18 @@ LONGEST_LOG = 1 << 20
 CARRIED = frozenset(
     ("PATH", "LD_LIBRARY_PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TZ")
 )
-"""Variables that nodes get; each node's Slurm would replace them if all were sent."""
+"""Variables of the head's machine that agents on nodes get, besides `OF_SLURM`."""
 
 OF_SLURM = frozenset(("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_CLUSTER_NAME", "SLURM_JWT"))
 """Variables that Slurm's commands need.
 
-Other variables of an allocation or a step ask for tasks, memory or nodes themselves: with them
-`srun` would start four agents instead of two.
+Other variables of an allocation or a step also ask for tasks, memory or nodes: with such variables
+`srun` could start too many agents.
 """
 
 GRANTED = "Granted job allocation"
 REASON, NO_REASON = "nbdist: the queue: ", "None"
-"""The beginning of a log line on why a job waits, and squeue's reason before Slurm has looked."""
+"""The beginning of a log line on why a job waits, and squeue's reason while there is none."""
 _JOB_NUMBER = re.compile(r"(?:Granted|Pending) job allocation ([0-9]+)")
 _FINAL_JOB_STATES = frozenset(("", "COMPLETING"))
 _FORGOTTEN = "Invalid job id"
@@ -320,14 +320,14 @@ def step_environ(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def salloc_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables for salloc: also the user's defaults, which `--salloc` overrides."""
+    """Return the variables for salloc: `step_environ`, and the user's defaults for options."""
     salloc_defaults = {name: value for name, value in environ.items() if name.startswith("SALLOC_")}
     salloc_defaults.pop("SALLOC_NO_SHELL", None)  # with this variable salloc would run no agents
     return step_environ(environ) | salloc_defaults
 
 
 def own_allocation() -> None:
-    """Run salloc until it ends or stdin closes; end its job, or report that it may still run.
+    """Run salloc until salloc ends or stdin closes; cancel the job, or report that it may run on.
 
     stderr is a log file, from which this process reads the job's number.
     """
@@ -373,7 +373,7 @@ def _wait_for_end(poller: select.poll) -> None:
 
 
 def cancel(number: str) -> str:
-    """Cancel a job; return a message if the job may still run, "" once Slurm has ended it."""
+    """Cancel a job; return a message if it may still run, "" once it has ended or is ending."""
     deadline = time.monotonic() + CANCEL_TIMEOUT
     while (state := _squeue(number, "%T")) not in _FINAL_JOB_STATES:
         with suppress(OSError):
@@ -385,7 +385,7 @@ def cancel(number: str) -> str:
 
 
 def _squeue(number: str, form: str) -> str:
-    """Return squeue's answer on a job, or its complaint; "" once Slurm has forgotten the job."""
+    """Return squeue's answer on a job, or the error; "" once Slurm has forgotten the job."""
     command = ("squeue", "--noheader", f"--format={form}", f"--jobs={number}")
     try:
         return one_line(ask(*command, timeout=CANCEL_TIMEOUT / 2))
@@ -394,7 +394,7 @@ def _squeue(number: str, form: str) -> str:
 
 
 def ask(*command: str, timeout: float) -> str:
-    """Return the output of a command of Slurm; OSError if it fails or does not answer."""
+    """Return the output of a command of Slurm; raises OSError if it fails or takes too long."""
     try:
         done = subprocess.run(
             command,

@@ -1,7 +1,7 @@
 """How a machine joins a world: the ticket by which an agent connects, and `nbdist join`.
 
-A ticket goes to an agent's stdin, never into an argument or a variable, which other users can read.
-For `nbdist join` the head writes it to a file in the user's state folder.
+A ticket goes to an agent's stdin, since other users of a machine can read commands' arguments.  For
+`nbdist join` the head writes the ticket to a private file in the user's state folder.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from nbdist.wire.transfer import FrameKind, Numbered
 
 LONGEST_TICKET = 1 << 16
 KEY_LENGTH = 40  # characters of a key in Z85
-BEAT_INTERVAL = 0.5  # seconds between two heartbeats of libzmq, which has a thread for them
+BEAT_INTERVAL = 0.5  # seconds between two heartbeats of libzmq, or of `NodeServer`
 RECONNECT_INTERVAL = 0.2  # seconds between an agent's tries to connect again
 
 
 class BadTicket(ValueError):
-    """A text is no ticket; the message says why."""
+    """No ticket was received, or a text is none; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +56,11 @@ class KeyPair:
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """Where a world's head listens, its public key, and the keys that it accepts (RFC 26).
+    """Where a world's head listens, its public key, and its agents' keys (RFC 26 of ZeroMQ).
 
-    The keys are new for each world: by them, head and agents recognise each other, and encrypt all
-    messages. Agents prefer the first of the `addresses`. `fork` says whether workers are
-    forked; `link_timeout` is how many seconds the head waits for a silent agent.
+    Each `NodeServer` makes new keys, by which head and agents recognise each other and encrypt all
+    messages.  Agents prefer the first of the `addresses`.  `fork` says whether workers are forked;
+    `link_timeout` is how many seconds the head waits for a silent agent.
     """
 
     addresses: tuple[str, ...]
@@ -104,7 +104,7 @@ def listen_with(socket: zmq.Socket[Any], keys: KeyPair, link_timeout: float = LI
 
 
 def connect_with(socket: zmq.Socket[Any], ticket: Ticket) -> None:
-    """Make a socket connect with the keys of a ticket, and reconnect after a loss."""
+    """Set a socket's options to connect with a ticket's keys, and to reconnect after a loss."""
     _set_heartbeats(socket, ticket.link_timeout)
     socket.reconnect_ivl = round(RECONNECT_INTERVAL * 1000)
     socket.curve_serverkey = ticket.server_key.encode()
@@ -115,12 +115,12 @@ def connect_with(socket: zmq.Socket[Any], ticket: Ticket) -> None:
 def _set_heartbeats(socket: zmq.Socket[Any], link_timeout: float) -> None:
     socket.ipv6 = True
     socket.heartbeat_ivl = round(BEAT_INTERVAL * 1000)
-    # After a pause of its process, libzmq looks at the clock before it reads what has arrived.  So
-    # only agents notice a lost head by these heartbeats; the head checks its connections itself
-    # (`NodeServer`), and earlier.
+    # After a pause of its process, libzmq looks at the clock before it reads what has arrived, and
+    # would take live machines for lost.  So only agents notice a loss by these heartbeats; the head
+    # checks its connections itself (`NodeServer`), and earlier.
     socket.heartbeat_timeout = round(AGENTS_WAIT * link_timeout * 1000)
     # While a message is only partly sent, as when the cable is pulled during a big value, libzmq
-    # neither sends nor misses heartbeats. TCP_USER_TIMEOUT, set here, ends such a connection.
+    # neither sends nor misses heartbeats.  TCP_MAXRT (TCP_USER_TIMEOUT) ends such a connection.
     socket.setsockopt(zmq.TCP_MAXRT, round(AGENTS_WAIT * link_timeout * 1000))
     socket.sndhwm = socket.rcvhwm = 0
 
@@ -142,12 +142,12 @@ class HeadAddress:
 
 
 def place_of(ticket: Ticket) -> HeadAddress:
-    """Return the place to type for a ticket: the first of its addresses."""
+    """Return the address that a user types for a ticket: the ticket's first, with the port."""
     return HeadAddress(ticket.addresses[0], ticket.port)
 
 
 def place_from(text: str) -> HeadAddress:
-    """Read a place that was typed for `nbdist join`; raises UsageError."""
+    """Read the address that a user has typed for `nbdist join`; raises UsageError."""
     host, colon, port = text.strip().rpartition(":")
     in_brackets = host[:1] + host[-1:] == "[]"
     if ":" in host and not in_brackets:
@@ -167,12 +167,12 @@ def join_keys_folder() -> Path:
 
 
 def join_key_file(place: HeadAddress) -> Path:
-    """Return the file with the ticket of the world at this place."""
+    """Return the path of the file for the ticket of the world at this address."""
     return join_keys_folder() / f"{place.host.replace(':', '_')}-{place.port}{SUFFIX}"
 
 
 def write_join_key(ticket: Ticket) -> Path:
-    """Write a ticket where `nbdist join` finds it, replacing an old one; raises OSError."""
+    """Write a ticket to its file for `nbdist join`, and return the path; raises OSError."""
     path = join_key_file(place_of(ticket))
     folders.make_private(path.parent)
     with folders.whole_file(path, folders.PRIVATE_FILE) as file:
@@ -181,7 +181,7 @@ def write_join_key(ticket: Ticket) -> Path:
 
 
 def find_join_key(place: HeadAddress) -> Ticket | None:
-    """Return the ticket of the world at this place: by address, or by a port that is unique."""
+    """Return the only ticket for this address and port, else the only one for the port, or None."""
     by_port = [ticket for _, ticket in _join_keys() if ticket.port == place.port]
     by_address = [ticket for ticket in by_port if place.host in ticket.addresses]
     tickets = by_address or by_port
@@ -191,7 +191,7 @@ def find_join_key(place: HeadAddress) -> Ticket | None:
 def read_key_file(path: Path) -> Ticket:
     """Read a ticket from a file.
 
-    Raises OSError, PermissionError if users outside of its group have access to it, and BadTicket.
+    Raises OSError, PermissionError if users outside of the file's group have access, and BadTicket.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     with os.fdopen(fd, "rb") as file:
@@ -201,7 +201,7 @@ def read_key_file(path: Path) -> Ticket:
 
 
 def drop_dead_join_keys() -> None:
-    """Remove files of worlds on this machine whose head was killed before it could remove them."""
+    """Remove the ticket files of heads that were on this machine and listen no more."""
     local_addresses = own_addresses()
     for path, ticket in _join_keys():
         if local_addresses.issuperset(ticket.addresses) and not any(
@@ -240,7 +240,7 @@ def guard_line(identity: bytes, ticket: Ticket, address: str) -> bytes:
 
 
 def report_killed_agent(line: bytes) -> None:
-    """Report to the head, if it can be reached, that an agent was killed; for the agent's guard."""
+    """Report to the head, if it can be reached, that an agent was killed; its guard calls this."""
     identity, _, written = line.partition(b" ")
     ticket = ticket_from(written)
     ended = bytes.fromhex(identity.decode())
@@ -253,17 +253,17 @@ def report_killed_agent(line: bytes) -> None:
 
 # --- the command nbdist join ------------------------------------------------------------------
 
-JOIN_REACH_TIMEOUT = 5.0  # seconds for the kernel of the other machine to answer
+JOIN_REACH_TIMEOUT = 5.0  # seconds for the head's machine to answer
 # The exit code of a shell for a process that SIGTERM has ended.
 TERMINATED_CODE = 128 + signal.SIGTERM
 JOIN_LEAVE_TIMEOUT = 25.0  # seconds for an agent (`AGENT_GRACE`) and its guard to end all processes
 
 
 def join(text: str, key_file: str | None = None, node: int | None = None) -> int:
-    """Run an agent on this machine until its world ends; return an exit code.
+    """Run an agent here until its world ends; return an exit code; raises UsageError.
 
-    `text` is the address that the notebook shows. Raises UsageError. If a launcher such as torchrun
-    or srun runs this several times on a node, only the first process joins, and the others exit.
+    `text` is the address that the notebook shows.  If a program such as torchrun or srun runs the
+    command several times on a node, local rank 0 joins, and the other processes exit.
     """
     place = place_from(text)
     is_leader, node_number = node_position(os.environ)
@@ -304,7 +304,7 @@ def _run_agent(place: HeadAddress, key_file: str | None, number: int) -> int:
 
 
 def _find_key(place: HeadAddress, key_file: str | None) -> Ticket:
-    """Return the ticket of the world at this place; raises UsageError if there is none."""
+    """Return the ticket of the world at this address; raises UsageError if none is found."""
     try:
         if key_file == "-":
             return ticket_from(sys.stdin.buffer.readline())
@@ -326,7 +326,7 @@ def _find_key(place: HeadAddress, key_file: str | None) -> Ticket:
 
 
 def _resolve(place: HeadAddress) -> str:
-    """Return the numeric address that answers at this place; raises UsageError if none does."""
+    """Return the numeric form of the address if it answers; raises UsageError if it does not."""
     try:
         with socket.create_connection((place.host, place.port), JOIN_REACH_TIMEOUT) as connection:
             return socket.getnameinfo(connection.getpeername(), socket.NI_NUMERICHOST)[0]

@@ -27,7 +27,7 @@ TRANSFER_POLL_INTERVAL = (
 
 @dataclass
 class _Waiting:
-    """A task whose memory is in flight: `sent` is the bytes sent so far, by node and path."""
+    """A task that waits for its memory: `sent` has the bytes sent so far, by node and path."""
 
     run: RunTask
     total: int
@@ -36,7 +36,7 @@ class _Waiting:
 
 @dataclass
 class _Held:
-    """The end of a rank's task whose values are in flight, and the rank's later outputs."""
+    """The end of a rank's task, held until its values arrive, and the rank's later outputs."""
 
     node: int
     done: Done
@@ -66,16 +66,16 @@ class BulkTransfers:
         self._waiting: dict[str, _Waiting] = {}
         self._refs: dict[str, SegmentRef] = {}
         self._paths_on: dict[int, set[str]] = {}
-        """The paths of the notebook's segments of which each node has a complete copy."""
+        """By node: the paths of the notebook's segments of which the node has a complete copy."""
         self._pending: dict[int, _Held] = {}
         self._receiving: dict[int, Receiving] = {}
-        self._received: dict[int, tuple[str, int, tuple[str, ...]]] = {}  # by rank: task and node
+        self._received: dict[int, tuple[str, int, tuple[str, ...]]] = {}  # rank: task, node, paths
         self._progress_due = 0.0
 
     # --- down ------------------------------------------------------------------------------
 
     def run(self, run: RunTask, nodes: Iterable[int]) -> None:
-        """Send a task to nodes, after the segments of its memory that the nodes lack."""
+        """Send a task to nodes, once all of them have the segments of its memory."""
         self.release_values(run.ranks)
         missing = {}
         for node in nodes if run.segments else ():
@@ -95,7 +95,7 @@ class BulkTransfers:
             self._spawn(self._send_segments(run.id, node, refs))
 
     async def _send_segments(self, task: str, number: int, refs: tuple[SegmentRef, ...]) -> None:
-        """Send a node the segments that it lacks for a task; fail the task if they do not fit."""
+        """Let a node copy segments; send the task once all nodes have, or fail it without room."""
         if task not in self._waiting:
             return  # the task was interrupted
         node = self._node(number)
@@ -124,7 +124,7 @@ class BulkTransfers:
         self._show_all_progress()
 
     def _fail(self, run: RunTask, failed: Collection[int], name: str, message: str) -> None:
-        """End the task on all of its ranks before it began, on the `failed` with this error."""
+        """End a task that has not begun: with this error on `failed`, as aborted on other ranks."""
         self._cancel(run.id)
         failure, items = failure_in_words(name, message), list[RankOutput]()
         for rank in run.ranks:
@@ -135,7 +135,7 @@ class BulkTransfers:
         self._show(Outputs(tuple(items)))
 
     def _cancel(self, task: str) -> None:
-        """Forget a task that waits, and let nodes drop incomplete segments of its memory."""
+        """Forget a task that waits; let nodes drop incomplete segments that no other task needs."""
         sent = self._waiting.pop(task).sent.keys()
         for node, path in sent - self._needed_segments():
             if path not in self._paths_on.get(node, ()):
@@ -162,7 +162,7 @@ class BulkTransfers:
     # --- up --------------------------------------------------------------------------------
 
     def hold_back(self, node: int, outputs: Outputs) -> Outputs:
-        """Return outputs to show now; hold a task's end and later ones until its values arrive."""
+        """Hold ends of tasks whose values must be fetched, and later outputs; return the others."""
         items = []
         for rank, task, output in outputs.items:
             if pending := self._pending.get(rank):
@@ -210,7 +210,7 @@ class BulkTransfers:
         self._show(Outputs((*((rank, pending.task, each) for each in final), *later.items)))
 
     def release_values(self, ranks: Iterable[int], task: str | None = None) -> None:
-        """Release the values that these ranks have returned by a task, by default by any task."""
+        """Release the values that `ranks` have returned by a task, by default by any task."""
         for rank in ranks:
             if rank in self._received and task in (None, self._received[rank][0]):
                 _, node, paths = self._received.pop(rank)
@@ -219,7 +219,7 @@ class BulkTransfers:
     # --- both ways -------------------------------------------------------------------------
 
     def interrupt(self, ranks: Iterable[int]) -> tuple[int, ...]:
-        """End the tasks of ranks whose values are in flight; return the other ranks."""
+        """End tasks of `ranks` that wait for segments or values; return the other ranks."""
         stopped, ended = {*ranks}, set[int]()
         for run in [each.run for each in self._waiting.values()]:
             if not stopped.isdisjoint(run.ranks):

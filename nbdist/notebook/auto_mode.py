@@ -1,8 +1,8 @@
 """Decides, in auto mode, which lines of a cell run in the notebook and which on the workers.
 
 Runs in the notebook's process.  `AutoCells` wraps the kernel's `do_execute`, or `run_cell` of a
-terminal's shell, and replaces a cell by code that sends lines to the workers.  Cells with the tag
-`distributed` are replaced without auto mode too.
+terminal's shell, and replaces a cell by code that sends lines to the workers.  The tag
+`distributed` has the same effect on a cell without auto mode.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ REASONS: dict[RunTarget, dict[str, str]] = {
         " ldir lx less more man"
     },
 }
-"""Line magics that do not run on the ranks alone, by the reason.  All `%dist_...` magics too.
+"""Line magics that do not run on the ranks alone, by `RunTarget` and by the reason.
 
-A command runs once, in the notebook: each rank would install, copy or download the same again.
-If it fills in a variable of the ranks, it runs on the ranks.
+A "command" runs once, in the notebook, as each rank would copy or remove the same files again.
+A command whose output is assigned, or that fills in a name of ranks or lines above, runs on ranks.
 """
 
 CELLS_HERE = {
@@ -65,10 +65,10 @@ CELLS_HERE = {
     " python2 python3 system sx cmd !",
     "has one client for all": "sql bigquery",
 }
-"""Cell magics that run in the notebook, by the reason."""
+"""Cell magics that always run in the notebook, by the reason."""
 
 WRAPPING_MAGICS = ("time", "capture")  # cell magics that run in the notebook if all lines below do
-OWN_SETTINGS = re.compile(r"\s*(NbDist\b|$)")  # texts of `%config` that only the notebook handles
+OWN_SETTINGS = re.compile(r"\s*(NbDist\b|$)")  # arguments of `%config` for the notebook only
 
 _TARGETS = {
     name: place
@@ -85,10 +85,10 @@ _COMMAND_LINE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class SideRules:
-    """Tells which names belong to the ranks and which magics to the notebook.
+    """The functions by which `split_cell` decides where the lines of a cell run.
 
-    `is_on_ranks` returns True for a variable of the ranks, and `is_notebook_magic` for a magic that
-    is in none of the tables and that only the notebook has.
+    `is_on_ranks` returns True for the name of a variable of the ranks, and `is_notebook_magic` for
+    a magic, such as `%name` or `%%name`, that only the notebook has.
     """
 
     is_on_ranks: Callable[[str], bool] = lambda name: False
@@ -99,7 +99,7 @@ class SideRules:
 class CellPart:
     """Lines of a cell that run on the ranks, or in the notebook if `is_here`.
 
-    `first` is the number of the first line, from 0 on.
+    `first` is the number of the part's first line in the cell, counted from 0.
     """
 
     first: int
@@ -108,7 +108,7 @@ class CellPart:
 
 
 def split_cell(code: str, side: SideRules) -> list[CellPart]:
-    """Split a cell into parts that run one after the other, between statements of its top level."""
+    """Split a cell, between statements of its top level, into parts for the notebook and ranks."""
     if (magic := cell_magic(code)) is not None or code.lstrip().startswith("%%!"):
         name = magic.name if magic else "!"
         is_here = name in _CELL_MAGICS_HERE or (
@@ -132,10 +132,10 @@ def split_cell(code: str, side: SideRules) -> list[CellPart]:
 
 
 def join_parts(code: str, parts: list[CellPart], magic: str) -> str:
-    """Return a cell that runs the parts in order; lines of the notebook keep their numbers.
+    """Return a cell that runs the parts of a cell; the notebook's lines keep their numbers.
 
-    That is not so below lines that both the notebook and the ranks run.
-    Parts for the ranks are passed to the cell magic `magic`, which includes its options.
+    Below lines that both the notebook and the ranks run, the numbers are higher.  `code` is the
+    cell as typed.  Parts for the ranks go to a cell magic; `magic` is its name with options.
     """
     if len(parts) == 1:
         return code if parts[0].is_here else f"%%{magic}\n{code}"
@@ -162,10 +162,10 @@ def _rank_parts(lines: list[str], first: int, end: int) -> list[CellPart]:
 
 
 def _magics(lines: list[str], side: SideRules) -> Iterator[tuple[int, int, RunTarget]]:
-    """Yield first line, end and place of each top-level magic that not only the ranks run."""
+    """Yield first line, end and target of each top-level magic that runs in the notebook."""
     remaining, end = [*lines], 0
     while True:
-        # Blank each magic before the next search: text such as `it's` is not valid Python tokens.
+        # Blank each magic before the next search, as Python cannot tokenize text such as `it's`.
         for first in (row for row in _statement_rows(remaining) if row >= end):
             if match := _COMMAND_LINE.match(remaining[first]):
                 break
@@ -197,7 +197,7 @@ def _place_of(match: re.Match[str], above: str, side: SideRules) -> RunTarget:
 
 
 def _statement_rows(lines: list[str]) -> Iterator[int]:
-    """Yield the lines at which top-level statements begin; none if the indentation is wrong."""
+    """Yield rows, from 0, of logical lines without indentation; none if indentation is wrong."""
     try:
         statements = make_tokens_by_line(lines)
     except SyntaxError:  # wrong indentation: reported when the cell is sent
@@ -212,13 +212,13 @@ def _statement_rows(lines: list[str]) -> Iterator[int]:
 
 # --- wrapping the methods that run a cell ---------------------------------------------------------
 
-TAG = "distributed"  # a cell's tag in place of the magic; JupyterLab sends tags with the cell
+TAG = "distributed"  # a cell with this tag needs no magic; JupyterLab sends tags with the cell
 
 _LOAD_EXT = re.compile(r"^%(?:re)?load_ext\s+([\w.]+)", re.MULTILINE)
 
 
 class AutoCells:
-    """Wraps the methods of the kernel or shell that run a user's cells and store them."""
+    """The wrappers of the methods by which the kernel or shell runs cells and stores them."""
 
     def __init__(self, pools: Pools) -> None:
         self._shell: Any = pools.shell
@@ -235,7 +235,7 @@ class AutoCells:
         if all(part.is_here for part in parts):
             return code
         if len(parts) == 1 or not is_python(self._shell, code):
-            parts = [CellPart(0, code)]  # a syntax error names the typed line, and nothing runs
+            parts = [CellPart(0, code)]  # whole: a syntax error then names the typed line
         for part in parts:
             mode.loaded |= {name.partition(".")[0] for name in _LOAD_EXT.findall(part.text)}
         other = "" if pool == DEFAULT_POOL else f" --pool {pool}"
@@ -250,7 +250,7 @@ class AutoCells:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Wrap the kernel's `do_execute`, to replace cells that are stored in the history."""
+        """Wrap the kernel's `do_execute`: run `code_to_run` for cells that the history stores."""
         if store_history and not silent:
             metadata = self._shell.get_parent().get("metadata", {})
             tags = metadata.get("tags") if isinstance(metadata, dict) else None
@@ -278,7 +278,7 @@ class AutoCells:
         source: str,
         source_raw: str | None = None,
     ) -> Any:
-        """Wrap `store_inputs` of IPython's history, so that the history has the typed cell."""
+        """Wrap `store_inputs` of IPython's history: store the typed cell, not the code run."""
         mode = self._mode
         if source_raw is None or not mode.running or source_raw.rstrip() != mode.running.rstrip():
             return original(line_num, source, source_raw)
@@ -288,7 +288,7 @@ class AutoCells:
         return original(line_num, source, mode.typed)
 
     def _record_code(self, code: str, tags: Iterable[str] = ()) -> str:
-        """Return `code_to_run` of a cell, and record code and typed cell for `store_inputs`."""
+        """Return `code_to_run` of a cell; record the code and the cell for `store_inputs`."""
         self._mode.typed, replaced = code, self.code_to_run(code, tags)
         self._mode.running = replaced if replaced != code else ""
         return replaced
@@ -318,7 +318,7 @@ def _is_on_ranks(world: World | None, user_ns: dict[str, Any], name: str) -> boo
 
 
 def _is_notebook_magic(shell: Any, loaded: frozenset[str], magic: str) -> bool:
-    """Return True if only the notebook has a magic: not IPython's, not loaded on the ranks."""
+    """Return True for a magic of the notebook that is neither IPython's nor loaded on ranks."""
     find = shell.find_cell_magic if magic.startswith("%%") else shell.find_line_magic
     function = find(magic.lstrip("%"))
     if function is None:

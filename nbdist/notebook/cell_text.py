@@ -1,7 +1,7 @@
-"""Reads the text of cells: their magics, where a cell runs, and whether it is valid Python.
+"""Reads the text of cells: their magics, the ranks that magics name, and whether cells are Python.
 
 Runs in the notebook's process; called for cells that run, and for completion while users type.
-Its functions ask the shell, but change neither the shell nor the workers.
+The functions here may ask the shell, but change neither the shell nor the workers.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _ROOT_NAME = re.compile(
     r"(?<![\w.)\]}'\"])([^\W\d]\w*)"
     r"((?:\.\w*|\[[^][]*\]|\([^()]*\))*(?:\[\s*[\"'][^\"'\]]*)?)$"
 )
-"""A name at the end of a text, followed by attributes, items or an unfinished key."""
+"""The end of a text: a name with any attributes, calls and items, and perhaps an unfinished key."""
 
 
-# The note in every panel while auto mode is on.
+# A note with the output of cells while auto mode is on.
 AUTO_NOTE = "auto mode: `%%local` on the first line runs a cell here"
 
 
@@ -51,13 +51,13 @@ class AutoMode:
     pool: str | None = None
     running: str = ""  # the code that runs in place of the last cell; "" for the cell itself
     typed: str = ""  # the last cell as the user typed it
-    ran: dict[int, str] = field(default_factory=dict)  # code that ran, by its number in the history
-    loaded: set[str] = field(default_factory=set)  # packages of extensions on the ranks
+    ran: dict[int, str] = field(default_factory=dict)  # code that replaced a cell, by its number
+    loaded: set[str] = field(default_factory=set)  # packages of extensions that cells have loaded
 
 
 @dataclass(frozen=True, slots=True)
 class MagicLine:
-    """A line that begins with a magic: the magic's name, and the rest with its position."""
+    """A line that begins with a magic: `name`, the `text` after the name, and the text's start."""
 
     name: str
     text: str
@@ -71,7 +71,7 @@ class MagicLine:
 
     @property
     def ranks(self) -> str | None:
-        """The text that selects ranks: the value of `-r`, or the line of `%%rank` without pool."""
+        """The text that selects ranks: the line of `%%rank` but `--pool`, else `-r`'s; or None."""
         if self.name == "rank":
             return "".join(POOL.sub(" ", self.text).split()) or None
         match = RANKS.search(self.text)
@@ -79,7 +79,7 @@ class MagicLine:
 
 
 def cell_magic(code: str) -> MagicLine | None:
-    """Return the cell magic at the beginning of a cell, also below comments, or None."""
+    """Return the cell magic that begins a cell, perhaps below comments and blank lines, or None."""
     match = _FIRST.match(code)
     if match is None:
         return None
@@ -103,10 +103,9 @@ def as_comment(code: str) -> str:
 
 
 def root_at(code: str, cursor: int) -> tuple[str, bool]:
-    """Return the first name of the expression before the cursor.
+    """Return the first name of the expression that ends at the cursor, and whether more follows.
 
-    Also return True if an attribute, item or call follows the name: "losses" and True for
-    `losses[0]`.  Return "" and False if there is no name.
+    Returns ("losses", True) for `losses[0]`, ("losses", False) for `losses`, else ("", False).
     """
     match = _ROOT_NAME.search(code[:cursor])
     return (match[1], bool(match[2])) if match else ("", False)
@@ -117,7 +116,7 @@ def root_at(code: str, cursor: int) -> tuple[str, bool]:
 NBDIST_CELL_MAGICS = ("distributed", "rank", "local")
 
 AT = "at line "
-"""Begins the text of the line that replaces a cell with a misplaced magic; a number follows."""
+"""Begins the argument by which `refuse_magic` gets the line number of a misplaced magic."""
 
 _CELL_MAGIC_LINE = re.compile(
     rf"[ \t]*%%({'|'.join(NBDIST_CELL_MAGICS)})(?=[\s\[]|$)(.*)", re.DOTALL
@@ -130,16 +129,16 @@ _NOTEBOOKS = re.compile(r"(?:(\w+)\s*=\s*)?%(dist_\w+)(?:[ \t]+(.*))?")
 
 
 LineMagic = tuple[str, str, str]
-"""A line magic: its name, the text behind the name, and the variable on the left, or ""."""
+"""A line magic: its name, the text after the name, and the variable to assign, or ""."""
 
 
 def transform_first_lines(lines: list[str], *, local_is_plain: bool = True) -> list[str]:
     """Move a cell magic of nbdist to the first line, as IPython requires.
 
-    Comments and `%load_ext nbdist` above it move below it, as comments, so all other lines keep
-    their numbers.  `%%rank[0,1]` of nbdistributed becomes `%%rank 0,1`.  A `%%local` becomes a
-    comment, except in a terminal (`local_is_plain` False), which would run a plain cell at the
-    end of its first line.  A cell with a magic in the middle becomes a line that raises an error.
+    Comments and `%load_ext nbdist` above the magic move below it, as comments, so that all other
+    lines keep their numbers.  `%%rank[0,1]` of nbdistributed becomes `%%rank 0,1`.  A `%%local`
+    becomes a comment, but not in a terminal (`local_is_plain` False), which runs a cell without a
+    cell magic after its first line.  A cell with a misplaced magic becomes a line that raises.
     """
     if place := find_misplaced_magic(lines):
         name, number = place
@@ -159,7 +158,10 @@ def transform_first_lines(lines: list[str], *, local_is_plain: bool = True) -> l
 
 
 def find_misplaced_magic(lines: Sequence[str]) -> tuple[str, int] | None:
-    """Return name and line number of a cell magic of nbdist that is below other code, or None."""
+    """Return name and line number of nbdist's first cell magic below other code, if any.
+
+    Return None if there is none, and for a cell that begins with another package's cell magic.
+    """
     begin = _count_above(lines)
     is_first = begin < len(lines) and _CELL_MAGIC_LINE.fullmatch(lines[begin]) is not None
     begin += is_first
@@ -181,7 +183,7 @@ def find_misplaced_magic(lines: Sequence[str]) -> tuple[str, int] | None:
 def split_off_magics(cell: str) -> tuple[str, list[LineMagic]]:
     """Split a cell into the part for the ranks and the `%dist_...` magics at the cell's end.
 
-    A cell that has only such magics, or another cell magic, is returned whole, without magics.
+    A cell of only such magics, or that begins with a cell magic, is returned with an empty list.
     """
     lines, magics = cell.splitlines(keepends=True), list[LineMagic]()
     if cell.lstrip().startswith("%%"):
@@ -199,7 +201,7 @@ def split_off_magics(cell: str) -> tuple[str, list[LineMagic]]:
 
 
 def remove_comment(line: str) -> str:
-    """Remove a comment from the end of a magic's line: `#` after a space, outside of quotes."""
+    """Remove a comment from a magic's line: `#` at the start or after a space, not in quotes."""
     plain = _QUOTED.sub(lambda quoted: "_" * len(quoted[0]), line)
     match = _COMMENT_START.search(plain)
     return line[: match.start()] if match else line
@@ -226,7 +228,7 @@ REMEDIES = {
     "'return' outside function": "The last line of a cell is its value: leave `return` out.",
     "'yield' outside function": "`yield` belongs in a function: `print` shows values one by one.",
 }
-"""Advice to users, by Python's message."""
+"""Advice to users, by the message of Python's SyntaxError."""
 
 _TRAINING = re.compile(
     r"\b(?:DistributedDataParallel|DDP|FullyShardedDataParallel|FSDP|fully_shard|optim)\b"
@@ -237,7 +239,7 @@ _WORD = re.compile(r"\s*([^\W\d]\w*)(?:[ \t]+[^=\s].*)?\s*")
 
 
 class CellSyntaxError(UsageError, SyntaxError):
-    """The cell is not Python.  Shown as IPython shows a syntax error, without a traceback."""
+    """The error for a cell that is not Python, shown as IPython shows a syntax error."""
 
     def __init__(self, error: SyntaxError, shown: list[str]) -> None:
         line = f" (line {error.lineno} of the cell)" if error.lineno else ""
@@ -252,8 +254,7 @@ class CellSyntaxError(UsageError, SyntaxError):
 def check_source(shell: InteractiveShell, first_line: str, cell: str) -> str:
     """Return the cell as Python, with its magics transformed.
 
-    Raises CellSyntaxError if it is not Python, and UsageError if it has a magic that only the
-    notebook has; in both cases nothing has run.
+    Raises CellSyntaxError if the cell is not Python, and the errors of `check_magics`.
     """
     source = in_notebook_lines(first_line, cell)
     try:
@@ -272,18 +273,18 @@ def check_source(shell: InteractiveShell, first_line: str, cell: str) -> str:
 
 
 def has_code(cell: str) -> bool:
-    """Return False if the cell has only comments and blank lines."""
+    """Return True if the cell has a line that is neither blank nor a comment."""
     lines = map(str.strip, cell.splitlines())
     return any(line and not line.startswith("#") for line in lines)
 
 
 def names_training(cell: str) -> bool:
-    """Return True if a cell names DDP, FSDP or torch's optimizers, perhaps only to import them."""
+    """Return True if a cell's text has a name of DDP or FSDP, or the word `optim`."""
     return bool(_TRAINING.search(cell))
 
 
 def is_python(shell: InteractiveShell, cell: str) -> bool:
-    """Return True if a cell is Python, with its magics transformed."""
+    """Return True if a cell is Python after IPython has transformed the cell's magics."""
     try:
         _compiled(shell.transform_cell(cell))
     except SyntaxError:
@@ -294,7 +295,7 @@ def is_python(shell: InteractiveShell, cell: str) -> bool:
 def as_magic(shell: Any, cell: str, world: World | None) -> str:
     """Turn `cd /tmp` into `%cd /tmp` if IPython would do so, and no rank has a variable `cd`.
 
-    IPython only does so in cells of one line; with a cell magic above, the cell has two.
+    IPython only does so in cells of one line; a cell magic above makes two lines.
     """
     match = _WORD.fullmatch(cell)
     if match is None or (world and world.session.names.ranks_with(match[1])):
@@ -308,7 +309,10 @@ def as_magic(shell: Any, cell: str, world: World | None) -> str:
 def check_commands(
     python: str, names: NameTable, ranks: Collection[int], user_ns: Container[str]
 ) -> None:
-    """Raise UsageError if a command fills in a variable that some ranks have and others lack."""
+    """Raise UsageError if a command fills in a variable that only some ranks have.
+
+    Variables that all of `ranks` have, the notebook has, or the cell binds are allowed.
+    """
     for name in names_in_commands(python):
         have = names.ranks_with(name)
         lacking = [rank for rank in ranks if rank not in have]
@@ -321,7 +325,7 @@ def check_commands(
 
 
 def _compiled(python: str) -> ast.Module:
-    """Return the syntax tree of a cell; SyntaxError also for errors that only compiling finds.
+    """Return the syntax tree of a cell; raise SyntaxError also if only compiling finds an error.
 
     For instance, `return 5` outside of a function can be parsed but not compiled.
     """
@@ -335,7 +339,7 @@ def _compiled(python: str) -> ast.Module:
 
 
 def check_magics(module: ast.Module) -> None:
-    """Raise UsageError if a cell for the ranks has a magic that only the notebook has."""
+    """Raise UsageError if a cell for the ranks has a line magic of nbdist, or loads nbdist."""
     for node in ast.walk(module):
         match node:
             case ast.Call(
@@ -353,16 +357,16 @@ def check_magics(module: ast.Module) -> None:
 
 
 def place_error(name: str, where: str) -> UsageError:
-    """Return the error of a cell magic below other lines; `name` begins with one `%`."""
+    """Return the error for a cell magic below other lines; `name` is the magic's, with one `%`."""
     return UsageError(f"%{name} must be the first line of its cell: split the cell {where}.")
 
 
 def refuse_magic(shell: InteractiveShell, name: str, text: str) -> None:
     """Raise the error of a cell magic below other lines.
 
-    Registered as a line magic, as IPython takes `%%distributed` in the middle of a cell for the
-    line magic `%distributed`.  `text` has the line's number if `transform_first_lines` has
-    replaced the cell.  A cell that loads the extension is not replaced: search the cell's text.
+    Registered as a line magic, as IPython takes `%%distributed` in the middle of a cell for a line
+    magic named `%distributed`.  `text` has the line's number if `transform_first_lines` has
+    replaced the cell; for a cell that has loaded nbdist itself, the number is searched here.
     """
     cell = [*shell.history_manager.input_hist_raw][-1]  # type: ignore[union-attr]
     place = find_misplaced_magic(cell.splitlines(keepends=True))
@@ -374,9 +378,9 @@ def in_notebook_lines(first_line: str, cell: str) -> str:
     """Return the source to send: the cell below `first_line` as a comment.
 
     With the comment, lines have the same numbers as in the notebook.  No comment is added if the
-    cell begins with another cell magic, which must be on the first line, or if `first_line` is
-    "", in auto mode.  The comment is indented like the cell's first line, because IPython
-    dedents a whole cell by the indentation of its first line.
+    cell begins with another cell magic, which must be on the first line, or if `first_line` is "",
+    as in auto mode.  The comment is indented like the cell's first line, because IPython dedents a
+    whole cell by the indentation of its first line.
     """
     is_whole = not first_line or cell.lstrip().startswith("%%")
     indent = re.match(r"\s*?([ \t]*)(?=\S|$)", cell)
@@ -395,7 +399,7 @@ def cell_id(shell: InteractiveShell) -> str:
 
 
 def page_of(request: dict[str, Any]) -> str:
-    """Return the id of the page that sent a request; "" for none.  Each reload has a new id."""
+    """Return the id of the page that sent a request, or "".  A reloaded page has a new id."""
     return str(request.get("header", {}).get("session", ""))
 
 
@@ -406,5 +410,5 @@ def request_of(shell: InteractiveShell) -> dict[str, Any]:
 
 
 def is_attended(shell: InteractiveShell) -> bool:
-    """Return False if nobody can type: requests of nbclient, nbconvert and papermill say so."""
+    """Return False if the cell's request says that nobody can type, as papermill's requests do."""
     return bool(request_of(shell).get("content", {}).get("allow_stdin", True))

@@ -1,6 +1,6 @@
-"""Runs a cell on a pool: checks it, sends it with its variables, follows it, and runs it again.
+"""Runs a cell on a pool's workers: checks, sends and follows the cell, and may run it again.
 
-Called by commands, on IPython's main thread.  A generator runs the cell: `run_steps` runs the
+Called by commands, on IPython's main thread.  A generator does the work: `run_steps` runs the
 generator to its end, and a `Job` runs it step by step.
 """
 
@@ -53,7 +53,7 @@ R = TypeVar("R")
 LONG_CELL = 2.0  # seconds; hardly anybody reloads the page during a shorter cell
 
 Pack = Callable[[NameTable], Plan]
-"""Plans which variables to send, from the table of names; called before each attempt."""
+"""A function that plans, by the table of names, what to send; called before each attempt."""
 
 
 def source_steps(
@@ -63,7 +63,7 @@ def source_steps(
     display: CellDisplay,
     options: argparse.Namespace,
 ) -> CellSteps:
-    """Run a cell on workers and show it; if there are no workers, start them with `options`."""
+    """Run a cell on workers and show its output; if there are no workers, start them first."""
     cell = as_magic(pool.shell, cell, pool.world if pool.has_workers else None)
     python = check_source(pool.shell, first_line, cell)
     source = in_notebook_lines(first_line, cell)
@@ -87,10 +87,10 @@ def prepare(
     display: CellDisplay,
     options: argparse.Namespace,
 ) -> tuple[Task, World]:
-    """Return the task for a cell or other work, and its world, which is started if needed.
+    """Return the task for a cell or other work, and the pool's world, which is started if needed.
 
-    The task has the number of the notebook cell.  If the page was opened or reloaded
-    while the last cell ran for long, a note says how to see the missed output.
+    The task has the number of the notebook cell.  If this page was opened or reloaded while the
+    last cell ran, and that cell was long, a note says how to see the missed output.
     """
     for_training = isinstance(work, CellCode) and names_training(work.text)
     world = pool.ensure(options, display, for_training=for_training)
@@ -110,7 +110,7 @@ def prepare(
 
 
 def run_steps(steps: Generator[Any, Any, R | BaseException]) -> R:
-    """Run a generator to its end; return its result, or raise it if it is an error."""
+    """Run a generator to its end; return its result, or raise a result that is an error."""
     while True:
         try:
             next(steps)
@@ -134,10 +134,10 @@ def attempt_steps(
     options: argparse.Namespace,
     setup: str = "",
 ) -> CellSteps:
-    """Run a cell and show it; return its result, or the error if the last attempt failed too.
+    """Run a cell and show its output; return its result, or the error of the last attempt.
 
-    The error is returned and not raised: it is a StopIteration if a rank raised one, and a
-    generator cannot raise that.  `setup` is the key of a cell that new workers will run too.
+    The error is returned and not raised: a StopIteration of a rank becomes an error of that class,
+    which a generator cannot raise.  `setup` identifies a cell that new workers will run too.
 
     With `--max-restarts`, each attempt starts from the same table of names: names that a failed
     attempt has bound do not count.  Restarted ranks get the variables that they lack.
@@ -166,7 +166,7 @@ def attempt_steps(
 def outcome_of(
     pool: Pool, world: World, running: TaskRun, display: CellDisplay
 ) -> CellResult[Any] | BaseException:
-    """Return the result of a cell that has ended, or its error."""
+    """Return the result or the error of a cell that has ended; show the error of a job."""
     try:
         check_end(pool, world, running)
     except (NbdistError, Interrupted) as error:
@@ -180,8 +180,7 @@ def outcome_of(
 def make_shipment(pool: Pool, world: World, names: NameTable, pack: Pack) -> Shipment:
     """Decide which variables to send with a cell.
 
-    If needed, ask the ranks first which objects they have changed since the last sending.  The
-    ranks keep changed objects.
+    If the plan has a question, first ask ranks which of the objects in question they have changed.
     """
     send_plan = pack(names)
     if (question := send_plan.question) is not None:
@@ -202,7 +201,7 @@ def _attempt(
     packed = shipment.packed(display)
     task = replace(task, names=packed.payloads)
     try:
-        # Ranks may run the task before `follow_steps` handles Stop, so handle it from here on.
+        # Ranks may run the task before `follow_steps` handles Stop, so handle Stop from here on.
         with redirect_stops(partial(world.session.count_stop, task)):
             machines = world.session.machines
             running = pool.last = world.session.submit(task, patience, shipment.parcels)
@@ -230,7 +229,7 @@ def follow_steps(
     """Follow a task step by step until it ends, or until Stop returns control.
 
     Shows the task's output if there is a display.  If a rank reads input, an input box opens below
-    the output, but only while a cell waits for the task.  A Stop is handled at any moment.
+    the output, but only while a cell waits for the task.
     """
     is_here = True  # the running notebook cell is the one that sent the task
     is_job = running.patience.control_timeout is None
@@ -246,7 +245,7 @@ def follow_steps(
                 is_here = is_here and is_attended
                 with running.counting_stops():
                     if display:
-                        pool.show_widgets()  # first the widget models, then displays of them
+                        pool.show_widgets()  # before the displays, which need the widgets' models
                         _redraw(running, outputs, display, is_attended=is_attended)
                         pool.show_late(at_once=False)
                     if is_attended and (rank := running.next_to_ask) is not None:
@@ -288,10 +287,10 @@ def _redraw(
 
 
 def check_end(pool: Pool, world: World, running: TaskRun, *, stopped: bool | None = None) -> None:
-    """Raise the error of a cell that failed or was stopped, with how dead ranks are replaced.
+    """Raise the error of a cell that failed or was stopped; return if the cell succeeded.
 
-    Returns if the cell succeeded.  `stopped` says whether Stop was pressed; by default, whether
-    the task has counted a Stop.  Records the failure for `%dist_why`.
+    The error says how dead ranks are replaced.  `stopped` says whether Stop was pressed; by
+    default, whether the task has counted a Stop.  Records a failure for `%dist_why`.
     """
     if running.unfinished and world.session.outlives_kernel():
         find = f"`%dist_attach {world.session.spec.name}` in the next one finds them"
@@ -320,7 +319,7 @@ def check_end(pool: Pool, world: World, running: TaskRun, *, stopped: bool | Non
 
 
 def _not_sent_text(pool: Pool, name: str) -> str:
-    """Return why a name is not defined on a rank, and how to send it; "" if that is unknown."""
+    """Return why a variable of the notebook was not sent, and what sends it; or ""."""
     if name in WORKERS_OWN or name in WORKERS_MODULES:
         return ""  # never sent: each worker has its own
     if name in pool.gathered:
@@ -337,8 +336,8 @@ def fetch_results(
 ) -> dict[int, Any]:
     """Run a task without showing its output, and return its results by rank.
 
-    With a display, the progress of the transfer is shown, with `what` as its name.  Waits for a
-    job first.
+    Waits for the pool's job first.  With a display, the progress of the transfer is shown, named
+    `what`.
     """
     pool.wait_for_job(pool.display())
     show = progress(display, what) if display else None
@@ -364,9 +363,9 @@ def bind(
     display: CellDisplay | None = None,
     shipped: Mapping[int, Parcel] | None = None,
 ) -> TaskRun:
-    """Run `task`, then bind its values by `work` on all its ranks, or on none if a rank fails.
+    """Run `task`, then bind its values by `work`; if `task` fails on any rank, bind nothing.
 
-    If there is a display, it shows the output of `task`, but not of `work`.
+    A display shows the output of `task`, but not of `work`.
     """
     machines = world.session.machines
     for running in bind_steps(world.session, task, work, shipped):
@@ -393,8 +392,8 @@ def _record_failure(pool: Pool, running: TaskRun) -> None:
 def notes_on(transcript: Transcript, table: NameTable) -> Iterator[str]:
     """Yield notes on a cell that has ended.
 
-    The notes name files that were edited after ranks imported the files, and names of the workers,
-    such as `rank`, to which the cell gave another value.
+    The notes name files that were edited after ranks imported the files, and, once for each name,
+    the workers' own names, such as `rank`, to which the cell gave another value.
     """
     changed: dict[str, list[int]] = defaultdict(list)
     covered: dict[str, list[int]] = defaultdict(list)

@@ -57,14 +57,14 @@ MORE_OPTIONS = (
 )
 
 Split = Callable[[Magic, str], tuple[str, list[str]]]
-"""Divides a line into the text that argparse reads, and the words that argparse does not read."""
+"""A function that divides a line into the text for argparse, and words for the magic itself."""
 
 
 class MagicCall:
     """A call of a magic, with the typed text, the parsed options, and the pool, world and display.
 
-    `pool` is the pool that `--pool` names, or the default pool.  `pools` has all pools if no
-    pool is named.
+    `pool` is the pool that `--pool` names, or the default pool.  `pools` has only the named pool,
+    or all pools if none is named.
     """
 
     def __init__(self, command: Command, pools: Pools, text: str, cell: str = "") -> None:
@@ -91,13 +91,13 @@ class MagicCall:
 
     @property
     def busy_world(self) -> World:
-        """The pool's world, also while it runs a cell that was sent with `--no-wait`."""
+        """The pool's world, without a wait for a cell that runs; raises as `world` does."""
         if self.pool.world is None or self.pool.world.state is WorldState.STOPPED:
             raise WorldNotStarted(f"`{self.command.shown_name}`")
         return self.pool.world
 
     def query_agent(self, pool: Pool, request: RequestBody) -> Any:
-        """Return an agent's rows on a pool's ranks, also while a cell runs; () without a world."""
+        """Return the agent's answer to a request, also while a cell runs; () if there is none."""
         if pool.world is None:
             return ()
         session = pool.world.session
@@ -113,7 +113,7 @@ class MagicCall:
     def ranks_of(self, text: str | None) -> tuple[int, ...]:
         """Return the ranks that a text such as `0,2-3` selects; None selects all ranks.
 
-        The workers may have ended.  Raises UsageError for a text that selects no rank.
+        The workers may have died.  Raises UsageError for a text that selects no rank.
         """
         return parse_ranks("all" if text is None else text, (self.pool.world or self.world).size)
 
@@ -128,7 +128,7 @@ class MagicCall:
         return self.pool.display()
 
     def end_display(self) -> None:
-        """Repeat the last output for clients that redraw no displays, if the magic has any."""
+        """Close this magic's display if it was used (see `PanelDisplay.close`)."""
         if "display" in vars(self):
             with delay_stops():
                 self.display.close()
@@ -136,13 +136,13 @@ class MagicCall:
 
 @dataclass(frozen=True)
 class MagicResult:
-    """A magic's result that `x = %magic` binds.  If it is not bound, it is not shown."""
+    """A magic's value: returned to code that uses it, as `x = %magic` does, otherwise dropped."""
 
     value: Any
 
 
 Returned = CommandOutput | MagicResult | str | None
-"""What the function of a magic returns: the output to show, a value to bind, or None."""
+"""The result of a magic's function: the output to show, a value to bind, or None."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -150,7 +150,7 @@ class Command:
     """A magic of nbdist; the function `run` is called with a `MagicCall`.
 
     `looks` are the options with which the magic changes nothing, so that it may run beside a
-    cell; "" says that no option is needed.
+    running cell; "" says that no option is needed.
     """
 
     run: Callable[[MagicCall], Returned]
@@ -172,10 +172,10 @@ class Command:
         return f"{'%%' if self.kind == 'cell' else '%'}{self.name}"
 
     def short(self, name: str, option: str) -> Command:
-        """Make a magic with a name of an earlier version: this magic with an option added."""
+        """Return a short form: a magic called `name` that runs this magic with an option added."""
         how = f"`{self.shown_name} {option}`"
 
-        @wraps(self.run)  # copies the parser
+        @wraps(self.run)  # copies the attribute `parser` too
         def run(line: MagicCall) -> Returned:
             return self.run(line)
 
@@ -240,9 +240,9 @@ class Command:
         return magic
 
     def line_magic(self, pools: Pools) -> Callable[..., None]:
-        """Make the line magic `%distributed x = 1` of a cell magic.
+        """Make the line magic of a cell magic, such as `%distributed x = 1`.
 
-        IPython does not fill in `{x}` in its line.
+        IPython does not fill in `{x}` in the line of this magic.
         """
         magic = self.magic(pools)
 
@@ -370,7 +370,7 @@ def _name_pool(error: NbdistError, pool: Pool) -> None:
 
 
 def _stopped(stop: KeyboardInterrupt, world: World | None) -> KeyboardInterrupt:
-    """Return the error for a Stop during a command, with the state of the workers after it."""
+    """Return the error for a command that Stop has ended; the error tells the workers' state."""
     if isinstance(stop, Interrupted) or world is None:
         return stop if isinstance(stop, Interrupted) else Interrupted(())
     if world.state is WorldState.STOPPING:
@@ -384,16 +384,16 @@ def _stopped(stop: KeyboardInterrupt, world: World | None) -> KeyboardInterrupt:
 # --- whether a magic's value is used ----------------------------------------------------------
 
 BETWEEN = ("nbdist.", "IPython.")
-"""Modules whose frames are between the frame of the cell's code and the magic."""
+"""Prefixes of the names of modules whose frames lie between the cell's code and the magic."""
 
 UNUSED = {("POP_TOP", ""), ("PRINT_EXPR", ""), ("CALL_INTRINSIC_1", "INTRINSIC_PRINT")}
 """CPython's instructions after a call whose value is dropped, or shown as the cell's last value."""
 
 
 def is_used() -> bool:
-    """Return True if the cell's code uses the value of the magic, such as `x = %magic`.
+    """Return True if the cell's code uses the value of the running magic, as `x = %magic` does.
 
-    Looks at the next instruction of the first frame outside of IPython and nbdist.
+    Looks at the instruction after the call, in the first frame outside of IPython and nbdist.
     """
     frame = inspect.currentframe()
     while frame is not None and frame.f_globals.get("__name__", "").startswith(BETWEEN):

@@ -1,4 +1,4 @@
-"""Completion and inspection in cells of the workers and in the lines of nbdist's magics.
+"""Answers completions and inspections in cells of the workers and in lines of nbdist's magics.
 
 Runs in the notebook's process; the kernel's methods are wrapped, and front ends may ask from
 several threads.  No name of the workers is bound in the notebook for completion.
@@ -46,7 +46,7 @@ TIMEOUT = 0.9  # seconds for the workers' answer: JupyterLab waits for one secon
 
 
 class Completion:
-    """Answers requests of front ends, by asking an idle rank or from the pool's table of names."""
+    """Answers requests of front ends, by asking an idle rank or by what the notebook knows."""
 
     def __init__(self, pools: Pools, commands: Iterable[Command]) -> None:
         self._pools = pools
@@ -65,7 +65,7 @@ class Completion:
     def completions(
         self, original: Callable[..., Iterator[Any]], text: str, offset: int
     ) -> Iterator[Any]:
-        """Wrap `completions` of a terminal's completer."""
+        """Wrap `completions` of a terminal's completer, as `complete` wraps the kernel's method."""
         answer = self._answer(Complete(text, offset))
         if not isinstance(answer, Completions):
             yield from original(self._plain_text(text, offset), offset)
@@ -95,7 +95,7 @@ class Completion:
     def _answer(self, question: TypingQuestion) -> Completions | Description | None:
         """Answer about a magic's line, or about a cell of the workers by asking a rank.
 
-        Returns None if the notebook's kernel should answer: for plain cells, without workers, and
+        Returns None if the notebook's kernel should answer, as in plain cells, without workers, and
         for attributes of the notebook's own variables.
         """
         cursor, line = question.cursor, None
@@ -122,11 +122,11 @@ class Completion:
             return self._add_names(world, answer, root, text[:cursor])
         if answer or not is_theirs:
             return answer or None
-        # The notebook must not answer: under this name it may have another object.
+        # The notebook must not answer, as the notebook may have another object under this name.
         return Description({}) if isinstance(question, Inspect) else Completions((), cursor, cursor)
 
     def _add_names(self, world: World, answer: Any, root: str, text: str) -> Completions | None:
-        """Add names of the notebook to a rank's answer; without an answer, of the workers too."""
+        """Add the notebook's names to a rank's answer, and the ranks' names if no rank answered."""
         shell = self._pools.shell
         known_names = {**shell.user_ns}.keys() - shell.user_ns_hidden
         if answer is None:
@@ -138,7 +138,7 @@ class Completion:
         return replace(completions, candidates=(*completions.candidates, *more)) or None
 
     def _answer_in_line(self, question: TypingQuestion) -> Completions | Description | None:
-        """Answer about the line of a magic of nbdist; None elsewhere, or without an answer."""
+        """Answer about a line with a magic of nbdist; None for other lines, or if nothing fits."""
         magic = magic_at(question.code, question.cursor)
         command = self._commands.get(magic.name) if magic else None
         if magic is None or command is None:
@@ -154,9 +154,9 @@ class Completion:
         return Completions(candidates, end - len(begun), end) if candidates else None
 
     def _code_in_line(self, code: str, cursor: int) -> tuple[MagicLine, str] | None:
-        """Find the code with the cursor after a magic such as `%distributed -r 0`.
+        """Return the magic of a line such as `%distributed -r 0 x = 1`, and the line's code.
 
-        Return the magic, and the code, with blanks in place of all text before the code.
+        Blanks replace all text before the code.  Returns None if no code is before the cursor.
         """
         magic = magic_at(code, cursor)
         command = self._commands.get(magic.name) if magic else None
@@ -178,9 +178,9 @@ class Completion:
         return as_comment(code) if workers_cell(code, cursor) else code
 
     def _workers_cell(self, question: TypingQuestion) -> MagicLine | None:
-        """Return the magic of a cell of the workers, or None for a cell of the notebook.
+        """Return the magic of a cell of the workers if the cursor is below the magic, or None.
 
-        In auto mode, a plain cell that runs on the workers has a magic too.
+        A plain cell that auto mode runs on the workers counts as one with `%%distributed`.
         """
         magic, auto = workers_cell(question.code, question.cursor), self._pools.auto
         if magic is None and runs_on_ranks(self._pools, question.code):
@@ -191,11 +191,11 @@ class Completion:
 def _ask(
     world: World, magic: MagicLine, question: TypingQuestion
 ) -> Completions | Description | None:
-    """Ask an idle rank of the cell's ranks, then of the others; None without a timely answer."""
+    """Ask an idle rank of the cell's ranks, else of the others; None without a timely answer."""
     every = range(world.size)
     try:
         ranks = parse_ranks(magic.ranks or "all", world.size)
-    except NbdistError:  # half typed
+    except NbdistError:  # the ranks are half typed
         ranks = (*every,)
     until = time.monotonic() + TIMEOUT
     for each in (ranks, {*every}.difference(ranks)):
@@ -222,7 +222,7 @@ def workers_cell(code: str, cursor: int) -> MagicLine | None:
 NAMES = ("names", "variables")
 """The names, in the magics' parsers, of arguments that take names of variables."""
 
-_WORD_SEPARATOR = re.compile(r"[\s,=]+")  # separates the words of a line
+_WORD_SEPARATOR = re.compile(r"[\s,=]+")  # in a magic's line: `a,b` and `--as=x` are two words
 
 Choices = tuple[Candidate, ...]
 
@@ -230,8 +230,8 @@ Choices = tuple[Candidate, ...]
 def choices(pools: Pools, command: Command, text: str, pool: str | None) -> tuple[Choices, str]:
     """Return the candidates for the last word of a command's line, and its typed beginning.
 
-    The candidates are options with their help, or names of variables if the command takes names.
-    Options and names that the line has already are left out.
+    The candidates are options with their help, or names of variables if the command takes names and
+    the word does not begin with `-`.  Options and names that the line has already are left out.
     """
     *words, begun = _WORD_SEPARATOR.split(text)
     arguments, shell, world = arguments_of(command.run), pools.shell, pools.world_of(pool)

@@ -37,12 +37,12 @@ from nbdist.words import aligned, in_pool, size_text
 from nbdist.world.moving_line import MovingLine
 from nbdist.world.task_run import RankOutputs
 
-FIRST_DRAWING = 0.15  # seconds before anything is drawn, so that a fast cell does not flash
-REDRAW_INTERVAL = 0.25  # seconds between drawings: the page rebuilds the whole panel at each
+FIRST_DRAWING = 0.15  # seconds before a running cell is drawn, so that a fast cell does not flash
+REDRAW_INTERVAL = 0.25  # seconds between drawings, as a page rebuilds the whole panel each time
 
 
 class PanelDisplay:
-    """The panel with a cell's output, redrawn a few times a second and replaced at the end.
+    """The panel with a cell's output, redrawn a few times a second while the cell runs.
 
     A page in a browser redraws displays.  Other clients may show only new displays, so for them
     the last drawing is a new display.
@@ -78,7 +78,7 @@ class PanelDisplay:
         self._seconds = seconds
         self._shown: MimeBundle = {}
         self._is_redrawn = False  # the last drawing reached only clients that redraw displays
-        self._displays = 0  # number of displays below the cell that this panel has made
+        self._displays = 0  # number of displays that this panel has made for its drawings
         self._begin()
         self._id_above = ""  # id of the display above the last typed input
         self._below = Below(pool)
@@ -94,7 +94,7 @@ class PanelDisplay:
     def show_status(self, text: str) -> None:
         """Show the notes and this line until something else is drawn.
 
-        If the setting `seconds` is "none", nothing is drawn, as the panel only appears at the end.
+        If the setting `seconds` is "none", a text is not drawn: the panel only appears at the end.
         """
         if not (text and self._seconds == "none"):
             lines = " · ".join(filter(None, [*self._notes, *self._passing, text]))
@@ -113,9 +113,9 @@ class PanelDisplay:
     def show(
         self, transcript: Transcript, outputs: RankOutputs, waits: str = "", usage: str = ""
     ) -> None:
-        """Redraw the running cell's panel, unless it was drawn a moment ago.
+        """Redraw the running cell's panel, but not too often, and not if `seconds` is "none".
 
-        Called after each output of a rank, and periodically without output.  `waits` is a line
+        Called after new output of ranks, and periodically without output.  `waits` is a line
         on ranks that wait for others; `usage` is a line on the memory and GPUs in use.
         """
         now = time.monotonic()
@@ -154,7 +154,7 @@ class PanelDisplay:
         shown = live_layout(transcript, now, waits, usage, clock, turn, note, pool=self._pool)
         shown = live_by_rank(shown, transcript, turn) if self._tabs else shown
         html = panel_html(shown)
-        # Figures make a panel big: it is redrawn less often, which bounds the bytes per second.
+        # A panel with figures is big: redraw less often, which bounds the bytes per second.
         self._draw_at = now + REDRAW_INTERVAL * max(1.0, len(html) / MAX_LIVE_PANEL_BYTES)
         self._draw(html, self._passing_text(panel_text(shown)))
         # Widgets, such as progress bars, must be seen while the cell runs.  Once each running
@@ -163,7 +163,7 @@ class PanelDisplay:
             self._below.add(transcript)
 
     def end(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
-        """Draw the final panel of a cell that has ended, and its figures; called once."""
+        """Draw the final panel of a cell that has ended, then its figures, each as a display."""
         self._begin_last()
         self._draw_final(transcript, logs)
         self._below.end(transcript)
@@ -176,7 +176,7 @@ class PanelDisplay:
     show_again = end
 
     def close(self) -> None:
-        """Repeat the last drawing as a new display, for clients that do not redraw displays.
+        """Repeat the last drawing as a new display, if clients that redraw no displays lack it.
 
         Called when the magic has ended.  Later changes reach only clients that redraw displays.
         """
@@ -187,9 +187,9 @@ class PanelDisplay:
     def _begin_last(self) -> bool:
         """Let the next drawing create a new display in place of the present one, if possible.
 
-        Return False if that is impossible: nothing was drawn, another cell runs now, or the cell
-        has other output on a page, where the present display is updated.  If the user has cleared
-        the cell's output on a page, only a new display is seen.
+        Returns False if that is impossible: nothing was drawn, another cell runs now, or a page may
+        show other output of the cell, and so updates the present display.  A user who has cleared
+        the cell's output on a page sees only a new display.
         """
         if not (self._is_drawn or self._id_above) or self._find_request() != self._request:
             return False
@@ -214,7 +214,7 @@ class PanelDisplay:
     def redraw_ended(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
         """Redraw the panel of a cell that has ended, with output that came later."""
         self._draw_final(transcript, logs)
-        self._is_redrawn = False  # else `close` would add a second panel for other clients
+        self._is_redrawn = False  # so that `close` adds no second panel for other clients
         self._below.change(transcript)
 
     def _draw_final(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
@@ -226,7 +226,7 @@ class PanelDisplay:
         self._draw(html, panel_text(shown if self._seconds == "all" else timeless))
 
     def _passing_text(self, text: str) -> str:
-        """Add a line break for clients other than a page, which append the next text."""
+        """Return the text, with a line break if clients other than a page append the next text."""
         return text if self._is_page else f"{text}\n"
 
     def _draw(self, html: str, text: str) -> None:
@@ -318,7 +318,7 @@ class PlainDisplay:
         self._write(failures_text(shown, colours=self._colours))
         self._write(curves_lines(shown.curves) if shown.curves else ())
         self._write(save_figures(transcript, logs))
-        if transcript.is_finished and not shown.states:  # a silent cell
+        if transcript.is_finished and not shown.states:  # no output: say that the cell succeeded
             shown = shown._replace(states=(("ok", f"✓ {len(transcript.ranks)}"),))
         self.show_text(" · ".join([head_text(shown), *self._notes]))
         sys.stdout.flush()
@@ -347,7 +347,7 @@ class PlainDisplay:
 
 
 CellDisplay: TypeAlias = PanelDisplay | PlainDisplay
-"""Where the output of one cell, or of one magic, appears."""
+"""The place where the output of one cell, or of one magic, appears."""
 
 
 def make_display(
@@ -359,8 +359,8 @@ def make_display(
 ) -> CellDisplay:
     """Return a panel if `has_panels` says so, else a display of plain lines.
 
-    `cell` is the source of the cell that runs; the panel replaces all its output at the end if
-    the cell is a magic alone.
+    `cell` is the source of the cell that runs; if it is a magic alone, the panel may replace all
+    output of the cell at the end.
     """
     if has_panels(shell, settings):
         tabs = f"nbdist-{shell.execution_count}" if settings.layout == "tabs" else ""
@@ -387,7 +387,7 @@ _PANELS_OF = (*CELL_MAGICS, "debug")  # IPython's `%debug` leads to `%dist_debug
 
 
 def is_of_magic(cell: str) -> bool:
-    """Return True if a cell is a single magic of nbdist, so that all its output is the magic's."""
+    """Return True if a cell is a single magic, of nbdist or `%debug`, that can show a panel."""
     text = cell.strip()
     magic = cell_magic(text) or (magic_at(text, 0) if "\n" not in text else None)
     return magic is not None and (magic.name.startswith("dist_") or magic.name in _PANELS_OF)
@@ -397,7 +397,7 @@ def is_of_magic(cell: str) -> bool:
 
 _TABLE_CELL = "padding:0 16px 0 0;text-align:left;border:none;font-family:monospace"
 _UNWRAPPED_LENGTH = (
-    24  # characters; a shorter cell of a table, such as `busy 7.5 s`, is never wrapped
+    24  # characters; a table's cell up to this length, such as `busy 7.5 s`, is not wrapped
 )
 _BLOCK = (
     f"font-family:monospace;font-size:13px;white-space:pre-wrap;margin:0;padding:0 0 0 {INDENT}"
@@ -424,8 +424,8 @@ def table(
 ) -> CommandOutput:
     """Return a table below the line `head`; the first of the `rows` has the headings.
 
-    `colours` maps the first word of a cell to the cell's colour.  The first column is at least
-    `first_width` characters wide.
+    `colours` maps the first word of a table's cell to the colour of the cell.  The first column is
+    at least `first_width` characters wide.
     """
     html = f"<div><b>{escape(head)}</b></div>"
     if rows:
@@ -492,8 +492,8 @@ def progress_text(what: str, done: int, total: int, seconds: float) -> str:
 def moved(steps: Generator[int, None, T], total: int, display: CellDisplay, what: str) -> T:
     """Run a generator to its end, showing its progress, and return its result.
 
-    The generator yields the number of bytes that are done.  Stop ends the generator between two
-    steps, and the partial result is released.
+    The generator yields the number of bytes that are done.  If Stop ends the generator, the partial
+    result is released.
     """
     show = progress(display, what)
     with closing(StepwiseValue(steps)) as running:

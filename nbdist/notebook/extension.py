@@ -1,6 +1,6 @@
-"""Loads nbdist into an IPython shell, and removes all of it again.
+"""Loads nbdist into an IPython shell, and removes nbdist from the shell again.
 
-Runs in the notebook's process; `%load_ext nbdist` and `%unload_ext nbdist` call it.
+Runs in the notebook's process; `%load_ext nbdist` leads to `load`, `%unload_ext` to `unload`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _loaded: WeakKeyDictionary[InteractiveShell, tuple[Pools, ExitStack]] = WeakKeyD
 
 
 def load(shell: InteractiveShell) -> None:
-    """Register nbdist's magics, settings and event handlers, and start to import torch.
+    """Register nbdist's magics, settings and event handlers; with `prestart`, start an agent too.
 
     Raises WrongVersion if an installed library is not in the supported range.
     """
@@ -83,7 +83,7 @@ def pools_of(shell: InteractiveShell) -> Pools | None:
 
 
 def unload(shell: InteractiveShell) -> None:
-    """End the workers and remove nbdist from the shell."""
+    """Remove nbdist from the shell; end the workers, or detach those with `--detach`."""
     _, stack = _loaded.pop(shell)
     stack.close()
 
@@ -91,7 +91,7 @@ def unload(shell: InteractiveShell) -> None:
 def register(
     shell: InteractiveShell, pools: Pools, commands: Sequence[Command], stack: ExitStack
 ) -> None:
-    """Register the magics, and line magics that refuse cell magics in the middle of a cell."""
+    """Register the magics, and line magics for misplaced cell magics, until `stack` closes."""
     magics: list[tuple[Callable[..., Any], str, str]] = [
         (each.magic(pools), each.kind, each.name) for each in commands
     ]
@@ -142,7 +142,7 @@ def wrap_methods(
             (shell.Completer, "completions", completion.completions),
         ]
     stack.callback(pools.pages.listen(kernel))
-    # Before IPython's own transformers: they remove leading blank lines, which changes numbers.
+    # Before IPython's own transformers, which change line numbers by removing leading blank lines.
     transform = partial(transform_first_lines, local_is_plain=kernel is not None)
     shell.input_transformers_cleanup.insert(0, transform)
     stack.callback(shell.input_transformers_cleanup.remove, transform)
@@ -152,7 +152,7 @@ def wrap_methods(
 
 
 def keep_loaded(pools: Pools, original: Callable[[str], object], module_str: str) -> object:
-    """Wrap IPython's reload, to keep nbdist loaded if it has workers, which unloading would end."""
+    """Wrap IPython's reload, to keep nbdist loaded if it has workers: unloading would end them."""
     if module_str != nbdist.__name__ or not any(pool.has_workers for pool in pools):
         return original(module_str)
     sys.stdout.write("nbdist stays loaded, with its workers: `%unload_ext nbdist` ends them\n")
@@ -247,7 +247,7 @@ EVENTS = ("pre_run_cell", "post_run_cell")
 # --- hints if a plain cell uses a name of the workers, or a magic is misspelt ---------------------
 
 PACKAGE_PREFIX = os.path.dirname(nbdist.__file__) + os.sep
-OF_OURS = (NbdistError, KeyboardInterrupt, CancelledError)  # errors that nbdist itself raises
+OF_OURS = (NbdistError, KeyboardInterrupt, CancelledError)  # errors shown without nbdist's frames
 
 
 class Border:
@@ -277,7 +277,7 @@ class Border:
         return original(*args, **kwargs)
 
     def expand(self, original: Callable[..., str], cmd: str, depth: int = 0, **how: Any) -> str:
-        """Wrap `InteractiveShell.var_expand`, to raise UsageError for names only of ranks."""
+        """Wrap the shell's `var_expand`, to raise UsageError for names that only ranks have."""
         # IPython reads names in the frame at `depth`; the wrapper adds two frames.
         expanded = original(cmd, depth + 2, **how)
         unfilled = names_filled_in(expanded)
@@ -288,15 +288,15 @@ class Border:
         return expanded
 
     def hint(self, name: str) -> str:
-        """Return which ranks of which pool have a name, and how to get the value; "" if none."""
+        """Return how to use a name that workers of a pool have and the notebook lacks; or ""."""
         hints = (hint_of(pool, name) for pool in self._pools if pool.has_workers)
         return next(filter(None, hints), "")
 
 
 def _cut_traceback(error: BaseException | None) -> None:
-    """Remove nbdist's frames from the tracebacks of its own errors and of Stop.
+    """Remove nbdist's frames from the traceback of an error of nbdist or of Stop.
 
-    Also for errors that are the cause or the context of another error.
+    Does the same for the error's cause, or else its context, and so on.
     """
     seen_ids: set[int] = set()
     while error is not None and id(error) not in seen_ids:
@@ -310,7 +310,7 @@ def _cut_traceback(error: BaseException | None) -> None:
 
 
 def hint_of(pool: Pool, name: str) -> str:
-    """Return which ranks of the pool have a name, and what to do; "" if no rank has it."""
+    """Return which ranks of the pool have a name that the notebook lacks, and a remedy; or ""."""
     world = pool.world
     if world is None or name in pool.shell.user_ns:
         return ""

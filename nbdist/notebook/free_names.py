@@ -1,6 +1,6 @@
 """Finds the global names that the source of a cell reads and binds, without running the cell.
 
-Called in the notebook's process, to decide which variables to send.  The functions read the
+Called in the notebook's process, mostly to decide which variables to send.  The functions read the
 bytecode that Python compiles from the source.  IPython has transformed the source before: magics
 and `!` lines are calls of `get_ipython()`, and names in their strings count as read.
 """
@@ -39,7 +39,7 @@ _PYTHONS_OWN = (
     *("__annotate__", "__conditional_annotations__"),  # from Python 3.14 on
 )
 
-# Magics whose text is not Python: words in it are not names of variables.
+# Magics whose text is not Python: words in the text are not names of variables.
 _NOT_PYTHON = re.compile(
     "distributed|rank|bash|cmd|perl|ruby|script|sh|system|sx|html|javascript|js|latex|markdown|svg|"
     "writefile|cat|cd|cp|ls|man|mkdir|more|mv|pushd|rm|rmdir|alias|autoreload|bookmark|colors|"
@@ -51,7 +51,7 @@ _OPTION = re.compile(r"\s*(-\S+|\d+)")
 _IPYTHON_LINE = re.compile(r"^[ \t]*[%!].*$", re.MULTILINE)
 
 _State = frozenset[str | int]
-"""What is certain whenever an instruction is reached: the names (str) that are bound, and the
+"""The facts that are certain whenever an instruction is reached: names (str) that are bound, and
 functions that are not made yet, by the index (int) of the instruction that makes each."""
 
 
@@ -73,8 +73,8 @@ def names_used(source: str) -> frozenset[str]:
 def bound_before(source: str) -> Mapping[str, frozenset[str]]:
     """Return, for each name of `names_used`, the names that are certainly bound at each read.
 
-    If a function of the notebook is read in the cell `lock = Lock(); work()`, the `lock` that
-    it needs is the cell's own, and the notebook's lock need not be sent.  Raises SyntaxError.
+    In the cell `lock = Lock(); work()`, the notebook's function `work` uses the cell's own `lock`,
+    so that the notebook's `lock` need not be sent.  Raises SyntaxError.
     """
     cell = _cell(source)
     return {name: bound - cell.unbound for name, bound in cell.used.items()}
@@ -91,9 +91,9 @@ def names_bound(source: str) -> frozenset[str]:
 
 
 def names_read_first(source: str) -> frozenset[str]:
-    """Find the names that a cell reads above the first line that may bind them.
+    """Find the names that a cell's bytecode reads or deletes before any instruction binds them.
 
-    What its functions and classes read does not count.  Raises SyntaxError.
+    Functions and classes of the cell do not count.  Raises SyntaxError.
     """
     return frozenset(name for name, opname in _cell(source).first.items() if opname in _READS)
 
@@ -104,21 +104,21 @@ def names_certainly_bound(source: str) -> frozenset[str]:
 
 
 def dotted_names(source: str) -> frozenset[tuple[str, ...]]:
-    """Find attributes that the cell reads, with the name: `xml.dom.minidom` as three parts."""
+    """Find the attributes that a cell reads of names, as tuples: ("xml", "dom") for `xml.dom`."""
     return frozenset(_cell(source).chains)
 
 
 def names_in_commands(source: str) -> list[str]:
-    """Find the names that a cell's commands, such as `!ls {path}`, fill in.
+    """Find the names that a cell's `!` lines and line magics fill in: `path` in `!ls {path}`.
 
-    Commands inside of functions do not count.
+    Lines inside of functions do not count.
     """
     texts = _cell(source).commands
     return [*dict.fromkeys(name for text in texts for name in names_filled_in(text))]
 
 
 def names_filled_in(text: str) -> list[str]:
-    """Find the names that `{x}` and `$x` fill into a command, except the shell's variables."""
+    """Find the names that `{x}` and `$x` fill into a command that does not itself set them."""
     names = (name for source in _filled_in([text]) for name in sorted(names_used(source)))
     return [name for name in dict.fromkeys(names) if not _is_the_shells(name, text)]
 
@@ -135,13 +135,13 @@ def _cell(source: str) -> _Code:
 class _Code:
     """The global names that a code object (a cell, a class's body or a function) reads and binds.
 
-    - `used`: names that it reads as soon as it runs, before it has certainly bound them, each
-      with the names that are certainly bound at all these reads.
-    - `later`: names that are read when a function in it is called; of a function, also its own.
-    - `inner`: names that functions, classes and lambdas in it read.
+    - `used`: names that the code reads before they are certainly bound, in a cell also by later
+      calls of its functions; each with the names that are certainly bound at all these reads.
+    - `later`: names that calls of functions in the code read; in a function, all that it reads.
+    - `inner`: names that functions, classes and lambdas in the code read.
     - `certain`: names that are bound whenever a cell ends without an error.
-    - `bound`: names that it may bind or delete; `unbound`: globals deleted by `global` and `del`.
-    - `chains`: see `dotted_names`; `commands`: the texts of its magics and `!` lines.
+    - `bound`: names that the code may bind or delete; `unbound`: globals that functions delete.
+    - `chains`: see `dotted_names`; `commands`: texts of `!` lines and line magics.
     - `first`: by name, the first instruction with the name, whether it reads or binds.
     """
 
@@ -208,7 +208,7 @@ class _Code:
         else:
             self.inner |= inner.used.keys() | inner.later
         name = code.co_name.removeprefix(_GENERIC).removesuffix(">")
-        if not name.isidentifier():  # a lambda or a comprehension
+        if not name.isidentifier():  # a lambda or a comprehension, which may run at once
             return inner.used | dict.fromkeys(inner.later, _NONE)
         before = [later for other, later in self._functions.values() if other == name]
         self._functions[index] = name, inner.later
@@ -229,7 +229,7 @@ class _Code:
             self.chains.add((self._steps[index].argval, *chain))
 
     def _reads_in_magic(self, index: int) -> _Reads:
-        """Return the names that a call `get_ipython().run_line_magic("time", "f(x)")` reads."""
+        """Return the names read by a call such as `get_ipython().run_line_magic("time", "f()")`."""
         method, before = self._steps[index].argval, self._steps[max(0, index - 3) : index]
         if not any(step.argval == "get_ipython" for step in before):
             return {}
@@ -281,7 +281,7 @@ class _Code:
             if name not in state:
                 _add(self.used, {name: bound})
             for index, (function, later) in self._functions.items():
-                # A read of a function may be a call; methods do not see the class's names.
+                # A read of a function's name may be a call; methods do not see the class's names.
                 if function == name and index not in state:
                     called = dict.fromkeys(later, bound)
                     if self._is_cell:
@@ -319,10 +319,10 @@ class _Code:
         return states
 
     def _after_with(self, handlers: dict[int, int]) -> dict[int, set[str]]:
-        """Map the jump behind each `with` that has suppressed an error to the names its body binds.
+        """Map the jump that a `with` takes if it suppresses an error to the names its body binds.
 
-        The names count as bound there: almost no context manager suppresses errors.  Returns an
-        empty dict if the code names `suppress` or `raises`, which do.
+        The names count as bound after the jump, as almost no context manager suppresses errors.
+        Returns an empty dict if the code names `suppress` or `raises`, which suppress errors.
         """
         bound_by_jump: dict[int, set[str]] = {}
         for start, step in enumerate(self._steps):
@@ -350,7 +350,7 @@ def _add(reads: _Reads, more: Mapping[str, frozenset[str]]) -> None:
 
 
 def code_in_magic(method: str, texts: list[str]) -> list[str]:
-    """Return the Python sources that a call `get_ipython().run_line_magic("time", "f(x)")` runs.
+    """Return the Python sources in a call such as `get_ipython().run_line_magic("time", "f(x)")`.
 
     `method` is the method's name and `texts` its arguments.  Each `{x}` and `$x` is a source of
     its own.  The list is empty for methods that are not of magics or commands.
@@ -371,7 +371,7 @@ def _filled_in(texts: list[str]) -> list[str]:
 
 
 def _python(text: str) -> str:
-    """Return the text of a magic, without leading options, if it is Python; else ""."""
+    """Return the Python in a magic's text, perhaps without leading options and `%` lines; or ""."""
     while True:
         code = next(filter(_is_python, (text, _IPYTHON_LINE.sub("", text))), "")
         option = _OPTION.match(text)
@@ -402,7 +402,7 @@ _ABSENT = object()
 class Gathered:
     """The variables that hold values gathered from ranks: `name in gathered`.
 
-    A name is contained until the notebook binds the name to another object.
+    A name is contained until the notebook binds it to another object, or to a number or text.
     """
 
     def __init__(self, namespace: Mapping[str, Any]) -> None:
@@ -416,7 +416,7 @@ class Gathered:
 
     @property
     def has_any(self) -> bool:
-        """True if any name was gathered and was not bound by the notebook since."""
+        """True if a name was gathered that `record_assigned` has not forgotten."""
         return bool(self._values)
 
     def add(self, names: Iterable[str]) -> None:
@@ -426,10 +426,10 @@ class Gathered:
             self._of_this_cell.add(name)
 
     def record_assigned(self, names: Iterable[str]) -> None:
-        """Forget names that the notebook has bound; called when a cell has ended.
+        """Forget gathered names that the notebook has bound since; called when a cell has ended.
 
         `names` are those that the cell may have bound.  A name with a number or text is forgotten
-        even if the object is the same, as equal ones are, unless this cell has gathered the name.
+        even if its object is the same, as equal ones may be, unless this cell gathered the name.
         """
         for name in self._values.keys() & set(names):
             may_be_equal = is_atomic(self._namespace.get(name)) and name not in self._of_this_cell
@@ -444,7 +444,7 @@ GATHERS = "get_ipython().run_line_magic('dist_gather'"
 def assigned_in(source: str) -> frozenset[str]:
     """Return the names that statements such as `x = %dist_gather y` assign, anywhere in a cell.
 
-    IPython has transformed the cell to Python before.
+    IPython has transformed `source`, the cell, to Python before.
     """
     assigned: set[str] = set()
     if GATHERS in source:

@@ -29,15 +29,15 @@ from nbdist.output.wording import fold_ranks, traceback_text
 from nbdist.words import name_ranks
 from nbdist.world.agent_link import Link
 
-# Seconds between two calls of `notice`, at least and at most.
+# The least and the greatest pause after a call of `notice`, in seconds, while no task runs.
 IDLE_PAUSE, MAX_IDLE_PAUSE = 0.25, 1.0
-PAUSES_PER_NOTICE = 4  # after each call, `IdleWatch` pauses this many times as long as it took
+PAUSES_PER_NOTICE = 4  # the pause is this many times as long as the call took, within the limits
 
 
 class IdleWatch:
     """Calls `notice` on the event loop of the notebook when a rank dies or prints between cells.
 
-    While `is_active()` is true, because a task runs in the background, it also calls `notice` at
+    While `is_active()` is true, because a task runs in the background, `notice` is also called at
     all other messages of ranks, and every `IDLE_PAUSE` seconds.  The loop of an ipykernel runs
     between cells; in a terminal each prompt has its own loop.
     """
@@ -68,20 +68,20 @@ class IdleWatch:
             return
         if link is None or not is_main_thread():
             return
-        # A duplicate stays open, and its number is not reused, when the link closes its own.
+        # A duplicate descriptor stays open when the link closes the original.
         self._link, self.loop, self._wakeup_fd = link, loop, os.dup(link.idle_signal)
-        # An empty context: in the context of this cell, later output would be shown below it.
+        # An empty context: in this cell's context, later output would be shown below this cell.
         contextvars.Context().run(loop.add_reader, self._wakeup_fd, self._wake)
 
     def update(self) -> None:
         """Start the periodic calls of `notice` if `is_active()` is true now.
 
-        Called whenever the value of `is_active()` may have changed.  The calls end by themselves
-        once it is false.
+        Called whenever the value of `is_active()` may have changed.  The periodic calls end once
+        `is_active()` is false.
         """
         if self._link is not None:
             self._link.signals_all_messages = self._is_active()
-        # In a terminal the loop is closed while a cell runs; the next prompt has a new one.
+        # In a terminal the loop is closed while a cell runs; the next prompt has a new loop.
         if self.loop is None or self.loop.is_closed():
             return
         if self._is_active() and self._timer is None:
@@ -111,7 +111,7 @@ class IdleWatch:
         if loop is None or is_closed:
             self._notice()
         elif self._timer is None:
-            # Each call redraws panels, and a rank may write without pause: keep the interval.
+            # Each call redraws panels, and a rank may write without end: keep the pause.
             wait = max(0.0, self._notice_at - time.monotonic())
             self._timer = loop.call_later(wait, self._notice_now)
         elif self._is_active():
@@ -135,7 +135,7 @@ class IdleWatch:
 OUTPUTS_KEPT = 1000  # outputs that belong to no cell; older ones are dropped
 
 CELLS_KEPT = 20  # cells whose displays can still change
-MAX_LATE_LENGTH = 300  # of a rank's late output that cannot be shown under its cell
+MAX_LATE_LENGTH = 300  # characters of a line with late output that no cell can show
 
 
 class FinishedCells:
@@ -154,7 +154,7 @@ class FinishedCells:
         self._cells.append((transcript, display))
 
     def past(self, last: Transcript) -> list[Transcript]:
-        """Return the transcripts of past cells, also of former workers', and then `last`."""
+        """Return the transcripts of past cells, also of former workers, and then `last`."""
         return [*(each for each, _ in self._cells if each is not last), last]
 
     def forget(self) -> None:
@@ -165,7 +165,7 @@ class FinishedCells:
         self._without_cell.clear()
 
     def receive(self, outputs: Iterable[tuple[int, Output]]) -> None:
-        """Add late output to its cells; keep output without a cell for `pop_texts`."""
+        """Add visible late output to the cell that can show it, or keep it for `pop_texts`."""
         for rank, output in outputs:
             if not isinstance(output, Visible):
                 continue
@@ -203,7 +203,7 @@ class FinishedCells:
             self._show_at = time.monotonic() + REDRAW_INTERVAL
 
     def pop_texts(self) -> list[str]:
-        """Remove and return late output without a cell: a line for all ranks with equal output."""
+        """Return, once, lines with the kept output, one line for all ranks with equal output."""
         outputs = [*self._without_cell]
         self._without_cell.clear()
         return late_texts(outputs)
@@ -258,7 +258,7 @@ LOOK_AGAIN = 0.25  # seconds between checks whether a cell still runs
 
 
 class Stops:
-    """A context manager in which Stop (SIGINT) raises no KeyboardInterrupt by itself.
+    """A context in which Stop (SIGINT) raises KeyboardInterrupt only if `on_stop` says so.
 
     Without `on_stop`, each Stop adds 1 to `count`.  With `on_stop`, the signal handler calls that
     function, and raises KeyboardInterrupt only if the function returns False.  With Python's own
@@ -321,7 +321,7 @@ def redirect_stops(on_stop: Callable[[], bool]) -> Iterator[None]:
 
 @contextmanager
 def delay_stops() -> Iterator[None]:
-    """Delay a Stop that comes inside of the block until the block is left."""
+    """Delay a Stop that comes in this context until the context ends."""
     stops = Stops()  # before `try`, so that `finally` has it whenever the Stop comes
     try:
         with stops:
@@ -344,8 +344,8 @@ def is_main_thread() -> bool:
 class IdleStop:
     """Calls `stop` if Stop is pressed while no cell runs, as long as `is_wanted()` is true.
 
-    ipykernel ignores SIGINT between cells.  For each cell it installs its own handler, and then
-    restores the former one.  So the event loop installs and removes our handler between cells.
+    ipykernel ignores SIGINT between cells, installs its own handler for each cell, and then
+    restores the former handler.  So the event loop installs and removes our handler between cells.
     """
 
     def __init__(self, stop: Callable[[], None], is_wanted: Callable[[], bool]) -> None:
@@ -358,7 +358,7 @@ class IdleStop:
         """Install the handler if `is_wanted()`, else remove it; `stop` will run on `loop`.
 
         A handler of other code is never replaced.  While a cell runs, the handler cannot be
-        removed: try again later.
+        removed: the loop tries again later.
         """
         self._loop = loop or self._loop
         handler, loop = signal.getsignal(signal.SIGINT), self._loop

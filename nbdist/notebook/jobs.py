@@ -1,7 +1,7 @@
 """The class `Job`, whose objects stand for cells that were sent with `--no-wait`.
 
 Runs in the notebook's process, on IPython's main thread.  Between cells, the event loop runs the
-job step by step (see `Pool.run_job_step`); in a cell, `wait` does.
+job step by step (see `Pool.run_job_step`); in a cell, methods such as `wait` do.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from nbdist.world.result import CellResult, raised
 from nbdist.world.task_run import TaskRun
 
 CellSteps: TypeAlias = Generator[TaskRun, float | None, CellResult[Any] | BaseException]
-"""A generator that runs a cell.  The number sent to it limits the seconds of its next step.
+"""A generator that runs a cell; a number that is sent limits the seconds of the next step.
 
-It yields the task after each step, and returns the result of the cell or the error to raise.
+The generator yields the task after each step, and returns the cell's result or error.
 """
 
 
 LONGEST_LOOK = 2.0
-"""Seconds after which `done` returns, as ranks can write faster than their output is shown."""
+"""Seconds after which `done` ends its steps: ranks can write faster than output is shown."""
 
 JOB_STEP_SECONDS = 0.05  # seconds that `done` waits for more output
 AWAITED_EVERY = 0.05  # seconds between two steps while code awaits the job
@@ -126,7 +126,7 @@ class Job:
     def wait(self, timeout: float | None = None) -> None:
         """Wait until the job has ended, for `timeout` seconds at most.
 
-        Raises what the cell would have raised: WorkerError, WorkerDied, CellTimeout, or
+        Raises the job's error, such as WorkerError, WorkerDied, CellTimeout or JobLost, or
         KeyboardInterrupt after `interrupt`.  If the job still runs after `timeout` seconds, raises
         JobTimeout, a TimeoutError.  Stop raises KeyboardInterrupt and ends only the waiting.
         """
@@ -149,7 +149,7 @@ class Job:
                 longest = max(0.0, min(CELL_TICK, deadline - time.monotonic()))
                 if is_main_thread():
                     self.step(longest)
-                else:  # in a subshell: only the main thread runs the job
+                else:  # as in a subshell: only the main thread runs the job
                     self._ended.wait(longest)
         return stops.count
 
@@ -211,7 +211,7 @@ class Job:
         return not (self.has_ended or self._is_stepping) and is_main_thread()
 
     def pop_failure_note(self) -> str:
-        """Return a line on a failure that `wait`, `result` or `await` has not raised; only once."""
+        """Return, once, a line on a failure that no `wait`, `result` or `await` raised; else ""."""
         is_heard, self._was_waited_for = self._was_waited_for, True
         if is_heard or not isinstance(self._error, WorkerError | CellTimeout):
             return ""
@@ -271,7 +271,7 @@ class CellPlace:
 
     @contextmanager
     def show_in_cell(self, is_wanted: bool) -> Iterator[None]:  # noqa: FBT001
-        """Let output inside belong to the remembered cell, if `is_wanted` and it is known."""
+        """Show output of this context below the remembered cell, if `is_wanted` and `is_known`."""
         if not (is_wanted and self.is_known):
             yield
             return

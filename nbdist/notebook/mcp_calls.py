@@ -1,7 +1,7 @@
 """Functions that `nbdist mcp` calls in a notebook's kernel, by code that it sends there.
 
 Each command that can change workers is shown under the user's last distributed cell, with the
-name of the program that sent it.  So readers of the notebook see everything that happened.
+name of the program that sent the command, so that readers of the notebook can follow.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _call(
     """Call `action` with shell and pool, unless `until` has passed; show errors as cells do.
 
     If `is_seen`, the output is shown under the user's last distributed cell.  Output that comes
-    after this call is shown under that cell in any case, as the caller no longer listens.
+    after this call is shown under that cell, if there is one, as the caller no longer listens.
     """
     shell: Any = get_ipython()
     request: dict[str, Any] = {}

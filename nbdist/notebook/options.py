@@ -79,7 +79,7 @@ def _add(name: str, option: Option) -> Callable[[Magic], Magic]:
 
 
 size_option = _add("n", OPTIONS["n"])
-"""For magics whose help shows only this option of a world, and refers to `%dist_init`."""
+"""The option `-n`, for the help of magics that take all options of a world but do not list them."""
 
 pool_option = _add("pool", OPTIONS["pool"])
 
@@ -124,7 +124,7 @@ def check_same(world: World, options: argparse.Namespace) -> None:
     # Options that were not typed at the start have the values that the start has chosen.
     session = world.session
     chosen = {"backend": session.backend, "name": session.spec.name}
-    is_full = not isinstance(session.config.n, int)  # no fewer workers than `-j` has room for
+    is_full = not isinstance(session.config.n, int)  # without a number, workers fill `-j`
     chosen["layout"] = (is_full and session.config.layout) or session.layout
     chosen["launcher"] = session.config.launcher_name
     for name, new in typed.items():
@@ -171,7 +171,7 @@ ARGPARSE = (
 
 
 def parse(magic: Magic, name: str, line: str) -> argparse.Namespace:
-    """Read the options in a magic's line; an UsageError is a line that says where to read more."""
+    """Return the options in a magic's line; an UsageError also says how to see all options."""
     try:
         return magic.parser.parse_args([word for word, *_ in words_of(magic, line)])  # type: ignore[attr-defined, no-any-return]
     except (IPythonUsageError, ValueError) as error:
@@ -213,7 +213,7 @@ def _takes_value(flag: str, flags: Mapping[str, argparse.Action]) -> bool:
 
 
 def _word(line: str, at: int) -> tuple[str, int]:
-    """Return the word at a position, without its quotes or those of its value, and its end."""
+    """Return the word at a position, without quotes around it or its value, and the word's end."""
     match = WORD.match(line, at)
     if match is None:
         return "", len(line)
@@ -228,7 +228,7 @@ def _word(line: str, at: int) -> tuple[str, int]:
 def split_code(magic: Magic, line: str) -> tuple[str, str]:
     """Divide `-r 0 x = 1` into the options that come first and the code after them."""
     end = 0
-    with suppress(ValueError):  # an open quote: the rest counts as code, and fails there
+    with suppress(ValueError):  # a quote is not closed: the rest counts as code, and fails there
         for _, is_option, after in words_of(magic, line):
             if not is_option:
                 break
@@ -269,7 +269,7 @@ SAME = {
 """Flags of other tools that are accepted in place of our flag."""
 
 OLD = {"--rank": "-r", "--local": "--here-too", "--no-free": "--no-release"}
-"""Former names of our flags.  They still work, with a line that names the new flag."""
+"""Former names of our flags, which still work, with a line that names the new flag."""
 
 MEANT = {
     "--num-procs": "-n",
@@ -284,7 +284,7 @@ MEANT = {
     "-t": "-r",
     "--noblock": "--no-wait",
 }
-"""Flags that are refused with a hint: they are close to one of ours in meaning."""
+"""Flags that are refused with a hint at our flag that is close in meaning."""
 
 _PORT = "ranks meet without a port; `--rdzv-endpoint HOST:PORT` has them meet at a store"
 _LOGS = "all output of all ranks is shown and kept: `%dist_output --log`"
@@ -308,7 +308,7 @@ TORCHRUN = {
     "--run-path": "leave it out, as a script always runs by its path",
     "--use-env": "leave it out, as LOCAL_RANK is always in the environment",
 }
-"""Options of torchrun that have no flag here, and a hint on what to use instead."""
+"""Options of torchrun that have no flag here, and what to do instead, for hints."""
 
 TORCHRUN_IGNORED: Mapping[tuple[str, ...], Collection[str]] = {
     ("--standalone",): (),
@@ -344,7 +344,7 @@ OTHER_TOOLS_MAGICS = {
     "parallel": "begin the cell with `%%distributed`",
     "torchrun": "`%dist_run -n 4 train.py` runs a script",
 }
-"""Magics of ipyparallel, nbdistributed and others, with a hint on what does the same here."""
+"""Magics of ipyparallel, nbdistributed and others, with a hint on what serves the purpose here."""
 
 _NOT_FOUND = re.compile(r"^(?:Line magic function|Cell magic) `(%%?)(\S+?)` not found\b")
 _UNRECOGNIZED = re.compile(r"^unrecognized arguments: ((\S+).*)")
@@ -360,9 +360,9 @@ def old_flags(line: str, flags: Collection[str]) -> list[str]:
 
 
 def our_flag(flag: str, flags: Collection[str]) -> str:
-    """Return our name for a flag: of another tool, of a former version, or with underscores.
+    """Return our flag for a flag of another tool, of a former version, or with underscores.
 
-    Any other flag is returned unchanged.
+    A flag is returned unchanged if the magic's `flags` have that flag, or no flag of ours for it.
     """
     renamed = SAME.get(flag) or OLD.get(flag) or _dashed(flag)
     return renamed if renamed in flags and flag not in flags else flag
@@ -375,7 +375,7 @@ def _dashed(flag: str) -> str:
 def hint_on_argument(message: str, flags: Collection[str]) -> str:
     """Return a hint on the argument that argparse has not recognized, by argparse's message.
 
-    Returns "" for other messages and for words that are no options.
+    Returns "" for other messages and for most words that are no options.
     """
     match = _UNRECOGNIZED.match(message)
     if match is None:
@@ -397,7 +397,7 @@ def hint_on_argument(message: str, flags: Collection[str]) -> str:
 
 
 def hint_on_magic(message: str, shown_names: Iterable[str]) -> str:
-    """Return a hint on a magic that IPython has not found; "" if no magic is similar.
+    """Return a hint on a magic that IPython has not found, or "".
 
     `message` is IPython's error.
     """

@@ -32,13 +32,13 @@ from nbdist.world.session import Session
 from nbdist.world.snapshot_store import Snapshot
 from nbdist.world.task_run import TaskRun
 
-FetchValues = Callable[[tuple[int, ...]], Mapping[int, Any]]  # fetches values, by rank, from ranks
+FetchValues = Callable[[tuple[int, ...]], Mapping[int, Any]]  # returns the ranks' values, by rank
 
 
 class LastValues(Mapping[int, Any]):
     """The last values of a cell by rank; a value that is still on its rank is fetched on access.
 
-    `values` and `items` fetch all missing values together.  No value is fetched twice.
+    `values` and `items` fetch all missing values together.  A value that has arrived is kept.
     """
 
     def __init__(self, values: Mapping[int, Any], fetch: FetchValues) -> None:
@@ -94,10 +94,10 @@ class Elsewhere(str):
 def last_values(
     session: Session, running: TaskRun, fetch: Callable[[Task], Mapping[int, Brought]]
 ) -> LastValues:
-    """Return the last values of a cell that has ended.
+    """Return the last values of a cell that has ended, of the ranks that succeeded.
 
-    Small values are in the cell's end messages.  Bigger values are fetched when they are accessed,
-    by a task that `fetch` runs.
+    Small values have come with the messages on the ranks' ends.  Bigger values are fetched when
+    they are accessed, by a task that `fetch` runs.
     """
     values: dict[int, Any] = {}
     unread: dict[int, str] = {}
@@ -179,7 +179,7 @@ class Why:
 
 
 def failure_of(running: TaskRun, error: NbdistError, logs: Mapping[int, str]) -> Why | None:
-    """Return why a cell failed, or None if the error is not a failure of a rank.
+    """Return why a cell failed; None unless the error is a rank's or the loss of the agent.
 
     If the agent was lost, only the title is known.
     """
@@ -208,7 +208,7 @@ def death_of(rank: int, host: str, died: Died, log: str) -> Why:
 
 
 def idle_end(died: Died) -> str:
-    """Return how a process ended outside of a cell: by an earlier Stop, or else with the reason."""
+    """Return how a process ended outside of a cell, with the reason unless Stop ended it."""
     if died.by_stop:
         return died.end
     why = f": {died.why}" if died.why else ""

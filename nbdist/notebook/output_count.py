@@ -19,7 +19,7 @@ class OutputCount:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count from 0 inside; writes of other threads of the notebook's process count too."""
+        """Count outputs from 0 in the context; writes of any thread of this process count too."""
         self.number = 0
         with ExitStack() as stack:
             for stream in (sys.stdout, sys.stderr):

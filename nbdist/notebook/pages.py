@@ -16,7 +16,7 @@ from nbdist.notebook.cell_text import execution_count, page_of
 from nbdist.world.task_run import TaskRun
 
 KIND = "kernel_info_request"  # the first message of every page
-QUEUED_SECONDS = 0.5  # time after a cell in which the kernel handles messages that were queued
+QUEUED_SECONDS = 0.5  # seconds after a cell in which the kernel handles messages that were queued
 
 
 class Connected(NamedTuple):
@@ -27,7 +27,7 @@ class Connected(NamedTuple):
 
 
 class Pages:
-    """Records when each page has connected: a kernel answers new pages once its cell has ended."""
+    """Records when each page has connected, which a kernel notices only when its cell has ended."""
 
     def __init__(self, shell: InteractiveShell) -> None:
         self._shell = shell
@@ -63,7 +63,7 @@ class Pages:
         self._connected.setdefault(page, Connected(now, cell))
 
     def end_cell(self) -> None:
-        """Record that a cell has ended: a page that connects right after it connected during it."""
+        """Record a cell's end: pages recorded right after the end connected during the cell."""
         self._cell_ended = time.monotonic()
 
     def has_missed(self, page: str, running: TaskRun) -> bool:

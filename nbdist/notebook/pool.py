@@ -1,7 +1,7 @@
 """The pools of a notebook: `Pool` starts, heals and ends the world of one name; `Pools` has all.
 
-Runs in the notebook's process, on IPython's main thread.  Commands, cells and IPython's events
-call it.
+Runs in the notebook's process, mostly on IPython's main thread.  Commands, cells and IPython's
+events call the methods.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ KEPT_BY_RESTART = "kept for `%dist_restart` as the next command that starts work
 class Pool:
     """A pool, with the world in which its cells run, its past cells, and its job.
 
-    Only IPython's main thread uses it.
+    Only IPython's main thread starts, heals and ends the workers.
     """
 
     def __init__(self, pools: Pools, name: str) -> None:
@@ -100,7 +100,7 @@ class Pool:
 
     @property
     def ready_text(self) -> str:
-        """A line such as `4 workers ready · gloo`, with the name of a pool that has one."""
+        """A line such as `4 workers ready · gloo`, after `pool eval ·` for a named pool."""
         assert self.world is not None
         workers = count(self.world.size, "worker")
         return f"{self._title}{workers} ready · {self.world.session.backend}"
@@ -240,7 +240,7 @@ class Pool:
         return kept_names
 
     def shutdown(self) -> str:
-        """End the workers and the agent; return a line on the result, "" if there were none."""
+        """End the workers and the agent; return a line on the result, or "" without workers."""
         had_workers = self.has_workers
         if self.world is not None and (widgets := self.world.session.widgets) is not None:
             widgets.end()
@@ -380,7 +380,7 @@ class Pool:
 
     def _notice(self) -> None:
         self.run_job_step()
-        # Programs that run notebooks drop all output between two cells: show it in the next cell.
+        # Programs that run notebooks drop output between cells: the next cell shows the output.
         if is_attended(self.shell):
             self.show_news()
 
@@ -550,9 +550,9 @@ class Pools:
         return pool.world if pool and pool.has_workers else None
 
     def show_news(self, _info: object) -> None:
-        """Show, in the cell that begins, news since the last cell; called by IPython before cells.
+        """Call `Pool.show_news` before each cell, if a program such as papermill runs the notebook.
 
-        Only if a program runs the notebook; for people, the event loop calls `Pool.show_news`.
+        For people, the event loop calls `Pool.show_news` between cells.
         """
         if not (is_attended(self.shell) or is_in_subshell(self.shell)):
             for pool in self:
@@ -577,7 +577,7 @@ class Pools:
                 python = self.shell.transform_cell(cell)
                 bound = names_bound(python)
         if bound and result.success:
-            # The cell may have deleted a name again, or not have run the line that assigns it.
+            # The cell may have deleted a name, or not have run the line that assigns the name.
             self.gathered.add(name for name in assigned_in(python) if name in self.shell.user_ns)
         self.gathered.record_assigned(bound)
         for pool in self:
@@ -601,7 +601,7 @@ class Pools:
         return original(*args, **kwargs)
 
     def close(self) -> None:
-        """Close all pools; called when the notebook's process ends."""
+        """Close all pools; called when the notebook's process ends or unloads nbdist."""
         for pool in self:
             pool.close()
 

@@ -1,4 +1,4 @@
-"""Rich output of ranks outside of their panel: figures in files, displays below it, and widgets.
+"""Rich output of ranks outside of panels: figures in files, displays below a panel, and widgets.
 
 Runs in the notebook's process.  `display.py` uses the first two, `Pool` the relay of widgets.
 """
@@ -45,8 +45,8 @@ FIGURES = "figures"  # folder in the log folder, for figures of ranks on other m
 def save_figures(transcript: Transcript, logs: Mapping[int, str]) -> Iterator[str]:
     """Write each figure of a cell to a file; yield a line for each: `figure of rank 0: PATH`.
 
-    Ranks with equal figures share a file.  The file's name is a digest of the image, so that an
-    image is only written once.  `logs` are the log files of ranks.
+    Ranks whose whole output is equal share a file.  The file's name has a digest of the image, so
+    that an image is written once to a folder.  `logs` are the log files of ranks.
     """
     for group in transcript.groups():
         for shown in group.displays:
@@ -108,14 +108,14 @@ class Below:
     def add(self, transcript: Transcript, of: Collection[int] | None = None) -> None:
         """Append new displays of ranks; `of` selects ranks.
 
-        Does nothing if a display would move, since the page would rebuild its widget.
+        Does nothing if a display would move or change, since the page would rebuild its widget.
         """
         now = below_panel(transcript, of, self._pool)
         if now[: len(self._shown)] == self._shown:
             self._append(now)
 
     def end(self, transcript: Transcript) -> None:
-        """Show the displays of all ranks, in the order of the ranks; the final state of a cell."""
+        """Show the final displays of a cell that has ended, in the order of `below_panel`."""
         now = below_panel(transcript, pool=self._pool)
         self._change(now)
         self._append(now)
@@ -148,8 +148,8 @@ def below_panel(
 ) -> list[Display]:
     """Return the displays that only the page can render, with captions that name the ranks.
 
-    Returns all displays of the ranks in `of`.  Without `of` it returns `MAX_DISPLAYS_BELOW`
-    displays at most, and a caption that says which ranks have more.
+    With `of`, returns all such displays of these ranks.  Without `of`, returns at most
+    `MAX_DISPLAYS_BELOW` such displays, and a caption that says which ranks have more.
     """
     displays = page_only_displays(transcript, of)
     limit = MAX_DISPLAYS_BELOW if of is None else len(displays)
@@ -184,7 +184,7 @@ CONTROL = "jupyter.widget.control"
 class WidgetRelay:
     """Passes messages between the ranks' `widgets` and the pages of this notebook.
 
-    Also answers pages that ask for the state of all widgets, until it is closed.
+    Until a relay is closed, it also answers pages that ask for the state of all widgets.
     """
 
     def __init__(self, shell: InteractiveShell, widgets: Widgets, session: Session) -> None:
@@ -245,7 +245,7 @@ class WidgetRelay:
         """Pass a message of a page to its rank; answer a request for state from the copy here."""
         content = message["content"]
         data = content.get("data") or {}
-        if data.get("method") == "request_state":  # of an older page, which was reloaded
+        if data.get("method") == "request_state":  # of a reloaded page with older ipywidgets
             opened, whole = self._open.get(name), self.widgets.whole(name)
             if opened is not None and whole is not None:
                 opened.send({**whole.data}, {}, [*whole.buffers])

@@ -1,6 +1,6 @@
 """The variables and changes that are sent to ranks with a cell, and lines for the user.
 
-`nbdist.notebook.shipping` makes shipments; `nbdist.notebook.cells` packs and sends them.
+`nbdist.notebook.shipping` makes shipments; `nbdist.notebook.cells` and `%dist_push` send them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from nbdist.world.sent_objects import Parcel
 
 @dataclass(frozen=True, slots=True)
 class Packet:
-    """A message for a group of ranks: variables to bind, and changes of objects."""
+    """A message for some ranks: variables to bind, and changes of objects."""
 
     ranks: tuple[int, ...]
     names: tuple[str, ...]
@@ -34,9 +34,8 @@ class Shipment:
 
     `notices` are lines for the user, shown before the packets are sent.  `big` names large
     variables; each text follows "sending" or "sent".  `parcels` has by rank the names and objects
-    that the rank has afterwards.  The frames of packets are views of the values' own memory, so
-    pack them before the values change.  `setup` is a packet for new workers, which have no
-    variables.
+    that the rank is sent.  The frames of packets are views of the values' own memory, so pack the
+    frames before the values change.  `setup` is a packet for new workers, which have no variables.
     """
 
     notices: tuple[str, ...] = ()
@@ -47,7 +46,7 @@ class Shipment:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The variables that any rank will bind."""
+        """The variables in the packets for ranks, each name once."""
         return (*dict.fromkeys(name for packet in self.packets for name in packet.names),)
 
     def packed(self, display: CellDisplay) -> PackedByRank:
@@ -80,7 +79,7 @@ class Shipment:
 
 @dataclass(slots=True)
 class PackedByRank:
-    """Payloads by rank, and the shared memory that holds them."""
+    """Payloads by rank, and the shared memory that holds large parts of the payloads."""
 
     payloads: dict[int, Payload] = field(default_factory=dict)
     segments: list[Segment] = field(default_factory=list)
@@ -125,7 +124,7 @@ HAVE_NAMED_PARTS = ("dict", "instance", "class", "function")
 
 
 def path_of(name: str, root: Any, value: Any, parts: ChangedParts) -> str:
-    """Write "cfg['lr']" or "CFG.lr" if one part of the variable's own object is meant."""
+    """Write "cfg['lr']" or "CFG.lr" for a single part of the variable's own object, else "cfg"."""
     if value is not root or not parts or len(parts) != 1:
         return name
     (part,) = parts

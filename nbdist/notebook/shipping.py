@@ -1,8 +1,8 @@
 """Decides which variables of the notebook, and which changes of objects, are sent with a cell.
 
 `NameTable` records which process owns a variable, and `SentObjects` which objects ranks have.
-Commands call `plan` or `push`, on IPython's own thread.  `nbdist.notebook.cells.make_shipment`
-sends the question of a plan to the ranks.
+Cells call `plan`, and `%dist_push` calls `push`, on IPython's main thread.
+`nbdist.notebook.cells.make_shipment` sends the question of a plan to the ranks.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ SMALL_VARIABLE = 64 << 10
 """Bytes up to which a variable that only functions on the ranks use is compared for each cell."""
 
 BIG = 64 << 20
-"""Bytes from which on a line is shown before a variable is sent."""
+"""Bytes of a shipment from which on a line says which variables are sent."""
 
 MAX_PARTS_NAMED = 3
-"""Parts of one object that lines name if both sides have changed them."""
+"""Parts of one object, at most, that notices name if both sides have changed the object."""
 
 OLD_IN_FUNCTIONS = "functions on the ranks use the older one that they have"
 
@@ -84,8 +84,8 @@ def plan(
 
     `source` is the cell after IPython's transformations.  `hidden` is IPython's table of names
     that are not the user's (`shell.user_ns_hidden`), and `gathered` has the names whose values
-    were gathered from ranks.  If `is_setup`, the shipment also has all these variables for new
-    workers.  Raises `VariableNotSent` or SyntaxError before anything is sent or recorded.
+    were gathered from ranks.  If `is_setup`, the shipment also has all variables that the cell
+    needs, for new workers.  Raises `VariableNotSent` or SyntaxError before anything is sent.
     """
     chains = dotted_names(source)
     new_plan = Plan(table, frozenset(ranks), hidden or {}, chains, gathered, is_setup)
@@ -172,7 +172,7 @@ class Plan:
     def follow(
         self, names: Iterable[str], before: Mapping[str, frozenset[str]] | None = None
     ) -> None:
-        """Examine variables, and the variables that their functions need.
+        """Examine the notebook's variables of these names, and those that their functions need.
 
         `before` maps each name to the names that the cell has bound whenever it reads the name.
         """
@@ -185,11 +185,11 @@ class Plan:
                 waiting += [(need, bound) for need in sorted(needs, reverse=True)]
 
     def follow_calls(self) -> None:
-        """Examine variables that functions on the ranks use, as a cell that calls them may not.
+        """Examine variables that functions on the ranks use and that the cell need not mention.
 
-        Only variables that the notebook has bound again since the ranks got or bound them, and
-        small variables that may have changed in place.  Of names that only ranks have bound so far,
-        big values are not sent, since the ranks' own would be lost.
+        Examines only variables that the notebook has bound again since the ranks got or bound them,
+        and small variables that may have changed in place.  Big values of names that only ranks
+        have bound so far are not sent, since the ranks' own would be lost.
         """
         waiting, visited = [*self._table.in_functions], set[str]()
         calls = [bound for name, bound in self.bound_before.items() if self._may_call(name)]
@@ -231,7 +231,7 @@ class Plan:
         return has_name and not isinstance(self._names.get(name), types.ModuleType)
 
     def follow_other_names(self) -> None:
-        """Send new names of objects, and of views of memory, that all ranks have already.
+        """Send new names of objects, and of views of memory, that the plan's ranks have already.
 
         After `best = model` the ranks bind `best` too: they keep the model if the cell gives
         `model` another value.  A name that a rank has deleted is sent only if the cell uses it.
@@ -254,8 +254,8 @@ class Plan:
     def _follow_unused(self, name: str) -> bool:
         """Follow a variable that the cell itself does not use; False if it cannot be sent.
 
-        Its failure has ended the scan, with the states of the variables examined before: they are
-        examined again.
+        A failure drops the scan, with the states of the variables that were examined before, so
+        that these variables are examined again.
         """
         examined = [*self._examined]
         try:
@@ -268,7 +268,7 @@ class Plan:
         return True
 
     def force(self, names: Collection[str]) -> None:
-        """Send variables even if ranks have them, and the variables that their functions need."""
+        """Send variables even if ranks have them; follow those that their functions need."""
         self._forced = frozenset(names)
         for name in names:
             self.examine(name)
@@ -276,7 +276,7 @@ class Plan:
             self.follow(variable.record.needs)
 
     def _is_for_workers(self, name: str) -> bool:
-        """Return True if the notebook's value of a name may be sent; else add a notice why not."""
+        """Return True if the notebook's value of a name may be sent; else a notice may say why."""
         value = self._names[name]
         if SYSTEM_NAMES.fullmatch(name) or self._hidden.get(name, _NO_VALUE) is value:
             return False
@@ -311,7 +311,7 @@ class Plan:
         return f"`{name}` {where}: `{copy} {min(owners)}`"
 
     def _notify(self, name: str, notice: str) -> None:
-        """Add a notice on a variable, once until the notebook assigns the variable again."""
+        """Add a notice, but only one under each name until the notebook assigns the name again."""
         if self._table.is_first_notice(name):
             self._notices.append(notice)
 
@@ -365,7 +365,7 @@ class Plan:
         return Sent(version, Identity(module))
 
     def _submodules(self, name: str, module: types.ModuleType) -> frozenset[str]:
-        """Return modules that the cell reaches through this one: `xml` alone has no `xml.dom`."""
+        """Return the paths of imported submodules that the cell reads, as `xml.dom` for `xml`."""
         paths = set()
         for chain in self._chains:
             path = module.__name__
@@ -379,7 +379,7 @@ class Plan:
     # --- what ranks lack ------------------------------------------------------------------
 
     def compare(self) -> None:
-        """Find the objects that differ from those sent before, and make the question for ranks."""
+        """Find the objects that have changed since ranks got them; if needed, make a question."""
         self.outgoing.compare()
         if self._forced:
             return
@@ -409,7 +409,7 @@ class Plan:
         return any(block is not None and block.size > WHOLE_LIMIT for block in blocks)
 
     def answer(self, answers: Mapping[int, Inspected]) -> None:
-        """Use the answers of ranks to the question: ranks keep objects that they have changed."""
+        """Use the ranks' answers to the question, which say what objects ranks have changed."""
         self.outgoing.apply_replies(answers)
         self._keep_changed(answers)
         for name in self._examined:
@@ -476,7 +476,7 @@ class Plan:
         return self._table.ranks_that_have(name, self._examined[name].record.bound_to)
 
     def _ranks_without(self, name: str) -> frozenset[int]:
-        """Return the ranks that have another object under a name, or that lack the name."""
+        """Return the ranks that get the variable: those without its object, or all if forced."""
         if name in self._forced:
             return self._ranks
         return self._ranks - self._ranks_with(name) - self._held_back.get(name, frozenset())
@@ -488,7 +488,7 @@ class Plan:
     # --- packing the shipment -------------------------------------------------------------
 
     def shipment(self) -> Shipment:
-        """Make a packet for each group of ranks that lack the same variables and changes."""
+        """Make the packets: one for each set of ranks that lack the same variables and changes."""
         while self.outgoing.renew_replaced():
             for name in [*self._examined]:
                 self.examine(name)
@@ -557,7 +557,7 @@ class Plan:
         for part in sorted(parts or (), key=repr)[:MAX_PARTS_NAMED] if is_by_part else [None]:
             only = None if part is None else frozenset([part])
             where = path_of(name, self._names.get(name), value, only)
-            # A gathered class is the notebook's own.
+            # Gathering a class gives the notebook's own class: name the changed part instead.
             what = where if isinstance(value, type) else name
             whole = "the notebook's" if where == name else f"all of the notebook's `{name}`"
             text = (
@@ -569,7 +569,7 @@ class Plan:
                 self._notices.append(text)
 
     def _notice_new_parts(self, key: int, parts: ChangedParts) -> None:
-        """Add a notice for each part of an object that replaces a rank's changed part."""
+        """Add notices on some parts of an object that replace parts which ranks have changed."""
         if (name := self._name_of(key)) is None:
             return
         entry = self._objects.links.by_key.get(key)
@@ -615,7 +615,7 @@ class Plan:
                 )
 
     def _name_of(self, key: int) -> str | None:
-        """Return the name of a variable that leads to an object, first of this plan, or None."""
+        """Return a variable that leads to an object, if possible one of this plan, or None."""
         for name in self._examined:
             if key in self._reached_keys(name):
                 return name
@@ -649,7 +649,7 @@ class Plan:
             self._notices.append(replaced_text(name, self._names[name], replaced, self._verb(name)))
 
     def _big_text(self, size: int, names: Collection[str]) -> str:
-        """Write `corpus (191 MiB) to 4 ranks`, with the variables that have most of the bytes."""
+        """Write `corpus (191 MiB) to 4 ranks`, without small variables if there are large ones."""
         names = [*dict.fromkeys(names)]
         heavy = [name for name in names if self._examined[name].record.size >= BIG // 2] or names
         listed = heavy or ["changes"]
@@ -658,7 +658,7 @@ class Plan:
         return f"{', '.join(listed)} ({size_text(size)}{''.join(blame)}) to {to}"
 
     def _heaviest_part(self, name: str) -> str:
-        """Return the path of the largest part of a callable; "" if smaller than half of `BIG`."""
+        """Return the path of a callable's largest part, if it has half of `BIG` or more; or ""."""
         value = self._examined[name].value
         if not callable(value):
             return ""

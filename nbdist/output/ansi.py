@@ -1,4 +1,4 @@
-"""Parses terminal colour codes (SGR), and writes coloured text as HTML in legible shades.  Pure."""
+"""Parses terminal colour codes (SGR), and writes coloured text as legible HTML; no I/O here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RESET = "\x1b[0m"
 
 BOLD, DIM, ITALIC, UNDERLINE, INVERSE, STRIKE = 1, 2, 3, 4, 7, 9
 _ATTRIBUTES = frozenset({BOLD, DIM, ITALIC, UNDERLINE, INVERSE, STRIKE})
-# The attributes that each "off" code ends; 21 means "double underline" in other terminals.
+# The attributes that each "off" code ends; 21 means "double underline" in some terminals.
 _OFF_CODES = {
     21: {BOLD},
     22: {BOLD, DIM},
@@ -25,7 +25,7 @@ _OFF_CODES = {
 
 
 class Style(NamedTuple):
-    """The style of a character; `foreground` and `background` are SGR parameters ("38;5;28")."""
+    """A character's style; `foreground` and `background` are SGR parameters ("38;5;28"), or ""."""
 
     foreground: str = ""
     background: str = ""
@@ -33,7 +33,7 @@ class Style(NamedTuple):
 
     @property
     def codes(self) -> str:
-        """The shortest SGR parameters for this style after a reset; "" for the plain style."""
+        """The SGR parameters that give plain text this style; "" for the plain style."""
         parts = [str(code) for code in sorted(self.attributes)]
         return ";".join([*parts, *filter(None, (self.foreground, self.background))])
 
@@ -43,7 +43,7 @@ PLAIN = Style()
 
 @lru_cache(maxsize=4096)
 def restyle(style: Style, parameters: str) -> Style:
-    """Return the style after `ESC[<parameters>m`; unknown parameters change nothing."""
+    """Return `style` as `ESC[<parameters>m` changes it; unknown parameters change nothing."""
     codes = [int(code) if code else 0 for code in parameters.replace(":", ";").split(";")]
     while codes:
         match codes:
@@ -78,7 +78,7 @@ def _coloured(style: Style, code: int, colour: str) -> Style:
 
 
 def styled(text: str) -> Iterator[tuple[str, Style]]:
-    """Yield the text between colour codes, each part with its style."""
+    """Yield the parts of a text between its colour codes, each part with its style."""
     first, *pieces = SGR.split(text)
     yield first, PLAIN
     style = PLAIN
@@ -93,7 +93,7 @@ def strip(text: str) -> str:
 
 
 def cut(text: str, width: int) -> tuple[str, str]:
-    """Split a text after `width` characters; both parts keep their colours."""
+    """Split a text after `width` characters, not counting colour codes; both parts keep colours."""
     style, position, shown = PLAIN, 0, 0
     for code in SGR.finditer(text):
         if shown + code.start() - position >= width:
@@ -123,10 +123,10 @@ _RULES = {
     UNDERLINE: "text-decoration:underline",
 }
 _CUBE = (0, 95, 135, 175, 215, 255)
-# Relative luminance between which text can be read on both white and near-black.
+# Text can be read on both white and near-black if its relative luminance is in this range.
 _DARKEST, _LIGHTEST = 0.08, 0.38
 _MARKED = 0.4
-# Text with less contrast to its background becomes black or white.
+# Text with less contrast than `_FAINT` turns white, or black on a background above `_MIDDLE`.
 _FAINT, _MIDDLE = 3.5, 0.18
 
 
@@ -149,7 +149,7 @@ def _css(style: Style) -> str:
     rules = []
     front, back = _rgb(style.foreground), _rgb(style.background)
     if INVERSE in style.attributes:
-        # The page's own colours are not known: grey stands for the text's as a background.
+        # The page's own colours are not known: inverse text without a colour has a grey background.
         front, back = back, front or (128, 128, 128)
     if front and back:
         low, high = sorted((_luminance(front), _luminance(back)))

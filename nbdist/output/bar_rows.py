@@ -15,22 +15,22 @@ _MAX_BARS = 1000
 class BarRows:
     """The bars of a screen, in rows that are numbered from the first row ever written.
 
-    `by_row` has the bars in all rows but the row of the cursor.  `cut_widths` has by row the number
-    of characters of a bar that was cut behind a space.  `forgotten` counts the rows of bars that
-    were removed from `by_row` because the screen keeps a limited number of rows.
+    `by_row` has the bars in all rows but a row that is being written.  `cut_widths` has by row the
+    number of characters of a bar that tqdm has cut directly after a space.  `forgotten` counts the
+    bars that `drop_above` has removed from `by_row`.
     """
 
     def __init__(self) -> None:
         self.by_row: dict[int, Bar] = {}
         self.cut_widths: dict[int, int] = {}
         self.forgotten = 0
-        # Bars that were removed from their rows and not drawn again, by name and total: the row,
-        # the bar, and its number of characters.
+        # Bars whose rows hold text now and that were not drawn again, by name and total, or by a
+        # number if `set_removed` set the bars: the row, the bar, and its number of characters.
         self._removed: dict[object, tuple[int, Bar, int]] = {}
         # By row: the name and total of the first bar drawn in the row, the first position of that
         # bar, and the row from which a line of text has moved the bar, or -1.
         self._first_drawn: dict[int, tuple[tuple[str, str], float, int]] = {}
-        self._erased_rows = set[int]()  # rows of bars that were erased in another row
+        self._erased_rows = set[int]()  # rows whose bars were erased by erasing another row
 
     def list_bars(
         self, at_cursor: tuple[int, Bar] | None, is_ended: Callable[[int], bool]
@@ -62,8 +62,8 @@ class BarRows:
     def _is_over(self, row: int, bar: Bar, later: int, is_ended: Callable[[int], bool]) -> bool:
         """Return True if a bar was broken off, and the bar of the same name in row `later` is new.
 
-        The second bar is new if the program ended the row of the first bar with a newline, and the
-        second bar began below the position that the first bar had reached.
+        The new bar must begin below the first bar's position, and not be the first bar, moved by a
+        line of text.  The row of the first bar must have ended with a newline, or hold text now.
         """
         if self.by_row.get(row) == bar and not is_ended(row):
             return False
@@ -71,7 +71,7 @@ class BarRows:
         return key == (bar.name, bar.total) and moved_from != row and position < bar.position
 
     def put(self, row: int, bar: Bar | None) -> None:
-        """Record the bar in a row that the cursor leaves; None records that the row has no bar."""
+        """Record the bar that is drawn in a row; None records that the row has no bar."""
         if bar is None:
             self.by_row.pop(row, None)
             return
@@ -79,23 +79,23 @@ class BarRows:
         self.drop_removed(bar)
 
     def pop_row(self, row: int) -> int:
-        """Forget the bar of the row to which the cursor moves.
+        """Forget the bar of a row that a program begins to write.
 
-        Return the number of characters of the bar if it was cut behind a space, else 0.
+        Return the number of characters of a bar that tqdm has cut directly after a space, else 0.
         """
         self.by_row.pop(row, None)
         self._erased_rows.discard(row)
         return self.cut_widths.pop(row, 0)
 
     def set_removed(self, bars: Iterable[Bar], row: int) -> None:
-        """Keep bars of other screens as bars that were removed from `row`."""
+        """Take over bars of other screens, as if lines of text had replaced the bars in `row`."""
         self._removed = {number: (row, bar, 0) for number, bar in enumerate(bars)}
 
     def record_removed(self, row: int, bar: Bar, width: int, end: int) -> None:
-        """Keep a bar of `width` characters whose row will now hold text.
+        """Record a bar of `width` characters whose row will hold text from now on.
 
         If a row below, up to but not including row `end`, already shows a later state of the bar,
-        the bar is dropped.
+        do nothing.
         """
         below = map(self.by_row.get, range(row + 1, end))
         key = bar.name, bar.total
@@ -106,14 +106,14 @@ class BarRows:
             del self._removed[next(iter(self._removed))]
 
     def drop_removed(self, bar: Bar) -> None:
-        """Drop a removed bar, since a program draws the bar again, or has erased it."""
+        """Forget that text has replaced this bar, since a program draws or erases the bar."""
         self._removed.pop((bar.name, bar.total), None)
 
     def drop_lowest(self, width: int, first: int, width_of: Callable[[int], int]) -> None:
-        """Drop the lowest bar of `width` characters, since a program has erased such a bar.
+        """Drop the lowest bar of `width` characters: a program has erased it, but in another row.
 
-        The bar is not in the row that was erased, because lines of text have moved nested bars.  It
-        is in row `first` or below; `width_of` returns the number of characters of a row.
+        Lines of text have moved nested bars, so the erased row has no bar.  Removed bars count in
+        any row, others from row `first` on; `width_of` returns the number of characters of a row.
         """
         candidates: list[tuple[int, object]] = [
             (row, key) for key, (row, _, bar_width) in self._removed.items() if bar_width == width
@@ -129,17 +129,17 @@ class BarRows:
     def parse(
         self, row: int, plain: str, before: int, *, has_older: bool
     ) -> tuple[Bar | None, int, int]:
-        """Parse the text that a program has drawn in a row, which may go on behind a bar.
+        """Parse the text drawn in a row: a bar, and perhaps other text behind the bar.
 
         Return the bar, its number of characters, and the index at which the text behind the bar
         begins; both numbers are 0 if there is only a bar.  The bar is None if there is no bar, or
-        if the text need not be parsed, which is slow.  `before` is the number of characters of the
-        previous drawing; with `has_older` older characters stand behind the text.
+        if the slow parse is not needed.  `before` is the number of characters of the previous
+        drawing; with `has_older` older characters stand behind what was drawn.
         """
         end, is_first = end_of_bar(plain), row not in self._first_drawn
         is_cut_longer = not end and len(plain) > before and is_cut(plain)
         if not (end or is_first or is_cut_longer or has_older):
-            return None, 0, 0  # nearly always
+            return None, 0, 0  # nearly always, and without a slow parse
         bar = read_row(plain[: end or None], is_edited=False)
         if bar is None:
             return None, 0, 0
@@ -156,7 +156,7 @@ class BarRows:
         return bar, end, max(end, before) if is_erased else end
 
     def _record_first_drawn(self, row: int, key: tuple[str, str], position: float) -> None:
-        """Record the position of a bar that is drawn in this row for the first time.
+        """Record the position of the first bar that is drawn in this row.
 
         If a line of text has moved the bar from another row to this row, the first position in the
         other row counts.
@@ -175,7 +175,7 @@ class BarRows:
             del self.by_row[below]
 
     def drop_above(self, first: int) -> None:
-        """Drop the records of rows above row `first`, but keep the newest bars of these rows."""
+        """Forget how bars above row `first` began; of too many bars, drop the topmost there."""
         for row in [row for row in self._first_drawn if row < first]:
             del self._first_drawn[row]
         self._erased_rows -= {row for row in self._erased_rows if row not in self.by_row}

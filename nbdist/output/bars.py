@@ -1,9 +1,9 @@
 """The progress bars of all ranks as one table: how far each rank is, and which rank is behind.
 
-While a cell runs, each rank has a row for its current bar.  A bar is "left" if its rank has printed
-text below the bar or begun another bar: ranks that left a bar at the same position share a row.  In
-a finished cell all bars are left.  The notebook's process draws the table in a panel.  Pure: no I/O
-here.
+While a cell runs, ranks have rows for their current bars.  A rank's current bar is the last bar, if
+it is unfinished or nothing is printed below it.  Other bars are "left", and in a finished cell all:
+ranks that left a bar at the same position share a row.  The notebook's process draws the table in a
+panel.  Pure: no I/O here.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from nbdist.words import aligned, count, format_ranks, name_ranks
 MAX_BAR_ROWS, SLOWEST_ROWS = 16, 6
 _MAX_LEFT_LIVE = 4
 _LOOK_BACK = 24
-"""An unfinished bar with more lines below it counts as left."""
+"""An unfinished bar with so many rows below it counts as left."""
 
 _MAX_BARS_AROUND = 3
 _LONGEST_NAME = 32  # so that the percentage fits on a page of 700 pixels
-# A rank is behind if the first rank leads by such a share of the whole, and of its own progress.
+# A rank is behind if it lacks such a share of the bar, and of the progress of the leading rank.
 _BEHIND, _BEHIND_SHARE = 0.02, 0.05
-# Bars are not compared if they began further apart: in seconds, and as a share of their time.
+# Bars are not compared if they began further apart: in seconds, and as a share of the longest time.
 _BEGAN_APART, _BEGAN_APART_SHARE = 2.0, 0.25
 _NUMBERS = re.compile(r"\d+")
 _RATE_PARTS = re.compile(r"([\d.]+)(\D.*)")
@@ -47,7 +47,7 @@ class RankBars(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The names of all its bars: `epoch 3/10, step`."""
+        """The names of the bars, outer ones with their amounts: `epoch 3/10, step`."""
         names = [f"{bar.name} {bar.amount}".strip() for bar in self.around]
         return ", ".join(filter(None, [*names, self.bar.name]))
 
@@ -86,8 +86,8 @@ class BarTable(NamedTuple):
     """The bars of some ranks: `rows` are of current bars, and `left_bars` of bars that are left.
 
     If there are many ranks, only the slowest have rows, and `summary` says how far all ranks are.
-    `more` counts earlier left bars without a row.  `behind` says how far the slowest rank is behind
-    the first.
+    `slowest` is a rank that is clearly behind, and `behind` says so; else None and "".  `more`
+    counts earlier left bars without a row.
     """
 
     ranks: tuple[int, ...]
@@ -99,10 +99,11 @@ class BarTable(NamedTuple):
     more: int = 0
 
     def share(self, bars: RankBars) -> float | None:
-        """Return the share of a row's bar that is drawn: a longer bar means more progress.
+        """Return the share of a row's bar that is filled; None if the share is not known.
 
-        With bars around it, the share is of the outermost bar.  If ranks are in different epochs,
-        the share counts the epochs too, so that ranks in an earlier epoch have shorter bars.
+        With bars around the bar, the share is of the outermost bar, if its total is known.  If
+        ranks are in different epochs, the share counts the epochs too, so that ranks in an earlier
+        epoch have shorter bars.
         """
         share = bars.bar.fraction
         if bars.around and number_of(bars.outer.total):
@@ -114,7 +115,7 @@ class BarTable(NamedTuple):
 
 
 def current_bars_of(output: RankTranscript) -> RankBars | None:
-    """Return the current bar of a rank: unfinished, or finished with nothing below; else None."""
+    """Return a rank's current bar and the bars around it; None if there is none, or on failure."""
     screen = output.pieces[-1] if output.pieces else None
     if output.state in FAILED or not isinstance(screen, Screen):
         return None
@@ -137,14 +138,14 @@ def current_bars_of(output: RankTranscript) -> RankBars | None:
 
 
 def _edited_bar(screen: Screen) -> Bar | None:
-    """Parse the last row as a bar if the program writes over it, such as `63 %`; else None."""
+    """Return the bar, as `63 %`, in the cursor's row if that row is last and was written over."""
     if not screen.is_edited or screen.cursor != screen.end - 1:
         return None
     return next((read_bar(line.text, is_edited=True) for line in screen.lines(screen.cursor)), None)
 
 
 def _all_current_bars(transcript: Transcript) -> list[RankBars]:
-    """Return the current bars of all ranks; none if no running rank has one."""
+    """Return the current bars of all ranks; an empty list if no running rank has a current bar."""
     current = [bars for each in transcript if (bars := current_bars_of(each))]
     return current if any(transcript[bars.rank].state == "running" for bars in current) else []
 
@@ -152,10 +153,10 @@ def _all_current_bars(transcript: Transcript) -> list[RankBars]:
 def find_left_bars(
     bars: Mapping[int, Sequence[Bar]], current: Sequence[RankBars] = ()
 ) -> list[LeftBar]:
-    """Make rows for the left bars of these ranks, in order; bars in `current` are not left yet.
+    """Make the rows of left bars, without bars that have the name and total of a bar in `current`.
 
-    If ranks have several bars of the same name and total, the second bar of a rank shares a row
-    with the second bars of other ranks, and so on.
+    Ranks that left a bar at the same position share a row.  If ranks have several bars of the same
+    name and total, a second bar shares a row only with second bars, and so on.
     """
     present = {(bar.name, bar.total) for each in current for bar in (*each.around, each.bar)}
     by_place: dict[tuple[object, ...], dict[int, Bar]] = {}
@@ -180,7 +181,7 @@ def _merge_left_bars(bars: Mapping[int, Bar]) -> LeftBar:
 
 
 def _rates(rates: Sequence[str]) -> str:
-    """Write `5.8it/s`, or `5.6 to 5.9it/s`; "" if ranks have other units, or none."""
+    """Write `5.8it/s`, or `5.6 to 5.9it/s`; "" if rates differ in units, or if some are unknown."""
     parts = [_RATE_PARTS.fullmatch(rate) for rate in rates]
     pairs = [(float(match[1]), match[2]) for match in parts if match]
     if len(pairs) < len(rates) or len({unit for _, unit in pairs}) > 1:
@@ -193,26 +194,26 @@ def _rates(rates: Sequence[str]) -> str:
 
 
 def final_table(transcript: Transcript) -> BarTable | None:
-    """Lay out the bars of a finished cell; None if it had none."""
+    """Lay out the bars of a finished cell; None if the cell had no bars."""
     left_bars = find_left_bars({each.rank: each.bars for each in transcript})
     return _add_left_bars(BarTable(()), left_bars, MAX_BAR_ROWS) if left_bars else None
 
 
 def _add_left_bars(table: BarTable, left_bars: Sequence[LeftBar], max_rows: int) -> BarTable:
-    """Add the last `max_rows` left bars to a table, and count the earlier bars."""
+    """Add the last `max_rows` left bars to a table, and count the earlier left bars."""
     ranks = {*table.ranks, *(rank for row in left_bars for rank in row.ranks)}
     more = max(0, len(left_bars) - max_rows)
     return table._replace(ranks=tuple(sorted(ranks)), left_bars=tuple(left_bars[more:]), more=more)
 
 
 def bars_of_rank(output: RankTranscript) -> BarTable | None:
-    """Lay out all bars of one rank; None if it has none."""
+    """Lay out all bars of one rank; None if the rank has no bars."""
     rows = [LeftBar((output.rank,), bar, bar.rate, bar.other_text) for bar in output.bars]
     return BarTable((output.rank,), left_bars=tuple(rows)) if rows else None
 
 
 def bar_table(transcript: Transcript) -> BarTable | None:
-    """Lay out the bars of a running cell; None if it has none."""
+    """Lay out the bars of a running cell; None if the cell has no bars."""
     bars = _all_current_bars(transcript)
     left_bars = find_left_bars({each.rank: each.bars for each in transcript}, bars)
     if not (bars or left_bars):
@@ -241,7 +242,7 @@ def _slowest(rank_bars: Sequence[RankBars]) -> tuple[int | None, str]:
         return None, ""
     if low.numbers != high.numbers:
         return low.rank, f"rank {low.rank} is behind"
-    # Each epoch may have its own bar, with the same name: bars that began at other times differ.
+    # Epochs may have bars of the same name: do not compare bars that began at different times.
     running = [bars.outer for bars in rank_bars if not bars.outer.is_finished]
     elapsed = [bar.elapsed for bar in running if bar.elapsed is not None] or [0.0]
     longest, behind = max(elapsed), high.overall - low.overall
@@ -258,9 +259,9 @@ def _progress_key(bars: RankBars) -> tuple[tuple[int, ...], float]:
 
 
 def merged_line(transcript: Transcript) -> str:
-    """Say how far all ranks are: `[0-3] epoch 63% (47-64) 12:01<07:10`; "" without bars.
+    """Say how far current bars are: `[0-3] epoch 63% (47-64) 12:01<07:10`; "" if there are none.
 
-    If some ranks are already at the bar of the next epoch, both bars are on the line.
+    If the bars have exactly two names, such as of two epochs, the line has a part for each name.
     """
     named = dict[tuple[str, ...], list[RankBars]]()
     for bars in (rank_bars := _all_current_bars(transcript)):
@@ -280,7 +281,7 @@ def _progress_text(rank_bars: Sequence[RankBars]) -> str:
 
 
 def _common_name(rank_bars: Sequence[RankBars]) -> str:
-    """Return the name that all bars share, such as `epoch 2-3/10, step`; "" if they differ."""
+    """Return the name that all bars share, such as `epoch 2-3/10, step`; "" if names differ."""
     names = {bars.name for bars in rank_bars}
     if len(names) == 1:
         return names.pop()[: 2 * _LONGEST_NAME]
@@ -297,7 +298,7 @@ def _common_name(rank_bars: Sequence[RankBars]) -> str:
 
 
 def _spread(rank_bars: Sequence[RankBars]) -> tuple[str, str, str]:
-    """Return the progress of the last, the middle and the first rank, as texts."""
+    """Return the least, the median and the greatest progress of the ranks, as texts."""
     order = sorted((bars.bar for bars in rank_bars), key=lambda bar: bar.position)
     if all(bar.fraction is not None for bar in order):
         positions = [bar.position for bar in order]
@@ -356,7 +357,7 @@ def _shorten_name(name: str) -> str:
 
 
 _ANY = "padding:0 10px 0 0;border:none;vertical-align:middle;text-align:left;white-space:nowrap"
-_BAR_CELL = f"{_ANY};width:1px"  # the browser widens it to its text, which never wraps
+_BAR_CELL = f"{_ANY};width:1px"  # the browser widens the cell to its text, which never wraps
 _RIGHT = _BAR_CELL.replace("text-align:left", "text-align:right")
 _REST = f"{_ANY};max-width:0;overflow:hidden;text-overflow:ellipsis"  # all room that is left
 _SHORT_NAME = 12  # characters
@@ -370,7 +371,7 @@ _BAR_WIDTH, _BAR_PARTS = 20, " ▏▎▍▌▋▊▉"
 
 
 def bars_html(shown: BarTable) -> str:
-    """Draw the table as HTML, below a line for bars and ranks that have no row."""
+    """Draw the table as HTML, below a line with `_lines_above`."""
     # The mark of the slowest rank has room from the start, so that columns do not move later.
     has_mark = len(shown.rows) > 1
     rows = table((_row_html(row, has_mark=has_mark) for row in _rows(shown)), ";width:100%")
@@ -378,13 +379,13 @@ def bars_html(shown: BarTable) -> str:
 
 
 def _lines_above(shown: BarTable) -> list[str]:
-    """Return texts for the line above the table: earlier bars without a row, and the summary."""
+    """Return the texts above the table, if any: how many bars have no row, and the summary."""
     more = f"… {count(shown.more, 'earlier bar')}" if shown.more else ""
     return [*filter(None, [more, shown.summary])]
 
 
 def _row_html(row: _Row, *, has_mark: bool) -> list[tuple[str, str]]:
-    """Write the cells of a row; cells on the right are cut if the page is too narrow."""
+    """Write the cells of a row; a narrow page cuts a long name, and the last cell."""
     drawn = ""
     if row.share is not None:
         colour = GREEN if row.is_finished else AMBER if row.is_slowest else BLUE
@@ -399,19 +400,19 @@ def _row_html(row: _Row, *, has_mark: bool) -> list[tuple[str, str]]:
         *([(_MARK_CELL, mark)] if has_mark else ()),
         (_RIGHT, dim(row.amount)),
         (_BAR_CELL, dim(row.times)),
-        # On the left: a range above, such as `15.4 to 16.6it/s`, moves no rate to the page's edge.
+        # Aligned to the left: a rate stays beside its times even if another row has a wide range.
         (_BAR_CELL, dim(row.rate)),
         (_REST, _cell_text(clip(row.other_text, _LONGEST_REST))),
     ]
 
 
 def _name_style(name: str) -> str:
-    """Return the style of a name: a longer name has the room that it needs on a wide page only."""
+    """Return the style of the cell of a name; a narrow page may cut a long name."""
     return _BAR_CELL if len(name) <= _SHORT_NAME else _NAME.format(1 + 0.9 * len(name))
 
 
 def _cell_text(text: str) -> str:
-    """Write a text that a narrow cell may cut; the mouse over the text shows all of it."""
+    """Write a text that a narrow cell may cut; the mouse over a long text shows all of the text."""
     return (
         f'<span title="{escape(text)}">{dim(text)}</span>' if len(text) > _SHORT_NAME else dim(text)
     )
@@ -425,7 +426,7 @@ def left_bar_line(left_bar: LeftBar) -> str:
 
 
 def bars_text(shown: BarTable) -> list[str]:
-    """Write the table as lines of text with aligned columns; each line begins with its ranks."""
+    """Return `_lines_above`, then a line for each row: its ranks and the other columns, aligned."""
     rows = []
     for row in _rows(shown):
         whole, part = divmod(round((row.share or 0.0) * _BAR_WIDTH * 8), 8)

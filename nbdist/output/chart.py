@@ -1,6 +1,6 @@
 """Compares the curves of ranks: their median, the band around it, and ranks that leave the band.
 
-`nbdist.output.html` and `text` show them as small pictures with HTML around them, and as tables.
+`nbdist.output.html` shows the curves as small pictures, `nbdist.output.text` as tables of numbers.
 Pure, but for the clock in `live_curves`.
 """
 
@@ -22,26 +22,26 @@ from nbdist.words import aligned, count, in_pool, name_ranks, one_line
 
 MAX_CHART_NAME_LENGTH = 60  # characters
 
-TABLE_STEPS = 8  # steps in the table of a curve
+TABLE_STEPS = 8  # the most steps in the table of a curve
 
 MAX_COLUMNS, MIN_COLUMNS, COLUMNS_OF_ALL = 240, 96, 16_000
-"""Columns of steps in which curves are drawn and compared: for each rank, and for all ranks."""
+"""The most columns of steps of a rank's curve, for few and very many ranks, and of all ranks."""
 
 
 FAR, FAR_SHARE, FAR_COLUMNS = 6.0, 0.08, 3
 """A rank is far from the others if in `FAR_COLUMNS` columns in a row its distance from the median
-is more than `FAR` times the median distance of ranks, and more than `FAR_SHARE` of the median's
-range."""
+is more than `FAR` times the median distance of ranks, more than `FAR_SHARE` of the median's range,
+and more than 1 % of the median."""
 
-MIN_RANKS = 3  # with fewer ranks, none can be called unlike the others
+MIN_RANKS = 3  # with fewer ranks, no rank is called far from the others
 
 
 class Far(NamedTuple):
-    """A rank that was outside the band from `step` to `until`; `is_back` if it has come back.
+    """A rank that was last outside the band from `step` to `until`; `is_back` if it has come back.
 
-    `mean` is the rank's number at the step `until`, and `median` the median of the other ranks
-    there.  If a column holds several steps, `step` is only near the first step outside the band,
-    and `is_exact` is False.
+    `mean` is the rank's number at the step `until`, and `median` the median of other ranks there.
+    `is_exact` is False if `step` may be only near the first step outside the band, since a column
+    can hold several steps.
     """
 
     rank: int
@@ -57,9 +57,9 @@ class Far(NamedTuple):
 class Bands:
     """A run of all ranks in columns of steps; None in a column without finite numbers.
 
-    `far_ranks` are the ranks outside the band.  Among the other ranks, `low` and `high` are the
-    means of the lowest and highest rank, and `bottom` and `top` are the extremes of all numbers in
-    a column.  `odd` are the ranks with NaN or infinity.
+    `far_ranks` are the ranks outside the band.  Among the other ranks, or all if every rank is far,
+    `low` and `high` are the means of the lowest and highest rank, and `bottom` and `top` the
+    extremes of all numbers in a column.  `odd` has the NaN and infinite numbers by rank.
     """
 
     steps: list[float]
@@ -79,7 +79,7 @@ class Bands:
 
 
 def bands_of(run: RunSeries) -> Bands:
-    """Compare the ranks of a run."""
+    """Compare the curves of the ranks in a run."""
     max_columns = max(MIN_COLUMNS, min(MAX_COLUMNS, COLUMNS_OF_ALL // len(run)))
     begin = min(each.columns[0][0] for each in run.values())
     end = max(each.last_step for each in run.values())
@@ -93,7 +93,7 @@ def bands_of(run: RunSeries) -> Bands:
     medians = [_median(at) for at in zip(*means.values(), strict=True)]
     far_ranks = tuple(_find_far_ranks(run, spread, medians)) if len(run) >= MIN_RANKS else ()
     away = {each.rank for each in far_ranks}
-    # If every rank was away from the others at some step, the band is of all ranks.
+    # If every rank was far from the median at some step, the band is of all ranks.
     near = [points for rank, points in spread.items() if rank not in away] or [*spread.values()]
     at_once = [[each for each in at if each is not None] for at in zip(*near, strict=True)]
     odd = {rank: numbers for rank in sorted(run) if (numbers := run[rank].odd)}
@@ -111,7 +111,7 @@ def bands_of(run: RunSeries) -> Bands:
 
 
 def _columns(series: Series, begin: float, width: float, columns: int) -> list[CurvePoint | None]:
-    """Spread a rank's points over the columns, with linear interpolation between two points."""
+    """Put a rank's points into columns, and interpolate the columns between two finite points."""
     by_column: list[CurvePoint | None] = [None] * columns
     point: CurvePoint | None
     for point in series:
@@ -197,34 +197,33 @@ def _bound(at: Sequence[float | None], least: float) -> float | None:
 
 
 def number_text(number: float | None) -> str:
-    """Write a number with four digits: `0.1234`, `1.5e-05`; large ones whole: `12,345`."""
+    """Write a number as `0.1234` or `1.5e-05`, from 1e4 to 1e9 as `12,345`; write `-` for None."""
     if number is None:
         return "-"
     return f"{number:,.0f}" if 1e4 <= abs(number) < 1e9 else f"{number:.4g}"
 
 
 def step_text(step: float) -> str:
-    """Write a step: `1,200`; rarely a fraction, such as `0.25`."""
+    """Write a step as `1,200`, but a step up to 100 with its fraction, if any, as `0.25`."""
     return f"{round(step):,}" if abs(step - round(step)) < 1e-6 or step > 100 else f"{step:.4g}"
 
 
 def shown_name(name: str) -> str:
-    """Return the first line of a name, cut to `MAX_CHART_NAME_LENGTH` characters."""
+    """Return a name's first line, cut to `MAX_CHART_NAME_LENGTH` characters, or "(no name)"."""
     return one_line(name, MAX_CHART_NAME_LENGTH) or "(no name)"
 
 
 def is_same(low: float | None, high: float | None) -> bool:
-    """Return True if two numbers are equal but for the rounding of their means."""
+    """Return True if two numbers are equal but for rounding, or if both are None."""
     return low == high or (low is not None and high is not None and math.isclose(low, high))
 
 
 def headline(name: str, curve: Curve, bands: Bands) -> str:
     """Return the newest numbers of a curve: `loss 0.12 · step 99 · 0.11 to 0.13 on 4 ranks`.
 
-    `bands` compare the newest run, which is the only one shown; the line counts earlier runs.  The
-    line does not end in a number, which would look like a number of the picture below it.  The
-    numbers are those of the last step that the ranks have in common.  If steps were merged to a
-    point, the line says that its number is a mean.
+    `bands` compare the newest run, the only run shown; the line counts earlier runs.  The numbers
+    are of the last step, or of the last step that all ranks have if it is not much older.  If steps
+    were merged to a point, the line says that its number is a mean.
     """
     run, earlier = curve.last, len(curve.runs) - 1
     end_of_line = f" · {count(earlier, 'earlier run')}" if earlier else ""
@@ -233,7 +232,7 @@ def headline(name: str, curve: Curve, bands: Bands) -> str:
         return f"{shown_name(name)} · {ranks_text(run)}{end_of_line}"
     last = columns[-1]
     whole = [at for at in columns if all(means[at] is not None for means in bands.means.values())]
-    # A rank without newer numbers has most likely made as many steps, and sends them soon.
+    # A rank without newer numbers has most likely made as many steps, and sends its numbers soon.
     if whole and whole[-1] >= last * 3 / 4 and not bands.odd:
         last = whole[-1]
     end = math.inf
@@ -260,7 +259,7 @@ def headline(name: str, curve: Curve, bands: Bands) -> str:
 
 
 def remarks(bands: Bands) -> list[str]:
-    """Return a line for each rank that has left the band, or has NaN or infinite numbers."""
+    """Return lines about the ranks that have left the band, or have NaN or infinite numbers."""
     lines = []
     for each in bands.far_ranks:
         begin = f"from {'' if each.is_exact else 'about '}step {step_text(each.step)}"
@@ -278,7 +277,7 @@ def remarks(bands: Bands) -> list[str]:
 
 
 def odd_text(odd: Odd) -> str:
-    """Say at which step a rank had its first NaN or infinity, and if it had others."""
+    """Say at which step a rank had its first NaN or infinity, and whether others followed."""
     step = step_text(odd.step)
     if odd.numbers == 1:
         return f"NaN or infinity at step {step} only"
@@ -288,14 +287,14 @@ def odd_text(odd: Odd) -> str:
 
 
 def curves_text(curves: Curves, names: Sequence[str] = ()) -> str:
-    """Write a table of each curve's last run."""
+    """Write a table of the last run of each curve, or only of the curves of `names`, as text."""
     chosen = [*names] or [*curves.by_name]
     parts = [_table(name, curves.by_name[name]) for name in chosen]
     return "\n".join([*parts, *([left_out] if (left_out := more_text(curves)) else [])])
 
 
 def more_text(curves: Curves) -> str:
-    """Say which names have no curve because there are too many; "" if all names have one."""
+    """Say which names have no curve because there are too many names; "" if all have a curve."""
     if not curves.more:
         return ""
     names = [*map(shown_name, curves.more)]
@@ -325,7 +324,7 @@ CHART_WIDTH, CHART_HEIGHT = 480, 140  # of a picture, in pixels of a page
 SCALE = 2  # units of a picture in one pixel
 
 CHART_REDRAW_INTERVAL, SHARE = 0.5, 20
-"""A running cell's picture is redrawn after so many seconds, or so many times its drawing time."""
+"""Curves of a running cell are redrawn after both so many seconds and so many drawing times."""
 
 MAX_PICTURES, MAX_CHART_BYTES, MAX_LIVE_CHART_BYTES = 6, 300_000, 40_000
 
@@ -333,7 +332,7 @@ GRID = "rgba(134,142,150,0.27)"
 EXTREMES, BAND = "rgba(47,127,230,0.14)", "rgba(47,127,230,0.3)"
 FAR_COLOURS = ("#e67700", "#be4bdb", "#0ca678", "#f76707")
 
-LARGEST_NUMBER = 8e307  # numbers are drawn up to it: the difference of two must not overflow
+LARGEST_NUMBER = 8e307  # that is drawn: the difference of two numbers must not overflow
 
 Values = Sequence[float | None]
 """The numbers of a curve, by step; None is a gap."""
@@ -348,9 +347,9 @@ _TILE = (
 
 
 def live_curves(curves: Curves, pool: str = "") -> tuple[str, str]:
-    """Return all curves of a running cell as HTML and as text, cached if the last are recent.
+    """Return the curves of a running cell as HTML and as text, from the cache if it is recent.
 
-    The HTML has the command for the names left out, which names the `pool` unless that is "".
+    For names that are left out the HTML has a command, with `--pool` unless the `pool` is "".
     """
     begun = time.monotonic()
     due, version, html, text = curves.drawn
@@ -366,9 +365,9 @@ def live_curves(curves: Curves, pool: str = "") -> tuple[str, str]:
 def curves_html(
     curves: Curves, names: Sequence[str] = (), max_bytes: int = MAX_CHART_BYTES, pool: str = ""
 ) -> str:
-    """Write the curves of some names, by default all, as HTML of about `max_bytes` bytes.
+    """Write curves as HTML, of `names` or all: up to `MAX_PICTURES`, in about `max_bytes` bytes.
 
-    The command for the names left out names the `pool`, unless that is "".
+    For names that are left out the HTML has a command, with `--pool` unless the `pool` is "".
     """
     chosen, tiles = [*names] or [*curves.by_name], list[str]()
     for name in chosen[:MAX_PICTURES]:
@@ -382,7 +381,7 @@ def curves_html(
 
 
 def _tile(name: str, curve: Curve, max_bytes: int) -> str:
-    """Write the numbers of a curve, and a picture of the curve if it fits in `max_bytes` bytes."""
+    """Write a curve's newest numbers, and a picture if there is one of up to `max_bytes` bytes."""
     bands = bands_of(curve.last)
     title, text = shown_name(name), headline(name, curve, bands)
     newest, step, *ranks = text.removeprefix(title).split(" · ")
@@ -406,9 +405,9 @@ def _tile(name: str, curve: Curve, max_bytes: int) -> str:
 
 
 def with_axes(image: str, numbers: tuple[str, str], steps: tuple[str, str]) -> str:
-    """Put the highest and lowest number to the left of a picture, and the steps below it."""
+    """Put the highest and lowest number left of a picture, and the steps below the picture."""
     top, bottom = numbers
-    # As wide as most numbers are, so that pictures side by side are equal.
+    # At least as wide as most numbers, so that pictures side by side mostly have equal widths.
     width = TICK_WIDTH * max(7, *map(len, numbers)) + 6
     across = f"display:flex;padding-left:{width}px;font-size:11px"
     beside = f"flex:0 0 {width}px;box-sizing:border-box;padding:0 6px 0 0;font-size:11px"
@@ -422,7 +421,7 @@ def with_axes(image: str, numbers: tuple[str, str], steps: tuple[str, str]) -> s
 
 
 def limits(bands: Bands) -> tuple[float, float]:
-    """Return the lowest and highest number to draw: the band, and far ranks if not too far."""
+    """Return the lowest and highest number to draw: of the band, and of far ranks up to a limit."""
     low = min(each for each in bands.low if each is not None)
     high = max(each for each in bands.high if each is not None)
     room = (high - low) or abs(high) / 10 or 1.0
@@ -448,7 +447,7 @@ class ChartRange(NamedTuple):
         return round((step - self.begin) / ((self.end - self.begin) or 1.0) * SCALE * CHART_WIDTH)
 
     def down(self, value: float) -> int:
-        """Return the vertical position of a number, or of the edge, in units of the picture."""
+        """Return a number's vertical position, limited to the edges, in units of the picture."""
         share = min(1.0, max(0.0, (self.high - value) / (self.high - self.low)))
         return 2 * SCALE + round(share * SCALE * (CHART_HEIGHT - 4))
 
@@ -465,7 +464,7 @@ class ChartRange(NamedTuple):
             yield points
 
     def curve(self, steps: Sequence[float], values: Values, colour: str, width: int) -> str:
-        """Draw a curve as a line."""
+        """Draw a curve as a line, with gaps."""
         return _stroke("".join(map(_path, self.parts(steps, values))), colour, width)
 
     def band(self, steps: Sequence[float], low: Values, high: Values, colour: str) -> str:
@@ -475,7 +474,7 @@ class ChartRange(NamedTuple):
         return f'<path d="{"".join(areas)}" fill="{colour}"/>'
 
     def marks(self, steps: Iterable[float], colour: str) -> str:
-        """Draw a mark for each of some steps at the lower edge."""
+        """Draw a mark at the lower edge for each step of `steps`."""
         path = (f"M{self.across(step)} {SCALE * CHART_HEIGHT}v{-8 * SCALE}" for step in steps)
         return _stroke("".join(path), colour, 4 * SCALE)
 

@@ -20,7 +20,7 @@ from nbdist.output.events import MIN_STEP_WIDTH, OF_POINT, Tracked
 from nbdist.words import one_line
 
 MAX_POINTS, MIN_POINTS, POINTS_OF_ALL = 2_000, 100, 100_000
-"""Points of a rank's curve, and of the curves of all ranks under one name."""
+"""The most points of a rank's curve, for few and very many ranks, and of all ranks' curves."""
 
 MAX_CURVE_NAMES, MAX_RUNS = 64, 8
 
@@ -34,7 +34,7 @@ class Series:
 
     def __init__(self, max_points: int) -> None:
         self.columns = tuple(array("d") for _ in range(OF_POINT))
-        self.wide = 0.0  # 0: nothing is merged yet
+        self.wide = 0.0  # 0: no points of different steps are merged yet
         self.odd: Odd | None = None
         self._most = max_points
 
@@ -50,27 +50,27 @@ class Series:
         return self.columns[0][-1]
 
     def step_from(self, step: float) -> float:
-        """Return the step of the first point at or after `step`; the last step if there is none."""
+        """Return the step of the first point at or after `step`, or else of the last point."""
         steps = self.columns[0]
         return steps[min(bisect_left(steps, step), len(steps) - 1)]
 
     def finite_until(self, step: float) -> CurvePoint:
-        """Return the last point up to `step` with a finite number, else the first one after it."""
+        """Return the last point up to `step` with a finite number, else the next such point."""
         finite = self.columns[1]
         end = bisect_right(self.columns[0], step)
         indexes = (at for at in chain(reversed(range(end)), range(end, len(self))) if finite[at])
         return self._point(next(indexes))
 
     def end_of(self, point: CurvePoint) -> float:
-        """Return the step of the next point; after the last point, count a step for each number."""
+        """Return the next point's step; for the last point, its step plus 1 for each number."""
         at = bisect_right(self.columns[0], point.step)
         return self.columns[0][at] if at < len(self) else point.step + point.finite + point.odd
 
     def merge_points(self, begin: float, end: float) -> CurvePoint:
         """Return the first point from `begin` on and all others before `end`, merged to one point.
 
-        A worker that sends late merges its steps into wider points than another does.  Merged over
-        the same steps, the numbers of both ranks can be compared.
+        A worker that sends late merges its steps into wider points than others.  Merged over the
+        same steps, the numbers of ranks can be compared.
         """
         first = bisect_left(self.columns[0], begin)
         points = map(self._point, range(first, max(first + 1, bisect_left(self.columns[0], end))))
@@ -80,9 +80,9 @@ class Series:
         return CurvePoint(*(column[at] for column in self.columns))
 
     def add(self, point: CurvePoint) -> None:
-        """Append a point; its step must not be below the step of the last point."""
+        """Add a point whose step is not below the last point's step; merge points if necessary."""
         if point.odd:
-            # A worker begins a new point with the first odd number, so `point.step` is its step.
+            # A worker begins a new point with the first odd number, whose step is `point.step`.
             step, numbers, goes_on = self.odd or (point.step, 0, True)
             self.odd = Odd(step, numbers + point.odd, goes_on and not point.finite)
         elif self.odd and self.odd.goes_on:
@@ -101,7 +101,7 @@ class Series:
             self._widen()
 
     def _widen(self) -> None:
-        """Double the width of points, and merge neighbours, until half of the points are left."""
+        """Merge neighbours to points of double width, until about half of `max_points` are left."""
         span = self.last_step - self.columns[0][0]
         least = max(MIN_STEP_WIDTH, span / self._most)
         self.wide = self.wide or 2.0 ** math.ceil(math.log2(least))
@@ -117,7 +117,7 @@ class Series:
 class Odd(NamedTuple):
     """The NaN and infinite numbers in a rank's run: the step of the first, and their count.
 
-    `goes_on` is True as long as no finite number has come after the first odd one.
+    `goes_on` is True as long as no finite number has come after the first odd number.
     """
 
     step: float
@@ -155,9 +155,9 @@ RunSeries = dict[int, Series]
 
 
 class Curve:
-    """All numbers of ranks under one name, in runs.
+    """The numbers of ranks under one name, in the newest `MAX_RUNS` runs.
 
-    A new run begins if a rank tracks a step below its last step.
+    A rank begins a new run if it tracks a step below its last step.
     """
 
     def __init__(self) -> None:
@@ -171,7 +171,7 @@ class Curve:
         return self.runs[max(self.runs)]
 
     def add_points(self, rank: int, task_id: str, points: Iterable[CurvePoint], ranks: int) -> None:
-        """Add points of a rank; the more `ranks` there are, the fewer points each rank keeps."""
+        """Add points of a rank; with very many `ranks` in all, each rank keeps fewer points."""
         if task_id != self._last_task[0]:
             self._last_task = task_id, max(self.runs, default=0)
         max_points = min(MAX_POINTS, max(MIN_POINTS, POINTS_OF_ALL // max(1, ranks)))
@@ -202,7 +202,7 @@ class Curves:
     def with_continued_steps(self, task_id: str, tracked: Tracked) -> Tracked:
         """Return `tracked` with its counted steps moved behind the steps of earlier tasks.
 
-        A task counts steps from 0, but a curve over several tasks has to go on.
+        A task counts steps from 0, but a curve of several tasks must not begin again.
         """
         curves = dict(tracked.curves)
         for name, counted in tracked.counted.items():
@@ -218,7 +218,7 @@ class Curves:
         return tracked._replace(curves=curves)
 
     def add(self, rank: int, task_id: str, tracked: Tracked, ranks: int) -> None:
-        """Add the numbers that a rank has tracked in a task."""
+        """Add the numbers that a rank, of `ranks` ranks in all, has tracked in a task."""
         self.version += 1
         for name, flat in tracked.curves.items():
             if name not in self.by_name and len(self.by_name) >= MAX_CURVE_NAMES:
@@ -239,7 +239,7 @@ class Curves:
         )
 
     def table(self, name: str) -> Any:
-        """Return the curve of a name as a pandas DataFrame with a row for each step.
+        """Return the curve of a name as a pandas DataFrame with a row for each step of a run.
 
         Raises UsageError if the name has no curve, or pandas is not installed.
         """

@@ -1,7 +1,7 @@
 """The types of the outputs of a rank, such as `Text`, `Display`, `Failure` and `Done`.
 
-A worker's agent makes outputs from Jupyter messages and from the worker's stdout, and sends them to
-the notebook, whose `Transcript` collects them.
+A worker's agent makes outputs, mostly from the worker's Jupyter messages and the text that the
+worker writes, and sends the outputs to the notebook, whose `Transcript` collects them.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ class Skipped:
 
 
 def plain_of(data: MimeBundle) -> str:
-    """Return the text/plain of a bundle.
+    """Return a text for a bundle, mostly its text/plain.
 
-    If the text/plain is only the name of a class of IPython, return the source instead, such as
-    Markdown, or else the mime types.
+    If the text/plain is empty, or only the name of a class of IPython, return the bundle's source,
+    such as Markdown.  Without such a source, return the mime types instead of an empty text.
     """
     text = text_of(data.get("text/plain", ""))
-    if text and not _NAME_OF_A_CLASS.fullmatch(text):  # as for `display(Markdown("**done**"))`
+    if text and not _NAME_OF_A_CLASS.fullmatch(text):  # unlike for `display(Markdown("**done**"))`
         return text
     if source := next(readable_in(data), None):
         return text_of(data[source.kind])
@@ -61,7 +61,7 @@ def plain_of(data: MimeBundle) -> str:
 
 
 def text_of(value: object) -> str:
-    """Return a mime value as one string: the value may be a string, lines, or any JSON object."""
+    """Return a mime value as one string: the value is a string, lines, or JSON, cut if long."""
     if isinstance(value, list) and all(isinstance(part, str) for part in value):
         return "".join(value)
     if isinstance(value, dict | list):
@@ -100,9 +100,9 @@ class Clear(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """An exception that ended the rank's cell; `traceback` has ANSI colours.
+    """An exception of the rank, which mostly ended the cell; `traceback` has ANSI colours.
 
-    `kinds` are its class and its bases, as `module:qualified.name`.  `connections` is "ended" if
+    `kinds` are the class and its bases, as `module:qualified.name`.  `connections` is "ended" if
     the connections to other ranks were closed because collectives were aborted or a rank died, and
     "timed out" if gloo closed them after a collective's timeout.  After an error for lack of memory
     the lines of `account` say what used the memory.
@@ -128,12 +128,12 @@ IGNORES_STOP = "it ignored Stop"
 
 
 class Died(NamedTuple):
-    """The rank's process has exited or was killed.
+    """The rank's process has exited, was killed, or was on a machine that is lost.
 
-    `exit_code` is negative for a signal, and None if its machine is lost.  `last_lines` are the
-    last lines that the process wrote.  `why` is the reason for which its agent killed the process,
-    "" if the agent did not.  With `received_too_much` gloo ended the process, since a message had
-    more bytes than the rank's tensor holds.
+    `exit_code` is negative for a signal, and None if not known, as on a lost machine.  `last_lines`
+    are the last lines that the process wrote.  `why` says why the agent killed the process, or that
+    the machine is lost, else "".  `received_too_much` is True if gloo ended the process, since a
+    message had more bytes than the rank's tensor holds.
     """
 
     exit_code: int | None
@@ -150,7 +150,7 @@ class Died(NamedTuple):
 
     @property
     def end(self) -> str:
-        """The end of the process, as a verb: `was killed by SIGKILL`."""
+        """How the process ended, in words: `was killed by SIGKILL`."""
         if self.by_stop:
             return "ignored Stop and was killed"
         if self.exit_code is None:
@@ -163,8 +163,8 @@ class Incomplete(NamedTuple):
 
     `line` is the line of the cell that called the collective, 0 if no cell did, as in a script.
 
-    `parts` are pairs of a part and the name of its variable: ("", "x"), ("gradients", "model").
-    The name is "" if no variable is known to hold the tensor.
+    `parts` are pairs of a part, "" for all, and the variable's name: ("gradients", "model").  The
+    name is "" if no variable is known to hold the tensor.
     """
 
     operation: str
@@ -174,24 +174,24 @@ class Incomplete(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The rank has finished the cell after `seconds`; no output of the cell follows.
+    """The rank has finished the task after `seconds`; only late output can follow.
 
-    `bound` are the names that the cell bound.  `imported` are the names of modules, functions and
-    classes among them, with the path to import each from: `numpy`, `torch.nn:Linear`, or "" if the
-    object is not found there.  `gone` are the names that the cell deleted.  `values` is a `Payload`
-    of the values that the notebook asked for, or of the contents of the exception.  From worker to
-    agent `failure` is the error that ended the cell, and `error_number` the number of the message
-    with its traceback, 0 if none was sent.  `changed` names files of imported modules that were
-    edited since.  `received` is False if the cell ended before the rank had bound the names sent
-    with it.  `kept` is the size in bytes of a last value that the rank keeps, 0 if the value cannot
-    be sent, and None otherwise.  `kinds` has the kinds of modules, optimizers and tensors (see
-    `nbdist.values.payload`).  `covered` are names that every worker defines, such as `rank`, and
-    that the cell has bound to something else.  `unfit` says why the agent must kill the process.
-    `dead` are the keys of objects from the notebook that were deleted on the rank, and `lost` the
-    keys of deleted objects that the rank had changed.  `gained` are the keys of objects that the
-    rank received from another rank or read from a file.  `steps` is the number of optimizer steps
-    begun; `is_in_step` is True if the last of them has not ended.  `incomplete` names the variables
-    that an aborted collective has partly written.
+    `bound` are the names that the task bound.  `imported` are the names of modules, functions and
+    classes among them, with the path to import each from: `numpy`, `torch.nn:Linear`, or "" if an
+    import would not give the object.  `gone` are the names that the task deleted.  `values` is a
+    `Payload` of the values that the notebook asked for, or of the contents of the exception.  From
+    worker to agent `failure` is the error that ended the task, and `error_number` the number of the
+    message with its traceback, 0 if none was sent.  `changed` names files of imported modules that
+    were edited after their import.  `received` is False if the task ended before the rank had bound
+    the names sent with the task.  `kept` is the size in bytes of a last value that the rank keeps,
+    0 for a last value that is neither kept nor sent, and else None.  `kinds` has the kinds of
+    modules, optimizers and tensors (see `nbdist.values.payload`).  `covered` are names that every
+    worker defines, such as `rank`, and that the task has bound to another value.  `unfit` says why
+    the agent must kill the process, or is "".  `dead` are the keys of the notebook's objects that
+    have ended on the rank, and `lost` the keys of such objects that the rank had changed.  `gained`
+    are the keys of objects that the rank received from another rank or read from a file.  `steps`
+    counts the optimizer steps begun; `is_in_step` is True if the last step has not ended.
+    `incomplete` names the variables that an aborted collective has partly written.
     """
 
     status: Literal["ok", "error", "aborted"]
@@ -222,7 +222,7 @@ class Done:
 
 
 class Record(NamedTuple):
-    """A record of a logger in the worker, formatted; `created` is a time in seconds."""
+    """A formatted record of a logger in the worker; `created` is its time in seconds since 1970."""
 
     host: str
     local_rank: int
@@ -298,17 +298,17 @@ class Warned(NamedTuple):
 OF_POINT = 6
 
 MAX_STEP = 2e18
-"""The largest step: the difference of two steps fits 64 bits, and so does a time in ns."""
+"""The largest step of `track`: a time in ns is less, and the difference of steps fits 64 bits."""
 
 MIN_STEP_WIDTH = 1e-9
-"""The fewest steps that a point of merged steps covers: dividing by it never overflows."""
+"""The least width of a point of merged steps, so that a step divided by a width is finite."""
 
 MOVED_TYPE, RECORD_TYPE = "nbdist_moved", "nbdist_record"
 TRACKED_TYPE, WARNED_TYPE = "nbdist_tracked", "nbdist_warned"
-"""The types of the Jupyter messages with which a worker sends `TransferProgress` and others."""
+"""Types of Jupyter messages with a `TransferProgress`, a `Record`, a `Tracked` or a `Warned`."""
 
 TOPIC = b"nbdist"
-"""The topic of all messages that the agent subscribes to; the worker replaces other topics."""
+"""The topic that an agent subscribes to, and that workers give to the messages for the agent."""
 
 Visible = Text | Skipped | Display | DisplayUpdate | Clear | Failure
 """Outputs that people see."""
@@ -330,14 +330,14 @@ Output = (
 )
 
 OF_EACH, OF_VALUE = 100, 32
-"""Characters that `size_of` adds for each output, and for each number or key of JSON."""
+"""Characters that `size_of` adds for most outputs, and for each number or key of JSON."""
 
 NUMBERS = frozenset((int, float, type(None)))
 """Types that JSON figures have very many of; None is a gap in a figure."""
 
 
 def size_of(output: Output) -> int:
-    """Return about how many characters an output has; 0 for kinds that are always small."""
+    """Return about how many characters an output has; 0 for a `Done` and other uncounted kinds."""
     match output:
         case Text(text=text):
             return len(text)
@@ -369,7 +369,7 @@ def _length(value: object) -> int:
                 length += OF_VALUE * len(mapping)
                 waiting.extend(mapping.values())
             case list(values):
-                # Figures have very many numbers.
+                # Figures have very many numbers, so all are counted at once.
                 others = [each for each in values if type(each) not in NUMBERS]
                 length += OF_VALUE * (len(values) - len(others))
                 waiting.extend(others)

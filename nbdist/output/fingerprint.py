@@ -1,6 +1,6 @@
-"""Keys that tell whether outputs or errors of two ranks are alike; a parser of progress bars.
+"""Tells whether outputs or errors of two ranks are alike; parses progress bars.
 
-Alike outputs differ only in parts that must differ between ranks, such as addresses and devices.
+Alike outputs differ only in parts that may differ between ranks, such as addresses and devices.
 Pure: no I/O here.
 """
 
@@ -19,14 +19,14 @@ TIME = (
     r"(?:(?<![\w:.])|(?<=\dm))(?:[A-Z]\d{4} |(?:\d{4}[-/]\d\d[-/]\d\d|\d\d[-/]\d\d[-/]\d{4})[ T])?"
     r"\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?(?![\w:])(?: \d+(?= \S+:\d+\]))?"
 )
-"""A time of day as loggers write it, maybe with a date, and with the process id after torch's.
+"""A time of day as loggers write it, maybe with a date, and with the process id that torch adds.
 
 A colour code, which ends with a digit and `m`, may stand right before it.
 """
 
 _TIME = re.compile(TIME)
-# A search for `_PART_OF_TIME` is fast, since it begins with a fixed character.  The whole time can
-# begin so many characters before.
+# A search for `_PART_OF_TIME` is fast, since the pattern begins with a fixed character.  A time can
+# begin `_BEFORE_PART` characters before.
 _PART_OF_TIME, _BEFORE_PART = re.compile(r":\d\d:\d\d"), (13, 8, 2)
 
 _VARIES = re.compile(
@@ -36,17 +36,17 @@ _VARIES = re.compile(
     r"|(?P<nccl>:)\d+:\d+ \[\d+\](?= NCCL)"
 )
 _HINTS = ("0x", "cuda:", "xpu:", "npu:", "hpu:", "mps:", "GPU ", "pid", "PID", "rocess", " NCCL")
-# Placeholders for varying parts and for times begin with `_MARK`; in the text itself it is doubled.
+# Placeholders for varying parts and for times begin with `_MARK`; a `_MARK` in a text is doubled.
 _MARK, _PLACEHOLDER, _OF_TIME = "\0", "\0n", "\0t"
 _ERROR_OF_GROUP = re.compile(r"^ *(?:\| *)+[A-Za-z_][\w.]*: .+", re.MULTILINE)
 """A row `    | ValueError: rank 3 has no shard` in the traceback of an exception group."""
 _CELL_LINE = re.compile(r"Cell In\[\d+\], line \d+")
-# A longer error text is compared to the letter, which is faster.
+# A longer error text is compared literally, which is faster.
 _MAX_COMPARED = 100_000
 
 
 def normal(text: str) -> str:
-    """Replace addresses, devices and process ids, which differ between alike ranks."""
+    """Replace addresses, devices and process ids, which may differ between alike ranks."""
     # Most text has no such part, and `in` is far faster than a search.
     if _MARK in text:
         text = text.replace(_MARK, 2 * _MARK)
@@ -56,7 +56,7 @@ def normal(text: str) -> str:
 
 
 def may_have_time(text: str) -> bool:
-    """Return False if the text has no time of day; a fast check, True may be wrong."""
+    """Return False only if the text has no time of day; a fast check, whose True may be wrong."""
     return _PART_OF_TIME.search(text) is not None
 
 
@@ -93,7 +93,7 @@ class OutputDigests(NamedTuple):
 
 
 class Digest:
-    """Computes the `OutputDigests` of a text that arrives in blocks of whole lines."""
+    """Computes the `OutputDigests` of a text that arrives in pieces of whole lines."""
 
     __slots__ = ("_hashes",)
 
@@ -110,7 +110,7 @@ class Digest:
         of_origins.update(origins)
 
     def add_key(self, key: OutputDigests) -> None:
-        """Add the key of a piece of output, such as a display or another text."""
+        """Add the digests of a piece of output, such as a display or another text."""
         alike, same, _ = self._hashes
         alike.update(key.alike)
         same.update(key.same)
@@ -127,18 +127,18 @@ class Digest:
 
 
 def key_of(text: str) -> OutputDigests:
-    """Return the key of a whole text."""
+    """Return the digests of a whole text."""
     digest = Digest()
     digest.add(text)
     return digest.key
 
 
 WITHOUT_REFERENCES = 2
-"""The version of marshal's format that writes equal JSON as equal bytes on every rank."""
+"""A version of marshal's format that writes no references, in which equal JSON could differ."""
 
 
 def content_key(data: MimeBundle) -> bytes:
-    """Return a key of a display's content, by a fast hash since the content may be large."""
+    """Return a hash of a display's content, fast as content may be large; valid in this process."""
     keys = []
     for kind, value in sorted(data.items()):
         is_text = isinstance(value, str)
@@ -148,10 +148,10 @@ def content_key(data: MimeBundle) -> bytes:
 
 
 def error_keys(rank: int, error: RankError | None) -> tuple[str, ...]:
-    """Return two keys of an error: two errors are alike if they share a key.
+    """Return texts by which errors are compared: two errors are alike if they share a text.
 
-    The first keeps the rank's own number, the second has a placeholder for it: ranks 3
-    and 5 may both say "5 shards", or each its own number, and are alike either way.
+    An exception has two texts: the first keeps the rank's number, the second has a placeholder
+    instead.  So errors are alike if ranks 3 and 5 both say "5 shards", or each its own number.
     """
     if not isinstance(error, Failure):
         return (f"died {error.exit_code}" if error else "",)
@@ -164,7 +164,7 @@ def error_keys(rank: int, error: RankError | None) -> tuple[str, ...]:
 
 
 def _place(failure: Failure) -> str:
-    """Return the traceback without the message.
+    """Return the traceback for a comparison, without the message unless the message is very long.
 
     Stop hits ranks at random places in libraries, so of a KeyboardInterrupt only the cell's own
     lines count.
@@ -192,12 +192,12 @@ NUMBER = (
     r"(?<![\w.:/-])-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?"
     rf"(?={UNITS}?(?![\w/-]|[.:]\d))"
 )
-"""A number that stands by itself, maybe with a unit, but not in a name, an address or a time."""
+"""A number that stands by itself, maybe before a unit, but not in a name, an address or a time."""
 
 # --- parsing progress bars ---------------------------------------------------------------------
 
 BAR_SIGNS = ("%|", "it/s", "s/it", "━━━━━", "[=====")
-"""Nearly all bars have one of these, and little other text does: a fast check before parsing."""
+"""Nearly all bars have one of these signs, and little other text has: a check before parsing."""
 
 LONGEST_BAR = 2000
 """Characters of a row; a longer row is no progress bar."""
@@ -216,13 +216,13 @@ _BAR_WITHOUT_TOTAL = re.compile(
     rf"{_TIMES}(?:,\s*(?P<rest>.*))?\]"
 )
 _BRACKET = re.compile(r"[\[\]]")
-# The start of the bracket with the times in a bar of tqdm.
+# The amount in a bar of tqdm, and the bracket that opens before the times.
 _METER = re.compile(r"(?:^|\|\s*|\s)\d[\w,.]*(?:/[\w,.?]+)? ?[A-Za-z]* ?\[(?=\d+:\d\d)")
 _FASTPROGRESS = re.compile(
     rf"(?P<name>[^|]*?)\s*\|[^|]*\|\s*(?P<percent>[\d.]+)%\s*\[(?P<done>{_AMOUNT})/"
     rf"(?P<total>{_AMOUNT})\s+(?P<elapsed>[\d:]+)<(?P<remaining>[\d:?]+)(?P<rest>[^\]]*)\]"
 )
-# A drawn bar: the signs of rich and Keras, or a box of signs, at least five.
+# A drawn bar of five or more signs: as of rich, in brackets as of Keras, or such as `█`.
 _DRAWN = re.compile(r"[━╸╺]{5,}[━╸╺ ]*|[\[|][=#>.\-█▉▊▋▌▍▎▏░▒▓ ]{5,}[\]|]|[█▉▊▋▌▍▎▏░▒▓]{5,}")
 _PERCENT = re.compile(rf"(?<![\w.]){_NUMBER}\s?%")
 _COUNTS = re.compile(
@@ -267,21 +267,21 @@ class Bar(NamedTuple):
 
     @property
     def time_left(self) -> float | None:
-        """The remaining seconds that the bar shows, or an estimate from its pace so far."""
+        """The remaining seconds that the bar shows, else an estimate by the bar's pace, or None."""
         if self.remaining is None and self.fraction and self.elapsed is not None:
             return self.elapsed * (1 - self.fraction) / self.fraction
         return self.remaining
 
     @property
     def position(self) -> float:
-        """The fraction, or else the amount done: to compare with the same bar of another rank."""
+        """The fraction, else the amount done as a number: to compare with other ranks' bars."""
         return number_of(self.done) if self.fraction is None else self.fraction
 
 
 def read_bar(text: str, *, is_edited: bool = False) -> Bar | None:
-    """Parse a line as a progress bar; None if it is no bar.
+    """Parse a line as a progress bar; None if the line is no bar.
 
-    A form other than tqdm's must have a drawn bar, unless the line was written over (`is_edited`).
+    A bar in another form than tqdm's must be drawn, unless its line was written over (`is_edited`).
     """
     if len(text) > LONGEST_BAR or not any(sign in text for sign in _SIGNS):
         return None
@@ -296,8 +296,8 @@ def read_row(text: str, *, is_edited: bool) -> Bar | None:
     """Parse a row of a terminal as a progress bar that fills the row; None if it is no such bar.
 
     A bar in another form than tqdm's must have been written over (`is_edited`), since people print
-    lines that look like bars.  With other text in its row the bar must be finished too, since
-    the text may be a line that was printed behind the bar.
+    lines that look like bars.  Such a bar must also be finished if its row has other text, which
+    may be a line that was printed behind the bar.
     """
     if len(text) > LONGEST_BAR or not any(sign in text for sign in BAR_SIGNS):
         return None
@@ -312,7 +312,7 @@ def read_row(text: str, *, is_edited: bool) -> Bar | None:
 
 
 def end_of_bar(text: str) -> int:
-    """Return the index of text that a program printed behind a bar of tqdm; 0 if there is none."""
+    """Return the index of text that a program printed behind a bar of tqdm; 0 for no such text."""
     begins = _METER.search(text)
     if begins is None:
         return 0
@@ -332,7 +332,7 @@ def is_cut(text: str) -> bool:
 
 
 def _end_of_brackets(text: str, start: int = 0) -> int:
-    """Return the index behind the bracket that closes the one open at `start`; 0 for none."""
+    """Return the index after the bracket that closes one opened before `start`; 0 if none does."""
     depth = 1
     for bracket in _BRACKET.finditer(text, start):
         depth += 1 if bracket[0] == "[" else -1
@@ -371,7 +371,7 @@ def _from_any(plain: str, drawn: re.Match[str] | None) -> Bar | None:
     left, right = (plain[: drawn.start()], plain[drawn.end() :]) if drawn else (plain, "")
     remainder = f"{left}\0{right}"
     # Counts left of the drawn bar belong to the name, as in Lightning's "Epoch 0/1", if there are
-    # others on its right.
+    # other counts on its right.
     counts = _COUNTS.search(right) or _COUNTS.search(left)
     percent = _PERCENT.search(remainder)
     if counts and not 0 <= number_of(counts["done"]) <= number_of(counts["total"]):
@@ -394,7 +394,7 @@ def _from_any(plain: str, drawn: re.Match[str] | None) -> Bar | None:
 def _without_times(text: str, *, is_finished: bool) -> tuple[str, float | None, float | None]:
     """Replace times by null characters; return the text, and the elapsed and remaining seconds.
 
-    A single time is the remaining one, or the elapsed one if the bar is finished.
+    A single time is the remaining time, or the elapsed time if the bar is finished.
     """
     clocks = [*_CLOCK.finditer(text)][:2]
     if not clocks and "\0" in text:
@@ -408,7 +408,7 @@ def _without_times(text: str, *, is_finished: bool) -> tuple[str, float | None, 
 
 
 def fraction_of(done: str, total: str, percent: float | None) -> float | None:
-    """Return done / total, which is more exact, or else the percentage, as a fraction."""
+    """Return done / total, else the fraction `percent`, at most 1; None if both are unknown."""
     whole = number_of(total)
     if whole > 0:
         return min(1.0, number_of(done) / whole)
@@ -416,7 +416,7 @@ def fraction_of(done: str, total: str, percent: float | None) -> float | None:
 
 
 def number_of(text: str) -> float:
-    """Parse `1,200`, `1.2G` or `15it`; 0 if there is no number."""
+    """Parse `1,200`, `1.2G` or `15it`; 0 if the text does not begin with a number."""
     match = re.match(rf"({_NUMBER})([kKMGTPE]?)", text)
     if match is None:
         return 0.0

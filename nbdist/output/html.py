@@ -59,7 +59,7 @@ _COLOURS: dict[DisplayState, str] = {
     "stopped": GREY,
     "aborted": GREY,
 }
-# As wide as the triangle of a finished block; the block of a running cell has no triangle.
+# As wide as the triangle that opens a finished block; blocks of a running cell have no triangle.
 _TITLE = "padding-left:1.1em"
 _LONGEST_LAST = 80
 _LONGEST_RANKS = 24  # characters of the ranks beside a line; more of them may take several lines
@@ -76,7 +76,7 @@ _TALL = "display:flex;flex-direction:column-reverse;max-height:546px;overflow:au
 
 
 def panel_html(shown: Panel) -> str:
-    """Write a panel as HTML, with the same content as its text."""
+    """Write a panel as HTML."""
     failed, others = shown.failed_and_others
     parts = [_head(shown), line(dim(shown.waits)), line(dim(shown.spread))]
     parts += [_block(block, shown) for block in failed]
@@ -96,7 +96,7 @@ def panel_html(shown: Panel) -> str:
 def _curves(shown: Panel) -> str:
     if shown.curves is None:
         return ""
-    from nbdist.output.chart import curves_html, live_curves  # most track nothing
+    from nbdist.output.chart import curves_html, live_curves  # most cells track nothing
 
     if shown.is_live:
         return live_curves(shown.curves, shown.pool)[0]
@@ -104,9 +104,9 @@ def _curves(shown: Panel) -> str:
 
 
 def _head(shown: Panel) -> str:
-    """Write `8 ranks · 12.3 s · ● 7 · ✗ 1`, and a square for each rank if there are many ranks.
+    """Write `8 ranks · 12.3 s · ● 7 · ✗ 1`, and the panel's squares.
 
-    If there are warnings, the head is orange, and the warnings follow below the head.
+    If there are warnings, they follow below the head, which is orange instead of blue and green.
     """
     warned = "".join(line(coloured(text, AMBER)) for text in shown.warnings)
     if not shown.states:
@@ -116,7 +116,7 @@ def _head(shown: Panel) -> str:
     states = [coloured(text, colours[state]) for state, text in shown.states]
     words = bold(shown.ranks), dim(shown.seconds), *states, dim(shown.pace), dim(shown.now)
     head = line(dim(" · ").join(filter(None, words)))
-    if shown.foot:  # on the rest of the line, so that nothing moves without it
+    if shown.foot:  # on the rest of the line, so that the foot needs no room
         foot = shown_later(shown.foot, FOOT_SECONDS)
         head = f'<div style="{_HEAD}">{head}<div style="{_FOOT}">{foot}</div></div>'
     head += warned
@@ -170,7 +170,7 @@ def _block(block: PanelBlock, shown: Panel, style: str = "") -> str:
 
 
 def _with_last_line(block: PanelBlock) -> tuple[PanelBlock, str]:
-    """Remove the first text of a block, and return the last line of the text for the title.
+    """Return a block without its first text, and the last line of that text for the title.
 
     A block of a running cell shows only this line if the final layout will close the block.
     """
@@ -223,18 +223,18 @@ _FIGURE = "flex:1 1 {}%;max-width:620px;min-width:240px;box-sizing:border-box"
 _OTHER = "flex:0 1 {:.1f}em;min-width:0;box-sizing:border-box"
 _COLUMN_STEP = 4  # characters
 _GAP = 1.2  # em between columns, with some room for rounding
-_EM = 0.62  # of a character, which is 0.6 of them wide in most fonts; JupyterLab allows no `ch`
+_EM = 0.62  # for a character, which is 0.6 em wide in most fonts; JupyterLab allows no `ch`
 
 
 def side_by_side_runs(blocks: Iterable[PanelBlock]) -> Iterator[list[PanelBlock]]:
-    """Yield runs of neighbours that stand side by side; yield each other block as a run of one."""
+    """Yield runs of blocks that stand side by side; a block that does not is a run of its own."""
     for side_by_side, run in groupby(blocks, key=is_tile):
         blocks_of_run = [*run]
         yield from [blocks_of_run] if side_by_side else ([block] for block in blocks_of_run)
 
 
 def is_tile(block: PanelBlock) -> bool:
-    """Return True for a narrow and low block; blocks of failed ranks have the whole width."""
+    """Return True for an open block with output, narrow and low, if its ranks have not failed."""
     is_calm = block.is_open and not block.failed and not block.group.has_failed
     return is_calm and bool(block.items) and all(map(_is_narrow, block.items))
 
@@ -248,7 +248,7 @@ def _is_narrow(item: PanelItem) -> bool:
         case RichDisplay() if is_figure(item.display.data):
             return True
         case RichDisplay():
-            # How wide a table is drawn is not known, but it is about as wide as its text.
+            # The width of a drawn table is not known, but a table is about as wide as its text.
             width = _WIDEST_LINE if embed(item.display) is None else _WIDEST_TABLE
             return _fits(item.plain.split("\n"), width)
         case lines:
@@ -262,18 +262,19 @@ def _fits(rows: list[str], width: int) -> bool:
 def _side_by_side(blocks: list[PanelBlock], shown: Panel) -> str:
     """Write the blocks of a run in columns that are equally wide; figures share the page's width.
 
-    If the page is wide enough, a row has three blocks; runs of two and of four have two in a row.
+    A wide page has three blocks with figures in a row, or two of a run of two or four blocks.
+    Blocks without figures fill a row; four such blocks stand in pairs.
     """
     if len(blocks) == 1:
         return _block(blocks[0], shown)
     items = [item for each in blocks for item in each.items]
     if any(isinstance(item, RichDisplay) and is_figure(item.display.data) for item in items):
         style = _FIGURE.format(45 if len(blocks) in (2, 4) else 30)
-        # Invisible blocks fill a last row with fewer figures, so that all figures are as wide.
+        # Invisible blocks fill a last row with fewer figures, so that all figures are equally wide.
         fillers = 2 * f'<div style="{style}"></div>'
     else:
-        # 4 characters are for the bar, and for the sign that opens a block.  While a cell runs its
-        # lines become longer: a width in steps moves the columns less often.
+        # 4 characters are for the line on the left, and the sign that opens a block.  While a cell
+        # runs its lines become longer: a width in steps moves the columns less often.
         width = max(map(_characters, blocks)) + 4
         if all(isinstance(item, list) for item in items):
             width += -width % _COLUMN_STEP
@@ -312,9 +313,9 @@ _BELOW_TABS = "order:-1;flex:0 0 100%;height:0"
 
 
 def _tabs(blocks: list[PanelBlock], name: str) -> str:
-    """Write a row of ranks; a click on a rank shows only its output, below the row.
+    """Write a row of ranks; a click on a rank shows only that rank's output, below the row.
 
-    A browser closes `<details>` when another one of the same name is opened.  JupyterLab removes
+    A browser closes `<details>` when others of the same name are opened.  JupyterLab removes
     that name, and `display:contents`, from notebooks that are not trusted: then ranks open and
     close independently.
     """
@@ -344,7 +345,7 @@ MAX_DISPLAYS_BELOW = 32
 def page_only_displays(
     transcript: Transcript, ranks: Collection[int] | None = None
 ) -> list[tuple[tuple[int, ...], Display]]:
-    """Return the displays of some or all ranks that only the page can render, with their ranks.
+    """Return the displays that only the page can render, of `ranks` or all, each with its ranks.
 
     Equal displays of several ranks are one; if a rank shows the same display twice, there are two.
     """
@@ -360,14 +361,14 @@ def page_only_displays(
 
 
 def all_show_widgets(transcript: Transcript) -> bool:
-    """Return True if every rank that still runs shows a widget, so that the order is final."""
+    """Return True if a rank shows a widget, and so does every rank that has not ended."""
     shows = [any(model_of(shown.display) for shown in each.displays) for each in transcript]
     ended = [each.state in FINAL_STATES for each in transcript]
     return any(shows) and all(map(operator.or_, shows, ended))
 
 
 def figures(transcript: Transcript) -> list[tuple[str, Display]]:
-    """Return the images of the panel, each with its ranks, for clients that are programs."""
+    """Return the images that a panel embeds, each with its ranks, for programs like converters."""
     result = []
     for group in transcript.groups():
         for shown in group.displays:

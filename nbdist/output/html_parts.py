@@ -41,7 +41,7 @@ _TEXT = (  # JupyterLab breaks lines of other <pre> in the middle of words
     f"font-size:13px;line-height:1.4;word-break:normal;{LINES}"
 )
 _LONG, _THREE_ROWS = 600, 230
-"""Characters above which a line is folded, and the visible ones: three rows of a narrow page."""
+"""Characters above which a line is folded, and how many are seen: three rows of a narrow page."""
 
 _BAR_BLOCKS, _BAR = re.compile("[█▉▊▋▌▍▎▏]{2,}"), rf'<span style="color:{BLUE}">\g<0></span>'
 
@@ -70,12 +70,12 @@ def coloured(text: str, colour: str) -> str:
 
 
 def barred(body: str, colour: str, style: str = "") -> str:
-    """Draw a bar of this colour to the left of a block."""
+    """Draw a line of this colour along the left side of a block."""
     return f'<div style="{_LEFT.format(colour)}{style}">{body}</div>'
 
 
 def details(title: str, body: str, colour: str, *, is_open: bool, style: str = "") -> str:
-    """Draw a bar to the left of a block, and above the block a title that opens and closes it."""
+    """Draw a line on a block's left, and over the block a title that opens and closes the block."""
     start = f'<details{" open" * is_open} style="{_LEFT.format(colour)}{style}">'
     return f"{start}{opening(title)}{body}</details>"
 
@@ -97,12 +97,12 @@ def table(rows: Iterable[Iterable[tuple[str, str]]], style: str = "") -> str:
 
 
 def text_html(html: str, style: str = "") -> str:
-    """Make a block of text that keeps its line breaks on pages that drop styles, such as GitHub."""
+    """Put a text in `<pre>`, which keeps line breaks on pages that drop styles, such as GitHub."""
     return f'<pre style="{_TEXT}{style}">{html}</pre>'
 
 
 def lines_html(lines: Iterable[ScreenLine], *, opens: bool) -> str:
-    """Write lines as HTML, stderr tinted; with `opens`, very long lines are folded."""
+    """Write lines as HTML, lines of stderr tinted; with `opens`, very long lines are folded."""
     parts = []
     for (is_stderr, is_long), run in groupby(lines, key=_kind):
         tint = f";{_STDERR_STYLE}" if is_stderr else ""
@@ -110,7 +110,7 @@ def lines_html(lines: Iterable[ScreenLine], *, opens: bool) -> str:
             style = f"{LINES}{tint}"
             parts += [f'<details style="{style}">{_long(line.text)}</details>' for line in run]
             continue
-        # An empty line would have no height in a block of its own.
+        # A `<pre>` with nothing but an empty line would have no height.
         text = "\n".join(_BAR_BLOCKS.sub(_BAR, ansi_html(line.text)) or " " for line in run)
         parts.append(text_html(text, tint))
     return "".join(parts)
@@ -154,12 +154,12 @@ def kind_text(data: MimeBundle) -> str:
 
 
 def is_figure(data: MimeBundle) -> bool:
-    """Return True if the bundle is an image that panels can embed, and has no HTML."""
+    """Return True if the bundle has an image and no HTML, and is not `is_page_only`."""
     return "text/html" not in data and any(images_in(data)) and not is_page_only(data)
 
 
 def is_page_only(data: MimeBundle) -> bool:
-    """Return True if only the page's own renderers can show the bundle."""
+    """Return True if the page's own renderers must show the bundle, not a panel."""
     if "text/html" in data:
         html = text_of(data["text/html"])
         if len(html) > _LONGEST_HTML or not _is_contained(html):
@@ -169,7 +169,7 @@ def is_page_only(data: MimeBundle) -> bool:
 
 
 def embed(display: Display) -> str | None:
-    """Return the display as HTML; None if it has only text, or only the page can render it."""
+    """Return the display as HTML for a panel; None if the panel can show only text, or nothing."""
     data, metadata = display.data, display.metadata
     if is_page_only(data):
         return None
@@ -205,7 +205,7 @@ _LATER = (
 
 
 def shown_later(text: str, seconds: int) -> str:
-    """Draw a line that is invisible until it has been on a page for so many seconds.
+    """Draw a line of text that appears once it has been on a page for so many seconds.
 
     Each drawing of the panel restarts that time, so the line appears only if the panel is not drawn
     any more.  The line is an SVG image, since panels can have neither scripts nor style sheets.
@@ -220,7 +220,7 @@ def shown_later(text: str, seconds: int) -> str:
 
 @lru_cache(maxsize=256)
 def _is_contained(html: str) -> bool:
-    """Return True for HTML without scripts whose tags are all closed.
+    """Return True for HTML without scripts, if all tags are closed that need an end tag.
 
     An open tag would change how the page shows what follows the display.
     """
@@ -256,7 +256,7 @@ class _Balance(HTMLParser):
 
 
 def traceback_html(parts: Iterable[TracebackPart]) -> str:
-    """Write the parts of a traceback in colours; the rows of a folded part open."""
+    """Write the parts of a traceback in colours; a click opens the rows of a folded part."""
     html = ""
     for part in parts:
         shown = text_html(ansi_html("\n".join(part.rows)))

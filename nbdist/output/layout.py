@@ -68,7 +68,7 @@ _MANY_GROUPS, _MAX_VALUES = 16, 256
 _LONGEST_VALUE = 100
 _MAX_BLOCK_LINES, _FEWER_LINES, _FEWER_LINES_FROM = 200, 50, 64
 _OPEN_LINES = 60
-# In these states the cause of the failure is on the rank itself.
+# States of ranks whose cell has failed for a reason on the rank itself.
 _OWN_FAILURES = frozenset[DisplayState](("failed", "died"))
 _ALWAYS_OPEN_LINES = 8
 """A block with at most so many lines is always open, since it costs little room."""
@@ -96,8 +96,8 @@ def live_layout(
 
     `waits` is a line that says which ranks wait where; `usage` says what resources the ranks use.
     `clock` is the time of day, shown because a page that is not drawn again keeps an old panel.
-    Progress bars are in one table above the lines of text.  If many ranks differ, only failed ranks
-    and ranks that wait for input have blocks; the others have a row for each different last line.
+    Progress bars are in one table, after the blocks of failed ranks.  If many ranks differ, only
+    failed ranks and ranks that wait for input have blocks; others share rows by their last line.
     Ranks that wait for input come last, and the rank whose `turn` it is comes at the very end, next
     to the input box.
     """
@@ -213,7 +213,7 @@ def final_layout(
     if is_on_page:
         others, folded = ([*filterfalse(_is_below, part)] for part in (others, folded))
     shown = shown._replace(
-        spread=spread(transcript) if len(groups) > 1 else "",  # a single group shows all numbers
+        spread=spread(transcript) if len(groups) > 1 else "",  # a single block has all numbers
         bars=bars,
         blocks=_final_blocks(transcript, [*failed, *others], logs, _OPEN_LINES, pool),
         rows=rows,
@@ -224,14 +224,14 @@ def final_layout(
 
 
 def _is_below(group: AlikeRanks) -> bool:
-    """Return True if the ranks have shown only outputs that the page shows below the panel."""
+    """Return True if ranks that succeeded have only outputs that the page shows below the panel."""
     if group.shown.state != "ok" or not (pieces := group.shown.visible_pieces):
         return False
     return all(isinstance(each, RichDisplay) and is_page_only(each.display.data) for each in pieces)
 
 
 def _value_rows(groups: Sequence[AlikeRanks], *, is_live: bool = False) -> tuple[PanelRow, ...]:
-    """Make a row for each group if every rank has shown a single short line; else no rows."""
+    """Make a row for each group if all have a `_short_value` and are not too many; else no rows."""
     if len(groups) > _MAX_VALUES:
         return ()
     rows: list[PanelRow] = []
@@ -243,7 +243,7 @@ def _value_rows(groups: Sequence[AlikeRanks], *, is_live: bool = False) -> tuple
 
 
 def _short_value(group: AlikeRanks, *, is_live: bool) -> ScreenLine | None:
-    """Return the line of a group that has shown a single short line; else None."""
+    """Return the line of ranks that show one short line and have succeeded, or, if live, run."""
     is_well = group.shown.state == "ok" or (is_live and group.shown.state == "running")
     if not is_well or len(group.shown.visible_pieces) != 1 or group.shown.rows > 1:
         return None
@@ -272,8 +272,8 @@ def _final_blocks(
 ) -> tuple[PanelBlock, ...]:
     """Make the blocks of a finished cell.
 
-    The first block, blocks of failed ranks and short blocks are open; other blocks are open as long
-    as their lines fit in `room`.  If a page does not show all output of a block at once, the title
+    The first rank's block, blocks of failed ranks and short blocks are open; others are, as long as
+    their lines fit in `room`.  If a page does not show all output of a block at once, the title
     of the block says how much output there is.
     """
     blocks = []
@@ -298,9 +298,9 @@ def _final_blocks(
 
 
 def _failed_first_text(group: AlikeRanks, transcript: Transcript) -> str:
-    """Say `failed first` of a group.
+    """Say `failed first` of the group with the first error; return "" for any other group.
 
-    Return "" if no other rank failed, or if Stop or another rank's failure ended the group's cell.
+    Also return "" if no other rank failed, or Stop, closed connections or an agent ended the cell.
     """
     others = [each for each in transcript if each.state in FAILED and each.rank not in group.ranks]
     error = group.shown.error
@@ -321,7 +321,7 @@ def _failed_first_text(group: AlikeRanks, transcript: Transcript) -> str:
 def _pace(transcript: Transcript) -> str:
     """Say `slowest rank 3 (3.2 s), fastest rank 0 (1.1 s)`; "" if all ranks took similar times.
 
-    Return "" also if the cell failed on a rank, since the time of a failed rank means nothing.
+    Return "" also if the cell did not succeed on all ranks: a failed rank's time means nothing.
     """
     timed = {each.rank: each.seconds for each in transcript if each.seconds is not None}
     if len(timed) < max(2, len(transcript.ranks)) or any(each.state != "ok" for each in transcript):
@@ -346,7 +346,7 @@ def _output_size(output: RankTranscript) -> str:
 
 
 def _is_open(group: AlikeRanks, transcript: Transcript, lines: int, room: int) -> bool:
-    """Return True for the block of the first rank, a failed block, and a block of few lines.
+    """Return True for the block of the first rank, of failed ranks, or of few lines.
 
     Also return True if the lines of the block fit in `room`.
     """
@@ -450,7 +450,7 @@ def _base_panel(transcript: Transcript, now: float | None, pool: str) -> Panel:
 
 
 def _error_line(group: AlikeRanks, transcript: Transcript) -> str:
-    """Say the group's error in one line; "" if it is the first error, whose traceback is shown."""
+    """Say a group's error in one line; "" for no error, and for a first one with a traceback."""
     error = group.error
     if error is None or (group.part == "first" and isinstance(error, Failure)):
         return ""

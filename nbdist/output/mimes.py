@@ -38,7 +38,7 @@ WIDGET = "application/vnd.jupyter.widget-view+json"
 _MIMES = (
     Mime("text/plain", "txt", "text"),
     Mime("text/html", "html", "html", "HTML"),
-    # A display that has several images is shown as the first of them.
+    # A display that has several images is shown as the image that is listed first here.
     Mime("image/svg+xml", "svg", "image"),
     Mime("image/png", "png", "image", is_base64=True),
     Mime("image/jpeg", "jpg", "image", is_base64=True),
@@ -62,10 +62,10 @@ def mime_of(kind: str) -> Mime:
 
 
 def images_in(data: Collection[str]) -> Iterator[Mime]:
-    """Yield the images of a display whose data has these mime types, the preferred one first."""
+    """Yield the types of images among these mime types, the preferred type first."""
     return (each for each in _MIMES if each.embedding == "image" and each.kind in data)
 
 
 def readable_in(data: Collection[str]) -> Iterator[Mime]:
-    """Yield the readable types among these mime types, the preferred one first."""
+    """Yield the readable types among these mime types, the preferred type first."""
     return (each for each in _MIMES if each.is_readable and each.kind in data)

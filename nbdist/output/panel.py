@@ -1,6 +1,6 @@
 """A panel as data: the parts of a cell's output that are shown, and the limits of their size.
 
-`layout` and `tabs` make panels; `html` and `text` write all that is in them.  Pure: no I/O here.
+`layout` and `tabs` make panels; `html` and `text` write panels.  Pure: no I/O here.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ MARKS: dict[DisplayState, str] = {
 }
 
 TALL_LINES = 30
-"""Lines of a finished block that are seen at once, and last lines shown of a running one."""
+"""The most lines seen at once of a finished block, and shown at all of a running cell's block."""
 
 
 class Hidden(NamedTuple):
-    """A number of lines that are left out; `in_log_only` if the notebook does not have them."""
+    """A number of lines that are left out; `in_log_only` if the notebook lacks these lines."""
 
     lines: int
     in_log_only: bool
@@ -83,11 +83,11 @@ class PanelBlock(NamedTuple):
 
     @property
     def above(self) -> list[str]:
-        """Say `… 9,800 earlier`; empty if all lines are shown."""
+        """The text `… 9,800 earlier` as a list, empty if `earlier` is 0."""
         return [f"… {self.earlier:,} earlier"] if self.earlier else []
 
     def hidden_text(self, hidden: Hidden) -> str:
-        """Say `… 9,800 lines more: %dist_output -r 3 --all, or logs/rank3.log`."""
+        """Say `… 9,800 lines more: %dist_output -r 3 --all, or logs/rank3.log`, or only the log."""
         if hidden.in_log_only:
             return in_log_only(hidden.lines, self.log)
         command = in_pool(f"%dist_output -r {format_ranks(self.group.ranks)} --all", self.pool)
@@ -96,7 +96,7 @@ class PanelBlock(NamedTuple):
 
 
 class PanelRow(NamedTuple):
-    """A line of some ranks in the table of a panel: a short value, or the ranks' last line."""
+    """A line of some ranks in a panel's table, such as a short value, or the ranks' last line."""
 
     ranks: tuple[int, ...]
     line: ScreenLine
@@ -107,11 +107,11 @@ class Panel(NamedTuple):
     """The panel of a cell: a head with ranks, time and states, then blocks, rows and lesser parts.
 
     `squares` have the state of each rank, or of each run of ranks, if there are many ranks.
-    `warnings` are shown below the head.  `now` says what resources the ranks use, and `waits` which
-    ranks wait where.  `bars` and then `curves` come after the blocks of failed ranks.  `spread`
-    says how far the numbers of ranks differ.  The ranks of `more` have neither a block nor a row.
-    The `folded_blocks` are together below a title that opens them.  `silent` are ranks without
-    output.  `note` and `foot` are the last lines.  A panel without `states` is a single dim line.
+    `warnings` are shown below the head.  `now` says what resources the ranks use and which rank is
+    behind, `waits` which ranks wait where, and `spread` how far the numbers of ranks differ.
+    `bars` and then `curves` come after the blocks of failed ranks.  The ranks of `more` have
+    neither a block nor a row.  A title opens all `folded_blocks`.  `silent` are ranks without
+    output.  `foot` is a hint for people who see an old panel.  Without `states` there is no output.
     """
 
     ranks: str
@@ -139,7 +139,7 @@ class Panel(NamedTuple):
 
     @property
     def more_text(self) -> str:
-        """Say `and 72 more: ranks 127-198`, with a command if the cell has finished."""
+        """Say `and 72 more: ranks 127-198`, with a command if not live; "" if `more` is empty."""
         if not self.more:
             return ""
         command = in_pool(f": %dist_output -r {format_ranks(self.more)}", self.pool)
@@ -170,12 +170,12 @@ def merge_hidden(items: Iterable[PanelItem]) -> list[PanelItem]:
 # --- limits -----------------------------------------------------------------------------
 
 MAX_PANEL_BYTES, MAX_LIVE_PANEL_BYTES = 1_000_000, 64_000
-"""Bytes of a finished panel and of a running one, as HTML and as text together.
+"""About the most bytes of a finished panel, and of a running cell's, as HTML and text together.
 
-Figures and curves are not counted; they have limits of their own.
+The bytes of figures and curves are not counted.
 """
 MAX_LIVE_FIGURES = 640_000
-"""Bytes of all figures in the panel of a running cell; each block may use an equal share."""
+"""The most bytes of figures in the panel of a running cell; each block has an equal share."""
 
 _MAX_BLOCKS = 400
 _WIDEST, _WIDEST_LIVE, _NARROWEST = 100_000, 400, 40  # characters of a line
@@ -187,7 +187,7 @@ _TRACEBACKS = ((100, 1000), (24, 400), (5, 200), (1, 100))  # rows, and their wi
 
 
 def limit_size(shown: Panel) -> Panel:
-    """Cut long lines and leave out older output, so that the panel has a bounded number of bytes.
+    """Limit a panel's bytes: cut long lines, and leave out older output, and blocks after many.
 
     Each block may use an equal share of the bytes that earlier blocks have not used.
     """
@@ -250,7 +250,7 @@ def _limit_block(
 
 
 def _limit_display(shown: RichDisplay, max_bytes: int, *, is_live: bool) -> tuple[PanelItem, int]:
-    """Return a display as an item of at most `max_bytes` bytes, and the item's bytes.
+    """Return a display, or another item if the display has too many bytes, and the item's bytes.
 
     A display that has only text becomes lines, with 0 bytes since `_newest_lines` counts the lines.
     A display with too many bytes becomes `Hidden`, or in a running cell its lines of text/plain.
@@ -283,7 +283,7 @@ def _newest_lines(
 
 
 def _clip_line(line: ScreenLine, max_bytes: int, *, is_live: bool) -> tuple[ScreenLine, int]:
-    """Clip a line to a width; while the line has too many bytes, drop colours and clip it more.
+    """Clip a line to a width; if the line has too many bytes, drop colours and clip the line more.
 
     Return the line, and the bytes that it has as a run of its own.
     """
@@ -304,7 +304,7 @@ def _limit_traceback(
 ) -> tuple[tuple[TracebackPart, ...], int]:
     """Return the parts of the block's traceback, in `max_bytes` bytes if possible, and their bytes.
 
-    Return no parts if the title of the block already says all that a panel shows of the error.
+    Return no parts without a traceback, or if the block's title says all that a panel shows of it.
     """
     error, part = block.group.error, block.group.part
     is_in_title = part == "same" or (part == "other" and is_live)

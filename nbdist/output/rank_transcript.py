@@ -49,7 +49,7 @@ def display_state_of(error: events.RankError) -> DisplayState:
 
 
 class RichDisplay(NamedTuple):
-    """A rich display with its newest content; `content` is the key of all data but text/plain."""
+    """A display with its newest content; `content` hashes all but text/plain and widget ids."""
 
     display: events.Display
     key: OutputDigests
@@ -57,8 +57,8 @@ class RichDisplay(NamedTuple):
 
     @classmethod
     def of(cls, display: events.Display) -> RichDisplay:
-        """Compute the keys of a display once: its content may be large."""
-        # A result shows its number in a notebook, but not here: it equals a display.
+        """Compute the digests of a display once, since its content may be large."""
+        # A result equals a display, since a panel does not show the number of the result.
         data = {kind: value for kind, value in display.data.items() if kind != "text/plain"}
         if WIDGET in data:  # the id of the model differs on each rank
             data[WIDGET] = ""
@@ -71,20 +71,20 @@ class RichDisplay(NamedTuple):
 
     @property
     def plain(self) -> str:
-        """The text/plain of the display, as `events.plain_of` reads it."""
+        """The display as text, by `events.plain_of`."""
         return events.plain_of(self.display.data)
 
 
 OutputPiece: TypeAlias = Screen | RichDisplay | Skipped
 TranscriptEntry: TypeAlias = ScreenLine | RichDisplay | Skipped
-"""One line, one display, or the number of lines that are only in the log."""
+"""A line, a display, or a `Skipped` with the number of lines that are only in the log."""
 
 
 class RankTranscript:
-    """The pieces of a rank's output in a cell, in the order in which the rank showed them."""
+    """The output of a rank in a cell, in pieces that are in the order of their arrival."""
 
     def __init__(self, rank: int, keep_lines: int, most_shown: int = SHOWN_AT_MOST) -> None:
-        """Keep the newest `keep_lines` lines, and displays of `most_shown` characters."""
+        """Keep about the newest `keep_lines` lines, and displays of `most_shown` characters."""
         self.rank = rank
         self.state: RunState = "waiting"
         self.pieces: list[OutputPiece] = []
@@ -120,7 +120,7 @@ class RankTranscript:
 
     @property
     def error_keys(self) -> tuple[str, ...]:
-        """The keys of the rank's error: the errors of two ranks are alike if they share a key."""
+        """Texts that tell whether the errors of two ranks are alike: alike errors share a text."""
         if self._error_keys[0] is not (error := self.error):
             self._error_keys = error, error_keys(self.rank, error)
         return self._error_keys[1]
@@ -136,7 +136,7 @@ class RankTranscript:
 
     @property
     def line_count(self) -> int:
-        """The number of lines printed so far, with the lines that are no longer kept."""
+        """The number of lines since the last clear, with the lines that are no longer kept."""
         texts = [piece.line_count for piece in self.pieces if isinstance(piece, Screen)]
         return sum(texts) + sum(piece.lines for piece in self.pieces if isinstance(piece, Skipped))
 
@@ -160,7 +160,7 @@ class RankTranscript:
 
     @property
     def bars(self) -> list[Bar]:
-        """All progress bars of the rank, the first one first, each in its last state."""
+        """The progress bars on the rank's screens, the first bar first, each in its last state."""
         return [bar for screen in self.screens for _, bar in screen.bars()]
 
     @property
@@ -174,7 +174,7 @@ class RankTranscript:
 
     @property
     def body(self) -> OutputDigests:
-        """The key of all output, to compare with other ranks; `error_keys` compares the errors."""
+        """The digests of all output, to compare with other ranks; `error_keys` compares errors."""
         if self._body is None or self._body[0] != self.version:
             digest = Digest()
             for piece in self.visible_pieces:  # without screens whose lines were all erased
@@ -183,7 +183,7 @@ class RankTranscript:
         return self._body[1]
 
     def tail(self, count: int) -> list[TranscriptEntry]:
-        """Return the last `count` lines, displays and gaps, the oldest first."""
+        """Return the last `count` lines, displays and `Skipped` pieces, the oldest first."""
         entries: list[TranscriptEntry] = []
         for piece in reversed(self.pieces):
             if len(entries) >= count:
@@ -195,12 +195,12 @@ class RankTranscript:
         return entries[::-1]
 
     def written(self, *, stderr: bool = False) -> str:
-        """Return the kept lines of stdout, or of stderr, as a terminal would show them."""
+        """Return the kept lines of stdout, or of stderr, with progress bars and without colours."""
         lines = (line for screen in self.screens for line in screen.lines(bars=True))
         return "".join(f"{strip(line.text)}\n" for line in lines if line.stderr is stderr)
 
     def receive(self, output: events.Output, now: float) -> None:
-        """Add an output of the rank; `version` grows if the output changes what is shown."""
+        """Add an output of the rank; if the output may change what is shown, `version` grows."""
         self.begin(now)
         self.version += self._apply(output, now)
 
@@ -270,7 +270,7 @@ class RankTranscript:
         return screen
 
     def _forget_oldest(self) -> None:
-        """Forget the oldest lines until all screens together keep at most `keep_lines`."""
+        """Forget the oldest lines if all screens together keep more than `keep_lines` lines."""
         self._new_lines = 0
         screens = self.screens
         excess = sum(map(len, screens)) - self._keep
@@ -317,7 +317,7 @@ class RankTranscript:
             self.pieces.append(text)
 
     def _count(self, display: events.Display) -> None:
-        """Count a display against the limit; above it, drop the older half of the displays."""
+        """Count a display's size; above the limit, drop old displays down to half of the limit."""
         self._room -= self._cost(display)
         if self._room >= 0:
             return
@@ -359,7 +359,7 @@ class RankTranscript:
 
 
 def _joined(pieces: Sequence[OutputPiece]) -> Iterator[OutputPiece]:
-    """Join the texts between two displays to one text, after one `Skipped` for all dropped output.
+    """Join screens between two displays to one screen, after the sum of the `Skipped` pieces there.
 
     Displays are yielded unchanged.
     """

@@ -2,7 +2,7 @@
 
 Progress bars are kept apart from lines of text, in `BarRows`.  If a program prints text behind or
 over a bar, the bar is removed from its row.  A row with only a bar does not count as a line.
-`RankTranscript` writes to screens.  Pure: no I/O here.
+`RankTranscript` and `PlainLines` write to screens.  Pure: no I/O here.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ _TOKEN = re.compile(
     r"|."
 )
 _UNFINISHED = re.compile(r"\x1b(?:\[[0-?]*[ -/]*|[\]P^_X][^\x07\x1b]*\x1b?|[ -/]*)\Z")
-# Flags of a row: `_EDITED_FLAG` if characters were written over, `_DRAWN_FLAG` if it was written
-# from its start after a carriage return or the like, `_ENDED_FLAG` if the stream that wrote last
-# ended it with a newline.
+# Flags of a row: `_STDERR_FLAG` if stderr wrote to the row, `_EDITED_FLAG` if characters were
+# written over, `_DRAWN_FLAG` if the row was written after a carriage return or the like, and
+# `_ENDED_FLAG` if the stream that wrote last ended the row with a newline.
 _STDERR_FLAG, _EDITED_FLAG, _DRAWN_FLAG, _ENDED_FLAG = 1, 2, 4, 8
 
 
 class ScreenLine(NamedTuple):
-    """A line with complete colour codes; `stderr` is True if stderr has written to the line."""
+    """A line with all colour codes that it needs; `stderr` is True if stderr wrote to the line."""
 
     text: str
     stderr: bool
@@ -125,9 +125,9 @@ class _OpenRow:
 class Screen:
     """The lines and progress bars that `write` has made.
 
-    Rows are numbered from the first row ever written.  At most `keep_lines` rows can be read; older
-    lines still count in `key`, but bars never do.  `changed_from` is the topmost row that was
-    written to since the reader last set it.
+    Rows are numbered from the first row ever written.  At most `keep_lines` rows can be read; `key`
+    counts lines, mostly older lines too, but no bars.  `changed_from` is the topmost row that was
+    written to since the reader last set `changed_from`.
     """
 
     def __init__(self, keep_lines: int = 10_000) -> None:
@@ -136,8 +136,8 @@ class Screen:
         self._rows = [""]
         self._flags = bytearray(1)
         self._first = 0  # the absolute number of _rows[0]
-        self._characters = 0  # roughly, in finished rows
-        self._row = 0  # of the cursor, in _rows
+        self._characters = 0  # roughly, in all rows but `_open`
+        self._row = 0  # the index of the cursor's row in _rows
         self._column = 0
         self._open: _OpenRow | None = None  # replaces _rows[_row] while a program writes the row
         self._style = PLAIN
@@ -148,7 +148,7 @@ class Screen:
         self._parsed: tuple[str, Bar | None] = "", None  # cache: the last parsed row, and its bar
         self._drawn_before = 0  # characters of the previous drawing in this row
         self._is_redrawing = False  # the cursor went back in this row, as by a carriage return
-        # The column up to which this row was written since the cursor moved to the row.
+        # The column up to which this row was written since a carriage return or a move to the row.
         self._drawn_to = 0
         self._last_flag = 0
 
@@ -164,7 +164,7 @@ class Screen:
 
     @property
     def end(self) -> int:
-        """The row after the last shown one; empty rows at the end are not shown."""
+        """The row after the last shown row; erased rows or the cursor's empty row may follow."""
         count = len(self._rows)
         while count - 1 > self._row and not self._is_shown(count - 1):
             count -= 1
@@ -241,7 +241,7 @@ class Screen:
         return {*self._bars.by_row, self.cursor} if is_at_bar else self._bars.by_row
 
     def _bar_at_cursor(self) -> Bar | None:
-        """Return the bar in the row of the cursor; None if the row is no bar."""
+        """Return the bar in the row of the cursor; None if the row is not a bar."""
         if self._open is None:
             return self._bars.by_row.get(self.cursor)
         if self._open.width > LONGEST_BAR:
@@ -258,7 +258,7 @@ class Screen:
     def _remove_bar_before_text(self, row: _OpenRow) -> None:
         """If a program has printed text behind a bar, remove the bar, and keep the text in the row.
 
-        Older characters behind the new text are erased.
+        If the row has a bar, older characters behind what was drawn now are erased.
         """
         plain = row.plain[: self._drawn_to]
         has_older = row.width > len(plain)
@@ -280,7 +280,7 @@ class Screen:
 
     @property
     def key(self) -> OutputDigests:
-        """A key that is equal for screens with equal lines; dropped lines count too."""
+        """The digests of all lines, mostly with dropped lines, to compare with other screens."""
         end = self.end
         self._settle(min(self.cursor, end - _UNSETTLED))
         digest = self._digest.copy()
@@ -293,7 +293,7 @@ class Screen:
             self._settled = row
 
     def _block(self, start: int, stop: int) -> tuple[str, bytes]:
-        """Return the lines of rows `start` to `stop` without colours, and their origins."""
+        """Return the lines of rows `start` to `stop - 1`, without colours, and their origins."""
         first, last = max(start - self._first, 0), stop - self._first
         if last <= first:
             return "", b""
@@ -371,7 +371,7 @@ class Screen:
                     if bar := read_row(line, is_edited=False):
                         self._bars.put(row, bar)
             self._rows[-1:] = [*lines, ""]
-            # An empty line belongs to no stream, as if it had been written in pieces.
+            # An empty line belongs to no stream, just as if its newline had been written alone.
             origins = bytes(flag if strip(line) else 0 for line in lines) if flag else b""
             self._flags[-1:] = (origins or bytes(len(lines))) + b"\0"
             self._row = len(self._rows) - 1
@@ -379,7 +379,7 @@ class Screen:
         self._write_tokens(last, flag)
 
     def _coloured(self, line: str) -> str:
-        """Return the line with the colours that hold at its start, and a reset at its end."""
+        """Return a line with the current colours at its start, and a reset at its end if needed."""
         before = self._style
         if "\x1b" in line:
             self._style = reduce(restyle, SGR.findall(line), before)
@@ -420,7 +420,7 @@ class Screen:
                     self._execute(token["command"], token["parameters"])
 
     def _drawn_width(self) -> int:
-        """Return the number of characters drawn in this row; 0 if the row is too long for a bar."""
+        """Return the number of characters last drawn in this row; 0 if the row cannot be a bar."""
         if self._open is None:
             width = len(self._rows[self._row]) if self.cursor in self._bars.by_row else 0
             return max(width, self._bars.cut_widths.get(self.cursor, 0))
@@ -432,7 +432,7 @@ class Screen:
         if not text:
             return
         row = self._open_row()
-        # A stream may write a row in several pieces: only the first piece can be beside a bar.
+        # A stream may write a row in several pieces: only the first piece can follow an older bar.
         has_come = not self._drawn_to and not self._is_redrawing
         if row.width and has_come and (bar := self._bar_at_cursor()):
             self._remove_bar(bar, _width(row.plain))
@@ -482,7 +482,7 @@ class Screen:
 
     def _move_to(self, row: int) -> None:
         if self._first + row < self._settled:
-            # The digest includes rows that may change now: compute it again from the kept rows.
+            # The digest includes rows that may change now: compute a new digest, of the kept rows.
             self._digest, self._settled = Digest(), self._first
         self._is_redrawing, self._drawn_to, self._drawn_before = False, 0, 0
         if self._open is not None:
@@ -499,7 +499,7 @@ class Screen:
     def _execute(self, command: str, parameters: str) -> None:
         """Execute the escape sequence `ESC[<parameters><command>`.
 
-        Colours, cursor moves and erasing are executed, and all other commands are ignored.
+        Colours, and the cursor moves and erasing that bars use, are executed; others are ignored.
         """
         if command == "m":
             if SGR.fullmatch(f"\x1b[{parameters}m"):
@@ -542,7 +542,7 @@ class Screen:
 
     @classmethod
     def joined(cls, screens: Sequence[Screen]) -> Screen:
-        """Join screens to a new screen; after that, do not write to any of these screens."""
+        """Join screens to a new screen; after that, do not write to the joined screens."""
         new = cls(screens[0]._keep)
         for each in screens:
             new._digest.add_key(each.key)
@@ -558,7 +558,7 @@ class Screen:
         return new
 
     def forget(self, count: int) -> None:
-        """Drop the `count` oldest rows that can still be read, but not the cursor's row."""
+        """Drop the `count` oldest rows that can still be read, but only above the cursor's row."""
         self._drop(self.dropped - self._first + count)
 
     def _drop(self, count: int) -> None:

@@ -27,10 +27,10 @@ _LIVE_LINES = 24
 
 
 def live_by_rank(shown: Panel, transcript: Transcript, turn: int | None = None) -> Panel:
-    """Return the panel of a running cell with a block for each rank, if there are few ranks.
+    """Return the panel of a running cell with a block for each rank that has output.
 
     Ranks that wait for input come last, and the rank whose `turn` it is comes at the very end, next
-    to the input box.  With more ranks the panel is returned as it is.
+    to the input box.  With more than `MANY_RANKS` ranks the panel is returned as it is.
     """
     if len(transcript.ranks) > MANY_RANKS:
         return shown
@@ -50,7 +50,7 @@ def live_by_rank(shown: Panel, transcript: Transcript, turn: int | None = None) 
 
 
 def final_tabs(shown: Panel, transcript: Transcript, logs: Mapping[int, str], name: str) -> Panel:
-    """Return the panel of a finished cell with a tab for each rank that has shown something.
+    """Return the panel of a finished cell with a tab for each rank with output, up to `MAX_TABS`.
 
     The tab of the rank that failed first is open, or else the first tab.  `name` must be unique
     among the panels of a page.
@@ -88,7 +88,7 @@ def _tab(
     hides = any(isinstance(item, Hidden) for item in items)
     words = [lines_text(group.line_count) if hides else ""]
     words += ["aborted"] if group.shown.state == "aborted" else []
-    if isinstance(group.error, Failure):  # the tab shows the traceback of every rank
+    if isinstance(group.error, Failure):  # each tab shows the traceback of its rank
         group, failed = group._replace(part="first"), ""
     else:
         failed = error_text(group.error) if group.error else ""

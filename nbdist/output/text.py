@@ -1,6 +1,6 @@
 """Writes panels as text/plain, and the output of all ranks as one stream of lines.
 
-A line of a panel belongs to the ranks in the nearest header above it.  `PlainLines` serves
+A line below a header of a panel belongs to the ranks in that header.  `PlainLines` serves
 terminals, scripts and logs.  Pure: no I/O here.
 """
 
@@ -36,7 +36,7 @@ _MAX_ROWS = 200
 
 
 def panel_text(shown: Panel) -> str:
-    """Write a panel as text, with the same content as its HTML."""
+    """Write a panel as text: its head, the output of ranks below headers, and its last lines."""
     before, after = shown.waits or shown.spread, "\n".join(filter(None, [shown.note, shown.foot]))
     head = [head_text(shown), *shown.warnings, *filter(None, [before])]
     return "\n".join([*head, *_body(shown), *filter(None, [after])])
@@ -80,10 +80,10 @@ def failures_text(shown: Panel, *, colours: bool) -> Iterator[str]:
 def whole_text(
     transcript: Transcript, ranks: Iterable[int], logs: Mapping[int, str] | None = None
 ) -> str:
-    """Write all kept lines of some ranks, the lines of each rank below a header.
+    """Write the kept output of some ranks, the output of each rank below a header.
 
     Lines that are not kept are replaced by their number and the name of the file in `logs`.  The
-    error of each rank comes last, with its traceback, which a panel shows for the first rank only.
+    bars of each rank come after its lines and displays, and its error, with a traceback, last.
     """
     parts: list[str] = []
     for output in map(transcript.__getitem__, ranks):
@@ -118,7 +118,7 @@ def _body(shown: Panel) -> Iterator[str]:
         bars = [clip(row, _LIVE_WIDTH) if shown.is_live else row for row in bars_text(shown.bars)]
         parts.insert(len(failed), [_header(shown.bars.ranks, "bars"), *bars])
     yield from chain.from_iterable(parts)
-    for row in shown.rows:  # for ranks without a block
+    for row in shown.rows:  # mostly for ranks without a block
         yield _header(row.ranks, row.sameness)
         yield strip(row.line.text)
     if shown.silent:
@@ -174,7 +174,7 @@ def _header(ranks: Iterable[int], sameness: str = "", mark: str = "") -> str:
 # --- outputs of all ranks as one stream of lines, for terminals, scripts and logs -------------
 
 MERGE_SECONDS = 0.1
-# A rank that is this many lines behind another is not waited for.
+# Equal lines are merged only if fewer than so many texts of a rank are queued before its line.
 _LOOK_AHEAD = 50
 # Text is written to a screen in pieces, so that each line is queued before the screen drops it.
 _SLICE_LENGTH = 64_000
@@ -187,12 +187,12 @@ class _Rank:
 
     screen: Screen = field(default_factory=lambda: Screen(_KEEP))
     queued_to: int = 0  # the row of the screen up to which lines are queued
-    bars: list[Bar] = field(default_factory=list)  # of earlier screens
+    bars: list[Bar] = field(default_factory=list)  # of screens that have ended
     queue: deque[tuple[float, str]] = field(default_factory=deque)
-    waiting: Counter[str] = field(default_factory=Counter)  # the texts in the queue
+    waiting: Counter[str] = field(default_factory=Counter)  # how often each text is in the queue
 
     def add(self, output: events.Output, now: float) -> None:
-        """Queue the lines that an output completes."""
+        """Queue the lines that an output completes, or the text of a display or an error."""
         match output:
             case events.Text(stream=stream, text=text):
                 for start in range(0, len(text), _SLICE_LENGTH):
@@ -236,7 +236,7 @@ class _Rank:
             self.waiting[text] += 1
 
     def count_before(self, text: str) -> int:
-        """Return the number of texts before this text; 0 if the next texts do not include it."""
+        """Return the number of texts before this text; 0 if the text is far behind, or missing."""
         if text not in self.waiting:
             return 0
         soon = islice(self.queue, _LOOK_AHEAD)
@@ -258,7 +258,7 @@ def _with_ranks(ranks: Iterable[int], text: str) -> Iterator[str]:
 
 
 class PlainLines:
-    """Merges the outputs of ranks to one stream of lines; equal lines become one: `[0-3] epoch 1`.
+    """Merges the lines of ranks to one stream; equal lines of ranks may become `[0-3] epoch 1`.
 
     Call `due` about every `MERGE_SECONDS`, and `finish` at the end.  Times are monotonic seconds.
     """

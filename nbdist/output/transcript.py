@@ -44,7 +44,7 @@ SHOWN_OF_ALL, SHOWN_AT_LEAST = 256 << 20, 4 << 20
 MAX_WARNINGS = 4
 
 MAX_EXACT_ROWS = 16
-"""Lines and displays up to which groups are told apart by every number; see `Transcript.groups`."""
+"""Up to so many lines and displays, groups differ by every number; see `Transcript.groups`."""
 
 
 class Transcript:
@@ -84,7 +84,7 @@ class Transcript:
                 each.receive(Done("aborted", self.elapsed(now)), now)
 
     def warn(self, text: str) -> None:
-        """Add a warning about the ranks, which the head of the panel shows."""
+        """Add a warning about the ranks for the head of the panel, unless it has `MAX_WARNINGS`."""
         if text not in self.warnings and len(self.warnings) < MAX_WARNINGS:
             self.warnings.append(text)
 
@@ -101,7 +101,7 @@ class Transcript:
         return all(each.is_silent for each in self)
 
     def elapsed(self, now: float | None = None) -> float:
-        """Return the seconds from the start to `now`, or to the end of the last rank."""
+        """Return the seconds from the start to the end, or, while ranks run, to `now` if given."""
         if self.started is None:
             return 0.0
         finish_times = [each.finished for each in self if each.finished is not None]
@@ -113,9 +113,9 @@ class Transcript:
         """Return the groups of ranks whose output and error are alike.
 
         If all groups together have at most `MAX_EXACT_ROWS` rows, the outputs in a group differ
-        only in times of day.  Else they may differ in numbers too, and a set of the numbers is
-        shown.  With `is_live` ranks that are some lines ahead of others stay in their group, since
-        ranks that print the same lines do not print them at the same moment.
+        only in times of day.  Else the outputs may differ in numbers too, and a set of the numbers
+        is shown.  With `is_live` ranks that are a few lines ahead of others may stay in a group.
+        With `failed_first` the groups of failed ranks come first.
         """
         members = self._members(exactly=True)
         is_exact = sum(each[0].rows for each in members) <= MAX_EXACT_ROWS
@@ -148,7 +148,7 @@ class Transcript:
         for each in self:
             body = each.body.same if exactly else each.body.alike
             alike = _alike_keys(each.error, each.error_keys)
-            # Running ranks are grouped with ranks that are done, or blocks would come and go.
+            # Running ranks are grouped with ranks that are done; otherwise blocks come and go.
             end = "failed" if each.state in FAILED else each.state == "aborted"
             keys = [(body, end, key) for key in alike]
             group = next((by_key[key] for key in keys if key in by_key), None)
@@ -170,7 +170,7 @@ class Transcript:
         return {each.rank: error for each in self if (error := each.error) is not None}
 
     def root_cause(self) -> tuple[int, RankError] | None:
-        """Return the rank and error of the earliest failure that is no consequence of another.
+        """Return the rank and error of the earliest failure for which `is_consequence` is False.
 
         If all errors are consequences, return the lowest rank and its error; without errors, None.
         """
@@ -200,7 +200,7 @@ def is_consequence(error: RankError) -> bool:
 
 # --- the output of alike ranks as one text, with a set in each place where they differ ---------
 
-# Alike texts can differ in these places only; see `nbdist.output.fingerprint`.
+# The places in which texts of alike ranks can differ, without and with times of day.
 _VARYING = re.compile(rf"{NUMBER}|0x[0-9a-fA-F]+|\d+")
 _VARYING_AND_TIMES = re.compile(rf"{TIME}|{_VARYING.pattern}")
 _MAX_SET_SIZE, _MAX_NUMBERS = 64, 16
@@ -219,8 +219,9 @@ process ids.  Times of day are no difference: the earliest and the latest are sh
 class AlikeRanks(NamedTuple):
     """Ranks whose output and error are alike; `shown` is the member whose state is shown.
 
-    `error` is the error that ended the cell on them, with sets for differing numbers.  `part` is
-    "first" for the first error of the cell, "same" for errors like it, and "other" for the rest.
+    `error` is the error that ended the cell on the ranks, with sets for differing numbers.  `part`
+    is "first" for the first error of the cell, "same" for errors like the first error, "other" for
+    other errors, and "none" if the ranks have not failed.
     """
 
     members: tuple[RankTranscript, ...]
@@ -249,7 +250,7 @@ class AlikeRanks(NamedTuple):
 
     @property
     def line_count(self) -> int:
-        """The number of lines that every member has printed."""
+        """The number of lines that every member has printed at least."""
         return min(each.line_count for each in self.members)
 
     @property
@@ -289,12 +290,12 @@ def _group_of(
     *,
     is_exact: bool,
 ) -> AlikeRanks:
-    """Make a group of `members`; `first` is the rank that failed first, None if no rank failed.
+    """Make a group of `members`; `first` is the rank of `Transcript.root_cause`, None for no error.
 
     `alike` are the ranks with an error like the error of `first`.  If the group `is_exact`, the
     lines that all members have printed differ at most in times of day.
     """
-    # As long as a member runs, the group is shown as running.
+    # As long as a member runs, the group is shown as running, unless a member failed first.
     runs = next((each for each in members if each.state not in FINAL_STATES), members[0])
     shown = next((each for each in members if each.rank == first), runs)
     part: ErrorRelation = "none"
@@ -318,7 +319,7 @@ _LONGEST_KNOWN = 400
 """Characters of a line up to which `_split_numbers` caches its result."""
 
 MAX_NUMBERED_LINES, _MAX_DIFFERING_NUMBERS = 200, 4
-"""The most lines of a rank, and differing numbers in a line, of groups that are merged."""
+"""Groups with more lines, or with more differing numbers in a line, are not merged."""
 
 
 def _merge_but_numbers(members: Sequence[list[RankTranscript]]) -> list[list[RankTranscript]]:
@@ -344,9 +345,10 @@ _Words: TypeAlias = tuple[tuple[object, ...], tuple[tuple[str, bool], ...]]
 
 
 def _words(output: RankTranscript, *, is_exact: bool = False) -> _Words | None:
-    """Return a rank's lines without numbers; None if it has displays, no line, or too many lines.
+    """Return how a rank has ended, and its lines without numbers.
 
-    With `is_exact` the lines keep their numbers, but not times of day.
+    Return None for a rank with displays, with dropped lines, or with no lines or too many.  With
+    `is_exact` the lines keep their numbers, but not times of day.
     """
     count = output.line_count
     if output.displays or not 0 < count <= MAX_NUMBERED_LINES:
@@ -363,13 +365,13 @@ def _words(output: RankTranscript, *, is_exact: bool = False) -> _Words | None:
     return (end, output.error_keys[0]), tuple(texts)
 
 
-MAX_LINES_AHEAD = 3  # lines
+MAX_LINES_AHEAD = 3  # lines between the longest and the shortest output merged
 
 
 def _merge_those_ahead(
     members: Sequence[list[RankTranscript]], *, is_exact: bool
 ) -> list[list[RankTranscript]]:
-    """Merge groups if the lines of one group are the first lines of the other group."""
+    """Merge a group with a group that only has a few lines more, unless there are many groups."""
     if not 1 < len(members) <= MAX_EXACT_ROWS:
         return [*members]
     joined: list[list[RankTranscript]] = []
@@ -393,13 +395,13 @@ def _merge_those_ahead(
 
 
 def _continues(words: _Words, longer: _Words) -> bool:
-    """Return True if `longer` has more lines than `words`, and begins with the same lines."""
+    """Return True if `longer` has all lines of `words`, then more lines, and an equal end."""
     end, lines = words
     return longer[0] == end and len(longer[1]) > len(lines) and longer[1][: len(lines)] == lines
 
 
 def _split_numbers(text: str) -> tuple[str, tuple[str, ...]]:
-    """Return a line with 0 for each number, and the numbers; results for short lines are cached."""
+    """Return a line with 0 in each place that can vary, and the texts of these places."""
     return (_split if len(text) <= _LONGEST_KNOWN else _split.__wrapped__)(text)
 
 
@@ -429,7 +431,7 @@ def _places_of(text: str) -> re.Pattern[str]:
 
 
 def fold(texts: Sequence[str]) -> str | None:
-    """Merge the texts of some ranks, with sets; None if more than times and numbers differs."""
+    """Merge texts of ranks, with sets; None if more than numbers, addresses and times differs."""
     first = texts[0]
     if all(text == first for text in texts):
         return first
@@ -458,14 +460,14 @@ def fold_lines(lines: Sequence[ScreenLine]) -> ScreenLine:
 
 
 def fold_plain(texts: Sequence[str]) -> str:
-    """Merge texts without their colours; list them with ` | ` if more than the numbers differs."""
+    """Merge texts without colours by `fold`; if `fold` cannot, join different texts by ` | `."""
     plain = [strip(text) for text in texts]
     folded = fold(plain)
     return " | ".join(dict.fromkeys(plain)) if folded is None else folded
 
 
 def fold_shown(shown: Sequence[RichDisplay]) -> RichDisplay:
-    """Merge a display that alike ranks have shown; only its text/plain can differ."""
+    """Merge a display that alike ranks have shown: the first, with the merged text/plain of all."""
     first = shown[0]
     if all(other.plain == first.plain for other in shown):
         return first
@@ -487,7 +489,7 @@ def fold_tail(pieces: Sequence[OutputPiece], count: int) -> list[ScreenLine]:
 
 
 def fold_errors(errors: Sequence[RankError]) -> RankError | None:
-    """Merge the errors of alike ranks, with sets; None if more than the numbers differs."""
+    """Merge exceptions, with sets; None if they differ in more.  Of other errors take the first."""
     failures = [error for error in errors if isinstance(error, Failure)]
     if not failures or len(failures) < len(errors):
         return errors[0] if errors else None
@@ -504,7 +506,7 @@ def fold_errors(errors: Sequence[RankError]) -> RankError | None:
 
 
 def later_errors_text(errors: Mapping[int, RankError], first: int) -> list[str]:
-    """Say how the ranks after the first failed: `ranks 1-3: the same`, `rank 4: OSError: 5`."""
+    """Say how ranks other than `first` failed: `ranks 1-3: the same`, `rank 4: OSError: 5`."""
     keys_by_rank = {
         rank: _alike_keys(each, error_keys(rank, each)) for rank, each in errors.items()
     }
@@ -527,9 +529,9 @@ def error_content(error: RankError | None) -> object:
 
 
 def _alike_keys(error: RankError | None, keys: Collection[str]) -> frozenset[str]:
-    """Return the keys of an error; two errors are alike if they share a key.
+    """Return texts by which errors are compared: two errors are alike if they share a text.
 
-    Exits of processes are alike only if the agent killed the processes for the same reason too.
+    Deaths of processes are alike only if the agent killed the processes for the same reason too.
     """
     why = error.why if isinstance(error, Died) else ""
     return frozenset(f"{key} {why}" for key in keys)
@@ -560,7 +562,7 @@ def _set(values: tuple[str, ...]) -> str:
 
 
 def _runs(values: Sequence[str], *, counts: bool) -> Iterator[str]:
-    """Write `5*3` for a value that comes 3 times in a row; with `counts`, also `0-3` and `5*2`.
+    """Yield values, `5*3` for a value 3 times in a row, and with `counts` also `0-3` and `5*2`.
 
     Without `counts`, as for fractions, two equal neighbours are both written, since people can
     count the ranks in `{1.59, 1.42, 1.42, 1.38}` more easily than in `{1.59, 1.42*2, 1.38}`.
@@ -659,7 +661,7 @@ def _spreads(words: TextsByLine, numbers: dict[int, NumbersByLine]) -> Iterator[
     """Yield names and the ranges of their numbers; "" if all ranks have the same number.
 
     The range is also "" if each rank has printed its own rank as the number.  A name has two words
-    if its last word names several numbers.
+    if its last word names several numbers and another word stands before.
     """
     labels = {
         (line, place): label
@@ -690,7 +692,7 @@ def _spreads(words: TextsByLine, numbers: dict[int, NumbersByLine]) -> Iterator[
 def _short(output: RankTranscript) -> tuple[TextsByLine, NumbersByLine] | None:
     """Split the lines of a rank into words and numbers.
 
-    Return None if the cell did not succeed, or if the rank has displays, long lines or many lines.
+    Return None if the cell did not succeed, or if the rank has displays, or no, many or long lines.
     """
     if output.state != "ok" or output.displays or not 0 < output.line_count <= SHORT_LINES:
         return None
@@ -703,5 +705,5 @@ def _short(output: RankTranscript) -> tuple[TextsByLine, NumbersByLine] | None:
 
 def _parts(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     parts = _COUNTED_NUMBER.split(text)
-    # Digits that are left are in names of devices and files, and in addresses.
+    # Digits in names of devices and files, and in addresses, remain, and may differ between ranks.
     return tuple(_DIGITS.sub("0", part) for part in parts[::2]), tuple(parts[1::2])

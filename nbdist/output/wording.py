@@ -23,7 +23,7 @@ _Said = TypeVar("_Said", bound=Hashable)
 
 
 def fold_ranks(values: Mapping[int, _Said]) -> dict[_Said, list[int]]:
-    """Group the ranks that have the same value, by value; groups are in the order of ranks."""
+    """Return by value the ranks that have the value; the value of the lowest rank comes first."""
     ranks_by_value: dict[_Said, list[int]] = {}
     for rank in sorted(values):
         ranks_by_value.setdefault(values[rank], []).append(rank)
@@ -31,7 +31,7 @@ def fold_ranks(values: Mapping[int, _Said]) -> dict[_Said, list[int]]:
 
 
 def difference(values: Mapping[int, Hashable]) -> str:
-    """Say `rank 2 differs from ranks 0-1,3`, the largest group of equals; "" if all are equal."""
+    """Say `rank 2 differs from ranks 0-1,3`, or `ranks 0-3 all differ`; "" if all are equal."""
     first, *others = sorted(fold_ranks(values).values(), key=lambda ranks: (-len(ranks), ranks))
     ranks = sorted(chain.from_iterable(others))
     if not ranks:
@@ -74,13 +74,13 @@ def error_text(error: RankError) -> str:
 
 
 def traceback_text(failure: Failure) -> str:
-    """Return the traceback as IPython prints it, with colours, and `account` below it."""
+    """Return the coloured traceback, or else the error in a line, and below it the `account`."""
     traceback = "\n".join(failure.traceback).strip("\n") or error_text(failure)
     return "\n".join([traceback, *failure.account])
 
 
 def body_text(error: RankError, shown: Iterable[str] = ()) -> str:
-    """Return the traceback, or the last lines of the process, or else the lines `shown`."""
+    """Return the traceback; for a process its last lines, or else the lines `shown`, if any."""
     if isinstance(error, Failure):
         return traceback_text(error)
     lines = [*error.last_lines] or [*shown]
@@ -103,7 +103,7 @@ def lines_text(number: int) -> str:
 
 
 def clip(text: str, width: int) -> str:
-    """Keep as much of the text as fits in `width` characters, and say how many follow."""
+    """Cut a text that is longer than `width` characters, and say that more characters follow."""
     if len(text) <= width:
         return text
     if "\x1b" not in text:
@@ -145,7 +145,7 @@ class TracebackPart(NamedTuple):
 
     @property
     def visible_rows(self) -> tuple[str, ...]:
-        """The rows that are seen while the part is folded."""
+        """The rows that are seen before somebody opens a folded part."""
         return (self.folded,) if self.folded else self.rows
 
 
@@ -160,7 +160,7 @@ def split_traceback(text: str) -> list[TracebackPart]:
         is_last = after is None or _NEXT_ERROR.match(strip(after[0]))
         head = "" if is_last else strip(frame[0])
         match = _LIBRARY.search(head) if _FRAME.match(head) else None
-        kinds.append(match["name"] if match else "")  # "": the user's own code
+        kinds.append(match["name"] if match else "")  # "": code of the user, or a last call
     parts = []
     for in_library, run in groupby(zip(frames, kinds, strict=True), key=lambda pair: bool(pair[1])):
         pairs = [*run]
@@ -199,7 +199,7 @@ def shorten_traceback(text: str, max_rows: int, width: int = 2000) -> list[Trace
     rows = [row for part in parts for row in part.visible_rows]
     if len(rows) <= max_rows + 1:
         return parts
-    # The first call is in the cell.
+    # The first call is mostly in the cell.
     call = next((frame for frame in _frames(rows) if _FRAME.match(strip(frame[0]))), [])
     arrows = [row for row in call if _ARROW.match(strip(row))]
     last = rows[-max_rows:]

@@ -1,1 +1,1 @@
-"""Folders, processes and limits of the machine, for all processes of nbdist."""
+"""Folders, processes, limits and secret variables of this machine, for all processes of nbdist."""

@@ -1,7 +1,7 @@
-"""Folders that nbdist makes: private from the start, and removed once no process uses them.
+"""Makes private folders, locks folders in use, and removes folders that no process uses.
 
-Processes lock a file in the folders that they use.  A folder is not removed if it is locked, has
-no such file, or can be written by other users.  All processes of nbdist use this file.
+A process locks a file in the folder that the process uses.  `remove` spares a folder that is
+locked, has no such file, or can be written by other users.  Every process may import this file.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ LOCK_FILE = ".nbdist"
 PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-# O_NONBLOCK, because opening a named pipe instead of the file would wait for a writer.
+# O_NONBLOCK, because `open` would wait for a writer if a named pipe is in the file's place.
 _FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class Untrusted(Exception):
-    """Raised for a file that another user could have written; the text names it and the reason."""
+    """A file, folder or link may be under another user's control; the text has path and reason."""
 
 
 # --- the working directory --------------------------------------------------------------
@@ -45,7 +45,7 @@ def current_folder() -> str:
 
 
 def removed_folder() -> str:
-    """Return the path that the working directory had before it was removed, "" if it exists."""
+    """Return the path of a working directory that was removed; "" if the directory exists."""
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -54,7 +54,7 @@ def removed_folder() -> str:
 
 
 def nearest_folder(path: str) -> str:
-    """Return this folder, or the nearest folder above it that exists and can be entered."""
+    """Return the nearest folder that exists and can be entered: `path`, or one above `path`."""
     folders = (Path(path), *Path(path).parents)
     return next((str(each) for each in folders if os.access(each, os.X_OK) and each.is_dir()), "/")
 
@@ -65,16 +65,16 @@ def nearest_folder(path: str) -> str:
 def make_private(folder: Path) -> None:
     """Make a folder, and missing folders above it, that only this user can open.
 
-    Existing folders stay as they are.  Raises OSError, but not for a file in the folder's place.
+    Existing folders stay as they are.  Raises OSError, but not if a file has the folder's name.
     """
     if not folder.is_dir():
         make_private(folder.parent)
-        with suppress(FileExistsError):  # another process was quicker, or there is a file
+        with suppress(FileExistsError):  # made by another process, or a file has the name
             folder.mkdir(mode=PRIVATE_FOLDER)
 
 
 def check_private(folder: Path) -> None:
-    """Raise PermissionError unless this is a folder of this user that no other user can open."""
+    """Raise an OSError unless this is a folder of this user that no other user can open."""
     status = os.lstat(folder)
     is_open = not stat.S_ISDIR(status.st_mode) or status.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
     if is_open or status.st_uid != os.geteuid():
@@ -82,20 +82,20 @@ def check_private(folder: Path) -> None:
 
 
 def open_private(path: str | Path, flags: int) -> int:
-    """Open a file; a new file can only be read by this user.  Also an `opener` for `open`."""
+    """Open a file, which only this user can open if it is new; also an `opener` for `open`."""
     return os.open(path, flags | os.O_CLOEXEC, PRIVATE_FILE)
 
 
 @contextmanager
 def whole_file(path: Path, mode: int = 0o666, part: Path | None = None) -> Iterator[BinaryIO]:
-    """Open a new file that replaces `path` after the block; if the block raises, remove the file.
+    """Open a new file that replaces `path` when the context ends; an error removes the new file.
 
-    During the block the file is `part`, or a hidden file beside `path`.  Raises OSError.
+    Until then the new file is `part`, by default a hidden file beside `path`.  Raises OSError.
     """
-    # A random name, because processes in other containers or machines can have the same pid.
+    # A random name, because a process in another container or machine can have the same pid.
     part = part or path.with_name(f".{path.name}.{os.urandom(8).hex()}")
     try:
-        part.unlink(missing_ok=True)  # left by a process that was killed
+        part.unlink(missing_ok=True)  # in case a process was killed before it could rename `part`
         with open(part, "xb", opener=partial(os.open, mode=mode)) as file:
             yield file
         part.replace(path)
@@ -104,7 +104,7 @@ def whole_file(path: Path, mode: int = 0o666, part: Path | None = None) -> Itera
 
 
 def check_links(root: Path, folder: Path) -> None:
-    """Raise Untrusted if a path leads from `root` through a symbolic link of another user."""
+    """Raise Untrusted if another user (not user 0) owns a symbolic link from `root` to `folder`."""
     for path in (*reversed(folder.parents), folder):
         if path == root or not path.is_relative_to(root) or not path.is_symlink():
             continue
@@ -119,7 +119,7 @@ def _user_name(number: int) -> str:
 
 
 def state_folder() -> str:
-    """Return the folder for files that outlive a run, such as logs and snapshots."""
+    """Return the user's folder for files that outlive a world, such as logs and snapshots."""
     state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     return str(Path(state).expanduser() / "nbdist")
 
@@ -128,7 +128,7 @@ def state_folder() -> str:
 
 
 def claim(folder: Path) -> int:
-    """Make a folder's lock file, which contains the folder's name, and lock it.
+    """Make a lock file in a folder, with the folder's name as text, and lock the file.
 
     Returns a descriptor; the folder stays locked until the descriptor is closed.  Raises OSError.
     """
@@ -140,10 +140,10 @@ def claim(folder: Path) -> int:
 
 
 def join(folder: Path, lock: int = fcntl.LOCK_SH) -> int | None:
-    """Lock a folder that `claim` has locked before; return a descriptor.
+    """Lock a folder in which `claim` has made a lock file; return a descriptor.
 
-    Returns None if the folder has no lock file, can be written by another user, or is just being
-    removed; with LOCK_EX also if another process has locked the folder, or if its file system has
+    Returns None if the folder has no lock file, may be under another user's control, or is just
+    being removed; with LOCK_EX also if another process uses the folder, or if its file system has
     no locks.
     """
     with suppress(OSError, Untrusted), _opened(folder) as folder_fd:
@@ -152,17 +152,17 @@ def join(folder: Path, lock: int = fcntl.LOCK_SH) -> int | None:
 
 
 def remove(folder: Path, aside: Path | None = None) -> bool:
-    """Remove a folder that `join` can lock, if no process uses it; return True if it was removed.
+    """Remove a folder that `join` can lock with LOCK_EX; return True if the folder was removed.
 
-    Symbolic links in it are removed, and never followed.  With `aside` the folder is first renamed,
-    so that nobody reads a folder that is half removed.
+    Links in the folder are removed and not followed.  With `aside` the folder first gets this path,
+    so that no process finds a folder that is half removed under the old path.
     """
     with suppress(OSError, Untrusted), _opened(folder) as folder_fd:
         lock = _lock_in(folder_fd, fcntl.LOCK_EX)
         try:
             if aside is not None:
                 folder.rename(aside)
-            # By the descriptor, because another folder may have the name by now.  The lock file
+            # By the descriptor, because another folder may have the path by now.  The lock file
             # is removed last, so that a later call can complete an interrupted removal.
             for name in {*os.listdir(folder_fd)} - {LOCK_FILE}:
                 try:
@@ -189,7 +189,7 @@ def _lock(file: int, lock: int) -> int:
     try:
         fcntl.flock(file, lock | fcntl.LOCK_NB)
     except OSError as error:
-        # On a file system without locks no folder is ever removed, so none needs a shared lock.
+        # `remove` removes no folder on a file system without locks: a shared lock is not needed.
         if lock == fcntl.LOCK_EX or isinstance(error, BlockingIOError):
             os.close(file)
             raise
@@ -209,10 +209,10 @@ def _opened(folder: Path) -> Iterator[int]:
 
 
 def open_trusted(path: Path) -> int:
-    """Open a plain file that only this user can have written; return its descriptor.
+    """Open a plain file for reading that no other user can have written; return its descriptor.
 
-    The two folders above it are checked too.  Raises Untrusted, also for a symbolic link, and
-    OSError.
+    The two folders above the file are checked too.  Raises Untrusted, also for a symbolic link,
+    and OSError.
     """
     with ExitStack() as opened:
         above = None
@@ -223,9 +223,9 @@ def open_trusted(path: Path) -> int:
 
 
 def _open_own(path: Path, above: int | None, flags: int) -> int:
-    """Open a file or folder of this user; raise Untrusted if another user can write to it.
+    """Return a descriptor of this user's file or folder; Untrusted if other users can write to it.
 
-    The group's permission bits are also set if an access control list lets others write.
+    An access control list that lets others write shows in the permission bits of the group, too.
     """
     name = path if above is None else path.name
     if stat.S_ISLNK(os.stat(name, dir_fd=above, follow_symlinks=False).st_mode):
@@ -250,33 +250,33 @@ def _open_own(path: Path, above: int | None, flags: int) -> int:
 RUNTIME_FOLDER_PREFIX, NOTEBOOK_SOCKET = "nbdist-", "notebook.sock"
 
 MADE = "[a-z0-9_]" * 8
-"""Matches the letters that `tempfile.mkdtemp` adds to a prefix, but not the name of a copy."""
+"""Matches, in `glob`, the eight characters that `tempfile.mkdtemp` adds to a prefix."""
 
 MADE_NAME = RUNTIME_FOLDER_PREFIX + MADE
-"""Matches the names of runtime folders, and not `nbdist-code-...`."""
+"""Matches the names of runtime folders, but not those of code folders, `nbdist-code-...`."""
 
 LAST_PLACES = ("/tmp", "/var/tmp")
-"""Where runtime folders are made if the environment names no usable place."""
+"""Places for runtime folders if no place that the environment names can be used."""
 
 LONGEST_SOCKET_NAME, SOCKET_PATH_LIMIT = "a123456g1234r123456.tasks", 107
 """The longest name of a socket in the folder, and the most bytes in the path of a socket.
 
-The kernel allows 108 bytes, with a final zero (unix(7))."""
+Linux allows 108 bytes, with a final zero (unix(7))."""
 
 ROOM = 1 << 18
-"""Bytes that must be free: the small files of a world take at most so much."""
+"""Bytes that must be free for a runtime folder, more than the small files of a world take."""
 
 
 class RuntimeFolder:
     """A new folder for a world's sockets, locked by this process.
 
-    Raises NoRuntimeFolder if no place can hold it, with the reason for each.  Also removes the
-    runtime folders of processes that were killed.
+    Raises NoRuntimeFolder if no place can hold the folder, with the reason for each place.  Also
+    removes the runtime folders of processes that were killed.
     """
 
     def __init__(self) -> None:
         # Old folders are removed from all places, because an earlier session may have had another
-        # environment.  Folders of running worlds have such names, too, but they are locked.
+        # environment.  Folders of running worlds match the pattern too, but are locked and stay.
         for folder in (each for parent in places() for each in parent.glob(MADE_NAME)):
             remove(folder)
         problems = {}
@@ -291,7 +291,7 @@ class RuntimeFolder:
         self._claim = claim(self.path)
 
     def close(self) -> None:
-        """Remove the folder, in case its agent was killed before doing that, and unlock it."""
+        """Remove the folder, if its agent has not removed it, and close the lock file."""
         shutil.rmtree(self.path, ignore_errors=True)
         self.release()
 
@@ -303,7 +303,7 @@ class RuntimeFolder:
 class JoinedFolder:
     """The runtime folder of a running world to which this notebook attaches, locked here too.
 
-    Raises OSError if the folder is another user's or is being removed.
+    Raises OSError if the folder is missing, is open to other users, or is being removed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -315,7 +315,7 @@ class JoinedFolder:
         self._claim = claim
 
     def close(self) -> None:
-        """Remove this process's socket and unlock the folder, which its agents will remove."""
+        """Remove this process's socket and unlock the folder, which other processes still use."""
         (self.path / self.socket).unlink(missing_ok=True)
         os.close(self._claim)
 
@@ -323,7 +323,7 @@ class JoinedFolder:
 
 
 def problem_of(parent: Path) -> str:
-    """Return why no runtime folder can be made in this place, or ""."""
+    """Return why no runtime folder can be made in this place; "" if a folder can be made."""
     try:
         shutil.rmtree(_make_folder_in(parent))
     except OSError as error:
@@ -340,12 +340,12 @@ def places() -> list[Path]:
 def _make_folder_in(parent: Path) -> Path:
     """Make a runtime folder in this place.
 
-    Raises OSError if the path is too long for a socket, the disk is full, or its file system does
-    not support sockets.
+    Raises OSError, for example if the path is too long for a socket, if the disk is full, or if
+    the file system has no sockets.
     """
     if not parent.is_absolute():
         raise OSError("it is no absolute path")
-    # Counted in bytes, because the kernel limits bytes, and a letter may take four.
+    # Counted in bytes, because Linux limits bytes, and a character may take four.
     longest = len(os.fsencode(parent / f"{RUNTIME_FOLDER_PREFIX}12345678" / LONGEST_SOCKET_NAME))
     if longest > SOCKET_PATH_LIMIT or not str(parent).isprintable():
         raise OSError("its path is too long for a socket's, or has signs that it cannot have")

@@ -1,8 +1,8 @@
 """The machine's limits, with names and remedies: processes and threads, open files, memory.
 
-In a container or a Slurm job the memory is limited by a control group (cgroups(7)), not by the
-machine.  Beyond that limit the kernel usually kills the biggest process, the notebook.  So every
-process of nbdist checks the limit before it shares or pickles big values.
+In a container or a Slurm job a control group (cgroups(7)) often allows less memory than the machine
+has.  Beyond that limit Linux usually kills the biggest process, often the notebook.  So nbdist
+checks the limits before a process shares or pickles big values.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ SIGNS = re.compile(
     rf"|fork: (retry: )?{_AGAIN}"  # shells
     rf"|gloo cannot use it \({_AGAIN}\)"  # nbdist, if gloo cannot start its thread
 )
-"""The messages of a process that could not start a thread or process.
+"""Matches the messages of a process that could not start a thread or process.
 
-The text of EAGAIN alone is no such message: errors of locked files and sockets have it too."""
+EAGAIN's text counts only in these places, as errors of locked files and sockets have it too."""
 
 NOT_RUNNABLE = (errno.ENOENT, errno.EACCES, errno.ENOEXEC)
-"""Errors that mean a wrong program, not a limit."""
+"""Errors of a start that mean a missing or wrong program, and no limit."""
 
 OF_LIMITS = (errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """Errors that mean a limit of processes, open files or memory, even if they name a file."""
@@ -42,26 +42,26 @@ OF_LIMITS = (errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 AGENT_FILES, FILES_OF_RANK = 64, 20
 """Open files of an agent: without ranks, and for each rank.
 
-32 are open before the first rank starts, and some more now and then.  A rank needs 16 for zmq,
-pipes and logs, and four more while it starts."""
+An agent has 32 open before the first rank starts, and some more now and then.  For a rank the agent
+needs 16 for zmq, pipes and logs, and four more while the rank starts."""
 
 WORKER_FILES, FILES_OF_PEER = 128, 2
 """Open files of a worker: alone, and for gloo's connections to each other rank.
 
-60 are open in a worker, 48 are a reserve, and some are spare."""
+A worker has 60 open and keeps 48 in reserve (`DESCRIPTOR_RESERVE`); the rest is spare."""
 
 
 class Lack(ChildProcessError):
-    """A process could not start or stay alive; the text has the reason, mostly a limit."""
+    """A process could not start, or exited while it started; the text has the reason."""
 
 
 # --- processes and threads ------------------------------------------------------------------
 
 
 def word_lack(code: int | None) -> str:
-    """Return the message for a process that could not be started: the limit and the remedy.
+    """Return the message for a process that could not be started, by the errno in `code`.
 
-    `code` is the errno.
+    For EAGAIN the message has the limit that is reached, and the remedy.
     """
     if code in NOT_RUNNABLE:
         return os.strerror(code or 0)
@@ -74,7 +74,7 @@ def word_lack(code: int | None) -> str:
 
 
 def word_start_error(error: OSError) -> str:
-    """Return the message for a process that could not be started, with the file of the error."""
+    """Return the message for a failed start: as `word_lack`, or with the file that is at fault."""
     if error.filename is None or error.errno in OF_LIMITS:
         return word_lack(error.errno)
     return f"{error.filename}: {error.strerror}"
@@ -86,10 +86,10 @@ def lack_in(last_lines: Iterable[str]) -> str:
 
 
 def process_limits() -> list[tuple[str, int, int]]:
-    """Return all limits of processes and threads: name, limit, present number; tightest first."""
+    """Return limits of processes and threads: name, limit, present number; the tightest first."""
     limits = []
     allowed, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    if os.getuid() != 0 and allowed != resource.RLIM_INFINITY:  # the limit does not hold for root
+    if os.getuid() != 0 and allowed != resource.RLIM_INFINITY:  # Linux does not limit root
         thread_count = 0
         for process in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):  # the process has exited, or its threads may not be listed
@@ -97,7 +97,7 @@ def process_limits() -> list[tuple[str, int, int]]:
                     thread_count += len(os.listdir(process / "task"))
         limits.append(("`ulimit -u`", allowed, thread_count))
     for group in control_groups("pids"):
-        with suppress(OSError, ValueError):  # the group has no limit, or the limit is "max"
+        with suppress(OSError, ValueError):  # the group has no such file, or its limit is "max"
             limit_file, count_file = (group.folder / name for name in ("pids.max", "pids.current"))
             name = f"pids.max of {group.folder}"
             limits.append((name, int(limit_file.read_text()), int(count_file.read_text())))
@@ -114,7 +114,7 @@ def raise_file_limit() -> None:
 
 
 def word_lack_of_files(workers: int) -> str:
-    """Return the message that `workers` ranks need too many open files, or "" if they do not."""
+    """Return the message if `workers` ranks need more open files than the hard limit; else ""."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     agent_files = AGENT_FILES + FILES_OF_RANK * workers
     needed = max(agent_files, WORKER_FILES + FILES_OF_PEER * (workers - 1))
@@ -132,8 +132,8 @@ def word_lack_of_files(workers: int) -> str:
 
 
 ASKED_FROM, UNLIMITED = 32 << 20, 1 << 60
-"""Bytes: the size from which `require_memory` reads the limits, which takes 0.2 ms, and the limit
-from which a limit counts as none."""
+"""Bytes: the least size for which `require_memory` reads the limits, because that takes 0.2 ms; and
+the least limit that counts as no limit."""
 
 OOM_KILL = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
@@ -152,7 +152,7 @@ In version 1 the last two count memory and swap together."""
 
 
 class ControlGroup(NamedTuple):
-    """A control group: processes whose use of the machine the kernel counts and limits together."""
+    """A control group of processes, whose use of the machine Linux counts and limits together."""
 
     version: int
     folder: Path
@@ -161,14 +161,14 @@ class ControlGroup(NamedTuple):
 def control_groups(
     controller: str, pid: int | str = "self", proc: Path = _PROC
 ) -> Iterator[ControlGroup]:
-    """Yield the control groups of a process that may have this controller, innermost first.
+    """Yield a process's control groups that may have this controller, innermost first.
 
-    Groups of version 2 are always among them.  If version 1 has the controller, its files are
-    missing in the groups of version 2.
+    Groups of version 2 are yielded even if version 1 has the controller; then the groups of version
+    2 lack the controller's files.
     """
     try:
         entries = (proc / str(pid) / "cgroup").read_text().splitlines()
-        # Mounts of this process, where the paths are used; a wrapped worker may have other mounts.
+        # This process's mounts, because this process uses the paths; a wrapped worker's may differ.
         mounts = [line.split() for line in (proc / "self" / "mountinfo").read_text().splitlines()]
     except OSError:
         return
@@ -186,7 +186,7 @@ def control_groups(
 
 
 def _upwards(mounted: Path, root: str, path: str | None) -> Iterator[Path]:
-    """Yield the group's folder and the folders above it, as far as they are mounted here."""
+    """Yield the folder of the group at `path`, and the folders above up to the mount point."""
     if path is None:
         return
     # In a container `path` may be the path outside the container, which does not exist here.
@@ -200,7 +200,7 @@ def _upwards(mounted: Path, root: str, path: str | None) -> Iterator[Path]:
 
 
 class MemoryLimit(NamedTuple):
-    """A limit of memory, and how much of it is free, in bytes; `where` names the limit's owner."""
+    """A limit of memory and the free part, in bytes; `where` names the machine or control group."""
 
     where: str
     limit: int
@@ -208,12 +208,12 @@ class MemoryLimit(NamedTuple):
 
 
 def require_memory(size: int) -> None:
-    """Raise NotEnoughMemory if `size` more bytes would exceed a limit; small sizes always pass."""
+    """Raise NotEnoughMemory if `size` bytes are not free; sizes below `ASKED_FROM` always pass."""
     if size < ASKED_FROM:
         return
     for limit in memory_limits():
         if size > limit.free:
-            # Imported here, because the agent imports this file before it starts the fork server.
+            # Imported only now, because an agent's first imports delay the start of a fork server.
             from nbdist.errors import NotEnoughMemory
 
             raise NotEnoughMemory(size, limit.where, limit.limit, max(0, limit.free))
@@ -224,7 +224,7 @@ def memory_limits(proc: Path = _PROC) -> Iterator[MemoryLimit]:
     machine = _fields(proc / "meminfo")
     swap = machine.get("SwapFree:", 0) << 10
     for group in control_groups("memory", proc=proc):
-        # A group whose files cannot be read has no known limit.
+        # Groups whose files cannot be read are skipped: their limits are not known.
         with suppress(OSError, ValueError):
             yield from _limit_of(group, swap)
     if "MemAvailable:" in machine:
@@ -239,10 +239,10 @@ def _limit_of(group: ControlGroup, swap: int) -> Iterator[MemoryLimit]:
         return
     stat = _fields(group.folder / "memory.stat")
     prefix = "" if group.version == 2 else "total_"
-    # Memory that caches files counts as free: the kernel reclaims it when it is needed.
+    # Memory that caches files counts as free: Linux reclaims such memory when processes need it.
     cached = sum(stat.get(f"{prefix}{name}_file", 0) for name in ("inactive", "active"))
     free = limit - _number(used) + cached
-    with suppress(OSError):  # raised if the kernel does not count swap
+    with suppress(OSError):  # raised if Linux does not count swap
         if group.version == 2:
             swap = min(swap, _number(extra) - _number(extra_used))
         else:
@@ -256,7 +256,7 @@ def _number(file: Path) -> int:
 
 
 def _fields(file: Path) -> dict[str, int]:
-    """Read lines such as `MemTotal:  16384 kB` or `inactive_file 4096`."""
+    """Return the numbers in lines such as `inactive_file 4096`; {} if the file cannot be read."""
     with suppress(OSError):
         lines = (line.split() for line in file.read_text().splitlines())
         return {line[0]: int(line[1]) for line in lines if len(line) > 1 and line[1].isdigit()}
@@ -264,14 +264,14 @@ def _fields(file: Path) -> dict[str, int]:
 
 
 class OomKills:
-    """Detects that a worker died because the kernel killed processes for lack of memory.
+    """Finds out whether Linux has most likely killed a process for lack of memory.
 
-    Compares the number of such kills before and after the death, in the worker's innermost control
-    group that counts kills, else on the whole machine.
+    Compares the numbers of such kills before and after the death, in the process's innermost
+    control group that counts kills, else on the whole machine.
     """
 
     def __init__(self, pid: int) -> None:
-        """Record the number of kills so far."""
+        """Record the number of kills so far, for the process `pid`."""
         names = {2: "memory.events", 1: "memory.oom_control"}  # cgroups(7), proc(5)
         groups = control_groups("memory", pid)
         files = (*(group.folder / names[group.version] for group in groups), Path("/proc/vmstat"))
@@ -279,7 +279,7 @@ class OomKills:
         self.file, self._before = next((each for each in counts if each[1] >= 0), (files[-1], 0))
 
     def text(self, exit_code: int) -> str:
-        """Return a line that the process was killed for lack of memory, or "" if it was not."""
+        """Return a line that the process was most likely killed for lack of memory; else ""."""
         now = _oom_kills_in(self.file)
         if exit_code != -signal.SIGKILL or now <= self._before:
             return ""

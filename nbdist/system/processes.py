@@ -1,8 +1,8 @@
 """How nbdist starts, observes and ends processes: command lines, /proc, prctl, guards, children.
 
-Little is imported here, and nothing of nbdist, because the agent imports this file before it starts
-the fork server.  This file is also a script without a package: `python -IS processes.py COMMAND`
-becomes the command that wraps a worker (`--wrap`) and is killed with the agent.
+This file imports little, and nothing of nbdist, because the agent imports this file before the fork
+server starts.  This file is also a script without a package: `python -IS processes.py COMMAND`
+becomes the command that wraps a worker (`--wrap`), and is killed when the agent exits.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple, NoReturn
 
 MODULE_OPTIONS = ("-P", "-m")
-"""Options before a module to run.
+"""Options of Python before the name of a module to run.
 
-With `-P` a file of the user's in the working directory, such as `random.py`, is not imported."""
+With `-P` Python does not import a user's file in the working directory, such as `random.py`."""
 
 _SOURCE_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
 
 
 def agent_command(python: str | None, number: int = -1) -> list[str]:
-    """Return the command that runs an agent of a head, on node `number` or -1 if unknown."""
+    """Return the command that starts an agent of a head; `number` is a node, or -1 for any."""
     node = [] if number < 0 else ["--node", str(number)]
     return [python or sys.executable, *MODULE_OPTIONS, "nbdist.agent", "--ticket", *node]
 
 
 def safe_path(environ: Mapping[str, str], folder: str) -> str:
-    """Return PYTHONPATH without entries that lead to the working directory `folder`.
+    """Return PYTHONPATH without entries that can lead to the working directory `folder`.
 
     Such entries are the folder itself, "" and relative paths.  The folder from which nbdist itself
     was imported is kept.
@@ -51,7 +51,7 @@ def safe_path(environ: Mapping[str, str], folder: str) -> str:
 
 
 def safe_environ(environ: Mapping[str, str], folder: str) -> dict[str, str]:
-    """Return the environment for an interpreter with this working directory, see `safe_path`."""
+    """Return the environment with PYTHONPATH as `safe_path` returns it, and unset if that is ""."""
     others = {name: value for name, value in environ.items() if name != "PYTHONPATH"}
     path = safe_path(environ, folder)
     return {**others, "PYTHONPATH": path} if path else others
@@ -64,7 +64,7 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def signal_on_parent_exit(number: signal.Signals, parent: int) -> bool:
-    """Let the kernel signal this process when `parent` exits; return False if it has exited."""
+    """Let Linux signal this process when `parent` exits; return False if `parent` has exited."""
     _prctl(PR_SET_PDEATHSIG, number)
     return os.getppid() == parent
 
@@ -78,12 +78,12 @@ def adopt_orphans(*, adopts: bool = True) -> None:
 
 
 def children_of(pid: int) -> list[int]:
-    """Return the child processes of a process."""
+    """Return the pids of a process's children, also of those that wait to be reaped."""
     return [process for process, stat in _processes() if stat[1:2] == [str(pid)]]
 
 
 def _processes() -> Iterator[tuple[int, list[str]]]:
-    """Yield all processes of the machine, each with the fields of `_stat`: state, parent, group."""
+    """Yield each process's pid and the fields of `_stat`, which begin with state, parent, group."""
     for pid in filter(str.isdigit, os.listdir("/proc")):
         yield int(pid), _stat(pid)
 
@@ -96,11 +96,11 @@ def _prctl(option: int, value: int) -> None:
 
 
 PF_EXITING = 0x4
-"""A bit in a thread's flags (include/linux/sched.h): the thread exits and runs no more code."""
+"""A bit in a thread's flags (include/linux/sched.h): the thread is exiting, or has exited."""
 
 
 def thread_state(pid: int, tid: int | str = "") -> str:
-    """Return the state of a thread, or of the main thread: a letter as in proc(5).
+    """Return the state of a thread, or without `tid` of the main thread: a letter as in proc(5).
 
     `R` is running or ready to run, `S` sleeping, `T` stopped, and `X` has exited.
     """
@@ -108,24 +108,24 @@ def thread_state(pid: int, tid: int | str = "") -> str:
 
 
 def is_exiting(pid: int) -> bool:
-    """Return True if the process has exited, or is exiting in the kernel, which can take long."""
+    """Return True if the process has exited, or is exiting within Linux, which can take long."""
     stat = _stat(pid)
     return len(stat) <= 6 or bool(int(stat[6]) & PF_EXITING)
 
 
 def identify(pid: int) -> str:
-    """Return the machine, number and start time of a process as a text; "" if it has exited."""
+    """Return a process's machine, pid and start time as a text; "" if no such process exists."""
     stat = _stat(pid)
     return f"{os.uname().nodename} {pid} {stat[19]}" if len(stat) > 19 else ""
 
 
 def is_of_this_machine(identity: str) -> bool:
-    """Return True if the process that `identify` described is, or was, on this machine."""
+    """Return True if the text of `identify` names this machine, also if the process has exited."""
     return identity.split()[:1] == [os.uname().nodename]
 
 
 def may_run(identity: str) -> bool:
-    """Return True if the process that `identify` described is running, or is on another machine."""
+    """Return True if the process in a text of `identify` exists, or is on another machine."""
     match identity.split():
         case [host, pid, _]:
             return host != os.uname().nodename or identify(int(pid)) == identity
@@ -133,13 +133,13 @@ def may_run(identity: str) -> bool:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Return the processor seconds that all threads of a process have used; 0 if it has exited."""
+    """Return the processor seconds that a process's threads have used; 0 if no process exists."""
     stat = _stat(pid)
     return sum(map(int, stat[11:13])) / os.sysconf("SC_CLK_TCK")
 
 
 def _stat(pid: int | str) -> list[str]:
-    """Return the fields of `stat` from the state on; only `X` if the process has exited."""
+    """Return the fields of /proc/PID/stat from the state on; only `X` if the file is missing."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             return file.read().rpartition(") ")[2].split()
@@ -148,12 +148,12 @@ def _stat(pid: int | str) -> list[str]:
 
 
 def is_stopped(pid: int) -> bool:
-    """Return True if a signal such as SIGSTOP, or a debugger, has stopped the process."""
+    """Return True if a signal such as SIGSTOP, or a debugger, has stopped the main thread."""
     return thread_state(pid) in "Tt"
 
 
 def ignores_signal(pid: int, number: int) -> bool:
-    """Return True if the process ignores the signal; False if it has exited."""
+    """Return True if the process ignores the signal; False if no such process exists."""
     try:
         with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as status:
             mask_line = next((line for line in status if line.startswith("SigIgn:")), "SigIgn: 0")
@@ -163,7 +163,7 @@ def ignores_signal(pid: int, number: int) -> bool:
 
 
 class Schedule(NamedTuple):
-    """How the kernel has scheduled a thread so far."""
+    """How Linux has scheduled a thread so far."""
 
     ran: float = 0.0  # seconds
     waited: float = 0.0  # seconds in which the thread was ready to run and did not
@@ -171,7 +171,7 @@ class Schedule(NamedTuple):
 
 
 def schedule(pid: int, tid: int | str) -> Schedule:
-    """Read a thread's schedule (sched-stats.rst); zeros if the kernel counts none, as in gVisor."""
+    """Return a thread's schedule (sched-stats.rst); zeros if none can be read, as in gVisor."""
     try:
         with open(f"/proc/{pid}/task/{tid}/schedstat", encoding="ascii") as file:
             ran, waited, wakes = map(int, file.read().split())
@@ -183,8 +183,8 @@ def schedule(pid: int, tid: int | str) -> Schedule:
 class OwnTime:
     """Counts the seconds from now on in which a process does not have to wait for a processor.
 
-    The wait of its longest waiting thread counts as the wait of the process, because threads also
-    wait for one another, for the GIL.
+    The longest wait of a thread counts as the process's wait, because the other threads may have
+    waited for that thread to release the GIL.
     """
 
     def __init__(self, pid: int) -> None:
@@ -194,7 +194,7 @@ class OwnTime:
         self._largest = 0.0
 
     def seconds(self) -> float:
-        """Return the counted seconds; all seconds if the kernel does not count threads' waits.
+        """Return the counted seconds; all seconds if Linux does not count the waits of threads.
 
         The number never falls.  A thread that is ready to run may have slept until now, or may have
         waited for a processor all the time.  Until the thread has run, a wait is assumed.
@@ -204,48 +204,48 @@ class OwnTime:
         return self._largest
 
     def waits(self) -> list[float]:
-        """Return how many seconds each thread has waited for a processor since the start."""
+        """Return how many seconds each thread may have waited for a processor since `since`."""
         passed, now = time.monotonic() - self.since, _schedules(self._pid)
         return [self._wait(tid, each, passed) for tid, each in now.items() if each.wakes]
 
     def _wait(self, tid: str, now: Schedule, passed: float) -> float:
         before = self._before.get(tid, Schedule())
-        # The kernel adds a wait when the thread begins to run, as the calling thread has done.
+        # Linux adds a wait to the sum when the thread begins to run, as the calling thread has.
         is_over = thread_state(self._pid, tid) != "R" or int(tid) == threading.get_native_id()
         return now.waited - before.waited if is_over else passed - (now.ran - before.ran)
 
 
 def _schedules(pid: int) -> dict[str, Schedule]:
-    """Read the schedule of each thread, by its number."""
+    """Return the schedules of a process's threads, by thread id; {} if the process has exited."""
     with suppress(OSError):  # the process has exited
         return {tid: schedule(pid, tid) for tid in os.listdir(f"/proc/{pid}/task")}
     return {}
 
 
 def trim_memory() -> None:
-    """Return memory to the machine that the C library has kept after it was freed; glibc only."""
+    """Return freed memory, which glibc keeps, to the machine; does nothing without glibc."""
     with suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 # --- the guard above an agent -----------------------------------------------------------------
 
-# The process of an agent, or of a head, forks before it imports anything else.  The child becomes
-# the agent, and the parent becomes the guard, which only waits for the agent to exit.  Then the
-# guard kills all processes that the agent, which may have been killed, has left.  As a child
-# subreaper, the guard is their parent.  If the guard is killed, the agent gets a SIGTERM and exits
-# in order.  If an agent hangs after its notebook's exit and has not sent `STAYS_BYTE`, it is
-# killed.
+# The process of an agent, or of a head, forks before most of its imports.  The child becomes the
+# agent or head, and the parent becomes the guard, which waits for the child to exit.  Then the
+# guard kills the processes that the child, which may have been killed, has left: as a child
+# subreaper, the guard has become the parent of these processes.  If the guard is killed, the agent
+# gets a SIGTERM and exits in order.  The guard kills an agent that hangs after its notebook's exit
+# and has not sent `STAYS_BYTE`.  "Agent" below also means a head.
 
 
 EXIT_TIMEOUT, EXIT_POLL_INTERVAL = 5.0, 0.005
-"""Seconds for killed processes to exit, and between two checks."""
+"""Seconds for killed processes to exit, and seconds between checks whether they have exited."""
 
 AGENT_GRACE = 20.0
-"""Seconds for an agent to exit after its notebook: on busy cores its imports may take long."""
+"""Seconds for an agent to exit after its notebook: on busy cores the agent's imports take long."""
 
 STAYS_BYTE, LEAVES_BYTE, LONGEST_TOLD = b"s", b"l", 1 << 16
-"""An agent's messages to its guard, that it outlives its notebook or not; and the pipe's size."""
+"""An agent's messages to its guard: the agent outlives its notebook, or not; a pipe's capacity."""
 
 
 class Guard:
@@ -256,7 +256,7 @@ class Guard:
         self._pipe = pipe
 
     def send(self, word: bytes) -> None:
-        """Send the guard `STAYS_BYTE` or `LEAVES_BYTE`, or a last word for `after_kill`."""
+        """Send the guard `STAYS_BYTE` or `LEAVES_BYTE`, or bytes that `after_kill` understands."""
         with suppress(BrokenPipeError):  # the guard is being killed
             os.write(self._pipe, word)
 
@@ -267,12 +267,12 @@ def fork_below_guard(
     grace: float = 0.0,
     after_kill: Callable[[bytes], None] = lambda last_word: None,
 ) -> Guard:
-    """Fork this process.  The parent becomes the guard and never returns; the child is the agent.
+    """Fork this process: the parent becomes the guard and never returns, the child is the agent.
 
     Processes that the agent leaves behind have `grace` seconds to exit, because their stdin has
     closed, and as many after a SIGTERM; then the guard kills them and removes `runtime`.  The guard
     kills an agent that hangs for `AGENT_GRACE` + 2 * `grace` seconds after the notebook's exit.  If
-    the agent was killed by a signal, the guard calls `after_kill` with all that the agent has sent.
+    a signal has killed the agent, the guard calls `after_kill` with the bytes that the agent sent.
     Raises OSError if no further process can be started.
     """
     guard = os.getpid()
@@ -291,20 +291,20 @@ def fork_below_guard(
 TRACKERS = (b"resource_tracker import main", b"torch_shm_manager")
 """Parts of the command lines of trackers: processes that clean /dev/shm after other processes.
 
-These are the resource trackers of multiprocessing and of joblib's loky, and the manager of torch's
-shared tensors."""
+Trackers are the resource trackers of multiprocessing and of joblib's loky, and the manager of
+torch's shared tensors."""
 
 TRACKED_PREFIXES = ("sem.mp-", "psm_", "sem.loky-", "joblib_memmapping_folder_", "torch_")
-"""The beginnings of the names in /dev/shm that trackers clean up."""
+"""The beginnings of the names of files in /dev/shm that trackers remove."""
 
 TRACKER_GRACE = 3.0
 """Seconds for trackers to notice that processes were killed, and to clean up after them."""
 
-MAX_KILL_ROUNDS = 20  # rounds in which processes are killed that others started meanwhile
+MAX_KILL_ROUNDS = 20  # rounds of killing, because processes may start others before they die
 
 
 def kill_group(pid: int) -> None:
-    """Kill the process group that a worker leads: the worker and the programs that it started.
+    """Kill the processes in the group of Linux that the process `pid`, such as a worker, leads.
 
     Trackers are spared if /dev/shm may have files to clean up: trackers clean up by themselves when
     the other processes have exited, and then exit.
@@ -326,14 +326,14 @@ def kill_group(pid: int) -> None:
 
 
 WORKER_PID = "NBDIST_WORKER_PID"
-"""A variable that a worker sets in its environment, and that the programs it starts inherit."""
+"""An environment variable with a worker's pid, which programs inherit that the worker starts."""
 
 
 def kill_adopted(worker: int) -> None:
-    """Kill the programs that a dead worker started in sessions of their own, and their children.
+    """Kill the programs that a dead worker has left, with all their descendants but trackers.
 
-    This process has adopted these programs, and recognises them by `WORKER_PID`.  A program that
-    was started without this variable keeps running until this process exits.
+    This process has adopted such programs, and recognises them by `WORKER_PID`.  A program that
+    was started without this variable keeps running.
     """
     mark, killed = f"{WORKER_PID}={worker}".encode(), set[int]()
     for _ in range(MAX_KILL_ROUNDS):
@@ -351,7 +351,7 @@ def kill_adopted(worker: int) -> None:
 
 
 def _has_variable(pid: int, variable: bytes) -> bool:
-    """Return True if a program was started with this variable, `NAME=VALUE`, in its environment."""
+    """Return True if a program was started with `variable`, NAME=VALUE, in its environment."""
     with suppress(OSError):
         return variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     return False
@@ -373,7 +373,7 @@ def _is_tracker(pid: int) -> bool:
 def kill_descendants() -> None:
     """Kill and reap all descendants of this process, which must adopt orphans.
 
-    Trackers are spared for `TRACKER_GRACE`.  Waits at most `EXIT_TIMEOUT` seconds.
+    Trackers are spared for `TRACKER_GRACE` seconds.  Gives up after `EXIT_TIMEOUT` seconds.
     """
     spared_until = time.monotonic() + TRACKER_GRACE
 
@@ -417,7 +417,7 @@ def _watch(
     grace: float,
     after_kill: Callable[[bytes], None],
 ) -> NoReturn:
-    """Be the guard: wait for the agent, kill all remaining processes, and end as the agent did."""
+    """Be the guard: wait for the agent, kill its remaining processes, and end as the agent did."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: os.kill(agent, signal.SIGTERM))
     status, last_word = _wait_for(agent, notebook, pipe, AGENT_GRACE + 2 * grace)
@@ -432,21 +432,21 @@ def _watch(
     if code < 0:
         after_kill(last_word)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # only the agent may write a core file
-        with suppress(OSError):  # raised for SIGKILL, which has no handler
+        with suppress(OSError):  # raised for SIGKILL, whose action cannot be set
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     sys.exit(code)
 
 
 def _wait_for(agent: int, notebook: int | None, pipe: int, grace: float) -> tuple[int, bytes]:
-    """Return the agent's wait status and everything that the agent sent; kill it if it hangs.
+    """Return the agent's wait status and the bytes that the agent sent; kill a hanging agent.
 
-    An agent hangs if it has not exited `grace` seconds after its notebook, and has not sent
-    `STAYS_BYTE`.
+    An agent hangs if it has not exited `grace` seconds after its notebook, unless the last byte
+    that it sent is `STAYS_BYTE`.
     """
     agent_exit, poller = os.pidfd_open(agent), select.poll()
     poller.register(agent_exit, select.POLLIN)
-    poller.register(sys.stdin, 0)  # a pipe's hang-up
+    poller.register(sys.stdin, 0)  # POLLHUP: the notebook's end of the pipe was closed
     try:
         if notebook is not None:
             poller.register(os.pidfd_open(notebook), select.POLLIN)
@@ -465,11 +465,11 @@ def _wait_for(agent: int, notebook: int | None, pipe: int, grace: float) -> tupl
 
 
 LAST_BYTES, LEFT_BEHIND = 4096, "nbdist left behind: "
-"""Bytes at a log's end that are read, and the beginning of a line that names running processes."""
+"""Bytes at a log's end that are read, and the beginning of a log's line that names leftovers."""
 
 
 def last_lines_of(log: BinaryIO) -> list[str]:
-    """Return the lines in the last `LAST_BYTES` of an open log file; the first may be cut."""
+    """Return the lines in the last `LAST_BYTES` of an open log file; the first line may be cut."""
     log.seek(max(0, log.seek(0, os.SEEK_END) - LAST_BYTES))
     return log.read().decode(errors="replace").splitlines()
 
@@ -497,7 +497,7 @@ class Child:
         self.command = shlex.join(command)
         self._log = log.open("w+b")
         try:
-            # A new session, because the Stop button signals the notebook's whole process group.
+            # A new session, because Stop signals all processes in the notebook's group of Linux.
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
@@ -532,7 +532,7 @@ class Child:
         return self._process.poll()
 
     def last_lines(self) -> list[str]:
-        """Return the last lines of the log."""
+        """Return the lines at the end of the log, as `last_lines_of`."""
         return last_lines_of(self._log)
 
     def close(self) -> None:
@@ -542,14 +542,14 @@ class Child:
         """
         self._close_stdin()
         if self._process.poll() is None:
-            # The child may outlive this process; a set code keeps subprocess from warning about it.
+            # The child may outlive this process; a set code keeps subprocess from a warning.
             self._process.returncode = 0
         os.close(self._pidfd)
         self._log.close()
 
     def _close_stdin(self) -> None:
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # the process has exited without reading all of it
+        with suppress(BrokenPipeError):  # the process has exited before it read all of stdin
             self._process.stdin.close()
 
     def _exits_within(self, timeout: float) -> bool:
@@ -561,7 +561,7 @@ class Child:
 
 
 def find_leftovers(lines: Sequence[str]) -> str:
-    """Return the leftovers that a process has named in its log, from the last such line; or ""."""
+    """Return the text after `LEFT_BEHIND` in the last line that begins with that; else ""."""
     return next(
         (line.removeprefix(LEFT_BEHIND) for line in [*lines][::-1] if line.startswith(LEFT_BEHIND)),
         "",
@@ -572,13 +572,13 @@ def find_leftovers(lines: Sequence[str]) -> str:
 
 
 def main() -> None:
-    """Become the command that wraps a worker, and let the kernel kill it with the agent.
+    """Become the command that wraps a worker, and let Linux kill the command when the agent exits.
 
-    The request to the kernel and the ignored signal stay in effect after `exec`.
+    The request to Linux and the ignored signal stay in effect after `exec`.
     """
     signal_on_parent_exit(signal.SIGKILL, os.getppid())
-    # Stop sends SIGINT to the worker's process group, to which the wrapper belongs.  The wrapper
-    # must ignore it; the worker's kernel sets a handler of its own while it runs a cell.
+    # Stop sends SIGINT to all processes in the worker's group of Linux, also to the wrapper.  The
+    # wrapper must ignore SIGINT; the worker's kernel sets its own handler while it runs a cell.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.execv(sys.argv[1], sys.argv[1:])
 

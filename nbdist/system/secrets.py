@@ -1,7 +1,7 @@
-"""Which environment variables are secrets, by the words in their names; pure.
+"""Decides which environment variables are secrets, by the words in their names.
 
-`nbdist mcp` hides their values in all texts that it returns to an assistant, and errors that repeat
-the option `--env` hide them too.
+`nbdist mcp` hides the values of secrets in the texts that an assistant gets, and errors that repeat
+the option `--env` hide such values too.  Pure: no I/O.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ WORDS = (
     "(?<=_)PWD(?![A-Za-z])",
 )
 SECRET = re.compile("|".join(WORDS), re.IGNORECASE)
-"""Matches a part of the name of an environment variable whose value stays hidden.
+"""Matches a part of the name of an environment variable whose value is a secret.
 
-`KEY`, `PASS` and `PWD` are whole words of such a name: `KEYBOARD` and `PWD` hide nothing.
+`KEY` and `PASS` count only as whole words, and so not in `KEYBOARD`; `PWD` counts only after `_`.
 """
 
 MIN_CHARACTERS = 6
-"""The length from which a value is hidden: `1` or `true` are also parts of other words."""
+"""The least length of a value that is hidden: `1` or `true` can also be a part of other text."""
 
 
 def secret_values(environ: Mapping[str, str]) -> set[str]:
-    """Return the values of all variables that are secrets by their names, but no short values."""
+    """Return the values of secret variables, but none shorter than `MIN_CHARACTERS`."""
     return {
         value
         for name, value in environ.items()

@@ -1,5 +1,5 @@
 """The `nbdist` command, run in a terminal beside the notebook.
 
-It shows worlds and what their ranks do, checks a machine, ends worlds, joins them with a machine,
-and serves assistants.
+The command shows worlds and what ranks do, checks this machine, ends worlds, lets this machine join
+a world, and answers assistants.
 """

@@ -1,6 +1,6 @@
 """The command `nbdist`: parses its arguments, and calls the file that does the work.
 
-Also started as `python -m nbdist.terminal`, if the command is not on the path.
+`python -m nbdist.terminal` does the same, also if the command is not on the path.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ REMOVED = {
     "k8s": 'copy the Job of the section "Kubernetes" in docs/machines.md; '
     "its pods run `nbdist join`.",
 }
-"""Commands of earlier versions, and what users do in their place."""
+"""Commands of earlier versions, and for each command what users do now."""
 
 REFRESH = 2.0
-"""Seconds between two pictures of `nbdist status --follow`."""
+"""Seconds between two pictures of `nbdist status --follow`, if the user gives no other number."""
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the command that `words`, or else the command line, contain; return the exit code."""
+    """Run a command; return the exit code.  `words` are by default those of the command line."""
     words = sys.argv[1:] if words is None else words
     if words and (instead := REMOVED.get(words[0])):
         sys.stderr.write(f"nbdist: `nbdist {words[0]}` was removed: {instead}\n")
@@ -49,7 +49,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _join(options: argparse.Namespace) -> int:
-    # Imported here, because the module imports ZeroMQ.
+    # Imported here: `nbdist doctor` has to run even if ZeroMQ, which this needs, is missing.
     from nbdist.cluster.ticket import join
 
     return join(options.place, options.key_file, options.index)
@@ -93,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     status_help = "what each worker does now, also while a cell runs; `top` is `status --follow`"
     status = add("status", _worlds, status_help, aliases=("top",))
     follow_help = f"refresh every SECONDS ({REFRESH:g}; at least 0.5), until Ctrl-C"
-    names = ("-f", "-d", "--follow")  # `-d` is the name that top(1) has for it
+    names = ("-f", "-d", "--follow")  # `-d` is the option of top(1) for the seconds
     status.add_argument(
         *names, nargs="?", const=REFRESH, type=_seconds, metavar="SECONDS", help=follow_help
     )
@@ -110,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     join = add("join", _join, "join a world that is waiting for machines")
     key_help = "the world's key, - for stdin; by default that in the user's state folder"
     join.add_argument("--key-file", metavar="FILE", help=key_help)
-    # No `--node`: torchrun takes that for an abbreviation of its own options.
+    # Not named `--node`, which torchrun would take for an abbreviation of its own options.
     index_help = "the machine's number, for the order of ranks"
     join.add_argument("--index", metavar="N", type=int, help=index_help)
     join.add_argument("place", metavar="HOST:PORT", help="as shown by the notebook")

@@ -1,6 +1,6 @@
 """The command `nbdist doctor` checks whether workers can run on this machine.
 
-Packages may be missing, so this file imports only modules that need none. Another process,
+Packages may be missing, so this file begins with imports that need none. Another process,
 `python -m nbdist.worker about`, imports torch and reports what this torch can do.
 """
 
@@ -44,13 +44,13 @@ DOCTOR_IMPORT_TIMEOUT = 120.0
 PORT_CONNECT_TIMEOUT = 2.0
 
 SHARED, LEAST_SHARED = "/dev/shm", 256 << 20
-"""The folder of shared memory, and bytes that a DataLoader and nccl need; Docker gives 64 MiB."""
+"""The folder of shared memory, and the free bytes that a DataLoader and nccl may need there."""
 
 AGENT_THREADS, THREADS_OF_RANK = 20, 15
 AGENT_MEMORY, MEMORY_OF_RANK = 300 << 20, 80 << 20
 """Threads and bytes of an agent with its guard and fork server, and of a rank without variables.
 
-Measured were 5 and 12 threads, 120 and 75 MB; a first training step imports another 200 MB.
+An agent had 5 threads and 120 MB, a rank 12 and 75 MB; a first training step took 200 MB more.
 """
 
 PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
@@ -59,7 +59,7 @@ LEVELS = ("problem", "warning", "ok")
 
 
 class Finding(NamedTuple):
-    """Something that will not work or may not, with a remedy; or, at level "ok", a fact."""
+    """A problem or warning, with a remedy if one is known; or, at level "ok", a fact."""
 
     level: str
     text: str
@@ -70,7 +70,7 @@ FindingStream = Iterator[Finding]
 
 
 def doctor(workers: str) -> int:
-    """Print findings for the number of workers of `-n`; return 1 if there is a problem."""
+    """Print findings for a value of `-n`; return 1 if one of them is a problem, else 0."""
     findings = sorted(_examine(workers), key=lambda each: LEVELS.index(each.level))
     sys.stdout.write("".join(f"{level}: {text}\n" for level, text in findings))
     return int(findings[0].level == "problem")
@@ -102,7 +102,7 @@ def _examine(workers: str) -> FindingStream:
 
 
 def _packages() -> FindingStream:
-    """Check all packages but torch, which the workers' interpreter needs."""
+    """Check the packages that nbdist requires, without torch, which `_torch` checks."""
     packages = {each for each in requirements() if each.name != "torch"}
     wrong = {each for each in packages if not each.installed}
     if "packaging" not in (each.name for each in wrong):
@@ -120,7 +120,7 @@ def _packages() -> FindingStream:
 
 
 def ask(python: str, timeout: float = DOCTOR_IMPORT_TIMEOUT) -> Mapping[str, Any]:
-    """Run `nbdist.worker about` with this Python, return its facts; LookupError if it fails."""
+    """Return the facts of `nbdist.worker about`, run with `python`; LookupError if that fails."""
     try:
         process = subprocess.run(
             [python, *MODULE_OPTIONS, "nbdist.worker", "about"], stdin=subprocess.DEVNULL,
@@ -146,7 +146,7 @@ def ask(python: str, timeout: float = DOCTOR_IMPORT_TIMEOUT) -> Mapping[str, Any
 
 def _torch(python: str, about: Mapping[str, Any]) -> FindingStream:
     version, version_range = about["torch"], ""
-    with suppress(ImportError, StopIteration):  # packaging is missing, or nbdist is not installed
+    with suppress(ImportError, StopIteration):  # `packaging` is missing, or nbdist not installed
         version_range = next(each.version_range for each in requirements() if each.name == "torch")
         if not is_within(version, version_range):
             remedy = f"`{python} -m pip install 'torch{version_range}'`"
@@ -167,7 +167,7 @@ def _gpus(gpus: Sequence[str], about: Mapping[str, Any]) -> FindingStream:
         yield ok("no GPU is visible: ranks use gloo on the CPU")
         return
     driver, used = driver_version() or "not known", about["gpus"]
-    # CUDA shows a process only the first of several slices.
+    # Of several MIG slices CUDA shows a process only the first.
     if len(used) < (1 if is_slice(gpus[0]) else len(gpus)):
         remedy = "update the driver, or install a torch for an older CUDA"
         if about["device"] == "CPU":
@@ -215,10 +215,10 @@ def _kernel(size: int) -> FindingStream:
 
 
 def _memory_problem() -> str:
-    """Return why the memory of this user's processes cannot be read; "" if it can."""
+    """Return why a child's memory cannot be read; "" if reading works or no child can start."""
     try:
         process = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
-    except OSError:  # no process can be started
+    except OSError:  # no process can be started, which is another problem
         return ""
     with process:  # `cat` ends when its stdin is closed
         try:

@@ -1,8 +1,8 @@
-"""Sends code to a notebook's kernel, without its page, for what only the notebook can do.
+"""Sends code to a notebook's kernel, as its page does, for what only the notebook can do.
 
-`nbdist mcp` calls this. The kernel is the process that has the world; the connection file is named
-on the kernel's command line, and belongs to this user. The code runs between the user's cells; if
-the kernel is busy for too long, the code does not run at all.
+`nbdist mcp` calls this file's functions. The kernel's command line names the connection file, which
+must belong to this user. The code runs between the user's cells; if the kernel is busy for too
+long, the code does not run at all.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from nbdist.errors import UsageError
 from nbdist.output.ansi import strip
 
 FREE_TIMEOUT = 4.0
-"""Seconds for a kernel to become free: a request that has not begun by then will not run."""
+"""Seconds for a kernel to become free; a request that begins later is refused."""
 
 STEP = 0.5
 
@@ -32,7 +32,7 @@ GUEST = "nbdist.notebook.mcp_calls"
 
 
 def connection_file(pid: int) -> Path:
-    """Return the connection file of a notebook's kernel; UsageError for another process."""
+    """Return the connection file of the kernel `pid`; UsageError if the process seems no kernel."""
     with suppress(OSError):
         words = os.fsdecode(Path(f"/proc/{pid}/cmdline").read_bytes()).split("\0")
         for word in words:
@@ -48,7 +48,7 @@ def connection_file(pid: int) -> Path:
 
 
 def interrupt(pid: int) -> None:
-    """Interrupt the kernel as the Stop button does; UsageError if the process is no kernel."""
+    """Send a kernel SIGINT, as the Stop button does; UsageError if the process seems no kernel."""
     connection_file(pid)  # raises for another program, which SIGINT could end
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGINT)
@@ -56,14 +56,14 @@ def interrupt(pid: int) -> None:
 
 @contextmanager
 def connected(pid: int) -> Iterator[BlockingKernelClient]:
-    """Connect to the kernel of that process; UsageError without one, or if it does not get free."""
+    """Connect to the kernel `pid`; UsageError if the process is no kernel, or is busy too long."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
     client = BlockingKernelClient(connection_file=str(connection_file(pid)), context=context)
     client.load_connection_file()
     client.start_channels(stdin=False, hb=False, control=False)
     try:
         deadline = time.monotonic() + FREE_TIMEOUT
-        # Once an answer is seen, iopub is connected too, and no later message is missed.
+        # Once iopub has brought a message, iopub is connected, and no later message is missed.
         while not any(_messages(client, client.kernel_info(), STEP)):
             if time.monotonic() > deadline:
                 raise UsageError(
@@ -78,8 +78,8 @@ def connected(pid: int) -> Iterator[BlockingKernelClient]:
 def ask(pid: int, function: str, *arguments: object, timeout: float) -> str:
     """Call a function of `nbdist.notebook.mcp_calls` in the kernel; return what it shows as text.
 
-    The text has no colours, and the last state of a display that changes. Raises UsageError if the
-    kernel does not become free, or the call takes longer than `timeout`.
+    The text has no colours, and of a display that changes only the last state. Raises UsageError if
+    the kernel does not become free, or the call takes longer than `timeout`.
     """
     shown: dict[str, str] = {}
     with connected(pid) as client:
@@ -111,9 +111,9 @@ def ask(pid: int, function: str, *arguments: object, timeout: float) -> str:
 def _messages(
     client: BlockingKernelClient, number: str, timeout: float
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the messages that the kernel publishes for a request; the last one says `idle`.
+    """Yield the outputs that the kernel publishes during a request, then the status `idle`.
 
-    Output that appears meanwhile under a cell of the user belongs to the request too.
+    Yields also output that the request shows under a user's cell, but no status after `timeout`.
     """
     deadline, has_begun = time.monotonic() + timeout, False
     while (seconds_left := deadline - time.monotonic()) > 0:

@@ -1,6 +1,6 @@
 """The commands `nbdist status`, `ps` and `kill`, and texts on worlds for `nbdist mcp`.
 
-The answers come from the sockets of this user's worlds on this machine.
+This user's worlds on this machine answer the questions, by their sockets.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from nbdist.world.result import log_lines, logs_text, rows, usage_text
 # --- `nbdist ps` and `nbdist kill` ------------------------------------------------------------
 
 WORLD_END_TIMEOUT = 25.0
-"""Seconds for a world to end in order, and again for its leftovers once its agent is killed."""
+"""Seconds for a world to end after SIGTERM, and again after SIGKILL to its agent."""
 
 HEADINGS = ("name", "pool", "ranks", "state", "cell", "since", "notebook", "process")
 
@@ -49,12 +49,12 @@ def show_worlds() -> int:
 
 
 def worlds_text(running: Sequence[RunningWorld]) -> str:
-    """Return a table with a line for each world."""
+    """Return a table with headings and a line for each world."""
     return "\n".join(aligned([HEADINGS, *map(row_of, running)]))
 
 
 def row_of(world: RunningWorld) -> tuple[str, ...]:
-    """Return a world's row for `HEADINGS`."""
+    """Return the texts of a world's row in the table, one for each of the `HEADINGS`."""
     info = world.info
     notebook = f"detached since {_clock(info.since)}" if world.is_detached else str(info.notebook)
     cell = info.cell[:LONGEST_CELL]
@@ -63,7 +63,7 @@ def row_of(world: RunningWorld) -> tuple[str, ...]:
 
 
 def kill_world(name: str) -> int:
-    """End a world and all its processes; UsageError if no world, or several, have this name."""
+    """End the world with this name, pool or process id; return 1 if the world does not end."""
     world = find_by_name(worlds(), name, "nbdist kill")
     is_over = _end(world.agent, world.info.guard)
     sys.stdout.write(f"{world.name} {'ended' if is_over else 'does not end'}\n")
@@ -71,7 +71,7 @@ def kill_world(name: str) -> int:
 
 
 def _end(agent: int, guard: int) -> bool:
-    """End an agent and all its processes, at last by SIGKILL; return True if all have ended."""
+    """End an agent, at last by SIGKILL, and its processes; return True if the guard has exited."""
     with ExitStack() as stack:
         try:
             guard_exit = os.pidfd_open(guard)
@@ -83,7 +83,7 @@ def _end(agent: int, guard: int) -> bool:
         for signal_number in (signal.SIGTERM, signal.SIGKILL):
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(process, signal_number)
-            # The guard exits last, without leftovers.
+            # The guard exits last, when it has killed and removed the leftovers.
             if select.select([guard_exit], [], [], WORLD_END_TIMEOUT)[0]:
                 return True
     return False
@@ -104,16 +104,16 @@ NONE = (
 )
 
 MADE_UP = re.compile(r"\d{8}-\d{6}-\d+|world|")
-"""Names that nbdist gives worlds without `--name`."""
+"""Matches the names that nbdist gives worlds without `--name`."""
 
 Before = dict[tuple[str, int], tuple[float, float]]
 """By host and pid, when a process was last measured, and its processor seconds by then."""
 
 
 def cpu_since(before: Before, info: WorldInfo) -> dict[int, float]:
-    """Return by rank the per cent of a core since the last measurement, and update `before`.
+    """Return by rank the per cent of a core used since the last measurement, and update `before`.
 
-    The result has no entry for new processes.
+    The result has no entry for processes that were not measured before.
     """
     percents = {}
     for worker in info.ranks:
@@ -125,14 +125,14 @@ def cpu_since(before: Before, info: WorldInfo) -> dict[int, float]:
     return percents
 
 
-WORLD_STATUS_TIMEOUT = 8.0  # seconds for worlds to describe their ranks; longer than a head takes
+WORLD_STATUS_TIMEOUT = 8.0  # seconds for worlds to describe their ranks; more than a head needs
 
 Picture = Sequence[tuple[WorldInfo, Mapping[int, float]]]
-"""Worlds, and the processor time of each world's ranks."""
+"""Worlds, each with the per cent of a core that its ranks use, as `cpu_since` returns."""
 
 
 def take_picture(before: Before) -> Picture:
-    """Describe all worlds, sorted by notebook, with the processor time since the last picture."""
+    """Return this user's worlds, sorted by notebook, with processor use since the last picture."""
     infos = [each.info for each in ask_all(DescribeRanks(), WORLD_STATUS_TIMEOUT)]
     infos.sort(key=lambda info: (info.notebook, info.pool))
     return [(info, cpu_since(before, info)) for info in infos]
@@ -168,14 +168,14 @@ def printable(text: str) -> str:
 
 
 WHOLE_WIDTH = ("rank", "state", "pid", "device", "memory", "cpu", "gpu")
-"""Columns that are never cut."""
+"""Headings of columns whose texts `fitted` does not cut."""
 
 LEAST_WIDTH = 8
-"""Characters to which other columns are cut at most."""
+"""The least number of characters to which `fitted` shortens a column."""
 
 
 def fitted(rows: Sequence[Sequence[str]], width: int) -> list[list[str]]:
-    """Cut texts in columns, the widest column first, until a line is at most `width` long."""
+    """Cut texts, the widest column first, until lines fit `width` or columns have `LEAST_WIDTH`."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     texts = [at for at, heading in enumerate(rows[0]) if heading not in WHOLE_WIDTH] if rows else []
     while sum(widths) + 2 * len(widths) - 2 > width:
@@ -187,12 +187,12 @@ def fitted(rows: Sequence[Sequence[str]], width: int) -> list[list[str]]:
 
 
 def cut(text: str, width: int) -> str:
-    """Cut a text that is longer than `width`, and end it with `…`."""
+    """Return the text; if it is longer than `width`, cut the text and end it with `…`."""
     return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
 def as_lines(picture: Picture, width: int) -> Iterator[str]:
-    """Yield the lines for all worlds, none longer than `width`."""
+    """Yield the lines for all worlds of a picture, cut to `width` characters."""
     if not picture:
         yield NONE[:width]
     for index, (info, cpu) in enumerate(picture):
@@ -203,17 +203,17 @@ def as_lines(picture: Picture, width: int) -> Iterator[str]:
 
 
 BETWEEN_LOOKS = 0.5
-"""Seconds for which `nbdist status` measures processor time: agents keep an answer less long."""
+"""Seconds between two questions to the same world, for example to measure processor time."""
 
 PIPE_WIDTH = 10_000
 """Characters of a line if stdout is no terminal."""
 
 
 def show_status(every: float | None = None) -> int:
-    """Print all worlds; return 1 if no world runs.
+    """Print all worlds; return 1 if no world runs, else 0.
 
-    With `every`, print the worlds again after so many seconds, until Ctrl-C: in a terminal over the
-    last picture, else below the last picture.
+    With `every`, print the worlds again after so many seconds, until Ctrl-C, and return 0: a
+    terminal shows a new picture over the last picture, any other output below.
     """
     before: Before = {}
     is_terminal = sys.stdout.isatty()
@@ -237,7 +237,7 @@ def show_status(every: float | None = None) -> int:
 
 
 def _redrawn(lines: Sequence[str], height: int) -> str:
-    """Return text that draws over the last picture: clearing the screen first would flicker."""
+    """Return text that draws lines over the last picture; clearing the screen would flicker."""
     if len(lines) >= height:
         left_out = f"{len(lines) - height + 2} more lines: this window is too low for them"
         lines = [*lines[: height - 2], left_out]
@@ -251,7 +251,7 @@ MAX_STATUS_ROWS, NO_LINES = 64, "no lines"
 
 
 def status_text(info: WorldInfo, cpu: Mapping[int, float]) -> str:
-    """Return a world's title and table, and which ranks wait for which others."""
+    """Return a world's title, state and table, and which ranks wait in collectives."""
     headings, *lines = table(info, cpu) or [("no workers yet",)]
     more = (
         [f"({count(len(lines) - MAX_STATUS_ROWS, 'more rank')})"]
@@ -272,7 +272,7 @@ def status_text(info: WorldInfo, cpu: Mapping[int, float]) -> str:
 
 
 def _waits(places: Mapping[int, RankPosition], idle: Collection[int]) -> Iterator[str]:
-    """Yield lines on the ranks that wait, and for which others, if any do."""
+    """Yield a line on ranks that wait in collectives; if all ranks wait, also a verdict."""
     if any(place.operation for place in places.values()):
         text = hangs.waits_text(places)
         if idle:
@@ -287,7 +287,7 @@ def _waits(places: Mapping[int, RankPosition], idle: Collection[int]) -> Iterato
 
 
 def stacks_text(stacks: Iterable[Stack]) -> str:
-    """Return the Python stack of each rank, equal stacks once."""
+    """Return the ranks' Python stacks as a text, equal stacks once; `no ranks` without stacks."""
     stacks = [*stacks]
     pids = {stack.rank: str(stack.pid) for stack in stacks}
 
@@ -298,7 +298,7 @@ def stacks_text(stacks: Iterable[Stack]) -> str:
 
 
 def last_lines(logs: Sequence[LogTail], pattern: re.Pattern[str] | None, limit: int) -> str:
-    """Return the last lines of each rank, equal lines once, without colours."""
+    """Return at most `limit` last lines of each log that match `pattern`; equal logs once."""
     if logs and not any(each.file for each in logs):
         return "these workers have no log files (NBDIST_LOG_DIR is empty)"
     tails = (each._replace(lines=tuple(log_lines(each, pattern)[-limit:])) for each in logs)
@@ -306,7 +306,7 @@ def last_lines(logs: Sequence[LogTail], pattern: re.Pattern[str] | None, limit: 
 
 
 def success_text(task: TaskSummary) -> str:
-    """Return the line above the last failure that says that the task did not fail itself."""
+    """Return a line that says that this task did not fail, to be followed by the last failure."""
     return f"{_task_text(task)} did not fail; the last failure was before it:"
 
 
@@ -316,11 +316,11 @@ def _task_text(task: TaskSummary) -> str:
 
 
 def failure_text(task: TaskSummary) -> str:
-    """Return which rank of a task failed first, when and why, and the later failures."""
+    """Return a text: which rank of a task failed first, when and why, and the later failures."""
     errors = {each.rank: each.error for each in task.troubles}
     released = {stack.rank: stack.place for stack in task.aborted if stack.rank in errors}
     places = {**{stack.rank: stack.place for stack in task.places}, **released}
-    # Other ranks were released, or failed because another rank had failed.
+    # All other errors followed from another rank's failure, or their ranks were released.
     causes = [r for r, e in errors.items()
            if not (is_consequence(e) or (r in released and isinstance(e, Failure)))]  # fmt: skip
     first = min(causes or errors, key=lambda rank: errors[rank].time_ns)

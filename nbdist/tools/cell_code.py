@@ -1,8 +1,8 @@
 """Turns code of the notebook into plain Python for a script: cells, definitions and small values.
 
-The text stays as it was typed, except code that needs IPython, and calls that make or destroy the
-process group, since the script has its own.  Such code becomes plain Python, or a comment with the
-reason for which it was left out.
+Most text stays as it was typed.  Code that needs IPython becomes plain Python, or is left out with
+a comment on why.  Calls that make or destroy the process group are left out, since the script makes
+and destroys the group itself.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def cell_code(
     """Return a cell as code for a script, and a line for each thing that the code leaves out.
 
     `variables` are names that commands can use as `$name`; with `shows_value` the code prints the
-    value of the last line.
+    value of a last line that is an expression.
     """
     source = _OUR_LINE.sub("", source, count=1) if source.startswith("# %%") else source
     magic = _FIRST_LINE_MAGIC.match(source)
@@ -63,7 +63,7 @@ def cell_code(
     match tree.body:
         case [*_, ast.Expr(value)] if shows_value and not any(map(_is_shell_call, ast.walk(value))):
             shown = ast.get_source_segment(text, value)
-            bare = isinstance(value, ast.Tuple)  # `a, b`, and others: brackets do no harm
+            bare = isinstance(value, ast.Tuple)  # a tuple may lack its brackets: `a, b`
             edits.append((value, f"print(repr(({shown})))" if bare else f"print(repr({shown}))"))
     text = _apply_edits(text, edits).strip("\n")
     new_code = "".join(new for _, new in edits)
@@ -74,7 +74,7 @@ def cell_code(
 
 
 def guard_by_rank(text: str, ranks: Iterable[int]) -> str:
-    """Put code under a condition for these ranks."""
+    """Return code that runs `text` only on these ranks."""
     first, *others = sorted(ranks)
     condition = f"rank in {(first, *others)}" if others else f"rank == {first}"
     body = text if ast.parse(text).body else f"{text}\npass"
@@ -82,7 +82,7 @@ def guard_by_rank(text: str, ranks: Iterable[int]) -> str:
 
 
 def indent(text: str) -> str:
-    """Indent code by four spaces, but not the lines inside its strings."""
+    """Indent code by four spaces, but not the later lines of strings with several lines."""
     inside = {
         number
         for node in ast.walk(ast.parse(text))
@@ -101,13 +101,13 @@ Edits = list[tuple[ast.AST, str]]
 
 
 class _LeftOut(Exception):
-    """A statement cannot be written as Python; the arguments are its text, and the reason."""
+    """A statement is left out of the script; the arguments are its text, and the reason."""
 
 
 def _without_ipython(
     tree: ast.Module, lines: Sequence[bytes], variables: Collection[str]
 ) -> tuple[Edits, list[str]]:
-    """Replace calls of IPython and of the process group; also name the statements left out."""
+    """Return edits for code that a script cannot have, and a line for each statement left out."""
     edits: Edits = []
     omitted = []
     for statement in ast.walk(tree):
@@ -217,7 +217,7 @@ def has_top_level_await(text: str) -> bool:
 
 
 def wrap_in_event_loop(text: str, title: str) -> str:
-    """Wrap code that awaits in an `async` function, whose variables are global in the script."""
+    """Return code that runs `text` in an `async` function; names that `text` binds are global."""
     bound = ", ".join(sorted(names_bound(text)))
     shared = f"    global {bound}\n" if bound else ""
     function = f"async def {title}():\n{shared}{indent(text)}"
@@ -228,7 +228,7 @@ def wrap_in_event_loop(text: str, title: str) -> str:
 
 
 POSTPONED = "from __future__ import annotations"
-"""With it a class can name itself in the annotations of its own fields."""
+"""The import by which a class can name itself in the annotations of its own fields."""
 
 
 class Statements:
@@ -236,7 +236,7 @@ class Statements:
 
     def __init__(self, cells: Iterable[str]) -> None:
         self._cells = [cell for cell in cells if is_python(cell)]
-        # IPython postpones annotations from the first such cell on.
+        # IPython postpones annotations from the first cell with this import on.
         self.postpones = any(POSTPONED in cell for cell in self._cells)
         self._imports: dict[str, list[str]] = defaultdict(list)
         for cell in self._cells:
@@ -247,7 +247,7 @@ class Statements:
     def importing(self, name: str, value: Any) -> list[str]:
         """Find the imports that bind a variable to its value.
 
-        Imports of the cells come first; if none fits, import the value from its own module.
+        Imports of the cells are tried first, then one from the value's own module; [] if none fits.
         """
         guess = ""
         if isinstance(value, types.ModuleType):
@@ -261,14 +261,14 @@ class Statements:
         return []
 
     def names_used(self, text: str) -> frozenset[str]:
-        """Find the names that a statement of a cell reads."""
+        """Find the global names that a statement of a cell reads."""
         return names_used(f"{POSTPONED}\n{text}" if self.postpones else text)
 
     def binding(self, name: str, value: Any = None) -> str:
-        """Return the last statement that bound a variable, or "" if no cell binds the variable.
+        """Return the last assignment or definition of a variable, or "" if none is found.
 
         The cell that defined the value is searched first.  If the statement uses an earlier value
-        of the variable, as in `f = decorated(f)`, the statement that bound that value is before it.
+        of the variable, as in `f = decorated(f)`, the statement that bound that value comes first.
         """
         texts: list[str] = []
         for cell in [*_cells_of(value), *reversed(self._cells)]:
@@ -283,7 +283,7 @@ class Statements:
 
 
 def _imports_by(node: ast.AST) -> Iterator[tuple[str, str]]:
-    """Yield each name that an import statement binds, and an import of only this name."""
+    """Yield the names that an import binds, each with an import of only this name."""
     match node:
         case ast.Import() | ast.ImportFrom(level=0) if node.names[0].name != "*":
             for each in node.names:
@@ -293,7 +293,7 @@ def _imports_by(node: ast.AST) -> Iterator[tuple[str, str]]:
 
 
 def _binds_value(statement: str, name: str, value: Any) -> bool:
-    """Return True if an import binds the name to this same object; the import is executed."""
+    """Execute an import, and return True if the import binds the name to this same object."""
     namespace: dict[str, Any] = {}
     try:
         exec(statement, namespace)
@@ -325,7 +325,7 @@ def _source_of(source: str, node: ast.stmt) -> str:
 
 
 def names_read_at_once(text: str) -> frozenset[str]:
-    """Find the names that statements read when they run; function bodies run later."""
+    """Find the names in statements, except in bodies of functions and lambdas, which run later."""
     names, waiting = set[str](), list[Any](ast.parse(text).body)
     while waiting:
         match node := waiting.pop():
@@ -396,7 +396,7 @@ MAX_VALUE_PARTS, MAX_VALUE_LENGTH = 150, 1_000
 
 
 def literal(value: Any) -> str | None:
-    """Write a small value of Python's own types as code; return None for all other values."""
+    """Return a small plain value or a dtype of torch as code; None for any other value."""
     if type(value) is float and not math.isfinite(value):
         return f'float("{value}")'
     if type(value).__name__ == "dtype" and type(value).__module__ == "torch":
@@ -415,7 +415,7 @@ def literal(value: Any) -> str | None:
 
 
 def definitions_to_read(value: Any) -> frozenset[str]:
-    """Return the functions and classes that a script must define to read a value saved by torch.
+    """Return the names that a script must define before it can read a value saved by torch.
 
     Raises the errors of pickle, and of the value's own methods.
     """

@@ -1,7 +1,7 @@
 """`%dist_diff` compares a value over the ranks, part by part.
 
 Runs in the notebook.  The op `diff` (`nbdist.tools.diff_op`) describes the values on the ranks;
-`Comparison`, which is pure, finds what differs.  `--watch` uses it too.
+`Comparison`, which is pure, finds differences.  `--watch` uses `Comparison` too.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from nbdist.world.value_transfer import check_expressions, missing_error
 MAX_DIFF_ROWS, MAX_DISTANCES = 50, 3
 
 MAX_COMPARED_BYTES = 128 << 20
-"""Bytes of parts whose numbers are compared; only the digests of further parts are compared."""
+"""The most bytes of parts whose numbers are compared; of others only digests are compared."""
 
 EqualRanks = tuple[ValueDigest | None, list[int]]
-"""A part and the ranks on which it is equal; None and the ranks without this part."""
+"""A part and the ranks on which the part is equal; None and the ranks that lack the part."""
 
 
 @command(
@@ -73,7 +73,7 @@ def distances(
 ) -> Mapping[int, Mapping[str, Distance]]:
     """Return by rank and path how far parts of the ranks `others` are from parts of `reference`.
 
-    The parts of `reference` are sent to the others through shared memory.
+    The parts of `reference` are lent: big parts in shared memory, copied to other machines.
     """
     pool, world = line.pool, line.world
     arguments = {"expression": expression, "paths": tuple(paths)}
@@ -93,8 +93,8 @@ def distances(
 class Comparison:
     """The value called `title` on each rank, and how far the ranks are apart.
 
-    `distances` has by path and rank how far the rank's part is from the part of the largest group
-    of equal ranks.
+    `distances` has by path and rank how far the rank's part is from the part of the reference
+    (`to_compare`).
     """
 
     title: str
@@ -112,14 +112,14 @@ class Comparison:
         return [*dict.fromkeys(path for each in self.looked.values() for path in each.parts)]
 
     def groups(self, path: str) -> list[EqualRanks]:
-        """Group the ranks with equal parts at this path, the largest group first."""
+        """Return the sets of ranks with equal parts at this path, the largest set first."""
         return _group_ranks({rank: self.looked[rank].parts.get(path) for rank in self.have})
 
     def to_compare(self) -> dict[int, tuple[list[int], list[str]]]:
         """Return by reference rank which other ranks must compare which paths with it.
 
-        The reference is the first rank of the largest group of equal ranks.  Parts of another kind,
-        and parts beyond `MAX_COMPARED_BYTES` bytes, are left out.
+        The reference for a path is the first rank of the largest set of ranks with equal parts.
+        Parts of another kind, and parts beyond `MAX_COMPARED_BYTES` in all, are left out.
         """
         budget = MAX_COMPARED_BYTES
         by_reference: dict[int, tuple[list[int], list[str]]] = {}

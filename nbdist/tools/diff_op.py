@@ -1,8 +1,8 @@
 """The op of `%dist_diff`: describes a rank's value, and measures its distance from other ranks'.
 
 Runs in workers.  A value is divided into leaves: a module into parameters and buffers, an optimizer
-and any other object with a `state_dict` into that, a container into its items, other objects into
-their attributes.
+and any other object with a `state_dict` into that, a list or mapping into its items, most other
+objects into their attributes.
 
 Values with equal digests are equal, on a device with the certainty of `fold`.  Numbers that differ
 in the sign of a zero, or in which NaN they are, have other digests; `distance` finds them equal.
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def diff(context: Context, expression: str) -> Looked:
-    """Evaluate the expression, and describe each part of its value with a digest."""
+    """Return the parts of the expression's value with their digests, or why there are none."""
     try:
         parts = leaves(eval(expression, context.names))
         return Looked({path: part_of(leaf) for path, leaf in parts.items()})
@@ -52,9 +52,9 @@ def lend(context: Context, expression: str, paths: Sequence[str]) -> Brought:
 
 
 def compare(context: Context, expression: str, packed: Payload) -> dict[str, Distance]:
-    """Return by path how far this rank's parts are from the packed ones of `lend`.
+    """Return by path how far this rank's parts are from the parts that `lend` has packed.
 
-    Parts that are no numbers, or have another shape, are left out.
+    Parts that are missing, are no numbers or have another shape are left out.
     """
     parts, other_parts = leaves(eval(expression, context.names)), context.namespace.open(packed)
     both = {path: (comparable(parts.get(path)), tensor) for path, tensor in other_parts.items()}
@@ -118,7 +118,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Return True for a DTensor that is not replicated, so that each rank has another part."""
+    """Return True for a DTensor that is not replicated: ranks have different parts of it."""
     return not all(place.is_replicate() for place in getattr(tensor, "placements", ()))
 
 
@@ -139,7 +139,7 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def fold(data: torch.Tensor) -> torch.Tensor:
-    """Lay out bytes on a device as a table of words, and return a weighted sum of each row.
+    """Lay out bytes as a table of words; return a weighted sum of each row, and words left over.
 
     A digest is made of the sums on the CPU, to which 2 bytes per KiB are copied.  Each word of a
     row is multiplied by its own odd factor, modulo 2**64.  So a change of one word always changes
@@ -173,7 +173,7 @@ def distance(tensor: torch.Tensor, reference: torch.Tensor) -> Distance:
         b = other[start : start + COMPARED_AT_ONCE].to(a.device)
         if torch.equal(a, b):
             continue
-        if a.dtype.is_floating_point and a.element_size() < 4:  # torch lacks `!=` for some
+        if a.dtype.is_floating_point and a.element_size() < 4:  # torch lacks `!=` for some types
             a, b = a.float(), b.float()
         differs = (a != b) & ~((a != a) & (b != b))
         wide = torch.complex128 if a.is_complex() else torch.float64
@@ -203,7 +203,7 @@ def _part_of_plain(leaf: Any) -> ValueDigest:
         text = one_line(repr(leaf[:LONGEST_TEXT]), LONGEST_TEXT)
         return ValueDigest(kind, digest_bytes(data), text, len(data))
     if "__repr__" in {name for each in type(leaf).__mro__[:-1] for name in vars(each)}:
-        text = repr(leaf + 0.0 if isinstance(leaf, float) else leaf)  # -0.0 is 0.0
+        text = repr(leaf + 0.0 if isinstance(leaf, float) else leaf)  # turns -0.0 into 0.0
         return ValueDigest(kind, _digest_of_text(text), one_line(text, LONGEST_TEXT))
     pickler = pickle.Pickler(file := BytesIO(), 5)
     pickler.fast = True  # without a memo, shared parts make no difference
@@ -248,7 +248,7 @@ def leaves(value: Any) -> dict[str, Any]:
 
 
 class Again:
-    """Replaces a container inside of itself, or a value nested too deep: the search ends there."""
+    """Stands for a container inside of itself, or for a value nested too deep to be divided."""
 
 
 def _walk(value: Any, path: str, above: tuple[int, ...]) -> Iterator[tuple[str, Any]]:

@@ -2,9 +2,9 @@
 
 Runs in workers, called by `nbdist.tools.watch_op`.  A digest reads the memory once; floating-point
 numbers are copied in pieces for it.  Numbers that `%dist_diff` calls equal have equal digests: -0.0
-and 0.0, and all NaNs.  There are also digests of what may differ before parameters do: random
-states, inputs, modules that ran.  `Exchange` compares the ranks' digests during the training, in
-the store where their group has met.
+and 0.0, and all NaNs.  Other facts may differ before parameters do: random states, inputs, the
+number of collectives.  `Exchange` compares the ranks' digests during the training, in the store
+where the ranks have met.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ DIGEST_PIECE, DEVICE_PIECE = 1 << 20, 1 << 25
 """Bytes of floating-point numbers that are copied at a time, on the CPU and on other devices.
 
 The copy stays in the processor's cache: a digest of 100 MB of float32 takes 20 ms of a core, and
-10 ms without copies (bfloat16: 34 and 10 ms).  Copies in new memory make it 50 ms."""
+10 ms without copies (bfloat16: 34 and 10 ms); with copies in new memory a digest takes 50 ms."""
 
 WIDE = {
     torch.float8_e4m3fn: torch.float32,
@@ -50,10 +50,10 @@ WIDE = {
     torch.complex64: torch.complex64,
     torch.complex128: torch.complex128,
 }
-"""The type in which numbers of a type are copied; tensors of other types keep their bits."""
+"""By type of numbers: the type of their copy.  Tensors of other types keep their bits."""
 
 SMALL_TENSOR = 1 << 14
-"""Bytes of a tensor up to which new memory for its copy costs less than a view of shared memory."""
+"""Bytes of a tensor up to which new memory for its copy costs less than viewing a spare tensor."""
 
 MAX_SAMPLED = 1024
 """About how many elements are read of a large tensor that is an argument of a forward."""
@@ -62,7 +62,7 @@ SpareTensors = dict[tuple[torch.device, torch.dtype], torch.Tensor]
 """Memory for copies of pieces, which the digests of several tensors share."""
 
 DigestsByPath = dict[str, dict[str, ValueDigest]]
-"""Parts by expression and path."""
+"""Digests of parts, by expression and path."""
 
 
 class WatchedValue(NamedTuple):
@@ -78,7 +78,7 @@ class WatchedValue(NamedTuple):
 
     @property
     def inner(self) -> Any:
-        """The user's module inside of a DDP module, or the module itself.
+        """The user's module inside of a DDP module, or the value itself.
 
         DDP sends rank 0's buffers before it runs this module's forward.
         """
@@ -127,9 +127,9 @@ def share_parameters(targets: Iterable[WatchedValue], optimizer: Any) -> bool:
 
 
 def names_of(targets: Iterable[WatchedValue]) -> dict[str, str]:
-    """Return the names of parameters by the keys of their states in watched optimizers.
+    """Return the names of parameters by the beginning of their states' paths in an optimizer.
 
-    The key `optimizer state[3]` has the name that a watched module gives to the parameter.
+    Such a beginning is `optimizer state[3]`; the name is the parameter's in a watched module.
     """
     targets = [*targets]
     modules = (each.value.named_parameters() for each in targets if each.is_module)
@@ -217,7 +217,7 @@ def _pieces(tensor: torch.Tensor, spare: SpareTensors) -> Iterator[torch.Tensor]
 def _canonical_copy(numbers: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """Return a copy, in `out` if given, whose bits differ only where numbers differ.
 
-    In it -0.0 is 0.0, and all NaNs are the same.  A tensor of a type not in `WIDE` is returned.
+    In the copy -0.0 is 0.0, and all NaNs are equal.  A tensor of a type not in `WIDE` is returned.
     """
     if (wide := WIDE.get(numbers.dtype)) is None:
         return numbers
@@ -246,7 +246,7 @@ def generator_digests() -> dict[str, str]:
 
 
 def count_collectives() -> int:
-    """Count the collectives that this rank's gloo backends have begun."""
+    """Count the collectives that this rank's gloo backends have begun; 0 before torch 2.11."""
     groups = seam.recorded_groups().values()
     return sum(int(each["last_enqueued_collective"]) for each in groups)
 
@@ -254,8 +254,8 @@ def count_collectives() -> int:
 def sample_digest(args: Any) -> tuple[torch.Tensor | int, str]:
     """Return a digest of a forward's arguments, and the shapes of their first tensors.
 
-    For tensors on a device the digest stays on the device.  Of a large tensor the digest has only
-    some elements, evenly spaced.
+    If a tensor is on a device, the digest is a tensor on that device.  Of a large tensor the
+    digest has only some elements, evenly spaced.
     """
     digests, shapes, plain = list[torch.Tensor](), list[str](), 0
     for leaf in leaves(args).values():
@@ -299,7 +299,7 @@ class Exchange:
     """Compares the digests of ranks in a cell; each rank has an exchange with the same `key`.
 
     A comparison has a name `when`, the same on all ranks.  With `waits` each rank waits for the
-    others in each comparison (`--stop-on-difference`); else the last rank to come compares.
+    others in each comparison (`--stop-on-difference`); without, the last rank to come compares.
     """
 
     def __init__(
@@ -312,9 +312,9 @@ class Exchange:
         self.times = 0
 
     def compare(self, when: str, digest: str) -> str:
-        """Store this rank's digest; return the first comparison with a known difference, or "".
+        """Store this rank's digest; return the name of a comparison that found a difference, or "".
 
-        If the exchange `waits`, raise RanksDiffer instead.
+        A difference raises RanksDiffer if the exchange `waits`, too many comparisons RuntimeError.
         """
         if len(self._ranks) < 2:
             return ""
@@ -332,7 +332,7 @@ class Exchange:
             self._forget(key, *(f"{key}/{rank}" for rank in self._ranks))
             if text:
                 self._store.set(f"{self._key}/found", when)
-                self._warn(f"watch: {text}")  # while the cell runs
+                self._warn(f"watch: {text}")  # shown while the cell runs
         return self.first_difference()
 
     def first_difference(self) -> str:
@@ -343,7 +343,7 @@ class Exchange:
         return str(self._store.get(key).decode())
 
     def end(self) -> None:
-        """Release ranks that wait for this rank, because the cell of this rank has ended."""
+        """Let ranks stop waiting for this rank, because the cell of this rank has ended."""
         if self._waits and self._store is not None:
             self._store.set(f"{self._key}/ended", str(self._rank))
 
@@ -356,7 +356,7 @@ class Exchange:
         until = time.monotonic() + MEET_TIMEOUT
         keys = {f"{key}/{rank}": rank for rank in self._ranks}
         while True:
-            try:  # `wait` raises another error if a rank dies
+            try:  # another error means that a rank has died
                 self._store.wait([*keys], timedelta(seconds=MEET_POLL_INTERVAL))
                 break
             except DistStoreError:
@@ -377,7 +377,7 @@ class Exchange:
         return ""
 
     def _difference(self, key: str, when: str) -> str:
-        """Return which ranks differ from the largest group that agrees; "" if all agree."""
+        """Return a text on which ranks differ, at which step; "" if all agree."""
         text = difference({rank: self._store.get(f"{key}/{rank}") for rank in self._ranks})
         return text and f"{text} at step {when}"
 

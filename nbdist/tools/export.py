@@ -1,7 +1,7 @@
 """`%dist_export` writes the distributed cells as a script that torchrun runs without nbdist.
 
 Definitions of the notebook come first, as they were typed.  Before each cell the script binds the
-values that the cell uses: small values as text, others from a file that `torch.save` has written.
+values that the cell uses: small values as code, others from a file that `torch.save` has written.
 Runs in the notebook.
 """
 
@@ -114,7 +114,7 @@ def _values_file(path: Path) -> Path:
 
 
 def _write(script: ExportedScript, path: Path, file: Path, names: Mapping[str, object]) -> int:
-    """Write both files, or no file at all; return the size of the file with values."""
+    """Write the script, and the file of values if needed; return the size of the latter, or 0."""
     size = 0
     try:
         with whole_file(path) as written:
@@ -135,7 +135,7 @@ def _write(script: ExportedScript, path: Path, file: Path, names: Mapping[str, o
 
 
 def group_of(world: World) -> tuple[str, tuple[str, ...]]:
-    """Return the backend of a script, and a line for each setting of the workers that it lacks.
+    """Return the backend of a script, and lines on settings of the workers that it lacks.
 
     The backend "" means the backend that suits the machine, and "none" means no process group.
     """
@@ -198,7 +198,7 @@ _IN_PLACE = {"display": "display = print", "track": "track = lambda **_: None"}
 
 @dataclass(frozen=True, slots=True)
 class ExportedScript:
-    """A script's text, the variables that are saved in the file of values, and what it lacks.
+    """A script's text, the variables in its file of values, and the things that it lacks.
 
     `omitted` has a line for each thing of the notebook that the script leaves out.  `missing` are
     names that the script uses and does not bind.
@@ -213,11 +213,11 @@ class ExportedScript:
 
 @dataclass(frozen=True, slots=True)
 class _Origin:
-    """How the script gets a variable of the notebook: by `text`, or from the file of values.
+    """The source from which the script gets a variable: `text`, or the file of values.
 
     `needs` are names that the script must bind before, and `after` are statements that set the
-    attributes of the variable.  A definition is a function, a class, or a value that only the
-    statement of a cell can make.
+    attributes of the variable.  A definition is an import, a function, a class, or a value that
+    only the statement of a cell can make.  `problem` says what is lost.
     """
 
     text: str = ""
@@ -231,9 +231,9 @@ class _Origin:
 class Composer:
     """Composes a script.
 
-    Imports and definitions of the notebook come first, and values follow, since a definition may
-    change a value when it is executed.  Then come the cells in the order in which they last ran.
-    Before each cell are the values that were sent until then, as they were sent if that is known.
+    Imports and definitions of the notebook come first, with the values that they read at once.  The
+    cells follow in the order in which they last ran.  Before each cell are the values that it uses,
+    or that were sent until then: small values as they were sent, others as they are now.
     """
 
     def __init__(
@@ -362,14 +362,14 @@ class Composer:
         texts, unset = attributes_since(name, value, text)
         problem = f"{list_names(unset)}, as set since the definition of `{name}`" if unset else ""
         needs = self._statements.names_used(text)
-        # Values that cells bind exist when cells call the functions, but not yet in definitions.
+        # Values that cells bind are needed only if read at once: later calls find them bound.
         kinds = types.ModuleType | type | types.FunctionType | types.BuiltinFunctionType
         values = {n for n in self._unsent if not isinstance(self._names.namespace.get(n), kinds)}
         needs -= values - names_read_at_once(text)
         return _Origin(text, needs, problem, is_definition=True, after=tuple(texts))
 
     def _definitions(self, available: set[str]) -> str:
-        """Write imports and definitions, and read the file of values."""
+        """Return the section with imports and definitions, which also reads the file of values."""
         for name in sorted(name for name, each in self._origins.items() if each.is_definition):
             self._define(name)
         for _, origin in sorted(self._origins.items()):
@@ -384,8 +384,8 @@ class Composer:
     def _define(self, name: str) -> None:
         """Write a definition, after the definitions that it needs and the values that it reads.
 
-        A value is written as the statement of a cell that made it, since definitions may fill it:
-        a table in which functions register themselves must be empty at first.
+        A list, dict or set is written as the statement of a cell that made it, since definitions
+        may fill it: a table in which functions register themselves must be empty at first.
         """
         if name in self._defined:
             return
@@ -413,10 +413,10 @@ class Composer:
         return isinstance(self._names.namespace.get(name), list | dict | set)
 
     def _write_value(self, name: str, sent: Mapping[str, SentName], *, is_used: bool) -> None:
-        """Write a value before a cell, as it was when it was sent if that is known.
+        """Write a value before a cell: a small value as it was sent, others as they are now.
 
-        That is not known for a variable that a set-up cell has brought to new workers, since no
-        task is recorded that sent the variable.
+        If no task is recorded that sent the value, as for a variable that a set-up cell has brought
+        to new workers, a small value is written as it is now, too.
         """
         origin, record = self._origins.get(name), sent.get(name)
         if origin is None or self._written.get(name, self) is record:
@@ -449,7 +449,7 @@ class Composer:
 
 
 def _atom(version: object) -> str | None:
-    """Return a small value as code; None for other values, which their versions do not contain."""
+    """Return a small value, which its version contains, as code; None for other versions."""
     match version:
         case (str(kind), str(text)) if kind != "module":
             return literal(eval(text, {"inf": math.inf, "nan": math.nan, "Ellipsis": ...}))
@@ -457,7 +457,7 @@ def _atom(version: object) -> str | None:
 
 
 def _cell_section(task: PastTask, text: str, before: Sequence[str]) -> str:
-    """Write a cell below its title and the lines `before`, which bind the values that it uses."""
+    """Return a cell below its title and the lines `before`, which bind the values that it uses."""
     if has_top_level_await(text):
         text = wrap_in_event_loop(text, f"cell_{task.number or task.last}")
     if text.strip() and not task.on_all:
@@ -476,7 +476,7 @@ def _is_written(task: PastTask) -> bool:
 
 
 def _omitted_tasks(past: TaskHistory) -> list[str]:
-    """Return a line for each task that is not in a script, with the names that it had bound."""
+    """Return lines on omitted tasks, such as failed cells and scripts, and on gathered values."""
     lines = []
     if past.forgotten:
         lines.append(f"the first {count(past.forgotten, 'cell')}: they are no longer known")
@@ -503,7 +503,7 @@ _MAGICS = {
 
 
 def _title_of(task: PastTask) -> str:
-    """Name a task as people see it: `In [5]`."""
+    """Return the name of a task for people, such as `In [5]`."""
     if task.kind == "call":
         return f"`{_MAGICS.get(task.text) or _MAGICS.get(task.text.partition('.')[0], task.text)}`"
     if task.kind == "script":

@@ -82,7 +82,7 @@ def _plotted(line: MagicCall) -> Iterator[None]:
 
 
 def _stop_reading_logs(line: MagicCall, names: Sequence[str]) -> str:
-    """Stop reading logs; return a line about names that were never logged, or ""."""
+    """Stop reading logs; return a line on names that were not logged, or on an error, or ""."""
     try:
         logged = line.call("plot.end")
     except NbdistError as error:

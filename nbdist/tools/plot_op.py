@@ -35,7 +35,7 @@ def begin(context: Context, names: Sequence[str]) -> None:
 
 
 def end(context: Context) -> tuple[str, ...]:
-    """Stop tracking, and return the names of all numbers that were logged, tracked or not."""
+    """Stop tracking, and return names of logged numbers, at most `MAX_SEEN` of untracked ones."""
     return _stop()
 
 
@@ -81,7 +81,7 @@ READERS: dict[str, tuple[str, dict[str, Reader]]] = {
 class Taps(MetaPathFinder):
     """Wraps the methods in `READERS` until `stop` is called.
 
-    This is a finder on `sys.meta_path`, to wrap methods of modules that are imported later.
+    As a finder on `sys.meta_path`, the object also wraps methods of modules imported later.
     """
 
     def __init__(self, names: frozenset[str]) -> None:
@@ -96,7 +96,7 @@ class Taps(MetaPathFinder):
     def stop(self) -> tuple[str, ...]:
         """Restore the methods, and return the names of logged numbers.
 
-        If other code has wrapped a method meanwhile, this wrapper stays inside, but does nothing.
+        If other code has wrapped a method meanwhile, the old wrapper stays inside and does nothing.
         """
         self._names = frozenset()
         sys.meta_path.remove(self)
@@ -108,7 +108,7 @@ class Taps(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find a module of `READERS` as Python does, but wrap its methods once it is loaded."""
+        """Return the spec of a module of `READERS` whose loading wraps its methods, or None."""
         if fullname not in READERS or not (spec := PathFinder.find_spec(fullname, path)):
             return None
         loader: Any = spec.loader
@@ -158,7 +158,7 @@ class Taps(MetaPathFinder):
 
 
 _begun: list[Taps] = []
-"""The taps in place: one or none."""
+"""The `Taps` that wraps methods now, if any."""
 
 
 def _numbers(logged: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:

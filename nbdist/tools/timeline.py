@@ -209,7 +209,7 @@ def timeline_of(times: Mapping[int, RankTimes]) -> Timeline | None:
 def _wait_spans(times: RankTimes, last: Mapping[tuple[str, int], int]) -> list[tuple[int, int]]:
     """Return when a rank waited, from measured waits and assumed waits in C++ code, merged.
 
-    `last` has by group and number when the last rank began the collective.
+    `last` has the time when the last rank began a collective, by its group and number.
     """
     spans = [*times.waits]
     begins = sorted([*(collective.at_ns for collective in times.met), *(a for a, _ in times.waits)])
@@ -234,7 +234,7 @@ def _lateness(
     meetings: Mapping[tuple[str, int], Mapping[int, int]],
     spans: Mapping[int, list[tuple[int, int]]],
 ) -> tuple[dict[int, float], dict[int, int]]:
-    """Return by rank how many nanoseconds others waited for the rank, and how often it was last."""
+    """Return by rank how many nanoseconds others waited for it, and how often it came late."""
     awaited: dict[int, float] = dict.fromkeys(spans, 0.0)
     came_last: dict[int, int] = dict.fromkeys(spans, 0)
     done: dict[int, int] = defaultdict(int)  # by rank: until when its waits are counted
@@ -332,7 +332,7 @@ PROFILE = CellOption(
 
 
 def check_path(text: str) -> Path:
-    """Return the path for a trace; raises UsageError if the trace cannot be written there."""
+    """Return the path for a trace; raises UsageError for a bad name, folder or existing file."""
     path = Path(text).expanduser()
     if not text.endswith(SUFFIXES):
         raise UsageError(

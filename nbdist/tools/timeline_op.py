@@ -107,8 +107,8 @@ def trace_events(
 ) -> Iterator[dict[str, Any]]:
     """Yield the events of a rank as those of a process with the number `rank`.
 
-    Streams of GPUs become threads of that process.  `shift` is added to all times.  Events of other
-    processes, and the profiler's own, are left out.
+    Streams of GPUs become threads of that process.  `shift` is added to all times.  Names of
+    processes, and events of other processes, are left out.
     """
     yield _meta(rank, "process_name", 0, {"name": f"rank {rank}"})
     yield _meta(rank, "process_sort_index", 0, {"sort_index": rank})

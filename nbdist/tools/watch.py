@@ -1,9 +1,9 @@
-"""`%%distributed --watch model,optimizer` finds the first step after which ranks differ.
+"""`%%distributed --watch model,optimizer` finds the first compared step after which ranks differ.
 
-Runs in the notebook; ranks compare themselves (`nbdist.tools.watch_op`).  It shows which parts
-differ, and which facts began to differ before the parts, since one of them may be the cause.  Ranks
-that train with data parallelism have their own data and random states, so facts that always
-differed are left out.
+Runs in the notebook; ranks compare their parts (`nbdist.tools.watch_op`).  The result shows which
+parts differ, and which facts began to differ before the parts, since a fact may be the cause.
+Ranks that train with data parallelism have their own data and random states, so facts that always
+differed are left out, unless the first comparison finds a difference.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _draw(line: MagicCall, divergence: Divergence) -> CommandOutput:
                 # Parts that are equal by now did differ when ranks compared them.
                 each.add_distances({r: {p: d for p, d in by.items() if d.differing}
                            for r, by in apart.items()})  # fmt: skip
-        except NbdistError:  # the rank is gone, or the name
+        except NbdistError:  # a rank or a name is gone by now
             pass
         rows += [(divergence.name(each.title, p), kind, ranks) for p, kind, ranks in each.rows()]
     titles, more = (
@@ -168,7 +168,7 @@ class Divergence:
     def differs(self) -> bool:
         """Whether ranks differ.
 
-        At the end of the cell they are compared only if all made the same number of steps.
+        At the end of the cell ranks are compared only if all made the same number of steps, not 0.
         """
         if not self.noted or not self.is_of_the_end:
             return bool(self.noted)
@@ -228,7 +228,7 @@ class Divergence:
             phrases = [f"watch: {', '.join(self.expressions)}: not compared"]
         else:
             alike = f"the same on {name_ranks(self.noted)}" if len(self.noted) > 1 else "one rank"
-            much = f"{count(parts, 'part')} " if parts else ""  # none are kept after a problem
+            much = f"{count(parts, 'part')} " if parts else ""  # no part is kept after a problem
             phrases = [
                 f"watch: {', '.join(self.expressions)}: {much}{alike}, compared after {times} of "
                 f"{count(min(steps.values()), 'step')}"
@@ -253,7 +253,7 @@ class Divergence:
     # --- facts that differed before the parts ---------------------------------------------------
 
     def facts_before(self) -> Iterator[str]:
-        """Yield a line for each fact that began to differ before the parts did, with its step."""
+        """Yield a heading, and a line for each fact that began to differ before the parts did."""
         compared = [step for step, _ in self._facts]
         equal = [step for step in compared if step < self.step]
         lines = [*self._inputs(), *self._generators(), *self._modules(), *self._collectives()]

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from nbdist.worker.namespace import Context
 
 KEPT_FACTS, KEPT_PARTS = 64, 20_000
-"""Comparisons whose facts are kept, and parts that are kept: ranks may be some steps apart."""
+"""Most comparisons whose facts are kept, and parts that are kept: ranks may be steps apart."""
 
 MAX_INPUTS = 2_000
 """Forwards whose inputs are kept; usually all since the comparison before the last."""
@@ -77,7 +77,7 @@ def end(context: Context) -> Watched | None:
 
 
 class RankWatch:
-    """Counts the steps of a rank and compares its values with other ranks, on the main thread."""
+    """Counts the steps of a rank, and compares its values with those of other ranks."""
 
     def __init__(
         self, context: Context, expressions: Sequence[str], every: int, exchange: Exchange
@@ -153,7 +153,7 @@ class RankWatch:
         self._within[:] = [*takewhile(lambda each: each is not optimizer, self._within), optimizer]
 
     def _end_step(self, optimizer: Any, *_: object) -> None:
-        """Count a step of the optimizer that was the first to change a watched parameter.
+        """Count a step of the first optimizer that has made a step with a watched parameter.
 
         A step inside of another optimizer's step does not count, as in ZeroRedundancyOptimizer.
         """
@@ -232,7 +232,7 @@ class RankWatch:
     def compare_due_buffers(self) -> None:
         """Compare buffers if a step was compared since the last call.
 
-        Called in a forward, when DDP has just sent rank 0's buffers.
+        A forward's hook calls this method, after DDP, if any, has sent rank 0's buffers.
         """
         if self._buffers_are_due and not self._is_over:
             self._buffers_are_due = False
@@ -271,7 +271,7 @@ class RankWatch:
                 self._seen.hook(self._targets[expression], self._names, self.compare_due_buffers)
 
     def _prepare(self) -> None:
-        """Start noting which modules run if the next step will be compared; else stop."""
+        """If the next step will be compared, note from now on which modules run; if not, stop."""
         is_next = self.step == 0 or (self.step + 1) % self._every == 0
         self._seen.note_modules(on=is_next and not self._is_over)
 
@@ -305,7 +305,7 @@ class Seen:
     def hook(
         self, target: WatchedValue, names: Mapping[str, Any], begins: Callable[[], None]
     ) -> None:
-        """Add hooks to a module; `begins` is called when the module's forward begins.
+        """Add hooks to a module, if it allows any; `begins` is called when its forward begins.
 
         If a variable of the user in `names` is a DDP module around this module, `begins` is only
         called within a forward of the DDP module.

@@ -1,1 +1,1 @@
-"""Sends Python values between processes: pickled, in shared memory; or explains why it cannot."""
+"""Pickles Python values for other processes, and explains why a value cannot be pickled."""

@@ -1,7 +1,7 @@
 """Sends functions and classes of `__main__` between a rank and its multiprocessing children.
 
-Runs in workers: `run_worker` calls `share_definitions_with_children` once.  The children, such as
-those of a DataLoader, use the same functions.
+Runs in workers, where `run_worker` calls `share_definitions_with_children` once, and in their
+children, such as those of a DataLoader.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ import cloudpickle.cloudpickle as by_value
 from nbdist.values.definitions import REFERENCE_LENGTH, class_attributes, set_annotations
 
 script_names: set[str] = set()
-"""Names that a running script binds: a spawned child imports the script, so it has them too."""
+"""Names that a running script binds: a spawned child imports the script, so it binds them too."""
 
 _marks: weakref.WeakKeyDictionary[types.FunctionType, str] = weakref.WeakKeyDictionary()
-"""The marks of functions; classes have those that cloudpickle gives them in all processes."""
+"""Each function's mark, a text that identifies it; a class has cloudpickle's tracker id as mark."""
 
 _marked: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
-"""The worker's own definitions by their marks; forked children have inherited this table."""
+"""The worker's own functions and classes by their marks; a forked child inherits the table."""
 
 
 def share_definitions_with_children() -> None:
-    """Let multiprocessing children of this process use functions and classes of cells, both ways.
+    """Let this process and its multiprocessing children exchange functions and classes of cells.
 
-    A spawned child, such as a DataLoader's, cannot import a worker's `__main__`, so definitions
-    are pickled by value.  A forked child uses the definitions that it has inherited, and the worker
-    its own when they are sent back: copies would have other globals, and fail `isinstance`.
+    A spawned child cannot import a worker's `__main__`, so definitions are pickled by value.  A
+    forked child uses the definitions that it has inherited, and the worker uses its own if a child
+    sends them back: copies would have other globals, and fail `isinstance`.
     """
     _pickle_by_value()
-    # A script's spawned children have another `__main__`, and import the script as this module.
+    # A spawned child imports the parent's script as `__mp_main__`, and pickles that name.
     sys.modules["__mp_main__"] = sys.modules["__main__"]
     os.register_at_fork(before=_mark_all)
 
 
 def _pickle_by_value() -> None:
-    # A class attribute of a C class: mypy takes it for a method that must not change.
+    # `setattr`, because mypy takes an assignment for a change of a method.
     setattr(ForkingPickler, "reducer_override", _reduce)  # noqa: B010
 
 
@@ -58,7 +58,7 @@ def _reduce(_pickler: ForkingPickler, value: Any) -> Any:
 
 
 class _Pickler(by_value.Pickler):  # type: ignore[misc]  # it has no types
-    """Pickles classes with their annotations, which cloudpickle leaves out on Python 3.14."""
+    """cloudpickle's pickler, but with the annotations of classes, which are lost on Python 3.14."""
 
     def reducer_override(self, value: Any) -> Any:
         reduced = super().reducer_override(value)
@@ -70,10 +70,10 @@ class _Pickler(by_value.Pickler):  # type: ignore[misc]  # it has no types
 
 def _receive(mark: str, pickled: bytes) -> Any:
     if mark not in _marked and parent_process() is None:
-        _mark_all()  # a definition that was sent inside of another one has no mark yet
+        _mark_all()  # a class that was pickled inside another definition is not in the table yet
     if (definition := _marked.get(mark)) is not None:
         return definition
-    _pickle_by_value()  # for instances of the definition that a spawned child sends back
+    _pickle_by_value()  # so that a spawned child can send the definition, or instances, back
     return by_value.loads(pickled)
 
 
@@ -82,7 +82,7 @@ def _is_definition(value: Any) -> bool:
 
 
 def _is_found_by_name(value: Any) -> bool:
-    """Return True if the receiver has the definition under its name, so that pickle works."""
+    """Return True if pickle may send the name alone, as the receiver has the definition too."""
     first, *others = value.__qualname__.split(".")
     is_sent_to_parent = parent_process() is not None and get_spawning_popen() is None
     if not is_sent_to_parent and first not in script_names:
@@ -104,7 +104,7 @@ def _mark(value: Any) -> str:
 
 
 def _mark_all(kind: type | None = None) -> None:
-    """Give a mark to each definition of `__main__`, or only to those inside of one class."""
+    """Mark the functions and classes that `__main__` or a class has under their own names."""
     names = vars(kind) if kind else sys.modules["__main__"].__dict__
     prefix = f"{kind.__qualname__}." if kind else ""
     for name, value in [*names.items()]:

@@ -1,7 +1,7 @@
-"""Gives a class that each rank has defined by the same cell one id on all ranks.
+"""Gives equal classes that several ranks have defined by the same cell the same id.
 
-So the notebook gets one class if it gathers its instances from several ranks.  Runs in workers: the
-kernel calls `name_classes` after each task.
+So the notebook gets one class if it gathers the class's instances from several ranks.  Runs in
+workers, whose kernels call `name_classes` after a task.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from nbdist.values.definitions import Variable
 
 
 def name_classes(names: Mapping[str, Any], task_id: str) -> None:
-    """Give the classes that a task has bound ids that are equal on all ranks.
+    """Give ids to the classes that a task has bound; equal classes of two ranks get equal ids.
 
     A receiver of pickles recognises a class by its id.  `names` has the variables that the task
     has bound.  A class that already has an id, because it came from the notebook or was pickled
-    before, keeps that id.  Classes that differ from rank to rank, in code or in plain values, get
-    different ids.
+    before, keeps that id.  If the code or plain values of a class differ between ranks, so do the
+    ids; `_outline` reads a limited number of values.
     """
     for name, kind in _classes_in(names, ""):
         if kind in by_value._DYNAMIC_CLASS_TRACKER_BY_CLASS:
@@ -36,11 +36,11 @@ def name_classes(names: Mapping[str, Any], task_id: str) -> None:
 
 
 def _classes_in(names: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, type]]:
-    """List classes of `__main__` and the classes inside them, each by its own name if possible."""
+    """Yield names and classes of `__main__`, also nested; a class's own name before its aliases."""
     classes = [
         (prefix + name, value)
         for name, value in sorted(names.items())
-        # Not `isinstance`: an object that stands for another can raise when it is asked.
+        # Not `isinstance`, which reads `__class__`: that of a proxy object can raise.
         if issubclass(type(value), type) and value.__module__ == "__main__"
     ]
     for name, kind in sorted(classes, key=lambda each: each[0] != each[1].__qualname__):
@@ -50,7 +50,7 @@ def _classes_in(names: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, ty
 
 
 def _outline(kind: type) -> Any:
-    """Describe a class by its code and plain values, in words that are equal in all processes."""
+    """Return a class's code and plain values as data with the same `repr` in all processes."""
     remaining = _LARGEST_OUTLINE
 
     def outline(value: Any, depth: int = 0) -> Any:
@@ -92,5 +92,5 @@ def _outline(kind: type) -> Any:
 
 
 _ATOMS = {str, bytes, int, float, complex, bool, type(None), type(...)}
-_LARGEST_OUTLINE = 10_000  # values, and letters of a text
+_LARGEST_OUTLINE = 10_000  # values of a class, and characters of a text
 _DEEPEST_OUTLINE = 20

@@ -21,15 +21,15 @@ _UNPAIRED = object()
 def copy_into(
     variables: Mapping[str, tuple[Any, Any]], others: Iterable[tuple[Any, Any]], *tops: Any
 ) -> tuple[dict[int, Any], set[str]]:
-    """Make the first object of each pair equal to the second, in place, with all their parts.
+    """Copy the second object of each pair into the first, in place, and their parts likewise.
 
     `variables` has the pair of each variable by its name, `others` has further pairs.  In the new
     values `tops` each paired object is replaced by its old partner.
 
-    Return which object has replaced each new object, by the new object's id, and the names of
-    variables that could not be changed in place because a tensor or module has another structure.
-    Their old objects stay as they are.  The names include variables that share a tensor or module
-    with such a variable.
+    Return which object stands for each new object, by the new object's id, and the names of
+    variables that could not be changed in place, for example because a tensor has another shape.
+    Nothing is copied for such a variable.  The names include variables that share a tensor or
+    module with such a variable.
     """
     failed, kept = set[str](), set[int]()
     while True:
@@ -49,7 +49,7 @@ def copy_into(
 
 
 class _Copying:
-    """Pairs two graphs of objects, then copies one into the other."""
+    """Pairs old and new objects, part by part, then copies the new objects into the old ones."""
 
     def __init__(self, kept: set[int]) -> None:
         self._kept = kept
@@ -58,9 +58,9 @@ class _Copying:
         self._torch: Any = sys.modules.get("torch")
 
     def match(self, old: Any, new: Any, *, is_top: bool = False) -> bool:
-        """Pair two objects and their parts; False if tensors or modules cannot be paired.
+        """Pair two objects and their parts; return False if a tensor, module or alias prevents it.
 
-        With `is_top` also False if the two objects themselves cannot be paired, whatever they are.
+        With `is_top` return False also if `old` and `new` themselves cannot be paired.
         """
         if type(new) in ATOMIC:
             return not is_top
@@ -128,7 +128,7 @@ class _Copying:
         )
 
     def strict_ids_in(self, value: Any) -> set[int]:
-        """Return the ids of the tensors and modules that a value leads to."""
+        """Return the ids of tensors and modules that a value holds in containers and attributes."""
         ids, seen_ids, waiting = set[int](), set[int](), [value]
         while waiting:
             part = waiting.pop()
@@ -146,7 +146,7 @@ class _Copying:
         return ids
 
     def copy(self, tops: Iterable[Any]) -> None:
-        """Give each old object the contents of its new partner."""
+        """Give old objects the contents of their new partners; put the old partners into `tops`."""
         for old, new in [*self._pairs]:
             if old is not new:
                 self._copy(old, new)
@@ -184,7 +184,7 @@ class _Copying:
                 old[:] = new
             case _:
                 attributes = {name: sub(part) for name, part in vars(new).items()}
-                # A class with a `__getstate__` of its own may have more attributes than it copies.
+                # A class's own `__getstate__` may leave out attributes: the old object keeps them.
                 kind: Any = type(old)
                 if kind.__getstate__ is object.__getstate__ and not self._is_module(old):
                     for name in vars(old).keys() - attributes.keys():
@@ -194,7 +194,7 @@ class _Copying:
     def _substitute(self, value: Any) -> Any:
         """Return the old partner of a new object.
 
-        An object without a partner is returned itself, after the same was done to its parts.
+        A value without a partner is returned with old partners in the place of its parts.
         """
         partner = self.instead.get(id(value), _UNPAIRED)
         if partner is not _UNPAIRED:
@@ -226,14 +226,14 @@ def _has_attributes(value: Any) -> bool:
 
 
 def _is_definition(value: Any) -> bool:
-    """Return True for a class or function that was not imported."""
+    """Return True for a class or function of `__main__`."""
     return isinstance(value, type | types.FunctionType) and value.__module__ == "__main__"
 
 
 def _parts_of_definition(value: Any) -> dict[Any, Any]:
-    """Return the attributes of a class, or a function's attributes, defaults and closure.
+    """Return a class's attributes, or a function's attributes, defaults and captured values.
 
-    The value of a captured variable has the variable's number in the closure as its name.
+    The name of a captured value is the number of its variable in the closure.
     """
     if isinstance(value, type):
         return {name: part for name, part in vars(value).items() if not name.startswith("__")}

@@ -1,4 +1,4 @@
-"""Pickles functions and classes of `__main__` in the sender, and rebuilds them in the receiver.
+"""Helps to pickle functions and classes of `__main__`, and rebuilds them in the receiver.
 
 The sources of their cells are sent too, so that `inspect`, tracebacks and IPython find them.  The
 notebook and workers use this file through `nbdist.values.pickling`.
@@ -25,10 +25,10 @@ from typing import Any, NamedTuple
 import cloudpickle.cloudpickle as by_value
 
 SYSTEM_NAMES = re.compile(r"_+|_i+|_i?\d+|_[dio]h|_exit_code|__\w+__|In|Out|exit|quit|get_ipython")
-"""The names that Python and IPython bind in `__main__`."""
+"""Matches the names that Python and IPython bind in `__main__`."""
 
 PYTHON = sys.version_info[:2]
-"""The minor version of Python, which must be the same where a function's code is used."""
+"""The version of this Python, as (3, 12): code of functions is used only by the same version."""
 
 _JUMPS = frozenset(dis.hasjrel + dis.hasjabs)
 
@@ -36,7 +36,7 @@ _SPECIAL_SLOTS = {"__dict__", "__weakref__"}
 
 _receiver: ContextVar[dict[str, Any] | None] = ContextVar("nbdist_receiver", default=None)
 
-# Classes that came from another process.  Classes of this process are never changed by a pickle.
+# Classes that `make_class` has made.  `fill_class` changes no other classes.
 _received: weakref.WeakSet[type] = weakref.WeakSet()
 
 _names_of_code: weakref.WeakKeyDictionary[types.CodeType, frozenset[str]] = (
@@ -47,25 +47,25 @@ _names_of_code: weakref.WeakKeyDictionary[types.CodeType, frozenset[str]] = (
 
 
 REFERENCE_LENGTH = 2
-"""The number of items to which cloudpickle reduces a class that the receiver finds by its name.
+"""The number of items in cloudpickle's reduction of a built-in class such as `NoneType`.
 
-Classes that are sent by value have more items, among them a state.
+The reduction of a class that is sent by value has more items, among them a state.
 """
 
 DETAILS = (
     *("__qualname__", "__kwdefaults__", "__defaults__", "__module__", "__doc__"),
     "__type_params__",  # from Python 3.12 on
 )
-"""The attributes of a function that are sent besides its code, closure and annotations."""
+"""Special attributes of a function that the receiver sets after it has made the function."""
 
 _OF_ANNOTATIONS = {"__annotate__", "__annotate_func__", "__annotations_cache__"}
-"""Where a class of Python 3.14 keeps its annotations, and the function that evaluates them."""
+"""Attributes in which a class of Python 3.14 has annotations, or a function to evaluate them."""
 
 
 def details_of(function: types.FunctionType) -> dict[str, Any]:
     """Return a function's defaults, annotations and other details, by attribute name.
 
-    They may refer to the function itself, so they are set once the function exists.
+    A detail may refer to the function itself, so details are set after the function is made.
     """
     details = {name: getattr(function, name) for name in DETAILS if hasattr(function, name)}
     return {**details, "__annotations__": annotations_of(function)}
@@ -74,8 +74,8 @@ def details_of(function: types.FunctionType) -> dict[str, Any]:
 def annotations_of(value: types.FunctionType | type) -> Any:
     """Return the annotations of a function or a class.
 
-    Python 3.14 evaluates annotations when they are read.  If that raises, as for a name that is
-    not bound yet, they are texts, as with `from __future__ import annotations`.
+    Python 3.14 evaluates annotations when they are read.  If evaluating raises, as for a name that
+    is not bound yet, all are texts, as with `from __future__ import annotations`.
     """
     try:
         return value.__annotations__
@@ -85,9 +85,9 @@ def annotations_of(value: types.FunctionType | type) -> Any:
 
 
 def set_annotations(kind: type, attributes: dict[str, Any]) -> None:
-    """Put a class's evaluated annotations into its attributes, or nothing if it has none.
+    """Put a class's annotations into `attributes`, evaluated, unless they are empty.
 
-    Python 3.14 keeps a function that evaluates them, which cloudpickle leaves out.
+    A class of Python 3.14 evaluates annotations by a function, which cloudpickle leaves out.
     """
     for name in _OF_ANNOTATIONS:
         attributes.pop(name, None)
@@ -98,7 +98,7 @@ def set_annotations(kind: type, attributes: dict[str, Any]) -> None:
 
 
 def class_attributes(state: Any) -> dict[str, Any]:
-    """Return the attributes of a class from the state that it is pickled with."""
+    """Return a class's attributes: the first item of the state with which a class is pickled."""
     attributes: dict[str, Any] = state[0]
     return attributes
 
@@ -116,20 +116,20 @@ class MadeBy:
 class Variable:
     """Stands in a pickle for a variable that closures capture (a cell of Python).
 
-    The receiver gets one variable for it, also if several closures share it.
+    Closures that share a stand-in share a variable in the receiver.
     """
 
     def __init__(self, cell: types.CellType) -> None:
         self.cell = cell
 
     def contents(self) -> tuple[Any, ...]:
-        """Return a tuple of the variable's value, or an empty one if it has no value yet."""
+        """Return (value,), or () if the variable has no value."""
         with suppress(ValueError):  # the cell is empty
             return (self.cell.cell_contents,)
         return ()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Without its value, which may lead to the functions that capture it.
+        # The value is set later, because it may lead to the functions that capture the variable.
         return types.CellType, ()
 
 
@@ -141,7 +141,7 @@ class Import(MadeBy):
 
 
 def require_importable(module: types.ModuleType) -> str:
-    """Return the name by which a module can be imported; raises PicklingError without one."""
+    """Return the name by which a module can be imported; raises PicklingError if it cannot be."""
     name = module.__name__
     if sys.modules.get(name) is not module:
         raise pickle.PicklingError(f"module {name!r} cannot be imported by its name")
@@ -152,7 +152,7 @@ def require_importable(module: types.ModuleType) -> str:
 
 
 def global_names(code: types.CodeType) -> frozenset[str]:
-    """Return global names that a function, and the functions and classes inside it, read."""
+    """Return the global names that a function's code, and code inside it, reads or deletes."""
     if (cached := _names_of_code.get(code)) is not None:
         return cached
     used, stored = set(), {"__name__"}
@@ -170,7 +170,7 @@ def global_names(code: types.CodeType) -> frozenset[str]:
                 stored.add(name)
             case "DELETE_NAME":
                 stored.discard(name)
-            # The body of a class looks for a name among its own first.
+            # The body of a class looks for a name among its own names first.
             case "LOAD_NAME" if name not in stored:
                 used.add(name)
     inner = (global_names(each) for each in code.co_consts if isinstance(each, types.CodeType))
@@ -181,12 +181,12 @@ def global_names(code: types.CodeType) -> frozenset[str]:
 def imported_submodules(
     function: types.FunctionType, names: frozenset[str]
 ) -> list[types.ModuleType]:
-    """Return submodules that a function uses through a package: `import xml` gives no `xml.dom`."""
+    """Return submodules that a function may use through packages: the receiver must import them."""
     used = (function.__globals__.get(name) for name in sorted(names))
     modules = (each for each in used if isinstance(each, types.ModuleType))
     paths = [each.__name__ for each in modules if hasattr(each, "__path__")]
     submodules = []
-    for path in paths:  # more as they are found
+    for path in paths:  # grows: a submodule can be a package
         for name in function.__code__.co_names:
             if (module := sys.modules.get(f"{path}.{name}")) is not None:
                 submodules.append(module)
@@ -195,7 +195,7 @@ def imported_submodules(
 
 
 def pop_slots(kind: type, state: dict[str, Any]) -> tuple[str, ...] | None:
-    """Return the slots that a class itself defines; None if it has no `__slots__`.
+    """Return the slots that a class itself defines; None if the class has no `__slots__`.
 
     Also None for a `NamedTuple`, whose class is always made with empty slots.  The descriptors that
     Python made for the slots are removed from `state`: they cannot be pickled, and the receiver
@@ -216,7 +216,7 @@ _OF_MEMBERS = {"_value_", "_name_", "__objclass__", "_sort_order_"}
 
 
 def member_attributes(kind: type[enum.Enum]) -> list[tuple[str, dict[str, Any]]]:
-    """List members of an Enum with the attributes that its `__init__` or `__new__` gave them."""
+    """List (name, attributes) of the Enum members with more attributes than Python gives each."""
     members = (
         (name, {key: value for key, value in vars(member).items() if key not in _OF_MEMBERS})
         for name, member in kind.__members__.items()
@@ -233,14 +233,14 @@ DISPATCHER = {
 
 
 def parts_of_dispatcher(function: Any) -> tuple[Any, dict[type, Any], dict[str, Any]]:
-    """Return a `singledispatch` function's default, its registry, and attributes set on it."""
+    """Return a `singledispatch` function's default, its registry, and its further attributes."""
     standard = vars(functools.singledispatch(len))
     attributes = {name: value for name, value in vars(function).items() if name not in standard}
     return function.registry[object], dict(function.registry), attributes
 
 
 def is_importable(value: Any) -> bool:
-    """Return True if another process finds this very object under its module and name."""
+    """Return True if an object's module, not `__main__`, has this very object under its name."""
     candidate: Any = sys.modules.get(value.__module__)
     if value.__module__ == "__main__":
         return False
@@ -250,9 +250,9 @@ def is_importable(value: Any) -> bool:
 
 
 def other_name(kind: type) -> str | None:
-    """Return the name of a class in its module if its `__qualname__` is another, as in torch.
+    """Return a name of a class in its module if `__qualname__` does not lead to the class.
 
-    None if the class can be imported by its `__qualname__`, or has no name in its module.
+    None for other classes, for classes made in `__main__` or a function, and without a name.
     """
     module = sys.modules.get(kind.__module__)
     # A class made in a function gets its name at run time, which other processes lack.
@@ -265,7 +265,7 @@ def other_name(kind: type) -> str | None:
 
 # --- objects that know which process they are in ---------------------------------------------
 
-is_rank = False  # True in workers: only a notebook may not send process-bound objects to ranks
+is_rank = False  # True in workers, which may pickle process-bound objects; a notebook may not
 
 _OF_ONE_PROCESS = frozenset(
     {
@@ -291,7 +291,7 @@ On a rank, the notebook's object would say that it is process 0 of 1.
 
 
 def process_bound_name(kind: type) -> str | None:
-    """Return the name of a class whose objects are process-bound; None for others, and in ranks."""
+    """Return the name of a class if its objects are process-bound; else, and in ranks, None."""
     names = (f"{each.__module__}.{each.__qualname__}" for each in kind.__mro__)
     if is_rank or _OF_ONE_PROCESS.isdisjoint(names):
         return None
@@ -313,7 +313,7 @@ KNOWS_ITS_PROCESS = (
 
 @contextmanager
 def receiving(namespace: dict[str, Any] | None) -> Iterator[None]:
-    """Within this context, unpickled functions of `__main__` get this namespace as globals."""
+    """Within this context, unpickled functions of the sender's `__main__` get these globals."""
     token = _receiver.set(namespace)
     try:
         yield
@@ -328,7 +328,7 @@ def receiving_namespace() -> dict[str, Any]:
 
 
 MAIN = MadeBy(receiving_namespace)
-"""Stands in a pickle for the receiver's `receiving_namespace`."""
+"""Stands in a pickle for the globals that `receiving_namespace` returns in the receiver."""
 
 
 def with_submodules(module: types.ModuleType, *submodules: str) -> types.ModuleType:
@@ -339,9 +339,9 @@ def with_submodules(module: types.ModuleType, *submodules: str) -> types.ModuleT
 
 
 def make_code(python: tuple[int, int], filename: str, *parts: Any) -> types.CodeType:
-    """Make a function's code; raises UnpicklingError if it is of another Python version.
+    """Make a function's code; raises UnpicklingError for code of another Python version.
 
-    Such code would crash this process when it is called.
+    Code of another version could crash this process.
     """
     if python != PYTHON:
         sender, receiver = (".".join(map(str, each)) for each in (python, PYTHON))
@@ -350,7 +350,7 @@ def make_code(python: tuple[int, int], filename: str, *parts: Any) -> types.Code
 
 
 def fill_function(function: types.FunctionType, state: Any) -> None:
-    """Set a function's defaults and attributes, and the values of its closure."""
+    """Set a function's details and attributes, and the captured values that were sent."""
     values, (attributes, details, _) = state
     for cell, contents in zip(function.__closure__ or (), values, strict=True):
         if contents:
@@ -361,7 +361,7 @@ def fill_function(function: types.FunctionType, state: Any) -> None:
 
 
 def fill_dispatcher(dispatcher: Any, state: Any) -> None:
-    """Register the implementations and attributes of the sender's `singledispatch` function."""
+    """Give a new `singledispatch` function the implementations and attributes of the sender's."""
     registry, attributes = state
     for kind, function in registry.items():
         dispatcher.register(kind, function)
@@ -374,7 +374,7 @@ def dead_reference() -> weakref.ref[Any]:
 
 
 def make_class(maker: Callable[..., type], args: tuple[Any, ...], qualname: str) -> type:
-    """Return the class that was received with this id before, or a new one for `fill_class`."""
+    """Return the class that has the pickled id here already, else a new class for `fill_class`."""
     # Look for a known class first: cloudpickle does so only after making the new class, and by then
     # the bases' `__init_subclass__` has registered the new class.
     *_, tracker_id, _ = args
@@ -397,9 +397,9 @@ _HOOKS = ("__init_subclass__", "__prepare__", "__new__", "__init__")
 
 @contextmanager
 def _without_hooks(args: tuple[Any, ...], only: Container[type] | None = None) -> Iterator[None]:
-    """Within this context, making a class with these arguments runs none of its bases' hooks.
+    """Within this context, making a class with these arguments skips some hooks of its bases.
 
-    Hooks of the classes in `only` are kept from running, or if `only` is None, of all classes of
+    Hooks of classes in `only` are skipped, or if `only` is None, hooks of all classes of
     `__main__`.  Such hooks have run in the sender, and their effects are sent with the classes: if
     hooks ran again, a registry would have the class twice, or the hook's globals would be missing.
     Hooks of libraries do run, since a library must know the class in this process too.
@@ -425,7 +425,7 @@ def _without_hooks(args: tuple[Any, ...], only: Container[type] | None = None) -
 
 
 def fill_class(kind: type, state: Any) -> None:
-    """Set the sender's attributes on a class that `make_class` has made."""
+    """Set the sender's attributes on a class that `make_class` has made; change no other."""
     if kind in _received:
         attributes, slots, *of_members = state
         by_value._class_setstate(kind, (attributes, slots))
@@ -444,7 +444,7 @@ class CellSource(NamedTuple):
 
 
 def cell_source(filename: str) -> CellSource | None:
-    """Return the cell that was compiled under this file name; None for a real file."""
+    """Return the cell that was compiled under this file name; None for a file or unknown name."""
     match linecache.cache.get(filename):
         # An entry without a modification time was added by a compiler, not read from disk.
         # IPython 7 adds an entry with a time, for a file that does not exist.
@@ -465,16 +465,16 @@ def keep_cell_sources(sources: dict[str, CellSource]) -> None:
 
 
 def function_name(name: str) -> str:
-    """Return a function's name for tracebacks: `<module>` for IPython 7's `<cell line: 1>`."""
+    """Return a function's name for tracebacks: `<module>` for IPython's `<cell line: NUMBER>`."""
     return "<module>" if name.startswith("<cell line: ") else name
 
 
 def cell_numbers() -> MutableMapping[str, int]:
-    """Return IPython's table of execution counts by file name; an empty dict if it has none.
+    """Return IPython's table of execution counts by file name; an empty dict without a table.
 
     IPython 8 and later have the table in any process, IPython 7 only in workers
-    (worker/compat/ipython.py).  Its public functions take only file names that it has made itself,
-    and file names here come from other processes.
+    (worker/compat/ipython.py).  IPython's public functions take only file names that IPython has
+    made in this process, and file names here come from other processes.
     """
     numbers: MutableMapping[str, int]
     numbers = getattr(getattr(_shell(), "compile", None), "_filename_map", {})
@@ -485,7 +485,7 @@ def _number_of(filename: str, source: str) -> int | None:
     numbers = cell_numbers()
     if filename in numbers:
         return numbers[filename]
-    # A notebook with IPython 7, which keeps the cells' texts only.
+    # With IPython 7 a notebook keeps only the texts of cells: find the last equal text.
     history = getattr(getattr(_shell(), "history_manager", None), "input_hist_parsed", [])
     same = (number for number in reversed(range(len(history))) if history[number] == source)
     return next(same, None)

@@ -1,6 +1,6 @@
 """Digests of memory, which tell the notebook and workers whether contents have changed.
 
-They are fast, and no protection against forgery.
+The digests are fast, and no protection against forgery.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Any
 import xxhash
 
 PIECE_BYTES = 16 << 20
-"""Bytes that are read between two checks for Stop, and that one thread reads at a time."""
+"""Bytes from which on memory is digested in pieces of this size, by several threads."""
 
 _SAMPLE_BYTES, _SAMPLES = 4096, 64
 
 
 def digest_bytes(data: Any) -> str:
-    """Return the digest of bytes, the same in every process: their number and XXH3-128.
+    """Return a digest that is the same in every process: the number of bytes and an XXH3-128.
 
-    XXH3 reads some 7 GB/s on one core, CRC-32 of zlib 2 GB/s.  Pieces of big memory are read by
-    several threads.
+    XXH3 reads some 7 GB/s on one core.  Several threads read pieces of big memory, whose digest is
+    made of the pieces' digests.
     """
     view = memoryview(data).cast("B")
     if view.nbytes <= PIECE_BYTES:
@@ -42,7 +42,7 @@ def digest_pieces(pieces: Iterable[Any]) -> str:
 
 
 def sample_of(data: Any) -> str:
-    """Return the digest of some pages of the bytes: if it differs, the bytes have changed."""
+    """Return a digest of the size and some pages: if two digests differ, so do the bytes."""
     view = memoryview(data).cast("B")
     digest = xxhash.xxh3_128(str(view.nbytes).encode())
     for start in range(0, view.nbytes, max(_SAMPLE_BYTES, view.nbytes // _SAMPLES)):

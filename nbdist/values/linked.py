@@ -1,6 +1,6 @@
 """Messages with variables, whose pickles refer to objects that the receiver already has.
 
-The notebook writes them (`write`), a rank reads them (`read`).  A message has values by name,
+The notebook writes a message (`write`), a rank reads it (`read`).  A message has values by name,
 updates of objects that the receiver has, and the keys of the objects that are new to the receiver.
 All pickles of a message share one memo, so an object in two of the values arrives once.
 """
@@ -36,14 +36,14 @@ from nbdist.values.tensors import Reduced, TensorReducer, set_attributes
 from nbdist.values.updates import ObjectUpdate
 
 READ_FROM = 1 << 20
-"""Bytes of a pickle from which on it is read in pieces, so that Stop can interrupt the reading.
+"""A pickle of this many bytes or more is read in pieces, so that Stop can interrupt the reading.
 
-So many bytes take some 10 ms.
+Reading so many bytes takes some 10 ms.
 """
 
 
 class ValueMessage(NamedTuple):
-    """A message for a rank: `frames` of memory, and the `keys` of objects that are new to it."""
+    """A message for a rank, with its `size` in bytes, and the `keys` that are new to the rank."""
 
     frames: Sequence[Buffer]
     size: int
@@ -71,7 +71,7 @@ class NotThere(LookupError):
 
 
 class CannotRebuild(Exception):
-    """The value of the variable `name` could not be rebuilt; `__cause__` is the error."""
+    """The variable `name`, or if "" another part, could not be rebuilt; `__cause__` says why."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -100,16 +100,16 @@ def reducer_for(namespace: dict[str, Any]) -> Reducer:
 
 
 class _Known:
-    """The objects that the receiver has, with their keys: those of `sent`, and their stand-ins.
+    """The keys of the objects that the receiver has (the keys in `sent`), and of their stand-ins.
 
     Pickling runs code of users and may collect garbage, so an object may end meanwhile, and a new
-    object may get its id.  The new object is not known.
+    object may get its id.  The new object does not count as known.
     """
 
     def __init__(self, links: Links, sent: Collection[int]) -> None:
         self._by_id = links.by_id
         entries = links.by_id.copy().items()
-        # By id; of an object that has ended since, the key is still here.
+        # By id; the key of an object that has ended since is still here.
         self.keys = {number: entry.key for number, entry in entries if entry.key in sent}
         self._stand_ins: dict[int, int] = {}
 
@@ -118,7 +118,7 @@ class _Known:
         self.keys[id(value)] = self._stand_ins[id(value)] = key
 
     def key_of(self, value: object) -> int | None:
-        """Return the key of an object that the receiver has, else None."""
+        """Return the key of an object if the receiver has the object; else None."""
         number = id(value)
         key = self.keys.get(number)
         if key is None:
@@ -130,7 +130,7 @@ class _Known:
 
 
 class _Memory(TensorReducer):
-    """Pickles tensors and arrays as views of blocks; refers to blocks that the receiver has."""
+    """Pickles tensors and arrays as views of memory blocks, which the receiver may have already."""
 
     def __init__(self, links: Links, known: _Known, sent: Collection[int]) -> None:
         super().__init__(sketch=False, back_to_device=False, exact=False)
@@ -138,7 +138,7 @@ class _Memory(TensorReducer):
         self.pieces: dict[int, _BlockPiece] = {}
 
     def piece_of(self, block: MemoryBlock) -> _BlockPiece:
-        """Return the stand-in of a block: a reference if the receiver has the block."""
+        """Return a memory block's stand-in, pickled as its key if the receiver has the block."""
         piece = self.pieces.get(block.key)
         if piece is None:
             piece = self.pieces[block.key] = _BlockPiece(block)
@@ -147,7 +147,7 @@ class _Memory(TensorReducer):
         return piece
 
     def reduce_array(self, value: Any) -> Reduced:
-        """Reduce a numpy array to a view of a block; NotImplemented for numpy's own way."""
+        """Reduce a numpy array to a view of a memory block; NotImplemented leaves it to numpy."""
         if value.dtype.hasobject or not value.size:
             return NotImplemented
         start, end = span_of_array(value)
@@ -164,7 +164,7 @@ class _Memory(TensorReducer):
         return array_on, args, attributes, None, None, set_own_attributes
 
     def reduce(self, value: Any) -> Reduced:
-        """Reduce a tensor or a storage to a view of a block, if it lies in one."""
+        """Reduce a tensor or storage to a view of its memory block, or as `TensorReducer` does."""
         if isinstance(value, self.types[1]):
             block = self.links.blocks.get_exact(value.data_ptr(), value.nbytes(), value.device.type)
             if block is not None:
@@ -210,7 +210,7 @@ class _Memory(TensorReducer):
         return contents, tuple(new if old else 0 for old, new in kept)
 
     def contents_of(self, block: MemoryBlock, owner: Any = None) -> Any:
-        """Return the bytes of a block: its memory itself on the CPU, or a copy from a device."""
+        """Return a memory block's bytes as a buffer: on the CPU without a copy, else as a copy."""
         if block.device != "cpu":
             flat = flat_tensor(owner)[block.start - owner.data_ptr() :][: block.size]
             host: Any = self._on_host(flat).numpy()
@@ -219,14 +219,14 @@ class _Memory(TensorReducer):
 
 
 def _keep_owner(view: memoryview, owner: Any) -> Any:
-    """Return the memory, as a buffer that keeps its owner alive."""
+    """Return the ctypes array that a view shows, and let the array keep the owner alive."""
     made: Any = view.obj
     made.owner = owner  # a ctypes array takes attributes
     return made
 
 
 class _BlockPiece:
-    """Stands in a pickle for a memory block; unpickled, it is the memory as an array of bytes."""
+    """Stands in a pickle for a memory block; the receiver gets an array of the block's bytes."""
 
     def __init__(self, block: MemoryBlock) -> None:
         self.block = block
@@ -240,9 +240,9 @@ class _BlockPiece:
 
 
 class _LinkedPickler(Pickler):
-    """Pickles values and the memory that they share, also objects that the receiver has already.
+    """Pickles values, with views of memory blocks; sends objects even if the receiver has them.
 
-    `_ReferringPickler` sends keys instead of such objects.
+    `_ReferringPickler` sends the keys of such objects instead.
     """
 
     def __init__(
@@ -255,7 +255,7 @@ class _LinkedPickler(Pickler):
 
     def reducer_override(self, value: Any) -> Reduced:
         """Reduce an object that is no plain built-in.  Called by pickle."""
-        if type(value) is OrderedDict:  # a torch module has a dozen
+        if type(value) is OrderedDict:  # saves time: a torch module has a dozen
             return NotImplemented
         if is_plain_array(value):
             entry = self.memory.links.by_id.get(id(value))
@@ -266,26 +266,26 @@ class _LinkedPickler(Pickler):
         return super().reducer_override(value)
 
     def variable_of(self, cell: types.CellType) -> Any:
-        """Return the stand-in of a variable that closures capture."""
+        """Return the stand-in of a captured variable, known to the receiver if the variable is."""
         variable = super().variable_of(cell)
         if (key := self._known.key_of(cell)) is not None:
             self._known.add_stand_in(variable, key)
         return variable
 
     def contents_of(self, variable: Any) -> tuple[Any, ...]:
-        """Return a tuple of a variable's value; an empty one if the receiver has the variable."""
+        """Return (value,) for a captured variable, or () if it is empty or the receiver has it."""
         is_known = self._known.key_of(variable) is not None
         return () if is_known else super().contents_of(variable)
 
 
 class _ReferringPickler(_LinkedPickler):
-    """Pickles each object that the receiver has as its key.
+    """Pickles only the key of each object that the receiver has.
 
-    Only used if the receiver has objects: `persistent_id` is called for each object, which is slow.
+    Used only if the receiver has objects: pickle calls `persistent_id` for each, which is slow.
     """
 
     def persistent_id(self, value: Any) -> int | None:
-        """Return the key of an object that the receiver has.  Called by pickle for each object."""
+        """Return an object's key if the receiver has the object.  Pickle calls this for each."""
         return self._known.key_of(value) if id(value) in self._known_ids else None
 
 
@@ -299,13 +299,13 @@ def write(
 ) -> ValueMessage:
     """Pickle values and updates for ranks that have the objects of the keys in `sent`.
 
-    The receiver registers the objects of `states` that are in the message and new to it.  Raises
-    any error that pickling raises.
+    The receiver registers objects of the message whose keys are in `states`, but not in `sent`.
+    Raises any error that pickling raises.
     """
     kind = _ReferringPickler if sent else _LinkedPickler
     pickler = kind(namespace, links, _Known(links, sent), sent)
     updates = [*updates]
-    # Definitions come first: other values may need them to be rebuilt.
+    # Definitions come first: rebuilding other values may need them.
     definitions_first = lambda name: not isinstance(values[name], _DEFINED)  # noqa: E731
     values = {name: values[name] for name in sorted(values, key=definitions_first)}
     pickler.dump((*values,))
@@ -346,7 +346,7 @@ class _Frames(list[Any]):
 
 
 def _with_memory(data: Any, memory: _Memory) -> Any:
-    """Put the contents of a block in the place of the block."""
+    """Return the contents of `data` if it is a memory block, else `data` itself."""
     if isinstance(data, MemoryBlock):
         return memory.contents_of(data, data.owner_storage())
     return data
@@ -359,7 +359,7 @@ class _LinkedUnpickler(plain_pickle.Unpickler):
     find: Callable[[int], Any]
 
     def persistent_load(self, key: Any) -> Any:
-        """Return the object with this key.  Called by pickle."""
+        """Return the object with this key; raises NotThere without one.  Called by pickle."""
         value = self.find(key)
         if value is None:
             raise NotThere(key)
@@ -369,16 +369,16 @@ class _LinkedUnpickler(plain_pickle.Unpickler):
 def read(
     frames: Sequence[Buffer], find: Callable[[int], Any], namespace: dict[str, Any] | None
 ) -> ReceivedMessage:
-    """Make the values of a message; `find` returns the receiver's own object with a key.
+    """Unpickle a message; `find` returns the receiver's own object with a key, or None.
 
-    Raises NotThere for a key that `find` does not know, and CannotRebuild.
+    Raises NotThere if `find` returns None, and CannotRebuild if rebuilding raises an error.
     """
     buffers = [bytearray(frame) if isinstance(frame, bytes) else frame for frame in frames[1:]]
     with definitions.receiving(namespace), without_cycles():
         file = io.BytesIO(frames[0])
         source: Any = file
         if memoryview(frames[0]).nbytes >= READ_FROM:
-            # In pieces: C code would read all of it at once, which Stop could not interrupt.
+            # In pieces: C code would read the whole pickle at once, which Stop could not interrupt.
             source = types.SimpleNamespace(
                 read=lambda size: file.read(size),
                 readline=lambda: file.readline(),
@@ -410,7 +410,7 @@ def read(
 
 
 def block_from(contents: Any) -> Any:
-    """Return memory as an array of bytes, of which all views of the block are made."""
+    """Return a memory block as an array of bytes, of which tensors and arrays are views."""
     import numpy as np
 
     view = memoryview(contents).cast("B")
@@ -420,11 +420,11 @@ def block_from(contents: Any) -> Any:
 
 
 _storages: dict[int, Any] = {}
-"""Weak references to the storages of blocks, by address: one storage for each block."""
+"""Weak references to the storages that `storage_on` has made, by address."""
 
 
 def storage_on(root: Any) -> Any:
-    """Return the storage of a block: the same object as long as a tensor uses it."""
+    """Return the storage of a memory block: the same one as long as a tensor uses the storage."""
     import torch
 
     if isinstance(root, torch.UntypedStorage):
@@ -450,7 +450,7 @@ def tensor_on(
     requires_grad: bool,  # noqa: FBT001 (arguments of a pickle have no names)
     is_parameter: bool,  # noqa: FBT001
 ) -> Any:
-    """Make a leaf tensor, or parameter, that is a view of a block; `offset` is in bytes."""
+    """Make a leaf tensor, or parameter, as a view of a memory block; `offset` is in bytes."""
     import torch
 
     storage = storage_on(root)
@@ -470,7 +470,7 @@ def array_on(
     writeable: bool,  # noqa: FBT001
     kind: type,
 ) -> Any:
-    """Make a numpy array, of this class, that is a view of a block."""
+    """Make a numpy array of the class `kind` as a view of a memory block."""
     import numpy as np
 
     if not isinstance(root, np.ndarray):  # the storage of a tensor on this rank
@@ -495,5 +495,5 @@ def flat_tensor(storage: Any) -> Any:
 
 
 def bytes_of_storage(storage: Any) -> Any:
-    """Return a storage of the CPU as an array of its bytes."""
+    """Return a storage of the CPU as a numpy array of its bytes, without a copy."""
     return flat_tensor(storage).numpy()

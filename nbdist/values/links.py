@@ -1,9 +1,9 @@
 """Tables of objects by key: an object of the notebook and its counterpart on a rank have one key.
 
-The notebook gives a key to each object that it sends and that can be told from an equal one; each
-rank keeps its own object under the same key.  Both processes use this file.  A table keeps no
-object alive that Python can refer to weakly.  Lists, dicts and other objects that it cannot refer
-to weakly are held until `drop_unused` finds that nothing else refers to them.
+The notebook gives a key to each object that it sends and whose identity matters; each rank keeps
+its own object under the same key.  Both processes use this file.  A table keeps no object alive to
+which Python can refer weakly.  Lists, dicts and other objects without weak references are held
+until `drop_unused` finds that nothing else refers to them, or their key is dropped.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from operator import attrgetter
 from typing import Any
 
 MAX_WHOLE_BYTES = 64 << 20
-"""Memory up to this size is sent whole with the first view of it, so that later views of it are
-linked; of bigger memory only the part that a view shows is sent, if that is less than half."""
+"""Memory up to this size is sent whole with its first view that is not scattered, so that later
+views are linked; of bigger memory only the part that a view shows, if that is less than half."""
 
 
 ALIGNMENT = 64
@@ -37,7 +37,7 @@ class _WeakEntry(weakref.ref):  # type: ignore[type-arg]
 
 
 class _StrongEntry:
-    """A reference to an object with a key, to which Python cannot refer weakly."""
+    """A strong reference to an object with a key, to which Python cannot refer weakly."""
 
     __slots__ = ("key", "number", "tool", "value")
 
@@ -61,11 +61,11 @@ class _Owners:
         self._refs = [*refs]
 
     def __call__(self) -> Any:
-        """Return an object that has not ended; None if all have."""
+        """Return an owner that is still alive; None if there is none."""
         return next((owner for ref in self._refs if (owner := ref()) is not None), None)
 
     def add(self, ref: Callable[[], Any]) -> None:
-        """Add a reference, and drop references to objects that have ended."""
+        """If a reference is new, add it, and drop references to owners that have ended."""
         if all(ref is not each for each in self._refs):
             self._refs = [*(each for each in self._refs if each() is not None), ref]
 
@@ -74,8 +74,8 @@ class _Owners:
 class MemoryBlock:
     """The part of tensors' and arrays' memory that is sent: the bytes from `start` to `end`.
 
-    `owner` returns the object that keeps the memory alive, or None once the memory is free.
-    `copied` identifies the elements if only a few of them are sent that lie far apart.
+    `owner` returns the object that keeps the memory alive, or on a rank an array of the bytes; None
+    if the memory is free.  `copied` identifies the elements if only a few, far apart, are sent.
     """
 
     key: int
@@ -84,7 +84,7 @@ class MemoryBlock:
     owner: Any
     device: str = "cpu"
     copied: tuple[Any, ...] = ()
-    users: list[Any] = field(default_factory=list)  # weak references to tensors made on a rank
+    users: list[Any] = field(default_factory=list)  # weak references to a rank's tensors
 
     def add_owner(self, owner: Any) -> None:
         """Add a weak reference to another object that keeps the memory alive.
@@ -97,15 +97,15 @@ class MemoryBlock:
             self.owner = _Owners(self.owner, owner)
 
     def owner_storage(self) -> Any:
-        """Return the storage of a tensor that keeps memory on a device alive; else None."""
+        """Return the storage that keeps memory on a device alive; None for memory of the CPU."""
         if self.device == "cpu":
             return None
         return self.owner()
 
     def users_storage(self) -> Any:
-        """Return the storage of a tensor made on a rank, wherever it has its memory now.
+        """Return the storage that a tensor of `users` has now, maybe other memory than this block.
 
-        None if there is no tensor whose memory is still of this block's size.
+        None if no such tensor's storage has this block's size.
         """
         for user in self.users:
             tensor = user()
@@ -115,7 +115,7 @@ class MemoryBlock:
 
     @property
     def size(self) -> int:
-        """The number of bytes of the block."""
+        """The number of bytes of the memory block."""
         return self.end - self.start
 
 
@@ -123,9 +123,9 @@ LinkEntry = _WeakEntry | _StrongEntry
 
 
 class Links:
-    """The objects of this process by key, and the key of each object.
+    """The objects of this process by key, and their keys by object.
 
-    The keys of two tables never collide: each table begins at a random number.
+    Each table begins at a random number, so that keys of two tables hardly ever collide.
     """
 
     def __init__(self) -> None:
@@ -133,7 +133,7 @@ class Links:
         self.by_key: dict[int, LinkEntry] = {}
         self._strong: dict[int, _StrongEntry] = {}
         self.blocks = Blocks(self)
-        self.has_dead = False  # an object has ended, so `drop_unused` may find unused ones
+        self.has_dead = False  # an object has ended: others may be unused now
         self._next = itertools.count(random.SystemRandom().getrandbits(40) << 22)
         self._dead: list[int] = []
 
@@ -141,7 +141,7 @@ class Links:
         return len(self.by_key) + len(self.blocks)
 
     def new_key(self) -> int:
-        """Return a key that no object has had."""
+        """Return a key that this table has not given out before."""
         return next(self._next)
 
     def key_of(self, value: Any) -> int | None:
@@ -150,7 +150,7 @@ class Links:
         return None if entry is None else entry.key
 
     def add(self, value: Any, tool: str, key: int | None = None) -> LinkEntry:
-        """Give an object `key`, or a new key unless it has a key; return the object's entry."""
+        """Give an object `key`, or without `key` its old or a new key; return its entry."""
         number = id(value)
         existing = self.by_id.get(number)
         if existing is not None:
@@ -175,34 +175,34 @@ class Links:
         return entry
 
     def find(self, key: int) -> Any:
-        """Return the object with this key, or the owner of the block with it; None without both."""
+        """Return the object with this key, or else what `owner_of` returns for the key."""
         entry = self.by_key.get(key)
         return self.blocks.owner_of(key) if entry is None else entry()
 
     def renew(self, entry: LinkEntry) -> None:
-        """Give an object another key, because its counterparts cannot be changed in place."""
+        """Give an object another key, for new counterparts; the old key counts as dead."""
         self.by_key.pop(entry.key, None)
         self._dead.append(entry.key)
         entry.key = next(self._next)
         self.by_key[entry.key] = entry
 
     def forget(self, keys: Iterable[int]) -> None:
-        """Drop keys whose objects have ended in the other process."""
+        """Drop the objects and memory blocks with these keys from the table."""
         for key in keys:
             if (entry := self.by_key.get(key)) is not None:
                 self._remove(entry)
             self.blocks.forget(key)
 
     def pop_dead_keys(self) -> tuple[int, ...]:
-        """Return the keys whose objects have ended since the last call."""
+        """Return the keys that have lost their objects or memory since the last call."""
         self.blocks.drop_dead()
         dead, self._dead = self._dead, []
         return tuple(dead)
 
     def drop_unused(self, before_drop: Callable[[Sequence[LinkEntry]], None] | None = None) -> None:
-        """Drop objects to which nothing but this table refers; then objects to which these did.
+        """Drop objects to which only this table refers, then objects that only these kept alive.
 
-        `before_drop` is called with the entries of these objects before they are dropped.
+        `before_drop` is called with the entries of unused objects before these are dropped.
         """
         self.has_dead = False
         while True:
@@ -230,12 +230,12 @@ class Links:
             del self.by_key[entry.key]
         if self.by_id.get(entry.number) is entry:
             del self.by_id[entry.number]
-        # No global name: this is also called while the interpreter ends.
+        # Without global names: Python also calls this while the interpreter ends.
         if entry.number in self._strong and self._strong[entry.number] is entry:
             del self._strong[entry.number]
 
     def _record_death(self, entry: _WeakEntry) -> None:
-        # Also called while the interpreter ends, and in any thread.
+        # Python calls this in any thread, also while the interpreter ends.
         if self.by_key.get(entry.key) is entry:
             self._dead.append(entry.key)
         self._remove(entry)
@@ -252,7 +252,7 @@ _ALONE = _count_alone()
 
 
 class Blocks:
-    """The memory of tensors and arrays that has a key, by address."""
+    """The memory blocks of this process, by key and by address."""
 
     def __init__(self, links: Links) -> None:
         self._links = links
@@ -267,11 +267,11 @@ class Blocks:
         return iter([*self._by_key.values()])
 
     def get(self, key: int) -> MemoryBlock | None:
-        """Return the block with this key."""
+        """Return the memory block with this key; None if there is none."""
         return self._by_key.get(key)
 
     def find_containing(self, start: int, end: int, root: int, device: str) -> MemoryBlock | None:
-        """Return the block that contains these bytes of the memory at `root`; None if none does."""
+        """Return a block that contains these bytes of the memory at `root`; None if none does."""
         for block in self._around(start, root, device):
             if block.owner() is None:
                 self._links._dead.append(block.key)
@@ -288,9 +288,9 @@ class Blocks:
     def find_or_add(
         self, start: int, end: int, root: tuple[int, int], make_ref: Callable[[], Any], device: str
     ) -> MemoryBlock:
-        """Return the block that contains the bytes of a view; make one if there is none.
+        """Return a block that contains the bytes of a view; make a block if none does.
 
-        `root` are the bounds of all the memory that the view is of; `make_ref` returns an `owner`.
+        `root` has the bounds of all memory that the view is of; `make_ref` returns an `owner`.
         """
         if (block := self.find_containing(start, end, root[0], device)) is not None:
             block.add_owner(make_ref())
@@ -301,13 +301,13 @@ class Blocks:
         return self.add(MemoryBlock(self._links.new_key(), *bounds, make_ref(), device))
 
     def get_copied(self, what: tuple[Any, ...]) -> MemoryBlock | None:
-        """Return the block of a few elements that are copied together; None if there is none."""
+        """Return the block of the few elements that `what` identifies; None if there is none."""
         return self._copied.get(what)
 
     def add_copied(
         self, what: tuple[Any, ...], make_ref: Callable[[], Any], device: str
     ) -> MemoryBlock:
-        """Return the block of a few elements that are copied together; `what` tells which."""
+        """Return the block of the few elements that `what` identifies; make a block if needed."""
         block = self._copied.get(what)
         if block is None or block.owner() is None:
             block = MemoryBlock(self._links.new_key(), 0, 0, make_ref(), device, what)
@@ -323,12 +323,12 @@ class Blocks:
         return block
 
     def owner_of(self, key: int) -> Any:
-        """Return the object that keeps a block's memory alive; None if the memory was freed."""
+        """Return the `owner()` of the memory block with this key; None if there is no block."""
         block = self._by_key.get(key)
         return None if block is None else block.owner()
 
     def forget(self, key: int) -> None:
-        """Drop a block whose memory was freed in the other process."""
+        """Drop the block with this key from the table."""
         if (block := self._by_key.get(key)) is not None:
             self._remove(block)
 
@@ -340,7 +340,7 @@ class Blocks:
                 self._remove(block)
 
     def _around(self, start: int, root: int, device: str) -> list[MemoryBlock]:
-        """List the blocks that begin at or before an address, within the same memory."""
+        """List a device's blocks that begin from `root` to `start`; the last of them first."""
         at = bisect_right(self._sorted, start, key=attrgetter("start"))
         blocks = []
         while at > 0 and self._sorted[at - 1].start >= root:

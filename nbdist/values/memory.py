@@ -1,7 +1,7 @@
-"""The addresses of tensors and arrays: their bounds, and the memory that they are views of.
+"""Addresses of tensors and arrays, the memory that they are views of, and files that they map.
 
-The notebook and workers use it.  Neither torch nor numpy must be installed for it: callers have an
-object of the library.
+The notebook and workers use this file.  Neither torch nor numpy has to be installed: the functions
+are called with objects of a library that the caller has imported.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 
 def has_plain_memory(torch: Any, tensor: Any) -> bool:
-    """Return True for a plain tensor or parameter: memory with a shape, and of no other class."""
+    """Return True for a tensor or parameter, of no subclass, that is a plain view of memory."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided
@@ -30,7 +30,7 @@ def has_plain_memory(torch: Any, tensor: Any) -> bool:
 
 
 def is_plain_array(value: Any) -> bool:
-    """Return True for numpy's arrays, and for arrays of subclasses that are pickled alike."""
+    """Return True for a numpy array, also of a subclass that numpy's own methods pickle."""
     numpy = sys.modules.get("numpy")
     kind = type(value)
     return (
@@ -43,7 +43,7 @@ def is_plain_array(value: Any) -> bool:
 
 
 def attributes_of_array(value: Any) -> dict[str, Any]:
-    """Return an array's own attributes if the user has made its class, else none."""
+    """Return the attributes of an array whose class is of `__main__`, else an empty dict."""
     return dict(getattr(value, "__dict__", {})) if type(value).__module__ == "__main__" else {}
 
 
@@ -66,7 +66,7 @@ def span_of_array(value: Any) -> tuple[int, int]:
 
 
 def is_scattered(data: Any, root: tuple[int, int], start: int, end: int) -> bool:
-    """Return True if a tensor shows only a few elements, far apart, of big memory."""
+    """Return True if a tensor shows less than half of the bytes that it spans in big memory."""
     if root[1] - root[0] <= 1 << 20:
         return False
     shown = data.element_size()
@@ -78,9 +78,9 @@ def is_scattered(data: Any, root: tuple[int, int], start: int, end: int) -> bool
 def root_of_array(
     torch: Any, array: Any, span: tuple[int, int]
 ) -> tuple[tuple[int, int], Callable[[], Any]]:
-    """Return the bounds of the memory of which an array is a view, and a function for its owner.
+    """Return the bounds of an array's whole memory, or `span` if unknown, and a function.
 
-    The function returns a weak reference to the object that keeps the memory alive.
+    The function returns a weak reference to an object that keeps the memory alive.
     """
     numpy, owner = sys.modules["numpy"], array
     while isinstance(owner.base, numpy.ndarray):
@@ -99,7 +99,7 @@ def root_of_array(
 
 
 class FileSpan(NamedTuple):
-    """The part of a file that an array shows."""
+    """The part of a file that a `numpy.memmap` spans."""
 
     path: str
     inode: int
@@ -108,7 +108,7 @@ class FileSpan(NamedTuple):
     at: int  # the array's first element, in bytes from `start`
 
     def exists(self) -> bool:
-        """Return True if the path leads here to a file with this inode that still has the part."""
+        """Return True if on this machine the path is a file with this inode that has the part."""
         try:
             status = os.stat(self.path)
         except OSError:
@@ -117,9 +117,9 @@ class FileSpan(NamedTuple):
 
 
 def file_span_of(value: Any) -> FileSpan | None:
-    """Return the part of a file that a `numpy.memmap` shows; None for other arrays.
+    """Return the part of a file that a `numpy.memmap` spans; None for other values.
 
-    Also None for mode "c": such a memory map's changes are this process's own.
+    None also for an empty memory map, and for mode "c", whose changes do not reach the file.
     """
     numpy = sys.modules.get("numpy")
     if numpy is None or type(value) is not numpy.memmap or not (value.size and value.filename):
@@ -133,18 +133,18 @@ def file_span_of(value: Any) -> FileSpan | None:
 
 
 def is_of_file(value: Any) -> bool:
-    """Return True for a `numpy.memmap` of a file that can be opened by its path."""
+    """Return True if a value has a `file_span_of`, and its file is still at the path."""
     span = file_span_of(value)
     return span is not None and span.exists()
 
 
 def reduce_to_file(value: Any) -> Any:
-    """Reduce a `numpy.memmap` to its place in a file that can be opened; else NotImplemented."""
+    """Reduce a `numpy.memmap` to its place in its file if `is_of_file`; else NotImplemented."""
     return reduce_file_array(value) if is_of_file(value) else NotImplemented
 
 
 def reduce_file_array(value: Any) -> Any:
-    """Reduce a `numpy.memmap` to its place in its file, which may be gone; else NotImplemented."""
+    """Reduce a `numpy.memmap` to its `file_span_of`, if it has one; else NotImplemented."""
     if (span := file_span_of(value)) is None:
         return NotImplemented
     return map_file, (span, value.dtype, value.shape, value.strides, bool(value.flags.writeable))
@@ -157,7 +157,7 @@ def map_file(
     strides: tuple[int, ...],
     writeable: bool,  # noqa: FBT001 (arguments of a pickle have no names)
 ) -> Any:
-    """Make a `numpy.memmap` of this part of the file; OSError if it is another file here."""
+    """Make a `numpy.memmap` of this part of the file; OSError if the file is gone or another."""
     import numpy as np
 
     span = FileSpan(*span)
@@ -176,7 +176,7 @@ def map_file(
 def _shared_file_at(start: int, end: int) -> tuple[int, int] | None:
     """Return inode and offset of the file that is mapped as shared memory at these addresses.
 
-    None if there is none, or if the addresses are not all in one mapping.
+    None without such a file, or if the addresses are not all in one mapping.
     """
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as lines:
         for line in lines:
@@ -194,7 +194,7 @@ EXPANDED_FROM = 1 << 20  # bytes: a smaller array is sent whole, as numpy pickle
 def reduce_expanded(value: Any) -> Any:
     """Reduce a big result of `numpy.broadcast_to` to the elements that it repeats.
 
-    NotImplemented for other arrays.
+    NotImplemented for other and for small arrays.
     """
     numpy: Any = sys.modules["numpy"]
     is_wanted = type(value) is numpy.ndarray and not value.flags.writeable
@@ -205,5 +205,5 @@ def reduce_expanded(value: Any) -> Any:
 
 
 def memory_at(start: int, size: int) -> memoryview:
-    """Return the memory at an address, without keeping it alive."""
+    """Return a view of the memory at an address; the caller must keep the memory alive."""
     return memoryview((ctypes.c_char * size).from_address(start)).cast("B")

@@ -1,9 +1,9 @@
 """Pickled values that are sent between processes, in messages or in shared memory.
 
 Notebook, agents and workers use this file.  A segment is memory that one process fills once, and
-other processes of the same user on the machine map.  It has no name in any file system: it is a
-descriptor of its owner, which others open through `/proc/<pid>/fd`.  So the kernel frees it after
-its last user, whatever happens to the owner.
+other processes of the same user on the machine map.  A segment has no name in a file system: other
+processes open its owner's descriptor through `/proc/<pid>/fd`.  So Linux frees the memory after the
+last user, whatever happens to the owner.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ V = TypeVar("V")
 
 # --- segments --------------------------------------------------------------------------------
 
-# As vector instructions and torch's allocator prefer; also the size of a cache line.
+# Bytes that vector instructions and torch's allocator prefer; also the size of a cache line.
 ALIGNMENT = 64
 
 COPY_PIECE = 32 << 20
 """Bytes that are copied between two yields; copying them takes some 10 to 50 ms."""
 
-# linux/fcntl.h and linux/memfd.h; the fcntl module has these names on few versions.
+# From linux/fcntl.h; the fcntl module has names for the numbers only in some builds.
 _F_ADD_SEALS = 1033
 _SEALS = 0x1 | 0x2 | 0x4 | 0x8  # no further seals, no shrinking, no growing, no writing
 
 
 class SegmentGone(OSError):
-    """A segment cannot be opened: its owner has closed it, or this process has no permission."""
+    """A segment cannot be opened: it was closed, its owner is gone, or a permission is missing."""
 
 
 class SegmentRef(NamedTuple):
@@ -59,7 +59,7 @@ class _Open:
     _fd: int
 
     def close(self) -> None:
-        """Close the descriptor; the kernel frees the memory once no process has it mapped."""
+        """Close the descriptor; Linux frees the memory once no process has it open or mapped."""
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
             os.close(fd)
@@ -80,7 +80,7 @@ class _Open:
 class Segment(_Open):
     """Frames in shared memory, which other processes can open until this object is closed.
 
-    A process that has mapped them can use them for longer.
+    A process that has mapped the frames can use them for longer.
     """
 
     def __init__(self, fd: int, sizes: tuple[int, ...]) -> None:
@@ -92,9 +92,9 @@ class Segment(_Open):
     def filling(cls, frames: Sequence[Buffer]) -> Generator[int, None, Segment]:
         """Make a new segment with a copy of the frames, each copied once.
 
-        Yields the number of bytes copied so far, every `COPY_PIECE` bytes.  Raises NotEnoughMemory,
-        or OSError if memory runs out in spite of that check.  If it raises, or is closed before its
-        end, nothing is left behind.
+        Yields the number of bytes copied so far, at least every `COPY_PIECE` bytes.  Raises
+        NotEnoughMemory before copying, or OSError if memory runs out later.  If the generator
+        raises, or is closed before its end, nothing is left behind.
         """
         views = [memoryview(frame).cast("B") for frame in frames]
         with Blank([view.nbytes for view in views]) as blank:
@@ -112,7 +112,7 @@ class Segment(_Open):
 
 
 class Blank(_Open):
-    """A segment of `total` bytes for frames of these sizes, of which `filled` bytes are written."""
+    """A segment of `total` bytes for frames of these sizes, in which `filled` bytes are written."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._fd = -1
@@ -124,12 +124,12 @@ class Blank(_Open):
         os.ftruncate(self._fd, self.total)
 
     def writing(self, view: memoryview, offset: int) -> Iterator[int]:
-        """Write bytes at an offset; yield how many are written so far, every `COPY_PIECE` bytes."""
+        """Write bytes at an offset in pieces; after each piece yield how many bytes are written."""
         # Nine times as fast as copying into a mapping, which takes a page fault, and clears
         # the page, for every 4 KiB (1 GiB: 0.33 s against 3.0 s; a memcpy of it 0.44 s).
         done = 0
         while done < view.nbytes:
-            # No signal ends a write to memory: Stop would wait for all of it.
+            # In pieces: no signal ends a write to memory, so Stop would wait for the whole write.
             done += os.pwrite(self._fd, view[done : done + COPY_PIECE], offset + done)
             self.filled = offset + done
             yield done
@@ -188,7 +188,7 @@ def length_of(ref: SegmentRef) -> int:
 
 
 class StepwiseValue(Generic[T]):
-    """A value that is made in steps: iterate to the end, then read `made`; or close it before."""
+    """A value that is made in steps: iterate to the end and read `made`, or call `close` before."""
 
     made: T
 
@@ -231,8 +231,8 @@ class Payload(NamedTuple):
     """A pickled value: frames of the pickle (the first) and its out-of-band buffers (the others).
 
     Small values have `frames`, which are part of the message; big values are in a `segment` that
-    the sender owns.  If a value contains payloads, `within` has the segments of the inner payloads
-    that the reader can open, by the paths in the pickle.
+    the sender owns.  If a value contains payloads, `within` has pairs: the path of an inner segment
+    in the pickle, and a segment that the reader can open in its place.
     """
 
     frames: tuple[bytes, ...] = ()
@@ -241,7 +241,7 @@ class Payload(NamedTuple):
 
 
 PackedPayload = tuple[Payload, Segment | None]
-"""A payload, and the segment to keep open until it has been opened."""
+"""A payload, and its segment, to keep open until the receiver has opened the payload."""
 
 
 def pack_frames(frames: Sequence[Buffer]) -> PackedPayload:
@@ -270,9 +270,9 @@ def size_of(frames: Iterable[Buffer]) -> int:
 def pack_names(
     names: Mapping[str, Any] | None, namespace: dict[str, Any]
 ) -> tuple[Payload | None, Segment | None]:
-    """Pickle and pack variables by name; None if there are none.
+    """Pickle variables by name, and pack them as `pack_frames` does; (None, None) without any.
 
-    Raises UsageError if a function among them uses a name that is not among them.
+    Raises UsageError if a function among them uses a name that is neither among them nor built in.
     """
     if not names:
         return None, None
@@ -281,7 +281,7 @@ def pack_names(
 
 
 def check_needs(names: Mapping[str, Any], namespace: dict[str, Any]) -> None:
-    """Raise UsageError if a function among the values needs a name that is not among them."""
+    """Raise UsageError if a function among the values needs a name neither given nor built in."""
     pickled = pickle(dict(names), namespace, sketch=True, reduce=reduce_to_file)
     if missing := pickled.needs - names.keys() - vars(builtins).keys():
         listed = ", ".join(sorted(missing))
@@ -289,18 +289,18 @@ def check_needs(names: Mapping[str, Any], namespace: dict[str, Any]) -> None:
 
 
 def open_payload(payload: Payload) -> list[Buffer]:
-    """Return the frames; writing to a segment's frames changes a copy.  Raises `SegmentGone`."""
+    """Return a payload's frames; writes to a segment's stay private.  Raises `SegmentGone`."""
     return [*(payload.frames if payload.segment is None else open_segment(payload.segment))]
 
 
 # --- where segments are ----------------------------------------------------------------------
 
 Places = Mapping[str, SegmentRef]
-"""By a segment's path, a copy of the segment that can be opened, as on another machine."""
+"""For a segment's path a copy of the segment that can be opened, as on another machine."""
 
 
 def refs_in(value: object) -> tuple[SegmentRef, ...]:
-    """Return the segments of all payloads in mappings, lists and tuples, each once."""
+    """Return the segments of payloads in mappings, lists and tuples, each once."""
     refs: list[SegmentRef] = []
 
     def collect(payload: Payload) -> Payload:
@@ -313,7 +313,7 @@ def refs_in(value: object) -> tuple[SegmentRef, ...]:
 
 
 def relocate(value: V, places: Places) -> V:
-    """Return the value with the segments of its payloads replaced by their copies in `places`."""
+    """Return the value with segments of its payloads replaced by the copies that `places` has."""
 
     def now(ref: SegmentRef) -> SegmentRef:
         return places.get(ref.path, ref)
@@ -352,17 +352,17 @@ _ATOMIC = (int, float, complex, bool, str, bytes, type(None), type(...))
 
 
 def is_atomic(value: Any) -> bool:
-    """Return True for None, `...`, a number or a text that is short when it is written out."""
+    """Return True for None, `...`, bools, and for numbers, texts and bytes that are short."""
     if type(value) not in _ATOMIC:
         return False
     if isinstance(value, str | bytes):
         return len(value) <= _SMALL
-    # Python refuses to write out longer numbers.
+    # Python refuses to write out very long numbers.
     return not isinstance(value, int) or value.bit_length() <= _SMALL
 
 
 def _is_light(value: Any) -> bool:
-    """Return True for a value that may be kept: an atomic value, or a container of a few."""
+    """Return True for an atomic value, or a list, tuple or dict of at most `_FEW` atomic values."""
     if type(value) not in (list, tuple, dict) or len(value) > _FEW:
         return is_atomic(value)
     # Check copies, since another thread may change the container meanwhile.
@@ -372,9 +372,9 @@ def _is_light(value: Any) -> bool:
 class Identity:
     """Recognizes the object to which a variable was bound.
 
-    A new object can get the id of a deleted object.  So this keeps a weak reference, or the object
-    itself if it is light.  Of a big list, dict, tuple or text it keeps only the id and the type: a
-    new one at the address of a deleted one counts as the same.
+    A new object can get the id of a deleted object.  So an `Identity` keeps a weak reference, or
+    the object itself if `_is_light`.  Of a big list, dict, tuple or text it keeps only the id and
+    the type: a new object of the type at the same address counts as the same object.
     """
 
     def __init__(self, value: Any) -> None:
@@ -389,7 +389,7 @@ class Identity:
             self._id = id(value), type(value)
 
     def is_still(self, value: Any) -> bool:
-        """Return True if `value` counts as the object that this was made from."""
+        """Return True if `value` counts as the object from which this `Identity` was made."""
         if self._weak is not None:
             return self._weak() is value
         if self._id is not None:

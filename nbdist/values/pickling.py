@@ -1,8 +1,8 @@
-"""Pickles Python values into frames: one pickle, and the big contents beside it, not copied.
+"""Pickles Python values into frames: a pickle, and beside it the buffers of big memory.
 
-The notebook and workers use it.  It is cloudpickle, but functions of the sender's `__main__` become
-functions of the receiver's `__main__`: the global names that they use are not in the pickle, but
-reported (`Pickled.needs`).
+The notebook and workers use this file.  `Pickler` extends cloudpickle's: functions of the sender's
+`__main__` become functions of the receiver's `__main__`.  The values of the functions' global names
+are not in the pickle; `Pickled.needs` has the names.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from nbdist.values.states import optimizer_hooks
 from nbdist.values.tensors import Reduced, TensorReducer, reduce_constant
 
 LONG_TEXT, READ_FROM, READ_AT_ONCE = 1 << 20, 1 << 20, 64 << 20
-"""Bytes: of a text from which on a sketch leaves it out; of a pickle from which on it is read in
-pieces, some 10 ms each; and of memory that is read between two chances for Stop."""
+"""Numbers of bytes: a sketch leaves out texts from LONG_TEXT on; a pickle from READ_FROM on is read
+in pieces, for Stop to interrupt; a digest reads READ_AT_ONCE between two chances for Stop."""
 
 Buffer = bytes | bytearray | memoryview | plain_pickle.PickleBuffer
 """A frame, or memory that is pickled out of band."""
@@ -45,9 +45,9 @@ Reduce = Callable[[Any], Reduced]
 
 
 class Pickled:
-    """A pickled value, and facts about it.
+    """A pickled value: its frames, their size, and the names that its functions need.
 
-    The frames show the value's own memory, so pack them before the value changes.
+    Frames can show the value's own memory, so pack the frames before the value changes.
     """
 
     def __init__(self, pickler: Pickler) -> None:
@@ -64,7 +64,7 @@ class Pickled:
 
     @property
     def objects(self) -> list[Any]:
-        """All objects in pickle's memo, in the order in which they were pickled."""
+        """The objects in pickle's memo, in the order in which pickle has added them."""
         memo = self._pickler.memo.copy().values()
         return [value for _, value in sorted(memo, key=operator.itemgetter(0))]
 
@@ -80,11 +80,11 @@ def pickle(
 ) -> Pickled:
     """Pickle `value` for another process; `namespace` is the `__main__` of this one.
 
-    Raises what pickling raises; a class's own `__reduce__` can raise anything.  A `sketch` leaves
-    out contents of tensors on a device and long texts, but differs if they changed.  With
+    Raises what pickling raises; a class's own `__reduce__` can raise anything.  A `sketch` has
+    digests instead of long texts, and addresses instead of contents on a device.  With
     `back_to_device` tensors are restored on the receiver's own device.  With `exact` no memory is
-    sent that tensors do not show.  `reduce` is asked first how to reduce each object, and returns
-    NotImplemented for the usual way.
+    sent that tensors do not show, unless tensors overlap.  `reduce` is called first to reduce an
+    object, and returns NotImplemented for the usual way.
     """
     tensors = TensorReducer(sketch=sketch, back_to_device=back_to_device, exact=exact)
     pickler = Pickler(namespace, tensors, reduce)
@@ -101,14 +101,14 @@ def unpickle(frames: Sequence[Buffer], namespace: dict[str, Any] | None = None) 
     Functions of the sender's `__main__` get `namespace`, or by default this process's `__main__`,
     as their globals.
     """
-    # Arrays and tensors would otherwise be read-only.
+    # `bytes` are copied, because arrays and tensors on them would be read-only.
     buffers = [bytearray(frame) if isinstance(frame, bytes) else frame for frame in frames[1:]]
     with definitions.receiving(namespace):
         return load(frames[0], buffers)[0]
 
 
 class _FirstFrame(io.BytesIO):
-    """The file for the pickle itself, which can get big too: it has all strings and bytes."""
+    """The file for the pickle itself, which can get big, because strings and bytes are in it."""
 
     def __init__(self, *, sketch: bool) -> None:
         super().__init__()
@@ -129,13 +129,13 @@ class _FirstFrame(io.BytesIO):
 
 
 class Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no types.
-    """cloudpickle's pickler, with other ways for the types that are named here."""
+    """cloudpickle's pickler, but some types are reduced in other ways."""
 
     dispatch_table: Mapping[type, Any] = ChainMap(
         {
             functools.cached_property: lambda it: (type(it), (it.func,), {"attrname": it.attrname}),
             types.CodeType: lambda code: _reduce_code(code),
-            # Entries of weak containers survive in the receiver if something else there holds them.
+            # Items of weak containers live on in the receiver only if other objects hold them.
             weakref.WeakKeyDictionary: lambda it: (type(it), (), None, None, iter([*it.items()])),
             weakref.WeakValueDictionary: lambda it: (type(it), (), None, None, iter([*it.items()])),
             weakref.WeakSet: lambda it: (type(it), (), [*it], None, None, type(it).update),
@@ -147,7 +147,7 @@ class Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no typ
     def __init__(
         self, namespace: dict[str, Any], tensors: TensorReducer, reduce: Reduce | None
     ) -> None:
-        # pickle looks up the type of each object, and a ChainMap is Python code.
+        # A dict, since pickle looks up each object's type, and a ChainMap is slow Python code.
         self.dispatch_table = dict(type(self).dispatch_table)
         self.file = _FirstFrame(sketch=tensors.sketch)
         self.buffers: list[Buffer] = []
@@ -161,7 +161,7 @@ class Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no typ
         self._namespace = namespace
         self._reduce = reduce
         self._variables: dict[int, Variable] = {}
-        self._kinds: set[type] = set()  # types of objects that were met and may be pickled
+        self._kinds: set[type] = set()  # types that `refuse_process_bound` has accepted
 
     def dump_with_cells(self, value: Any) -> None:
         """Pickle the value, then the sources of the cells that pickling the value has found."""
@@ -190,8 +190,8 @@ class Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no typ
         if isinstance(value, ctypes.CDLL):
             # pickle would send the library's handle, a number that means nothing elsewhere.
             raise plain_pickle.PicklingError("a loaded library cannot be pickled")
-        # Not in the table, since pickle's C code prefers an object's `__reduce__` to the table if
-        # that returns a name.
+        # Not in `dispatch_table`, whose functions pickle always uses: an importable function is
+        # pickled by its name.
         if kind is _CACHED and not definitions.is_importable(value):
             wrap = MadeBy(functools.lru_cache, *value.cache_parameters().values())
             return operator.call, (wrap, value.__wrapped__)
@@ -231,7 +231,7 @@ class Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no typ
         self, namespace: object, function: types.FunctionType, names: frozenset[str] = frozenset()
     ) -> Reduced:
         self._keep_source(function.__code__)
-        # Captured variables get their values after the function exists: a value may refer to it.
+        # Captured variables get their values later, since a value may refer to the function.
         closure = [self.variable_of(cell) for cell in function.__closure__ or ()]
         details = definitions.details_of(function)
         submodules = definitions.imported_submodules(function, names)
@@ -259,22 +259,22 @@ class Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no typ
             slots = definitions.pop_slots(kind, state[0])
         if slots is not None:
             args = (*args[:3], {**args[3], "__slots__": slots}, *args[4:])
-        # Python adds this attribute when it is first read, which is no change of the class.
+        # Python adds this attribute when it first pickles an instance: no change of the class.
         state[0].pop("__slotnames__", None)
         definitions.set_annotations(kind, state[0])
         made = maker, args, kind.__qualname__
         return definitions.make_class, made, state, None, None, definitions.fill_class
 
     def variable_of(self, cell: types.CellType) -> Variable:
-        """Return the stand-in of a variable that closures capture: always the same one."""
+        """Return the stand-in of a captured variable; in one pickle a variable has one stand-in."""
         return self._variables.setdefault(id(cell), Variable(cell))
 
     def contents_of(self, variable: Variable) -> tuple[Any, ...]:
-        """Return a tuple of the value for a variable, or an empty one to leave it as it is."""
+        """Return (value,) for a captured variable, or () if the receiver shall not set it."""
         return variable.contents()
 
     def known_variable(self, cell: types.CellType) -> Variable | None:
-        """Return the stand-in of a variable; None if the variable was not pickled."""
+        """Return the stand-in of a captured variable; None if `variable_of` has made none."""
         return self._variables.get(id(cell))
 
     def _keep_source(self, code: types.CodeType) -> None:
@@ -318,11 +318,11 @@ def _reduce_code(code: types.CodeType) -> Reduced:
 
 
 def load(first: Buffer, buffers: Sequence[Buffer]) -> Any:
-    """Load a pickle with the buffers that belong to it."""
+    """Return the value of a pickle, whose big contents are in `buffers`."""
     if memoryview(first).nbytes < READ_FROM:
         return plain_pickle.loads(first, buffers=buffers)
     file = io.BytesIO(first)
-    # In pieces: C code would read all of it at once, which Stop could not interrupt.
+    # In pieces: C code would read the whole pickle at once, which Stop could not interrupt.
     reading = types.SimpleNamespace(
         read=lambda size: file.read(size),
         readline=lambda: file.readline(),
@@ -335,7 +335,7 @@ def load(first: Buffer, buffers: Sequence[Buffer]) -> Any:
 def digest_of(data: Buffer) -> str:
     """Return the digest of bytes: their number and CRC-32, no protection against forgery."""
     view, crc = memoryview(data).cast("B"), 0
-    # CRC-32 is the fastest in the standard library: 2.6 to 6 GB/s on a core, SHA-1 has 0.9.
+    # CRC-32 is fast: 2.6 to 6 GB/s on a core, while SHA-1 has 0.9.
     for start in range(0, view.nbytes, READ_AT_ONCE):
         crc = zlib.crc32(view[start : start + READ_AT_ONCE], crc)
     return f"{view.nbytes:x}-{crc:08x}"

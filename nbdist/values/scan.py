@@ -1,6 +1,6 @@
-"""Reads the states of a value's object and of all objects to which it leads, each once.
+"""Reads the states of objects, each once; in the notebook also of objects that they refer to.
 
-The notebook scans the values that it sends; a rank scans the values that it has received.
+The notebook scans the values that it sends; a rank scans the objects that it has received.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _VALUES: tuple[type, ...] = (
     *(pathlib.PurePath, re.Pattern, datetime.date, datetime.time, datetime.timedelta),
     *(datetime.tzinfo, decimal.Decimal, fractions.Fraction, uuid.UUID, os.PathLike),
 )
-"""Types whose equal values cannot be told apart, so that they need no key."""
+"""Types of objects whose value alone matters, not their identity: such objects get no key."""
 
 _VALUES_BY_NAME = (("numpy", "dtype"), ("numpy", "generic"))
 _TEXTS_BY_NAME = tuple(("torch", name) for name in ("dtype", "device", "layout", "memory_format"))
@@ -78,7 +78,7 @@ _TEXTS_BY_NAME = tuple(("torch", name) for name in ("dtype", "device", "layout",
 _FRAMES_BY_NAME = (("pandas", "DataFrame"), ("pandas", "Series"))
 """Types that are compared and sent as a whole.
 
-Frames share memory until one of them is changed, and pickling loses pandas' record of it."""
+Frames share memory until one of them is changed; pickling loses pandas' record of the sharing."""
 
 _NAMED_TYPES = (
     *(types.WrapperDescriptorType, types.MethodDescriptorType, types.ClassMethodDescriptorType),
@@ -87,16 +87,16 @@ _NAMED_TYPES = (
 
 
 class Scan:
-    """Reads the states of objects and of all that they refer to, each object once.
+    """Reads the states of objects, each once, and of the objects to which they refer.
 
         scan = Scan(links, reducer, namespace)
         token = scan.token(value)
         scan.run()
         scan.states  # by key
 
-    With `adds=False` no object gets a key: of a part without a key only the type is known.
-    `before` returns the known state of a key: unchanged tensors and memory get that very state,
-    which is faster.  With `trusts_samples` big memory with its old sample counts as unchanged.
+    With `adds=False` no object gets a key, only the objects given to `read` are read, and of a part
+    without a key only the type is known.  `before` returns a key's known state, which unchanged
+    tensors and memory get again.  With `trusts_samples` an equal sample means unchanged memory.
     Raises PicklingError, and any error of a class's own `__reduce__` or `__getstate__`.
     """
 
@@ -134,7 +134,7 @@ class Scan:
     # --- from object to object ------------------------------------------------------------
 
     def token(self, value: Any) -> Token:
-        """Return the token of a value; `run` reads the objects that the token refers to."""
+        """Return the token of a value; if the scan `adds`, `run` reads the objects in the token."""
         kind = type(value)
         if kind in ATOMIC:
             if (kind is str or kind is bytes) and len(value) > MAX_TEXT:
@@ -150,7 +150,7 @@ class Scan:
         return make_token(value)
 
     def run(self) -> None:
-        """Read the states of all objects to which tokens refer, and which were not read yet."""
+        """Read states until no object waits; if the scan `adds`, read the memory blocks then."""
         while self._waiting:
             entry = self._waiting.pop()
             value = entry()
@@ -164,14 +164,14 @@ class Scan:
         self._read_blocks()
 
     def read(self, entries: Iterable[Any]) -> None:
-        """Read the states of the objects of these entries, and of all objects in them."""
+        """Read the states of the entries' objects and, if the scan `adds`, of objects in them."""
         self._waiting += entries
         self.run()
 
     def read_all(self, entries: Iterable[Any]) -> None:
-        """Read the states of the objects of these entries; skip objects that cannot be read.
+        """Read the entries' objects as `read` does, but skip objects that cannot be read.
 
-        Such a value can no longer be sent, which is an error only when a cell uses it.
+        An object that cannot be sent any more is an error only when a cell uses the object.
         """
         entries = [*entries]
         try:
@@ -183,7 +183,7 @@ class Scan:
                     self.read([entry])
 
     def reach(self, tokens: Iterable[Token]) -> set[int]:
-        """Return the keys of all objects that values with these tokens lead to."""
+        """Return the keys of the objects and memory that values with these tokens lead to."""
         return reachable_keys(self.states, (key for token in tokens for key in keys_in(token)))
 
     def _refer(self, entry: Any) -> Token:
@@ -206,7 +206,7 @@ class Scan:
     # --- which kind of object -------------------------------------------------------------
 
     def _token_maker_for(self, kind: type, value: Any) -> Callable[[Any], Token]:
-        """Choose the function that returns the tokens of values of a type."""
+        """Return the function that makes tokens for values of the type of `value`."""
         simple = _TOOLS.get(kind)
         if simple is not None:
             return self._track(simple)
@@ -291,7 +291,7 @@ class Scan:
         return self._token_of_definition(value, "class")
 
     def _token_of_definition(self, value: Any, tool: str) -> Token:
-        """Return the token of a class or function: its name if every process can import it."""
+        """Return the token of a class or function: its name if pickle sends only the name."""
         cached = self._named.get(id(value))
         if cached is not None:
             return cached[1]
@@ -425,10 +425,10 @@ class Scan:
         return reduced
 
     def _read_opaque(self, value: Any, entry: Any) -> ObjectState:
-        attributes = getattr(value, "__dict__", None)  # read first: some objects make it then
+        attributes = getattr(value, "__dict__", None)  # first: some objects make `__dict__` now
         first = listed(self.reduced(value))
-        # Objects that are in a second reduction too belong to the value.  All others are made for
-        # each reduction, so their identity means nothing.
+        # Objects that are in a second reduction too belong to the value.  Other objects are made
+        # for each reduction, so their identity means nothing.
         second = first if _is_plain(first) else listed(self.reduced(value))
         self._inlined = {id(attributes), *self._own_containers(value, first)}
         make, args, state, items, pairs, _ = first
@@ -441,10 +441,10 @@ class Scan:
         return self._state(parts)
 
     def _own_containers(self, value: Any, reduced: tuple[Any, ...]) -> set[int]:
-        """Return the ids of containers that count as parts of an object, not as objects."""
+        """Return ids of containers in a reduction that count as parts of the object itself."""
         ids = set[int]()
         kind = type(value)
-        if kind not in copyreg.dispatch_table and not has_python_reduce(kind):  # made in C
+        if kind not in copyreg.dispatch_table and not has_python_reduce(kind):  # pickled by C code
             for part in reduced[1:3]:
                 inner = part if type(part) is tuple else (part,)
                 ids |= {id(each) for each in inner if type(each) in (list, dict, set)}
@@ -453,8 +453,8 @@ class Scan:
     def _pair(self, first: Any, second: Any) -> Token:
         """Return the token of a part of a reduced object.
 
-        `second` is the same part in a second reduction.  Only if both are one object, the token may
-        refer to the object by its key.
+        `second` is the same part in a second reduction.  If it is another object, `first` was made
+        for the reduction: then the token tells the contents, and has no key for `first` itself.
         """
         kind = type(first)
         if first is second and kind is not MadeBy and id(first) not in self._inlined:
@@ -596,8 +596,8 @@ class Scan:
         self.blocks[block.key] = block
 
     def _read_blocks(self) -> None:
-        """Read the memory of all tensors and arrays of the scan, several blocks at a time."""
-        if not self._adds:  # a rank compares memory only if it is asked to
+        """If the scan `adds`, read its tensors' and arrays' memory blocks, big ones in threads."""
+        if not self._adds:  # a rank compares memory in `Counterparts`
             return
         new = [each for key, each in self.blocks.items() if key not in self.states]
         big = [each for each in new if each.size >= _SCAN_AT_ONCE]
@@ -626,7 +626,7 @@ class Scan:
 
 
 def memory_key(value: Any, links: Links) -> int | None:
-    """Return the key of the memory that a plain tensor or array shows, None if there is none.
+    """Return the key of the memory block that a plain tensor or array shows; None without one.
 
     Also None for a tensor with a graph, which would be lost, and for one without memory.
     """
@@ -654,9 +654,9 @@ def _memory_key(value: Any, links: Links) -> int | None:
 
 QUICK_BYTES = 4 << 20
 WHOLE_LIMIT = 4 << 30
-"""The most bytes of memory whose contents are compared whole; of more only samples are."""
+"""Above QUICK_BYTES the state of memory has a sample too, above WHOLE_LIMIT only a sample."""
 
-_SCAN_AT_ONCE = 1 << 20  # bytes of memory from which on a thread is worth its start
+_SCAN_AT_ONCE = 1 << 20  # bytes of a memory block from which on a thread is worth its start
 
 _TOOLS: dict[type, str] = {
     dict: "dict",
@@ -706,7 +706,7 @@ def _flat(token: Callable[[Any], Token], value: dict[Any, Any]) -> Iterable[Toke
 
 
 def _is_plain(reduced: Any) -> bool:
-    """Return True if a reduced object holds only plain values, functions and classes."""
+    """Return True if a reduction has only plain values, functions, classes and tuples of them."""
     if type(reduced) is tuple:
         return all(map(_is_plain, reduced))
     return type(reduced) in ATOMIC or isinstance(reduced, types.FunctionType | type)

@@ -2,7 +2,7 @@
 
 The notebook and each rank read the states of the objects that they share (`nbdist.values.scan`).
 Two states of an object, read in one process, are equal as long as nobody has changed the object
-itself.  A change of an object to which it refers only changes that object's state.
+itself.  A change of another object to which the object refers changes only the other state.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 Token = Any
-"""The stand-in of a value in a state: a plain value itself, `(..., key)` for an object that has a
-key, and a tuple that begins with a short text for any other value."""
+"""The stand-in of a value in a state: a short plain value itself, `(..., key)` for an object that
+has a key, and a tuple that begins with a text for most other values."""
 
 ChangedParts = frozenset[Token] | None
 """The changed parts of an object; None for an object that is compared as a whole."""
 
 MAX_TEXT, MAX_PARTS, MAX_DIGEST = 256, 4096, 48
-"""Characters up to which a text is its own token; parts up to which the parts of an object are
-compared one by one; bytes up to which a token is its own digest."""
+"""Limits: a text of up to MAX_TEXT characters is its own token, the parts of an object are compared
+one by one up to MAX_PARTS, and a token of up to MAX_DIGEST bytes is its own digest."""
 
 HEAD_PART = "head"
 """The part of a state that cannot be changed in place: if it differs, another object is needed."""
@@ -38,10 +38,10 @@ MISSING_TOKEN: Token = ("missing",)
 
 
 class ObjectState:
-    """The state of an object at a time.
+    """The state that an object had at one moment.
 
     `parts` has the parts that are compared one by one, None for an object that is compared as a
-    whole.  `digest` differs if anything differs.  `children` are the keys of the objects to which
+    whole.  `digest` differs if a part differs.  `children` are the keys of the objects to which
     the object refers.
     `sample` of big memory is a digest of some pages, with the versions of the tensors in it.
     `sample` of a tensor is its address and layout: if they are equal, the tensor itself has not
@@ -81,7 +81,7 @@ class ObjectState:
         )
 
     def with_parts(self, now: ObjectState, names: Iterable[Token]) -> ObjectState:
-        """Return this state with the parts of these names replaced by those in `now`."""
+        """Return this state, but with the parts of these names as `now` has or lacks them."""
         parts = dict(self.parts or {})
         for name in names:
             if name in (now.parts or {}):
@@ -134,8 +134,8 @@ class Reducer(NamedTuple):
     """The functions with which a process reduces objects, as for a pickle.
 
     `reduce` is like `__reduce_ex__`; it returns NotImplemented for an object that the receiver
-    finds by its name, and for Python's own way.  `content` returns a digest of all that a value
-    contains.  `table` has the functions that reduce objects of some types.
+    finds by its name, and for Python's own way.  `content` returns a digest of the pickle of a
+    value.  `table` has the functions that reduce objects of some types.
     """
 
     reduce: Callable[[Any], Any]
@@ -165,7 +165,7 @@ def keys_in(token: Token) -> list[int]:
 
 
 def attributes_of(value: Any) -> list[tuple[str, Any]]:
-    """List the attributes of an instance that are sent with it, with those in slots."""
+    """List an instance's attributes, also from slots, or what its own `__getstate__` returns."""
     if _has_getstate(type(value)):
         return [*value.__getstate__().items(), *optimizer_hooks(value).items()]
     attributes = [*getattr(value, "__dict__", {}).items()]
@@ -184,12 +184,12 @@ def optimizer_hooks(value: Any) -> dict[str, Any]:
 
 
 def own_attributes(value: Any) -> list[tuple[str, Any]]:
-    """List the attributes and the class of a container whose class the user has made."""
+    """List the class and the attributes of a container whose class the user has made."""
     return [(CLASS, type(value)), *getattr(value, "__dict__", {}).items()]
 
 
 def slots_of(kind: type) -> list[tuple[str, Any]]:
-    """List the slots of a class and of its bases, each with its name."""
+    """List (name, slot) for the slots of a class and its bases that Python code has made."""
     return [
         (name, slot)
         for base in kind.__mro__
@@ -199,7 +199,7 @@ def slots_of(kind: type) -> list[tuple[str, Any]]:
 
 
 def listed(reduced: Any) -> tuple[Any, ...]:
-    """Return the six items of a reduced object, with lists instead of iterators."""
+    """Return a reduction as six items: lists instead of iterators, None for a missing item."""
     make, args, *more = reduced
     state, items, pairs, setter = (*more, None, None, None, None)[:4]
     listed = None if items is None else [*items]
@@ -207,12 +207,12 @@ def listed(reduced: Any) -> tuple[Any, ...]:
 
 
 def _has_getstate(kind: type) -> bool:
-    """Return True if a class has its own `__getstate__`."""
+    """Return True if a class, or a base other than `object`, defines `__getstate__`."""
     return getattr(kind, "__getstate__", None) is not getattr(object, "__getstate__", None)
 
 
 def is_made_of_attributes(kind: Any) -> bool:
-    """Return True for a class made by Python code whose instances Python pickles in its own way."""
+    """Return True if a class and its bases are in Python, and leave pickling to `object`."""
     return (
         all(base.__flags__ & HEAP_TYPE for base in kind.__mro__[:-1])
         and kind.__reduce_ex__ is object.__reduce_ex__
@@ -229,7 +229,7 @@ def has_python_reduce(kind: Any) -> bool:
 
 
 def is_its_attributes(value: Any) -> bool:
-    """Return True if an instance is pickled as its attributes, as they are, and nothing else.
+    """Return True if pickle reduces an instance to its class and unchanged attributes only.
 
     Raises what pickling the instance raises.
     """

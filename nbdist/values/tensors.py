@@ -1,6 +1,6 @@
 """Pickles torch tensors with their contents out of band, and rebuilds them.
 
-`nbdist.values.pickling` calls it in the notebook and in workers.
+`nbdist.values.pickling` uses this file in the notebook and in workers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Reduced = Any
 """The return value of an object's `__reduce__`, or NotImplemented."""
 
 PINNED_MOST = 1 << 30
-"""The most bytes of a piece that are copied from a GPU by pinned memory, which torch keeps."""
+"""Bytes up to which a piece is copied from a GPU to pinned memory, which torch then keeps."""
 
 
 @dataclass(eq=False)
@@ -42,11 +42,11 @@ class _Piece:
 class TensorReducer:
     """Pickles the tensors and storages of one pickle.
 
-    Contents are buffers of the tensor's own memory, without a copy.  Of a storage only the part
-    that a tensor shows is sent, or all of it if that is at most twice as much; with `exact` never
-    more than is shown.  If tensors show parts of a storage that overlap, the caller must pickle
-    again with the `overlapping` storages as `whole`.  For `sketch` and `back_to_device` see
-    `nbdist.values.pickling.pickle`; `sketched` tells whether a sketch has left out contents.
+    Contents are mostly buffers of the tensor's own memory; those on a device, and few elements far
+    apart, are copied.  Of a storage only the part that a tensor shows is sent, or all of it if that
+    is at most twice as much; with `exact` no more than is shown, unless it is in `whole`.  If parts
+    of a storage overlap, the caller must pickle again with the `overlapping` storages as `whole`.
+    `pickling.pickle` explains the options; after a sketch left out contents, `sketched` is True.
     """
 
     sketch: bool
@@ -77,7 +77,7 @@ class TensorReducer:
         return frozenset(addresses)
 
     def reduce(self, value: Any) -> Reduced:
-        """Reduce an object of `types`; NotImplemented for torch's own way."""
+        """Reduce a tensor or storage; NotImplemented leaves the value to torch."""
         if isinstance(value, self.types[2]):
             return rebuild_typed_storage, (untyped_storage_of(value), value.dtype)
         if isinstance(value, self.types[1]):
@@ -136,7 +136,7 @@ class TensorReducer:
         once = data[tuple(slice(1) if step == 0 else slice(None) for step in stride)]
         shown = once.numel() * width
         share = 1 if self.exact else 2
-        # If half a storage or more is shown, the rest costs little, and all views stay linked.
+        # If half (`exact`: all) of a storage is shown, sending all of it keeps its views linked.
         if storage.data_ptr() in self.whole or share * shown >= storage.nbytes():
             return self._piece(storage, 0, storage.nbytes()), offset, stride
         # A sketch copies nothing from a device.
@@ -145,7 +145,7 @@ class TensorReducer:
             return self._piece(storage, start, end), 0, stride
         # Few elements that lie far apart are copied together, in the order of their addresses.
         copy = once.clone(memory_format=self._torch.preserve_format)
-        # By this key `overlapping` finds the copy, and tensors of the same elements share it.
+        # The key has the original's place: `overlapping` sees it, and equal views share one copy.
         key = storage.data_ptr(), start, end, (*once.shape, *stride)
         existing = self._pieces.get(key)
         piece = existing or self._piece(copy.untyped_storage(), 0, copy.untyped_storage().nbytes())
@@ -179,7 +179,7 @@ class TensorReducer:
         return PickleBuffer(memory)
 
     def _on_host(self, flat: torch.Tensor) -> torch.Tensor:
-        """Copy to the CPU's memory, pinned if possible: a GPU writes to pinned memory directly."""
+        """Return a copy on the CPU, from a GPU in pinned memory if possible, which is faster."""
         if flat.device.type != "cuda" or flat.numel() > PINNED_MOST:
             return flat.cpu()
         try:
@@ -205,13 +205,13 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def count_hooks(tensor: torch.Tensor) -> int:
-    """Return how many hooks Python code has registered on a tensor."""
+    """Return how many hooks for gradients Python code has registered on a tensor."""
     tables = tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None)
     return sum(len(each) for each in tables if each)
 
 
 def reduce_constant(value: Any) -> Reduced:
-    """Reduce an operator, memory format or `finfo` of torch or numpy, which pickle cannot find.
+    """Reduce a torch operator or memory format, `finfo` or `iinfo`, which pickle cannot find.
 
     NotImplemented for any other object.
     """
@@ -228,7 +228,7 @@ def reduce_constant(value: Any) -> Reduced:
 
 
 def rebuild_storage(contents: Any, device: str = "cpu") -> torch.UntypedStorage:
-    """Return a storage that uses this memory, or a copy if it is read-only or on another device."""
+    """Return a storage on this memory, or on a copy of read-only memory or for another device."""
     import torch
 
     view = memoryview(contents)
@@ -277,7 +277,7 @@ def set_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> None:
     """Set a tensor's gradient, and the attributes that Python code had put on it."""
     for name, value in attributes.items():
         if name == "grad" and value.dtype != tensor.dtype:
-            tensor.grad_dtype = value.dtype  # otherwise torch refuses the gradient
+            tensor.grad_dtype = value.dtype  # without this torch refuses the gradient
         setattr(tensor, name, value)
 
 

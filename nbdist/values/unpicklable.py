@@ -34,7 +34,7 @@ PICKLING_ERRORS = (Exception,)
 """The errors that pickling raises: a class's `__reduce__` and `__getstate__` can raise anything."""
 
 _WITHOUT_NAME = (pickle.PicklingError, TypeError, AttributeError)
-"""Errors of pickling itself, whose texts say enough."""
+"""Errors that pickling itself raises: messages show their texts without the class."""
 
 _LOCKS = (
     *(type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Event),
@@ -103,7 +103,7 @@ _KINDS: tuple[_Kind, ...] = (
 
 
 def fails_in(namespace: dict[str, Any]) -> Callable[[Any], bool]:
-    """Return a function that tells whether a value cannot be pickled from this namespace."""
+    """Return a function that tells whether pickling a value from this namespace fails."""
 
     def fails(value: Any) -> bool:
         try:
@@ -134,7 +134,7 @@ def blame(
 
 
 def _text_of(problem: BaseException) -> str:
-    """Return the first line of an error's text; unless pickling itself raised it, with its name."""
+    """Return the first line of an error's text, after its class unless in `_WITHOUT_NAME`."""
     name, text = type(problem).__name__, ""
     with suppress(Exception):  # a user's __str__ can raise anything
         text = str(problem).partition("\n")[0].rstrip(".")
@@ -144,7 +144,7 @@ def _text_of(problem: BaseException) -> str:
 
 
 def type_name(value: Any) -> str:
-    """Return the name of a value's type, with its module unless people leave it out."""
+    """Return the name of a value's type, with the module unless `builtins` or `__main__`."""
     kind = type(value)
     plain = kind.__module__ in ("builtins", "__main__")
     return kind.__qualname__ if plain else f"{kind.__module__}.{kind.__qualname__}"
@@ -158,7 +158,7 @@ def _kind_of(value: Any) -> tuple[str, str, str] | None:
 
 
 def _find_culprit(name: str, value: Any, fails: Callable[[Any], bool]) -> tuple[str, Any]:
-    """Return the path to the innermost part that cannot be pickled, and that part."""
+    """Return the path to the innermost part found that cannot be pickled, and that part."""
     path, deadline, seen_ids = name, time.monotonic() + SEARCH_TIMEOUT, {id(value)}
     for _ in range(MAX_SEARCH_DEPTH):
         if _kind_of(value):
@@ -184,7 +184,7 @@ _HARMLESS = (str, bytes, int, float, complex, bool, type(None))
 
 
 def parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the parts of a value, each with the text to write after the value to get there."""
+    """Yield (text, part) for each part of a value; a text such as `.func` leads to the part."""
     match value:
         case types.FunctionType():
             yield from _parts_of_function(value)

@@ -1,6 +1,6 @@
 """Writes changes of the notebook's objects, and applies them to a rank's counterparts in place.
 
-An update never makes another object: aliases, wrappers and optimizers of the object stay linked.
+An update changes the counterpart itself: aliases, wrappers and optimizers still refer to it.
 The notebook calls `update_of`, a rank calls `apply`.
 """
 
@@ -36,7 +36,7 @@ The tool says how the object is read, written (`_WRITERS`) and changed (`_APPLIE
 COPY = "copy"
 """The part that replaces `data` if only a tensor's contents are sent, and not its memory.
 
-The rank copies the contents into the memory that its own tensor has now.
+If shape and dtype are equal, the rank copies the contents into its own tensor's memory.
 """
 _PLAIN = (dict, OrderedDict, defaultdict, list, set, deque)
 
@@ -51,7 +51,7 @@ def update_of(
     changed: frozenset[Token] | None,
     scan: Scan,
 ) -> ObjectUpdate:
-    """Write the update that makes a counterpart with the state `before` equal to an object.
+    """Return an update that brings an object's changes to a counterpart in the state `before`.
 
     `changed` are the parts to send, None for an object that is sent whole.
     """
@@ -60,7 +60,7 @@ def update_of(
 
 
 def is_replaced(changed: frozenset[Token] | None) -> bool:
-    """Return True if a counterpart cannot be changed in place so that it equals the object."""
+    """Return True if the changed parts include a part that cannot be changed in place."""
     return changed is not None and HEAD_PART in changed
 
 
@@ -401,7 +401,7 @@ def _apply_opaque(value: Any, data: Any, token: Callable[[Any], Token]) -> None:
 
 
 def set_state(value: Any, state: Any, setter: Callable[..., Any] | None = None) -> None:
-    """Give an object a state, as pickle does, but remove attributes that the state lacks."""
+    """Give an object a state as pickle does, but replace all of `__dict__` instead of updating."""
     if setter is not None:
         setter(value, state)
         return

@@ -1,1 +1,1 @@
-"""Everything that is sent between processes: messages, frames, and pieces of shared memory."""
+"""Messages between the processes of nbdist, their form as bytes, and the copying of segments."""

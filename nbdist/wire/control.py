@@ -1,8 +1,8 @@
-"""Requests to a worker's control thread, which answers them while a task runs, and the answers.
+"""Requests to a worker's control thread, which answers even while a task runs, and the answers.
 
-Agents send the requests (`nbdist.agent.worker`), `nbdist.worker.control` answers them.
-Requests and answers are pickled frames on a connection of their own.  Users' code runs in the
-worker, so the agent unpickles nothing but the classes of `ControlReply` (`answer_from`).
+Agents send the requests (`nbdist.agent.worker`), and `nbdist.worker.control` answers them.
+Requests and answers are pickled, and have a connection of their own.  Users' code runs in the
+worker, so the agent makes only objects of the classes in `ControlReply` (`answer_from`).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from nbdist.wire.places import Collective, RankPosition, StackFrame
 from nbdist.wire.spec import WorldSpec
 
 TYPES = "_jupyter_types_experimental"
-"""The key in a reply's metadata under which front ends find completions' types and signatures."""
+"""The name in a reply's metadata under which front ends find completions' types and signatures."""
 
 
 class Complete(NamedTuple):
-    """Ask for the completions at the cursor; `cursor` counts characters of the code."""
+    """Ask for the completions at the cursor; `cursor` is the number of characters before it."""
 
     code: str
     cursor: int
@@ -35,11 +35,11 @@ class Inspect(NamedTuple):
 
 
 TypingQuestion = Complete | Inspect
-"""A request of a front end about a worker's variables, made while the user types."""
+"""A front end's question about the code that a user types, answered from a worker's variables."""
 
 
 class Candidate(NamedTuple):
-    """A completion, whose `type` is jedi's word for its object: `function`, `instance`, ..."""
+    """A completion, with the type of its object such as `function` or `instance`."""
 
     text: str
     type: str = ""
@@ -59,7 +59,7 @@ class Completions:
 
     @classmethod
     def read(cls, reply: Mapping[str, Any]) -> Completions:
-        """Read the content of a kernel's reply to a front end."""
+        """Return the completions in the content of a kernel's reply to a front end."""
         typed = reply["metadata"].get(TYPES) or [{"text": text} for text in reply["matches"]]
         candidates = (
             Candidate(each["text"], each.get("type") or "", each.get("signature") or "")
@@ -85,7 +85,7 @@ class Completions:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """A description of the name at the cursor, by media type; empty for an unknown name."""
+    """A description of the name at the cursor, by media type; no entry if the name is unknown."""
 
     data: Mapping[str, str]
 
@@ -100,8 +100,8 @@ class Description:
 class LocateMainThread(NamedTuple):
     """Ask where the main thread is; answered by `RankPosition`.
 
-    `briefly` asks only for the line and the collective: each system call for other fields may cost
-    milliseconds.
+    With `briefly` the worker finds only line, file and collective: each system call for the other
+    fields may cost milliseconds.
     """
 
     briefly: bool = False
@@ -114,7 +114,7 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class LastCollective:
-    """Ask for the collective that the rank began last; answered by `Collective`, `Ok` for none."""
+    """Ask for the collective that the rank began last: a `Collective`, or `Ok` if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,16 +129,16 @@ class ListSecrets:
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """Publish a message on iopub, by which the agent learns that it is subscribed."""
+    """Publish a message on iopub, whose arrival tells the agent that it has subscribed to iopub."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Ask which names that nbdist needs torch and IPython lack; answered by a sentence for each."""
+    """Ask which names that nbdist needs are missing in torch or IPython; answered by sentences."""
 
 
 class ReleaseTaskValues(NamedTuple):
-    """Release the values that this task returned: the notebook has read them."""
+    """Free the values that this task returned, because nobody will read the values any more."""
 
     task_id: str
 
@@ -150,39 +150,39 @@ class AbortCollectives:
 
 @dataclass(frozen=True, slots=True)
 class EndStoreWait:
-    """End the main thread's wait in a TCPStore of user code, if it waits in one."""
+    """End the wait of the main thread if the thread waits in a TCPStore that user code has made."""
 
 
 MAX_STEPS_APART = 10
-"""If the step counts of two ranks differ by more, the ranks do not train one model together.
+"""If the step counts of two ranks differ by more, the ranks hardly train one model together.
 
 Ranks that train together are mostly at most one step apart."""
 
 
 class HoldSteps(NamedTuple):
-    """Hold this task at the beginning of its next optimizer step; answered by `StepCount`."""
+    """Hold a task at its next optimizer step, except at its first; answered by `StepCount`."""
 
     task_id: str
 
 
 class StopAtStep(NamedTuple):
-    """Let a held task go on, and raise KeyboardInterrupt at the beginning of this step."""
+    """Let a held task go on until `step` begins, which then raises KeyboardInterrupt."""
 
     task_id: str
     step: int
 
 
 class ReleaseSteps(NamedTuple):
-    """Hold this task no longer; answered by `StepCount`."""
+    """Let a held task go on; answered by `StepCount`."""
 
     task_id: str
 
 
 class Regroup(NamedTuple):
-    """Reconnect the world's group and the groups of `members`, which keep their sizes.
+    """Reconnect the world's group and the groups in `members`, which keep their sizes.
 
-    `members` has the ranks of each group besides the world's own, by its name, as all survivors
-    together report them.  Then apply the environment variables in `environ`.
+    `members` has, by name, the ranks of each group that any survivor has, except the world's own.
+    At last the worker adopts the environment variables in `environ`.
     """
 
     generation: int
@@ -192,9 +192,9 @@ class Regroup(NamedTuple):
 
 
 class Resize(NamedTuple):
-    """Form a world's group of another size, in which the worker has the number `rank`.
+    """Form a group of another size for the world, in which the worker becomes this `rank`.
 
-    The worker first waits until all `newcomers` have started, and at last applies `environ`.
+    The worker first waits until all `newcomers` have come, and at last adopts `environ`.
     """
 
     generation: int
@@ -236,11 +236,11 @@ class Traced:
 
 @dataclass(frozen=True, slots=True)
 class StepCount:
-    """How many optimizer steps a task has begun on a rank, the last one `since` seconds ago.
+    """How many optimizer steps a task has begun on a rank.
 
-    `interval` is the time in seconds between the last two beginnings, 0.0 before a second step.
-    `has_stopped` is True if the task raised KeyboardInterrupt at the step that `StopAtStep` named.
-    `has_succeeded` is True if the task has ended without an error.
+    In the answer of a running task to `HoldSteps`, `since` is the number of seconds since the last
+    step began, and `interval` that between the last two beginnings.  `has_stopped` is True if
+    `StopAtStep` has interrupted the task, `has_succeeded` if the task has ended without an error.
     """
 
     begun: int = 0
@@ -264,7 +264,7 @@ class HeldGroups:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The request failed; if `unfit`, the worker cannot go on, and its agent ends it."""
+    """The request failed; if `unfit`, the worker is taken to be the cause, not other ranks."""
 
     error: str
     unfit: bool
@@ -272,7 +272,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Ok:
-    """The request is done, or the object that it asks for does not exist."""
+    """The answer to a request that has not failed, and for which there is no value to return."""
 
 
 InspectReply = Completions | Description
@@ -297,6 +297,6 @@ class ControlReplyTo(NamedTuple):
 
 
 def answer_from(frame: bytes) -> ControlReplyTo:
-    """Unpack a worker's answer; raises BadFrame for anything else."""
+    """Unpack a worker's answer; raises BadFrame if the frame is no such answer."""
     answered: ControlReplyTo = object_from(frame, ControlReplyTo)
     return answered

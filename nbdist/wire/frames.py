@@ -1,7 +1,7 @@
 """Turns messages into bytes and back: pickles, frames with their length, and JSON.
 
-Every process of nbdist uses it.  Pickles that come from a worker, where users' code runs, are read
-with `object_from`, which makes no class that is not expected.
+Every process of nbdist uses this file.  Users' code runs in workers, so pickled messages of workers
+are read with `object_from`, which makes objects of expected classes only.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LENGTH = struct.Struct("!Q")
 _MISSING = object()
 
 NO_VALUES: Mapping[str, Any] = {}
-"""The default of fields that are mappings; nobody may add to it."""
+"""An empty mapping, the default of some fields; no code may add to this object."""
 
 
 class BadFrame(Exception):
@@ -28,23 +28,23 @@ class BadFrame(Exception):
 
 
 def pack(message: object) -> bytes:
-    """Pickle a message; `unpack` reads the frame."""
+    """Return a message as a pickle, for `unpack` or `object_from`."""
     return pickle.dumps(message, protocol=5)
 
 
 def unpack(frame: bytes | memoryview) -> Any:
     """Unpickle a message that `pack` has pickled.
 
-    The sender must be trusted: unpickling can run any code.
+    The sender must be trusted, because unpickling can run any code.
     """
     return pickle.loads(frame)
 
 
 def object_from(frame: bytes, kind: Any, *parts: type) -> Any:
-    """Unpickle an object of this kind, a record or a union of records; raises BadFrame.
+    """Unpickle an object of the type `kind`, a class or a union; raises BadFrame for other frames.
 
-    Only `kind`, `parts` and the records in their annotations can be unpickled, so no other code
-    runs.  Every field of the returned object has the type that its annotation says.
+    Besides plain Python objects, only records can be unpickled that are in `kind`, in `parts` or in
+    annotations of their fields, so no other code runs.  All fields fit their annotations.
     """
     try:
         value = _FrameUnpickler(frame, _classes_by_name(kind, *parts)).load()
@@ -98,7 +98,7 @@ def _classes_by_name(*kinds: Any) -> Mapping[tuple[str, str], type]:
 
 
 def fits(value: Any, kind: Any) -> bool:
-    """Return True if a value, and all that it contains, has the type of an annotation."""
+    """Return True if a value and all its parts fit an annotation; an int fits `float` too."""
     origin, inner, hints = _parts_of(kind)
     if kind is Any:
         return True
@@ -120,7 +120,7 @@ def fits(value: Any, kind: Any) -> bool:
 
 
 def to_plain(value: Any) -> Any:
-    """Return a value as JSON can express it: records as mappings.  `from_plain` is the inverse."""
+    """Return a value for JSON: records as mappings, tuples as lists.  Reversed by `from_plain`."""
     kind: Any = type(value)
     if _is_record(kind):
         return {name: to_plain(getattr(value, name)) for name in _parts_of(kind)[2]}
@@ -128,13 +128,13 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(value: Any, kind: Any) -> Any:
-    """Return the value of this kind that `to_plain` turned into JSON: records and tuples again.
+    """Return the value of this kind from the result of `to_plain`: with records and tuples again.
 
-    Unknown fields are dropped: another version of nbdist may send more of them.  Raises TypeError
-    if a field is missing.  The caller checks the types of the fields with `fits`.
+    Unknown fields are dropped, because another version of nbdist may send more fields.  Raises
+    TypeError if the record `kind` needs a field that is missing.  Call `fits` to check the types.
     """
     origin, inner = get_origin(kind), get_args(kind)
-    if origin in (Union, types.UnionType):  # the first one that `value` fits
+    if origin in (Union, types.UnionType):  # take the first kind that raises no TypeError
         for each in inner:
             with suppress(TypeError):
                 return from_plain(value, each)
@@ -147,19 +147,19 @@ def from_plain(value: Any, kind: Any) -> Any:
 
 
 def framed(data: bytes) -> bytes:
-    """Return the bytes with their length before them, as `FrameCutter` reads them."""
+    """Return a frame for `FrameCutter`: the length of the bytes, and the bytes."""
     return _LENGTH.pack(len(data)) + data
 
 
 class FrameCutter:
-    """Cuts a stream of bytes into frames; raises BadFrame for a frame of more than `most` bytes."""
+    """Cuts a stream of bytes into frames; a frame longer than `max_bytes` raises BadFrame."""
 
     def __init__(self, max_bytes: int | None = None) -> None:
         self._data = bytearray()
         self._max_bytes = max_bytes
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Add bytes that were read, and yield the frames that are now complete."""
+        """Add bytes of the stream, and yield the contents of the frames that are now complete."""
         self._data += data
         while len(self._data) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._data)

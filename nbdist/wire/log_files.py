@@ -1,7 +1,7 @@
-"""The log files of ranks: the request for their last lines, reading them, their notes and marks.
+"""The log files of ranks: how their last lines are read, and what nbdist itself writes there.
 
-Agents write the files, and read them for notebooks on other machines.  A notebook reads the files
-of its own machine itself, since log files outlive the agent.
+Agents write the files, and read files on other machines than the notebook's.  A notebook reads the
+log files of its own machine itself, because the files outlive the agent.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ MOVED_NOTE, ATTEMPT_PREFIX = "[nbdist: what stood before this line was moved to 
 the beginning of the name of a folder with the files of one start of the workers."""
 
 BLOCK, PAGE, LONGEST = 1 << 16, 1 << 20, 1 << 14
-"""The bytes of one read; of lines after which an answer ends; and of a line that are kept."""
+"""Bytes of a read; of lines after which a `LogTail` ends; of a line that a read cuts off."""
 
 
 class GetLogs(NamedTuple):
     """Read the last `most` lines of these ranks' logs; answered by a tuple of `LogTail`.
 
-    Of long lines fewer are returned, since an answer ends after `PAGE` bytes.  `attempt` is None
-    for the present start of the workers.  `end` is the `start` of an earlier answer: then the lines
-    before that answer are read.
+    Of long lines fewer are read: a `LogTail` ends after `PAGE` bytes.  `attempt` is the number of a
+    start of the workers, None for the present one.  If `end` is the `start` of an earlier answer,
+    the lines before that answer are read.
     """
 
     ranks: tuple[int, ...]
@@ -39,9 +39,9 @@ class GetLogs(NamedTuple):
 class LogTail(NamedTuple):
     """Lines of a rank's log; `file` is "" if the rank has no log files.
 
-    `start` is where the first line begins, in bytes from the beginning of the file with the earlier
-    lines.  `attempts` are the starts of the workers of which there are files.  `is_cut` is True if
-    the rank wrote more than its files contain.
+    `start` is the place of the first line, in bytes from the beginning of the earlier file, or of
+    `file` if there is no earlier file.  `attempts` are the starts of the workers that have log
+    folders.  `is_cut` is True if a log file could not be opened or written.
     """
 
     rank: int
@@ -54,17 +54,17 @@ class LogTail(NamedTuple):
 
 
 CUT_MARK = "cut"
-"""The name of an empty file beside a log that could not be written, as on a full disk."""
+"""The name of an empty file beside a log that could not be opened or written to."""
 
 
 def read_logs(folders_of: Mapping[int, Path | None], get: GetLogs) -> tuple[LogTail, ...]:
-    """Read the requested log lines; `folders_of` has the log folder of each rank, None for none."""
+    """Read the requested logs; `folders_of` has the ranks, each with its log folder or None."""
     tails = []
     for rank, stream in product([rank for rank in get.ranks if rank in folders_of], get.streams):
         if (folder := folders_of[rank]) is None:
             tails.append(LogTail(rank, stream))
             continue
-        run = folder.parent.parent  # with a folder for each attempt
+        run = folder.parent.parent  # has a folder for each attempt
         names = (each.name for each in run.glob(f"{ATTEMPT_PREFIX}*"))
         attempts = tuple(sorted(int(name.removeprefix(ATTEMPT_PREFIX)) for name in names))
         if get.attempt is not None:
@@ -77,9 +77,9 @@ def read_logs(folders_of: Mapping[int, Path | None], get: GetLogs) -> tuple[LogT
 
 
 def last_lines(file: Path, limit: int, end: int | None = None) -> tuple[list[str], int]:
-    """Return the last lines of a log before `end`, and where the first of them begins.
+    """Return the last lines of a log before `end`, and the place where the first line begins.
 
-    Lines of the earlier file count too.
+    The log is the earlier file, if any, and `file`: `end` and the place count the bytes of both.
     """
     earlier = earlier_file(file)
     moved = earlier.stat().st_size if earlier.exists() else 0
@@ -100,7 +100,7 @@ def last_lines(file: Path, limit: int, end: int | None = None) -> tuple[list[str
 def _backwards(file: Path, end: int | None) -> Iterator[tuple[int, bytes]]:
     """Yield the offset and bytes of each line before `end`, from the last to the first.
 
-    Long lines lose their beginning (`LONGEST`).
+    Of a line with which a read of `BLOCK` bytes begins, only the last `LONGEST` bytes are kept.
     """
     with suppress(FileNotFoundError), file.open("rb") as opened:
         position = opened.seek(0, os.SEEK_END)
@@ -123,13 +123,13 @@ def _backwards(file: Path, end: int | None) -> Iterator[tuple[int, bytes]]:
 
 
 def moved_line(earlier: Path, limit: int) -> str:
-    """Return the first line of a log file that follows a full one, now named `earlier`."""
+    """Return the first line of a new log file, after a full file was renamed to `earlier`."""
     allowed = f"NBDIST_LOG_LIMIT allows {limit >> 20} MiB"
     return f"{MOVED_NOTE}{earlier.name}, in the place of what had been moved there: {allowed}]\n"
 
 
 def renumbered_line(earlier: Path, rank: int) -> str:
-    """Return the first line of the log file of a worker whose rank has changed."""
+    """Return the first line of a worker's new log file, after the worker was this `rank`."""
     return f"[nbdist: this was rank {rank} until now, and wrote to {earlier}]\n"
 
 

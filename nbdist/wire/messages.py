@@ -1,8 +1,8 @@
 """The messages between a notebook and its agent, or head; `nbdist.output.events` has the outputs.
 
-Messages are pickles on a socket that only this user can open: both processes run the same version
-of nbdist.  `nbdist.world.agent_link` is the notebook's end, and `nbdist.agent.notebook_link` is the
-agent's end.
+Messages are pickles on a socket that only this user can open; both processes run the same version
+of nbdist.  `nbdist.world.agent_link` is the notebook's end of the connection, and
+`nbdist.agent.notebook_link` is the other end.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from nbdist.wire.work import InputReply, Task
 # --- the notebook's code ----------------------------------------------------------------------
 
 PART = 4 << 20
-"""Most bytes of an archive in one `PutCode` message.
+"""The most bytes of an archive in one `PutCode` message.
 
-Smaller messages let other messages through in between.
+Other messages can pass between the parts of a large archive.
 """
 
 
 class Landmark(NamedTuple):
-    """A file by which machines find out that they share it: they see the same inode and ctime."""
+    """A file that two machines share if both see the same inode and time of change at its path."""
 
     path: str
     inode: int
@@ -41,14 +41,14 @@ class Landmark(NamedTuple):
 
     @classmethod
     def of(cls, path: str) -> Landmark | None:
-        """Describe a file as this machine sees the file; return None if the file does not exist."""
+        """Describe the file at a path as this machine sees the file; return None on an OSError."""
         with suppress(OSError):
             status = os.stat(path)
             return cls(path, status.st_ino, status.st_ctime_ns)
         return None
 
 
-# --- calls to an agent, each answered by exactly one `AgentReply` ------------------------------
+# --- requests to an agent, each answered by one `AgentReply` -----------------------------------
 
 
 class StartWorld(NamedTuple):
@@ -70,7 +70,7 @@ class GetStatus:
 
 @dataclass(frozen=True, slots=True)
 class GetRefused:
-    """Ask how many connections the head has refused; answered by a number."""
+    """Ask how many connections the head has refused; answered by a number, None without a head."""
 
 
 class GetStacks(NamedTuple):
@@ -86,7 +86,7 @@ class GetSecrets(NamedTuple):
 
 
 class RankSecrets(NamedTuple):
-    """The values of a rank's environment variables that are secrets, judged by their names."""
+    """Values of a rank's environment variables, taken for secrets by their names and lengths."""
 
     rank: int
     values: tuple[str, ...]
@@ -109,9 +109,9 @@ class Heal:
 
 
 class Scale(NamedTuple):
-    """Change the number of workers; answered by `Healed`.
+    """Change the number of workers; answered by `Healed`, also if the number cannot change.
 
-    The ranks in `keep` stay, and are numbered 0, 1, ... in this order; all other ranks end.
+    If the number changes, the ranks in `keep` become ranks 0, 1, ... in this order; others end.
     """
 
     spec: WorldSpec
@@ -119,7 +119,7 @@ class Scale(NamedTuple):
 
 
 class Kill(NamedTuple):
-    """Kill the processes of some ranks; a `Died` with the reason `why` follows for each."""
+    """Kill the live processes of some ranks; a `Died` with the reason `why` follows for each."""
 
     ranks: tuple[int, ...]
     why: str = ""
@@ -129,7 +129,7 @@ class GetCode(NamedTuple):
     """Ask whether a node has the notebook's code with this digest; answered by `CodeHeld`.
 
     A node that has no copy yet, and on which `landmark` is the very same file, shares the folder
-    and needs none.  Otherwise the archive follows in `PutCode` messages.
+    and needs no copy.  If the node lacks the code, the archive follows in `PutCode` messages.
     """
 
     digest: str
@@ -139,9 +139,9 @@ class GetCode(NamedTuple):
 class PutCode(NamedTuple):
     """A part of the archive with this digest; answered by `CodeHeld`.
 
-    The archive is a tar file that zlib has compressed.  Once the node has the part that `is_last`
-    it unpacks the files, and removes files of the previous archive that this one lacks.  Files
-    that user code has written stay.
+    The archive is a tar file that zlib has compressed.  After the part that `is_last` the node
+    unpacks the files, and removes files that only the previous archive has.  Other files, such as
+    those of user code, stay.
     """
 
     digest: str
@@ -150,7 +150,7 @@ class PutCode(NamedTuple):
 
     @classmethod
     def of(cls, digest: str, archive: bytes) -> Iterator[PutCode]:
-        """Divide an archive among messages of at most `PART` bytes."""
+        """Yield messages with the parts of an archive, of at most `PART` bytes each."""
         for start in range(0, len(archive), PART):
             end = start + PART
             yield cls(digest, archive[start:end], is_last=end >= len(archive))
@@ -158,11 +158,11 @@ class PutCode(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Grow:
-    """Add ranks on machines that have joined since the world started; answered by `Healed`."""
+    """Let the head add ranks on machines that have joined; answered by `Healed`."""
 
 
 OfEachRank = GetStacks | GetSecrets | GetLogs
-"""Requests that are answered by a tuple of rows, each of which has a `rank`."""
+"""Requests about ranks; each is answered by a tuple whose items all have a `rank`."""
 
 ReadRequest = GetStatus | GetRefused | OfEachRank | Consult
 Change = StartWorld | StopWorld | Heal | Scale | Grow | Kill
@@ -171,12 +171,12 @@ RequestBody = ReadRequest | Change | GetCode | PutCode
 
 @dataclass(frozen=True, slots=True)
 class WorldStarted:
-    """All ranks are running and share a group.
+    """All ranks are running, and share a group unless the world has no backend.
 
     The mappings are by rank.  `logs` has log folders, "" for none.  `missing` has a sentence for
-    each name that the workers' libraries lack, and one for machines that have not come.  `hosts`
-    is empty on a single machine.  `spec` is the world as it was started; it is None if this
-    answers for one machine of several.
+    each name that nbdist needs and the workers' libraries lack, and for machines that have not
+    come.  `hosts` is empty on a single machine.  `spec` is the world as started, or None in the
+    answer to a `StartPart`.
     """
 
     pids: Mapping[int, int]
@@ -199,11 +199,11 @@ class StartFailure:
 
 @dataclass(frozen=True, slots=True)
 class Healed:
-    """The group was formed again: all ranks share it unless `problem` says why they do not.
+    """The result of forming the group again; `problem` says why not all ranks share the group.
 
-    `spec` is the world as it is now.  `not_scaled` says why the number of ranks did not change as
-    asked, "" if it did.  `hosts` are as in `WorldStarted`; `rejoin_hint` tells the user how lost
-    machines can join again.
+    `spec` is the world as it is now.  `not_scaled` says why the request to change the number of
+    ranks failed, "" if no such request failed.  `hosts` are as in `WorldStarted`; `rejoin_hint`
+    tells the user how lost machines can join again.
     """
 
     pids: Mapping[int, int]
@@ -219,8 +219,8 @@ class Healed:
 class CodeHeld:
     """The state of the notebook's code on a node.
 
-    `is_here` is True if the node has the code that was asked for or sent: because it `is_shared`,
-    or in a copy.  `problem` says why the archive could not be unpacked, "" otherwise.
+    `is_here` is True if the node has the whole code that was asked for or sent: in a copy, or
+    because the folder `is_shared`.  `problem` says why an archive could not be unpacked, or is "".
     """
 
     host: str
@@ -233,7 +233,7 @@ Reply = Any
 """The answer to a request; the docstring of the request's class says which type it has."""
 
 
-# --- what goes over the link ----------------------------------------------------------------
+# --- messages in both directions ------------------------------------------------------------
 
 R = TypeVar("R")
 
@@ -241,7 +241,7 @@ R = TypeVar("R")
 class AgentRequest(NamedTuple, Generic[R]):
     """A request that is answered by an `AgentReply` with the same id.
 
-    Sent by the notebook or a head to an agent, and by an agent to the head for the head's store.
+    Sent by the notebook to an agent or head, by a head to agents, by agents to the head's store.
     """
 
     id: int
@@ -286,7 +286,7 @@ class SpareRanks(NamedTuple):
 
 
 class ReleaseRankValues(NamedTuple):
-    """Notebook to agent: the values that these ranks returned from a task have been read."""
+    """Notebook to agent: free what these ranks returned from a task, as nobody will read that."""
 
     task_id: str
     ranks: tuple[int, ...]
@@ -307,10 +307,10 @@ class ToWidget(NamedTuple):
 
 
 class HandoverState(NamedTuple):
-    """Notebook to agent: keep this for the next notebook that attaches to the world.
+    """Notebook to agent: keep these fields for the next notebook that attaches to the world.
 
-    `patience` is the one of the last task that was sent, or the world's own.  `setup` has the
-    set-up cells with their keys.
+    `patience` is that of the last task, or the world's own.  `setup` has the `--setup`
+    cells, each with the text by which the notebook knows the cell.
     """
 
     config: WorldConfig = WorldConfig()
@@ -340,8 +340,8 @@ class Hello(NamedTuple):
 class Attached:
     """Agent to notebook: the world that the notebook attaches to.
 
-    Sent after the `Hello`; the `Outputs` that no notebook has seen follow.  The agent keeps this
-    object up to date while it runs (`nbdist.agent.world_record`), so it is not frozen.
+    Sent after the `Hello`; the outputs that the agent has recorded follow.  Not frozen, because the
+    agent keeps its own object of this class up to date (`nbdist.agent.world_record`).
     """
 
     memory: HandoverState
@@ -353,26 +353,26 @@ class Attached:
     # Machines that have joined, and could have ranks.
     came: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()  # as in `WorldStarted`
-    # If False, collectives were aborted or connections lost: the group must be formed again.
+    # If False, the group must be formed again, as after collectives were aborted.
     is_whole: bool = True
     dead: dict[int, Died] = field(default_factory=dict)  # ranks that have not been replaced
     # By rank: the names that tasks have bound; for imported ones their module as in
     # `Done.imported`, for others None.
     bound: dict[int, dict[str, str | None]] = field(default_factory=dict)
-    # The task whose end no notebook has seen, or None.
+    # The last task, or None if a notebook has acknowledged all outputs of that task.
     run: RunTask | None = None
     started: float = 0.0  # when `run` was sent, on the monotonic clock
     started_ns: int = 0  # the same in nanoseconds since 1970
     # By rank: the time on the monotonic clock at which the rank finished `run`.
     ended: dict[int, float] = field(default_factory=dict)
     next_call: int = 1  # the id that the notebook's next `AgentRequest` must have
-    forgotten: int = 0  # tasks before `run`, whose outputs are gone
+    forgotten: int = 0  # how many tasks came before `run`: their outputs are gone
     # When the previous notebook detached, in seconds since 1970.
     since: float = 0.0
 
 
 class AgentReply(NamedTuple):
-    """The reply to the `AgentRequest` of this id."""
+    """The reply to the `AgentRequest` with this id."""
 
     id: int
     reply: Reply
@@ -380,7 +380,7 @@ class AgentReply(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Starting:
-    """Agent to notebook: `up` workers have started; `text` says which machines have come."""
+    """Agent to notebook: `up` workers have started; a head adds a `text` about its machines."""
 
     up: int
     text: str = ""
@@ -410,7 +410,7 @@ class NodeJoined:
 
 @dataclass(frozen=True, slots=True)
 class UnresponsiveHosts:
-    """Head to notebook: these machines do not respond; each is lost after `timeout` seconds."""
+    """Head to notebook: these machines are silent; after `timeout` seconds a machine is lost."""
 
     hosts: tuple[str, ...]
     timeout: float
@@ -418,7 +418,7 @@ class UnresponsiveHosts:
 
 @dataclass(frozen=True, slots=True)
 class Aborted:
-    """Agent to notebook: Stop is about to abort the collectives in which these ranks wait."""
+    """Agent to notebook: Stop makes the agent abort the collectives in which these ranks wait."""
 
     places: Mapping[int, RankPosition]
 
@@ -428,7 +428,7 @@ RankOutput = tuple[int, str, Output]
 
 
 class Outputs(NamedTuple):
-    """Agent to notebook: a batch of outputs in order."""
+    """Agent to notebook: a batch of outputs; the outputs of each rank are in their order."""
 
     items: tuple[RankOutput, ...]
 

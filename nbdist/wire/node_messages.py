@@ -1,9 +1,8 @@
 """The messages between the head of a world and its agents, besides those of `nbdist.wire.messages`.
 
-An agent serves the head as it would serve a notebook.  The messages here are about what several
-machines must agree on: `nbdist.agent.group_formation` sends a `PartRequest`, and
-`nbdist.agent.worker_group` answers.  With several machines the request crosses a link; on a single
-machine both are in the agent.
+An agent serves the head as an agent on a single machine serves its notebook.  The messages here are
+about what several machines must agree on.  On a single machine `nbdist.agent.group_formation` sends
+its requests within the agent.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from nbdist.wire.transfer import Drop, Fetch, SegmentPiece
 
 
 Groups = Mapping[str, tuple[int, ...]]
-"""The ranks of each group besides the world's own, by its name."""
+"""The ranks of each group besides the world's own, by the name of the group."""
 
 Processes = Mapping[int, tuple[int, int]]
 """By rank: the number of its node, and its process id there."""
@@ -35,7 +34,7 @@ Processes = Mapping[int, tuple[int, int]]
 class LiveRanks(NamedTuple):
     """The live ranks of a machine with the groups of each; None for a rank that did not answer.
 
-    `problem` says why the machine did not answer, "" if it did: its ranks may then be alive.
+    `problem` says why the machine is silent, or is ""; the ranks of a silent machine may be alive.
     """
 
     ranks: Mapping[int, HeldGroups | None]
@@ -45,7 +44,7 @@ class LiveRanks(NamedTuple):
 class Formed(NamedTuple):
     """A machine's ranks after a `Form`: process id and log folder by rank, and which are `alive`.
 
-    `problem` says why the ranks could not form the group, "" if they did.
+    `problem` says why the ranks of the machine did not form the group, "" if they formed the group.
     """
 
     pids: Mapping[int, int]
@@ -55,7 +54,7 @@ class Formed(NamedTuple):
 
 
 def processes(pids: Mapping[int, int], slots: Slots) -> Processes:
-    """Return each rank's node and process id: processes on two machines can have the same id."""
+    """Return each rank's node, and the process id, which is unique only within the node."""
     return {rank: (slots[rank].node if slots else 0, pid) for rank, pid in pids.items()}
 
 
@@ -67,7 +66,7 @@ class NodeFacts(NamedTuple):
 
     name: str
     number: int  # by which nodes are ordered; -1 if the launcher gave the agent none
-    address: str  # from which the agent reached the head, and at which other machines reach it
+    address: str  # by which the agent reached the head, and other machines reach this machine
     port: int  # reserved by the agent: nothing listens on it
     cores: int
     gpus: tuple[str, ...]  # as CUDA_VISIBLE_DEVICES names them
@@ -98,22 +97,22 @@ R = TypeVar("R")
 
 
 class PartRequest(Generic[R]):
-    """A request from the head to one machine of a world; answered by an `R`.
+    """A request of a world to one of its machines; answered by an `R`.
 
-    If the machine is lost, or does not answer in time, `lost_answer` makes the answer.
+    If the head has lost the machine, or waits too long for the answer, `lost_answer` gives it.
     """
 
     __slots__ = ()
 
     @property
     def timeout(self) -> float:
-        """The seconds to wait for the answer; only an agent with a fault takes longer."""
+        """The seconds after which the head no longer waits for the answer."""
         return PART_TIMEOUT
 
     def lost_answer(self, why: str) -> R:
         """Return the answer for a machine that cannot answer.
 
-        `why` says what happened: the machine is lost, or was too slow. Its workers may be alive.
+        `why` says that the machine is lost, or was too slow. The machine's workers may be alive.
         """
         return None  # type: ignore[return-value]
 
@@ -124,7 +123,7 @@ class GetClock(PartRequest[int]):
 
 
 class ProbeTarget(NamedTuple):
-    """A port of another machine on which nothing listens: a refused connection proves a route."""
+    """A port of another machine; nothing listens there, so that even a refusal proves a route."""
 
     name: str
     address: str
@@ -135,7 +134,7 @@ class ProbeTarget(NamedTuple):
 class Reach(PartRequest[str]):
     """Ask whether the machine can reach the targets.
 
-    Answered by a target that is out of reach, and the reason; "" if all can be reached.
+    Answered by a text that names a target out of reach and the reason; "" if all can be reached.
     """
 
     targets: tuple[ProbeTarget, ...]
@@ -144,7 +143,7 @@ class Reach(PartRequest[str]):
 
 @dataclass(frozen=True, slots=True)
 class LocateRanks(PartRequest[Mapping[int, RankPosition]]):
-    """Ask for the places of ranks; answered by the place of each live rank."""
+    """Ask for the places of `ranks`; answered by the places of those ranks that are alive."""
 
     ranks: tuple[int, ...]
     timeout = 10.0
@@ -157,7 +156,8 @@ class LocateRanks(PartRequest[Mapping[int, RankPosition]]):
 class HoldRanks(PartRequest[Mapping[int, StepCount | None]]):
     """Hold ranks at the beginning of their next optimizer step; answered by step counts.
 
-    The answer also has the machine's ranks that have finished the same task.
+    The answer also has the machine's ranks that have finished the same task.  A rank that has
+    failed or does not answer has None.
     """
 
     ranks: tuple[int, ...]
@@ -170,7 +170,7 @@ class HoldRanks(PartRequest[Mapping[int, StepCount | None]]):
 class StartPart(PartRequest[WorldStarted | StartFailure]):
     """Start the workers of `ranks`.
 
-    If a worker fails, or a `CallOff` comes, the machine ends all workers of `ranks`.
+    If a worker cannot start, or a `CallOff` comes in time, the machine ends all these workers.
     """
 
     spec: WorldSpec
@@ -184,7 +184,7 @@ class StartPart(PartRequest[WorldStarted | StartFailure]):
 
 @dataclass(frozen=True, slots=True)
 class GetHeld(PartRequest[LiveRanks]):
-    """Ask which ranks are alive, and which groups the live ranks belong to."""
+    """Ask which ranks of the machine are alive, and to which groups the live ranks belong."""
 
     timeout = 35.0
 
@@ -194,7 +194,7 @@ class GetHeld(PartRequest[LiveRanks]):
 
 @dataclass(frozen=True, slots=True)
 class Prepare(PartRequest[str]):
-    """Prepare the start of ranks: make folders, start the fork server.
+    """Prepare the start of ranks: restore the runtime folder, and start the fork server if used.
 
     Answered by the reason why the ranks cannot be started, or "".
     """
@@ -211,7 +211,7 @@ class Prepare(PartRequest[str]):
 class Form(PartRequest[Formed]):
     """Form this generation of the world's group together with all other machines.
 
-    The machine starts those of its ranks that are `missing`; the others reconnect.
+    The machine starts its `missing` ranks, and its other ranks form their groups again.
     """
 
     spec: WorldSpec
@@ -231,7 +231,7 @@ class Form(PartRequest[Formed]):
 
 @dataclass(frozen=True, slots=True)
 class CallOff(PartRequest[None]):
-    """Call the forming of this generation off, so that no rank waits for it any longer.
+    """Call the forming of this generation off, so that no rank goes on waiting for other ranks.
 
     Sent while the `StartPart` or `Form` is still in progress.
     """
@@ -243,7 +243,7 @@ class CallOff(PartRequest[None]):
 class EndRanks(PartRequest[None]):
     """End the workers of `ranks`: idle workers have `grace` seconds to exit, others are killed.
 
-    `drops` is set if no rank of the world stays: the agent discards their pending outputs.
+    `drops` is True if no rank of the world stays: the agent then discards all pending outputs.
     """
 
     ranks: tuple[int, ...]
@@ -257,7 +257,7 @@ class EndRanks(PartRequest[None]):
 
 @dataclass(frozen=True, slots=True)
 class Renumber(PartRequest[None]):
-    """Give ranks new numbers, by their old ones; each worker gets its own with the next `Form`."""
+    """Give ranks new numbers, by old number; the workers learn theirs with the next `Form`."""
 
     became: Mapping[int, int]
 
@@ -266,8 +266,8 @@ class Renumber(PartRequest[None]):
 class CopySegments(PartRequest[str]):
     """Copy segments of shared memory to the machine.
 
-    Its agent sends a `Fetch` for each piece.  Answered by the reason if the machine has no room,
-    else "".  The long timeout is for slow networks; a silent machine is lost long before.
+    The machine's agent sends a `Fetch` for each piece.  Answered by the reason if the machine has
+    no room, "" in all other cases.  The timeout is long because a network may be slow.
     """
 
     refs: tuple[SegmentRef, ...]
@@ -278,7 +278,7 @@ class CopySegments(PartRequest[str]):
 
 
 class InterruptAt(NamedTuple):
-    """Head to agent: stop the tasks of these ranks at the beginning of a step; 0 means at once.
+    """Head to agent: stop the tasks of these ranks when `step` begins, or at once if `step` is 0.
 
     Ranks that do not reach the step within `seconds` are interrupted wherever they are.
     """
@@ -290,18 +290,18 @@ class InterruptAt(NamedTuple):
 
 NodeDown = Down | InterruptAt | AgentRequest[Any] | AgentReply | Fetch | SegmentPiece | Drop
 NodeUp = Up | NodeHello | AgentRequest[Operation] | Fetch | SegmentPiece
-"""Messages from an agent to the head; an `AgentRequest` is an operation on the head's store."""
+"""Messages from an agent to the head; an `AgentRequest` has an operation on the head's store."""
 
 
 def node_frames(message: NodeDown | NodeUp) -> list[bytes | memoryview]:
-    """Pack a message; the data of a `SegmentPiece` is a second frame, so that it is not copied."""
+    """Pack a message; the data of a `SegmentPiece` becomes a second frame, and is not copied."""
     if isinstance(message, SegmentPiece):
         return [pack(message._replace(data=b"")), message.data]
     return [pack(message)]
 
 
 def node_message_from(*frames: bytes | memoryview) -> Any:
-    """Unpack the frames of `node_frames`; raises BadFrame for anything that is no message."""
+    """Return the message from the frames of `node_frames`; raises BadFrame for other frames."""
     if not 1 <= len(frames) <= 2:
         raise BadFrame(f"a message of {len(frames)} frames")
     frame, *data = frames

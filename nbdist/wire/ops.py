@@ -1,4 +1,4 @@
-"""The values that ops return: made by `nbdist.worker.ops` and tools, read in the notebook."""
+"""The values that ops return: made by `nbdist.worker.ops` and `nbdist.tools` for the notebook."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from nbdist.words import count
 class Cleaned(NamedTuple):
     """A worker's bytes before and after it released unused memory.
 
-    `memory` is PSS, `on_gpu` the memory of tensors, `held_on_gpu` all that torch has reserved,
-    its cache included; both are 0 without a GPU.
+    `memory` is PSS, `on_gpu` the memory of tensors, and `held_on_gpu` all memory that torch has
+    reserved, its cache included.  Without a GPU the last two are 0.
     """
 
     memory: tuple[int, int]
@@ -29,9 +29,9 @@ class Cleaned(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class NameMemory:
-    """Memory that a variable holds: of one tensor or array, or of `count` tensors.
+    """Memory to which a name leads: of one tensor or other large value, or of `count` tensors.
 
-    `size` counts the bytes of the whole storage, also if the tensor is a view of a part.
+    `size` counts the bytes of whole storages, also if a tensor is a view of a part.
     """
 
     name: str
@@ -49,9 +49,9 @@ class NameMemory:
 
 
 class Peak(NamedTuple):
-    """The most bytes in use at a time; `is_bound` if that may have been before the last cell.
+    """The most bytes in use at a time; `is_bound` is True if the last cell may have used fewer.
 
-    In that case the peak of the last cell is at most `size`.
+    In that case `size` was perhaps reached before the last cell began.
     """
 
     size: int
@@ -61,7 +61,7 @@ class Peak(NamedTuple):
 class GpuMemory(NamedTuple):
     """Memory of the rank's GPU in bytes.
 
-    All processes together use `used` of `total`; `tensors` are this rank's, with their `peak`.
+    `used` is of all processes, `tensors` of this rank's tensors, and `peak` the most of the latter.
     """
 
     device: str
@@ -76,18 +76,18 @@ class Memory(NamedTuple):
 
     pss: int
     peak: Peak
-    # The tightest of the machine's memory, its control group's and `ulimit -v`.
+    # The limit with the least free memory: the machine's, its control group's or `ulimit -v`.
     limit: MemoryLimit | None
     gpu: GpuMemory | None
     held: tuple[NameMemory, ...]  # the largest tensors and arrays in variables
     tensors: int  # bytes of all tensors and arrays in variables, in `held` or not
     kept: tuple[NameMemory, ...]  # the largest that only the last traceback or `Out` holds
     kept_size: int  # bytes of all that only they hold
-    is_whole: bool = True  # False if the time did not suffice to search everything
+    is_whole: bool = True  # False if not everything was searched
 
 
 class Met(NamedTuple):
-    """A collective that a rank has begun, with its `number` in its `group`, of `size` bytes."""
+    """A collective of `size` bytes that a rank has begun, with its `number` in its `group`."""
 
     group: str
     number: int
@@ -109,15 +109,15 @@ class RankTimes(NamedTuple):
     waited_ns: int  # the sum of all waits in Python code
     met: tuple[Met, ...]
     is_recorded: bool = True  # False if torch's Flight Recorder does not record gloo
-    is_whole: bool = True  # False if `waits` or `met` lacks entries, because of too many
+    is_whole: bool = True  # False if `waits` or `met` may lack entries: there were too many
 
 
 @dataclass(frozen=True, slots=True)
 class TracePart:
     """A rank's part of a profile, or the `problem` that prevents it.
 
-    `events` has the first `count` events as compressed JSON, separated by commas, `size` bytes
-    uncompressed; `dropped` counts the events after them.
+    `events` has the first `count` events as compressed JSON, separated by commas.  `size` is the
+    number of bytes before compression, and `dropped` that of the events that are left out.
     """
 
     events: bytes = b""
@@ -138,11 +138,11 @@ class Spread(NamedTuple):
 
 
 Changed = Mapping[int, ChangedParts]
-"""By an object's key: the parts of it that a rank has changed since they were sent to the rank."""
+"""By an object's key: the parts that a rank has changed since the notebook sent the object."""
 
 
 def type_text(value: object) -> str:
-    """Return the name of a value's type, or for a module `module numpy`."""
+    """Return the name of a value's type; for a module a text such as `module numpy`."""
     if isinstance(value, ModuleType):
         return f"module {value.__name__}"
     return type(value).__qualname__
@@ -152,9 +152,9 @@ def type_text(value: object) -> str:
 class Replaced:
     """A rank's value of a variable that the notebook has assigned again.
 
-    `kind` is the value's type; `is_changed` tells whether the rank has bound the variable or
-    changed the value since it was sent.  `others` are the rank's other variables that hold the
-    value or parts of it.
+    `kind` is the value's type.  `is_changed` is True if the rank has bound the variable, or changed
+    the value since the notebook sent the value.  `others` are variables of the rank that lead
+    to the value too, or to a parameter in the value.
     """
 
     kind: str
@@ -164,7 +164,7 @@ class Replaced:
 
 @dataclass(frozen=True, slots=True)
 class Inspected:
-    """The changes of a rank to the objects and names that the notebook has asked about.
+    """The changes of a rank to objects, and its values of names, about which the notebook asked.
 
     `gone` has the keys of objects that no longer exist on the rank.
     """
@@ -177,9 +177,9 @@ class Inspected:
 class Brought(NamedTuple):
     """A rank's values of some expressions, `packed` together.
 
-    Nothing is packed if an expression has no value: then `of` is the expression, and `missing` the
-    undefined name that it needs, or `problem` another reason.  Nothing is packed either if parts of
-    a value are `spread` over ranks: the ranks must first put the parts together.
+    If the value of an expression (`of`) cannot be sent, nothing is packed: `missing` is an
+    undefined name in the expression, or `problem` another reason.  If DTensors in the values are
+    `spread` over ranks, nothing is packed either: the ranks must first put their parts together.
     """
 
     of: str = ""
@@ -193,8 +193,8 @@ class Brought(NamedTuple):
 class ValueDigest:
     """A tensor, array or plain value inside a value, for comparing ranks.
 
-    `kind` has type, dtype and shape, `text` a short value itself, `size` its bytes.  `digest` is
-    "" if the contents cannot be compared.
+    `kind` has the type, or dtype and shape; `text` shows a plain value, or its beginning; `size`
+    has bytes, 0 if unknown.  `digest` is "" if the contents cannot be compared.
     """
 
     kind: str
@@ -205,7 +205,7 @@ class ValueDigest:
 
 
 class Looked(NamedTuple):
-    """The parts of a rank's value by path; without a value, the name `missing`, or a `problem`."""
+    """The parts of a rank's value by path; or the name that is `missing`, or another `problem`."""
 
     parts: Mapping[str, ValueDigest] = NO_VALUES
     missing: str = ""
@@ -213,9 +213,9 @@ class Looked(NamedTuple):
 
 
 class Distance(NamedTuple):
-    """The difference of two tensors: `differing` elements, at `most` so far apart.
+    """How two tensors differ: in `differing` elements, which are at most `most` apart.
 
-    In `odd` of them one tensor has NaN or infinity; `most` leaves these out.
+    For `odd` of these elements the distance is NaN or infinite; `most` leaves those elements out.
     """
 
     most: float
@@ -247,8 +247,8 @@ class Facts(NamedTuple):
 class Watched(NamedTuple):
     """The record of a rank about a watch (`--watch`).
 
-    `parts` has the watched values by expression and path.  They are from step `found`, or
-    from the end of the watch if no difference was found.
+    `parts` has the watched values by expression and path: after step `found`, or at the end of the
+    watch if no difference was found.
     """
 
     steps: int
@@ -279,9 +279,9 @@ class Mesh:
         return cls(entry["device"], tuple(entry["shape"]), tuple(entry["ranks"]), names)
 
     def fitted(self, before: int, after: int) -> Mesh | None:
-        """Return the mesh for a world of another size, with a first dimension of another length.
+        """Return the mesh for a world of `after` ranks, with a first dimension of another length.
 
-        None if the mesh does not have all ranks, or if their number cannot be divided so.
+        If the size changes, the mesh must have all ranks in order and fit `after`: None if not.
         """
         if before == after:
             return self
@@ -298,9 +298,9 @@ class Mesh:
 class Written(NamedTuple):
     """A rank's file of a snapshot, or the `problem` that prevented it.
 
-    The file has the variables `names`, and those that they need (`also`); `left_out` has the
-    reasons for others by name.  `versions` are of the process that wrote the file; restoring it
-    needs device meshes like `meshes`.
+    The file has the variables `names`, and small values that functions in them use (`also`).
+    `left_out` has, by name, the reasons why variables are not in the file.  `versions` are those of
+    the process that wrote the file.  Restoring the file needs device meshes like `meshes`.
     """
 
     problem: str = ""

@@ -13,7 +13,7 @@ from typing import Literal
 RankState = Literal["starting", "idle", "busy", "dead"]
 
 PACKAGES = re.compile(r"^.*/(?:site|dist)-packages/|^.*/lib/python3\.\d+/(?=[^/]+)")
-"""The beginning of a path in a library's folder, which is not shown."""
+"""Matches the beginning of the path of a library's file; this beginning is not shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Begun:
     """A collective that a rank has begun in its cell, with its `number` in its `group`.
 
     Only tensors that must be alike on all ranks of the group are described: `sizes` as in
-    `[2] [3, 4]`, `dtypes` by torch's names in C++ ("Float"), `elements` as in `2 12`.
+    `[2] [3, 4]`, `dtypes` by torch's names in C++ ("Float"), numbers of `elements` as in `2 12`.
     """
 
     group: str
@@ -50,19 +50,19 @@ class Begun:
 class RankPosition:
     """The position of a rank in its cell or script, and the facts that show if it can go on.
 
-    Made by the worker's probe, or by its agent for a worker that does not answer.
+    The worker's probe makes this record, or the agent if the worker is stopped or does not answer.
     """
 
-    line: int = 0  # of the cell, or of the script's `file`; 0 if unknown
-    operation: str = ""  # the collective that the rank waits in, "" if it does something else
+    line: int = 0  # of the cell or called function, or of the script's `file`; 0 if unknown
+    operation: str = ""  # the rank's wait for other ranks, mostly a collective; "" without a wait
     counts: Mapping[str, int] = field(default_factory=dict)  # by group: collectives begun
     moved: int = 0  # bytes that gloo's connections have carried
     in_flight: int = 0  # packets of gloo that the other end has not acknowledged
     # Connections on which packets do not arrive: pairs of addresses, the rank's own one first.
     stalled: tuple[tuple[str, str], ...] = ()
-    is_calm: bool = False  # True if none of gloo's threads is running
+    is_calm: bool = False  # True if no thread of gloo is running; False with nccl
     unfinished: int = 0  # collectives that seem to have begun and not ended
-    holds_gil: bool = False  # C code holds the GIL: at most `line`, `operation`, `file` are known
+    holds_gil: bool = False  # C code seems to hold it: at most `line`, `operation`, `file` are set
     is_stopped: bool = False  # the process is stopped, as by SIGSTOP
     file: str = ""  # the name of the script, "" for a cell
     code: str = ""  # the text of `line` in the script
@@ -77,7 +77,7 @@ class RankPosition:
 
     @property
     def is_in_code(self) -> bool:
-        """Whether the rank may be in the user's code; else its task is beginning or ending."""
+        """Whether the rank may be in the user's code, and not in nbdist's code around that code."""
         spot = self.line or self.file or self.operation
         return bool(spot) or self.holds_gil or self.is_stopped
 
@@ -96,7 +96,7 @@ class StackFrame:
 
     @property
     def lines(self) -> list[str]:
-        """The lines with which Python's tracebacks show the call."""
+        """Lines that show the call, similar to the lines in Python's tracebacks."""
         where = f"  {PACKAGES.sub('', self.file)}, line {self.line}"
         if self.function != "<module>":
             where += f", in {self.function}"
@@ -112,7 +112,7 @@ class StackFrame:
 class Stack:
     """The calls of a rank's main thread, the cell's first and the innermost last.
 
-    `problem` says why there are no calls to show, "" if there are, or the rank runs nothing.
+    `problem` says why there are no calls to show, if `state` and `place` do not show the reason.
     """
 
     rank: int

@@ -1,8 +1,8 @@
-"""The protocol in which other processes of the user ask a world what it does, or for the world.
+"""The protocol by which other processes of the user ask about a world, or attach to the world.
 
-They connect to a socket in the world's runtime folder, which its agent or head answers: one
-question and one answer a connection, each a line of JSON that other versions of nbdist can read.
-`nbdist status`, `nbdist mcp` and `%dist_attach` ask.
+The processes connect to a socket in the world's runtime folder, where the agent or head answers.
+A connection is for one question and one answer, each a line of JSON that other versions of nbdist
+can read.  `nbdist status`, `nbdist mcp` and `%dist_attach` ask.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from nbdist.wire.spec import Versions
 from nbdist.wire.status import WorkerStatus
 
 QUERY_SOCKET = "world.sock"
-"""The name of the socket for the questions in the runtime folder."""
+"""The name, in the runtime folder, of the socket to which questions are sent."""
 
 ATTACH_SOCKET_PATTERN = re.compile(r"notebook-[0-9]{1,10}\.sock")
 """The names that the socket of an attaching notebook may have."""
@@ -35,7 +35,7 @@ MAX_QUESTION_BYTES, MAX_REPLY_BYTES = 1 << 16, 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class Describe:
-    """Ask for the world's description and its present activity; answered by `WorldInfo`."""
+    """Ask for the description and the present activity of the world; answered by `WorldInfo`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +47,8 @@ class DescribeRanks:
 class InspectRanks:
     """Ask about some ranks, or about all ranks if `ranks` is empty; answered by `Inspection`.
 
-    `about` selects the ranks' stacks, the last `most` lines of their logs, the secrets in their
-    environments, or the last tasks.  Tasks are returned for all ranks.
+    `about` selects the ranks' stacks, at most `most` last lines of each log, the secrets in the
+    ranks' environments, or the world's last tasks, for which `ranks` does not matter.
     """
 
     about: Literal["stacks", "logs", "tasks", "secrets"]
@@ -58,7 +58,7 @@ class InspectRanks:
 
 @dataclass(frozen=True, slots=True)
 class Attach:
-    """A notebook asks for the world, for as long as it keeps this connection open.
+    """Ask for the world, for as long as the notebook that asks keeps this connection open.
 
     The notebook has bound `socket` in the runtime folder, to which the agent then connects.
     Answered by `Accepted` or `AttachRefused`.
@@ -73,8 +73,8 @@ class Attach:
 class WorldInfo:
     """The description of a world, or of one machine's part of a world.
 
-    Before the first start, and for a part, there are no `workers` and no `name`.  The last four
-    fields are set in the answer to `DescribeRanks` only.
+    Before the first start `workers` and `name` are not set.  Only the answer to `DescribeRanks` has
+    the last four fields; for one machine's part only this answer has a `name`, none has `workers`.
     """
 
     version: str  # of nbdist
@@ -84,20 +84,20 @@ class WorldInfo:
     workers: int = 0
     state: str = ""
     cell: str = ""  # the title of the running task, "" for none
-    began: float = 0.0  # when the last task was sent or the world was started, since 1970
+    began: float = 0.0  # when the last task was sent or the world was started; seconds since 1970
     notebook: int = 0  # the process id of the notebook that has the world, 0 for none
-    since: float = 0.0  # when that notebook attached or the last one detached, since 1970
+    since: float = 0.0  # seconds since 1970: when the notebook attached, or the last one detached
     detach: bool = False  # whether the world outlives its notebook
     guard: int = 0  # the process that ends after all others of the world
     versions: Versions = field(default_factory=dict)  # of the agent's interpreter
-    notebook_name: str = ""  # its name for Jupyter's server, "" if unknown
+    notebook_name: str = ""  # the notebook's name for Jupyter's server, "" if unknown
     backend: str = ""
     at: float = 0.0  # the monotonic clock, for comparing the `cpu_seconds` of two answers
     ranks: tuple[WorkerStatus, ...] = ()
 
 
 class ReportedFailure(NamedTuple):
-    """A failure of a task on a rank; if `is_idle`, the rank's process died later without a task."""
+    """A failure of a rank in a task; if `is_idle`, the rank failed after the task, while idle."""
 
     rank: int
     error: RankError
@@ -108,8 +108,8 @@ class ReportedFailure(NamedTuple):
 class TaskSummary:
     """A task in a world of `size` ranks, and the failures of ranks in it or after it.
 
-    `places` has the places of ranks when a notebook last asked for them, `aborted` the places of
-    ranks that were released from a collective.  Both are `Stack`s without frames.
+    `places` has the places of ranks when a notebook last asked for places, `aborted` the places of
+    ranks that were released from a collective.  Both have `Stack`s without frames.
     """
 
     title: str
@@ -124,10 +124,10 @@ class TaskSummary:
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """The answer to an `InspectRanks`; only the fields about which it asked are set.
+    """The answer to an `InspectRanks`; only the fields that the question is about are set.
 
-    `last` is the task that runs or ran last, `failed` the last task in or after which a rank
-    failed.
+    `last` is the task that runs or ran last, `failed` the last task in which, or after which, a
+    rank failed.
     """
 
     stacks: tuple[Stack, ...] = ()
@@ -192,9 +192,9 @@ def from_line(line: bytes) -> QueryMessage:
 
 
 def connect_to(path: Path, timeout: float) -> socket.socket:
-    """Connect to a socket that this user's process listens on; raises OSError.
+    """Connect to a socket on which a process of this user listens; raises OSError.
 
-    Each later operation on the socket may take `timeout` seconds too.
+    Connecting, and each later operation on the socket, may take `timeout` seconds.
     """
     end = socket.socket(socket.AF_UNIX)
     try:
@@ -209,14 +209,14 @@ def connect_to(path: Path, timeout: float) -> socket.socket:
 
 
 def peer_user(end: socket.socket) -> int:
-    """Return the user id of the process at the other end, from the kernel (unix(7))."""
+    """Return the user id of the process at the other end, which Linux has recorded (unix(7))."""
     return _peer(end)[1]
 
 
 def peer_process(end: socket.socket) -> int:
     """Return the id of the process that connected, or listened, at the other end.
 
-    It is 0 for a process in another pid namespace.
+    Returns 0 if this process cannot see the other one's pid namespace.
     """
     return _peer(end)[0]
 

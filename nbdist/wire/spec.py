@@ -1,7 +1,7 @@
 """The description of a world (`WorldSpec`) and of one worker process in it (`WorkerStart`).
 
-The notebook makes the spec, agents make from it what their workers start with, and workers read
-both.  The environment variables that nbdist sets are here too.
+The notebook makes the spec, agents make a `WorkerStart` for each worker, and workers read both.
+The environment variables that nbdist sets are also in this file.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class Difference(NamedTuple):
     def why(self) -> str:
         """The reason why the versions must match.
 
-        A function of another Python version can crash the process, not only fail there.
+        A function that another version of Python has pickled can crash the process.
         """
         return f"functions and values go to the same minor version of {self.what} only"
 
 
 @cache
 def versions_here() -> Versions:
-    """Return the versions of this interpreter and its packages, without importing any."""
+    """Return the versions of this Python, torch and cloudpickle, without importing the packages."""
     versions = {"Python": platform.python_version()}
     for package in ("torch", "cloudpickle"):
         try:
@@ -53,7 +53,7 @@ def versions_here() -> Versions:
 
 
 def difference(other: Versions, here: Versions) -> Difference | None:
-    """Return the first package with another minor version in `other` than `here`, or None.
+    """Return the first difference between minor versions, as of Python or torch; None without one.
 
     Packages that only one side has are not compared.
     """
@@ -69,7 +69,7 @@ LAST_LINE_SAYS = 78
 
 
 class TorchStore(NamedTuple):
-    """A rendezvous backend of torch's own in which ranks meet: `--rdzv-backend`, `--rdzv-endpoint`.
+    """A store of torch's rendezvous, in place of nbdist's store (`--rdzv-backend`).
 
     `name` is unique to the world, so that worlds can share an endpoint.
     """
@@ -81,7 +81,7 @@ class TorchStore(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WorldSpec:
-    """The description of a world that all of its ranks share.
+    """The description of a world: size, backend, environment, nodes and options.
 
     With several machines each agent replaces the fields that depend on the machine: environment,
     folder, interpreter, GPUs, threads, network interface (`nbdist.agent.worker_group.adapt_spec`).
@@ -89,18 +89,18 @@ class WorldSpec:
 
     world_size: int
     backend: str | None  # None for no process group
-    # The notebook's whole environment, secrets included; for other machines only the variables
-    # that the user asked for, to which each agent adds its own environment.
+    # The notebook's whole environment, secrets included, and `--env`.  For other machines only the
+    # variables that the user asked for; each agent adds the environment of its machine.
     environ: Mapping[str, str] = field(repr=False)
     cwd: str  # the notebook's folder
     sys_path: tuple[str, ...]  # the notebook's
     threads: int  # that a rank may use for one operation; 0 leaves the choice to each agent
     python: str  # the interpreter; "" until the agent of another machine puts its own
     gpus: tuple[str, ...] = ()  # of a single machine, named as in CUDA_VISIBLE_DEVICES
-    log_limit: int = 0  # bytes of each log file, 0 for no limit
-    slots: Slots = ()  # by rank; () on a single node with each rank as its own local rank
-    room: tuple[int, ...] = ()  # how many ranks each simulated node takes, () without such nodes
-    # The node that this spec is for; None if all nodes are on one machine, and so simulated.
+    log_limit: int = 0  # bytes of each stream's log of a rank, 0 for no limit
+    slots: Slots = ()  # by rank; () if all ranks are on one node, and equal to their local ranks
+    room: tuple[int, ...] = ()  # how many ranks each simulated node takes; () if none is simulated
+    # The node that this spec is for; None if the spec is for all nodes, as on a single machine.
     node: int | None = None
     own_path: bool = False  # if True, the interpreter's own `sys.path` follows `sys_path`
     # Where rank 0 of user code can listen; port 0 stands for the port that each agent holds.
@@ -108,8 +108,8 @@ class WorldSpec:
     master_port: int = 0
     interface: str = "lo"  # the network interface by which gloo connects ranks
     argv: tuple[str, ...] = ("",)  # the notebook's
-    torch_store: TorchStore | None = None  # if not None, ranks meet there and not in nbdist's store
-    # The notebook's, if workers may have other ones: the user named an interpreter or a wrapper.
+    torch_store: TorchStore | None = None  # None if ranks use nbdist's own store
+    # The notebook's versions if the user has named an interpreter or a wrapper; if not, empty.
     versions: Versions = field(default_factory=dict)
     # The user's options.  The notebook adds the launcher, name, log folder, interpreter on other
     # machines, and whether workers are forked.
@@ -127,7 +127,7 @@ class WorldSpec:
     def wrap(self) -> tuple[str, ...]:
         """The command prefix of each worker (`--wrap`).
 
-        It is empty on a cluster, whose agents have the prefix instead.
+        Empty in the spec of one node of several machines, where agents have the prefix instead.
         """
         return self.config.wrapper if self.node is None else ()
 
@@ -138,11 +138,11 @@ class WorldSpec:
 
     @property
     def nodes(self) -> list[int]:
-        """The node of each rank."""
+        """The number of each rank's node, in the order of ranks."""
         return [each.node for each in self.slots] or [0] * self.world_size
 
     def slot(self, rank: int) -> Slot:
-        """Return a rank's slot; nodes without ranks are not counted, as with torchrun."""
+        """Return a rank's slot, in which nodes without ranks are not counted, as with torchrun."""
         node, local_rank = self.slots[rank] if self.slots else (0, rank)
         used_nodes = sorted({*self.nodes})
         return Slot(local_rank, self.nodes.count(node), used_nodes.index(node), len(used_nodes))
@@ -155,8 +155,8 @@ class WorldSpec:
     def gpus_of(self, rank: int) -> tuple[str, ...]:
         """Return the GPUs that the rank sees: all of its node, or only its own MIG slice.
 
-        Simulated nodes divide the machine's GPUs, so that LOCAL_RANK is a valid index on each
-        node; if there are too few GPUs, nodes share some.
+        Simulated nodes divide the machine's GPUs: each node has at most as many GPUs as ranks.
+        If there are too few GPUs, nodes share some.
         """
         gpus, nodes = self.gpus, self.nodes
         if gpus and self.node is None and len({*nodes}) > 1:
@@ -175,7 +175,7 @@ class WorkerStart:
     world: WorldSpec
     connection_file: str
     token: str  # in the marks that the worker writes to its stdout for the agent
-    store_path: str  # the file of the store in which ranks meet, unless there is a `store_socket`
+    store_path: str  # the file of the store, unless there is a `store_socket`
     cancel_path: str  # the beginning of the path of each `cancel_file`
     generation: int
     environ: Mapping[str, str]  # the variables of this rank, besides those of `world`
@@ -195,8 +195,8 @@ class WorkerStart:
     def device(self) -> str:
         """The rank's own device as torch names it; ranks share GPUs if there are too few.
 
-        nbdist does not count Intel's GPUs: with the backend xccl each rank gets the one with its
-        local rank as index.
+        nbdist does not count Intel's GPUs: with the backend xccl a rank's local rank is the index
+        of its GPU.
         """
         if "xccl" in (self.world.backend or ""):
             return f"xpu:{self.local_rank}"
@@ -209,12 +209,12 @@ class WorkerStart:
 
     @property
     def has_slice(self) -> bool:
-        """Whether the rank's GPU is a MIG slice; other ranks may have other slices of this GPU."""
+        """Whether the rank has a MIG slice of a GPU, of which other ranks may have other slices."""
         return is_slice(self.gpu)
 
     @property
     def log_folder(self) -> Path | None:
-        """The folder of the rank's log files, beside torch's error file; None without logs."""
+        """The folder of the rank's log files and of torch's error file; None without log files."""
         has_logs = self.world.config.log_dir
         return Path(self.environ["TORCHELASTIC_ERROR_FILE"]).parent if has_logs else None
 
@@ -235,7 +235,7 @@ def cancel_file(path: str | Path, generation: int) -> Path:
 
 
 def moved_path(path: str, old: str, new: str) -> str:
-    """Return the path with the folder `new` in place of `old`; unchanged outside of `old`."""
+    """Return the path with folder `new` in place of `old`; a path outside of `old` is unchanged."""
     if path == old or path.startswith(f"{old}/"):
         return new + path[len(old) :]
     return path
@@ -244,14 +244,14 @@ def moved_path(path: str, old: str, new: str) -> str:
 LINK_TIMEOUT = 10.0
 """Seconds of silence on a link after which the machine counts as lost, by default.
 
-TCP sends lost packets again after 0.2, 0.6, 1.4, 3.0 and 6.2 s: a cable that was out for a second
-may be silent for nearly three.
+TCP sends lost packets again after 0.2, 0.6, 1.4, 3.0 and 6.2 s: if a cable is out for 1.5 s, the
+link may be silent for 3 s.
 """
 
 AGENTS_WAIT = 4
 """How many link timeouts an agent waits for a silent head.
 
-The head may be paused and go on, and with it all machines.
+A head that was stopped for some seconds can go on, and so can its world.
 """
 
 
@@ -266,31 +266,31 @@ NBDIST_DECIDES = frozenset(
         *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE"),
     }
 )
-"""Variables that users cannot set for workers: most of them tell a worker which rank it is."""
+"""Variables that users cannot set for workers: most describe a worker's place in the world."""
 
 WITH_NCCL: Mapping[str, str] = {
-    # Otherwise torch's watchdog ends a worker whose communicator was aborted or whose context is
+    # By default torch's watchdog ends a worker whose communicator was aborted or whose context is
     # corrupt, before the cell can report the error.
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
-    # Otherwise a first abort writes Flight Recorder's trace to a file, for up to 15 s.
+    # By default a first abort writes Flight Recorder's trace to a file, for up to 15 s.
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    # Otherwise, if a rank has died, the watchdog sleeps for four times this number of milliseconds,
-    # as after writing a trace: for a minute, and its group cannot end before that (torch 2.11).
+    # If a rank has died, the watchdog sleeps for four times this number of milliseconds, by default
+    # for a minute, and the watchdog's group cannot end before that (torch 2.11).
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
     # NVLS keeps state in NVLink's switches that does not survive an abort, so the group could not
     # be rebuilt.  NVIDIA's in-process restart turns NVLS off too.
     "NCCL_NVLS_ENABLE": "0",
-    # Otherwise a rank connects in its first collective of a kind: it waits for the other ranks in
-    # C++ before Flight Recorder has an entry of the collective (NCCL from 2.22 on).
+    # By default a rank connects in its first collective of a kind: the rank waits for others in C++
+    # before Flight Recorder has an entry of the collective (NCCL from 2.22 on).
     "NCCL_RUNTIME_CONNECT": "0",
-    # nccl's own monitor listens on TCP and answers everybody.  It would not help: like Flight
-    # Recorder, the monitor counts launched operations, but neither their ends nor send and recv.
+    # nccl's own monitor listens on TCP and answers everybody.  Like Flight Recorder, the monitor
+    # counts launched operations, but neither their ends nor send and recv, so nbdist cannot use it.
     "NCCL_RAS_ENABLE": "0",
 }
 """Further variables of ranks whose backend uses nccl, unless the user sets them.
 
-NCCL_SOCKET_IFNAME is added to them.  The meanings were read in the headers and libraries of torch
-2.13 and 2.15.  TORCH_NCCL_DESYNC_DEBUG is never set: with it torch takes
+`torchrun_variables` adds NCCL_SOCKET_IFNAME.  The meanings were read in the headers and libraries
+of torch 2.13 and 2.15.  nbdist does not set TORCH_NCCL_DESYNC_DEBUG, with which torch takes
 TORCH_NCCL_ASYNC_ERROR_HANDLING=0 for 3.
 """
 
@@ -310,8 +310,8 @@ DEBUG_VARIABLES: Mapping[str, str] = {
 }
 """The variables that `--debug` sets: those of torchx's option, except for NCCL_DESYNC_DEBUG.
 
-With that one torch ends a worker whose collective waits too long.  PYTHONFAULTHANDLER is for
-processes that a worker starts; the worker enables faulthandler itself.
+With NCCL_DESYNC_DEBUG torch ends a worker whose collective waits too long.  PYTHONFAULTHANDLER is
+for processes that a worker starts; the worker enables faulthandler itself.
 """
 
 SET_ON_IMPORT = re.compile(
@@ -320,24 +320,24 @@ SET_ON_IMPORT = re.compile(
 )
 """Variables that sklearn, torch, Lightning, polars and others set in each process that uses them.
 
-A rank that has its own value keeps it when the notebook's value changes.
+A rank that has a value of its own keeps this value when the notebook's value changes.
 """
 
 READ_AT_START = re.compile(
     r"(LD|MALLOC|KMP|GOMP|MKL|OPENBLAS|GLIBC)_.*|PYTHON(?!_EXEC|FAULTHANDLER|PATH).*"
     r"|TORCH_(LOGS|LOGS_.*|CPP_LOG_LEVEL|SHOW_CPP_STACKTRACES)"
 )
-"""Variables that Python or a library reads once, at its start: forked workers would ignore them."""
+"""Variables that Python or a library reads only when starting: forked workers would ignore them."""
 
 MULTI_RANK_NCCL = (2, 30)
 """The first version of NCCL that has an option for several ranks on one GPU."""
 
 
 def check_nvls(backend: str, environ: Mapping[str, str], *, shared: bool) -> str:
-    """Return a warning about the user's NCCL_NVLS_ENABLE; "" if it is off or nccl is not used.
+    """Return a warning about the user's NCCL_NVLS_ENABLE; "" without nccl, or for 0 or no value.
 
-    Raises UsageError if it is 1 and ranks share a GPU or have slices of one (`shared`): NCCL would
-    refuse to connect them.
+    If the variable is 1, nccl is used, and ranks share a GPU or have slices of one (`shared`),
+    raises UsageError: NCCL would refuse to connect these ranks.
     """
     value = environ.get("NCCL_NVLS_ENABLE", "0")
     if value == "0" or not uses_nccl(backend):
@@ -358,15 +358,15 @@ def sharing_variables(
 ) -> Mapping[str, str]:
     """Return the variables with which NCCL of this version accepts several ranks on one GPU.
 
-    They must be set before NCCL is first used.  NCCL up to 2.31 takes MIG `slices` of one GPU for
-    that GPU, but each slice has its own multiprocessors.  Versions before `MULTI_RANK_NCCL`
+    The variables must be set before NCCL is first used.  NCCL up to 2.31 takes MIG `slices` of one
+    GPU for that GPU, but each slice has its own multiprocessors.  Versions before `MULTI_RANK_NCCL`
     recognise two ranks on one GPU by host and bus, so each rank gets its own NCCL_HOSTID, and
     the ranks connect by sockets of the loopback interface.  Values that the user set stay, except
-    for NCCL_HOSTID, which gets the rank appended.
+    for NCCL_HOSTID, to which the rank is appended.
     """
     defaults = {"NCCL_NVLS_ENABLE": "0"}  # NVLS reduces in the switch between GPUs
     if not slices:
-        defaults["NCCL_MAX_CTAS"] = "1"  # the kernels of all ranks have to fit on the GPU
+        defaults["NCCL_MAX_CTAS"] = "1"  # the CUDA kernels of all ranks have to fit on the GPU
     if version >= MULTI_RANK_NCCL:
         defaults["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
     else:
@@ -380,18 +380,17 @@ def sharing_variables(
 def torchrun_variables(
     spec: WorldSpec, rank: int, port: int, error_file: str = ""
 ) -> Mapping[str, str]:
-    """Return the environment variables of one rank, as torchrun would set them, and nbdist's own.
+    """Return the environment variables of one rank: those that torchrun sets, and nbdist's own.
 
-    `port` is MASTER_PORT unless the spec has one; nothing listens on it yet.  `@record` writes to
-    `error_file`.  Names and meanings are those of torch.distributed.elastic
-    (agent/server/local_elastic_agent.py), which Accelerate and Lightning read; a test compares them
-    with those of a real torchrun.  TORCHELASTIC_SIGNALS_TO_HANDLE is missing because it is for
-    torchrun's own process.
+    `port` is MASTER_PORT unless the spec has a port; nothing listens there yet.  `@record` writes
+    to `error_file`.  Names and meanings are those of torch.distributed.elastic
+    (agent/server/local_elastic_agent.py), which Accelerate and Lightning read; tests compare with
+    a real torchrun.  TORCHELASTIC_SIGNALS_TO_HANDLE is missing: it is for torchrun's own process.
     """
     slot, size = spec.slot(rank), str(spec.world_size)
     gpus = spec.gpus_of(rank)
     unless_set = {
-        # Otherwise gloo would resolve the host's name, and listen on the address that it gets.
+        # By default gloo resolves the host's name, and listens on the resulting address.
         "GLOO_SOCKET_IFNAME": spec.interface,
         # With torchrun's 1, torch ends a worker that has waited for ten minutes, even if the worker
         # is in a debugger.  nbdist itself aborts collectives that wait in vain.
@@ -400,8 +399,8 @@ def torchrun_variables(
         "MPLBACKEND": "module://matplotlib_inline.backend_inline",  # figures are the cell's outputs
     }
     if uses_nccl(spec.backend or ""):
-        # Otherwise nccl would choose an interface itself.  Without the "=", nccl would also take
-        # interfaces whose names only begin with this one.
+        # By default nccl chooses an interface itself.  Without the "=", nccl would also take
+        # interfaces whose names only begin with this name.
         unless_set |= {"NCCL_SOCKET_IFNAME": f"={spec.interface}", **WITH_NCCL}
     return {
         "RANK": str(rank),
@@ -415,7 +414,7 @@ def torchrun_variables(
         "ROLE_NAME": spec.config.pool,
         "MASTER_ADDR": spec.master_addr,
         "MASTER_PORT": str(spec.master_port or port),
-        # Nothing listens on MASTER_PORT: user code's own rank 0 makes a store there.
+        # Nothing listens on MASTER_PORT: user code on rank 0 may make a store there.
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
@@ -423,9 +422,9 @@ def torchrun_variables(
         "TORCHELASTIC_ERROR_FILE": error_file,
         # torchrun sets 1, with which the other cores would be idle.
         "OMP_NUM_THREADS": spec.environ.get("OMP_NUM_THREADS") or str(spec.threads),
-        "PYTHON_EXEC": spec.python,  # for a torchrun in a cell
+        "PYTHON_EXEC": spec.python,  # read by a torchrun that a cell starts
         "NBDIST_WORLD": spec.name,
         **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}),
-        "PYDEVD_DISABLE_FILE_VALIDATION": "1",  # without a warning that users cannot act on
+        "PYDEVD_DISABLE_FILE_VALIDATION": "1",  # suppresses a warning on which users cannot act
         **{name: spec.environ.get(name, value) for name, value in unless_set.items()},
     }

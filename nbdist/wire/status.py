@@ -1,6 +1,6 @@
-"""The status of a worker, as its agent reports it: state, memory, GPU, and the rank's place.
+"""The status of a worker, as reported by its agent: state, memory, GPU, and the rank's place.
 
-Agents make these records; `%dist_status`, `nbdist status` and the head of a running cell show them.
+Agents make these records; `%dist_status`, `nbdist status` and live panels of cells show them.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from nbdist.wire.places import Collective, RankPosition, RankState
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU's memory in bytes, used by all processes, and its utilisation in per cent.
+    """The state of a GPU: all processes together use `used` of `total` bytes of its memory.
 
-    `busy` is None if the driver does not tell, as for a MIG slice.
+    `busy` is the utilisation in per cent, None if the driver does not tell, as for a MIG slice.
     """
 
     used: int
@@ -24,7 +24,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """The memory that a worker uses, in bytes (PSS), and its GPU, None if unknown."""
+    """The memory that a worker uses, in bytes (PSS), and the state of its GPU, None if unknown."""
 
     memory: int
     gpu: Gpu | None = None
@@ -32,19 +32,19 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """A row of `%dist_status`: the status of a worker, as its agent reports it."""
+    """A row of `%dist_status`: the status of a worker, as reported by its agent."""
 
     rank: int
     pid: int
     host: str
     state: RankState
     busy_seconds: float  # since its task began, 0.0 if idle
-    memory: int  # bytes, as PSS: of a page that n processes share 1/n
+    memory: int  # bytes, as PSS: a page that n processes share counts as 1/n
     device: str
-    place: RankPosition | None = None  # of a busy rank, or of an idle one that is stuck or stopped
+    place: RankPosition | None = None  # of a busy, stuck or stopped rank
     code: str = ""  # the source of the place's line
-    collective: Collective | None = None  # the last collective, None if unknown
+    collective: Collective | None = None  # the last collective, None if none is known
     gpu: Gpu | None = None
     cpu_seconds: float = 0.0  # of all threads since the process started
     cell: int | None = None  # the execution count of a busy rank's cell
-    last_line: str = ""  # the last line of output, unchanged
+    last_line: str = ""  # the beginning of the last line of output that is not blank

@@ -1,8 +1,8 @@
-"""The store in which the ranks of several machines meet: its operations, and the store itself.
+"""The store for a world on several machines: its operations, and the store itself.
 
-The head has the `HostedStore`.  A worker sends one `Operation` at a time to its agent's socket in
-the runtime folder; the agent checks it and asks the head.  The worker checks the `StoreReply`.  The
-ranks of a world on a single machine meet in a file of torch's instead.
+The head has the `HostedStore`.  A worker sends each `Operation` to its agent's socket in the
+runtime folder; the agent checks the operation and asks the head.  The worker checks the
+`StoreReply`.  A world on a single machine has a `FileStore` of torch in place of this store.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import NamedTuple
 from nbdist.wire.frames import BadFrame, framed, object_from, pack
 
 STORE_SOCKET = "store.sock"
-"""The name of the agent's socket in the runtime folder."""
+"""The name, in the runtime folder, of the socket at which an agent takes operations."""
 
 MAX_STORE_BYTES, MAX_STORE_WAIT = 64 << 20, 20.0
-"""The bytes of one operation or answer, and the seconds that one operation may wait.
+"""The most bytes of one operation or answer, and the most seconds that one operation waits.
 
-Addresses of ranks take some kilobytes; user code may store more.  For longer waits a rank asks
-again.
+Addresses of ranks take some kilobytes; user code may store more.  For a longer wait a rank sends
+its operation again.
 """
 
 
@@ -46,16 +46,16 @@ class Wait(NamedTuple):
 
 
 class Add(NamedTuple):
-    """Add to the number under the key, 0 if the key is missing; answered by the sum."""
+    """Add to the number under the key; a missing key counts as 0.  Answered by the sum."""
 
     key: str
     amount: int
 
 
 class CompareSet(NamedTuple):
-    """Replace the value by `desired` if it is `expected`; a missing key counts as b"".
+    """Replace the value by `desired` if the value is `expected`; a missing key counts as b"".
 
-    Answered by the value that is stored then, or by `expected` if there is none, as in torch.
+    Answered by the value that the key has afterwards, or by `expected` if the key is missing.
     """
 
     key: str
@@ -64,7 +64,7 @@ class CompareSet(NamedTuple):
 
 
 class Append(NamedTuple):
-    """Append bytes to the value; answered by None."""
+    """Append bytes to the value under the key, b"" if the key is missing; answered by None."""
 
     key: str
     value: bytes
@@ -83,7 +83,7 @@ class Count:
 
 @dataclass(frozen=True, slots=True)
 class StoreRefused:
-    """Answers an operation that failed; `why` is a sentence."""
+    """The answer to an operation that failed; `why` gives the reason in words."""
 
     why: str
 
@@ -99,7 +99,7 @@ def to_frame(message: Operation | StoreReply) -> bytes:
 
 
 def operation_from(frame: bytes) -> Operation:
-    """Unpack a rank's operation; raises BadFrame for anything else, and for too long a wait."""
+    """Unpack a rank's operation; raises BadFrame for other objects, and for too long a wait."""
     operation: Operation = object_from(frame, Operation)
     if isinstance(operation, Get | Wait) and not 0 <= operation.seconds <= MAX_STORE_WAIT:
         raise BadFrame(f"a wait of {operation.seconds} s")
@@ -107,7 +107,7 @@ def operation_from(frame: bytes) -> Operation:
 
 
 def answer_from(frame: bytes) -> StoreReply:
-    """Unpack the answer to a rank; raises BadFrame for anything else."""
+    """Unpack the store's answer to a rank; raises BadFrame for any other object."""
     answer: StoreReply = object_from(frame, StoreReply)
     return answer
 
@@ -130,7 +130,7 @@ class HostedStore:
         return f"<HostedStore {len(self._values)} keys, {len(waiting)} wait>"
 
     async def ask(self, operation: Operation) -> StoreReply:
-        """Apply an operation and return its answer; `Get` and `Wait` wait as long as they say."""
+        """Apply an operation and return the answer; `Get` and `Wait` wait for at most `seconds`."""
         match operation:
             case Get(keys, seconds):
                 return await self._wait_for(keys, seconds)
@@ -162,12 +162,12 @@ class HostedStore:
         return None
 
     def begin_world(self) -> None:
-        """Delete all keys: the ranks of the previous world have ended, and so have their waits."""
+        """Delete all keys and forget all waits: the ranks of the previous world have ended."""
         self._values.clear()
         self._waits.clear()
 
     async def _wait_for(self, keys: tuple[str, ...], seconds: float) -> _Values | None:
-        """Return the values once all keys exist; None if one is missing after `seconds`."""
+        """Return the values once all keys exist; None if a key is missing after `seconds`."""
         if (values := self._found(keys)) is not None or not seconds:
             return values
         wait: asyncio.Future[_Values] = asyncio.get_running_loop().create_future()
@@ -190,7 +190,7 @@ class HostedStore:
                 wait.set_result(values)
 
     def _found(self, keys: tuple[str, ...]) -> _Values | None:
-        """Return the values, or None if a key is missing."""
+        """Return the values of `keys`, or None if a key is missing."""
         if all(key in self._values for key in keys):
             return tuple(self._values[key] for key in keys)
         return None

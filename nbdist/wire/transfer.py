@@ -1,22 +1,22 @@
 """The link between the head and the agents of other machines: messages, and shared memory.
 
-Each end of a link has a `Numbered`, so that each message arrives exactly once although connections
-are lost.  Messages are numbered; each also says up to which number its sender has read.  Messages
-that the other end has not read yet are kept.  On a new connection both ends send them again, and
-each end accepts only the message with the next number.
+Each end of a link has a `Numbered`, so that no message is lost or read twice as long as the link
+exists, even if connections are lost.  Messages are numbered, and each header says which message its
+sender has read last.  An end keeps messages that the other end may not have read.  On a new
+connection both ends send the kept messages again, and read only the message with the next number.
 
-Shared memory crosses a link once for all ranks of a node.  The receiving process copies it into
-segments of its own, and replaces the `SegmentRef` in what it passes on
-(`nbdist.values.payload.relocate`).  The process that lacks a segment asks for one piece after the
-other (`Receiving`); the other process reads the piece and keeps no state (`piece_of`).
+A segment crosses a link once for all ranks of a node.  The process that lacks the segment requests
+piece after piece (`Receiving`), and stores the pieces in a copy of its own; the other process reads
+each piece and keeps no state (`piece_of`).  A message that refers to the segment is changed to
+refer to the copy (`nbdist.values.payload.relocate`).
 
-How long a segment is kept:
+How long the copy of a segment is kept:
 
-- A segment from the notebook stays on a node as long as the notebook has it open.  The head checks
-  that (`nbdist.values.payload.is_open`) and sends `Drop`.
-- A segment from a rank stays until the notebook has read it (`ReleaseRankValues`), the rank gets
-  its next task, or the world ends.
-- An incomplete segment is dropped when its link is lost, or when no task waits for it any more.
+- The copy of a notebook's segment stays on a node as long as the notebook has the segment open or a
+  task waits for the copy.  The head checks this (`is_open`), and sends `Drop`.
+- The copy of a rank's segment stays until the notebook has read the values (`ReleaseRankValues`),
+  the rank gets its next task, or the world ends.
+- An incomplete copy is dropped when the link is lost, or when no task waits for the copy any more.
 """
 
 from __future__ import annotations
@@ -39,28 +39,28 @@ from nbdist.wire.frames import BadFrame
 Frame = bytes | memoryview
 
 HEADER = struct.Struct("<cQQ")
-"""The kind, the number of the message (0 for other kinds), and the number of the last message that
-the sender has read."""
+"""The kind, the number of the message (0 for other kinds than MESSAGE), and the number of the last
+message that the sender has read."""
 
 
 class FrameKind(Enum):
-    """The kind of a transmission.  Only after MESSAGE and an agent's ENDED more frames follow."""
+    """The kind of a transmission; only after MESSAGE and an agent's ENDED do more frames follow."""
 
     MESSAGE = b"m"
     BEAT = b"b"
     AGAIN = b"a"
-    """From an agent that has connected again: the head sends its kept messages again."""
+    """From an agent that has connected again, to let the head send kept messages again."""
     ENDED = b"e"
-    """From an agent: the agent with the identity that follows has ended.  To an agent: the head
-    counts it as lost."""
+    """From an agent: the agent whose identity follows has ended.  To an agent: the head has given
+    the link to this agent up."""
 
 
 class Mismatch(Exception):
-    """The other end has read messages that this end never sent: this end has given the link up."""
+    """The other end has read more messages than this end has sent: this end gave the link up."""
 
 
 class Numbered:
-    """Numbers the messages at one end of a link, and keeps each until the other end has read it."""
+    """Numbers the messages of an end, and keeps each until the other end has acknowledged it."""
 
     def __init__(self) -> None:
         self._kept: deque[Sequence[Frame]] = deque()
@@ -70,21 +70,21 @@ class Numbered:
 
     @property
     def has_read(self) -> bool:
-        """Whether this end has read a message since it last sent anything."""
+        """Whether this end has read a message of which no header has told the other end yet."""
         return self._acknowledged < self._last_read
 
     def message(self, frames: Sequence[Frame]) -> list[Frame]:
-        """Return the frames with a header that has the next number, and keep them."""
+        """Keep the frames of a message, and return a header with the next number and the frames."""
         self._last_sent += 1
         self._kept.append(frames)
         return [self._header(FrameKind.MESSAGE, self._last_sent), *frames]
 
     def bare_header(self, kind: FrameKind) -> bytes:
-        """Return a header of a kind that has no number."""
+        """Return the header of a transmission that is no message, and so has no number."""
         return self._header(kind, 0)
 
     def replay(self) -> Iterator[list[Frame]]:
-        """Yield all kept messages, for a new connection."""
+        """Yield all kept messages with their headers, to send them on a new connection."""
         first = self._last_sent - len(self._kept) + 1
         for number, frames in enumerate([*self._kept], first):
             yield [self._header(FrameKind.MESSAGE, number), *frames]
@@ -92,8 +92,8 @@ class Numbered:
     def read_header(self, header: bytes) -> FrameKind | None:
         """Read the header of a transmission, and drop the kept messages that it acknowledges.
 
-        Return its kind, or None for a message that must be ignored: it is not the next one.
-        Raises Mismatch, and BadFrame for an unreadable header; both leave the state as it was.
+        Returns the kind, or None for a message to ignore, whose number is not the next.  Raises
+        Mismatch, and BadFrame for an unreadable header; both leave the state as it was.
         """
         try:
             sign, number, read = HEADER.unpack(header)
@@ -118,8 +118,8 @@ class Numbered:
 # --- segments of shared memory ----------------------------------------------------------------
 
 TRANSFER_PIECE, FIRST_WINDOW, MAX_WINDOW, MAX_DELAY = 1 << 20, 4, 16, 0.25
-"""The bytes of a piece; how many pieces are asked for at a time, at first and at most; and the
-seconds by which a piece may be slower than the fastest one before fewer are asked for at a time.
+"""The most bytes of a piece; how many pieces are in flight at first and at most; and the seconds by
+which a piece may be slower than the fastest piece before fewer pieces are requested at a time.
 
 Other messages wait behind the pieces that are in flight.
 """
@@ -133,7 +133,7 @@ class Fetch(NamedTuple):
 
 
 class SegmentPiece(NamedTuple):
-    """Bytes of the segment that has this path on the sender's machine; b"" if it is gone."""
+    """Bytes of the segment with this path on the sender's machine; b"" if the segment is gone."""
 
     path: str
     offset: int
@@ -141,7 +141,7 @@ class SegmentPiece(NamedTuple):
 
 
 class Drop(NamedTuple):
-    """Head to agent: release your copy of this segment, complete or not."""
+    """Head to agent: free the copy of this segment, complete or not."""
 
     path: str
 
@@ -156,9 +156,9 @@ def piece_of(fetch: Fetch) -> SegmentPiece:
 
 @dataclass
 class _Coming:
-    """An incomplete segment: `requested` bytes have been asked for.
+    """An incomplete copy of a segment, of which the first `requested` bytes were requested.
 
-    `end` gets the problem, or "" once the segment is complete, gone or dropped.
+    `end` gets the problem, or "" if the copy is complete or dropped, or if the segment is gone.
     """
 
     ref: SegmentRef
@@ -170,8 +170,8 @@ class _Coming:
 class Receiving:
     """Copies segments of the process at the other end of a link into segments of this process.
 
-    `send` sends a `Fetch` to the other end.  The caller passes the pieces that
-    answer to `add_piece`, in order.
+    `send` sends a `Fetch` to the other end.  The caller passes each answer to `add_piece`, in the
+    order of the requests.
     """
 
     def __init__(self, send: Callable[[Fetch], None]) -> None:
@@ -179,7 +179,7 @@ class Receiving:
         self._coming: dict[str, _Coming] = {}
         self._segments: dict[str, Segment] = {}
         self._request_times: deque[float] = deque()
-        """When each piece in flight was asked for; answers come in the same order."""
+        """When each piece in flight was requested; the answers come in the same order."""
         self._window = FIRST_WINDOW
         self._least_delay = float("inf")
 
@@ -188,9 +188,9 @@ class Receiving:
         return f"<Receiving {len(self._coming)} segments, {pieces}, has {len(self._segments)}>"
 
     async def copy_segments(self, refs: Iterable[SegmentRef]) -> str:
-        """Copy segments to this process; return why a segment has no room here, or "".
+        """Copy segments to this process; return why there is no memory for a segment, or "".
 
-        A segment that is gone, or was dropped meanwhile, is no reason: `places` lacks it then.
+        A segment that is gone, or was dropped meanwhile, is no reason, but missing in `places`.
         """
         futures = []
         for ref in refs:
@@ -210,14 +210,14 @@ class Receiving:
         return next(filter(None, (future.result() for future in futures)), "")
 
     def add_piece(self, piece: SegmentPiece) -> None:
-        """Store a piece in its segment, and ask for more pieces."""
+        """Store a piece in the copy of its segment, and request further pieces."""
         delay = time.monotonic() - self._request_times.popleft()
-        # A slow piece has waited for others on the link, as a message of Stop would: ask for fewer.
+        # A slow piece has waited on the link, as a message of Stop would: request fewer at a time.
         self._least_delay = min(self._least_delay, delay)
         step = 1 if delay - self._least_delay < MAX_DELAY else -1
         self._window = min(max(1, self._window + step), MAX_WINDOW)
         coming = self._coming.get(piece.path)
-        # Other pieces answer an earlier request: the segment was dropped, and requested again.
+        # Other pieces are late: their segment was dropped, and perhaps requested again since.
         if coming is not None and piece.offset == coming.blank.filled:
             self._fill(coming, piece)
         self._request_pieces()
@@ -234,7 +234,7 @@ class Receiving:
         try:
             for _ in blank.writing(memoryview(piece.data), piece.offset):
                 pass
-        except OSError as error:  # memory ran out although `Blank` had checked it
+        except OSError as error:  # memory ran out since `Blank` found enough free
             problem = f"{blank.total:,} bytes of shared memory could not be filled: "
             problem += error.strerror or str(error)
         if blank.filled == blank.total:
@@ -258,15 +258,15 @@ class Receiving:
         return total
 
     def places(self, refs: Iterable[SegmentRef]) -> dict[str, SegmentRef]:
-        """Return by path the copies of these segments that are complete."""
+        """Return references to complete copies of these segments, by the paths of the segments."""
         return {
             ref.path: self._segments[ref.path].ref for ref in refs if ref.path in self._segments
         }
 
     def drop(self, paths: Iterable[str]) -> None:
-        """Release the copies of the segments with these paths, complete or not.
+        """Free the copies of the segments with these paths, complete or not.
 
-        A process that has mapped a segment can still use it.
+        A process that has mapped a copy can still use this copy.
         """
         for path in paths:
             if coming := self._coming.get(path):
@@ -275,11 +275,11 @@ class Receiving:
                 segment.close()
 
     def abandon(self) -> None:
-        """Release all incomplete copies: the link is lost."""
+        """Free all incomplete copies, because the link is lost."""
         self.drop([*self._coming])
         self._request_times.clear()
 
     def close(self) -> None:
-        """Release all copies."""
+        """Free all copies, complete or not."""
         self.abandon()
         self.drop([*self._segments])

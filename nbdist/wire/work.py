@@ -1,13 +1,13 @@
 """Tasks for ranks, the messages of workers about them, and marks in a worker's stdout.
 
-The notebook makes tasks, agents pass them on to workers.  A worker's text goes to its stdout, a
-pipe that the agent reads.  So text that was written before a death is not lost, and text of Python,
-C code and child processes keeps its order.  Figures and errors go through iopub; before each of
-these messages the worker writes a mark with the message's number to stdout, where it belongs in the
-text.
+The notebook makes tasks, and agents pass tasks on to workers.  The agent reads a worker's text from
+pipes, so that text from before a death is read too.  Python's stdout and stderr share a pipe, and
+keep their order there; stderr of C code and child processes has another pipe.  Figures, errors and
+a task's end are numbered messages.  For each message the worker writes a mark with the number to
+stdout, where the message belongs in the text.
 
-A mark is an APC escape sequence (ECMA-48 8.3.2), which terminals ignore.  It contains a token that
-no output has by chance, and is shorter than PIPE_BUF, so the kernel writes it in one piece.
+A mark is an APC escape sequence (ECMA-48 8.3.2), which terminals ignore.  A mark contains a token
+that no output has by chance, and is shorter than PIPE_BUF, so Linux writes the mark in one piece.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ ProgramKind = Literal["file", "module", "executable"]
 
 
 BLANK_HEAD = re.compile(r"\A(?:[ \t\f]*\n)+")
-"""Blank lines at the beginning of a cell: IPython removes them before it counts lines."""
+"""Matches blank lines at the beginning of a cell, which IPython does not count as lines."""
 
 
 @dataclass(frozen=True, slots=True)
 class CellCode:
-    """The source of a cell; "" for a task that only binds variables or fetches values."""
+    """The text of a cell; "" for a task that only binds variables or fetches values."""
 
     text: str = ""
 
@@ -44,24 +44,24 @@ class Script:
     kind: ProgramKind
     name: str  # exactly the text that the user wrote
     args: tuple[str, ...] = ()
-    file: str = ""  # its path on the notebook's machine; "" for a module that is no file
+    file: str = ""  # the path on the notebook's machine; "" for a program without a file
     root: str = ""  # the folder of the script's own code
     local_rank: bool = False  # if True, the first argument is `--local-rank=N`
-    # The path relative to the notebook's folder, which may be elsewhere on other machines; "" for
-    # a file outside of that folder.
+    # The path of `file` relative to the notebook's folder, which other machines may have elsewhere;
+    # "" for a file outside of that folder.
     near: str = ""
     op: ClassVar[str] = "run.script"
 
     @property
     def arguments(self) -> Mapping[str, Any]:
-        """The arguments of the op that runs it."""
+        """The arguments of the op that runs the script."""
         return {"program": self}
 
 
 class OpCall(NamedTuple):
     """A call of `snapshot.write` or another op.
 
-    Its arguments are plain data; values of the user are in a `Payload`.
+    The arguments are plain data, and values of the user are in a `Payload`.
     """
 
     op: str
@@ -87,7 +87,7 @@ class Surroundings(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """The attempt of a task with `--max-restarts`: `number` from 0 on, `most` restarts in all."""
+    """Which attempt of a task this is, from 0 on, and the most restarts (`--max-restarts`)."""
 
     number: int = 0
     most: int = 0
@@ -124,7 +124,7 @@ class Task:
 
     @property
     def source(self) -> str:
-        """The text of a cell without leading blank lines, as IPython counts lines; else ""."""
+        """A cell's text without leading blank lines, as IPython counts lines; "" for other work."""
         return BLANK_HEAD.sub("", self.work.text) if isinstance(self.work, CellCode) else ""
 
     @property
@@ -134,7 +134,7 @@ class Task:
 
     @property
     def title(self) -> str:
-        """A title for messages: a cell's first line that is no magic, a script's call, or an op."""
+        """A cell's first line that is no magic, a script with its arguments, or an op's name."""
         match self.work:
             case CellCode(text):
                 lines = (line.strip() for line in text.splitlines())
@@ -151,7 +151,7 @@ class Task:
         return refs_in((self.names, self.plain, given))
 
     def moved(self, places: Places) -> Task:
-        """Return the task with its segments at other places, for the workers of another machine."""
+        """Return the task with its segments at `places`, for the workers of another machine."""
         work = self.work
         if isinstance(work, OpCall):
             work = work._replace(arguments=relocate(work.arguments, places))
@@ -160,7 +160,7 @@ class Task:
 
 
 def task_from(frame: bytes) -> Task:
-    """Unpack a task that the notebook packed."""
+    """Unpack a task that the notebook has packed."""
     task: Task = unpack(frame)
     return task
 
@@ -168,7 +168,7 @@ def task_from(frame: bytes) -> Task:
 class InputReply(NamedTuple):
     """The reply to the `InputRequest` or `CatchUp` with this number.
 
-    `text` is the typed line, or None for the end of input; `problem` says why nobody can type.
+    `text` is the typed line, None for the end of input; `problem` says why nobody can type.
     """
 
     number: int
@@ -182,12 +182,12 @@ class SigintSent:
 
 
 def failure_in_words(name: str, message: str) -> Failure:
-    """Return a failure with this error as its one line, for errors outside of the cell's code."""
+    """Return a failure whose only line is this error, for errors outside of the cell's code."""
     return Failure(name, message, (error_line(name, message),), time.time_ns())
 
 
 MAX_TASK_MESSAGE_BYTES = 64 << 20
-"""The bytes of one message of a worker about a task; big values go through shared memory."""
+"""The most bytes of a worker's message about a task; big values go through shared memory."""
 
 
 class Finished(NamedTuple):
@@ -199,7 +199,7 @@ class Finished(NamedTuple):
 
 
 class CatchUp(NamedTuple):
-    """Worker to agent: send an `InputReply` once you have read all output before this mark."""
+    """Worker to agent: send an `InputReply` once all output before this message's mark was read."""
 
     number: int
 
@@ -209,7 +209,7 @@ TaskMessage = Finished | InputRequest | CatchUp
 
 
 def said_from(frame: bytes) -> TaskMessage:
-    """Unpack a worker's message about its task; raises BadFrame for anything else."""
+    """Unpack a worker's message about its task; raises BadFrame for any other frame."""
     message: TaskMessage = object_from(frame, TaskMessage, Payload)
     if isinstance(message, Finished) and not fits(message.done.values, Payload | None):
         raise BadFrame("what it brings back is no payload")
@@ -222,7 +222,7 @@ Mark = int | Literal["up", "ready", "stdout", "stderr"]
 """The value of a mark.
 
 A number is that of a message.  `up` says that the worker's kernel has bound its sockets, `ready`
-that its group is formed too.  The name of a stream says that the text after the mark belongs to it.
+that the group is formed too.  `stdout` and `stderr` name the stream of the text after the mark.
 """
 
 
@@ -237,11 +237,11 @@ def mark_pattern(token: str) -> re.Pattern[bytes]:
 
 
 LONGEST_MARK = 80
-"""The most bytes of a mark: so many are held back if a read ends in the middle of a mark."""
+"""No mark has more bytes than this; so many at the end of a read may be an incomplete mark."""
 
 
 def cut_off_pattern(token: str) -> re.Pattern[bytes]:
-    """Return a pattern that finds an incomplete mark at the end of a read."""
+    """Return a pattern that finds the beginning of a mark at the end of the bytes of a read."""
     start = f"_{token};"
     begun = "".join(f"(?:{letter}" for letter in start)
     return re.compile(rf"\x1b{begun}[a-z0-9]{{0,18}}\x1b?{')?' * len(start)}\Z".encode())

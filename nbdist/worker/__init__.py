@@ -1,1 +1,1 @@
-"""The process of a rank: its kernel, torchrun's environment, and the process group."""
+"""A worker, the process of a rank: its kernel, tasks and output, and its process groups."""

@@ -2,7 +2,7 @@
 
 `python -m nbdist.worker` reads a pickled `WorkerStart` from stdin and becomes the worker.
 `python -m nbdist.worker about` prints facts about torch and the GPUs as JSON. `nbdist doctor` runs
-it as a process of its own, because importing torch may load CUDA.
+this command in another process, because importing torch may load CUDA.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def become_spawned_worker() -> None:
 
 
 def describe_torch() -> dict[str, Any]:
-    """Import torch and describe its build and the GPUs, for `nbdist doctor`.
+    """Import torch and return facts on its build and the GPUs, for `nbdist doctor`.
 
-    `device` is the platform of the build, such as `CUDA 12.8` or `CPU`. `nccl` is the version and
-    class of nccl, "" if torch was built without nccl. `said` are torch's warnings at its import.
+    `device` is the platform of the build, such as `CUDA 12.8` or `CPU`. `nccl` is nccl's version
+    and the name of its backend class, "" without nccl. `said` has the UserWarnings of this import.
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

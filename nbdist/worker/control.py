@@ -1,7 +1,7 @@
 """The control thread of a worker, which answers requests of the agent even while a task runs.
 
-The agent asks where the main thread is, for completions, to abort collectives, or to change the
-process group or the world's size. `nbdist.worker.main` makes one `ControlThread` in each worker.
+The agent asks, for example, for the main thread's place and for completions, to abort collectives,
+and to form the process group again. `nbdist.worker.main` makes one `ControlThread` in each worker.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from nbdist.worker.process import SOCKET_READ_SIZE, allow_more_descriptors, thre
 from nbdist.worker.steps import STEPS
 
 LATE_SECONDS, KEPT_SECONDS = 0.3, 5.0
-"""An answer to Tab that took `LATE_SECONDS` is kept for `KEPT_SECONDS`, if Tab is pressed again.
+"""An answer to Tab that took longer than `LATE_SECONDS` is kept for `KEPT_SECONDS`.
 
-The agent waits for 0.4 s (`inspect.CONSULT_TIMEOUT`). On a busy machine every answer may take
-longer, so that without a kept answer nobody would see one, however often they press Tab."""
+The agent waits only 0.4 s for an answer (`inspect.CONSULT_TIMEOUT`). On a busy machine every answer
+may take longer: only a kept answer can be shown in time, when Tab is pressed again."""
 
 SPARE_THREADS = (
-    5  # the threads that a new gloo backend starts, a thread that waits for it, and a spare
+    5  # threads that a new gloo backend starts, a thread that waits for the backend, and a spare
 )
 
 
@@ -66,7 +66,7 @@ class ControlThread:
         self._send_lock = threading.Lock()
 
     def serve(self, connection: socket.socket) -> None:
-        """Start a thread that answers the requests of a connection until the agent closes it."""
+        """Start a thread that answers requests until the agent closes the connection."""
         with threads_without_sigint():
             thread = threading.Thread(target=self._serve, args=(connection,), daemon=True)
             thread.start()
@@ -84,14 +84,14 @@ class ControlThread:
 
     def _send(self, connection: socket.socket, number: int, answer: control.ControlReply) -> None:
         frame = framed(pack(control.ControlReplyTo(number, answer)))
-        with self._send_lock, suppress(OSError):  # the agent has ended
+        with self._send_lock, suppress(OSError):  # the agent has closed the connection
             connection.sendall(frame)
 
     def _answer(
         self, request: control.ControlRequest, send: Callable[[control.ControlReply], None]
     ) -> None:
-        # Completions and nccl's aborts take seconds, so they run on threads of the executor: later
-        # requests must not wait, such as an abort that frees this rank.
+        # Completions and nccl's aborts can take seconds, so they run on threads of the executor: a
+        # later request must not wait for them, such as an abort that frees this rank.
         match request:
             case Complete() | Inspect():
                 # IPython's completer must not be called by two threads at once.
@@ -115,7 +115,7 @@ class ControlThread:
             return control.Failed(str(error) or repr(error), unfit=not is_between_ranks(error))
 
     def _consult(self, question: TypingQuestion) -> control.ControlReply:
-        """Answer a completion or inspection; keep the answer for the next call if it was late."""
+        """Answer a completion or an inspection; keep a late answer for the next call."""
         kept, self._late_answer = self._late_answer, None
         # A kept answer is out of date once another cell has run and may have changed variables.
         shell: Any = self._kernel.shell
@@ -199,7 +199,7 @@ class ControlThread:
         return control.Ok()
 
     def _change_group(self, request: control.Regroup | control.Resize) -> None:
-        """Connect or resize the group, then update what cells see; no task runs meanwhile."""
+        """Form the group again, then update ready names and environment; no task runs meanwhile."""
         before, world, number = self._start, request.world, request.generation
         after = replace(before, world=world, environ=request.environ)
         if isinstance(request, control.Resize):
@@ -210,7 +210,7 @@ class ControlThread:
             else:
                 self._group.regroup(number, request.members)
         self._start = after
-        # CUDA has read CUDA_VISIBLE_DEVICES once and for all, so this process keeps its value.
+        # CUDA reads CUDA_VISIBLE_DEVICES only once in a process, so this process keeps its value.
         environ = {k: v for k, v in after.environ.items() if k != "CUDA_VISIBLE_DEVICES"}
         change_environ(before.environ, environ)
         for name in ("rank", "local_rank", "world_size"):
@@ -224,13 +224,13 @@ class ControlThread:
 
 
 def change_threads(before: int, after: int) -> None:
-    """Change torch's number of threads, unless the user has changed it."""
+    """Change torch's number of threads if it is still `before`: user code may have set another."""
     if torch.get_num_threads() == before:
         torch.set_num_threads(after)
 
 
 def check_room_for_threads() -> None:
-    """Raise RuntimeError if fewer than `SPARE_THREADS` can be started: gloo would exit."""
+    """Raise RuntimeError if `SPARE_THREADS` threads cannot start: gloo would end the process."""
     all_started = threading.Event()
     with ThreadPoolExecutor(SPARE_THREADS) as pool:
         try:

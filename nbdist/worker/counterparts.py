@@ -46,10 +46,10 @@ PAGES_FROM_BYTES = 4 << 20
 
 
 class Keyed(NamedTuple):
-    """An object with its key and the state in which it was received, for another rank or a file.
+    """An object with its key and its state as received, if any, for another rank or a file.
 
-    `tool` names the function that reads its state. If the object is a tensor that fills its memory,
-    `block` and `digest` are the key and the digest of that memory.
+    `tool` names the function that reads its state. If the object is a tensor whose whole memory has
+    a key, `block` is this key, and `digest` is the digest of the memory as received, if known.
     """
 
     key: int
@@ -61,9 +61,9 @@ class Keyed(NamedTuple):
 
 
 class Counterparts:
-    """The objects that the notebook has sent to this rank, by key, with their states as received.
+    """The objects of this rank that have a key, with their states as the rank received them.
 
-    Only objects that the notebook may send again are kept alive here (`_retained`).
+    `_retained` keeps objects alive that the notebook has removed here, but may send again.
     """
 
     def __init__(self, names: dict[str, Any]) -> None:
@@ -74,13 +74,13 @@ class Counterparts:
         self._sent_values: dict[str, Identity] = {}
         self._orphans: set[int] = set()  # keys of objects that have ended in the notebook
         # By key, objects that the notebook has removed from this rank's variables and objects, but
-        # still has itself.
+        # may send again.
         self._retained: dict[int, Any] = {}
         self._released: list[Any] = []  # objects that `forget` has taken from `_retained`
         self._pinned: list[Any] | None = None
         self._versions: dict[int, int] = {}  # by key, a tensor's version when received
         self._altered_keys: set[int] = set()  # of memory and containers changed in place here
-        self._lost_keys: list[int] = []  # of altered objects that have ended
+        self._lost_keys: list[int] = []  # of altered memory and containers that have ended
 
     # --- receiving ----------------------------------------------------------------------------
 
@@ -165,9 +165,9 @@ class Counterparts:
         return () if state is None else state.children
 
     def _write_block(self, key: int, contents: Any) -> None:
-        """Write new contents into the memory that the block's tensors have now."""
+        """Write new contents into the memory that has this key, unless that memory has ended."""
         root = self._find(key)
-        if root is None:  # its tensors have other memory: the update of each tensor copies the data
+        if root is None:  # the tensors have other memory: each tensor's own update copies the data
             return
         new = np.frombuffer(contents, np.uint8)
         if isinstance(root, torch.UntypedStorage):
@@ -184,7 +184,7 @@ class Counterparts:
             block.users.append(weakref.ref(tensor))
 
     def _find(self, key: int) -> Any:
-        """Return the object with this key, or the memory of a block; None if it has ended."""
+        """Return the object or the memory that has this key; None if it has ended."""
         if (value := self.links.find(key)) is not None:
             return value
         block = self.links.blocks.get(key)
@@ -195,7 +195,7 @@ class Counterparts:
     def forget(self, keys: Iterable[int]) -> None:
         """Stop retaining objects that have ended in the notebook.
 
-        They live until `end_idle`, because a message that came with their keys may refer to their
+        The objects live until `end_idle`, because a message of the same task may refer to their
         memory.  An object that lives on after that keeps its key, so that states that refer to this
         key stay true.
         """
@@ -207,7 +207,7 @@ class Counterparts:
         self._retain(released)
 
     def forget_sent_value(self, name: str) -> None:
-        """Forget the value that the notebook has sent for a variable: a task has bound the name."""
+        """Forget which value the notebook sent for a variable that a task has bound or deleted."""
         self._sent_values.pop(name, None)
 
     def delete(self, names: Iterable[str]) -> list[str]:
@@ -244,10 +244,10 @@ class Counterparts:
         return tuple(unreported)
 
     def pop_lost_keys(self) -> tuple[int, ...]:
-        """Return the keys of objects changed by this rank that have ended since the last call.
+        """Return the keys of ended memory and containers that this rank had changed.
 
-        Memory that was changed by the very task that dropped its tensor is missing: the version of
-        a tensor that has ended cannot be read.
+        Each key is returned once.  Memory that was changed by the same task that dropped its tensor
+        is missing: the version of a tensor that has ended cannot be read.
         """
         lost, self._lost_keys = self._lost_keys, []
         return tuple(lost)
@@ -265,22 +265,22 @@ class Counterparts:
                 self._altered_keys.update(state.children)
 
     def _record_altered_containers(self, entries: Iterable[Any]) -> None:
-        """Record containers that this rank has changed; called before `links` drops them."""
+        """Record which unused containers the rank has changed, before `links` drops them all."""
         for key, state in self._read_states(entries).items():
             if key in self._states and self._states[key] != state:
                 self._altered_keys.add(key)
 
     def begin_idle(self) -> None:
-        """Keep objects in garbage cycles alive in each collection until `end_idle`.
+        """Let garbage collection end no object that has a key, until `end_idle`.
 
         At the end of a task the notebook learns which objects have ended, and the next task may
-        refer to all others. So no object may end between two tasks.
+        refer to all others. So a collection between two tasks must not end objects.
         """
         if self._pin not in gc.callbacks:
             gc.callbacks.append(self._pin)
 
     def end_idle(self) -> None:
-        """Drop objects that are no longer retained, and allow garbage to be collected again."""
+        """Drop the objects that `forget` has released, and let garbage collection end objects."""
         if self._pin in gc.callbacks:
             gc.callbacks.remove(self._pin)
         self._pinned = None
@@ -293,7 +293,7 @@ class Counterparts:
     # --- comparing ----------------------------------------------------------------------------
 
     def inspect(self, objects: Mapping[int, ChangedParts], names: Iterable[str]) -> Inspected:
-        """Return which parts of objects this rank has changed, and the values of variables here."""
+        """Return which parts of objects this rank has changed, and what its variables hold."""
         changed, ended = self._find_changes(objects)
         found_values = {}
         for name in names:
@@ -344,7 +344,7 @@ class Counterparts:
         return changed, ended
 
     def _is_written(self, key: int) -> bool:
-        """Return True if the contents of a block differ from what was received, or it has ended."""
+        """Return True if memory with a key has ended, or differs from the contents received."""
         root = self._find(key)
         if root is None:
             return True
@@ -367,7 +367,7 @@ class Counterparts:
         return scan.states
 
     def _variables_with(self, name: str, value: Any) -> list[str]:
-        """List variables but `name` that lead to an object, or to a parameter of a module."""
+        """Return variables but `name` found to lead to a value, or to a parameter in that value."""
         if is_atomic(value) or isinstance(value, types.ModuleType | types.FunctionType | type):
             return []
         ids = {id(value)}
@@ -386,7 +386,7 @@ class Counterparts:
     def keyed_objects(self, values: Iterable[Any], *, adds: bool = False) -> list[Keyed]:
         """Return a `Keyed` for each object that has a key.
 
-        With `adds`, tensors, modules and optimizers without a key get one.
+        With `adds`, tensors, torch modules and optimizers without a key get one first.
         """
         keyed_objects = []
         for value in values:
@@ -414,7 +414,7 @@ class Counterparts:
         return self.links.blocks.get_exact(storage.data_ptr(), storage.nbytes(), "cpu")
 
     def register(self, keyed: Iterable[Keyed], substitutes: Mapping[int, Any]) -> tuple[int, ...]:
-        """Register objects that came from a rank or a file under their keys; return the keys.
+        """Give objects from a rank or a file the keys that they had there; return all keys.
 
         `substitutes` has, by the id of a new object, the old object that was made equal to it: the
         old object gets the key.
@@ -447,7 +447,7 @@ class Counterparts:
         self._states |= self._read_states(moved)
 
     def _block_of(self, value: Any) -> MemoryBlock | None:
-        """Return the block whose memory a tensor or array fills; None if it fills no block."""
+        """Return the block whose memory a tensor or a contiguous array fills, or None."""
         if isinstance(value, torch.Tensor):
             return self._whole_block(value)
         if not isinstance(value, np.ndarray) or not value.size or not value.flags.forc:
@@ -476,8 +476,8 @@ class Counterparts:
     ) -> tuple[dict[int, Any], dict[str, Replaced]]:
         """Give variables new values, in place if the old value has the same structure.
 
-        Return by the id of each new object the old object that was changed to equal it. Return also
-        by name the old values that could not be changed in place.
+        Return by the id of a new object the old object that was changed to equal it. Return also by
+        name facts on old values that could not be changed in place, except numbers and the like.
         """
         pairs = {
             name: (self._names[name], value)
@@ -524,8 +524,8 @@ def _merge_received(
     """Return the state to record as received, after an update has changed parts of an object.
 
     `before` and `after` are the object's states around the update, `earlier` is the state that was
-    recorded. Parts that the update has not changed stay as in `earlier`, so that the rank's own
-    changes are still seen as changes.
+    recorded. If all are known and have parts, parts that the update has not changed stay as in
+    `earlier`, so that the rank's own changes are still seen as changes.
     """
     if before is None or earlier is None or after.parts is None or earlier.parts is None:
         return after
@@ -535,7 +535,7 @@ def _merge_received(
 def _leads_to(top: Any, ids: Collection[int], names: dict[str, Any], deadline: float) -> bool:
     """Return True if references from `top` lead to an object with one of the `ids`.
 
-    Classes and modules are not searched. Return False if the deadline passes before an id is met.
+    Classes, modules and globals of functions are not searched. Return False after the deadline.
     """
     visited, pending = {id(names)}, [top]
     while pending and time.monotonic() < deadline:

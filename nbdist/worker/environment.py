@@ -1,7 +1,7 @@
 """The environment of user code in a worker: ready names, threads, bars as text, folder and path.
 
-Runs in each worker. Before each task the kernel applies what has changed in the notebook's folder,
-`sys.path` and environment variables; after each task it looks for edited modules.
+Runs in each worker. Before each task the kernel applies the notebook's changes of its folder,
+`sys.path` and environment variables; after each task the kernel looks for edited modules.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def prepare_torch(start: WorkerStart) -> None:
 
 
 def share_gpu(start: WorkerStart) -> None:
-    """Allow NCCL to use a GPU for several ranks, if ranks share GPUs or have slices of GPUs."""
+    """Let NCCL use a GPU for several ranks, if ranks may share GPUs or this rank has a slice."""
     if start.gpus and (start.has_slice or start.world.config.share_gpus):
         version, slices = accelerator.nccl_version(), start.has_slice
         os.environ.update(sharing_variables(start.rank, version, os.environ, slices=slices))
@@ -72,7 +72,7 @@ def ready_names(start: WorkerStart) -> dict[str, Any]:
 
 
 class _TextBars(MetaPathFinder, Loader):
-    """Gives tqdm's module of widgets the bars of text, and makes rich's console write text."""
+    """An import finder that gives `tqdm.notebook` bars of text, and keeps rich from widgets."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -100,14 +100,14 @@ def _disable_widgets(rich_console: ModuleType) -> None:
 
 
 def draw_bars_as_text() -> None:
-    """Make tqdm and rich draw bars as lines of text, which the notebook shows for each rank.
+    """Make tqdm and rich draw bars as lines of text, which the notebook can compare.
 
-    In an ipykernel with ipywidgets both draw widgets, and a worker's widgets would never move.
+    In an ipykernel with ipywidgets both libraries would draw widgets instead.
     """
     sys.meta_path.insert(0, _TextBars())
     if rich_console := sys.modules.get(RICH_CONSOLE):
         _disable_widgets(rich_console)
-    # Tell rich that the output understands a moving cursor: else rich does not move its bars.
+    # Tell rich that the output understands a moving cursor: without this rich draws no moving bars.
     os.environ.setdefault("TTY_COMPATIBLE", "1")
 
 
@@ -115,9 +115,9 @@ def draw_bars_as_text() -> None:
 
 
 class Around:
-    """Keeps a rank's folder, `sys.path` and environment variables equal to the notebook's.
+    """Makes the notebook's changes of folder, `sys.path` and environment variables on a rank.
 
-    A value that the rank has changed itself stays until the notebook changes it too. Made after the
+    A value of the rank's own stays at least until the notebook changes it too. Made after the
     worker's own imports, so that only cells import a `random.py` of the notebook's folder.
     """
 
@@ -136,7 +136,7 @@ class Around:
         process.ORIGINAL_DIR = self._folder  # type: ignore[attr-defined]
 
     def follow(self, around: Surroundings | None) -> None:
-        """Apply the notebook's changes since the last task; None means as at the world's start."""
+        """Apply the notebook's folder, path and environment; None for those at the start."""
         if around == self._last_surroundings:
             return
         self._last_surroundings, world = around, self._world
@@ -152,10 +152,10 @@ class Around:
         self._change_environ(around.environ)
 
     def _change_environ(self, changes: Mapping[str, str | None]) -> None:
-        """Set variables that the notebook has changed, even if this rank has set them too.
+        """Set or remove variables that the notebook has changed, even if this rank has set them.
 
-        A variable that libraries set when they are imported (`SET_ON_IMPORT`) keeps the value that
-        it has got on this rank.
+        But a variable that libraries set when they are imported (`SET_ON_IMPORT`) keeps a value
+        that was set on this rank.
         """
         last_changes, self._environ_changes = self._environ_changes, changes
         initial, absent = self._first_environ, object()
@@ -177,13 +177,13 @@ class Around:
         return [*path, *(entry for entry in self._worker_entries if entry not in path)]
 
     def _change_folder(self, folder: str, first: str) -> None:
-        """Go to the notebook's folder, or to its counterpart on this machine, if it has changed."""
+        """Go to the notebook's folder if it changed or this rank's own is gone; or say why not."""
         folder_here, current = moved_path(folder, first, self._world.cwd), _working_folder()
         if folder_here == self._folder_here and current is not None:
             return  # stay, also in a folder to which the rank itself has changed
         target = next(filter(os.path.isdir, (folder_here, folder)), None)
         if target is None:
-            self._folder_here = ""  # try again before the next task: the folder may be made later
+            self._folder_here = ""  # try again once `Surroundings` change: the folder may exist
             why = f"{socket.gethostname()} has no folder {folder}: this rank stays in"
             sys.stderr.write(f"{why} {current}\n")
             return
@@ -213,10 +213,9 @@ def change_environ(before: Mapping[str, str | None], after: Mapping[str, str | N
 
 
 def merge_paths(rank_path: Sequence[str], before: Sequence[str], after: Sequence[str]) -> list[str]:
-    """Return a rank's path with the changes that the notebook has made from `before` to `after`.
+    """Return a rank's `sys.path` with the notebook's changes from `before` to `after`.
 
-    Entries that the notebook has added in front of all older ones go to the front, others to the
-    end.
+    New entries in front of all older entries go to the front, other new entries to the end.
     """
     new = [entry for entry in after if entry not in before and entry not in rank_path]
     old = next((at for at, entry in enumerate(after) if entry in before), len(after))
@@ -241,11 +240,12 @@ CLOCKS = 2 * 10**9  # nanoseconds by which a file server's clock may be ahead of
 
 @dataclass
 class ModuleSource:
-    """The file of an imported module; all times are modification times in nanoseconds.
+    """The file of an imported module; all times are in nanoseconds since 1970.
 
     `short_path` is the end of its path from the outermost package on: `pkg/__init__.py`. `imported`
-    is the file's time at the import, `digest` a digest of its contents then; `digest` is empty if
-    the file may have been edited before. `reported` is the last edit that the user was told of.
+    is the file's time at the import, `digest` a digest of its contents. If the file may have been
+    edited since, `digest` is empty and `imported` is when the import began. `reported` is the time
+    of the last edit that the user was told of.
     """
 
     file: str
@@ -255,7 +255,7 @@ class ModuleSource:
     reported: int = 0
 
     def is_edited(self, modified_ns: int) -> bool:
-        """Return True if the file differs from what was imported; `modified_ns` is its time now."""
+        """Return True if the file, last changed at `modified_ns`, seems edited since its import."""
         if modified_ns in (0, self.imported):
             return False
         if self.digest and _digest_of(self.file) == self.digest:
@@ -271,11 +271,11 @@ class ModuleSource:
 class OwnModules(MetaPathFinder):
     """Finds out which modules of the user were edited since their import; reloads them if asked.
 
-    Stands first in `sys.meta_path` to see each import, also a repeated one, but finds no module.
+    Comes before Python's finders in `sys.meta_path` to see each search for a module; finds none.
     """
 
     def __init__(self) -> None:
-        # By module, when imports began that `_find_edited` has not seen, in ns since 1970.
+        # By module, when its last import began, until `_find_edited` is called; in ns since 1970.
         self._import_starts: dict[str, int] = {}
         self._sources: dict[str, ModuleSource] = {}
         self._is_reloading = False
@@ -291,8 +291,8 @@ class OwnModules(MetaPathFinder):
         """Return the files edited between their import and the time `before_ns`, each edit once.
 
         `before_ns` is when the task began. With `reloads`, `%autoreload` is on and has reloaded
-        these files, so none is returned. When it has just been turned on, reload files that were
-        edited before: `%autoreload` itself does not.
+        these files, so none is returned. If `%autoreload` was turned on since the last call, reload
+        files that were edited before: `%autoreload` itself does not.
         """
         if reloads and not self._is_reloading:
             self.reload(before_ns)
@@ -307,10 +307,10 @@ class OwnModules(MetaPathFinder):
         return tuple(edited_files)
 
     def reload(self, before_ns: int) -> None:
-        """Reload the modules that were edited before this time, in the order of their import.
+        """Reload the modules that were edited before this time; a failure is only printed.
 
-        As with `%autoreload`, modules that have imported objects from a reloaded one get the new
-        objects.
+        As with `%autoreload`, functions and classes that other modules have imported from a
+        reloaded module are updated in place.
         """
         for name, (source, modified_ns) in self._find_edited(before_ns).items():
             autoreload = import_module("IPython.extensions.autoreload")
@@ -333,7 +333,7 @@ class OwnModules(MetaPathFinder):
                 sys.modules.pop(name, None)
 
     def _find_edited(self, before_ns: int) -> dict[str, tuple[ModuleSource, int]]:
-        """Return the user's modules whose files were edited since their import, and when."""
+        """Return by name the user's modules edited between import and `before_ns`, and when."""
         while self._import_starts:
             name, began_ns = self._import_starts.popitem()
             spec = getattr(sys.modules.get(name), "__spec__", None)
@@ -357,7 +357,7 @@ class OwnModules(MetaPathFinder):
 def _modified_ns(file: str) -> int:
     try:
         return os.stat(file).st_mtime_ns
-    except OSError:  # the file was removed, or is being written
+    except OSError:  # the file was removed, or is being replaced
         return 0
 
 

@@ -1,8 +1,8 @@
 """Finds variables that an aborted collective may have filled in part.
 
-Gloo writes a result piece by piece into a tensor of the caller. This tensor is an argument of the
-function of `torch.distributed` that has raised; variables that share memory with it are incomplete.
-The kernel of a rank calls `find_incomplete` after a task that failed.
+Gloo writes a result piece by piece into tensors of the caller. The traceback leads to the tensors:
+arguments of a function of `torch.distributed`, a result that was awaited, or a model's gradients.
+Variables that share their memory are incomplete. The kernel asks for them if a task has failed.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _find_or_raise(error: BaseException, names: Mapping[str, Any]) -> Incomplete
 def _find_parts(
     frames: Iterable[FrameType], names: Mapping[str, Any]
 ) -> tuple[str, list[tuple[str, str]]]:
-    """Return the aborted operation's name, and the parts and names of variables it writes to."""
+    """Return the aborted operation's name and the parts of variables it fills, or "" and []."""
     is_in_torch = False
     for frame in frames:
         if parameter := _PARAMETERS.get(frame.f_code):
@@ -105,7 +105,7 @@ def _result_of(work: dist.Work) -> object:
 
 
 def _variables_in(names: Mapping[str, Any], spans: list[AddressRange]) -> Iterator[tuple[str, str]]:
-    """Yield the part and the name of each variable that shares memory with the spans.
+    """Yield the part and the name of variables that share memory with the spans.
 
     The part is "gradients" or "parameters" of a module, and "" if the value itself is meant.
     """
@@ -130,7 +130,7 @@ def _overlap(spans: Iterable[AddressRange], others: Iterable[AddressRange]) -> b
 
 
 def _spans_of(value: object) -> Iterator[AddressRange]:
-    """Yield the memory of each tensor and array in a value, also in lists, tuples and dicts."""
+    """Yield the memory of tensors and arrays in a value, also in lists, tuples and dict values."""
     pending, visited = [value], set[int]()
     for _ in range(MAX_SEARCHED_PARTS):
         if not pending:

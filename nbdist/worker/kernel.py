@@ -107,7 +107,7 @@ class WorkerKernel(IPythonKernel):
             except Exception as problem:  # noqa: BLE001 (whatever it was, the notebook waits for the end)
                 done, error = replace(done, failure=failure_of(problem)), problem
             interrupts.end()
-        except KeyboardInterrupt:  # raised between the cell's lines, or after its outcome is known
+        except KeyboardInterrupt:  # Stop outside of the cell's code, such as in `_prepare`
             interrupts.end()
         if done.status == "error" and done.failure is None:
             failure = failure_in_words("KeyboardInterrupt", "")
@@ -175,10 +175,10 @@ class WorkerKernel(IPythonKernel):
     async def _perform(self, work: Work, context: Context) -> tuple[BaseException | None, Any]:
         """Run a cell or an op; return the exception that it raised, or None, and its value.
 
-        The value of a cell is that of its last expression.
+        The value of a cell is that of its last expression. Stop can also raise KeyboardInterrupt.
         """
         if not (isinstance(work, OpCall) and "packed" in work.arguments):
-            # An op with packed arguments reads a message that may refer to such objects.
+            # Packed arguments may refer to objects that `end_idle` drops: read the arguments first.
             self.namespace.counterparts.end_idle()
         if isinstance(work, CellCode):
             return await self._run_source(work.text, context), context.shell.displayhook.pop_value()
@@ -206,7 +206,7 @@ class WorkerKernel(IPythonKernel):
                 reply: Any = await self.do_execute(text, silent=False, allow_stdin=True)
             except KeyboardInterrupt:
                 # ipykernel runs a cell with an `await` as an asyncio task. Cancel the task, which
-                # would begin later.
+                # would run after Stop.
                 for task in asyncio.all_tasks():
                     if getattr(task.get_coro(), "__name__", "") == RUNS_CELLS:
                         task.cancel()
@@ -273,7 +273,7 @@ class WorkerKernel(IPythonKernel):
         flush_streams()
 
     def get_parent(self, *channel: Any) -> dict[str, Any]:
-        """Return the parent message; for a cell, which is no message here, return only a header.
+        """Return the parent message; in a cell, which is no Jupyter message here, only a header.
 
         `ipywidgets.Output` reads the id in this header.
         """

@@ -119,7 +119,7 @@ def run_worker(start: WorkerStart, agent_pid: int) -> None:
 def become_worker(start: WorkerStart, agent_pid: int = 0) -> None:
     """Make this process the worker of one rank, and exit when its kernel stops; never returns.
 
-    `agent_pid` is 0 if the process was spawned and not forked: it already has its environment.
+    `agent_pid` is 0 if the process was spawned, not forked: a spawned process has its environment.
     """
     limit_descriptors()
     environ = {**start.world.environ, **start.environ}
@@ -172,7 +172,7 @@ def exit_with(reason: str, code: int = 1) -> None:
 # --- tasks from the agent, done in turn on the main thread ----------------------------------------
 
 LOOK_EVERY_MS = 200  # after which a waiting thread checks whether another thread has read its reply
-CATCH_UP_SECONDS = 60.0  # for the agent to read all output; a paused agent takes longer
+CATCH_UP_SECONDS = 60.0  # to wait for the agent to read all output: the agent may be paused
 INPUT_IN_CHILD = (
     "a process forked by the rank cannot read input: use `num_workers=0` for a `DataLoader`"
 )
@@ -181,10 +181,10 @@ INPUT_IN_CHILD = (
 class Tasks:
     """The socket through which a worker gets tasks, and replies to `InputRequest` and `CatchUp`.
 
-    Everything but `ask` and `catch_up` runs on the main thread's loop. The agent's first connection
-    is for tasks, and the kernel stops when the agent closes it. A second connection is for requests
-    and is served by the control thread. ipykernel's shell channel is not used: its own thread and
-    signatures would take longer than a short cell.
+    Threads other than the main thread may call only `ask` and `catch_up`. The agent's first
+    connection is for tasks, and the kernel stops when the agent closes it. A further connection is
+    for requests, which the control thread answers. ipykernel's shell channel is not used: its own
+    thread and signatures would take longer than a short cell.
     """
 
     def __init__(
@@ -229,7 +229,7 @@ class Tasks:
         return self._wait_for_reply(InputRequest(number, prompt, secret, by_debugger))
 
     def catch_up(self) -> None:
-        """Wait until the agent has read all output, or `CATCH_UP_SECONDS`; on any thread."""
+        """Wait until the agent has read all output, at most `CATCH_UP_SECONDS`; on any thread."""
         if self._agent is not None:
             self._wait_for_reply(CatchUp(self._session.mark_place()), CATCH_UP_SECONDS)
 
@@ -249,7 +249,7 @@ class Tasks:
             del self._replies[number]
 
     def _has_more(self) -> bool:
-        """Return True if a task has arrived that has not begun, whether it was read or not."""
+        """Return True if a task has not begun, or if unread data has come, which may be a task."""
         return self._has_read_more() or is_ready(self._agent or self._listener, 0)
 
     def _has_read_more(self) -> bool:
@@ -320,7 +320,7 @@ class Tasks:
                     continue
                 try:
                     outcome = await self._kernel.run(task, self._interrupts)
-                except KeyboardInterrupt:  # a second SIGINT, after the task's own was handled
+                except KeyboardInterrupt:  # a second SIGINT, while the task's own was handled
                     self._interrupts.end()
                     STEPS.end_task()
                     outcome = Done(
@@ -344,6 +344,6 @@ class Tasks:
 
 
 def _exit_unless_cancelled(serve_task: asyncio.Task[None]) -> None:
-    """Exit if no further task could be reported as finished: the notebook would wait for ever."""
+    """Exit if `_serve` has failed: the notebook would wait for ever for the end of a task."""
     if not serve_task.cancelled():
         exit_with(f"the end of a cell could not be reported: {serve_task.exception()!r}")

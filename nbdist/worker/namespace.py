@@ -1,6 +1,6 @@
 """The worker's `__main__`: binds a task's variables, finds changed names, and packs values.
 
-Runs on the main thread of each worker; the kernel and the ops use it. It also finds ops by name.
+The kernel and the ops use this module, mostly on the main thread. `find_op` finds ops by name.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ MOVED_EVERY = 0.25  # seconds between two messages on how much of a big value ha
 class Taken:
     """Variables that were received and are not bound yet, with the objects in them that have a key.
 
-    `arrived` is the notebook's message with the variables, None if they came from elsewhere.
+    `arrived` is the notebook's message if the values are counterparts of its objects, else None.
     """
 
     values: dict[str, Any]
@@ -60,7 +60,7 @@ class Taken:
 
 @dataclass(frozen=True)
 class Bound:
-    """The names that were bound, the keys of their objects, and the old values by name."""
+    """The names that were bound, the keys of objects from another rank, and replaced old values."""
 
     names: frozenset[str]
     gained: tuple[int, ...]
@@ -74,7 +74,7 @@ class Problem(Exception):
 
 
 class VariableError(Problem):
-    """A variable could not be bound, or its value could not be sent to the notebook."""
+    """A variable could not be bound or copied, or a value could not be sent to the notebook."""
 
     kind = NAME_PROBLEM
 
@@ -139,7 +139,7 @@ class Namespace:
         return arrived.values
 
     def read(self, payload: Payload) -> ReceivedMessage:
-        """Rebuild the values of a message; VariableError if one cannot be rebuilt."""
+        """Rebuild the values of a message without binding them; VariableError if that fails."""
         try:
             return self.counterparts.read(open_payload(payload))
         except CannotRebuild as problem:
@@ -163,7 +163,7 @@ class Namespace:
             ) from error
 
     def open(self, payload: Payload) -> Any:
-        """Unpickle a value of the notebook; VariableError if it cannot be rebuilt."""
+        """Unpickle the value of a payload; VariableError if the value cannot be rebuilt."""
         try:
             return unpickle(open_payload(payload), self._names)
         except Exception as error:  # a user's class can raise anything while it is rebuilt
@@ -206,7 +206,7 @@ class Namespace:
 
     def snapshot(self) -> dict[str, Identity]:
         """Return which object each name is bound to, for `changes_since`."""
-        # Reuse entries of the last snapshot: there are many names, and few get another object.
+        # Reuse the last snapshot's identities: names are many, and few get another object.
         identities, items = self._identities, self._user_items()
         self._identities = {
             name: identities[name] if _is_still(identities, name, value) else Identity(value)
@@ -215,7 +215,7 @@ class Namespace:
         return self._identities
 
     def changes_since(self, before: Mapping[str, Identity]) -> tuple[set[str], set[str]]:
-        """Return names bound to another object than `before`, and names that were deleted."""
+        """Return names bound to another object than in `before`, and names deleted since then."""
         items = self._user_items()
         bound = {name for name, value in items if not _is_still(before, name, value)}
         return bound, before.keys() - self._names.keys()
@@ -223,7 +223,7 @@ class Namespace:
     def forget_old_values(self, names: Iterable[str]) -> None:
         """Forget the old values of variables that a task has bound or deleted.
 
-        Small lists and dicts would else live on here, and would not be reported as ended.
+        Kept identities keep small lists and dicts alive, whose keys `Done.dead` would then lack.
         """
         for name in names:
             self._identities.pop(name, None)
@@ -235,9 +235,9 @@ class Namespace:
         return [each for each in dict(self._names).items() if not _is_system_name(each[0])]
 
     def import_paths(self, names: Iterable[str]) -> dict[str, str]:
-        """Return by name the paths from which modules, functions and classes can be imported.
+        """Return by name import paths of modules, functions and classes, such as `torch.nn:Linear`.
 
-        An example is `torch.nn:Linear`. The path is "" if it does not lead to the object.
+        A path is "" if importing it would not give the object. Definitions of cells are left out.
         """
         import_paths = ((name, _import_path(self._names.get(name))) for name in names)
         return {name: import_path for name, import_path in import_paths if import_path is not None}
@@ -248,7 +248,7 @@ class Namespace:
         return {name: kind for name, kind in kinds.items() if kind != OTHER}
 
     def covered_names(self, names: Iterable[str]) -> frozenset[str]:
-        """Return the names of `ready` to which a cell has bound a value with another text."""
+        """Return the names of `ready` among `names` that have another value now or were deleted."""
         return frozenset(
             name
             for name in self.ready.keys() & names
@@ -258,10 +258,10 @@ class Namespace:
         )
 
     def import_names(self, imports: Mapping[str, str]) -> frozenset[str]:
-        """Import names that the worker before this one had imported; return the names bound.
+        """Import names that another worker imported and this rank lacks; return the names bound.
 
-        `imports` has the results of `import_paths` in that worker. An import that fails is reported
-        on stderr and nothing else: the cell may not need it.
+        `imports` has results of `import_paths` in that worker. A failed import is only reported on
+        stderr: the cell may not need the name.
         """
         bound = set()
         for name, import_path in imports.items():
@@ -283,7 +283,7 @@ class Namespace:
     def fetch(self, expressions: Sequence[str], task_id: str) -> Payload:
         """Pack the values of expressions for the notebook; CUDA tensors become CPU tensors.
 
-        Raises VariableError if an expression raises an exception or its value cannot be pickled. A
+        Raises VariableError if an expression raises an exception or its value cannot be packed. A
         big payload occupies memory of this machine until `release_values` or the next task.
         """
         values = {}
@@ -351,7 +351,7 @@ class Namespace:
     def pack_small(self, value: object) -> tuple[Payload | None, int | None]:
         """Pack and return the last value of a cell if it is small; do not copy a bigger value.
 
-        Return None and 0 if the value is not packed.
+        Return None and 0 if the value is bigger or cannot be packed.
         """
         if value is None:
             return None, None
@@ -366,7 +366,7 @@ class Namespace:
         return payload, None
 
     def lend_kept(self, kept_task_id: str, task_id: str) -> Brought:
-        """Lend the value that was kept for a task, or return the reason why none was kept."""
+        """Lend the value that was kept for a task, or return the reason why it is not available."""
         if isinstance(kept := self.last_values.find(kept_task_id), str):
             return Brought(problem=kept)
         # Keep the value, too: Stop may come before the notebook has read the lent one.
@@ -419,7 +419,7 @@ def _is_still(identities: Mapping[str, Identity], name: str, value: object) -> b
 
 @dataclass
 class Context:
-    """The shell and variables for one op or cell, and what it reports besides its value.
+    """The shell and variables for one op or cell, and the changes that it reports with its value.
 
     An op adds the names that it binds to `bound`, the names that it deletes to `deleted`, and the
     keys of the notebook's objects that it gets from another rank or a file to `gained`. It may set
@@ -437,7 +437,7 @@ class Context:
 
     @property
     def rank(self) -> int:
-        """The worker's rank, whatever cells have bound to the name."""
+        """The worker's rank, whatever cells have bound to the name `rank`."""
         return int(self.namespace.ready["rank"])
 
     @property

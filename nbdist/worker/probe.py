@@ -1,6 +1,6 @@
 """Finds out in which line the main thread is, and for which collective it waits.
 
-Runs on the control thread of each worker, while the main thread runs a task.
+Runs mostly on the control thread of each worker, while the main thread runs a task.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Probe:
         self._nccl = UnderWay(is_used=self.uses_nccl)
 
     def locate(self) -> RankPosition:
-        """Return the place of the main thread, and all facts on whether it can go on."""
+        """Return the place of the main thread, and facts on whether the thread can go on."""
         frames = list(frames_of(self._ident))
         stack = frames if self._find_line(frames) else self._stack()
         counts, nccl = self._recording.counts(), self._nccl.pending()
@@ -130,7 +130,7 @@ class Probe:
 
     @property
     def waits_for_nccl(self) -> bool:
-        """Whether a cell runs whose collectives of nccl have not ended, or have failed."""
+        """Whether user code runs while nccl's collectives are called, under way or failed."""
         if not self.uses_nccl or self._group is None:
             return False
         frames = list(frames_of(self._ident))
@@ -151,7 +151,7 @@ class Probe:
         return run.spot(frames) or RankPosition(line=self._find_line(frames))
 
     def _find_line(self, frames: list[FrameType]) -> int:
-        """Return the line of the running cell or called function; 0 if neither of both runs."""
+        """Return the line of the running cell or called function; 0 if neither runs."""
         cells, inner = cell_numbers(), None
         for frame in frames:
             if frame.f_code is run.call.__code__ and inner is not None:
@@ -164,10 +164,10 @@ class Probe:
     def _find_operation(
         self, frames: list[FrameType], counts: Mapping[str, Counts], nccl: Pending
     ) -> str:
-        """Return torch's name of the collective that the main thread waits for; else "".
+        """Return a name for the main thread's wait, mostly torch's name of a collective; or "".
 
-        The thread waits for a collective if it is in the store of a group, or if it is in a futex
-        and either a collective has begun or a function of torch.distributed was called. The
+        With gloo the thread waits for ranks if it is in the store of a group, or if it is in a
+        futex and either a collective has begun or a function of torch.distributed was called. The
         functions are searched because sends are not recorded.
         """
         if self._group is None:
@@ -227,9 +227,9 @@ def _waits_for_ranks(frames: list[FrameType]) -> bool:
 
 
 def is_calling(code: CodeType | None) -> bool:
-    """Return True if a thread with this innermost call is in C++ code called by a collective.
+    """Return True if a thread's innermost Python call is a public function of torch.distributed.
 
-    In this code nccl connects ranks; until then, neither the GPU nor Flight Recorder has an entry.
+    Until nccl has connected the ranks, only this call shows the collective, not Flight Recorder.
     """
     if code is None or not code.co_filename.endswith(CALLING):
         return False
@@ -298,7 +298,7 @@ def frames_of(ident: int) -> Iterator[FrameType]:
 
 
 def awaiting_frames(loop: asyncio.AbstractEventLoop, cells: Mapping[str, int]) -> list[FrameType]:
-    """Return the frames of a cell that awaits something, the innermost first; else []."""
+    """Return the frames of a cell that awaits something, the innermost first; [] if none does."""
     for task in asyncio.all_tasks(loop):
         frames = list(_frames_of_coroutine(task.get_coro()))
         names = {frame.f_code.co_name for frame in frames}
@@ -319,7 +319,7 @@ def _frames_of_coroutine(coroutine: Any) -> Iterator[FrameType]:
 
 
 def describe_frame(frame: FrameType, cells: Mapping[str, int]) -> StackFrame:
-    """Describe a frame; add the source line if it is a cell's, as the agent cannot read it."""
+    """Describe a frame; for a cell's frame add the source line, which the agent cannot read."""
     file, line = frame.f_code.co_filename, frame.f_lineno or 0
     function = function_name(frame.f_code.co_name)
     if file not in cells:
@@ -329,7 +329,7 @@ def describe_frame(frame: FrameType, cells: Mapping[str, int]) -> StackFrame:
 
 
 def is_handling_stop(ident: int) -> bool:
-    """Return True if a thread is in an `except` or `finally` because of KeyboardInterrupt."""
+    """Return True if a thread handles KeyboardInterrupt, or the cancelling of a coroutine."""
     current: Any = sys._current_exceptions().get(ident)
     # Python 3.11 has a tuple here.
     error: BaseException | None = current[1] if isinstance(current, tuple) else current
@@ -344,9 +344,9 @@ def is_handling_stop(ident: int) -> bool:
 
 
 def write_stacks_to(path: str) -> None:
-    """Make a new file, and let faulthandler append stacks of crashes to it.
+    """Open a file for this thread's `CallLayout` and for faulthandler's stacks of crashes.
 
-    The file's first line is the main thread's `CallLayout`, or empty for an unknown Python.
+    The `CallLayout` is one line, which is empty for an unknown version of Python.
     """
     file = open(path, "ab", buffering=0)  # noqa: SIM115 (for as long as the process lives)
     _open.append(file)
@@ -368,7 +368,7 @@ def restore_crash_file() -> None:
 
 # Offsets in structs of CPython's headers, the same in all releases of a minor version: _ts and
 # _PyCFrame (cpython/pystate.h), _PyInterpreterFrame (internal/pycore_frame.h), PyCodeObject
-# (cpython/code.h). In a build without a GIL objects begin otherwise, so the agent finds types there
+# (cpython/code.h). In a build without a GIL objects have another head, so the agent finds types
 # that do not fit.
 
 OFFSETS = {

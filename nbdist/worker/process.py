@@ -61,7 +61,7 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def limit_descriptors() -> None:
-    """Lower the limit of descriptors to `PLENTY`, or to `DESCRIPTOR_RESERVE` below the maximum."""
+    """Lower the limit of descriptors to `PLENTY`, and to `DESCRIPTOR_RESERVE` below the maximum."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY:
         hard = PLENTY + DESCRIPTOR_RESERVE
@@ -69,7 +69,7 @@ def limit_descriptors() -> None:
 
 
 def is_ready(fd: socket.socket | int, ms: float | None = None, event: int = select.POLLIN) -> bool:
-    """Wait at most `ms` milliseconds, or for ever, for an event; return True if the event came."""
+    """Wait for an event, at most `ms` milliseconds if given; return True if the event came."""
     # Not `select`, which fails with descriptors from 1,024 on.
     poller = select.poll()
     poller.register(fd, event)
@@ -78,7 +78,7 @@ def is_ready(fd: socket.socket | int, ms: float | None = None, event: int = sele
 
 @contextmanager
 def allow_more_descriptors() -> Iterator[None]:
-    """Return a context for the control thread with `DESCRIPTOR_RESERVE` more descriptors."""
+    """Return a context with up to `DESCRIPTOR_RESERVE` more descriptors, for the control thread."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     more = (
         soft + DESCRIPTOR_RESERVE
@@ -101,7 +101,7 @@ class Interrupts:
     If there is no such task, SIGINT has no effect. Stop can come while its task is still unread in
     the worker's socket. If SIGINT were ignored then, the task would run on, and the worker would be
     killed. `has_more` returns True if a task has arrived that has not begun; `handle` is the
-    handler of SIGINT while a task runs. All methods run on the main thread.
+    handler of SIGINT while a task runs. All methods but `settle_sigint` run on the main thread.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Interrupts:
             raise KeyboardInterrupt
 
     def end(self) -> None:
-        """Deliver SIGINT to no running task any more; called when the task has finished."""
+        """From now on keep SIGINT for an arrived task, or drop it; called after each task."""
         signal.signal(signal.SIGINT, self._keep_sigint)
 
     def _keep_sigint(self, *_: object) -> None:
@@ -141,8 +141,8 @@ class Interrupts:
     def settle_sigint(self, *, is_for_task: bool) -> None:
         """Keep the SIGINT that came before `SigintSent` for a task that has not begun, or drop it.
 
-        The SIGINT is kept if `is_for_task`. Else it is dropped, also if it is still pending in
-        Linux: a process that had no processor for a while would get it in the next task.
+        The SIGINT is kept if `is_for_task`. If not, it is dropped, even if Linux has not delivered
+        it yet: a process that had no processor for a while would get it in the next task.
         """
         if signal.getsignal(signal.SIGINT) != self._keep_sigint:
             return  # the running task has got the SIGINT, or gets it
@@ -155,8 +155,7 @@ class Interrupts:
 def system_call() -> list[bytes]:
     """Return the number and arguments of the system call in which the main thread waits.
 
-    Returns a list with a single word, such as "running", if the thread is in no system call, and []
-    if Linux does not say.
+    Returns ["running"] if the thread does not wait, and [] if Linux does not say.
     """
     # Do not use `native_id`: a forked process inherits its parent's (Python 3.11).
     with suppress(OSError), open(f"/proc/self/task/{os.getpid()}/syscall", mode="rb") as file:
@@ -184,8 +183,8 @@ def threads_without_sigint() -> Iterator[None]:
 def leave_world_in_children(leave: Callable[[], None] | None) -> None:
     """Call `leave` first in each child that user code forks, unless a data loader forks it.
 
-    The child does not belong to the world. Its `init_process_group` is torch's own, so that such
-    children can form groups, as in torch's tutorial "Writing distributed applications" and
+    The child does not belong to the world. `init_process_group` is torch's own in the child, so
+    that children can form groups, as in torch's tutorial "Writing distributed applications" and
     Lightning's `ddp_notebook`.
     """
 
@@ -285,7 +284,7 @@ def _is_redirected(fd: int) -> bool:
 
 
 def write_all(data: bytes, fd: int = 1) -> None:
-    """Write all data to a descriptor, by default the real stdout; blocks if the agent is slow."""
+    """Write all data to a descriptor, by default descriptor 1; wait while the reader is slow."""
     view = memoryview(data)
     while view:
         try:
@@ -323,11 +322,11 @@ def flush_c_streams() -> None:
 
 
 class _Bytes(io.RawIOBase):
-    """Writes the bytes of `sys.stdout` or `sys.stderr` unbuffered, in order with all other output.
+    """Writes the bytes of `sys.stdout` or `sys.stderr` unbuffered, so that their order is kept.
 
-    Both go to the same pipe, because the order of bytes in two pipes is unknown; stderr's bytes are
-    written between two marks. If a cell has redirected descriptor 1 or 2, the bytes of this stream
-    go to the cell's file.
+    Both streams write to one pipe, because the order of bytes in two pipes is unknown; stderr's
+    bytes are written between two marks. If a cell has redirected the stream's descriptor, 1 or 2,
+    the bytes go to the cell's file.
     """
 
     def __init__(self, name: StreamName, token: str) -> None:

@@ -70,8 +70,8 @@ MAX_FILES_LENGTH = 200_000_000  # characters that a rank may write to files of t
 class LargeOutputs:
     """Replaces large data of messages by a line, which names a file in `folder` with the data.
 
-    Data that cannot be saved is dropped: without a folder, or after `MAX_FILES_LENGTH`. `host` is
-    this machine's name if the notebook may be on another machine, else "".
+    Data that cannot be saved is dropped, such as after `MAX_FILES_LENGTH`. `host` is this machine's
+    name if the notebook may be on another machine, else "".
     """
 
     def __init__(self, folder: Path | None, host: str = "") -> None:
@@ -124,7 +124,7 @@ class LargeOutputs:
         return {**content, "evalue": message, "traceback": [*frames, note]}
 
     def _save(self, name: str, suffix: str, text: str) -> str:
-        """Save text to a new file; return `: PATH`, or "" if the text could not be saved."""
+        """Save text to a new file; return `: PATH` or `: HOST:PATH`, or "" if it was not saved."""
         if self.folder is None or len(text) > self._file_room:
             return ""
         path = self.folder / f"{name}-{self._files}.{suffix}"
@@ -141,7 +141,7 @@ class LargeOutputs:
 
 
 def _as_text(value: object) -> str:
-    """Return data of a display as the text that is sent; data that is no text becomes JSON."""
+    """Return data of a display as text, data that is no text as JSON; "" if JSON cannot hold it."""
     if isinstance(value, str):
         return value
     try:
@@ -176,7 +176,7 @@ class MarkingSession(Session):
         self._sent = 0
         self._sent_bytes = 0  # bytes sent since `catch_up` was last called
         self.shown_error: tuple[BaseException | None, int] = (None, 0)
-        # No other thread may write between a mark and its message.
+        # No other thread may send a message between another message and its mark.
         self._order_lock = threading.RLock()
 
     def send(
@@ -191,9 +191,9 @@ class MarkingSession(Session):
         header: Any = None,
         metadata: Any = None,
     ) -> Any:
-        """Send a message as any kernel does, and mark its place; any thread may call this."""
+        """Send a message, its data limited; mark its place if it is ordered; on any thread."""
         if os.getpid() != self.pid:
-            return None  # in a forked child another thread may have held the lock for ever
+            return None  # a forked child: another thread may have held the lock at the fork
         msg = msg_or_type
         if isinstance(msg, str):
             msg = self.msg(msg, content=content, parent=parent, header=header, metadata=metadata)
@@ -300,7 +300,7 @@ class Records:
     def relay(self, record: logging.LogRecord) -> None:
         """Send a record, if its level is high enough and fewer than `MAX_LOG_RECORDS` were sent.
 
-        A forked child sends nothing.
+        A forked child sends nothing, and records of `own_logger` are not sent.
         """
         level = self._level
         if level is None or record.levelno < level or record.name == self._own_logger:

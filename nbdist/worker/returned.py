@@ -34,10 +34,10 @@ class SpreadValue(PicklingError):
 class ReturnReducer:
     """Pickles values for the notebook that have a meaning only among ranks; made for each pickle.
 
-    A DDP module becomes the module inside it, and an FSDP2 module becomes what it was before
-    `fully_shard`. A DTensor raises `SpreadValue`. With `notes` a DTensor is listed in `spread`
-    instead. With `joins` it becomes a whole tensor: a collective, which all ranks that have a part
-    must call in the same order.
+    A DDP module becomes the module inside it, an FSDP2 module the module before `fully_shard`. A
+    mesh, a process group or a DTensor raises `SpreadValue`. But with `notes` a DTensor is listed
+    in `spread`; with `joins` a DTensor becomes a whole tensor by a collective, which all ranks that
+    have a part must call in the same order.
     """
 
     def __init__(self, *, notes: bool = False, joins: bool = False) -> None:
@@ -100,7 +100,7 @@ class ReturnReducer:
 
 
 def _reduce_to(value: Any) -> tuple[Any, ...]:
-    """Return the reduction of another value, so that this value is pickled in its place."""
+    """Return a reduction by which `value` is pickled in place of another object."""
     return getitem, ((value,), 0)
 
 

@@ -1,6 +1,6 @@
 """The shell of a rank: IPython's, with events, exits, warnings and tracebacks that fit a worker.
 
-`nbdist.worker.kernel` makes the shell. The exceptions of scripts and calls are shown by it too.
+`nbdist.worker.kernel` makes the shell. The shell also shows exceptions of scripts and calls.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from nbdist.worker.tracebacks import (
 
 
 class CellExit(IPyAutocall):
-    """The value of `exit` and `quit` in a cell, which end the cell on this rank, not the worker."""
+    """The value of `exit` and `quit`; a call ends the cell on this rank, but not the worker."""
 
     rewrite = False
 
@@ -184,8 +184,7 @@ class WorkerShell(AnnouncesErrors):
     def shorten_tracebacks(self) -> None:
         """Make IPython draw tracebacks without calls of nbdist and IPython.
 
-        Tracebacks of Stop and lost connections get a line for each call, without colours and
-        source.
+        Tracebacks of Stop and lost connections get a plain line for each call, to save time.
         """
         calls_shower: Any = self.InteractiveTB
         syntax_shower: Any = self.SyntaxTB
@@ -228,7 +227,7 @@ class WorkerShell(AnnouncesErrors):
 
 
 # Libraries compare the class's name to find out whether they run in a notebook: plotly then sends
-# only the figure (7 kB) and not itself too (4.9 MB), and sympy writes LaTeX.
+# only the figure (7 kB) without plotly's own code (4.9 MB), and sympy writes LaTeX.
 WorkerShell.__name__ = WorkerShell.__qualname__ = ZMQInteractiveShell.__name__
 WorkerShell.__module__ = ZMQInteractiveShell.__module__
 

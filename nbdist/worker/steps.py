@@ -1,8 +1,8 @@
 """Counts the optimizer steps of the running task, and interrupts the task at a chosen step.
 
-torch calls `before_step` and `after_step` on the main thread, around each step of an optimizer. On
-Stop, the control thread first holds the main thread at the beginning of its next step, and then
-sets the number of the step at which the task is interrupted: the same one on all ranks.
+torch calls `before_step` and `after_step` around each step of an optimizer; only steps on the main
+thread count. On Stop, the control thread first holds the main thread at the beginning of its next
+step, and then sets the step at which the task is interrupted: the same number on all ranks.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class StepCounter:
             raise KeyboardInterrupt
 
     def _wait_for_stop_step(self) -> None:
-        """Wait until a step to stop at is set; raise KeyboardInterrupt if it is this step."""
+        """Wait for `_stop_at`, with a limit; raise KeyboardInterrupt if this step reaches it."""
         self._is_waiting = True
         try:
             while self._is_held and not self._stop_at and time.monotonic() < self._held_until:

@@ -38,7 +38,7 @@ from nbdist.worker.namespace import Problem
 from nbdist.worker.ops.memory import account
 
 MAX_FAILURE_LENGTH = 1 << 16
-"""Most characters of a failure's message; the kernel's own error message may have more."""
+"""Characters of an exception's message after which the rest of the message is left out."""
 
 PACKAGE = os.path.dirname(os.path.dirname(__file__))
 HIDDEN_FOLDERS = tuple(os.path.join(PACKAGE, room) + os.sep for room in ("worker", "tools"))
@@ -70,7 +70,7 @@ def failure_of(error: BaseException, advice: Sequence[str] = ()) -> Failure:
 
 
 def message_of(error: BaseException) -> str:
-    """Return the exception's message, cut to `MAX_FAILURE_LENGTH`."""
+    """Return the exception's message; characters after `MAX_FAILURE_LENGTH` are left out."""
     try:
         text = str(error)
     except Exception as problem:  # noqa: BLE001 (the class is the user's)
@@ -87,7 +87,7 @@ def sendable(text: str) -> str:
 
 
 def classes_of(kind: type[BaseException]) -> tuple[str, ...]:
-    """Name an exception's class and the bases of the class, as `module:qualified.name`."""
+    """Return the names of an exception's class and all its bases, as `module:qualified.name`."""
     return tuple(f"{base.__module__}:{base.__qualname__}" for base in kind.__mro__)
 
 
@@ -127,7 +127,7 @@ FOLDED = re.compile(r"<(… [\d,]+ calls of the same (?:line|\d lines))>")
 
 
 def find_recursions(calls: Sequence[Hashable]) -> Iterator[tuple[int, int, str]]:
-    """Yield start and end of each run of calls that repeat the calls before, and a line of text."""
+    """Yield start, end and a text for each long run of calls that repeat the calls before it."""
     position = 0
     while position < len(calls):
         for period in range(1, LONGEST_CYCLE + 1):
@@ -212,7 +212,7 @@ def without_nbdist(tb: TracebackType | None) -> TracebackType | None:
 
 
 def cell_part(tb: TracebackType | None) -> TracebackType | None:
-    """Return the part of a traceback from the cell's line on, without IPython's calls before it."""
+    """Return a traceback without IPython's calls at its beginning, which have run the cell."""
     while tb is not None and IN_IPYTHON in tb.tb_frame.f_code.co_filename:
         tb = tb.tb_next
     return tb
@@ -233,7 +233,7 @@ def interrupted_part(error: BaseException, tb: TracebackType | None) -> Tracebac
 
 
 def with_short_message(kind: Any, error: Any) -> tuple[Any, Any]:
-    """Return an exception's class and the exception, or a stand-in if its message must be cut."""
+    """Return an exception's class and the exception, or both of a stand-in with a cut message."""
     message = message_of(error)
     if len(message) <= MAX_FAILURE_LENGTH:
         return kind, error
@@ -342,7 +342,7 @@ def gpu_start_error(gpu: str, error: Exception) -> str:
 
 
 def _gpu_remedy(error: BaseException) -> str:
-    """Return the remedy for an error of a GPU; "" for any other error."""
+    """Return the remedy if an error says why a GPU cannot be used, by `OF_GPUS`; else ""."""
     message = str(error) if isinstance(error, AssertionError | RuntimeError) else ""
     remedy = next((why for sign, why in OF_GPUS.items() if re.search(sign, message)), "")
     return remedy.format(torch=torch.__version__, cuda=torch.version.cuda)
@@ -377,7 +377,7 @@ DEVICE_ERROR_TYPES = {RuntimeError, getattr(torch, "AcceleratorError", RuntimeEr
 
 
 def lasting_error(error: BaseException) -> str:
-    """Return CUDA's message if an error or its cause is a GPU error that lasts, else ""."""
+    """Return CUDA's message if an error, its cause or context is a lasting GPU error; else ""."""
     args = (
         arg
         for each in exception_chain(error)
@@ -416,8 +416,8 @@ NOT_SENT = {"__dict__", "__weakref__", "__notes__", "obj"}
 def contents_of(error: BaseException, namespace: dict[str, Any]) -> Payload:
     """Pack the arguments and attributes of an exception, for the notebook.
 
-    An argument that cannot be sent becomes text; an attribute that cannot be sent is left out. An
-    exception whose class is not written in Python is also packed as a whole.
+    An argument that is too large or cannot be pickled becomes text; such an attribute is left out.
+    An exception that `bare` cannot make is also packed as a whole, if possible.
     """
     args = [
         _pack_value(arg, namespace) or _pack_value(_repr_of(arg), namespace) for arg in error.args
@@ -459,7 +459,7 @@ def _repr_of(value: object) -> str:
 
 
 def _attributes(error: BaseException) -> Iterator[tuple[str, object]]:
-    """Yield the attributes of an exception, also those in slots or of a builtin class.
+    """Yield the attributes of an exception but `NOT_SENT`, also of slots and builtin classes.
 
     No code of the user is called.
     """

@@ -1,6 +1,6 @@
-"""`nbdist.track` and `nbdist.watch`: numbers of a rank by step, sent at most twice a second.
+"""`nbdist.track`, which sends numbers of a rank by step about twice a second, and `nbdist.watch`.
 
-In a worker the kernel connects it to iopub; in all other processes both functions do nothing.
+In a worker the kernel connects `track` to iopub; in other processes both functions do nothing.
 Numbers that come faster than they are sent are aggregated, so every message is small.
 """
 
@@ -20,7 +20,7 @@ from nbdist.output.events import MAX_STEP, MIN_STEP_WIDTH
 
 TRACK_SEND_INTERVAL = 0.5  # seconds between two messages
 MAX_WAITING_CALLS = 4_096  # calls that are kept before they are aggregated
-# Points of a message, which its names share equally; points that each name may always have.
+# Most points of a message, which its names share equally; points that each name may always have.
 MAX_POINTS_SENT, MIN_POINTS_SENT = 256, 4
 MAX_TRACKED_NAMES, MAX_TRACKED_NAME_LENGTH = 64, 100
 
@@ -153,7 +153,7 @@ def _to_number(name: str, value: Any) -> Any:
 
 
 def _to_step(value: Any) -> float:
-    """Return a step as a float; TypeError if it is no number, ValueError beyond `MAX_STEP`."""
+    """Return a step as a float; TypeError if no number, ValueError if NaN or beyond `MAX_STEP`."""
     number = _to_number("step", value)
     if abs(step := float(number)) <= MAX_STEP:  # False for NaN
         return step
@@ -227,7 +227,7 @@ def _warn(text: str) -> None:
 def _merge_points(
     points: list[TrackedPoint], limit: int, last_step: float | None
 ) -> Iterator[TrackedPoint]:
-    """Merge points in order, to at most `limit` points, or twice as many for unordered steps.
+    """Merge points in order to about `limit` points, or to twice as many for unordered steps.
 
     All points have the same width and begin at multiples of the width: at the same steps on all
     ranks. A point that would begin below `last_step`, which was already sent, begins at it. A point

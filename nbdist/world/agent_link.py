@@ -1,7 +1,7 @@
 """The connection from the notebook's process to the agent or head of a world.
 
-`Workers` and `Session` use it.  A thread of the link owns the socket, and other threads wait for
-queues and futures: so KeyboardInterrupt, which comes in the main thread, never hits socket code.
+`Workers` and `Session` use the link.  A thread of the link sends and receives, other threads wait
+for queues and futures: so KeyboardInterrupt in the main thread cannot break off a transfer.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from nbdist.world.agents import AGENT_MODULE, AgentProcess, AttachedAgent, requi
 log = logging.getLogger("nbdist.world")
 
 HELLO_TIMEOUT = 30.0
-CALL_TIMEOUT = 240.0  # seconds; must exceed the agent's time for its slowest reply, a start
+CALL_TIMEOUT = 240.0  # seconds; must exceed an agent's longest time to start workers
 AGENT_LEAVE_TIMEOUT = 25.0  # seconds; must exceed a head's time to end if Slurm does not answer
 THREAD_TIMEOUT = 60.0
 CLOSED = -1
-DETACH_LINGER = 500  # milliseconds to deliver the last messages to an agent that stays
+DETACH_LINGER = 500  # milliseconds to deliver the last messages when the link detaches
 
 CALL_TICK = 0.25
-SHORTEST_WAIT = 0.001  # seconds; below, `SimpleQueue.get` can compute a negative, endless wait
+SHORTEST_WAIT = 0.001  # seconds; a shorter wait in `SimpleQueue.get` can turn negative and endless
 
 AgentHandle = AgentProcess | AttachedAgent
-"""The process that serves the world: this machine's agent, or the head of agents on several."""
+"""The process that serves a world: this machine's agent, or the head of several machines."""
 
 WorldNotice = (
     messages.Located
@@ -65,11 +65,11 @@ LinkEvent = messages.RankOutput | BatchAcknowledged | WorldNotice | AgentLost
 
 
 class Link:
-    """A connection to the agent or head of a world, from its start to its end.
+    """A connection to the agent or head of a world.
 
-    `arrived` has the messages that the consumer has yet to handle.  `idle_signal` is a descriptor
-    for an event loop: it becomes readable if a message came that does not belong to a running cell.
-    With `signals_all_messages` it becomes readable at every message.
+    `arrived` has the events that the consumer has yet to handle; replies to calls are not among
+    them.  `idle_signal` is a descriptor for an event loop: it becomes readable after an event that
+    can come while no cell runs, and with `signals_all_messages` after every event.
     """
 
     def __init__(
@@ -90,9 +90,9 @@ class Link:
         self._socket.linger = 0
         self._socket.sndhwm = self._socket.rcvhwm = 0
         # With a ZAP domain libzmq refuses old protocols.  By ZMTP 1.0 any process that connects and
-        # sends a byte would be a peer, and DEALER would send it every other message.
+        # sends a byte would be a peer, and DEALER would send every other message to that peer.
         self._socket.zap_domain = b"nbdist"
-        # Bound before the agent is started: no port is guessed, no connection retried.
+        # Bind before the agent starts, so that the agent can connect at once.
         self.address = f"ipc://{self._folder.path}/{self._folder.socket}"
         self._socket.bind(self.address)
         self._wake, self._wake_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -116,9 +116,9 @@ class Link:
         self._thread = threading.Thread(target=self._run, name="nbdist-link", daemon=True)
 
     def open(self) -> None:
-        """Start the agent, or connect to one; does not wait for that.
+        """Begin to start the agent, or to use the agent of `take_over`; return at once.
 
-        The caller has to call `close` afterwards, also if this was interrupted.
+        The caller has to call `close` or `detach` in the end, also if `open` was interrupted.
         """
         # The link's thread starts the process, so that no KeyboardInterrupt can come between the
         # start and the assignment to `_agent`.
@@ -130,13 +130,13 @@ class Link:
         return f"<Link {state} {self._agent} {len(self._answers)} calls open>"
 
     def check_process(self) -> None:
-        """Raise ForkedProcess in a fork of this process: a fork lacks the thread of the link."""
+        """Raise ForkedProcess in a fork of the link's process: a fork lacks the link's thread."""
         if os.getpid() != self.pid:
             raise ForkedProcess("nbdist")
 
     @property
     def agent(self) -> AgentHandle:
-        """The process that serves the world; only after its start."""
+        """The process that serves the world; do not read this before that process has started."""
         assert self._agent is not None
         return self._agent
 
@@ -150,10 +150,10 @@ class Link:
     ) -> Reply:
         """Send a request and return the reply.
 
-        Raises StartError if the agent did not start, AgentLost if it has ended or did not reply
-        within `timeout`, and KeyboardInterrupt after `patience` seconds.
+        Raises StartError if the agent did not start or has another version, AgentLost if the agent
+        ends or does not reply within `timeout`, and KeyboardInterrupt after `patience` seconds.
         """
-        # Wait in ticks: a wait that begins just as Stop comes is not interrupted, the next one is.
+        # Wait in ticks: if Stop comes just as a wait begins, only the next wait is interrupted.
         calling = self.calling(request, timeout, tick=min(CALL_TICK, patience))
         end = time.monotonic() + patience
         while time.monotonic() < end:
@@ -167,7 +167,7 @@ class Link:
     def calling(
         self, request: RequestBody, timeout: float = CALL_TIMEOUT, tick: float = CALL_TICK
     ) -> Generator[Starting, None, Reply]:
-        """Do as `call`, but yield the progress of the workers' start every `tick` seconds."""
+        """Do as `call` without `patience`; yield the progress of a start every `tick` seconds."""
         self.check_process()
         self._starting = Starting(0)
         yield from self._wait_for_hello(tick)
@@ -181,9 +181,9 @@ class Link:
             raise _lost(self.agent) from None
 
     def take_over(self, agent: AttachedAgent) -> Attached:
-        """Open the link to a running agent; return its description of the world.
+        """Open the link to a running agent; return the agent's description of the world.
 
-        Raises as `call`.
+        Raises StartError and AgentLost as `call` does.
         """
         self._launch = lambda: agent
         self.open()
@@ -199,7 +199,7 @@ class Link:
     def ask(self, request: RequestBody) -> Future[Reply]:
         """Send a request from any thread and return a future of its reply.
 
-        Wait for the future with a timeout.  The agent has to be up, see `call`.
+        The future raises AgentLost if the agent has ended.  Wait for the future with a timeout.
         """
         self.check_process()
         answer: Future[Reply] = Future()
@@ -213,16 +213,16 @@ class Link:
         return answer
 
     def send(self, message: messages.Down) -> None:
-        """Send a message that has no reply; its consequences arrive in `arrived`."""
+        """Let the link's thread send a message; for a request with a reply use `call` or `ask`."""
         self._is_remembered |= isinstance(message, messages.HandoverState)
         self._waiting.append(message)
         _write_to(self._wake_end)
 
     def wait(self, timeout: float) -> None:
-        """Wait until `arrived` has an item or `wake` is called, at most `timeout` seconds.
+        """Wait until `arrived` has an item or `wake` has been called, at most `timeout` seconds.
 
         Stop may raise KeyboardInterrupt here.  No item is lost by that, since the consumer removes
-        an item only after it was handled.
+        an item only after handling the item.
         """
         deadline = time.monotonic() + timeout
         while (
@@ -238,11 +238,11 @@ class Link:
         self._bell.put(None)
 
     def acknowledge(self, batch: BatchAcknowledged) -> None:
-        """Acknowledge a batch of outputs; a second call for the same batch, after Stop, is ignored.
+        """Acknowledge a batch of outputs, once: Stop can make the consumer repeat the call.
 
         A single acknowledgement waits until another message is sent or received, since the agent
-        may have several batches in flight.  But in a world that can be detached it is sent at once:
-        batches that were not acknowledged are replayed to the next notebook.
+        may have several batches in flight.  In a world that can be detached the acknowledgement is
+        sent at once: the agent sends unacknowledged batches again, to the next notebook.
         """
         if batch is not self._last_received:
             self._last_received = batch
@@ -251,9 +251,9 @@ class Link:
             _write_to(self._wake_end)
 
     def close(self) -> str:
-        """End the agent and all of its processes, then close the link.
+        """End the agent with its processes, then close the link; do nothing in a forked process.
 
-        Returns a sentence about processes that it could not end on other machines, "" for none.
+        Returns a sentence about processes that are left on other machines, "" for none.
         """
         if self._closing or os.getpid() != self.pid:  # a fork does not own the link's resources
             return ""
@@ -270,7 +270,7 @@ class Link:
         return leftovers
 
     def detach(self) -> None:
-        """Close the link alone: an agent with the `detach` option keeps running, another ends."""
+        """Close the link only: an agent with the `detach` option keeps running, any other exits."""
         if self._closing or os.getpid() != self.pid:
             return
         self._closing = self._is_detached = True
@@ -283,14 +283,14 @@ class Link:
     def _release_resources(self) -> None:
         if self._thread.is_alive():  # ends soon: the agent has ended, or the link is detached
             self._thread.join(THREAD_TIMEOUT)
-        # Close the socket before the agent's descriptors, so that the last messages come before the
-        # end of this notebook.
+        # Close the socket before the agent's descriptors: the agent must get the last messages
+        # before the end of this notebook.
         self._socket.close(DETACH_LINGER if self._is_detached else 0)
         self._context.term()
         if self._agent is not None:
             self._agent.close()
         descriptors = (self._wake, self._wake_end, self.idle_signal, self._idle_signal_end)
-        # A later wake-up must not write to a file that has got one of these numbers.
+        # A later `send` must not write to another file that has got one of these numbers.
         self._wake_end = self._idle_signal_end = CLOSED
         for descriptor in descriptors:
             os.close(descriptor)
@@ -309,7 +309,7 @@ class Link:
             raise self._start_error(f"is nbdist {hello.version}, the notebook {__version__}")
 
     def _until_done(self, future: Future[Any], timeout: float, tick: float) -> Iterator[Starting]:
-        """Yield the progress of the start every `tick` seconds until the future is done.
+        """Yield the progress of the workers' start every `tick` seconds until the future is done.
 
         Raises TimeoutError after `timeout` seconds.
         """
@@ -337,7 +337,7 @@ class Link:
         try:
             self._serve(agent)
         except Exception:
-            # A bug in nbdist.  Fail all calls, so that their callers do not wait for ever.
+            # A bug in nbdist: fail all calls, so that their callers do not wait for ever.
             log.exception("the link to %s has failed", agent.host)
             self._fail(agent)
 
@@ -357,7 +357,7 @@ class Link:
             if self._is_detached:
                 return
             if agent.fileno() in ready:
-                self._read()  # its last messages
+                self._read()  # the last messages of the agent
                 self._fail(agent)
                 return
 
@@ -417,7 +417,7 @@ def _write_to(descriptor: int) -> None:
 
 
 def _can_come_while_idle(item: LinkEvent) -> bool:
-    """Return True if an item can come while no cell runs.
+    """Return True if an item must be handled even while no cell runs.
 
     Such items are deaths, output outside of tasks, and the end of the agent.
     """

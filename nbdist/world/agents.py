@@ -1,8 +1,8 @@
-"""The agent and head processes that serve worlds: start, find, query and attach to them.
+"""Starts, finds and queries the agents and heads that serve worlds, and attaches to them.
 
 Runs in the notebook's process and in the `nbdist` command.  A `Link` uses an `AgentProcess` that
-was started for it, or an `AttachedAgent` that another process has started.  Either is this
-machine's agent, or the head of agents on several machines.
+was started for it, or an `AttachedAgent` that another process has started.  Both stand for this
+machine's agent, or for the head of several machines.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def require_open_files() -> None:
 
 
 AGENT_MODULE, HEAD_MODULE = "nbdist.agent", "nbdist.cluster"
-"""The modules that are started on this machine: its agent, or the head of agents on several."""
+"""The modules that a link starts: this machine's agent, or the head of several machines."""
 
 
 def launcher_names() -> list[str]:
@@ -60,7 +60,7 @@ def launcher_names() -> list[str]:
 
 
 def module_of(launcher: str) -> str:
-    """Return the module to start on this machine for a launcher; UsageError for an unknown one."""
+    """Return the module to start for a launcher; UsageError if either is not available."""
     names = launcher_names()
     if launcher not in names:
         raise UsageError(f"`--launcher {launcher}`: available: {', '.join(names)}.")
@@ -106,7 +106,7 @@ class RunningWorld:
 
 
 class Asking:
-    """A connection to a world's query socket with one question; raises OSError if no world answers.
+    """A question on a new connection to a world's query socket; OSError if it cannot be sent.
 
     `process` is the id of the process at the other end.
     """
@@ -123,7 +123,7 @@ class Asking:
             raise
 
     def answer(self, timeout: float) -> queries.QueryMessage:
-        """Wait for the answer; raises OSError if it is late, and BadFrame if it is not valid."""
+        """Return the answer; OSError if none comes whole in time, BadFrame for an invalid one."""
         deadline, line = time.monotonic() + timeout, bytearray()
         while not line.endswith(b"\n"):
             self._socket.settimeout(max(0.0, deadline - time.monotonic()))
@@ -141,7 +141,7 @@ class Asking:
 def ask_all(
     question: queries.Describe | queries.DescribeRanks, timeout: float
 ) -> list[RunningWorld]:
-    """Ask all worlds of this user; return those that answer within `timeout` seconds."""
+    """Ask this user's worlds on this machine; return those that answer within `timeout`."""
     running_worlds = []
     with ExitStack() as opened:
         calls: dict[Path, Asking] = {}
@@ -150,7 +150,7 @@ def ask_all(
                 calls[folder] = opened.enter_context(closing(Asking(folder, question, timeout)))
         deadline = time.monotonic() + timeout
         for folder, asking in calls.items():
-            with suppress(OSError, BadFrame):  # the world does not answer, or has ended
+            with suppress(OSError, BadFrame):  # no answer in time, or an invalid one
                 info = asking.answer(deadline - time.monotonic())
                 if isinstance(info, WorldInfo):
                     running_worlds.append(RunningWorld(folder, asking.process, info))
@@ -158,7 +158,7 @@ def ask_all(
 
 
 def worlds(timeout: float = QUERY_TIMEOUT) -> list[RunningWorld]:
-    """Find this user's worlds that have workers and answer in time, in the order of their names."""
+    """Find this user's worlds here that have workers and answer in time, sorted by name."""
     answering = ask_all(queries.Describe(), timeout)
     with_workers = [each for each in answering if each.info.name and each.info.workers]
     return sorted(with_workers, key=lambda each: (each.info.name, each.agent))
@@ -167,7 +167,7 @@ def worlds(timeout: float = QUERY_TIMEOUT) -> list[RunningWorld]:
 def find_by_name(
     choices: Sequence[RunningWorld], name: str, command: str, *, detached_first: bool = False
 ) -> RunningWorld:
-    """Return the world of this name; UsageError if there is none, or if there are several.
+    """Return the world in `choices` that is called `name`; UsageError if none or several are.
 
     `detached_first` prefers detached worlds.  `command` is for the error message.
     """
@@ -191,9 +191,9 @@ def find_by_name(
 
 
 def find_attachable(choices: Sequence[RunningWorld], name: str | None) -> RunningWorld:
-    """Return the world of this name, or without a name the only detached world.
+    """Return the world that is called `name`, or without a name the only detached world.
 
-    Raises UsageError if there is no such world, or if this process cannot take it over.
+    Raises UsageError unless there is exactly one, and this process can take that world over.
     """
     free, command = [each for each in choices if each.is_detached], "%dist_attach"
     if name is not None:
@@ -213,7 +213,7 @@ def find_attachable(choices: Sequence[RunningWorld], name: str | None) -> Runnin
 
 
 def _attach_problem(candidate: RunningWorld) -> str:
-    """Return why this process cannot take the world over, with the remedy; "" if it can."""
+    """Return why this process cannot take the world over, and what helps; "" if it can."""
     info, world = candidate.info, f"world {candidate.name}"
     if info.version != __version__:
         kill = f"`nbdist kill {info.name}` in a terminal ends it"
@@ -232,7 +232,7 @@ def _attach_problem(candidate: RunningWorld) -> str:
 
 
 def names_text(choices: Sequence[RunningWorld]) -> str:
-    """Write `exp (process 9), run2 (process 11)`, of many worlds the first."""
+    """Write `exp (process 9), run2 (process 11) and 3 more`: only the first worlds are named."""
     more = (
         f" and {len(choices) - MAX_LISTED_WORLDS} more" if len(choices) > MAX_LISTED_WORLDS else ""
     )
@@ -260,8 +260,7 @@ def _possible_folders() -> Iterator[Path]:
     for place in (Path(f"/run/user/{os.geteuid()}"), *folders.places()):
         with suppress(OSError):
             yield from place.glob(f"{folders.RUNTIME_FOLDER_PREFIX}*")
-    # A notebook with another environment, such as TMPDIR, has its folders elsewhere: the command
-    # lines of agents name them.
+    # With another TMPDIR a notebook's folders are elsewhere: the command lines of agents name them.
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if process.stat().st_uid == os.geteuid():
@@ -274,7 +273,7 @@ class AttachedAgent:
     """An agent that another process has started, and that serves this process now."""
 
     def __init__(self, world: RunningWorld, socket: str) -> None:
-        """Ask the world to connect to the notebook's `socket`; UsageError if it refuses."""
+        """Ask the world to connect to the notebook's `socket`; UsageError unless it accepts."""
         self.host, self.command = world.info.host, f"the agent of world {world.name}"
         try:
             with ExitStack() as opened:
@@ -283,7 +282,7 @@ class AttachedAgent:
                 answer = asking.answer(ADMIT_TIMEOUT)
                 if not isinstance(answer, queries.Accepted):
                     raise world.refusal(getattr(answer, "why", "its agent says something else"))
-                log = world.folder / "agent.log"  # opened now, to be readable after its removal
+                log = world.folder / "agent.log"  # opened now: readable even after its removal
                 self._log = opened.enter_context(open(log if log.exists() else os.devnull, "rb"))
                 self._guard = os.pidfd_open(answer.guard)  # the guard ends after the agent
                 opened.callback(os.close, self._guard)
@@ -301,7 +300,7 @@ class AttachedAgent:
         return self._guard
 
     def exit_code(self) -> int | None:
-        return None  # only a parent process can read it
+        return None  # only a parent process can read the exit code
 
     def last_lines(self) -> list[str]:
         return last_lines_of(self._log)
@@ -320,7 +319,8 @@ class AttachedAgent:
 class AgentProcess(Child):
     """The process of an agent or head that this process starts.
 
-    The agent or head connects to the socket in `runtime`, and exits when its stdin is closed.
+    The agent or head connects to the socket in `runtime`, and notices by its closed stdin that this
+    process has ended.
     """
 
     def __init__(
@@ -336,13 +336,13 @@ class AgentProcess(Child):
         self._oom_kills = OomKills(self.pid)
 
     def last_lines(self) -> list[str]:
-        """Return the log's last lines, and a line if the kernel killed the agent to free memory."""
+        """Return the log's last lines, and a line if Linux killed the agent to free memory."""
         return [*super().last_lines(), *self._oom_kills.text(self.exit_code() or 0).splitlines()]
 
     def end(self, timeout: float) -> None:
-        """End the process: close its stdin, after `timeout` seconds kill the agent, then the guard.
+        """Close stdin, so that the agent exits; after `timeout` kill the agent, then its guard.
 
-        `fileno` stays valid.
+        The descriptor that `fileno` returns stays open.
         """
         self._close_stdin()
         if self._exits_within(timeout):

@@ -1,7 +1,7 @@
-"""Keeps the notebook's folder the same on all nodes that do not share it: `--sync-code`.
+"""Copies the code in the notebook's folder to nodes that do not share the folder: `--sync-code`.
 
-Before each cell, on the session's thread, `CodeSync` lists the files.  If a file has changed, it
-sends all files in one archive, which nodes recognise by its digest.
+Before a cell is sent, on the session's thread, `CodeSync` lists the files.  If a file has changed,
+nodes get all files in one archive, unless they have an archive with the same digest.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from nbdist.wire.messages import CodeHeld, GetCode, Landmark, PutCode, Starting
 from nbdist.wire.places import PACKAGES
 from nbdist.words import size_text
 
-MAX_SYNC_BYTES = 64 << 20  # of all files together
-MAX_SEARCHED_FILES = 50_000  # files and folders, if git does not list them
-FRESH = 2 * 10**9  # nanoseconds after a change in which a second one may not show in a file's times
+MAX_SYNC_BYTES = 64 << 20  # the most bytes of all files together
+MAX_SEARCHED_FILES = 50_000  # most files and folders to look at if git does not list the files
+FRESH = 2 * 10**9  # nanoseconds after a change in which another may leave a file's times equal
 NAMED = 3  # files that an error names
-BRING_TIMEOUT = 1200.0  # seconds; must exceed a head's time to send all to its machines
+BRING_TIMEOUT = 1200.0  # seconds; must exceed a head's time to send the files to its machines
 GIT_TIMEOUT = 10.0  # seconds for git to list the files
 
-# Git runs no program that the folder's own configuration names, and fetches nothing: the folder
-# may be a clone or an unpacked archive that another person made.
+# Git must not fetch anything, nor run programs that the folder's own configuration names: the
+# folder may be an unpacked archive that another person made.
 GIT = ("git", "--no-pager", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null")
 GIT_ENVIRON = {"GIT_OPTIONAL_LOCKS": "0", "GIT_NO_LAZY_FETCH": "1", "GIT_ALLOW_PROTOCOL": "none"}
 
@@ -44,7 +44,7 @@ SKIPPED_FOLDERS = re.compile(r"\..*|__pycache__|node_modules")
 """Folders that are not searched if git does not list the files."""
 
 Stamp = tuple[int, int, int, int]
-"""The facts of a file that show a change: mtime and ctime in nanoseconds, bytes, inode."""
+"""Facts of a file by which a change is noticed: mtime and ctime in nanoseconds, bytes, inode."""
 
 Asks = Callable[[GetCode | PutCode, float], Generator[Starting, None, CodeHeld]]  # `Link.calling`
 
@@ -52,7 +52,7 @@ Asks = Callable[[GetCode | PutCode, float], Generator[Starting, None, CodeHeld]]
 class CodeSync:
     """The code in the notebook's folder, as the nodes of a world have it.
 
-    `is_shared` is True if all nodes see the folder itself.
+    `is_shared` is True once all nodes are known to see the folder itself.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -62,14 +62,14 @@ class CodeSync:
         self._sent_at = 0  # nanoseconds since 1970
 
     def forget(self) -> None:
-        """Forget which files were sent: a new agent or head has none of them."""
+        """Forget which files were sent, and that nodes share the folder; for a new agent."""
         self._sent_files, self.is_shared = {}, False
 
     def send_changes(self, asks: Asks, *, to_new: bool = False) -> Generator[Starting, None, None]:
-        """Send all files if a file has changed since the last call; raises CodeNotSent.
+        """Send all files if some may have changed since the last call, or if nodes are new.
 
-        If no file has changed, nodes are asked only with `to_new`: new nodes may lack the files.
-        Nodes that share the folder see each change at once, and get nothing.
+        Nodes that share the folder, or have the same files already, get nothing.  Yields as
+        `Link.calling`.  Raises CodeNotSent if nodes cannot get the files.
         """
         if self.is_shared and not to_new:
             return
@@ -86,7 +86,7 @@ class CodeSync:
             archive = archive_of(self.folder, files)
         except OSError as error:
             raise CodeNotSent("", f"{error.filename or self.folder}: {error.strerror}") from None
-        # Other machines may be slow to see a change, so choose a file that changed long ago.
+        # Other machines may see a change late: the landmark is the file that changed longest ago.
         oldest = min(files, key=lambda path: files[path][1], default="")
         digest = blake2b(archive, digest_size=16).hexdigest()
         landmark = Landmark.of(f"{self.folder}/{oldest}")
@@ -98,7 +98,7 @@ class CodeSync:
         self.is_shared, self._sent_files, self._sent_at = reply.is_shared, files, now
 
     def has(self, path: str) -> bool:
-        """Return True for a file that nodes have."""
+        """Return True if the nodes have this file, as a copy or in the shared folder."""
         return self.is_shared or path in self._sent_files
 
 
@@ -115,10 +115,10 @@ def _too_large(stamps: Mapping[str, Stamp]) -> str:
 
 
 def _files_in(folder: Path, above: str = "") -> Iterator[tuple[str, Stamp]]:
-    """Yield the files to send, sorted by path: all that git does not ignore, or Python files.
+    """Yield path and stamp of each file to send: what git lists, or without git Python files.
 
-    The paths begin with `above`.  Git is asked again in each repository in the folder, such as a
-    submodule.
+    `QUIET` files are left out.  Each path begins with `above`.  A repository in the folder, such as
+    a submodule, is searched in the same way.
     """
     paths = _known_to_git(folder)
     for path in sorted({*(_python_files(folder) if paths is None else paths)}):
@@ -135,7 +135,7 @@ def _files_in(folder: Path, above: str = "") -> Iterator[tuple[str, Stamp]]:
 
 
 def _known_to_git(folder: Path) -> list[str] | None:
-    """List the files in a git work tree that git does not ignore; None outside of a work tree."""
+    """List files that git tracks or does not ignore; None if it fails, CodeNotSent if too slow."""
     command = [*GIT, "ls-files", "-co", "--exclude-standard", "-z"]
     environ = {**os.environ, **GIT_ENVIRON}
     try:
@@ -164,7 +164,7 @@ def _python_files(folder: Path) -> Iterator[str]:
 
 
 def archive_of(folder: Path, paths: Iterable[str]) -> bytes:
-    """Return an archive of the files, without times and owners; raises OSError."""
+    """Return a tar archive of the files that exist, without times and owners; raises OSError."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as tar:
         for path in paths:
@@ -191,9 +191,9 @@ LEFT_OUT = (
 def missing_text(
     message: str, host: str, folder: Path, path: Sequence[str], code: CodeSync | None
 ) -> str:
-    """Return where the notebook has the module or file that an error says `host` lacks, or "".
+    """Say where the notebook has what an error says `host` lacks, and what helps; or "".
 
-    `folder` is the notebook's, `path` its `sys.path`; `code` sends the folder there.
+    `folder` is the notebook's folder, `path` its `sys.path`.  `code` is None without `--sync-code`.
     """
     match = _MISSING_FILE.search(message)
     if match is None:

@@ -1,14 +1,14 @@
-"""Detection of deadlocks: whether ranks that wait in collectives can ever go on, and texts on that.
+"""Detects whether ranks that wait in collectives can ever go on, and writes texts about waits.
 
-`TaskRun` and `nbdist.world.recovery` call this in the notebook's process; nothing here does I/O.
+`TaskRun` and `nbdist.world.recovery` use this module in the notebook's process.  No I/O is done.
 
-There are two kinds of deadlock.  Some ranks have finished the task, all others wait in
-collectives, and nothing moves among them.  Or all ranks wait, in collectives that do not match, or
-where nothing moves any more.  As long as a rank computes, nothing is aborted: that rank may still
-join a collective.
+There are two kinds of deadlock.  In the first, some ranks have finished the task or do not run it,
+all others wait in collectives, and nothing moves among them.  In the second, all ranks wait, in
+collectives that do not match, or with nothing that moves.  While an unfinished rank computes there
+is no deadlock: that rank may still join a collective.
 
 Gloo matches the collectives of a group by their number: the fifth of one rank with the fifth of
-the others.  They have to be the same operation, on as many elements of the same dtype.
+the others.  Matched collectives have to be the same operation, on as many elements of one dtype.
 """
 
 from __future__ import annotations
@@ -34,24 +34,23 @@ from nbdist.words import name_ranks, one_line
 from nbdist.world.states import Machines
 
 Who = Callable[[Iterable[int]], str]
-"""A function that names ranks, with their machines if there are several."""
+"""A function that names ranks, with their machines if the world has several."""
 
-FIRST_LOCATE_DELAY = LOCATE_INTERVAL = 1.0  # seconds between two requests for the ranks' places
-SOON, FAST_SECONDS = 0.1, 2.0  # after a rank has finished: the interval, and for how long it holds
-LOCATED_TIMEOUT = 1.0  # seconds
-LONGEST_CODE = 60  # characters
+FIRST_LOCATE_DELAY = LOCATE_INTERVAL = 1.0  # seconds from the start, or an answer, to a request
+SOON, FAST_SECONDS = 0.1, 2.0  # seconds between requests after `poll_fast`, and for how long
+LOCATED_TIMEOUT = 1.0  # seconds to wait for the places of the ranks
+LONGEST_CODE = 60  # characters of a line of code in a text
 UNCHANGED = 3.0  # seconds without a change before a rank with active gloo threads counts as stuck
-ALL_UNCHANGED = 1.0  # the same if all ranks wait
+ALL_UNCHANGED = 1.0  # seconds without a change before ranks count as stuck if all ranks wait
 
 UNWAKEABLE_ABORTS = 3
-"""How many aborts a rank has to outlast in the same collective to count as impossible to wake.
+"""A rank that still waits in a collective after this many aborts counts as impossible to wake.
 
-Gloo can lose an abort: it forgets a message that it could not write because the other end had
-closed the connection, if its own thread has not noticed that yet (torch 2.13; its
-Pair::signalException skips such messages).
+Gloo can lose an abort.  If the other end has closed a connection, and gloo's own thread has not
+noticed that yet, Pair::signalException skips the messages that could not be written (torch 2.13).
 """
 
-RELEASED_ERROR = "Released"  # `Failure.name` of a rank whose collective was aborted
+RELEASED_ERROR = "Released"  # `Failure.name` if an abort or another rank ended a collective
 CELL_LINE = re.compile(r"Cell In\[\d+\], line (\d+)")
 
 DTYPES = {
@@ -59,11 +58,11 @@ DTYPES = {
     **{"Int": "int32", "Short": "int16", "Char": "int8", "Byte": "uint8"},
     **{"ComplexFloat": "complex64", "ComplexDouble": "complex128"},
 }
-"""The dtypes with another name in C++ than in Python.  Others only differ by capital letters."""
+"""Dtypes by their name in C++, if that differs from the name in Python by more than capitals."""
 
 
 class HangDetector:
-    """The last two places of a task's unfinished ranks, and the time to locate the ranks again.
+    """The last two places of a task's unfinished ranks, and when to locate the ranks again.
 
     Times are monotonic seconds.
     """
@@ -80,13 +79,13 @@ class HangDetector:
         self._fast_since: float | None = None
 
     def poll_fast(self, now: float) -> None:
-        """Locate the ranks often for `FAST_SECONDS` after the first call; ignore later calls."""
+        """Have ranks located often for `FAST_SECONDS` after the first call; ignore later calls."""
         if self._fast_since is None:
             self._fast_since = now
             self._next = min(self._next, now + SOON)
 
     def restart(self) -> None:
-        """Start the observation again: a rank has finished, and others may have moved since."""
+        """Forget how long places have not changed: a rank has finished, so others may go on."""
         self._polls = 0
         self._since.clear()
 
@@ -95,7 +94,7 @@ class HangDetector:
         return max(0.0, self._next - now)
 
     def record_request(self, now: float) -> None:
-        """Record that the ranks are being located; do not repeat that before `LOCATED_TIMEOUT`."""
+        """Record a request for places; without an answer it is repeated after `LOCATED_TIMEOUT`."""
         self._next = now + LOCATED_TIMEOUT
 
     def record_places(
@@ -103,7 +102,7 @@ class HangDetector:
     ) -> None:
         """Store the places of the unfinished ranks, and choose when to locate them again.
 
-        `in_flight` counts the packets of all ranks, also of finished ones, that have not arrived.
+        `in_flight` counts packets of all ranks, also of finished ones, that are not acknowledged.
         """
         self._before, self.places = self.places, dict(places)
         self._in_flight = in_flight
@@ -112,8 +111,8 @@ class HangDetector:
             if rank not in self._since or not _is_same(place, self._before.get(rank)):
                 self._since[rank] = now
         is_fast = self._fast_since is not None and now - self._fast_since < FAST_SECONDS
-        # If all ranks began to wait a moment ago, locate them once more, soon: that can show
-        # already that they are deadlocked.
+        # If all ranks began to wait a moment ago, locate the ranks once more, soon: that can show
+        # already that the ranks are deadlocked.
         all_wait = bool(places) and all(place.operation for place in places.values())
         is_new = all_wait and now - max(self._since.values()) < FAST_SECONDS
         self._was_soon = is_fast or (is_new and not self._was_soon)
@@ -122,25 +121,25 @@ class HangDetector:
     def is_deadlocked(
         self, unfinished: Iterable[int], now: float, unchanged: float = UNCHANGED
     ) -> bool:
-        """Return True if all of these ranks wait in collectives, and nothing moves among them.
+        """Return True if all `unfinished` ranks wait in collectives, and nothing moves among them.
 
-        If gloo's threads in a rank seem active, its place must not have changed for `unchanged`
-        seconds.
+        A rank in which gloo's threads seem active counts only if its place has not changed for
+        `unchanged` seconds.
         """
         ranks = tuple(unfinished)
         are_idle = self._polls >= 2 and all(self._is_idle(rank, now, unchanged) for rank in ranks)
-        # A packet in flight may let a rank go on.  TCP repeats it for minutes, each time after
-        # twice the interval; if TCP gives up, gloo raises.
+        # A packet in flight may let a rank go on.  TCP repeats a lost packet for minutes, each time
+        # after twice the interval; if TCP gives up, gloo raises.
         return are_idle and not self._in_flight
 
     def is_dead_end(
         self, ranks: Iterable[int], now: float, *, is_known: bool, runs_ahead: bool = False
     ) -> bool:
-        """Return True if all ranks of the world, `ranks`, wait for each other for ever.
+        """Return True if all ranks of the world wait for each other for ever.
 
-        `is_known` means that their calls are known not to match.  Otherwise nothing must have moved
-        for `ALL_UNCHANGED` seconds, and no rank may have another thread or a GPU that could let the
-        rank go on.  With `runs_ahead` a rank can finish before its collectives do.
+        `ranks` are all ranks, and with `is_known` their calls are known not to match.  Without
+        `is_known`, no place may have changed for `ALL_UNCHANGED` seconds, and no rank may have
+        another thread or a GPU that could end its wait.  `runs_ahead` is as in `Members`.
         """
         ranks = tuple(ranks)
         # With nccl no rank is ever seen to be calm, so the time has to decide.
@@ -156,12 +155,12 @@ class HangDetector:
         if place is None or not place.operation or not _is_same(place, before):
             return False
         assert before is not None
-        # A single calm place is enough: gloo's threads wake up now and then without a reason.
+        # A calm place is enough, now or before: gloo's threads wake up at times without a reason.
         is_calm = place.is_calm or before.is_calm
         return is_calm or now - self._since[rank] >= unchanged
 
     def unwakeable_ranks(self, ranks: Iterable[int]) -> tuple[int, ...]:
-        """Return the ranks that still wait after `UNWAKEABLE_ABORTS` aborts of their collective."""
+        """Return the ranks that wait, with idle gloo threads, after `UNWAKEABLE_ABORTS` aborts."""
 
         def is_one(rank: int) -> bool:
             place, (before, times) = self.places.get(rank), self._aborts.get(rank, (None, 0))
@@ -172,9 +171,9 @@ class HangDetector:
         return tuple(filter(is_one, ranks))
 
     def record_abort(self, now: float) -> None:
-        """Forget all places and count the abort of the collectives that the ranks wait in.
+        """Count an abort for the place of each rank, and forget all places.
 
-        The ranks are located again in a while, to see which of them still wait.
+        The ranks are located again soon, to see which of them still wait.
         """
         before, self._aborts = self._aborts, {}
         for rank, place in self.places.items():
@@ -193,18 +192,19 @@ def _is_same(place: RankPosition, before: RankPosition | None) -> bool:
 
 
 def is_call_mismatch(places: Mapping[int, RankPosition]) -> bool:
-    """Return True if a rank waits in a collective while other ranks began a different one.
+    """Return True if a rank waits while ranks have begun different collectives.
 
-    The collectives of all ranks are compared by their number in the group.
+    Collectives of the same number in a group are compared.  The rank that waits has not completed
+    the first collective that differs.
     """
     begun = _mismatch(places, lambda each: each.name)
     return any(not each.is_done and places[rank].operation for rank, each in begun.items())
 
 
 def verdict(places: Mapping[int, RankPosition]) -> str:
-    """Return a sentence that says why all ranks of the world wait for each other for ever.
+    """Return a sentence that says why ranks wait for each other for ever.
 
-    `ranks 1-2 are in barrier (line 2), rank 0 in all_reduce (line 3): these calls do not ...`.
+    Write `rank 1 is in barrier (line 2), rank 0 in all_reduce (line 3): these calls do not ...`.
     """
     if not is_call_mismatch(places):
         return differing(places) or f"{_places_text(places)}: all ranks wait for each other"
@@ -216,9 +216,9 @@ def verdict(places: Mapping[int, RankPosition]) -> str:
 
 
 def differing(places: Mapping[int, RankPosition]) -> str:
-    """Describe the first collective whose sizes or dtypes differ between ranks; "" if none do.
+    """Describe the first collective that differs between ranks, if only in sizes or dtypes; or "".
 
-    `all_reduce (line 2), sizes differ: rank 0 [2], rank 1 [3]; the result on rank 0 is wrong`.
+    Write `all_reduce (line 2), sizes differ: rank 0 [2], rank 1 [3]`, and which results are wrong.
     """
     begun = _mismatch(places, _tensors)
     if not begun or len({each.name for each in begun.values()}) > 1:
@@ -250,7 +250,7 @@ def why_aborted(
     """Say why the collectives of some ranks were aborted.
 
     `aborted` has the places of these ranks, and `all_places` the places of all ranks at that time.
-    `ran` are the ranks of the task, and `failed` its ranks that did not finish it well.
+    `ran` are the ranks of the task, and `failed` those that failed or have not finished.
     """
     finished = set(ran) - set(failed)
     if len(aborted) == world_size or is_call_mismatch(all_places):
@@ -268,9 +268,9 @@ def why_aborted(
 
 
 def why_died(rank: int, died: Died, survivors: Mapping[int, RankPosition]) -> str:
-    """Say why gloo killed this rank's process: a received tensor was too large.
+    """Say that gloo ended a rank because a received tensor was too large; "" for other deaths.
 
-    The collectives of the `survivors` show the sizes.  Returns "" for other deaths.
+    The places of the `survivors` may show the collective and the sizes.
     """
     if not died.received_too_much:
         return ""
@@ -285,9 +285,9 @@ def why_died(rank: int, died: Died, survivors: Mapping[int, RankPosition]) -> st
 def _mismatch(
     places: Mapping[int, RankPosition], kind: Callable[[Begun], Hashable]
 ) -> Mapping[int, Begun]:
-    """Return by rank the first collective, by its number in a group, whose `kind` differs.
+    """Return by rank the first collective for which `kind` returns different values.
 
-    Empty if no two ranks differ.
+    Collectives of the same number in a group are compared.  The result is empty if none differ.
     """
     begun: defaultdict[tuple[int, str], dict[int, Begun]] = defaultdict(dict)
     for rank, place in places.items():
@@ -352,7 +352,7 @@ def silent_text(silent: UnresponsiveHosts) -> str:
 def stalled_text(places: Mapping[int, RankPosition], machines: Machines) -> str:
     """Write `the network between hosta and hostb is stalled`; "" if no network is.
 
-    An address is replaced by its machine's name, if a rank has reported it as its own.
+    An address is replaced by a machine's name if a rank there has reported it as its own.
     """
     pairs = {rank: place.stalled for rank, place in places.items() if place.stalled}
     names = {address: machines.name(rank) for rank, each in pairs.items() for address, _ in each}
@@ -380,7 +380,7 @@ def shorten_error(
     """Shorten torch's error about connections that an abort, or another rank, has closed.
 
     After an abort in the place `aborted`: `Released: it waited in all_reduce (cell line 7)`.
-    Otherwise the line comes from the traceback, and the reason from the `errors` of other ranks.
+    Without `aborted` the line comes from the traceback, and the reason from the ranks' `errors`.
     """
     if aborted is not None:
         file, number, wait = aborted.file or "cell", aborted.line, f"in {aborted.operation}"
@@ -399,7 +399,7 @@ def shorten_error(
 
 def _peer_end(errors: Iterable[RankError]) -> str:
     causes = [each for each in errors if isinstance(each, Died) or each.connections != "ended"]
-    if not causes:  # such as a rank that has destroyed its process group
+    if not causes:  # for example if a rank has destroyed its process group
         return "had closed its connection"
     if any(isinstance(each, Died) for each in causes):
         return "died"
@@ -431,7 +431,7 @@ def _activity(place: RankPosition, source: str = "") -> str:
 
 
 def doing_of(ranks: Sequence[int], place: RankPosition, code: str) -> str:
-    """Write the activity of ranks: `waits in all_reduce, line 6`.
+    """Write the activity of ranks in the same place: `waits in all_reduce, line 6`.
 
     `code` is the source text of the line in `place`.
     """
@@ -440,10 +440,9 @@ def doing_of(ranks: Sequence[int], place: RankPosition, code: str) -> str:
 
 
 class Alike(NamedTuple):
-    """Ranks whose stacks are equal except for addresses.
+    """Ranks whose stacks are equal except for addresses and process ids.
 
-    `doing` is their activity, `lines` are the calls of the stack, `first` is the first rank's
-    stack.
+    `doing` says what the ranks do, `first` is the first rank's stack, and `lines` show its calls.
     """
 
     ranks: tuple[int, ...]
@@ -452,12 +451,12 @@ class Alike(NamedTuple):
     first: Stack
 
     def named(self, who: Who) -> str:
-        """Write `ranks 0-2 same`."""
+        """Write `ranks 0-2 same`, or `rank 3` for a single rank."""
         return who(self.ranks) + (" same" if len(self.ranks) > 1 else "")
 
 
 def group_stacks(stacks: Iterable[Stack]) -> list[Alike]:
-    """Group the ranks whose stacks are equal except for addresses and process ids."""
+    """Put together the ranks whose stacks are equal except for addresses and process ids."""
     same: dict[str, list[Stack]] = {}
     for stack in sorted(stacks, key=attrgetter("rank")):
         text = "\n".join([_title(stack, (stack.rank,)), *_calls(stack)])
@@ -467,13 +466,13 @@ def group_stacks(stacks: Iterable[Stack]) -> list[Alike]:
 
 
 def stacks_text(groups: Iterable[Alike], who: Who = name_ranks) -> list[str]:
-    """Write the calls of each group, below `── ranks 0-2 same · wait in all_reduce, line 7 ──`."""
+    """Write the calls of alike ranks, below `── ranks 0-2 same · wait in all_reduce, line 7 ──`."""
     headed = ([f"── {each.named(who)} · {each.doing} ──", *each.lines] for each in groups)
     return [*chain.from_iterable(headed)]
 
 
 def _title(stack: Stack, ranks: tuple[int, ...]) -> str:
-    """Write the activity of a stack's ranks, `wait in all_reduce, line 7`, or another state."""
+    """Write the activity of a stack's ranks, `wait in all_reduce, line 7`, or the state, `idle`."""
     if stack.state == "busy" or stack.place.is_stopped or stack.place.holds_gil:
         code = stack.frames[0].code if stack.frames and stack.frames[0].is_cell else ""
         return doing_of(ranks, stack.place, code)

@@ -1,4 +1,4 @@
-"""The messages that a world's agent sends, and what each of them changes.
+"""Handles the messages of a world's agent: changes the tables, the state and the running task.
 
 Runs in the notebook's process, on the thread that made the world.  The functions act on `Workers`;
 `Session` has them as methods.
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def receive(workers: Workers, timeout: float) -> None:
-    """Wait at most `timeout` seconds for a message, then handle all that have arrived."""
+    """Wait at most `timeout` seconds for a message, then handle all messages that have arrived."""
     workers.link.wait(timeout)
     receive_waiting(workers)
 
@@ -43,7 +43,7 @@ def receive(workers: Workers, timeout: float) -> None:
 def receive_waiting(workers: Workers) -> None:
     """Handle the messages that have arrived, but not messages that arrive meanwhile.
 
-    Otherwise ranks that print without end would keep this function busy for ever.
+    So the function returns even if ranks print without end.
     """
     if (link := workers.link_or_none) is None:
         return
@@ -78,7 +78,7 @@ def handle_agent_loss(workers: Workers, lost: AgentLost) -> None:
 
 
 def _handle_output(workers: Workers, rank: int, task_id: str, output: Any) -> None:
-    """Record an output or a report of a rank in the world's tables, and in the task it is from."""
+    """Pass a rank's output to log handlers, widgets, the world's tables or the running task."""
     if isinstance(output, Record):
         host = workers.machines.name(rank) or output.host
         hand_over(output._replace(host=host), is_shown=workers.config.show)
@@ -102,7 +102,7 @@ def _handle_output(workers: Workers, rank: int, task_id: str, output: Any) -> No
             running.transcript.warn(output.text)
         return
     if running is not None and task_id != running.task.id:
-        # Output outside of tasks counts as output of the cell that other ranks still run.
+        # Output of a rank after its cell counts as the cell's while other ranks still run the cell.
         is_more = isinstance(output, Visible) and not task_id and running.waits_after(rank)
         running = running if is_more else None
     if isinstance(output, Done):
@@ -117,7 +117,7 @@ def _handle_output(workers: Workers, rank: int, task_id: str, output: Any) -> No
     elif isinstance(output, TransferProgress):
         running.moved[rank] = output
     else:
-        # The group is broken: connections were closed by an abort, a death or gloo itself.
+        # If an abort, a death or gloo itself has closed connections, the group is broken.
         if isinstance(output, Failure) and output.connections and running.members.has_group:
             workers.advance(Event.ABORTED)
         if running.is_of_earlier_task(rank, output):

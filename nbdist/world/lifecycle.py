@@ -27,16 +27,16 @@ from nbdist.world.workers import KeptVariables, Workers
 
 log = logging.getLogger("nbdist.world")
 
-COMING_TIMEOUT = 90_000.0  # seconds to wait for queued machines; must exceed their head's timeout
+COMING_TIMEOUT = 90_000.0  # seconds to wait for queued machines; must exceed the head's timeout
 STOP_GRACE, RESTART_GRACE = 2.0, 0.3  # seconds that idle workers have to run their exit handlers
-STOP_TIMEOUT = 25.0  # seconds for an agent to end the workers; then it is ended, with them
-QUIET_SECONDS = 2.0  # a start that takes less time shows no line
+STOP_TIMEOUT = 25.0  # seconds for an agent to end the workers; then the agent is ended too
+QUIET_SECONDS = 2.0  # a shorter start on this machine shows no line
 
 
 def starting(workers: Workers) -> Iterator[Starting]:
     """Start the workers of a world that has none; yield the progress of the start.
 
-    Raises StartError, after ending everything that was started.
+    Raises StartError if a worker or the agent cannot start, after ending all that was started.
     """
     if workers.state not in (WorldState.STOPPED, WorldState.LOST):
         return
@@ -61,7 +61,7 @@ def starting(workers: Workers) -> Iterator[Starting]:
         # A head returns the spec, since its machines determine the size.
         workers.spec, workers.missing = started.spec or workers.spec, started.missing
         workers.record_processes(started, workers.link.agent.host)
-        # For machines that do not share the folder.
+        # Other machines have come since the first call, and may not share the folder.
         if workers.code is not None and workers.is_elsewhere:
             yield from workers.code.send_changes(workers.link.calling, to_new=True)
     except BaseException:  # Stop too: everything that has been started is ended
@@ -75,7 +75,7 @@ def starting(workers: Workers) -> Iterator[Starting]:
 def starting_texts(workers: Workers) -> Iterator[str]:
     """Start the workers; yield `starting 4 workers: 2 ready`, or "" if the line is unchanged.
 
-    A start that takes less than `QUIET_SECONDS` yields no line.
+    In the first `QUIET_SECONDS` a line is yielded only if other machines start.
     """
     last_text, begun = "", time.monotonic()
     for progress in starting(workers):
@@ -104,7 +104,7 @@ def start_anew(workers: Workers, *, agent_too: bool = False) -> None:
 
     The set-up cells are not run here.
     """
-    # STOPPING: Stop has interrupted the wait for their end, so it is requested again.
+    # In STOPPING, Stop has interrupted the wait for the workers' end: request their end again.
     are_there = workers.state.has_workers or workers.state is WorldState.STOPPING
     if workers.is_connected and are_there:
         workers.advance(Event.STOP)
@@ -158,7 +158,7 @@ def attach(workers: Workers, link: Link, attached: Attached, namespace: dict[str
     workers.missing, workers.dead = attached.missing, dict(attached.dead)
     workers.joined = dict.fromkeys(attached.came)
     workers.past.forgotten = attached.forgotten
-    # The agent holds the memory with their names.
+    # The agent holds the shared memory with the values that the set-up cells use.
     workers.setup.tasks |= dict(attached.memory.setup)
     workers.record_processes(attached, link.agent.host)
     workers.advance(Event.START)

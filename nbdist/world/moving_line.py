@@ -1,7 +1,7 @@
 """A line in a terminal that shows progress and is drawn again and again.
 
 Runs in the notebook's process.  The start of workers, `World.run` and the panels of a terminal use
-it.
+`MovingLine`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ REDRAW_SECONDS = 0.25
 
 
 class MovingLine:
-    """A line in a terminal that is drawn again and again; nothing is drawn if it is no terminal.
+    """A line that is drawn again and again if `stream` is a terminal; if not, nothing is drawn.
 
-    Call `clear` before other lines are written.
+    Call `clear` before other lines are written.  `now` is in monotonic seconds.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -26,11 +26,11 @@ class MovingLine:
         self._draw_at = 0.0
 
     def is_due(self, now: float) -> bool:
-        """Return True if the line may be drawn now: four times a second, and after `clear`."""
+        """Return True in a terminal `REDRAW_SECONDS` after `show`, or if `clear` erased a text."""
         return self._is_terminal and now >= self._draw_at
 
     def show(self, text: str, now: float) -> None:
-        """Draw this text in place of the last one if it `is_due`; `now` is monotonic seconds."""
+        """If `is_due`, draw this text in place of the last one, cut to the terminal's width."""
         if not self.is_due(now):
             return
         self._draw_at = now + REDRAW_SECONDS

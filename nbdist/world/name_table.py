@@ -1,9 +1,9 @@
 """The table of variables: which rank has which name, and from where.
 
-Runs in the notebook's process; a world has one table, in `Workers.names`.  A name belongs to the
-notebook until a task binds it on the workers; then it belongs to the workers until the notebook
-binds it again.  Names that were imported on a rank are imported again if the rank is replaced.  The
-table keeps no big value alive.
+Runs in the notebook's process; the present table of a world is `Workers.names`.  A name belongs to
+the notebook until a task binds the name on a rank; then the name belongs to that rank until the
+notebook binds it again.  Names that were imported on a rank are imported again if the rank is
+replaced.  The table keeps no big value alive.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WORKERS_MODULES = {"torch": "torch", "dist": "torch.distributed"}
 
 MAX_LISTED_NAMES = 6  # names that a message lists before it only counts the others
 
-_NO_NOTEBOOK_VALUE = type("_Nothing", (), {})  # the value of a name that the notebook does not have
+_NO_NOTEBOOK_VALUE = type("_Nothing", (), {})  # stands for a value that the notebook lacks
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +36,9 @@ class Sent:
 
     `version` is different for different contents.  `token` identifies the object; it is None for a
     value whose identity cannot be noticed, such as a number (`nbdist.values.states`).  `identity`
-    is None once the notebook has assigned the variable again.  `needs` are the variables that its
-    functions use, `size` is in bytes.  `is_last` is False once the notebook has sent another object
-    under the name to any rank.
+    is None once the notebook has assigned the variable again.  `needs` are the variables that
+    functions in the value use; `size` is in bytes.  `is_last` is False once the notebook has sent
+    another object under the name to any rank.
     """
 
     version: Hashable
@@ -50,18 +50,18 @@ class Sent:
 
     @property
     def bound_to(self) -> Hashable:
-        """The token of the object that the variable was bound to, or the version of a value."""
+        """The token of the object that was sent, or the version of a value without a token."""
         return self.version if self.token is None else self.token
 
 
 @dataclass(frozen=True, slots=True)
 class BoundByWorker:
-    """A variable that a task has bound on a rank.
+    """A variable that counts as bound by a task on a rank.
 
     `import_path` is the path of an import, None if the task has not imported the name.  `identity`
-    is of the notebook's object of that name at the time; None if the notebook has assigned the name
-    since.  `kind` tells modules, optimizers and tensors.  `was_sent` is True if the notebook had
-    sent the variable before.
+    is of the object that the notebook had under the name at the time; None if the notebook has
+    assigned the name since.  `kind` tells modules, optimizers and tensors.  `was_sent` is True if
+    the notebook had sent the variable before.
     """
 
     identity: Identity | None
@@ -72,7 +72,7 @@ class BoundByWorker:
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """A variable that a rank lacks because it is a new process, and that a task had bound before.
+    """A variable that a new process lacks, and that tasks had bound or changed on ranks before.
 
     `import_path` and `kind` are as in `BoundByWorker`.
     """
@@ -92,14 +92,14 @@ class NameTable:
         self.namespace = namespace
         self.objects = SentObjects()
         self._ranks: dict[int, dict[str, NameEntry]] = {}
-        self._had: dict[int, Collection[str]] = {}  # the names of ranks that were replaced
+        self._had: dict[int, Collection[str]] = {}  # names that replaced ranks may have had
         self._clock = itertools.count()
         self._bound_at: dict[str, int] = {}
         self._deleted_there: set[str] = set()
         self._noticed: set[str] = set()
         self._is_attached = False
         self.assigned: set[str] = set()
-        """Names that the notebook has assigned since it started or took the ranks over."""
+        """Names that the notebook may have assigned since this table was made."""
         self.in_functions: set[str] = set()
         """Names that functions and classes of cells on the ranks read when they are called."""
         self.unsent: set[str] = set()
@@ -107,7 +107,7 @@ class NameTable:
         """
 
     def copy(self) -> NameTable:
-        """Return a copy whose entries later changes of the original do not affect.
+        """Return a copy; later changes of the entries of this table do not affect the copy's.
 
         The record of the notices, and of the notebook's assignments, stays shared.
         """
@@ -149,7 +149,7 @@ class NameTable:
     def record_finished(
         self, rank: int, done: Done, received: Parcel, since: int | None = None
     ) -> None:
-        """Record the names and objects that a rank has received and bound by a finished task.
+        """Record the names that a rank has received, bound or deleted in a finished task.
 
         `since` is the time that `record_sent` returned for the task: a variable that the notebook
         has assigned later belongs to the notebook.
@@ -171,7 +171,7 @@ class NameTable:
             was_sent = getattr(before, "was_sent", isinstance(before, Sent))
             has[name] = BoundByWorker(identity, done.imported.get(name), kind, was_sent)
         for name in received.binds - done.bound if done.status == "ok" else ():
-            # `Done.bound` lacks a variable that the task has assigned to the object that it had.
+            # `Done.bound` lacks a variable to which the task has assigned the same object again.
             entry = has.get(name)
             is_unknown = isinstance(entry, Sent | BoundByWorker) and entry.identity is None
             if is_unknown and not is_later(name):
@@ -183,8 +183,8 @@ class NameTable:
 
         If the notebook still has the same object, and the object has an identity, the name counts
         as bound only if it is in `surely`: the cell may be `if False: model = Net()`.  Variables
-        that the notebook lacks now count too: the cell has deleted them by `%xdel`,
-        `%reset_selective` or `globals()`.
+        that were sent and that the notebook lacks now count too: the cell may have deleted them, as
+        by `%xdel` or `globals()`.
         """
         self.objects.runs += 1
         for name in {*names, *self._deleted()}:
@@ -209,7 +209,7 @@ class NameTable:
     def pop_deleted(self, ranks: Collection[int]) -> dict[int, tuple[str, ...]]:
         """Return by rank the variables that the rank was sent and the notebook has deleted.
 
-        Each is returned once: from then on the table lists it as the rank's own.
+        Each variable is returned once: from then on the table lists it as the rank's own.
         """
         deleted = {}
         for rank in ranks:
@@ -228,7 +228,7 @@ class NameTable:
     def record_gathered(self, name: str, ranks: Collection[int] = ()) -> None:
         """Record that the notebook has bound a name to values that it has fetched from workers.
 
-        The name still belongs to the ranks where a task has bound it, and now also to `ranks`: the
+        The name still belongs to the ranks that it belonged to, and now also to `ranks`: the
         notebook only has a copy.
         """
         identity = Identity(self._value(name))
@@ -247,9 +247,9 @@ class NameTable:
     ) -> None:
         """Record that ranks are new processes.
 
-        Each lacks the variables that tasks had bound there, those that ranks have changed, and the
-        names that the last cell `made` on any rank.  `brought` has by rank the names that the
-        notebook has sent with the task in which the rank died: the rank may have had them too.
+        Each rank lacks the variables that tasks had bound there, those of its variables that ranks
+        have changed, and the names that the last task `made` on any rank.  `brought` has by rank
+        the names that were sent with that task: the rank may have had them too.
         """
         kinds = {
             name: [entry.kind for entry in self._entries(name, BoundByWorker).values()]
@@ -269,7 +269,7 @@ class NameTable:
     def record_lost(self, ranks: Iterable[int]) -> None:
         """Record that new ranks lack the notebook's variables that other ranks have changed.
 
-        A rank that has replaced another process lacks only those that the other process had.
+        A rank in place of an earlier process lacks only variables that the earlier process had.
         """
         kind = {name: kind_of(self._value(name)) for name in self.changed_names()}
         for rank in ranks:
@@ -280,7 +280,7 @@ class NameTable:
     def renumber(self, was: Mapping[int, int], after: int) -> None:
         """Record the new numbers of `after` ranks; `was` has the old numbers of those that stay.
 
-        The others are new, and lack all variables that any rank has bound.
+        The other ranks are new, and lack all variables that any rank has bound.
         """
         losses, had = _losses(self._ranks.values()), self._ranks
         self.objects.renumber(was, after)
@@ -289,9 +289,9 @@ class NameTable:
         }
 
     def copy_entries(self, ranks: Iterable[int], now: NameTable) -> None:
-        """Copy the entries of some ranks from the table `now`.
+        """Copy the entries of some ranks from `now`, of which this table is an earlier copy.
 
-        The ranks were restarted after this table was copied from that one.
+        The ranks were restarted since.
         """
         for rank in ranks:
             self._ranks[rank] = dict(now._ranks.get(rank, {}))
@@ -300,7 +300,7 @@ class NameTable:
     def pop_lost_imports(self, ranks: Iterable[int]) -> dict[int, dict[str, str]]:
         """Return by rank the names that were imported before the rank was replaced, with the paths.
 
-        Each is returned once.
+        Each name of a rank is returned once.
         """
         imports: dict[int, dict[str, str]] = {}
         for rank in ranks:
@@ -311,11 +311,11 @@ class NameTable:
         return imports
 
     def ranks_that_own(self, name: str) -> frozenset[int]:
-        """Return the ranks where a task has bound this name; none if it is the notebook's again."""
+        """Return the ranks where a task has bound this name, and the notebook has not since."""
         return frozenset(self._current_entries(name, BoundByWorker))
 
     def holders(self, name: str) -> frozenset[int]:
-        """Return the ranks to which this or an earlier notebook has sent an object of this name."""
+        """Return the ranks that may have an object which a notebook has sent under this name."""
         if self.is_of_earlier_notebook(name):
             return frozenset(self._ranks)
         sent = self._entries(name, Sent).items()
@@ -339,12 +339,12 @@ class NameTable:
     def ranks_that_bound(self, name: str) -> frozenset[int]:
         """Return the ranks where a task has bound this name.
 
-        Unlike `ranks_that_own`, also those where the notebook has bound the name since.
+        Unlike `ranks_that_own`, also if the notebook has bound the name since, without sending it.
         """
         return frozenset(self._entries(name, BoundByWorker))
 
     def is_older(self, name: str, ranks: Container[int]) -> bool:
-        """Return True if one of `ranks` was sent an object that is not the variable's any more."""
+        """Return True if any of `ranks` was sent an object that the variable no longer has."""
         sent, value = self._entries(name, Sent).items(), self._value(name)
         had = (each.identity for rank, each in sent if rank in ranks)
         return not all(identity and identity.is_still(value) for identity in had)
@@ -363,7 +363,7 @@ class NameTable:
         )
 
     def is_deleted_there(self, name: str) -> bool:
-        """Return True if a rank has deleted a variable, and has not been sent it since."""
+        """Return True if a rank has deleted a variable that was not sent or assigned since."""
         return name in self._deleted_there
 
     def is_missing(self, name: str, rank: int) -> bool:
@@ -371,7 +371,7 @@ class NameTable:
         return isinstance(self._ranks.get(rank, {}).get(name), Missing)
 
     def assigned_again(self) -> list[str]:
-        """List the variables that the notebook has bound to another object after they were sent."""
+        """List variables that were sent and that the notebook has bound to another object since."""
         key_of = self.objects.links.key_of
         return [
             name
@@ -387,12 +387,12 @@ class NameTable:
         self._ranks[rank][name] = BoundByWorker(None, was_sent=True)
 
     def ranks_that_assigned(self, name: str) -> frozenset[int]:
-        """Return the ranks to which a variable was sent and that have assigned it since."""
+        """Return the ranks of `ranks_that_own` to which the variable was sent before."""
         entries = self._current_entries(name, BoundByWorker).items()
         return frozenset(rank for rank, each in entries if each.was_sent)
 
     def names_of_kind(self, kind: int) -> list[str]:
-        """List the variables that are of this kind on a rank: modules, optimizers or tensors."""
+        """List the variables that are of this kind on any rank: modules, optimizers or tensors."""
 
         def is_one(name: str) -> bool:
             bound = self._entries(name, BoundByWorker).values()
@@ -406,15 +406,15 @@ class NameTable:
         return tuple(sorted({*self._entries(name, Sent), *self._entries(name, BoundByWorker)}))
 
     def import_path(self, name: str) -> str | None:
-        """Return the path from which the ranks have imported a name, None if they have not."""
+        """Return a path from which a rank has imported a name; None if no path is known."""
         paths = (entry.import_path for entry in self._entries(name, BoundByWorker).values())
         return next(filter(None, paths), None)
 
     def ranks_that_have(self, name: str, token: Hashable = None) -> frozenset[int]:
-        """Return the ranks to which the notebook has sent the object of this token under a name.
+        """Return the ranks to which the notebook has sent this object or value under a name.
 
-        Without a token: the ranks that have the object which was sent last, if the notebook has not
-        assigned the name since.
+        `token` is its `Sent.bound_to`.  Without a token, return the ranks that have the object
+        which was sent last, if the notebook has not assigned the name since.
         """
         return frozenset(
             rank
@@ -423,12 +423,12 @@ class NameTable:
         )
 
     def record(self, name: str) -> Sent | None:
-        """Return the record of the last sent value, or of an older one; None if no rank has any."""
+        """Return the record of the value that was sent last, or else of an older one, or None."""
         shipped = self._entries(name, Sent).values()
         return max(shipped, key=lambda each: bool(each.identity and each.is_last), default=None)
 
     def owners(self) -> dict[str, tuple[Literal["notebook", "workers"], frozenset[int]]]:
-        """Return for each known name its owner, and the ranks that have the owner's value."""
+        """Return by name who owns the variable, and the ranks that have the owner's value."""
         owners: dict[str, tuple[Literal["notebook", "workers"], frozenset[int]]] = {}
         for name in self._all_names():
             if ranks := self.ranks_that_own(name):
@@ -445,7 +445,7 @@ class NameTable:
         )
 
     def theirs(self, rank: int) -> list[str]:
-        """List the variables that are a rank's own: tasks have bound or changed them there."""
+        """List the names in `bound`, and variables sent to this rank that ranks have changed."""
         sent = (name for name in self._names_of_rank(rank, Sent) if self.is_changed(name))
         return sorted({*self.bound(rank), *sent})
 
@@ -481,7 +481,7 @@ class NameTable:
         }
 
     def is_first_notice(self, name: str) -> bool:
-        """Return True the first time after the notebook has bound the name; for notices."""
+        """Return True at the first call since the notebook has bound the name; for notices."""
         is_first = name not in self._noticed
         self._noticed.add(name)
         return is_first
@@ -498,10 +498,9 @@ class NameTable:
         return {rank: entry for rank, entry in entries if isinstance(entry, kind)}
 
     def _current_entries(self, name: str, kind: type[E]) -> dict[int, E]:
-        """Return by rank the entries of this kind that the notebook has not replaced since.
+        """Return by rank the entries of this kind, if the notebook has not bound the name since.
 
-        The entry's `identity` still has to be the notebook's present object, or absence, of the
-        name.
+        The notebook must still have the object of the entry's `identity`, or still lack the name.
         """
         entries, value = self._entries(name, kind).items(), self._value(name)
         return {
@@ -525,7 +524,7 @@ def _losses(had: Iterable[Mapping[str, NameEntry]]) -> dict[str, Missing]:
 
 
 def check_are_free(names: Iterable[str], line: str) -> None:
-    """Raise UsageError if a name, such as `rank`, has a value of its own on each worker.
+    """Raise UsageError if each worker binds one of the names by itself, such as `rank`.
 
     `line` is the command for the message.
     """

@@ -1,7 +1,7 @@
 """Prepares values for sending: which of their objects a rank lacks, and which have changed.
 
-Runs in the notebook's process.  `nbdist.notebook.shipping` uses it for the variables of a cell, and
-`nbdist.world.remote_call` for the arguments of a call.
+Runs in the notebook's process.  `nbdist.notebook.shipping` prepares the variables of a cell with
+`Outgoing`, and `nbdist.world.remote_call` the arguments of a call.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from nbdist.world.sent_objects import Parcel, SentObjects
 
 
 def _has_hidden_contents(tool: str, part: Token) -> bool:
-    """Return True if the contents of a part lie in hidden objects, such as a tensor's memory.
+    """Return True if a part's contents lie in objects that code cannot see, as a tensor's memory.
 
     `tool` is the kind of the object that has the part (`LinkEntry.tool`).
     """
@@ -37,9 +37,9 @@ def _has_hidden_contents(tool: str, part: Token) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SendQuestion:
-    """A question to ranks before a task is sent: `nbdist.worker.ops.values.inspect` answers it.
+    """A question to ranks before a task is sent, for the op `nbdist.worker.ops.values.inspect`.
 
-    `objects` maps keys to the parts that the notebook has changed, None for the whole object.
+    `objects` maps keys to the parts that ranks may have changed, None for the whole object.
     `names` are variables that the task would bind to another object.
     """
 
@@ -106,12 +106,12 @@ class Outgoing:
         return token
 
     def drop_scan(self) -> None:
-        """Forget the states that were read: `scan_value` reads them again, under new keys."""
+        """Forget the scan, so that `scan_value` reads all states again."""
         self._scan = None
 
     @property
     def scan(self) -> Scan:
-        """The scan with the states of all objects that the values lead to."""
+        """The present scan: the states of all objects to which the scanned values lead."""
         if self._scan is None:
             self._scan = self._new_scan(before=self._sent_states.get)
         return self._scan
@@ -145,7 +145,7 @@ class Outgoing:
         self.changed = {rank: self._changed_on(rank) for rank in self.ranks}
 
     def _scan_others(self) -> None:
-        """Read also objects that ranks have and no value leads to: a cell can reach them there."""
+        """Read also objects that ranks have and no value leads to: a cell may find them there."""
         known_states = self._sent_states
         unread = [
             entry
@@ -156,7 +156,7 @@ class Outgoing:
         others.states.update(self.states)
         with without_cycles():
             others.read_all(unread)
-        # Keep the known State object if it is equal: `_changed_on` then skips it by identity.
+        # Keep the known state if the new one is equal: `_changed_on` skips the same object.
         compared = ((key, known_states.get(key), state) for key, state in others.states.items())
         self.states = {key: before if before == state else state for key, before, state in compared}
 
@@ -185,9 +185,9 @@ class Outgoing:
                 self.unreached.add(key)
 
     def objects_to_inspect(self) -> dict[int, ChangedParts]:
-        """Return the objects and parts about which to ask ranks whether they have changed them.
+        """Return by key the parts of objects about which to ask: have ranks changed these parts?
 
-        These are the objects that would be changed on a rank, and objects that would be dropped.
+        The objects are those that the values would change on a rank, or would make a rank drop.
         """
         objects: dict[int, ChangedParts] = {}
         for rank, changed in self.changed.items():
@@ -205,11 +205,11 @@ class Outgoing:
     def _dropped_by(
         self, key: int, parts: ChangedParts, known_states: Mapping[int, ObjectState]
     ) -> Iterator[tuple[Token, set[int]]]:
-        """Yield each part with the keys of the objects that it no longer leads to.
+        """Yield each part that no longer leads to some objects, with the keys of these objects.
 
         The ranks may have changed such objects: `model.half()` gives each weight new memory, and
         the ranks may have trained the old memory.  An object that the notebook still has elsewhere
-        is left out, unless it is hidden: the ranks keep that object too, with its changes.
+        is left out, since ranks keep that object too; but not for a part with hidden contents.
         """
         before, now, links = known_states[key], self.states[key], self.objects.links
         entry = links.by_key.get(key)
@@ -227,7 +227,7 @@ class Outgoing:
                 yield part, dropped
 
     def apply_replies(self, replies: Mapping[int, Inspected]) -> None:
-        """Use the replies of ranks: an object that both sides have changed stays the ranks' own."""
+        """Use the replies of ranks: what both sides have changed stays as the ranks have it."""
         links = self.objects.links
         for inspected in replies.values():
             for key, by_part in self._dropped.items():
@@ -256,9 +256,9 @@ class Outgoing:
         self.changed = {rank: self._changed_on(rank) for rank in self.ranks}
 
     def kept(self) -> dict[int, ChangedParts]:
-        """Return the changed objects and parts that ranks keep in their own state, for a notice.
+        """Return the notebook's changes that ranks do not get, as parts of objects, for a notice.
 
-        An object is returned once for each state (`SentObjects.noticed_digests`).
+        Ranks have changed such objects too, or dropped them.  Each state of an object counts once.
         """
         kept: dict[int, ChangedParts] = {}
         for key in self.states.keys() & self.objects.theirs.keys():
@@ -283,9 +283,9 @@ class Outgoing:
     def renew_replaced(self) -> bool:
         """Give a new key to objects whose counterpart on a rank cannot be changed in place.
 
-        Returns True if there were any: then all values must be scanned again, since an object that
-        has such an object as a part may have to be replaced too.  Call this until it returns
-        False.  That happens at the latest when all objects have new keys: no rank has an object
+        Returns True if there were any: then all values must be scanned and compared again, since an
+        object that has such an object as a part may have to be replaced too.  Repeat that until
+        this returns False, at the latest when all objects have new keys: no rank has an object
         under a new key, so no object is replaced twice.
         """
         links = self.objects.links
@@ -304,7 +304,7 @@ class Outgoing:
     # --- sending --------------------------------------------------------------------------
 
     def groups(self, lacks: Mapping[int, Collection[str]]) -> list[tuple[int, ...]]:
-        """Group the ranks that lack the same names and have the same states of objects."""
+        """Put together the ranks that lack the same names and have the same states of objects."""
         ranks_by_signature: dict[Hashable, list[int]] = {}
         for rank in sorted(self.ranks):
             known_states = self.objects.of(rank)
@@ -315,7 +315,7 @@ class Outgoing:
     def message(
         self, values: Mapping[str, Any], rank: int
     ) -> tuple[ValueMessage, dict[int, ObjectState]]:
-        """Pickle values, and changes of objects, for a rank; return also the states it will have.
+        """Pickle values and changes of objects for a rank; return also the states that it gets.
 
         Raises any exception of pickling.
         """
@@ -335,7 +335,7 @@ class Outgoing:
         return message, states
 
     def whole(self, values: Mapping[str, Any]) -> tuple[ValueMessage, dict[int, ObjectState]]:
-        """Pickle values for a rank that has none of the notebook's objects."""
+        """Pickle values as `message` does, for a rank that has none of the notebook's objects."""
         links = self.objects.links
         message = write(values, [], links, self.states, (), self._namespace)
         return message, self._registered(message)
@@ -348,7 +348,7 @@ class Outgoing:
     ) -> dict[int, Parcel]:
         """Return the parcel of each rank, also of ranks to which nothing was `sent`.
 
-        `binds` are variables that the task assigns in any case.
+        `sent` has the parcels, each with the ranks that get it.  `binds` is as in `Parcel`.
         """
         compared = 0 if self.forces else self.objects.runs
         parcels = dict.fromkeys(self.ranks, Parcel(compared=compared, binds=binds))
@@ -358,7 +358,7 @@ class Outgoing:
 
 
 def merged(now: ObjectState, before: ObjectState, parts: ChangedParts) -> ObjectState:
-    """Return the state of a rank's counterpart of an object after it has got `parts` of `now`."""
+    """Return the state of a counterpart that was in state `before` and got `parts` of `now`."""
     if parts is None or now.parts is None or before.parts is None:
         return now
     if parts >= (now.changed_since(before) or frozenset()):

@@ -1,7 +1,7 @@
 """The loop over a running task, the healing of the process group, and the lines about both.
 
-Runs in the notebook's process, on the thread that made the world.  `Session` calls it; the
-functions act on its `Workers`.  `TaskRun.next_steps` decides what the loop does.
+Runs in the notebook's process, on the thread that made the world.  `Session` calls the functions,
+which act on its `Workers`.  `TaskRun.next_steps` decides what the loop does.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ from nbdist.world.states import Event, WorldState, size_text
 from nbdist.world.task_run import RankOutputs, Step, TaskRun
 from nbdist.world.workers import Workers
 
-CELL_TICK = 0.25  # seconds between two yields without output: often enough for a clock that runs
+CELL_TICK = 0.25  # seconds between two yields without output; short, as a panel shows a clock
 EAGER_SECONDS, EAGER_TICK = 0.2, 0.05  # a shorter tick at first, so that the panel appears in time
-LEAVE_SECONDS = 0.3  # after Stop: a kernel restart sends SIGINT too, and announces its end by then
+LEAVE_SECONDS = 0.3  # seconds after a SIGINT; a kernel that restarts announces its end by then
 SPARE_TIMEOUT = 0.6  # seconds before control is returned, to learn which ranks are spared
 LEFTOVERS_GRACE = 1.5  # seconds for GPUs to complete collectives, and for nccl2 to notice that
 SLOW_GRACE = 5.0  # seconds for a finished rank to answer: its machine may be busy, or its GIL held
-HEAL_TIMEOUT = 900.0  # must exceed a head's time for all tries; Stop ends the wait
+HEAL_TIMEOUT = 900.0  # seconds; must exceed a head's time for all tries; Stop ends the wait
 HEAL_AFTER_STOP = 8.0  # seconds; then control is returned, and the next cell tries again
 SCALE_TIMEOUT = 3000.0  # must exceed a head's time to try a new size and to restore the old one
 
 Following: TypeAlias = Generator[RankOutputs, float | None, None]
-"""What `follow` returns.  Send it the longest time until the next yield, in seconds; see there."""
+"""The generator that `follow` returns; a sent number is the longest wait in seconds."""
 
 NOT_RETRIED_ERRORS = {events.NAME_PROBLEM, events.LEFT_DEBUGGER, "KeyboardInterrupt", "SyntaxError"}
 NOT_RETRIED_ERRORS |= {"IndentationError", "TabError"}
@@ -65,18 +65,18 @@ NOT_RETRIED_ERRORS |= {"IndentationError", "TabError"}
 def follow(workers: Workers, running: TaskRun, *, answers: bool = False) -> Following:
     """Yield new output of `running` until every rank has finished: `Session.follow`.
 
-        for news in session.follow(running):
+        for outputs in session.follow(running):
             with running.counting_stops():
-                draw(news)
+                draw(outputs)
 
     After the first Stop (KeyboardInterrupt) the ranks are interrupted and the loop goes on.  After
     the second, or after `Patience.control_timeout`, the loop ends while ranks are unfinished; if
-    that timeout is None, each Stop interrupts the ranks again.  Stop does not raise, but is counted
-    in `running.stops`.  When all ranks have finished, the group is healed as the policy says.  If
-    this process is about to end and the workers outlive it, the loop ends at once.
+    that timeout is None, each Stop interrupts the ranks again.  In the loop Stop does not raise,
+    but is counted in `running.stops`.  When all ranks have finished, a broken group is healed as
+    the policy says.  If this process is about to end and the workers outlive it, the loop ends.
 
-    With `answers` the caller has to `reply` to prompts; otherwise ranks get an error.  Send the
-    generator the longest time in seconds that it may block, at most `CELL_TICK`; 0.0 polls.
+    With `answers` the caller has to `reply` to prompts; without, ranks get an error.  Send the
+    generator the longest time in seconds to wait for messages, at most `CELL_TICK`; 0.0 polls.
     """
     before, longest = running.handled_stops, CELL_TICK
     while running.unfinished:
@@ -92,14 +92,14 @@ def follow(workers: Workers, running: TaskRun, *, answers: bool = False) -> Foll
                 is_waited_for = running.patience.control_timeout is not None
                 if number == 1 or not (running.is_stopping and is_waited_for):
                     interrupt(workers, running)
-                if number > 1 and is_waited_for:  # else each Stop only interrupts the ranks again
+                if number > 1 and is_waited_for:  # if not, Stop only interrupts again
                     running.give_up_at = 0.0
             if time.monotonic() >= running.give_up_at - SPARE_TIMEOUT:
                 _spare_ranks(workers, running)
                 if running.unfinished:
                     workers.advance(Event.GAVE_UP)
                     return
-            # Then wait for messages, until the ranks have to be located again.
+            # Then wait for messages, at most until the ranks have to be located again.
             now = time.monotonic()
             tick = min(longest, CELL_TICK if running.age > EAGER_SECONDS else EAGER_TICK)
             remaining = running.give_up_at - SPARE_TIMEOUT - now
@@ -135,8 +135,8 @@ def interrupt(workers: Workers, running: TaskRun) -> None:
 def _spare_ranks(workers: Workers, running: TaskRun) -> None:
     """Tell the agent to kill ranks that have not stopped only if Stop is pressed again.
 
-    `running.spared` are then the ranks that were still alive after the message.  Does nothing if
-    the ranks were interrupted more than once: then the agent may kill them.
+    `running.spared` are then the ranks that answered after that message.  Does nothing if the ranks
+    were interrupted more than once: then the agent may kill them.
     """
     if running.interrupts > 1:
         return
@@ -150,7 +150,7 @@ def _carry_out(workers: Workers, running: TaskRun, step: Step) -> None:
     # and a rank that is busy now must not wait later for a rank that was released.
     match step:
         case Step.LOCATE:
-            # Finished ranks too.  With nccl their collectives may still run; with gloo, the
+            # Locate finished ranks too.  With nccl their collectives may still run; with gloo, the
             # collectives that they began show whether those of the other ranks can complete.
             workers.link.send(RequestLocations(workers.everyone, time.monotonic()))
         case Step.ABORT | Step.ABORT_FOR_DEAD:
@@ -186,9 +186,9 @@ def _locate(
 def _complete(workers: Workers, running: TaskRun) -> None:
     """Do the work after all ranks have finished a task: heal the group, and explain the result.
 
-    The sentences about it become attributes of `running`, and the task is added to `TaskHistory`.
+    The sentences become attributes of `running`.  `TaskHistory` gets a task that is not restarted.
     """
-    # First, because a Stop can break off the steps below.
+    # Write the first sentences now, because a Stop can break off the steps below.
     running.replicas_text = _replicas_text(workers, running)
     running.incomplete_text = incomplete_text(running.done())
     _abort_leftovers(workers, running)
@@ -213,7 +213,7 @@ def _complete(workers: Workers, running: TaskRun) -> None:
 def _abort_leftovers(workers: Workers, running: TaskRun) -> None:
     """Abort collectives that a failed task has left incomplete on any rank.
 
-    The next task's collectives would be matched with them.
+    A collective of the next task would be matched with an incomplete one.
     """
     members = running.members
     if (
@@ -225,13 +225,13 @@ def _abort_leftovers(workers: Workers, running: TaskRun) -> None:
     now = time.monotonic()
     enough, until = now + (LEFTOVERS_GRACE if members.runs_ahead else 0.0), now + SLOW_GRACE
     looks = 0
-    last_places: dict[int, RankPosition] = {}  # the last place of each rank
+    last_places: dict[int, RankPosition] = {}  # of the ranks that have answered
     while looks < 2 or time.monotonic() < enough:
         places = _locate(workers, running)
         answers = {rank: place for rank, place in places.items() if not place.holds_gil}
         last_places.update(answers)
         running.differing = differing(last_places)
-        # A rank without unfinished collectives stays so: only the others have to answer again.
+        # A rank whose collectives have ended begins no more: only other ranks must answer again.
         ended = {rank for rank, place in last_places.items() if not place.unfinished}
         if not {*answers, *ended}.issuperset(workers.everyone) and time.monotonic() < until:
             continue
@@ -245,7 +245,7 @@ def _abort_leftovers(workers: Workers, running: TaskRun) -> None:
 
 
 def _lacking_text(workers: Workers, running: TaskRun) -> str:
-    """Say which ranks have the variable that a rank lacks, or where a missing module is; or ""."""
+    """Say which ranks have the name that a rank lacks, or where a missing module is; or ""."""
     rank, failure = running.transcript.root_cause() or (0, None)
     if not isinstance(failure, Failure):
         return ""
@@ -271,7 +271,7 @@ def _replicas_text(workers: Workers, running: TaskRun) -> str:
     optimizers = occurring_or_all(source, names.names_of_kind(OPTIMIZER))
     trained = [*map(names.ranks_with, occurring_names(source, [*modules, *optimizers]))]
     were_cut = running.is_stopping or bool(running.aborted or running.deaths)
-    # A rank that has none of the models and optimizers of the cell holds no replica.
+    # A rank without steps, and without models and optimizers of the cell, holds no replica.
     done = {
         rank: each
         for rank, each in running.done().items()
@@ -281,7 +281,7 @@ def _replicas_text(workers: Workers, running: TaskRun) -> str:
 
 
 def undefined_name(error: RankError) -> str:
-    """Return the name that a NameError says is not defined; "" for other errors."""
+    """Return the name that an error says is not defined; "" if the error does not say that."""
     if not isinstance(error, Failure) or error.name != "NameError":
         return ""
     match = re.match(r"name '(\w+)' is not defined", error.message)
@@ -301,7 +301,7 @@ def heal(workers: Workers) -> tuple[int, ...]:
 
     With the policy "heal", or without a death, the surviving ranks keep their variables, modules,
     meshes and subgroups.  If that is impossible, the state stays BROKEN, and `problem` says why.
-    The other policies end all workers, or restart all, and this returns no ranks.
+    After a death the other policies end or restart all workers, and no ranks are returned.
     """
     if workers.state is WorldState.HEALING:  # Stop came before `regroup` could record the result
         workers.advance(Event.HEAL_FAILED)
@@ -372,7 +372,7 @@ def regroup(workers: Workers, request: Heal | Scale | Grow) -> tuple[tuple[int, 
 def record_changes(workers: Workers, ranks: Collection[int]) -> None:
     """Ask ranks which objects of the notebook they have changed, and record their answers.
 
-    Does nothing if there are no such objects, or if the state is not READY.
+    Does nothing if the ranks have nothing to be asked about, or if the state is not READY.
     """
     objects, before = workers.names.objects, workers.running
     keys = set[int]().union(*map(objects.of, ranks))
@@ -399,7 +399,7 @@ def record_changes(workers: Workers, ranks: Collection[int]) -> None:
 
 
 def replay(workers: Workers, ranks: Collection[int]) -> NbdistError | None:
-    """Run the set-up cells on new workers; each cell on those of `ranks` that it is for.
+    """Run the set-up cells on new workers, `ranks`: each cell on the ranks that it is for.
 
     Ends at the first cell that fails, and returns its error; raises KeyboardInterrupt after Stop.
     If a set-up cell kills its worker, the worker's replacement does not run the cells again.
@@ -430,7 +430,7 @@ def replay(workers: Workers, ranks: Collection[int]) -> NbdistError | None:
 
 
 def death_error(workers: Workers, dead: Mapping[int, Died]) -> WorkerDied:
-    """Return the error of ranks that died while no task ran, and what was done about them."""
+    """Return the error about ranks that died while no task ran; it says what was done."""
     rank, died = next(iter(dead.items()))
     host, pid = workers.machines.name(rank), died.pid or workers.pids.get(rank, 0)
     error = WorkerDied(Blame(rank, host, pid, {**dead}), None, died.exit_code, died.end)
@@ -464,9 +464,9 @@ def _restart_text(workers: Workers, running: TaskRun) -> str:
 
 
 def healing_text(workers: Workers, dead: Iterable[int]) -> str:
-    """Return a text that says how dead ranks were replaced, and which variables are lost.
+    """Return a text that says what was done about dead ranks, and which variables are lost.
 
-    If the group is still broken, the text says how to repair it.
+    If the group is still broken, the text says how to repair the group.
     """
     if workers.state is WorldState.BROKEN:
         if not workers.problem:
@@ -505,9 +505,9 @@ def stop_text(workers: Workers, killed: Iterable[int]) -> str:
 
 
 def late_stop_text(running: TaskRun) -> str:
-    """Write `Stop came too late: ranks 0-1 have bound x`; "" for other tasks.
+    """Write `Stop came too late: ranks 0-1 have bound x`; call this only after a Stop.
 
-    Only for a task that holds Stop and has succeeded on all ranks.
+    Returns "" if the task does not hold Stop, or has not succeeded on all ranks.
     """
     if not running.patience.holds_stop or running.unfinished or running.transcript.errors:
         return ""

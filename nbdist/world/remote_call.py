@@ -1,6 +1,6 @@
-"""Runs functions and scripts on all ranks of a world, and prints their output line by line.
+"""Runs functions and scripts on ranks of a world, and prints their output line by line.
 
-`World` calls it in a script's or notebook's process; the notebook's magics show panels instead.
+`World` uses this module in a script or notebook; the notebook's magics show panels instead.
 Prompts of ranks are answered by this process's `input`, on the thread that follows the task.
 """
 
@@ -45,9 +45,9 @@ log = logging.getLogger("nbdist.world")
 def find_script(
     kind: ProgramKind, name: str, args: Iterable[Any] = (), *, local_rank: bool = False
 ) -> Script:
-    """Find a script, module or executable; UsageError if there is none.
+    """Find a script, module or executable; UsageError if there is none that can run.
 
-    Imports nothing here, since the program may import torch.
+    The program is not imported here, since it may import torch.
     """
     find = {"file": _find_file, "module": _find_module, "executable": _find_executable}[kind]
     file, root = find(name)
@@ -82,7 +82,7 @@ def _find_file(name: str) -> tuple[str, str]:
 
 
 def _find_module(name: str) -> tuple[str, str]:
-    """Return a module's file, and the folder that its outermost package is in."""
+    """Return a module's file, and the folder of the program's own code; two "" without a file."""
     if name.endswith(".py") or os.sep in name:
         module = name.removesuffix(".py").strip("./").replace(os.sep, ".")
         raise UsageError(
@@ -108,14 +108,14 @@ def _find_module(name: str) -> tuple[str, str]:
 
 
 def _find_spec(name: str) -> ModuleSpec | None:
-    """Do as `importlib.util.find_spec`, without importing the packages that the module is in."""
+    """Find a module in this folder or on `sys.path`, without importing its packages."""
     first, *others = name.split(".")
     spec = PathFinder.find_spec(first, [current_folder()])
     if spec is None:
         with suppress(ValueError):  # an empty name, or `__main__`
             spec = find_spec(first)  # also by the finders of editable installations
     for part in others:
-        # By the last part of the name alone: with the full name, a namespace package looks for its
+        # Find only the last part of the name: by the full name, a namespace package looks for its
         # parent among the imported modules.
         path = spec.submodule_search_locations if spec else None
         spec = PathFinder.find_spec(part, [*path] if path else [])
@@ -134,7 +134,7 @@ def _find_executable(name: str) -> tuple[str, str]:
 
 
 def ask(session: Session, running: TaskRun, rank: int) -> None:
-    """Ask the user for a rank's input and send it; send an error if this process has no input."""
+    """Ask the user for a rank's input and send it; refuse prompts if this process has no input."""
     request, prompt = running.prompts[rank], running.prompts.prompt(rank)
     while True:
         try:
@@ -177,9 +177,9 @@ def sending(
 ) -> Iterator[tuple[dict[int, Payload], dict[int, Parcel]]]:
     """Pack values for ranks, with references to objects that the ranks already have.
 
-    Yields the payloads by rank, and the parcel that each rank receives with them.  The shared
-    memory of the payloads is closed at the end of the block: wait for the task in it.  Raises any
-    exception of pickling.
+    Yields the payloads by rank, and the parcel that each rank receives with them.  The end of the
+    context closes the shared memory of the payloads: wait for the task within the context.  Raises
+    any exception of pickling.
     """
     objects = session.names.objects
     objects.runs += 1  # a script may have changed any object since the last call
@@ -234,7 +234,7 @@ def outcome(session: Session, attempts: Iterable[TaskRun]) -> CellResult[Any]:
 
 
 def _follow(session: Session, running: TaskRun) -> None:
-    """Print the output of ranks until all have finished, and let the user answer their prompts."""
+    """Follow a task: print output if the config says `show`, and let the user answer prompts."""
     lines, bars = PlainLines(running.task.ranks), MovingLine(sys.stdout)
     for outputs in session.follow(running, answers=True):
         with running.counting_stops():
@@ -261,7 +261,7 @@ def _write(lines: Iterable[str], bars: MovingLine) -> None:
 
 
 def _rank_lines(error: RankError | None) -> Sequence[str]:
-    """Return a failed rank's traceback, without colours, or its last lines."""
+    """Return the traceback of a failed rank, without colours, or the last lines of a dead rank."""
     if not isinstance(error, Failure):
         return error.last_lines if error else ()
     lines = strip("\n".join([*error.traceback, *error.account])).splitlines()
@@ -282,7 +282,7 @@ def _names_of_call(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> dict[str, Any]:
-    """Return the variables of `__main__` that a call uses, also by functions among them.
+    """Return the variables of `__main__` that a call uses, with all that these variables use.
 
     Raises VariableNotSent if the call or a variable cannot be pickled.
     """

@@ -2,7 +2,7 @@
 
 Ranks of one training may have made different numbers of optimizer steps, and variables may hold a
 part of the result of an aborted collective.  `nbdist.world.recovery` calls these functions in the
-notebook's process at the end of a task.  They do no I/O.
+notebook's process at the end of a task.  The functions do no I/O.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from nbdist.output.wording import fold_ranks
 from nbdist.wire.control import MAX_STEPS_APART
 from nbdist.words import name_ranks
 
-MAX_NAMES = 4  # modules, and also optimizers, that a suggested command names
+MAX_NAMES = 4  # most modules, and most optimizers, that a suggested command names
 
 FIRST_STEPS = 2
-"""A rank without a step still counts as part of the training if no rank has made more steps."""
+"""Ranks without a step count as part of the training if no rank has made more steps than this."""
 
 
 def find_training(done: Mapping[int, Done]) -> dict[int, Done]:
     """Return the ranks that train a model together, as their numbers of steps suggest.
 
-    Returns none if the numbers differ by more than MAX_STEPS_APART, or if no rank made a step.
+    Returns no ranks if the numbers differ by more than MAX_STEPS_APART, or if no rank made a step.
     """
     max_steps = max((each.steps for each in done.values()), default=0)
     training = {rank: each for rank, each in done.items() if each.steps or max_steps <= FIRST_STEPS}
@@ -38,7 +38,7 @@ def find_training(done: Mapping[int, Done]) -> dict[int, Done]:
 def ends_differ(done: Mapping[int, Done], *, were_cut: bool) -> bool:
     """Return True if ranks ended at different optimizer steps, or were cut inside of a step.
 
-    If all ranks raise by themselves inside of the same step, they raise at the same line: False.
+    False if all ranks raised by themselves inside of the same step, probably at the same line.
     """
     last_steps = {(each.steps, each.is_in_step) for each in done.values()}
     is_inside = any(is_in_step for _, is_in_step in last_steps)
@@ -53,7 +53,7 @@ def differing_text(
     sharded: Container[str] = (),
     were_cut: bool = True,
 ) -> str:
-    """Say at which step which ranks ended, with two commands; "" if replicas cannot differ.
+    """Say at which step which ranks ended, and what helps; "" if replicas seem to be equal.
 
     Write `Replicas may differ: ranks 0-1,3 ended after optimizer step 42, rank 2 after step 41.`.
     The commands compare `modules`, and copy them and `optimizers` from one rank.  Modules in
@@ -108,17 +108,17 @@ def _place(is_in_step: bool) -> str:  # noqa: FBT001
 
 
 def _source(done: Mapping[int, Done]) -> int:
-    """Return the rank to copy from: preferably outside of a step, then with the most steps."""
+    """Return the rank to copy from: if possible one outside of a step, then with the most steps."""
     return min(done, key=lambda rank: (done[rank].is_in_step, -done[rank].steps, rank))
 
 
 def occurring_names(source: str, names: Iterable[str]) -> list[str]:
-    """Return the names that occur in the source code."""
+    """Return the names that occur in the source code as words."""
     words = set(re.findall(r"\w+", source))
     return [name for name in names if name in words]
 
 
 def occurring_or_all(source: str, names: Iterable[str]) -> list[str]:
-    """Return the names that occur in the source code, or all if none does."""
+    """Return the names that occur in the source code; all names if none does."""
     all_names = [*names]
     return occurring_names(source, all_names) or all_names

@@ -1,4 +1,4 @@
-"""Turns what ranks report into results, exceptions, status tables and log records.
+"""Turns the reports of ranks into results, exceptions, status tables and log records.
 
 Runs in the notebook's process.  `TaskRun` makes the results and exceptions, `nbdist.world.inbox`
 passes on the log records, and the notebook's magics show the tables.
@@ -39,7 +39,7 @@ Names = dict[str, Any]  # the namespace of `__main__`, where unpickled values fi
 class Contents:
     """The arguments and attributes of an exception of a rank.
 
-    `whole` is the exception itself if the rank could send it, which is rare.
+    `whole` is the exception itself if the rank has sent it and this process can read it.
     """
 
     args: tuple[Any, ...] = ()
@@ -48,7 +48,7 @@ class Contents:
 
     @classmethod
     def read(cls, packed: object, names: Names) -> Contents:
-        """Unpickle the parts that the rank has packed; a part that cannot be read is left out."""
+        """Unpickle the contents that a rank has packed, without attributes that cannot be read."""
         if not isinstance(packed, Payload):
             return cls()
         args, attributes, whole = unpickle(open_payload(packed), names)
@@ -71,11 +71,11 @@ def _read(frames: Sequence[bytes] | None, names: Names) -> Any:
 def as_raised(
     error: WorkerError, kinds: Iterable[str], contents: Contents | None = None
 ) -> WorkerError:
-    """Return the error as an instance of a class that also derives from the rank's exception class.
+    """Return the error as an instance of the rank's exception class too, if that is possible.
 
-    So `except ValueError` catches it.  `kinds` are the exception's class and its bases, as
-    `module:qualified.name`; the first that is known here is used, and nothing is imported for that.
-    If no class can derive from both, `error.original` is a copy of the rank's exception.
+    So `except ValueError` catches the error.  `kinds` are the exception's class and its bases, as
+    `module:qualified.name`; the first usable one of those that were imported here is taken.  If no
+    class can derive from both, `error.original` becomes a copy of the rank's exception.
     """
     contents = contents or Contents()
     for original in map(_imported_class, kinds):
@@ -95,14 +95,14 @@ def raised(error: WorkerError) -> BaseException:
     """Return the exception to raise: the error, or its `original` with the error as a note."""
     if (original := error.original) is None:
         return error
-    # The class may refuse to have attributes set.
+    # The exception's class may refuse to have attributes set.
     attributes: dict[str, Any] = object.__getattribute__(original, "__dict__")
     attributes["__notes__"] = [str(error), *getattr(error, "__notes__", ())]
     return original
 
 
 def _imported_class(name: str) -> type[Exception] | None:
-    """Return the exception class `module:qualified.name`; None unless its module was imported."""
+    """Return the exception class `module:qualified.name`; None if it was not imported here."""
     module, _, path = name.partition(":")
     value: Any = sys.modules.get(module)
     for part in path.split("."):
@@ -128,7 +128,7 @@ def _as_both(
     }
     try:
         both: type[WorkerError] = type(kind.__name__, (kind, original), namespace)
-        # Without the constructor, which may need arguments that are not known.
+        # Do not call the constructor, which may need arguments that are not known.
         made = bare(both, text)
     except Exception:  # noqa: BLE001 (a metaclass, or `__init_subclass__`, can raise anything)
         return None
@@ -145,7 +145,7 @@ def _copy_of_original(
         made = whole if isinstance(whole, original) else bare(original, *contents.args)
     except Exception:  # noqa: BLE001 (a user's class can raise anything while it is made)
         return None
-    # The class may refuse to have attributes set.
+    # The exception's class may refuse to have attributes set.
     attributes: dict[str, Any] = object.__getattribute__(made, "__dict__")
     _fill(made, contents, {})
     attributes |= {
@@ -156,7 +156,7 @@ def _copy_of_original(
 
 
 def _fill(made: BaseException, contents: Contents, overrides: Mapping[str, Any]) -> None:
-    """Set the arguments and attributes of an exception; those in `overrides` go first."""
+    """Set the arguments and attributes of an exception; `overrides` are attributes that win."""
     BaseException.args.__set__(made, contents.args)  # type: ignore[attr-defined]
     attributes: dict[str, Any] = object.__getattribute__(made, "__dict__")
     for name, value in contents.attributes.items():
@@ -240,7 +240,7 @@ class CellResult(Generic[R_co]):
         return not self.errors
 
     def rank(self, number: int) -> R_co:
-        """Return the value of a rank; KeyError if the rank failed or did not run the task."""
+        """Return the value of a rank, as `result[number]`; raises UsageError if there is none."""
         return self[number]
 
     def index(self, hostname: str, local_rank: int) -> R_co:
@@ -268,16 +268,16 @@ class CellResult(Generic[R_co]):
         return self.by_rank[rank]
 
     def keys(self) -> abc.KeysView[int]:
-        """Return the ranks that have a value."""
+        """Return the ranks that have an entry in `by_rank`."""
         return self.by_rank.keys()
 
     def values(self) -> abc.ValuesView[R_co]:
-        """Return the values in rank order.  Raises UsageError if a value was not sent back."""
+        """Return the values in rank order; UsageError if one is missing or none was asked for."""
         self._check_values()
         return self.by_rank.values()
 
     def items(self) -> abc.ItemsView[int, R_co]:
-        """Return ranks and values.  Raises UsageError if a value was not sent back."""
+        """Return ranks and values; UsageError if one is missing or none was asked for."""
         self._check_values()
         return self.by_rank.items()
 
@@ -319,7 +319,7 @@ def _range(numbers: Collection[float]) -> str:
 
 
 ALWAYS = {"rank", "state", "pid", "device", "memory"}
-"""Columns of the status that are shown even if no rank has an entry."""
+"""Columns of the status that are shown even if they are empty for all ranks."""
 
 
 def rows(
@@ -327,7 +327,7 @@ def rows(
     cpu: Mapping[int, float] | None = None,
     lines: Mapping[int, str] | None = None,
 ) -> list[tuple[str, ...]]:
-    """Return the headings and a row for each rank, as texts.
+    """Return the headings and a row for each rank, as texts, without empty columns but `ALWAYS`.
 
     `cpu` has by rank the use in per cent of a core, `lines` the last line that the rank printed.
     """
@@ -415,7 +415,7 @@ def hand_over(record: Record, *, is_shown: bool) -> None:
                 if logged.levelno >= handler.level:
                     handler.handle(logged)
     except Exception:  # noqa: BLE001 (a user's handler or filter can raise anything)
-        # As logging treats a handler's error: it must not end a cell that did not cause it.
+        # Do as logging with a handler's error: a cell that did not cause the error must go on.
         if logging.raiseExceptions:
             traceback.print_exc(file=sys.stderr)
 

@@ -1,7 +1,7 @@
 """The table of objects: which objects of the notebook each rank has, and in which state.
 
-Runs in the notebook's process; a world has one table, in `NameTable.objects`.  `NameTable` has the
-names, and `Outgoing` compares the states with the present objects before a task is sent.
+Runs in the notebook's process; a world has one table, `NameTable.objects`.  `Outgoing` compares
+the states in the table with the notebook's objects before values are sent.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from nbdist.wire.ops import Changed
 class Parcel:
     """The names and objects that a task brings to a rank, in the states that are sent.
 
-    `compared` is `SentObjects.runs` at the time when all objects of the rank were compared.
-    `binds` are variables that the task assigns if it succeeds, even to the object that they had.
+    `compared` is `SentObjects.runs` when all objects of the rank were compared, 0 if they were not.
+    `binds` are variables to which the task surely assigns if it succeeds, maybe the same object.
     """
 
     names: Mapping[str, Any] = field(default_factory=dict)
@@ -34,14 +34,14 @@ NOTHING_SENT = Parcel()
 
 
 class SentObjects:
-    """The notebook's objects by key, and for each rank the states in which it was sent them.
+    """The notebook's objects by key, and for each rank the states in which the rank got objects.
 
-    `known` has these states by rank and key.  `theirs` has objects, or parts of objects, that both
-    ranks and the notebook have changed: the ranks keep their own.  `noticed_digests` has by key the
-    digest of the state for which a notice has said so.  `changed` has objects that ranks are known
-    to have changed, whether the notebook has changed them or not.  `runs` counts how often code of
-    the notebook has run, which may have changed any object.  `have_run` is True if ranks have run a
-    task since they were last asked what they have changed.
+    `known` has the states by rank and key.  `theirs` has by key the parts of an object that both
+    ranks and the notebook have changed, None for the whole object: the ranks keep their own.
+    `noticed_digests` has by key the digest of the last state that a notice says ranks do not get.
+    `changed` has by key the parts that ranks are known to have changed, None for the whole object.
+    `runs` grows each time that code of the notebook may have changed objects.  `have_run` is True
+    if a rank has finished a task since `recovery.record_changes` last asked ranks.
     """
 
     def __init__(self) -> None:
@@ -52,17 +52,17 @@ class SentObjects:
         self.noticed_digests: dict[int, bytes] = {}
         self.runs = 1
         self.have_run = False
-        # By rank and key, the states in which objects were sent that have ended on the rank.  Among
-        # them is memory that the rank's tensors have left.
+        # By rank and key, the states in which the rank got objects that have ended on the rank.
+        # Memory that the rank's tensors do not use any more has ended too.
         self.ended: dict[int, dict[int, ObjectState]] = {}
-        # By rank, the keys of objects that the rank had changed and that have ended there.
+        # By rank, the keys of objects that the rank had changed and that have ended on the rank.
         self.lost_changes: dict[int, set[int]] = {}
         self._compared: dict[int, int] = {}
-        self._last: dict[int, ObjectState] = {}  # states that were sent to workers before a restart
+        self._last: dict[int, ObjectState] = {}  # by key, states on workers before a restart
         self._dead: set[int] = set()
 
     def copy(self) -> SentObjects:
-        """Copy the states by rank; the keys of objects are shared with the original."""
+        """Return a copy with its own tables by rank, which shares `links` with the original."""
         copied = copy(self)
         copied.known = {rank: dict(states) for rank, states in self.known.items()}
         copied.theirs, copied.changed = dict(self.theirs), dict(self.changed)
@@ -72,14 +72,14 @@ class SentObjects:
         return copied
 
     def follow(self, before: SentObjects) -> None:
-        """Take over the keys of the table of the workers before a restart."""
+        """Take over the keys and last states from `before`, the table before a restart."""
         self.links = before.links
         self._last = dict(before._last)
         for states in before.known.values():
             self._last |= states
 
     def record_gained(self, rank: int, keys: Iterable[int]) -> None:
-        """Record that a rank has got the objects of these keys from a file or its old process."""
+        """Record that a rank has got the objects with these keys from a file or its old process."""
         gained = {key: self._last[key] for key in keys if key in self._last}
         for states in self.known.values():
             gained |= {key: states[key] for key in keys if key in states}
@@ -90,16 +90,16 @@ class SentObjects:
         return self.known.setdefault(rank, {})
 
     def may_differ(self, ranks: Iterable[int]) -> bool:
-        """Return True if code of the notebook has run since the ranks' objects were compared."""
+        """Return False if objects of all `ranks` were compared since the notebook last ran code."""
         return any(self._compared.get(rank) != self.runs for rank in ranks)
 
     def record_finished(
         self, rank: int, received: Parcel, dead: Iterable[int], lost: Iterable[int] = ()
     ) -> None:
-        """Record the parcel that a rank has received with a finished task, and its ended objects.
+        """Record the parcel that a rank received with a finished task, and objects that have ended.
 
-        `dead` are the keys of objects that have ended on the rank, and `lost` the keys of those of
-        them that the rank had changed.
+        `dead` has the keys of objects that have ended on the rank, `lost` the keys of objects that
+        have ended and that the rank had changed.
         """
         known_states = self.of(rank)
         self.lost_changes[rank] = self.lost_on(rank) - received.states.keys() | {*lost}
@@ -111,7 +111,7 @@ class SentObjects:
         self.drop(rank, dead)
 
     def lost_on(self, rank: int) -> set[int]:
-        """Return the keys of objects that a rank had changed and that have ended there."""
+        """Return the keys of objects that a rank had changed and that have ended on the rank."""
         return self.lost_changes.get(rank, set())
 
     def drop(self, rank: int, keys: Iterable[int]) -> None:
@@ -121,16 +121,16 @@ class SentObjects:
                 self.ended.setdefault(rank, {})[key] = state
 
     def record_copies(self, source: int, rank: int, keys: Iterable[int]) -> None:
-        """Record that a rank has got copies of these objects of another rank, in its states."""
+        """Record that `rank` has got copies of these objects from `source`, in the same states."""
         states, source_states = self.of(rank), self.of(source)
         states.update({key: source_states[key] for key in keys if key in source_states})
 
     def record_kept(self, key: int, parts: ChangedParts) -> None:
-        """Record that ranks keep an object, or these parts of it, as they have changed it."""
+        """Record that ranks keep their own `parts` of an object, or all if `parts` is None."""
         self.theirs[key] = _together(self.theirs.get(key, frozenset()), parts)
 
     def record_changed(self, changed: Changed) -> None:
-        """Record objects that ranks have changed, whether the notebook has changed them or not."""
+        """Record objects that ranks have changed; the notebook may have changed the objects too."""
         for key, parts in changed.items():
             self.changed[key] = _together(self.changed.get(key, frozenset()), parts)
 
@@ -142,9 +142,9 @@ class SentObjects:
             self.changed.pop(key, None)
 
     def sendable_parts(self, key: int, parts: ChangedParts) -> ChangedParts | bool:
-        """Return which changed parts of an object may be sent.
+        """Return the changed `parts` that may be sent, without those that ranks keep as their own.
 
-        False for none, and True for the whole object.
+        Returns False for none, and True for the whole object, for which `parts` is None.
         """
         if key not in self.theirs:
             return True if parts is None else parts
@@ -162,7 +162,7 @@ class SentObjects:
             self._compared.pop(rank, None)
 
     def renumber(self, was: Mapping[int, int], after: int) -> None:
-        """Record the new numbers of ranks; `was` has the old numbers of those that stay."""
+        """Renumber the ranks: `was` has old numbers by new ones, `after` is the new world size."""
         before, self._compared = self.known, {}
         ended, lost = self.ended, self.lost_changes
         self.ended = {r: ended[was[r]] for r in range(after) if was.get(r) in ended}
@@ -170,7 +170,7 @@ class SentObjects:
         self.known = {r: before.get(was[r], {}) if r in was else {} for r in range(after)}
 
     def reach(self, rank: int, token: Token) -> set[int]:
-        """Return the keys of the objects that a value sent to a rank refers to, also indirectly."""
+        """Return the keys of the objects of a rank to which a value refers, also indirectly."""
         return reachable_keys(self.of(rank), keys_in(token))
 
     def ranks_with(self, key: int) -> frozenset[int]:
@@ -178,9 +178,9 @@ class SentObjects:
         return frozenset(rank for rank, states in self.known.items() if key in states)
 
     def pop_forgotten(self, ranks: Collection[int]) -> dict[int, tuple[int, ...]]:
-        """Return by rank the keys of its objects that have ended in the notebook.
+        """Return by rank the keys of the rank's objects that have ended in the notebook.
 
-        Each key is returned once for each rank, and removed from the table.
+        A returned key is removed from the rank's states in `known`.
         """
         if self.links.has_dead:
             self.links.drop_unused()

@@ -1,9 +1,8 @@
-"""The engine of a world: sends tasks to its workers, waits for them, and keeps the group whole.
+"""The engine of a world: sends tasks to the workers, waits for results, and heals the group.
 
-Runs in the notebook's process, on the thread that made the world.  `World` and the notebook's
-magics call it.  `nbdist.world.lifecycle` has the start and the end of the workers,
-`nbdist.world.inbox` the messages that come from them, and `nbdist.world.recovery` the loop over a
-task and the healing of the group.
+Runs in the notebook's process, on the thread that made the world, but `ask_from_thread` and
+`consult` on any thread.  `nbdist.world.lifecycle` starts and ends the workers, `nbdist.world.inbox`
+handles the messages of their agent, and `nbdist.world.recovery` follows a task and heals the group.
 """
 
 from __future__ import annotations
@@ -49,15 +48,15 @@ from nbdist.world.task_history import ANY
 from nbdist.world.task_run import TaskRun
 from nbdist.world.workers import KeptVariables, Workers
 
-RANK_STATUS_TIMEOUT = 10.0  # seconds for ranks to be described; longer than a head takes
-RANKS_KILLED_TIMEOUT = 60.0  # a killed process ends soon, but its agent may get no processor
+RANK_STATUS_TIMEOUT = 10.0  # seconds for an answer about ranks; longer than a head takes
+RANKS_KILLED_TIMEOUT = 60.0  # seconds for killed ranks to end; long, as the machine may be busy
 LATE_TIMEOUT = 30.0  # seconds that the next task waits for ranks that have not left a stopped task
 
 
 class Session(Workers):
     """The workers of a world with operations on them: run tasks, restart, replace, scale, ask."""
 
-    # Functions on `Workers`, which are methods here.
+    # Functions whose first argument is a `Workers`, as methods.
     follow = recovery.follow
     receive = inbox.receive
     receive_waiting = inbox.receive_waiting
@@ -78,8 +77,8 @@ class Session(Workers):
     ) -> Task:
         """Return a new task with these `fields`, by default on all ranks.
 
-        A text as `work` is the source of a cell.  Raises BadRanks, or UsageError if `ranks` is a
-        number.
+        If `work` is a text, the text is a cell's source.  Raises BadRanks for a rank that cannot
+        exist, and UsageError if `ranks` is a number.
         """
         # Before the start, other machines may still determine the size.
         limit = self.size if self.state.has_workers else sys.maxsize
@@ -98,10 +97,10 @@ class Session(Workers):
         patience: Patience | None = None,
         shipped: Mapping[int, Parcel] | None = None,
     ) -> TaskRun:
-        """Send a task to all of its ranks at once, after the group was healed if necessary.
+        """Send a task to its ranks, after healing a broken group; do not wait for the task's end.
 
         `shipped` has by rank the names and objects that the task brings to the rank.  If the task
-        cannot run, nothing is sent, and this raises the reason: WorldNotStarted, WorldBusy,
+        cannot run, the task is not sent, and an error says why, such as WorldNotStarted, WorldBusy,
         WorkerDied, WorldBroken, AgentLost or CodeNotSent.
         """
         self.receive_waiting()
@@ -119,8 +118,8 @@ class Session(Workers):
     def with_current_ranks(self, task: Task, before: Sequence[int]) -> Task:
         """Return the task for the present size of the world, which healing may have changed.
 
-        A task on all ranks `before` is on all ranks now.  Raises BadRanks for another task that
-        names a rank which does not exist any more.
+        A task on the ranks `before`, which were all ranks, becomes a task on all present ranks.
+        Raises BadRanks for another task that has a rank which does not exist.
         """
         if task.ranks == before:
             return replace(task, ranks=self.everyone)
@@ -131,8 +130,8 @@ class Session(Workers):
     def count_stop(self, task: Task) -> bool:
         """Count a Stop that came during a task, and wake `follow`; for a signal handler.
 
-        Returns False if the handler has to raise KeyboardInterrupt instead: `task` is not the one
-        that was sent last, or the block that runs now may be interrupted.
+        Returns False if the handler has to raise KeyboardInterrupt instead: `task` is not the task
+        that was sent last, or `TaskRun.is_interruptible` is True.
         """
         running = self.running
         if running is None or running.task.id != task.id or running.is_interruptible:
@@ -149,10 +148,10 @@ class Session(Workers):
             running.prompts.answered(rank, time.monotonic())
 
     def attempts(self, task: Task, max_restarts: int) -> Iterator[Task]:
-        """Yield a task for its first attempt, and again for each restart of its run.
+        """Yield copies of a task: for the first attempt, and for at most `max_restarts` restarts.
 
-        The caller submits and follows each.  At most `max_restarts` restarts follow the first
-        attempt; see `TaskRun.restart_text`.
+        The caller submits and follows each copy before the next.  A restart follows an attempt that
+        has a `TaskRun.restart_text`.
         """
         for number in range(read_restarts(max_restarts) + 1):
             yield replace(task, id=uuid.uuid4().hex, attempt=Attempt(number, max_restarts))
@@ -160,22 +159,22 @@ class Session(Workers):
                 return
 
     def run(self, task: Task) -> CellResult[Any]:
-        """Send a task and wait for it.  Raises its error, or KeyboardInterrupt after Stop."""
+        """Send a task and return its result; raise its error, or KeyboardInterrupt after Stop."""
         return self.finish(self.submit(task))
 
     def finish(self, running: TaskRun) -> CellResult[Any]:
-        """Wait for a task that has been sent; return and raise as `run`."""
+        """Wait for a task that has been sent; return its result and raise as `run`."""
         self.wait(running)
         self.check(running)
         return running.result()
 
     def wait(self, running: TaskRun) -> None:
-        """Follow a task to its end and ignore its output."""
+        """Follow a task until `follow` ends, and ignore the task's output."""
         for _ in self.follow(running):
             pass
 
     def check(self, running: TaskRun) -> None:
-        """Raise the error of a task that has been followed, or KeyboardInterrupt after Stop."""
+        """Raise the error of a followed task, if it has one, or KeyboardInterrupt after Stop."""
         if running.stops:
             recovery_text = recovery.late_stop_text(running)
             if recovery_text or running.damage:
@@ -186,13 +185,13 @@ class Session(Workers):
             raise error
 
     def interrupt(self) -> None:
-        """Interrupt the ranks that run a task; do nothing if none does."""
+        """Interrupt the ranks that run a task, as Stop does; do nothing if no rank runs a task."""
         if self.running is not None:
             recovery.interrupt(self, self.running)
 
     @property
     def stopped_task(self) -> TaskRun | None:
-        """The stopped task that has not ended, because Stop returned control before; or None."""
+        """The last task, if Stop has come and the task has not ended yet; else None."""
         running = self.running
         is_left = running is not None and running.is_stopping and not running.is_over
         return running if is_left else None
@@ -200,9 +199,9 @@ class Session(Workers):
     def wait_for_stop(self) -> str:
         """Wait for ranks that were still in a stopped task when Stop returned control.
 
-        Waits at most `LATE_TIMEOUT` seconds.  Returns the stopped task's `TaskRun.damage`, or "" if
-        there is none or if the user has been told.  Another Stop interrupts the ranks again, and
-        raises KeyboardInterrupt.
+        Waits at most `LATE_TIMEOUT` seconds for the ranks.  Returns the task's `TaskRun.damage`, or
+        "" if no task was stopped or if the damage was the same before.  Another Stop interrupts the
+        ranks again, and raises KeyboardInterrupt.
         """
         if (running := self.stopped_task) is None:
             return ""
@@ -224,29 +223,29 @@ class Session(Workers):
         packed: Payload | None = None,
         parcel: Parcel | None = None,
     ) -> None:
-        """Run this cell in every new worker too.
+        """Keep a cell, which new workers on the cell's ranks will run too.
 
-        `segment` has the cell's names in shared memory, and stays open for that.  `packed` are the
-        names and objects that every new worker gets, and `parcel` records them.
+        `segment`, the shared memory with the cell's names, is closed once the cell is dropped.
+        `packed` has the names and objects that each new worker gets, and `parcel` records them.
         """
         task = replace(task, forget={}, deleted={}, names={} if packed is None else {ANY: packed})
         self.setup.keep(key, task, segment, parcel)
         self.remember()
 
     def release_values(self, running: TaskRun) -> None:
-        """Let the ranks release the values that the task fetched: this process has read them."""
+        """Let ranks release the shared memory of a task's values, which this process has read."""
         payloads = running.payloads().items()
         self.release_lent_values(
             running.task, (rank for rank, payload in payloads if payload.segment)
         )
 
     def release_lent_values(self, task: Task, ranks: Iterable[int]) -> None:
-        """Let ranks release the memory of the values that they have returned for a task."""
+        """Let ranks release the values that they hold for a task, returned or not bound yet."""
         if lent := tuple(ranks):
             self.link.send(ReleaseRankValues(task.id, lent))
 
     def check_ready(self) -> None:
-        """Raise an error that says why and names the remedy, if no task can be sent now."""
+        """Raise an error unless a task can be sent now; the error says why, and names a remedy."""
         running = self.running
         if self.state is WorldState.READY:
             return
@@ -258,7 +257,7 @@ class Session(Workers):
             if running.is_stopping:
                 raise running.not_stopped
             raise errors.WorldBusy(running.unfinished, running.age)
-        # The reason why the ranks share no group is repeated for every task until a restart.
+        # After deaths, each task until the repair raises the same error with the present remedy.
         if running is not None and running.deaths:
             running.recovery_text = recovery.healing_text(self, running.deaths)
             if error := running.error():
@@ -268,7 +267,7 @@ class Session(Workers):
         )
 
     def heal(self) -> None:
-        """Repair a broken group as `on_failure` says, then let machines that have come join it."""
+        """Repair a broken group as `on_failure` says; then let machines that have come join."""
         recovery.heal(self)
         if self.joined and self.state is WorldState.READY:
             self.joined = {}
@@ -279,9 +278,9 @@ class Session(Workers):
     ) -> tuple[str, ...]:
         """End all workers and start new ones, with the variables in `keep`; see `World.restart`.
 
-        Returns the names of the variables that were kept.  If the start fails with the new options
-        or is interrupted, the old ones are valid again, and the variables are kept for the next
-        restart.  Raises the error of a set-up cell that failed in the new workers.
+        Returns the names of the variables that were kept.  If the start fails or is interrupted,
+        the old options are valid again, and the variables are kept for the next restart.  Raises
+        the error of a set-up cell that failed in the new workers.
         """
         kept = self.kept
         if self.state.has_workers or not kept.names:
@@ -289,7 +288,7 @@ class Session(Workers):
         elif lacking := [name for name in keep if name not in kept.names]:
             have = list_names(kept.names)
             raise UsageError(f"`--keep`: there is no `{lacking[0]}`; kept from before: {have}.")
-        # The notebook's environment, path and folder may have changed meanwhile.
+        # Configured again, since the notebook's environment, path or folder may have changed.
         before, size = self.config, self.size
         after = before.with_changes(n, **changes)
         if is_moved := after.agent_options != before.agent_options:
@@ -351,7 +350,7 @@ class Session(Workers):
         _, why = recovery.regroup(self, Scale(spec, keep))
         if self.lost is not None:
             raise self.lost
-        if self.is_elsewhere:  # `apply_healed` leaves the config alone there: machines come and go
+        if self.is_elsewhere:  # `apply_healed` leaves a head's config alone: machines come and go
             self.config = self.config.with_size(self.size)
         if self.state is WorldState.BROKEN:
             raise errors.WorldBroken(self.problem)
@@ -359,9 +358,9 @@ class Session(Workers):
             raise errors.ScaleError(before, size, why)
 
     def fetch_kept(self, names: Sequence[str], ranks: Iterable[int]) -> dict[int, list[bytes]]:
-        """Fetch variables of ranks, pickled, for the workers that will replace these ranks.
+        """Return the pickled variables of each rank, for the workers that will replace these ranks.
 
-        Raises as `run`, and UsageError if no rank has one of the variables.
+        Raises as `run`; UsageError instead of a rank's error if a variable is on no rank.
         """
         if not names:
             return {}
@@ -380,7 +379,7 @@ class Session(Workers):
         return kept
 
     def bind_kept(self, kept: Mapping[int, list[bytes]]) -> None:
-        """Bind variables that `fetch_kept` has returned; skip ranks that do not exist any more."""
+        """Bind variables that `fetch_kept` has returned; skip those of ranks that do not exist."""
         for rank, frames in kept.items():
             if rank >= self.size:
                 continue
@@ -408,9 +407,9 @@ class Session(Workers):
             return ()
 
     def ask_from_thread(self, request: RequestBody) -> Any:
-        """Ask as `ask`, but from any thread: messages that have arrived are not handled.
+        """Ask as `ask`, but from any thread, so without handling earlier messages of the agent.
 
-        Also returns an empty tuple if the agent does not answer within `RANK_STATUS_TIMEOUT`.
+        Returns an empty tuple as `ask` does, and if no answer comes within `RANK_STATUS_TIMEOUT`.
         """
         future = self._send_request(request)
         try:
@@ -421,7 +420,7 @@ class Session(Workers):
             return ()
 
     def _with_host_names(self, reply: Reply) -> Any:
-        """Replace the host names in a status by the names that the other messages use."""
+        """Return the reply; rows of a status get the host names of `machines`, as far as known."""
         match reply:
             case (WorkerStatus(), *_):
                 name = self.machines.name
@@ -431,8 +430,8 @@ class Session(Workers):
     def consult(self, question: TypingQuestion, ranks: Iterable[int]) -> Future[Reply] | None:
         """Ask an idle rank of `ranks` a question about names; any thread may call this.
 
-        Returns a future, or None without workers.  The future's result is None if no rank has
-        answered in time; wait for the future with a timeout.
+        Returns a future, or None if there are no workers or the agent has ended.  The future's
+        result is None if no rank has answered in time; wait for the future with a timeout.
         """
         return self._send_request(Consult(tuple(ranks), question))
 

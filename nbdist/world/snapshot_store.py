@@ -4,10 +4,10 @@
 
 Runs in the notebook's process; the ranks write and read the `.frames` files themselves
 (`nbdist.worker.ops.snapshot`).  A snapshot gets its name only when it is complete: until then its
-folder has a name that begins with a dot.  Each folder is private, and has a lock file; a folder
-without this file is never removed (`nbdist.system.folders`).  While a folder is written, its writer
-holds the lock: so it differs from a folder that a killed writer has left.  A snapshot is a pickle,
-which can run any code: it is read only if nobody but this user can have written it.
+folder has a name that begins with a dot.  Each new folder is private, and has a lock file; a
+snapshot without this file is never removed (`nbdist.system.folders`).  A writer holds the lock as
+long as it writes: an incomplete folder that is not locked was left by a killed writer.  A snapshot
+is a pickle, which can run any code: only this user's files that no other user can write are read.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from nbdist.system import folders, processes
 from nbdist.wire.ops import Mesh, Written
 
 ELSEWHERE_SECONDS = 7 * 86_400
-"""Age from which on the snapshot of a run on another machine may be removed.
+"""Seconds after which the snapshot of a run on another machine may be removed.
 
-Whether such a run has ended cannot be checked.
+Before that the run may go on: whether it has ended cannot be checked from this machine.
 """
 
 SNAPSHOTS_PER_NAME = (
-    3  # snapshots of a name that a notebook keeps; publishing removes its older snapshots
+    3  # removable snapshots of a name that a notebook keeps; `publish` removes older ones
 )
 MANIFEST = "manifest.json"
-FORMAT = 2  # the version of the manifest's and the ranks' file formats
+FORMAT = 2  # the version of the formats of the manifest and of the ranks' files
 UNFINISHED = ".part-"
 NAME = re.compile(r"[\w][\w.-]*", re.ASCII)
 STAMP = re.compile(r"[0-9]{8}-[0-9]{6}(\.[0-9]+)?", re.ASCII)
@@ -50,17 +50,17 @@ CONTENTS = re.compile(
 )
 
 NO_FILE = f"process {uuid.uuid4().hex}"
-"""The owner of a snapshot whose program has no file, such as Python in a terminal."""
+"""The owner of snapshots if this process is no kernel and its program has no file."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
     """A snapshot on the disk, as its manifest describes it.
 
-    `parts` are the ranks' files.  `meshes` are device meshes that ranks need before they unpickle
-    it.  `owner` is the notebook that wrote it, in `process` and with `versions`.  `problem` says
-    what is damaged, as far as the manifest and the files' sizes show.  `distrust` says why another
-    user could have written it: then nothing was read.
+    `parts` has by rank a description of the rank's file.  Before ranks unpickle their files, they
+    need the device meshes `meshes`.  `owner` identifies the notebook that wrote the snapshot, in
+    `process` and with these `versions`.  `problem` says what is wrong, as far as the manifest and
+    the files' sizes show; `distrust` says why another user could have written the snapshot.
     """
 
     name: str
@@ -78,12 +78,12 @@ class Snapshot:
 
     @property
     def key(self) -> str:
-        """The full name `NAME@STAMP`, by which `%dist_restore` finds also an older snapshot."""
+        """The full name `NAME@STAMP`, by which `%dist_restore` also finds an older snapshot."""
         return f"{self.name}@{self.stamp}"
 
     @property
     def names(self) -> list[str]:
-        """The variables that the snapshot has of any rank."""
+        """The names of the variables that the snapshot has of any rank."""
         return sorted({name for part in self.parts.values() for name in part.names})
 
     @property
@@ -93,7 +93,7 @@ class Snapshot:
 
     @property
     def clock(self) -> str:
-        """The time `12:03`; of another day `2026-01-31 12:03`."""
+        """The time of a snapshot of today as `12:03`, of another day as `2026-01-31 12:03`."""
         today = time.strftime("%Y%m%d") == self.stamp[:8]
         return time.strftime("%H:%M" if today else "%Y-%m-%d %H:%M", time.localtime(self.time))
 
@@ -101,8 +101,8 @@ class Snapshot:
 def root_folder(log_dir: str | None) -> Path:
     """Return the folder of all snapshots.
 
-    By default `snapshots` in the log folder or, without log files, in the user's state folder;
-    NBDIST_SNAPSHOT_DIR in the environment names another.
+    By default the folder is `snapshots` in the log folder or, without log files, in the user's
+    state folder; NBDIST_SNAPSHOT_DIR in the environment names another folder.
     """
     chosen = os.environ.get("NBDIST_SNAPSHOT_DIR")
     usual = os.path.join(log_dir or folders.state_folder(), "snapshots")
@@ -110,9 +110,9 @@ def root_folder(log_dir: str | None) -> Path:
 
 
 def owner_of(pool: str) -> str:
-    """Return the owner of a pool's snapshots: the file of its notebook or script, if it is known.
+    """Return the owner of a pool's snapshots: a text with the program, and the pool if not default.
 
-    Otherwise the owner is the notebook kernel, or this process.
+    The program is the file of the notebook or script; if none is known, the kernel or this process.
     """
     main = vars(sys.modules["__main__"])
     # JupyterLab and VS Code tell a kernel its file.
@@ -128,7 +128,7 @@ def owner_of(pool: str) -> str:
 def _kernel() -> str:
     """Return a text that identifies the notebook kernel, the same after a restart of the kernel.
 
-    Returns "" if this process is no kernel.
+    Returns "" if this process is no kernel, or its connection file cannot be read or has no key.
     """
     if "ipykernel" not in sys.modules:
         return ""
@@ -143,9 +143,9 @@ def _kernel() -> str:
 
 
 class SnapshotStore:
-    """All notebooks' snapshots in a folder; `owner` is this notebook.
+    """The snapshots of all notebooks in the folder `root`; `owner` identifies this notebook.
 
-    Without a full name, this notebook's snapshots go before those of other notebooks.
+    Of the snapshots of a name, `find` prefers those of this notebook to those of other notebooks.
     """
 
     def __init__(self, root: Path, owner: str = NO_FILE) -> None:
@@ -163,15 +163,15 @@ class SnapshotStore:
 
     @property
     def default_name(self) -> str:
-        """The name of a snapshot if the user gives none: that of the notebook's file."""
+        """The name of a snapshot if the user gives none: from the owner's file, or `snapshot`."""
         stem = Path(self.owner).stem if self.owner.startswith("/") else ""
         return "-".join(re.findall(r"[\w.-]+", stem, re.ASCII)).lstrip(".-") or "snapshot"
 
     def own_snapshots(self) -> list[Snapshot]:
         """Return the snapshots that this notebook has written, the newest first.
 
-        A snapshot whose manifest cannot be read counts as the notebook's, if the notebook has
-        others of that name.
+        A damaged snapshot whose owner is unknown counts as the notebook's, if the notebook has
+        another snapshot of that name.
         """
         snapshots = self.all()
         names = {each.name for each in snapshots if each.owner == self.owner}
@@ -181,10 +181,10 @@ class SnapshotStore:
         return [each for each in snapshots if each.owner == self.owner or each in lost]
 
     def find(self, key: str | None) -> Snapshot:
-        """Return the newest snapshot of this notebook, or of a name, or the one of `NAME@STAMP`.
+        """Return the snapshot `NAME@STAMP`, or the newest of a name; by default the owner's newest.
 
-        Of a name, this notebook's snapshots go before those of others.  Raises UsageError if there
-        is none.
+        Of a name, snapshots of this notebook go before those of other notebooks.  Raises UsageError
+        if there is no such snapshot.
         """
         name, _, stamp = (key or "").partition("@")
         mine = self.own_snapshots()
@@ -208,7 +208,7 @@ class SnapshotStore:
     def damage_error(self, snapshot: Snapshot, problem: str) -> UsageError:
         """Return the error about a damaged snapshot.
 
-        It names the next older snapshot of the same notebook that looks intact.
+        The error names the next older snapshot of this name and owner that looks intact, if any.
         """
         owner = snapshot.owner or self.owner
         alike = (each for each in self.of(snapshot.name) if each.owner == owner)
@@ -219,7 +219,7 @@ class SnapshotStore:
         return UsageError(f"The snapshot `{snapshot.key}` is damaged: {problem}. {remedy}")
 
     def distrust_error(self, snapshot: Snapshot, why: str) -> UsageError:
-        """Return the error about a snapshot that others could have written, with the remedy."""
+        """Return the error, with a remedy, about a snapshot that is not trusted: `why` says why."""
         return UsageError(
             f"`{snapshot.key}` was not restored, because {why}: restoring a snapshot can run "
             "code. If you trust everyone who could have written it, copy it to a folder of your "
@@ -228,10 +228,10 @@ class SnapshotStore:
 
     @contextmanager
     def writing(self, name: str) -> Iterator[Path]:
-        """Make a folder for the files of a new snapshot; remove it afterwards unless published.
+        """Make a folder for a new snapshot, and remove it afterwards unless `publish` renamed it.
 
-        Folders of killed writers are removed first.  Raises UsageError if the folder cannot be
-        written, or while another notebook writes a snapshot of this name.
+        Folders of killed writers are removed first.  Raises UsageError for a bad name, if files
+        cannot be written, or while another notebook writes a snapshot of this name.
         """
         if not _is_name(name):
             forms = "letters, digits and `_.-`, such as `epoch-3`"
@@ -280,8 +280,8 @@ class SnapshotStore:
     def publish(self, folder: Path, name: str, parts: Mapping[int, Written]) -> Snapshot:
         """Complete a snapshot in the folder of `writing`: add the manifest, rename the folder.
 
-        Then remove this notebook's older snapshots of the name.  Snapshots of other notebooks stay,
-        and those of another run of this notebook that has not ended (`_is_removable`).
+        Then remove snapshots of the same name and notebook for which `_is_removable` returns True,
+        except the newest `SNAPSHOTS_PER_NAME` of them.  Returns the new snapshot.
         """
         now = time.time()
         stamp = _next_stamp(self.root / name, now)
@@ -315,10 +315,9 @@ class SnapshotStore:
         return _read(name, self.root / name / stamp)
 
     def _is_removable(self, snapshot: Snapshot) -> bool:
-        """Return True if an old snapshot may be removed.
+        """Return True if the run that wrote a snapshot is this run, or has ended.
 
-        False while another run that wrote it goes on.  A run on another machine is taken to go on
-        until the snapshot's age is `ELSEWHERE_SECONDS`.
+        A run on another machine counts as ended once the snapshot's age is `ELSEWHERE_SECONDS`.
         """
         is_of_this_run = snapshot.process == processes.identify(os.getpid())
         is_recent = time.time() - snapshot.time < ELSEWHERE_SECONDS
@@ -327,9 +326,9 @@ class SnapshotStore:
         return is_of_this_run or not may_run
 
     def remove(self, key: str) -> list[Snapshot]:
-        """Remove and return this notebook's snapshots of a name, or any `NAME@STAMP`.
+        """Remove this notebook's snapshots of a name, or any `NAME@STAMP`; return those removed.
 
-        Raises UsageError if there is none.
+        Raises UsageError if no snapshot was removed.
         """
         newest = self.find(key)
         chosen = (
@@ -376,7 +375,7 @@ def _stamped(folder: Path) -> list[Path]:
 
 
 def _read(name: str, folder: Path) -> Snapshot:
-    """Return a snapshot as its manifest describes it, after comparing the files' sizes."""
+    """Return a snapshot by its manifest; `problem` says if the ranks' files have other sizes."""
     try:
         with os.fdopen(folders.open_trusted(folder / MANIFEST), "rb") as file:
             manifest = json.load(file)
@@ -413,7 +412,7 @@ def _problem_of(path: Path, part: Written) -> str:
 
 
 def _next_stamp(folder: Path, now: float) -> str:
-    """Return the time as a folder name that sorts after all others, even if the clock went back."""
+    """Return the time as a stamp; if not later than the newest stamp, that stamp with a number."""
     newest = next((each.name for each in _stamped(folder)), "")
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
     if stamp > newest:

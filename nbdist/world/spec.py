@@ -1,7 +1,7 @@
 """Makes the specification of a world's workers, from its options and the notebook's surroundings.
 
-Runs in the notebook's process; `Workers` calls it before a start.  Later changes of the notebook's
-folder, `sys.path` and environment are sent with each task (`NotebookSurroundings`).
+Runs in the notebook's process; `Workers` calls `make_spec` before a start.  Later changes of the
+notebook's folder, `sys.path` and environment are sent with tasks (`NotebookSurroundings`).
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ _ESCAPED = {"n": "\n", "t": "\t", "r": "\r"}
 
 
 def read_env_file(path: str) -> dict[str, str]:
-    """Return the variables that a `.env` file sets; nothing in it is run or expanded.
+    """Return the variables that a `.env` file sets; `$NAME` and commands are not expanded.
 
-    Raises UsageError that names the file and the line.
+    Raises UsageError if the file cannot be read or has a line that is not valid.
     """
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8-sig")
@@ -67,9 +67,9 @@ def read_env_file(path: str) -> dict[str, str]:
 
 
 def parse_line(line: str) -> dict[str, str]:
-    """Return the variable that a line of a `.env` file sets, if it sets one.
+    """Return the variable that a line of a `.env` file sets, by name; `line` has no outer blanks.
 
-    Raises ValueError with the reason if the line is not valid.
+    The result is empty for a comment or an empty line.  Raises ValueError if a line is not valid.
     """
     if not line or line.startswith("#"):
         return {}
@@ -83,7 +83,7 @@ def parse_line(line: str) -> dict[str, str]:
 
 
 DEFAULT_LOG_LIMIT = "200M"
-LEAST_MEMORY = 20 << 20  # bytes; a lower bound, since a worker has about 45 MB of its own
+LEAST_MEMORY = 20 << 20  # bytes; a lower bound: a worker has about 45 MB of its own
 
 _SIZE = re.compile(r"([0-9]{1,9})\s*([MG])(?:i?B)?", re.IGNORECASE)
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -94,10 +94,10 @@ _CONNECTION_FILE = re.compile(r"(-f|--f|--IPKernelApp.connection_file)[ =].*\.js
 
 @dataclass(frozen=True)
 class Here:
-    """The attributes of this process that new workers inherit, as they are now.
+    """The attributes of this process that new workers inherit; cells may change most of them.
 
-    Cells may have changed any of them.  `prefixes` are the folders of its interpreter, whose
-    packages other interpreters cannot import.
+    `prefixes` are the folders of this process's interpreter: another interpreter must not import
+    the packages in them.
     """
 
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
@@ -114,13 +114,13 @@ def make_spec(
 ) -> tuple[WorldSpec, str]:
     """Return the spec of a world with these options, and a warning or "".
 
-    Unless the options have a name, the world's name is `run`, or a new one.  Raises UsageError if
-    the options are not possible here.
+    If the options have no name, the world's name is `run`, or a new name if `run` is "".  `here` is
+    by default this process.  Raises UsageError if the options are not possible here.
     """
     here, launcher, layout = here or Here(), config.launcher_name, config.shape
     given = given_environ(config)
     first, is_here = given.get("PYTHONPATH", ""), launcher == LOCAL
-    if not is_here:  # other machines have an environment of their own
+    if not is_here:  # copied, since other machines have another environment
         given = {**copied(config.copy_env or "", here.environ), **given}
     environ = {**here.environ, **given} if is_here else given
     python = find_python(config, environ) or here.python if is_here else ""
@@ -131,14 +131,14 @@ def make_spec(
     of = "" if config.pool == DEFAULT_POOL else f"-{config.pool}"
     usual = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}{of}"
     pairs = (" ".join(here.argv[at : at + 2]) for at in range(1, len(here.argv)))
-    is_kernel = any(map(_CONNECTION_FILE.fullmatch, pairs))  # a kernel's arguments are Jupyter's
+    is_kernel = any(map(_CONNECTION_FILE.fullmatch, pairs))  # then `argv` is not the user's
     config = replace(
         config,
         launcher=launcher,
         name=config.name or run or usual,
         log_dir=log_dir,
         fork=config.fork and can_fork,
-        python=config.python if is_here else config.python or sys.executable,  # of other machines
+        python=config.python if is_here else config.python or sys.executable,  # for other machines
     )
     spec = WorldSpec(
         world_size=config.workers or (layout.world_size if layout else 1),
@@ -158,13 +158,13 @@ def make_spec(
         if log_dir:
             _check_log_folder(log_dir, spec.name)
         return _on_this_machine(spec, here)
-    # The head determines size, slots and backend when machines have come, from GPUs and cores.
+    # When machines have come, the head determines size, slots and backend from GPUs and cores.
     backend = config.backend or topology.GPU_BACKEND
     return spec, check_nvls(backend, given, shared=config.share_gpus)
 
 
 def _check_log_folder(log_dir: str, name: str) -> None:
-    """Raise UsageError if another user has redirected the log folder by a link."""
+    """Raise UsageError if another user has redirected the world's log folder by a link."""
     root = Path(log_dir)
     try:
         folders.check_links(root, root / name)
@@ -197,8 +197,8 @@ def scaled(
 ) -> tuple[WorldSpec, str]:
     """Return the spec changed to `size` workers, and a warning or "".
 
-    The ranks in `keep`, by default all, keep their slots; on other machines the head assigns the
-    slots.  Raises NotEnoughGpus or BadTopology, and UsageError if the hosts have no room.
+    If the spec has slots or GPUs, the ranks in `keep`, by default all, keep their slots; on other
+    machines the head assigns slots.  Raises UsageError if so many workers are not possible.
     """
     config = spec.config
     if config.launcher_name != LOCAL:
@@ -251,9 +251,9 @@ def parse_size(n: int | str, size: int) -> int:
 
 
 def given_environ(config: WorldConfig) -> dict[str, str]:
-    """Return the variables that the options add to the notebook's environment.
+    """Return the environment variables that `--env`, `--env-file` and `--debug` set.
 
-    Raises UsageError for names that cannot be in an environment or that nbdist sets itself.
+    Raises UsageError for a bad file, a variable of `NBDIST_DECIDES`, or one that cannot be set.
     """
     file = config.env_file
     in_file = read_env_file(file) if file else {}
@@ -268,7 +268,7 @@ def given_environ(config: WorldConfig) -> dict[str, str]:
 
 
 def copied(patterns: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that match the patterns, without those that nbdist sets itself."""
+    """Return the variables whose names match a pattern, without those in `NBDIST_DECIDES`."""
     stripped = [pattern.strip() for pattern in patterns.split(",")]
     return {
         name: value
@@ -278,9 +278,9 @@ def copied(patterns: str, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def find_python(config: WorldConfig, environ: Mapping[str, str]) -> str:
-    """Return the path of the interpreter that the options or PYTHON_EXEC name; "" if none do.
+    """Return the path of the interpreter that `--python` or PYTHON_EXEC names; "" if neither does.
 
-    Raises UsageError if it cannot be executed.
+    Raises UsageError if the interpreter does not exist or cannot be executed.
     """
     text = config.python or environ.get("PYTHON_EXEC")
     if not text:
@@ -301,7 +301,7 @@ def find_python(config: WorldConfig, environ: Mapping[str, str]) -> str:
 def default_log_dir(*, is_here: bool = True) -> str:
     """Return the log folder: NBDIST_LOG_DIR (empty for no log files), or the user's state folder.
 
-    For other machines, `is_here` is False, and the path is expanded there.
+    If not `is_here`, the state folder begins with `~`, unless XDG_STATE_HOME is set here.
     """
     if "NBDIST_LOG_DIR" in os.environ:
         return os.environ["NBDIST_LOG_DIR"]
@@ -313,7 +313,7 @@ def default_log_dir(*, is_here: bool = True) -> str:
 def log_limit(environ: Mapping[str, str]) -> int:
     """Return the most bytes of a stream in a rank's log (NBDIST_LOG_LIMIT); 0 for no limit.
 
-    Raises UsageError if it is not valid.
+    Raises UsageError if the variable is not valid.
     """
     text = environ.get("NBDIST_LOG_LIMIT", "").strip() or DEFAULT_LOG_LIMIT
     match = _SIZE.fullmatch(text)
@@ -346,9 +346,9 @@ S = TypeVar("S")
 def takes_options(
     config: Callable[P, WorldConfig],
 ) -> Callable[[Callable[[S, WorldConfig], None]], Callable[Concatenate[S, P], None]]:
-    """Decorate a method with a `WorldConfig` argument: callers pass the config's fields instead.
+    """Return a decorator: callers of the method pass the config's fields instead of a config.
 
-    `help()` and editors show the fields as its arguments.
+    `help()` and editors show the fields as arguments of the method.
     """
 
     def decorate(method: Callable[[S, WorldConfig], None]) -> Callable[Concatenate[S, P], None]:
@@ -377,7 +377,7 @@ def takes_options(
 # --- changes after the spec was made ---------------------------------------------------------
 
 
-MAX_LISTED_VARIABLES = 6  # environment variables that a line names before it only counts the others
+MAX_LISTED_VARIABLES = 6  # environment variables that a line names; others are only counted
 
 
 class NotebookSurroundings:
@@ -387,11 +387,11 @@ class NotebookSurroundings:
         self._config, self._spec = spec.config, spec
         self._start = self._last = Here()
         self._last_changes: Mapping[str, str | None] = {}
-        self._new = dict[str, bool]()  # changed variables, and whether ranks get the changes too
+        self._new = dict[str, bool]()  # environment variables that changed; True if ranks follow
         self._here = self._compare()  # at once: the spec may be of a world that was taken over
 
     def now(self) -> Surroundings | None:
-        """Return the changes since the spec was made; None for none."""
+        """Return the changes since the spec was made that ranks make too; None if there is none."""
         last = self._last
         with suppress(FileNotFoundError):  # the folder was removed: keep the last state
             folder, path, environ = os.getcwd(), (*sys.path,), dict(os.environ)
@@ -401,7 +401,7 @@ class NotebookSurroundings:
         return self._here
 
     def pop_note(self, cells: Iterable[str]) -> str:
-        """Return a line about environment variables that have changed since the last line, or "".
+        """Return a line about environment variables that have changed since the last call, or "".
 
         The line names only variables that occur in `cells`: imports set other variables, which are
         of no interest to the user.
@@ -420,7 +420,7 @@ class NotebookSurroundings:
     def _compare(self) -> Surroundings | None:
         now, path = self._last, None
         given: Mapping[str, str] = self._config.env
-        with suppress(UsageError):  # the file of `--env-file` was removed
+        with suppress(UsageError):  # `--env-file` was removed or is not valid now
             given = given_environ(self._config)
         if now.sys_path != self._start.sys_path:
             path = path_for(now, given.get("PYTHONPATH", ""), is_foreign=self._spec.own_path)
@@ -444,8 +444,8 @@ class NotebookSurroundings:
     ) -> dict[str, bool]:
         """Return the variables that have changed since the last comparison.
 
-        The value says whether running ranks get the change.  Variables that nbdist sets itself,
-        such as RANK, are left out.
+        A value is True if running ranks get the change of the variable.  Variables of
+        `NBDIST_DECIDES`, such as RANK, are left out.
         """
         last_changes, absent = self._last_changes, object()
         names = {**last_changes, **changes}.keys() - NBDIST_DECIDES

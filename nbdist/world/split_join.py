@@ -1,8 +1,8 @@
 """Splits a value into parts, one for each rank, and joins the values of ranks again.
 
-`nbdist.world.value_transfer` calls it in the notebook's process, for scatter and gather.  No
-library of tensors or tables is imported here: a value of its classes exists only if the library was
-imported already.
+`nbdist.world.value_transfer` calls it in the notebook's process, for scatter and gather.  Numpy is
+imported here, but no other library of tensors or tables: if a value is of a class of such a
+library, the library was imported already.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from nbdist.words import name_ranks, one_line
 Joining = Literal["stack", "cat"]
 
 Slicer = Callable[[int, int], Any]
-"""A function that returns the elements from one index up to another, without the latter."""
+"""A function that returns the elements from a first index up to, and without, a second one."""
 
 
 def bounds(length: int, parts: int) -> list[int]:
-    """Return the indices at which parts begin, and the length: as torch.tensor_split.
+    """Return the index at which each part begins, and then the length.
 
-    If the length is not divisible, the first parts have one element more.
+    If the length is not divisible, the first parts have one element more, as with tensor_split.
     """
     each, more = divmod(length, parts)
     return [number * each + min(number, more) for number in range(parts + 1)]
 
 
 def split(name: str, value: Any, parts: int, dim: int | None = None) -> list[Any]:
-    """Split a value into parts along a dimension, by default the first.
+    """Split a value into `parts` pieces along a dimension, by default the first; return them.
 
-    The parts of tensors and arrays are views where possible; tables and data sets are split by
-    rows.  Raises UsageError if the value cannot be split, or has no such dimension.
+    Pieces may be views of the value's memory; tables and data sets are split by rows.  Raises
+    UsageError if the value cannot be split, or has no such dimension.
     """
     length, part = _cutter(name, value, dim)
     return [part(start, end) for start, end in pairwise(bounds(length, parts))]
@@ -66,7 +66,7 @@ def _is_sparse_array(value: Any) -> bool:
 
 
 def _cutter(name: str, value: Any, dim: int | None) -> tuple[int, Slicer]:
-    """Return the number of elements, and a function that returns a range of them."""
+    """Return the number of elements of a value, and a function that returns a range of them."""
     if _is_array(value):
         return _cutter_of_array(name, value, dim or 0)
     if dim:
@@ -97,11 +97,11 @@ def _cutter_of_array(name: str, value: Any, dim: int) -> tuple[int, Slicer]:
         return int(value.shape[dim]), lambda start, end: _sparse_part(name, value, dim, start, end)
     before = (slice(None),) * (dim % dims)
     if _is_sparse_array(value):
-        rows = value.tocsr()  # other formats cannot be sliced
+        rows = value.tocsr()  # some other formats cannot be sliced
         return value.shape[dim], lambda start, end: rows[(*before, slice(start, end))].asformat(
             value.format
         )
-    # Pickling an array that is not contiguous copies it into the pickle, and a second copy follows.
+    # Copied once here, since pickling an array that is not contiguous copies the array twice.
     is_copied = bool(before) and _is_a(value, "numpy", "ndarray")
 
     def part(start: int, end: int) -> Any:
@@ -157,8 +157,8 @@ def _rows_of(data: Any, start: int, end: int) -> Any:
 def join(how: Joining, name: str, values: Mapping[int, Any], dim: int = 0) -> Any:
     """Join the values of ranks in rank order: stacked along a new dimension, or concatenated.
 
-    Tensors become a tensor, tables a table, concatenated lists a list, numbers an array.  Raises
-    UsageError if the values do not fit together.
+    Concatenated tables become a table and lists a list; tensors become a tensor, and most other
+    values an array.  Raises UsageError if the values do not fit together.
     """
     kinds = fold_ranks({rank: _shape_text(value) for rank, value in values.items()})
     polars = getattr(sys.modules.get("polars"), "exceptions", None)
@@ -210,8 +210,8 @@ def _joined_tensors(how: Callable[[list[Any], int], Any], values: Sequence[Any],
 
 
 def _array(how: Literal["stack", "concatenate"], values: Sequence[Any], dim: int) -> Any:
-    """Join the values as a numpy array; TypeError if that would be an array of objects."""
-    import numpy as np  # installed, since torch needs numpy
+    """Join values as a numpy array; TypeError for an array of objects if no value is an array."""
+    import numpy as np  # a dependency of nbdist, imported only if needed
 
     if any(isinstance(value, np.ma.MaskedArray) for value in values):
         return getattr(np.ma, how)([*values], dim)  # keeps the mask, unlike the functions of `np`

@@ -1,4 +1,4 @@
-"""Small tables about a world: its states, the machine and number of each rank, open prompts.
+"""Small tables about a world: its states, the machines and numbers of ranks, and open prompts.
 
 `Workers` and `TaskRun` use this module in the notebook's process.  Nothing in it does I/O.
 """
@@ -70,7 +70,7 @@ FORMED = (
     WorldState.STUCK,
     WorldState.BROKEN,
 )
-"""States in which the workers have been started and have a process group, whole or broken."""
+"""The states for which `WorldState.has_workers` is True, except HEALING."""
 
 TRANSITIONS: dict[tuple[WorldState, Event], WorldState] = {
     (WorldState.STOPPED, Event.START): WorldState.STARTING,
@@ -101,7 +101,7 @@ TRANSITIONS: dict[tuple[WorldState, Event], WorldState] = {
     (WorldState.STOPPING, Event.TASK_DONE): WorldState.STOPPING,
     (WorldState.LOST, Event.START): WorldState.STARTING,
     **{(state, Event.RANK_DIED): WorldState.BROKEN for state in FORMED},
-    # A failed task left collectives in flight, which were aborted.
+    # Collectives were aborted, or connections of the group were closed.
     **{(state, Event.ABORTED): WorldState.BROKEN for state in FORMED},
     **{(state, Event.STOP): WorldState.STOPPING for state in WorldState},
     **{(state, Event.AGENT_LOST): WorldState.LOST for state in WorldState},
@@ -109,7 +109,7 @@ TRANSITIONS: dict[tuple[WorldState, Event], WorldState] = {
 
 
 def next_state(state: WorldState, event: Event) -> WorldState:
-    """Return the state after `event`; RuntimeError if it cannot happen in `state`."""
+    """Return the state after `event`; RuntimeError if the event cannot happen in `state`."""
     try:
         return TRANSITIONS[state, event]
     except KeyError:
@@ -124,10 +124,7 @@ class Machines:
 
     @classmethod
     def of(cls, hosts: Mapping[int, str], spec: WorldSpec) -> Machines:
-        """Return the table of a world on several machines.
-
-        `hosts` names the machine of each rank; the slots of `spec` have the local numbers.
-        """
+        """Return the table with each rank's machine from `hosts`, and local rank from `spec`."""
         return cls({rank: (host, spec.slot(rank).local_rank) for rank, host in hosts.items()})
 
     @classmethod
@@ -156,7 +153,7 @@ class Machines:
         return f"{'ranks' if len(set(numbers)) > 1 else 'rank'} {parts}"
 
     def __str__(self) -> str:
-        """Write `hosta`, `hosta, hostb and hostc`, `hosta and 7 other machines`."""
+        """Write `hosta`, or `hosta, hostb and hostc`, or `hosta and 7 other machines`."""
         first, *others = self.names or ("",)
         if len(others) > MAX_NAMED_MACHINES:
             return f"{first} and {len(others)} other machines"
@@ -164,7 +161,7 @@ class Machines:
 
 
 MAX_NAMED_MACHINES = (
-    3  # machines that a line names besides the first; if there are more, it counts them
+    3  # machines that a line names besides the first; if there are more, the line counts them
 )
 
 
@@ -172,8 +169,8 @@ MAX_NAMED_MACHINES = (
 class Renumbering:
     """A change of the ranks' numbers.
 
-    `before` and `after` are numbers of ranks.  `became` has the new number of each old rank that is
-    still there; a rank that was restarted in place counts as the same rank.
+    `before` and `after` are the old and the new world size.  `became` has the new number of each
+    old rank that is still there; a rank that was restarted in place counts as the same rank.
     """
 
     before: int
@@ -187,12 +184,12 @@ class Renumbering:
 
     @property
     def was(self) -> Mapping[int, int]:
-        """The old number of each rank by the new one."""
+        """The old number of each old rank that is still there, by its new number."""
         return {new: old for old, new in self.became.items()}
 
     @property
     def new(self) -> tuple[int, ...]:
-        """The ranks that were added."""
+        """The ranks that were added, by their new numbers."""
         return tuple(rank for rank in range(self.after) if rank not in self.was)
 
     def then(self, later: Renumbering) -> Renumbering:
@@ -201,14 +198,14 @@ class Renumbering:
         return Renumbering(self.before, later.after, became)
 
     def of(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the new numbers of old ranks, in order, without the ranks that are gone."""
+        """Return the new numbers of old ranks, sorted, without the ranks that are gone."""
         return tuple(sorted(self.became[rank] for rank in ranks if rank in self.became))
 
 
 def compare(before: Processes, after: Processes) -> Renumbering:
-    """Find the new number of each rank, by its process.
+    """Return the change of the ranks' numbers, from the processes by rank before and after.
 
-    A new process that has the number of a process that is gone counts as the same rank.
+    A new process with the number of a process that is gone counts as the same rank.
     """
     now = {process: rank for rank, process in after.items()}
     became = {rank: now[process] for rank, process in before.items() if process in now}
@@ -218,12 +215,12 @@ def compare(before: Processes, after: Processes) -> Renumbering:
 
 
 def size_text(size: int, moved: Mapping[int, int]) -> str:
-    """Write `now 3 workers · rank 3 is now rank 2`."""
+    """Write `now 3 workers`, or `now 3 workers · rank 3 is now rank 2` if ranks have moved."""
     return " · ".join(filter(None, [f"now {count(size, 'worker')}", moved_text(moved)]))
 
 
 def moved_text(moved: Mapping[int, int]) -> str:
-    """Write `rank 3 is now rank 1`, `ranks 4-7 are now ranks 0-3`; "" for none."""
+    """Write `rank 3 is now rank 1`, or `ranks 4-7 are now ranks 0-3`; "" if no rank has moved."""
     old, new = sorted(moved), sorted(moved.values())
     is_in_order = [moved[rank] for rank in old] == new
     if len(moved) < 2 or not is_in_order:
@@ -231,9 +228,9 @@ def moved_text(moved: Mapping[int, int]) -> str:
     return f"{name_ranks(old)} are now {name_ranks(new)}"
 
 
-SETTLE_SECONDS = 0.1  # seconds after a prompt: a lower rank that asks within them is answered first
+SETTLE_SECONDS = 0.1  # seconds after a prompt, to wait for prompts of lower ranks
 
-STAY_SECONDS = 0.3  # seconds after an answer: the same rank, if it asks again, comes before others
+STAY_SECONDS = 0.3  # seconds after an answer, to wait for the same rank's next prompt
 
 NO_INPUT = (
     "input() and breakpoint() need JupyterLab or a terminal; this run has neither (nbclient, "
@@ -246,8 +243,8 @@ TO_RANKS = "-r"
 class Prompts:
     """The open prompts of a task: at most one per rank.  Times are monotonic seconds.
 
-    The user answers one rank at a time, the lowest rank first.  But a rank that asks again soon
-    after its answer comes before the others, so that a debugger session is not interrupted.
+    The user answers one rank at a time, the lowest rank first.  But if the rank that was answered
+    last asks again, it comes before the others, so that a debugger session is not interrupted.
     """
 
     def __init__(self) -> None:
@@ -287,7 +284,7 @@ class Prompts:
     def next(self, now: float, unfinished: Collection[int]) -> int | None:
         """Return the rank whose prompt the user should answer now.
 
-        None if there is no prompt, or if a rank that would come first may still ask.
+        Returns None if there is no prompt, or if a rank that would come first may ask soon.
         """
         if not self._open:
             return None
@@ -307,11 +304,11 @@ class Prompts:
         return f"[rank {rank}] {self._open[rank].prompt}"
 
     def answers(self, rank: int, typed: str, size: int) -> dict[int, str]:
-        """Return by rank the input that follows from a line that was typed at a rank's prompt.
+        """Return the input for ranks, by rank, from a line that was typed at the prompt of `rank`.
 
-        Usually that is the line, for this rank.  In a debugger, `-r all c` sends `c` to all ranks
-        that wait in a debugger now.  Raises UsageError if none of the named ranks does, or if the
-        world has no such ranks.
+        Usually the whole line is input for `rank` alone.  In a debugger, `-r all c` sends `c` to
+        all ranks that wait in a debugger now.  Raises UsageError if no named rank waits in a
+        debugger, or if the world has no such ranks.
         """
         words = typed.split(maxsplit=2)
         if not self._open[rank].by_debugger or len(words) < 2 or words[0] != TO_RANKS:
@@ -324,7 +321,7 @@ class Prompts:
 
     @property
     def text(self) -> str:
-        """`rank 3 waits for your input`, and how to answer several at once; "" if no rank waits."""
+        """`rank 3 waits for your input`, for several debuggers also how to answer all; or ""."""
         ranks = self.ranks
         if not ranks:
             return ""

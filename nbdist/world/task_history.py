@@ -1,8 +1,8 @@
-"""The history of a world's tasks: set-up cells for new workers, and all tasks for `%dist_export`.
+"""The history of a world's tasks: set-up cells for new workers, and past tasks, to export them.
 
 Runs in the notebook's process.  `Workers` has one `Setup` and one `TaskHistory`;
-`nbdist.world.recovery` runs the set-up cells and adds each task that has ended.  The history is
-bounded and has no values.
+`nbdist.world.recovery` runs the set-up cells and adds tasks that have ended.  The history is
+bounded, and has texts and names but no values of variables.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from nbdist.world.states import Renumbering
 from nbdist.world.task_run import TaskRun
 
 ANY = -1
-"""The key in `Task.names` of a set-up cell for the names that each new rank gets."""
+"""Takes the place of a rank in `Task.names` of a set-up cell, for names that each rank gets."""
 
 
 class Setup:
-    """The `--setup` cells in their order.
+    """The `--setup` cells of a world, which new workers run too.
 
     `problem` is a sentence about a cell that failed in new workers, "" for none.
     """
@@ -36,14 +36,14 @@ class Setup:
         self.is_replaying = False
         self.tasks: dict[str, Task] = {}
         self._parcels: dict[str, Parcel] = {}
-        self._segments: dict[str, Segment] = {}  # shared memory with the names of the kept cells
+        self._segments: dict[str, Segment] = {}  # by a cell's key: shared memory of its variables
 
     def keep(
         self, key: str, task: Task, segment: Segment | None, parcel: Parcel | None = None
     ) -> None:
-        """Keep a cell for new workers, in place of a cell with the same key.
+        """Keep a cell for new workers, in place of an earlier cell with the same key.
 
-        Closes `segment`, which has the names of the cell, when the cell is not kept any more.
+        `segment`, which has the names of the cell, is closed when the cell is not kept any more.
         """
         self.tasks[key] = replace(task, attempt=Attempt())
         self._parcels.pop(key, None)
@@ -72,17 +72,17 @@ class Setup:
     def renumber(self, ranks: Renumbering) -> None:
         """Change the ranks of the cells to their new numbers.
 
-        A cell for all ranks is for all ranks of the new size.
+        A cell for all ranks becomes a cell for all ranks of the new size.
         """
         for key, task in self.tasks.items():
             if task.ranks == tuple(range(ranks.before)):
                 self.tasks[key] = replace(task, ranks=tuple(range(ranks.after)))
-            elif ranks.moved:  # else keep ranks that are gone: they may exist again later
+            elif ranks.moved:  # if none has moved, keep lost ranks: they may come back
                 self.tasks[key] = replace(task, ranks=ranks.of(task.ranks))
 
 
 MAX_TASKS, MAX_SENT_NAMES = 2_000, 10_000
-MAX_HISTORY_LENGTH = 8_000_000  # of the texts of all tasks together
+MAX_HISTORY_LENGTH = 8_000_000  # characters in the texts of all tasks together
 
 TaskKind = Literal["cell", "push", "script", "call"]
 Status = Literal["ok", "failed", "interrupted"]
@@ -92,11 +92,11 @@ Status = Literal["ok", "failed", "interrupted"]
 class PastTask:
     """A task that has ended, with the names that it has bound.
 
-    `text` is a cell's source, a script's name and arguments, or an op's name.  `number` is the
-    cell's in the notebook, `In [5]`.  `on_all` is True if the task ran on all ranks.  `made` are
-    the names that it bound and did not import.  `shows_value` is True if the value of its last
-    line was shown, `draws` if figures were.  All tasks are numbered: `first` and `last` are the
-    numbers of a cell's first and last run, if it was run more than once (`runs`).
+    `text` is a cell's source, a script's name and arguments, or an op's name.  `number` is 5 for
+    the notebook's cell `In [5]`.  `on_all` is True if the task ran on all ranks.  `made` are the
+    names that the task bound and did not import.  `shows_value` is True if the value of the last
+    line was displayed, `draws` if an image was.  All runs of tasks are numbered: `first` and `last`
+    are the numbers of the first and the last of the `runs` that this entry is for.
     """
 
     kind: TaskKind
@@ -126,9 +126,9 @@ class SentName:
 class TaskHistory:
     """The tasks that have ended since the start of the workers, the oldest dropped beyond limits.
 
-    `forgotten` counts the tasks that were dropped, or that ran before this notebook took the world
-    over.  `gathered` are the expressions that were fetched, and `sent` the variables that were
-    sent.
+    `forgotten` counts tasks that were dropped beyond the limits, or that ran before this notebook
+    took the world over.  `gathered` has expressions that were gathered, and `sent` has variables of
+    the notebook that were sent.
     """
 
     def __init__(self) -> None:
@@ -145,10 +145,10 @@ class TaskHistory:
         return sorted(self._tasks.values(), key=lambda each: each.first)
 
     def add(self, running: TaskRun) -> None:
-        """Add a task that has ended.
+        """Add a task that has ended, unless `_entry_of` returns None; record what the task sent.
 
-        A successful run of a cell replaces all earlier runs of the cell.  A failed run replaces
-        only a failed one.
+        A successful run of a cell replaces the entries of earlier runs of the cell.  A failed run
+        replaces only the entry of earlier failed runs.
         """
         self._count += 1
         now = self._count
@@ -178,7 +178,7 @@ class TaskHistory:
     def renumber(self, ranks: Renumbering) -> None:
         """Change the ranks of tasks to their new numbers; drop tasks whose ranks are all gone.
 
-        Does nothing if all ranks are there and have kept their numbers.
+        Does nothing if all old ranks are still there and have kept their numbers.
         """
         if ranks.moved or len(ranks.became) < ranks.before:
             now = {
@@ -188,12 +188,12 @@ class TaskHistory:
             self._characters = sum(len(task.text) for task in self._tasks.values())
 
     def has_cell(self, task: Task) -> bool:
-        """Return True if the history has this cell already, as when a set-up cell is replayed."""
+        """Return True if the history has a cell with this source, or an entry under this key."""
         same = (each.text == task.source for each in self._tasks.values() if each.kind == "cell")
         return task.key in self._tasks or any(same)
 
     def sent_before(self, task: int) -> Mapping[str, SentName]:
-        """Return for each variable of the notebook how it was last sent, up to this task."""
+        """Return by the name of a variable how it was last sent, up to the task of this number."""
         return {each.name: each for each in self.sent if each.task <= task}
 
     def _drop(self, key: str) -> PastTask | None:
@@ -203,7 +203,7 @@ class TaskHistory:
 
 
 def _entry_of(running: TaskRun, now: int) -> PastTask | None:
-    """Return the entry of a task that has ended; None if the task leaves nothing on the workers."""
+    """Return the entry of a task that has ended; None for no text, or an op that bound no name."""
     task = running.task
     kind: TaskKind
     match task.work:

@@ -1,4 +1,4 @@
-"""The state of a task in progress: its output, the places of ranks, the next steps, the result.
+"""The state of a task in progress: its output, where its ranks are, the next steps, the result.
 
 Runs in the notebook's process and does no I/O.  `nbdist.world.inbox` passes in the messages of
 the agent, and `nbdist.world.recovery` carries out `TaskRun.next_steps`.
@@ -59,7 +59,7 @@ RankOutputs = list[tuple[int, Output]]
 class Members:
     """The workers at the time when a task was sent.
 
-    With `heals`, workers that die are replaced when the task ends.
+    If `heals` is True, workers that die are replaced when the task ends.
     """
 
     size: int
@@ -83,12 +83,11 @@ class Members:
 class TaskRun:
     """A task that was sent to its ranks: their output, their places, and how the task ended.
 
-    `shipped` has by rank the names and objects that the task has brought.  `is_over` is True when
-    the work after the end of all ranks, such as healing, is done.  From then on `recovery_text`
-    says what was done about the ranks that died or were restarted (`recovered_ranks`).
-    `restart_text` says why the task is run again, "" if it is not.  `why_died`, `differing`,
-    `lacking_text`, `replicas_text` and `incomplete_text` are sentences for the user, "" for nothing
-    to say.
+    `shipped` has by rank the names and objects that the task brings.  `is_over` is True once all
+    ranks have finished and the work after that, such as healing, is done.  From then on
+    `recovery_text` says what was done about ranks that died or were restarted (`recovered_ranks`),
+    and `restart_text` why the task is run again, "" if it is not.  The attributes `why_died`,
+    `differing`, `lacking_text`, `replicas_text` and `incomplete_text` are texts for the user or "".
     """
 
     def __init__(
@@ -102,9 +101,9 @@ class TaskRun:
     ) -> None:
         """Start the clock of a task that is being sent.
 
-        For a task that another notebook sent, `started` is when: in monotonic seconds, and in
-        nanoseconds of the wall clock.  `ended` is when its finished ranks ended, in monotonic
-        seconds.
+        If another notebook has sent the task, `started` is the time of sending, in monotonic
+        seconds and in nanoseconds since 1970, and `ended` has by rank the monotonic seconds when
+        the rank finished.
         """
         self.task = task
         self.shipped: Mapping[int, Parcel] = shipped or {}
@@ -117,14 +116,14 @@ class TaskRun:
         self.places: dict[int, RankPosition] = {}
         self.unwoken: dict[
             int, RankPosition
-        ] = {}  # of ranks that were killed, as no abort woke them
-        self.requested_at = 0.0  # monotonic seconds; places that were requested before are ignored
+        ] = {}  # of ranks that were killed because no abort woke them
+        self.requested_at = 0.0  # monotonic seconds; answers to earlier requests are ignored
         self.moved: dict[int, events.TransferProgress] = {}
         self.usage: Mapping[int, Usage] = {}
         self.silent = UnresponsiveHosts((), 0.0)
         self.stops = 0
         self.handled_stops = 0  # stops that `follow` has acted on
-        self.is_interruptible = False  # True while Stop ends a block: see `counting_stops`
+        self.is_interruptible = False  # True while Stop may end a block: see `counting_stops`
         self.interrupts = 0
         self.spared: frozenset[int] = frozenset()  # ranks that are killed only if Stop comes again
         self.give_up_at = float("inf")  # monotonic seconds; when a stopped cell returns control
@@ -135,12 +134,12 @@ class TaskRun:
         self.recovery_text = self.restart_text = self.why_died = self.differing = (
             self.lacking_text
         ) = ""
-        self.replicas_text = ""  # which ranks of a training ended at another step, and the remedy
+        self.replicas_text = ""  # which ranks of a training ended at other steps, and the remedy
         self.incomplete_text = ""  # which variables may hold a part of a collective's result
         self.recovered_ranks: tuple[int, ...] = ()
         self.timed_out: str | None = None  # where the ranks were when the timeout expired
         self._why_aborted = ""
-        # Torch's own errors of ranks whose connections another rank has closed.
+        # By rank, torch's own errors about connections that another rank has closed.
         self._released: dict[int, Failure] = {}
         self._outputs: RankOutputs = []
         self._has_handled_death = False
@@ -157,7 +156,7 @@ class TaskRun:
         """Make the run of a task that another notebook has sent, with the original start time."""
         assert attached.run is not None
         patience = attached.memory.patience
-        if patience.control_timeout is None:  # ran in the background; now a cell waits for the task
+        if patience.control_timeout is None:  # a job until now; from now on a cell waits
             patience = replace(patience, control_timeout=CONTROL_TIMEOUT)
         started, task = (attached.started, attached.started_ns), task_from(attached.run.task)
         return cls(task, patience, members, started=started, ended=attached.ended)
@@ -171,13 +170,13 @@ class TaskRun:
 
     @property
     def bytes_moved(self) -> tuple[int, int]:
-        """How many bytes of the ranks' values are packed so far, and in total, as reported."""
+        """The bytes of values that ranks have packed so far, and in total, as the ranks report."""
         moved = self.moved.values()
         return sum(each.done for each in moved), sum(each.total for each in moved)
 
     @property
     def next_to_ask(self) -> int | None:
-        """The rank whose prompt the user should answer next; None if there is none."""
+        """The rank whose prompt the user should answer now; None as in `Prompts.next`."""
         return self.prompts.next(time.monotonic(), self.unfinished)
 
     @property
@@ -199,7 +198,7 @@ class TaskRun:
     def killed_by_stop(self) -> tuple[int, ...]:
         """The ranks that were killed because they ignored Stop.
 
-        Empty if any rank died for another reason.
+        The tuple is empty if any rank died for another reason.
         """
         deaths = self.deaths
         return tuple(deaths) if all(died.by_stop for died in deaths.values()) else ()
@@ -214,7 +213,8 @@ class TaskRun:
     def _waiting(self) -> str:
         """A text that says which ranks wait in which collective, and where other ranks are; or "".
 
-        It is "" if no rank waits; for a task on all ranks, also before `Patience.hang_timeout`.
+        The text is "" if no rank waits in a collective, or if a rank waits for input; for a task on
+        all ranks also before the task's age is `Patience.hang_timeout`.
         """
         if self.prompts.ranks:  # the other ranks may wait for the rank that waits for input
             return ""
@@ -250,10 +250,10 @@ class TaskRun:
     def _is_safe(self) -> bool:
         return self.spared.issuperset(self.unfinished)
 
-    # While the task runs, its ranks are located again and again.  If some of them wait in
-    # collectives that cannot complete, because the other ranks have finished or because the calls
-    # do not match, collectives are aborted on all ranks.  A death needs no such proof: collectives
-    # are aborted, or the survivors killed, at once.
+    # While the task runs, its ranks are located again and again.  If ranks wait in collectives that
+    # cannot complete, because other ranks have finished or because the calls do not match,
+    # collectives are aborted on all ranks, unless `Patience.aborts` is False.  A death needs no
+    # such proof: collectives are aborted, or the survivors killed, at once.
 
     def next_steps(self, now: float) -> Iterator[Step]:
         """Yield the steps that are necessary now; nothing once all ranks have finished."""
@@ -271,10 +271,10 @@ class TaskRun:
                 yield Step.ABORT_FOR_DEAD
         if not self._is_watched:
             return
-        # Ranks that have finished, or do not run the task, will not join a collective.
+        # Look often: ranks that have finished, or do not run the task, will join no collective.
         if len(unfinished) < self.members.size:
             self._watch.poll_fast(now)
-        # After Stop the agent aborts collectives.
+        # After Stop the agent aborts collectives by itself.
         aborts = self.patience.aborts and not self.is_stopping
         if aborts and self._can_never_go_on(unfinished, now):
             yield Step.END_UNWAKEABLE if self.unwakeable else Step.ABORT
@@ -284,7 +284,7 @@ class TaskRun:
 
     @property
     def unwakeable(self) -> tuple[int, ...]:
-        """The ranks that still wait in a collective although it was aborted again and again."""
+        """The ranks that still wait in a collective after several aborts; empty with nccl."""
         # With nccl the agent of the rank handles such ranks.
         return () if self.members.runs_ahead else self._watch.unwakeable_ranks(self.unfinished)
 
@@ -297,7 +297,7 @@ class TaskRun:
     def _is_watched(self) -> bool:
         """Whether ranks are located, and collectives that cannot complete are aborted.
 
-        Not while a rank waits for input, as in a debugger: the others may wait for that rank.
+        False without a group, and while a rank waits for input: others may wait for that rank.
         """
         return self.members.has_group and not self.prompts.ranks
 
@@ -319,7 +319,7 @@ class TaskRun:
         if not self._watch.is_deadlocked(unfinished, now, unchanged):
             return False
         finished = (place for rank, place in self.places.items() if rank not in unfinished)
-        # The GPU of a finished rank may still run the collective; not if a rank has failed.
+        # The GPU of a finished rank may still complete the collective, unless a rank has failed.
         return has_failed or not any(place.operation for place in finished)
 
     # --- events ---------------------------------------------------------------------------
@@ -328,9 +328,9 @@ class TaskRun:
     def counting_stops(self, *, raises: bool = False) -> Iterator[None]:
         """Catch and count a Stop (KeyboardInterrupt) in this block, for `follow` to act on.
 
-        Consumers of `follow` use this while they show output.  A handler of SIGINT counts a Stop
-        without an exception, so that the block runs to its end; with `raises` it raises instead
-        (`Session.count_stop`).
+        Consumers of `follow` use this while they show output.  Magics have a handler of SIGINT that
+        only counts a Stop, so that the block runs to its end; with `raises` the handler raises
+        KeyboardInterrupt, which ends the block (`Session.count_stop`).
         """
         self.is_interruptible = raises
         try:
@@ -356,13 +356,13 @@ class TaskRun:
 
     @property
     def ends_after_stop(self) -> bool:
-        """Whether Stop came in the work after the task's end, such as healing, and a cell waits."""
+        """Whether the work after a stopped task, such as healing, goes on while a cell waits."""
         return (
             self.is_interruptible and self.stops > 0 and self.patience.control_timeout is not None
         )
 
     def wants_control(self, before: int) -> bool:
-        """Return True if a cell waits, and Stop came twice since `stops` was `before`."""
+        """Return True if a cell waits and must end: Stop came twice since `stops` was `before`."""
         return self.patience.control_timeout is not None and self.stops > before + 1
 
     def handle_message(
@@ -397,7 +397,7 @@ class TaskRun:
         self._why_aborted = hangs.why_aborted(self.aborted, places, ran, failed, size)
 
     def explain_death(self, places: Mapping[int, RankPosition]) -> str:
-        """Return why gloo killed a rank, given the places of the survivors; "" if it did not."""
+        """Return why gloo killed a rank, given the survivors' places; "" if gloo killed no rank."""
         texts = (hangs.why_died(rank, died, places) for rank, died in sorted(self.deaths.items()))
         return next(filter(None, texts), "")
 
@@ -408,8 +408,8 @@ class TaskRun:
             self.receive(rank, Died(-signal.SIGKILL, time.time_ns()))
 
     def receive(self, rank: int, output: Output) -> None:
-        """Add an output of a rank to the transcript and to the news, and update the state by it."""
-        # An abort causes this error: gloo raises, and with nccl a worker interrupts itself.
+        """Add a rank's output to the transcript and to `pop_outputs`, and update the state."""
+        # An abort causes such errors: gloo raises, and with nccl a worker interrupts itself.
         was_interrupted = rank in self.aborted and not self.is_stopping
         leads = {"KeyboardInterrupt"} if was_interrupted else ()
         if isinstance(output, Failure) and (output.connections == "ended" or output.name in leads):
@@ -453,7 +453,7 @@ class TaskRun:
         return bool(self.unfinished) and rank in set(self.task.ranks) - set(self.unfinished)
 
     def is_of_earlier_task(self, rank: int, output: Output) -> bool:
-        """Return True if the output updates a display of an earlier task."""
+        """Return True if the output updates a display that this task's transcript lacks."""
         has = self.transcript[rank].has_display
         return isinstance(output, events.DisplayUpdate) and not has(output.display_id)
 
@@ -465,17 +465,17 @@ class TaskRun:
     # --- result ---------------------------------------------------------------------------
 
     def received_parcel(self, rank: int) -> Parcel:
-        """Return the names and objects of `shipped` that this rank has, as far as known."""
+        """Return the rank's parcel of `shipped`; `NOTHING_SENT` if the rank refused the names."""
         error = self.transcript[rank].error
         was_refused = isinstance(error, Failure) and error.name == events.NAME_PROBLEM
         return NOTHING_SENT if was_refused else self.shipped.get(rank, NOTHING_SENT)
 
     def shipped_names(self) -> dict[str, Sent]:
-        """Return the records of all variables that were sent to any rank."""
+        """Return by name the records of the variables that were sent to any rank with the task."""
         return {n: record for each in self.shipped.values() for n, record in each.names.items()}
 
     def gained(self, rank: int) -> tuple[int, ...]:
-        """Return the keys of the notebook's objects that a rank has read from a rank or a file."""
+        """Return the keys of objects that a rank has got from another worker or from a file."""
         done = self.done().get(rank)
         return () if done is None else done.gained
 
@@ -485,9 +485,9 @@ class TaskRun:
         return frozenset().union(*(done.made for done in self.done().values()))
 
     def result(self) -> CellResult[Any]:
-        """Return the result so far.
+        """Return the result so far, with the values of the ranks that have succeeded.
 
-        If the task `keeps` its last values, they are not in it: `value` reads them one by one.
+        If the task `keeps` its last values, each value here is None: `value` reads the values.
         """
         done = {rank: each for rank, each in self.done().items() if each.status == "ok"}
         if self.task.brings_small:
@@ -524,7 +524,7 @@ class TaskRun:
         rank, first = cause
         failed = self.transcript.errors
         own_errors = {rank: error for rank, error in failed.items() if not is_consequence(error)}
-        if not own_errors and not self.is_stopping:  # the cell itself has raised KeyboardInterrupt
+        if not own_errors and not self.is_stopping:  # maybe the cell raised KeyboardInterrupt
             own_errors = {
                 rank: error
                 for rank, error in failed.items()
@@ -569,9 +569,9 @@ class TaskRun:
         return {track.rank: track.done for track in self.transcript if track.done is not None}
 
     def value(self, done: Done) -> Any:
-        """Unpickle the values that a rank has sent back; of a single fetched name, only its value.
+        """Return the values that a rank has sent back; for a single fetched name, only its value.
 
-        None if the rank sent no values.
+        Returns None if the rank sent no values.
         """
         if not isinstance(done.values, Payload):
             return None

@@ -2,9 +2,9 @@
 
 `World` and the notebook's magics call it, in the notebook's process.
 
-Either all ranks bind new values or none does.  Two tasks ensure that.  In the first, the ranks
-receive the values and keep them aside: it may take long, it can fail, and Stop interrupts it.  In
-the second they bind the values: Stop comes too late for that.
+Values are bound in two tasks, so that either all ranks bind new values or none does.  In the first
+task the ranks receive the values without binding them: that may take long, can fail, and is
+interrupted by Stop.  In the second task they bind the values; the first Stop does not interrupt it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from nbdist.world.task_run import TaskRun
 
 
 def check_expressions(expressions: Sequence[str]) -> None:
-    """Raise UsageError if a text is not a Python expression; call it before asking the workers."""
+    """Raise UsageError if a text is not a Python expression, before workers get the texts."""
     for text in expressions:
         try:
             compile(text, "<gather>", "eval")
@@ -69,9 +69,9 @@ def gather(
 ) -> list[Any]:
     """Return the values of expressions on these ranks, by default all; see `World.gather`.
 
-    The expressions have been checked.  `run_task` runs a task and returns its result by rank.  The
-    result has a list for each expression; with `rank` that rank's value, with `how` the joined
-    value.
+    `check_expressions` has checked the expressions.  `run_task` runs a task and returns its result
+    by rank.  For each expression the returned list has a list of values; with `rank` it has the
+    value of that rank, with `how` the joined value.
     """
     arguments: dict[str, Any] = {"expressions": tuple(expressions)}
     task = session.task(OpCall("values.gather", arguments), ranks=ranks)
@@ -89,9 +89,9 @@ def gather(
 
 
 def _check_spread(replies: Mapping[int, Brought], ranks: Sequence[int]) -> None:
-    """Raise UsageError unless a sharded value can be assembled.
+    """Raise UsageError unless all sharded values can be assembled.
 
-    All ranks that hold a part of it have to be asked, and to have the same sharding of it.
+    All ranks that hold a part of a value have to be among `ranks`, with the same sharding of it.
     """
     for brought in replies.values():
         for number, part in enumerate(brought.spread):
@@ -110,7 +110,7 @@ def _check_spread(replies: Mapping[int, Brought], ranks: Sequence[int]) -> None:
 
 
 def _read(session: Session, task: Task, replies: Mapping[int, Brought]) -> list[dict[int, Any]]:
-    """Unpickle the values, by rank for each expression; UsageError if a rank has no value."""
+    """Return for each expression the values by rank; UsageError if a rank has no value."""
     try:
         if error := missing_error(session, replies):
             raise error
@@ -158,15 +158,15 @@ def _missing_text(session: Session, name: str, replies: Mapping[int, Brought]) -
 def bind_steps(
     session: Session, take: Task, work: Work, shipped: Mapping[int, Parcel] | None = None
 ) -> Iterator[TaskRun]:
-    """Send the two tasks and yield each; the caller has to wait for it before the next.
+    """Send the task `take`, then a task with `work`; yield each, so that the caller waits for it.
 
-        for running in bind_steps(session, take, Call("values.bind_scattered")):
+        for running in bind_steps(session, take, OpCall("values.bind_scattered")):
             session.wait(running)
         session.check(running)
 
-    The second task, with `work`, is sent only if the first has succeeded and was not stopped.
-    `shipped` has by rank the names and objects that are bound, if they are the notebook's.  Raises
-    the errors of `Session.submit` and `commit`.
+    The second task is sent only if the first has succeeded and was not stopped.  If the values are
+    the notebook's, `shipped` has by rank the names and objects that are bound.  Raises the errors
+    of `Session.submit` and `commit`.
     """
     taken, bound = session.submit(take), None
     try:
@@ -184,7 +184,7 @@ def commit(session: Session, work: Work, shipped: Mapping[int, Parcel] | None = 
     """Let the ranks of the last task bind the values that they have received.
 
     Raises an error, with nothing bound, if a rank has died or was replaced since, or if no task can
-    be sent.  Stop does not interrupt the returned task.
+    be sent.  The first Stop does not interrupt the returned task.
     """
     taken = session.running
     assert taken is not None
@@ -203,7 +203,7 @@ def commit(session: Session, work: Work, shipped: Mapping[int, Parcel] | None = 
 
 
 def bind(session: Session, take: Task, work: Work) -> TaskRun:
-    """Run both tasks and return the last one; raise its error, or KeyboardInterrupt after Stop."""
+    """Run the tasks of `bind_steps`; return the last, or raise its error or KeyboardInterrupt."""
     for running in bind_steps(session, take, work):
         session.wait(running)
     session.check(running)
@@ -260,7 +260,7 @@ class Scatter:
 
     def packing(self) -> Generator[int, None, None]:
         """Copy each part to shared memory, if it is not small; yield the bytes copied so far."""
-        # Small parts are in the message itself, which all ranks get.
+        # Small parts are in the message itself; all ranks get that message, hence the division.
         limit, done = INLINE_LIMIT // len(self.ranks), 0
         for rank, frames in self._frames.items():
             with closing(StepwiseValue(packing(frames, limit))) as steps:
@@ -274,14 +274,14 @@ class Scatter:
     def tasks(self) -> tuple[Task, OpCall]:
         """Return the arguments of `bind`: the task in which ranks receive, the work that binds.
 
-        Call it after `packing`.
+        Call this function after `packing` has ended.
         """
         arguments = {"name": self.name, "parts": self._payloads}
         take = self._session.task(OpCall("values.scatter", arguments), ranks=self.ranks)
         return take, OpCall("values.bind_scattered")
 
     def close(self) -> None:
-        """Release the shared memory of the parts; call it after the ranks have mapped them."""
+        """Release the shared memory of the parts, which ranks must have mapped by now."""
         self._memory.close()
 
 
@@ -290,7 +290,7 @@ def sync(
 ) -> tuple[int, ...]:
     """Copy variables from the rank `source` to others; see `World.sync`.
 
-    Returns the ranks that received them.  Either all receivers bind the variables or none does.
+    Returns the ranks that bound copies.  Either all receivers bind the variables or none does.
     """
     if not names:
         raise UsageError("`%dist_sync`: which names? `%dist_sync model opt --from 0`.")
@@ -349,8 +349,8 @@ def save(
 ) -> Snapshot:
     """Write variables of each rank to a new snapshot; see `World.snapshot`.
 
-    By default all variables that cells have bound or changed.  Raises UsageError if that is
-    impossible or a variable is on no rank; then no snapshot is left.
+    By default the variables are all that cells have bound or changed on the rank.  Raises
+    UsageError if files cannot be written or a variable is on no rank; then no snapshot is left.
     """
     name = store.default_name if name is None else name
     if names is None:
@@ -389,7 +389,7 @@ def restore(
     """Bind variables of a snapshot, by default all, on these ranks, by default all.
 
     Each rank reads its own file, and gets the saved states of its random number generators.  With
-    `from_rank` all ranks read that rank's file and keep their random states; sharded values are
+    `from_rank` each rank reads that rank's file and keeps its random states; sharded values are
     then assembled from all files, and sharded over this world.  Raises UsageError, with nothing
     bound, if a file is damaged or the snapshot does not fit.
     """
@@ -425,7 +425,7 @@ def restore(
 
 
 def _check_loaded(loaded: Mapping[int, Loaded], store: SnapshotStore, snapshot: Snapshot) -> None:
-    """Raise UsageError if a rank could not load its file."""
+    """Raise UsageError if a rank has not loaded its file; the error says why."""
     if distrust := next((part.distrust for part in loaded.values() if part.distrust), ""):
         raise store.distrust_error(snapshot, distrust)
     if damage := next((part.damage for part in loaded.values() if part.damage), ""):
@@ -444,7 +444,7 @@ def _problem(parts: Mapping[int, Written | Loaded]) -> str:
 def _sources(
     snapshot: Snapshot, size: int, ranks: Sequence[int] | None, from_rank: int | None
 ) -> dict[int, int]:
-    """Return by rank the rank of the snapshot whose file it reads, in a world of this size."""
+    """Return for each rank which rank's file of the snapshot to read; UsageError without one."""
     on, before = range(size) if ranks is None else ranks, len(snapshot.parts)
     of = count(before, "rank") + (f" (0-{before - 1})" if before > 1 else "")
     if from_rank is not None:

@@ -1,9 +1,9 @@
 """The widgets of ranks, as the notebook's page shows them: their models, and captured outputs.
 
-Runs in the notebook's process and does no I/O.  `nbdist.world.inbox` makes the table at the first
+Runs in the notebook's process and does no I/O.  `nbdist.world.inbox` makes `Widgets` at the first
 message of a widget and passes outputs through it; `nbdist.notebook.rich_output` passes messages to
-the page and from the page.  While a cell runs, the page's messages may come in another thread:
-hence the lock.
+the page and from the page.  While a cell runs, another thread may pass the page's messages: hence
+the lock.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ NOT_ITS_OWN = "(a message was dropped: it is for a widget of another rank)"
 UNKNOWN_WIDGET = "(this page does not have this widget: run the cell again that makes it)"
 
 MAX_WIDGET_OUTPUTS, MAX_WIDGET_TEXT = 500, 200_000
-"""How many outputs an `Output` widget keeps, and how many characters of a text; the last ones."""
+"""An `Output` widget keeps so many of its last outputs, and so many last characters of a text."""
 
 
 @dataclass
 class Model:
     """The model of a widget: its rank and its present state.
 
-    `buffers` are the binary parts of the state, by their path in it.  `clears_next` is True if an
+    `buffers` are the binary parts of the state, by their paths.  `clears_next` is True if an
     `Output` widget has to be cleared before its next output (`clear_output(wait=True)`).
     """
 
@@ -49,21 +49,21 @@ class Model:
 
     @property
     def captures(self) -> bool:
-        """Whether the widget is an `Output`, which captures what is printed in its context."""
+        """Whether the widget is an `Output`, which captures outputs in its context."""
         return self.state.get("_model_name") == "OutputModel"
 
     @property
     def outputs(self) -> list[dict[str, Any]]:
         """The outputs that an `Output` widget shows, as a notebook file has them.
 
-        Items that are not valid are left out.
+        Items that are no dicts are left out.
         """
         outputs = self.state.get("outputs")
         parts = outputs if isinstance(outputs, list | tuple) else ()
         return [each for each in parts if isinstance(each, dict)]
 
     def change(self, comm: Comm) -> None:
-        """Update the state from a message, which has the whole state or a part of it."""
+        """Update the state from a message with the whole state or a part; ignore other messages."""
         state = comm.data.get("state")
         if not isinstance(state, Mapping):
             return
@@ -73,7 +73,7 @@ class Model:
         self.buffers.update(zip(map(tuple, paths), comm.buffers, strict=False))
 
     def whole(self) -> tuple[dict[str, Any], tuple[bytes, ...]]:
-        """Return the state with the paths of its buffers, as in messages; and the buffers."""
+        """Return the data of a message with the whole state, and the buffers of the state."""
         data = {"state": self.state, "buffer_paths": [[*path] for path in self.buffers]}
         return data, (*self.buffers.values(),)
 
@@ -84,7 +84,7 @@ class Widgets:
     def __init__(self) -> None:
         self.models: dict[str, Model] = {}
         self.ended_widgets: dict[str, int] = {}
-        """By id the ranks of widgets whose rank has ended, until the notebook has shown that."""
+        """By id, the rank of each widget whose rank has ended, until the notebook shows that."""
         self._messages: list[Comm] = []
         self._capturing: dict[int, list[str]] = {}  # by rank the ids of `Output`s, innermost last
         self._written: dict[str, None] = {}  # ids of `Output`s whose new outputs pages lack
@@ -96,8 +96,8 @@ class Widgets:
     def handle_output(self, rank: int, output: Output) -> Output | None:
         """Handle an output of a rank; return the output that the cell shows, or None.
 
-        Messages of widgets update their models.  Output in the context of an `Output` widget goes
-        there.
+        Messages of widgets update their models.  Output in the context of an `Output` widget is
+        added to that widget.
         """
         with self._lock:
             match output:
@@ -135,7 +135,7 @@ class Widgets:
         self._messages.append(comm)
 
     def _begin_or_end(self, model: Model, comm: Comm) -> None:
-        """Begin or end the capturing of the rank's outputs, if the message says so by `msg_id`."""
+        """Begin or end the capturing of outputs by a widget, as `msg_id` in the message says."""
         inside = self._capturing.setdefault(model.rank, [])
         begins = bool(model.state.pop("msg_id", ""))
         if "msg_id" in (comm.data.get("state") or {}):
@@ -177,9 +177,9 @@ class Widgets:
     # --- for pages ------------------------------------------------------------------------
 
     def pop_messages(self) -> list[tuple[int, Comm]]:
-        """Return the messages for pages, and for ranks, since the last call.
+        """Return the messages for pages and for ranks since the last call.
 
-        Each has the rank that it is for, or -1 if it is for pages.
+        Each message comes with the rank that has to get the message, or -1 for pages.
         """
         with self._lock:
             comms, self._messages = merged(map(self._for_page, self._messages)), []
@@ -196,7 +196,7 @@ class Widgets:
     def _for_page(self, comm: Comm) -> Comm:
         """Return a message without the parts by which a page would capture outputs itself.
 
-        An `Output` gets its outputs from here: `msg_id` and echoes of outputs are left out.
+        `pop_messages` has the outputs of an `Output`: `msg_id` and echoes of outputs are left out.
         """
         model = self.models.get(comm.id)
         state = comm.data.get("state")
@@ -209,7 +209,7 @@ class Widgets:
     def from_page(self, comm: Comm) -> int | None:
         """Update a model by a message of a page; return the rank that has to get the message.
 
-        None if the widget does not exist any more.
+        Returns None if there is no such model (any more).
         """
         with self._lock:
             if (model := self.models.get(comm.id)) is None:
@@ -221,7 +221,7 @@ class Widgets:
             return model.rank
 
     def whole(self, name: str) -> Comm | None:
-        """Return the state of a model as the message that a page asks for; None if it is gone."""
+        """Return the state of a model as the message that a page asks for; None without a model."""
         with self._lock:
             if (model := self.models.get(name)) is None:
                 return None
@@ -263,8 +263,8 @@ def merged(comms: Iterable[Comm]) -> list[Comm]:
 
     A loop that moves a slider would send the page a message for each step and rank; and Jupyter's
     server drops messages beyond 1,000 a second.  Only numbers and texts are replaced by later
-    values: for plotly another value is a call, and the None after it the end of the call.  But
-    changes that follow the opening of a widget go into the message that opens it: anywidget loses
+    values: in plotly any other value is a call, which a following None ends.  Changes that directly
+    follow the opening of a widget go into the message that opens the widget: anywidget loses
     messages that come while a page loads its code.
     """
     result: list[Comm] = []

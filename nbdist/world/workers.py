@@ -1,9 +1,9 @@
-"""The workers of a world: their state, the tables of what is known about them, and sending a task.
+"""The workers of a world: their state, tables about them, and the sending of a task.
 
-Runs in the notebook's process, on the thread that made the world.  The functions that change these
-tables are in `nbdist.world.lifecycle` for the start and the end of the workers, in
-`nbdist.world.inbox` for the messages that come from them, and in `nbdist.world.recovery` for the
-loop that waits for a task.  `Session` extends `Workers` with them.
+Runs in the notebook's process, on the thread that made the world.  Functions that use and change
+the tables are in `nbdist.world.lifecycle` for the start and the end of the workers, in
+`nbdist.world.inbox` for the messages of their agent, and in `nbdist.world.recovery` for the loop
+that waits for a task.  The subclass `Session` has such functions as methods.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ if TYPE_CHECKING:
 
 
 FOLDER_REMOVED = "the notebook's folder {} was removed: the workers start in {}"
-LATE_KEPT = 1000  # outputs outside of tasks, such as of threads; the log files have all text
+LATE_KEPT = 1000  # the most outputs outside of tasks that are kept, such as output of threads
 
 
 class KeptVariables(NamedTuple):
-    """Variables that a restart keeps: their names, and by rank the frames of a pickle of them."""
+    """Variables that a restart keeps: their names, and by rank a pickle of them, as frames."""
 
     names: tuple[str, ...] = ()
     frames: Mapping[int, list[bytes]] = {}
@@ -65,8 +65,8 @@ class KeptVariables(NamedTuple):
 class Workers:
     """The workers of a world, and the connection to their agent.
 
-    `Session` is the subclass that runs tasks.  `state` changes in `advance` alone.  Any thread may
-    set `kernel_exiting` when this process is about to end.
+    `Session` is the subclass that runs tasks.  Only `advance` changes `state`.  Any thread may set
+    `kernel_exiting` when this process is about to end.
     """
 
     def __init__(self, config: WorldConfig, attached: Attached | None = None) -> None:
@@ -75,12 +75,12 @@ class Workers:
         self.namespace: dict[str, Any] = sys.modules["__main__"].__dict__
         self.pids: Mapping[int, int] = {}
         self.logs: Mapping[int, str] = {}
-        self.missing: tuple[str, ...] = ()  # sentences about features that their libraries lack
+        self.missing: tuple[str, ...] = ()  # sentences about features that libraries lack
         # Why the ranks share no group, how lost machines come back, a warning about the options.
         self.problem = self.rejoin_hint = self.warning = ""
         self.folder_note = ""  # where workers start if the notebook's folder was removed
         self.machines = Machines()
-        self.is_elsewhere = False  # True if a head manages the workers, on one machine or several
+        self.is_elsewhere = False  # True if a head manages the workers, on one or several machines
         self.late: deque[tuple[int, Any]] = deque(maxlen=LATE_KEPT)  # rank, output outside of tasks
         self.curves = Curves()  # of all tasks, also of tasks before a restart
         self.names = NameTable(self.namespace)
@@ -88,7 +88,7 @@ class Workers:
         self.replaced: dict[int, Died] = {}  # deaths of restarted ranks, until the user is told
         self.setup, self.past = Setup(), TaskHistory()
         self.kept = KeptVariables()  # of a restart whose start has failed
-        self.renumbering = Renumbering(0, 0, {})  # of the last time that the group was formed
+        self.renumbering = Renumbering(0, 0, {})  # of the last time that the group was formed again
         self._renumbered: Renumbering | None = None  # all changes since `pop_renumbering`
         self.joined: dict[str, None] = {}  # machines that have come, and could have ranks
         self.widgets: Widgets | None = None  # made for the first widget that a page can show
@@ -113,7 +113,7 @@ class Workers:
 
     @property
     def layout(self) -> str:
-        """The layout of the world: `1x4`, or `2x4` for two simulated nodes of four workers each."""
+        """The layout of the world, such as `2x4`: the nodes, and the workers on rank 0's node."""
         slot = self.spec.slot(0)
         return f"{slot.nodes}x{slot.local_world_size}"
 
@@ -147,7 +147,7 @@ class Workers:
 
     @property
     def link(self) -> Link:
-        """The connection to the agent; raises WorldNotStarted, and ForkedProcess in a fork."""
+        """The link to the agent; raises WorldNotStarted without a link, ForkedProcess in a fork."""
         if self.link_or_none is None:
             raise WorldNotStarted("This")
         self.link_or_none.check_process()
@@ -170,7 +170,7 @@ class Workers:
     def outlives_kernel(self, seconds: float = 0.0) -> bool:
         """Return True if this process is about to end and the workers stay.
 
-        Waits at most `seconds` for the end to be announced.
+        Waits at most `seconds` until `kernel_exiting` is set.
         """
         return self.config.detach and self.kernel_exiting.wait(seconds)
 
@@ -183,8 +183,8 @@ class Workers:
     def configure(self, config: WorldConfig, spec: WorldSpec | None = None, name: str = "") -> None:
         """Use this config and this spec for the next start.
 
-        Without `spec`, one is made from the config, with this name.  Raises UsageError if the
-        config is not valid here.
+        Without `spec`, a spec is made from the config; `name` is for a config without a name.
+        Raises UsageError if the config is not valid here.
         """
         if spec is None:
             spec, self.warning = make_spec(config, name)
@@ -197,7 +197,7 @@ class Workers:
     def remember(self, patience: Patience | None = None) -> None:
         """Send the agent the data that another notebook needs to take the world over.
 
-        Does nothing if the world cannot be detached, or if the agent has the data already.
+        Does nothing without a link, if the world cannot be detached, or if the agent has the data.
         """
         may_be = self.config.detach or self._remembered.config.detach
         if (link := self.link_or_none) is None or not link.is_up or not may_be:
@@ -216,7 +216,7 @@ class Workers:
         return HandoverState(config, patience, (*self.setup.tasks.items(),))
 
     def reset(self) -> None:
-        """Clear the tables before a start: what was known about earlier workers is over."""
+        """Clear the tables about earlier workers before a start; keep set-up cells and curves."""
         self.lost, self.dead, self.replaced, self._renumbered = None, {}, {}, None
         if self.widgets is not None:
             self.widgets.end()
@@ -227,7 +227,7 @@ class Workers:
         self.names.objects.follow(before)
 
     def apply_healed(self, healed: Healed) -> None:
-        """Update processes, spec and all tables by rank after the group was formed again.
+        """Update processes, spec and tables by rank after the agent has tried to form the group.
 
         There may be more or fewer workers than before, and ranks may have other numbers.
         """
@@ -268,8 +268,8 @@ class Workers:
     ) -> tuple[int, ...]:
         """Record that dead ranks were replaced by new processes, and return these ranks.
 
-        They lack the variables that they had, those that the cell in which they died `made`, and
-        those that it `brought`, if other ranks have changed them.
+        `made` are names that the last task bound, and `brought` has by rank the names that were
+        sent with the task: see `NameTable.record_replaced`.
         """
         ranks = tuple(self.dead)
         self.names.record_replaced(ranks, made, brought)
@@ -283,12 +283,12 @@ class Workers:
         return replaced
 
     def mark_reported(self, ranks: Iterable[int]) -> None:
-        """Record that an error has told the user that these ranks were replaced."""
+        """Record that the user was told, or need not be told, that these ranks were replaced."""
         for rank in ranks:
             self.replaced.pop(rank, None)
 
     def pop_renumbering(self) -> Mapping[int, int]:
-        """Return the new numbers of ranks by their old number at the last call, and clear them."""
+        """Return by old number the new numbers of ranks that moved since the last call."""
         renumbering, self._renumbered = self._renumbered, None
         return renumbering.moved if renumbering else {}
 

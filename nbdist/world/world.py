@@ -77,7 +77,7 @@ class World:
 
     @property
     def state(self) -> WorldState:
-        """The state of the world: stopped, ready, running a task, ..."""
+        """The state of the world, such as stopped, ready or running a cell."""
         return self.session.state
 
     @property
@@ -87,7 +87,7 @@ class World:
 
     @property
     def logs(self) -> Mapping[int, str]:
-        """The folder of each rank's log files, "" for none."""
+        """The folder of each rank's log files; "" for a rank without log files."""
         return self.session.logs
 
     def status(self) -> tuple[WorkerStatus, ...]:
@@ -101,7 +101,7 @@ class World:
     def stacks(self, ranks: Sequence[int] | None = None) -> tuple[Stack, ...]:
         """Return the current stack of each rank's main thread, also while the ranks are busy.
 
-        By default of all ranks; empty without workers.
+        `ranks` are by default all.  Without workers the result is empty.
         """
         on = self.session.everyone if ranks is None else tuple(ranks)
         stacks: tuple[Stack, ...] = self.session.ask(GetStacks(on))
@@ -120,15 +120,15 @@ class World:
     def restart(self, n: int | str | None = None, keep: Sequence[str] = (), **changes: Any) -> None:
         """End all workers and start new ones; works in every state if `keep` is empty.
 
-        Only the variables in `keep` survive.  To read them the ranks have to be ready for a task.
-        CUDA tensors among them come back on the CPU.  `changes` are arguments of `World` that
-        describe the workers; the other arguments stay as they are.
+        Only the variables in `keep` survive; to read variables, the ranks have to be ready for a
+        task.  CUDA tensors come back on the CPU.  `changes` are arguments of `World`; the other
+        arguments stay as they are.
         """
         self.session.restart(n, keep, **changes)
 
     @property
     def _started(self) -> Session:
-        """The session, whose workers are started now unless `shutdown` has ended them."""
+        """The session, with workers that are started now if they never were before."""
         if self.state is WorldState.STOPPED and not self.pids:
             self.start()
         return self.session
@@ -161,10 +161,10 @@ class World:
         Args:
             source: the text of a cell; magics and top-level `await` are allowed.
             ranks: by default all.
-            names: variables that are bound on the ranks before.
+            names: variables that are bound on the ranks before the source runs.
             fetch: names or expressions whose values are returned.  `result[i]` is the value on rank
-                i for a single name, a mapping from name to value for several.  Without `fetch` it
-                is the value of the last expression, if that is less than 64 KiB and not on a GPU.
+                i for a single name, a mapping from name to value for several.  Without `fetch`,
+                `result[i]` is the last expression's value, if less than 64 KiB and not on a GPU.
             setup: run the source again in every new worker, with the same variables.
 
         Raises:
@@ -217,8 +217,8 @@ class World:
     ) -> CellResult[Any]:
         """Run a script, or a module by its name, as `__main__` of the workers.
 
-        If it fails it is run again, at most `max_restarts` times.  Raises the errors of `execute`,
-        if the last attempt has failed too.
+        A script that fails is run again, at most `max_restarts` times, but not after Stop or a
+        SyntaxError.  Raises the errors of `execute` if the last attempt has failed.
         """
         script = find_script("module" if module else "file", program, args)
         task = self._started.task(script, ranks=ranks)
@@ -288,7 +288,7 @@ class World:
             dim: the dimension along which a tensor or array is split, by default the first.
 
         Raises:
-            UsageError: the value cannot be split, or an element cannot be pickled; nothing is
+            UsageError: the value cannot be split, or a part cannot be pickled; nothing is
                 bound.
         """
         with closing(Scatter(self._started, name, value, ranks, dim)) as scatter:
@@ -311,9 +311,9 @@ class World:
         return self.session.task(work, ranks=ranks, key=key, **fields)
 
     def submit(self, task: Task, patience: Patience | None = None) -> TaskRun:
-        """Send a task to its ranks and return at once; pass the returned run to `follow`.
+        """Send a task to its ranks without waiting for its end; pass the returned run to `follow`.
 
-        `patience` is for this task alone, by default the world's.  Raises the errors of
+        `patience` is for this task alone; by default the world's is used.  Raises the errors of
         `Session.submit`.
         """
         before, session = self.session.everyone, self._started
@@ -324,7 +324,7 @@ class World:
         return self.session.follow(running, answers=answers)
 
     def catch_up(self) -> CellResult[Any] | None:
-        """Show the output of the task that ran when this world was attached, and wait for it.
+        """Show the output of the task that ran when this world was attached, until the task ends.
 
         Returns and raises as `execute`; returns None if no task ran then, or if it is over.
         """
@@ -337,7 +337,7 @@ class World:
             self.session.release_values(running)
 
     def interrupt(self) -> None:
-        """Interrupt the ranks that run a task; do nothing if none does."""
+        """Interrupt the ranks that run a task; do nothing if no rank runs a task."""
         self.session.interrupt()
 
     # --- the group ------------------------------------------------------------------------
@@ -381,8 +381,8 @@ class World:
     def tracked(self, name: str) -> Any:
         """Return the values that ranks have tracked under a name, as a pandas DataFrame.
 
-        Its columns are `step` and one for each rank.  If the steps have begun again, a column `run`
-        numbers the runs.  Of curves with very many points, neighbouring points are one row, with
+        The columns are `step` and one for each rank.  If the steps have begun again, a column `run`
+        numbers the runs.  In curves with very many points, neighbouring points are one row with
         their mean.
 
         Raises UsageError if nothing was tracked under this name, or if pandas is missing.
@@ -402,8 +402,8 @@ class World:
     def snapshot(self, *variables: str | Sequence[str], name: str | None = None) -> Snapshot:
         """Write variables of each rank to the disk: `world.snapshot("model", "step", name="a")`.
 
-        By default all variables that cells have bound or changed, under the name of the notebook.
-        The states of the random number generators are saved with them.  `restore` reads the
+        By default all variables that cells have bound or changed are written, under the name of the
+        notebook.  The states of the random number generators are saved too.  `restore` reads the
         snapshot, in this world or a later one.  Of each name the notebook's 3 newest snapshots are
         kept.  Raises UsageError if the snapshot cannot be written; nothing has changed then.
         """
@@ -418,9 +418,9 @@ class World:
     ) -> value_transfer.Restored:
         """Bind the variables of a snapshot, by default all, on all ranks or some.
 
-        By default of this notebook's newest snapshot; `name` selects the newest of that name.
+        The snapshot is by default this notebook's newest; `name` selects the newest of that name.
         With `from_rank` every rank gets the variables of that rank.  Raises UsageError if the
-        snapshot is damaged or of a world of another size; then nothing is bound.
+        snapshot is damaged or does not fit the ranks; then nothing is bound.
         """
         store, names = self.snapshot_store, _names_in(variables)
         snapshot = store.find(name)  # first: a missing snapshot starts no workers
@@ -428,7 +428,7 @@ class World:
 
     @property
     def snapshot_store(self) -> SnapshotStore:
-        """The store of this notebook's snapshots, below the log folder."""
+        """The store with the snapshots of this notebook and others, in `root_folder`."""
         config = self.session.config
         return SnapshotStore(
             root_folder(self.session.spec.config.log_dir or ""), owner_of(config.pool)
@@ -446,8 +446,8 @@ def _names_in(given: Sequence[str | Sequence[str]]) -> list[str] | None:
 def run(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> CellResult[R]:
     """Call a function on new workers, one per GPU; the workers end with the call.
 
-    Without GPUs there is one worker per core, at most 4.  `distributed` takes their number and
-    other options; with `World` the workers stay.  Raises the errors of `World.start` and
+    Without GPUs there is one worker per core, at most 4.  `distributed` takes the number of workers
+    and other options; with `World` the workers stay.  Raises the errors of `World.start` and
     `World.run`.
     """
     if options := _options_of_world(function, kwargs):

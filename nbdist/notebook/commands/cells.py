@@ -1,4 +1,4 @@
-"""The magics that run cells on workers, auto mode, and `%dist_help`, which lists all magics."""
+"""The magics that run cells on workers, that set auto mode, and that list magics (`%dist_help`)."""
 
 from __future__ import annotations
 
@@ -84,11 +84,11 @@ def _awaits(shell: InteractiveShell, cell: str) -> bool:
 def _run_here(line: MagicCall, running: TaskRun) -> BaseException | None:
     """Run the cell in the notebook too; return its error, which IPython has shown already.
 
-    Stop is no error of the notebook: it also stops the ranks.
+    After Stop, which also stops the ranks, returns None.
     """
     ran: Any = line.pool.shell.run_cell(line.cell)
     if world := line.pool.world:
-        # A rank whose task has ended owns the names that it bound, as a rank that ends later does.
+        # Names that ranks have bound stay the ranks' own, although the cell binds them here too.
         for track in running.transcript:
             for name in track.done.bound if track.done else ():
                 world.session.names.record_gathered(name, (track.rank,))
@@ -164,9 +164,9 @@ def distributed(line: MagicCall) -> None:
 
 
 def _reset_here(line: MagicCall) -> bool:
-    """If auto mode's cell is a `%reset`, ask the user, and delete the notebook's variables too.
+    """If auto mode's cell begins with `%reset`, ask the user; delete the notebook's variables too.
 
-    Returns False if the user says no.  The cell for the ranks becomes `%reset -f`.
+    Returns False if the user says no.  The ranks' `%reset` gets `-f`, so that no rank asks.
     """
     shell: Any = line.pool.shell
     cell = as_magic(shell, line.cell, line.pool.world)
@@ -202,7 +202,7 @@ def _steps(line: MagicCall) -> CellSteps:
 def _split_ranks(_: Magic, text: str) -> tuple[str, list[str]]:
     """Read the whole line but `--pool` as ranks.
 
-    Otherwise argparse would take `-1` for an option, and `0, 2` for two words.
+    Argparse alone would take `-1` for an option, and `0, 2` for two words.
     """
     ranks = "".join(_RANK_SEPARATOR.sub(",", POOL.sub(" ", text)).split())
     if not ranks:
@@ -218,7 +218,7 @@ def _split_ranks(_: Magic, text: str) -> tuple[str, list[str]]:
 )
 def rank(line: MagicCall) -> None:
     """Run the cell on some ranks only: `%%rank 0,2-3` is `%%distributed -r 0,2-3`."""
-    parse_ranks(line.options.ranks, line.busy_world.size)  # an error without workers: none start
+    parse_ranks(line.options.ranks, line.busy_world.size)  # raises without workers; starts none
     line.options = parse(distributed.run, line.command.shown_name, f"-r={line.options.ranks}")
     distributed.run(line)
 
@@ -271,7 +271,7 @@ MACHINES = (
     ("%dist_init --hosts a,b", "Start workers on machines reached by ssh"),
     ("%dist_init --launcher join", "Wait for machines that run `nbdist join`"),
 )
-"""Calls of `%dist_init` that the list of magics has besides the magics, for many machines."""
+"""Calls of `%dist_init` for many machines, which `%dist_help` lists beside the magics."""
 
 
 @command(

@@ -124,9 +124,9 @@ def last_lines(
 
 
 def _files(tails: Sequence[LogTail], get: GetLogs, session: Session) -> Iterator[str]:
-    """Yield lines that name the files, files with lost lines, and ranks without an answer.
+    """Yield lines that name the files, ranks whose files lack lines, and ranks without an answer.
 
-    Raises UsageError if no rank has files, or none of the attempt.
+    Raises UsageError if no answer has a file, or if no file is of the attempt.
     """
     machines, folders = session.machines, dict[tuple[str, Path], list[int]]()
     attempts = {number for each in tails for number in each.attempts}
@@ -221,7 +221,7 @@ def _pool_status(line: MagicCall, pool: Pool) -> CommandOutput:
             return shown_stacks(pool.headline, ())
         ranks = parse_ranks(line.options.ranks or "all", pool.world.size)
         stacks = line.query_agent(pool, GetStacks(ranks))
-        # The headline after the stacks: asking for them is how a lost agent is noticed.
+        # The headline after the stacks: asking for stacks shows whether the agent was lost.
         return shown_stacks(pool.headline, stacks, pool.world.session.machines.who)
     workers = line.query_agent(pool, GetStatus())
     if line.options.ranks is not None:
@@ -255,9 +255,9 @@ OPEN_LINES = 60
 
 
 def shown_stacks(head: str, stacks: Iterable[Stack], who: Who = name_ranks) -> CommandOutput:
-    """Draw each group of equal stacks once, ignoring addresses.
+    """Draw equal stacks once, with their ranks; addresses in memory do not count.
 
-    The first group is open on a page, and further groups until `OPEN_LINES` lines are shown.
+    On a page the first stack is open, and so are others up to `OPEN_LINES` lines in total.
     """
     groups, parts, drawn = group_stacks(stacks), [line(bold(head))], 0
     for each in groups:
@@ -281,7 +281,7 @@ def _colour(stack: Stack) -> str:
     return BLUE if stack.state == "busy" else GREEN
 
 
-LINES_AGAIN = 1000  # lines that `%dist_output -r 3` shows without `--all`
+LINES_AGAIN = 1000  # lines that `%dist_output -r 3` shows at most without `--all`
 
 
 @command(

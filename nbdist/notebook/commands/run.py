@@ -155,7 +155,7 @@ def dist_debug(line: MagicCall) -> None:
 def failed_rank(pool: Pool) -> int:
     """Return the rank that failed first in the last cell that failed.
 
-    Raises UsageError if no rank has failed, or if the process of the rank has ended.
+    Raises UsageError if no rank has failed, or if the rank failed because its process ended.
     """
     if pool.failed is None:
         raise UsageError("`%dist_debug`: no rank has failed yet. `-r 2` says which to look at.")
@@ -169,7 +169,7 @@ def failed_rank(pool: Pool) -> int:
 
 
 def debug_ranks(pools: Pools, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Wrap `InteractiveShell.debugger`, to debug a rank if the last error was a rank's."""
+    """Wrap `InteractiveShell.debugger`, to debug a rank if the last error was nbdist's."""
     shell = pools.shell
     is_wanted = bool(args or kwargs) or shell.call_pdb
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
@@ -203,7 +203,7 @@ def dist_memory(line: MagicCall) -> CommandOutput:
 def memory_tables(by_rank: Mapping[int, Memory]) -> CommandOutput:
     """Draw the memory of ranks: a line for all, a table by rank, and tables of the largest tensors.
 
-    The last table has tensors that only tracebacks and `Out` hold.
+    A further table has tensors that only the last traceback and `Out` hold.
     """
     parts = [table(headline(by_rank), per_rank(by_rank, used_figures))]
     rows = tensor_rows(by_rank, [(rank, each) for rank in by_rank for each in by_rank[rank].held])
@@ -221,7 +221,7 @@ def memory_tables(by_rank: Mapping[int, Memory]) -> CommandOutput:
 
 
 def headline(by_rank: Mapping[int, Memory]) -> str:
-    """Write the range of the ranks: `ranks 0-3 · 42-61 MiB · this machine 3.1 GiB of 23.5 GiB`."""
+    """Write a line on all ranks: `ranks 0-3 · 42-61 MiB · this machine 3.1 GiB of 23.5 GiB`."""
     parts = [name_ranks(by_rank), size_range(memory.pss for memory in by_rank.values())]
     if gpus := [memory.gpu for memory in by_rank.values() if memory.gpu]:
         used, total = size_range(gpu.used for gpu in gpus), size_range(gpu.total for gpu in gpus)
@@ -240,7 +240,7 @@ Figures = Sequence[tuple[str, str]]  # pairs of a heading and a rank's text belo
 
 
 def per_rank(by_rank: Mapping[int, F], figures_of: Callable[[F], Figures]) -> list[tuple[str, ...]]:
-    """Return the rows of a table: headings, then a row for all ranks with equal figures."""
+    """Return a table's headings, then a row for each set of ranks with equal figures."""
     figures = {rank: figures_of(each) for rank, each in by_rank.items()}
     (first, *_) = figures.values()
     headings = ("ranks", *(heading for heading, _ in first))
@@ -249,7 +249,7 @@ def per_rank(by_rank: Mapping[int, F], figures_of: Callable[[F], Figures]) -> li
 
 
 def drop_empty_columns(table: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Remove columns that are empty below their heading, such as those of GPUs without GPUs."""
+    """Remove columns that are empty below their heading, as `GPU` on a machine without GPUs."""
     return [*zip(*(each for each in zip(*table, strict=True) if any(each[1:])), strict=True)]
 
 

@@ -223,7 +223,7 @@ def dist_sync(line: MagicCall) -> str:
 # --- snapshots of the workers' variables ------------------------------------------------------
 
 EVERY_OPTION = whole_number("--every", "a number, such as `--every 1`, or 0", minimum=0)
-MAX_NAMED_VARIABLES = 20  # variables that are listed by name
+MAX_NAMED_VARIABLES = 20  # variables that a text lists by name at most
 
 FROM_RANK = whole_number("--from", "a number, such as `--from 1`, or 0", minimum=0)
 

@@ -1,7 +1,7 @@
-"""The rank's accelerator, of whatever kind; torch calls ROCm's `cuda`.  Tried with CUDA only.
+"""The rank's accelerator, of whatever kind torch supports; tried with CUDA only.
 
-Uses `torch.accelerator` if torch 2.7 has the function there. Newer functions (memory, random
-numbers) come from the device's own module, in which all kinds give them the same names.
+Functions that torch 2.7 has in `torch.accelerator` are called there. Other functions (for memory
+and random numbers) come from the device's own module, and have the same names for all kinds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity
 def graph() -> type:
     """Return torch's class of CUDA graphs.
 
-    A function, because `nbdist doctor` imports this file with any torch.
+    The class is looked up in a function, because `nbdist doctor` imports this file with any torch.
     """
     return torch.cuda.CUDAGraph
 
@@ -27,7 +27,7 @@ def use(device: torch.device) -> None:
 
 
 def synchronize() -> None:
-    """Wait until all work on the accelerator is done; nothing else ends this wait."""
+    """Wait until all work on the accelerator is done; Stop does not end this wait."""
     torch.accelerator.synchronize()
 
 
@@ -37,9 +37,9 @@ def is_in_use() -> bool:
 
 
 def error_probe() -> Callable[[], bool] | None:
-    """Return a function that raises a lasting GPU error, at once and in any thread.
+    """Return a function, for any thread, that raises at once if the GPU has a lasting error.
 
-    None if the accelerator is not in use.
+    Returns None if the accelerator is not in use.
     """
     return torch.accelerator.current_stream().query if is_in_use() else None
 
@@ -52,7 +52,7 @@ def nccl_version() -> tuple[int, ...]:
 def names() -> list[str]:
     """Return the names of all accelerators that torch can use.
 
-    torch warns if it cannot use them, or not well.
+    torch warns of accelerators that torch cannot use, or not well.
     """
     kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if kind is None:
@@ -69,7 +69,7 @@ def index() -> int:
 
 
 def room() -> tuple[int, int]:
-    """Return how much memory is free of all processes' use, and how much there is."""
+    """Return how much memory no process uses, and how much memory there is."""
     free, total = _module().mem_get_info()
     return free, total
 
@@ -90,7 +90,7 @@ def reserved() -> int:
 
 
 def release_cached() -> None:
-    """Release the memory that torch caches for later tensors, also pinned memory of the CPU."""
+    """Release memory that torch caches for later tensors; in newer torch also pinned memory."""
     if not is_in_use():
         return
     _module().empty_cache()

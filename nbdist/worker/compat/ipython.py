@@ -1,7 +1,7 @@
-"""Private names of IPython, ipykernel and pdb, each behind a function of our own; in the workers.
+"""Private names of IPython, ipykernel and pdb, behind functions and classes of our own.
 
-Tried with IPython 7.34 to 9.18 and ipykernel 6.17 to 7.4; `check` says what a version lacks. The
-debugger's prompt goes to the notebook as that of `input()` does, since pdb reads by `input`.
+Runs in the workers; tried with IPython 7.34 to 9.18 and ipykernel 6.17 to 7.4. The debugger's
+prompt goes to the notebook as that of `input()` does, since pdb reads by `input`.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from nbdist.system.folders import whole_file
 from nbdist.values.definitions import cell_numbers, function_name
 
 SHOW = "_showtraceback"
-"""IPython's method that gets a finished traceback; ipykernel's publishes the traceback."""
+"""IPython's method that shows a finished traceback; in ipykernel the method publishes it."""
 
-# Beginning of a frame in IPython 7, with file and call in colours, and its mark at the line.
+# Parts of a frame in IPython 7: the first line, with file and call in colours, and the line's mark.
 COLOURS = r"((?:\x1b\[[\d;]*m)*)"
 TRACEBACK_FRAME = re.compile(rf"{COLOURS}([^\x1b\n]+?){COLOURS} in ([^\n]*)")
 FRAME_LINE = re.compile(r"-> (\d+)")
 
 
 def check() -> tuple[str, ...]:
-    """Return a sentence on each name that this IPython or ipykernel lacks, and what is lost."""
+    """Return a sentence on each name that this IPython or ipykernel lacks, and on what is lost."""
     sentences = []
     if not hasattr(ZMQInteractiveShell, SHOW):
         sentences.append(
@@ -60,7 +60,7 @@ def check() -> tuple[str, ...]:
 def import_without_debugpy() -> None:
     """Import ipykernel without debugpy, which takes 70 ms and 7 MB in each worker.
 
-    No front end attaches to a worker. `import debugpy` in a cell works as usual.
+    No front end debugs a worker by debugpy. `import debugpy` in a cell works as usual.
     """
     server = sys.modules.get("debugpy.server", sys)
     sys.modules["debugpy.server"] = None  # type: ignore[assignment]
@@ -105,7 +105,7 @@ class AnnouncesErrors(ZMQInteractiveShell):
             super()._showtraceback(etype, evalue, stb)
 
     def publish_error(self, kind: Any, error: Any, lines: list[str]) -> None:
-        """Publish a finished traceback as an exception's; print it if IPython lacks the method."""
+        """Publish `lines` as the exception's traceback; print them if IPython lacks `SHOW`."""
         if hasattr(ZMQInteractiveShell, SHOW):
             self._showtraceback(kind, error, lines)
         else:
@@ -133,7 +133,7 @@ def number_cells(shell: Any) -> None:
 
 
 def _with_number(part: str, numbers: Mapping[str, int]) -> str:
-    """Return a part of IPython 7's traceback with a first line as in IPython 8 and later."""
+    """Return a part of IPython 7's traceback; a frame gets a first line as in IPython 8."""
     begins, line = TRACEBACK_FRAME.match(part), FRAME_LINE.search(part)
     if begins is None or line is None:
         return part
@@ -162,13 +162,13 @@ def prepare_jedi(completer: Any) -> None:
 
 
 def write_cache_whole(cache: Any) -> None:
-    """Make parso write its cache files whole, even if a process is killed: rename them last."""
+    """Make parso write each cache file under another name, and rename the file at the end."""
     if not hasattr(cache, "_save_to_file_system") or not hasattr(cache, "_get_hashed_path"):
         return
 
     def save(hashed_grammar: str, path: object, item: object, cache_path: object = None) -> None:
         name = cache._get_hashed_path(hashed_grammar, path, cache_path=cache_path)
-        # parso removes a killed process's file with all files that were not read for 30 days.
+        # A killed process's unfinished file stays until parso removes files unread for 30 days.
         with whole_file(Path(name)) as file:
             pickle.dump(item, file, pickle.HIGHEST_PROTOCOL)
 
@@ -198,7 +198,7 @@ FrameStack = list[tuple[FrameType, int]]
 
 
 def is_around(frame: FrameType) -> bool:
-    """Return True for a call of nbdist, `runpy`, or a package of `OUTER_PACKAGES`."""
+    """Return True for a call of nbdist, a frozen module, `runpy`, or one of `OUTER_PACKAGES`."""
     file = frame.f_code.co_filename
     if file.startswith((PACKAGE, "<frozen ")) or file.endswith(RUNPY):
         return True
@@ -233,7 +233,7 @@ class Debugger(InterruptiblePdb):
         self._entered: FrameType | None = None
 
     def set_trace(self, frame: FrameType | None = None, **options: Any) -> None:
-        """Debug from the frame on, by default the caller's."""
+        """Debug from this frame on, by default the caller's."""
         caller = inspect.currentframe()
         self._entered = frame or (caller and caller.f_back)
         super().set_trace(self._entered, **options)
@@ -254,7 +254,7 @@ class Debugger(InterruptiblePdb):
             self._stopped = stop.with_traceback(None)
 
     def user_return(self, frame: FrameType, value: Any) -> None:
-        """Stop at the end of a call; for a statement of a cell, at the cell's next statement."""
+        """Pause at the end of a call; after a cell's statement, pause at the next statement."""
         if is_statement(frame):
             self._is_between = True
             self.set_step()
@@ -263,15 +263,15 @@ class Debugger(InterruptiblePdb):
             remove_pdb_names(frame)
 
     def user_call(self, frame: FrameType, arguments: Any) -> None:
-        """Stop at the beginning of a call, unless the call is a statement of a cell."""
+        """Pause at the beginning of a call, unless the call is a statement of a cell."""
         if not is_statement(frame):
             super().user_call(frame, arguments)
 
     def user_exception(self, frame: FrameType, info: Any) -> None:
-        """Stop where an exception is raised, but not for Stop's KeyboardInterrupt.
+        """Pause where an exception is raised, unless the exception is a KeyboardInterrupt.
 
-        An exception in IPython's code is the end of a statement that awaits: go on to the next
-        statement.
+        An exception in a call around the user's is the end of a statement that awaits: go on to the
+        next statement.
         """
         if is_around(frame):
             self._is_between = True
@@ -281,9 +281,9 @@ class Debugger(InterruptiblePdb):
             remove_pdb_names(frame)
 
     def stop_here(self, frame: FrameType) -> bool:
-        """Return True if stepping stops in this frame."""
+        """Return True if stepping pauses in this frame."""
         if self._is_between or (is_called_by_us(frame) and frame is not self._entered):
-            # Between statements IPython may call anybody's code, so stop only at the next
+            # Between statements IPython may call anybody's code, so pause only at the next
             # statement.
             if not is_statement(frame):
                 return False
@@ -335,7 +335,7 @@ def leave_debugger() -> None:
 
 
 def post_mortem(error: BaseException) -> None:
-    """Debug where an exception was raised; `exceptions` of newer versions of pdb shows causes."""
+    """Debug where an exception was raised; in newer pdb the command `exceptions` shows causes."""
     session = Debugger()
     session.reset()
     # IPython 8.15 and later shows causes itself; from Python 3.13 on pdb does.
@@ -353,7 +353,7 @@ def use_debugger() -> None:
     for module in (pdb, debugger):
         vars(module)["Pdb"] = Debugger
     pdb.set_trace = debugger.set_trace
-    # torch's own would read from a terminal; before torch 2.10 it is made on import.
+    # torch's own debugger would read from a terminal; from 2.10 on torch derives it from ours.
     if hasattr(torch.distributed, "_DistributedPdb"):
         torch.distributed._DistributedPdb = Debugger
     # In an ipykernel `breakpoint()` does nothing once debugpy has been imported.

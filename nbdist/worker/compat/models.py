@@ -18,7 +18,7 @@ def parts_of(attributes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def compiles_hooks(model: Any) -> bool:
-    """Return True if `model.compile()` was called: hooks of the model are compiled too."""
+    """Return True if `model.compile()` was called, which compiles the model's hooks too."""
     return getattr(model, "_compiled_call_impl", None) is not None
 
 
@@ -55,7 +55,7 @@ def renew_reducer(model: Any, group: ProcessGroup) -> None:
 
 
 def buckets_of(model: Any) -> list[list[int]] | None:
-    """Return the numbers of the parameters in each DDP bucket; None before the second step."""
+    """Return the numbers of the parameters in each DDP bucket; None until DDP rebuilds buckets."""
     logged = model._get_ddp_logging_data()
     if not logged.get("has_rebuilt_buckets"):
         return None
@@ -137,7 +137,7 @@ def sharding_of(module: Any) -> tuple[int, Any, dict[str, Any], dict[str, Any]]:
     inside = [group for inner in module.modules() for group in _fsdp_groups(inner)]
     options = {"mp_policy": state._mp_policy}
     settings: dict[str, Any] = {}
-    # The first forward sets this option of the root module to False if the user has given none.
+    # Without `reshard_after_forward` from the user, a root module's first forward sets it to False.
     is_given = not getattr(state, "_auto_reshard_after_forward", False)
     for group in _fsdp_groups(module):
         options |= {"offload_policy": group.offload_policy}

@@ -1,10 +1,10 @@
-"""The two classes that "nccl" has been in torch, behind one protocol; in the workers.
+"""The two classes that "nccl" has been in torch, behind one interface; in the workers.
 
-`Legacy` is what "nccl" means up to torch 2.14, "nccl-legacy" from then on, and "nccl" again with
-TORCH_DIST_USE_NCCL2=0. It was run on an H200 with torch 2.11. `Nccl2` is what "nccl" means from
-2.15 on; it was not run on a GPU yet. The name of a backend says which class it is, never the
-version of torch. With nccl2 on 2.14, where it is not the default, groups heal too, but no rank is
-seen to wait: torch does not record its collectives.
+`Legacy` is for what "nccl" means up to torch 2.14, and from 2.15 on with TORCH_DIST_USE_NCCL2=0 or
+by the name "nccl-legacy"; tried on an H200 with torch 2.11. `Nccl2` is for what "nccl" means from
+2.15 on; not tried on a GPU yet. The name of a backend says which class the backend has, the version
+of torch does not. With nccl2 on torch 2.14, where nccl2 is not the default, groups heal too, but no
+rank is seen to wait, because torch does not record the collectives.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ class Seat:
 
 
 class Adapter(ABC):
-    """The operations of nccl's backends that nbdist uses; a subclass for either class."""
+    """The operations of nccl's backends that nbdist uses; each class of torch has a subclass."""
 
     max_generations: int | None
     """How often a group can be connected, with the first time; None if there is no limit."""
 
-    keeps_numbering: bool  # whether a group's collectives are numbered on after a renewal
+    keeps_numbering: bool  # whether numbers of a group's collectives go on after a renewal
 
     @abstractmethod
     def connect(self, backend: Any, seat: Seat, timeout: timedelta) -> Callable[[], None]:
@@ -72,7 +72,7 @@ class Adapter(ABC):
 
     @abstractmethod
     def new(self, name: str, seat: Seat, timeout: timedelta) -> Any:
-        """Return a new backend for a group of this name, which is not connected yet."""
+        """Return a new backend, not connected yet, for a group of this name."""
 
     def abort(self, backends: Sequence[Any]) -> None:
         """Abort the collectives of backends, from any thread; this can take for ever.
@@ -87,7 +87,7 @@ class Adapter(ABC):
 
     @abstractmethod
     def dump(self, *, active: bool) -> bytes:
-        """Return Flight Recorder's entries as JSON, or only the `active` ones, not yet ended."""
+        """Return Flight Recorder's entries as JSON; if `active`, only those that have not ended."""
 
     def pending(self) -> list[dict[str, Any]]:
         """Return the entries of collectives that have not ended."""
@@ -108,16 +108,16 @@ class Adapter(ABC):
 
 
 class Legacy(Adapter):
-    """torch's first class: it is aborted, then a new backend takes its place in the group."""
+    """torch's first class: in a group, a new backend takes the place of an aborted one."""
 
     max_generations: int | None = MAX_GENERATIONS // 2
     keeps_numbering = False
 
     def connect(self, backend: Any, seat: Seat, timeout: timedelta) -> Callable[[], None]:
-        """Meet in the store, then connect, instead of with the first collective.
+        """Wait for the other ranks in the store; return a function that makes the communicator.
 
-        In the first collective torch could not abort a wait, as there is no communicator yet. Sends
-        and receives use this communicator too.
+        If the first collective made the communicator, torch could not abort a wait in it. Sends and
+        receives use this communicator too.
         """
         store, size = seat.store, len(seat.members)
         store.set(f"connects{seat.number}/{seat.position}", "")
@@ -137,7 +137,7 @@ class Legacy(Adapter):
         return backend
 
     def new(self, name: str, seat: Seat, timeout: timedelta) -> Any:
-        """Return a new backend, made as torch 2.13's `_new_process_group_helper` does."""
+        """Return a new backend, made as by torch 2.13's `_new_process_group_helper`."""
         options: Any = dist.ProcessGroupNCCL.Options()
         options.is_high_priority_stream = False
         options._timeout = timeout
@@ -170,17 +170,17 @@ class Legacy(Adapter):
 
 
 class Nccl2(Adapter):
-    """torch's newer class: reconfiguring it connects it; its watchdog never ends the process."""
+    """torch's newer class: `reconfigure` connects it; its watchdog never ends the process."""
 
     max_generations: int | None = None
     keeps_numbering = True
 
     def connect(self, backend: Any, seat: Seat, timeout: timedelta) -> Callable[[], None]:
-        """Return a function that connects on the rank's device, in bounded time, also repeatedly.
+        """Wait for the other ranks in the store; return a function that connects in bounded time.
 
-        The function raises DistError if the ranks do not connect.
+        The function uses the rank's device, and raises DistError if the ranks do not connect.
         """
-        # Else the backend would use the device of the calling thread; each thread has its own.
+        # By default the backend uses the device of the calling thread; each thread has its own.
         backend.bound_device_id = seat.device
         size = len(seat.members)
         options = exchange_handles(backend, seat.store, seat.position, size, seat.number, timeout)
@@ -265,7 +265,7 @@ def when_nccl2_is_made(make: Callable[[Callable[[Any], Any], Any], Any]) -> None
 def when_legacy_is_made(made: Callable[[Any, Any, int, int, timedelta], None]) -> None:
     """Call `made(backend, store, rank, size, timeout)` after a legacy backend was made.
 
-    It is not called for a backend that torch splits from another.
+    `made` is not called for a backend that torch splits from another.
     """
     kind: Any = getattr(dist, "ProcessGroupNCCL", None)
     if kind is None:  # torch for the CPU
@@ -293,7 +293,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 def open_calls() -> ctypes.c_uint64 | None:
-    """Return torch's counter of NCCL's group calls open on this thread; None if not found."""
+    """Return torch's counter of NCCL's open group calls on this thread; None if not found."""
     try:
         return ctypes.c_uint64.in_dll(library, OPEN_CALLS) if (library := _library()) else None
     except ValueError:  # a version of torch without this counter
@@ -301,7 +301,7 @@ def open_calls() -> ctypes.c_uint64 | None:
 
 
 def plain_class() -> str:
-    """Return the name of the class that "nccl" means here."""
+    """Return the name of the class that "nccl" means in this torch."""
     return "ProcessGroupNCCL2" if _plugin_of_nccl2("nccl") else "ProcessGroupNCCL"
 
 

@@ -1,7 +1,7 @@
-"""Private names of torch's groups and backends, each behind a function of our own; in the workers.
+"""Private names of torch's groups and backends, behind functions and constants of our own.
 
-Tried with torch 2.7 to 2.15. Functions say where versions differ; `check` says what the installed
-version lacks.
+Runs in the workers; tried with torch 2.7 to 2.15. Comments say where versions differ; `check` says
+what the installed version lacks.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ SETS_TIMEOUTS = VERSION >= (2, 9)
 """Whether the timeout of gloo's collectives can be changed once the group exists."""
 
 RENEWS_GLOO = hasattr(ProcessGroupGloo, "reconfigure")
-"""Whether a gloo backend can connect again, from torch 2.14 on; else a new one takes its place."""
+"""Whether a gloo backend can connect again (from torch 2.14 on), so that it is not replaced."""
 
 FIRST_TYPE, LAST_TYPE = 20, 255  # a backend's type is a byte, and torch 2.15 names less than ten
 
 MAX_GENERATIONS = LAST_TYPE - FIRST_TYPE
-"""How often a group can be formed, with the first time; half as often if nccl needs types too."""
+"""How often a group can be formed, the first time included; with `nccl.Legacy` half as often."""
 
 OPERATIONS = (
     *("allgather", "allgather_coalesced", "allgather_into_tensor_coalesced", "_allgather_base"),
@@ -89,18 +89,18 @@ def subgroups_of(default: ProcessGroup) -> dict[str, ProcessGroup]:
 
 
 def default_store() -> Any:
-    """Return the store in which the ranks of the default group have met."""
+    """Return the store through which the ranks of the default group found each other."""
     return distributed_c10d._get_default_store()
 
 
 def entries_of(group: ProcessGroup) -> dict[str, Any]:
-    """Return a group's entries in torch's tables, for `set_default_group`."""
+    """Return a group's entries in torch's tables, by table, for `set_default_group`."""
     tables = [table for table in TABLES if group in getattr(distributed_c10d._world, table, ())]
     return {table: getattr(distributed_c10d._world, table)[group] for table in tables}
 
 
 def set_default_group(group: ProcessGroup, entries: Mapping[str, Any]) -> None:
-    """Make a group the default group; there must be none before."""
+    """Make a group the default group, by its `entries`; there must be no default group before."""
     tables = distributed_c10d._world
     for table, entry in entries.items():
         getattr(tables, table)[group] = entry
@@ -122,7 +122,7 @@ def exempt_from_shutdown(group: ProcessGroup) -> None:
 def forget_all(destroy: Callable[[], None]) -> list[ProcessGroup]:
     """Remove all groups from torch's tables without shutting any down; return them.
 
-    The caller must keep them from being collected.
+    `destroy` is torch's `destroy_process_group`. The caller must keep references to the groups.
     """
     groups = [*distributed_c10d._world.pg_names]
     if groups:
@@ -140,7 +140,7 @@ def end_coalescing() -> None:
 
 
 def check_timeout(timeout: object) -> None:
-    """Raise torch's TypeError if this is no timedelta."""
+    """Raise torch's TypeError if `timeout` is no timedelta."""
     distributed_c10d._check_valid_timeout(timeout)
 
 
@@ -150,13 +150,13 @@ def set_timeout(group: ProcessGroup, timeout: timedelta) -> None:
 
 
 def name_groups(choose: Callable[[str, Sequence[int], bool], str]) -> None:
-    """Let `choose(torch's name, ranks, is_hashed)` name each new group."""
+    """Let `choose(torch's name, ranks, is_hashed)` name each new group, if torch allows that."""
     if not hasattr(distributed_c10d, "_process_group_name"):
         return
     original = distributed_c10d._process_group_name
 
     def name(ranks: Sequence[int], use_hashed_name: bool) -> str:  # noqa: FBT001
-        # Call torch's function in any case: it counts.
+        # Call torch's function even if its name is not used, because it counts the groups.
         return choose(str(original(ranks, use_hashed_name)), ranks, use_hashed_name)
 
     distributed_c10d._process_group_name = name  # type: ignore[assignment]
@@ -201,7 +201,7 @@ def when_tcp_store_is_made(make: Callable[..., None]) -> Callable[..., None]:
 
 
 def gloo_options(device: Any, threads: int, timeout: timedelta | None, *, renewable: bool) -> Any:
-    """Return options of a gloo backend.  A `renewable` one connects only when it is renewed."""
+    """Return options of a gloo backend.  A `renewable` backend connects only by `renew`."""
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices, options._threads = [device], threads
     if timeout is not None:
@@ -214,7 +214,7 @@ def gloo_options(device: Any, threads: int, timeout: timedelta | None, *, renewa
 def renew(backend: Any, store: Any, rank: int, size: int, number: int, timeout: timedelta) -> None:
     """Connect a gloo backend to ranks that do the same, in a store where `number` is used once.
 
-    Raises RuntimeError if they do not meet; the backend stays as it was.
+    Raises RuntimeError if the ranks do not come; then the backend stays as it was.
     """
     options = exchange_handles(backend, store, rank, size, number, timeout)
     backend.reconfigure(options).wait()
@@ -235,7 +235,7 @@ def exchange_handles(
 def replace_gloo(group: ProcessGroup, backend: Any, number: int) -> None:
     """Put this backend in the place of the group's gloo backend; `number` is new each time.
 
-    A ProcessGroup keeps a backend of a type that it knows, and takes a new type as the default.
+    The backend gets a new type by `number`: a group takes no other backend of a known type.
     """
     # Read now: the group takes both from its backend, which is replaced below.
     name, description = group.group_name, group.group_desc
@@ -285,7 +285,7 @@ def compares() -> bool:
 
 
 def recorded_groups() -> dict[str, dict[str, str]]:
-    """Return Flight Recorder's counters of each backend, by its number; takes 0.05 ms."""
+    """Return Flight Recorder's counters by the backend's number, if it has gloo's; 0.05 ms."""
     if not RECORDS_GLOO:
         return {}
     dump = c10d._dump_fr_trace_json(False, False)  # type: ignore[attr-defined]  # noqa: FBT003
@@ -294,15 +294,15 @@ def recorded_groups() -> dict[str, dict[str, str]]:
 
 
 def recorded_collectives() -> Iterator[dict[str, Any]]:
-    """Yield Flight Recorder's entries, the newest first; 8 ms if it is full, and more for each."""
+    """Yield Flight Recorder's entries, the newest first; takes 8 ms or more for a full recorder."""
     if RECORDS_GLOO:
         yield from entries_in(c10d._dump_fr_trace_json(True, False))  # type: ignore[attr-defined]  # noqa: FBT003
 
 
 def entries_in(written: bytes) -> Iterator[dict[str, Any]]:
-    """Yield Flight Recorder's entries, parsed from the newest back.
+    """Yield Flight Recorder's entries, the newest first.
 
-    To parse all 2,000 would take ten times as long.
+    Each entry is parsed when the caller takes it, because parsing all 2,000 takes long.
     """
     dump = written.decode()
     decoder, end = json.JSONDecoder(), len(dump)
@@ -315,8 +315,8 @@ def entries_in(written: bytes) -> Iterator[dict[str, Any]]:
 # --- ending gloo's waits for a message --------------------------------------------------------
 
 # Closing connections does not end a wait for a message from any rank. torch exports a method for
-# that, `RecvWork::abort`, which Python's `Work` lacks (torch 2.14). It is called only if the object
-# behind a `Work` has the table of virtual methods of a `RecvWork`.
+# that, `RecvWork::abort`, which Python's `Work` lacks (torch 2.14). This method is called only if
+# the object behind a `Work` has the table of virtual methods of a `RecvWork`.
 
 CPU_LIBRARY = os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so")
 ABORT_RECEIVE = "_ZN4c10d16ProcessGroupGloo8RecvWork5abortEv"
@@ -347,9 +347,9 @@ def can_end_receives() -> bool:
 
 
 def end_receive(work: dist.Work) -> bool:
-    """Make a wait for a receive of gloo return False, from any thread.
+    """Make the wait for a receive of gloo return False; any thread may call this.
 
-    Return False if `work` is no such wait.
+    Returns False if `work` is no receive of gloo, or if this torch cannot end the wait.
     """
     if (receive := _receives()) is None:
         return False

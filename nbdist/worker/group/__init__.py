@@ -1,1 +1,1 @@
-"""The process group in each rank: formed, aborted and formed again, with what was made on it."""
+"""The process group in each rank: formed, aborted and formed again, with its subgroups."""

@@ -1,9 +1,9 @@
-"""Keeps the world's group as torch's default group; names groups, and moves DDP and FSDP2 models.
+"""Keeps the world's group as torch's default group; names groups, and resets DDP and FSDP2 models.
 
 Nearly every tutorial calls `init_process_group` in its first lines and `destroy_process_group` in
-its last ones, and in a notebook both run again and again. So in a worker a destroyed group is only
-taken out of torch's tables. Putting it back needs no message to other ranks, which may still have
-it. Runs in each rank; `Group` calls it.
+its last ones, and in a notebook both run again and again. So in a worker destroying the world's
+group only takes the group out of torch's tables. Putting the group back needs no message to other
+ranks, which may still have it. Runs in each rank.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from nbdist.words import name_ranks
 from nbdist.worker.compat import models as models_seam
 from nbdist.worker.compat import torch as seam
 
-ID_LENGTH = 12  # characters of a task's id: enough for all tasks that a world ever runs
+ID_LENGTH = 12  # characters of a task's id in a group's name: enough to tell tasks apart
 
 
 class DefaultGroup:
     """The world's group as torch's default group, which user code may destroy and initialise.
 
-    This class also names new groups, so that the names are the same on all members.
+    This class also names new groups, so that a group's name is the same on all its members.
     """
 
     def __init__(self, timeout: timedelta) -> None:
@@ -57,7 +57,7 @@ class DefaultGroup:
         return dist.group.WORLD is self.group
 
     def subgroups(self) -> dict[str, ProcessGroup]:
-        """Return the groups made from the world's group, by name; none while it is not in place."""
+        """Return the subgroups of the world's group by name; {} unless `is_in_place`."""
         return seam.subgroups_of(self.group) if self.is_in_place else {}
 
     def restore(self) -> bool:
@@ -74,7 +74,7 @@ class DefaultGroup:
         return is_other
 
     def begin_task(self, task_id: str) -> None:
-        """Make the world's group the default group, whatever the last task has done with it."""
+        """Make the world's group the default group again, and name new groups after this task."""
         seam.end_coalescing()
         self.name_after(task_id)
         if self.restore():
@@ -84,7 +84,7 @@ class DefaultGroup:
             )
 
     def shut_down(self) -> None:
-        """Shut the group down, at the end of the worker."""
+        """Shut down the world's group and its subgroups, at the end of the worker."""
         self.restore()
         self._destroy()
 
@@ -95,8 +95,8 @@ class DefaultGroup:
         self.name_after("")
 
     def form(self, start: WorkerStart, meeting: Any) -> None:
-        """Form the group in this store.  `pop_groups` has removed the previous group."""
-        # init_process_group wraps sys.excepthook each time it is called.
+        """Form the world's group in the store `meeting`; to form again, call `pop_groups` first."""
+        # Restored below, because each call of init_process_group wraps sys.excepthook again.
         excepthook = sys.excepthook
         self._backend, self._has_gpu = start.world.backend or "", start.device != "cpu"
         self._rank, self._size = start.rank, start.world.world_size
@@ -116,11 +116,11 @@ class DefaultGroup:
         self._entries = seam.entries_of(self.group)
 
     def pop_groups(self) -> list[ProcessGroup]:
-        """Remove the group and all groups made from it from torch's tables; return them."""
+        """Destroy the groups that torch knows; return these groups and the world's group."""
         if not dist.is_initialized():
             return [self.group]  # user code has destroyed the group, or forming another has failed
         assert dist.group.WORLD is not None
-        default = dist.group.WORLD  # user code may have initialised it
+        default = dist.group.WORLD  # may be a group of user code
         groups = {self.group, default, *seam.subgroups_of(default).values()}
         self._destroy()
         return [*groups]
@@ -133,13 +133,13 @@ class DefaultGroup:
     def _name(self, torch_name: str, ranks: Sequence[int], use_hashed_name: bool) -> str:  # noqa: FBT001
         if not self._task:
             return torch_name
-        # Only the members of a group make it if its name is hashed, so they count apart.
+        # A group with a hashed name is made by its members alone, so the members count apart.
         prefix = f"{self._task}.{'_'.join(map(str, ranks))}" if use_hashed_name else self._task
         self._name_counts[prefix] += 1
         return f"{prefix}.{self._name_counts[prefix]}"
 
     def _wrap(self) -> None:
-        """Replace functions of torch that user code calls."""
+        """Replace torch's functions that make and destroy the default group, send and receive."""
         signature = inspect.signature(self._init)
 
         @functools.wraps(self._init)
@@ -162,7 +162,7 @@ class DefaultGroup:
         if self._kept is not None:
             return self._init(*call.args, **call.kwargs)
         is_in_place = self.is_in_place
-        # All ranks of a group pass the same arguments here, so all of them decide the same.
+        # Ranks have to pass the same store and world size, so that all of them decide the same.
         is_another = (
             dist.is_initialized()
             or arguments.get("store") is not None
@@ -210,7 +210,7 @@ class DefaultGroup:
 
 
 def missing_backends(requested: str, existing: str) -> set[str]:
-    """Return the requested backends that are not among `existing`; "nccl" means either class."""
+    """Return the requested backends that `existing` lacks; "nccl2" is enough for "nccl"."""
     requested_names, existing_names = (
         {part.rpartition(":")[2].strip() for part in backend.lower().split(",") if part}
         for backend in (requested, existing)
@@ -219,7 +219,7 @@ def missing_backends(requested: str, existing: str) -> set[str]:
 
 
 def warn_of_own_groups() -> None:
-    """Print a line when user code makes its first group in a worker of `--backend none`.
+    """Print a line once user code has made its first group in a worker of `--backend none`.
 
     nbdist neither shows nor releases ranks that wait in such a group.
     """
@@ -245,9 +245,9 @@ def _print_note(text: str) -> None:
 
 
 def _checking_peer(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function like `dist.send` that raises if the world has no such rank.
+    """Return a function like `dist.send` that raises if the default group lacks the other rank.
 
-    torch would wait for that rank for ever.
+    torch would wait for such a rank for ever.
     """
     name = "dst" if "send" in function.__name__ else "src"
 
@@ -268,7 +268,7 @@ def _checking_peer(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _replace_everywhere(function: Callable[..., Any], by: Callable[..., Any]) -> None:
-    """Replace a function in all modules of torch: `init_device_mesh` has an import of its own."""
+    """Replace a function in all modules of torch that have imported it, as `device_mesh` has."""
     name = function.__name__
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", {})
@@ -278,12 +278,12 @@ def _replace_everywhere(function: Callable[..., Any], by: Callable[..., Any]) ->
 
 # --- DDP and FSDP2 models ---------------------------------------------------------------------
 
-# Layouts of restored modules. DDP's log has only the layouts that DDP found out itself.
+# Bucket layouts of unpickled modules: DDP's log has only layouts that DDP has found out itself.
 _given_layouts: WeakKeyDictionary[Any, list[list[int]]] = WeakKeyDictionary()
 
 
 def reset_interrupted_steps() -> None:
-    """Reset this rank's DDP and FSDP2 models; each rank calls it after an interrupted step.
+    """Reset this rank's DDP and FSDP2 models after a step was interrupted; call this on each rank.
 
     DDP would take the next backward for a second one of the same iteration, and its buckets would
     differ between ranks; FSDP2 keeps parameters gathered on some ranks alone.
@@ -315,7 +315,7 @@ def _raise(why: str, *_: Any) -> None:
 
 
 def renew_reducers() -> None:
-    """Give DDP modules new reducers, as copies from another rank have; call it on all ranks."""
+    """Give DDP modules on the default group new reducers; all ranks must call this together."""
     default = dist.group.WORLD
     for model in ddp_models():
         if default is not None and model.process_group is default:
@@ -328,12 +328,12 @@ def ddp_models() -> Iterator[Any]:
 
 
 def instances_of(kind: type) -> Iterator[Any]:
-    """Yield all objects of this class, and of its subclasses, in the process."""
+    """Yield the objects of a class and its subclasses that the garbage collector tracks."""
     return (instance for instance in gc.get_objects() if issubclass(type(instance), kind))
 
 
 def bucket_layout(net: Any) -> list[list[int]]:
-    """Return the numbers of the parameters in each DDP bucket; empty before the second step.
+    """Return the numbers of the parameters in each DDP bucket; empty if no layout is known yet.
 
     With three ranks or more, the buckets decide the last bits of gradients.
     """
@@ -342,7 +342,7 @@ def bucket_layout(net: Any) -> list[list[int]]:
 
 
 def set_bucket_layout(net: Any, layout: list[list[int]]) -> None:
-    """Set the buckets of a DDP module that was unpickled."""
+    """Set the buckets of a DDP module that was unpickled, if they fit the parameters."""
     if models_seam.set_buckets(net, layout):
         _given_layouts[net] = layout
 
@@ -355,7 +355,7 @@ _stale: dict[str, str] = {}  # by a group's name, the message of the error
 
 
 def refuse_stale(groups: Iterable[ProcessGroup], before: int, after: int) -> None:
-    """Make every operation of stale groups raise RuntimeError, in every thread."""
+    """Make operations that Python calls on stale groups raise an error with both world sizes."""
     if not _stale:  # wrap torch's methods only now, as each call then takes longer
         for name in seam.OPERATIONS:
             if (operation := getattr(ProcessGroup, name, None)) is not None:
@@ -369,7 +369,7 @@ def refuse_stale(groups: Iterable[ProcessGroup], before: int, after: int) -> Non
 
 
 def stale_group_of(error: BaseException, tb: TracebackType | None) -> str:
-    """Return the message of a stale group, with a remedy, if it caused an error of torch; else "".
+    """Return the message for a stale group if the group seems to have caused an error; else "".
 
     torch's message names the group, or the function that raised has the group as a variable.
     """

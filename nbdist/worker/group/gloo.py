@@ -1,12 +1,12 @@
-"""All gloo backends of this worker: made on one device, connected again, and aborted.
+"""The gloo backends of this worker: made on one device, connected again, and aborted.
 
-Gloo has no abort: a rank in a collective ignores signals for up to half an hour, and `abort` of
-ProcessGroupGloo ends no wait (torch 2.13 and later). Closing its connections does. So all backends
-share one device with one listening port, by which their connections are recognised. Shutting the
-connections down wakes every rank within milliseconds, with an error.
+Gloo has no abort: a rank in a collective ignores signals until the timeout, and `abort` of
+ProcessGroupGloo ends no wait (torch 2.13 and later). Shutting down a backend's connections wakes
+every rank within milliseconds, with an error. So backends share one network device of gloo with one
+listening port, by which the connections that gloo has accepted are recognised.
 
-From torch 2.14 on a backend can be connected again, so all are made that way: 260 times in a row
-(torch 2.15, n=2) without another thread or descriptor.
+From torch 2.14 on backends are made so that they can be connected again; this was done 260 times in
+a row (torch 2.15, two ranks) without another thread or descriptor.
 
 A wait for a message from any rank belongs to no connection. So importing this file replaces
 `Work.wait` by `wait`, which lists and times all waits; the probe finds a wait by its frame.
@@ -48,7 +48,7 @@ GLOO_RENEWAL_TIMEOUT = 5.0
 gloo takes up to five times as long, which is still less than agents wait.
 """
 
-GLOO_THREADS = 2  # of a backend, as in torch: with one a small all_reduce takes 1.7 times as long
+GLOO_THREADS = 2  # of a backend, as in torch: with 1 a small all_reduce takes 1.7 times as long
 
 CONNECTION_CLOSED = re.compile(
     r"gloo/\S+\] .*(Connection (closed|reset) by peer|Broken pipe)"
@@ -76,7 +76,7 @@ _SOURCE_FOLDER = re.compile(r"/\S*/gloo/")  # the folder of gloo's sources when 
 
 
 def connections_after(message: str) -> ConnectionLoss:
-    """Return the state of the connections to other ranks, from the message of an exception."""
+    """Return "ended" or "timed out", as a message says of connections to other ranks; else ""."""
     if CONNECTION_CLOSED.search(message):
         return "ended"
     return "timed out" if TIMED_OUT.search(message) else ""
@@ -86,14 +86,14 @@ def is_between_ranks(error: Exception) -> bool:
     """Return True if the cause of an error is between the ranks, and not in this process."""
     text = str(error)
     if NO_THREAD.search(text):
-        # Ranks share the limit of threads. Only a limit of addresses is this process's own.
+        # Ranks share the limit of threads, but a limit of addresses is this process's own.
         return resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
     is_between = isinstance(error, ConnectionError | dist.DistError | BadEnvironment)
     return (is_between or "gloo/" in text) and not LACKS.search(text)
 
 
 def reword(error: BaseException) -> None:
-    """Replace the message of an exception of gloo by a plainer one."""
+    """If an exception is of gloo, replace its message by a plainer text."""
     # Check the type first: `str` of a user's exception can raise anything.
     text = str(error) if type(error) in _OF_GLOO else ""
     if "gloo/" in text:
@@ -105,13 +105,13 @@ def reword(error: BaseException) -> None:
 
 
 class Gloo:
-    """Makes gloo backends, reconnects backends, and aborts by closing all their connections."""
+    """Makes gloo backends, reconnects backends, and aborts by shutting down all connections."""
 
     def __init__(self) -> None:
         self._device, self._port = _make_device()
         self._opened: set[int] = set()  # inodes of connections that gloo has opened
         self.next_meeting: Meeting | None = None  # of the backend that nbdist makes next
-        # Every renewable backend keeps this store, which leads to the meeting of the moment.
+        # Renewable backends keep this store, whose `leading_to` chooses another meeting each time.
         self.store = AbortableStore(Meeting(None))
         # A lazy device connects in the first collective.  By then the store leads to another
         # meeting, so backends of such a device cannot be renewed.
@@ -146,7 +146,7 @@ class Gloo:
         enable_reconfigure: bool = False,  # from torch 2.14 on
     ) -> None:
         """Make a backend, instead of `ProcessGroupGloo.__init__`, and connect it."""
-        # Only the first backend gets the meeting: with debug level DETAIL torch makes a helper too.
+        # Only the first backend gets the meeting: with debug level DETAIL torch makes a second one.
         meeting, self.next_meeting = self.next_meeting, None
         if timeout is not None and not isinstance(timeout, timedelta):
             options = timeout
@@ -167,7 +167,7 @@ class Gloo:
 
     def _connect(self, connect: Callable[[Any], None], meeting: Meeting) -> None:
         """Connect a backend; ConnectionResetError if the meeting is called off meanwhile."""
-        # Else this rank would wait in gloo for a rank that has failed after giving its address.
+        # In a thread: gloo would go on waiting for a rank that failed after giving its address.
         with self._recording_opened():
             if meeting.cancel_path is None:
                 connect(meeting.store)
@@ -179,7 +179,7 @@ class Gloo:
 
     @contextmanager
     def _recording_opened(self) -> Iterator[None]:
-        """Record connections that are opened within the context, for milliseconds, as gloo's."""
+        """Record as gloo's the internet connections that are opened within this short context."""
         before = {*sockets()}
         self._opened &= {inode for _, inode in before}
         try:
@@ -191,7 +191,7 @@ class Gloo:
                         self._opened.add(inode)
 
     def abort(self) -> int:
-        """End all waits by closing all connections; return how many there were.
+        """End all waits by shutting down all connections; return the number of connections.
 
         May be called from any thread.
         """
@@ -201,7 +201,7 @@ class Gloo:
             with suppress(OSError):  # the other rank has closed it
                 connection.shutdown(socket.SHUT_RDWR)
                 ended += 1
-        # Closing connections does not end waits for a message from any rank.
+        # Waits for a message from any rank do not end with the connections.
         for each in tuple(_waits):
             each.is_over = True
             seam.end_receive(each.work)
@@ -274,7 +274,7 @@ def sockets() -> Iterator[tuple[int, int]]:
 
 @contextmanager
 def borrowed(fd: int, inode: int) -> Iterator[socket.socket]:
-    """Open the internet socket of a descriptor; OSError for another kind, or if it was closed."""
+    """Give a duplicate of an internet socket; OSError for other kinds, or if the inode differs."""
     with socket.socket(fileno=os.dup(fd)) as connection:
         if connection.family not in (socket.AF_INET, socket.AF_INET6):
             raise OSError("no internet socket")
@@ -297,7 +297,7 @@ _waits: list[_Wait] = []
 
 
 def wait(self: dist.Work, *args: Any, **options: Any) -> Any:
-    """Wait as `Work.wait` does, but raise ConnectionResetError if the wait was aborted."""
+    """Wait as `Work.wait` does, but raise ConnectionResetError if the wait is aborted."""
     entry, began = _Wait(self), time.time_ns()
     _waits.append(entry)
     try:

@@ -1,9 +1,9 @@
 """The process group that all ranks of a world share: formed, aborted and formed again.
 
-If its connections have ended, its backend connects again; before torch 2.14 another backend takes
-its place. The group's object stays the same, so DDP modules, subgroups and meshes live on. Runs in
-each rank: on the main thread when the group is formed and a task begins, else on the control
-thread.
+If the group's connections have ended, its backend connects again; before torch 2.14 another backend
+takes its place. The group's object stays the same, so DDP modules, subgroups and meshes live on,
+unless the world's size changes. Runs in each rank: the main thread forms the group, the control
+thread aborts it and forms it again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ OF_NCCL = "/is "  # stands between a group's name and nccl's class, if its nccl 
 
 @dataclass(frozen=True, slots=True)
 class GroupSide:
-    """This rank's side of a group; `group` is None if only other members have an object for it."""
+    """A group as this rank knows it; `group` is None if this rank has no object for the group."""
 
     name: str
     members: Sequence[int]
@@ -95,16 +95,16 @@ class Group:
             self._agent.close()
 
     def abandon_in_child(self) -> None:
-        """Forget all groups, and close their connections, in a forked child."""
+        """Forget groups, and close gloo's listener and accepted connections in a forked child."""
         self._default.abandon_in_child()
         self._gloo.abandon_in_child()
         if self._agent is not None:
             self._agent.close()
 
     def subgroup_members(self) -> dict[str, tuple[int, ...]]:
-        """Return the members of each group, besides the world's, that this rank has an object for.
+        """Return by name the members of the subgroups for which this rank has an object.
 
-        The keys are the groups' names; a group with gloo and nccl has two.
+        A group with gloo and nccl has two names.
         """
         members = {}
         for name, group in self._default.subgroups().items():
@@ -122,15 +122,15 @@ class Group:
 
     @property
     def nccl_error(self) -> str:
-        """The error between ranks that nccl reports; "" if there is none."""
+        """The first error that an nccl backend reports; "" if no backend reports an error."""
         backends = self._nccl_backends()
         return next(filter(None, (nccl.adapter_of(each).error(each) for each in backends)), "")
 
     def wait_for_nccl(self, line: int) -> None:
         """Wait at the end of a cell for nccl's collectives that the cell has begun.
 
-        `line`, the cell's last one, is shown meanwhile. Raises DistBackendError if nccl has ended
-        them because of an error.
+        `line`, the number of the cell's last line, is shown meanwhile. Raises DistBackendError if
+        nccl has ended the collectives because of an error.
         """
         adapters = {nccl.adapter_of(each) for each in self._nccl_backends()}
         entries = (entry for adapter in adapters for entry in adapter.pending())
@@ -146,19 +146,19 @@ class Group:
 
     @property
     def _world(self) -> GroupSide:
-        """This rank's side of the world's group, even while user code has destroyed it."""
+        """The world's group as this rank knows it, even after user code has destroyed the group."""
         ranks = range(self._start.world.world_size)
         return GroupSide(WORLD, ranks, self._default.group, self._default.timeout)
 
     # --- forming ------------------------------------------------------------------------------
 
-    # torch makes the default group with nbdist's gloo backend, which uses this generation's keys.
-    # A newcomer then connects the groups of the other ranks, at the same time and in their order.
+    # torch makes the default group with nbdist's gloo backend, in this generation's part of the
+    # store. A newcomer then connects the other ranks' groups, when they do and in their order.
 
     def form(self) -> None:
         """Join the world's group, and wait until every rank has joined.
 
-        Ranks of one machine meet in a file of the user, which needs no port and outlives rank 0.
+        Ranks of one machine mostly meet in a file, which needs no port and outlives rank 0.
         """
         generation, joins = self._start.generation, self._start.joins
         self._use_store_of(generation, self._start)
@@ -172,8 +172,8 @@ class Group:
         """Make torch's default group of all ranks; its gloo backend connects in `meeting`."""
         start = self._start
         if start.sized_in > 1:
-            # The name is in the store's keys, and a mesh of the size before must not find this
-            # group.
+            # The name is in the store's keys. A mesh of the earlier size must not find this group
+            # by an old name.
             self._default.name_after(f"sized{start.sized_in}")
         is_first = start.generation == 1
         # torch would add prefixes to the keys, and survivors use keys without prefixes.
@@ -197,7 +197,7 @@ class Group:
         """Form a default group of another size, as groups of torch keep their size for life.
 
         Groups made from the old default group become stale; DDP modules are moved. Until all
-        newcomers have come nothing is changed, and the resize can be called off.
+        newcomers have come the old group stays, and the resize can be called off.
         """
         path = cancel_file(start.cancel_path, start.generation)
         self._use_store_of(start.generation, start)
@@ -218,7 +218,7 @@ class Group:
     # --- aborting, and forming again ----------------------------------------------------------
 
     def abort(self) -> int:
-        """End all waits, in collectives and for ranks to make a group, from any thread.
+        """End this rank's waits, in collectives and for ranks to make a group; from any thread.
 
         Returns the number of gloo's connections and nccl's groups that were ended. Raises
         AbortHangs.
@@ -253,7 +253,7 @@ class Group:
             trim_memory()
 
     def _max_generations(self) -> int | None:
-        """Return how often a group can be formed, with the first time; None if without limit."""
+        """Return how often a group can be formed, counting the first time; None without a limit."""
         renews = self._gloo.renews and not seam.compares()
         backend = nccl.nccl_of(self._default.group)
         if backend is None:
@@ -266,10 +266,10 @@ class Group:
             store.start_over()
 
     def _connect_others(self, generation: int, groups: Mapping[str, tuple[int, ...]]) -> None:
-        """Connect the other groups, in one order on all ranks: else ranks wait for each other.
+        """Connect the groups besides the world's in the order of names, so that ranks do not hang.
 
-        If this rank has no object for a group, an unused backend stands in: the others connect to
-        all members.
+        If this rank has no object for a group, an unused backend stands in, since the other members
+        connect to all members.
         """
         subgroups = self._default.subgroups()
         self._stand_ins.clear()
@@ -280,7 +280,7 @@ class Group:
                 connect(side, generation)
 
     def _connect(self, side: GroupSide, generation: int) -> None:
-        """Connect the gloo backend of a group again, or give the group a new one."""
+        """Connect a group's gloo backend again, or make a backend that takes its place."""
         backend = None if side.group is None else seam.gloo_of(side.group)
         if side.group is not None and backend is None:
             return  # a group of nccl alone
@@ -298,7 +298,7 @@ class Group:
         seam.replace_gloo(side.group, comparing, generation)
 
     def _comparing(self, backend: Any, side: GroupSide, generation: int) -> Any:
-        """Return the backend, or with debug level DETAIL one around it that compares first."""
+        """Return the backend, or for debug level DETAIL one around it that compares collectives."""
         if not seam.compares():
             return backend
         meeting = self._meeting_of(f"{side.name}/check", generation)
@@ -315,7 +315,7 @@ class Group:
             self._connect_nccl(side, generation)
 
     def _connect_nccl(self, side: GroupSide, generation: int) -> None:
-        """Connect the nccl backend of a group in keys of this generation."""
+        """Connect a group's nccl backend, or a stand-in, in this generation's part of the store."""
         if self._nccl is None:
             return
         meeting = self._meeting_of(side.name, generation)
@@ -337,7 +337,7 @@ class Group:
         return len(backends)
 
     def _nccl_backends(self) -> list[Any]:
-        """Return the nccl backends of all groups, and those that stand in for one."""
+        """Return the nccl backends of this rank's groups, and the nccl backends that stand in."""
         groups = chain([self._default.group], self._default.subgroups().values())
         backends = chain(map(nccl.nccl_of, groups), self._stand_ins)
         return [each for each in backends if each is not None and each.name() in nccl.ADAPTERS]
@@ -357,7 +357,7 @@ class Group:
         return side.members.index(self._start.rank)
 
     def _meeting_of(self, name: str, generation: int) -> Meeting:
-        """Return where a group's members meet; called off if a member dies meanwhile."""
+        """Return a meeting of a group's members, called off once the cancel file exists."""
         path = cancel_file(self._start.cancel_path, generation)
         return Meeting(self._store_of(generation, name), generation, path)
 

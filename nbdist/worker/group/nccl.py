@@ -1,9 +1,9 @@
 """Makes, connects and aborts nccl's backends, and reads collectives from Flight Recorder.
 
-nccl has an abort: its kernels end, and code that waits for their stream goes on with meaningless
-results, so the main thread has to be interrupted too. torch's own watchdog must not act
+nccl has an abort: its GPU kernels end, and code that waits for their stream goes on with
+meaningless results, so the main thread has to be interrupted too. torch's own watchdog must not act
 (`TORCH_NCCL_ASYNC_ERROR_HANDLING=0`, which workers start with). Runs in each rank; `Group` and the
-probe use it, also for gloo's entries.
+probe use this file, the probe also for gloo's collectives.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ NCCL_START_TIMEOUT, NCCL_RENEWAL_TIMEOUT = 100.0, 25.0
 """Seconds for all ranks to connect; agents wait 180 s for a start, and 30 s for healing."""
 
 NCCL_ABORT_TIMEOUT, NCCL_WHOLE_ABORT_TIMEOUT = 10.0, 60.0
-"""Seconds until the next kernel must end during an abort, and for the whole abort.
+"""Seconds until the next GPU kernel must end during an abort, and for the whole abort.
 
-Aborts have been seen to take for ever (NCCL 2.25). An abort takes 0.5 s, and for each kernel in the
-queue the time to copy its data: 0.2 s for a gigabyte on an H200 that ranks share, and more if
-others use it too.
+Aborts have been seen to take for ever (NCCL 2.25). An abort takes 0.5 s, and for each GPU kernel in
+the queue the time to copy its data: 0.2 s for a gigabyte on an H200 that ranks share, and more if
+other programs use the GPU too.
 """
 
-ABORT_STEP = 1.0  # seconds between two checks whether kernels still end
+ABORT_STEP = 1.0  # seconds between two checks whether GPU kernels still end
 
 
 class AbortHangs(RuntimeError):
@@ -50,11 +50,11 @@ class AbortHangs(RuntimeError):
 
 
 class Nccl:
-    """Makes nccl2 backends that can be renewed; connects and aborts backends of both classes."""
+    """Makes nccl2 backends that can be renewed; connects and aborts backends of nccl and nccl2."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # Every nccl2 backend keeps this store, which leads to the meeting of the moment.
+        # nccl2 backends keep this store, whose `leading_to` chooses another meeting each time.
         self.store = _Claimed(Meeting(None))
         self._connects_later = False
         self._aborting = threading.Lock()
@@ -105,7 +105,7 @@ class Nccl:
             run_with_timeout(ready, "connecting nccl", timeout, self.store.check_abort)
 
     def renew(self, group: ProcessGroup, meeting: Meeting, seat: Seat, timeout: timedelta) -> None:
-        """Connect the ranks of a group again."""
+        """Connect a group's nccl backend again, or a new backend that takes its place."""
         with self.connecting_later():
             backend = seam.adapter_of(seam.nccl_of(group)).renew(group, seat, timeout)
         self.connect(
@@ -141,10 +141,10 @@ class Nccl:
 
 
 def _progress_of(adapter: seam.Adapter) -> Callable[[], bool]:
-    """Return a function that tells whether to wait longer for an abort; it is called repeatedly.
+    """Return a function that, each time it is called, tells whether to wait longer for an abort.
 
-    The function returns True while kernels end now and then, for `NCCL_WHOLE_ABORT_TIMEOUT` at
-    most.
+    The function returns False once no collective has ended for `NCCL_ABORT_TIMEOUT` seconds, or
+    after `NCCL_WHOLE_ABORT_TIMEOUT` seconds.
     """
     pending, last_end = len(adapter.pending()), time.monotonic()
     deadline = last_end + NCCL_WHOLE_ABORT_TIMEOUT
@@ -155,7 +155,7 @@ def _progress_of(adapter: seam.Adapter) -> Callable[[], bool]:
         if pending < before:
             last_end = now
         elif not pending:
-            # A graph that has captured one of its collectives keeps a communicator.
+            # A CUDA graph that has captured a collective keeps the communicator.
             for graph in instances_of(accelerator.graph()):
                 graph.reset()
         return now < min(deadline, last_end + NCCL_ABORT_TIMEOUT)
@@ -166,7 +166,7 @@ def _progress_of(adapter: seam.Adapter) -> Callable[[], bool]:
 class _Claimed(AbortableStore):
     """Lets nccl2 claim a number in stores without compare and set (etcd).
 
-    Its `compare_set` is not atomic, which is enough: only rank 0 calls it, once for each number.
+    `compare_set` is not atomic here, which is enough: only rank 0 calls it, once for each number.
     """
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
@@ -212,7 +212,7 @@ class UnderWay:
         return Pending(len(entries), int(newest["time_created_ns"]), operation_of(newest))
 
     def begun(self, since_ns: int) -> tuple[Begun, ...]:
-        """Return the last collectives since this time, the oldest first.
+        """Return the last collectives since this time, the oldest of each nccl class first.
 
         Sends and receives are left out.
         """
@@ -223,7 +223,7 @@ class UnderWay:
         return tuple(collectives[::-1])
 
     def last(self) -> Collective | None:
-        """Return the collective that was begun last; None if none was."""
+        """Return the collective that was begun last; None if no collective was begun."""
         newest = [each for name in self._first for each in islice(self._collectives(name), 1)]
         if not newest:
             return None
@@ -248,9 +248,9 @@ class UnderWay:
                     self._before[group] = max(self._before.get(group, 0), number)
 
     def _begun(self, entry: Mapping[str, Any]) -> Begun:
-        """Return an entry as `Begun`, in a group `NAME nccl`, as gloo has its own numbers.
+        """Return an entry as `Begun`, in a group `NAME nccl`, because gloo has its own numbers.
 
-        The first collective after the groups were formed has number 1.
+        Numbers begin again whenever the groups are formed.
         """
         begun = begun_of(entry)
         number = begun.number - self._before.get(begun.group, 0)
@@ -262,9 +262,9 @@ class UnderWay:
 # --- gloo's collectives, by torch's Flight Recorder -----------------------------------------------
 
 MAX_REPORTED = 64
-"""Collectives of a task that are reported: mismatched ranks are rarely further apart."""
+"""The most collectives that are reported: mismatched ranks are rarely further apart."""
 
-# Collectives in which sizes may differ between ranks; the second is nccl2's name.
+# Collectives in which sizes may differ between ranks; nccl2 uses the second name.
 UNEVEN = {"all_to_all", "all_to_all_single"}
 
 
@@ -272,7 +272,7 @@ UNEVEN = {"all_to_all", "all_to_all_single"}
 class Counts:
     """The numbers of collectives that a backend has begun, and that seem not to have ended.
 
-    `unfinished` may be too high: if two end at once, the earlier number can be written last.
+    `unfinished` may be too high: if two collectives end at once, the lower number can come last.
     """
 
     begun: int = 0
@@ -282,8 +282,8 @@ class Counts:
 class Recording:
     """Collectives of gloo's backends since the groups were last formed.
 
-    torch counts a collective before it records it, and may wait for the GIL in between: what is
-    read then lacks the newest. So a result is kept for later only if all counted collectives have
+    torch counts a collective, may wait for the GIL, and then records the collective: in between the
+    record lacks the newest. So a result is kept for later only if all counted collectives have
     ended.
     """
 
@@ -301,7 +301,7 @@ class Recording:
         self._first = next((e["record_id"] + 1 for e in torch_seam.recorded_collectives()), 0)
 
     def counts(self) -> dict[str, Counts]:
-        """Return counts for each backend in use, by its number."""
+        """Return counts for the backends in use, by the backend's number."""
         by_number, unknown = {}, set()
         for number, status in torch_seam.recorded_groups().items():
             before, begun = self._before.get(number), int(status["last_enqueued_collective"])
@@ -340,7 +340,7 @@ class Recording:
         return self._kept_begun[1]
 
     def last(self) -> Collective | None:
-        """Return the collective that was begun last, or None; 8 ms if Flight Recorder is full."""
+        """Return the collective begun last, or None; takes 8 ms if Flight Recorder is full."""
         counts = self.counts()
         if self._kept_last is None or self._kept_last[0] != counts:
             collective, entry = None, next(self._entries(), None)
@@ -355,7 +355,7 @@ class Recording:
         return self._kept_last[1]
 
     def _entries(self) -> Iterator[dict[str, Any]]:
-        """Yield the entries of this generation, the newest first."""
+        """Yield Flight Recorder's entries since `start_over`, the newest first."""
         entries = torch_seam.recorded_collectives()
         return takewhile(lambda entry: entry["record_id"] >= self._first, entries)
 
@@ -370,7 +370,7 @@ def operation_of(entry: Mapping[str, Any]) -> str:
 
 
 def begun_of(entry: Mapping[str, Any]) -> Begun:
-    """Return the fields of an entry that are compared between ranks."""
+    """Return the fields of a Flight Recorder entry that are compared between ranks."""
     name = operation_of(entry)
     # Only the root has the input of a scatter, and the output of a gather.
     side = "output" if name == "scatter" else "input"

@@ -1,9 +1,9 @@
-"""The stores through which ranks find each other, with waits that can be aborted.
+"""The stores through which ranks find each other; all waits but torch's rendezvous can be aborted.
 
 `new_group`, for one, waits in the store until the other members have come. FileStore waits in C++,
 which cannot be interrupted. But C++ also calls a store that is written in Python, whose exception
 ends the wait. A store in Python can poll more often too: a `new_group` of four ranks takes 9 ms
-less (2 cores, torch 2.13). Runs in each rank, on the thread that makes a group.
+less (2 cores, torch 2.13). Runs in each rank, on threads that make groups; any thread may abort.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def run_with_timeout(
 
 
 class _PythonStore(Store):
-    """A store that answers all calls of C++ that wait by one method, `awaited`."""
+    """A store in Python, in which each method that waits calls `awaited`."""
 
     def awaited(
         self, keys: Sequence[str], timeout: timedelta | None, *, values: bool
@@ -129,7 +129,7 @@ def _forward(name: str) -> Any:
 
 
 class AbortableStore(_PythonStore):
-    """Passes calls on to a meeting's store, but waits itself, so that waits can be aborted."""
+    """Passes calls on to a meeting's store, but waits in Python, so that waits can be aborted."""
 
     set: Any = _forward("set")
     append: Any = _forward("append")
@@ -161,7 +161,7 @@ class AbortableStore(_PythonStore):
 
     @contextmanager
     def leading_to(self, meeting: Meeting) -> Iterator[None]:
-        """Pass calls on to this meeting's store in the context, for one thread at a time."""
+        """Within this context, pass calls to this meeting's store; other threads wait to enter."""
         if not self._turn.acquire(timeout=meeting.timeout):
             raise RuntimeError("another thread is making a group, and does not come to an end")
         before, self.meeting = self.meeting, meeting
@@ -180,7 +180,7 @@ class AbortableStore(_PythonStore):
     def awaited(
         self, keys: Sequence[str], timeout: timedelta | None, *, values: bool
     ) -> list[bytes]:
-        """Wait for all keys, and return their `values`; the probe looks for frames of `awaited`."""
+        """Wait for all keys; return their `values` if asked.  The probe looks for `awaited`."""
         store = self.meeting.store
         allowed = timedelta(seconds=self.meeting.timeout) if timeout is None else timeout
         self._awaited = keys
@@ -216,7 +216,7 @@ class AbortableStore(_PythonStore):
     def check_abort(self) -> None:
         """Raise ConnectionResetError if the store was aborted, or the meeting called off."""
         path = self.meeting.cancel_path
-        # After some RuntimeErrors torch would wait again.
+        # No RuntimeError, because torch would wait again after some of them.
         if self._aborted.is_set() or (path is not None and path.exists()):
             raise ConnectionResetError(STORE_WAIT_ABORTED)
 
@@ -235,9 +235,9 @@ class AbortableStore(_PythonStore):
 # --- the agent's store, for ranks of several machines ---------------------------------------------
 
 STORE_ANSWER_TIMEOUT = 30.0
-"""Seconds for an answer, besides the seconds that the operation may wait and those of `silence`.
+"""Seconds for an answer, added to the seconds that the operation may wait and to `silence`.
 
-Then the agent counts as lost."""
+After that time the agent counts as lost."""
 
 MAX_IDLE_CONNECTIONS = 2  # idle connections that are kept for later
 LOST = "the agent that serves the world's store cannot be reached"
@@ -263,7 +263,7 @@ class StoreConnections:
         return f"<StoreConnections to {self._path}, {len(self._idle)} free>"
 
     def ask(self, operation: wire.Operation, check_abort: LookOver = lambda: None) -> Any:
-        """Return the agent's answer; ValueError if it refuses.
+        """Return the agent's answer; ValueError if the agent refuses.
 
         An exception of `check_abort` ends the wait.
         """
@@ -432,7 +432,7 @@ class TorchRendezvous:
         # Imported here: few worlds need it, and the import takes its time.
         from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
 
-        # Else torch would open another port, for a store that is never used.
+        # Without this torch would open another port, for a store that is never used.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         spec = self._spec
         try:
@@ -471,7 +471,7 @@ class TorchRendezvous:
 
 
 class _EtcdStore(AbortableStore):
-    """The store in which user code makes groups; its errors name the etcd."""
+    """The store of an etcd; if the etcd does not answer, the error names the endpoint."""
 
     def __init__(self, store: Any, spec: TorchStore) -> None:
         super().__init__(Meeting(store))

@@ -1,6 +1,6 @@
 """Ends the main thread's wait in a TCPStore that user code has made, when the rank is stopped.
 
-C++ waits there for a key, or in the constructor for the other workers, and ignores signals.  Its
+C++ waits there for a key, or in the constructor for the other workers, and ignores signals.  The
 wait raises DistNetworkError if the connection to the store's server is shut down, also if the
 server is in the same process.  Importing this file replaces `TCPStore.__init__` by a function
 that records the stores' ports.  Runs in each rank: `end_wait` on the control thread.
@@ -21,12 +21,12 @@ from nbdist.worker.group.gloo import borrowed, sockets
 from nbdist.worker.process import system_call
 
 if os.uname().machine == "x86_64":
-    POLLS, RECEIVES = {7, 271}, {45}  # poll and ppoll; recvfrom
+    POLLS, RECEIVES = {7, 271}, {45}  # system calls: poll, ppoll; recvfrom
 else:
     POLLS, RECEIVES = {73}, {207}
 
 _ports = set[int]()
-"""Ports of the servers of all stores that this process has made."""
+"""Ports of the servers of the TCPStores that this process has made."""
 
 
 def end_wait(frame: FrameType | None) -> None:
@@ -59,7 +59,7 @@ _make = when_tcp_store_is_made(_init)
 
 
 def _port_of(fd: int, inode: int) -> int | None:
-    """Return the port at the other end of a connection; None for other sockets."""
+    """Return the port at the other end of an internet connection; None for other sockets."""
     with suppress(OSError), borrowed(fd, inode) as connection:
         return int(connection.getpeername()[1])
     return None
@@ -72,7 +72,7 @@ def _awaited_descriptor() -> int | None:
         if int(number) in RECEIVES:
             return int(arguments[0], 16)
         if int(number) in POLLS and int(arguments[1], 16) == 1:
-            # Not read by ctypes: the call may have ended, and its memory may be gone.
+            # Not by ctypes, which would crash: the call may have ended, and its memory may be gone.
             with open("/proc/self/mem", mode="rb", buffering=0) as memory:
                 memory.seek(int(arguments[0], 16))
                 return int(struct.unpack("i", memory.read(4))[0])

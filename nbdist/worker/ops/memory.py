@@ -39,7 +39,7 @@ class Peaks:
     """Remembers how high the counters of peak memory were when the last cell began.
 
     The counters are not reset, as user code may read them. So the peak of a cell is known only if
-    it is higher than all before; else it is a bound.
+    the peak is higher than all before; if not, the counter is an upper bound of the peak.
     """
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ def memory(context: Context) -> Memory:
 
 
 def measure(shell: Any, seconds: float, raised: BaseException | None = None) -> Memory:
-    """Measure memory, and search variables and tracebacks for `seconds`, also that of `raised`."""
+    """Measure memory, and for up to `seconds` search variables and tracebacks, also of `raised`."""
     search, hidden, kept = Search(seconds), shell.user_ns_hidden, list[NameMemory]()
     # Leave out IPython's own names; values that cells have shown are searched last.
     names = {
@@ -165,7 +165,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def account(shell: Any, rank: int, error: BaseException) -> list[str]:
-    """Return lines on the use of memory if `error` means that memory is full; else no lines."""
+    """Return lines on the use of memory; [] if `error` does not mean full memory, or on failure."""
     if not is_out_of_memory(error):
         return []
     while _reserved:
@@ -215,22 +215,22 @@ def _entry_lines(entries: Sequence[NameMemory]) -> list[str]:
 
 # --- search: tensors, arrays and other large values that names lead to, each storage once ---------
 
-# The search calls no code of the user, but for methods that classes of tensors and modules
-# override.
+# The search reads attributes of the user's objects, and calls only methods that torch, numpy,
+# pandas and Python's containers have; a class of the user may override such methods.
 
 LAST_VALUE = re.compile(r"_+|_\d+")  # names under which IPython keeps what cells have shown
 MAX_SEARCHED_OBJECTS = 100_000  # values that a search reads, even of a list with a million numbers
 MAX_ENTRIES = 10_000  # entries of a container that are searched; fewer if time is short
-SEVERAL = 8  # tensors in a container above which it is shown as one
+SEVERAL = 8  # tensors in a container above which all of them are shown as one entry
 MAX_LISTED_DEPTH = 8
 LEAST_INSIDE = 1 << 10
-"""Bytes of an array in an object above which the array is shown, as libraries have small arrays."""
+"""Bytes from which on an array in an object is shown: objects of libraries have small arrays."""
 
 LARGE_BYTES = 1 << 20  # size of a `bytes` object from which on it is shown
 
 
 class _Several(list[Any]):
-    """The tensors of a container or an optimizer, which are shown as one."""
+    """The tensors of a container or an optimizer, which are shown as one entry."""
 
 
 NOT_LOOKED_INTO = (
@@ -354,13 +354,13 @@ def _tensors_in(value: Any, depth: int = 1) -> Iterator[Any]:
     if isinstance(value, torch.Tensor):
         yield value
     elif depth and isinstance(value, list | tuple | set | frozenset | deque | dict):
-        # A copy: a thread may change it meanwhile.
+        # A copy, as a thread may change the container meanwhile.
         for each in [*(value.values() if isinstance(value, dict) else value)]:
             yield from _tensors_in(each, depth - 1)
 
 
 def own_attributes(value: Any) -> dict[str, Any]:
-    """Return the attributes of an instance without calling anything of its class."""
+    """Return a copy of an instance's `__dict__`, or {}, without calling code of its class."""
     try:
         attributes = object.__getattribute__(value, "__dict__")
     except AttributeError:
@@ -369,7 +369,7 @@ def own_attributes(value: Any) -> dict[str, Any]:
 
 
 def _measure_value(name: str, value: Any) -> tuple[NameMemory, int] | None:
-    """Return the memory that a value holds itself, and its address; None for other types."""
+    """Return the memory that a value holds itself, and its address; None for unmeasured types."""
     if isinstance(value, torch.Tensor):
         return _measure_tensor(name, value)
     if isinstance(value, bytes | bytearray):
@@ -410,7 +410,7 @@ def _measure_tensor(name: str, tensor: torch.Tensor) -> tuple[NameMemory, int]:
 def last_errors(shell: Any, raised: BaseException | None = None) -> Iterator[BaseException]:
     """Yield `raised`, exceptions that IPython and Python keep, and their causes and contexts."""
     result = shell.last_execution_result
-    # First the exceptions of the last cell, then those that were shown: BdbQuit is not shown.
+    # First the exceptions of the last cell: the shown one may be older, as BdbQuit is not shown.
     of_cell = [] if result is None else [result.error_in_exec, result.error_before_exec]
     shown = [getattr(sys, name, None) for name in ("last_exc", "last_value")]
     waiting, seen_ids = [raised, *of_cell, *shown], set()

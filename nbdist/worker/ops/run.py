@@ -1,6 +1,6 @@
 """Ops that run user code as a cell does: a script, an executable, a function, the debugger.
 
-They run in each rank. Scripts run in the namespace of the cells, else as `python` runs them.
+They run in each rank. Scripts run as `python` runs them, but in the namespace of the cells.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ScriptProblem(Problem):
 
 
 def script(context: Context, program: Script) -> None:
-    """Run a program to its end; raise its exception, which has been shown, or ScriptProblem."""
+    """Run a program to its end; raise ScriptProblem, or the exception that ended the program."""
     first = (f"--local-rank={os.environ.get('LOCAL_RANK', '0')}",) if program.local_rank else ()
     args = (*first, *program.args)
     program = _with_local_path(program)
@@ -71,7 +71,7 @@ def script(context: Context, program: Script) -> None:
 
 
 def _with_local_path(program: Script) -> Script:
-    """Return the program with its path on this machine; ScriptProblem if it has none."""
+    """Return the program with its path on this machine; ScriptProblem if its file is not found."""
     if not program.file or os.path.exists(program.file):
         return program
     if program.near and os.path.exists(program.near):
@@ -109,7 +109,7 @@ def spot(frames: Sequence[FrameType]) -> RankPosition | None:
 
 
 def _is_own(file: str, program: Script) -> bool:
-    """Return True for the script's file, and for files below its folder except packages."""
+    """Return True for the script's file, and for files in its folder except installed packages."""
     if file == program.file:
         return True
     below = file.removeprefix(program.root + os.sep)
@@ -125,7 +125,7 @@ def _is_own(file: str, program: Script) -> bool:
 
 
 def _run_python(shell: Any, program: Script, args: Sequence[str]) -> None:
-    """Run Python code between IPython's events of a cell; show the exception that ends it."""
+    """Run Python code between IPython's events of a cell; show an exception that is no exit."""
     shell.last_execution_result = None  # so that `%dist_debug` finds the script's exception
     shell.events.trigger("pre_execute")
     try:
@@ -231,9 +231,9 @@ def _as_in_a_new_process() -> Iterator[None]:
 
 
 def _run_executable(program: Script, args: Sequence[str]) -> None:
-    """Run an executable, and wait for its exit.  Stop kills it and all processes that it starts.
+    """Run an executable and wait for its exit.  Stop kills the executable and its child processes.
 
-    The executable gets Stop's SIGINT too, and `SCRIPT_STOP_GRACE` to exit before it is killed.
+    The executable first has `SCRIPT_STOP_GRACE` seconds to exit. Children with own sessions stay.
     """
     before, argv = _group_pids(), [program.name, *args]
     try:
@@ -255,7 +255,7 @@ def _run_executable(program: Script, args: Sequence[str]) -> None:
 
 
 def _group_pids() -> set[int]:
-    """Return the processes of this worker's process group, with the worker."""
+    """Return the pids in this worker's process group of Linux, with its own."""
     group, pids = os.getpgrp(), set()
     for pid in psutil.pids():
         with suppress(ProcessLookupError):
@@ -273,7 +273,7 @@ _left: dict[str, Any] = {}  # names that earlier calls have left bound, with the
 def call(context: Context, title: str, packed: Mapping[int, Payload]) -> Any:
     """Call a function of the notebook, with its arguments and the names that it uses.
 
-    `packed` has both by rank; the names are those of the caller's `__main__`.
+    `packed` has all of these by rank; the names are those of the caller's `__main__`.
     """
     context.title = title
     arrived = context.namespace.receive_values(packed[context.rank])
@@ -319,7 +319,7 @@ def lent_names(context: Context, names: Mapping[str, Any]) -> Iterator[None]:
     yield
     for name, value in lent.items():
         if namespace.get(name, _UNBOUND) is not value:
-            continue  # the call has bound or deleted it
+            continue  # the call has bound or deleted the name
         if name in covered:
             namespace[name] = covered[name]
         elif context.bound > bound:
@@ -329,7 +329,7 @@ def lent_names(context: Context, names: Mapping[str, Any]) -> Iterator[None]:
 
 
 def debug(context: Context) -> bool:
-    """Debug the last exception until the user quits or presses Stop; return False without one."""
+    """Debug the last exception until the user quits or presses Stop; False without an exception."""
     error = next(last_errors(context.shell), None)
     if error is None or error.__traceback__ is None:
         return False

@@ -1,8 +1,8 @@
 """Writes sharded tensors, their meshes and FSDP2 modules to a snapshot, and restores them.
 
-Their own pickles would hold process groups.  So a mesh is written as a `Mesh`.  A DTensor is
-written as its number; the rank's shards are in another pickle, which other ranks may read.  A
-module is written as before `fully_shard`, with that call's arguments.  The snapshot ops call it.
+Pickled as usual, such values hold process groups.  So a mesh is written as a `Mesh`.  A DTensor is
+written as a number; the rank's shards are in another pickle, which other ranks may read.  A module
+is written as before `fully_shard`, with that call's arguments.  The snapshot ops use this module.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ _unsharded: dict[int, Unsharded] = {}
 
 
 def meshes(_: Context, instead: Mapping[Mesh, Mesh]) -> None:
-    """Make a mesh for each mesh of a snapshot, with `instead` as its layout; all ranks call it."""
+    """Make a mesh for each key of `instead`, with the value as its layout; all ranks call this."""
     from torch.distributed.device_mesh import DeviceMesh
 
     forget()
@@ -146,7 +146,7 @@ def find_mesh(of: Mesh, dims: tuple[str, ...] | None) -> Any:
 
 
 def find_tensor(number: int, requires_grad: bool, is_parameter: bool) -> Any:  # noqa: FBT001
-    """Return the snapshot's DTensor with this number, as a leaf or as a new Parameter."""
+    """Return the snapshot's DTensor with this number, itself or in a new Parameter."""
     if is_parameter:
         return torch.nn.Parameter(_tensors[number], requires_grad)
     return _tensors[number].requires_grad_(requires_grad)
@@ -174,7 +174,7 @@ def own_tensors(shards: Sequence[Shard]) -> list[Any]:
 
 
 def shard_modules(unsharded: Sequence[Unsharded]) -> None:
-    """Call `fully_shard` on unpickled modules with its earlier arguments; all ranks call it."""
+    """Call `fully_shard` on unpickled modules with its earlier arguments; all ranks call this."""
     for sharding, modules in unsharded:
         _shard(sharding, modules)
 
@@ -224,7 +224,7 @@ def _parameters(module: Any) -> Iterator[tuple[Any, str, Any]]:
 
 
 def is_sharded(value: Any) -> bool:
-    """Return True for a DTensor in parts, or a module or optimizer with such parameters."""
+    """Return True for a DTensor in parts, and for a module or optimizer with sharded parameters."""
     if isinstance(value, torch.nn.Module):
         fsdp1 = dist_class("fsdp", "FullyShardedDataParallel")
         is_fsdp1 = any(isinstance(each, fsdp1) for each in value.modules())

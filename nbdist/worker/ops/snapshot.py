@@ -1,8 +1,8 @@
 """A rank's part of a snapshot: its variables and random states, in a file of its own.
 
-Ops in each rank, for `%dist_snapshot` and `%dist_restore`. The file has the frames of a pickle.
-`nbdist.world.value_transfer` says which names to write, and keeps the files' digests; no value goes
-through the notebook.
+Ops in each rank, for `%dist_snapshot` and `%dist_restore`. The file has the frames of two pickles:
+of variables, and of shards of tensors. The notebook says which names to write, and keeps the files'
+digests; no value goes through the notebook.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def write_frames(path: Path, frames: Sequence[Buffer]) -> tuple[int, str]:
 
 
 def map_frames(path: Path, digest: str) -> list[memoryview]:
-    """Return the frames of a file as mapped memory, which all readers of the file share.
+    """Return the frames of a file as mapped memory, shared by all readers until they write to it.
 
     The frames can be written to, and are not aligned. Raises Damaged if the file has another
     digest, Untrusted if another user could have written it, and OSError.
@@ -179,7 +179,7 @@ def _sketch(value: Any, namespace: dict[str, Any], writer: sharded.Writer | None
 def _used_values(values: Mapping[str, Any], namespace: dict[str, Any]) -> dict[str, Any]:
     """Return the values that functions and classes in `values` look up by name, however indirectly.
 
-    Big values are left out: they are data, which the notebook sends again.
+    Values that are big, sharded or cannot be pickled are left out.
     """
     used: dict[str, Any] = {}
     waiting = set(_sketch(values, namespace).needs)
@@ -215,7 +215,7 @@ File = tuple[int, str]  # the rank that has written it, and its digest
 def load(
     context: Context, folder: str, parts: Mapping[int, File], everyones: Sequence[File] = ()
 ) -> Loaded:
-    """Read the file of the rank that `parts` names for this one, and keep its contents for `bind`.
+    """Read the file that `parts` names for this rank, and keep the file's contents for `bind`.
 
     Binding is a second step, so that no rank binds anything if another rank's file is damaged.
     With `everyones` files, sharded tensors are joined, and sharded again for this world.

@@ -1,7 +1,7 @@
 """Ops for values: between the notebook and a rank, and from one rank to others by the group.
 
-They run in each rank, for `%dist_gather`, `push`, `%dist_sync` and restarts. An op that receives
-values binds none: another op binds them once all ranks have received theirs.
+They run in each rank, for `%dist_gather`, `push`, `%dist_sync` and restarts. `push`, `scatter` and
+`sync` bind no value that they receive: another op binds the values once all ranks have theirs.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def push(context: Context, packed: Mapping[int, Payload]) -> None:
 
 
 def bind_pushed(context: Context) -> Mapping[str, Replaced]:
-    """Bind the values of `push`, which the notebook owns; return what was not changed in place."""
+    """Bind the values of `push`, which the notebook owns; return facts on replaced values."""
     return context.namespace.bind_received().replaced
 
 
@@ -132,7 +132,7 @@ def sync(context: Context, wanted: Sequence[str], source: int, to: Sequence[int]
 
 
 def bind_synced(context: Context, wanted: Sequence[str]) -> None:
-    """Bind the values of `sync`; on the source too they belong to the workers from now on."""
+    """Bind the values of `sync`, which belong to the ranks from now on, on the source too."""
     bound = context.namespace.bind_received()
     context.bound |= bound.names & {*wanted}
     context.gained |= {*bound.gained}
