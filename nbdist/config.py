@@ -10,6 +10,7 @@ import itertools
 import os
 import re
 import shlex
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from importlib.metadata import entry_points
@@ -523,7 +524,9 @@ OLD_NAMES = {"free": "release"}
 
 
 def renamed_options(options: Mapping[str, T]) -> dict[str, T]:
-    """Return the options by their present names."""
+    """Return the options by their present names; warn of former names."""
+    for name in OLD_NAMES.keys() & options.keys():
+        warnings.warn(f"`{name}=` is now `{OLD_NAMES[name]}=`", FutureWarning, stacklevel=3)
     return {OLD_NAMES.get(name, name): value for name, value in options.items()}
 
 

@@ -195,9 +195,11 @@ def test_each_option_is_in_the_manual_and_used() -> None:
     unread = {name for name in OPTIONS if not re.search(rf"\b(config|wanted)\.{name}\b", source)}
     assert unread == in_properties
     assert WorldConfig(hang_timeout=3, release=False).patience == Patience(3.0, aborts=False)
-    former: Any = World(2, free=False, log_dir="")  # type: ignore[call-arg]
+    with pytest.warns(FutureWarning, match="`free=` is now `release=`"):
+        former: Any = World(2, free=False, log_dir="")  # type: ignore[call-arg]
     assert former.session.config.release is False
-    assert not WorldConfig().with_changes(free=False).release
+    with pytest.warns(FutureWarning, match="`free=` is now `release=`"):
+        assert not WorldConfig().with_changes(free=False).release
     found = [WorldConfig(), WorldConfig(hosts="a"), WorldConfig(salloc="-p x")]
     assert [config.launcher_name for config in found] == ["local", "ssh", "slurm"]
     assert WorldConfig(hosts="a", launcher="other").launcher_name == "other"

@@ -175,9 +175,11 @@ class _Stopped:
         That is after each KeyboardInterrupt that Python has dropped, and once if the rank does not
         know of such a drop and sleeps.
         """
-        has_dropped = sight.place.dropped_interrupts > self._drops
+        place = sight.place
+        is_running = place.is_in_code and not place.is_cleaning_up
+        has_dropped = is_running and place.dropped_interrupts > self._drops
         has_missed = not (has_dropped or self._is_reminded) and has_missed_stop(sight)
-        self._drops = max(self._drops, sight.place.dropped_interrupts)
+        self._drops = max(self._drops, place.dropped_interrupts)
         self._is_reminded |= has_missed
         return has_dropped or has_missed
 

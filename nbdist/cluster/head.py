@@ -72,7 +72,7 @@ class Head:
         self._stopped_tasks: dict[int, str] = {}  # by rank, its task at the last Stop, or ""
         # By rank, the task that will be stopped once the head has decided at which step.
         self._pending_stops: dict[int, str] = {}
-        self._spared: set[int] = set()  # ranks with such a task that Stop must not kill
+        self._spared: set[int] = set()  # ranks in `_pending_stops` that only a second Stop may kill
         self._batch_senders: deque[Node | None] = deque()
         self._serving = Serving(self._execute, self._send)
         self._transfers = BulkTransfers(

@@ -268,6 +268,7 @@ class NodePool:
         if not why and self._has_started:
             why = lack_of_room(self.config, node)
         if why:
+            log.warning("%s was refused: %s", name, why)
             self._record_failure(CannotStart(name, why))
             node.send(Shutdown())
             return

@@ -216,7 +216,9 @@ class _Code:
         place = self._steps[index].positions
         is_plain = place is not None and place.lineno == code.co_firstlineno
         called = set() if is_plain else inner.later - {name}
-        if not is_plain and name in inner.later:  # the name still has the former function
+        if (
+            not is_plain and name in inner.later
+        ):  # a decorator's call finds the former function by this name
             called = called.union(*before)
         return inner.used | dict.fromkeys(called, _NONE)
 
@@ -319,7 +321,7 @@ class _Code:
         return states
 
     def _after_with(self, handlers: dict[int, int]) -> dict[int, set[str]]:
-        """Map the jump that a `with` takes if it suppresses an error to the names its body binds.
+        """Map the jump after an error that a `with` suppressed to the names that its body binds.
 
         The names count as bound after the jump, as almost no context manager suppresses errors.
         Returns an empty dict if the code names `suppress` or `raises`, which suppress errors.

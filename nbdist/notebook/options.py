@@ -364,7 +364,7 @@ def our_flag(flag: str, flags: Collection[str]) -> str:
 
     A flag is returned unchanged if the magic's `flags` have that flag, or no flag of ours for it.
     """
-    renamed = SAME.get(flag) or OLD.get(flag) or _dashed(flag)
+    renamed = SAME.get(flag) or OLD.get(_dashed(flag)) or _dashed(flag)
     return renamed if renamed in flags and flag not in flags else flag
 
 

@@ -221,7 +221,6 @@ class Pool:
         if world is None:
             self._start(self._make_world(options), display)
             return ()
-        _complete_shutdown(world)
         display.show_status("restarting")
         names = world.session.names  # each start makes a new table
         try:

@@ -202,21 +202,43 @@ class Plan:
             visited.add(name)
             record = self._table.record(name)
             waiting += record.needs if record else ()
-            if name in bound_first or name in self._table.unsent or self._is_others(name):
+            if name in bound_first or name in self._table.too_big or self._is_others(name):
                 continue
             value = self._names[name]
+            if name in self._table.failed and fails_in(self._names)(value):
+                continue
             is_fixed = is_atomic(value) or isinstance(value, types.FunctionType)
-            may_differ = record is not None and record.size <= SMALL_VARIABLE and not is_fixed
+            is_big = (record.size if record else least_size(value)) > SMALL_VARIABLE
+            if is_big and name in self.binds:  # it would be sent in vain, unless a call comes first
+                continue
             # The ranks have bound the name, and the notebook since.
             is_rank_older = bool(calls and self._ranks & self._table.ranks_that_bound(name))
-            if is_rank_older and record is None and least_size(value) > SMALL_VARIABLE:
-                self._table.unsent.add(name)
-                self._notify(name, f"`{name}`: {OLD_IN_FUNCTIONS}; `%dist_push {name}` sends it")
+            if is_rank_older and record is None:
+                self._follow_small(name, is_big=is_big)
                 continue
-            is_needed = may_differ or is_rank_older or self._table.is_older(name, self._ranks)
-            if is_needed and not self._follow_unused(name):
-                self._table.unsent.add(name)
-                self._notify(name, f"`{name}` cannot be sent: {OLD_IN_FUNCTIONS}")
+            may_differ = record is not None and not (is_big or is_fixed)
+            if may_differ or is_rank_older or self._table.is_older(name, self._ranks):
+                self._follow_or_say(name)
+
+    def _follow_or_say(self, name: str) -> bool:
+        """Follow a variable that functions use; False, with a notice, if it cannot be sent."""
+        if self._follow_unused(name):
+            return True
+        self._table.failed.add(name)
+        self._notify(name, f"`{name}` cannot be sent: {OLD_IN_FUNCTIONS}")
+        return False
+
+    def _follow_small(self, name: str, *, is_big: bool) -> None:
+        """Follow a variable that only ranks have bound so far; a big one only gets a notice."""
+        before = dict(self._examined)
+        if not is_big:
+            if not self._follow_or_say(name):
+                return
+            is_big = name in self._examined and self._examined[name].record.size > SMALL_VARIABLE
+        if is_big:
+            self._examined = before
+            self._table.too_big.add(name)
+            self._notify(name, f"`{name}`: {OLD_IN_FUNCTIONS}; `%dist_push {name}` sends it")
 
     def _is_others(self, name: str) -> bool:
         """Return True for a name of which the ranks use their own value in any case."""

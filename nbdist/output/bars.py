@@ -426,7 +426,7 @@ def left_bar_line(left_bar: LeftBar) -> str:
 
 
 def bars_text(shown: BarTable) -> list[str]:
-    """Return `_lines_above`, then a line for each row: its ranks and the other columns, aligned."""
+    """Return the texts above the table, then a line for each row, with all columns aligned."""
     rows = []
     for row in _rows(shown):
         whole, part = divmod(round((row.share or 0.0) * _BAR_WIDTH * 8), 8)

@@ -244,7 +244,9 @@ class Composer:
         self._statements = statements
         self._omitted = dict[str, None]()
         self._missing = dict[str, None]()
-        self._defined = set[str]()  # names whose definition or first value is in the script
+        self._defined = set[
+            str
+        ]()  # names in the section of definitions that no cell has bound since
         self._lines: list[str] = []  # lines that come before the next cell
         # By name: how the value that was written last had been sent; None if that is not known.
         self._written = dict[str, SentName | None]()
@@ -362,7 +364,7 @@ class Composer:
         texts, unset = attributes_since(name, value, text)
         problem = f"{list_names(unset)}, as set since the definition of `{name}`" if unset else ""
         needs = self._statements.names_used(text)
-        # Values that cells bind are needed only if read at once: later calls find them bound.
+        # Values that cells bind must come first only if read at once: calls come after the cells.
         kinds = types.ModuleType | type | types.FunctionType | types.BuiltinFunctionType
         values = {n for n in self._unsent if not isinstance(self._names.namespace.get(n), kinds)}
         needs -= values - names_read_at_once(text)

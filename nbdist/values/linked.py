@@ -36,7 +36,7 @@ from nbdist.values.tensors import Reduced, TensorReducer, set_attributes
 from nbdist.values.updates import ObjectUpdate
 
 READ_FROM = 1 << 20
-"""A pickle of this many bytes or more is read in pieces, so that Stop can interrupt the reading.
+"""A pickle of this many bytes or more is read by functions of Python: Stop can interrupt them.
 
 Reading so many bytes takes some 10 ms.
 """
@@ -378,7 +378,7 @@ def read(
         file = io.BytesIO(frames[0])
         source: Any = file
         if memoryview(frames[0]).nbytes >= READ_FROM:
-            # In pieces: C code would read the whole pickle at once, which Stop could not interrupt.
+            # By functions of Python: C code alone would read on to the end before it noticed Stop.
             source = types.SimpleNamespace(
                 read=lambda size: file.read(size),
                 readline=lambda: file.readline(),

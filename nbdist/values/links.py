@@ -301,7 +301,7 @@ class Blocks:
         return self.add(MemoryBlock(self._links.new_key(), *bounds, make_ref(), device))
 
     def get_copied(self, what: tuple[Any, ...]) -> MemoryBlock | None:
-        """Return the block of the few elements that `what` identifies; None if there is none."""
+        """Return the block of a scattered view, by bounds, type and shape; None without one."""
         return self._copied.get(what)
 
     def add_copied(

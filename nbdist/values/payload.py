@@ -400,9 +400,12 @@ class Identity:
 def least_size(value: Any) -> int:
     """Return a number of bytes that a value has at least, without looking into it.
 
-    That is the memory of a tensor, an array, a table or a text, or 8 bytes for each item.
+    That is the memory of a tensor or an array, or 8 bytes for each item of a container.
     """
-    size = getattr(value, "nbytes", None)
+    try:
+        size = value.nbytes
+    except Exception:  # noqa: BLE001 (most values have none, and a user's property can raise anything)
+        size = None
     if type(size) is int:
         return size
     return 8 * len(value) if isinstance(value, str | bytes | list | tuple | dict | set) else 0

@@ -211,7 +211,7 @@ def count_hooks(tensor: torch.Tensor) -> int:
 
 
 def reduce_constant(value: Any) -> Reduced:
-    """Reduce a torch operator or memory format, `finfo` or `iinfo`, which pickle cannot find.
+    """Reduce a torch operator or memory format to its name, `finfo` or `iinfo` to its type.
 
     NotImplemented for any other object.
     """

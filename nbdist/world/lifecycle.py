@@ -69,6 +69,7 @@ def starting(workers: Workers) -> Iterator[Starting]:
         if leftovers := workers.close_link():
             log.warning("%s", leftovers)
         raise
+    workers.kept = KeptVariables()
     workers.advance(Event.STARTED)
 
 

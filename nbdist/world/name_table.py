@@ -102,9 +102,10 @@ class NameTable:
         """Names that the notebook may have assigned since this table was made."""
         self.in_functions: set[str] = set()
         """Names that functions and classes of cells on the ranks read when they are called."""
-        self.unsent: set[str] = set()
-        """Those of them that were not sent, which a line has said; until they are assigned again.
-        """
+        # Names of `in_functions` that a notice has named: the notebook's values are too big for a
+        # cell that does not use them, or cannot be sent.  Until they are assigned again.
+        self.too_big: set[str] = set()
+        self.failed: set[str] = set()
 
     def copy(self) -> NameTable:
         """Return a copy; later changes of the entries of this table do not affect the copy's.
@@ -190,7 +191,8 @@ class NameTable:
         for name in {*names, *self._deleted()}:
             self._noticed.discard(name)
             self._deleted_there.discard(name)
-            self.unsent.discard(name)
+            self.too_big.discard(name)
+            self.failed.discard(name)
             self.assigned.add(name)
             self._bound_at[name] = next(self._clock)
             value = self._value(name)

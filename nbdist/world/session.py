@@ -301,11 +301,13 @@ class Session(Workers):
                 self.kept = kept
                 self.configure(before, name=self.spec.name)
             raise
-        self.kept = KeptVariables()
         # Only now, since other machines determine the size during the start.
         self.setup.renumber(Renumbering(size, self.size, {}))
-        error = recovery.replay(self, self.everyone)
-        self.bind_kept(kept.frames)
+        try:
+            error = recovery.replay(self, self.everyone)
+        finally:  # also after Stop
+            if self.state is WorldState.READY:
+                self.bind_kept(kept.frames)
         if error:
             raise error
         return kept.names

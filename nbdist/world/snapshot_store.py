@@ -375,7 +375,7 @@ def _stamped(folder: Path) -> list[Path]:
 
 
 def _read(name: str, folder: Path) -> Snapshot:
-    """Return a snapshot by its manifest; `problem` says if the ranks' files have other sizes."""
+    """Return a folder's snapshot; its `problem` says what is wrong with the manifest or a file."""
     try:
         with os.fdopen(folders.open_trusted(folder / MANIFEST), "rb") as file:
             manifest = json.load(file)

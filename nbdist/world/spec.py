@@ -158,7 +158,7 @@ def make_spec(
         if log_dir:
             _check_log_folder(log_dir, spec.name)
         return _on_this_machine(spec, here)
-    # When machines have come, the head determines size, slots and backend from GPUs and cores.
+    # When machines have come, the head sets size, slots and backend: until then assume GPUs.
     backend = config.backend or topology.GPU_BACKEND
     return spec, check_nvls(backend, given, shared=config.share_gpus)
 
@@ -205,7 +205,7 @@ def scaled(
         config.with_changes(n=size)
         return replace(spec, world_size=size), ""
     for memory in memory_limits():
-        if size * LEAST_MEMORY > memory.limit:  # the number must be a typing error
+        if size * LEAST_MEMORY > memory.limit:  # so large a number must be a typo
             why = f"{size:,} workers take more than the {size_text(memory.limit)} of {memory.where}"
             raise BadTopology("-n", str(size), why, topology.WORKERS_FORMS)
     cores = topology.usable_cores() if cores is None else cores

@@ -101,7 +101,7 @@ def test_hosts_are_named(world: World) -> None:
     """Results, errors, status (also in a terminal) and loggers name the hosts."""
     result = world.run(socket.gethostname)
     assert result.index(hostname="node2", local_rank=0) == result.rank(1) == "node2"
-    with pytest.raises(WorkerError, match="first: rank 1 on node2 after"):
+    with pytest.raises(WorkerError, match="rank 1 on node2 failed after"):
         world.execute("assert rank == 0", ranks=[1])
     assert [row.host for row in world.status()] == ["node1-v6", "node2"]
     command = [sys.executable, "-m", "nbdist.terminal", "status"]

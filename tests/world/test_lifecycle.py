@@ -139,17 +139,17 @@ def test_stop_ends_a_start_in_progress(new_children: Callable[[], list[psutil.Pr
 
 @pytest.mark.world
 def test_a_restart_follows_an_interrupted_restart() -> None:
-    """After Stop has interrupted a restart, the next restart ends the old workers."""
+    """After Stop in a restart the next one ends the old workers, and keeps what was to be kept."""
     with World(1, log_dir="") as world:
-        world.execute("import atexit, time; atexit.register(time.sleep, 60)")
+        world.execute("import atexit, time; atexit.register(time.sleep, 60); step = 5")
         before = dict(world.pids)
-        restarts = once(lambda: world.state is not WorldState.READY, press_stop)
+        restarts = once(lambda: world.state is WorldState.STOPPING, press_stop)
         with restarts, pytest.raises(KeyboardInterrupt):
-            world.restart()
+            world.restart(keep=["step"])
         world.restart()
         assert world.state is WorldState.READY
         assert not psutil.pid_exists(before[0])
-        world.execute("assert 'atexit' not in globals()")
+        world.execute("assert step == 5 and 'atexit' not in globals()")
 
 
 @pytest.mark.own_agent

@@ -235,9 +235,9 @@ OFF = "auto mode is off: cells run here, those with `%%distributed` on the worke
 def dist_auto(line: MagicCall) -> str:
     """Run cells on the workers from now on, as if each began with `%%distributed`.
 
-    Lines with `!`, and magics of the notebook such as `%cd` and `%pip`, run here, once, unless
-    they fill in a variable of the ranks; `%matplotlib` and `%load_ext` run here and there.  A
-    cell that has the tag `distributed` in JupyterLab goes there also while this is off.
+    Magics of the notebook such as `%cd` and `%pip` run here, once, and so do lines with `!`,
+    unless they fill in a variable of the ranks; `%matplotlib` and `%load_ext` run here and
+    there.  A cell that has the tag `distributed` in JupyterLab goes there also while this is off.
     """
     mode, state = line.auto, line.options.state
     if state not in (None, "on", "off"):

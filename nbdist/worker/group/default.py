@@ -139,7 +139,7 @@ class DefaultGroup:
         return f"{prefix}.{self._name_counts[prefix]}"
 
     def _wrap(self) -> None:
-        """Replace torch's functions that make and destroy the default group, send and receive."""
+        """Wrap torch's functions that make or destroy the default group, and its send and recv."""
         signature = inspect.signature(self._init)
 
         @functools.wraps(self._init)

@@ -188,7 +188,7 @@ class Group:
             self._gloo.next_meeting = None
         backend = None if is_first or not seam.compares() else seam.gloo_of(self._default.group)
         if backend is not None:
-            # torch has made a backend that does not compare, and the other ranks' backends compare.
+            # At debug level DETAIL backends compare collectives; torch has made one that does not.
             comparing = self._comparing(backend, self._world, start.generation)
             seam.replace_gloo(self._default.group, comparing, start.generation)
         self._connect_own_nccl(start.generation)

@@ -146,14 +146,23 @@ def test_functions_of_ranks_use_names_bound_by_the_notebook(house: Any) -> None:
     house.cell("import threading\nb = threading.Lock()")
     assert house.distributed("read()") == 8
     said = "functions on the ranks use the older one that they have"
-    assert house.notices[-2:] == [
-        f"`b`: {said}; `%dist_push b` sends it",
-        f"`b` cannot be sent: {said}",
-    ]
+    big = f"`b`: {said}; `%dist_push b` sends it"
+    assert house.notices[-2:] == [big, f"`b` cannot be sent: {said}"]
+    house.cell("b = {'lock': threading.Lock(), 'k': 1}")
+    assert house.distributed("read()") == 8
+    house.cell("del b['lock']")
+    assert house.distributed("read()") == {"k": 1}, "it can be sent now"
+    house.distributed("b = 9\nit = iter([1, 2, 3])")
+    house.cell("import torch; b = torch.nn.Linear(200, 200)")
+    assert house.names("v = next(it)\nb = [v]\nread()") == set(), "the cell binds it"
+    assert house.distributed("read()") == 9
+    house.cell("b = torch.eye(2).to_sparse()")
+    assert house.distributed("read().is_sparse")
     house.distributed("device = 1\ndef where(): return device\nwhere()")
     house.cell("device = 2")
+    number = len(house.notices)
     assert house.names("where()") == set()
-    assert len(house.notices) == 5
+    assert len(house.notices) == number
 
 
 def test_new_views_show_memory_that_ranks_changed(house: Any) -> None:

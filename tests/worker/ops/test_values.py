@@ -218,7 +218,7 @@ def test_a_value_that_cannot_be_rebuilt_reaches_no_rank(world: World) -> None:
         "class Odd:\n    def __reduce__(self): return made, (5,)\n"
         "if rank == 0: odd = Odd()"
     )
-    said = r"\(2\); first: rank 2 after .* `odd` could not be rebuilt: ValueError: not here"
+    said = r"rank 2 failed, of 3, after .* `odd` could not be rebuilt: ValueError: not here"
     with pytest.raises(WorkerError, match=said):
         copy(world, "odd", source=0)
     assert world.gather("globals().get('odd')", ranks=[1, 2]) == [None, None]
