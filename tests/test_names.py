@@ -257,7 +257,6 @@ OTHERS = {
     "_new_process_group_helper",
     "ddp_notebook",
     "gloo_tcp_loop",
-    "init_device_mesh",
     "new_group",
     "pkg.mod",
     "pt_gloo_runloop",

@@ -90,11 +90,13 @@ def is_stuck(sight: InterruptedRank) -> bool:
 def has_missed_stop(sight: InterruptedRank) -> bool:
     """Return True if a rank still sleeps in its code, as if SIGINT had not reached it; pure.
 
-    Python prints and drops exceptions of finalizers and callbacks, KeyboardInterrupt too.
+    Python prints and drops exceptions of finalizers and callbacks, KeyboardInterrupt too.  Of a
+    rank that does not answer nobody knows if it cleans up, so it does not count.
     """
     place = sight.place
-    waits = place.is_in_code and sight.is_asleep and not (place.operation or place.is_cleaning_up)
-    return waits and sight.own_seconds >= C_GRACE / 2
+    is_unknown = place.holds_gil or place.is_stopped
+    waits = place.is_in_code and not (place.operation or place.is_cleaning_up or is_unknown)
+    return waits and sight.is_asleep and sight.own_seconds >= C_GRACE / 2
 
 
 def may_wait_in_store(sight: InterruptedRank) -> bool:

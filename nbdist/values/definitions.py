@@ -47,7 +47,7 @@ _names_of_code: weakref.WeakKeyDictionary[types.CodeType, frozenset[str]] = (
 
 
 REFERENCE_LENGTH = 2
-"""The number of items in cloudpickle's reduction of a built-in class such as `NoneType`.
+"""The number of items in cloudpickle's reduction of a built-in class such as `type(None)`.
 
 The reduction of a class that is sent by value has more items, among them a state.
 """

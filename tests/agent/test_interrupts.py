@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
@@ -15,6 +16,7 @@ from nbdist.agent.interrupts import (
     STORE_GRACE,
     InterruptedRank,
     Interrupter,
+    has_missed_stop,
     is_stuck,
     may_wait_in_store,
 )
@@ -75,6 +77,17 @@ def test_a_rank_in_no_collective_may_wait_in_store() -> None:
     places = (RankPosition(), IN_C, WAITS, RankPosition(line=3, has_taken_sigint=True),
               RankPosition(line=3, is_cleaning_up=True))  # fmt: skip
     assert not any(may_wait_in_store(InterruptedRank(place, LONG)) for place in places)
+
+
+def test_only_a_sleeping_rank_that_answers_has_missed_stop() -> None:
+    """A rank that cleans up, waits in a collective, or does not answer gets no second SIGINT."""
+    asleep = InterruptedRank(IN_PYTHON, C_GRACE / 2, is_asleep=True)
+    assert has_missed_stop(asleep)
+    assert not has_missed_stop(replace(asleep, own_seconds=C_GRACE / 2 - 0.1))
+    assert not has_missed_stop(replace(asleep, is_asleep=False))
+    stopped, cleans_up = replace(IN_C, is_stopped=True), replace(IN_PYTHON, is_cleaning_up=True)
+    for place in (RankPosition(), IN_C, stopped, cleans_up, WAITS):
+        assert not has_missed_stop(replace(asleep, place=place))
 
 
 @pytest.fixture

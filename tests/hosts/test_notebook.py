@@ -49,7 +49,7 @@ def test_magics_name_the_hosts_of_ranks(sshd: Sshd, hosts: list[Host], tmp_path:
         wait_until(lambda: body(notebook.run(value))[-1] == "5", "the slider has moved")
 
         error = notebook.run("%%distributed -r 1\nimport mine").error
-        assert "rank 1 on node2 after" in error
+        assert "rank 1 on node2 failed after" in error
         assert "`mine.py` is in the notebook's folder, which node2 does not have: " in error
         assert "rank 1 on node2 (pid " in notebook.run("%dist_why").text
 

@@ -164,7 +164,7 @@ def test_a_cell_can_load_nbdist_and_go_on_with_a_magic(fresh: Callable[..., Note
     assert notebook.value(names) == ["before"]
     assert notebook.run("%unload_ext nbdist").errors == []
     ran = notebook.run(f"# a\n{load}\n%%distributed -n 2\nhere = rank\nhere\n1 / here")
-    assert "rank 0 after" in ran.errors[0]["evalue"]
+    assert "rank 0 failed, of 2, after" in ran.errors[0]["evalue"]
     assert "line 6" in ran.panel["text/plain"]
     assert notebook.run("after = 1").errors == []
     assert notebook.value(names) == ["after", "before"]

@@ -258,7 +258,7 @@ def test_stop_at_a_prompt_ends_the_cell(two: Notebook) -> None:
 
 def test_debug_magics_open_the_frames_of_the_failure(two: Notebook) -> None:
     """`%dist_debug`, `%debug` and `%pdb` open the frames of the last failure, on a rank or here."""
-    assert "rank 1 after" in two.run(FAILED).error
+    assert "rank 1 failed, of 2, after" in two.run(FAILED).error
     for magic in ("%debug", "%dist_debug", "%dist_debug -r 1"):
         said = two.run(magic, typed=["p x", "up", "up", "q"])
         assert said.prompts == ["[rank 1] ipdb> "] * 4
