@@ -30,10 +30,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 PATIENCE = f"""
 from dataclasses import astuple
+from unittest.mock import patch
 from nbdist.config import Patience
-Patience.__init__.__defaults__ = astuple(Patience(control_timeout={SOON}))
+longer = astuple(Patience(control_timeout={SOON}))
+patch.object(Patience.__init__, "__defaults__", longer).start()
 """
-"""Makes the notebook wait until all ranks have left, however slow the machine is."""
+"""Makes the notebook wait until all ranks have left; undone before the next module's tests."""
 
 
 @pytest.fixture(scope="module")
