@@ -323,12 +323,12 @@ class WorkerError(NbdistError):
         self.rank, self.host, self.pid, self.errors = blame
         name = "" if cause[0] == type(self).__name__ else cause[0]  # IPython shows this name first
         cause_text = ": ".join(filter(None, [name, one_line(cause[1])]))
-        first, of = who or f"rank {self.rank}", f", of {ran}" if ran > 1 else ""
+        first = who or f"rank {self.rank}"
         if len(self.errors) > 1:
-            first = f"{name_ranks(self.errors)} failed{of}; first: {first}"
+            failed = f"{name_ranks(self.errors)} failed, of {ran}; first: {first}"
         else:
-            first = f"{first} failed{of and of + ','}"
-        super().__init__(f"{first} after {seconds:.1f} s: {cause_text}")
+            failed = f"{first} failed, of {ran}," if ran > 1 else f"{first} failed"
+        super().__init__(f"{failed} after {seconds:.1f} s: {cause_text}")
 
     def show(self, *lines: str) -> None:
         """Add lines that Python and IPython show below the error."""

@@ -259,14 +259,12 @@ class Plan:
         `model` another value.  A name that a rank has deleted is sent only if the cell uses it.
         """
         table, objects = self._table, self._objects
-        for name in sorted(table.assigned - WORKERS_OWN - WORKERS_MODULES.keys()):
+        for name in sorted(table.assigned):
             value = self._names.get(name, _NO_VALUE)
             key = objects.links.key_of(value)
             if key is None:
                 key = memory_key(value, objects.links)
-            if key is None or name in self._gathered or table.ranks_that_own(name):
-                continue
-            if table.is_deleted_there(name):
+            if key is None or self._is_others(name) or table.is_deleted_there(name):
                 continue
             if self._ranks <= objects.ranks_with(key) and not (
                 self._ranks <= table.ranks_that_have(name)

@@ -305,9 +305,11 @@ class Session(Workers):
         self.setup.renumber(Renumbering(size, self.size, {}))
         try:
             error = recovery.replay(self, self.everyone)
-        finally:  # also after Stop
+        except BaseException:  # Stop too
             if self.state is WorldState.READY:
                 self.bind_kept(kept.frames)
+            raise
+        self.bind_kept(kept.frames)
         if error:
             raise error
         return kept.names
