@@ -124,6 +124,13 @@ def _command(pid: str) -> str:
         return "ended just now"
 
 
+def command_line(process: psutil.Process) -> list[str]:
+    """Return the words of a process's command line, none if the process has just ended."""
+    with suppress(psutil.NoSuchProcess):  # also the parent of ZombieProcess
+        return process.cmdline()
+    return []
+
+
 def shows(pid: int, secret: str) -> str | None:
     """Return which files of a process in /proc show a secret; None if the process has ended."""
     try:

@@ -22,6 +22,7 @@ from nbdist.wire.messages import AgentReply, AgentRequest, GetStatus, Kill
 from nbdist.wire.queries import Attach, AttachRefused
 from nbdist.world.agent_link import Link
 from tests.agent.sources import worker_start
+from tests.traces import command_line
 from tests.waiting import SOON, wait_until
 
 NOTEBOOK = """
@@ -72,7 +73,8 @@ def test_an_agent_ends_with_all_that_it_started(
         wait_until(lambda: len([*tmp_path.iterdir()]) == 2, "both have come so far")
 
         def all_sleep() -> bool:  # a process in its exec has no command line yet
-            return sum("sleep" in each.cmdline() for each in guard.children(recursive=True)) == 4
+            started = guard.children(recursive=True)
+            return sum("sleep" in command_line(each) for each in started) == 4
 
         wait_until(all_sleep, "all that they started is there")
         processes = [guard, *guard.children(recursive=True)]

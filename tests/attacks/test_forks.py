@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import pytest
 
 from nbdist import World
 from nbdist.errors import ForkedProcess, ScaleError, StartError, WorldBroken
+from tests.traces import command_line
 from tests.waiting import SOON, wait_until
 
 pytestmark = [pytest.mark.shared_world, pytest.mark.own_agent]
@@ -138,7 +139,7 @@ def kill_fork_server(world: World) -> None:
     (fork_server,) = (
         process
         for process in tree(world)
-        if "nbdist.agent.fork_server" in process.cmdline()
+        if "nbdist.agent.fork_server" in command_line(process)
         and process.pid not in world.pids.values()
     )
     fork_server.kill()
@@ -154,7 +155,8 @@ def group(control_group: Callable[..., Path]) -> Path:
 def at_most(world: World, group: Path, more: int) -> Iterator[None]:
     """Let the guard and its children have only `more` further processes and threads."""
     for process in tree(world):
-        (group / "cgroup.procs").write_text(str(process.pid))
+        with suppress(ProcessLookupError):  # the process has just ended
+            (group / "cgroup.procs").write_text(str(process.pid))
     (group / "pids.max").write_text(str(int((group / "pids.current").read_text()) + more))
     try:
         yield

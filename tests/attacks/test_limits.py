@@ -18,6 +18,7 @@ from nbdist.errors import WorkerError
 from nbdist.output.rank_transcript import SHOWN_AT_MOST
 from tests.cells import press_stop, run_for
 from tests.notebook.front_end import Notebook
+from tests.traces import command_line
 from tests.waiting import SOON, wait_until
 
 pytestmark = pytest.mark.shared_world(3)
@@ -255,7 +256,7 @@ for page in range({PAGES}):
 def megabytes_of_agent(guard: int) -> float:
     """Return the memory of the agent below the guard."""
     found = psutil.Process(guard).children()
-    (agent,) = (each for each in found if "nbdist.agent" in each.cmdline())
+    (agent,) = (each for each in found if "nbdist.agent" in command_line(each))
     return float(agent.memory_info().rss / 2**20)
 
 

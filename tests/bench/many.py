@@ -23,6 +23,7 @@ from tests.hosts import network as networks
 from tests.hosts import sshd as sshds
 from tests.hosts.network import Host, Network, end
 from tests.hosts.sshd import Sshd
+from tests.traces import command_line
 from tests.waiting import wait_until
 
 # --- simulated machines ---------------------------------------------------------------------
@@ -62,7 +63,7 @@ def _simulated(lab: Lab, notebook: Notebook, ranks: int) -> Iterator[Figure]:
     yield Figure("many", f"start, {ranks} ranks", "s", (notebook.run(cell).seconds,))
     ours = psutil.Process(notebook.pid)
     # The guard, and its child, the head itself.
-    heads = [p for p in ours.children(recursive=True) if "nbdist.cluster" in p.cmdline()]
+    heads = [p for p in ours.children(recursive=True) if "nbdist.cluster" in command_line(p)]
     for name, source in SOURCES.items():
         for _ in range(WARM_UP):
             notebook.run(f"%%distributed\n{source}")

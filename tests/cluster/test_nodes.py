@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -25,6 +25,7 @@ from nbdist.wire.queries import DescribeRanks
 from nbdist.world.agents import ask_all, worlds
 from nbdist.world.task_run import TaskRun
 from nbdist.world.world import World
+from tests.traces import command_line
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.own_agent
@@ -89,7 +90,7 @@ def test_a_restart_brings_a_lost_machine_back(launchers: None) -> None:
     with World(layout="1:2x1", launcher="here", log_dir="", show=False) as world:
         wait_until(lambda: has_ranks(world, 2), "the second machine is there")
         everyone = psutil.Process(world.session.link.agent.pid).children(recursive=True)
-        guard, agent = (each for each in everyone if each.cmdline()[-2:] == ["--node", "1"])
+        guard, agent = (each for each in everyone if command_line(each)[-2:] == ["--node", "1"])
         assert agent.ppid() == guard.pid
         agent.kill()
         asks = r"`--launcher here` machines come at the start alone: `%dist_restart` asks for all"
@@ -170,9 +171,9 @@ def agents(head: int) -> dict[str, psutil.Process]:
     """Return a head's agents by their nodes' numbers; an agent comes after its guard."""
     found = {}
     for each in psutil.Process(head).children(recursive=True):
-        with suppress(psutil.NoSuchProcess):  # the process has ended meanwhile
-            if each.cmdline()[-2:-1] == ["--node"]:
-                found[each.cmdline()[-1]] = each
+        words = command_line(each)
+        if words[-2:-1] == ["--node"]:
+            found[words[-1]] = each
     return found
 
 

@@ -43,6 +43,7 @@ from nbdist.topology import parse_ranks
 from nbdist.words import format_ranks
 from tests.faults.oracle import KINDS, Oracle, kind_with, names_of
 from tests.faults.stops import spinning
+from tests.traces import command_line
 from tests.waiting import once, press_stop, wait_until_at_rest
 
 RANKS, MOST_RANKS = 4, 5
@@ -120,7 +121,7 @@ class Holdings(NamedTuple):
         lasting = [psutil.Process(), *(each for each in started if each.pid not in workers)]
         if makes_idle_imports():  # idle imports take more memory than a leak
             for each in lasting:
-                if "nbdist.agent.fork_server" in each.cmdline():
+                if "nbdist.agent.fork_server" in command_line(each):
                     wait_until_at_rest(each)
         return cls(
             sum(process.num_fds() for process in lasting),

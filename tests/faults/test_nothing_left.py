@@ -21,6 +21,7 @@ from jupyter_core.utils import ensure_event_loop
 
 from nbdist.system.processes import WORKER_PID
 from tests.notebook import front_end
+from tests.traces import command_line
 from tests.waiting import SOON, STEP, wait_until
 
 # jupyter_client's blocking calls run on a loop that lives as long as the process.
@@ -79,12 +80,8 @@ class Notebook(front_end.Notebook):
 
     def find(self, part: str) -> list[psutil.Process]:
         """Return the kernel's living descendants whose command line contains `part`."""
-        found = []
-        for process in self.process.children(recursive=True):
-            with suppress(psutil.NoSuchProcess):
-                if is_alive(process) and part in " ".join(process.cmdline()):
-                    found.append(process)
-        return found
+        there = self.process.children(recursive=True)
+        return [each for each in there if part in " ".join(command_line(each)) and is_alive(each)]
 
     @property
     def guard(self) -> psutil.Process:
@@ -118,7 +115,8 @@ class Notebook(front_end.Notebook):
         used = set[Path]()
         with suppress(psutil.NoSuchProcess):  # its kernel has ended
             found = [] if self.has_ended else self.find("nbdist.agent /")
-            used = {Path(part) for each in found if each not in there for part in each.cmdline()}
+            others = (each for each in found if each not in there)
+            used = {Path(part) for each in others for part in command_line(each)}
         return runtime_folders() - self.before - used
 
     def has_nothing_of(self, there: Iterable[psutil.Process], when: str) -> None:

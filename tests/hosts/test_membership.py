@@ -38,6 +38,7 @@ from tests.hosts.worlds import (
     other_notebook,
     ours_on,
 )
+from tests.traces import command_line
 from tests.waiting import once, press_stop, wait_until
 
 pytestmark = pytest.mark.shared_world
@@ -306,8 +307,7 @@ def segments(hosts: list[Host]) -> list[str]:
     """Return the segments that processes of the hosts, and heads of this process, have open."""
     pids, found = [pid for host in hosts for pid in host.processes()], []
     for each in psutil.Process().children(recursive=True):
-        with suppress(psutil.NoSuchProcess):  # the process has just ended
-            pids += [each.pid] if "nbdist.cluster" in each.cmdline() else []
+        pids += [each.pid] if "nbdist.cluster" in command_line(each) else []
     for pid in pids:
         for link in Path(f"/proc/{pid}/fd").glob("*"):
             with suppress(OSError):

@@ -29,7 +29,7 @@ from nbdist.cluster.ticket import KeyPair, Ticket, listen_with
 from nbdist.config import WorldConfig
 from tests.hosts.network import Host, Network, end, hurry
 from tests.hosts.worlds import agent_on, allocated, has_slots, inherited, lose, survives_an_agent
-from tests.traces import shows
+from tests.traces import command_line, shows
 from tests.waiting import SOON, wait_until
 
 RAY = (sys.executable, "-m", "ray.scripts.scripts", "start")
@@ -114,7 +114,7 @@ class RayCluster:
         process = self._nodes.pop(name)
         is_up = process.poll() is None
         below = psutil.Process(process.pid).children(recursive=True) if is_up else []
-        below = [each for each in below if "nbdist.agent" not in _words(each)]
+        below = [each for each in below if "nbdist.agent" not in " ".join(command_line(each))]
         if is_up:
             end(process, sign)
         for each in below:
@@ -158,13 +158,6 @@ def _free_ports(number: int) -> list[int]:
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.create_server(("", 0))) for _ in range(number)]
         return [each.getsockname()[1] for each in sockets]
-
-
-def _words(process: psutil.Process) -> str:
-    """Return the command line of a process, "" if the process has just ended."""
-    with suppress(psutil.NoSuchProcess):
-        return " ".join(process.cmdline())
-    return ""
 
 
 def _options(own: dict[str, object]) -> list[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.notebook.front_end import Notebook, Outcome, body
+from tests.traces import command_line
 from tests.waiting import SOON
 
 pytestmark = pytest.mark.shared_world
@@ -73,9 +74,8 @@ def test_a_death_while_a_cell_is_sent_is_noted_once(notebook: Notebook, magic: s
 def test_workers_can_be_restarted_after_their_agent_died(fresh: Callable[..., Notebook]) -> None:
     """The last cell and the next cell name the agent's death; `%dist_restart` starts workers."""
     notebook = fresh("%load_ext nbdist", "%%distributed -n 2\npass")
-    (agent,) = (
-        each for each in notebook.process.children() if "nbdist.agent" in " ".join(each.cmdline())
-    )
+    started = notebook.process.children()
+    (agent,) = (each for each in started if "nbdist.agent" in " ".join(command_line(each)))
     agent.kill()
     notebook.next_shown("was killed by SIGKILL, and its workers ended with it")
     assert "the agent" in notebook.run("%%distributed -n 2\n1").error

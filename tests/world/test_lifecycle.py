@@ -23,6 +23,7 @@ from nbdist.wire.work import Surroundings
 from nbdist.world.spec import NotebookSurroundings, make_spec
 from nbdist.world.states import WorldState
 from nbdist.world.world import World
+from tests.traces import command_line
 from tests.waiting import once, press_stop, wait_until
 from tests.worlds import NewWorld
 
@@ -219,7 +220,7 @@ def test_local_world_listens_for_gloo_alone(new_world: NewWorld) -> None:
         with new_world(2, backend=backend) as world:
             agent = psutil.Process(world.session.link.agent.pid)
             processes = agent, *agent.children(recursive=True)
-            assert not any("NBDIST_TEST_RUN" in " ".join(each.cmdline()) for each in processes)
+            assert not any("NBDIST_TEST_RUN" in " ".join(command_line(each)) for each in processes)
             connections = [each for process in processes for each in connections_of(process)]
             listening = {each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN}
             assert listening == expected
