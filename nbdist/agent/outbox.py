@@ -20,6 +20,7 @@ from nbdist.output.events import (
     Done,
     Failure,
     InputRequest,
+    ItemsWanted,
     MimeBundle,
     Output,
     Record,
@@ -90,7 +91,7 @@ class Backlog:
         self._queues[rank] = [
             (cell_id, output)
             for cell_id, output in self._queues[rank]
-            if not (isinstance(output, InputRequest) and output.number == number)
+            if not (isinstance(output, InputRequest | ItemsWanted) and output.number == number)
         ]
 
     def pop_batch(self, size: int) -> list[RankOutput]:
@@ -227,7 +228,7 @@ class Outbox:
             self._running_ranks.discard(rank)
         self._backlog.add(rank, cell_id, output)
         is_last_done = isinstance(output, Done) and not self._running_ranks
-        is_urgent = is_last_done or isinstance(output, Died | Failure | InputRequest)
+        is_urgent = is_last_done or isinstance(output, Died | Failure | InputRequest | ItemsWanted)
         self._schedule_flush(0.0 if is_urgent else BATCH_SECONDS)
 
     def acknowledge(self) -> None:

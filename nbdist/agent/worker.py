@@ -20,7 +20,17 @@ from nbdist.agent.kernel_link import KernelClient, user_failure
 from nbdist.agent.processes import ProcessSource, WorkerProcess
 from nbdist.agent.stacks import StackFile
 from nbdist.agent.worker_output import WorkerLog, WorkerOutput
-from nbdist.output.events import Comm, Died, Done, Failure, InputRequest, Output, Text, Typed
+from nbdist.output.events import (
+    Comm,
+    Died,
+    Done,
+    Failure,
+    InputRequest,
+    ItemsWanted,
+    Output,
+    Text,
+    Typed,
+)
 from nbdist.system.limits import Lack, OomKills, lack_in
 from nbdist.system.processes import cpu_seconds, is_exiting, is_stopped
 from nbdist.wire import control
@@ -70,7 +80,7 @@ class Worker:
         self.output = WorkerOutput(start.token, self.log, self._handle_item)
         self.stacks = StackFile(start.stack_file)
         self.last_collective: asyncio.Task[Any] | None = None  # the last question, by `inspect`
-        self.input_requests: dict[int, InputRequest] = {}  # unanswered, by number
+        self.input_requests: dict[int, InputRequest | ItemsWanted] = {}  # unanswered, by number
         self._emit = emit
         self._errors_sent: set[int] = set()  # the numbers of the task's error messages
         self._stopped_task = ""  # the task that gets no more input, because Stop was pressed
@@ -156,7 +166,7 @@ class Worker:
         if (request := self.input_requests.pop(reply.number, None)) is None:
             return
         self._kernel.send(reply)
-        if reply.text is not None:
+        if reply.text is not None and isinstance(request, InputRequest):
             self.output.emit(Typed("" if request.secret else reply.text))
 
     def send_comm(self, comm: Comm) -> None:
@@ -187,12 +197,17 @@ class Worker:
             self.kill()
             await asyncio.wait([self.process.exited], timeout=WORKER_KILL_TIMEOUT)
 
+    @property
+    def waits_for_input(self) -> bool:
+        """Whether the rank waits for a line that the user has yet to type."""
+        return any(isinstance(each, InputRequest) for each in self.input_requests.values())
+
     async def locate(self) -> RankPosition:
         """Return the worker's place; without an answer, the worker counts as holding the GIL."""
         place = await self.ask(control.LocateMainThread(), LOCATE_TIMEOUT)
         if not isinstance(place, RankPosition):
             place = RankPosition(holds_gil=True, is_stopped=is_stopped(self.pid))
-        return replace(place, asks=bool(self.input_requests))
+        return replace(place, asks=self.waits_for_input)
 
     def emit_stderr(self, text: str) -> None:
         """Emit and log a text as the worker's stderr."""
@@ -310,7 +325,7 @@ class Worker:
 
     def _handle_item(self, item: Output | TaskMessage) -> None:
         match item:
-            case InputRequest():
+            case InputRequest() | ItemsWanted():
                 self._handle_input_request(item)
             case CatchUp(number):
                 self._kernel.send(InputReply(number))
@@ -320,8 +335,8 @@ class Worker:
             case _:
                 self._emit_output(item)
 
-    def _handle_input_request(self, request: InputRequest) -> None:
-        """Emit an input request.
+    def _handle_input_request(self, request: InputRequest | ItemsWanted) -> None:
+        """Emit a request for input or for items.
 
         After Stop, answer the request by the end of input; without a running task, refuse it.
         """

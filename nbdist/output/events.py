@@ -250,6 +250,28 @@ class InputRequest(NamedTuple):
     by_debugger: bool = False
 
 
+class ItemsWanted(NamedTuple):
+    """The rank has done its items of `World.map`, and wants more; the reply has the same number.
+
+    `outcomes` has the outcome of each item since the last request, pickled; see `ItemOutcome`.
+    """
+
+    number: int
+    outcomes: tuple[ItemOutcome, ...] = ()
+
+
+class ItemOutcome(NamedTuple):
+    """The outcome of an item of `World.map`: its result, or the exception of the function.
+
+    `item` counts the items from 0.  `values` is a `Payload` of the result, or of the contents of
+    the exception.
+    """
+
+    item: int
+    values: object = None
+    failure: Failure | None = None
+
+
 class Typed(NamedTuple):
     """The line that the user typed for a rank that waited for input; "" if the input is secret."""
 
@@ -325,6 +347,7 @@ Output = (
     | Tracked
     | Warned
     | InputRequest
+    | ItemsWanted
     | Typed
     | Comm
 )

@@ -257,9 +257,14 @@ def packing(
     Yields the number of bytes copied so far; the generator can be closed before its end.
     """
     if size_of(frames) < inline_limit:
-        return Payload(frames=tuple(bytes(memoryview(frame)) for frame in frames)), None
+        return pack_inline(frames), None
     segment = yield from Segment.filling(frames)
     return Payload(segment=segment.ref), segment
+
+
+def pack_inline(frames: Sequence[Buffer]) -> Payload:
+    """Make a payload whose frames are part of the message, whatever their size."""
+    return Payload(frames=tuple(bytes(memoryview(frame)) for frame in frames))
 
 
 def size_of(frames: Iterable[Buffer]) -> int:

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, NamedTuple, cast
 
-from nbdist.output.events import Done, Failure, InputRequest
+from nbdist.output.events import Done, Failure, InputRequest, ItemsWanted
 from nbdist.values.payload import Payload, Places, SegmentRef, refs_in, relocate
 from nbdist.wire.frames import NO_VALUES, BadFrame, fits, object_from, unpack
 from nbdist.words import error_line
@@ -166,14 +166,17 @@ def task_from(frame: bytes) -> Task:
 
 
 class InputReply(NamedTuple):
-    """The reply to the `InputRequest` or `CatchUp` with this number.
+    """The reply to the `InputRequest`, `CatchUp` or `ItemsWanted` with this number.
 
     `text` is the typed line, None for the end of input; `problem` says why nobody can type.
+    `items` are the next items of `World.map`, the index and the payload of each; then `text` is "",
+    or None if the rank has no more to do.
     """
 
     number: int
     text: str | None = None
     problem: str = ""
+    items: tuple[tuple[int, Payload], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +188,10 @@ def failure_in_words(name: str, message: str) -> Failure:
     """Return a failure whose only line is this error, for errors outside of the cell's code."""
     return Failure(name, message, (error_line(name, message),), time.time_ns())
 
+
+MAX_ITEM_BYTES = 32 << 20
+"""The most bytes of an item of `World.map`, or of its result, if messages carry it to another
+machine; on one machine, big values go through shared memory."""
 
 MAX_TASK_MESSAGE_BYTES = 64 << 20
 """The most bytes of a worker's message about a task; big values go through shared memory."""
@@ -204,14 +211,19 @@ class CatchUp(NamedTuple):
     number: int
 
 
-TaskMessage = Finished | InputRequest | CatchUp
+TaskMessage = Finished | InputRequest | ItemsWanted | CatchUp
 """A message of a worker about its task; `number` is the one in its mark."""
 
 
 def said_from(frame: bytes) -> TaskMessage:
     """Unpack a worker's message about its task; raises BadFrame for any other frame."""
     message: TaskMessage = object_from(frame, TaskMessage, Payload)
-    if isinstance(message, Finished) and not fits(message.done.values, Payload | None):
+    returned: list[object] = []
+    if isinstance(message, Finished):
+        returned = [message.done.values]
+    elif isinstance(message, ItemsWanted):
+        returned = [outcome.values for outcome in message.outcomes]
+    if not all(fits(each, Payload | None) for each in returned):
         raise BadFrame("what it brings back is no payload")
     return message
 

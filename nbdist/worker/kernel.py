@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -29,7 +29,15 @@ from IPython.core.page import as_hook, display_page
 from jupyter_client.session import Session
 from traitlets import Type, default
 
-from nbdist.output.events import MOVED_TYPE, RECORD_TYPE, TRACKED_TYPE, WARNED_TYPE, Comm, Done
+from nbdist.output.events import (
+    MOVED_TYPE,
+    RECORD_TYPE,
+    TRACKED_TYPE,
+    WARNED_TYPE,
+    Comm,
+    Done,
+    ItemOutcome,
+)
 from nbdist.values import definitions
 from nbdist.values.class_ids import name_classes
 from nbdist.values.pickling import without_cycles
@@ -59,7 +67,7 @@ from nbdist.worker.tracebacks import contents_of, failure_of, remedies, unfit_re
 
 import_without_debugpy()
 
-USERS_CODE = ("run.call", "run.script")  # ops that run user code, as cells do
+USERS_CODE = ("run.call", "run.map_items", "run.script")  # ops that run user code, as cells do
 LONGEST_PROMPT = 10_000
 
 
@@ -74,6 +82,7 @@ class WorkerKernel(IPythonKernel):
     group: Group | None = None
     syncs_code = False
     ask: Callable[..., InputReply]  # `Tasks.ask`: (prompt, secret=..., by_debugger=...)
+    next_items: Callable[[Sequence[ItemOutcome]], InputReply]  # `Tasks.next_items`
     shell_class = Type(WorkerShell)
 
     @default("ident")

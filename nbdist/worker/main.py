@@ -17,12 +17,13 @@ import time
 import traceback
 import warnings
 from collections import deque
+from collections.abc import Sequence
 from multiprocessing import process
 
 import torch
 import torch.distributed as dist
 
-from nbdist.output.events import Comm, Done, InputRequest
+from nbdist.output.events import Comm, Done, InputRequest, ItemOutcome, ItemsWanted
 from nbdist.system.folders import nearest_folder
 from nbdist.system.processes import WORKER_PID, safe_path
 from nbdist.values.child_definitions import share_definitions_with_children
@@ -93,6 +94,7 @@ def run_worker(start: WorkerStart, agent_pid: int) -> None:
     leave_world_in_children(group.abandon_in_child if group is not None else None)
     tasks = Tasks(start.task_socket, app.kernel, app.session, ControlThread(app.kernel, start))
     app.kernel.ask, app.session.catch_up = tasks.ask, tasks.catch_up
+    app.kernel.next_items = tasks.next_items
     if agent_pid:
         die_with_parent(agent_pid)
     write_all(mark(start.token, "up"))
@@ -179,7 +181,7 @@ INPUT_IN_CHILD = (
 
 
 class Tasks:
-    """The socket through which a worker gets tasks, and replies to `InputRequest` and `CatchUp`.
+    """The socket through which a worker gets tasks, and replies to its requests.
 
     Threads other than the main thread may call only `ask` and `catch_up`. The agent's first
     connection is for tasks, and the kernel stops when the agent closes it. A further connection is
@@ -228,13 +230,18 @@ class Tasks:
         number = self._session.mark_place()
         return self._wait_for_reply(InputRequest(number, prompt, secret, by_debugger))
 
+    def next_items(self, outcomes: Sequence[ItemOutcome]) -> InputReply:
+        """Send the outcomes of items of `World.map`, and wait for the reply with the next items."""
+        flush_streams()
+        return self._wait_for_reply(ItemsWanted(self._session.mark_place(), tuple(outcomes)))
+
     def catch_up(self) -> None:
         """Wait until the agent has read all output, at most `CATCH_UP_SECONDS`; on any thread."""
         if self._agent is not None:
             self._wait_for_reply(CatchUp(self._session.mark_place()), CATCH_UP_SECONDS)
 
     def _wait_for_reply(
-        self, request: InputRequest | CatchUp, timeout: float = float("inf")
+        self, request: InputRequest | ItemsWanted | CatchUp, timeout: float = float("inf")
     ) -> InputReply:
         agent, number, deadline = self._agent, request.number, time.monotonic() + timeout
         assert agent is not None

@@ -35,7 +35,7 @@ from nbdist.values.payload import (
     packing,
     size_of,
 )
-from nbdist.values.pickling import pickle, unpickle
+from nbdist.values.pickling import Buffer, frames_of, pickle, unpickle
 from nbdist.values.unpicklable import blame, fails_in, type_name
 from nbdist.wire.ops import Brought, Replaced
 from nbdist.wire.work import Task
@@ -312,6 +312,10 @@ class Namespace:
             what = f"what {title} returned"
             part = what if path == "result" else f"{what}: `{path}`"
             raise VariableError(f"{part} ({kind}) cannot be sent back: {why}.") from error
+
+    def frames_of(self, value: Any) -> list[Buffer]:
+        """Return the frames of a value for the notebook; raises what pickling raises."""
+        return frames_of(value, self._names, ReturnReducer().reduce)
 
     def lend(self, value: Any, task_id: str, home: ReturnReducer | None = None) -> Payload:
         """Pack a value; a value too big for a message is put into a segment until `release_values`.

@@ -16,6 +16,7 @@ from nbdist.output.events import (
     Done,
     Failure,
     InputRequest,
+    ItemsWanted,
     Record,
     Tracked,
     TransferProgress,
@@ -32,6 +33,9 @@ from nbdist.world.workers import Workers
 
 if TYPE_CHECKING:
     from nbdist.output.events import Output
+
+
+NO_ITEMS = "the notebook that called World.map has ended, so no rank can get further items"
 
 
 def receive(workers: Workers, timeout: float) -> None:
@@ -109,6 +113,12 @@ def _handle_output(workers: Workers, rank: int, task_id: str, output: Any) -> No
         is_received = running is not None and output.received
         received = running.received_parcel(rank) if running and is_received else NOTHING_SENT
         workers.names.record_finished(rank, output, received, running.sent_at if running else None)
+    if isinstance(output, ItemsWanted):
+        answer = running.answer_items if running is not None else None
+        refusal = InputReply(output.number, problem=NO_ITEMS)
+        reply = answer(rank, output, time.monotonic()) if answer is not None else refusal
+        workers.link.send(SendInput(rank, reply))
+        return
     if running is None:
         if isinstance(output, InputRequest):
             workers.link.send(SendInput(rank, InputReply(output.number, problem=NO_INPUT)))

@@ -163,7 +163,7 @@ def run_call(
     session: Session, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> CellResult[Any]:
     """Call a function on all ranks at once and wait; see `World.run`."""
-    names = _names_of_call(session.namespace, function, args, kwargs)
+    names = names_of_call(session.namespace, function, args, kwargs)
     values = {"call": (function, args, kwargs), "names": names}
     with sending(session, values, session.everyone) as (payloads, parcels):
         arguments = {"title": title_of(function), "packed": payloads}
@@ -222,19 +222,31 @@ def outcome(session: Session, attempts: Iterable[TaskRun]) -> CellResult[Any]:
     shows the traceback of the rank that failed first.  Raises KeyboardInterrupt after Stop.
     """
     for running in attempts:
-        _follow(session, running)
-    try:
-        session.check(running)
-    except WorkerError as error:
-        error.show(f"rank {error.rank}:", *_rank_lines(running.transcript[error.rank].error))
-        raise raised(error) from None
+        for _ in following(session, running):
+            pass
+    check(session, running)
     result = running.result()
     session.release_values(running)
     return result
 
 
-def _follow(session: Session, running: TaskRun) -> None:
-    """Follow a task: print output if the config says `show`, and let the user answer prompts."""
+def check(session: Session, running: TaskRun) -> None:
+    """Raise the error of a followed task, if it has one, with the traceback of its rank.
+
+    Raises KeyboardInterrupt after Stop.
+    """
+    try:
+        session.check(running)
+    except WorkerError as error:
+        error.show(f"rank {error.rank}:", *_rank_lines(running.transcript[error.rank].error))
+        raise raised(error) from None
+
+
+def following(session: Session, running: TaskRun) -> Iterator[None]:
+    """Follow a task to its end, and yield after each step.
+
+    Output is printed if the config says `show`, and the user answers prompts.
+    """
     lines, bars = PlainLines(running.task.ranks), MovingLine(sys.stdout)
     for outputs in session.follow(running, answers=True):
         with running.counting_stops():
@@ -249,6 +261,7 @@ def _follow(session: Session, running: TaskRun) -> None:
                 _write(lines.flush(), bars)
                 bars.clear()
                 ask(session, running, rank_to_ask)
+        yield
     _write(lines.finish(time.monotonic()), bars)
     bars.clear()
 
@@ -276,7 +289,7 @@ def title_of(function: Callable[..., Any]) -> str:
     return getattr(inner, "__qualname__", type(inner).__name__).rpartition("<locals>.")[2]
 
 
-def _names_of_call(
+def names_of_call(
     namespace: dict[str, Any],
     function: Callable[..., Any],
     args: tuple[Any, ...],

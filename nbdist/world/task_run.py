@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -25,7 +25,7 @@ from nbdist.values.pickling import unpickle
 from nbdist.wire.messages import Aborted, Attached, Located, UnresponsiveHosts, UsageReport
 from nbdist.wire.places import RankPosition
 from nbdist.wire.status import Usage
-from nbdist.wire.work import Task, task_from
+from nbdist.wire.work import InputReply, Task, task_from
 from nbdist.words import name_ranks
 from nbdist.world import hangs
 from nbdist.world.name_table import Sent
@@ -111,6 +111,10 @@ class TaskRun:
         self.patience = patience
         self.transcript = Transcript(task.ranks)
         self.prompts = Prompts()
+        # Records the outcomes of a rank's items and returns its next items; None if the task is no
+        # `World.map`, or that of another notebook.
+        self.answer_items: Callable[[int, events.ItemsWanted, float], InputReply] | None = None
+        self.item_text = ""  # which item of `World.map` has failed, for the error
         self.members = members
         self.aborted: dict[int, RankPosition] = {}
         self.places: dict[int, RankPosition] = {}
@@ -537,7 +541,9 @@ class TaskRun:
         why_ended = next((f"{each.why}." for each in deaths if each.why and not each.by_stop), "")
         if isinstance(first, Died):
             died = errors.WorkerDied(blame, seconds, first.exit_code, first.end)
-            for fact in filter(None, (why_ended, self.why_died, self.recovery_text, self.damage)):
+            for fact in filter(
+                None, (why_ended, self.why_died, self.recovery_text, self.damage, self.item_text)
+            ):
                 died.add(fact)
             return died
         if not own_errors and self.aborted and not self.is_stopping:
@@ -552,7 +558,7 @@ class TaskRun:
         )
         released = f"{hangs.released_text(self.aborted)}{kept}." if self.aborted else ""
         differing = f"Before that: {differing}." if differing else ""
-        cures = (self.recovery_text, differing, self.lacking_text, self.damage)
+        cures = (self.recovery_text, differing, self.lacking_text, self.damage, self.item_text)
         for fact in filter(None, (released, why_ended, *cures)):
             error.add(fact)
         done = self.transcript[rank].done

@@ -10,11 +10,11 @@ import functools
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from itertools import chain
-from typing import Any, ParamSpec, TypeVar, get_args, overload
+from typing import Any, Literal, ParamSpec, TypeVar, get_args, overload
 
 from nbdist.config import OLD_NAMES, OPTIONS, Patience, WorldConfig
 from nbdist.errors import NbdistError, UsageError
@@ -28,6 +28,7 @@ from nbdist.wire.work import OpCall, Task, Work
 from nbdist.world import remote_call, value_transfer
 from nbdist.world.agent_link import Link
 from nbdist.world.agents import AttachedAgent, RunningWorld, find_attachable, worlds
+from nbdist.world.mapping import ItemMap, OnError
 from nbdist.world.recovery import Following
 from nbdist.world.remote_call import find_script
 from nbdist.world.result import CellResult
@@ -43,6 +44,7 @@ log = logging.getLogger("nbdist.world")
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 
 class World:
@@ -206,6 +208,68 @@ class World:
             return remote_call.run_call(self._started, function, args, kwargs)
         except Exception as error:  # noqa: BLE001 (it can be what a rank raised)
             raise error.with_traceback(None)  # noqa: B904 (it is the same error, with less to read)
+
+    @overload
+    def map(
+        self,
+        function: Callable[[T], R],
+        items: Iterable[T],
+        *,
+        ranks: Sequence[int] | None = None,
+        as_completed: Literal[False] = False,
+        on_error: OnError = "raise",
+    ) -> list[R]: ...
+
+    @overload
+    def map(
+        self,
+        function: Callable[[T], R],
+        items: Iterable[T],
+        *,
+        ranks: Sequence[int] | None = None,
+        as_completed: Literal[True],
+        on_error: OnError = "raise",
+    ) -> Iterator[R]: ...
+
+    def map(
+        self,
+        function: Callable[[T], R],
+        items: Iterable[T],
+        *,
+        ranks: Sequence[int] | None = None,
+        as_completed: bool = False,
+        on_error: OnError = "raise",
+    ) -> list[R] | Iterator[R]:
+        """Call a function with each item, on whichever rank is free, and return the results.
+
+            world.map(score, documents)                        # a list, in the order of `documents`
+            for value in world.map(score, documents, as_completed=True):
+                ...                                            # as they come
+
+        The function and the variables of `__main__` that it uses are sent once, as by `run`.  Each
+        item is copied to the rank that gets it: a change that the function makes to an item stays
+        there.  Short items are sent several at a time.  Collectives do not fit in here, as the
+        ranks work on different items.
+
+        Args:
+            function: called with one item.
+            items: any iterable; it is read as ranks become free.
+            ranks: by default all.
+            as_completed: return an iterator that yields results as they come, in any order.  While
+                the loop's body runs, ranks finish what they have and get no further items.  Leaving
+                the loop interrupts the ranks.
+            on_error: "raise" ends the map with the first exception of the function, whose attribute
+                `results` has the results so far by index.  With "return" the exceptions stand among
+                the results in place of values.
+
+        Raises:
+            WorkerError: the function raised; the message names the item.  WorkerDied: a rank died,
+                and the rank that got its item next did too.  After a single death the items of the
+                rank are run by others; so an item can run twice.
+            UsageError: an item, or a result, has more than 32 MiB or cannot be pickled.
+        """
+        item_map = ItemMap(self._started, function, items, ranks, on_error)
+        return item_map.as_completed() if as_completed else item_map.results()
 
     def run_script(
         self,

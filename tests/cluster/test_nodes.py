@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from nbdist.cluster.nodes import Awaited
-from nbdist.errors import StartError, UsageError, WorkerDied
+from nbdist.errors import StartError, UsageError, WorkerDied, WorkerError
 from nbdist.terminal.worlds import WORLD_STATUS_TIMEOUT as TERMINAL_TIMEOUT
 from nbdist.wire.messages import GetStatus
 from nbdist.wire.queries import DescribeRanks
@@ -83,6 +83,18 @@ def test_a_task_runs_on_all_late_machines(launchers: None, tmp_path: Path) -> No
     for port in listening:  # the head has closed its port
         with socket.socket() as probe:
             assert probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+def test_items_of_a_map_reach_ranks_of_two_nodes(launchers: None) -> None:
+    """Items go to other machines in messages; an item or a result above the limit has one line."""
+    with World(layout="2x1", launcher="here", log_dir="", show=False) as world:
+        items = [bytes([number]) * (1 << 20) for number in range(6)]
+        assert world.map(lambda item: item[-1], items) == [*range(6)]
+        with pytest.raises(WorkerError, match="at most 32 MiB an item from another machine"):
+            world.map(lambda size: bytes(size), [33 << 20])
+        with pytest.raises(UsageError, match="at most 32 MiB an item to other machines"):
+            world.map(len, [bytes(33 << 20)])
+        assert world.map(lambda item: int(os.environ["RANK"]), [0, 0], ranks=[1]) == [1, 1]
 
 
 def test_a_restart_brings_a_lost_machine_back(launchers: None) -> None:

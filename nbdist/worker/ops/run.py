@@ -17,8 +17,9 @@ import socket
 import subprocess
 import sys
 from bdb import BdbQuit
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from importlib.util import decode_source
@@ -27,22 +28,25 @@ from typing import Any
 
 import psutil
 
-from nbdist.output.events import SCRIPT_FAILED
+from nbdist.output.events import SCRIPT_FAILED, ItemOutcome
 from nbdist.values.child_definitions import script_names
-from nbdist.values.payload import Payload
+from nbdist.values.payload import Payload, open_payload, pack_frames, pack_inline, size_of
+from nbdist.values.pickling import Buffer, unpickle
 from nbdist.wire.places import RankPosition
-from nbdist.wire.work import Script
-from nbdist.words import error_line, word_exit
+from nbdist.wire.work import MAX_ITEM_BYTES, InputReply, Script
+from nbdist.words import error_line, size_text, word_exit
 from nbdist.worker.compat.ipython import post_mortem
 from nbdist.worker.namespace import Context, Problem
 from nbdist.worker.ops.memory import last_errors
 from nbdist.worker.shell import show
-from nbdist.worker.tracebacks import message_of
+from nbdist.worker.tracebacks import contents_of, failure_of, message_of
 
 WORKER_PREFIX = os.path.dirname(os.path.dirname(__file__)) + os.sep
 PYTHON_PREFIXES = tuple({prefix + os.sep for prefix in (sys.prefix, sys.base_prefix)})
 # Files of the calls before a script's own, which are left out of tracebacks.
 RUNNERS = (__file__, runpy.__file__, "<frozen runpy>", "<frozen importlib._bootstrap>")
+# Bytes of results of `map_items` after which they are sent before the rank goes on.
+ENOUGH_RESULTS = 4 << 20
 # Seconds for an executable to exit after SIGINT, fewer than the worker itself has.
 SCRIPT_STOP_GRACE = 1.0
 _UNBOUND = object()  # the value of a name that is bound to nothing
@@ -275,15 +279,108 @@ def call(context: Context, title: str, packed: Mapping[int, Payload]) -> Any:
 
     `packed` has all of these by rank; the names are those of the caller's `__main__`.
     """
+    function, args, kwargs = _receive_call(context, title, packed)
+    with _as_in_a_cell(context):
+        return function(*args, **kwargs)
+
+
+def map_items(
+    context: Context,
+    title: str,
+    packed: Mapping[int, Payload],
+    *,
+    returns_errors: bool,
+    is_elsewhere: bool,
+) -> None:
+    """Call a function of the notebook with one item after another, until there are no more.
+
+    `packed` is as in `call`, without arguments.  The notebook sends the items in answers to
+    requests, which bring the results of earlier items; if it `is_elsewhere`, on another machine,
+    messages hold all results.  With `returns_errors` exceptions of the function are results too;
+    without, the first exception ends the task.
+    """
+    function, _, _ = _receive_call(context, title, packed)
+    ask: Callable[[Sequence[ItemOutcome]], InputReply] = context.shell.kernel.next_items
+    items: deque[tuple[int, Payload]] = deque()
+    outcomes: list[ItemOutcome] = []
+    with _as_in_a_cell(context), ExitStack() as segments:
+        while (reply := ask(outcomes)).text is not None:
+            segments.close()  # of the results that the notebook has now
+            items.extend(reply.items)
+            outcomes, size = [], 0
+            while items and size < ENOUGH_RESULTS:
+                index, payload = items.popleft()
+                try:
+                    value = function(unpickle(open_payload(payload), context.names))
+                    frames = _frames_of_result(context, index, value)
+                    value = None
+                    size += size_of(frames)
+                    result = _pack_result(index, frames, segments, is_elsewhere=is_elsewhere)
+                    outcomes.append(ItemOutcome(index, result))
+                except Exception as error:
+                    is_own = isinstance(error, Problem)
+                    contents = None if is_own else contents_of(error, context.names)
+                    outcomes.append(ItemOutcome(index, contents, failure_of(error)))
+                    if not returns_errors:
+                        ask(outcomes)
+                        raise
+    if reply.problem:
+        raise Problem(reply.problem)
+
+
+def _frames_of_result(context: Context, index: int, value: Any) -> list[Buffer]:
+    try:
+        return context.namespace.frames_of(value)
+    except Exception as error:  # a user's __reduce__ can raise anything
+        path, kind, why = context.namespace.blame("result", value, error)
+        part = "the result" if path == "result" else f"`{path}`"
+        raise ItemProblem(
+            f"{part} of item {index:,} ({kind}) cannot be sent to the notebook: {why}"
+        ) from error
+
+
+def _pack_result(
+    index: int, frames: Sequence[Buffer], segments: ExitStack, *, is_elsewhere: bool
+) -> Payload:
+    """Pack a result in a message or in shared memory, which `segments` closes."""
+    if not is_elsewhere:
+        payload, segment = pack_frames(frames)
+        if segment is not None:
+            segments.callback(segment.close)
+        return payload
+    if (size := size_of(frames)) > MAX_ITEM_BYTES:
+        raise ItemProblem(
+            f"the result of item {index:,} has {size_text(size)}, and World.map brings at most "
+            f"{size_text(MAX_ITEM_BYTES)} an item from another machine: write it to a file, or "
+            "keep it on the rank"
+        )
+    return pack_inline(frames)
+
+
+class ItemProblem(Problem):
+    """The result of an item of `World.map` cannot be sent to the notebook."""
+
+    kind = "ItemProblem"
+
+
+def _receive_call(
+    context: Context, title: str, packed: Mapping[int, Payload]
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """Receive a function and its arguments, and bind the names that it uses until the op ends."""
     context.title = title
     arrived = context.namespace.receive_values(packed[context.rank])
-    (function, args, kwargs), names = arrived["call"], arrived["names"]
-    context.cleanup.enter_context(lent_names(context, names))
-    del names, arrived  # so that the values end with the call, unless something keeps them
+    context.cleanup.enter_context(lent_names(context, arrived["names"]))
+    function, args, kwargs = arrived["call"]
+    return function, args, kwargs
+
+
+@contextmanager
+def _as_in_a_cell(context: Context) -> Iterator[None]:
+    """Record changes of names, and show an exception that the user's code raises, as in a cell."""
     shell = context.shell
     with context.record_changes():
         try:
-            return function(*args, **kwargs)
+            yield
         except SystemExit:
             show(shell, exception_only=True)
             raise
@@ -291,7 +388,9 @@ def call(context: Context, title: str, packed: Mapping[int, Payload]) -> Any:
             raise  # the notebook shows a line for a debugger that was quit
         except BaseException as error:  # KeyboardInterrupt too: shown as in a cell
             tb = error.__traceback__
-            show(shell, (type(error), error, (tb and tb.tb_next) or tb), tb_offset=0)
+            while tb and tb.tb_next and tb.tb_frame.f_code.co_filename == __file__:
+                tb = tb.tb_next  # to the user's function
+            show(shell, (type(error), error, tb), tb_offset=0)
             raise
         finally:
             shell.events.trigger("post_execute")  # matplotlib shows its figures in this event

@@ -1,0 +1,250 @@
+"""The items of a `World.map`: which of them ranks have, which are left, and their results.
+
+Runs in the notebook's process and does no I/O.  `nbdist.world.inbox` passes the ranks' requests to
+`ItemQueue.answer`, and `nbdist.world.mapping` reads the results.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections import deque
+from collections.abc import Iterable, Iterator, Sized
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from nbdist.errors import NbdistError, UsageError
+from nbdist.output.events import ItemOutcome, ItemsWanted
+from nbdist.values.payload import (
+    Payload,
+    Segment,
+    open_payload,
+    pack_frames,
+    pack_inline,
+    size_of,
+)
+from nbdist.values.pickling import Buffer, frames_of, unpickle
+from nbdist.wire.work import MAX_ITEM_BYTES, InputReply
+from nbdist.words import size_text
+
+CHUNK_SECONDS = 0.05
+"""Seconds that the items of an answer should take: a request costs about a millisecond."""
+
+CHUNK_BYTES = 4 << 20
+"""After so many bytes an answer has no further items."""
+
+GROWTH = 4
+"""An answer has at most so many times the items of the rank's last answer."""
+
+CHUNKS_LEFT = 2
+"""An answer leaves enough items for so many more answers to each rank, so that all end together."""
+
+MAX_TRIES = 2
+"""How often an item is given to a rank: once more if the first rank died."""
+
+Packed = tuple[Payload, Segment | None]
+"""An item, and its shared memory, which stays open until a rank has sent the item's outcome."""
+
+
+@dataclass(slots=True)
+class _Handed:
+    """The items that a rank has, by index, since when, and how many its last answer had."""
+
+    items: dict[int, Packed] = field(default_factory=dict)
+    since: float = 0.0
+    count: int = 0
+
+
+class ItemQueue:
+    """Hands out the items of a `World.map` to ranks that ask, and collects the results.
+
+    `results` has the result of each item that has been done, by index, and `failures` the rank and
+    the exception of items whose function raised.  `problem` is the exception of the iterable
+    `items`, or of an item that cannot be pickled: then no further items are handed out.
+    """
+
+    def __init__(
+        self,
+        items: Iterable[Any],
+        namespace: dict[str, Any],
+        *,
+        returns_errors: bool,
+        is_elsewhere: bool,
+    ) -> None:
+        """If ranks may be on other machines (`is_elsewhere`), messages hold all items."""
+        self.ranks = 1  # the number of ranks among which the items are shared
+        self.is_paused = False  # while True, ranks get no items and end their task
+        self.total = len(items) if isinstance(items, Sized) else None
+        self.results: dict[int, Any] = {}
+        self.failures: dict[int, tuple[int, ItemOutcome]] = {}
+        self.texts: dict[int, str] = {}  # of failed and lost items, for errors
+        self.problem: Exception | None = None
+        self.has_ended = False  # no further items are handed out
+        self.gave_up: dict[int, int] = {}  # by index: the rank that died last with the item
+        self._returns_errors, self._is_elsewhere = returns_errors, is_elsewhere
+        self._items = enumerate(items)
+        self._is_exhausted = False
+        self._again: deque[tuple[int, Packed]] = deque()  # items of ranks that have died
+        self._tries: dict[int, int] = {}
+        self._names = namespace
+        self._handed: dict[int, _Handed] = {}
+        self._new: list[int] = []
+        self._taken = 0
+
+    def __repr__(self) -> str:
+        handed = {rank: len(each.items) for rank, each in self._handed.items()}
+        return f"<ItemQueue {len(self.results)} of {self.total} done, handed out {handed}>"
+
+    @property
+    def done(self) -> int:
+        """How many items have a result or an exception."""
+        return len(self.results) + len(self.failures) + len(self.gave_up)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether no item is left, or no further items are handed out."""
+        is_held = any(each.items for each in self._handed.values())
+        return self.has_ended or (self._is_exhausted and not (self._again or is_held))
+
+    def answer(self, rank: int, request: ItemsWanted, now: float) -> InputReply:
+        """Record the outcomes that a rank has sent, and return its next items."""
+        handed = self._handed.setdefault(rank, _Handed())
+        for outcome in request.outcomes:
+            if (packed := handed.items.pop(outcome.item, None)) is not None:
+                self._record(rank, outcome, packed[0])
+                _close(packed)
+        if self.has_ended or self.is_paused:
+            return InputReply(request.number)
+        if handed.items:  # the rank has sent results because they are big, and has items yet
+            return InputReply(request.number, "")
+        seconds = (now - handed.since) / max(1, handed.count)  # for an item
+        limit = max(1, min(int(CHUNK_SECONDS / max(seconds, 1e-6)), GROWTH * handed.count))
+        handed.items, handed.since = dict(self._next(limit)), now
+        handed.count = len(handed.items)
+        items = tuple((index, payload) for index, (payload, _) in handed.items.items())
+        return InputReply(request.number, "" if items else None, items=items)
+
+    def end(self) -> None:
+        """Hand out no further items, and close the shared memory of all items."""
+        self.has_ended = True
+        for handed in self._handed.values():
+            self._again.extend(handed.items.items())
+        for _, packed in self._again:
+            _close(packed)
+        self._handed, self._again = {}, deque()
+
+    def lose(self, ranks: Iterable[int]) -> None:
+        """Take back the items of ranks that have died, to hand them out one by one.
+
+        An item that was with two ranks that died is recorded in `gave_up`.
+        """
+        for rank in ranks:
+            lost = self._handed.pop(rank, _Handed()).items
+            for index, packed in lost.items():
+                self._tries[index] = self._tries.get(index, 0) + 1
+                if self._tries[index] < MAX_TRIES:
+                    self._again.append((index, packed))
+                else:
+                    self.gave_up[index] = rank
+                    self._describe(index, packed[0])
+                    self._new.append(index)
+                    _close(packed)
+
+    def begin_round(self) -> None:
+        """Take back what ranks have that did not die, such as after their task ended early."""
+        for handed in self._handed.values():
+            self._again.extend(handed.items.items())
+        self._handed = {}
+
+    def pop_new(self) -> Iterator[int]:
+        """Yield the indices of items that were done since the last call, in the order of ends."""
+        while self._new:
+            yield self._new.pop(0)
+
+    def name_of(self, index: int) -> str:
+        """Write `item 3 of 1,000 (17)`: the number counts from 0, as an index."""
+        of = f" of {self.total:,}" if self.total is not None else ""
+        text = f" ({self.texts[index]})" if index in self.texts else ""
+        return f"item {index:,}{of}{text}"
+
+    def _record(self, rank: int, outcome: ItemOutcome, payload: Payload) -> None:
+        index = outcome.item
+        if outcome.failure is not None:
+            self.failures[index] = rank, outcome
+            self._describe(index, payload)
+            self.has_ended |= not self._returns_errors
+        else:
+            try:
+                assert isinstance(outcome.values, Payload)
+                frames = open_payload(outcome.values)
+                if outcome.values.segment is not None:
+                    # A mapping of shared memory holds a descriptor, and results can be very many.
+                    frames = [bytearray(frame) for frame in frames]
+                self.results[index] = unpickle(frames, self._names)
+            except Exception as problem:  # noqa: BLE001 (a user's class can raise anything)
+                error = UsageError(
+                    f"the result of {self.name_of(index)} could not be rebuilt in the notebook: "
+                    f"{type(problem).__name__}: {problem}"
+                )
+                error.__cause__ = problem
+                self._fail(error)
+                return
+        self._new.append(index)
+
+    def _describe(self, index: int, payload: Payload) -> None:
+        with suppress(Exception):  # a user's class can raise anything
+            self.texts[index] = reprlib.repr(unpickle(open_payload(payload), self._names))
+
+    def _next(self, limit: int) -> Iterator[tuple[int, Packed]]:
+        """Yield at most `limit` items with their pickles; an item that was lost comes alone."""
+        if self._again:
+            yield self._again.popleft()
+            return
+        if self.total is not None:
+            left = self.total - self._taken
+            limit = min(limit, max(1, left // (CHUNKS_LEFT * self.ranks)))
+        size = 0
+        while limit > 0 and size < CHUNK_BYTES and not self._is_exhausted:
+            try:
+                index, item = next(self._items)
+            except StopIteration:
+                self._is_exhausted = True
+                return
+            except Exception as problem:  # noqa: BLE001 (the iterable is the user's)
+                self._fail(problem)
+                return
+            self._taken += 1
+            try:
+                frames = self._frames_of(index, item)
+                packed = (pack_inline(frames), None) if self._is_elsewhere else pack_frames(frames)
+            except (NbdistError, OSError) as problem:
+                self._fail(problem)
+                return
+            size += size_of(frames)
+            limit -= 1
+            yield index, packed
+
+    def _frames_of(self, index: int, item: Any) -> list[Buffer]:
+        try:
+            frames = frames_of(item, self._names)
+        except Exception as problem:
+            raise UsageError(
+                f"{self.name_of(index)} cannot be sent to a rank: "
+                f"{type(problem).__name__}: {problem}"
+            ) from problem
+        if self._is_elsewhere and (size := size_of(frames)) > MAX_ITEM_BYTES:
+            raise UsageError(
+                f"{self.name_of(index)} has {size_text(size)}, and World.map sends at most "
+                f"{size_text(MAX_ITEM_BYTES)} an item to other machines: let the function read it "
+                "from a file, or share it with `scatter`."
+            )
+        return frames
+
+    def _fail(self, problem: Exception) -> None:
+        self.problem, self.has_ended = self.problem or problem, True
+
+
+def _close(packed: Packed) -> None:
+    _, segment = packed
+    if segment is not None:
+        segment.close()

@@ -1,0 +1,266 @@
+"""`World.map`: a function is called with many items, each on a rank that is free.
+
+Runs in the notebook's process, on the thread that made the world.  All ranks run one task, in which
+they ask for items until there are none left; `nbdist.world.item_queue` decides who gets which.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing, suppress
+from html import escape
+from typing import Any, Literal, get_args
+
+from nbdist.errors import Blame, UsageError, WorkerDied, WorkerError
+from nbdist.output.ansi import strip
+from nbdist.output.events import Died, ItemOutcome, RankError
+from nbdist.output.wording import seconds_text
+from nbdist.wire.work import OpCall
+from nbdist.words import count
+from nbdist.world import remote_call
+from nbdist.world.item_queue import ItemQueue
+from nbdist.world.moving_line import MovingLine
+from nbdist.world.result import Contents, as_raised, raised
+from nbdist.world.session import Session
+from nbdist.world.task_run import TaskRun
+
+log = logging.getLogger("nbdist.world")
+
+OnError = Literal["raise", "return"]
+
+BAR_AFTER = 0.5  # seconds; a shorter map shows no bar
+BAR_EVERY = 0.25  # seconds between two drawings of the bar
+
+
+class ItemMap:
+    """A `World.map` in progress; `steps` runs it."""
+
+    def __init__(
+        self,
+        session: Session,
+        function: Callable[[Any], Any],
+        items: Iterable[Any],
+        ranks: Sequence[int] | None,
+        on_error: OnError,
+    ) -> None:
+        """Check the arguments, and pickle the function; nothing is sent yet."""
+        if on_error not in get_args(OnError):
+            raise UsageError(f'`on_error={on_error!r}`: use "raise" or "return".')
+        if not callable(function):
+            raise UsageError(f"`map` takes a function and its items, not {function!r:.60}.")
+        if not hasattr(items, "__iter__") and not hasattr(items, "__getitem__"):
+            raise UsageError(f"`map`: {items!r:.60} has no items.")
+        self._session, self._function = session, function
+        self._ranks = None if ranks is None else session.task(ranks=ranks).ranks
+        self._returns_errors = on_error == "return"
+        # Functions among the items need their names of `__main__` on the ranks too.
+        functions = tuple(filter(callable, items)) if isinstance(items, list | tuple) else ()
+        names = remote_call.names_of_call(session.namespace, function, functions, {})
+        self._values: dict[str, Any] = {"call": (function, (), {}), "names": names}
+        self._queue = ItemQueue(
+            items,
+            session.namespace,
+            returns_errors=self._returns_errors,
+            is_elsewhere=session.is_elsewhere,
+        )
+        self._errors: dict[int, BaseException] = {}  # by index, with `on_error="return"`
+
+    def results(self) -> list[Any]:
+        """Run the map to its end, and return the results in the order of the items."""
+        for _ in self.steps():
+            pass
+        return [self._result(index) for index in range(self._queue.done)]
+
+    def as_completed(self) -> Iterator[Any]:
+        """Run the map, and yield each result as soon as it has come."""
+        with closing(self.steps()) as steps:
+            for index in steps:
+                yield self._result(index)
+
+    def _result(self, index: int) -> Any:
+        return self._errors[index] if index in self._errors else self._queue.results[index]
+
+    def steps(self) -> Generator[int, None, None]:
+        """Run the map, and yield the index of each item that has been done.
+
+        If a rank has died, a further task runs the items that are left.  Raises the first error,
+        with the results so far as its attribute `results`.  If the generator is closed before its
+        end, the ranks are interrupted.
+        """
+        queue = self._queue
+        bar = MapProgress(remote_call.title_of(self._function), is_shown=self._session.config.show)
+        try:
+            while not queue.is_done:
+                queue.begin_round()
+                before = queue.done
+                running = yield from self._run_task(bar)
+                self._check(running, has_progress=queue.done > before)
+        except GeneratorExit:
+            raise
+        except BaseException as error:  # KeyboardInterrupt after Stop too
+            with suppress(AttributeError, TypeError):  # a user's class can refuse attributes
+                error.results = {**queue.results}  # type: ignore[attr-defined]
+            raise
+        finally:
+            queue.end()
+            bar.close(queue)
+
+    def _run_task(self, bar: MapProgress) -> Generator[int, None, TaskRun]:
+        """Run a task on all ranks of the map until none has an item; yield as `steps`."""
+        session, queue = self._session, self._queue
+        on = session.everyone if self._ranks is None else self._ranks
+        queue.ranks = len(on)
+        with remote_call.sending(session, self._values, on) as (payloads, parcels):
+            arguments = {
+                "title": remote_call.title_of(self._function),
+                "packed": payloads,
+                "returns_errors": self._returns_errors,
+                "is_elsewhere": session.is_elsewhere,
+            }
+            task = session.task(OpCall("run.map_items", arguments), ranks=self._ranks)
+            running = session.submit(task, shipped=parcels)
+            running.answer_items = queue.answer
+            try:
+                for _ in remote_call.following(session, running):
+                    yield from self._pop_done(running)
+                    bar.show(queue)
+                yield from self._pop_done(running)
+            except BaseException:  # the caller has left its loop, or Stop came between two steps
+                queue.end()
+                session.interrupt()
+                session.wait(running)
+                raise
+        return running
+
+    def _pop_done(self, running: TaskRun) -> Iterator[int]:
+        """Yield the indices of items that were done since the last call.
+
+        While the caller has an index, no rank gets items: the caller may never come back.
+        """
+        queue = self._queue
+        queue.lose(running.deaths)
+        queue.is_paused = True
+        for index in queue.pop_new():
+            if index in queue.failures:
+                self._errors[index] = self._error_of(running, index, *queue.failures[index])
+            elif index in queue.gave_up:
+                self._errors[index] = self._death_of(running, index, queue.gave_up[index])
+            if self._returns_errors or index not in self._errors:
+                yield index
+        queue.is_paused = False
+
+    def _check(self, running: TaskRun, *, has_progress: bool) -> None:
+        """Raise the error of a task that ended the map; a death alone does not end the map."""
+        session, queue = self._session, self._queue
+        if queue.problem is not None:
+            raise queue.problem
+        index = next(iter(queue.failures if not self._returns_errors else ()), None)
+        if index is None and not self._returns_errors:
+            index = next(iter(queue.gave_up), None)
+        errors = running.transcript.errors.values()
+        are_deaths = bool(errors) and all(isinstance(each, Died) for each in errors)
+        can_go_on = index is None and (has_progress or queue.gave_up) and session.state.has_workers
+        if are_deaths and can_go_on and not running.stops:
+            session.mark_reported(running.recovered_ranks)
+            log.warning("%s Its items were given to other ranks.", running.recovery_text)
+            return
+        if index is not None:
+            done = count(len(queue.results), "item")
+            running.item_text = f"It had {queue.name_of(index)}; `results` of the error has {done}"
+        remote_call.check(session, running)
+
+    def _error_of(
+        self, running: TaskRun, index: int, rank: int, outcome: ItemOutcome
+    ) -> BaseException:
+        """Return the exception that an item's function has raised, as a cell would raise it."""
+        failure, members = outcome.failure, running.members
+        assert failure is not None
+        blame = self._blame(running, rank, failure)
+        seconds, cause = running.seconds_until(failure.time_ns), (failure.name, failure.message)
+        error = WorkerError(blame, 1, seconds, cause, members.machines.who([rank]))
+        error.add(f"It had {self._queue.name_of(index)}")
+        contents = Contents.read(outcome.values, members.namespace)
+        error = as_raised(error, failure.kinds, contents)
+        error.show(f"rank {rank}:", *strip("\n".join(failure.traceback)).splitlines())
+        return raised(error)
+
+    def _death_of(self, running: TaskRun, index: int, rank: int) -> WorkerDied:
+        """Return the error about an item that two ranks had when they died."""
+        died = running.deaths[rank]
+        seconds = running.seconds_until(died.time_ns)
+        blame = self._blame(running, rank, died)
+        error = WorkerDied(blame, seconds, died.exit_code, died.end)
+        error.add(f"It had {self._queue.name_of(index)}, as another rank that died before")
+        return error
+
+    def _blame(self, running: TaskRun, rank: int, error: RankError) -> Blame:
+        members = running.members
+        return Blame(rank, members.machines.name(rank), members.pids.get(rank, 0), {rank: error})
+
+
+class MapProgress:
+    """The progress of a map: a line of a terminal, or a display of the notebook.
+
+    A map that ends within `BAR_AFTER` seconds shows nothing.
+    """
+
+    def __init__(self, title: str, *, is_shown: bool) -> None:
+        self._title = title
+        self._line = MovingLine(sys.stderr)
+        self._is_shown = is_shown
+        self._display: Any = None
+        self._began = time.monotonic()
+        self._draw_at = self._began + BAR_AFTER
+
+    def show(self, queue: ItemQueue) -> None:
+        """Draw the progress, if it is time for that."""
+        now = time.monotonic()
+        if self._is_shown and now >= self._draw_at:
+            self._draw_at = now + BAR_EVERY
+            self._draw(queue, now)
+
+    def close(self, queue: ItemQueue) -> None:
+        """Erase the line of a terminal; a display stays, with the last numbers."""
+        self._line.clear()
+        if self._display is not None:
+            self._draw(queue, time.monotonic())
+
+    def _draw(self, queue: ItemQueue, now: float) -> None:
+        text = progress_text(self._title, queue, now - self._began)
+        shell = get_kernel_shell()
+        if shell is None:
+            self._line.show(text, now)
+            return
+        from IPython.display import display  # not imported in scripts
+
+        share = f' value="{queue.done / queue.total}"' if queue.total else ""
+        bar = f'<progress{share} style="width: 12em"></progress>'
+        data = {"text/plain": text, "text/html": f"<div>{bar} {escape(text)}</div>"}
+        if self._display is None:
+            self._display = display(data, raw=True, display_id=True)
+        else:
+            self._display.update(data, raw=True)
+
+
+def get_kernel_shell() -> Any:
+    """Return IPython's shell in the kernel of a notebook, None in a terminal or script."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return shell if getattr(shell, "kernel", None) is not None else None
+
+
+def progress_text(title: str, queue: ItemQueue, seconds: float) -> str:
+    """Write `score · 312 of 1,000 items · 2 failed · 12.5 s · 25 per s`."""
+    failed = len(queue.failures) + len(queue.gave_up)
+    total = f"{queue.total:,}" if queue.total is not None else "many"
+    parts = [
+        title,
+        f"{queue.done:,} of {total} items",
+        f"{failed:,} failed" if failed else "",
+        seconds_text(seconds),
+        f"{queue.done / seconds:,.3g} per s" if seconds and queue.done else "",
+    ]
+    return " · ".join(filter(None, parts))
