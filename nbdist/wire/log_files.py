@@ -65,8 +65,11 @@ def read_logs(folders_of: Mapping[int, Path | None], get: GetLogs) -> tuple[LogT
             tails.append(LogTail(rank, stream))
             continue
         run = folder.parent.parent  # has a folder for each attempt
-        names = (each.name for each in run.glob(f"{ATTEMPT_PREFIX}*"))
-        attempts = tuple(sorted(int(name.removeprefix(ATTEMPT_PREFIX)) for name in names))
+        numbers = (
+            each.name.removeprefix(ATTEMPT_PREFIX) for each in run.glob(f"{ATTEMPT_PREFIX}*")
+        )
+        # Users may add folders, such as a copy `attempt_1_old`.
+        attempts = tuple(sorted(int(each) for each in numbers if each.isdecimal()))
         if get.attempt is not None:
             folder = run / f"{ATTEMPT_PREFIX}{get.attempt}" / folder.name
         file = folder / f"{stream}.log"
@@ -105,18 +108,21 @@ def _backwards(file: Path, end: int | None) -> Iterator[tuple[int, bytes]]:
     with suppress(FileNotFoundError), file.open("rb") as opened:
         position = opened.seek(0, os.SEEK_END)
         position = position if end is None else max(0, min(position, end))
-        carried, is_last = b"", True
+        carried, is_cut, is_last = b"", False, True
         while position > 0:
             size = min(BLOCK, position)
             position -= size
             opened.seek(position)
             lines = (opened.read(size) + carried).split(b"\n")
             starts = accumulate((len(each) + 1 for each in lines), initial=position)
+            if is_cut:  # the bytes in front of `carried` were dropped: show no gap inside the line
+                lines[-1] = carried
             pairs = [*zip(starts, lines, strict=False)]
             if is_last and len(pairs) > 1 and not lines[-1]:
                 pairs.pop()  # the file ends with a newline
             is_last = False
             yield from reversed(pairs[1:])
+            is_cut = len(lines[0]) > LONGEST or (is_cut and len(lines) == 1)
             carried = lines[0][-LONGEST:]
         if carried or not is_last:
             yield 0, carried

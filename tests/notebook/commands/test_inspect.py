@@ -197,11 +197,13 @@ def test_last_lines_of_a_big_file_are_whole(tmp_path: Path) -> None:
     found = [line for line in numbers if re.search(r"line [789]00 ", line)]
     assert lines_of(tmp_path, 3, r"line \d00 ") == found
     assert lines_of(tmp_path, 3, "line 7 ") == ["line 7 " + "x" * 7]
-    file.write_text("first\n" + "y" * 5 * BLOCK + "end\nz")
-    first, long, short = lines_of(tmp_path, 9)
-    assert (first, short) == ("first", "z")
-    assert LONGEST <= len(long) <= LONGEST + BLOCK
-    assert long.endswith("end")
+    numbered = "".join(f"{number:08}" for number in range(5 * BLOCK // 8))
+    for length in (BLOCK + LONGEST + 90, 5 * BLOCK):
+        file.write_text("first\n" + numbered[-length:] + "end\nz")
+        first, long, short = lines_of(tmp_path, 9)
+        assert (first, short) == ("first", "z")
+        assert LONGEST <= len(long) <= LONGEST + BLOCK
+        assert f"{numbered}end".endswith(long), "no part inside of the line is missing"
     assert lines_of(tmp_path / "nowhere", 9) == []
 
 
@@ -216,6 +218,15 @@ def test_lines_in_the_former_file_are_included(tmp_path: Path) -> None:
     assert (tmp_path / "stdout.log.1").exists()
     assert lines_of(tmp_path, 250) == numbers[50:]
     assert lines_of(tmp_path, 5, "line 7.$") == numbers[75:80]
+
+
+def test_foreign_folders_are_no_attempts(tmp_path: Path) -> None:
+    """A folder that somebody has copied beside the folders of attempts counts as none of them."""
+    for name in ("attempt_0", "attempt_1", "attempt_1_old", "attempt_", "attempt_x"):
+        (tmp_path / name / "3").mkdir(parents=True)
+        (tmp_path / name / "3" / "stdout.log").write_text("line\n")
+    (tail,) = read_logs({3: tmp_path / "attempt_1" / "3"}, GetLogs((3,), ("stdout",), 5))
+    assert (tail.attempts, tail.lines) == ((0, 1), ("line",))
 
 
 def test_a_part_of_a_file_is_read_at_once(tmp_path: Path) -> None:
