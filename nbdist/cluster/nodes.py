@@ -25,7 +25,7 @@ from nbdist.cluster.node import Node, NodeLost, lack_of_room, mismatch, room_of,
 from nbdist.cluster.server import NodeServer, addresses, listen_addresses
 from nbdist.config import WorldConfig
 from nbdist.wire.messages import Shutdown, StartFailure, UnresponsiveHosts
-from nbdist.wire.node_messages import NodeHello, NodeUp, Reach
+from nbdist.wire.node_messages import NodeHello, NodeUp, ProbeTarget, Reach
 from nbdist.wire.spec import LINK_TIMEOUT, versions_here
 from nbdist.words import count, word_exit
 
@@ -33,6 +33,7 @@ log = logging.getLogger("nbdist.cluster")
 
 LAST_CALL = 1.0  # seconds after the last node joined until a start with fewer nodes than possible
 AGAIN_INTERVAL = 5.0  # seconds between two attempts to start missing agents
+MAX_REFUSED_PAUSE = 60.0  # seconds at most until the agent of a refused node is started again
 
 LAST_WORD_TIMEOUT, LAST_WORD_STEP = 3.0, 0.1
 NODE_LEAVE_TIMEOUT = 5.0  # seconds for an agent to end all that it has started, after a Shutdown
@@ -78,6 +79,8 @@ class NodePool:
         self._background_tasks: set[asyncio.Task[None]] = set()
         self._by_identity: dict[bytes, Node] = {}
         self._failures: list[CannotStart] = []
+        # By the number of a refused node: when its agent may start again, and the seconds until it.
+        self._refused: dict[int, tuple[float, float]] = {}
         self._changed = asyncio.Event()
         self._has_started = self._is_closing = False
 
@@ -146,9 +149,12 @@ class NodePool:
         for process in self._launched.processes:
             self._watch_process(process)
         await self._wait_for_nodes(report)
-        await asyncio.gather(*map(_read_clock, self.present_nodes))
+        nodes = self.present_nodes
+        await asyncio.gather(*map(_read_clock, nodes))
         if config.backend != "none":
-            await self._check_connections()
+            await self._check_connections(nodes)
+        if lost := next((node for node in nodes if node.lost), None):
+            raise CannotStart(lost.name, lost.lost)
         self._has_started = True
         if self._launched.again is not None:
             self._run_in_background(self._restart_missing_agents())
@@ -219,11 +225,13 @@ class NodePool:
             rooms[node.name if is_alone else f"{node.name} #{node.number}"] = room[node.number]
         return rooms
 
-    async def _check_connections(self) -> None:
-        """Let machines try to reach one another (`targets`); raises CannotStart if any cannot."""
-        nodes = self.present_nodes
+    async def _check_connections(self, nodes: Sequence[Node]) -> None:
+        """Let machines try to reach one another (`targets`).
+
+        Raises CannotStart if a machine cannot reach another one, or does not answer.
+        """
         targets_by_node = targets(nodes)
-        checks = (node.execute(Reach(targets_by_node[node.number])) for node in nodes)
+        checks = (_find_unreached(node, targets_by_node[node.number]) for node in nodes)
         problems = await asyncio.gather(*checks)
         for node, problem in zip(nodes, problems, strict=True):
             if problem:
@@ -236,15 +244,20 @@ class NodePool:
                 raise CannotStart(node.name, why)
 
     async def _restart_missing_agents(self) -> None:
-        """Start agents again on hosts that have no agent, until the pool is closed."""
-        launched = self._launched
+        """Start agents again on hosts that have no agent, until the pool is closed.
+
+        A node that is refused again and again is started less and less often.
+        """
+        launched, loop = self._launched, asyncio.get_running_loop()
         assert launched.again is not None
         while True:
             await asyncio.sleep(AGAIN_INTERVAL)
             running_hosts = {process.host for process in self._processes}
             present = {node.number for node in self.present_nodes}
             for number, host in enumerate(launched.hosts):
-                if host not in running_hosts and number not in present:
+                start_at, _ = self._refused.get(number, (0.0, 0.0))
+                is_missing = host not in running_hosts and number not in present
+                if is_missing and loop.time() >= start_at:
                     with suppress(OSError):
                         self._watch_process(launched.again(number))
 
@@ -270,13 +283,21 @@ class NodePool:
         if why:
             log.warning("%s was refused: %s", name, why)
             self._record_failure(CannotStart(name, why))
+            self._pause_restarts(number)
             node.send(Shutdown())
             return
+        self._refused.pop(number, None)
         self._by_identity[identity] = node
         self.nodes[number] = node
         self._changed.set()
         if self._has_started:
             self._run_in_background(self._admit_late_node(node))
+
+    def _pause_restarts(self, number: int) -> None:
+        """Let the agent of a refused node be started again, each time after twice as long."""
+        _, last_pause = self._refused.get(number, (0.0, AGAIN_INTERVAL))
+        pause = min(2 * last_pause, MAX_REFUSED_PAUSE)
+        self._refused[number] = asyncio.get_running_loop().time() + pause, pause
 
     def _number_for(self, hello: NodeHello) -> int:
         """Return a node's number: the launcher's, or the one before its loss, or an unused one."""
@@ -357,6 +378,15 @@ def _machine_options(config: WorldConfig) -> tuple[object, ...]:
 async def _read_clock(node: Node) -> None:
     with suppress(NodeLost):
         await node.measure_clock()
+
+
+async def _find_unreached(node: Node, targets: Sequence[ProbeTarget]) -> str:
+    """Return the target that a node cannot reach, or ""; CannotStart if it does not answer."""
+    request = Reach(tuple(targets))
+    try:
+        return str(await node.ask(request, request.timeout))
+    except NodeLost as lost:
+        raise CannotStart(node.name, str(lost)) from None
 
 
 def _first_complaint(processes: Sequence[LauncherProcess]) -> str:

@@ -12,21 +12,29 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
 import pytest
 
-from nbdist.cluster.nodes import Awaited
+from nbdist import __version__
+from nbdist.cluster import nodes as nodes_module
+from nbdist.cluster.launcher import Launched, LauncherProcess
+from nbdist.cluster.nodes import Awaited, CannotStart, NodePool
 from nbdist.errors import StartError, UsageError, WorkerDied, WorkerError
 from nbdist.terminal.worlds import WORLD_STATUS_TIMEOUT as TERMINAL_TIMEOUT
 from nbdist.wire.messages import GetStatus
+from nbdist.wire.node_messages import NodeFacts, NodeHello, Reach
 from nbdist.wire.queries import DescribeRanks
+from nbdist.wire.spec import versions_here
 from nbdist.world.agents import ask_all, worlds
 from nbdist.world.task_run import TaskRun
 from nbdist.world.world import World
+from tests.cluster.test_node import node as node_that
+from tests.cluster.test_node import wanted
 from tests.traces import command_line
-from tests.waiting import wait_until
+from tests.waiting import until, wait_until
 
 pytestmark = pytest.mark.own_agent
 
@@ -119,6 +127,39 @@ def has_ranks(world: World, number: int) -> bool:
     return world.size == number
 
 
+FACTS = NodeFacts("b", 0, "10.0.0.2", 4000, 4, (), sys.executable, versions_here())
+HELLO = NodeHello(__version__, 7, FACTS)
+
+
+class Pipe(LauncherProcess):
+    """Stands for a launcher's process for the host `b`: runs until `end`, or has ended already."""
+
+    host = "b"
+
+    def __init__(self, *, has_ended: bool) -> None:
+        self._read_end, self._write_end = os.pipe()
+        if has_ended:
+            self.end(0)
+
+    def fileno(self) -> int:
+        return self._read_end
+
+    def end(self, timeout: float) -> None:
+        if self._write_end >= 0:
+            os.close(self._write_end)
+        self._write_end = -1
+
+    def close(self) -> None:
+        self.end(0)
+        os.close(self._read_end)
+
+
+def new_pool(folder: Path) -> NodePool:
+    """Return a pool of two nodes that nobody listens to."""
+    none = lambda *_: None  # noqa: E731
+    return NodePool(folder, wanted(layout="2x1"), none, none, none, none)
+
+
 JOIN, RUN = "nbdist join a:1", "run `nbdist join a:1` on each machine · "
 
 
@@ -140,6 +181,49 @@ def test_a_start_counts_the_nodes_that_have_come(
     """The text names the command until all have come; without a command `least` nodes suffice."""
     found = awaited.is_complete(room), awaited.can_start_without_rest(room), awaited.text(room)
     assert found == (is_enough, will_do, said)
+
+
+# --- nodes that are refused, or do not answer ----------------------------------------------------
+
+
+async def test_a_refused_node_is_started_less_and_less_often(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pauses before the starts of a refused agent double, up to a limit, until it joins."""
+    monkeypatch.setattr(nodes_module, "AGAIN_INTERVAL", 0.05)
+    monkeypatch.setattr(nodes_module, "MAX_REFUSED_PAUSE", 0.4)
+    pool, starts = new_pool(tmp_path), list[float]()
+    old = HELLO._replace(version="0.0.1")
+
+    def again(number: int) -> LauncherProcess:
+        starts.append(time.monotonic())
+        is_new = len(starts) == 6
+        pool._handle_message(b"b", HELLO if is_new else old)
+        return Pipe(has_ended=not is_new)
+
+    pool._launched, pool._has_started = Launched((), 1, ("b",), again=again), True
+    pool._run_in_background(pool._restart_missing_agents())
+    await until(lambda: pool.present_nodes, "the agent has joined at its sixth start")
+    pauses = [after - before for before, after in pairwise(starts)]
+    assert all(pause >= least for pause, least in zip(pauses, (0.1, 0.2, 0.4, 0.4), strict=False))
+    await pool.close()
+
+
+async def test_a_start_fails_if_a_machine_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that is lost or silent while connections are checked does not count as reached."""
+    monkeypatch.setattr(Reach, "timeout", 0.05)
+    pool = new_pool(tmp_path)
+    first, silent = (node_that(number, lambda _: None) for number in (0, 1))
+    first._send = lambda message: first.resolve_request(message.id, "")
+    with pytest.raises(CannotStart, match="b did not answer within 0 s"):
+        await pool._check_connections([first, silent])
+    silent.mark_lost("the connection to b was lost")
+    with pytest.raises(CannotStart, match="the connection to b was lost"):
+        await pool._check_connections([first, silent])
+    await pool._check_connections([first])
+    await pool.close()
 
 
 # --- pauses, and connections that are lost --------------------------------------------------------
