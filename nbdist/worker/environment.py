@@ -127,6 +127,7 @@ class Around:
         self._last_surroundings: Surroundings | None = None
         self._folder = os.getcwd()
         self._folder_here = start.world.cwd  # the notebook's folder, as a path on this machine
+        self._missing_folder = ""  # the notebook's folder, if this rank could not change to it
         self._first_environ = dict(os.environ)
         self._environ_changes: Mapping[str, str | None] = {}
         self._path = self._path_with(start.world.sys_path)
@@ -137,7 +138,7 @@ class Around:
 
     def follow(self, around: Surroundings | None) -> None:
         """Apply the notebook's folder, path and environment; None for those at the start."""
-        if around == self._last_surroundings:
+        if around == self._last_surroundings and not self._missing_folder:
             return
         self._last_surroundings, world = around, self._world
         around = around or Surroundings(world.cwd, world.cwd)
@@ -177,20 +178,25 @@ class Around:
         return [*path, *(entry for entry in self._worker_entries if entry not in path)]
 
     def _change_folder(self, folder: str, first: str) -> None:
-        """Go to the notebook's folder if it changed or this rank's own is gone; or say why not."""
+        """Go to the notebook's folder if it changed or this rank's own is gone; or say why not.
+
+        After a failure each task tries again, because the folder may exist by then.
+        """
         folder_here, current = moved_path(folder, first, self._world.cwd), _working_folder()
-        if folder_here == self._folder_here and current is not None:
+        if folder_here == self._folder_here and current is not None and not self._missing_folder:
             return  # stay, also in a folder to which the rank itself has changed
-        target = next(filter(os.path.isdir, (folder_here, folder)), None)
-        if target is None:
-            self._folder_here = ""  # try again once `Surroundings` change: the folder may exist
-            why = f"{socket.gethostname()} has no folder {folder}: this rank stays in"
-            sys.stderr.write(f"{why} {current}\n")
-            return
-        try:
-            os.chdir(target)
-        except OSError as error:
-            sys.stderr.write(f"this rank could not change to {target}: {error.strerror}\n")
+        target, why = next(filter(os.path.isdir, (folder_here, folder)), ""), ""
+        if not target:
+            why = f"{socket.gethostname()} has no folder {folder}: this rank stays in {current}"
+        else:
+            try:
+                os.chdir(target)
+            except OSError as error:
+                why = f"this rank could not change to {target}: {error.strerror}"
+        if why and folder != self._missing_folder:  # tell the user once
+            sys.stderr.write(f"{why}\n")
+        self._missing_folder = folder if why else ""
+        if why:
             return
         if current not in (self._folder, os.getcwd(), None):
             sys.stderr.write(f"this rank has left {current} for the notebook's folder {target}\n")
@@ -334,8 +340,11 @@ class OwnModules(MetaPathFinder):
 
     def _find_edited(self, before_ns: int) -> dict[str, tuple[ModuleSource, int]]:
         """Return by name the user's modules edited between import and `before_ns`, and when."""
-        while self._import_starts:
-            name, began_ns = self._import_starts.popitem()
+        # `sys.modules` has modules in the order in which their imports ended: a module comes after
+        # the modules that it imports, and is reloaded after them.
+        for name in [*sys.modules] if self._import_starts else ():
+            if (began_ns := self._import_starts.pop(name, None)) is None:
+                continue
             spec = getattr(sys.modules.get(name), "__spec__", None)
             file = str(getattr(spec, "origin", ""))
             is_library = PACKAGES.match(file) or file.startswith(NBDIST_PREFIX)
@@ -346,6 +355,7 @@ class OwnModules(MetaPathFinder):
                 digest = _digest_of(file) if is_as_imported else b""
                 imported = modified_ns if is_as_imported else began_ns
                 self._sources[name] = ModuleSource(file, _short_path(name, file), imported, digest)
+        self._import_starts.clear()  # searches that found no module
         times = {name: (each, _modified_ns(each.file)) for name, each in self._sources.items()}
         return {
             name: (each, modified_ns)

@@ -95,6 +95,23 @@ def test_a_rank_follows_the_notebooks_folder(
     assert (os.getcwd(), capsys.readouterr().err) == (str(tmp_path), "")
 
 
+def test_a_rank_enters_a_folder_that_appears_later(
+    around: Around, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A rank that could not change to the notebook's folder says so once, and tries again."""
+    folder = tmp_path / "new"
+    new = Surroundings("/of/notebook/new", "/of/notebook")
+    for _ in range(2):
+        around.follow(new)
+    assert (os.getcwd(), len(capsys.readouterr().err.splitlines())) == (str(tmp_path), 1)
+    folder.mkdir()
+    around.follow(new)
+    assert (os.getcwd(), capsys.readouterr().err) == (str(folder), "")
+    os.chdir(tmp_path)
+    around.follow(new)
+    assert os.getcwd() == str(tmp_path), "the rank's own change stays"
+
+
 def test_variables_follow_the_notebook_and_return(around: Around) -> None:
     """Variables follow the notebook, and get their first values back if its changes are undone."""
     here, before = os.getcwd(), dict(os.environ)
@@ -219,6 +236,39 @@ def test_autoreload_reloads_earlier_edits_and_reports_none(
     os.utime(module.path, ns=(edited + SECOND, edited + SECOND))
     assert own.pop_edited_files(edited + 2 * SECOND, reloads=True) == ()
     assert "[autoreload of edited_by_test failed: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("imported", [("below", "above"), ("above",)])
+@pytest.mark.parametrize("names", [("a_of_test", "b_of_test"), ("b_of_test", "a_of_test")])
+def test_a_module_is_reloaded_after_what_it_imports(
+    own: OwnModules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    names: tuple[str, str], imported: tuple[str, ...],
+) -> None:  # fmt: skip
+    """A module that imports a value of another module has the new value if both were edited."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    below, above = names
+    texts = {below: "value = {0}", above: f"from {below} import value\nnumber = {{0}}"}
+    start = time.time_ns() - 100 * SECOND
+
+    def write(number: int, *edited: str) -> int:
+        for name in edited:
+            file, at = tmp_path / f"{name}.py", start + 10 * number * SECOND
+            file.write_text(texts[name].format(number))
+            os.utime(file, ns=(at, at))
+        return at + SECOND
+
+    after = write(1, *names)
+    for which in imported:
+        importlib.import_module(below if which == "below" else above)
+    own.reload(after)
+    for number, edited in ((2, names), (3, (below,)), (4, names)):
+        after = write(number, *edited)
+        own.reload(after)
+        assert told(own, after) == ()
+        assert sys.modules[below].value == number
+        assert sys.modules[above].value == (2 if number == 3 else number)
+    for name in names:
+        del sys.modules[name]
 
 
 def test_reload_imports_an_edited_module_once(own: OwnModules, module: Edited) -> None:
