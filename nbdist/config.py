@@ -94,7 +94,7 @@ def number_of_seconds(flag: str) -> Callable[[Any], float]:
         text = unquoted(value) if isinstance(value, str) else value
         try:
             seconds = float(text)
-        except ValueError:
+        except (TypeError, ValueError):
             seconds = 0.0
         if not 0 < seconds < float("inf"):
             raise _refusal(flag, text, "a number of seconds, such as 30 or 0.5")
@@ -385,7 +385,7 @@ class WorldConfig:
         for each in fields(self):
             given = getattr(self, each.name)
             if given is not each.default:
-                object.__setattr__(self, each.name, OPTIONS[each.name].read(given))
+                object.__setattr__(self, each.name, _read_value(each.name, given))
         size = self.shape.world_size if self.shape and self.n != "auto" else None
         if size and (not isinstance(self.n, int) or self.n >= size):
             raise UsageError(
@@ -518,6 +518,17 @@ class WorldConfig:
 
 OPTIONS: Mapping[str, Option] = {each.name: each.metadata["option"] for each in fields(WorldConfig)}
 """The options by the names of their fields, which are the arguments of `World`."""
+
+
+def _read_value(name: str, given: Any) -> Any:
+    """Return the value of an option from what was given for it; raises UsageError."""
+    option = OPTIONS[name]
+    try:
+        return option.read(given)
+    except (AttributeError, TypeError):  # such as `layout=4`: the parsers expect texts
+        form, kind = f"{option.flag} {option.metavar}", type(given).__name__
+        raise UsageError(f"`{name}=`: a text as in `{form}` is expected, not {kind}.") from None
+
 
 OLD_NAMES = {"free": "release"}
 """Former names of arguments, which version 0.2 will refuse, and the present names."""

@@ -45,8 +45,12 @@ REFERENCE = PACKAGE.parent / "docs" / "reference.md"
         ({"on_failure": "retry"}, "`--on-failure retry`: there are heal (the default), "),
         *(
             ({"hang_timeout": text}, f"`--hang-timeout {text}`: a number of seconds, such as 30")
-            for text in (0, "nan", "soon")
+            for text in (0, "nan", "soon", None)
         ),
+        ({"hang_timeout": []}, "`--hang-timeout []`: a number of seconds, such as 30"),
+        ({"layout": 4}, "`layout=`: a text as in `-j [MIN:]NODESxN` is expected, not int."),
+        ({"env": 4}, "`env=`: a text as in `--env K=V` is expected, not int."),
+        ({"wrap": ["nice"]}, "`wrap=`: a text as in `--wrap COMMAND` is expected, not list."),
         ({"link_timeout": "1"}, "`--link-timeout 1`: a number of seconds from 2 on, such as 30."),
         ({"link_timeout": 30}, "`--link-timeout 30`: it is for `--launcher ssh`"),
         ({"hosts": "a", "launcher": "local"}, "`--hosts a`: it is for `--launcher ssh`, and not"),
