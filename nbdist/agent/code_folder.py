@@ -66,6 +66,8 @@ class CodeFolder:
                 except OSError as error:
                     where = error.filename2 or error.filename or self.path or tempfile.gettempdir()
                     return CodeHeld(host, problem=f"{where}: {error.strerror or error}")
+                except (zlib.error, tarfile.TarError) as error:
+                    return CodeHeld(host, problem=f"the archive arrived damaged ({error})")
         return CodeHeld(host, is_here=self._digest == request.digest)
 
     def with_folder(self, spec: WorldSpec) -> WorldSpec:
@@ -85,7 +87,7 @@ class CodeFolder:
         self.path = None
 
     def _unpack(self) -> None:
-        files = _files_of(zlib.decompress(self._archive))
+        files = _files_of(self._archive)
         if self.path is None:
             parent = Path(tempfile.gettempdir())
             remove_dead_folders(parent)
@@ -129,13 +131,14 @@ def remove_dead_folders(parent: Path) -> None:
             remove(folder)
 
 
-def _files_of(archive: bytes) -> Mapping[str, tuple[bytes, int]]:
+def _files_of(archive: bytes | bytearray) -> Mapping[str, tuple[bytes, int]]:
     """Return content and mode (only the owner's bits) of each file in an archive, by its path.
 
-    Raises OSError if a member is no plain file, or its path could lead out of the folder.
+    Raises OSError if a member is no plain file, or its path could lead out of the folder, and
+    zlib.error or TarError if the archive is damaged.
     """
     files = {}
-    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+    with tarfile.open(fileobj=io.BytesIO(zlib.decompress(archive))) as tar:
         for member in tar:
             file = tar.extractfile(member) if member.isfile() else None
             if file is None or Path(member.name).is_absolute() or ".." in Path(member.name).parts:

@@ -112,6 +112,25 @@ def test_a_file_that_cells_have_written_stays(code: CodeFolder, parent: Path) ->
     assert weights.exists()
 
 
+def test_a_damaged_archive_is_refused(code: CodeFolder) -> None:
+    """The node reports a damaged archive, keeps the files that it has, and takes the next archive.
+
+    The archive is cut, has a wrong byte, or is no tar file.
+    """
+    bring(code, {"a.py": "1"})
+    tar = io.BytesIO()
+    tarfile.open(fileobj=tar, mode="w").close()
+    whole = zlib.compress(tar.getvalue())
+    for archive in (whole[:-9], whole[:-1] + bytes([whole[-1] ^ 1]), zlib.compress(b"x" * 600)):
+        assert not code.answer(GetCode("damaged", None)).is_here
+        held = code.answer(PutCode("damaged", archive, is_last=True))
+        assert not held.is_here
+        assert held.problem.startswith("the archive arrived damaged (")
+        assert found(code) == {"a.py": "1"}
+    assert not bring(code, {"a.py": "2"}).problem
+    assert found(code) == {"a.py": "2"}
+
+
 def test_names_that_lead_out_are_refused(code: CodeFolder, parent: Path) -> None:
     """An archive is refused as a whole if a member is a link, a device or leads out of the folder.
 
