@@ -67,6 +67,7 @@ class Setup:
         for segment in self._segments.values():
             segment.close()
         self._segments.clear()
+        self._parcels.clear()
         self.tasks.clear()
 
     def renumber(self, ranks: Renumbering) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -169,14 +170,16 @@ def is_gone(segment: Segment) -> bool:
 
 
 def test_names_stay_as_long_as_their_set_up_cell() -> None:
-    """Shared memory with the names is released when the cell is replaced or forgotten."""
-    setup = Setup()
+    """Memory and records of the names are released when the cell is replaced or forgotten."""
+    setup, lr = Setup(), Sent(1.5, None)
+    users = sys.getrefcount(lr)
     first, other, second = segments = [run_to_end(Segment.filling([b"x"])) for _ in range(3)]
     for key, segment in (("a", first), ("b", other), ("b", None), ("a", second)):
-        setup.keep(key, Task(key, (0,)), segment)
+        setup.keep(key, Task(key, (0,)), segment, Parcel({"lr": lr}))
     assert [*map(is_gone, segments)] == [True, True, False]
     setup.forget()
     assert is_gone(second)
+    assert sys.getrefcount(lr) == users
 
 
 SUM = "t = torch.ones(1); dist.all_reduce(t); assert t.item() == world_size"
