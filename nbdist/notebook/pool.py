@@ -324,7 +324,8 @@ class Pool:
         ):
             return
         if names.objects.have_run and any(map(names.record, shared)):
-            record_changes(session, session.everyone)
+            with suppress(KeyboardInterrupt):  # Stop ends the question, and the cell has ended
+                record_changes(session, session.everyone)
         for name in shared:
             is_other = bool(names.ranks_that_assigned(name)) or names.is_changed(name)
             if is_other and names.is_first_notice(f"{name} here"):

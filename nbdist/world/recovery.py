@@ -10,7 +10,8 @@ import re
 import sys
 import time
 import uuid
-from collections.abc import Collection, Generator, Iterable, Mapping
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeAlias
 
@@ -363,8 +364,10 @@ def regroup(workers: Workers, request: Heal | Scale | Grow) -> tuple[tuple[int, 
         workers.mark_reported(workers.renumbering.new)
     new = {*replaced, *workers.renumbering.new}
     if new:
-        record_changes(workers, [rank for rank in workers.everyone if rank not in new])
-        workers.names.record_lost(new)
+        try:
+            record_changes(workers, [rank for rank in workers.everyone if rank not in new])
+        finally:
+            workers.names.record_lost(new)
     replay(workers, new)
     return replaced, why
 
@@ -372,27 +375,43 @@ def regroup(workers: Workers, request: Heal | Scale | Grow) -> tuple[tuple[int, 
 def record_changes(workers: Workers, ranks: Collection[int]) -> None:
     """Ask ranks which objects of the notebook they have changed, and record their answers.
 
-    Does nothing if the ranks have nothing to be asked about, or if the state is not READY.
+    Does nothing if the ranks have nothing to be asked about, or if the state is not READY.  Raises
+    KeyboardInterrupt after Stop.
     """
-    objects, before = workers.names.objects, workers.running
+    objects = workers.names.objects
     keys = set[int]().union(*map(objects.of, ranks))
     names = workers.names.assigned_again()
     if not (keys or names) or not ranks or workers.state is not WorldState.READY:
         return
     work = OpCall("values.inspect", {"objects": dict.fromkeys(keys), "names": names})
-    try:
+    with _keeping_last_task(workers):
         running = workers.send(Task(uuid.uuid4().hex, tuple(ranks), work))
         for _ in follow(workers, running):
             pass
-        if not (running.stops or running.error()):
+        if running.stops:
+            raise KeyboardInterrupt
+        if running.error() is None:
             for rank, inspected in running.result().by_rank.items():
                 objects.record_changed(inspected.changed)
                 for name, replaced in inspected.names.items():
                     if replaced.is_changed:
                         workers.names.record_changed_value(name, rank)
             objects.have_run = False
+
+
+@contextmanager
+def _keeping_last_task(workers: Workers) -> Iterator[None]:
+    """Let `workers.running` be the user's last task again after tasks of nbdist in this block.
+
+    But if Stop has returned control while ranks are in a task of the block, that task stays: the
+    next cell waits for these ranks.
+    """
+    before = workers.running
+    try:
+        yield
     finally:
-        workers.running = before
+        if workers.running is None or not workers.running.unfinished:
+            workers.running = before
 
 
 # --- set-up cells -----------------------------------------------------------------------------
@@ -404,25 +423,26 @@ def replay(workers: Workers, ranks: Collection[int]) -> NbdistError | None:
     Ends at the first cell that fails, and returns its error; raises KeyboardInterrupt after Stop.
     If a set-up cell kills its worker, the worker's replacement does not run the cells again.
     """
-    setup, before = workers.setup, workers.running
+    setup = workers.setup
     if setup.is_replaying or workers.state is not WorldState.READY:
         return None
     setup.is_replaying, setup.problem = True, ""
     try:
-        for key, kept in [*setup.tasks.items()]:
-            if not (on := tuple(rank for rank in kept.ranks if rank in ranks)):
-                continue
-            task, parcels = setup.task_for(key, on)
-            running = workers.send(task, shipped=parcels)
-            for _ in follow(workers, running):
-                pass
-            if running.stops:
-                raise KeyboardInterrupt
-            if error := running.error():
-                setup.problem = f" A `--setup` cell failed there: {one_line(str(error))}"
-                return error
+        with _keeping_last_task(workers):
+            for key, kept in [*setup.tasks.items()]:
+                if not (on := tuple(rank for rank in kept.ranks if rank in ranks)):
+                    continue
+                task, parcels = setup.task_for(key, on)
+                running = workers.send(task, shipped=parcels)
+                for _ in follow(workers, running):
+                    pass
+                if running.stops:
+                    raise KeyboardInterrupt
+                if error := running.error():
+                    setup.problem = f" A `--setup` cell failed there: {one_line(str(error))}"
+                    return error
     finally:
-        setup.is_replaying, workers.running = False, before
+        setup.is_replaying = False
     return None
 
 

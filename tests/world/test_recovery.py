@@ -344,6 +344,67 @@ def test_a_second_stop_gives_control_back(
     assert not running.unfinished
 
 
+CATCHES = f"""
+import os, time
+from pathlib import Path
+def catch():
+    if not os.path.exists("slow"): return
+    Path(os.environ["RANK"] + "begun").touch()
+    try: time.sleep(600)
+    except KeyboardInterrupt: Path("caught").touch()
+    {WAITS}
+"""
+
+
+class Asked:
+    """On ranks, calls the `catch` of `CATCHES` whenever the rank compares the object."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        import builtins
+
+        getattr(builtins, "catch", int)()
+        return Asked, ()
+
+
+def press_twice() -> None:
+    """Press Stop, and once more as soon as a rank has caught it."""
+    press_stop()
+    wait_until(Path("caught").exists)
+    press_stop()
+
+
+def test_a_rank_that_ignores_stop_in_a_set_up_cell_is_waited_for(ready: World) -> None:
+    """If control is back while a new rank runs a set-up cell, the next cell waits for the rank."""
+    ready.execute(f"{CATCHES}\ncatch()", setup=True)
+    Path("slow").touch()
+    stops = once(Path("2begun").exists, press_twice)
+    try:
+        with stops, pytest.raises(KeyboardInterrupt):
+            ready.scale(3)
+        assert ready.state is WorldState.STUCK
+        Path("open").touch()
+        assert ready.gather("globals().get('kept')") == [0, 1, None]
+    finally:
+        ready.session.setup.forget()
+        ready.execute(TRAINING, setup=True)
+
+
+@pytest.mark.parametrize("press", [press_stop, press_twice])
+def test_stop_while_ranks_are_asked_for_changes_restarts_none(
+    ready: World, press: Callable[[], None]
+) -> None:
+    """Stop ends a restart of a rank before the rank is ended; ranks that ignore Stop go on."""
+    ready.execute(f"{CATCHES}\nimport builtins; builtins.catch = catch")
+    ready.execute("asked", names={"asked": Asked()})
+    before = dict(ready.pids)
+    Path("slow").touch()
+    with once(Path("1begun").exists, press), pytest.raises(KeyboardInterrupt):
+        ready.replace([0])
+    Path("open").touch()
+    assert ready.gather("kept") == [0, 1]
+    assert ready.pids == before
+
+
 def test_an_old_answer_spares_no_killed_rank(ready: World) -> None:
     """An answer to an earlier question spares no rank: the rank may have been killed since."""
     running = ready.submit(ready.task(f"{BEGUN}try: {SLEEP}\nexcept KeyboardInterrupt: {SLEEP}"))
