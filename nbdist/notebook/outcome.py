@@ -14,7 +14,7 @@ from typing import Any
 
 from IPython.lib.pretty import RepresentationPrinter
 
-from nbdist.errors import AgentLost, NbdistError, ValueLost, WorkerError
+from nbdist.errors import AgentLost, NbdistError, StartError, ValueLost, WorkerError
 from nbdist.notebook.display import CommandOutput
 from nbdist.output.ansi import strip
 from nbdist.output.events import Died
@@ -152,7 +152,7 @@ SHOWN_LAST_LINES = 20
 
 @dataclass(frozen=True, slots=True)
 class Why:
-    """A failure of a rank or of its agent, as `%dist_why` shows it.
+    """A failure of a rank, of its agent or of a start, as `%dist_why` shows it.
 
     `title` names the rank, the time and the error.  `body` is the traceback, or the last lines of
     output.  `followed` are lines on failures of other ranks, and `log` is the rank's log file.
@@ -198,6 +198,11 @@ def failure_of(running: TaskRun, error: NbdistError, logs: Mapping[int, str]) ->
     tail = running.transcript[rank].tail(SHOWN_LAST_LINES)
     body = body_text(first, (each.text for each in tail if isinstance(each, ScreenLine)))
     return Why(title, body, tuple(later_errors_text(errors, rank)), logs.get(rank, ""))
+
+
+def failure_of_start(error: StartError) -> Why:
+    """Return why workers could not start, with the last lines of the process that failed."""
+    return Why(f"{_clock(time.time())} · {str(error).splitlines()[0]}", "\n".join(error.log_lines))
 
 
 def death_of(rank: int, host: str, died: Died, log: str) -> Why:

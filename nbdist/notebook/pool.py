@@ -16,7 +16,7 @@ from typing import Any
 from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
 
 from nbdist.config import DEFAULT_POOL, LOCAL, WorldConfig
-from nbdist.errors import ForkedProcess, Interrupted, UsageError
+from nbdist.errors import ForkedProcess, Interrupted, StartError, UsageError
 from nbdist.notebook.cell_text import AUTO_NOTE, AutoMode, is_attended
 from nbdist.notebook.display import CellDisplay, has_panels, make_display
 from nbdist.notebook.free_names import (
@@ -29,7 +29,7 @@ from nbdist.notebook.free_names import (
 from nbdist.notebook.idle import FinishedCells, IdleStop, IdleWatch, is_in_subshell
 from nbdist.notebook.jobs import Job
 from nbdist.notebook.options import NbDist, check_same, typed_options
-from nbdist.notebook.outcome import Routine, Why, death_of, idle_end
+from nbdist.notebook.outcome import Routine, Why, death_of, failure_of_start, idle_end
 from nbdist.notebook.pages import Pages
 from nbdist.notebook.rich_output import WidgetRelay
 from nbdist.output.events import Died, RankError
@@ -225,6 +225,9 @@ class Pool:
         names = world.session.names  # each start makes a new table
         try:
             kept_names = world.session.restart(keep=keep, **changes)
+        except StartError as error:
+            self.last_failure = failure_of_start(error)
+            raise
         finally:  # also after Stop, after a set-up cell that failed, and after a new rank died
             if not world.state.has_workers:
                 self._end_lost_job("its workers were ended")
@@ -292,6 +295,9 @@ class Pool:
                 display.show_status(text)
         except KeyboardInterrupt:
             raise Interrupted(()) from None
+        except StartError as error:
+            self.last_failure = failure_of_start(error)
+            raise
         for text in (*world.session.missing, world.session.folder_note):
             if text:
                 display.add_note(text.rstrip("."))

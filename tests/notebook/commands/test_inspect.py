@@ -105,6 +105,21 @@ def test_magics_answer_without_workers(typed: Callable[[str], str], pools: Pools
     assert typed("%dist_why") == "nothing has failed yet\n"
 
 
+@pytest.mark.own_agent
+def test_dist_why_shows_why_workers_did_not_start(fresh: Callable[..., Notebook]) -> None:
+    """After a start or restart that has failed, `%dist_why` has the reason and the last lines."""
+    notebook = fresh("%load_ext nbdist")
+    broken = "--wrap \"sh -c 'echo no licence >&2; exit 3'\""
+    for magic in (f"%dist_init -n 1 {broken}", f"%dist_restart {broken}"):
+        (error,) = notebook.run(magic).errors
+        assert error["ename"] == "StartError"
+        time, why, *lines = notebook.run("%dist_why").text.replace(" · ", "\n", 1).splitlines()
+        assert re.fullmatch(r"\d\d:\d\d:\d\d", time)
+        assert re.match(r"rank 0 on \S+ could not start: it exited with code 3\. Started", why)
+        assert lines == ["no licence"]
+        assert notebook.run("%dist_init -n 1 --wrap env").errors == []
+
+
 @pytest.mark.world
 def test_status_doctor_shows_the_report_of_nbdist_doctor(
     typed: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
