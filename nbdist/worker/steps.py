@@ -52,7 +52,7 @@ class StepCounter:
         self._ident = threading.get_ident()
         register_optimizer_step_pre_hook(self.before_step)
         register_optimizer_step_post_hook(self.after_step)
-        sys.unraisablehook = partial(self._count_dropped, sys.unraisablehook)
+        self._watch_dropped()
 
     def begin_task(self, task_id: str) -> None:
         """Count the steps of a new task from now on, and forget the steps of the last task."""
@@ -67,6 +67,8 @@ class StepCounter:
         self.dropped_interrupts = 0
         """KeyboardInterrupts of the task in finalizers and callbacks, which Python has dropped."""
         self._drop_deferral()
+        if self._ident:
+            self._watch_dropped()
 
     def end_task(self, *, has_succeeded: bool = False) -> None:
         """End holding and deferring for the task; the counts stay until the next task begins."""
@@ -144,6 +146,12 @@ class StepCounter:
         self._drop_deferral()
         self._has_interrupted = True
         raise KeyboardInterrupt
+
+    def _watch_dropped(self) -> None:
+        """Put `_count_dropped` before the hook for dropped exceptions, which user code may set."""
+        hook = getattr(sys, "unraisablehook", None) or sys.__unraisablehook__  # None is allowed
+        if getattr(hook, "func", None) != self._count_dropped:
+            sys.unraisablehook = partial(self._count_dropped, hook)
 
     def _count_dropped(self, show: Callable[[Any], object], dropped: Any) -> None:
         """Show an exception that Python drops, and count it if it is a KeyboardInterrupt."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -65,6 +66,28 @@ def test_steps_are_counted(steps: StepCounter) -> None:
     assert steps.begun == 3
     steps.begin_task("another")
     assert steps.begun == 0
+
+
+class Interrupted:
+    """Its finalizer is interrupted."""
+
+    def __del__(self) -> None:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("is_none", [False, True])
+def test_dropped_interrupts_count_despite_a_hook_of_the_user(
+    steps: StepCounter, monkeypatch: pytest.MonkeyPatch, *, is_none: bool
+) -> None:
+    """After a cell has set `sys.unraisablehook`, both the hook and the counter see exceptions."""
+    shown: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", None if is_none else shown.append)
+    monkeypatch.setattr(sys, "__unraisablehook__", shown.append)
+    for number in range(1, 3):
+        steps.begin_task(TASK)
+        assert steps.dropped_interrupts == 0
+        Interrupted()
+        assert (steps.dropped_interrupts, len(shown)) == (1, number)
 
 
 def test_a_step_that_raises_has_not_ended(steps: StepCounter) -> None:
