@@ -236,10 +236,12 @@ class RanksNotStopped(UsageError):
 class WorldBroken(UsageError):
     """The process group of the ranks is lost, and the ranks could not form a new one."""
 
-    def __init__(self, why: str) -> None:
+    def __init__(self, why: str, kept: str = "") -> None:
+        """`kept` names the variables that ranks get back as soon as the group is formed."""
+        back = f", and gives back {kept}" if kept else ""
         super().__init__(
-            f"the workers could not rebuild their process group: {why}. The next cell tries again; "
-            "`%dist_restart` restarts all workers, and their variables are lost."
+            f"the workers could not rebuild their process group: {why}. The next cell tries "
+            f"again{back}; `%dist_restart` restarts all workers, and their variables are lost."
         )
 
 

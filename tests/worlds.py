@@ -2,13 +2,19 @@
 
 To import torch and all that a first training step needs takes seconds of a processor; a test
 that is not about starting need not wait for that.  Each world has its own workers.
+`each_new_worker` acts on the workers that a world's agent starts.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
+
+import psutil
 
 from nbdist.errors import AgentLost, StartError
 from nbdist.notebook import extension
@@ -116,3 +122,34 @@ def share_agent() -> SharedAgent:
 def new_world(n: int | str, *, log_dir: str = "", **options: Any) -> World:
     """Make a world without starting it."""
     return World(n, log_dir=log_dir, **options)
+
+
+@contextmanager
+def each_new_worker(world: World, do: Callable[[psutil.Process], object]) -> Iterator[None]:
+    """Do something to every worker process that the world's agent starts in the block."""
+    with each_new_child(psutil.Process(world.pids[0]).ppid(), do):
+        yield
+
+
+@contextmanager
+def each_new_child(agent: int, do: Callable[[psutil.Process], object]) -> Iterator[None]:
+    """Do something to every child that the process `agent` gets in the block."""
+    # On a busy machine a look at all processes would take longer than a worker's start.
+    children = Path(f"/proc/{agent}/task/{agent}/children")
+    known, over = {*children.read_text().split()}, threading.Event()
+
+    def watch() -> None:
+        with suppress(PermissionError):  # else the thread may look too late
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), -15)
+        while not over.wait(0.002):
+            for child in {*children.read_text().split()} - known:
+                known.add(child)
+                do(psutil.Process(int(child)))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()

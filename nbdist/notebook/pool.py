@@ -16,7 +16,7 @@ from typing import Any
 from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
 
 from nbdist.config import DEFAULT_POOL, LOCAL, WorldConfig
-from nbdist.errors import ForkedProcess, Interrupted, StartError, UsageError
+from nbdist.errors import ForkedProcess, Interrupted, NbdistError, StartError, UsageError
 from nbdist.notebook.cell_text import AUTO_NOTE, AutoMode, is_attended
 from nbdist.notebook.display import CellDisplay, has_panels, make_display
 from nbdist.notebook.free_names import (
@@ -33,7 +33,7 @@ from nbdist.notebook.outcome import Routine, Why, death_of, failure_of_start, id
 from nbdist.notebook.pages import Pages
 from nbdist.notebook.rich_output import WidgetRelay
 from nbdist.output.events import Died, RankError
-from nbdist.words import count, name_ranks
+from nbdist.words import count, name_ranks, one_line
 from nbdist.world.agent_link import Link
 from nbdist.world.name_table import list_names
 from nbdist.world.recovery import healing_text, record_changes, scaled_text
@@ -429,31 +429,43 @@ class Pool:
             return
         machines, dead = world.session.machines, dict(world.session.dead)
         joined = list_names(world.session.joined)
-        world.session.heal()
+        problem, kept = "", list_names(world.session.kept.names)
+        try:
+            world.session.heal()
+        except NbdistError as error:
+            problem = f"{kept} could not be given back: {one_line(str(error))}"
         if joined and not world.session.joined:
             display.add_note(f"{joined} came · {scaled_text(world.session)}")
             self.shown_size = world.size
         dead = {rank: died for rank, died in dead.items() if rank not in world.session.dead}
         self.note_deaths(world, display, machines, dead)
+        if problem:
+            display.add_note(problem)
 
     def note_deaths(
         self, world: World, display: CellDisplay, machines: Machines, dead: Mapping[int, Died] = {}
     ) -> None:
         """Note on the display which ranks died outside of a cell and were replaced.
 
-        `machines` are those of the ranks before they were replaced.  The last of the deaths is
-        kept for `%dist_why`.
+        `machines` are those of the ranks before they were replaced.
         """
         dead = {**dead, **world.session.pop_replaced()}
-        for rank, died in dead.items():
-            self.last_failure = death_of(
-                rank, machines.name(rank), died, self.log_files().get(rank, "")
-            )
-            display.add_note(f"rank {rank} {idle_end(died)}")
+        self.note_ends(dead, machines, display)
         if dead:
             display.add_note(healing_text(world.session, dead).rstrip("."))
             if self.routine.hint:
                 display.add_note(self.routine.hint)
+
+    def note_ends(self, dead: Mapping[int, Died], machines: Machines, display: CellDisplay) -> None:
+        """Note how ranks died outside of a cell, and keep the last of the deaths for `%dist_why`.
+
+        Leaves out ranks that were killed because the user asked for their restart.
+        """
+        for rank, died in dead.items():
+            if not died.by_restart:
+                log = self.log_files().get(rank, "")
+                self.last_failure = death_of(rank, machines.name(rank), died, log)
+                display.add_note(f"rank {rank} {idle_end(died)}")
 
     # --- the cell that was sent with `--no-wait`; one at a time ---------------------------
 

@@ -125,6 +125,7 @@ left the debugger, which ends the task.
 """
 
 IGNORES_STOP = "it ignored Stop"
+TO_BE_RESTARTED = "its restart was requested"
 
 
 class Died(NamedTuple):
@@ -147,6 +148,11 @@ class Died(NamedTuple):
     def by_stop(self) -> bool:
         """Whether the agent killed the process because the process ignored Stop."""
         return self.why == IGNORES_STOP
+
+    @property
+    def by_restart(self) -> bool:
+        """Whether the process was killed because the user asked for the restart of its rank."""
+        return self.why == TO_BE_RESTARTED
 
     @property
     def end(self) -> str:

@@ -202,7 +202,7 @@ def _complete(workers: Workers, running: TaskRun) -> None:
     again = () if running.was_stalled else heal(workers)
     if lost := sorted({*running.deaths, *again}):
         running.recovery_text = healing_text(workers, lost)
-        running.recovered_ranks = tuple(lost) if workers.on_failure == "heal" else workers.everyone
+        running.recovered_ranks = tuple(lost) if workers.last_policy == "heal" else workers.everyone
     running.restart_text = _restart_text(workers, running)
     running.lacking_text = _lacking_text(workers, running)
     is_again = workers.setup.is_replaying and workers.past.has_cell(running.task)
@@ -302,14 +302,17 @@ def heal(workers: Workers) -> tuple[int, ...]:
 
     With the policy "heal", or without a death, the surviving ranks keep their variables, modules,
     meshes and subgroups.  If that is impossible, the state stays BROKEN, and `problem` says why.
-    After a death the other policies end or restart all workers, and no ranks are returned.
+    After a death the other policies end or restart all workers, and no ranks are returned.  A rank
+    that was killed for its restart (`Died.by_restart`) does not count as a death.
     """
     if workers.state is WorldState.HEALING:  # Stop came before `regroup` could record the result
         workers.advance(Event.HEAL_FAILED)
     if workers.state is not WorldState.BROKEN:
         return ()
-    if not workers.dead or workers.on_failure == "heal":
+    has_death = any(not died.by_restart for died in workers.dead.values())
+    if not has_death or workers.on_failure == "heal":
         return regroup(workers, Heal())[0]
+    workers.last_policy = workers.on_failure
     if workers.on_failure == "stop":
         lifecycle.shutdown(workers)
         return ()
@@ -333,6 +336,7 @@ def regroup(workers: Workers, request: Heal | Scale | Grow) -> tuple[tuple[int, 
     If the ranks share no group afterwards, the state is BROKEN and `problem` says why.
     """
     running, replaced, why = workers.running, tuple[int, ...](), ""
+    workers.last_policy = "heal"
     event, timeout = Event.SCALE, SCALE_TIMEOUT
     if isinstance(request, Heal):
         event, timeout = Event.HEAL, HEAL_TIMEOUT
@@ -458,6 +462,11 @@ def death_error(workers: Workers, dead: Mapping[int, Died]) -> WorkerDied:
     return error
 
 
+def broken_error(workers: Workers) -> WorldBroken:
+    """Return the error that the ranks share no group, with the variables that `heal` gives back."""
+    return WorldBroken(workers.problem, list_names(workers.kept.names))
+
+
 def _restart_text(workers: Workers, running: TaskRun) -> str:
     """Write `rank 2 was killed by SIGKILL: restart 1 of 3`; "" if the task is not restarted."""
     done, max_restarts = running.task.attempt.number, running.task.attempt.most
@@ -491,11 +500,11 @@ def healing_text(workers: Workers, dead: Iterable[int]) -> str:
     if workers.state is WorldState.BROKEN:
         if not workers.problem:
             return "`%dist_restart` restarts all workers; their variables are lost."
-        text = str(WorldBroken(workers.problem))
+        text = str(broken_error(workers))
         return text[0].upper() + text[1:]
-    if workers.on_failure == "stop":
+    if workers.last_policy == "stop":
         return "All workers were ended (`--on-failure stop`); the next cell starts new ones."
-    if workers.on_failure == "restart-all":
+    if workers.last_policy == "restart-all":
         if workers.problem:
             return f"All workers were ended, and could not be restarted: {workers.problem}"
         done = "All workers were restarted (`--on-failure restart-all`)"
@@ -516,7 +525,7 @@ def stop_text(workers: Workers, killed: Iterable[int]) -> str:
     """Write `ranks 0-3 ignored Stop and were restarted; variables lost: model, x`."""
     ranks = tuple(killed)
     text = f"{name_ranks(ranks)} ignored Stop"
-    if workers.state is WorldState.BROKEN or workers.on_failure != "heal":
+    if workers.state is WorldState.BROKEN or workers.last_policy != "heal":
         return f"{text}. {healing_text(workers, ranks)}"
     text += " and was restarted" if len(ranks) == 1 else " and were restarted"
     if lost := workers.names.lacking_text(ranks):

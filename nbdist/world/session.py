@@ -21,6 +21,7 @@ from typing import Any
 from nbdist import errors, topology
 from nbdist.config import Patience, read_restarts
 from nbdist.errors import AgentLost, BadRanks, UsageError, WorldNotStarted
+from nbdist.output.events import TO_BE_RESTARTED
 from nbdist.values.payload import Payload, Segment, open_payload, pack_frames
 from nbdist.wire.control import TypingQuestion
 from nbdist.wire.messages import (
@@ -36,7 +37,7 @@ from nbdist.wire.messages import (
 )
 from nbdist.wire.status import WorkerStatus
 from nbdist.wire.work import Attempt, CellCode, InputReply, OpCall, Task, Work
-from nbdist.words import format_ranks
+from nbdist.words import format_ranks, name_ranks
 from nbdist.world import inbox, lifecycle, recovery
 from nbdist.world.agents import module_of
 from nbdist.world.name_table import list_names
@@ -262,16 +263,22 @@ class Session(Workers):
             running.recovery_text = recovery.healing_text(self, running.deaths)
             if error := running.error():
                 raise error
-        raise (
-            recovery.death_error(self, self.dead) if self.dead else errors.WorldBroken(self.problem)
-        )
+        dead = {rank: died for rank, died in self.dead.items() if not died.by_restart}
+        raise recovery.death_error(self, dead) if dead else recovery.broken_error(self)
 
     def heal(self) -> None:
-        """Repair a broken group as `on_failure` says; then let machines that have come join."""
+        """Repair a broken group as `on_failure` says; then let machines that have come join.
+
+        Binds the variables that a `replace` which failed was to keep; raises as `run` if the new
+        worker cannot unpickle them, and does not try again.
+        """
         recovery.heal(self)
         if self.joined and self.state is WorldState.READY:
             self.joined = {}
             recovery.regroup(self, Grow())
+        if self.kept.frames and self.state is WorldState.READY:
+            kept, self.kept = self.kept, KeptVariables()
+            self.bind_kept(kept.frames)
 
     def restart(
         self, n: int | str | None = None, keep: Sequence[str] = (), **changes: Any
@@ -315,20 +322,34 @@ class Session(Workers):
         return kept.names
 
     def replace(self, ranks: Sequence[int], keep: Sequence[str] = ()) -> None:
-        """Restart ranks in place, with the variables in `keep`; see `World.replace`."""
+        """Restart ranks in place, with the variables in `keep`; see `World.replace`.
+
+        If the group cannot be formed, `heal` binds the variables once it has formed the group.
+        """
         self.receive_waiting()
         others = set(self.unfinished) - set(ranks)
         if others or self.state not in (WorldState.READY, WorldState.BROKEN, WorldState.STUCK):
             self.check_ready()
-        kept, ending = self.fetch_kept(keep, ranks), {*ranks}
+        kept, ending = self.kept, {*ranks}  # an earlier try may have failed
+        if keep:
+            kept = KeptVariables(tuple(keep), self.fetch_kept(keep, ranks))
         recovery.record_changes(self, self.everyone)
-        self.link.call(Kill((*ending,)))
+        self.kept = kept
+        self.ask(Kill((*ending,), TO_BE_RESTARTED))
         deadline = time.monotonic() + RANKS_KILLED_TIMEOUT
-        while not self.dead.keys() >= ending and time.monotonic() < deadline:
+        while self.lost is None and (alive := ending - self.dead.keys()):
+            if time.monotonic() > deadline:
+                seconds = f"{RANKS_KILLED_TIMEOUT:.0f} s"
+                self.problem = f"{name_ranks(alive)} did not end within {seconds}"
+                raise recovery.broken_error(self)
             self.receive(max(0.0, deadline - time.monotonic()))
         if self.state is WorldState.BROKEN:
             recovery.regroup(self, Heal())
-        self.bind_kept(kept)
+        if self.lost is not None:
+            raise self.lost
+        if self.state is WorldState.BROKEN:
+            raise recovery.broken_error(self)
+        self.heal()
 
     def scale(self, n: int | str | None = None, ranks: Sequence[int] | None = None) -> None:
         """Change the number of workers to `n`, or keep only these ranks; see `World.scale`."""
@@ -357,7 +378,7 @@ class Session(Workers):
         if self.is_elsewhere:  # `apply_healed` leaves a head's config alone: machines come and go
             self.config = self.config.with_size(self.size)
         if self.state is WorldState.BROKEN:
-            raise errors.WorldBroken(self.problem)
+            raise recovery.broken_error(self)
         if why:
             raise errors.ScaleError(before, size, why)
 

@@ -87,7 +87,9 @@ class Workers:
         self.dead: dict[int, Died] = {}
         self.replaced: dict[int, Died] = {}  # deaths of restarted ranks, until the user is told
         self.setup, self.past = Setup(), TaskHistory()
-        self.kept = KeptVariables()  # of a restart whose start has failed
+        self.kept = KeptVariables()  # of a restart that has failed, for the next try
+        # The policy that was carried out last: a requested restart always heals.
+        self.last_policy: OnFailure = "heal"
         self.renumbering = Renumbering(0, 0, {})  # of the last time that the group was formed again
         self._renumbered: Renumbering | None = None  # all changes since `pop_renumbering`
         self.joined: dict[str, None] = {}  # machines that have come, and could have ranks

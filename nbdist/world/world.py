@@ -409,7 +409,12 @@ class World:
     def replace(self, ranks: Sequence[int], keep: Sequence[str] = ()) -> None:
         """Restart ranks with the variables in `keep`; all other ranks keep all variables.
 
-        Raises WorldNotStarted, and WorldBusy while a task runs on other ranks.
+        Raises:
+            WorldNotStarted: there are no workers.
+            WorldBusy: a task runs on other ranks.
+            WorldBroken: the ranks could not form a group; the next task tries again, and gives
+                back the variables in `keep`.
+            AgentLost: the agent and its workers have ended.
         """
         self.session.replace(ranks, keep)
 

@@ -7,11 +7,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.notebook.front_end import Notebook, Outcome, body
 from tests.traces import command_line
 from tests.waiting import SOON
+from tests.worlds import each_new_child
 
 pytestmark = pytest.mark.shared_world
 
@@ -129,6 +131,63 @@ def test_restart_keeps_the_named_variables(notebook: Notebook) -> None:
     assert "worker variables cleared except first" in said
     outcome = notebook.run("%%distributed\nassert first == [rank]")
     assert "was not sent" not in outcome.text
+
+
+def test_a_rank_is_restarted_alone_whatever_the_policy(notebook: Notebook) -> None:
+    """With `--on-failure stop` a requested restart of a rank ends no other worker."""
+    notebook.run("%%distributed --on-failure stop\nkept = rank")
+    said = notebook.run("%dist_restart -r 2").text
+    assert re.fullmatch(r"rank 2 was restarted .* are gone; other ranks are unaffected\.", said)
+    again = notebook.run("%%distributed --on-failure heal\nassert rank == 2 or kept == rank")
+    assert again.errors == []
+
+
+def test_a_restart_names_ranks_that_died_meanwhile(notebook: Notebook) -> None:
+    """If another rank dies while the group is formed, the answer says that it was restarted too."""
+    notebook.run(
+        "%%distributed\nimport os\nimport nbdist.worker.group.group as group_module\n"
+        "if rank == 0: group_module.Group.regroup = lambda *_: os._exit(4)"
+    )
+    said = notebook.run("%dist_restart -r 2").text
+    assert "rank 0 exited with code 4 while no cell was running" in said
+    assert "ranks 0,2 were restarted and their variables" in said
+    assert "while no cell was running" not in notebook.run("%%distributed\npass").text
+    assert "rank 0 on " in notebook.run("%dist_why").text
+
+
+def test_a_failed_restart_of_a_rank_is_an_error(notebook: Notebook) -> None:
+    """The cell fails, and a later note says that the rank was restarted, not that it was killed."""
+    agent = int(notebook.run("%%rank 0\nimport os; os.getppid()").text.split()[-1])
+    notebook.run("%%distributed\nkept = other = rank")
+    why = notebook.run("%dist_why").text
+    with each_new_child(agent, psutil.Process.kill):
+        failed = notebook.run("%dist_restart -r 2 --keep kept\nafter = 1")
+    assert "WorldBroken: the workers could not rebuild their process group: rank 2" in failed.error
+    assert "The next cell tries again, and gives back kept;" in failed.error
+    # The group is formed between the cells or by the next cell.
+    later = notebook.client.execute("%%distributed\nassert kept == rank", stop_on_error=False)
+    shown = notebook.next_shown("rank 2 was restarted")["data"]["text/plain"]
+    assert notebook.reply_to(later)["status"] == "ok"
+    (lost,) = re.findall(r"rank 2 was restarted and its variables \((.*)\) are gone", shown)
+    assert ("other" in lost, "kept" in lost) == (True, False)
+    assert "SIGKILL" not in shown
+    assert notebook.value("'after' in globals()") is False
+    assert notebook.run("%dist_why").text == why
+
+
+def test_a_note_names_variables_that_cannot_be_given_back(notebook: Notebook) -> None:
+    """If a new rank cannot unpickle what a failed restart kept, a note says so, and cells run."""
+    agent = int(notebook.run("%%rank 0\nimport os; os.getppid()").text.split()[-1])
+    notebook.run(
+        "%%distributed\nclass Fragile:\n    def __reduce__(self): return int, ('x',)\n"
+        "kept = Fragile()"
+    )
+    with each_new_child(agent, psutil.Process.kill):
+        assert notebook.run("%dist_restart -r 2 --keep kept").errors != []
+    later = notebook.client.execute("%%distributed\npass", stop_on_error=False)
+    shown = notebook.next_shown("kept could not be given back: rank 2 failed")["data"]
+    assert "ValueError: invalid literal for int()" in shown["text/plain"]
+    assert notebook.reply_to(later)["status"] == "ok"
 
 
 def test_a_hang_that_is_not_released_ends_with_stop(notebook: Notebook) -> None:

@@ -7,8 +7,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -30,7 +30,7 @@ from nbdist.world.workers import Workers
 from nbdist.world.world import World
 from tests.cells import give_up_on_c_code
 from tests.waiting import SOON, once, press_stop, wait_until
-from tests.worlds import NewWorld
+from tests.worlds import NewWorld, each_new_worker
 
 pytestmark = pytest.mark.shared_world
 
@@ -194,31 +194,6 @@ def test_only_idle_workers_are_scaled(world: World) -> None:
     two.names.record_replaced([1])
     said = "rank 1 was restarted and its variables (x) are gone; other ranks are unaffected."
     assert healing_text(two, [1]) == said
-
-
-@contextmanager
-def each_new_worker(world: World, do: Callable[[psutil.Process], object]) -> Iterator[None]:
-    """Do something to every worker process that is started in the block."""
-    agent = psutil.Process(world.pids[0]).ppid()
-    # On a busy machine a look at all processes would take longer than a worker's start.
-    children = Path(f"/proc/{agent}/task/{agent}/children")
-    known, over = {*children.read_text().split()}, threading.Event()
-
-    def watch() -> None:
-        with suppress(PermissionError):  # else the thread may look too late
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), -15)
-        while not over.wait(0.002):
-            for child in {*children.read_text().split()} - known:
-                known.add(child)
-                do(psutil.Process(int(child)))
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
 
 
 def test_a_new_rank_that_dies_while_it_starts_leaves_the_world_as_it_was(world: World) -> None:

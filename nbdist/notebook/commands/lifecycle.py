@@ -7,7 +7,7 @@ import time
 from IPython.core.magic_arguments import argument
 
 from nbdist.config import CONTROL_TIMEOUT, DEFAULT_POOL, OPTIONS
-from nbdist.errors import Interrupted, NbdistError, UsageError
+from nbdist.errors import Interrupted, NbdistError, UsageError, WorldBroken
 from nbdist.notebook.cells import check_end, follow_steps, outcome_of, run_steps
 from nbdist.notebook.command import MagicCall, command
 from nbdist.notebook.commands.cells import send, sending_options
@@ -92,10 +92,18 @@ def _replace(line: MagicCall, keep: list[str]) -> str:
             "`%dist_restart -r`: the options of workers can only be changed for all of them."
         )
     world, ranks = line.busy_world, line.ranks
+    session, machines, hint = world.session, world.session.machines, line.pool.routine.hint
     line.display.show_status(f"restarting {name_ranks(ranks)}")
-    world.replace(ranks, keep)
-    world.session.mark_reported(ranks)
-    return healing_text(world.session, ranks)
+    try:
+        world.replace(ranks, keep)
+    except WorldBroken as error:
+        if hint:
+            error.add(f"{hint}.")
+        raise
+    session.mark_reported(ranks)
+    others = session.pop_replaced()  # died meanwhile, and were restarted too
+    line.pool.note_ends(others, machines, line.display)
+    return healing_text(session, {*ranks, *others})
 
 
 @command(
