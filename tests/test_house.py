@@ -72,6 +72,10 @@ TOP_LEVEL = {"pyproject.toml", "nbdist", "tests", "notebooks", "docs", "README.m
 TOP_LEVEL |= {"CITATION.cff"}  # GitHub expects the file here
 
 
+HOW_IT_WORKS = "docs/how-it-works.md"
+FOR_CONTRIBUTORS = (HOW_IT_WORKS, "docs/contributing.md", ".github/CONTRIBUTING.md")
+
+
 class Import(NamedTuple):
     """An imported name, with its file and line, and whether importing the file imports the name."""
 
@@ -265,6 +269,52 @@ def test_modules_that_begin_first_exist():
 def test_no_folder_exceeds_its_limits():
     """No folder exceeds its limits; a commit that needs more raises them, and says why."""
     assert folders.more_than_allowed(folders.counted()) == []
+
+
+def tables(page: str) -> list[list[list[str]]]:
+    """Return the tables of a page in Markdown: the cells of each row, without the heads."""
+    found = re.findall(r"^\|[-|]+\|\n((?:\|.*\|\n)+)", (ROOT / page).read_text(), re.MULTILINE)
+    return [[row.strip("| ").split(" | ") for row in table.splitlines()] for table in found]
+
+
+def files_in(text: str) -> list[str]:
+    """Return the files and folders of the repository that a text in Markdown names as code."""
+    return re.findall(r"`((?:nbdist|tests|docs|notebooks)/[\w./-]+)`", text)
+
+
+@pytest.mark.parametrize("page", FOR_CONTRIBUTORS)
+def test_pages_for_contributors_name_files_that_exist(page: str) -> None:
+    """Each file and folder that a page for contributors names exists."""
+    named = files_in((ROOT / page).read_text())
+    assert named
+    assert [each for each in named if not (ROOT / each).exists()] == []
+
+
+def test_the_manual_says_where_to_look() -> None:
+    """The last table of `how-it-works.md` names one to three files for each change."""
+    counts = {change: len(files_in(files)) for change, files in tables(HOW_IT_WORKS)[-1]}
+    assert "a restart" in counts
+    assert {change for change, count in counts.items() if not 1 <= count <= 3} == set()
+
+
+def test_steps_in_the_manual_are_functions() -> None:
+    """Each function and class that `how-it-works.md` names beside its file is in that file."""
+    rows = [row for table in tables(HOW_IT_WORKS) for row in table if len(row) == 3]
+    assert len(rows) > 10
+    lacking = []
+    for _, names, file in rows:
+        defined = {*definitions(nodes_of((ROOT / file.strip("`")).read_text())[0])}
+        lacking += [each for each in names.replace("`", "").split(", ") if each not in defined]
+    assert lacking == []
+
+
+def definitions(tree: ast.AST) -> Iterator[str]:
+    """Yield the functions and classes of a module, and methods as `Class.method`."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+            if isinstance(node, ast.ClassDef):
+                yield from (f"{node.name}.{each}" for each in definitions(node))
 
 
 @pytest.mark.world

@@ -64,7 +64,11 @@ Emit = Callable[[int, str, Output], None]
 
 
 class Worker:
-    """A worker process and all that belongs to the process; `emit` gets the worker's outputs."""
+    """A worker process and all that belongs to the process; `emit` gets the worker's outputs.
+
+    If the process exits before its group is formed, `start` raises an error that says so.  Only if
+    the process exits later, `emit` gets `Died`.
+    """
 
     def __init__(
         self, start: WorkerStart, source: ProcessSource, log_folder: Path | None, emit: Emit

@@ -2,6 +2,9 @@
 
 Runs in the notebook's process, on the thread that made the world.  The functions act on `Workers`;
 `Session` has them as methods, and `nbdist.world.recovery` restarts or ends workers with them.
+What `%dist_restart`, `%dist_restart -r` and `%dist_scale` do is in `Session.restart`,
+`Session.replace` and `Session.scale`; only the first of them starts and ends workers with the
+functions here, the others let the agent form the group again (`nbdist.world.recovery.regroup`).
 """
 
 from __future__ import annotations

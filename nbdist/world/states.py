@@ -72,6 +72,9 @@ FORMED = (
 )
 """The states for which `WorldState.has_workers` is True, except HEALING."""
 
+# In STARTING no messages of the agent are handled: the notebook only waits for the reply to
+# `StartWorld`.  If a worker exits before the group is formed, that reply is a failure
+# (START_FAILED); the message of a later death is handled in READY.
 TRANSITIONS: dict[tuple[WorldState, Event], WorldState] = {
     (WorldState.STOPPED, Event.START): WorldState.STARTING,
     (WorldState.STARTING, Event.STARTED): WorldState.READY,
