@@ -6,6 +6,7 @@ nvidia-smi.  On one machine environment variables of the ranks simulate the node
 
 from __future__ import annotations
 
+import operator
 import os
 import re
 import subprocess
@@ -14,9 +15,9 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
 from pathlib import Path
-from typing import Literal, NamedTuple, cast
+from typing import Literal, NamedTuple, SupportsIndex, TypeAlias, TypeGuard, cast
 
-from nbdist.errors import BadRanks, BadTopology, NotEnoughGpus
+from nbdist.errors import BadRanks, BadTopology, NotEnoughGpus, UsageError
 from nbdist.words import count
 
 WorkerCount = int | Literal["auto", "gpu", "cpu"]
@@ -380,6 +381,58 @@ def parse_ranks(text: str, world_size: int) -> tuple[int, ...]:
         except ValueError as why:
             raise BadRanks(text.strip(), world_size, str(why)) from None
     return tuple(sorted(chosen))
+
+
+RankSelection: TypeAlias = str | Iterable[int]
+"""The argument `ranks=` of functions: the text of an option `-r`, or the numbers of the ranks."""
+
+
+def select_ranks(ranks: RankSelection | None, rank: int | None, world_size: int) -> tuple[int, ...]:
+    """Return the ranks that the arguments `ranks=` and `rank=` select, each rank once.
+
+        select_ranks("1:3", None, 4)  # (1, 2)
+        select_ranks([2, 0], None, 4)  # (2, 0): numbers keep their order
+        select_ranks(None, -1, 4)  # (3,): as in a text, negative numbers count from the end
+
+    Without both arguments all ranks are returned.  Raises BadRanks if no rank is selected or a rank
+    is missing, and UsageError for both arguments at once or an argument of another type.
+    """
+    if ranks is not None and rank is not None:
+        raise UsageError(f"`ranks={ranks!r}, rank={rank}`: give `rank` for one rank, or `ranks`.")
+    if rank is not None and not _is_number(rank):
+        raise UsageError(
+            f"`rank={rank!r}`: give the number of a rank, such as `rank=0`; `ranks` takes several."
+        )
+    if _is_number(ranks):
+        raise UsageError(f"`ranks={ranks}`: write `rank={ranks}`, or a list: `ranks=[{ranks}]`.")
+    if isinstance(ranks, str):
+        return parse_ranks(ranks, world_size)
+    if ranks is not None and not hasattr(ranks, "__iter__"):
+        raise UsageError(f"`ranks={ranks!r}`: give numbers, such as `ranks=[0, 2]`, or a text.")
+
+    def refusal(why: str) -> BadRanks:
+        return BadRanks(f"{ranks}" if rank is None else f"rank={rank}", world_size, why)
+
+    numbers = range(world_size) if ranks is None else ranks
+    chosen: dict[int, None] = {}
+    for number in numbers if rank is None else (rank,):
+        # Each task comes through here with all of its ranks, so plain integers take no detour.
+        if type(number) is not int and not _is_number(number):
+            raise refusal(f"{number!r} is not the number of a rank")
+        index = operator.index(number)
+        if not -world_size <= index < world_size:
+            raise refusal(f"there is no rank {number}")
+        chosen[index % world_size] = None
+    if not chosen:
+        raise refusal("it is empty")
+    return tuple(chosen)
+
+
+def _is_number(value: object) -> TypeGuard[SupportsIndex]:
+    """Return True for an integer of Python, numpy or torch; False for True, False and arrays."""
+    if not hasattr(value, "__index__") or isinstance(value, bool):
+        return False
+    return not getattr(value, "shape", ())
 
 
 def _select(item: str, world_size: int) -> Sequence[int]:

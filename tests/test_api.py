@@ -13,6 +13,7 @@ import pexpect
 import pytest
 
 import nbdist
+from nbdist.errors import UsageError
 from nbdist.notebook.command import find_commands
 from tests.waiting import SOON
 
@@ -224,6 +225,14 @@ def test_run_calls_a_function_on_new_workers() -> None:
     """`nbdist.run` calls a function on each rank of a new world, which ends with the call."""
     results = nbdist.run(lambda seed: (seed, int(os.environ["WORLD_SIZE"])), seed=1)
     assert list(results) == [(1, len(results))] * len(results)
+
+
+@pytest.mark.world
+def test_all_arguments_of_a_decorated_function_are_its_own() -> None:
+    """`rank=` reaches the function; for another function `nbdist.run` says what selects ranks."""
+    assert list(nbdist.distributed(n=1)(lambda rank: rank)(rank=4)) == [4]
+    with pytest.raises(UsageError, match=r"which has no `rank`. `with nbdist.World\(\) as world"):
+        nbdist.run(lambda seed: seed, 1, rank=0)
 
 
 def test_distributed_keeps_the_function_and_its_name() -> None:

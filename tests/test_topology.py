@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from functools import partial
 
+import numpy as np
 import pytest
 
 from nbdist import topology
-from nbdist.errors import BadRanks, BadTopology
+from nbdist.errors import BadRanks, BadTopology, UsageError
 from nbdist.topology import (
     Host,
     Layout,
@@ -24,6 +25,7 @@ from nbdist.topology import (
     parse_workers,
     place_ranks,
     read_hosts,
+    select_ranks,
 )
 from nbdist.wire.spec import WorldSpec
 from nbdist.world.spec import parse_size
@@ -269,6 +271,55 @@ def test_a_wrong_selection_of_ranks_is_refused(text, why):
         f" selects no ranks: {why}. There are ranks 0-3; "
         "select with `0`, `0,2-3`, `1:3`, `::2`, `-1` or `all`."
     )
+
+
+SELECTED = [
+    *((None, rank, (rank % 4,)) for rank in (0, 3, -1)),
+    *((None, kind(2), (2,)) for kind in (np.int64, np.uint8, np.array)),
+    (None, None, (0, 1, 2, 3)),
+    *((kind((1, 2)), None, (1, 2)) for kind in (list, tuple, np.array, iter)),
+    (range(1, 4, 2), None, (1, 3)),
+    ([2, 0, 2], None, (2, 0)),
+    ([0, -1], None, (0, 3)),
+    *((text, None, topology.parse_ranks(text, 4)) for text in ("0,2-3", "::2", "-1", "all", "1:3")),
+]
+
+
+@pytest.mark.parametrize(("ranks", "rank", "selected"), SELECTED)
+def test_arguments_select_ranks(ranks, rank, selected):
+    """`rank=` takes integers of all kinds, `ranks=` also lists, ranges, arrays and texts of `-r`.
+
+    Numbers keep their order, and each rank is selected once.
+    """
+    found = select_ranks(ranks, rank, 4)
+    assert found == selected
+    assert {*map(type, found)} == {int}
+
+
+NO_SELECTION = [
+    ([0], 1, UsageError, "`ranks=[0], rank=1`: give `rank` for one rank, or `ranks`."),
+    (0, None, UsageError, "`ranks=0`: write `rank=0`, or a list: `ranks=[0]`."),
+    (1.5, None, UsageError, "`ranks=1.5`: give numbers, such as `ranks=[0, 2]`, or a text."),
+    (None, "0", UsageError, "`rank='0'`: give the number of a rank, such as `rank=0`; "),
+    (None, True, UsageError, "`rank=True`: "),
+    (None, [0], UsageError, "`rank=[0]`: "),
+    ([], None, BadRanks, "`[]` selects no ranks: it is empty. There are ranks 0-3; "),
+    ([0, 4], None, BadRanks, "`[0, 4]` selects no ranks: there is no rank 4. "),
+    ([0, "1"], None, BadRanks, "`[0, '1']` selects no ranks: '1' is not the number of a rank. "),
+    (None, -5, BadRanks, "`rank=-5` selects no ranks: there is no rank -5. "),
+    ("x", None, BadRanks, "`x` selects no ranks: `x` cannot be read. "),
+    ("", None, BadRanks, "`` selects no ranks: it is empty. "),
+]
+
+
+@pytest.mark.parametrize(("ranks", "rank", "kind", "said"), NO_SELECTION)
+def test_arguments_that_select_no_ranks_are_refused(ranks, rank, kind, said):
+    """A line says what is wrong with the argument, and how ranks are selected."""
+    with pytest.raises(UsageError) as error:
+        select_ranks(ranks, rank, 4)
+    assert type(error.value) is kind
+    assert str(error.value).startswith(said)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ Prompts of ranks are answered by this process's `input`, on the thread that foll
 
 from __future__ import annotations
 
+import functools
 import getpass
 import inspect
 import logging
@@ -159,15 +160,55 @@ SCRIPT_NAMES = frozenset({"__file__"})
 TRACEBACK_HEAD = "Traceback (most recent call last)"
 
 
+def pop_selection(function: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Remove the arguments `ranks` and `rank` of `World.run` from `kwargs`, and return them.
+
+    Raises UsageError for an argument that may be meant for the function.
+    """
+    selection: dict[str, Any] = {
+        name: kwargs.pop(name) for name in ("ranks", "rank") if name in kwargs
+    }
+    for name, value in selection.items():
+        if _takes_argument(function, name):
+            title = title_of(function)
+            raise UsageError(
+                f"`{name}={value!r}` selects ranks, but `{title}` can take a `{name}` too. "
+                f"`run(functools.partial({title}, {name}=...))` passes it to the function, "
+                f"`run(lambda: {title}(...), {name}={value!r})` selects ranks."
+            )
+    return selection
+
+
+def _takes_argument(function: Callable[..., Any], name: str) -> bool:
+    """Return True if a function accepts a keyword argument of this name, or if nobody can tell."""
+    while isinstance(function, functools.partial):
+        if name in function.keywords:  # bound already, so the name is not the function's any more
+            return False
+        function = function.func
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # a function in C may have no signature
+        return True
+    return any(
+        each.kind is each.VAR_KEYWORD
+        or (each.name == name and each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY))
+        for each in parameters
+    )
+
+
 def run_call(
-    session: Session, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    session: Session,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    ranks: tuple[int, ...],
 ) -> CellResult[Any]:
-    """Call a function on all ranks at once and wait; see `World.run`."""
+    """Call a function on these ranks at once and wait; see `World.run`."""
     names = names_of_call(session.namespace, function, args, kwargs)
     values = {"call": (function, args, kwargs), "names": names}
-    with sending(session, values, session.everyone) as (payloads, parcels):
+    with sending(session, values, ranks) as (payloads, parcels):
         arguments = {"title": title_of(function), "packed": payloads}
-        task = session.task(OpCall("run.call", arguments))
+        task = session.task(OpCall("run.call", arguments), ranks=ranks)
         return outcome(session, [session.submit(task, shipped=parcels)])
 
 

@@ -7,7 +7,6 @@ handles the messages of their agent, and `nbdist.world.recovery` follows a task 
 
 from __future__ import annotations
 
-import operator
 import sys
 import time
 import uuid
@@ -22,6 +21,7 @@ from nbdist import errors, topology
 from nbdist.config import Patience, read_restarts
 from nbdist.errors import AgentLost, BadRanks, UsageError, WorldNotStarted
 from nbdist.output.events import TO_BE_RESTARTED
+from nbdist.topology import RankSelection
 from nbdist.values.payload import Payload, Segment, open_payload, pack_frames
 from nbdist.wire.control import TypingQuestion
 from nbdist.wire.messages import (
@@ -73,24 +73,30 @@ class Session(Workers):
         running = f" {self.running}" if self.unfinished else ""
         return f"<Session {self.size} ranks, {self.state.value}{running}>"
 
+    def select_ranks(
+        self, ranks: RankSelection | None = None, rank: int | None = None
+    ) -> tuple[int, ...]:
+        """Return the ranks that the arguments select, all without both: `topology.select_ranks`."""
+        if ranks is None and rank is None:
+            return self.everyone
+        # Before the start, other machines may still determine the size.
+        is_final = self.state.has_workers or isinstance(ranks, str)
+        return topology.select_ranks(ranks, rank, self.size if is_final else sys.maxsize)
+
     def task(
-        self, work: Work | str = "", *, ranks: Sequence[int] | None = None, **fields: Any
+        self,
+        work: Work | str = "",
+        *,
+        ranks: RankSelection | None = None,
+        rank: int | None = None,
+        **fields: Any,
     ) -> Task:
         """Return a new task with these `fields`, by default on all ranks.
 
-        If `work` is a text, the text is a cell's source.  Raises BadRanks for a rank that cannot
-        exist, and UsageError if `ranks` is a number.
+        If `work` is a text, the text is a cell's source.  Raises as `select_ranks`.
         """
-        # Before the start, other machines may still determine the size.
-        limit = self.size if self.state.has_workers else sys.maxsize
-        if hasattr(ranks, "__index__") and not getattr(ranks, "shape", ()):
-            raise UsageError(f"`ranks={ranks}`: give a list of ranks, such as `ranks=[{ranks}]`.")
-        for rank in () if ranks is None else ranks:
-            if not (hasattr(rank, "__index__") and 0 <= rank < limit):  # also numpy's integers
-                raise BadRanks(str(ranks), self.size, f"{rank!r} is none of them, by its number")
-        on = self.everyone if ranks is None else tuple(map(operator.index, ranks))
         work = CellCode(work) if isinstance(work, str) else work
-        return Task(uuid.uuid4().hex, on, work, **fields)
+        return Task(uuid.uuid4().hex, self.select_ranks(ranks, rank), work, **fields)
 
     def submit(
         self,
@@ -321,12 +327,13 @@ class Session(Workers):
             raise error
         return kept.names
 
-    def replace(self, ranks: Sequence[int], keep: Sequence[str] = ()) -> None:
+    def replace(self, ranks: RankSelection, keep: Sequence[str] = ()) -> None:
         """Restart ranks in place, with the variables in `keep`; see `World.replace`.
 
         If the group cannot be formed, `heal` binds the variables once it has formed the group.
         """
         self.receive_waiting()
+        ranks = self.select_ranks(ranks)
         others = set(self.unfinished) - set(ranks)
         if others or self.state not in (WorldState.READY, WorldState.BROKEN, WorldState.STUCK):
             self.check_ready()
@@ -351,7 +358,7 @@ class Session(Workers):
             raise recovery.broken_error(self)
         self.heal()
 
-    def scale(self, n: int | str | None = None, ranks: Sequence[int] | None = None) -> None:
+    def scale(self, n: int | str | None = None, ranks: RankSelection | None = None) -> None:
         """Change the number of workers to `n`, or keep only these ranks; see `World.scale`."""
         self.receive_waiting()
         if self.is_idle:
@@ -361,7 +368,7 @@ class Session(Workers):
         self.check_ready()
         before = self.size
         if ranks is not None:
-            keep = topology.parse_ranks(",".join(map(str, ranks)), before)
+            keep = tuple(sorted(self.select_ranks(ranks)))
             size = len(keep)
         elif n is not None:
             size = parse_size(n, before)

@@ -19,6 +19,7 @@ from typing import Any, Literal, ParamSpec, TypeVar, get_args, overload
 from nbdist.config import OLD_NAMES, OPTIONS, Patience, WorldConfig
 from nbdist.errors import NbdistError, UsageError
 from nbdist.system.folders import JoinedFolder
+from nbdist.topology import RankSelection
 from nbdist.values.payload import Payload, check_needs, pack_names
 from nbdist.wire.messages import GetStacks, GetStatus
 from nbdist.wire.ops import Cleaned
@@ -56,6 +57,10 @@ class World:
 
     Without `with`, the first call that needs the workers starts them, and they end with this
     process.  Not for use from several threads at once.
+
+    Methods with an argument `ranks` take numbers, such as `[0, 2]` or `range(1, 3)`, or the text of
+    the option `-r`, such as "0,2-3", "1:3", "::2", "-1" or "all".  Most also take `rank` for a
+    single rank.  They raise BadRanks if the argument selects no rank, or a rank that is missing.
 
     Raises:
         UsageError: an argument is not valid; nothing has been started.
@@ -100,12 +105,14 @@ class World:
         rows: tuple[WorkerStatus, ...] = self.session.ask(GetStatus())
         return rows
 
-    def stacks(self, ranks: Sequence[int] | None = None) -> tuple[Stack, ...]:
+    def stacks(
+        self, ranks: RankSelection | None = None, *, rank: int | None = None
+    ) -> tuple[Stack, ...]:
         """Return the current stack of each rank's main thread, also while the ranks are busy.
 
         `ranks` are by default all.  Without workers the result is empty.
         """
-        on = self.session.everyone if ranks is None else tuple(ranks)
+        on = self.session.select_ranks(ranks, rank)
         stacks: tuple[Stack, ...] = self.session.ask(GetStacks(on))
         return stacks
 
@@ -153,7 +160,8 @@ class World:
         self,
         source: str,
         *,
-        ranks: Sequence[int] | None = None,
+        ranks: RankSelection | None = None,
+        rank: int | None = None,
         names: Mapping[str, Any] | None = None,
         fetch: Sequence[str] = (),
         setup: bool = False,
@@ -162,7 +170,8 @@ class World:
 
         Args:
             source: the text of a cell; magics and top-level `await` are allowed.
-            ranks: by default all.
+            ranks: by default all; see `World`.
+            rank: one rank instead of `ranks`.
             names: variables that are bound on the ranks before the source runs.
             fetch: names or expressions whose values are returned.  `result[i]` is the value on rank
                 i for a single name, a mapping from name to value for several.  Without `fetch`,
@@ -174,7 +183,8 @@ class World:
         """
         session = self._started
         fetch = tuple(fetch)
-        task = session.task(source, ranks=ranks, fetch=fetch, brings_small=not fetch)
+        brings_small = not fetch
+        task = session.task(source, ranks=ranks, rank=rank, fetch=fetch, brings_small=brings_small)
         if names and not setup:
             check_needs(names, session.namespace)
             with remote_call.sending(session, names, task.ranks) as (payloads, parcels):
@@ -191,21 +201,46 @@ class World:
                 memory.pop_all()
         return result
 
-    def run(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> CellResult[R]:
+    # A ParamSpec cannot have further arguments, so calls with `ranks` or `rank` are checked less.
+    @overload
+    def run(
+        self, function: Callable[..., R], /, *args: Any, ranks: RankSelection, **kwargs: Any
+    ) -> CellResult[R]: ...
+
+    @overload
+    def run(
+        self, function: Callable[..., R], /, *args: Any, rank: int, **kwargs: Any
+    ) -> CellResult[R]: ...
+
+    @overload
+    def run(
+        self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
+    ) -> CellResult[R]: ...
+
+    def run(self, function: Callable[..., R], /, *args: Any, **kwargs: Any) -> CellResult[R]:
         """Call a function on all ranks at once; `.rank(i)` of the result is its value on rank i.
+
+            world.run(train, model, steps=100).rank(0)
+            world.run(evaluate, ranks="1:")  # on all ranks but the first
+            world.run(functools.partial(shard, rank=3), rank=0)  # `shard` has its own `rank`
 
         The function, its arguments and the variables of `__main__` that it uses are sent to the
         workers, and removed there after the call.  For a name that the workers have bound, the
         function sees the workers' own value.  Variables that it binds by `global` stay.
 
+        `ranks` and `rank` select ranks as for `execute`; all other arguments are the function's.
+
         Raises:
+            UsageError: `ranks` or `rank` is given, and the function takes an argument of this name.
             VariableNotSent: the function or a value that it needs cannot be pickled; nothing has
                 run.
             WorkerError: the function raised on a rank.  If it raised ValueError,
                 `except ValueError` catches the error too.  WorkerDied: a rank's process ended.
         """
         try:
-            return remote_call.run_call(self._started, function, args, kwargs)
+            selection = remote_call.pop_selection(function, kwargs)
+            on = self._started.select_ranks(**selection)
+            return remote_call.run_call(self.session, function, args, kwargs, on)
         except Exception as error:  # noqa: BLE001 (it can be what a rank raised)
             raise error.with_traceback(None)  # noqa: B904 (it is the same error, with less to read)
 
@@ -276,7 +311,8 @@ class World:
         program: str,
         *args: object,
         module: bool = False,
-        ranks: Sequence[int] | None = None,
+        ranks: RankSelection | None = None,
+        rank: int | None = None,
         max_restarts: int = 0,
     ) -> CellResult[Any]:
         """Run a script, or a module by its name, as `__main__` of the workers.
@@ -285,22 +321,28 @@ class World:
         SyntaxError.  Raises the errors of `execute` if the last attempt has failed.
         """
         script = find_script("module" if module else "file", program, args)
-        task = self._started.task(script, ranks=ranks)
+        task = self._started.task(script, ranks=ranks, rank=rank)
         return remote_call.run(self.session, task, max_restarts)
 
     def call(
-        self, op: str, ranks: Sequence[int] | None = None, **arguments: Any
+        self,
+        op: str,
+        ranks: RankSelection | None = None,
+        *,
+        rank: int | None = None,
+        **arguments: Any,
     ) -> CellResult[Any]:
         """Call an op of nbdist, such as `memory.clean`, on all ranks or some: `nbdist.worker.ops`.
 
         `.rank(i)` of the result is the op's value on rank i.  Raises the errors of `execute`.
         """
-        return remote_call.run(self._started, self.session.task(OpCall(op, arguments), ranks=ranks))
+        on = self._started.select_ranks(ranks, rank)
+        return remote_call.run(self.session, self.session.task(OpCall(op, arguments), ranks=on))
 
     def gather(
         self,
         name: str | Sequence[str],
-        ranks: Sequence[int] | None = None,
+        ranks: RankSelection | None = None,
         *,
         rank: int | None = None,
         join: Joining | None = None,
@@ -311,7 +353,7 @@ class World:
         Args:
             name: a variable or an expression.  For several names a tuple is returned, with one
                 result for each.
-            ranks: by default all.
+            ranks: by default all; see `World`.
             rank: return the value of this one rank instead of a list.
             join: "stack" returns one tensor or array with an additional dimension, "cat" the
                 concatenated values, instead of a list.
@@ -325,19 +367,19 @@ class World:
         value_transfer.check_expressions(names)  # first: a bad expression starts no workers
         if join not in (None, *get_args(Joining)):
             raise UsageError(f'`join={join!r}`: use "stack" or "cat".')
-        session, chosen_ranks = self._started, ranks if rank is None else (rank,)
+        on = self._started.select_ranks(ranks, rank)
+        session, only = self.session, None if rank is None else on[0]
         run_task = lambda task: remote_call.run(session, task).by_rank  # noqa: E731
-        values = value_transfer.gather(
-            session, names, chosen_ranks, run_task, rank=rank, how=join, dim=dim
-        )
+        values = value_transfer.gather(session, names, on, run_task, rank=only, how=join, dim=dim)
         return values[0] if isinstance(name, str) else tuple(values)
 
     def scatter(
         self,
         name: str,
         value: Any,
-        ranks: Sequence[int] | None = None,
+        ranks: RankSelection | None = None,
         *,
+        rank: int | None = None,
         dim: int | None = None,
     ) -> None:
         """Split a tensor, array, list or table, and bind a name on each rank to its own part.
@@ -348,14 +390,17 @@ class World:
             name: the variable's name on the ranks.
             value: the value to split.  If its length is not divisible by the number of ranks, the
                 first parts have one element more, as with torch.tensor_split.
-            ranks: by default all.
+            ranks: by default all; see `World`.  Ranks that are listed get the parts in the order
+                of the list.
+            rank: one rank instead of `ranks`, which gets the whole value.
             dim: the dimension along which a tensor or array is split, by default the first.
 
         Raises:
             UsageError: the value cannot be split, or a part cannot be pickled; nothing is
                 bound.
         """
-        with closing(Scatter(self._started, name, value, ranks, dim)) as scatter:
+        on = self._started.select_ranks(ranks, rank)
+        with closing(Scatter(self.session, name, value, on, dim)) as scatter:
             for _ in scatter.packing():
                 pass
             value_transfer.bind(self.session, *scatter.tasks())
@@ -364,7 +409,8 @@ class World:
         self,
         work: Work | str = "",
         *,
-        ranks: Sequence[int] | None = None,
+        ranks: RankSelection | None = None,
+        rank: int | None = None,
         names: Payload | None = None,
         fetch: tuple[str, ...] = (),
         execution_count: int | None = None,
@@ -372,7 +418,7 @@ class World:
     ) -> Task:
         """Return a new task for `submit`, by default on all ranks; a text is a cell's source."""
         fields = {"plain": names, "fetch": fetch, "execution_count": execution_count}
-        return self.session.task(work, ranks=ranks, key=key, **fields)
+        return self.session.task(work, ranks=ranks, rank=rank, key=key, **fields)
 
     def submit(self, task: Task, patience: Patience | None = None) -> TaskRun:
         """Send a task to its ranks without waiting for its end; pass the returned run to `follow`.
@@ -406,7 +452,7 @@ class World:
 
     # --- the group ------------------------------------------------------------------------
 
-    def replace(self, ranks: Sequence[int], keep: Sequence[str] = ()) -> None:
+    def replace(self, ranks: RankSelection, keep: Sequence[str] = ()) -> None:
         """Restart ranks with the variables in `keep`; all other ranks keep all variables.
 
         Raises:
@@ -418,7 +464,7 @@ class World:
         """
         self.session.replace(ranks, keep)
 
-    def scale(self, n: int | str | None = None, *, ranks: Sequence[int] | None = None) -> None:
+    def scale(self, n: int | str | None = None, *, ranks: RankSelection | None = None) -> None:
         """Change the number of workers to 3, by "+2" or by "-1"; or keep only these `ranks`.
 
         Ranks that stay keep their process, their variables and their GPU, and all ranks share a
@@ -436,7 +482,7 @@ class World:
         self.session.scale(n, ranks)
 
     def sync(
-        self, names: Sequence[str], source: int = 0, ranks: Sequence[int] | None = None
+        self, names: Sequence[str], source: int = 0, ranks: RankSelection | None = None
     ) -> tuple[int, ...]:
         """Copy variables from a rank to other ranks, through the process group.
 
@@ -445,7 +491,8 @@ class World:
         variables are copied together: a model and its optimizer still share parameters.  CUDA
         tensors arrive on the rank's own GPU.  Raises UsageError for a name that cannot be copied.
         """
-        return value_transfer.sync(self.session, names, source, ranks)
+        to = None if ranks is None else self.session.select_ranks(ranks)
+        return value_transfer.sync(self.session, names, source, to)
 
     def tracked(self, name: str) -> Any:
         """Return the values that ranks have tracked under a name, as a pandas DataFrame.
@@ -460,7 +507,7 @@ class World:
 
     # --- what workers have ----------------------------------------------------------------
 
-    def clean(self, ranks: Sequence[int] | None = None) -> CellResult[Cleaned]:
+    def clean(self, ranks: RankSelection | None = None) -> CellResult[Cleaned]:
         """Release memory that workers do not need; return how much they used before and after.
 
         Releases the frames of the last exception, the results of cells (`Out`, `_`), reference
@@ -482,7 +529,7 @@ class World:
         self,
         *variables: str | Sequence[str],
         name: str | None = None,
-        ranks: Sequence[int] | None = None,
+        ranks: RankSelection | None = None,
         from_rank: int | None = None,
     ) -> value_transfer.Restored:
         """Bind the variables of a snapshot, by default all, on all ranks or some.
@@ -493,7 +540,9 @@ class World:
         """
         store, names = self.snapshot_store, _names_in(variables)
         snapshot = store.find(name)  # first: a missing snapshot starts no workers
-        return value_transfer.restore(self._started, store, snapshot, names, ranks, from_rank)
+        session = self._started
+        to = None if ranks is None else session.select_ranks(ranks)
+        return value_transfer.restore(session, store, snapshot, names, to, from_rank)
 
     @property
     def snapshot_store(self) -> SnapshotStore:
@@ -519,7 +568,12 @@ def run(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> CellR
     and other options; with `World` the workers stay.  Raises the errors of `World.start` and
     `World.run`.
     """
-    if options := _options_of_world(function, kwargs):
+    if chosen := _arguments_not_of(function, kwargs, {"ranks", "rank"}):
+        raise UsageError(
+            f"`nbdist.run`: all arguments are the function's, which has no `{min(chosen)}`. "
+            "`with nbdist.World() as world: world.run(...)` takes `ranks` and `rank`."
+        )
+    if options := _arguments_not_of(function, kwargs, {*OPTIONS, *OLD_NAMES}):
         arguments = ", ".join(f"{name}={value!r}" for name, value in options.items())
         raise UsageError(
             f"`nbdist.run`: all arguments are the function's, which has no `{min(options)}`. "
@@ -528,17 +582,17 @@ def run(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> CellR
     return distributed(function)(*args, **kwargs)
 
 
-def _options_of_world(
-    function: Callable[..., Any], kwargs: Mapping[str, object]
+def _arguments_not_of(
+    function: Callable[..., Any], kwargs: Mapping[str, object], names: set[str]
 ) -> dict[str, object]:
-    """Return the keyword arguments that `World` accepts and the function does not."""
+    """Return the keyword arguments with these names that the function does not accept."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # a function in C may have no signature
         return {}
     if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
         return {}
-    names = {*OPTIONS, *OLD_NAMES} - parameters.keys()
+    names = names - parameters.keys()
     return {name: value for name, value in kwargs.items() if name in names}
 
 
@@ -571,7 +625,9 @@ def distributed(function: Any = None, /, **options: Any) -> Any:
     def on_new_workers(*args: Any, **kwargs: Any) -> CellResult[Any]:
         try:
             with World(**vars(config)) as world:
-                return world.run(function, *args, **kwargs)
+                # Not `World.run`, which takes `ranks` and `rank` for its own arguments.
+                everyone = world.session.everyone
+                return remote_call.run_call(world.session, function, args, kwargs, everyone)
         except NbdistError as error:
             raise error.with_traceback(None)  # noqa: B904 (it is the same error, with less to read)
 

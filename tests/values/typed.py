@@ -28,11 +28,14 @@ def functions_types_reach_their_results(world: nbdist.World) -> None:
     assert_type(g(1).rank(0), str)
     assert_type(list(h(1)), list[bytes])
     assert_type(world.run(f, 1), CellResult[list[float]])
+    assert_type(world.run(f, 1, ranks="::2"), CellResult[list[float]])
+    assert_type(world.run(f, 1, ranks=[0, 1]).rank(0), list[float])
+    assert_type(world.run(f, 1, rank=-1).rank(0), list[float])
 
 
 def their_arguments_are_checked(world: nbdist.World) -> None:
     # mypy would report a comment here that hides no error.
-    world.run(f, "a")  # type: ignore[arg-type]
+    world.run(f, "a")  # type: ignore[call-overload]
     nbdist.run(f)  # type: ignore[call-arg]
     g("a")  # type: ignore[arg-type]
     h(y=1)  # type: ignore[call-arg]

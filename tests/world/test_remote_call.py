@@ -88,6 +88,52 @@ def test_any_callable_runs_on_all_ranks(world: World) -> None:
         assert (list(world.run(function, 4)), title_of(function)) == ([7, 8], title)
 
 
+def scale_by(x: int, *, rank: int = 1) -> int:
+    return x * rank
+
+
+def take_all(**options: int) -> dict[str, int]:
+    return options
+
+
+def test_a_function_with_an_argument_rank_gets_it_by_partial(world: World) -> None:
+    """`rank=` never means two things: a line names the ways to the function and to the ranks."""
+    for function, name, value in (
+        (scale_by, "rank", 1),
+        (take_all, "rank", 0),
+        (take_all, "ranks", [0]),
+        (functools.partial(scale_by, 3), "rank", 1),
+        (scale_by, "rank", None),
+    ):
+        with pytest.raises(UsageError) as caught:
+            world.run(function, **{name: value})
+        title = title_of(function)
+        assert str(caught.value) == (
+            f"`{name}={value!r}` selects ranks, but `{title}` can take a `{name}` too. "
+            f"`run(functools.partial({title}, {name}=...))` passes it to the function, "
+            f"`run(lambda: {title}(...), {name}={value!r})` selects ranks."
+        )
+    assert dict(world.run(functools.partial(scale_by, rank=5), 2, rank=-1)) == {1: 10}
+    assert dict(world.run(lambda: scale_by(4), rank=0)) == {0: 4}
+    assert dict(world.run(functools.partial(take_all, rank=7), rank=0)) == {0: {"rank": 7}}
+    assert dict(world.run(scale_by, 3, ranks=[1])) == {1: 3}
+    assert dict(world.run(scale_by, 3, ranks=None)) == {0: 3, 1: 3}
+
+
+def first_of(values: list[int]) -> int:
+    return values[0]
+
+
+def test_values_go_to_the_ranks_of_a_call(world: World) -> None:
+    """A change that one rank was sent with a call reaches another rank with the next call."""
+    values = [5, 6]
+    world.execute("kept = values", names={"values": values})
+    values[0] = 9
+    for rank in (0, 1):
+        assert dict(world.run(first_of, values, rank=rank)) == {rank: 9}
+        assert world.gather("kept[0]", rank=rank) == 9
+
+
 @dataclass
 class Fit:
     loss: float = field(init=False)

@@ -235,11 +235,50 @@ def test_only_received_names_are_recorded(world: World) -> None:
 
 def test_unknown_ranks_are_refused(world: World) -> None:
     """A line refuses ranks that the world does not have, and nothing is sent."""
-    for ranks in ("0", [7], [-1]):
-        with pytest.raises(BadRanks, match="selects no ranks"):
+    for ranks in ("3", [7], [-4], []):
+        with pytest.raises(BadRanks, match=r"selects no ranks: .+ There are ranks 0-2"):
             world.task("x = 1", ranks=ranks)
-    with pytest.raises(UsageError, match=r"`ranks=0`: .+ such as `ranks=\[0\]`"):
-        world.execute("x = 1", ranks=0)
+    with pytest.raises(UsageError, match=r"`ranks=0`: .+ list: `ranks=\[0\]`"):
+        world.execute("x = 1", ranks=0)  # type: ignore[arg-type]
+
+
+def test_each_call_runs_on_the_ranks_that_it_names(world: World, tmp_path: Path) -> None:
+    """Methods take `ranks` as numbers or as the text of `-r`, and `rank` for a single rank."""
+    script = tmp_path / "who.py"
+    script.write_text("rank = int(__import__('os').environ['RANK'])")
+    world.execute("mine = rank")
+    for number, on, selected in (
+        (0, {"rank": 1}, [1]),
+        (1, {"rank": np.int64(-1)}, [2]),
+        (2, {"ranks": [0, 2]}, [0, 2]),
+        (3, {"ranks": (1,)}, [1]),
+        (4, {"ranks": range(2)}, [0, 1]),
+        (5, {"ranks": "::2"}, [0, 2]),
+        (6, {"ranks": "1-2"}, [1, 2]),
+        (7, {"ranks": "all"}, [0, 1, 2]),
+        (8, {}, [0, 1, 2]),
+    ):
+        for called in (
+            world.execute("rank", **on),
+            world.run(lambda: int(os.environ["RANK"]), **on),
+            world.run_script(str(script), **on),
+            world.call("memory.clean", **on),
+        ):
+            assert [*called.keys()] == selected
+        gathered = world.gather("mine", **on)
+        assert gathered == (selected[0] if "rank" in on else selected)
+        world.scatter("part", [number] * len(selected), **on)
+        parts = world.gather("globals().get('part', [])")
+        assert [rank for rank in range(3) if parts[rank] == [number]] == selected
+        assert [each.rank for each in world.stacks(**on)] == selected
+
+
+def test_listed_ranks_get_the_parts_in_that_order(world: World) -> None:
+    """`scatter` gives the first part to the first rank of a list, and one rank the whole value."""
+    world.scatter("part", [10, 11, 12, 13], ranks=[2, 0, 2])
+    assert world.gather("part", ranks="0,2") == [[12, 13], [10, 11]]
+    world.scatter("part", [1, 2, 3], rank=1)
+    assert world.gather("part", rank=1) == [1, 2, 3]
 
 
 # --- errors -----------------------------------------------------------------------------
