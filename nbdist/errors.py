@@ -7,6 +7,7 @@ of most classes take facts and write the text; `NbdistError` and `UsageError` ta
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import CancelledError
 from difflib import get_close_matches
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -401,6 +402,13 @@ class JobLost(NbdistError):
 
     def __init__(self, title: str, seconds: float, why: str) -> None:
         super().__init__(f"{title} was lost after {seconds:.1f} s: {why}.")
+
+
+class JobCancelled(NbdistError, CancelledError):
+    """`Job.cancel` has ended a cell of `--no-wait`; `outcome` is the text of `Interrupted`."""
+
+    def __init__(self, title: str, outcome: str) -> None:
+        super().__init__(f"{title} was cancelled. {outcome}")
 
 
 class ValueLost(NbdistError, LookupError):

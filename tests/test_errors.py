@@ -51,6 +51,7 @@ EVERY_ERROR = [
     (errors.RanksReleased(errors.Blame(0, "node1", 4711, {0: Failed(0)}), WAITS, ""), ""),
     (errors.CellTimeout(30.0, WAITS, [1]), ""),
     (errors.JobTimeout("`job`", 5.0, WAITS), ""),
+    (errors.JobCancelled("`job`", "Stopped on rank 0."), ""),
     (errors.JobLost("`job`", 12.3, "its workers were restarted"), ""),
     (errors.ValueLost([1], "is gone with its worker"), ""),
     (errors.LocalCellError(ValueError("bad shard"), 4), ""),

@@ -7,6 +7,7 @@ job step by step (see `Pool.run_job_step`); in a cell, methods such as `wait` do
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 import threading
 import time
@@ -17,15 +18,25 @@ from typing import Any, NoReturn, TypeAlias
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.lib.pretty import RepresentationPrinter
 
-from nbdist.errors import CellTimeout, Interrupted, JobLost, JobTimeout, NbdistError, WorkerError
+from nbdist.errors import (
+    CellTimeout,
+    Interrupted,
+    JobCancelled,
+    JobLost,
+    JobTimeout,
+    NbdistError,
+    WorkerError,
+)
 from nbdist.notebook.cell_text import request_of
 from nbdist.notebook.display import CellDisplay
-from nbdist.notebook.idle import Stops, delay_stops, is_main_thread
+from nbdist.notebook.idle import Stops, delay_stops, is_main_thread, raise_stops
 from nbdist.output.wording import ranks_text, seconds_text
 from nbdist.words import one_line
 from nbdist.world.recovery import CELL_TICK
 from nbdist.world.result import CellResult, raised
 from nbdist.world.task_run import TaskRun
+
+log = logging.getLogger("nbdist.notebook")
 
 CellSteps: TypeAlias = Generator[TaskRun, float | None, CellResult[Any] | BaseException]
 """A generator that runs a cell; a number that is sent limits the seconds of the next step.
@@ -51,34 +62,39 @@ class Job:
         job.done()               # at once
         job.result()[0]          # waits; the last value of the cell on rank 0
         (await job)[0]           # the same, while other coroutines go on
+        job.add_done_callback(print)  # `print(job)` when the job has ended
         job.interrupt()          # what Stop does to a cell that is waited for
+        job.cancel()             # the same, but then `result` raises CancelledError
 
-    The job's output stays under its cell, live while the notebook is idle or waits for the job.
-    `wait` and `result` raise the job's error.  `running` is the task, or its last attempt.
+    Its methods are those of `concurrent.futures.Future`, and asyncio can await it.  The job's
+    output stays under its cell, live while the notebook is idle or waits for the job.
     """
 
     def __init__(self, steps: CellSteps, running: TaskRun, name: str, place: CellPlace) -> None:
         """Take over a cell whose first step has sent it to the workers."""
         self._steps = steps
-        self.running = running
+        self.task_run = running  # the task, or its last attempt
         self.title = f"`{name}`" if name else "the cell sent with --no-wait"
         self._place = place
         self._result: CellResult[Any] | None = None
         self._error: BaseException | None = None
         self._ended = threading.Event()
+        self._callbacks: list[Callable[[Job], object]] = []
+        self._is_cancelling = False
         self._is_stepping = False
         self._was_waited_for = self._was_drawn_between = False
 
     def __repr__(self) -> str:
         if not self.has_ended:
-            word = "stopping" if self.running.is_stopping else "running"
-            detail = self.running.waits or self.running.doing
+            word = "stopping" if self.task_run.is_stopping else "running"
+            detail = self.task_run.waits or self.task_run.doing
         elif self._error is not None:
-            word = "stopped" if isinstance(self._error, Interrupted) else "failed"
+            was_stopped = isinstance(self._error, Interrupted | JobCancelled)
+            word = "stopped" if was_stopped else "failed"
             detail = str(self._error)
         else:
             word, detail = "done", ""
-        ranks = ranks_text(self.running.transcript.ranks)
+        ranks = ranks_text(self.task_run.transcript.ranks)
         parts = [f"Job {word}", ranks, seconds_text(self.seconds), detail]
         return f"<{' · '.join(filter(None, parts))}>"
 
@@ -95,21 +111,29 @@ class Job:
         """Return True if the job has ended, well or not; first show the new output of its ranks."""
 
         def version() -> int:  # grows with each output
-            return sum(track.version for track in self.running.transcript)
+            return sum(track.version for track in self.task_run.transcript)
 
         deadline, before = time.monotonic() + LONGEST_LOOK, version()
         self.step()
         # A rank's end follows its last output, and the job ends some steps after the last rank.
         while self._can_step and time.monotonic() < deadline:
             now = version()
-            if now == before and self.running.unfinished:
+            if now == before and self.task_run.unfinished:
                 break
             before = now
             self.step(JOB_STEP_SECONDS)
         return self.has_ended
 
+    def running(self) -> bool:
+        """Return True if the job has not ended; first show new output, as `done` does."""
+        return not self.done()
+
     def __await__(self) -> Generator[Any, None, CellResult[Any]]:
-        """Wait as `result` does, while the event loop goes on: `await job`, `asyncio.gather`."""
+        """Wait as `result` does, while the event loop goes on: `await job`, `asyncio.gather`.
+
+        If Stop, `interrupt` or `cancel` has ended the job, raises asyncio's CancelledError.  If the
+        awaiting itself is cancelled, as `asyncio.wait_for` does after its timeout, the job runs on.
+        """
         self._was_waited_for = True
         return self._awaited().__await__()
 
@@ -120,25 +144,33 @@ class Job:
             self.step()
         try:
             return self.result()
+        except (Interrupted, JobCancelled) as error:
+            # A KeyboardInterrupt in a task of asyncio would end the loop, and so the kernel.
+            raise asyncio.CancelledError(str(error)) from None
         except StopIteration as error:  # a coroutine cannot raise StopIteration
             raise NbdistError(str(error)) from None
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until the job has ended, for `timeout` seconds at most.
 
-        Raises the job's error, such as WorkerError, WorkerDied, CellTimeout or JobLost, or
-        KeyboardInterrupt after `interrupt`.  If the job still runs after `timeout` seconds, raises
-        JobTimeout, a TimeoutError.  Stop raises KeyboardInterrupt and ends only the waiting.
+        Raises the job's error, such as WorkerError, WorkerDied, CellTimeout or JobLost,
+        KeyboardInterrupt after `interrupt`, or CancelledError after `cancel`.  If the job still
+        runs after `timeout` seconds, raises JobTimeout, a TimeoutError.  Stop raises
+        KeyboardInterrupt and ends only the waiting.
         """
+        if (error := self._wait(timeout)) is not None:
+            raise error
+
+    def _wait(self, timeout: float | None) -> BaseException | None:
+        """Wait as `wait`, and return the job's error; raise only for a timeout or a Stop."""
         stops = self._run_until(float("inf") if timeout is None else timeout)
         self._was_waited_for |= self.has_ended
         if not self.has_ended:
             if stops:
                 raise Interrupted((), outcome=self.keeps_running_text)
-            raise JobTimeout(self.title, timeout or 0.0, self.running.waits or self.running.doing)
-        if self._error is not None:
-            error = raised(self._error) if isinstance(self._error, WorkerError) else self._error
-            raise error.with_traceback(None)
+            raise JobTimeout(self.title, timeout or 0.0, self.task_run.waits or self.task_run.doing)
+        error = raised(self._error) if isinstance(self._error, WorkerError) else self._error
+        return None if error is None else error.with_traceback(None)
 
     def _run_until(self, timeout: float, show: Callable[[], None] = lambda: None) -> int:
         """Run the job to its end, or until `timeout` or a Stop; return the number of Stops."""
@@ -159,13 +191,63 @@ class Job:
         assert self._result is not None
         return self._result
 
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait as `wait` does, then return the job's error, or None if the job has succeeded.
+
+        Raises CancelledError if `cancel` has ended the job.
+        """
+        if isinstance(error := self._wait(timeout), JobCancelled):
+            raise error
+        return error
+
+    def add_done_callback(self, function: Callable[[Job], object]) -> None:
+        """Call a function with the job once it has ended, or now if it has ended already.
+
+            job.add_done_callback(lambda job: print(job.exception() or job.result()[0]))
+
+        The function is called once, on the notebook's main thread: in the cell that waits for the
+        job, or between cells, when its output appears under the job's cell.  An exception of the
+        function is logged, and changes nothing else.
+        """
+        self._callbacks.append(function)
+        if not self.has_ended:
+            return
+        if is_main_thread() or self._place.loop is None:
+            self._call_back()
+        else:
+            self._place.loop.call_soon_threadsafe(self._call_back)
+
+    def _call_back(self) -> None:
+        while self._callbacks:
+            function = self._callbacks.pop(0)
+            try:
+                function(self)
+            except Exception:
+                log.exception("exception calling callback for %r", self)
+
+    def cancel(self) -> bool:
+        """Interrupt the job as `interrupt` does; return False if the job has ended already.
+
+        Once the ranks have stopped, `cancelled` is True, and `wait`, `result` and `exception` raise
+        CancelledError of `concurrent.futures`.  A job that had ended keeps its result.
+        """
+        if self.done():
+            return False
+        self._is_cancelling = True
+        self.interrupt()
+        return True
+
+    def cancelled(self) -> bool:
+        """Return True if the job has ended by `cancel`."""
+        return isinstance(self._error, JobCancelled)
+
     def interrupt(self) -> None:
         """Interrupt the job's ranks, as Stop does in a cell, and return at once.
 
         Each further call is like a further Stop: ranks that ignore it are given less time.
         """
         if not self.has_ended:
-            self.running.stops += 1
+            self.task_run.stops += 1
             self.step()
 
     # --- for the notebook -----------------------------------------------------------------
@@ -199,7 +281,7 @@ class Job:
     @property
     def seconds(self) -> float:
         """The seconds for which the job has run."""
-        return self.running.transcript.elapsed(time.monotonic())
+        return self.task_run.transcript.elapsed(time.monotonic())
 
     @property
     def has_ended(self) -> bool:
@@ -227,14 +309,19 @@ class Job:
 
         If `in_its_cell`, the output belongs to the notebook cell that sent the job.
         """
-        if not self._can_step:
-            return
+        if self._can_step:
+            self._run_step(longest, in_its_cell=in_its_cell)
+        if self.has_ended and self._callbacks and is_main_thread():
+            with self._place.show_in_cell(in_its_cell), raise_stops():
+                self._call_back()
+
+    def _run_step(self, longest: float, *, in_its_cell: bool) -> None:
         with delay_stops():  # a Stop in here could leave `_is_stepping` True for ever
             self._is_stepping = True
             self._was_drawn_between |= in_its_cell
             try:
                 with self._place.show_in_cell(in_its_cell):
-                    self.running = self._steps.send(longest)
+                    self.task_run = self._steps.send(longest)
             except StopIteration as end:
                 self._end(end.value)
             except BaseException as error:
@@ -249,8 +336,11 @@ class Job:
         if not self.has_ended:
             self._end(JobLost(self.title, self.seconds, why))
             self._steps.close()
+            self._call_back()
 
     def _end(self, outcome: CellResult[Any] | BaseException) -> None:
+        if isinstance(outcome, Interrupted) and self._is_cancelling:
+            outcome = JobCancelled(self.title, str(outcome))
         if isinstance(outcome, BaseException):
             self._error = outcome
         else:
@@ -261,13 +351,18 @@ class Job:
 class CellPlace:
     """Remembers which notebook cell runs now, so that later output can be shown below it.
 
-    `is_known` is False in a terminal, where output can only be added at the end.
+    `is_known` is False in a terminal, where output can only be added at the end.  `loop` is the
+    event loop in which cells run, or None.
     """
 
     def __init__(self, shell: InteractiveShell) -> None:
         self._shell: Any = shell
         self._parent = request_of(shell)
         self.is_known = bool(self._parent)
+        try:
+            self.loop: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
+        except RuntimeError:  # in a terminal
+            self.loop = None
 
     @contextmanager
     def show_in_cell(self, is_wanted: bool) -> Iterator[None]:  # noqa: FBT001

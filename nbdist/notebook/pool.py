@@ -492,7 +492,7 @@ class Pool:
         job.step()
         if job.has_ended and job.pop_drawn_between():
             # nbclient ignores updates between cells, so the panel is drawn again in this cell.
-            self.past_cells.mark_changed(job.running.transcript)
+            self.past_cells.mark_changed(job.task_run.transcript)
             self.show_late()
 
     def run_job_step(self) -> None:
@@ -626,5 +626,5 @@ class Pools:
     def _stop_jobs(self) -> None:
         for pool in self:
             if pool.job is not None:
-                pool.job.running.stops += 1
+                pool.job.task_run.stops += 1
                 pool.run_job_step()

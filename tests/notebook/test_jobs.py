@@ -184,7 +184,7 @@ def test_stop_ends_the_waiting_but_not_the_job(notebook: Notebook) -> None:
     ):
         (plain,) = notebook.run(PRESS.format(name=name) + cell).errors
         assert plain["ename"] in ("CancelledError", "KeyboardInterrupt", "Interrupted")
-    assert notebook.value("job.done(), job.running.stops") == (False, 0)
+    assert notebook.value("job.done(), job.task_run.stops") == (False, 0)
     assert notebook.run("job.wait(1.1)").error == (
         "JobTimeout: `job` is still running after 1.1 s: ranks 0-1 are in line 5: time.sleep(600)."
     )
@@ -309,6 +309,171 @@ def test_a_job_can_be_awaited(notebook: Notebook) -> None:
     late = notebook.run("await asyncio.wait_for(job, 0.3)")
     assert [each["ename"] for each in late.errors] == ["TimeoutError"]
     assert notebook.value("job.done()") is False
+
+
+def test_jobs_are_gathered_by_asyncio(notebook: Notebook) -> None:
+    """`gather` takes jobs that have ended, run, or are of another pool; errors can be returned."""
+    begin(notebook, "rank")
+    assert notebook.run("first = job; first.wait()").errors == []
+    begin(notebook, "import time; time.sleep(0.3); rank + 10")
+    assert notebook.run("%%distributed -n 1 --pool other --no-wait -o other\n1 / 0").errors == []
+    cell = """
+    import asyncio
+    results = await asyncio.gather(first, job, other, return_exceptions=True)
+    print([*results[0]], [*results[1]], isinstance(results[2], ZeroDivisionError))
+    done = [await each for each in asyncio.as_completed([first, job], timeout=60)]
+    print(len(done), (await asyncio.wait_for(job, 5)).rank(1))
+    """
+    ran = notebook.run(textwrap.dedent(cell))
+    assert ran.streams == ["[0, 1] [10, 11] True\n2 11\n"]
+    assert notebook.run("%dist_shutdown --pool other").errors == []
+
+
+def test_a_stopped_job_cancels_what_awaits_it(notebook: Notebook) -> None:
+    """`interrupt` and `cancel` end `await` and `gather` by CancelledError; the kernel lives on."""
+    cell = """
+    import asyncio
+    async def stop(way):
+        await asyncio.sleep(0.2)
+        getattr(job, way)()
+    stopping = asyncio.create_task(stop({way!r}))
+    try:
+        await asyncio.gather(job)
+    except asyncio.CancelledError as error:
+        print(error, job.cancelled())
+    """
+    for way, said in (
+        ("interrupt", f"{STOPPED} False"),
+        ("cancel", f"`job` was cancelled. {STOPPED} True"),
+    ):
+        begin(notebook, SLEEPS)
+        assert notebook.run(textwrap.dedent(cell).format(way=way)).streams == [f"{said}\n"]
+    # Between cells too: nobody handles the error of a task that only awaits the job.
+    sleep(notebook)
+    assert notebook.run("awaiting = asyncio.ensure_future(job)").errors == []
+    assert notebook.run("job.interrupt(); job.wait()").errors != []
+    assert notebook.run("_ = await asyncio.wait([awaiting])").errors == []
+    assert notebook.value("awaiting.cancelled()") is True
+
+
+def test_a_cancelled_job_raises_as_a_future_does(notebook: Notebook) -> None:
+    """After `cancel`, waiting methods raise CancelledError in a line; variables are not lost."""
+    display_id = sleep(notebook)
+    state = "job.running(), job.done(), job.cancelled(), job.cancel()"
+    assert notebook.value(state) == (True, False, False, True)
+    idle_until(notebook, display_id, STOPPED)
+    assert notebook.value(state) == (False, True, True, False)
+    for call in ("wait()", "result()", "result(1)", "exception()", "exception(timeout=1)"):
+        assert notebook.run(f"job.{call}").error == f"JobCancelled: `job` was cancelled. {STOPPED}"
+    cell = """
+    import asyncio, concurrent.futures
+    try:
+        job.result()
+    except concurrent.futures.CancelledError:
+        print("as a future's")
+    try:
+        await job
+    except asyncio.CancelledError:
+        print("as a task's")
+    """
+    assert notebook.run(textwrap.dedent(cell)).streams == ["as a future's\nas a task's\n"]
+    assert shown(notebook).startswith("<Job stopped · ")
+    assert notebook.run("%%distributed\nassert kept == rank").errors == []
+
+
+def test_an_ended_job_is_not_cancelled(notebook: Notebook) -> None:
+    """`cancel` after the end keeps the result; `exception` returns the error, also after Stop."""
+    ended = notebook.run(
+        "get_ipython().run_cell_magic('distributed', '--no-wait -o job', 'rank')\n"
+        "import time; time.sleep(1)\nprint(job.cancel(), job.cancelled(), job.exception())"
+    )
+    assert ended.streams == ["False False None\n"]
+    assert notebook.value("[*job.result()]") == [0, 1]
+    begin(notebook, "1 / rank")
+    failed = "isinstance(job.exception(), ZeroDivisionError), job.running()"
+    assert notebook.value(failed) == (True, False)
+    begin(notebook, SLEEPS)
+    assert notebook.run("job.exception(0.2)").error.startswith("JobTimeout: ")
+    notebook.run("job.interrupt()")
+    stopped = "isinstance(job.exception(), KeyboardInterrupt), job.cancelled()"
+    assert notebook.value(stopped) == (True, False)
+
+
+def test_callbacks_are_called_once_when_the_job_has_ended(
+    notebook: Notebook, tmp_path: Path
+) -> None:
+    """Each callback gets the job, on the main thread, also after the end and after one that fails.
+
+    Between cells its output appears under the job's cell; a failed callback is logged.
+    """
+    may_end = tmp_path / "may-end"
+    wait = f"import os, time\nwhile not os.path.exists({str(may_end)!r}): time.sleep(0.01)\nrank"
+    display_id = begin(notebook, wait)
+    cell = """
+    import threading
+    calls = []
+    def record(job):
+        calls.append((threading.current_thread() is threading.main_thread(), [*job.result()]))
+    def fail(job):
+        raise ValueError("bad callback")
+    for each in (record, fail, lambda job: print("said by a callback"), record):
+        job.add_done_callback(each)
+    calls
+    """
+    added = notebook.run(textwrap.dedent(cell))
+    assert added.results[0]["text/plain"] == "[]"
+    may_end.touch()
+    sender, said = "", ""
+    deadline = time.monotonic() + SOON
+    while "said by a callback" not in said:
+        assert time.monotonic() < deadline, said
+        try:
+            message = notebook.client.get_iopub_msg(timeout=0.2)
+        except Empty:
+            continue
+        content = message["content"]
+        if message["msg_type"] == "update_display_data":
+            assert content["transient"]["display_id"] == display_id
+            sender = message["parent_header"]["msg_id"]
+        elif message["msg_type"] == "stream":
+            said += content["text"]
+            assert message["parent_header"]["msg_id"] == sender
+    assert "exception calling callback for <Job done" in said
+    assert "ValueError: bad callback" in said
+    assert notebook.value("calls") == [(True, [0, 1])] * 2
+    # The job has ended: now in this thread, and from another thread on the main thread.
+    assert notebook.value("job.add_done_callback(record), len(calls)") == (None, 3)
+    notebook.run("threading.Thread(target=job.add_done_callback, args=[record]).start()")
+    deadline = time.monotonic() + SOON
+    while notebook.value("len(calls)") < 4:
+        assert time.monotonic() < deadline
+    assert notebook.value("calls[-1], len(calls)") == ((True, [0, 1]), 4)
+    assert notebook.run("%%distributed\npass").errors == []
+
+
+def test_a_callback_can_use_the_workers(notebook: Notebook) -> None:
+    """A callback may send the next cell; a restart calls callbacks too; Stop ends a callback."""
+    begin(notebook, "x = rank")
+    cell = """
+    def follow(job):
+        get_ipython().run_cell_magic("distributed", "-o next_one", "x + 1")
+    job.add_done_callback(follow)
+    job.wait()
+    print([*next_one])
+    """
+    assert notebook.run(textwrap.dedent(cell)).streams == ["[1, 2]\n"]
+    begin(notebook, SLEEPS)
+    notebook.run("job.add_done_callback(lambda job: print(type(job.exception()).__name__))")
+    assert notebook.run("%dist_restart").streams == ["JobLost\n"]
+    begin(notebook, "rank")
+    cell = """
+    def rest(job): time.sleep(600)
+    job.add_done_callback(rest)
+    job.wait()
+    """
+    pressed = notebook.run(PRESS.format(name="rest") + textwrap.dedent(cell))
+    assert [each["ename"] for each in pressed.errors] == ["KeyboardInterrupt"]
+    assert notebook.value("[*job.result()]") == [0, 1]
 
 
 def test_each_run_has_a_result_of_its_own(two: Notebook) -> None:
