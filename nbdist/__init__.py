@@ -14,6 +14,7 @@ In Python:
 
     with nbdist.World(n=4) as world:
         trained = world.run(train, model).rank(0)
+    nbdist.current_world().gather("loss")  # the notebook's own workers
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
     from nbdist.errors import NbdistError, UsageError, WorkerDied, WorkerError
     from nbdist.notebook.jobs import Job
+    from nbdist.notebook.pool_world import current_world
     from nbdist.worker.tracking import track, watch
     from nbdist.world.result import CellResult
     from nbdist.world.world import World, attach, distributed, run
@@ -47,6 +49,7 @@ __all__ = [
     "World",
     "__version__",
     "attach",
+    "current_world",
     "distributed",
     "run",
     "track",
@@ -58,6 +61,7 @@ _MODULES = {
     "Job": "nbdist.notebook.jobs",
     "World": "nbdist.world.world",
     "attach": "nbdist.world.world",
+    "current_world": "nbdist.notebook.pool_world",
     "distributed": "nbdist.world.world",
     "run": "nbdist.world.world",
     "track": "nbdist.worker.tracking",

@@ -162,7 +162,7 @@ class Pool:
                 world.session.config = world.session.config.with_changes(detach=True)
                 world.session.remember()
             return world
-        world = self._make_world(options)
+        world = self._make_world(typed_options(options))
         world.session.spec = replace(world.session.spec, for_training=for_training)
         self._start(world, display)
         return world
@@ -210,16 +210,16 @@ class Pool:
         self._close_prestarted()
 
     def restart(
-        self, options: argparse.Namespace, keep: Sequence[str], display: CellDisplay
+        self, changes: Mapping[str, Any], keep: Sequence[str], display: CellDisplay
     ) -> tuple[str, ...]:
-        """Replace all workers by new ones with the former options, changed by `options`.
+        """Replace all workers by new ones with the former options, but for these changes.
 
         Returns the names of the variables that were kept: those in `keep`, or those of a restart
         that has failed.  Without a world, start one.
         """
-        world, changes = self.world, typed_options(options)
+        world = self.world
         if world is None:
-            self._start(self._make_world(options), display)
+            self._start(self._make_world(changes), display)
             return ()
         display.show_status("restarting")
         names = world.session.names  # each start makes a new table
@@ -277,9 +277,9 @@ class Pool:
         if link is not None:
             link.close()
 
-    def _make_world(self, options: argparse.Namespace) -> World:
+    def _make_world(self, changes: Mapping[str, Any]) -> World:
         config = self.world.session.config if self.world else WorldConfig(pool=self.name)
-        world = World(**vars(config.with_changes(**typed_options(options))))
+        world = World(**vars(config.with_changes(**changes)))
         world.session.namespace = self.shell.user_ns  # not `__main__`'s in an embedded shell
         if self.prestarted is not None and world.session.config.launcher_name == LOCAL:
             world.session.adopt(self.prestarted)
@@ -549,14 +549,18 @@ class Pools:
             UsageError: the name is not a word.
             ForkedProcess: this process was forked from the notebook's.
         """
-        if os.getpid() != self._pid:
-            raise ForkedProcess("`%%distributed` and nbdist's other magics")
+        self.check_process("`%%distributed` and nbdist's other magics")
         name = name or DEFAULT_POOL
         if not name.replace("-", "_").isidentifier():
             raise UsageError(f"`--pool {name}`: a pool's name is a word, such as `--pool trainer`.")
         if name not in self._pools:
             self._pools[name] = Pool(self, name)
         return self._pools[name]
+
+    def check_process(self, what: str) -> None:
+        """Raise ForkedProcess for the call `what` if this process was forked from the notebook."""
+        if os.getpid() != self._pid:
+            raise ForkedProcess(what)
 
     def find(self, name: str | None) -> Pool | None:
         """Return the pool of this name or None; callable from any thread, which must only read."""

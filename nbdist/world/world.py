@@ -140,6 +140,11 @@ class World:
         """The session, with workers that are started now if they never were before."""
         if self.state is WorldState.STOPPED and not self.pids:
             self.start()
+        return self._ready
+
+    @property
+    def _ready(self) -> Session:
+        """The session, with ranks that can get a task; `PoolWorld` waits for that."""
         return self.session
 
     def shutdown(self) -> None:
@@ -479,7 +484,7 @@ class World:
             ScaleError: a new rank could not be started; the world is as before.
             WorldBroken: the ranks could not form a group; `restart` is the remedy.
         """
-        self.session.scale(n, ranks)
+        self._ready.scale(n, ranks)
 
     def sync(
         self, names: Sequence[str], source: int = 0, ranks: RankSelection | None = None
@@ -491,8 +496,9 @@ class World:
         variables are copied together: a model and its optimizer still share parameters.  CUDA
         tensors arrive on the rank's own GPU.  Raises UsageError for a name that cannot be copied.
         """
-        to = None if ranks is None else self.session.select_ranks(ranks)
-        return value_transfer.sync(self.session, names, source, to)
+        session = self._ready
+        to = None if ranks is None else session.select_ranks(ranks)
+        return value_transfer.sync(session, names, source, to)
 
     def tracked(self, name: str) -> Any:
         """Return the values that ranks have tracked under a name, as a pandas DataFrame.
@@ -523,7 +529,7 @@ class World:
         snapshot, in this world or a later one.  Of each name the notebook's 3 newest snapshots are
         kept.  Raises UsageError if the snapshot cannot be written; nothing has changed then.
         """
-        return value_transfer.save(self.session, self.snapshot_store, _names_in(variables), name)
+        return value_transfer.save(self._ready, self.snapshot_store, _names_in(variables), name)
 
     def restore(
         self,

@@ -53,7 +53,7 @@ def dist_restart(line: MagicCall) -> str:
     options.n = options.n if options.size is None else options.size
     if options.ranks is not None:
         return " ".join(filter(None, [_replace(line, keep), hint]))
-    kept = line.pool.restart(options, keep, line.display)
+    kept = line.pool.restart(typed_options(options), keep, line.display)
     new = "worker variables cleared" + (f" except {', '.join(kept)}" if kept else "")
     return " · ".join(filter(None, [line.pool.ready_text, new, hint]))
 
