@@ -46,7 +46,10 @@ class ItemMap:
         ranks: Sequence[int] | None,
         on_error: OnError,
     ) -> None:
-        """Check the arguments, and pickle the function; nothing is sent yet."""
+        """Check the arguments, and pickle the function; nothing is sent yet.
+
+        Without `ranks` the map uses all ranks that the world has when a task of it begins.
+        """
         if on_error not in get_args(OnError):
             raise UsageError(f'`on_error={on_error!r}`: use "raise" or "return".')
         if not callable(function):
@@ -54,7 +57,7 @@ class ItemMap:
         if not hasattr(items, "__iter__") and not hasattr(items, "__getitem__"):
             raise UsageError(f"`map`: {items!r:.60} has no items.")
         self._session, self._function = session, function
-        self._ranks = None if ranks is None else session.task(ranks=ranks).ranks
+        self._ranks = ranks
         self._returns_errors = on_error == "return"
         # Functions among the items need their names of `__main__` on the ranks too.
         functions = tuple(filter(callable, items)) if isinstance(items, list | tuple) else ()

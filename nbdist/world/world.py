@@ -255,7 +255,8 @@ class World:
         function: Callable[[T], R],
         items: Iterable[T],
         *,
-        ranks: Sequence[int] | None = None,
+        ranks: RankSelection | None = None,
+        rank: int | None = None,
         as_completed: Literal[False] = False,
         on_error: OnError = "raise",
     ) -> list[R]: ...
@@ -266,7 +267,8 @@ class World:
         function: Callable[[T], R],
         items: Iterable[T],
         *,
-        ranks: Sequence[int] | None = None,
+        ranks: RankSelection | None = None,
+        rank: int | None = None,
         as_completed: Literal[True],
         on_error: OnError = "raise",
     ) -> Iterator[R]: ...
@@ -276,7 +278,8 @@ class World:
         function: Callable[[T], R],
         items: Iterable[T],
         *,
-        ranks: Sequence[int] | None = None,
+        ranks: RankSelection | None = None,
+        rank: int | None = None,
         as_completed: bool = False,
         on_error: OnError = "raise",
     ) -> list[R] | Iterator[R]:
@@ -294,7 +297,8 @@ class World:
         Args:
             function: called with one item.
             items: any iterable; it is read as ranks become free.
-            ranks: by default all.
+            ranks: by default all; see `World`.
+            rank: one rank instead of `ranks`.
             as_completed: return an iterator that yields results as they come, in any order.  While
                 the loop's body runs, ranks finish what they have and get no further items.  Leaving
                 the loop interrupts the ranks.
@@ -308,7 +312,9 @@ class World:
                 rank are run by others; so an item can run twice.
             UsageError: an item, or a result, has more than 32 MiB or cannot be pickled.
         """
-        item_map = ItemMap(self._started, function, items, ranks, on_error)
+        selects = ranks is not None or rank is not None
+        on = self._started.select_ranks(ranks, rank) if selects else None
+        item_map = ItemMap(self.session, function, items, on, on_error)
         return item_map.as_completed() if as_completed else item_map.results()
 
     def run_script(

@@ -50,7 +50,8 @@ def test_results_have_the_order_of_the_items(world: World) -> None:
     assert world.map(square, iter([3, 1, 2])) == [9, 1, 4]
     assert world.map(square, []) == []
     assert {*world.map(lambda _: (time.sleep(0.02), rank_of(0))[1], range(30))} == {0, 1, 2}
-    assert {*world.map(rank_of, range(30), ranks=[1])} == {1}
+    assert {*world.map(rank_of, range(30), ranks="1")} == {1}
+    assert {*world.map(rank_of, range(30), rank=2)} == {2}
 
 
 def test_results_come_as_they_are_done(world: World) -> None:
