@@ -28,7 +28,7 @@ NOT_TIMES = {
     "agent/interrupts.ASLEEP",  # how little of a processor a rank uses
     "output/events.MAX_STEP",
     "output/html._COLUMN_STEP",
-    "tools/timeline.LEAST_SHARE",
+    "tools/timeline_data.LEAST_SHARE",
     "tools/watch.DEFAULT_WATCH_STEPS",  # steps
     "wire/spec.AGENTS_WAIT",  # times a link timeout
 }

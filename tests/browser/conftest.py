@@ -40,6 +40,7 @@ BROWSER_FLAGS = (
     "--disable-sync",
 )
 WIDTH, HEIGHT = 1000, 1200
+PICTURE_WIDTHS = (700, 900, 1280)
 TALLEST = 12_000
 SHOTS = os.environ.get("NBDIST_SHOTS")
 """The folder for pictures, which are made only if the variable is set."""
@@ -255,6 +256,12 @@ class Notebook:
         if theme:
             self.page.evaluate(CHANGE_THEME, LIGHT)
         self.page.set_viewport_size({"width": WIDTH, "height": HEIGHT})
+
+    def screenshots(self, name: str) -> None:
+        """Save pictures of the whole notebook at the widths of common windows, light and dark."""
+        for theme in ("Light", "Dark"):
+            for width in PICTURE_WIDTHS:
+                self.screenshot(f"{name}-{width}-{theme.lower()}", width, f"JupyterLab {theme}")
 
     def picture(self, name: str) -> None:
         """Save a picture of the page as it is."""

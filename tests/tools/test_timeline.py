@@ -14,14 +14,17 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from nbdist.errors import UsageError
-from nbdist.tools.timeline import (
-    Timeline,
-    bar_of,
-    check_path,
-    headline,
-    timeline_of,
-    write_trace,
+from nbdist.tools.timeline import check_path, headline, write_trace
+from nbdist.tools.timeline_chart import (
+    AwaitedPeriod,
+    awaited_periods,
+    chart,
+    row_picture,
+    text_bar,
+    tick_text,
+    ticks,
 )
+from nbdist.tools.timeline_data import Timeline, TimeSlice, slices_of, timeline_of
 from nbdist.tools.timeline_op import trace_events
 from nbdist.wire.ops import Met, RankTimes, TracePart
 from nbdist.world.world import World
@@ -32,7 +35,7 @@ pytestmark = pytest.mark.shared_world(2)
 
 
 def test_the_timeline_names_the_straggler(kernel: Notebook) -> None:
-    """The straggler is named in the head, in its row and in the bars; a rank alone has no waits."""
+    """The straggler is named in the head, in its row and by its bar; a rank alone has no waits."""
     kernel.run("%dist_init -n 2")
     assert kernel.run("%dist_timeline").text == "no cell has run on these workers"
     kernel.run(
@@ -40,15 +43,19 @@ def test_the_timeline_names_the_straggler(kernel: Notebook) -> None:
         "    dist.all_reduce(torch.ones(256))"
     )
     shown = kernel.run("%dist_timeline")
-    head, titles, first, second, bar, late_bar, legend, last = shown.text.splitlines()
+    head, titles, first, second, bar, late_bar, axis, legend, period, last = shown.text.split("\n")
     assert "3 collectives · rank 1 came last to 3 of them; others waited " in head
     assert titles.split("  ")[0] == "rank"
     assert first.split()[0] == "0"
     assert second.split()[-3] == "3"
-    assert bar.count("░") > 30 > late_bar.count("░")
-    assert legend.startswith("█ computing  ░ in collectives")
+    assert bar.count("▁") > 30 > late_bar.count("▁")
+    assert late_bar.count("█") > 30 > bar.count("█")
+    assert axis.split("|")[1].rstrip() in ("0 s", "0 ms")
+    assert legend == "█ only computing  ▄ half  ▁ in collectives"
+    assert re.fullmatch(r"others waited .* for rank 1 between .* and .* s", period)
     assert last == "all_reduce x 3 (3 KiB)"
-    assert "░░" in shown.panel["text/html"]
+    pictures = re.findall(r'<img src="[^"]+" alt="(rank \d): ', shown.panel["text/html"])
+    assert pictures == ["rank 0", "rank 1"]
     kernel.run("%%distributed\npass")
     head = kernel.run("%dist_timeline -r 0").text.splitlines()[0]
     assert re.fullmatch(r"1 rank · \d+\.\d s · 0 collectives", head)
@@ -130,7 +137,7 @@ def test_the_straggler_is_the_awaited_rank() -> None:
     assert late is not None
     assert (late.rank, late.came_last, timeline.collective_count) == (1, 2, 2)
     assert late.awaited == pytest.approx(0.3)  # 400 ms of rank 0 and 200 ms of rank 2
-    assert [row.waiting for row in timeline.rows] == pytest.approx([0.402, 0.002, 0.202])
+    assert [row.in_collectives for row in timeline.rows] == pytest.approx([0.402, 0.002, 0.202])
     assert timeline.rows[0].computing == pytest.approx(0.598)
     waits = ((100, 103), (300, 301))
     timeline = found(r0=times(100, 300, waits=waits), r1=times(102, 300, waits=waits))
@@ -142,12 +149,12 @@ def test_waits_in_c_code_are_computed() -> None:
     timeline = found(r0=times(100, 110, 120, ends=700), r1=times(500, 510, 520, ends=700))
     first, second = timeline.rows
     assert first.spans == ((0.12, 0.52),)
-    assert second.waiting == 0
+    assert second.in_collectives == 0
     assert timeline.straggler is second
     assert second.awaited == pytest.approx(0.4)
     # A rank that computes meanwhile does not wait.
     timeline = found(r0=times(100, waits=((600, 700),)), r1=times(650, waits=((650, 700),)))
-    assert timeline.rows[0].waiting == pytest.approx(0.1)
+    assert timeline.rows[0].in_collectives == pytest.approx(0.1)
     assert timeline.rows[1].awaited == pytest.approx(0.05)
 
 
@@ -162,13 +169,103 @@ def test_operations_have_bytes_and_gaps_are_named() -> None:
     assert "the last 0 collectives" in headline(long)
 
 
-def test_a_bar_has_slices_of_waiting_and_computing() -> None:
-    """A slice of a bar is waiting, computing or both, and empty while the rank did not run."""
+def slices(timeline: Timeline, slice_count: int, rank: int = 0) -> list[TimeSlice | None]:
+    """Return a rank's slices, rounded."""
+    parts = slices_of(timeline, slice_count)[rank]
+    return [part and TimeSlice(*(round(each, 6) for each in part[:-1]), part[-1]) for part in parts]
+
+
+COMPUTES = TimeSlice(1.0, 0.0, 0.0, 0.0)
+
+
+def test_a_slice_has_shares_of_its_time() -> None:
+    """A slice has the shares of computing, communicating, waiting and of the waits caused."""
+    timeline = found(
+        r0=times(100, 400, waits=((100, 325), (400, 625))),
+        r1=times(300, 600, waits=((300, 325), (600, 625))),
+    )
+    assert slices(timeline, 2) == [
+        TimeSlice(0.35, 0.05, 0.6, 0.0),  # 325 ms of 500 ms in collectives, 300 ms of them waiting
+        TimeSlice(0.75, 0.05, 0.2, 0.0),
+    ]
+    assert slices(timeline, 2, 1) == [
+        TimeSlice(0.95, 0.05, 0.0, 0.6),
+        TimeSlice(0.95, 0.05, 0.0, 0.2),
+    ]
+    assert [(each.begin, each.end, each.awaited) for each in timeline.rows[0].waits] == [
+        (0.1, 0.3, 1),
+        (0.4, 0.6, 1),
+    ]
+    assert timeline.rows[1].waits == ()
+
+
+def test_a_slice_without_records_is_not_called_computing() -> None:
+    """A slice before the oldest records is not recorded; one in which no cell ran is None."""
     late = RankTimes(START + 500 * MS, START + 1000 * MS, (), 0, ())
-    timeline = found(r0=times(ends=750, waits=((0, 250), (250, 350))), r1=late)
-    assert [bar_of(row, timeline.seconds, 4) for row in timeline.rows] == ["░▓█", "  ██"]
+    timeline = found(r0=times(ends=750), r1=late)
+    assert slices(timeline, 4) == [COMPUTES, COMPUTES, COMPUTES, None]
+    assert slices(timeline, 4, 1) == [None, None, COMPUTES, COMPUTES]
     assert (timeline.rows[1].begin, timeline.seconds) == (0.5, 1.0)
     assert timeline_of({0: RankTimes(0, 0, (), 0, ())}) is None
+    unknown = TimeSlice(0.0, 0.0, 0.0, 0.0, is_recorded=False)
+    # The oldest waits were dropped, since the sum of all waits is longer than that of the kept.
+    kept = times(450, 800, waits=((500, 600),))._replace(is_whole=False, waited_ns=300 * MS)
+    assert slices(found(r0=kept), 4) == [
+        unknown,
+        unknown,
+        TimeSlice(0.6, 0.4, 0.0, 0.0),
+        COMPUTES,
+    ]
+    # All waits were kept, but the oldest collectives were dropped.
+    kept = times(200, 800, waits=((500, 600),))._replace(is_whole=False)
+    assert slices(found(r0=kept), 4)[:2] == [unknown, COMPUTES]
+
+
+def test_a_bar_shows_the_share_of_computing() -> None:
+    """Text has a character for each slice, as high as the share of computing."""
+    shares = [TimeSlice(share / 8, 1 - share / 8, 0.0, 0.0) for share in range(9)]
+    unknown = TimeSlice(0.0, 0.0, 0.0, 0.0, is_recorded=False)
+    assert text_bar(shares) == "▁▂▃▄▅▆▇██"
+    assert text_bar([None, unknown, *shares[:1], None]) == " ·▁"
+
+
+def test_a_picture_has_an_area_for_each_kind() -> None:
+    """A picture has areas for waiting, communicating and computing, and marks below for waits."""
+    half = TimeSlice(0.5, 0.25, 0.25, 0.6)
+    picture = row_picture([half, half, None, COMPUTES])
+    paths = re.findall(r'<path d="([^"]+)" fill="([^"]+)"', picture)
+    assert [path for path, _ in paths] == [
+        *("M0 80V0h2V80z", "M0 80V20h2V80z", "M0 80V40h2V80z"),
+        *("M3 80V0h1V80z",) * 3,
+        "M0 84h2v16h-2z",
+    ]
+    assert len({colour for _, colour in paths}) == 4
+    assert 'fill-opacity="0.75"' in picture  # 0.6 of the slice, in quarters
+
+
+def test_an_axis_has_few_ticks_with_units() -> None:
+    """Ticks are at round times with a unit, and none is so near the end that its text is cut."""
+    assert ticks(10.2) == [0, 2, 4, 6, 8]
+    assert [tick_text(each, 0.9) for each in ticks(0.9)] == [
+        *("0 ms", "200 ms", "400 ms", "600 ms", "800 ms"),
+    ]
+    assert [tick_text(each, 2500.0) for each in ticks(2500.0)][-1] == "2,000 s"
+    assert ticks(0.0) == [0.0]
+
+
+def test_periods_say_when_a_rank_was_awaited() -> None:
+    """A period names the awaited rank, its begin and end, and how long the others waited."""
+    early = times(100, 110, 700, waits=((100, 250), (700, 960)))
+    late = times(250, 250, 950, waits=((950, 960),))
+    timeline = found(r0=early, r1=late)
+    first, second = awaited_periods(timeline)
+    assert (first.rank, second.rank) == (1, 1)
+    assert first.seconds == pytest.approx(0.15)
+    assert first.begin <= 0.1 < 0.25 <= first.end < 0.3
+    assert second.seconds == pytest.approx(0.25)
+    said = AwaitedPeriod(1, 0.7, 0.95, 0.25).text(timeline.seconds)
+    assert said == "others waited 0.25 s for rank 1 between 0.70 s and 0.95 s"
+    assert said.split(" for ")[0] in chart(timeline, timeline.rows).text
 
 
 MOMENTS = some.lists(some.integers(0, 1000), max_size=6).map(sorted)
@@ -186,10 +283,25 @@ def test_no_rank_waits_longer_than_it_ran(ranks: list[tuple[list[int], list[tupl
     )
     assert timeline is not None
     for row in timeline.rows:
-        assert 0 <= row.waiting <= row.seconds + 1e-9
+        assert 0 <= row.waiting <= row.in_collectives + 1e-9 <= row.seconds + 2e-9
         ordered = [edge for span in row.spans for edge in span]
         assert ordered == sorted(ordered)
-    waited, others = sum(row.waiting for row in timeline.rows), max(1, len(timeline.rows) - 1)
+    parts = slices_of(timeline, 7)
+    for row in timeline.rows:
+        for part in filter(None, parts[row.rank]):
+            assert sum(part[:3]) == pytest.approx(1)
+            assert min(part[:4]) >= -1e-9
+            assert part.caused <= 1 + 1e-9
+    for period in awaited_periods(timeline):
+        assert 0 <= period.begin < period.end <= timeline.seconds + 1e-9
+        assert (
+            period.seconds
+            <= min(timeline.rows[period.rank].awaited, period.end - period.begin) + 1e-9
+        )
+    waited, others = (
+        sum(row.in_collectives for row in timeline.rows),
+        max(1, len(timeline.rows) - 1),
+    )
     assert sum(row.awaited for row in timeline.rows) * others <= waited + 1e-6
 
 
@@ -263,7 +375,7 @@ def test_ranks_report_waits_and_collectives(world: World, tmp_path: Path) -> Non
         assert [(met.name, met.size) for met in each.met] == [("all_reduce", 64)] * 2
         assert len(each.waits) == 2
         assert each.is_whole
-    assert timeline.rows[0].waiting >= held
+    assert timeline.rows[0].in_collectives >= held
     assert timeline.rows[1].awaited >= held
     assert times_of(world) == times  # a request for times does not count as a cell
     # Waits of C++ code in a backward pass are measured, too.
@@ -271,7 +383,7 @@ def test_ranks_report_waits_and_collectives(world: World, tmp_path: Path) -> Non
     ddp = "model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))"
     world.execute(f"{ddp}\n{step}")
     timeline, held = waited_for(world, step, tmp_path / "another gate")
-    assert timeline.rows[0].waiting >= held
+    assert timeline.rows[0].in_collectives >= held
 
 
 def test_events_of_a_rank_are_in_its_process() -> None:
