@@ -32,6 +32,7 @@ from nbdist.output.panel import MAX_LIVE_PANEL_BYTES
 from nbdist.output.tabs import final_tabs, live_by_rank
 from nbdist.output.text import PlainLines, curves_lines, failures_text, head_text, panel_text
 from nbdist.output.transcript import Transcript
+from nbdist.output.wording import clip
 from nbdist.values.payload import StepwiseValue, T
 from nbdist.words import aligned, in_pool, size_text
 from nbdist.world.moving_line import MovingLine
@@ -39,6 +40,10 @@ from nbdist.world.task_run import RankOutputs
 
 FIRST_DRAWING = 0.15  # seconds before a running cell is drawn, so that a fast cell does not flash
 REDRAW_INTERVAL = 0.25  # seconds between drawings, as a page rebuilds the whole panel each time
+
+MAX_LATE_LINES, MAX_LATE_LENGTH = 40, 300
+"""Of the output that arrived after a cell, the most lines that a terminal prints at once, and the
+most characters of a line."""
 
 
 class PanelDisplay:
@@ -211,6 +216,13 @@ class PanelDisplay:
     def pause(self) -> None:
         """Prepare for output of another cell; a panel needs no preparation."""
 
+    def add_late(self, transcript: Transcript, outputs: RankOutputs) -> None:
+        """Do nothing: `redraw_ended` draws what the transcript has."""
+
+    def finish_late(self) -> bool:
+        """Return False: `redraw_ended` has drawn all lines, complete or not."""
+        return False
+
     def redraw_ended(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
         """Redraw the panel of a cell that has ended, with output that came later."""
         self._draw_final(transcript, logs)
@@ -262,6 +274,8 @@ class PlainDisplay:
         self._notes = notes
         self._colours = colours
         self._lines: PlainLines | None = None
+        self._late = list[str]()  # lines to print that arrived after the end of the cell
+        self._has_late = False  # whether `_lines` may have an incomplete late line
         self._waits = ""
         self._warned = 0
         self._stream = sys.stdout
@@ -329,8 +343,36 @@ class PlainDisplay:
         self.show_text(panel_text(shown))
         self._write(save_figures(transcript, logs))
 
+    def add_late(self, transcript: Transcript, outputs: RankOutputs) -> None:
+        """Keep the lines of outputs that arrived after the end of the cell, for `redraw_ended`."""
+        if self._lines is None:
+            self._lines = PlainLines(transcript.ranks)
+        for rank, output in outputs:
+            self._late += self._lines.receive(rank, output, time.monotonic())
+            self._has_late = True
+
+    def finish_late(self) -> bool:
+        """Keep incomplete late lines too; return True if there was late output to finish."""
+        had_late, self._has_late = self._has_late, False
+        if had_late and self._lines is not None:
+            self._late += self._lines.finish(time.monotonic())
+        return had_late
+
     def redraw_ended(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
-        pass
+        """Print the complete late lines; of very many, the last ones, and how many others came.
+
+        While IPython's prompt is open, IPython prints them above the prompt.
+        """
+        if self._lines is not None:
+            self._late += self._lines.flush()
+        lines, self._late = self._late, []
+        if more := len(lines[:-MAX_LATE_LINES]):
+            rest = in_pool("rest: `%dist_output --all`", self._pool)
+            noun = "line" if more == 1 else "lines"
+            self._write([f"… {more:,} {noun} more after the cell · {rest}"])
+        self._write(clip(line, MAX_LATE_LENGTH) for line in lines[-MAX_LATE_LINES:])
+        if lines:
+            sys.stdout.flush()
 
     def close(self) -> None:
         pass

@@ -21,13 +21,14 @@ from typing import Any, Self
 from IPython.core.interactiveshell import InteractiveShell
 
 from nbdist.notebook.cell_text import request_of
-from nbdist.notebook.display import REDRAW_INTERVAL, CellDisplay
+from nbdist.notebook.display import MAX_LATE_LENGTH, REDRAW_INTERVAL, CellDisplay
 from nbdist.output.ansi import strip
 from nbdist.output.events import Display, DisplayUpdate, Failure, Output, Text, Visible, plain_of
 from nbdist.output.transcript import Transcript
 from nbdist.output.wording import fold_ranks, traceback_text
 from nbdist.words import name_ranks
 from nbdist.world.agent_link import Link
+from nbdist.world.task_run import RankOutputs
 
 # The least and the greatest pause after a call of `notice`, in seconds, while no task runs.
 IDLE_PAUSE, MAX_IDLE_PAUSE = 0.25, 1.0
@@ -135,7 +136,6 @@ class IdleWatch:
 OUTPUTS_KEPT = 1000  # outputs that belong to no cell; older ones are dropped
 
 CELLS_KEPT = 20  # cells whose displays can still change
-MAX_LATE_LENGTH = 300  # characters of a line with late output that no cell can show
 
 
 class FinishedCells:
@@ -173,7 +173,20 @@ class FinishedCells:
                 self._without_cell.append((rank, output))
             else:
                 cell.receive(rank, output, time.monotonic())
+                self.add_to_display(cell, [(rank, output)])
                 self._changed.add(cell)
+
+    def add_to_display(self, transcript: Transcript, outputs: RankOutputs) -> None:
+        """Let the display of a cell show outputs that its transcript has, at the next `show`."""
+        for each, display in self._cells:
+            if each is transcript and display is not None:
+                display.add_late(transcript, outputs)
+
+    def finish_lines(self) -> None:
+        """Let the next `show` also show lines of late output that are not complete."""
+        for transcript, display in self._cells:
+            if display is not None and display.finish_late():
+                self._changed.add(transcript)
 
     def lose_widgets(self, rank_by_id: Mapping[str, int]) -> None:
         """Replace widgets of lost ranks by lines of text; `rank_by_id` maps widget ids to ranks."""
@@ -215,7 +228,7 @@ class FinishedCells:
             if not isinstance(output, DisplayUpdate) or transcript[rank].has_display(
                 output.display_id
             ):
-                return transcript if display.can_change else None
+                return transcript
         return None
 
 

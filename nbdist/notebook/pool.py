@@ -181,6 +181,7 @@ class Pool:
             _complete_shutdown(self.world)
             self._wait_for_stop(self.world, display)
             self._heal_between_cells(self.world, display)
+        self.past_cells.finish_lines()
         self.show_late()
         for text in self.past_cells.pop_texts():
             display.add_note(text)
@@ -199,7 +200,9 @@ class Pool:
         if running.unfinished:
             ranks = name_ranks(running.unfinished)
             display.show_status(f"waiting for {ranks} to leave the stopped cell …")
-        if damage := world.session.wait_for_stop():
+        damage = world.session.wait_for_stop()
+        self.past_cells.add_to_display(running.transcript, running.pop_outputs())
+        if damage:
             display.add_note(f"the stopped cell: {damage}")
             running.transcript.warn(damage)
         self.past_cells.mark_changed(running.transcript)
@@ -413,12 +416,15 @@ class Pool:
         world = self.world
         if world is not None and (stopped := self._stopped) is not None:
             world.session.receive_waiting()
+            self.past_cells.add_to_display(stopped.transcript, stopped.pop_outputs())
             self.past_cells.update(stopped.transcript)
             self.past_cells.show(self.log_files(), at_once=not stopped.unfinished)
         elif world is not None and world.session.is_idle and world.state.has_workers:
             display = self.display()
             self._heal_between_cells(world, display)
             self.show_late()
+            for text in () if display.can_change else self.past_cells.pop_texts():
+                display.add_note(text)
             if world.session.lost is not None:
                 display.add_note(str(world.session.lost))
 

@@ -11,6 +11,7 @@ import sys
 import time
 import uuid
 import warnings
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing, nullcontext
@@ -47,7 +48,7 @@ from nbdist.world.spec import parse_size, scaled
 from nbdist.world.states import Renumbering, WorldState
 from nbdist.world.task_history import ANY
 from nbdist.world.task_run import TaskRun
-from nbdist.world.workers import KeptVariables, Workers
+from nbdist.world.workers import LATE_KEPT, KeptVariables, Workers
 
 RANK_STATUS_TIMEOUT = 10.0  # seconds for an answer about ranks; longer than a head takes
 RANKS_KILLED_TIMEOUT = 60.0  # seconds for killed ranks to end; long, as the machine may be busy
@@ -208,15 +209,19 @@ class Session(Workers):
 
         Waits at most `LATE_TIMEOUT` seconds for the ranks.  Returns the task's `TaskRun.damage`, or
         "" if no task was stopped or if the damage was the same before.  Another Stop interrupts the
-        ranks again, and raises KeyboardInterrupt.
+        ranks again, and raises KeyboardInterrupt.  `TaskRun.pop_outputs` returns the newest outputs
+        of the wait.
         """
         if (running := self.stopped_task) is None:
             return ""
         reported_damage = running.damage
         running.give_up_at, stops = time.monotonic() + LATE_TIMEOUT, running.stops
-        for _ in self.follow(running):
+        newest: deque[tuple[int, Any]] = deque(maxlen=LATE_KEPT)
+        for outputs in self.follow(running):
+            newest += outputs
             if running.stops > stops:
                 break
+        running.return_outputs(newest)
         if running.stops > stops:
             self.interrupt()
             raise KeyboardInterrupt

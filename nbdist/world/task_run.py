@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -451,6 +451,10 @@ class TaskRun:
         """Return the outputs that ranks have sent since the last call."""
         outputs, self._outputs = self._outputs, []
         return outputs
+
+    def return_outputs(self, outputs: Iterable[tuple[int, Output]]) -> None:
+        """Let the next `pop_outputs` return these outputs, which it has returned before, again."""
+        self._outputs = [*outputs, *self._outputs]
 
     def waits_after(self, rank: int) -> bool:
         """Return True if this rank has finished the task and others have not."""

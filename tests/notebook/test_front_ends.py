@@ -156,6 +156,66 @@ def test_terminal_is_live_at_its_prompt(tmp_path: Path) -> None:
         terminal.child.close(force=True)
 
 
+THREAD = """import os, threading, time
+def late(gates, flood):
+    while not os.path.exists(gates + '/first'): time.sleep(0.01)
+    print('late', flush=True)
+    while not os.path.exists(gates + '/second'): time.sleep(0.01)
+    print(flood, flush=True)
+flood = '\\n'.join(map(str, range(5000)))
+threading.Thread(target=late, args=({gates!r}, flood)).start()"""
+
+
+def test_terminal_shows_late_output_above_its_prompt(tmp_path: Path) -> None:
+    """What threads print after the cell appears above the prompt, where typed text stays."""
+    terminal = Terminal(tmp_path, "xterm")
+    try:
+        thread = THREAD.format(gates=str(tmp_path))
+        terminal.enter("%%distributed -n 2", f"exec({thread!r}, globals())")
+        terminal.child.send("40 + ")
+        terminal.child.expect_exact("40")
+        (tmp_path / "first").touch()
+        terminal.child.expect(r"\[0-1\] late|\[[01]\] late")
+        (tmp_path / "second").touch()
+        terminal.child.expect(r"… \d,\d+ lines more after the cell · rest: `%dist_output --all`")
+        terminal.child.expect(r"\[0-1\] 4999|\[[01]\] 4999")
+        terminal.child.expect_exact("40")  # the prompt is drawn again, with what was typed
+        terminal.begin("2")
+        terminal.child.expect(r"Out\[3\]: \S*42")
+        assert terminal.child.waitnoecho(SOON)
+        terminal.begin("%dist_output -r 0 --all")
+        terminal.child.expect_exact("late")
+        terminal.child.expect_exact("4999")
+    finally:
+        terminal.child.close(force=True)
+
+
+STUBBORN = """import time
+def forever():
+    for number in range(10**6):
+        try:
+            time.sleep(0.2)
+            print('still', number, flush=True)
+        except KeyboardInterrupt: print('caught', flush=True)
+if rank: forever()"""
+
+
+def test_terminal_shows_what_ranks_print_that_did_not_stop(tmp_path: Path) -> None:
+    """Output of a rank that has not stopped appears above the prompt, and at the next cell."""
+    terminal = Terminal(tmp_path, "xterm")
+    try:
+        terminal.begin("%%distributed -n 2", f"exec({STUBBORN!r}, globals())")
+        terminal.child.expect_exact("[1] still 1")
+        terminal.child.sendintr()
+        terminal.child.expect_exact("[1] caught")
+        terminal.child.expect_exact("RanksNotStopped")
+        terminal.child.expect_exact("In [")
+        terminal.child.expect(r"\[1\] still \d+")
+        terminal.child.expect(r"\[1\] still \d+")
+    finally:
+        terminal.child.close(force=True)
+
+
 def test_terminal_sends_cells_in_the_background(tmp_path: Path) -> None:
     """Each `--no-wait` binds its job and is shown at the next prompt, also after other cells."""
     terminal = Terminal(tmp_path, "xterm")

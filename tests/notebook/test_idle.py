@@ -16,10 +16,14 @@ from typing import Any
 
 import pytest
 
-from nbdist.notebook.display import PanelDisplay, PlainDisplay
+from nbdist.notebook.display import (
+    MAX_LATE_LENGTH,
+    MAX_LATE_LINES,
+    PanelDisplay,
+    PlainDisplay,
+)
 from nbdist.notebook.idle import (
     IDLE_PAUSE,
-    MAX_LATE_LENGTH,
     FinishedCells,
     IdleStop,
     IdleWatch,
@@ -32,6 +36,7 @@ from nbdist.notebook.idle import (
 )
 from nbdist.notebook.jobs import CellPlace, Job
 from nbdist.output.events import Display, DisplayUpdate, Done, Failure, Skipped, Text
+from nbdist.output.text import whole_text
 from nbdist.output.transcript import Transcript
 
 
@@ -165,16 +170,49 @@ def test_late_output_is_not_lost(cells: FinishedCells, capsys: pytest.CaptureFix
 
 
 def test_late_output_without_a_cell_is_returned_once(cells: FinishedCells) -> None:
-    """`pop_texts` returns late output once, if its rank has no cell or a cell of plain lines."""
+    """`pop_texts` returns late output once, if its rank has no cell."""
     cells.receive([(2, out("bye\n")), (3, out("bye\n"))])
     assert cells.pop_texts() == ["ranks 2-3 printed after their last cell: bye"]
     assert cells.pop_texts() == []
     cells.receive([(2, out("bye\n"))])
     cells.forget()
     assert cells.pop_texts() == []
-    cells.add(ended(0), PlainDisplay())
-    cells.receive([(0, out("bye\n"))])
-    assert cells.pop_texts() == ["rank 0 printed after its last cell: bye"]
+
+
+def test_late_lines_are_printed_below_a_plain_cell(
+    cells: FinishedCells, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Plain lines that come late are printed with their ranks: complete, once, and not too many."""
+
+    def printed() -> list[str]:
+        cells.show({})
+        return capsys.readouterr().out.splitlines()
+
+    transcript = ended(0, 1)
+    cells.add(transcript, PlainDisplay())
+    cells.receive([(0, out("bye\nwait")), (1, out("bye\n")), (1, Done("ok", 1.0))])
+    assert printed() == ["[0-1] bye"]
+    cells.receive([(0, out(" for it\n"))])
+    assert printed() == ["[0] wait for it"]
+    assert printed() == []
+    cells.receive([(1, out("no end of line"))])
+    assert printed() == []
+    cells.finish_lines()
+    assert printed() == ["[1] no end of line"]
+    cells.finish_lines()
+    assert printed() == []
+    many = "".join(f"{number}\n" for number in range(MAX_LATE_LINES + 960))
+    cells.receive([(0, out(many)), (0, out("x" * (MAX_LATE_LENGTH + 1000) + "\n"))])
+    first, *lines = printed()
+    assert first == "… 961 lines more after the cell · rest: `%dist_output --all`"
+    assert (len(lines), lines[0]) == (MAX_LATE_LINES, "[0] 961")
+    assert len(lines[-1]) < MAX_LATE_LENGTH + 50
+    assert "0\n1\n" in whole_text(transcript, [0])
+    assert cells.pop_texts() == []
+    transcript.receive(1, out("of a stopped cell\n"), 1.0)
+    cells.add_to_display(transcript, [(1, out("of a stopped cell\n"))])
+    cells.update(transcript)
+    assert printed() == ["[1] of a stopped cell"]
 
 
 def test_equal_late_texts_share_a_line(cells: FinishedCells) -> None:
