@@ -40,7 +40,7 @@ _HINTS = ("0x", "cuda:", "xpu:", "npu:", "hpu:", "mps:", "GPU ", "pid", "PID", "
 _MARK, _PLACEHOLDER, _OF_TIME = "\0", "\0n", "\0t"
 _ERROR_OF_GROUP = re.compile(r"^ *(?:\| *)+[A-Za-z_][\w.]*: .+", re.MULTILINE)
 """A row `    | ValueError: rank 3 has no shard` in the traceback of an exception group."""
-_CELL_LINE = re.compile(r"Cell In\[\d+\], line \d+")
+_CELL_LINE = re.compile(r"Cell In\[\d+\], line (\d+)")
 # A longer error text is compared literally, which is faster.
 _MAX_COMPARED = 100_000
 
@@ -163,6 +163,12 @@ def error_keys(rank: int, error: RankError | None) -> tuple[str, ...]:
     return f"{place}\n{error.name}: {message}", with_placeholder
 
 
+def cell_line_of(failure: Failure) -> int:
+    """Return the cell's line that ran when the error was raised; 0 if the traceback has none."""
+    match = _CELL_LINE.search(strip("\n".join(failure.traceback)))
+    return int(match[1]) if match else 0
+
+
 def _place(failure: Failure) -> str:
     """Return the traceback for a comparison, without the message unless the message is very long.
 
@@ -171,7 +177,7 @@ def _place(failure: Failure) -> str:
     """
     text = "\n".join(failure.traceback)
     if failure.name == "KeyboardInterrupt":
-        return " ".join(_CELL_LINE.findall(strip(text)))
+        return " ".join(match[0] for match in _CELL_LINE.finditer(strip(text)))
     if len(failure.message) <= _MAX_COMPARED:
         text = strip(text).rstrip().removesuffix(strip(failure.message).rstrip())
     return _compared(text)

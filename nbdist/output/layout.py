@@ -12,6 +12,7 @@ from itertools import filterfalse, groupby
 from nbdist.output.ansi import strip
 from nbdist.output.bars import MAX_BAR_ROWS, bar_table, final_table
 from nbdist.output.events import Failure, Skipped
+from nbdist.output.fingerprint import cell_line_of
 from nbdist.output.html_parts import (
     is_figure,
     is_page_only,
@@ -459,4 +460,7 @@ def _error_line(group: AlikeRanks, transcript: Transcript) -> str:
         is_equal = text == error_text(cause[1])
         if is_equal or isinstance(error, Failure):
             return f"{text} ({'as' if is_equal else 'in the same place as'} on rank {cause[0]})"
+    # An interrupt has no message that says where it hit the rank.
+    if isinstance(error, Failure) and not error.message and (line := cell_line_of(error)):
+        return f"{text} (cell line {line})"
     return text

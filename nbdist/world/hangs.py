@@ -379,7 +379,7 @@ def shorten_error(
 ) -> Failure:
     """Shorten torch's error about connections that an abort, or another rank, has closed.
 
-    After an abort in the place `aborted`: `Released: it waited in all_reduce (cell line 7)`.
+    After an abort in the place `aborted`: `Released: waited in all_reduce (cell line 7)`.
     Without `aborted` the line comes from the traceback, and the reason from the ranks' `errors`.
     """
     if aborted is not None:
@@ -391,7 +391,7 @@ def shorten_error(
             file = os.path.basename(script.file)
             matches = re.findall(rf"File {re.escape(script.file)}:(\d+)", text)[-1:]
         number = int(matches[0]) if matches else 0
-    wait = f"it waited {wait}" + (f" ({file} line {number})" if number else "")
+    wait = f"waited {wait}" + (f" ({file} line {number})" if number else "")
     return Failure(
         RELEASED_ERROR, wait, (f"{RELEASED_ERROR}: {wait}",), failure.time_ns, connections="ended"
     )

@@ -91,7 +91,7 @@ def test_dist_why_shows_the_last_exception(notebook: Notebook) -> None:
     why = notebook.run("%dist_why").text
     assert re.match(r"\d\d:\d\d:\d\d · rank 1 on .* \(pid \d+\) · .* s into Cell In", why)
     assert "ValueError: bad shard" in why
-    assert "\nranks 0,2-3: Released: it waited in barrier (cell line 4)" in why
+    assert "\nranks 0,2-3: Released: waited in barrier (cell line 4)" in why
     notebook.run("%dist_restart")
     notebook.run("%%distributed\npass")
     assert notebook.run("%dist_why").text == why

@@ -137,7 +137,7 @@ def bad_shard(rank: int, time_ns: int = 1) -> Failure:
 
 
 def released(time_ns: int = 9) -> Failure:
-    said = "it waited in all_reduce (cell line 4)"
+    said = "waited in all_reduce (cell line 4)"
     return Failure("Released", said, (f"Released: {said}",), time_ns, (), "ended")
 
 
@@ -570,7 +570,7 @@ def deadlock_live() -> Panel:
 def deadlock_final() -> Panel:
     def said(rank: int) -> list[Output]:
         where = "all_reduce (cell line 3)" if rank == 0 else "barrier (cell line 2)"
-        text = f"it waited in {where}"
+        text = f"waited in {where}"
         return [
             out("before\n"),
             Failure("Released", text, (f"Released: {text}",), rank + 1, (), "ended"),

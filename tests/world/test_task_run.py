@@ -135,10 +135,10 @@ LATE = Failure("RuntimeError", "Timed out", ("Timed out",), 5, connections="time
 @pytest.mark.parametrize(
     ("peer", "said"),
     [
-        (LATE, "it waited for a rank that had timed out (cell line 4)"),
-        (LATE._replace(connections=""), "it waited for a rank that had failed (cell line 4)"),
-        (Died(-9, 5), "it waited for a rank that died (cell line 4)"),
-        (Done("ok", 1.0), "it waited for a rank that had closed its connection (cell line 4)"),
+        (LATE, "waited for a rank that had timed out (cell line 4)"),
+        (LATE._replace(connections=""), "waited for a rank that had failed (cell line 4)"),
+        (Died(-9, 5), "waited for a rank that died (cell line 4)"),
+        (Done("ok", 1.0), "waited for a rank that had closed its connection (cell line 4)"),
     ],
 )
 def test_a_released_rank_says_how_its_peer_ended(
