@@ -208,11 +208,17 @@ _MAX_SET_SIZE, _MAX_NUMBERS = 64, 16
 ErrorRelation = Literal["none", "first", "same", "other"]
 """How the error of a group is related to the first error of the cell; see `AlikeRanks`."""
 
-Likeness = Literal["same", "same except for {…}", "stopped in the same line", "stopped"]
+Likeness = Literal[
+    "same",
+    "same except for times",
+    "same except for {…}",
+    "stopped in the same line",
+    "stopped",
+]
 """How alike the ranks of a group are, in the words that people see.
 
 `{…}` stands for the sets that are shown instead of differing numbers, addresses, devices and
-process ids.  Times of day are no difference: the earliest and the latest are shown.
+process ids.  If ranks differ in times of day, the earliest and the latest are shown.
 """
 
 
@@ -311,8 +317,25 @@ def _group_of(
     elif len({error_content(each.error) for each in members}) == 1 and (
         is_exact or len({each.body.same for each in members}) == 1
     ):
-        likeness = "same"
+        likeness = "same except for times" if _differ_in_times(members) else "same"
     return AlikeRanks(tuple(members), shown, likeness, error, part)
+
+
+def _differ_in_times(members: Sequence[RankTranscript]) -> bool:
+    """Return True if newest lines of ranks differ, whose lines are equal except for times of day.
+
+    Compares the last `MAX_NUMBERED_LINES` lines that all of these ranks have printed.
+    """
+    common = min(each.line_count for each in members)
+    newest = min(common, MAX_NUMBERED_LINES)
+
+    def lines(rank: RankTranscript) -> list[str]:
+        entries = rank.tail(newest + rank.line_count - common)[:newest]
+        return [entry.text for entry in entries if isinstance(entry, ScreenLine)]
+
+    first, *others = members
+    of_first = lines(first)
+    return any(map(may_have_time, of_first)) and any(lines(each) != of_first for each in others)
 
 
 _LONGEST_KNOWN = 400

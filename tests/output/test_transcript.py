@@ -105,7 +105,7 @@ def logged(style: str, message: str, seconds: float) -> str:
 def test_lines_that_differ_in_times_are_merged(style: str) -> None:
     """Ranks whose lines differ in times alone are merged, also while some ranks are ahead.
 
-    The earliest and the latest time are shown.
+    The likeness says so only if times differ.  The earliest and the latest time are shown.
     """
 
     def lines(rank: int, count: int, message: str = "step {}") -> list[Output]:
@@ -119,15 +119,17 @@ def test_lines_that_differ_in_times_are_merged(style: str) -> None:
         running(4, lambda rank: lines(rank, 30)),
     ):
         (group,) = transcript.groups()
-        assert (group.ranks, group.likeness) == ((0, 1, 2, 3), "same")
+        assert (group.ranks, group.likeness) == ((0, 1, 2, 3), "same except for times")
         earliest, latest = (transcript[rank].tail(1)[0] for rank in (0, 3))
         assert group.last == fold_lines([earliest, latest])
         assert re.search(r"\{([^{}]+) to (?!\1)[^{}]+\}", group.last.text)
     ahead = running(4, lambda rank: lines(rank, 1 + rank % 2))
     (group,) = ahead.groups(is_live=True)
     firsts = [ahead[rank].tail(2)[0] for rank in (0, 3)]
-    assert (group.likeness, group.last) == ("same", fold_lines(firsts))
+    assert (group.likeness, group.last) == ("same except for times", fold_lines(firsts))
     assert group.ahead == [((1, 3), fold_lines([ahead[rank].tail(1)[0] for rank in (1, 3)]))]
+    (group,) = make(4, lambda _: lines(0, 3)).groups()
+    assert group.likeness == "same"
     # Every other difference is shown.
     assert groups(make(4, lambda rank: lines(rank, 1, f"loss {rank}"))) == [(0,), (1,), (2,), (3,)]
     (group,) = make(4, lambda rank: lines(rank, 9, f"loss {rank}")).groups()
@@ -138,7 +140,7 @@ def test_lines_that_differ_in_times_are_merged(style: str) -> None:
     for count in (1, 2):
         said = make(4, lambda rank, count=count: lines(rank, count))
         assert said[0].tail(1) != said[1].tail(1)
-        assert "── ranks 0-3 (same) ──" in final_text(said)
+        assert "── ranks 0-3 (same except for times) ──" in final_text(said)
         assert " to " in final_html(said)
 
 
