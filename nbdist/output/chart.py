@@ -219,7 +219,7 @@ def is_same(low: float | None, high: float | None) -> bool:
 
 
 def headline(name: str, curve: Curve, bands: Bands) -> str:
-    """Return the newest numbers of a curve: `loss 0.12 · step 99 · 0.11 to 0.13 on 4 ranks`.
+    """Return a curve's newest numbers: `loss median 0.12 · step 99 · 0.11 to 0.13 on 4 ranks`.
 
     `bands` compare the newest run, the only run shown; the line counts earlier runs.  The numbers
     are of the last step, or of the last step that all ranks have if it is not much older.  If steps
@@ -250,12 +250,16 @@ def headline(name: str, curve: Curve, bands: Bands) -> str:
     if merged_count > 1:
         when = f"mean of {merged_count:,.0f} from {when} on"
     ranks = ranks_text(run) if len(compared) == len(run) else f"{len(compared)} of {len(run)} ranks"
+    middle = number_text(_median(means))
     if len(compared) > 1:
         low, high = min(means), max(means)
         equal = " equal" if len(compared) == len(run) else ", equal"
         range_text = f"{number_text(low)} to {number_text(high)}"
-        ranks = f"{ranks}{equal}" if is_same(low, high) else f"{range_text} on {ranks}"
-    return f"{shown_name(name)} {number_text(_median(means))} · {when} · {ranks}{end_of_line}"
+        if is_same(low, high):
+            ranks += equal
+        else:
+            middle, ranks = f"median {middle}", f"{range_text} on {ranks}"
+    return f"{shown_name(name)} {middle} · {when} · {ranks}{end_of_line}"
 
 
 def remarks(bands: Bands) -> list[str]:
@@ -268,7 +272,7 @@ def remarks(bands: Bands) -> list[str]:
         )
         has = "had" if each.is_back else "has"
         numbers = f"at step {step_text(each.until)} it {has} {number_text(each.mean)}"
-        others = f"beside {number_text(each.median)} on the others"
+        others = f"beside a median of {number_text(each.median)} on the others"
         lines.append(f"rank {each.rank} left the band {when}: {numbers}, {others}")
     ranks: dict[Odd, list[int]] = {}
     for rank, odd in bands.odd.items():

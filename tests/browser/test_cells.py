@@ -380,7 +380,7 @@ def test_cells_run_in_notebook_7_too(notebook: Notebook) -> None:
         Notebook(page, notebook.path).screenshot("notebook-7")
     assert [cell.errors for cell in cells if cell.errors] == []
     ranks, reduced, curves, _, gathered = [cell.shown for cell in cells]
-    assert re.search(r"loss 0.01005 · step 98\n0.01 to 0.0101 on 2 ranks", curves)
+    assert re.search(r"loss median 0.01005 · step 98\n0.01 to 0.0101 on 2 ranks", curves)
     assert cells[2].images == 1
     assert "I am rank 0 of 2" in ranks
     assert "I am rank 1 of 2" in ranks

@@ -435,14 +435,16 @@ def test_all_equally_slow_ranks_are_named(ends: list[tuple[float, str]]) -> None
 # --- curves -------------------------------------------------------------------------------------
 
 HEADLINE = re.compile(
-    r"loss (?P<median>\S+) · (?:mean of (?P<of>\d+) from )?step (?P<step>[\d,]+)(?: on)? · "
+    r"loss (?P<is_median>median )?(?P<median>\S+) · "
+    r"(?:mean of (?P<of>\d+) from )?step (?P<step>[\d,]+)(?: on)? · "
     r"(?:(?P<low>\S+) to (?P<high>\S+) on )?"
     r"(?:rank 0|(?:(?P<there>\d+) of )?\d+ ranks)(?P<equal>,? equal)?"
 )
 LEFT = re.compile(
     r"rank (?P<rank>\d+) left the band from (?P<about>about )?step (?P<step>[\d,]+)"
     r"(?: to (?P<until>[\d,]+), and came back| on): "
-    r"at step (?P<at>[\d,]+) it ha[sd] (?P<own>\S+), beside (?P<others>\S+) on the others"
+    r"at step (?P<at>[\d,]+) it ha[sd] (?P<own>\S+), "
+    r"beside a median of (?P<others>\S+) on the others"
 )
 ODD = re.compile(
     r"(?P<ranks>ranks? [\d,-]+): NaN or infinity (?:first )?(?:at|from) step (?P<step>[\d,]+)"
@@ -525,6 +527,7 @@ def test_sentences_about_curves_are_true(
     if any(finite):
         found = HEADLINE.fullmatch(head)
         assert found is not None, head
+        assert bool(found["is_median"]) is bool(found["low"])
         # A rank with a NaN among the steps of a mean is left out.
         begin, width = number_of(found["step"]), int(found["of"] or 1)
         parts = [numbers[begin : begin + width] for numbers in ranks]

@@ -37,10 +37,10 @@ def test_curves_of_all_cells_are_drawn(kernel: Notebook) -> None:
     assert shown.text.splitlines()[:3] == [
         "2 ranks",
         "── tracked ──",
-        "loss 0.7 · step 4 · 0.2 to 1.2 on 2 ranks",
+        "loss median 0.7 · step 4 · 0.2 to 1.2 on 2 ranks",
     ]
     kernel.run("%dist_restart")
-    assert "loss 0.7 · step 9 · 0.2 to 1.2 on 2 ranks" in kernel.run(TRACKS).text
+    assert "loss median 0.7 · step 9 · 0.2 to 1.2 on 2 ranks" in kernel.run(TRACKS).text
     shown = kernel.run("%dist_plot loss")
     assert len(Panel(shown.panel["text/html"]).images) == 1
     rows = [row.split() for row in shown.text.splitlines()[2:]]
@@ -62,7 +62,7 @@ def test_plot_tracks_the_numbers_of_bars(kernel: Notebook) -> None:
     shown = kernel.run(LOGS)
     panel, note = shown.texts[-2:]
     panel = shown.updates[-1]["data"]["text/plain"] if shown.updates else panel
-    assert "err 3.5 · step 5 · 3 to 4 on 2 ranks" in panel
+    assert "err median 3.5 · step 5 · 3 to 4 on 2 ranks" in panel
     assert "acc 0.5 · step 5 · 2 ranks equal" in panel
     assert note == (
         "`--plot`: no bar of tqdm and no log of transformers or Lightning had rate; "
