@@ -148,14 +148,16 @@ def below_panel(
 ) -> list[Display]:
     """Return the displays that only the page can render, with captions that name the ranks.
 
-    With `of`, returns all such displays of these ranks.  Without `of`, returns at most
+    There are no captions if the cell ran on one rank, which the head of the panel names.  With
+    `of`, returns all such displays of these ranks.  Without `of`, returns at most
     `MAX_DISPLAYS_BELOW` such displays, and a caption that says which ranks have more.
     """
     displays = page_only_displays(transcript, of)
     limit = MAX_DISPLAYS_BELOW if of is None else len(displays)
     shown: list[Display] = []
     for ranks, run in groupby(displays[:limit], key=itemgetter(0)):
-        shown += [_caption(name_ranks(ranks)), *(_readable(each) for _, each in run)]
+        shown += [_caption(name_ranks(ranks))] if len(transcript.ranks) > 1 else []
+        shown += (_readable(each) for _, each in run)
     if hidden := displays[limit:]:
         ranks = sorted({rank for group, _ in hidden for rank in group})
         again = in_pool(f"`%dist_output -r {format_ranks(ranks)}` shows them", pool)

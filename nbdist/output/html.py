@@ -209,7 +209,11 @@ def _text(lines: list[ScreenLine], *, is_live: bool) -> str:
 def _display(shown: RichDisplay) -> str:
     if (html := embed(shown.display)) is not None:
         return f'<div style="white-space:normal;overflow-x:auto;margin:4px 0">{html}</div>'
-    return line(dim(f"{kind_text(shown.display.data)}, shown below"))
+    return line(dim(_shown_below(shown)))
+
+
+def _shown_below(shown: RichDisplay) -> str:
+    return f"{kind_text(shown.display.data)}, shown below"
 
 
 # --- which blocks of a panel stand side by side -----------------------------------------------
@@ -249,8 +253,8 @@ def _is_narrow(item: PanelItem) -> bool:
             return True
         case RichDisplay():
             # The width of a drawn table is not known, but a table is about as wide as its text.
-            width = _WIDEST_LINE if embed(item.display) is None else _WIDEST_TABLE
-            return _fits(item.plain.split("\n"), width)
+            is_below = embed(item.display) is None
+            return is_below or _fits(item.plain.split("\n"), _WIDEST_TABLE)
         case lines:
             return _fits([strip(line.text) for line in lines], _WIDEST_LINE)
 
@@ -295,7 +299,8 @@ def _characters(block: PanelBlock) -> int:
     rows = [f"{name_ranks(block.group.ranks)} {mark} {block.about}"]
     for item in block.items:
         if isinstance(item, RichDisplay):
-            rows += item.plain.split("\n")
+            is_below = embed(item.display) is None
+            rows += [_shown_below(item)] if is_below else item.plain.split("\n")
         elif isinstance(item, str):
             rows.append(item)
         elif isinstance(item, list):

@@ -322,7 +322,9 @@ def test_equal_displays_of_ranks_share_a_caption() -> None:
     said = texts(said_by([markdown("first")], many))
     assert len([text for text in said if text.startswith("*")]) == MAX_DISPLAYS_BELOW
     assert said[-1] == "… 5 more displays of rank 1: `%dist_output -r 1` shows them"
-    assert len(below_panel(said_by(many), [0])) == 37
+    assert len(below_panel(said_by([], many), [1])) == 37
+    # The head of the panel names the only rank of a cell.
+    assert texts(said_by([a, b])) == ["*a*", "*b*"]
 
 
 def test_displays_below_the_panel_change_in_place(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,7 +169,7 @@ def test_displays_can_be_updated_and_cleared(notebook: Notebook) -> None:
     said = notebook.run("%dist_output -99").error
     assert re.search(r"`%dist_output -99`: the output of \d+ cells is kept", said)
     said = notebook.run("%%rank 0\n%%markdown\n# Title")
-    assert below_of(said) == ["rank 0", "# Title\n"]
+    assert below_of(said) == ["# Title\n"]  # the head names the only rank
 
 
 def test_comments_and_final_magics_are_allowed_in_cells(notebook: Notebook) -> None:

@@ -247,6 +247,18 @@ def test_small_outputs_are_side_by_side(
     assert max(len(run) for run in side_by_side_runs(blocks)) == (4 if is_there else 1)
 
 
+def test_a_tile_is_as_wide_as_what_it_shows() -> None:
+    """Of content that is shown below the panel a tile has a caption, whose width counts."""
+
+    def widths(source: str) -> list[str]:
+        content = {"text/markdown": source, "text/plain": source}
+        html = final_html(make(3, lambda rank: [out(f"{rank}\n"), Display(content, {})]))
+        return re.findall(r"flex:0 1 ([\d.]+)em", html)
+
+    assert len(widths("**a**")) == 3
+    assert widths("**a**") == widths(f"**{'a long text ' * 20}**")
+
+
 def test_tiles_are_equally_wide_and_in_order() -> None:
     """Tiles are in a row that wraps, equally wide and in rank order; figures share its width."""
     for ranks, share in ((2, 45), (3, 30), (4, 45), (5, 30)):
