@@ -62,9 +62,9 @@ def headline(timeline: Timeline) -> str:
         collectives = f"the last {collectives}"
     parts = [count(len(timeline.rows), "rank"), seconds_text(timeline.seconds), collectives]
     if (row := timeline.straggler) is not None:
-        last = f"came last to {row.came_last} of them; " if row.came_last > 1 else ""
+        last = f", which came last to {row.came_last} of them" if row.came_last > 1 else ""
         awaited = short_seconds(row.awaited, timeline.seconds)
-        parts.append(f"rank {row.rank} {last}others waited {awaited} for it")
+        parts.append(f"others waited {awaited} for rank {row.rank}{last}")
     return " · ".join(parts)
 
 

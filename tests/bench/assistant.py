@@ -138,7 +138,7 @@ def faults(seed: int) -> Iterator[Fault]:
             f"for _ in range(8):\n    if rank == {odd}:\n        {body}\n"
             "    dist.all_reduce(torch.ones(4))"
         )
-        yield Fault("slow", cell, (f"rank {odd} came last", "waited"))
+        yield Fault("slow", cell, (f"for rank {odd}, which came last", "waited"))
 
 
 class Asking:

@@ -226,7 +226,7 @@ def check(notebook: Notebook) -> None:
         assert found == [str(rank) for rank in range(ranks)]
     assert "loss 1.300 (rank 0) to 1.330 (rank 3)" in cells["short"].shown
     assert re.search(
-        r"loss \d.*\n.* on 4 ranks\nrank 2 left the band from (?:about )?step \d+ on",
+        r"loss median \d.*\n.* on 4 ranks\nrank 2 left the band from (?:about )?step \d+ on",
         cells["curves"].shown,
     )
     assert "widget, shown below" in cells["widget"].shown
@@ -239,7 +239,7 @@ def check(notebook: Notebook) -> None:
         "plotly": "rank 0",
         "sympy": "rank 0",
         "steps": "step 2",
-        "timeline": "rank 2 came last to 2 of them; others waited",
+        "timeline": "for rank 2, which came last to 2 of them",
         "status": "idle",
     }.items():
         assert said in cells[name].shown
