@@ -172,6 +172,7 @@ def test_outputs_of_ranks_are_aligned_in_order(lab: Lab) -> None:
     notebook.page.wait_for_function(HAS_BARS, arg=number_of("bars"), polling=LOOK_MS)
     rows = places(notebook, "bars", "tr")[:4]
     bars = [place for place in places(notebook, "bars", "td span") if place["height"] == 10]
+    notebook.page.evaluate(SCROLL, number_of("bars"))
     notebook.picture("looks-bars-live")
     live = notebook.cells()[number_of("bars")].shown
     (lab.folder / "looked").touch()

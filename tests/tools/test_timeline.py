@@ -43,7 +43,8 @@ def test_the_timeline_names_the_straggler(kernel: Notebook) -> None:
         "    dist.all_reduce(torch.ones(256))"
     )
     shown = kernel.run("%dist_timeline")
-    head, titles, first, second, bar, late_bar, axis, legend, period, last = shown.text.split("\n")
+    head, titles, first, second, bar, late_bar, *others = shown.text.split("\n")
+    axis, legend, *periods, last = others
     assert re.search(r"3 collectives · others waited .* for rank 1, which came last to 3 of", head)
     assert titles.split("  ")[0] == "rank"
     assert first.split()[0] == "0"
@@ -52,7 +53,9 @@ def test_the_timeline_names_the_straggler(kernel: Notebook) -> None:
     assert late_bar.count("█") > 30 > bar.count("█")
     assert axis.split("|")[1].rstrip() in ("0 s", "0 ms")
     assert legend == "█ only computing  ▄ half  ▁ in collectives"
-    assert re.fullmatch(r"others waited .* for rank 1 between .* and .* s", period)
+    assert 1 <= len(periods) <= 3
+    for period in periods:
+        assert re.fullmatch(r"others waited .* s for rank 1 between .* s and .* s", period)
     assert last == "all_reduce x 3 (3 KiB)"
     pictures = re.findall(r'<img src="[^"]+" alt="(rank \d): ', shown.panel["text/html"])
     assert pictures == ["rank 0", "rank 1"]
