@@ -247,7 +247,7 @@ def follow_steps(
                     if display:
                         pool.show_widgets()  # before the displays, which need the widgets' models
                         _redraw(running, outputs, display, is_attended=is_attended)
-                        pool.show_late(at_once=False)
+                        pool.show_late(at_once=False, running=display)
                     if is_attended and (rank := running.next_to_ask) is not None:
                         with raise_stops():
                             if display:

@@ -206,6 +206,11 @@ class FinishedCells:
             self._last_update = state
             self._changed.add(transcript)
 
+    @property
+    def has_changes(self) -> bool:
+        """Whether the next `show` has a cell to redraw."""
+        return bool(self._changed)
+
     def show(self, logs: Mapping[int, str], *, at_once: bool = True) -> None:
         """Redraw the cells that have changed; unless `at_once`, a few times a second at most."""
         if self._changed and (at_once or time.monotonic() >= self._show_at):

@@ -380,11 +380,16 @@ class Pool:
             lost, widgets.ended_widgets = widgets.ended_widgets, {}
             self.past_cells.lose_widgets(lost)
 
-    def show_late(self, *, at_once: bool = True) -> None:
-        """Add output that came after the end of its cell to that cell, and update widgets."""
+    def show_late(self, *, at_once: bool = True, running: CellDisplay | None = None) -> None:
+        """Add output that came after the end of its cell to that cell, and update widgets.
+
+        `running` is the display of the cell that runs, which pauses if other cells print lines.
+        """
         if self.world is not None:
             self.show_widgets()
             self.past_cells.receive(self.world.session.pop_late_outputs())
+            if running is not None and self.past_cells.has_changes:
+                running.pause()
             self.past_cells.show(self.log_files(), at_once=at_once)
 
     def _notice(self) -> None:

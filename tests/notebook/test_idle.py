@@ -191,7 +191,9 @@ def test_late_lines_are_printed_below_a_plain_cell(
     transcript = ended(0, 1)
     cells.add(transcript, PlainDisplay())
     cells.receive([(0, out("bye\nwait")), (1, out("bye\n")), (1, Done("ok", 1.0))])
+    assert cells.has_changes
     assert printed() == ["[0-1] bye"]
+    assert not cells.has_changes
     cells.receive([(0, out(" for it\n"))])
     assert printed() == ["[0] wait for it"]
     assert printed() == []
