@@ -17,13 +17,15 @@ class BarRows:
 
     `by_row` has the bars in all rows but a row that is being written.  `cut_widths` has by row the
     number of characters of a bar that tqdm has cut directly after a space.  `forgotten` counts the
-    bars that `drop_above` has removed from `by_row`.
+    bars that `drop_above` has removed from `by_row`.  `has_been_drawn` stays True after a program
+    has erased its bars.
     """
 
     def __init__(self) -> None:
         self.by_row: dict[int, Bar] = {}
         self.cut_widths: dict[int, int] = {}
         self.forgotten = 0
+        self.has_been_drawn = False
         # Bars whose rows hold text now and that were not drawn again, by name and total, or by a
         # number if `set_removed` set the bars: the row, the bar, and its number of characters.
         self._removed: dict[object, tuple[int, Bar, int]] = {}
@@ -76,6 +78,7 @@ class BarRows:
             self.by_row.pop(row, None)
             return
         self.by_row[row] = bar
+        self.has_been_drawn = True
         self.drop_removed(bar)
 
     def pop_row(self, row: int) -> int:
@@ -90,6 +93,7 @@ class BarRows:
     def set_removed(self, bars: Iterable[Bar], row: int) -> None:
         """Take over bars of other screens, as if lines of text had replaced the bars in `row`."""
         self._removed = {number: (row, bar, 0) for number, bar in enumerate(bars)}
+        self.has_been_drawn = bool(self._removed)
 
     def record_removed(self, row: int, bar: Bar, width: int, end: int) -> None:
         """Record a bar of `width` characters whose row will hold text from now on.
@@ -161,6 +165,7 @@ class BarRows:
         If a line of text has moved the bar from another row to this row, the first position in the
         other row counts.
         """
+        self.has_been_drawn = True
         moved_from = -1
         if key in self._removed:
             other, removed, _ = self._removed[key]

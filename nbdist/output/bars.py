@@ -1,8 +1,8 @@
 """The progress bars of all ranks as one table: how far each rank is, and which rank is behind.
 
-While a cell runs, ranks have rows for their current bars.  A rank's current bar is the last bar, if
-it is unfinished or nothing is printed below it.  Other bars are "left", and in a finished cell all:
-ranks that left a bar at the same position share a row.  The notebook's process draws the table in a
+While a cell runs, ranks have rows for their current bars.  A rank's current bar is the last bar,
+unless many lines are printed below it.  Other bars are "left", and in a finished cell all: ranks
+that left a bar at the same position share a row.  The notebook's process draws the table in a
 panel.  Pure: no I/O here.
 """
 
@@ -26,7 +26,7 @@ from nbdist.words import aligned, count, format_ranks, name_ranks
 MAX_BAR_ROWS, SLOWEST_ROWS = 16, 6
 _MAX_LEFT_LIVE = 4
 _LOOK_BACK = 24
-"""An unfinished bar with so many rows below it counts as left."""
+"""A bar with so many rows below it counts as left."""
 
 _MAX_BARS_AROUND = 3
 _LONGEST_NAME = 32  # so that the percentage fits on a page of 700 pixels
@@ -114,19 +114,30 @@ class BarTable(NamedTuple):
         return (epochs.index(bars.numbers) + share) / len(epochs)
 
 
-def current_bars_of(output: RankTranscript) -> RankBars | None:
-    """Return a rank's current bar and the bars around it; None if there is none, or on failure."""
-    screen = output.pieces[-1] if output.pieces else None
-    if output.state in FAILED or not isinstance(screen, Screen):
+def current_bars_of(output: RankTranscript, *, with_full: bool = True) -> RankBars | None:
+    """Return a rank's current bar and the bars around it; None if there is none, or on failure.
+
+    Unless `with_full`, also return None for a bar that is full, or of a rank whose cell has ended,
+    if the rank has printed anything below the bar.
+    """
+    if output.state in FAILED:
         return None
-    candidates = [(row, bar) for row, bar in screen.bars() if row >= screen.end - _LOOK_BACK]
-    if (edited := _edited_bar(screen)) and not (candidates and candidates[-1][0] == screen.cursor):
-        candidates.append((screen.cursor, edited))
-    if not candidates:
+    below, candidates = 0, list[tuple[int, Bar]]()
+    for piece in reversed(output.pieces):
+        if below >= _LOOK_BACK:
+            return None
+        if not isinstance(piece, Screen):
+            below += 1
+            continue
+        candidates = _recent_bars(piece, piece.end + below - _LOOK_BACK)
+        below += piece.end
+        if candidates:
+            break
+    else:
         return None
     *above, (row, bar) = candidates
     is_over = bar.is_finished or output.state != "running"
-    if is_over and row < screen.end - 1:
+    if is_over and not with_full and row < below - 1:
         return None
     around: list[Bar] = []
     for at, outer in reversed(above):  # the bars in the rows right above
@@ -137,6 +148,14 @@ def current_bars_of(output: RankTranscript) -> RankBars | None:
     return RankBars(output.rank, bar, tuple(around[::-1]))
 
 
+def _recent_bars(screen: Screen, first: int) -> list[tuple[int, Bar]]:
+    """Return the bars of a screen from row `first` on, and their rows."""
+    bars = [(row, bar) for row, bar in screen.bars() if row >= first]
+    if (edited := _edited_bar(screen)) and not (bars and bars[-1][0] == screen.cursor):
+        bars.append((screen.cursor, edited))
+    return bars
+
+
 def _edited_bar(screen: Screen) -> Bar | None:
     """Return the bar, as `63 %`, in the cursor's row if that row is last and was written over."""
     if not screen.is_edited or screen.cursor != screen.end - 1:
@@ -144,28 +163,33 @@ def _edited_bar(screen: Screen) -> Bar | None:
     return next((read_bar(line.text, is_edited=True) for line in screen.lines(screen.cursor)), None)
 
 
-def _all_current_bars(transcript: Transcript) -> list[RankBars]:
+def _all_current_bars(transcript: Transcript, *, with_full: bool = True) -> list[RankBars]:
     """Return the current bars of all ranks; an empty list if no running rank has a current bar."""
-    current = [bars for each in transcript if (bars := current_bars_of(each))]
+    found = (current_bars_of(each, with_full=with_full) for each in transcript)
+    current = [*filter(None, found)]
     return current if any(transcript[bars.rank].state == "running" for bars in current) else []
 
 
 def find_left_bars(
     bars: Mapping[int, Sequence[Bar]], current: Sequence[RankBars] = ()
 ) -> list[LeftBar]:
-    """Make the rows of left bars, without bars that have the name and total of a bar in `current`.
+    """Make the rows of left bars, without bars at which a rank in `current` still is.
 
     Ranks that left a bar at the same position share a row.  If ranks have several bars of the same
     name and total, a second bar shares a row only with second bars, and so on.
     """
-    present = {(bar.name, bar.total) for each in current for bar in (*each.around, each.bar)}
+    present = set[tuple[str, str, int]]()
+    for each in current:
+        times = Counter((bar.name, bar.total) for bar in bars[each.rank])
+        keys = {(bar.name, bar.total) for bar in (*each.around, each.bar)}
+        present |= {(*key, times[key]) for key in keys}
     by_place: dict[tuple[object, ...], dict[int, Bar]] = {}
     for rank, rank_bars in bars.items():
         times = Counter[tuple[str, str]]()
         for bar in rank_bars:
             key = bar.name, bar.total
             times[key] += 1
-            if key not in present:
+            if (*key, times[key]) not in present:
                 amount = (bar.done, bar.is_finished)
                 by_place.setdefault((*key, times[key], *amount), {})[rank] = bar
     return [_merge_left_bars(same) for same in by_place.values()]
@@ -218,7 +242,10 @@ def bar_table(transcript: Transcript) -> BarTable | None:
     left_bars = find_left_bars({each.rank: each.bars for each in transcript}, bars)
     if not (bars or left_bars):
         return None
-    return _add_left_bars(_present_table(bars) if bars else BarTable(()), left_bars, _MAX_LEFT_LIVE)
+    table = _present_table(bars) if bars else BarTable(())
+    # As many rows in all as in the finished cell, so that no rows appear when the cell ends.
+    max_left = max(_MAX_LEFT_LIVE, MAX_BAR_ROWS - len(table.rows))
+    return _add_left_bars(table, left_bars, max_left)
 
 
 def _present_table(rank_bars: Sequence[RankBars]) -> BarTable:
@@ -264,7 +291,7 @@ def merged_line(transcript: Transcript) -> str:
     If the bars have exactly two names, such as of two epochs, the line has a part for each name.
     """
     named = dict[tuple[str, ...], list[RankBars]]()
-    for bars in (rank_bars := _all_current_bars(transcript)):
+    for bars in (rank_bars := _all_current_bars(transcript, with_full=False)):
         named.setdefault(tuple(bar.name for bar in (*bars.around, bars.bar)), []).append(bars)
     parts = named.values() if len(named) == 2 else filter(None, [rank_bars])
     return " · ".join(map(_progress_text, parts))

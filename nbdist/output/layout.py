@@ -112,7 +112,9 @@ def live_layout(
     urgent = [group for group in groups if group.has_failed or waits_for_input(group)]
     others = [group for group in groups if group not in urgent]
     is_many = len(transcript.ranks) > MANY_RANKS and len(groups) > _FEW_GROUPS
-    values = () if any(group.ahead for group in groups) else _value_rows(others, is_live=True)
+    is_loop = _is_loop(transcript)
+    has_rows = not any(group.ahead for group in groups)
+    values = _value_rows(others, is_loop=is_loop, is_live=True) if has_rows else ()
     in_blocks, rows = (urgent, values) if is_many or values else (groups, ())
     if is_many:
         rows = tuple(PanelRow(tuple(ranks), line) for line, ranks in _by_last_line(others).items())
@@ -205,7 +207,7 @@ def final_layout(
     failed = [group for group in groups if group.has_failed]
     others = [group for group in groups if group not in failed and group not in silent]
     folded: list[AlikeRanks] = []
-    if rows := _value_rows(others):
+    if rows := _value_rows(others, is_loop=_is_loop(transcript)):
         others = []
     elif len(others) > _MANY_GROUPS:
         kept = {transcript.ranks[0], *unlike_most(others)}
@@ -231,9 +233,22 @@ def _is_below(group: AlikeRanks) -> bool:
     return all(isinstance(each, RichDisplay) and is_page_only(each.display.data) for each in pieces)
 
 
-def _value_rows(groups: Sequence[AlikeRanks], *, is_live: bool = False) -> tuple[PanelRow, ...]:
-    """Make a row for each group if all have a `_short_value` and are not too many; else no rows."""
-    if len(groups) > _MAX_VALUES:
+def _is_loop(transcript: Transcript) -> bool:
+    """Return True if ranks have drawn progress bars, and are few enough to share a block.
+
+    Such a cell prints more and more lines, so its first line is in a block, as all later lines.
+    """
+    return transcript.has_had_bars and len(transcript.ranks) <= MANY_RANKS
+
+
+def _value_rows(
+    groups: Sequence[AlikeRanks], *, is_loop: bool, is_live: bool = False
+) -> tuple[PanelRow, ...]:
+    """Make a row for each group if all have a `_short_value` and are not too many; else no rows.
+
+    Also make no rows if `is_loop` and a group has printed a line.
+    """
+    if len(groups) > _MAX_VALUES or (is_loop and any(group.line_count for group in groups)):
         return ()
     rows: list[PanelRow] = []
     for group in groups:
@@ -251,7 +266,7 @@ def _short_value(group: AlikeRanks, *, is_live: bool) -> ScreenLine | None:
     match group.last:
         case ScreenLine() as line:
             pass
-        case RichDisplay(display=display) as shown if list(display.data) == ["text/plain"]:
+        case RichDisplay(is_text=True) as shown:
             line = ScreenLine(shown.plain, stderr=False)
         case _:
             return None

@@ -70,6 +70,11 @@ class RichDisplay(NamedTuple):
         return cls(display, OutputDigests(same, same), content)
 
     @property
+    def is_text(self) -> bool:
+        """Whether the display has nothing but text/plain."""
+        return [*self.display.data] == ["text/plain"]
+
+    @property
     def plain(self) -> str:
         """The display as text, by `events.plain_of`."""
         return events.plain_of(self.display.data)
@@ -160,8 +165,24 @@ class RankTranscript:
 
     @property
     def bars(self) -> list[Bar]:
-        """The progress bars on the rank's screens, the first bar first, each in its last state."""
-        return [bar for screen in self.screens for _, bar in screen.bars()]
+        """The progress bars on the rank's screens, the first bar first, each in its last state.
+
+        A bar that a program goes on drawing below a display is on two screens, and counts once.
+        """
+        later: dict[tuple[str, str], Bar] = {}
+        kept = []
+        for screen in reversed(self.screens):
+            for row, bar in reversed(screen.bars()):
+                redrawn = later.get(key := (bar.name, bar.total))
+                if redrawn is None or screen.has_ended(row, bar) or not bar.is_before(redrawn):
+                    kept.append(bar)
+                later[key] = bar
+        return kept[::-1]
+
+    @property
+    def has_had_bars(self) -> bool:
+        """Whether the rank has drawn a progress bar, even if it has erased the bar since."""
+        return any(screen.has_had_bars for screen in self.screens)
 
     @property
     def screens(self) -> list[Screen]:

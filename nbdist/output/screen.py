@@ -232,6 +232,18 @@ class Screen:
         bar = self._bar_at_cursor()
         return self._bars.list_bars((self.cursor, bar) if bar else None, self._is_ended)
 
+    @property
+    def has_had_bars(self) -> bool:
+        """Whether a program has drawn a progress bar, even if it has erased the bar since."""
+        return self._bars.has_been_drawn or self._bar_at_cursor() is not None
+
+    def has_ended(self, row: int, bar: Bar) -> bool:
+        """Return True if a program has ended the row of this bar with a newline.
+
+        Return False if text has replaced the bar in its row: the program may draw the bar again.
+        """
+        return self._bars.by_row.get(row) == bar and self._is_ended(row)
+
     def _is_ended(self, row: int) -> bool:
         """Return True if a program has ended a row with a newline, or the row is not kept."""
         return row < self._first or bool(self._flags[row - self._first] & _ENDED_FLAG)

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from nbdist.output.ansi import strip
 from nbdist.output.curves import Curves
-from nbdist.output.events import Died, Done, Failure, Output, RankError
+from nbdist.output.events import Died, Done, Failure, Output, RankError, Skipped
 from nbdist.output.fingerprint import (
     NUMBER,
     TIME,
@@ -45,6 +45,12 @@ MAX_WARNINGS = 4
 
 MAX_EXACT_ROWS = 16
 """Up to so many lines and displays, groups differ by every number; see `Transcript.groups`."""
+
+MAX_NUMBERED_LINES, MAX_NUMBERED_LINES_OF_ALL = 200, 6_000
+"""Lines above which outputs that differ in numbers are not merged: of a rank, and of all ranks.
+
+A rank may have more lines than `MAX_NUMBERED_LINES` if all ranks together are below their limit.
+"""
 
 
 class Transcript:
@@ -100,6 +106,11 @@ class Transcript:
     def is_silent(self) -> bool:
         return all(each.is_silent for each in self)
 
+    @property
+    def has_had_bars(self) -> bool:
+        """Whether a rank has drawn a progress bar, even if it has erased the bar since."""
+        return any(each.has_had_bars for each in self)
+
     def elapsed(self, now: float | None = None) -> float:
         """Return the seconds from the start to the end, or, while ranks run, to `now` if given."""
         if self.started is None:
@@ -114,15 +125,19 @@ class Transcript:
 
         If all groups together have at most `MAX_EXACT_ROWS` rows, the outputs in a group differ
         only in times of day.  Else the outputs may differ in numbers too, and a set of the numbers
-        is shown.  With `is_live` ranks that are a few lines ahead of others may stay in a group.
-        With `failed_first` the groups of failed ranks come first.
+        is shown, also from the first line on if there are progress bars: then the cell is a loop,
+        and its groups must not change with the number of lines.  With `is_live` ranks that are a
+        few lines ahead of others may stay in a group.  With `failed_first` the groups of failed
+        ranks come first.
         """
         members = self._members(exactly=True)
-        is_exact = sum(each[0].rows for each in members) <= MAX_EXACT_ROWS
+        is_exact = not self.has_had_bars
+        is_exact &= sum(each[0].rows for each in members) <= MAX_EXACT_ROWS
+        max_lines = max(MAX_NUMBERED_LINES, MAX_NUMBERED_LINES_OF_ALL // max(1, len(self.ranks)))
         if not is_exact:
-            members = _merge_but_numbers(self._members(exactly=False))
+            members = _merge_but_numbers(self._members(exactly=False), max_lines)
         if is_live:
-            members = _merge_those_ahead(members, is_exact=is_exact)
+            members = _merge_those_ahead(members, max_lines, is_exact=is_exact)
         groups = self._grouped(members, is_exact=is_exact)
         if failed_first:
             groups.sort(
@@ -338,20 +353,22 @@ def _differ_in_times(members: Sequence[RankTranscript]) -> bool:
     return any(map(may_have_time, of_first)) and any(lines(each) != of_first for each in others)
 
 
-_LONGEST_KNOWN = 400
-"""Characters of a line up to which `_split_numbers` caches its result."""
+_LONGEST_KNOWN, _LONGEST_WITH_SETS = 400, 2_000
+"""Characters of a line up to which `_split_numbers` caches, and of a display that has sets."""
 
-MAX_NUMBERED_LINES, _MAX_DIFFERING_NUMBERS = 200, 4
-"""Groups with more lines, or with more differing numbers in a line, are not merged."""
+_MAX_DIFFERING_NUMBERS, _LAST_COMPARED = 4, 200
+"""Groups with more differing numbers in one of the last so many lines are not merged."""
 
 
-def _merge_but_numbers(members: Sequence[list[RankTranscript]]) -> list[list[RankTranscript]]:
+def _merge_but_numbers(
+    members: Sequence[list[RankTranscript]], max_lines: int
+) -> list[list[RankTranscript]]:
     """Merge groups whose lines differ only in numbers, if the sets of numbers stay readable."""
     if len(members) == 1:
         return [*members]
     by_words: dict[object, list[RankTranscript]] = {}
     for each in members:
-        by_words.setdefault(_words(each[0]) or id(each), []).extend(each)
+        by_words.setdefault(_words(each[0], max_lines) or id(each), []).extend(each)
     groups = []
     for together in by_words.values():
         if len(together) == 1:
@@ -363,36 +380,58 @@ def _merge_but_numbers(members: Sequence[list[RankTranscript]]) -> list[list[Ran
     return sorted(groups, key=lambda group: group[0].rank)
 
 
-_Words: TypeAlias = tuple[tuple[object, ...], tuple[tuple[str, bool], ...]]
-"""How a rank has ended, and its lines without numbers; True marks a line of stderr."""
+_Words: TypeAlias = tuple[tuple[object, ...], tuple[tuple[str, object], ...]]
+"""How a rank has ended, and its lines and displays without numbers.
+
+Beside the text of a line there is True for stderr and False for stdout.  Beside the text of a
+display there is a digest if the display has more than a short text: then the text is "".
+"""
 
 
-def _words(output: RankTranscript, *, is_exact: bool = False) -> _Words | None:
-    """Return how a rank has ended, and its lines without numbers.
+def _words(output: RankTranscript, max_lines: int, *, is_exact: bool = False) -> _Words | None:
+    """Return how a rank has ended, and its lines and displays without numbers.
 
-    Return None for a rank with displays, with dropped lines, or with no lines or too many.  With
-    `is_exact` the lines keep their numbers, but not times of day.
+    Return None for a rank with dropped lines, or with no output or too much.  With `is_exact` the
+    texts keep their numbers, but not times of day.
     """
-    count = output.line_count
-    if output.displays or not 0 < count <= MAX_NUMBERED_LINES:
+    count = output.line_count + len(output.displays)
+    if not 0 < count <= max_lines:
         return None
-    lines = output.tail(count)
-    texts = [(strip(line.text), line.stderr) for line in lines if isinstance(line, ScreenLine)]
-    if len(texts) < count:
+    entries = output.tail(count)
+    if len(entries) < count or any(isinstance(entry, Skipped) for entry in entries):
         return None
-    if is_exact:
-        texts = [(without_times(text), is_stderr) for text, is_stderr in texts]
-    else:
-        texts = [(_split_numbers(text)[0], is_stderr) for text, is_stderr in texts]
+    texts = []
+    for entry in entries:
+        text = _text_with_sets(entry)
+        words = without_times(text) if is_exact else _split_numbers(text)[0]
+        about: object = b""
+        if isinstance(entry, ScreenLine):
+            about = entry.stderr
+        elif isinstance(entry, RichDisplay) and not text:
+            about = entry.key.same
+        texts.append((words, about))
     end = "failed" if output.state in FAILED else output.state == "aborted"
     return (end, output.error_keys[0]), tuple(texts)
+
+
+def _text_with_sets(entry: TranscriptEntry) -> str:
+    """Return the text in which sets can stand for numbers, without colours.
+
+    Return "" for a display that is a figure or a long text, and for lines that are only in the log.
+    """
+    match entry:
+        case ScreenLine(text=text):
+            return strip(text)
+        case RichDisplay(is_text=True) if len(plain := entry.plain) <= _LONGEST_WITH_SETS:
+            return strip(plain)
+    return ""
 
 
 MAX_LINES_AHEAD = 3  # lines between the longest and the shortest output merged
 
 
 def _merge_those_ahead(
-    members: Sequence[list[RankTranscript]], *, is_exact: bool
+    members: Sequence[list[RankTranscript]], max_lines: int, *, is_exact: bool
 ) -> list[list[RankTranscript]]:
     """Merge a group with a group that only has a few lines more, unless there are many groups."""
     if not 1 < len(members) <= MAX_EXACT_ROWS:
@@ -400,7 +439,7 @@ def _merge_those_ahead(
     joined: list[list[RankTranscript]] = []
     extents: list[tuple[int, _Words | None]] = []  # of each group: fewest lines, longest output
     for each in sorted(members, key=lambda group: group[0].line_count):
-        words = _words(each[0], is_exact=is_exact)
+        words = _words(each[0], max_lines, is_exact=is_exact)
         for index, (fewest, longest) in enumerate(extents):
             if longest is None or words is None or not _continues(longest, words):
                 continue
@@ -418,9 +457,15 @@ def _merge_those_ahead(
 
 
 def _continues(words: _Words, longer: _Words) -> bool:
-    """Return True if `longer` has all lines of `words`, then more lines, and an equal end."""
-    end, lines = words
-    return longer[0] == end and len(longer[1]) > len(lines) and longer[1][: len(lines)] == lines
+    """Return True if `longer` has all output of `words`, then more lines, and an equal end.
+
+    Return False if a display is among the additional output or right before it.
+    """
+    end, texts = words
+    count = len(texts)
+    if longer[0] != end or len(longer[1]) <= count or longer[1][:count] != texts:
+        return False
+    return all(isinstance(about, bool) for _, about in longer[1][count - 1 :])
 
 
 def _split_numbers(text: str) -> tuple[str, tuple[str, ...]]:
@@ -438,11 +483,13 @@ def _differs_much(members: Sequence[RankTranscript]) -> bool:
     """Return True if sets would be unreadable: too many ranks, or too many sets in a line."""
     if len(members) > _MAX_NUMBERS:
         return True
-    tails = [each.tail(each.line_count) for each in members]
-    for lines in zip(*tails, strict=False):
-        texts = [line.text for line in lines if isinstance(line, ScreenLine)]
+    counts = [each.line_count + len(each.displays) for each in members]
+    first = max(0, min(counts) - _LAST_COMPARED)
+    tails = [each.tail(count - first) for each, count in zip(members, counts, strict=True)]
+    for entries in zip(*tails, strict=False):
+        texts = [*map(_text_with_sets, entries)]
         if len({*texts}) > 1:
-            places = zip(*(_split_numbers(strip(text))[1] for text in texts), strict=True)
+            places = zip(*(_split_numbers(text)[1] for text in texts), strict=True)
             if sum(len({*place}) > 1 for place in places) > _MAX_DIFFERING_NUMBERS:
                 return True
     return False

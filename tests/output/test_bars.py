@@ -11,7 +11,7 @@ from nbdist.output.bars import bar_table, current_bars_of, final_table, merged_l
 from nbdist.output.events import Output, Text
 from nbdist.output.layout import live_layout
 from nbdist.output.transcript import Transcript
-from tests.output.lab import err, failure, make, nested_bars, out, ranks_of, running
+from tests.output.lab import drawing, err, failure, make, nested_bars, out, ranks_of, running
 
 
 def bar(done: int, total: int = 100, name: str = "train", elapsed: float = 0.0) -> Text:
@@ -29,14 +29,16 @@ def at(*positions: int) -> Transcript:
         ([bar(30)], "30/100"),
         ([out("loading\n"), bar(30)], "30/100"),
         ([bar(100, name="before"), out("\n"), bar(30)], "30/100"),
-        # An unfinished bar stays the rank's bar after a few printed lines, but not after many.
+        # A bar stays the rank's bar after a few lines and displays, but not after many.
         ([bar(30), out("\n" + "loss 0.5\n" * 3)], "30/100"),
         ([bar(30), out("\n" + "loss 0.5\n" * 40)], None),
-        ([bar(100), out("\nloss 0.5\n")], None),
+        ([bar(100), out("\nloss 0.5\n")], "100/100"),
+        ([bar(100), out("\n"), drawing("a figure"), out("loss 0.5\n")], "100/100"),
+        ([bar(100), out("\n"), *[drawing("a figure")] * 12, out("loss 0.5\n" * 12)], None),
     ],
 )
 def test_a_rank_is_at_the_last_bar_it_wrote(said: list[Output], amount: str | None) -> None:
-    """A rank is at its last bar, unless many lines follow, or any line follows a full bar."""
+    """A rank is at its last bar, unless many lines follow."""
     (rank,) = running(1, lambda rank: said)
     found = current_bars_of(rank)
     bars = None if found is None else (found.name, found.bar.amount, found.around)
@@ -95,6 +97,9 @@ def test_a_single_line_shows_the_bars_of_all_ranks() -> None:
     assert merged_line(at(50, 50)) == "[0-1] train 50% 00:06<00:06"
     assert merged_line(running(2, lambda rank: [out("x\n")])) == ""
     assert merged_line(make(2, lambda rank: [bar(100)])) == ""
+    # In a terminal a full bar is over once a line follows.
+    assert merged_line(running(2, lambda rank: [bar(100)])) == "[0-1] train 100% 00:11<00:00"
+    assert merged_line(running(2, lambda rank: [bar(100), out("\nloss 0.5\n")])) == ""
     paced = err("\r 25%|██▌       | 1/4 [00:06<?, ?it/s]")
     assert merged_line(running(2, lambda rank: [paced])) == "[0-1] 25% 00:06<00:18"
     endless = [err(f"\r{done}it [00:03, 9.5it/s]") for done in (10, 30)]
@@ -118,7 +123,7 @@ def test_ranks_with_bars_have_rows_until_they_fail() -> None:
     said = {0: [out("loading\n"), bar(30)], 2: [out("hello\n")]}
     panel = live_layout(running(4, lambda rank: said.get(rank, [])), 2.0)
     assert panel.bars.ranks == (0,)
-    assert [row.ranks for row in panel.rows] == [(0,), (2,)]
+    assert ranks_of(panel.blocks) == [(0,), (2,)]
 
 
 STEPS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 10)), min_size=8, max_size=40)
@@ -133,8 +138,28 @@ def test_ranks_keep_their_rows(steps: list[tuple[int, int]]) -> None:
         transcript.receive(rank, bar(done, 10), 1.0)
         panel = live_layout(transcript, 1.0)
         assert [row.rank for row in panel.bars.rows] == [0, 1, 2, 3]
-        assert [row.ranks for row in panel.rows] == [(0, 1, 2, 3)]
-        assert panel.blocks == ()
+        assert ranks_of(panel.blocks) == [(0, 1, 2, 3)]
+        assert panel.rows == ()
+
+
+def test_a_bar_that_goes_on_below_a_display_has_one_row() -> None:
+    """A bar that is drawn again below a display is the same bar, unless its row has ended."""
+    said = [bar(30), drawing("a figure"), bar(60), out("loss 0.5\n"), drawing("another"), bar(100)]
+    (row,) = final_table(make(2, lambda rank: [*said, err("\n")])).left_bars
+    assert (row.ranks, row.bar.amount) == ((0, 1), "100/100")
+    # A loop that was left early ends its row; the next loop of that name is another bar.
+    said = [bar(30), err("\n"), drawing("a figure"), bar(60), err("\n")]
+    rows = final_table(make(2, lambda rank: said)).left_bars
+    assert [row.bar.amount for row in rows] == ["30/100", "60/100"]
+
+
+def test_bars_of_the_same_name_have_rows_as_soon_as_they_are_left() -> None:
+    """Earlier bars of the name of the current bar have rows, unless a rank still is at them."""
+    epochs = [bar(100), err("\n"), bar(100), err("\n"), bar(30)]
+    said = {2: epochs[:3], 3: epochs[:4]}
+    table = bar_table(running(4, lambda rank: said.get(rank, epochs)))
+    assert [row.ranks for row in table.left_bars] == [(0, 1, 2, 3)]
+    assert [row.bar.amount for row in table.rows] == ["30/100"] * 2 + ["100/100"] * 2
 
 
 def test_a_row_has_the_postfixes_of_all_ranks() -> None:
