@@ -383,26 +383,34 @@ def _shorten_name(name: str) -> str:
     return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…"
 
 
-_ANY = "padding:0 10px 0 0;border:none;vertical-align:middle;text-align:left;white-space:nowrap"
-_BAR_CELL = f"{_ANY};width:1px"  # the browser widens the cell to its text, which never wraps
-_RIGHT = _BAR_CELL.replace("text-align:left", "text-align:right")
-_REST = f"{_ANY};max-width:0;overflow:hidden;text-overflow:ellipsis"  # all room that is left
+_ANY = "padding:0 10px 0 0;border:none;vertical-align:top;text-align:left;white-space:nowrap"
+_FIXED = f"{_ANY};width:1px"  # the browser widens the cell to its text, which never wraps
 _SHORT_NAME = 12  # characters
-_NAME = f"{_REST};width:{{:.0f}}%;min-width:{0.62 * _SHORT_NAME:.1f}em"
+_CHARACTER = 0.605  # em, a little more than most fonts need; JupyterLab allows no `ch`
+_NAME = (
+    f"{_ANY};max-width:0;overflow:hidden;text-overflow:ellipsis;width:{{:.0f}}%;"
+    f"min-width:{_CHARACTER * (_SHORT_NAME - 1):.1f}em"
+)
 _SLOWEST = "slowest"
-_MARK_CELL = f"{_BAR_CELL};min-width:{0.62 * len(_SLOWEST):.1f}em"
+# Other text, and the rate before it, are in a line below the bar if the page has no room for them.
+_BESIDE_NAME = "display:flex;flex-wrap:wrap;column-gap:10px"
+_COLUMN = "display:inline-block;min-width:{:.1f}em;text-align:{}"
+_REST = "flex:1 1 {:.1f}em;min-width:0;white-space:normal;overflow-wrap:break-word"
+_REST_UNIT = 2  # characters: the line must not be broken anew if a number has another digit
 _FILL = "display:inline-block;vertical-align:middle;height:10px;border-radius:2px"
-_TRACK = f"{_FILL};width:100px;background-color:rgba(128,128,128,0.25);line-height:0"
+_TRACK = f"{_FILL};width:80px;background-color:{{}};line-height:0"
 _LONGEST_REST = 120
+_BAR_ROOM, _NARROW_PAGE = 16, 73  # characters: a drawn bar with all gaps, a page of 700 pixels
 _BAR_WIDTH, _BAR_PARTS = 20, " ▏▎▍▌▋▊▉"
 
 
 def bars_html(shown: BarTable) -> str:
     """Draw the table as HTML, below a line with `_lines_above`."""
+    rows = [*_rows(shown)]
     # The mark of the slowest rank has room from the start, so that columns do not move later.
-    has_mark = len(shown.rows) > 1
-    rows = table((_row_html(row, has_mark=has_mark) for row in _rows(shown)), ";width:100%")
-    return line(dim(" · ".join(_lines_above(shown)))) + rows
+    widths = _widths(rows, has_mark=len(shown.rows) > 1)
+    drawn = table((_row_html(row, widths) for row in rows), ";width:100%")
+    return line(dim(" · ".join(_lines_above(shown)))) + drawn
 
 
 def _lines_above(shown: BarTable) -> list[str]:
@@ -411,38 +419,97 @@ def _lines_above(shown: BarTable) -> list[str]:
     return [*filter(None, [more, shown.summary])]
 
 
-def _row_html(row: _Row, *, has_mark: bool) -> list[tuple[str, str]]:
-    """Write the cells of a row; a narrow page cuts a long name, and the last cell."""
-    drawn = ""
-    if row.share is not None:
-        colour = GREEN if row.is_finished else AMBER if row.is_slowest else BLUE
-        fill = f"{_FILL};width:{100 * row.share:.0f}%;background-color:{colour}"
-        drawn = f'<span style="{_TRACK}"><span style="{fill}"></span></span>'
-    mark = coloured(_SLOWEST, AMBER) if row.is_slowest else ""
+class _Widths(NamedTuple):
+    """The width of each column behind the drawn bars, in characters; 0 for no column."""
+
+    bar: int
+    percent: int
+    mark: int
+    amount: int
+    times: int
+    rate: int
+    other_text: int
+
+
+def _widths(rows: Sequence[_Row], *, has_mark: bool) -> _Widths:
+    """Return widths with which the columns of all rows are aligned.
+
+    Columns have room for amounts up to the total, so that they keep their places as bars proceed.
+    """
+    totals = [row.amount.partition("/")[2] for row in rows]
+    # Rows of several ranks may have wide sets and ranges, for which other rows need no room.
+    own = [row for row in rows if len(row.ranks) == 1]
+    longest = min(_LONGEST_REST, max((len(row.other_text) for row in own), default=0))
+    return _Widths(
+        any(row.share is not None for row in rows),
+        len("100%") * any(row.percent for row in rows),
+        len(_SLOWEST) * has_mark,
+        max(map(len, [*(row.amount for row in rows), *(f"{each}/{each}" for each in totals)])),
+        max(len(row.times) for row in rows),
+        max((len(row.rate) for row in own), default=0),
+        -(-longest // _REST_UNIT) * _REST_UNIT,
+    )
+
+
+def _row_html(row: _Row, widths: _Widths) -> list[tuple[str, str]]:
+    """Write the cells of a row; on a narrow page a long name is cut, and other text is below."""
+    columns = [_drawn_bar(row)] if widths.bar else []
+    columns += [
+        _column(html, width, side)
+        for html, width, side in (
+            (row.percent, widths.percent, "right"),
+            (coloured(_SLOWEST, AMBER) if row.is_slowest else "", widths.mark, "left"),
+            (dim(row.amount), widths.amount, "right"),
+            (dim(row.times), widths.times, "left"),
+        )
+        if width
+    ]
+    rate, other_text = dim(row.rate), clip(row.other_text, _LONGEST_REST)
+    ranks = name_ranks(row.ranks)
+    texts = (ranks, _SHORT_NAME * " ", row.rate)
+    columns_width = _BAR_ROOM + sum(widths[:-2]) + sum(len(text) + 1 for text in texts)
+    if len(row.name) > _SHORT_NAME and not other_text and columns_width <= _NARROW_PAGE:
+        # A long name is cut to make room for the rate.
+        columns.append(rate)
+        rate = ""
+    # Pages that drop styles, such as GitHub, show the spaces between the columns.
+    parts = [f'<span style="white-space:nowrap">{" ".join(columns)}</span>']
+    if other_text:
+        is_own = len(row.ranks) == 1
+        width = max(len(row.rate), widths.rate) + 1
+        width += max(len(other_text), widths.other_text * is_own)
+        column = [_column(rate, widths.rate, "left")] if widths.rate else [rate] if rate else []
+        rest = " ".join([*column, dim(other_text)])
+        parts.append(f'<span style="{_REST.format(_CHARACTER * width)}">{rest}</span>')
+    elif rate:
+        parts.append(f'<span style="white-space:nowrap">{rate}</span>')
+    meter = f'<div style="{_BESIDE_NAME}">{" ".join(parts)}</div>'
     return [
-        (_BAR_CELL, bold(name_ranks(row.ranks))),
-        (_name_style(row.name), _cell_text(row.name)),
-        (_BAR_CELL, drawn),
-        (_RIGHT, row.percent),
-        *([(_MARK_CELL, mark)] if has_mark else ()),
-        (_RIGHT, dim(row.amount)),
-        (_BAR_CELL, dim(row.times)),
-        # Aligned to the left: a rate stays beside its times even if another row has a wide range.
-        (_BAR_CELL, dim(row.rate)),
-        (_REST, _cell_text(clip(row.other_text, _LONGEST_REST))),
+        (_FIXED, bold(ranks)),
+        _name_cell(row.name),
+        (_ANY.replace("0 10px 0 0", "0"), meter),
     ]
 
 
-def _name_style(name: str) -> str:
-    """Return the style of the cell of a name; a narrow page may cut a long name."""
-    return _BAR_CELL if len(name) <= _SHORT_NAME else _NAME.format(1 + 0.9 * len(name))
+def _drawn_bar(row: _Row) -> str:
+    """Draw a bar in the colour of its state; an empty place if its share is not known."""
+    if row.share is None:
+        return f'<span style="{_TRACK.format("transparent")}"></span>'
+    colour = GREEN if row.is_finished else AMBER if row.is_slowest else BLUE
+    fill = f"{_FILL};width:{100 * row.share:.0f}%;background-color:{colour}"
+    track = _TRACK.format("rgba(128,128,128,0.25)")
+    return f'<span style="{track}"><span style="{fill}"></span></span>'
 
 
-def _cell_text(text: str) -> str:
-    """Write a text that a narrow cell may cut; the mouse over a long text shows all of the text."""
-    return (
-        f'<span title="{escape(text)}">{dim(text)}</span>' if len(text) > _SHORT_NAME else dim(text)
-    )
+def _column(html: str, width: int, side: str) -> str:
+    return f'<span style="{_COLUMN.format(_CHARACTER * width, side)}">{html}</span>'
+
+
+def _name_cell(name: str) -> tuple[str, str]:
+    """Write the name of a bar; a narrow page may cut a long name, which the mouse then shows."""
+    if len(name) <= _SHORT_NAME:
+        return _FIXED, dim(name)
+    return _NAME.format(1 + 0.9 * len(name)), f'<span title="{escape(name)}">{dim(name)}</span>'
 
 
 def left_bar_line(left_bar: LeftBar) -> str:

@@ -53,6 +53,12 @@ for step in (bar := tqdm(range(60), desc="train", mininterval=0)):
     bar.set_postfix(loss=f"{2.3 - step / 50 + rank / 100:.3f}")
     while step == 50 - 20 * (rank == 3) and not os.path.exists("looked"):
         time.sleep(0.05)""",
+    "postfix": """%%distributed
+from pathlib import Path
+for step in (bar := tqdm(range(60), desc="epoch 1", mininterval=0)):
+    time.sleep(0.02)
+    bar.set_postfix(loss=f"{2.3 + rank / 100:.2f}", lr=0.001)
+    while step == 50 - 20 * (rank == 3) and not Path("read").exists(): time.sleep(0.05)""",
     "nested": """%%distributed
 for epoch in tqdm(range(2), desc="epoch"):
     for step in tqdm(range(8), desc="step", leave=False):
@@ -137,6 +143,14 @@ HAS_BARS = """number => {
     return rows.length === 4 && rows.some(row => /rank 3.*slowest/s.test(row.textContent));
 }"""
 
+# Whether the live cell has a row for each rank, with all text behind the bar.
+HAS_POSTFIX = """number => {
+    const cells = window.jupyterapp.shell.currentWidget.content.widgets;
+    const all = [...cells[number].node.querySelectorAll(".jp-Cell-outputArea tr")];
+    const rows = all.filter(row => /(50|51|30|31)\\/60/.test(row.textContent));
+    return rows.length === 4 && rows.some(row => /rank 3.*slowest/s.test(row.textContent));
+}"""
+
 # Whether the live cell has two curves, with the text about them.
 HAS_CURVES = """number => {
     const cells = window.jupyterapp.shell.currentWidget.content.widgets;
@@ -181,6 +195,11 @@ def test_outputs_of_ranks_are_aligned_in_order(lab: Lab) -> None:
     assert len({round(bar["left"]) for bar in bars}) == 1
     assert re.search(r"rank 3\s+train\s+\d+%\s+slowest\s+\d+/60\s+\d\d:\d\d<\d\d:\d\d", live)
 
+    notebook.page.wait_for_function(HAS_POSTFIX, arg=number_of("postfix"), polling=LOOK_MS)
+    notebook.page.evaluate(SCROLL, number_of("postfix"))
+    check_postfix(notebook)
+    (lab.folder / "read").touch()
+
     notebook.page.wait_for_function(HAS_CURVES, arg=number_of("curves"), polling=LOOK_MS)
     notebook.page.evaluate(SCROLL, number_of("curves"))
     notebook.picture("looks-curves-live")
@@ -200,6 +219,27 @@ def test_outputs_of_ranks_are_aligned_in_order(lab: Lab) -> None:
     assert not reopened.is_trusted()
     check(reopened)
     reopened.screenshot("looks-reopened-700", 700)
+
+
+def check_postfix(notebook: Notebook) -> None:
+    """Assert that a live row shows all text behind the bar: below the bar on a narrow page."""
+    heights = {}
+    for width in (700, 900, 1280):
+        notebook.resize(width)
+        rows, cells = (places(notebook, "postfix", kind) for kind in ("tr", "td"))
+        texts = places(notebook, "postfix", "td div > span:last-child")
+        meters = places(notebook, "postfix", "td div > span:first-child")
+        assert len(rows) == len(texts) == len(meters) == 4
+        assert max(cell["left"] + cell["width"] for cell in cells) < width
+        assert max(text["left"] + text["width"] for text in texts) < width
+        assert len({round(text["left"]) for text in texts}) == 1
+        # The text is in one line: next to the bar, or below the bar.
+        assert max(text["height"] for text in texts) < 1.5 * max(m["height"] for m in meters)
+        heights[width] = rows[0]["height"] / meters[0]["height"]
+        notebook.picture(f"looks-postfix-live-{width}")
+    notebook.resize(WIDTH)
+    assert heights[700] > 1.7
+    assert max(heights[900], heights[1280]) < 1.5
 
 
 def check_file(file: Path) -> None:
