@@ -23,6 +23,7 @@ from nbdist.agent.processes import Children, Forker
 from nbdist.agent.step_stops import StepStops
 from nbdist.agent.worker import Worker
 from nbdist.agent.worker_group import HeldPort, WorkerGroup
+from nbdist.output.events import Output
 from nbdist.system.processes import Guard
 from nbdist.wire import control, messages, node_messages
 from nbdist.wire.log_files import GetLogs, read_logs
@@ -63,7 +64,7 @@ class Agent:
         self._link: NotebookLink | HeadLink
         self._head: HeadLink | None = None
         self._store: StoreWindow | None = None
-        link, emit = None, self._outbox.add
+        link = None
         if route:
             # Imported here, because a world on one machine does not need `nbdist.cluster`.
             from nbdist.cluster.client import HeadLink
@@ -72,8 +73,9 @@ class Agent:
             self._store = StoreWindow(runtime, self._head.ask_store)
         else:
             self._link = link = NotebookLink(runtime, notebook_pid, guard, self._receive, shut_down)
+        self._notebook = link
         self._workers = WorkerGroup(
-            runtime, self._children, self._forker, emit, self._send, self._store, port
+            runtime, self._children, self._forker, self._emit, self._send, self._store, port
         )
         self._forming = GroupFormation({0: self}, on_one_machine=True)
         self._usage = UsageWatch(self._send)
@@ -122,6 +124,12 @@ class Agent:
     def _send(self, message: messages.Up) -> None:
         self._link.send(message)
 
+    def _emit(self, rank: int, task_id: str, output: Output) -> None:
+        """Queue an output of a rank for the notebook."""
+        if self._notebook is not None:  # with a head, the head supervises
+            self._notebook.observe(rank, task_id, output)
+        self._outbox.add(rank, task_id, output)
+
     def _receive(self, message: node_messages.NodeDown) -> None:
         spawn, reply = self._serving.spawn, self._serving.reply
         match message:
@@ -138,6 +146,8 @@ class Agent:
                 spawn(reply(number, self._read_ranks, request))
             case AgentRequest(number, messages.Consult(ranks, question)):
                 spawn(reply(number, ask_idle_worker, self._workers.alive(ranks), question))
+            case AgentRequest(number, messages.SpareRanks(ranks)):
+                self._send(messages.AgentReply(number, self._spare(ranks)))
             case AgentRequest() as ask:
                 self._serving.enqueue(ask)
             case messages.RequestLocations(ranks, asked_at):
@@ -150,8 +160,6 @@ class Agent:
                 self._step_stops.interrupt(self._workers.alive(ranks))
             case node_messages.InterruptAt(ranks, step, seconds):
                 self._step_stops.stop_at(self._workers.alive(ranks), step, seconds)
-            case messages.SpareRanks(ranks):
-                self._step_stops.spare(self._workers.alive(ranks))
             case messages.ReleaseRankValues(task_id, ranks):
                 spawn(self._workers.ask(ranks, control.ReleaseTaskValues(task_id), RELEASE_TIMEOUT))
             case messages.SendInput(rank, typed):
@@ -188,6 +196,12 @@ class Agent:
             self._serving.spawn(self._usage.watch(self._busy))
         for rank in run.ranks:
             self._workers.all[rank].run(run)
+
+    def _spare(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """Do not kill these ranks until Stop is pressed again; return those that still live."""
+        spared = [worker for worker in self._workers.alive(ranks) if not worker.is_killed]
+        self._step_stops.spare(spared)
+        return tuple(worker.rank for worker in spared)
 
     def _busy(self) -> list[Worker]:
         return [worker for worker in self._workers.alive() if worker.state == "busy"]

@@ -24,8 +24,9 @@ import zmq
 from zmq.eventloop.zmqstream import ZMQStream
 
 from nbdist import __version__
+from nbdist.agent.supervisor import Supervision
 from nbdist.agent.world_record import WorldRecord
-from nbdist.output.events import Died
+from nbdist.output.events import Output
 from nbdist.system import folders
 from nbdist.system.processes import LEAVES_BYTE, STAYS_BYTE, Guard, adopt_orphans, kill_descendants
 from nbdist.values.payload import Segment, SegmentGone, SegmentRef
@@ -80,6 +81,7 @@ class NotebookLink:
         self._on_message, self._shut_down = on_message, shut_down
         self._has_machines = has_machines
         self._record = WorldRecord()
+        self._supervision = Supervision(self._deliver, self.send)
         # None while detached, and after `close`.
         self._stream: ZMQStream | None = self._connect(folders.NOTEBOOK_SOCKET)
         self.notebook_pid = notebook_pid  # 0 while detached
@@ -115,8 +117,9 @@ class NotebookLink:
         self._stream.send(pack(messages.Hello(__version__, os.getpid(), socket.gethostname())))
 
     def send(self, message: messages.Up) -> None:
-        """Record a message and send it; while detached, react to outputs in a notebook's place."""
+        """Record a message and send it; without a notebook, acknowledge outputs in its place."""
         self._record.record_sent(message)
+        self._supervision.report(message)
         if isinstance(message, messages.Outputs):
             self._live_in_flight += 1
         if self._stream is not None:
@@ -126,17 +129,13 @@ class NotebookLink:
             self._live_in_flight -= 1
             loop = asyncio.get_running_loop()
             loop.call_soon(self._on_message, messages.BatchAcknowledged())
-            died = any(isinstance(output, Died) for _, _, output in message.items)
-            if died and self._record.running_ranks:
-                # Other ranks may wait for the dead rank, and no notebook aborts their collectives.
-                all_ranks = tuple(self._record.world.pids)
-                loop.call_soon(self._on_message, messages.AbortRanks(all_ranks))
         if self._stream is None and not self._must_keep_world():
             self._shut_down()
 
     async def close(self) -> None:
         """Close the connection; queued messages have `NOTEBOOK_LINK_LINGER` to be delivered."""
         stream, self._stream = self._stream, None  # from here on `_notebook_ended` does nothing
+        self._supervision.close()
         self._unwatch_all()
         if stream is not None:
             stream.close()
@@ -159,9 +158,22 @@ class NotebookLink:
                 message = self._open_segments(message)
                 if message.config.detach != self._record.detach:
                     self._guard.send(STAYS_BYTE if message.config.detach else LEAVES_BYTE)
+            case messages.AgentRequest(request=messages.StartWorld() | messages.StopWorld()):
+                self._supervision.close()
+        if isinstance(message, messages.HandoverState):
+            self._record.record_received(message)
+        else:
+            self._supervision.receive(message)
+            self._deliver(message)
+
+    def _deliver(self, message: messages.Down) -> None:
+        """Record a message of the notebook, or of `Supervision` in its place, and carry it out."""
         self._record.record_received(message)
-        if not isinstance(message, messages.HandoverState):
-            self._on_message(message)
+        self._on_message(message)
+
+    def observe(self, rank: int, task_id: str, output: Output) -> None:
+        """Let `Supervision` take an output into account, which may reach the notebook later."""
+        self._supervision.observe(rank, task_id, output)
 
     def _open_segments(self, state: messages.HandoverState) -> messages.HandoverState:
         """Open the shared memory of the set-up cells here, so that it outlives the notebook.
@@ -302,7 +314,8 @@ class NotebookLink:
         self._stream = self._connect(request.socket)
         self._send_hello()
         batches = self._record.replay_batches()
-        for message in (self._record.attached(self._owner_since), *batches):
+        attached, decided = self._record.attached(self._owner_since), self._supervision.decided
+        for message in (attached, *(decided if attached.run else ()), *batches):
             self._stream.send(pack(message))
         self._replayed_in_flight += len(batches)
         self._owner_since = time.time()

@@ -50,7 +50,7 @@ from nbdist.wire.transfer import Fetch, SegmentPiece
 
 log = logging.getLogger("nbdist.cluster")
 
-ToRanks = messages.AbortRanks | InterruptAt | messages.ReleaseRankValues | messages.SpareRanks
+ToRanks = messages.AbortRanks | InterruptAt | messages.ReleaseRankValues
 
 
 class Head:
@@ -146,6 +146,8 @@ class Head:
                 self._send(messages.AgentReply(number, refused))
             case messages.AgentRequest(number, messages.Consult() as consult):
                 spawn(reply(number, first_answer, self._parts(consult.ranks), consult))
+            case messages.AgentRequest(number, messages.SpareRanks(ranks)):
+                spawn(reply(number, self._spare, ranks))
             case messages.AgentRequest() as ask:
                 self._serving.enqueue(ask)
             case messages.RequestLocations(ranks, asked):
@@ -157,11 +159,6 @@ class Head:
                 self._forward(message, ranks)
             case messages.AbortRanks(ranks):
                 self._forward(message, ranks)
-            case messages.SpareRanks(ranks):
-                # A node learns of this Stop only by `InterruptAt`: until then note its ranks here.
-                waiting = self._pending_stops.keys() & ranks
-                self._spared |= waiting
-                self._forward(message, [rank for rank in ranks if rank not in waiting])
             case messages.SendInput(rank) | messages.ToWidget(rank):
                 for node in self._parts([rank]):
                     node.send(message)
@@ -226,6 +223,16 @@ class Head:
             self._serving.spawn(self._interrupt_at_common_step(tasks))
         self._stopped_tasks.update(tasks)
 
+    async def _spare(self, ranks: Collection[int]) -> tuple[int, ...]:
+        """Have no rank killed until Stop is pressed again; return the ranks that live."""
+        # A node learns of this Stop only by `InterruptAt`: until then its ranks are noted here.
+        waiting = self._pending_stops.keys() & ranks
+        self._spared |= waiting
+        parts = self._parts(rank for rank in ranks if rank not in waiting).items()
+        requests = (ask(node, messages.SpareRanks(part)) for node, part in parts)
+        spared = [rank for answer in await asyncio.gather(*requests) for rank in answer or ()]
+        return (*sorted({*waiting, *spared}),)
+
     async def _interrupt_at_common_step(self, tasks: Mapping[int, str]) -> None:
         deadline = time.monotonic() + STEP_TIMEOUT
         # Ranks that have finished the task are asked too: the others must make as many steps.
@@ -242,7 +249,8 @@ class Head:
         seconds = deadline - time.monotonic()
         self._forward(InterruptAt((), find_stop_step(counts.values()), seconds), running)
         if spared := self._spared.intersection(running):
-            self._forward(messages.SpareRanks(()), spared)
+            for node, part in self._parts(spared).items():
+                self._serving.spawn(ask(node, messages.SpareRanks(part)))
         self._spared.difference_update(pending)
         for rank in pending:
             del self._pending_stops[rank]
@@ -291,6 +299,7 @@ class Head:
     def _show(self, outputs: messages.Outputs, node: Node | None) -> None:
         """Send a batch to the notebook; record its sender: acknowledgements keep the order."""
         for rank, task, output in outputs.items:
+            self._notebook.observe(rank, task, output)
             if isinstance(output, Done | Died) and self._task_of.get(rank) == task:
                 del self._task_of[rank]
         self._batch_senders.append(node)

@@ -20,7 +20,7 @@ from nbdist.output.events import Died, Failure, RankError
 from nbdist.output.transcript import is_consequence, later_errors_text
 from nbdist.output.wording import body_text, error_text
 from nbdist.wire.log_files import LogTail
-from nbdist.wire.places import RankPosition, Stack
+from nbdist.wire.places import RankPosition, Stack, is_call_mismatch
 from nbdist.wire.queries import DescribeRanks, TaskSummary, WorldInfo
 from nbdist.wire.status import Usage
 from nbdist.words import aligned, count, name_ranks, one_line
@@ -280,9 +280,7 @@ def _waits(places: Mapping[int, RankPosition], idle: Collection[int]) -> Iterato
             text += f" · {name_ranks(idle)} {verb} not run this cell, or finished it"
         yield f"waiting: {text}"
     if places and not idle and all(place.operation for place in places.values()):
-        verdict = (
-            hangs.verdict(places) if hangs.is_call_mismatch(places) else hangs.differing(places)
-        )
+        verdict = hangs.verdict(places) if is_call_mismatch(places) else hangs.differing(places)
         yield verdict or "all ranks wait in collectives: they may go on by themselves"
 
 

@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from nbdist.config import Patience, WorldConfig
@@ -125,6 +126,15 @@ class Kill(NamedTuple):
     why: str = ""
 
 
+class SpareRanks(NamedTuple):
+    """Kill none of these ranks for ignoring Stop until Stop is pressed again.
+
+    Answered at once, by a tuple of those ranks that live and have not been killed yet.
+    """
+
+    ranks: tuple[int, ...]
+
+
 class GetCode(NamedTuple):
     """Ask whether a node has the notebook's code with this digest; answered by `CodeHeld`.
 
@@ -164,7 +174,7 @@ class Grow:
 OfEachRank = GetStacks | GetSecrets | GetLogs
 """Requests about ranks; each is answered by a tuple whose items all have a `rank`."""
 
-ReadRequest = GetStatus | GetRefused | OfEachRank | Consult
+ReadRequest = GetStatus | GetRefused | OfEachRank | Consult | SpareRanks
 Change = StartWorld | StopWorld | Heal | Scale | Grow | Kill
 RequestBody = ReadRequest | Change | GetCode | PutCode
 
@@ -248,8 +258,34 @@ class AgentRequest(NamedTuple, Generic[R]):
     request: R
 
 
+class Rules(NamedTuple):
+    """How a task is supervised: facts about its world, and the parts of `Patience` for that.
+
+    `size` is the number of ranks of the world, `backend` is "none" without a process group.  If
+    `heals` is True, ranks that die are replaced after the task; if not, a death ends the others.
+    """
+
+    size: int
+    backend: str = "none"
+    heals: bool = True
+    hang_timeout: float = Patience.hang_timeout
+    aborts: bool = True
+    timeout: float | None = None
+    holds_stop: bool = False
+
+    @property
+    def has_group(self) -> bool:
+        """Whether the ranks share a process group, whose collectives can be aborted."""
+        return self.backend != "none"
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a rank can finish a task before its collectives complete, as with nccl."""
+        return "nccl" in self.backend
+
+
 class RunTask(NamedTuple):
-    """Notebook to agent: run this packed task on these ranks.
+    """Notebook to agent: run this packed task on these ranks, and supervise it by the `rules`.
 
     `segments` are the segments of shared memory that the task refers to.
     """
@@ -258,6 +294,7 @@ class RunTask(NamedTuple):
     ranks: tuple[int, ...]
     task: bytes
     segments: tuple[SegmentRef, ...] = ()
+    rules: Rules = Rules(0)
 
 
 class RequestLocations(NamedTuple):
@@ -275,12 +312,6 @@ class AbortRanks(NamedTuple):
 
 class Interrupt(NamedTuple):
     """Notebook to agent: interrupt the tasks of these ranks (`nbdist.agent.interrupts`)."""
-
-    ranks: tuple[int, ...]
-
-
-class SpareRanks(NamedTuple):
-    """Notebook to agent: kill none of these ranks for ignoring Stop until Stop is pressed again."""
 
     ranks: tuple[int, ...]
 
@@ -423,6 +454,31 @@ class Aborted:
     places: Mapping[int, RankPosition]
 
 
+class Decision(Enum):
+    """An action of the agent or head about a task that it supervises."""
+
+    ABORT = "abort collectives that can never end"
+    ABORT_FOR_DEAD = "abort what may wait for a dead rank"
+    TIME_OUT = "stop the task, as it takes longer than it may"
+    END_SURVIVORS = "end the ranks that live, as the policy for deaths says"
+    END_UNWAKEABLE = "end ranks that wait in what has been aborted, and that nothing wakes"
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """Agent or head to notebook: what was decided about a task, and is being done.
+
+    `waiting` has the places of the ranks that the decision is about, `places` the last known places
+    of all ranks.  `failed` are the ranks that have failed so far: their outputs may come later.
+    """
+
+    task_id: str
+    decision: Decision
+    waiting: Mapping[int, RankPosition] = field(default_factory=dict)
+    places: Mapping[int, RankPosition] = field(default_factory=dict)
+    failed: frozenset[int] = frozenset()
+
+
 RankOutput = tuple[int, str, Output]
 """A rank, the id of its task ("" for none), and an output."""
 
@@ -433,7 +489,7 @@ class Outputs(NamedTuple):
     items: tuple[RankOutput, ...]
 
 
-OfRanks = RequestLocations | AbortRanks | Interrupt | SpareRanks | ReleaseRankValues
+OfRanks = RequestLocations | AbortRanks | Interrupt | ReleaseRankValues
 Down = (
     AgentRequest[RequestBody]
     | RunTask
@@ -451,6 +507,7 @@ Up = (
     | Outputs
     | Located
     | Aborted
+    | Decided
     | Starting
     | UsageReport
     | NodeJoined

@@ -6,11 +6,14 @@ Workers and agents make these records; the notebook and the terminal's commands 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 RankState = Literal["starting", "idle", "busy", "dead"]
+
+LOCATED_TIMEOUT = 1.0  # seconds to wait for the places of ranks
 
 PACKAGES = re.compile(r"^.*/(?:site|dist)-packages/|^.*/lib/python3\.\d+/(?=[^/]+)")
 """Matches the beginning of the path of a library's file; this beginning is not shown."""
@@ -80,6 +83,48 @@ class RankPosition:
         """Whether the rank may be in the user's code, and not in nbdist's code around that code."""
         spot = self.line or self.file or self.operation
         return bool(spot) or self.holds_gil or self.is_stopped
+
+
+# --- whether collectives match ----------------------------------------------------------------
+
+# Gloo matches the collectives of a group by their number: the fifth of one rank with the fifth of
+# the others.  Matched collectives have to be the same operation, on as many elements of one dtype.
+
+
+def find_mismatch(
+    places: Mapping[int, RankPosition], kind: Callable[[Begun], Hashable]
+) -> Mapping[int, Begun]:
+    """Return by rank the first collective for which `kind` returns different values.
+
+    Collectives of the same number in a group are compared.  The result is empty if none differ.
+    """
+    begun: defaultdict[tuple[int, str], dict[int, Begun]] = defaultdict(dict)
+    for rank, place in places.items():
+        for each in place.begun:
+            begun[each.number, each.group][rank] = each
+    differ = (key for key in sorted(begun) if len({kind(each) for each in begun[key].values()}) > 1)
+    return begun[first] if (first := next(differ, None)) is not None else {}
+
+
+def is_call_mismatch(places: Mapping[int, RankPosition]) -> bool:
+    """Return True if a rank waits while ranks have begun different collectives.
+
+    Collectives of the same number in a group are compared.  The rank that waits has not completed
+    the first collective that differs.
+    """
+    begun = find_mismatch(places, lambda each: each.name)
+    return any(not each.is_done and places[rank].operation for rank, each in begun.items())
+
+
+def is_tensor_mismatch(places: Mapping[int, RankPosition]) -> bool:
+    """Return True if the first collectives that differ do so only in sizes or dtypes."""
+    begun = find_mismatch(places, tensors_of)
+    return len({each.name for each in begun.values()}) == 1
+
+
+def tensors_of(each: Begun) -> Hashable:
+    """Return what has to be equal on all ranks of a collective."""
+    return each.name, each.elements, each.dtypes
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,7 @@ AgentHandle = AgentProcess | AttachedAgent
 WorldNotice = (
     messages.Located
     | messages.Aborted
+    | messages.Decided
     | messages.UsageReport
     | messages.NodeJoined
     | messages.UnresponsiveHosts

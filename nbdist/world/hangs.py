@@ -1,34 +1,31 @@
-"""Detects whether ranks that wait in collectives can ever go on, and writes texts about waits.
+"""Texts about ranks that wait: where they are, why they were released, what did not match.
 
 `TaskRun` and `nbdist.world.recovery` use this module in the notebook's process.  No I/O is done.
-
-There are two kinds of deadlock.  In the first, some ranks have finished the task or do not run it,
-all others wait in collectives, and nothing moves among them.  In the second, all ranks wait, in
-collectives that do not match, or with nothing that moves.  While an unfinished rank computes there
-is no deadlock: that rank may still join a collective.
-
-Gloo matches the collectives of a group by their number: the fifth of one rank with the fifth of
-the others.  Matched collectives have to be the same operation, on as many elements of one dtype.
+`nbdist.agent.supervisor` decides whether ranks can ever go on.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import re
-from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import NamedTuple
 
-from nbdist.config import HANG_TIMEOUT
 from nbdist.output.ansi import strip
 from nbdist.output.events import Died, Failure, RankError
 from nbdist.output.fingerprint import normal
 from nbdist.output.wording import fold_ranks
 from nbdist.wire.messages import UnresponsiveHosts
-from nbdist.wire.places import Begun, RankPosition, Stack
+from nbdist.wire.places import (
+    Begun,
+    RankPosition,
+    Stack,
+    find_mismatch,
+    is_call_mismatch,
+    tensors_of,
+)
 from nbdist.wire.work import Script
 from nbdist.words import name_ranks, one_line
 from nbdist.world.states import Machines
@@ -36,19 +33,7 @@ from nbdist.world.states import Machines
 Who = Callable[[Iterable[int]], str]
 """A function that names ranks, with their machines if the world has several."""
 
-FIRST_LOCATE_DELAY = LOCATE_INTERVAL = 1.0  # seconds from the start, or an answer, to a request
-SOON, FAST_SECONDS = 0.1, 2.0  # seconds between requests after `poll_fast`, and for how long
-LOCATED_TIMEOUT = 1.0  # seconds to wait for the places of the ranks
 LONGEST_CODE = 60  # characters of a line of code in a text
-UNCHANGED = 3.0  # seconds without a change before a rank with active gloo threads counts as stuck
-ALL_UNCHANGED = 1.0  # seconds without a change before ranks count as stuck if all ranks wait
-
-UNWAKEABLE_ABORTS = 3
-"""A rank that still waits in a collective after this many aborts counts as impossible to wake.
-
-Gloo can lose an abort.  If the other end has closed a connection, and gloo's own thread has not
-noticed that yet, Pair::signalException skips the messages that could not be written (torch 2.13).
-"""
 
 RELEASED_ERROR = "Released"  # `Failure.name` if an abort or another rank ended a collective
 CELL_LINE = re.compile(r"Cell In\[\d+\], line (\d+)")
@@ -61,144 +46,7 @@ DTYPES = {
 """Dtypes by their name in C++, if that differs from the name in Python by more than capitals."""
 
 
-class HangDetector:
-    """The last two places of a task's unfinished ranks, and when to locate the ranks again.
-
-    Times are monotonic seconds.
-    """
-
-    def __init__(self, started: float, hang_timeout: float = HANG_TIMEOUT) -> None:
-        self.places: dict[int, RankPosition] = {}
-        self._before: dict[int, RankPosition] = {}
-        self._since: dict[int, float] = {}
-        self._polls = 0
-        self._in_flight = 0
-        self._was_soon = False
-        self._aborts: dict[int, tuple[RankPosition, int]] = {}
-        self._next = started + min(hang_timeout, FIRST_LOCATE_DELAY)
-        self._fast_since: float | None = None
-
-    def poll_fast(self, now: float) -> None:
-        """Have ranks located often for `FAST_SECONDS` after the first call; ignore later calls."""
-        if self._fast_since is None:
-            self._fast_since = now
-            self._next = min(self._next, now + SOON)
-
-    def restart(self) -> None:
-        """Forget how long places have not changed: a rank has finished, so others may go on."""
-        self._polls = 0
-        self._since.clear()
-
-    def seconds_to_poll(self, now: float) -> float:
-        """Return the seconds until the ranks must be located again."""
-        return max(0.0, self._next - now)
-
-    def record_request(self, now: float) -> None:
-        """Record a request for places; without an answer it is repeated after `LOCATED_TIMEOUT`."""
-        self._next = now + LOCATED_TIMEOUT
-
-    def record_places(
-        self, places: Mapping[int, RankPosition], now: float, in_flight: int = 0
-    ) -> None:
-        """Store the places of the unfinished ranks, and choose when to locate them again.
-
-        `in_flight` counts packets of all ranks, also of finished ones, that are not acknowledged.
-        """
-        self._before, self.places = self.places, dict(places)
-        self._in_flight = in_flight
-        self._polls += 1
-        for rank, place in places.items():
-            if rank not in self._since or not _is_same(place, self._before.get(rank)):
-                self._since[rank] = now
-        is_fast = self._fast_since is not None and now - self._fast_since < FAST_SECONDS
-        # If all ranks began to wait a moment ago, locate the ranks once more, soon: that can show
-        # already that the ranks are deadlocked.
-        all_wait = bool(places) and all(place.operation for place in places.values())
-        is_new = all_wait and now - max(self._since.values()) < FAST_SECONDS
-        self._was_soon = is_fast or (is_new and not self._was_soon)
-        self._next = now + (SOON if self._was_soon else LOCATE_INTERVAL)
-
-    def is_deadlocked(
-        self, unfinished: Iterable[int], now: float, unchanged: float = UNCHANGED
-    ) -> bool:
-        """Return True if all `unfinished` ranks wait in collectives, and nothing moves among them.
-
-        A rank in which gloo's threads seem active counts only if its place has not changed for
-        `unchanged` seconds.
-        """
-        ranks = tuple(unfinished)
-        are_idle = self._polls >= 2 and all(self._is_idle(rank, now, unchanged) for rank in ranks)
-        # A packet in flight may let a rank go on.  TCP repeats a lost packet for minutes, each time
-        # after twice the interval; if TCP gives up, gloo raises.
-        return are_idle and not self._in_flight
-
-    def is_dead_end(
-        self, ranks: Iterable[int], now: float, *, is_known: bool, runs_ahead: bool = False
-    ) -> bool:
-        """Return True if all ranks of the world wait for each other for ever.
-
-        `ranks` are all ranks, and with `is_known` their calls are known not to match.  Without
-        `is_known`, no place may have changed for `ALL_UNCHANGED` seconds, and no rank may have
-        another thread or a GPU that could end its wait.  `runs_ahead` is as in `Members`.
-        """
-        ranks = tuple(ranks)
-        # With nccl no rank is ever seen to be calm, so the time has to decide.
-        unchanged = ALL_UNCHANGED if is_known and runs_ahead else math.inf
-        if not self.is_deadlocked(ranks, now, unchanged):
-            return False
-        has_help = any(self.places[rank].has_help for rank in ranks)
-        since = max(self._since[rank] for rank in ranks)
-        return is_known or (not has_help and now - since >= ALL_UNCHANGED)
-
-    def _is_idle(self, rank: int, now: float, unchanged: float) -> bool:
-        place, before = self.places.get(rank), self._before.get(rank)
-        if place is None or not place.operation or not _is_same(place, before):
-            return False
-        assert before is not None
-        # A calm place is enough, now or before: gloo's threads wake up at times without a reason.
-        is_calm = place.is_calm or before.is_calm
-        return is_calm or now - self._since[rank] >= unchanged
-
-    def unwakeable_ranks(self, ranks: Iterable[int]) -> tuple[int, ...]:
-        """Return the ranks that wait, with idle gloo threads, after `UNWAKEABLE_ABORTS` aborts."""
-
-        def is_one(rank: int) -> bool:
-            place, (before, times) = self.places.get(rank), self._aborts.get(rank, (None, 0))
-            return bool(
-                times >= UNWAKEABLE_ABORTS and place and place.is_calm and _is_same(place, before)
-            )
-
-        return tuple(filter(is_one, ranks))
-
-    def record_abort(self, now: float) -> None:
-        """Count an abort for the place of each rank, and forget all places.
-
-        The ranks are located again soon, to see which of them still wait.
-        """
-        before, self._aborts = self._aborts, {}
-        for rank, place in self.places.items():
-            aborted_place, times = before.get(rank, (place, 0))
-            self._aborts[rank] = (place, times + 1 if _is_same(place, aborted_place) else 1)
-        self.places, self._before = {}, {}
-        self._next = now + 5 * SOON
-
-
-def _is_same(place: RankPosition, before: RankPosition | None) -> bool:
-    facts = attrgetter("operation", "line", "counts", "moved")
-    return before is not None and facts(place) == facts(before)
-
-
 # --- whether collectives match ------------------------------------------------------------
-
-
-def is_call_mismatch(places: Mapping[int, RankPosition]) -> bool:
-    """Return True if a rank waits while ranks have begun different collectives.
-
-    Collectives of the same number in a group are compared.  The rank that waits has not completed
-    the first collective that differs.
-    """
-    begun = _mismatch(places, lambda each: each.name)
-    return any(not each.is_done and places[rank].operation for rank, each in begun.items())
 
 
 def verdict(places: Mapping[int, RankPosition]) -> str:
@@ -208,7 +56,7 @@ def verdict(places: Mapping[int, RankPosition]) -> str:
     """
     if not is_call_mismatch(places):
         return differing(places) or f"{_places_text(places)}: all ranks wait for each other"
-    begun = _mismatch(places, lambda each: each.name)
+    begun = find_mismatch(places, lambda each: each.name)
     text = f"{_places_text(places)}: these calls do not match and would wait forever"
     if any(each.is_done or places[rank].operation != each.name for rank, each in begun.items()):
         text += f"; the first that differ: {_by_ranks_text(begun, lambda each: each.name)}"
@@ -220,7 +68,7 @@ def differing(places: Mapping[int, RankPosition]) -> str:
 
     Write `all_reduce (line 2), sizes differ: rank 0 [2], rank 1 [3]`, and which results are wrong.
     """
-    begun = _mismatch(places, _tensors)
+    begun = find_mismatch(places, tensors_of)
     if not begun or len({each.name for each in begun.values()}) > 1:
         return ""
     name = next(iter(begun.values())).name
@@ -276,29 +124,10 @@ def why_died(rank: int, died: Died, survivors: Mapping[int, RankPosition]) -> st
         return ""
     text = f"Rank {rank} received more than its tensor holds: sizes or dtypes differ between ranks"
     last = {other: place.begun[-1] for other, place in survivors.items() if place.begun}
-    begun = _mismatch(survivors, _tensors) or last
+    begun = find_mismatch(survivors, tensors_of) or last
     if begun and len({(each.name, each.number) for each in begun.values()}) == 1:
         text += f" in {next(iter(begun.values())).name} ({_by_ranks_text(begun, _tensors_text)})"
     return f"{text}. With `--debug` that is found before."
-
-
-def _mismatch(
-    places: Mapping[int, RankPosition], kind: Callable[[Begun], Hashable]
-) -> Mapping[int, Begun]:
-    """Return by rank the first collective for which `kind` returns different values.
-
-    Collectives of the same number in a group are compared.  The result is empty if none differ.
-    """
-    begun: defaultdict[tuple[int, str], dict[int, Begun]] = defaultdict(dict)
-    for rank, place in places.items():
-        for each in place.begun:
-            begun[each.number, each.group][rank] = each
-    differ = (key for key in sorted(begun) if len({kind(each) for each in begun[key].values()}) > 1)
-    return begun[first] if (first := next(differ, None)) is not None else {}
-
-
-def _tensors(each: Begun) -> Hashable:
-    return each.name, each.elements, each.dtypes
 
 
 def _dtypes(each: Begun) -> str:

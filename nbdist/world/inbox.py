@@ -33,6 +33,7 @@ from nbdist.world.workers import Workers
 
 if TYPE_CHECKING:
     from nbdist.output.events import Output
+    from nbdist.world.task_run import TaskRun
 
 
 NO_ITEMS = "the notebook that called World.map has ended, so no rank can get further items"
@@ -62,12 +63,22 @@ def receive_waiting(workers: Workers) -> None:
             case (rank, task_id, output):
                 _handle_output(workers, rank, task_id, output)
             case message if workers.running is not None:
-                if isinstance(message, messages.Aborted):
-                    workers.advance(Event.ABORTED)
+                _record_news(workers, message, workers.running)
                 workers.running.handle_message(message, time.monotonic())
         link.arrived.popleft()
         if workers.link_or_none is not link:
             return
+
+
+def _record_news(workers: Workers, message: messages.Up, running: TaskRun) -> None:
+    """Change the state of the world according to a message about the running task."""
+    is_abort = isinstance(message, messages.Aborted)
+    if isinstance(message, messages.Decided) and message.task_id == running.task.id:
+        is_abort = message.decision is messages.Decision.ABORT
+        if message.decision is messages.Decision.TIME_OUT:
+            workers.advance(Event.INTERRUPT)
+    if is_abort:
+        workers.advance(Event.ABORTED)
 
 
 def handle_agent_loss(workers: Workers, lost: AgentLost) -> None:
@@ -128,7 +139,7 @@ def _handle_output(workers: Workers, rank: int, task_id: str, output: Any) -> No
         running.moved[rank] = output
     else:
         # If an abort, a death or gloo itself has closed connections, the group is broken.
-        if isinstance(output, Failure) and output.connections and running.members.has_group:
+        if isinstance(output, Failure) and output.connections and running.rules.has_group:
             workers.advance(Event.ABORTED)
         if running.is_of_earlier_task(rank, output):
             workers.late.append((rank, output))

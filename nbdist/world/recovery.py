@@ -1,7 +1,7 @@
 """The loop over a running task, the healing of the process group, and the lines about both.
 
 Runs in the notebook's process, on the thread that made the world.  `Session` calls the functions,
-which act on its `Workers`.  `TaskRun.next_steps` decides what the loop does.
+which act on its `Workers`.  The agent supervises the task meanwhile (`nbdist.agent.supervisor`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 import time
 import uuid
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeAlias
 
@@ -26,21 +26,20 @@ from nbdist.wire.messages import (
     Heal,
     Healed,
     Interrupt,
-    Kill,
     RequestLocations,
     Scale,
     SpareRanks,
 )
-from nbdist.wire.places import RankPosition
+from nbdist.wire.places import LOCATED_TIMEOUT, RankPosition
 from nbdist.wire.work import OpCall, Task
 from nbdist.words import name_ranks, one_line
 from nbdist.world import inbox, lifecycle
 from nbdist.world.code_sync import missing_text
-from nbdist.world.hangs import LOCATED_TIMEOUT, differing
+from nbdist.world.hangs import differing
 from nbdist.world.name_table import list_names
 from nbdist.world.replicas import differing_text, incomplete_text, occurring_names, occurring_or_all
 from nbdist.world.states import Event, WorldState, size_text
-from nbdist.world.task_run import RankOutputs, Step, TaskRun
+from nbdist.world.task_run import RankOutputs, TaskRun
 from nbdist.world.workers import Workers
 
 CELL_TICK = 0.25  # seconds between two yields without output; short, as a panel shows a clock
@@ -100,15 +99,11 @@ def follow(workers: Workers, running: TaskRun, *, answers: bool = False) -> Foll
                 if running.unfinished:
                     workers.advance(Event.GAVE_UP)
                     return
-            # Then wait for messages, at most until the ranks have to be located again.
+            # Then wait for messages.
             now = time.monotonic()
             tick = min(longest, CELL_TICK if running.age > EAGER_SECONDS else EAGER_TICK)
             remaining = running.give_up_at - SPARE_TIMEOUT - now
-            wait = min(tick, remaining, running.seconds_to_poll(now))
-            inbox.receive(workers, max(0.0, wait))
-            # Then act on the new state.
-            for step in running.next_steps(time.monotonic()):
-                _carry_out(workers, running, step)
+            inbox.receive(workers, max(0.0, min(tick, remaining)))
         sent = yield running.pop_outputs()
         longest = CELL_TICK if sent is None else sent
         if not answers:
@@ -136,49 +131,21 @@ def interrupt(workers: Workers, running: TaskRun) -> None:
 def _spare_ranks(workers: Workers, running: TaskRun) -> None:
     """Tell the agent to kill ranks that have not stopped only if Stop is pressed again.
 
-    `running.spared` are then the ranks that answered after that message.  Does nothing if the ranks
-    were interrupted more than once: then the agent may kill them.
+    `running.spared` are then the ranks that the agent spares.  Does nothing if the ranks were
+    interrupted more than once: then the agent may kill them.
     """
     if running.interrupts > 1:
         return
-    workers.link.send(SpareRanks(running.unfinished))
-    # The agent handles both messages in this order, so a rank that is located now is spared.
-    running.spared = frozenset(_locate(workers, running, SPARE_TIMEOUT))
+    answer = workers.link.ask(SpareRanks(running.unfinished))
+    with suppress(TimeoutError, AgentLost):
+        running.spared = frozenset(answer.result(SPARE_TIMEOUT))
+    inbox.receive_waiting(workers)
 
 
-def _carry_out(workers: Workers, running: TaskRun, step: Step) -> None:
-    # Collectives are aborted on all ranks: only the rank that accepted a connection can close it,
-    # and a rank that is busy now must not wait later for a rank that was released.
-    match step:
-        case Step.LOCATE:
-            # Locate finished ranks too.  With nccl their collectives may still run; with gloo, the
-            # collectives that they began show whether those of the other ranks can complete.
-            workers.link.send(RequestLocations(workers.everyone, time.monotonic()))
-        case Step.ABORT | Step.ABORT_FOR_DEAD:
-            if step is Step.ABORT:
-                workers.advance(Event.ABORTED)
-                running.abort(time.monotonic())
-            workers.link.send(AbortRanks(workers.everyone))
-        case Step.TIME_OUT:
-            _locate(workers, running)
-            if running.unfinished:
-                running.timed_out = running.doing
-                interrupt(workers, running)
-        case Step.END_SURVIVORS:
-            workers.link.call(Kill(running.unfinished))
-        case Step.END_UNWAKEABLE:
-            ranks = running.unwakeable
-            running.unwoken = {rank: running.places.get(rank, RankPosition()) for rank in ranks}
-            why = f"gloo did not wake {name_ranks(ranks)} from a collective that had ended"
-            workers.link.call(Kill(ranks, why))
-
-
-def _locate(
-    workers: Workers, running: TaskRun, timeout: float = LOCATED_TIMEOUT
-) -> dict[int, RankPosition]:
+def _locate(workers: Workers, running: TaskRun) -> dict[int, RankPosition]:
     running.places, running.requested_at = {}, time.monotonic()
     workers.link.send(RequestLocations(workers.everyone, running.requested_at))
-    deadline = running.requested_at + timeout
+    deadline = running.requested_at + LOCATED_TIMEOUT
     while not (running.places or running.lost) and (remaining := deadline - time.monotonic()) > 0:
         inbox.receive(workers, remaining)
     return running.places
@@ -216,15 +183,14 @@ def _abort_leftovers(workers: Workers, running: TaskRun) -> None:
 
     A collective of the next task would be matched with an incomplete one.
     """
-    members = running.members
     if (
         not running.transcript.errors
         or workers.state is not WorldState.READY
-        or not members.has_group
+        or not running.rules.has_group
     ):
         return
     now = time.monotonic()
-    enough, until = now + (LEFTOVERS_GRACE if members.runs_ahead else 0.0), now + SLOW_GRACE
+    enough, until = now + (LEFTOVERS_GRACE if running.rules.runs_ahead else 0.0), now + SLOW_GRACE
     looks = 0
     last_places: dict[int, RankPosition] = {}  # of the ranks that have answered
     while looks < 2 or time.monotonic() < enough:
@@ -239,7 +205,7 @@ def _abort_leftovers(workers: Workers, running: TaskRun) -> None:
         if not any(place.unfinished for place in last_places.values()):
             return
         looks += 1
-        if members.runs_ahead:
+        if running.rules.runs_ahead:
             inbox.receive(workers, EAGER_TICK)
     workers.advance(Event.ABORTED)
     workers.link.send(AbortRanks(workers.everyone))

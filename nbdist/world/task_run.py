@@ -1,7 +1,7 @@
-"""The state of a task in progress: its output, where its ranks are, the next steps, the result.
+"""The state of a task in progress: its output, where its ranks are, how it ended, the result.
 
 Runs in the notebook's process and does no I/O.  `nbdist.world.inbox` passes in the messages of
-the agent, and `nbdist.world.recovery` carries out `TaskRun.next_steps`.
+the agent, which supervises the task (`nbdist.agent.supervisor`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from enum import Enum
 from typing import Any, Self
 
 from nbdist import errors
@@ -22,8 +21,17 @@ from nbdist.output.events import Died, Done, Failure, Output
 from nbdist.output.transcript import Transcript, is_consequence
 from nbdist.values.payload import Payload, localize, open_payload
 from nbdist.values.pickling import unpickle
-from nbdist.wire.messages import Aborted, Attached, Located, UnresponsiveHosts, UsageReport
-from nbdist.wire.places import RankPosition
+from nbdist.wire.messages import (
+    Aborted,
+    Attached,
+    Decided,
+    Decision,
+    Located,
+    Rules,
+    UnresponsiveHosts,
+    UsageReport,
+)
+from nbdist.wire.places import RankPosition, is_call_mismatch
 from nbdist.wire.status import Usage
 from nbdist.wire.work import InputReply, Task, task_from
 from nbdist.words import name_ranks
@@ -32,24 +40,6 @@ from nbdist.world.name_table import Sent
 from nbdist.world.result import CellResult, Contents, as_raised
 from nbdist.world.sent_objects import NOTHING_SENT, Parcel
 from nbdist.world.states import Machines, Prompts
-
-GPU_UNCHANGED = 1.5
-"""Seconds without a change after which ranks count as waiting on their GPUs for a failed rank.
-
-The progress of a GPU is not visible, and nccl2 checks once a second which collectives completed.
-"""
-
-
-class Step(Enum):
-    """An action that `nbdist.world.recovery` takes while a task runs."""
-
-    LOCATE = "ask all ranks where they are"
-    ABORT = "abort collectives that can never end"
-    ABORT_FOR_DEAD = "abort what may wait for a dead rank"
-    TIME_OUT = "stop it, as it takes longer than it may"
-    END_SURVIVORS = "end the ranks that live, as the policy for deaths says"
-    END_UNWAKEABLE = "end ranks that wait in what has been aborted, and that nothing wakes"
-
 
 RankOutputs = list[tuple[int, Output]]
 """New outputs with their ranks, in the order of their arrival."""
@@ -69,15 +59,17 @@ class Members:
     namespace: dict[str, Any]
     heals: bool
 
-    @property
-    def has_group(self) -> bool:
-        """Whether the workers share a process group, whose collectives can be aborted."""
-        return self.backend != "none"
-
-    @property
-    def runs_ahead(self) -> bool:
-        """Whether a rank can finish a task before its collectives complete, as with nccl."""
-        return "nccl" in self.backend
+    def rules(self, patience: Patience) -> Rules:
+        """Return the rules by which a task is supervised."""
+        return Rules(
+            self.size,
+            self.backend,
+            self.heals,
+            patience.hang_timeout,
+            patience.aborts,
+            patience.timeout,
+            patience.holds_stop,
+        )
 
 
 class TaskRun:
@@ -116,6 +108,7 @@ class TaskRun:
         self.answer_items: Callable[[int, events.ItemsWanted, float], InputReply] | None = None
         self.item_text = ""  # which item of `World.map` has failed, for the error
         self.members = members
+        self.rules = members.rules(patience)
         self.aborted: dict[int, RankPosition] = {}
         self.places: dict[int, RankPosition] = {}
         self.unwoken: dict[
@@ -146,10 +139,9 @@ class TaskRun:
         # By rank, torch's own errors about connections that another rank has closed.
         self._released: dict[int, Failure] = {}
         self._outputs: RankOutputs = []
-        self._has_handled_death = False
         self._started, self._started_ns = started or (time.monotonic(), time.time_ns())
         self._ended = dict(ended or {})
-        self._watch = hangs.HangDetector(self._started, patience.hang_timeout)
+        self._waiting_places: Mapping[int, RankPosition] = {}  # of unfinished ranks
         self.transcript.start(self._started)
 
     def __repr__(self) -> str:
@@ -223,7 +215,7 @@ class TaskRun:
         if self.prompts.ranks:  # the other ranks may wait for the rank that waits for input
             return ""
         unfinished = self.unfinished
-        places = {rank: self._watch.places.get(rank, RankPosition()) for rank in unfinished}
+        places = {rank: self._waiting_places.get(rank, RankPosition()) for rank in unfinished}
         waiting = any(place.operation for place in places.values())
         others = set(range(self.members.size)) - set(self.task.ranks)
         # In a cell for some ranks, a rank may wait for ranks that do not run the cell.
@@ -234,14 +226,14 @@ class TaskRun:
             text += f" · {name_ranks(done)} finished"
         if others:
             text += f" · not in this cell: {name_ranks(others)}"
-        if hangs.is_call_mismatch(places):
+        if is_call_mismatch(places):
             text += " · these calls do not match and would wait forever"
         return text
 
     @property
     def doing(self) -> str:
         """A text about the places of the unfinished ranks, as far as they are known."""
-        places, unfinished = self._watch.places, self.unfinished
+        places, unfinished = self._waiting_places, self.unfinished
         known_places = {rank: places[rank] for rank in unfinished if rank in places}
         return hangs.waits_text(known_places, self.task.source)
 
@@ -253,78 +245,6 @@ class TaskRun:
     @property
     def _is_safe(self) -> bool:
         return self.spared.issuperset(self.unfinished)
-
-    # While the task runs, its ranks are located again and again.  If ranks wait in collectives that
-    # cannot complete, because other ranks have finished or because the calls do not match,
-    # collectives are aborted on all ranks, unless `Patience.aborts` is False.  A death needs no
-    # such proof: collectives are aborted, or the survivors killed, at once.
-
-    def next_steps(self, now: float) -> Iterator[Step]:
-        """Yield the steps that are necessary now; nothing once all ranks have finished."""
-        unfinished = self.unfinished
-        if not unfinished:
-            return
-        if self._seconds_left(now) <= 0:
-            yield Step.TIME_OUT
-        # Survivors without a connection to the dead rank would wait for each other for ever.
-        if self.deaths and not self._has_handled_death:
-            self._has_handled_death = True
-            if not self.members.heals:
-                yield Step.END_SURVIVORS
-            elif self.members.has_group:
-                yield Step.ABORT_FOR_DEAD
-        if not self._is_watched:
-            return
-        # Look often: ranks that have finished, or do not run the task, will join no collective.
-        if len(unfinished) < self.members.size:
-            self._watch.poll_fast(now)
-        # After Stop the agent aborts collectives by itself.
-        aborts = self.patience.aborts and not self.is_stopping
-        if aborts and self._can_never_go_on(unfinished, now):
-            yield Step.END_UNWAKEABLE if self.unwakeable else Step.ABORT
-        elif self._watch.seconds_to_poll(now) == 0:
-            self._watch.record_request(now)
-            yield Step.LOCATE
-
-    @property
-    def unwakeable(self) -> tuple[int, ...]:
-        """The ranks that still wait in a collective after several aborts; empty with nccl."""
-        # With nccl the agent of the rank handles such ranks.
-        return () if self.members.runs_ahead else self._watch.unwakeable_ranks(self.unfinished)
-
-    def seconds_to_poll(self, now: float) -> float:
-        """Return the seconds until `next_steps` has something to do, if no message arrives."""
-        until_poll = self._watch.seconds_to_poll(now) if self._is_watched else float("inf")
-        return max(0.0, min(until_poll, self._seconds_left(now)))
-
-    @property
-    def _is_watched(self) -> bool:
-        """Whether ranks are located, and collectives that cannot complete are aborted.
-
-        False without a group, and while a rank waits for input: others may wait for that rank.
-        """
-        return self.members.has_group and not self.prompts.ranks
-
-    def _seconds_left(self, now: float) -> float:
-        if self.patience.timeout is None or self.is_stopping:
-            return float("inf")
-        # The timeout does not include the time in which a rank waits for input.
-        return self._started + self.patience.timeout + self.prompts.seconds(now) - now
-
-    def _can_never_go_on(self, unfinished: tuple[int, ...], now: float) -> bool:
-        ahead, has_failed = self.members.runs_ahead, bool(self.transcript.errors)
-        if len(unfinished) == self.members.size:
-            # With gloo, collectives of different sizes do not hang, but have a wrong result.
-            differ = ahead and bool(hangs.differing(self.places))
-            is_mismatch = differ or hangs.is_call_mismatch(self.places)
-            return self._watch.is_dead_end(unfinished, now, is_known=is_mismatch, runs_ahead=ahead)
-        # A failed task gains nothing by a longer wait.
-        unchanged = GPU_UNCHANGED if has_failed and ahead else hangs.UNCHANGED
-        if not self._watch.is_deadlocked(unfinished, now, unchanged):
-            return False
-        finished = (place for rank, place in self.places.items() if rank not in unfinished)
-        # The GPU of a finished rank may still complete the collective, unless a rank has failed.
-        return has_failed or not any(place.operation for place in finished)
 
     # --- events ---------------------------------------------------------------------------
 
@@ -356,7 +276,6 @@ class TaskRun:
         for rank in self.prompts.ranks:  # an answer would come too late
             self.prompts.drop(rank, now)
         self.give_up_at = float("inf") if wait is None else now + wait
-        self._watch.poll_fast(now)
 
     @property
     def ends_after_stop(self) -> bool:
@@ -370,35 +289,38 @@ class TaskRun:
         return self.patience.control_timeout is not None and self.stops > before + 1
 
     def handle_message(
-        self, message: Located | Aborted | UnresponsiveHosts | UsageReport, now: float
+        self, message: Located | Aborted | Decided | UnresponsiveHosts | UsageReport, now: float
     ) -> None:
         """Update the state from a message of the agent."""
         match message:
             case Located(places, requested_at) if requested_at >= self.requested_at:
                 self.places, unfinished = dict(places), self.unfinished
-                located = {rank: place for rank, place in places.items() if rank in unfinished}
-                self._watch.record_places(
-                    located, now, sum(place.in_flight for place in places.values())
-                )
+                self._waiting_places = {r: place for r, place in places.items() if r in unfinished}
             case Aborted(places):
                 self.aborted.update(places)
-                self._watch.record_abort(now)
+                self._waiting_places = {}
+            case Decided(task_id) if task_id == self.task.id:
+                self._decided(message, now)
             case UnresponsiveHosts():
                 self.silent = message
             case UsageReport(usage):
                 self.usage = {**self.usage, **usage}  # a message covers the ranks of one machine
 
-    def abort(self, now: float) -> None:
-        """Record that the ranks are deadlocked, and that their collectives are being aborted."""
-        unfinished, places = self.unfinished, self.places
-        self.handle_message(Aborted({rank: self._watch.places[rank] for rank in unfinished}), now)
-        ran, failed, size = (
-            self.task.ranks,
-            {*self.transcript.errors, *unfinished},
-            self.members.size,
-        )
-        self.differing = hangs.differing(places)
-        self._why_aborted = hangs.why_aborted(self.aborted, places, ran, failed, size)
+    def _decided(self, decided: Decided, now: float) -> None:
+        """Record what the agent or head has decided and does about the task."""
+        match decided.decision:
+            case Decision.ABORT:
+                self.aborted.update(decided.waiting)
+                self._waiting_places = {}
+                failed = {*self.transcript.errors, *decided.failed, *decided.waiting}
+                facts = self.aborted, decided.places, self.task.ranks, failed, self.members.size
+                self.differing = hangs.differing(decided.places)
+                self._why_aborted = hangs.why_aborted(*facts)
+            case Decision.TIME_OUT:
+                self.timed_out = hangs.waits_text(decided.waiting, self.task.source)
+                self.stop(now)
+            case Decision.END_UNWAKEABLE:
+                self.unwoken = dict(decided.waiting)
 
     def explain_death(self, places: Mapping[int, RankPosition]) -> str:
         """Return why gloo killed a rank, given the survivors' places; "" if gloo killed no rank."""
@@ -425,8 +347,6 @@ class TaskRun:
             now = self._ended.pop(rank, now)
             self.prompts.drop(rank, now)
         match output:
-            case Done():
-                self._watch.restart()
             case events.InputRequest():
                 self.prompts.receive(rank, output, now)
             case events.Display(is_result=True):

@@ -328,13 +328,14 @@ class Workers:
             deleted=deleted,
         )
         running = TaskRun(task, patience or self.config.patience, self.members, shipped)
-        link, packed = self.link, messages.RunTask(task.id, task.ranks, pack(task), task.segments)
+        run = messages.RunTask(task.id, task.ranks, pack(task), task.segments, running.rules)
+        link = self.link
         self.remember(running.patience)
         self.advance(Event.TASK)
         self.running = running
         running.sent_at = self.names.record_sent(running.shipped_names())
         with running.counting_stops():  # Stop may come when ranks have begun already
-            link.send(packed)
+            link.send(run)
         return running
 
     def refuse_prompts(self, running: TaskRun) -> None:

@@ -23,7 +23,7 @@ from nbdist.cluster.launcher import agent_command
 from nbdist.cluster.server import NodeServer, addresses, listen_addresses
 from nbdist.cluster.ticket import KeyPair, Ticket, connect_with, endpoint
 from nbdist.wire.frames import pack, unpack
-from nbdist.wire.messages import Shutdown, SpareRanks, Starting
+from nbdist.wire.messages import AbortRanks, Shutdown, Starting
 from nbdist.wire.node_messages import NodeUp
 from nbdist.wire.transfer import FrameKind, Numbered
 from tests.waiting import SOON, until
@@ -119,14 +119,14 @@ async def test_no_message_is_lost_if_an_agent_reconnects(opened: Opened) -> None
         first.send_multipart(talk.message([pack(Starting(0))]))
         await until(lambda: opened.said)
     for rank in (1, 2):
-        opened.server.send(b"agent", SpareRanks((rank,)))
+        opened.server.send(b"agent", AbortRanks((rank,)))
     talk.message([pack(Starting(1))])  # a message that does not arrive
     with connect(ticket, b"agent") as link:
         link.send_multipart([talk.bare_header(FrameKind.AGAIN)])
         for frames in [*talk.replay()] * 2:
             link.send_multipart(frames)
         assert [await next_message(link) for _ in range(2)] == [
-            pack(SpareRanks((rank,))) for rank in (1, 2)
+            pack(AbortRanks((rank,))) for rank in (1, 2)
         ]
         await until(lambda: len(opened.said) > 1)
         assert (opened.said, opened.lost) == ([Starting(0), Starting(1)], [])

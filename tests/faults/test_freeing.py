@@ -5,17 +5,27 @@ The error says why, and the world goes on, also if ranks wait for one another in
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import signal
+from pathlib import Path
 
 import pytest
 
-from nbdist.errors import NO_VARIABLES_LOST, RanksReleased, WorkerDied, WorkerError
+from nbdist.config import Patience
+from nbdist.errors import (
+    NO_VARIABLES_LOST,
+    CellTimeout,
+    RanksReleased,
+    WorkerDied,
+    WorkerError,
+)
 from nbdist.world.states import WorldState
 from nbdist.world.world import World
 from tests.cells import ends, press_stop, run_for, stop
 from tests.faults.collectives import BEFORE, BIG_ONLY, COLLECTIVES, SMALL
+from tests.waiting import SOON, wait_until
 
 pytestmark = pytest.mark.shared_world(4)
 
@@ -370,3 +380,45 @@ def test_a_message_too_long_for_its_tensor_is_explained(started: World) -> None:
     said = "received more than its tensor holds: sizes or dtypes differ between ranks in all_reduce"
     assert f"{said} (" in str(error)
     assert "rank 1 float64 [4]" in str(error)
+
+
+ENDS = """
+import os, time
+from pathlib import Path
+try:
+    Path({folder!r}, f"begun{{rank}}").touch()
+    time.sleep(1)
+    {body}
+finally:
+    Path({folder!r}, f"ended{{rank}}").touch()
+"""
+"""A cell that leaves a file when it begins on a rank, and another once its body has ended."""
+
+
+@pytest.mark.parametrize(
+    ("body", "patience", "error"),
+    [
+        ("assert rank != 1; dist.barrier()", Patience(), AssertionError),
+        ("os._exit(3) if rank == 1 else dist.barrier()", Patience(), WorkerDied),
+        ("dist.barrier() if rank else dist.all_reduce(torch.ones(1))", Patience(), RanksReleased),
+        ("time.sleep(600)", Patience(timeout=1.0), CellTimeout),
+    ],
+    ids=["error", "death", "mismatch", "timeout"],
+)
+def test_a_blocked_notebook_keeps_nobody_waiting(
+    world: World, tmp_path: Path, body: str, patience: Patience, error: type[Exception]
+) -> None:
+    """Ranks are released and stopped while the notebook's process is blocked in C code."""
+    source = ENDS.format(body=body, folder=str(tmp_path))
+    running = world.submit(world.task(source), patience)
+    wait_until(lambda: len([*tmp_path.glob("begun*")]) == 4)
+    ranks = "023" if error is WorkerDied else "0123"
+    have_ended = " && ".join(f"test -e {tmp_path}/ended{rank}" for rank in ranks)
+    # `PyDLL` holds the GIL, so neither the main thread nor any other thread of this process runs.
+    command = f"for i in $(seq {10 * SOON}); do {have_ended} && exit 0; sleep 0.1; done; exit 1"
+    assert ctypes.PyDLL(None).system(command.encode()) == 0
+    for _ in world.follow(running):
+        pass
+    with pytest.raises(error):
+        world.session.check(running)
+    world.execute(ALL_MEET)

@@ -22,7 +22,7 @@ import pytest
 
 from nbdist import __version__
 from nbdist.agent.code_folder import CodeFolder
-from nbdist.errors import AgentLost, StartError, UsageError, WorkerDied
+from nbdist.errors import AgentLost, RanksReleased, StartError, UsageError, WorkerDied
 from nbdist.system.folders import RUNTIME_FOLDER_PREFIX, RuntimeFolder
 from nbdist.wire.messages import GetStatus, PutCode
 from nbdist.wire.queries import QUERY_SOCKET, Describe, WorldInfo
@@ -287,6 +287,28 @@ def test_ranks_are_released_without_a_notebook() -> None:
             assert 0.5 <= world.session.running.transcript.elapsed() < 10
             world.execute("dist.barrier()")
             assert world.gather("x", ranks=[0]) == [0]
+
+
+@pytest.mark.own_agent
+@pytest.mark.parametrize(
+    ("source", "error", "words"),
+    [
+        ("if rank: raise ValueError('mine')\ndist.barrier()", ValueError, "Rank 0 was waiting"),
+        ("if rank == 0: dist.barrier()", RanksReleased, "rank 1 finished the cell without it"),
+    ],
+)
+def test_what_was_decided_without_a_notebook_is_told_to_the_next(
+    source: str, error: type[Exception], words: str
+) -> None:
+    """Ranks that can never go on are released while detached; the next notebook reads why."""
+    with script(source, "gloo") as process:
+        process.kill()
+        wait_until(lambda: here()[0].info.state == "broken", "all ranks have ended the task")
+        with attach(NAME) as world:
+            with pytest.raises(error, match=words):
+                world.catch_up()
+            world.execute("dist.barrier()")
+            assert world.gather("x") == [0, 1]
 
 
 WHILE_STARTING = f"""

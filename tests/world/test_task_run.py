@@ -1,4 +1,4 @@
-"""Tests of `nbdist.world.task_run` and `hangs`: steps during a task, its errors and texts."""
+"""Tests of `nbdist.world.task_run` and `hangs`: the errors of a task, and texts about waits."""
 
 from __future__ import annotations
 
@@ -17,21 +17,13 @@ from nbdist.errors import (
     WorkerDied,
     WorkerError,
 )
-from nbdist.output.events import Died, Done, Failure, InputRequest, Text, TransferProgress
-from nbdist.wire.messages import Located, UnresponsiveHosts
-from nbdist.wire.places import Begun, RankPosition
+from nbdist.output.events import Died, Done, Failure, Text, TransferProgress
+from nbdist.wire.messages import Decided, Decision, Located, UnresponsiveHosts
+from nbdist.wire.places import Begun, RankPosition, is_call_mismatch
 from nbdist.wire.work import CellCode, Task
 from nbdist.world import hangs
-from nbdist.world.hangs import (
-    ALL_UNCHANGED,
-    FIRST_LOCATE_DELAY,
-    LOCATE_INTERVAL,
-    SOON,
-    UNCHANGED,
-    HangDetector,
-)
 from nbdist.world.states import Machines
-from nbdist.world.task_run import Members, Step, TaskRun
+from nbdist.world.task_run import Members, TaskRun
 
 WAITS = RankPosition(line=1, operation="barrier", is_calm=True)
 STOPPED = Failure("KeyboardInterrupt", "", (), 2)
@@ -47,15 +39,6 @@ def running(
     return TaskRun(task, patience or Patience(), members)
 
 
-def looks(task: TaskRun, now: float) -> list[Step]:
-    """Return the steps of three looks, at which rank 0 waits and rank 1 does nothing."""
-    steps: list[Step] = []
-    for number in range(3):
-        steps += task.next_steps(now + 1.5 * (number + 1))
-        task.handle_message(Located({0: WAITS, 1: RankPosition()}), now + 1.5 * (number + 1))
-    return steps
-
-
 def test_a_task_ends_when_all_ranks_are_done() -> None:
     """Each output is returned once; the loss of the agent ends all ranks."""
     task = running()
@@ -68,27 +51,15 @@ def test_a_task_ends_when_all_ranks_are_done() -> None:
     assert isinstance(task.error(), RanksNotStopped)
     task.receive(1, Done("ok", 0.1))
     assert (task.unfinished, task.error()) == ((), None)
-    assert [*task.next_steps(time.monotonic())] == []
     task, lost = running(), AgentLost("here", -9)
     task.handle_agent_loss(lost)
     assert (task.unfinished, task.error()) == ((), lost)
 
 
-@pytest.mark.parametrize(
-    ("backend", "heals", "step"),
-    [
-        ("gloo", True, [Step.ABORT_FOR_DEAD]),
-        ("gloo", False, [Step.END_SURVIVORS]),
-        ("none", True, []),
-        ("none", False, [Step.END_SURVIVORS]),
-    ],
-)
-def test_a_death_frees_or_ends_survivors(backend: str, *, heals: bool, step: list[Step]) -> None:
-    """After a death other ranks are released or ended once, as the policy says."""
-    now, task = time.monotonic(), running(backend=backend, heals=heals)
+def test_a_death_is_the_error_of_the_task() -> None:
+    """The error of a task in which a rank died says what was done about the death."""
+    task = running()
     task.receive(1, Died(-9, time.time_ns()))
-    assert [*task.next_steps(now)] == step
-    assert [*task.next_steps(now)] == []
     assert isinstance(task.error(), RanksNotStopped)  # rank 0 still runs
     task.receive(0, Done("ok", 0.1))
     task.recovery_text = "It was replaced."
@@ -97,16 +68,19 @@ def test_a_death_frees_or_ends_survivors(backend: str, *, heals: bool, step: lis
     assert str(error).endswith("It was replaced.")
 
 
-def test_ranks_that_wait_for_a_finished_rank_are_released() -> None:
-    """Two looks with equal places are enough to release a rank; after Stop its agent does that."""
-    task, stopped, now = running(), running(), time.monotonic()
-    for each in (task, stopped):
-        each.receive(1, Done("ok", 0.1))
-    assert looks(task, now) == [Step.LOCATE, Step.LOCATE, Step.ABORT]
-    task.abort(now + 5)
+def abort(task: TaskRun, places: dict[int, RankPosition], *failed: int) -> None:
+    """Tell the task that the agent aborts the collectives in which unfinished ranks wait."""
+    waiting = {rank: place for rank, place in places.items() if rank in task.unfinished}
+    decided = Decided("id", Decision.ABORT, waiting, places, frozenset(failed))
+    task.handle_message(decided, time.monotonic())
+
+
+def test_a_released_rank_is_no_cause() -> None:
+    """A rank whose collective was aborted is the cause only if no other rank has failed."""
+    task = running()
+    task.receive(1, Done("ok", 0.1))
+    abort(task, {0: WAITS, 1: RankPosition()})
     assert task.aborted == {0: WAITS}
-    stopped.stop(now)
-    assert looks(stopped, now) == [Step.LOCATE] * 3
     task.receive(0, Failure("RuntimeError", "Connection closed", (), 1, connections="ended"))
     task.receive(0, Done("error", 0.1))
     error = task.error()
@@ -114,17 +88,30 @@ def test_ranks_that_wait_for_a_finished_rank_are_released() -> None:
     assert error.rank == 0
 
 
-@pytest.mark.parametrize("backend", ["gloo", "none"])
-def test_a_task_that_is_not_watched_is_not_polled(backend: str) -> None:
-    """A notebook that has nothing to ask ranks waits, and does not look again at once."""
-    task, now = running(backend=backend), time.monotonic() + FIRST_LOCATE_DELAY
-    is_watched = backend != "none"
-    assert (task.seconds_to_poll(now) == 0) == is_watched
-    assert ([*task.next_steps(now)] == [Step.LOCATE]) == is_watched
-    asks = running()
-    asks.receive(1, InputRequest(1, "name: "))
-    assert asks.seconds_to_poll(now) == float("inf")
-    assert [*asks.next_steps(now)] == []
+def test_a_failure_that_comes_after_the_decision_is_known_to_it() -> None:
+    """The agent may decide before a rank's error has reached the notebook: the text is the same."""
+    early, late = running(ranks=3), running(ranks=3)
+    failure, places = Failure("ValueError", "bad", ("bad",), 1), {0: WAITS, 1: WAITS}
+    early.receive(2, failure)
+    early.receive(2, Done("error", 0.1))
+    for task in (early, late):
+        decided = Decided("id", Decision.ABORT, places, places, frozenset({2}))
+        task.handle_message(decided, 1.0)
+    late.receive(2, failure)
+    late.receive(2, Done("error", 0.1))
+    for task in (early, late):
+        for rank in (0, 1):
+            task.receive(rank, LOST)
+            task.receive(rank, Done("error", 0.1))
+    assert str(early.error()) == str(late.error())
+    assert "ranks 0-1 were waiting in barrier" in str(late.error()).lower()
+
+
+def test_a_decision_about_another_task_is_ignored() -> None:
+    """A decision about an earlier task does not change this one."""
+    task = running()
+    task.handle_message(Decided("other", Decision.TIME_OUT, {0: WAITS}, {0: WAITS}), 1.0)
+    assert (task.timed_out, task.is_stopping) == (None, False)
 
 
 LOST = Failure("RuntimeError", "Connection closed", ("Cell In[1], line 4",), 9, connections="ended")
@@ -155,11 +142,10 @@ def test_a_released_rank_says_how_its_peer_ended(
 
 def test_a_rank_that_interrupts_itself_is_the_cause() -> None:
     """If nobody has pressed Stop, a KeyboardInterrupt of a rank is the error of the cell."""
-    task, now = running(), time.monotonic()
+    task = running()
     task.receive(1, Failure("KeyboardInterrupt", "mine", ("KeyboardInterrupt: mine",), 5))
     task.receive(1, Done("error", 0.1))
-    assert looks(task, now)[-1] is Step.ABORT
-    task.abort(now + 5)
+    abort(task, {0: WAITS, 1: RankPosition()}, 1)
     task.receive(0, Failure("RuntimeError", "Connection closed", (), 9, connections="ended"))
     task.receive(0, Done("error", 0.1))
     error = task.error()
@@ -169,46 +155,13 @@ def test_a_rank_that_interrupts_itself_is_the_cause() -> None:
     assert "KeyboardInterrupt: mine. Rank 0 was waiting in barrier" in str(error)
 
 
-def test_nccl_ranks_are_not_released_at_once() -> None:
-    """nccl2 notices an end within a second; until then a computing rank seems to wait."""
-    task, now = running(backend="nccl"), time.monotonic()
-    task.receive(1, Failure("ValueError", "bad", ("bad",), 1))
-    task.receive(1, Done("error", 0.1))
-    seems = RankPosition(line=2, operation="all_reduce")
-    for tenths in range(13):
-        task.handle_message(Located({0: seems, 1: RankPosition()}), now + tenths / 10)
-        assert Step.ABORT not in task.next_steps(now + tenths / 10)
-    task.handle_message(Located({0: seems, 1: RankPosition()}), now + 2)
-    assert [*task.next_steps(now + 2)] == [Step.ABORT]
-
-
-def test_no_rank_is_located_during_a_prompt() -> None:
-    """While a rank's prompt waits for the user, nobody asks where the ranks are."""
-    task, now = running(), time.monotonic()
-    task.receive(1, InputRequest(1, "(Pdb) "))
-    assert [*task.next_steps(now + 60)] == []
-    task.prompts.answered(1, now + 60)
-    assert [*task.next_steps(now + 60)] == [Step.LOCATE]
-
-
-@pytest.mark.parametrize("backend", ["gloo", "none"])
-def test_a_task_that_takes_too_long_is_stopped_once(backend: str) -> None:
-    """The error says where the ranks were; time at a prompt does not count."""
-    assert running(patience=Patience(timeout=0.5)).seconds_to_poll(time.monotonic()) <= 0.5
-    task = running(backend=backend, patience=Patience(hang_timeout=1000.0, timeout=500.0))
-    now = time.monotonic()
-    assert Step.TIME_OUT not in task.next_steps(now + 490)
-    task.prompts.receive(0, InputRequest(1, "name? "), now)
-    assert Step.TIME_OUT not in task.next_steps(now + 600)
-    task.prompts.drop(0, now + 600)
-    assert Step.TIME_OUT in task.next_steps(now + 1101)
-    task.handle_message(Located({0: WAITS, 1: RankPosition(line=1)}), now)
-    task.timed_out = task.doing
-    task.stop(now + 1101)
-    assert Step.TIME_OUT not in task.next_steps(now + 1200)
-    failed = running(backend=backend, patience=Patience(timeout=500.0))
-    failed.timed_out = task.timed_out
+def test_a_task_that_took_too_long_says_where_its_ranks_were() -> None:
+    """After a timeout the error has the places; a rank that failed before is the error instead."""
+    task, failed = (running(patience=Patience(timeout=500.0)) for _ in range(2))
+    places = {0: WAITS, 1: RankPosition(line=1)}
     for each, first in ((task, STOPPED), (failed, Failure("ValueError", "bad shard", (), 1))):
+        each.handle_message(Decided("id", Decision.TIME_OUT, places, places), 5.0)
+        assert each.is_stopping
         for rank, failure in enumerate((first, STOPPED)):
             each.receive(rank, failure)
             each.receive(rank, Done("error", 0.1))
@@ -233,23 +186,6 @@ def test_only_keyboard_interrupts_count_as_stops() -> None:
     assert (other.give_up_at, other.wants_control(0)) == (10.0 + CONTROL_TIMEOUT, True)
 
 
-@pytest.mark.parametrize(("backend", "ended"), [("gloo", (0,)), ("cpu:gloo,cuda:nccl", ())])
-def test_a_rank_that_no_abort_wakes_is_ended(backend: str, ended: tuple[int, ...]) -> None:
-    """A rank that still waits calmly after three aborts is ended, but not a rank that moved on."""
-    task, now = running(ranks=3, backend=backend), time.monotonic()
-    task.receive(2, Done("ok", 0.1))
-    steps: list[Step] = []
-    while len(steps) < 4:
-        now += 1.0
-        goes_on = replace(WAITS, moved=len(steps))
-        task.handle_message(Located({0: WAITS, 1: goes_on, 2: RankPosition()}), now)
-        for step in set(task.next_steps(now)) - {Step.LOCATE}:
-            steps.append(step)
-            assert task.unwakeable == (ended if len(steps) == 4 else ())
-            task.abort(now)
-    assert steps == [Step.ABORT] * 3 + [Step.END_UNWAKEABLE if ended else Step.ABORT]
-
-
 def test_waits_and_silent_machines_are_named() -> None:
     """Ranks are named if their wait may be in vain; silent machines and networks come first."""
     task = running(patience=Patience(hang_timeout=0.0))
@@ -267,7 +203,7 @@ def test_waits_and_silent_machines_are_named() -> None:
     assert task.waits == "the network between 10.0.0.2 and here is stalled"
 
 
-# --- whether ranks that wait can go on --------------------------------------------------------
+# --- where ranks are ---------------------------------------------------------------------------
 
 
 CALM = RankPosition(line=3, operation="barrier", counts={"0": 4}, moved=100, is_calm=True)
@@ -277,91 +213,7 @@ BARRIER = Begun("0", 5, "barrier")
 LARGER = replace(REDUCE, sizes="[3]", elements="3")
 DOUBLE = replace(REDUCE, dtypes="Double")
 
-Places = dict[int, RankPosition]
-ONE, BOTH, ALL = {0: CALM}, {0: CALM, 2: CALM}, {0: CALM, 1: CALM}
-BUSY = {0: replace(CALM, is_calm=False)}
-
-
-def watch(*looks: Places, every: float = SOON) -> HangDetector:
-    """Return a HangDetector that has got the places of each look, `every` seconds apart."""
-    found = HangDetector(0.0)
-    for number, places in enumerate(looks):
-        found.record_places(places, number * every)
-    return found
-
-
-@pytest.mark.parametrize(
-    ("looks", "every", "never"),
-    [
-        ([BOTH], SOON, False),
-        ([BOTH, BOTH], SOON, True),
-        ([{0: COMPUTES, 2: CALM}] * 2, SOON, False),
-        ([BOTH, {**BOTH, 2: replace(CALM, moved=101)}], SOON, False),
-        ([BOTH, {**BOTH, 2: replace(CALM, counts={"0": 5})}], SOON, False),
-        ([BOTH, {**BOTH, 2: replace(CALM, line=4)}], SOON, False),
-        ([BOTH, {**BOTH, 2: replace(CALM, operation="all_reduce")}], SOON, False),
-        ([ONE, ONE], SOON, False),
-        ([{**BOTH, **BUSY}] * 3, UNCHANGED, True),
-        ([{**BOTH, **BUSY}, BOTH], SOON, True),
-    ],
-)
-def test_equal_waits_count_as_a_deadlock(looks: list[Places], every: float, *, never: bool) -> None:
-    """Two looks with equal places are enough; threads at work delay that, but not for ever."""
-    now = (len(looks) - 1) * every
-    assert watch(*looks, every=every).is_deadlocked((0, 2), now) is never
-
-
-def test_news_on_its_way_delays_a_deadlock() -> None:
-    """A rank that has just finished, or bytes in flight, which TCP repeats, may end a wait."""
-    found = watch(BOTH, BOTH, BOTH)
-    found.restart()
-    assert found.places == BOTH
-    assert not found.is_deadlocked((0,), 3 * SOON)
-    for number, is_enough in ((3, False), (4, True)):
-        found.record_places(ONE, number * SOON)
-        assert found.is_deadlocked((0,), number * SOON) is is_enough
-    found.restart()
-    for now in (10 * UNCHANGED, 10 * UNCHANGED + SOON):
-        found.record_places(BUSY, now)
-    assert not found.is_deadlocked((0,), 10 * UNCHANGED + SOON)
-    found = watch(ONE, ONE)
-    for now, in_flight in ((SOON, 0), (2 * SOON, 1), (500.0, 1), (501.0, 0)):
-        found.record_places(ONE, now, in_flight=in_flight)
-        assert found.is_deadlocked((0,), now) is (not in_flight)
-
-
-def test_ranks_are_located_sooner_if_some_wait() -> None:
-    """Looks are rare while all ranks work, and come soon if a rank has finished or all wait."""
-    found = HangDetector(10.0)
-    assert found.seconds_to_poll(10.0) == FIRST_LOCATE_DELAY
-    assert HangDetector(10.0, hang_timeout=0.5).seconds_to_poll(10.0) == 0.5
-    found.poll_fast(10.5)
-    assert found.seconds_to_poll(10.5) == pytest.approx(SOON)
-    found.record_request(11.2)
-    assert found.seconds_to_poll(11.5) > 0
-    found.record_places({0: CALM}, 11.5)
-    assert found.seconds_to_poll(11.5) == pytest.approx(SOON)
-    found = watch(ALL)
-    assert found.seconds_to_poll(0.0) == pytest.approx(SOON)
-    found.record_places({0: CALM, 1: replace(CALM, counts={"0": 5})}, SOON)
-    assert found.seconds_to_poll(SOON) == pytest.approx(LOCATE_INTERVAL)
-
-
-def test_mutual_waits_end_if_known_or_long() -> None:
-    """Mutual waits go on until calls are known not to match, or nothing has moved for long."""
-    found = watch(ALL, ALL)
-    assert found.is_dead_end((0, 1), SOON, is_known=True)
-    assert not found.is_dead_end((0, 1), SOON, is_known=False)
-    assert found.is_dead_end((0, 1), ALL_UNCHANGED, is_known=False)
-    at_work = watch({**ALL, **BUSY}, {**ALL, **BUSY}, every=UNCHANGED)
-    assert not at_work.is_dead_end((0, 1), UNCHANGED, is_known=True)
-    assert at_work.is_dead_end((0, 1), UNCHANGED, is_known=True, runs_ahead=True)
-    assert not at_work.is_dead_end((0, 1), UNCHANGED, is_known=False, runs_ahead=True)
-    assert not watch({0: CALM, 1: COMPUTES}, ALL).is_dead_end((0, 1), SOON, is_known=True)
-    helped = {0: CALM, 1: replace(CALM, has_help=True)}  # by a thread that may end the wait
-    found = watch(helped, helped)
-    assert not found.is_dead_end((0, 1), 1000.0, is_known=False)
-    assert found.is_dead_end((0, 1), 1000.0, is_known=True)
+ALL = {0: CALM, 1: CALM}
 
 
 def test_equal_places_are_named_together() -> None:
@@ -411,7 +263,7 @@ def test_the_verdict_names_calls_that_differ() -> None:
         (waits(REDUCE), RankPosition(line=1, operation="recv")),
         (waits(OVER[0], replace(REDUCE, number=6)), waits(OVER[1], replace(REDUCE, number=6))),
     ):
-        assert not hangs.is_call_mismatch({0: first, 1: other})
+        assert not is_call_mismatch({0: first, 1: other})
     three = {0: waits(REDUCE, line=3), 1: waits(BARRIER), 2: waits(BARRIER)}
     said = "ranks 1-2 are in barrier (line 2), rank 0 in all_reduce (line 3)"
     assert hangs.verdict(three) == f"{said}: {NEVER}"

@@ -1,0 +1,156 @@
+"""Finds out whether ranks that wait in collectives can ever go on.
+
+`nbdist.agent.supervisor` uses this module in the process that serves the notebook.  No I/O here.
+
+There are two kinds of deadlock.  In the first, some ranks have finished the task or do not run it,
+all others wait in collectives, and nothing moves among them.  In the second, all ranks wait, in
+collectives that do not match, or with nothing that moves.  While an unfinished rank computes there
+is no deadlock: that rank may still join a collective.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from operator import attrgetter
+
+from nbdist.wire.places import LOCATED_TIMEOUT, RankPosition
+
+FIRST_LOCATE_DELAY = LOCATE_INTERVAL = 1.0  # seconds from the start, or an answer, to a request
+SOON, FAST_SECONDS = 0.1, 2.0  # seconds between requests after `poll_fast`, and for how long
+UNCHANGED = 3.0  # seconds without a change before a rank with active gloo threads counts as stuck
+ALL_UNCHANGED = 1.0  # seconds without a change before ranks count as stuck if all ranks wait
+
+UNWAKEABLE_ABORTS = 3
+"""A rank that still waits in a collective after this many aborts counts as impossible to wake.
+
+Gloo can lose an abort.  If the other end has closed a connection, and gloo's own thread has not
+noticed that yet, Pair::signalException skips the messages that could not be written (torch 2.13).
+"""
+
+
+class HangDetector:
+    """The last two places of a task's unfinished ranks, and when to locate the ranks again.
+
+    Times are monotonic seconds.
+    """
+
+    def __init__(self, started: float, hang_timeout: float) -> None:
+        self.places: dict[int, RankPosition] = {}
+        self._before: dict[int, RankPosition] = {}
+        self._since: dict[int, float] = {}
+        self._polls = 0
+        self._in_flight = 0
+        self._was_soon = False
+        self._aborts: dict[int, tuple[RankPosition, int]] = {}
+        self._next = started + min(hang_timeout, FIRST_LOCATE_DELAY)
+        self._fast_since: float | None = None
+
+    def poll_fast(self, now: float) -> None:
+        """Have ranks located often for `FAST_SECONDS` after the first call; ignore later calls."""
+        if self._fast_since is None:
+            self._fast_since = now
+            self._next = min(self._next, now + SOON)
+
+    def restart(self) -> None:
+        """Forget how long places have not changed: a rank has finished, so others may go on."""
+        self._polls = 0
+        self._since.clear()
+
+    def seconds_to_poll(self, now: float) -> float:
+        """Return the seconds until the ranks must be located again."""
+        return max(0.0, self._next - now)
+
+    def record_request(self, now: float) -> None:
+        """Record a request for places; without an answer it is repeated after `LOCATED_TIMEOUT`."""
+        self._next = now + LOCATED_TIMEOUT
+
+    def record_places(
+        self, places: Mapping[int, RankPosition], now: float, in_flight: int = 0
+    ) -> None:
+        """Store the places of the unfinished ranks, and choose when to locate them again.
+
+        `in_flight` counts packets of all ranks, also of finished ones, that are not acknowledged.
+        """
+        self._before, self.places = self.places, dict(places)
+        self._in_flight = in_flight
+        self._polls += 1
+        for rank, place in places.items():
+            if rank not in self._since or not _is_same(place, self._before.get(rank)):
+                self._since[rank] = now
+        is_fast = self._fast_since is not None and now - self._fast_since < FAST_SECONDS
+        # If all ranks began to wait a moment ago, locate the ranks once more, soon: that can show
+        # already that the ranks are deadlocked.
+        all_wait = bool(places) and all(place.operation for place in places.values())
+        is_new = all_wait and now - max(self._since.values()) < FAST_SECONDS
+        self._was_soon = is_fast or (is_new and not self._was_soon)
+        self._next = now + (SOON if self._was_soon else LOCATE_INTERVAL)
+
+    def is_deadlocked(
+        self, unfinished: Iterable[int], now: float, unchanged: float = UNCHANGED
+    ) -> bool:
+        """Return True if all `unfinished` ranks wait in collectives, and nothing moves among them.
+
+        A rank in which gloo's threads seem active counts only if its place has not changed for
+        `unchanged` seconds.
+        """
+        ranks = tuple(unfinished)
+        are_idle = self._polls >= 2 and all(self._is_idle(rank, now, unchanged) for rank in ranks)
+        # A packet in flight may let a rank go on.  TCP repeats a lost packet for minutes, each time
+        # after twice the interval; if TCP gives up, gloo raises.
+        return are_idle and not self._in_flight
+
+    def is_dead_end(
+        self, ranks: Iterable[int], now: float, *, is_known: bool, runs_ahead: bool = False
+    ) -> bool:
+        """Return True if all ranks of the world wait for each other for ever.
+
+        `ranks` are all ranks, and with `is_known` their calls are known not to match.  Without
+        `is_known`, no place may have changed for `ALL_UNCHANGED` seconds, and no rank may have
+        another thread or a GPU that could end its wait.  `runs_ahead` is as in `Rules`.
+        """
+        ranks = tuple(ranks)
+        # With nccl no rank is ever seen to be calm, so the time has to decide.
+        unchanged = ALL_UNCHANGED if is_known and runs_ahead else math.inf
+        if not self.is_deadlocked(ranks, now, unchanged):
+            return False
+        has_help = any(self.places[rank].has_help for rank in ranks)
+        since = max(self._since[rank] for rank in ranks)
+        return is_known or (not has_help and now - since >= ALL_UNCHANGED)
+
+    def _is_idle(self, rank: int, now: float, unchanged: float) -> bool:
+        place, before = self.places.get(rank), self._before.get(rank)
+        if place is None or not place.operation or not _is_same(place, before):
+            return False
+        assert before is not None
+        # A calm place is enough, now or before: gloo's threads wake up at times without a reason.
+        is_calm = place.is_calm or before.is_calm
+        return is_calm or now - self._since[rank] >= unchanged
+
+    def unwakeable_ranks(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """Return the ranks that wait, with idle gloo threads, after `UNWAKEABLE_ABORTS` aborts."""
+
+        def is_one(rank: int) -> bool:
+            place, (before, times) = self.places.get(rank), self._aborts.get(rank, (None, 0))
+            return bool(
+                times >= UNWAKEABLE_ABORTS and place and place.is_calm and _is_same(place, before)
+            )
+
+        return tuple(filter(is_one, ranks))
+
+    def record_abort(self, now: float) -> None:
+        """Count an abort for the place of each rank, and forget all places.
+
+        The ranks are located again soon, to see which of them still wait.
+        """
+        before, self._aborts = self._aborts, {}
+        for rank, place in self.places.items():
+            aborted_place, times = before.get(rank, (place, 0))
+            self._aborts[rank] = (place, times + 1 if _is_same(place, aborted_place) else 1)
+        self.places, self._before = {}, {}
+        self._next = now + 5 * SOON
+
+
+def _is_same(place: RankPosition, before: RankPosition | None) -> bool:
+    facts = attrgetter("operation", "line", "counts", "moved")
+    return before is not None and facts(place) == facts(before)

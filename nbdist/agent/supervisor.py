@@ -1,0 +1,347 @@
+"""Supervises tasks: releases ranks that wait for ever, and stops a task that takes too long.
+
+Runs in the process that serves the notebook: the agent, or the head if the world has several
+machines.  So nothing here depends on the notebook's thread, or on a notebook at all.  `Supervisor`
+decides and does no I/O; `Supervision` tells it the facts, and carries out its decisions by the
+messages that a notebook could send.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+from nbdist.agent.hang_detector import UNCHANGED, HangDetector
+from nbdist.output.events import Died, Done, Failure, InputRequest, Output
+from nbdist.wire.messages import (
+    Aborted,
+    AbortRanks,
+    AgentRequest,
+    Decided,
+    Decision,
+    Down,
+    Interrupt,
+    Kill,
+    Located,
+    RequestLocations,
+    Rules,
+    RunTask,
+    SendInput,
+    Up,
+)
+from nbdist.wire.places import (
+    LOCATED_TIMEOUT,
+    RankPosition,
+    is_call_mismatch,
+    is_tensor_mismatch,
+)
+from nbdist.words import name_ranks
+
+GPU_UNCHANGED = 1.5
+"""Seconds without a change after which ranks count as waiting on their GPUs for a failed rank.
+
+The progress of a GPU is not visible, and nccl2 checks once a second which collectives completed.
+"""
+
+LOCATE = "locate"
+"""The step of a supervisor that asks for the places of all ranks."""
+
+
+class Supervisor:
+    """The facts about a task, and the steps that they make necessary.  Times are monotonic seconds.
+
+    While the task runs, its ranks are located again and again.  If ranks wait in collectives that
+    cannot complete, because other ranks have finished or because the calls do not match,
+    collectives are aborted on all ranks, unless `Rules.aborts` is False.  A death needs no such
+    proof: collectives are aborted, or the survivors are ended, at once.
+    """
+
+    def __init__(self, ranks: Collection[int], rules: Rules, now: float) -> None:
+        self.unfinished = {*ranks}
+        self.failed: set[int] = set()  # ranks that have failed or died
+        self.places: Mapping[int, RankPosition] = {}  # of all ranks, as last located
+        self._rules = rules
+        self._started = now
+        self._has_death = self._has_handled_death = False
+        self._is_stopping = False
+        self._asking: set[int] = set()  # ranks that wait for input
+        self._asking_since = now
+        self._input_seconds = 0.0
+        self._timeout_located_at: float | None = None
+        self._detector = HangDetector(now, rules.hang_timeout)
+
+    def __repr__(self) -> str:
+        return f"<Supervisor of {sorted(self.unfinished)}, failed {sorted(self.failed)}>"
+
+    @property
+    def holds_stop(self) -> bool:
+        """Whether the first Stop interrupts no rank."""
+        return self._rules.holds_stop
+
+    @property
+    def waiting(self) -> Mapping[int, RankPosition]:
+        """The places of the unfinished ranks, as last located since the last abort."""
+        return self._detector.places
+
+    @property
+    def unwakeable(self) -> tuple[int, ...]:
+        """The ranks that still wait in a collective after several aborts; empty with nccl."""
+        # With nccl the agent of the rank handles such ranks.
+        if self._rules.runs_ahead:
+            return ()
+        return self._detector.unwakeable_ranks(sorted(self.unfinished))
+
+    # --- facts ----------------------------------------------------------------------------
+
+    def receive(self, rank: int, output: Output, now: float) -> None:
+        """Record an output of a rank in the task."""
+        match output:
+            case InputRequest():
+                self._count_input(now)
+                self._asking.add(rank)
+            case Failure():
+                self.failed.add(rank)
+            case Died():
+                self.failed.add(rank)
+                self._has_death = True
+                self._finish(rank, now)
+            case Done():
+                self._finish(rank, now)
+                self._detector.restart()
+
+    def _finish(self, rank: int, now: float) -> None:
+        self.unfinished.discard(rank)
+        self.record_input(rank, now)
+
+    def record_input(self, rank: int, now: float) -> None:
+        """Record that a rank has got the line that it waited for, or waits no more."""
+        self._count_input(now)
+        self._asking.discard(rank)
+
+    def _count_input(self, now: float) -> None:
+        if self._asking:
+            self._input_seconds += now - self._asking_since
+        self._asking_since = now
+
+    def record_stop(self, now: float) -> None:
+        """Record that the ranks are interrupted: from now on the agent aborts by itself."""
+        self._is_stopping = True
+        self._count_input(now)
+        self._asking.clear()  # an answer would come too late
+        self._detector.poll_fast(now)
+
+    def record_places(self, places: Mapping[int, RankPosition], now: float) -> None:
+        """Record the places of all ranks."""
+        self.places = places
+        waiting = {rank: place for rank, place in places.items() if rank in self.unfinished}
+        in_flight = sum(place.in_flight for place in places.values())
+        self._detector.record_places(waiting, now, in_flight)
+        if self._timeout_located_at is not None:
+            self._timeout_located_at = now
+
+    def record_abort(self, now: float) -> None:
+        """Record that collectives are being aborted."""
+        self._detector.record_abort(now)
+
+    # --- steps ----------------------------------------------------------------------------
+
+    def next_steps(self, now: float) -> Iterator[Decision | str]:
+        """Yield the steps that are necessary now, decisions or LOCATE; none once all have finished.
+
+        Each decision is yielded once, but for an abort, which the caller has to record.
+        """
+        if not self.unfinished:
+            return
+        if self._seconds_left(now) <= 0:
+            if self._timeout_located_at is None:
+                self._timeout_located_at = now + LOCATED_TIMEOUT
+                self._detector.record_request(now)
+                yield LOCATE
+            elif now >= self._timeout_located_at:
+                self._is_stopping = True
+                self._detector.poll_fast(now)
+                yield Decision.TIME_OUT
+        # Survivors without a connection to the dead rank would wait for each other for ever.
+        if self._has_death and not self._has_handled_death:
+            self._has_handled_death = True
+            if not self._rules.heals:
+                yield Decision.END_SURVIVORS
+            elif self._rules.has_group:
+                yield Decision.ABORT_FOR_DEAD
+        if not self._is_watched:
+            return
+        # Look often: ranks that have finished, or do not run the task, will join no collective.
+        if len(self.unfinished) < self._rules.size:
+            self._detector.poll_fast(now)
+        aborts = self._rules.aborts and not self._is_stopping
+        if aborts and self._can_never_go_on(now):
+            yield Decision.END_UNWAKEABLE if self.unwakeable else Decision.ABORT
+        elif self._detector.seconds_to_poll(now) == 0:
+            self._detector.record_request(now)
+            yield LOCATE
+
+    def seconds_to_step(self, now: float) -> float:
+        """Return the seconds until `next_steps` has something to do, if no fact comes."""
+        until_poll = self._detector.seconds_to_poll(now) if self._is_watched else float("inf")
+        left = self._seconds_left(now)
+        if left <= 0 and self._timeout_located_at is not None:
+            left = self._timeout_located_at - now
+        return max(0.0, min(until_poll, left))
+
+    @property
+    def _is_watched(self) -> bool:
+        """Whether ranks are located, and collectives that cannot complete are aborted.
+
+        False without a group, and while a rank waits for input: others may wait for that rank.
+        """
+        return self._rules.has_group and not self._asking
+
+    def _seconds_left(self, now: float) -> float:
+        if self._rules.timeout is None or self._is_stopping:
+            return float("inf")
+        # The timeout does not include the time in which a rank waits for input.
+        waited = self._input_seconds + (now - self._asking_since if self._asking else 0.0)
+        return self._started + self._rules.timeout + waited - now
+
+    def _can_never_go_on(self, now: float) -> bool:
+        ahead = self._rules.runs_ahead
+        if len(self.unfinished) == self._rules.size:
+            # With gloo, collectives of different sizes do not hang, but have a wrong result.
+            differ = ahead and is_tensor_mismatch(self.places)
+            is_known = differ or is_call_mismatch(self.places)
+            return self._detector.is_dead_end(
+                self.unfinished, now, is_known=is_known, runs_ahead=ahead
+            )
+        # A failed task gains nothing by a longer wait.
+        unchanged = GPU_UNCHANGED if self.failed and ahead else UNCHANGED
+        if not self._detector.is_deadlocked(self.unfinished, now, unchanged):
+            return False
+        finished = (place for rank, place in self.places.items() if rank not in self.unfinished)
+        # The GPU of a finished rank may still complete the collective, unless a rank has failed.
+        return bool(self.failed) or not any(place.operation for place in finished)
+
+
+class Supervision:
+    """Supervises the tasks in progress; `NotebookLink` has one.
+
+    `deliver` carries out a message as if the notebook had sent it; `send` sends one to the
+    notebook.
+    """
+
+    def __init__(self, deliver: Callable[[Down], None], send: Callable[[Up], None]) -> None:
+        self.decided: list[Decided] = []  # about the last task, for a notebook that attaches
+        self._deliver, self._send = deliver, send
+        self._supervisors: dict[str, Supervisor] = {}
+        self._ranks: Sequence[int] = ()  # all ranks of the world
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __repr__(self) -> str:
+        return f"<Supervision {self._supervisors}>"
+
+    def close(self) -> None:
+        """Supervise nothing any more, such as after the workers have ended."""
+        self._supervisors.clear()
+        self._set_timer(float("inf"))
+
+    # --- facts ----------------------------------------------------------------------------
+
+    def observe(self, rank: int, task_id: str, output: Output) -> None:
+        """Take an output into account, before it waits for the notebook."""
+        supervisor = self._supervisors.get(task_id)
+        if supervisor is None or not isinstance(output, Done | Died | Failure | InputRequest):
+            return
+        supervisor.receive(rank, output, time.monotonic())
+        if not supervisor.unfinished:
+            del self._supervisors[task_id]
+        self._step_soon()
+
+    def receive(self, message: Down) -> None:
+        """Take a message of the notebook into account."""
+        now = time.monotonic()
+        match message:
+            case RunTask() as run:
+                if not self._supervisors:
+                    self.decided = []
+                self._supervisors[run.id] = Supervisor(run.ranks, run.rules, now)
+                self._ranks = range(run.rules.size)
+                self._step_soon()
+            case Interrupt(ranks):
+                for each in self._supervisors.values():
+                    if not each.unfinished.isdisjoint(ranks):
+                        each.record_stop(now)
+                self._step_soon()
+            case SendInput(rank):
+                for each in self._supervisors.values():
+                    if rank in each.unfinished:
+                        each.record_input(rank, now)
+                self._step_soon()
+
+    def report(self, message: Up) -> None:
+        """Take a message to the notebook into account."""
+        now = time.monotonic()
+        match message:
+            case Located(places):
+                for each in self._supervisors.values():
+                    each.record_places(places, now)
+                self._step_soon()
+            case Aborted():
+                for each in self._supervisors.values():
+                    each.record_abort(now)
+
+    # --- steps ----------------------------------------------------------------------------
+
+    def _step_soon(self) -> None:
+        self._set_timer(0.0 if self._supervisors else float("inf"))
+
+    def _set_timer(self, seconds: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if seconds < float("inf"):
+            self._timer = asyncio.get_running_loop().call_later(seconds, self._step)
+
+    def _step(self) -> None:
+        self._timer = None
+        for task_id, supervisor in [*self._supervisors.items()]:
+            for step in supervisor.next_steps(time.monotonic()):
+                if isinstance(step, Decision):
+                    self._carry_out(task_id, supervisor, step)
+                else:
+                    # Locate finished ranks too.  With nccl their collectives may still run; with
+                    # gloo, the collectives that they began show whether others can complete.
+                    self._deliver(RequestLocations((*self._ranks,), time.monotonic()))
+        now = time.monotonic()
+        delays = [each.seconds_to_step(now) for each in self._supervisors.values()]
+        self._set_timer(min(delays, default=float("inf")))
+
+    def _carry_out(self, task_id: str, supervisor: Supervisor, decision: Decision) -> None:
+        """Tell the notebook the decision, and carry it out."""
+        unfinished, waiting = (*sorted(supervisor.unfinished),), dict(supervisor.waiting)
+        if decision is Decision.END_UNWAKEABLE:
+            ranks = supervisor.unwakeable
+            waiting = {rank: waiting.get(rank, RankPosition()) for rank in ranks}
+        decided = Decided(
+            task_id, decision, waiting, dict(supervisor.places), frozenset(supervisor.failed)
+        )
+        self.decided.append(decided)
+        self._send(decided)
+        # Collectives are aborted on all ranks: only the rank that accepted a connection can close
+        # it, and a rank that is busy now must not wait later for a rank that was released.
+        match decision:
+            case Decision.ABORT:
+                supervisor.record_abort(time.monotonic())
+                self._deliver(AbortRanks((*self._ranks,)))
+            case Decision.ABORT_FOR_DEAD:
+                self._deliver(AbortRanks((*self._ranks,)))
+            case Decision.TIME_OUT if not supervisor.holds_stop:
+                self._deliver(Interrupt(unfinished))
+            case Decision.END_SURVIVORS:
+                self._deliver(AgentRequest(OWN_REQUEST, Kill(unfinished)))
+            case Decision.END_UNWAKEABLE:
+                why = f"gloo did not wake {name_ranks(waiting)} from a collective that had ended"
+                self._deliver(AgentRequest(OWN_REQUEST, Kill((*waiting,), why)))
+
+
+OWN_REQUEST = 0
+"""The id of requests of `Supervision`; nobody waits for the replies."""
