@@ -73,6 +73,7 @@ def gather(
     by rank.  For each expression the returned list has a list of values; with `rank` it has the
     value of that rank, with `how` the joined value.
     """
+    # `nbdist.world.task_history` reads `expressions` of such a task.
     arguments: dict[str, Any] = {"expressions": tuple(expressions)}
     task = session.task(OpCall("values.gather", arguments), ranks=ranks)
     brought = run_task(task)
