@@ -285,9 +285,8 @@ class World:
     ) -> list[R] | Iterator[R]:
         """Call a function with each item, on whichever rank is free, and return the results.
 
-            world.map(score, documents)                        # a list, in the order of `documents`
-            for value in world.map(score, documents, as_completed=True):
-                ...                                            # as they come
+            world.map(score, documents)  # a list, in the order of `documents`
+            for value in world.map(score, documents, as_completed=True): ...  # as they come
 
         The function and the variables of `__main__` that it uses are sent once, as by `run`.  Each
         item is copied to the rank that gets it: a change that the function makes to an item stays
@@ -310,7 +309,8 @@ class World:
             WorkerError: the function raised; the message names the item.  WorkerDied: a rank died,
                 and the rank that got its item next did too.  After a single death the items of the
                 rank are run by others; so an item can run twice.
-            UsageError: an item, or a result, has more than 32 MiB or cannot be pickled.
+            UsageError: an item, or a result, cannot be pickled, or has more than 32 MiB and goes to
+                or comes from another machine.
         """
         selects = ranks is not None or rank is not None
         on = self._started.select_ranks(ranks, rank) if selects else None
