@@ -33,6 +33,8 @@ pytestmark = pytest.mark.shared_world
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", *(f".github/{name}.md" for name in ("CONTRIBUTING", "SECURITY"))]
 PAGES += sorted(f"docs/{page.name}" for page in ROOT.glob("docs/*.md"))
+HOW_TO = sorted(f"docs/howto/{page.name}" for page in ROOT.glob("docs/howto/*.md"))
+PAGES += HOW_TO
 
 NOT_RUN = {
     **{"README.md": 1, "docs/machines.md": 2, "docs/output.md": 1},
@@ -185,6 +187,12 @@ def test_no_block_of_code_is_left_out() -> None:
         others = 2 * len(re.findall(r"^```\{", text, re.MULTILINE))
         assert len(re.findall("^```", text, re.MULTILINE)) == fences + others, page
         assert not re.search(r"\n\n(?: {4}|\t)", BLOCK.sub("", text)), page
+
+
+def test_how_to_pages_are_short() -> None:
+    """A how-to page has at most 300 words, without its blocks of code."""
+    lengths = {page: len(BLOCK.sub("", (ROOT / page).read_text()).split()) for page in HOW_TO}
+    assert {page: length for page, length in lengths.items() if length > 300} == {}
 
 
 LINK = re.compile(r"\]\((?!https?:)([^)\s#]*)(?:#([^)\s]+))?\)")
