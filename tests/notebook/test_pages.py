@@ -2,8 +2,9 @@
 
 Each page has its own notebook: `python` blocks are its cells, and `sh` blocks run in bash.  A
 `text` block below is the expected output: a line `...` stands for lines, and `...` in a line for
-its rest; a number before a unit, or of four digits or more, stands for any number.  If the last
-line of the text names an error, the code must fail.  Comments above blocks: `MARKS`.
+its rest; a number before a unit, or of four digits or more, stands for any number, and so does a
+time in s or ms.  If the last line of the text names an error, the code must fail.  Comments above
+blocks: `MARKS`.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ BLOCK = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 LOOSE = re.compile(
-    r"((?<=\n)\.{3}\n|\.{3}|\d+(?:\.\d+)?(?= (?:m?s|[kMG]i?B|%)(?!\w))|(?<![\d.])\d{4,}(?![\d.]))"
+    r"((?<=\n)\.{3}\n|\.{3}|\d+(?:\.\d+)? m?s(?!\w)|\d+(?:\.\d+)?(?= ?%| [kMG]i?B(?!\w))"
+    r"|(?<![\d.])\d{4,}(?![\d.]))"
 )
 DATA = {"json": json.loads, "toml": tomllib.loads, "yaml": lambda text: [*yaml.safe_load_all(text)]}
 """Functions that read blocks which are data and not code, by the language of the block."""
@@ -102,7 +104,9 @@ def plain(text: str) -> str:
 
 
 def loosely(piece: str) -> str:
-    return {"...\n": r"(?:.*\n)*?", "...": ".*"}.get(piece, r"\d+(?:\.\d+)?")
+    number = r"\d+(?:\.\d+)?"
+    is_time = piece.endswith("s")
+    return {"...\n": r"(?:.*\n)*?", "...": ".*"}.get(piece, number + " m?s" * is_time)
 
 
 def shows(seen: str, said: str) -> bool:
@@ -124,6 +128,8 @@ def test_outputs_are_compared_by_line() -> None:
         ("a\n[1] x\nb\n[0] x", "a\n[0] x\nb\n[1] x", False),
         ("pid 7995, 0.31 s, 98.2 MiB", "pid 12345, 2 s, 136 MiB", True),
         ("pid 7995, line 3", "pid 12345, line 4", False),
+        ("572 ms (90%)", "1.1 s (8%)", True),
+        ("572 ms", "572 MiB", False),
     ):
         assert shows(seen, said) == is_so
 
