@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
+import jedi
 import pytest
+from jedi.api.environment import InterpreterEnvironment
 
 from nbdist import World
 from nbdist.config import (
@@ -176,16 +179,44 @@ def test_commas_separate_variables_of_an_env() -> None:
 
 
 def test_world_takes_each_option_as_an_argument() -> None:
-    """`World` has an argument for each option, and `help(World)` shows the option's help."""
+    """The signature of `World`, which is written out, has each option, its type and its default."""
     arguments = inspect.signature(World).parameters
     assert list(arguments) == [each.name for each in fields(WorldConfig)]
     assert arguments["n"].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
-    assert arguments["backend"].kind is inspect.Parameter.KEYWORD_ONLY
-    assert arguments["backend"].default is None
-    said = inspect.getdoc(World.__init__) or ""
-    assert all(f"{name}: " in said and option.help in said for name, option in OPTIONS.items())
+    kinds = {each.kind for name, each in arguments.items() if name != "n"}
+    assert kinds == {inspect.Parameter.KEYWORD_ONLY}
+    types = get_type_hints(WorldConfig) | {"env": Mapping[str, str] | None}
+    assert {name: each.annotation for name, each in arguments.items()} == {
+        name: types[name] for name in arguments
+    }
+    defaults = {each.name: each.default for each in fields(WorldConfig)} | {"env": None}
+    assert {name: each.default for name, each in arguments.items()} == defaults
     with pytest.raises(TypeError, match="bogus"):
         World(bogus=1)  # type: ignore[call-arg]
+
+
+def test_world_documents_each_argument_in_words_of_python() -> None:
+    """`help(World)` describes each argument, without flags, which arguments are written for."""
+    text = (inspect.getdoc(World) or "").partition("\nArgs:\n")[2].partition("\n\n")[0]
+    entries = re.findall(r"^    (\w+): ((?:.+\n?)(?: {8}.*\n?)*)", text, re.MULTILINE)
+    assert [name for name, _ in entries] == [*OPTIONS]
+    for name, said in entries:
+        outside_of_examples = re.sub(r'"[^"]*"', "", said)
+        assert re.findall(r"(?<!\w)--?[a-z][\w-]*|%dist_\w+", outside_of_examples) == [], name
+        if isinstance(default := WorldConfig.__dataclass_fields__[name].default, bool):
+            assert said.startswith(f"{not default} "), name
+
+
+def test_editors_show_the_arguments_of_world() -> None:
+    """An editor that does not run the code finds the signature and the text of each argument."""
+    source = "import nbdist\nnbdist.World("
+    project = jedi.Project(PACKAGE.parent)
+    # This environment is the present process; another one would be a process that stays.
+    script = jedi.Script(source, project=project, environment=InterpreterEnvironment())
+    (signature,) = script.get_signatures()
+    assert [each.name for each in signature.params] == [*OPTIONS]
+    assert signature.params[1].to_string() == "layout: str | None=None"
+    assert "\n    hang_timeout: seconds until" in signature.docstring()
 
 
 def test_each_option_is_in_the_manual_and_used() -> None:

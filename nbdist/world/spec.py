@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import wraps
 from inspect import Signature
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -344,34 +345,26 @@ S = TypeVar("S")
 
 
 def takes_options(
-    config: Callable[P, WorldConfig],
-) -> Callable[[Callable[[S, WorldConfig], None]], Callable[Concatenate[S, P], None]]:
-    """Return a decorator: callers of the method pass the config's fields instead of a config.
+    method: Callable[Concatenate[S, P], None],
+) -> Callable[Concatenate[S, P], None]:
+    """Let a method whose arguments are options of a world also take their former names.
 
-    `help()` and editors show the fields as arguments of the method.
+    The method then raises UnknownArgument for another name.  Its own signature and docstring stay:
+    editors read both without running the code.
     """
 
-    def decorate(method: Callable[[S, WorldConfig], None]) -> Callable[Concatenate[S, P], None]:
-        def taking(self: S, /, *args: P.args, **options: P.kwargs) -> None:
-            if len(args) > 1:  # all options but `n` are keyword arguments
-                raise UnknownArgument(f"nbdist.{type(self).__name__}", repr(args[1]))
-            named: Any = renamed_options(options)
-            if unknown := next((name for name in named if name not in OPTIONS), None):
-                raise UnknownArgument(f"nbdist.{type(self).__name__}", unknown, OPTIONS)
-            method(self, config(*args, **named))
+    @wraps(method)
+    def taking(self: S, /, *args: P.args, **options: P.kwargs) -> None:
+        if len(args) > 1:  # all options but `n` are keyword arguments
+            raise UnknownArgument(f"nbdist.{type(self).__name__}", repr(args[1]))
+        named: Any = renamed_options(options)
+        if unknown := next((name for name in named if name not in OPTIONS), None):
+            raise UnknownArgument(f"nbdist.{type(self).__name__}", unknown, OPTIONS)
+        method(self, *args, **named)
 
-        parameters = [*Signature.from_callable(method).parameters.values()][:1]
-        parameters += Signature.from_callable(config, eval_str=True).parameters.values()
-        taking.__signature__ = Signature(parameters, return_annotation=None)  # type: ignore[attr-defined]
-        taking.__name__, taking.__qualname__ = method.__name__, method.__qualname__
-        lines = (
-            f"    {name}: {'False to ' if option.flag.startswith('--no-') else ''}{option.help}."
-            for name, option in OPTIONS.items()
-        )
-        taking.__doc__ = "\n".join([method.__doc__ or "", *lines])
-        return taking
-
-    return decorate
+    # Without this, `World?` would show the annotations as strings in quotes.
+    taking.__signature__ = Signature.from_callable(method, eval_str=True)  # type: ignore[attr-defined]
+    return taking
 
 
 # --- changes after the spec was made ---------------------------------------------------------

@@ -16,7 +16,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any, Literal, ParamSpec, TypeVar, get_args, overload
 
-from nbdist.config import OLD_NAMES, OPTIONS, Patience, WorldConfig
+from nbdist.config import OLD_NAMES, OPTIONS, OnFailure, Patience, WorldConfig
 from nbdist.errors import NbdistError, UsageError
 from nbdist.system.folders import JoinedFolder
 from nbdist.topology import RankSelection
@@ -62,17 +62,95 @@ class World:
     the option `-r`, such as "0,2-3", "1:3", "::2", "-1" or "all".  Most also take `rank` for a
     single rank.  They raise BadRanks if the argument selects no rank, or a rank that is missing.
 
+    Args:
+        n: how many workers: a number, "auto" (one per GPU; without any one per core, at most
+            4), "gpu" or "cpu" (one per core).
+        layout: nodes and workers per node: "2x4"; "4" is one node.  "1:2x4" starts with 1 node
+            and adds the other when it arrives.  With `n` fewer of the workers are used.  On one
+            machine the nodes are simulated.
+        backend: "gloo", "nccl", "cpu:gloo,cuda:nccl", or "none" for no group; by default nccl
+            for GPUs beside gloo for the CPU, or gloo alone.
+        gpus: the GPUs to use, as torch counts them: "0,1,3".
+        share_gpus: True allows several ranks per GPU (slow; for debugging).
+        name: the name in the status, and of the folder of log files: "run", or "exp/run".
+        pool: the pool of the workers, which is part of their name in the status.
+        env: environment variables of the workers, by name: {"SEED": "1"}.
+        env_file: a `.env` file with environment variables; it is parsed, not sourced.
+        debug: True is the slow debug mode: CUDA_LAUNCH_BLOCKING, TORCH_DISTRIBUTED_DEBUG=DETAIL
+            and C++ stacks; collectives that do not match are named.
+        python: the interpreter of the workers, which has torch and nbdist; by default
+            $PYTHON_EXEC or this process's interpreter.
+        wrap: a command in front of each worker's: "nice -n 5", "apptainer exec img".
+        fork: False starts each worker as a new interpreter instead of forking it from one that
+            has imported torch.
+        cpus: cores for each worker; a worker has as many threads, unless OMP_NUM_THREADS is
+            set.
+        launcher: how machines are reached: "local", "ssh" (the default with `hosts`), "slurm"
+            (the default with `salloc` and in a Slurm allocation), "join", "ray", or an entry
+            point of `nbdist.launchers`.
+        hosts: machines reached by ssh, and the number of workers on each: "a:4,user@b:2".
+        salloc: options of Slurm's salloc, to request an allocation: "-p gpu -t 2:00:00".
+        memory: memory per worker to request from Slurm or Ray: "16G".
+        copy_env: environment variables to copy to other machines: "HF_*,WANDB_*".
+        address: address or network interface of this machine for the other machines.
+        link_timeout: seconds without a sign of life after which another machine counts as lost;
+            by default 10.
+        detach: True keeps the workers when this process ends; `nbdist.attach` finds them.
+        sync_code: True copies the working directory to machines that do not have it, and keeps
+            it up to date.
+        rdzv_backend: torch's rendezvous backend: "c10d", "static", "etcd" or "etcd-v2".
+        rdzv_endpoint: address of the rendezvous backend: "HOST:PORT".
+        on_failure: what to do when a worker dies: "heal" restarts it and the others keep their
+            variables, "restart-all" restarts all, "stop" ends all.
+        hang_timeout: seconds until a running task shows which ranks wait for which.
+        release: False reports deadlocked ranks but does not release them.
+        log_dir: the folder of the log files, "" for none; by default $NBDIST_LOG_DIR, else
+            `~/.local/state/nbdist`.
+        show: False does not print the output of ranks in `execute`, `run` and `run_script`.
+            Each line is printed with its ranks: `[0-3] epoch 1`.
+
     Raises:
         UsageError: an argument is not valid; nothing has been started.
     """
 
-    @takes_options(WorldConfig)
-    def __init__(self, config: WorldConfig) -> None:
-        """Check the options and prepare the workers' specification; start nothing.
-
-        Args:
-        """
-        self.session = Session(config)
+    @takes_options
+    def __init__(
+        self,
+        n: int | str = "auto",
+        *,
+        layout: str | None = None,
+        backend: str | None = None,
+        gpus: str | None = None,
+        share_gpus: bool = False,
+        name: str | None = None,
+        pool: str = "default",
+        env: Mapping[str, str] | None = None,
+        env_file: str | None = None,
+        debug: bool = False,
+        python: str | None = None,
+        wrap: str | None = None,
+        fork: bool = True,
+        cpus: int | None = None,
+        launcher: str | None = None,
+        hosts: str | None = None,
+        salloc: str | None = None,
+        memory: str | None = None,
+        copy_env: str | None = None,
+        address: str | None = None,
+        link_timeout: int | None = None,
+        detach: bool = False,
+        sync_code: bool = False,
+        rdzv_backend: str | None = None,
+        rdzv_endpoint: str | None = None,
+        on_failure: OnFailure = "heal",
+        hang_timeout: float = 4.0,
+        release: bool = True,
+        log_dir: str | None = None,
+        show: bool = True,
+    ) -> None:
+        options = dict(locals())
+        del options["self"]
+        self.session = Session(WorldConfig(**options))
 
     def __repr__(self) -> str:
         return repr(self.session).replace("Session", "World", 1)
