@@ -17,7 +17,7 @@ from IPython.core.inputtransformer2 import make_tokens_by_line
 
 from nbdist.errors import UsageError
 from nbdist.notebook.free_names import names_bound, names_in_commands
-from nbdist.notebook.options import POOL, RANKS
+from nbdist.notebook.options import POOL, RANKS, join_ranks
 from nbdist.words import format_ranks, name_ranks
 
 if TYPE_CHECKING:
@@ -74,8 +74,7 @@ class MagicLine:
         """The text that selects ranks: the line of `%%rank` but `--pool`, else `-r`'s; or None."""
         if self.name == "rank":
             return "".join(POOL.sub(" ", self.text).split()) or None
-        match = RANKS.search(self.text)
-        return match[1] if match else None
+        return join_ranks(RANKS.findall(self.text))
 
 
 def cell_magic(code: str) -> MagicLine | None:

@@ -10,7 +10,7 @@ import argparse
 import os
 import re
 from argparse import SUPPRESS
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from functools import partial
@@ -78,13 +78,40 @@ def _add(name: str, option: Option) -> Callable[[Magic], Magic]:
     return argument(option.flag, **how)
 
 
+class JoinRanks(argparse.Action):
+    """Lets `-r` be given several times: `-r 0 -r 2-3` selects the same ranks as `-r 0,2-3`."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        """Add a value to the earlier ones; argparse calls this for each `-r`."""
+        earlier = getattr(namespace, self.dest)
+        texts = [values] if earlier is None else [earlier, values]
+        setattr(namespace, self.dest, join_ranks(texts))
+
+
+def join_ranks(texts: Sequence[str]) -> str | None:
+    """Return the text for all ranks that these values of `-r` select; None without a value."""
+    if len(texts) < 2:
+        return texts[0] if texts else None
+    listed = (text.removeprefix("[").removesuffix("]") for text in texts)
+    return ",".join("".join(each.split()) for each in listed)
+
+
+RANKS_FORMS = "one (`0`), several (`0,2-3`), a slice (`1:3`, `::2`), the last (`-1`), or `all`"
+"""The forms of `-r`, for the help of magics."""
+
 size_option = _add("n", OPTIONS["n"])
 """The option `-n`, for the help of magics that take all options of a world but do not list them."""
 
 pool_option = _add("pool", OPTIONS["pool"])
 
 ranks_option = argument(
-    "-r", "--ranks", help="which ranks: 0  0,2-3  1:3  ::2  -1  all (the default)"
+    "-r", "--ranks", action=JoinRanks, help=f"which ranks: {RANKS_FORMS} (the default)"
 )
 
 # The name is torchrun's.

@@ -15,6 +15,7 @@ from nbdist import World
 from nbdist.config import OPTIONS
 from nbdist.errors import NbdistError, UsageError, WorldNotStarted
 from nbdist.notebook import commands
+from nbdist.notebook.cell_text import MagicLine
 from nbdist.notebook.command import find_commands, is_used
 from nbdist.notebook.commands.cells import distributed
 from nbdist.notebook.options import (
@@ -95,6 +96,10 @@ def test_values_may_be_quoted_and_names_divided_by_commas() -> None:
     """
     for line, ranks in (("-r -1,0", "-1,0"), ("--ranks=::2", "::2"), ("-r 0 a", "0")):
         assert options(line).ranks == ranks
+    # An option that is repeated adds ranks, also in other notations.
+    for line, ranks in (("-r 0 -r 2-3", "0,2-3"), ("-r [0, 2] --ranks=[3] -r -1", "0,2,3,-1")):
+        assert options(line).ranks == ranks
+        assert MagicLine("distributed", line, 0).ranks == ranks
     for line in ("--wrap='nice -n 5'", '--wrap "nice -n 5"'):
         assert typed_options(options(line)) == {"wrap": "nice -n 5"}
     assert typed_options(options('--env A="1 2"')) == {"env": {"A": "1 2"}}

@@ -19,7 +19,15 @@ from nbdist.notebook.command import Command, MagicCall, cell_options, command, f
 from nbdist.notebook.commands.values import save_due_snapshot
 from nbdist.notebook.display import CommandOutput, below, table
 from nbdist.notebook.jobs import CellPlace, CellSteps, Job
-from nbdist.notebook.options import POOL, Magic, parse, ranks_option, restarts_option, world_options
+from nbdist.notebook.options import (
+    POOL,
+    RANKS_FORMS,
+    Magic,
+    parse,
+    ranks_option,
+    restarts_option,
+    world_options,
+)
 from nbdist.topology import parse_ranks
 from nbdist.words import count
 from nbdist.world.task_run import TaskRun
@@ -212,7 +220,7 @@ def _split_ranks(_: Magic, text: str) -> tuple[str, list[str]]:
 
 
 @command(
-    argument("ranks", help="which ranks: 0  0,2-3  1:3  ::2  -1  all"),
+    argument("ranks", help=f"which ranks: {RANKS_FORMS}"),
     kind="cell",
     split=_split_ranks,
 )

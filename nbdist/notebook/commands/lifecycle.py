@@ -12,7 +12,13 @@ from nbdist.notebook.cells import check_end, follow_steps, outcome_of, run_steps
 from nbdist.notebook.command import MagicCall, command
 from nbdist.notebook.commands.cells import send, sending_options
 from nbdist.notebook.jobs import CellSteps
-from nbdist.notebook.options import immediate_options, ranks_option, typed_options, world_options
+from nbdist.notebook.options import (
+    JoinRanks,
+    immediate_options,
+    ranks_option,
+    typed_options,
+    world_options,
+)
 from nbdist.output.transcript import is_consequence
 from nbdist.output.wording import seconds_text
 from nbdist.words import count, name_ranks
@@ -109,7 +115,7 @@ def _replace(line: MagicCall, keep: list[str]) -> str:
 @command(
     argument("size", nargs="?", metavar="N", help="number of workers: 4; or more or fewer: +2, -1"),
     argument("-n", dest="number", metavar="N", help="the same: -n 4"),
-    argument("-r", "--ranks", help="or the ranks to keep: 0,2-3"),
+    argument("-r", "--ranks", action=JoinRanks, help="or the ranks to keep: 0,2-3"),
 )
 def dist_scale(line: MagicCall) -> str:
     """Change the number of workers; the remaining ones keep their variables.
