@@ -1,9 +1,13 @@
 """How Sphinx builds the manual: `python -m sphinx -W docs site`."""
 
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 
+from docutils import nodes
 from ipython_pygments_lexers import IPython3Lexer
+from pygments.lexer import bygroups, using
+from pygments.token import Keyword, Operator, Text
 from sphinx.application import Sphinx
 
 project, author = "nbdist", "the nbdist authors"
@@ -11,19 +15,74 @@ release = metadata.version("nbdist")
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 html_theme = "pydata_sphinx_theme"
 html_sidebars = {"**": []}
+html_static_path = html_css_files = ["site.css"]
 # With more, search is in a line of its own on a page of 1280 pixels.
 html_theme_options = {"header_links_before_dropdown": 4}
 html_title = f"nbdist {release}"
+smartquotes = False  # `--` begins an option, and is no dash
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 autodoc_typehints = "signature"
+autodoc_member_order = "bysource"
+# Of a longer signature each argument has a line.  Modules count, although they are not shown.
+python_maximum_signature_line_length = 130
 default_role = "code"  # what single backticks in docstrings are
 
 
+class CellLexer(IPython3Lexer):
+    """Highlights the code below `%%distributed`, which is Python, as well as that of other cells.
+
+    For a magic that IPython does not have itself, its lexer takes the rest of the cell as text.
+    """
+
+    tokens = {  # noqa: RUF012 (as in the base class)
+        **IPython3Lexer.tokens,
+        "root": [
+            (
+                r"(?s)(\s*)(%%)(distributed|rank|local)([^\n]*\n)(.*)",
+                bygroups(Text, Operator, Keyword, Text, using(IPython3Lexer)),
+            ),
+            *IPython3Lexer.tokens["root"],
+        ],
+    }
+
+
 def setup(app: Sphinx) -> None:
-    """Take blocks of Python for cells, which can have magics, and adapt a link of the README."""
-    app.add_lexer("python", IPython3Lexer)
+    """Take blocks of Python for cells, which can have magics, and adapt docstrings and pages."""
+    app.add_lexer("python", CellLexer)
     app.connect("include-read", link_to_page)
+    # Before napoleon, whose priority is 500 and which changes the indentation.
+    app.connect("autodoc-process-docstring", mark_examples, priority=400)
+    app.connect("doctree-resolved", divide_by_colons)
+
+
+def divide_by_colons(_app: Sphinx, page: nodes.document, _name: str) -> None:
+    """Write a colon after each argument, where Sphinx writes `--`."""
+    for text in [*page.findall(nodes.Text)]:
+        if text == " -- " and text.parent is not None:
+            text.parent.replace(text, nodes.Text(": "))
+
+
+def mark_examples(_app: Sphinx, *about: object) -> None:
+    """Mark the examples in a docstring as Python; unmarked, they would be quotations."""
+    lines = about[-1]
+    assert isinstance(lines, list)
+    lines[:] = with_marks(lines)
+
+
+def with_marks(lines: Sequence[str]) -> Iterator[str]:
+    """Yield the lines, with a directive before each indented block that follows an empty line."""
+    text, is_example = 0, False  # the indentation of the last line of text, and what follows it
+    for before, line in zip(["", *lines], lines, strict=False):
+        indentation = len(line) - len(line.lstrip())
+        if line and indentation <= text:
+            is_example = False
+        elif line and not before and not is_example:
+            yield from (f"{' ' * text}.. code-block:: python", "")
+            is_example = True
+        if line and not is_example:
+            text = indentation
+        yield line
 
 
 def link_to_page(_app: Sphinx, _path: Path, _page: str, content: list[str]) -> None:

@@ -24,9 +24,8 @@ from nbdist.config import (
     whole_number,
 )
 from nbdist.errors import UsageError
+from tests.reference import PAGE, WORLD_OPTIONS_HEAD, rows_in, world_option_rows
 from tests.sources import PACKAGE
-
-REFERENCE = PACKAGE.parent / "docs" / "reference.md"
 
 
 @pytest.mark.parametrize(
@@ -221,10 +220,9 @@ def test_editors_show_the_arguments_of_world() -> None:
 
 def test_each_option_is_in_the_manual_and_used() -> None:
     """The manual's table has the flag, argument and help of each option, and code uses each."""
-    rows = re.findall(r"^\| `([^|]*)` \| `(\w+)` \| (.*) \|$", REFERENCE.read_text(), re.MULTILINE)
-    assert rows == [
-        (f"{o.flag} {o.metavar}".strip() or "-", name, o.help) for name, o in OPTIONS.items()
-    ]
+    rows = rows_in(PAGE.read_text(), WORLD_OPTIONS_HEAD)
+    assert rows == [*world_option_rows()], "`python -m tests.reference` writes them"
+    assert [re.findall(r" \| `(\w+)` \| ", row) for row in rows] == [[name] for name in OPTIONS]
     source = "\n".join(path.read_text() for path in PACKAGE.rglob("*.py"))
     in_properties = {"hang_timeout", "release", "launcher", "hosts"}
     unread = {name for name in OPTIONS if not re.search(rf"\b(config|wanted)\.{name}\b", source)}

@@ -51,8 +51,8 @@ _WANTED = (
     argument("--watch", metavar="NAMES",
              help="compare modules and optimizers over the ranks while the cell trains, such as"
              " `--watch model,optimizer`, and say what differed first"),
-    argument("--every", metavar="STEPS", type=_number,
-             help="with --watch: compare after every STEPS steps of the optimizer "
+    argument("--every", metavar="N", type=_number,
+             help="with --watch: compare after every N steps of the optimizer "
              f"({DEFAULT_WATCH_STEPS})"),
     argument("--stop-on-difference", action="store_true",
              help="with --watch: end the cell on all ranks at the step where they differ; it then"

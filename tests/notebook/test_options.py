@@ -40,6 +40,7 @@ from nbdist.notebook.options import (
     world_options,
 )
 from nbdist.notebook.pool import Pools
+from tests.reference import CELL_OPTIONS_HEAD, PAGE, cell_option_rows, in_markdown, rows_in
 
 
 @magic_arguments()
@@ -247,7 +248,6 @@ def test_environment_variables_set_the_settings(monkeypatch: pytest.MonkeyPatch)
 # --- magics: each file of the folder is found, and each magic is documented -------------------
 
 
-REFERENCE = Path(__file__).parents[2] / "docs" / "reference.md"
 ROW = re.compile(r"^\| `(%%?\w+)", re.MULTILINE)
 
 FEATURE = '''
@@ -276,10 +276,30 @@ def dist_mute(line: MagicCall) -> str:
 
 def test_the_manual_has_a_row_for_each_magic():
     """The manual's tables list exactly the registered magics, without short forms."""
-    _, _, after = REFERENCE.read_text().partition("\n## Magics\n")
+    _, _, after = PAGE.read_text().partition("\n## Magics\n")
     rows = ROW.findall(after.partition("\n## ")[0])
     registered = [each.shown_name for each in find_commands() if not each.short_for]
     assert sorted(rows) == sorted(registered)
+
+
+def test_the_manual_has_a_row_for_each_option_of_a_cell():
+    """The manual's table has each option of `%%distributed`, also those that tools add."""
+    rows = rows_in(PAGE.read_text(), CELL_OPTIONS_HEAD)
+    assert rows == [*cell_option_rows()], "`python -m tests.reference` writes them"
+    flags = [row.split("`")[1].split()[0] for row in rows]
+    lacking = {"-r", "-o", "--timeout", "--setup", "--max-restarts", "--watch"} - {*flags}
+    assert (lacking, "--auto" in flags) == (set(), False)
+
+
+def test_texts_of_help_become_markdown():
+    """Options, patterns and names of variables become code; other characters are escaped."""
+    for text, markdown in (
+        ("with --hosts: 'HF_*,A_*'", "with `--hosts`: `'HF_*,A_*'`"),
+        ("the ranks' own [0-3] a_b", r"the ranks' own \[0-3\] a\_b"),
+        ("by `-r 0`, or $NBDIST_LOG_DIR", "by `-r 0`, or `$NBDIST_LOG_DIR`"),
+        ("well-known %dist_init", "well-known `%dist_init`"),
+    ):
+        assert in_markdown(text) == markdown
 
 
 def test_each_magic_is_documented():
