@@ -176,11 +176,18 @@ R_co = TypeVar("R_co", covariant=True)
 
 @dataclass(frozen=True)
 class CellResult(Generic[R_co]):
-    """The values that ranks have sent back: `result[1]`, `items()`.
+    r"""The values that ranks have sent back: `result[1]`, `items()`.
 
     A mapping from rank to value, except that iteration yields the values in rank order.  Reading
     values raises UsageError if the task has none.  Ranks that failed are in `errors` instead.
-    `hosts` has the machine of each rank, and the rank's number on it.
+
+        result = world.execute("print('hello')\nrank + 5")
+        result[1], result.stdout[1]  # (6, 'hello\n')
+        result.ok  # True
+        list(result)  # [5, 6, 7, 8]
+
+    `seconds` is how long the task ran.  `hosts` has the machine of each rank, and the rank's number
+    on it.
     """
 
     task: Task

@@ -178,7 +178,10 @@ class World:
     def status(self) -> tuple[WorkerStatus, ...]:
         """Return the status of the ranks, a row for each, also while they are busy.
 
-        Without workers the result is empty.
+            [row.memory / 2**20 for row in world.status()]  # MiB by rank
+
+        A row's `memory` is in bytes (of memory that n processes share a worker has 1/n), its
+        `busy_seconds` and `cpu_seconds` are in seconds.  Without workers the result is empty.
         """
         rows: tuple[WorkerStatus, ...] = self.session.ask(GetStatus())
         return rows
@@ -250,6 +253,10 @@ class World:
         setup: bool = False,
     ) -> CellResult[Any]:
         """Run source code on all ranks, or on some, and wait until they have finished.
+
+            world.execute("x = 10 * rank")
+            world.execute("x + 5")[1]  # 15: the last value on rank 1
+            world.execute("y = x + a", names={"a": 1}, ranks=[2], fetch=["y"])[2]  # 21
 
         Args:
             source: the text of a cell; magics and top-level `await` are allowed.
@@ -439,14 +446,21 @@ class World:
     ) -> Any:
         """Return the value of a variable on each rank, in rank order; tensors arrive on the CPU.
 
+            world.gather("x")  # [0, 10, 20, 30]: a list by rank
+            world.gather("x", rank=2)  # 20: the value of one rank
+            world.gather("x + 1", ranks=[0, 3])  # [1, 31]
+            world.gather("part", join="cat")  # one tensor of the ranks' parts
+
         Args:
             name: a variable or an expression.  For several names a tuple is returned, with one
                 result for each.
             ranks: by default all; see `World`.
             rank: return the value of this one rank instead of a list.
             join: "stack" returns one tensor or array with an additional dimension, "cat" the
-                concatenated values, instead of a list.
-            dim: the dimension along which the values are joined.
+                concatenated values, instead of a list.  Of values of shape (2, 3) on 4 ranks
+                "stack" makes one of shape (4, 2, 3), and "cat" one of shape (8, 3).
+            dim: the dimension along which the values are joined: of the same values `dim=1` makes
+                the shapes (2, 4, 3) and (2, 12).
 
         Raises:
             UsageError: a rank has no such variable (the message says which ranks have it), or
@@ -472,6 +486,11 @@ class World:
         dim: int | None = None,
     ) -> None:
         """Split a tensor, array, list or table, and bind a name on each rank to its own part.
+
+            world.scatter("part", torch.zeros(10, 3))
+            world.gather("len(part)")  # [3, 3, 2, 2]
+            world.scatter("columns", torch.zeros(2, 8), dim=1)
+            world.gather("tuple(columns.shape)", rank=0)  # (2, 2)
 
         Either all ranks bind the name or none, also if Ctrl-C interrupts the call.
 
@@ -556,6 +575,11 @@ class World:
     def scale(self, n: int | str | None = None, *, ranks: RankSelection | None = None) -> None:
         """Change the number of workers to 3, by "+2" or by "-1"; or keep only these `ranks`.
 
+            world.scale(3)
+            world.scale("+1")
+            world.scale(ranks=[0, 2, 3])
+            world.size  # 3
+
         Ranks that stay keep their process, their variables and their GPU, and all ranks share a
         process group of the new size.  Ranks after one that was ended get a new number: with
         `ranks=[0, 2, 3]` rank 2 is rank 1 from then on, and rank 3 is rank 2.
@@ -574,6 +598,10 @@ class World:
         self, names: Sequence[str], source: int = 0, ranks: RankSelection | None = None
     ) -> tuple[int, ...]:
         """Copy variables from a rank to other ranks, through the process group.
+
+            world.execute("z = torch.ones(2)", ranks=[0])
+            world.sync(["z"])  # (1, 2, 3): the ranks that had no `z`
+            world.sync(["model", "optimizer"], source=1, ranks=[0])
 
         Returns the ranks that have received them.  By default the receivers are the ranks that
         lack one of the variables; with `ranks` they are these ranks, whatever they have.  All
@@ -598,7 +626,9 @@ class World:
     # --- what workers have ----------------------------------------------------------------
 
     def clean(self, ranks: RankSelection | None = None) -> CellResult[Cleaned]:
-        """Release memory that workers do not need; return how much they used before and after.
+        """Release memory that workers do not need; return their bytes before and after.
+
+            before, after = world.clean().rank(0).memory
 
         Releases the frames of the last exception, the results of cells (`Out`, `_`), reference
         cycles, and the GPU memory that torch caches.
@@ -606,7 +636,10 @@ class World:
         return self.call("memory.clean", ranks)
 
     def snapshot(self, *variables: str | Sequence[str], name: str | None = None) -> Snapshot:
-        """Write variables of each rank to the disk: `world.snapshot("model", "step", name="a")`.
+        """Write variables of each rank to the disk.
+
+            world.snapshot("model", "x", name="epoch-1")
+            world.restore("x", name="epoch-1").names  # ('x',)
 
         By default all variables that cells have bound or changed are written, under the name of the
         notebook.  The states of the random number generators are saved too.  `restore` reads the

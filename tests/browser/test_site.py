@@ -77,7 +77,7 @@ def test_the_reference_has_all_public_names(reference: BeautifulSoup) -> None:
 def test_examples_in_docstrings_are_code(reference: BeautifulSoup) -> None:
     """Examples in docstrings are highlighted as Python, and nothing is a quotation."""
     assert reference.select("article dl blockquote") == []
-    for name in ("World", "World.map", "distributed", "Job"):
+    for name in ("World", "World.map", "World.gather", "CellResult", "distributed", "Job"):
         entry = find(reference, "dt", id=f"nbdist.{name}").find_next_sibling("dd")
         assert isinstance(entry, Tag)
         example = find(entry, "div", class_="highlight-python")
