@@ -8,7 +8,7 @@ In a notebook, after `%load_ext nbdist`:
     %dist_output                show the last cell's output again
     %dist_run train.py          run a script on all workers
     %dist_restart               restart all workers; always works
-    %dist_help                  list all magics; %%distributed? and so on show options
+    %dist_help                  list the magics; %dist_help gather shows the help of one
 
 In Python:
 

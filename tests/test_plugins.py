@@ -87,7 +87,7 @@ def test_a_package_can_add_magics() -> None:
     found = {each.name: each for each in command.find_commands()}
     assert found["dist_hello"].summary == "Say hello."
     assert found["dist_hello"].run(None) == "hello"
-    typed: Any = SimpleNamespace(options=SimpleNamespace(everything=False))
+    typed: Any = SimpleNamespace(options=SimpleNamespace(magic=None, everything=True))
     shown = found["dist_help"].run(typed)
     assert isinstance(shown, CommandOutput)
     assert re.search(r"%dist_hello +Say hello\n", shown.text.partition("other packages")[2])

@@ -17,7 +17,7 @@ from IPython.core.inputtransformer2 import make_tokens_by_line
 
 from nbdist.errors import UsageError
 from nbdist.notebook.free_names import names_bound, names_in_commands
-from nbdist.notebook.options import POOL, RANKS, join_ranks
+from nbdist.notebook.options import HELP_FLAGS, HELP_MAGIC, POOL, RANKS, join_ranks
 from nbdist.words import format_ranks, name_ranks
 
 if TYPE_CHECKING:
@@ -138,6 +138,7 @@ def transform_first_lines(lines: list[str], *, local_is_plain: bool = True) -> l
     lines keep their numbers.  `%%rank[0,1]` of nbdistributed becomes `%%rank 0,1`.  A `%%local`
     becomes a comment, but not in a terminal (`local_is_plain` False), which runs a cell without a
     cell magic after its first line.  A cell with a misplaced magic becomes a line that raises.
+    `%%distributed -h` without more lines, which IPython refuses, becomes `%dist_help distributed`.
     """
     if place := find_misplaced_magic(lines):
         name, number = place
@@ -147,6 +148,8 @@ def transform_first_lines(lines: list[str], *, local_is_plain: bool = True) -> l
     if match is None:
         return lines
     name, text = match.groups()
+    if {*HELP_FLAGS} & {*text.split()} and not any(map(str.strip, lines[above + 1 :])):
+        return [f"%{HELP_MAGIC} {name}\n"]
     if name == "rank":
         text = _BRACKETS.sub(lambda ranks: " " + "".join(ranks[1].split()), text, count=1)
     first = f"{'# ' * (name == 'local' and local_is_plain)}%%{name}{text}"

@@ -31,6 +31,8 @@ from nbdist.notebook.cells import fetch_results
 from nbdist.notebook.display import CellDisplay, CommandOutput, has_panels
 from nbdist.notebook.idle import command_stops, delay_stops, is_in_subshell
 from nbdist.notebook.options import (
+    HELP_FLAGS,
+    HELP_MAGIC,
     Magic,
     flags_of,
     old_flags,
@@ -38,6 +40,7 @@ from nbdist.notebook.options import (
     pool_option,
     size_option,
     split_code,
+    words_of,
     world_options,
 )
 from nbdist.notebook.output_count import OUTPUTS
@@ -171,6 +174,22 @@ class Command:
         """The name as users type it: `%dist_init`, `%%distributed`."""
         return f"{'%%' if self.kind == 'cell' else '%'}{self.name}"
 
+    @property
+    def help_text(self) -> str:
+        """The docstring without marks of reStructuredText: purpose, examples, usage, options."""
+        return (self.run.__doc__ or "").replace("\n\n::\n\n", "\n\nusage:\n\n", 1).rstrip()
+
+    def asks_for_help(self, text: str) -> bool:
+        """Return True if the magic's line has `-h` or `--help`, not counting a script's words."""
+        if text.split(maxsplit=1)[:1] in ([flag] for flag in HELP_FLAGS):
+            return True
+        try:
+            option_text, _ = self.split(self.run, text)
+            words = words_of(self.run, option_text)
+            return any(is_option and word in HELP_FLAGS for word, is_option, _ in words)
+        except (UsageError, ValueError):  # the line is not valid, which the call reports
+            return False
+
     def short(self, name: str, option: str) -> Command:
         """Return a short form: a magic called `name` that runs this magic with an option added."""
         how = f"`{self.shown_name} {option}`"
@@ -201,11 +220,15 @@ class Command:
 
         @wraps(self.run)  # so that `%dist_init?` shows the help and the file of the function
         def magic(text: str, cell: str = "") -> Any:
+            text = remove_comment(text)
+            if self.asks_for_help(text):
+                (helper,) = (each for each in find_commands() if each.name == HELP_MAGIC)
+                return helper.magic(pools)(self.name)
             # In a subshell the count would include output of magics that the main thread runs.
             is_panel = has_panels(pools.shell, pools.settings)
             is_counted = is_panel and not is_in_subshell(pools.shell)
             with OUTPUTS.counting() if is_counted else nullcontext():
-                line = MagicCall(self, pools, remove_comment(text), cell)
+                line = MagicCall(self, pools, text, cell)
                 try:
                     return run(line)
                 finally:
@@ -249,7 +272,7 @@ class Command:
         @wraps(self.run)
         def in_a_line(text: str) -> None:
             options, code = split_code(self.run, text)
-            if not code:
+            if not code and not self.asks_for_help(options):
                 raise UsageError(
                     f"`%{self.name}` runs one line, such as `%{self.name} x = 1`; "
                     f"`{self.shown_name}` on the first line of a cell runs the cell."

@@ -36,6 +36,9 @@ OPTION = re.compile(r"\s*(--?[A-Za-z][\w-]*)(?=[=\s]|$)")
 WORD = re.compile(r"""\s*((\w+=)?("[^"]*"|'[^']*'|\[[^\]]*\])(?!\S)|\S+)""")
 """A word of a line; also `"nice -n 5"`, `A="1 2"` and `[0, 2]`, which IPython would split."""
 
+HELP_MAGIC, HELP_FLAGS = "dist_help", ("-h", "--help")
+"""The magic that shows the help of a magic, and the options with which any magic calls it."""
+
 OPTION_GROUPS = {
     "n": "which workers",
     "env": "how they are started",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from argparse import SUPPRESS
+from collections.abc import Mapping
 from contextlib import ExitStack
+from difflib import get_close_matches
 from typing import Any
 
 from IPython.core.error import StdinNotImplementedError
@@ -17,7 +19,7 @@ from nbdist.notebook.cell_text import as_magic, has_code, split_off_magics
 from nbdist.notebook.cells import result_of, run_steps, source_steps
 from nbdist.notebook.command import Command, MagicCall, cell_options, command, find_commands
 from nbdist.notebook.commands.values import save_due_snapshot
-from nbdist.notebook.display import CommandOutput, below, table
+from nbdist.notebook.display import CommandOutput, below, block, table
 from nbdist.notebook.jobs import CellPlace, CellSteps, Job
 from nbdist.notebook.options import (
     POOL,
@@ -265,8 +267,9 @@ def local(line: MagicCall) -> None:
         result.raise_error()
 
 
+EVERYDAY = "everyday"
 _GROUPS = {
-    "everyday": "distributed dist_gather dist_status dist_output dist_run dist_restart dist_help",
+    EVERYDAY: "distributed dist_gather dist_status dist_output dist_run dist_restart dist_help",
     "values": "dist_push dist_scatter dist_sync dist_diff dist_snapshot dist_restore dist_export",
     "looking": "dist_memory dist_plot dist_timeline dist_debug",
     "lifecycle": "dist_init dist_scale dist_interrupt dist_shutdown dist_auto rank local",
@@ -283,12 +286,56 @@ MACHINES = (
 
 
 @command(
-    argument("--all", action="store_true", dest="everything", help="short forms too"),
+    argument("magic", nargs="?", help="the magic whose help is shown: gather, or %%dist_gather"),
+    argument("--all", action="store_true", dest="everything",
+             help="a line for each magic, also for short forms"),
     looks=("",),
-)
+)  # fmt: skip
 def dist_help(line: MagicCall) -> CommandOutput:
-    """List all magics, a line each. A `?` after the name of one shows its options."""
+    """List the magics, those for every day with a line each, or show the help of one.
+
+        %dist_help
+        %dist_help gather
+
+    `%dist_gather -h` and `%dist_gather?` show the same help.
+    """
     commands = {each.name: each for each in find_commands()}
+    if line.options.magic is not None:
+        return block(_find_magic(line.options.magic, commands).help_text)
+    tables = _tables_of_magics(commands)
+    if line.options.everything:
+        short = [each for each in commands.values() if each.short_for]
+        rows = [(each.shown_name, each.short_for.strip("`")) for each in short]
+        tables["short forms"] = [("magic", "what it is"), *rows]
+    else:
+        names = {
+            title: "  ".join(dict.fromkeys(name.split()[0] for name, _ in rows))
+            for title, (_, *rows) in tables.items()
+        }
+        del names[EVERYDAY]
+        tables = {EVERYDAY: tables[EVERYDAY], "others": [("for", "magics"), *names.items()]}
+    width = max(len(name) for rows in tables.values() for name, _ in rows)
+    hint = "`%dist_help gather` shows options and examples of a magic"
+    more = "" if line.options.everything else ", `%dist_help --all` a line for each magic"
+    head = table(f"{hint}{more}", [])
+    return below([head, *(table(t, rows, first_width=width) for t, rows in tables.items())])
+
+
+def _find_magic(typed: str, commands: Mapping[str, Command]) -> Command:
+    """Return the magic that a user names with or without `%` and `dist_`, or raise UsageError."""
+    name = typed.lstrip("%")
+    for full in (name, f"dist_{name}"):
+        if full in commands:
+            return commands[full]
+    near = get_close_matches(name, [each.removeprefix("dist_") for each in commands], 1)
+    hint = f" Did you mean `%dist_help {near[0]}`?" if near else ""
+    raise UsageError(
+        f"`%dist_help {typed}`: there is no such magic.{hint} `%dist_help --all` lists all."
+    )
+
+
+def _tables_of_magics(commands: Mapping[str, Command]) -> dict[str, list[tuple[str, str]]]:
+    """Return the rows of each group of magics without short forms, below their headings."""
     groups = {
         title: [commands[name] for name in names if name in commands]
         for title, names in COMMAND_GROUPS.items()
@@ -301,13 +348,7 @@ def dist_help(line: MagicCall) -> CommandOutput:
         if group
     }
     tables["many machines"] += MACHINES
-    if line.options.everything:
-        short = [each for each in commands.values() if each.short_for]
-        rows = [(each.shown_name, each.short_for.strip("`")) for each in short]
-        tables["short forms"] = [("magic", "what it is"), *rows]
-    width = max(len(name) for rows in tables.values() for name, _ in rows)
-    head = table("`%%distributed?`, `%dist_gather?` and so on show options and examples", [])
-    return below([head, *(table(t, rows, first_width=width) for t, rows in tables.items())])
+    return tables
 
 
 def summary(command: Command) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import nbdist
+from nbdist.errors import UsageError
 from nbdist.notebook.cell_text import AUTO_NOTE
 from nbdist.notebook.command import MagicCall, find_commands
 from nbdist.notebook.commands.cells import COMMAND_GROUPS, rank, summary
@@ -168,8 +169,8 @@ COMMANDS = {each.name: each for each in find_commands()}
 
 
 def test_all_magics_have_a_line(typed: Callable[[str], str]) -> None:
-    """`%dist_help` lists all magics by group, the everyday group first, each with its summary."""
-    text = typed("%dist_help")
+    """`%dist_help --all` lists all magics by group, the everyday ones first, with summaries."""
+    text = typed("%dist_help --all").partition("short forms\n")[0]
     shown = [line.partition(" ") for line in text.splitlines() if line.startswith("%")]
     names = [name.lstrip("%") for name, _, said in shown if not said.startswith("--")]
     assert [name for name in names if name != "dist_init"] == [
@@ -197,6 +198,11 @@ def test_each_magic_is_in_a_group_or_a_short_form(typed: Callable[[str], str]) -
     assert sorted(grouped) == sorted(n for n, each in COMMANDS.items() if not each.short_for)
     assert len(COMMAND_GROUPS["everyday"]) == 7
     first, every = typed("%dist_help"), typed("%dist_help --all")
+    everyday, _, others = first.partition("\nothers\n")
+    rows = [line for line in everyday.splitlines() if line.startswith("%")]
+    assert len(rows) == 7
+    shown = {COMMANDS[name].shown_name for name in grouped[7:]}
+    assert {word for word in others.split() if word.startswith("%")} == shown | {"%dist_init"}
     short = {n: each.short_for.strip("`") for n, each in COMMANDS.items() if each.short_for}
     assert {*short} == {"dist_stack", "dist_log", "dist_why", "dist_clean"}
     for name, means in short.items():
@@ -207,3 +213,44 @@ def test_each_magic_is_in_a_group_or_a_short_form(typed: Callable[[str], str]) -
     rows = re.findall(r"^\| `(%%?\w+)", table.partition("\n\n")[0], re.MULTILINE)
     assert rows == names
     assert re.findall(r"^    (%%?\w+)", str(nbdist.__doc__), re.MULTILINE) == names
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("%dist_help gather", "%dist_help dist_gather", "%dist_help %dist_gather"),
+        *("%dist_gather -h", "%dist_gather loss --help", "%dist_gather -r 0 -h"),
+    ],
+)
+def test_help_of_a_magic_is_shown(typed: Callable[[str], str], line: str) -> None:
+    """`%dist_help NAME` and the options `-h` and `--help` show what a magic does and takes."""
+    shown = typed(line)
+    assert shown.rstrip() == COMMANDS["dist_gather"].help_text
+    assert shown.startswith(COMMANDS["dist_gather"].summary)
+    assert "\nusage:\n\n  %dist_gather [-r RANKS]" in shown
+    assert "::" not in shown.split("options:")[0]
+
+
+def test_help_runs_nothing(typed: Callable[[str], str], pools: Pools) -> None:
+    """A cell or line with `-h` shows help and runs nothing; a script gets its own `-h`."""
+    for line in (
+        "%%distributed -h\nthis is no code",
+        "%%distributed -n 2 --help\npass",
+        "%%rank -h",
+    ):
+        assert "\nusage:\n\n  %%" in typed(line)
+    assert "\nusage:\n\n  %dist_run" in typed("%dist_run -h")
+    assert not COMMANDS["dist_run"].asks_for_help("train.py -h")
+    assert not COMMANDS["distributed"].asks_for_help("--name 'not closed")
+    assert COMMANDS["distributed"].asks_for_help("-n 2 -h")
+    COMMANDS["distributed"].line_magic(pools)("-h")
+
+
+def test_help_of_an_unknown_magic_is_refused(typed: Callable[[str], str]) -> None:
+    """An unknown name is refused with the nearest known name."""
+    with pytest.raises(UsageError) as refused:
+        typed("%dist_help gathr")
+    assert str(refused.value) == (
+        "`%dist_help gathr`: there is no such magic. Did you mean `%dist_help gather`? "
+        "`%dist_help --all` lists all."
+    )
