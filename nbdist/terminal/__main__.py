@@ -35,7 +35,11 @@ def main(words: Sequence[str] | None = None) -> int:
     if words and (instead := REMOVED.get(words[0])):
         sys.stderr.write(f"nbdist: `nbdist {words[0]}` was removed: {instead}\n")
         return 2
-    options = _parser().parse_args(words)
+    parser = _parser()
+    options = parser.parse_args(words)
+    if options.command is None:
+        parser.print_help()
+        return 0
     try:
         code: int = options.run(options)
         sys.stdout.flush()
@@ -78,7 +82,7 @@ def _mcp(options: argparse.Namespace) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("nbdist", description="nbdist outside of notebooks.")
     parser.add_argument("--version", action="version", version=f"nbdist {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command")
 
     def add(
         name: str,

@@ -55,11 +55,14 @@ An agent had 5 threads and 120 MB, a rank 12 and 75 MB; a first training step to
 
 PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 
-LEVELS = ("problem", "warning", "ok")
+LEVELS, CONCLUSION = ("problem", "warning", "ok"), "result"
 
 
 class Finding(NamedTuple):
-    """A problem or warning, with a remedy if one is known; or, at level "ok", a fact."""
+    """A problem or warning, with a remedy if one is known; or, at level "ok", a fact.
+
+    The last line has the level `CONCLUSION`.
+    """
 
     level: str
     text: str
@@ -72,8 +75,19 @@ FindingStream = Iterator[Finding]
 def doctor(workers: str) -> int:
     """Print findings for a value of `-n`; return 1 if one of them is a problem, else 0."""
     findings = sorted(_examine(workers), key=lambda each: LEVELS.index(each.level))
+    findings.append(_conclusion(findings))
     sys.stdout.write("".join(f"{level}: {text}\n" for level, text in findings))
     return int(findings[0].level == "problem")
+
+
+def _conclusion(findings: Sequence[Finding]) -> Finding:
+    """Return a line that says whether workers can run here, with the number of problems."""
+    problems, warnings = (sum(each.level == level for each in findings) for level in LEVELS[:2])
+    numbers = f"{count(problems, 'problem')}, {count(warnings, 'warning')}"
+    if problems:
+        return Finding(CONCLUSION, f"something will not work here: {numbers}; see the first lines")
+    more = "; see the first lines" if warnings else ""
+    return Finding(CONCLUSION, f"workers can run here: {numbers}{more}")
 
 
 def _examine(workers: str) -> FindingStream:

@@ -7,13 +7,24 @@ import pytest
 from nbdist.terminal.__main__ import main
 
 
-@pytest.mark.parametrize("words", [[], ["stop"], ["top", "-f", "0"], ["status", "-f", "x"]])
+@pytest.mark.parametrize("words", [["stop"], ["top", "-f", "0"], ["status", "-f", "x"]])
 def test_a_wrong_command_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """Wrong words after `nbdist` end with exit code 2 and a line of help."""
     with pytest.raises(SystemExit) as ended:
         main(words)
     assert ended.value.code == 2
     assert "usage: nbdist" in capsys.readouterr().err
+
+
+def test_the_command_alone_shows_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    """`nbdist` without words lists its commands, as `nbdist --help` does."""
+    assert main([]) == 0
+    alone = capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert (ended.value.code, alone.err) == (0, "")
+    assert alone.out == capsys.readouterr().out
+    assert "\n    doctor " in alone.out
 
 
 @pytest.mark.parametrize(

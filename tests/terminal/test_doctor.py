@@ -114,6 +114,7 @@ def test_a_good_machine_has_no_problems(examine: Examine) -> None:
         "ok: open files: ",
         "ok: /dev/shm has ",
         f"ok: sockets of workers are in {os.environ['XDG_RUNTIME_DIR']}",
+        "result: workers can run here: 0 problems, ",
     ):
         assert text in said
 
@@ -185,7 +186,12 @@ def test_a_lack_of_the_machine_has_a_remedy(examine: Examine, lack: str) -> None
     code, lines = examine("-n", "2", **how)
     for each in told:
         assert len([line for line in lines if re.fullmatch(each, line)]) == 1, lines
-    levels = [line.partition(":")[0] for line in lines]
+    *levels, last = [line.partition(":")[0] for line in lines]
+    assert last == "result"
+    problems, warnings = map(levels.count, ("problem", "warning"))
+    numbers = re.findall(r"(\d+) (problem|warning)s?\b", lines[-1])
+    assert numbers == [(f"{problems}", "problem"), (f"{warnings}", "warning")]
+    assert ("can run here" in lines[-1]) == (code == 0)
     assert levels == sorted(levels, key=["problem", "warning", "ok"].index)
     assert code == ("problem" in levels)
 

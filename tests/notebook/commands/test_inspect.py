@@ -128,7 +128,8 @@ def test_status_doctor_shows_the_report_of_nbdist_doctor(
     monkeypatch.setenv("PYTHON_EXEC", "/nowhere/python")
     first, *others = typed("%dist_status --doctor").splitlines()
     assert first.startswith("problem: /nowhere/python cannot be run")
-    assert others[-1].startswith("ok: sockets of workers are in ")
+    assert others[-2].startswith("ok: sockets of workers are in ")
+    assert others[-1].startswith("result: something will not work here: 1 problem, ")
 
 
 # --- %dist_log --------------------------------------------------------------------------------
