@@ -1,5 +1,6 @@
 """How Sphinx builds the manual: `python -m sphinx -W docs site`."""
 
+import re
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -8,6 +9,7 @@ from docutils import nodes
 from ipython_pygments_lexers import IPython3Lexer
 from pygments.lexer import bygroups, using
 from pygments.token import Keyword, Operator, Text
+from sphinx import addnodes
 from sphinx.application import Sphinx
 
 project, author = "nbdist", "the nbdist authors"
@@ -54,6 +56,16 @@ def setup(app: Sphinx) -> None:
     # Before napoleon, whose priority is 500 and which changes the indentation.
     app.connect("autodoc-process-docstring", mark_examples, priority=400)
     app.connect("doctree-resolved", divide_by_colons)
+    app.connect("doctree-resolved", shorten_types)
+
+
+def shorten_types(_app: Sphinx, page: nodes.document, _name: str) -> None:
+    """Write `P` for `~typing.~P`: Sphinx does not read signatures with such a ParamSpec itself."""
+    for parameter in page.findall(addnodes.desc_parameter):
+        for text in [*parameter.findall(nodes.Text)]:
+            if "~" in text:
+                short = re.sub(r"~(?:\w+\.)*~?(?=\w)", "", text)
+                text.parent.replace(text, nodes.Text(short))
 
 
 def divide_by_colons(_app: Sphinx, page: nodes.document, _name: str) -> None:

@@ -93,6 +93,8 @@ def test_stars_and_dashes_of_options_stay(reference: BeautifulSoup) -> None:
     assert "'HF_*,WANDB_*'" in text
     assert "\N{EN DASH}" not in text
     assert " -- " not in text
+    signatures = [each.get_text() for each in reference.select("dt.sig")]
+    assert [each for each in signatures if "~" in each] == []
     assert find(reference, "article").select("td > p em") == []
     assert "--hang-timeout SECONDS" in text
 
