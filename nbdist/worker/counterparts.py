@@ -81,6 +81,7 @@ class Counterparts:
         self._versions: dict[int, int] = {}  # by key, a tensor's version when received
         self._altered_keys: set[int] = set()  # of memory and containers changed in place here
         self._lost_keys: list[int] = []  # of altered memory and containers that have ended
+        self._lent_keys: list[int] = []  # of objects that came as arguments of the present call
 
     # --- receiving ----------------------------------------------------------------------------
 
@@ -112,6 +113,11 @@ class Counterparts:
         self._states |= self._read_states(new)
         tensors = [*new, *(self.links.by_key[k] for k, t, _ in arrived.updates if t == "tensor")]
         self._record_versions(tensors)
+
+    def accept_lent(self, arrived: ReceivedMessage) -> None:
+        """Accept a message as `accept` does; its new objects shall end with the present task."""
+        self.accept(arrived)
+        self._lent_keys += [key for key, _, _ in arrived.objects]
 
     def bind_sent(self, values: Mapping[str, Any]) -> None:
         """Bind variables to values that the notebook has sent, and record this for `is_changed`."""
@@ -232,6 +238,12 @@ class Counterparts:
         self._record_altered_memory()
         # Lists and dicts have no weak references: `links` holds them, and drops the unused ones.
         self.links.drop_unused(self._record_altered_containers)
+        if any(map(self._is_left, self._lent_keys)):
+            # Reference cycles may keep arguments alive on one rank, and not on another: the next
+            # call would then use changed objects there, and new ones here.
+            gc.collect()
+            self.links.drop_unused(self._record_altered_containers)
+        self._lent_keys = []
         ended = self.links.pop_dead_keys()
         for key in ended:
             self._states.pop(key, None)
@@ -242,6 +254,12 @@ class Counterparts:
         unreported = [key for key in ended if key not in self._orphans]
         self._orphans.difference_update(ended)
         return tuple(unreported)
+
+    def _is_left(self, key: int) -> bool:
+        """Return True if an object lives that is no class or function: classes have cycles."""
+        value = self.links.find(key)
+        definitions = type, types.FunctionType, types.CellType
+        return value is not None and not isinstance(value, definitions)
 
     def pop_lost_keys(self) -> tuple[int, ...]:
         """Return the keys of ended memory and containers that this rank had changed.

@@ -133,7 +133,7 @@ class Namespace:
         """Return the arguments of a call, without binding variables; register their objects."""
         try:
             arrived = self.read(payload)
-            self._commit(arrived)
+            self._commit(arrived, lent=True)
         finally:
             self.counterparts.end_idle()
         return arrived.values
@@ -153,9 +153,10 @@ class Namespace:
                 "this rank has dropped an object that the cell uses; run the cell again"
             ) from None
 
-    def _commit(self, arrived: ReceivedMessage) -> None:
+    def _commit(self, arrived: ReceivedMessage, *, lent: bool = False) -> None:
+        accept = self.counterparts.accept_lent if lent else self.counterparts.accept
         try:
-            self.counterparts.accept(arrived)
+            accept(arrived)
         except Exception as error:  # a user's `__setstate__` or attribute can raise anything
             raise VariableError(
                 "a change of a variable could not be made in the worker: "

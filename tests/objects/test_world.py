@@ -36,3 +36,23 @@ def test_garbage_collection_does_not_unlink_arguments(world: World) -> None:
             test_arguments_share_objects(world)
     finally:
         world.execute("gc.set_threshold(*thresholds)")
+
+
+def fit_in_a_cycle(model: Any, optimizer: Any) -> float:
+    """Train, and leave a reference cycle that refers to the arguments."""
+    cycle: list[Any] = [model, optimizer]
+    cycle.append(cycle)
+    return train(model, optimizer)
+
+
+def test_arguments_in_a_cycle_end_with_the_call(world: World) -> None:
+    """Each call gets the notebook's arguments, though a cycle keeps the last call's alive."""
+    model = net()
+    optimizer = sgd(model)
+    world.execute("import gc; gc.disable()")
+    try:
+        for _ in range(3):
+            assert [*world.run(fit_in_a_cycle, model, optimizer)] == [0.605] * 2
+            assert world.map(lambda _: fit_in_a_cycle(model, optimizer), [0]) == [0.605]
+    finally:
+        world.execute("gc.enable()")

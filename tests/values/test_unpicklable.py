@@ -23,7 +23,7 @@ from nbdist.notebook.shipping import plan
 from nbdist.values import definitions
 from nbdist.values.pickling import pickle, unpickle
 from nbdist.world.name_table import NameTable
-from nbdist.world.remote_call import _names_of_call
+from nbdist.world.remote_call import names_of_call
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ def test_an_error_of_a_users_class_is_named(error: Exception, refuse: Callable[.
     assert f"({type(error).__name__}" in said
     assert "__reduce__" in said
     with pytest.raises(VariableNotSent) as caught:
-        _names_of_call({}, print, (), {"file": value})
+        names_of_call({}, print, (), {"file": value})
     assert "`file.parts[1]`" in str(caught.value)
     assert "(OwnError: not me)" in refuse(_Unlistable())
 
@@ -199,7 +199,7 @@ def test_too_little_memory_is_no_value_to_blame(notebook: Any, monkeypatch: Any)
     with pytest.raises(NotEnoughMemory):
         plan("it", NameTable(notebook.names), (0,)).shipment()
     with pytest.raises(NotEnoughMemory):
-        _names_of_call({}, print, ([1],), {})
+        names_of_call({}, print, ([1],), {})
 
 
 @pytest.mark.world
