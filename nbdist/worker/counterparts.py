@@ -128,6 +128,8 @@ class Counterparts:
         self._sent_values.update({name: Identity(value) for name, value in values.items()})
 
     def _apply_updates(self, arrived: ReceivedMessage) -> None:
+        if not arrived.updates:
+            return
         entries = [self.links.by_key[k] for k, _, _ in arrived.updates if k in self.links.by_key]
         before = self._read_states(entries)
         parts = {k: self.links.find(k) for state in before.values() for k in state.children}
@@ -379,6 +381,9 @@ class Counterparts:
         return Scan(self.links, reducer_for(self._names), self._names, adds=False)
 
     def _read_states(self, entries: Iterable[Any]) -> dict[int, ObjectState]:
+        entries = [*entries]
+        if not entries:  # saves time: most tasks change nothing
+            return {}
         scan = self._new_scan()
         with without_cycles():
             scan.read_all(entries)
