@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
+from nbdist.values.memory import memory_at
+
 MAX_WHOLE_BYTES = 64 << 20
 """Memory up to this size is sent whole with its first view that is not scattered, so that later
 views are linked; of bigger memory only the part that a view shows, if that is less than half."""
@@ -85,6 +87,11 @@ class MemoryBlock:
     device: str = "cpu"
     copied: tuple[Any, ...] = ()
     users: list[Any] = field(default_factory=list)  # weak references to a rank's tensors
+    size: int = field(init=False)  # the number of bytes
+    _view: memoryview | None = None
+
+    def __post_init__(self) -> None:
+        self.size = self.end - self.start
 
     def add_owner(self, owner: Any) -> None:
         """Add a weak reference to another object that keeps the memory alive.
@@ -113,10 +120,11 @@ class MemoryBlock:
                 return tensor.untyped_storage()
         return None
 
-    @property
-    def size(self) -> int:
-        """The number of bytes of the memory block."""
-        return self.end - self.start
+    def view(self) -> memoryview:
+        """Return the block's bytes on the CPU, to be read as long as the owner is alive."""
+        if self._view is None:
+            self._view = memory_at(self.start, self.size)
+        return self._view
 
 
 LinkEntry = _WeakEntry | _StrongEntry

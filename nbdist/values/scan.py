@@ -37,7 +37,6 @@ from nbdist.values.memory import (
     is_of_file,
     is_plain_array,
     is_scattered,
-    memory_at,
     root_of_array,
     span_of_array,
     span_of_tensor,
@@ -56,15 +55,19 @@ from nbdist.values.states import (
     attributes_of,
     bytes_of_code,
     digest_of_token,
+    has_getstate,
     has_python_reduce,
     is_its_attributes,
     is_made_of_attributes,
     keys_in,
     listed,
     own_attributes,
+    plain_attributes_of,
     reachable_keys,
+    slots_of,
 )
-from nbdist.values.tensors import count_hooks, untyped_storage_of, version_of
+from nbdist.values.tensors import count_hooks, has_hooks, untyped_storage_of, version_of
+from nbdist.values.unchanged import NO_PARTS, Parts, parts_of
 
 _VALUES: tuple[type, ...] = (
     *(pathlib.PurePath, re.Pattern, datetime.date, datetime.time, datetime.timedelta),
@@ -127,6 +130,8 @@ class Scan:
         self._readers: dict[str, Callable[[Any, Any], ObjectState]] = {}
         self._named: dict[int, tuple[Any, Token]] = {}
         self._inlined: set[int] = set()  # ids of containers that are a part of their object
+        # By class its slots, None if it has a `__getstate__`, and names of a module's tables.
+        self._kinds: dict[type, tuple[list[tuple[str, Any]] | None, frozenset[str]]] = {}
         torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
         self._torch: Any = torch if hasattr(torch, "UntypedStorage") else None
         self._numpy: Any = numpy if hasattr(numpy, "ndarray") else None
@@ -151,16 +156,17 @@ class Scan:
 
     def run(self) -> None:
         """Read states until no object waits; if the scan `adds`, read the memory blocks then."""
-        while self._waiting:
-            entry = self._waiting.pop()
-            value = entry()
-            if value is None or entry.key in self.states:
+        waiting, states, readers = self._waiting, self.states, self._readers
+        while waiting:
+            entry = waiting.pop()
+            key = entry.key
+            if key in states or (value := entry()) is None:
                 continue
             self._children = []
-            read = self._readers.get(entry.tool)
+            read = readers.get(entry.tool)
             if read is None:
-                read = self._readers[entry.tool] = getattr(self, f"_read_{entry.tool}")
-            self.states[entry.key] = read(value, entry)
+                read = readers[entry.tool] = getattr(self, f"_read_{entry.tool}")
+            states[key] = read(value, entry)
         self._read_blocks()
 
     def read(self, entries: Iterable[Any]) -> None:
@@ -319,7 +325,17 @@ class Scan:
         # A copy of the items, because another thread may change them meanwhile; not by methods of
         # the user's class, which may show other items.
         items = OrderedDict.items if isinstance(value, OrderedDict) else dict.items
-        parts = {token(k): token(v) for k, v in [*items(value)]}
+        pairs = [*items(value)]
+        is_plain = type(value) in (dict, OrderedDict)
+        flat = []
+        if is_plain and len(pairs) <= MAX_PARTS:
+            self.sizes[entry.key] = 64 * len(pairs)
+            flat = [part for pair in pairs for part in pair]
+            if (before := self._known_of(value, entry, flat)) is not None:
+                return before
+        parts = {token(k): token(v) for k, v in pairs}
+        if flat:
+            return self._sampled(self._state(parts), value, entry, flat, set())
         if isinstance(value, defaultdict):
             parts[FACTORY] = token(value.default_factory)
         if type(value) not in _TOOLS:
@@ -327,10 +343,41 @@ class Scan:
         self.sizes[entry.key] = 64 * len(parts)
         return self._state(parts)
 
+    def _known_of(self, value: Any, entry: Any, parts: list[Any]) -> ObjectState | None:
+        """Return the known state of an object that has the same parts as then, else None."""
+        before = None if self._before is None else self._before(entry.key)
+        if before is None or type(before.sample) is not Parts:
+            return None
+        entries = before.sample.entries_if_same(value, parts, self.links.by_id)
+        if entries is None:
+            return None
+        for each in entries:
+            self._refer(each)
+        return before
+
+    def _sampled(
+        self, state: ObjectState, value: Any, entry: Any, parts: list[Any], empty: set[int]
+    ) -> ObjectState:
+        """Return the known state if it is equal, from now on with a sample, else `state`.
+
+        So an object gets a sample when it is read for the second time: few objects are.
+        """
+        before = None if self._before is None else self._before(entry.key)
+        if before is None or before != state:
+            return state
+        if before.sample is not NO_PARTS:
+            before.sample = parts_of(value, parts, self.links.by_id, empty) or NO_PARTS
+        return before
+
     def _read_list(self, value: Any, entry: Any) -> ObjectState:
         self.sizes[entry.key] = 16 * list.__len__(value)
-        attributes = () if type(value) is list else self._attributes_in(value)
-        return self._unit((*attributes, *map(self.token, [*list.__iter__(value)])))
+        parts = [*list.__iter__(value)]
+        if type(value) is not list:
+            return self._unit((*self._attributes_in(value), *map(self.token, parts)))
+        if (before := self._known_of(value, entry, parts)) is not None:
+            return before
+        state = self._unit((*map(self.token, parts),))
+        return self._sampled(state, value, entry, parts, set())
 
     def _attributes_in(self, value: Any) -> list[Token]:
         return [(ATTRIBUTE, name, self.token(part)) for name, part in own_attributes(value)]
@@ -357,19 +404,30 @@ class Scan:
             return self._unit(())
 
     def _read_instance(self, value: Any, entry: Any) -> ObjectState:
-        token = self.token
-        if self._torch is not None and isinstance(value, self._torch.nn.Module):
-            by_id, tables = self.links.by_id, names_of_empty_tables()
-            parts = {
-                name: ("empty", type(part).__name__)
-                if name in tables and not part and id(part) not in by_id
-                else token(part)
-                for name, part in attributes_of(value)
-            }
-        else:
-            parts = {name: token(part) for name, part in attributes_of(value)}
-        parts[CLASS] = token(type(value))
-        return self._state(parts)
+        token, kind = self.token, type(value)
+        if kind not in self._kinds:
+            is_module = self._torch is not None and issubclass(kind, self._torch.nn.Module)
+            slots = None if has_getstate(kind) else slots_of(kind)
+            self._kinds[kind] = slots, names_of_empty_tables() if is_module else _NO_NAMES
+        slots, tables = self._kinds[kind]
+        named = attributes_of(value) if slots is None else plain_attributes_of(value, slots)
+        flat = [*named, *named.values()]
+        before = self._known_of(value, entry, flat)
+        if before is not None and before.parts and before.parts.get(CLASS) == token(kind):
+            return before
+        self._children = []
+        by_id = self.links.by_id
+        is_empty = {
+            name: name in tables and not part and id(part) not in by_id
+            for name, part in named.items()
+        }
+        parts = {
+            name: ("empty", type(part).__name__) if is_empty[name] else token(part)
+            for name, part in named.items()
+        }
+        parts[CLASS] = token(kind)
+        empty = {at for at, name in enumerate(named, len(named)) if is_empty[name]}
+        return self._sampled(self._state(parts), value, entry, flat, empty)
 
     # --- definitions ----------------------------------------------------------------------
 
@@ -508,21 +566,20 @@ class Scan:
         return self._track("opaque" if is_opaque else "array")(value)
 
     def _read_tensor(self, value: Any, entry: Any) -> ObjectState:
-        version, sample = version_of(value), _layout_of_tensor(value)
+        sample = _layout_of_tensor(value)
         before = self._before(entry.key) if self._before and sample else None
         if before is not None and before.sample == sample:
             block = self.links.blocks.get(before.children[0])
             if block is not None and block.owner() is not None:
-                self._versions[block.key].append(version)
-                self._use(block)
+                self._use(block, value)
                 return before
-        state = self._state_of_tensor(value, entry, version)
+        state = self._state_of_tensor(value, entry)
         if len(state.children) == 1:
             state.sample = sample
         return state
 
-    def _state_of_tensor(self, value: Any, entry: Any, version: int) -> ObjectState:
-        parts = {"data": self._data_of_tensor(value, version)}
+    def _state_of_tensor(self, value: Any, entry: Any) -> ObjectState:
+        parts = {"data": self._data_of_tensor(value)}
         parts["requires_grad"] = value.requires_grad
         parts[CLASS] = type(value).__qualname__
         if value.is_leaf or value.retains_grad:
@@ -538,7 +595,7 @@ class Scan:
             parts[f".{name}"] = self.token(part)
         return self._state(parts)
 
-    def _data_of_tensor(self, value: Any, version: int) -> Token:
+    def _data_of_tensor(self, value: Any) -> Token:
         size, stride = tuple(value.shape), value.stride()
         shape = str(value.dtype), size, stride
         if 0 in size:
@@ -557,8 +614,7 @@ class Scan:
             block = self._block(start, end, root, make_ref, device)
         if block is None:
             return "new", *shape
-        self._versions[block.key].append(version)
-        self._use(block)
+        self._use(block, value)
         return (..., block.key), start - block.start, *shape
 
     def _read_array(self, value: Any, entry: Any) -> ObjectState:
@@ -591,38 +647,47 @@ class Scan:
             return blocks.find_containing(start, end, root[0], device)
         return blocks.find_or_add(start, end, root, make_ref, device)
 
-    def _use(self, block: MemoryBlock) -> None:
+    def _use(self, block: MemoryBlock, tensor: Any = None) -> None:
         self._children.append(block.key)
         self.blocks[block.key] = block
+        if tensor is not None and not _is_small(block):  # small memory is always read
+            self._versions[block.key].append(version_of(tensor))
 
     def _read_blocks(self) -> None:
         """If the scan `adds`, read its tensors' and arrays' memory blocks, big ones in threads."""
         if not self._adds:  # a rank compares memory in `Counterparts`
             return
-        new = [each for key, each in self.blocks.items() if key not in self.states]
-        big = [each for each in new if each.size >= _SCAN_AT_ONCE]
-        big_states = dict(zip(map(id, big), _in_threads(self._read_block, big), strict=True))
-        for block in new:
-            self.states[block.key] = big_states.get(id(block)) or self._read_block(block)
-            self.sizes[block.key] = block.size
+        states, sizes, big = self.states, self.sizes, []
+        for key, block in self.blocks.items():
+            if key in states:
+                continue
+            sizes[key] = block.size
+            if block.size >= _SCAN_AT_ONCE:
+                big.append(block)
+            else:
+                states[key] = self._read_block(block)
+        for block, state in zip(big, _in_threads(self._read_block, big), strict=True):
+            states[block.key] = state
 
     def _read_block(self, block: MemoryBlock) -> ObjectState:
+        before = self._before(block.key) if self._before else None
+        if _is_small(block):
+            digest = digest_bytes(block.view()).encode()
+            if before is not None and before.digest == digest:
+                return before
+            return ObjectState(None, (), digest)
         versions = repr(self._versions[block.key])
         if block.device != "cpu":
             return ObjectState(None, (), f"{block.start} {versions}".encode())
         if block.copied:
             return ObjectState(None, (), repr((block.copied, versions)).encode())
-        view = memory_at(block.start, block.size)
-        sample = (versions, sample_of(view)) if block.size > QUICK_BYTES else None
-        before = self._before(block.key) if self._before else None
-        if sample and self._trusts_samples and before is not None and before.sample == sample:
+        view = block.view()
+        sample = versions, sample_of(view)
+        if self._trusts_samples and before is not None and before.sample == sample:
             return before
         if block.size > WHOLE_LIMIT:
             return ObjectState(None, (), repr(sample).encode(), sample)
-        digest = digest_bytes(view).encode()
-        if before is not None and before.digest == digest and not sample:
-            return before
-        return ObjectState(None, (), digest, sample)
+        return ObjectState(None, (), digest_bytes(view).encode(), sample)
 
 
 def memory_key(value: Any, links: Links) -> int | None:
@@ -682,12 +747,18 @@ def names_of_empty_tables() -> frozenset[str]:
     return frozenset(name for name, part in made if isinstance(part, dict | set) and not part)
 
 
+def _is_small(block: MemoryBlock) -> bool:
+    """Return True for memory that is compared as a whole, without a sample."""
+    return block.size <= QUICK_BYTES and block.device == "cpu" and not block.copied
+
+
 def _is_sentinel(kind: type) -> bool:
     """Return True for the private types of `dataclasses`, such as the type of `MISSING`."""
     return kind.__module__ == "dataclasses" and kind.__name__.startswith("_")
 
 
 _EMPTY = ObjectState({})
+_NO_NAMES = frozenset[str]()
 
 
 _HAVE_SUBCLASSES = (dict, list, set, deque)
@@ -695,7 +766,7 @@ _HAVE_SUBCLASSES = (dict, list, set, deque)
 
 def _layout_of_tensor(value: Any) -> Any:
     """Return a tensor's address and layout; None if it has a graph, grad, attributes or hooks."""
-    if value.grad_fn is not None or value.grad is not None or value.__dict__ or count_hooks(value):
+    if value.grad_fn is not None or value.grad is not None or value.__dict__ or has_hooks(value):
         return None
     where = value.data_ptr(), value.untyped_storage().nbytes(), value.device
     return *where, value.dtype, value.shape, value.stride(), value.requires_grad, type(value)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import copyreg
-import hashlib
 import marshal
 import sys
 import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
+
+import xxhash
 
 Token = Any
 """The stand-in of a value in a state: a short plain value itself, `(..., key)` for an object that
@@ -45,7 +46,7 @@ class ObjectState:
     the object refers.
     `sample` of big memory is a digest of some pages, with the versions of the tensors in it.
     `sample` of a tensor is its address and layout: if they are equal, the tensor itself has not
-    changed.
+    changed.  `sample` of a dict, list or instance has its parts (`nbdist.values.unchanged`).
     """
 
     __slots__ = ("children", "digest", "parts", "sample")
@@ -102,7 +103,7 @@ def digest_of_token(token: Token) -> bytes:
     marshal's version 2 writes no references, so equal tokens have equal bytes.
     """
     data = marshal.dumps(token, 2)
-    return data if len(data) <= MAX_DIGEST else hashlib.blake2b(data, digest_size=16).digest()
+    return data if len(data) <= MAX_DIGEST else xxhash.xxh3_128_digest(data)
 
 
 def bytes_of_code(code: types.CodeType) -> bytes:
@@ -164,14 +165,19 @@ def keys_in(token: Token) -> list[int]:
     return [key for each in token for key in keys_in(each)]
 
 
-def attributes_of(value: Any) -> list[tuple[str, Any]]:
-    """List an instance's attributes, also from slots, or what its own `__getstate__` returns."""
-    if _has_getstate(type(value)):
-        return [*value.__getstate__().items(), *optimizer_hooks(value).items()]
-    attributes = [*getattr(value, "__dict__", {}).items()]
-    for name, slot in slots_of(type(value)):
+def attributes_of(value: Any) -> dict[str, Any]:
+    """Return an instance's attributes, also from slots, or what its own `__getstate__` returns."""
+    if has_getstate(type(value)):
+        return {**value.__getstate__(), **optimizer_hooks(value)}
+    return plain_attributes_of(value, slots_of(type(value)))
+
+
+def plain_attributes_of(value: Any, slots: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the attributes of an instance whose class has these slots and no `__getstate__`."""
+    attributes = dict(getattr(value, "__dict__", ()))
+    for name, slot in slots:
         with contextlib.suppress(AttributeError):  # the slot is empty
-            attributes.append((name, slot.__get__(value)))
+            attributes[name] = slot.__get__(value)
     return attributes
 
 
@@ -206,7 +212,7 @@ def listed(reduced: Any) -> tuple[Any, ...]:
     return make, args, state, listed, None if pairs is None else [*pairs], setter
 
 
-def _has_getstate(kind: type) -> bool:
+def has_getstate(kind: type) -> bool:
     """Return True if a class, or a base other than `object`, defines `__getstate__`."""
     return getattr(kind, "__getstate__", None) is not getattr(object, "__getstate__", None)
 
@@ -237,7 +243,7 @@ def is_its_attributes(value: Any) -> bool:
     make, args, state, items, pairs, _ = listed(value.__reduce_ex__(5))
     if make is not copyreg.__newobj__ or args != (kind,) or items or pairs:  # type: ignore[attr-defined]
         return False
-    if not _has_getstate(kind):
+    if not has_getstate(kind):
         return True
     data = getattr(value, "__dict__", {})
     return type(state) is dict and all(data.get(name, data) is part for name, part in state.items())

@@ -204,6 +204,13 @@ def version_of(tensor: torch.Tensor) -> int:
         return 0
 
 
+def has_hooks(tensor: torch.Tensor) -> bool:
+    """Return True if `count_hooks` finds any."""
+    if tensor._backward_hooks:
+        return True
+    return bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
 def count_hooks(tensor: torch.Tensor) -> int:
     """Return how many hooks for gradients Python code has registered on a tensor."""
     tables = tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None)

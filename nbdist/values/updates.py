@@ -131,7 +131,7 @@ def _write_instance(
     changed: frozenset[Token] | None,
     scan: Scan,
 ) -> Any:
-    names = {**dict(attributes_of(value)), CLASS: type(value)}
+    names = {**attributes_of(value), CLASS: type(value)}
     return _parts_of(names, changed, before)
 
 

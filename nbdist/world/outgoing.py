@@ -157,13 +157,21 @@ class Outgoing:
         with without_cycles():
             others.read_all(unread)
         # Keep the known state if the new one is equal: `_changed_on` skips the same object.
-        compared = ((key, known_states.get(key), state) for key, state in others.states.items())
-        self.states = {key: before if before == state else state for key, before, state in compared}
+        known = known_states.get
+        self.states = others.states
+        for key, state in [*self.states.items()]:
+            before = known(key)
+            if before is not state and before == state:
+                self.states[key] = before
 
     def _changed_on(self, rank: int) -> dict[int, ChangedParts]:
         changed: dict[int, ChangedParts] = {}
         known_states, ended = self.objects.of(rank), self.objects.ended.get(rank, {})
-        for key, state in self.states.items():
+        states: Iterable[tuple[int, ObjectState]] = self.states.items()
+        if not (ended or self.forces):  # most states are the known ones, all in most cells
+            known = known_states.get
+            states = [(key, state) for key, state in states if known(key) is not state]
+        for key, state in states:
             before = known_states.get(key)
             if ended and before == state:
                 self._record_unreached(state, ended)

@@ -40,11 +40,17 @@ class Process:
         return scan
 
     def changes(self, value: Any, change: Callable[[Any], Any]) -> list[tuple[Any, Any]]:
-        """Return the objects that a change changes, with their parts, None for the whole object."""
+        """Return the objects that a change changes, with their parts, None for the whole object.
+
+        Objects are recognized as unchanged if their parts are as they were in known states.
+        """
         before = self.scan(value).states
         assert self.scan(value).states == before, "nothing has changed yet"
+        for _ in range(2):  # objects get samples, which then suffice
+            assert self.scan(value, before=before.get).states == before
         change(value)
-        after = self.scan(value).states
+        after = self.scan(value, before=before.get).states
+        assert self.scan(value).states == after, "known states must change no state"
         return [
             (self.links.find(key), after[key].changed_since(state))
             for key, state in before.items()
@@ -156,6 +162,12 @@ TABLE: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Any]] = {
     "dict, long bytes": (lambda: {"a": b"x" * 999}, lambda v: v.update(a="x" * 999), {"a"}),
     "dict, another order": (lambda: {"a": 1, "b": 2}, lambda v: v.update(a=v.pop("a")), set()),
     "dict, many entries": (lambda: dict.fromkeys(range(5000)), lambda v: v.update({7: 1}), None),
+    "dict, parts in other places": (
+        lambda: {"a": [1], "b": [2]},
+        lambda v: v.update(a=v["b"], b=v["a"]),
+        {"a", "b"},
+    ),
+    "list, parts in other places": (lambda: [[1], [2]], lambda v: v.reverse(), None),
     "dict, a tuple as key": (lambda: {(1, "a"): 1}, lambda v: v.update({(1, "a"): 2}), "any"),
     "OrderedDict": (lambda: OrderedDict(a=1, b=2), lambda v: v.move_to_end("a"), set()),
     "defaultdict, factory": (
@@ -179,6 +191,41 @@ TABLE: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Any]] = {
         lambda: Plain(a=1),
         lambda v: setattr(v, "__class__", type("Plain", (Plain,), {})),
         {CLASS},
+    ),
+    "instance, a part's class": (
+        lambda: Plain(a=[], b=()),
+        lambda v: setattr(v, "a", ()),
+        {"a"},
+    ),
+    "module, a hook": (
+        lambda: torch.nn.Linear(1, 1),
+        lambda v: v.register_forward_hook(lambda *_: None),
+        "any",
+    ),
+    "module, another empty table": (
+        lambda: torch.nn.Linear(1, 1),
+        lambda v: vars(v).update(_forward_hooks=set()),
+        {"_forward_hooks"},
+    ),
+    "module, a number for an empty table": (
+        lambda: torch.nn.Linear(1, 1),
+        lambda v: vars(v).update(_forward_hooks=0),
+        {"_forward_hooks"},
+    ),
+    "module, a tuple": (
+        lambda: torch.nn.Conv2d(1, 1, 1),
+        lambda v: setattr(v, "stride", (2, 2)),
+        {"stride"},
+    ),
+    "module, another order": (
+        lambda: torch.nn.Linear(1, 1),
+        lambda v: vars(v).update(in_features=vars(v).pop("in_features")),
+        set(),
+    ),
+    "module, a weight": (
+        lambda: torch.nn.Linear(1, 1)._parameters,
+        lambda v: v.update(weight=parameter()),
+        {"weight"},
     ),
     "slots": (with_slots, lambda v: setattr(v, "b", 2), {"b"}),
     "slots, one that becomes empty": (with_slots, lambda v: delattr(v, "a"), {"a"}),
@@ -328,6 +375,10 @@ EQUAL: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
         lambda: torch.nn.Linear(2, 2),
         lambda v: v(torch.ones(2)),
     ),
+    "a model with another empty table": (
+        lambda: torch.nn.Linear(2, 2),
+        lambda v: vars(v).update(_forward_hooks=OrderedDict()),
+    ),
     "a class that was used": (lambda: Plain, lambda v: v().__eq__(1)),
     "a member of an enumeration": (lambda: [Color.RED], lambda v: Color(1)),
 }
@@ -338,6 +389,57 @@ def test_equal_values_and_hidden_changes_are_no_change(case: str, process: Proce
     """No state changes if a value is replaced by an equal one, or if users cannot see a change."""
     make, change = EQUAL[case]
     assert process.changes(make(), change) == []
+
+
+UNCHANGED: dict[str, Callable[[], Any]] = {
+    "a dict": lambda: {"a": 1, "b": [1], "c": (1, "x")},
+    "an ordered dict": lambda: OrderedDict(a=1),
+    "a list": lambda: [1, None, "x", [2]],
+    "an instance": lambda: Plain(a=1, b=[1]),
+    "slots": with_slots,
+    "a module": lambda: torch.nn.Conv2d(1, 1, 1),
+    "a tensor": lambda: torch.zeros(3),
+}
+
+
+@pytest.mark.parametrize("case", UNCHANGED)
+def test_an_unchanged_object_keeps_its_known_state(
+    case: str, process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the third time on no state of an unchanged object is made."""
+    value = UNCHANGED[case]()
+    before = process.scan(value).states
+    for _ in range(2):
+        after = process.scan(value, before=before.get).states
+        key = process.links.key_of(value)
+        assert key is not None
+        assert after[key] is before[key]
+        assert after.keys() == before.keys()
+        for name in ("_state", "_unit"):
+            monkeypatch.delattr(Scan, name, raising=False)
+
+
+def test_a_tables_key_changes_its_module(process: Process) -> None:
+    """An empty table that a variable refers to is an object with a key, and no longer "empty"."""
+    module = torch.nn.Linear(1, 1)
+    before = process.scan(module).states
+    process.scan(module, before=before.get)
+    both = [module._forward_hooks, module]
+    after = process.scan(both, before=before.get).states
+    key = process.links.key_of(module)
+    assert key is not None
+    assert after[key].changed_since(before[key]) == {"_forward_hooks"}
+
+
+def test_no_known_state_keeps_an_object_alive(process: Process) -> None:
+    """The known state of a container ends no life late: parts with a key are not kept."""
+    value = {"part": Plain(a=1), "number": 1}
+    before = process.scan(value).states
+    process.scan(value, before=before.get)
+    part = weakref.ref(value["part"])
+    value.clear()
+    assert part() is None
+    assert before
 
 
 def test_a_random_forest_changes_by_fit_only(process: Process) -> None:

@@ -1,0 +1,109 @@
+"""Recognizes dicts, lists and instances that have not changed since their state was read.
+
+`nbdist.values.scan` uses this file in the notebook.  To compare what an object consists of takes a
+fraction of the time that it takes to read the object's state.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence, Set
+from operator import attrgetter, is_, itemgetter
+from typing import Any
+
+from nbdist.values.links import LinkEntry
+from nbdist.values.states import ATOMIC, MAX_PARTS, MAX_TEXT
+
+NO_PARTS = "no parts"
+"""In place of the `Parts` of an object that has too many parts, or parts of other kinds."""
+
+_key_of = attrgetter("key")
+
+
+class Parts:
+    """What an object consisted of when its state was read: its keys or names, and its values.
+
+    If `entries_if_same` finds that an object has the same parts now, its state is the same.  Each
+    part is a plain value, which nobody can change and which a `Parts` keeps, or an object that has
+    a key, or an empty table without a key at one of the positions `empty`.
+    """
+
+    __slots__ = ("_count", "_empty_kinds", "_fixed", "_keys", "_kind", "_pickers")
+
+    def __init__(
+        self,
+        kind: type,
+        parts: Sequence[Any],
+        keys: Mapping[int, int],
+        empty: Set[int],
+    ) -> None:
+        """Take the parts of an object of class `kind`, and the `keys` of parts by position."""
+        self._kind, self._count, self._keys = kind, len(parts), [*keys.values()]
+        fixed = (*(at for at in range(len(parts)) if at not in keys and at not in empty),)
+        self._pickers = _picker(fixed), _picker((*keys,)), _picker((*sorted(empty),))
+        self._fixed = self._pickers[0](parts)
+        self._empty_kinds = (*map(type, self._pickers[2](parts)),)
+
+    def entries_if_same(
+        self, value: Any, parts: Sequence[Any], by_id: Mapping[int, LinkEntry]
+    ) -> list[Any] | None:
+        """Return the entries of the parts with keys; None if `value` may have other parts now."""
+        if len(parts) != self._count or type(value) is not self._kind:
+            return None
+        pick_fixed, pick_with_key, pick_empty = self._pickers
+        if not all(map(is_, pick_fixed(parts), self._fixed)):
+            return None
+        if self._empty_kinds:
+            # Not by identity: a new table in place of an empty one changes nothing if empty too.
+            tables = pick_empty(parts)
+            if (*map(type, tables),) != self._empty_kinds or any(tables):
+                return None
+            if not by_id.keys().isdisjoint(map(id, tables)):
+                return None
+        entries: list[Any] = [*map(by_id.get, map(id, pick_with_key(parts)))]
+        if None in entries or [*map(_key_of, entries)] != self._keys:
+            return None
+        return entries
+
+
+def parts_of(
+    value: Any,
+    parts: Sequence[Any],
+    by_id: Mapping[int, LinkEntry],
+    empty: Set[int],
+) -> Parts | None:
+    """Return the `Parts` of an object; None if there are too many parts, or parts of other kinds.
+
+    `empty` has the positions of empty tables, which have no key.
+    """
+    if len(parts) > 2 * MAX_PARTS:  # names and values
+        return None
+    keys: dict[int, int] = {}
+    for at, part in enumerate(parts):
+        if at in empty or _is_fixed(part):
+            continue
+        if (entry := by_id.get(id(part))) is None:
+            return None
+        keys[at] = entry.key
+    return Parts(type(value), parts, keys, empty)
+
+
+def _is_fixed(part: Any) -> bool:
+    """Return True for a plain value that is not long, and for a tuple of such values."""
+    kind = type(part)
+    if kind is str or kind is bytes:
+        return len(part) <= MAX_TEXT
+    if kind is tuple:
+        return len(part) <= MAX_TEXT and all(type(e) in ATOMIC and _is_fixed(e) for e in part)
+    return kind in ATOMIC
+
+
+@functools.lru_cache(1024)  # the modules of a class have the same positions
+def _picker(positions: tuple[int, ...]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """Return a function that picks the parts at these positions from a list of parts."""
+    if not positions:
+        return lambda _: ()
+    if positions == (*range(positions[0], positions[-1] + 1),):
+        first, end = positions[0], positions[-1] + 1
+        return lambda parts: parts[first:end]
+    return itemgetter(*positions)
