@@ -102,6 +102,7 @@ TRANSITIONS: dict[tuple[WorldState, Event], WorldState] = {
     (WorldState.STOPPING, Event.RANK_DIED): WorldState.STOPPING,
     (WorldState.STOPPING, Event.ABORTED): WorldState.STOPPING,
     (WorldState.STOPPING, Event.TASK_DONE): WorldState.STOPPING,
+    (WorldState.STOPPING, Event.INTERRUPT): WorldState.STOPPING,
     (WorldState.LOST, Event.START): WorldState.STARTING,
     **{(state, Event.RANK_DIED): WorldState.BROKEN for state in FORMED},
     # Collectives were aborted, or connections of the group were closed.

@@ -52,6 +52,8 @@ def test_every_state_can_stop_or_lose_its_agent():
     for state in (WorldState.RUNNING, WorldState.INTERRUPTING, WorldState.STUCK, WorldState.BROKEN):
         goal = next_state(state, Event.INTERRUPT)
         assert next_state(goal, Event.INTERRUPT) is goal
+    # The agent may have stopped a task at its timeout just before the workers' end was requested.
+    assert next_state(WorldState.STOPPING, Event.INTERRUPT) is WorldState.STOPPING
     assert {state for (state, event) in states.TRANSITIONS if event is Event.TASK} == {
         WorldState.READY
     }
