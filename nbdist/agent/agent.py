@@ -21,6 +21,7 @@ from nbdist.agent.notebook_link import NotebookLink, Serving
 from nbdist.agent.outbox import Outbox
 from nbdist.agent.processes import Children, Forker
 from nbdist.agent.step_stops import StepStops
+from nbdist.agent.supervisor import fact_of
 from nbdist.agent.worker import Worker
 from nbdist.agent.worker_group import HeldPort, WorkerGroup
 from nbdist.output.events import Output
@@ -126,8 +127,10 @@ class Agent:
 
     def _emit(self, rank: int, task_id: str, output: Output) -> None:
         """Queue an output of a rank for the notebook."""
-        if self._notebook is not None:  # with a head, the head supervises
+        if self._notebook is not None:
             self._notebook.observe(rank, task_id, output)
+        elif self._head and (fact := fact_of(output)):  # with a head, the head supervises
+            self._head.send(node_messages.Observed(rank, task_id, fact))
         self._outbox.add(rank, task_id, output)
 
     def _receive(self, message: node_messages.NodeDown) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from nbdist.agent.hang_detector import UNCHANGED, HangDetector
 from nbdist.output.events import Died, Done, Failure, InputRequest, Output
@@ -69,6 +70,7 @@ class Supervisor:
         self._asking_since = now
         self._input_seconds = 0.0
         self._timeout_located_at: float | None = None
+        self._ended: set[int] = set()  # ranks that no abort wakes, and that are being ended
         self._detector = HangDetector(now, rules.hang_timeout)
 
     def __repr__(self) -> str:
@@ -82,7 +84,8 @@ class Supervisor:
     @property
     def waiting(self) -> Mapping[int, RankPosition]:
         """The places of the unfinished ranks, as last located since the last abort."""
-        return self._detector.places
+        places = self._detector.places
+        return {rank: place for rank, place in places.items() if rank in self.unfinished}
 
     @property
     def unwakeable(self) -> tuple[int, ...]:
@@ -175,7 +178,10 @@ class Supervisor:
         if len(self.unfinished) < self._rules.size:
             self._detector.poll_fast(now)
         aborts = self._rules.aborts and not self._is_stopping
-        if aborts and self._can_never_go_on(now):
+        # The process of a rank that is being ended may need long to exit: that is waited for.
+        is_ending = not self._ended.isdisjoint(self.unfinished)
+        if aborts and not is_ending and self._can_never_go_on(now):
+            self._ended.update(self.unwakeable)
             yield Decision.END_UNWAKEABLE if self.unwakeable else Decision.ABORT
         elif self._detector.seconds_to_poll(now) == 0:
             self._detector.record_request(now)
@@ -222,6 +228,23 @@ class Supervisor:
         return bool(self.failed) or not any(place.operation for place in finished)
 
 
+def fact_of(output: Output) -> Output | None:
+    """Return what `Supervisor.receive` needs to know of an output, without large fields; or None.
+
+    An agent sends its head such facts at once (`Observed`).
+    """
+    match output:
+        case Done():
+            return Done(output.status, output.seconds)
+        case Failure():
+            return Failure(output.name, "", (), output.time_ns)
+        case Died():
+            return output._replace(last_lines=())
+        case InputRequest():
+            return InputRequest(output.number, "")
+    return None
+
+
 class Supervision:
     """Supervises the tasks in progress; `NotebookLink` has one.
 
@@ -230,7 +253,9 @@ class Supervision:
     """
 
     def __init__(self, deliver: Callable[[Down], None], send: Callable[[Up], None]) -> None:
-        self.decided: list[Decided] = []  # about the last task, for a notebook that attaches
+        # About the last task: the decisions of a kind count as one, as some programs go on for ever
+        # from abort to abort.
+        self._decided: dict[tuple[str, Decision], Decided] = {}
         self._deliver, self._send = deliver, send
         self._supervisors: dict[str, Supervisor] = {}
         self._ranks: Sequence[int] = ()  # all ranks of the world
@@ -238,6 +263,11 @@ class Supervision:
 
     def __repr__(self) -> str:
         return f"<Supervision {self._supervisors}>"
+
+    @property
+    def decided(self) -> tuple[Decided, ...]:
+        """The decisions about the last task, for a notebook that attaches."""
+        return (*self._decided.values(),)
 
     def close(self) -> None:
         """Supervise nothing any more, such as after the workers have ended."""
@@ -262,7 +292,7 @@ class Supervision:
         match message:
             case RunTask() as run:
                 if not self._supervisors:
-                    self.decided = []
+                    self._decided = {}
                 self._supervisors[run.id] = Supervisor(run.ranks, run.rules, now)
                 self._ranks = range(run.rules.size)
                 self._step_soon()
@@ -324,7 +354,8 @@ class Supervision:
         decided = Decided(
             task_id, decision, waiting, dict(supervisor.places), frozenset(supervisor.failed)
         )
-        self.decided.append(decided)
+        earlier = self._decided.get((task_id, decision), decided)
+        self._decided[task_id, decision] = replace(decided, waiting={**earlier.waiting, **waiting})
         self._send(decided)
         # Collectives are aborted on all ranks: only the rank that accepted a connection can close
         # it, and a rank that is busy now must not wait later for a rank that was released.

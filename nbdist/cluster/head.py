@@ -42,7 +42,7 @@ from nbdist.system.processes import Guard
 from nbdist.wire import messages
 from nbdist.wire.control import StepCount
 from nbdist.wire.log_files import GetLogs
-from nbdist.wire.node_messages import HoldRanks, InterruptAt, LocateRanks, NodeUp
+from nbdist.wire.node_messages import HoldRanks, InterruptAt, LocateRanks, NodeUp, Observed
 from nbdist.wire.queries import WorldInfo
 from nbdist.wire.spec import TorchStore, WorldSpec
 from nbdist.wire.store import HostedStore, Operation
@@ -281,6 +281,8 @@ class Head:
             case messages.Outputs() as outputs:
                 outputs = on_head_clock(outputs, node.offset_ns)
                 self._show(self._transfers.hold_back(node.number, outputs), node)
+            case Observed(rank, task, output):
+                self._notebook.observe(rank, task, output)
             case Fetch() as fetch:
                 self._transfers.fetch(node.number, fetch)
             case SegmentPiece() as piece:
@@ -299,7 +301,8 @@ class Head:
     def _show(self, outputs: messages.Outputs, node: Node | None) -> None:
         """Send a batch to the notebook; record its sender: acknowledgements keep the order."""
         for rank, task, output in outputs.items:
-            self._notebook.observe(rank, task, output)
+            if node is None:  # nodes send `Observed`
+                self._notebook.observe(rank, task, output)
             if isinstance(output, Done | Died) and self._task_of.get(rank) == task:
                 del self._task_of[rank]
         self._batch_senders.append(node)

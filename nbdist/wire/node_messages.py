@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar, get_args, get_origin
 
+from nbdist.output.events import Output
 from nbdist.topology import Slots
 from nbdist.values.payload import SegmentRef
 from nbdist.wire.control import HeldGroups, StepCount
@@ -288,8 +289,20 @@ class InterruptAt(NamedTuple):
     seconds: float = 0.0
 
 
+class Observed(NamedTuple):
+    """Agent to head: a rank has finished, failed or asked for input in a task.
+
+    The head needs this at once, to supervise the task.  The output itself waits in the agent while
+    the notebook does not acknowledge earlier outputs.  The `output` here lacks its large fields.
+    """
+
+    rank: int
+    task_id: str
+    output: Output
+
+
 NodeDown = Down | InterruptAt | AgentRequest[Any] | AgentReply | Fetch | SegmentPiece | Drop
-NodeUp = Up | NodeHello | AgentRequest[Operation] | Fetch | SegmentPiece
+NodeUp = Up | NodeHello | AgentRequest[Operation] | Fetch | SegmentPiece | Observed
 """Messages from an agent to the head; an `AgentRequest` has an operation on the head's store."""
 
 

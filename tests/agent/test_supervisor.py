@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 import pytest
@@ -14,10 +15,10 @@ from nbdist.agent.hang_detector import (
     UNCHANGED,
     HangDetector,
 )
-from nbdist.agent.supervisor import LOCATE, Supervisor
+from nbdist.agent.supervisor import LOCATE, Supervision, Supervisor
 from nbdist.config import HANG_TIMEOUT
 from nbdist.output.events import Died, Done, Failure, InputRequest
-from nbdist.wire.messages import Decision, Rules
+from nbdist.wire.messages import Decided, Decision, Located, Rules, RunTask, Up
 from nbdist.wire.places import LOCATED_TIMEOUT, RankPosition
 
 WAITS = RankPosition(line=1, operation="barrier", is_calm=True)
@@ -146,6 +147,52 @@ def test_a_rank_that_no_abort_wakes_is_ended(backend: str, ended: tuple[int, ...
             watched.record_abort(now)
     last = Decision.END_UNWAKEABLE if ended else Decision.ABORT
     assert steps == [Decision.ABORT] * 3 + [last]
+
+
+def test_a_rank_that_exits_slowly_is_ended_once() -> None:
+    """Until the process of a rank that is ended has exited, nothing else is decided."""
+    watched, now, steps = supervisor(3), 0.0, Steps()
+    watched.receive(2, OK, now)
+    while Decision.END_UNWAKEABLE not in steps:
+        now += 1.0
+        watched.record_places({0: WAITS, 1: WAITS, 2: RankPosition()}, now)
+        for step in watched.next_steps(now):
+            steps.append(step)
+            watched.record_abort(now) if step is Decision.ABORT else None
+    assert LOCATE in watched.next_steps(now + 10)
+    assert [*watched.next_steps(now + 10)] == []
+    assert watched.seconds_to_step(now + 10) > 0
+
+
+def test_a_dead_rank_is_not_among_the_waiting() -> None:
+    """A rank that died in a collective was not released from it."""
+    watched = supervisor(3)
+    watched.receive(2, FAILED, 0.0)
+    watched.record_places(dict.fromkeys(range(3), WAITS), 0.1)
+    watched.receive(1, Died(-9, 1), 0.2)
+    assert watched.waiting.keys() == {0, 2}
+
+
+def test_decisions_are_kept_once_of_each_kind() -> None:
+    """A program that waits again after each abort does not fill the memory of the agent."""
+    sent: list[Up] = []
+
+    async def supervise() -> Supervision:
+        supervision = Supervision(lambda _: None, sent.append)
+        supervision.receive(RunTask("task", (0, 1, 2), b"", (), Rules(3, "gloo")))
+        supervision.observe(2, "task", OK)
+        for number in range(40):
+            goes_on = replace(WAITS, moved=len(sent))
+            supervision.report(Located({0: goes_on, 1: goes_on, 2: RankPosition(line=number)}))
+            await asyncio.sleep(SOON / 2)
+            if len(sent) == 2:
+                break
+        supervision.close()
+        return supervision
+
+    supervision = asyncio.run(supervise())
+    assert [each.decision for each in sent if isinstance(each, Decided)] == [Decision.ABORT] * 2
+    assert supervision.decided == (sent[1],)
 
 
 # --- whether ranks that wait can go on --------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import tempfile
 import zlib
@@ -19,6 +20,7 @@ from nbdist.agent.group_formation import group_by_node
 from nbdist.cluster.head import Head, displayed_only, first_answer, on_head_clock, rows_of
 from nbdist.cluster.node import KeptCode, NodeLost, place_new_world
 from nbdist.cluster.nodes import NodePool
+from nbdist.config import Patience
 from nbdist.errors import RanksReleased, ScaleError, UsageError, WorkerDied, WorkerError
 from nbdist.output.events import Died, Done, Failure, Text
 from nbdist.system.processes import Guard
@@ -477,3 +479,36 @@ async def test_losing_all_nodes_one_by_one_is_noticed(tmp_path: Path) -> None:
     await head._notebook.close()
     assert (first.lost, second.lost) == ("gone", "gone too")
     assert healed.problem == "all machines are lost"
+
+
+CHATTY = """
+import time
+for number in range(15):
+    print(number, flush=True)
+    time.sleep(0.05)
+begun = time.monotonic()
+if rank == 3:
+    assert not {fails}
+try:
+    dist.barrier() if {fails} else None
+except RuntimeError:
+    pass
+waited = time.monotonic() - begun
+"""
+"""A cell that prints more batches than an agent sends before the notebook acknowledges them."""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_blocked_notebook_is_not_needed_to_supervise(world: World, *, fails: bool) -> None:
+    """The head learns at once that ranks ended, also if the notebook does not read their output."""
+    source, seconds = CHATTY.format(fails=fails), 6
+    running = world.submit(world.task(source), Patience(timeout=seconds - 2.0))
+    # `PyDLL` holds the GIL, so neither the main thread nor any other thread of this process runs.
+    ctypes.PyDLL(None).sleep(seconds)
+    for _ in world.follow(running):
+        pass
+    assert running.timed_out is None
+    assert isinstance(running.error(), WorkerError) is fails
+    assert fails is (running.transcript.errors.keys() == {3})
+    if fails:
+        assert max(world.gather("waited", ranks=[0, 1, 2])) < seconds / 2
