@@ -158,6 +158,8 @@ class NotebookLink:
                 message = self._open_segments(message)
                 if message.config.detach != self._record.detach:
                     self._guard.send(STAYS_BYTE if message.config.detach else LEAVES_BYTE)
+            case messages.Interrupt() if self._supervision.is_repeated(message):
+                return
             case messages.AgentRequest(request=messages.StartWorld() | messages.StopWorld()):
                 self._supervision.close()
         if isinstance(message, messages.HandoverState):

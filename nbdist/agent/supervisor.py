@@ -65,7 +65,7 @@ class Supervisor:
         self._rules = rules
         self._started = now
         self._has_death = self._has_handled_death = False
-        self._is_stopping = False
+        self.has_timed_out = self._is_stopping = False
         self._asking: set[int] = set()  # ranks that wait for input
         self._asking_since = now
         self._input_seconds = 0.0
@@ -162,7 +162,7 @@ class Supervisor:
                 self._detector.record_request(now)
                 yield LOCATE
             elif now >= self._timeout_located_at:
-                self._is_stopping = True
+                self.has_timed_out = self._is_stopping = True
                 self._detector.poll_fast(now)
                 yield Decision.TIME_OUT
         # Survivors without a connection to the dead rank would wait for each other for ever.
@@ -306,6 +306,16 @@ class Supervision:
                     if rank in each.unfinished:
                         each.record_input(rank, now)
                 self._step_soon()
+
+    def is_repeated(self, message: Interrupt) -> bool:
+        """Return True if a timeout has just done what the first Stop of a notebook asks for.
+
+        The notebook did not know of the timeout yet: its message must not count as a second Stop,
+        after which ranks are killed that clean up.
+        """
+        tasks = self._supervisors.values()
+        stopped = (each for each in tasks if not each.unfinished.isdisjoint(message.ranks))
+        return message.number == 1 and any(each.has_timed_out for each in stopped)
 
     def report(self, message: Up) -> None:
         """Take a message to the notebook into account."""

@@ -99,6 +99,8 @@ class WorldRecord:
                     self._record_output(*item)
             case messages.Located(places) if places and self._last:
                 self._last.places = places
+            case messages.Decided(decision=messages.Decision.ABORT):
+                self.world.is_whole = False
             case messages.Aborted(places):
                 self.world.is_whole = False
                 if self._last:

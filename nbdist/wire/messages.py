@@ -311,9 +311,13 @@ class AbortRanks(NamedTuple):
 
 
 class Interrupt(NamedTuple):
-    """Notebook to agent: interrupt the tasks of these ranks (`nbdist.agent.interrupts`)."""
+    """Notebook to agent: interrupt the tasks of these ranks (`nbdist.agent.interrupts`).
+
+    `number` counts the interrupts of the task that the notebook knows of, with this one.
+    """
 
     ranks: tuple[int, ...]
+    number: int = 1
 
 
 class ReleaseRankValues(NamedTuple):

@@ -125,7 +125,7 @@ def interrupt(workers: Workers, running: TaskRun) -> None:
     workers.advance(Event.INTERRUPT)
     running.stop(time.monotonic())
     if not waits:
-        workers.link.send(Interrupt(running.unfinished))
+        workers.link.send(Interrupt(running.unfinished, running.interrupts))
 
 
 def _spare_ranks(workers: Workers, running: TaskRun) -> None:

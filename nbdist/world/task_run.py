@@ -316,7 +316,7 @@ class TaskRun:
                 facts = self.aborted, decided.places, self.task.ranks, failed, self.members.size
                 self.differing = hangs.differing(decided.places)
                 self._why_aborted = hangs.why_aborted(*facts)
-            case Decision.TIME_OUT:
+            case Decision.TIME_OUT if not self.is_stopping:  # or Stop came first
                 self.timed_out = hangs.waits_text(decided.waiting, self.task.source)
                 self.stop(now)
             case Decision.END_UNWAKEABLE:

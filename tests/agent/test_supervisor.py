@@ -18,7 +18,7 @@ from nbdist.agent.hang_detector import (
 from nbdist.agent.supervisor import LOCATE, Supervision, Supervisor
 from nbdist.config import HANG_TIMEOUT
 from nbdist.output.events import Died, Done, Failure, InputRequest
-from nbdist.wire.messages import Decided, Decision, Located, Rules, RunTask, Up
+from nbdist.wire.messages import Decided, Decision, Interrupt, Located, Rules, RunTask, Up
 from nbdist.wire.places import LOCATED_TIMEOUT, RankPosition
 
 WAITS = RankPosition(line=1, operation="barrier", is_calm=True)
@@ -130,6 +130,20 @@ def test_ranks_that_do_not_answer_are_stopped_too() -> None:
     assert [*watched.next_steps(5.0)] == [LOCATE]
     assert watched.seconds_to_step(5.0) == pytest.approx(LOCATED_TIMEOUT)
     assert [*watched.next_steps(5.0 + LOCATED_TIMEOUT)] == [Decision.TIME_OUT]
+
+
+async def test_a_stop_that_crosses_a_timeout_is_no_second_stop() -> None:
+    """The first Stop of a notebook that has not heard of a timeout interrupts no rank again."""
+    supervision = Supervision(lambda _: None, lambda _: None)
+    supervision.receive(RunTask("id", (0, 1), b"", rules=Rules(2, timeout=0.0)))
+    assert not supervision.is_repeated(Interrupt((0,)))
+    await asyncio.sleep(0)
+    supervision.report(Located({0: WAITS, 1: WAITS}))
+    while not supervision.is_repeated(Interrupt((0,))):
+        await asyncio.sleep(0)
+    assert not supervision.is_repeated(Interrupt((0,), 2))
+    assert not supervision.is_repeated(Interrupt((5,)))
+    supervision.close()
 
 
 @pytest.mark.parametrize(("backend", "ended"), [("gloo", (0,)), ("cpu:gloo,cuda:nccl", ())])

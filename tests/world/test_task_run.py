@@ -107,6 +107,16 @@ def test_a_failure_that_comes_after_the_decision_is_known_to_it() -> None:
     assert "ranks 0-1 were waiting in barrier" in str(late.error()).lower()
 
 
+def test_a_timeout_after_stop_changes_nothing() -> None:
+    """If Stop came first, the task ends by Stop: its deadline and its error stay."""
+    task = running(patience=Patience(timeout=500.0))
+    task.stop(10.0)
+    before = task.give_up_at, task.interrupts
+    task.handle_message(Decided("id", Decision.TIME_OUT, {0: WAITS}, {0: WAITS}), 12.0)
+    assert (task.give_up_at, task.interrupts) == before
+    assert task.timed_out is None
+
+
 def test_a_decision_about_another_task_is_ignored() -> None:
     """A decision about an earlier task does not change this one."""
     task = running()
