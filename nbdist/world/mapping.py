@@ -134,6 +134,7 @@ class ItemMap:
             except BaseException:  # the caller has left its loop, or Stop came between two steps
                 queue.end()
                 session.interrupt()
+                "outdated": remote_call.outdated_names(session, self._values["names"]),
                 session.wait(running)
                 raise
         return running

@@ -347,9 +347,16 @@ class NameTable:
 
     def is_older(self, name: str, ranks: Container[int]) -> bool:
         """Return True if any of `ranks` was sent an object that the variable no longer has."""
+        return any(rank in ranks for rank in self.ranks_with_older(name))
+
+    def ranks_with_older(self, name: str) -> list[int]:
+        """List the ranks that were sent an object which the variable no longer has."""
         sent, value = self._entries(name, Sent).items(), self._value(name)
-        had = (each.identity for rank, each in sent if rank in ranks)
-        return not all(identity and identity.is_still(value) for identity in had)
+        return [
+            rank
+            for rank, entry in sent
+            if entry.identity is None or not entry.identity.is_still(value)
+        ]
 
     def changed_names(self) -> list[str]:
         """List the variables of the notebook whose objects ranks are known to have changed."""

@@ -207,9 +207,25 @@ def run_call(
     names = names_of_call(session.namespace, function, args, kwargs)
     values = {"call": (function, args, kwargs), "names": names}
     with sending(session, values, ranks) as (payloads, parcels):
-        arguments = {"title": title_of(function), "packed": payloads}
+        arguments = {
+            "title": title_of(function),
+            "packed": payloads,
+            "outdated": outdated_names(session, names),
+        }
         task = session.task(OpCall("run.call", arguments), ranks=ranks)
         return outcome(session, [session.submit(task, shipped=parcels)])
+
+
+def outdated_names(session: Session, names: Iterable[str]) -> dict[int, list[str]]:
+    """Return by rank which of these names a cell has sent and the notebook has bound again since.
+
+    During a call they have the notebook's values, as they would in a cell.
+    """
+    outdated: dict[int, list[str]] = {}
+    for name in names:
+        for rank in session.names.ranks_with_older(name):
+            outdated.setdefault(rank, []).append(name)
+    return outdated
 
 
 @contextmanager

@@ -316,7 +316,8 @@ class World:
 
         The function, its arguments and the variables of `__main__` that it uses are sent to the
         workers, and removed there after the call.  For a name that the workers have bound, the
-        function sees the workers' own value.  Variables that it binds by `global` stay.
+        function sees the workers' own value; for a name that a cell has sent to them, the present
+        value of the notebook.  Variables that it binds by `global` stay.
 
         `ranks` and `rank` select ranks as for `execute`; all other arguments are the function's.
 

@@ -42,6 +42,18 @@ def test_current_world_is_what_cells_use(two: Notebook) -> None:
     assert two.value("dict(world.run(add, 4, rank=0))") == {0: 7}
 
 
+def test_calls_use_the_names_that_the_notebook_has_now(two: Notebook) -> None:
+    """A helper that a cell has sent, and that is edited then, is not used in its old form."""
+    two.run(WORLD)
+    two.run("step = 1\ndef helper(x): return ('old', x + step)\ndef f(x): return helper(x)")
+    two.run("mine = 1")
+    assert two.run("%%distributed\nhelper(1)\nmine = 2").errors == []
+    two.run("def helper(x): return ('new', x + step)\nstep = 5\ndef g(x): return helper(x), mine")
+    assert two.value("world.map(f, [1])") == [("new", 6)]
+    assert two.value("world.run(f, 1).rank(0)") == ("new", 6)
+    assert two.value("world.map(g, [1])") == [(("new", 6), 2)]
+
+
 def test_calls_wait_for_the_job(two: Notebook) -> None:
     """A call waits for a `--no-wait` cell with a line; looking and `interrupt` do not wait."""
     two.run(WORLD)

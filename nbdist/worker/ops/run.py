@@ -18,7 +18,7 @@ import subprocess
 import sys
 from bdb import BdbQuit
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -274,12 +274,18 @@ READY_MODULES = ("torch", "dist")  # names of every worker that the caller's mod
 _left: dict[str, Any] = {}  # names that earlier calls have left bound, with their values
 
 
-def call(context: Context, title: str, packed: Mapping[int, Payload]) -> Any:
+def call(
+    context: Context,
+    title: str,
+    packed: Mapping[int, Payload],
+    outdated: Mapping[int, Sequence[str]],
+) -> Any:
     """Call a function of the notebook, with its arguments and the names that it uses.
 
-    `packed` has all of these by rank; the names are those of the caller's `__main__`.
+    `packed` has all of these by rank; the names are those of the caller's `__main__`.  `outdated`
+    has by rank the names that the rank has from the caller, with a value from before.
     """
-    function, args, kwargs = _receive_call(context, title, packed)
+    function, args, kwargs = _receive_call(context, title, packed, outdated)
     with _as_in_a_cell(context):
         return function(*args, **kwargs)
 
@@ -288,18 +294,19 @@ def map_items(
     context: Context,
     title: str,
     packed: Mapping[int, Payload],
+    outdated: Mapping[int, Sequence[str]],
     *,
     returns_errors: bool,
     is_elsewhere: bool,
 ) -> None:
     """Call a function of the notebook with one item after another, until there are no more.
 
-    `packed` is as in `call`, without arguments.  The notebook sends the items in answers to
-    requests, which bring the results of earlier items; if it `is_elsewhere`, on another machine,
-    messages hold all results.  With `returns_errors` exceptions of the function are results too;
-    without, the first exception ends the task.
+    `packed` and `outdated` are as in `call`, without arguments.  The notebook sends the items in
+    answers to requests, which bring the results of earlier items; if it `is_elsewhere`, on another
+    machine, messages hold all results.  With `returns_errors` exceptions of the function are
+    results too; without, the first exception ends the task.
     """
-    function, _, _ = _receive_call(context, title, packed)
+    function, _, _ = _receive_call(context, title, packed, outdated)
     ask: Callable[[Sequence[ItemOutcome]], InputReply] = context.shell.kernel.next_items
     items: deque[tuple[int, Payload]] = deque()
     outcomes: list[ItemOutcome] = []
@@ -364,12 +371,16 @@ class ItemProblem(Problem):
 
 
 def _receive_call(
-    context: Context, title: str, packed: Mapping[int, Payload]
+    context: Context,
+    title: str,
+    packed: Mapping[int, Payload],
+    outdated: Mapping[int, Sequence[str]],
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     """Receive a function and its arguments, and bind the names that it uses until the op ends."""
     context.title = title
     arrived = context.namespace.receive_values(packed[context.rank])
-    context.cleanup.enter_context(lent_names(context, arrived["names"]))
+    replaced = {*READY_MODULES, *outdated.get(context.rank, ())}
+    context.cleanup.enter_context(lent_names(context, arrived["names"], replaced))
     function, args, kwargs = arrived["call"]
     return function, args, kwargs
 
@@ -397,15 +408,17 @@ def _as_in_a_cell(context: Context) -> Iterator[None]:
 
 
 @contextmanager
-def lent_names(context: Context, names: Mapping[str, Any]) -> Iterator[None]:
+def lent_names(
+    context: Context, names: Mapping[str, Any], replaced: Iterable[str] = READY_MODULES
+) -> Iterator[None]:
     """Bind names of the caller's `__main__` during a call, but keep names that the worker has.
 
-    Only `torch` and `dist` of the caller replace the worker's, until the call ends. If the call
+    Only the names `replaced` have the caller's values until the call ends. If the call
     has bound names itself, by `global`, the caller's names stay bound, as the new values may use
     them. The next call may replace them.
     """
     namespace, bound = context.names, {*context.bound}
-    covered = {n: namespace[n] for n in READY_MODULES if n in names and n in namespace}
+    covered = {n: namespace[n] for n in replaced if n in names and n in namespace}
     lent = {
         name: value
         for name, value in names.items()

@@ -319,13 +319,13 @@ def test_a_call_runs_in_the_workers_main(context: Context) -> None:
     """A call sees the worker's `__main__` and lent names; its `global` names are recorded."""
     names, shell = context.names, context.shell
     source = "def f(x): return x + k, mine"
-    assert call(context, "f", packed(source, 1, k=2, mine="ours")) == (3, "theirs")
+    assert call(context, "f", packed(source, 1, k=2, mine="ours"), {}) == (3, "theirs")
     assert (context.title, context.bound, shell.ends, shell.shown) == ("f", set(), 1, [])
     assert "k" in names
     context.cleanup.close()
     assert names == {"torch": "their torch", "mine": "theirs"}
     source = "def f():\n    global made\n    made = lambda: k"
-    call(context, "f", packed(source, k=2))
+    call(context, "f", packed(source, k=2), {})
     context.cleanup.close()
     assert context.bound == {"made"}
     assert names["made"]() == names["k"] == 2
@@ -335,7 +335,7 @@ def test_a_call_that_raises_is_shown_from_its_function(context: Context) -> None
     """The traceback begins in the called function; names bound before the error are recorded."""
     source = "def f():\n    global k\n    try: 1 / k\n    finally: k = 5"
     with pytest.raises(ZeroDivisionError) as raised:
-        call(context, "f", packed(source, k=0, other=1))
+        call(context, "f", packed(source, k=0, other=1), {})
     context.cleanup.close()
     (((kind, value, tb), options),) = context.shell.shown
     assert (kind, value, options) == (ZeroDivisionError, raised.value, {"tb_offset": 0})
@@ -349,10 +349,10 @@ def test_a_stopped_call_is_shown_and_raised(context: Context, stop: type[BaseExc
     """SystemExit and KeyboardInterrupt are shown and raised; a call that cannot be read fails."""
     before = {**context.names}
     with pytest.raises(VariableError):
-        call(context, "f", {0: Payload((b"garbage",))})
+        call(context, "f", {0: Payload((b"garbage",))}, {})
     assert (context.names, context.title, context.shell.ends) == (before, "f", 0)
     with pytest.raises(stop):
-        call(context, "f", packed(f"def f(): raise {stop.__name__}(3)", other=1))
+        call(context, "f", packed(f"def f(): raise {stop.__name__}(3)", other=1), {})
     ((_, options),) = context.shell.shown
     assert ("exception_only" in options) == (stop is SystemExit)
     context.cleanup.close()
