@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from nbdist.errors import AgentLost
+from nbdist.errors import AgentLost, UsageError
 from nbdist.output.events import (
     Comm,
     Died,
@@ -36,6 +36,10 @@ if TYPE_CHECKING:
     from nbdist.world.task_run import TaskRun
 
 
+ITEMS_FROM_WORLD = (
+    "the items of World.map come from code that uses the world itself, which is busy with the map: "
+    "make a list of the items first, `world.map(function, list(items))`."
+)
 NO_ITEMS = "the notebook that called World.map has ended, so no rank can get further items"
 
 
@@ -52,6 +56,8 @@ def receive_waiting(workers: Workers) -> None:
     """
     if (link := workers.link_or_none) is None:
         return
+    if workers.is_reading_items:
+        raise UsageError(ITEMS_FROM_WORLD)
     for _ in range(len(link.arrived)):
         match link.arrived[0]:
             case AgentLost() as lost:
@@ -127,7 +133,11 @@ def _handle_output(workers: Workers, rank: int, task_id: str, output: Any) -> No
     if isinstance(output, ItemsWanted):
         answer = running.answer_items if running is not None else None
         refusal = InputReply(output.number, problem=NO_ITEMS)
-        reply = answer(rank, output, time.monotonic()) if answer is not None else refusal
+        workers.is_reading_items = True
+        try:
+            reply = answer(rank, output, time.monotonic()) if answer is not None else refusal
+        finally:
+            workers.is_reading_items = False
         workers.link.send(SendInput(rank, reply))
         return
     if running is None:

@@ -74,12 +74,13 @@ class ItemQueue:
         """If ranks may be on other machines (`is_elsewhere`), messages hold all items."""
         self.ranks = 1  # the number of ranks among which the items are shared
         self.is_paused = False  # while True, ranks get no items and end their task
-        self.total = len(items) if isinstance(items, Sized) else None
+        self.total = _length_of(items)
         self.results: dict[int, Any] = {}
         self.failures: dict[int, tuple[int, ItemOutcome]] = {}
         self.texts: dict[int, str] = {}  # of failed and lost items, for errors
         self.problem: Exception | None = None
         self.has_ended = False  # no further items are handed out
+        self.deaths = 0  # how often an item was with a rank that died
         self.gave_up: dict[int, int] = {}  # by index: the rank that died last with the item
         self._returns_errors, self._is_elsewhere = returns_errors, is_elsewhere
         self._items = enumerate(items)
@@ -140,6 +141,7 @@ class ItemQueue:
         """
         for rank in ranks:
             lost = self._handed.pop(rank, _Handed()).items
+            self.deaths += len(lost)
             for index, packed in lost.items():
                 self._tries[index] = self._tries.get(index, 0) + 1
                 if self._tries[index] < MAX_TRIES:
@@ -242,6 +244,14 @@ class ItemQueue:
 
     def _fail(self, problem: Exception) -> None:
         self.problem, self.has_ended = self.problem or problem, True
+
+
+def _length_of(items: Iterable[Any]) -> int | None:
+    """Return the number of items; None if nobody knows, as for `tqdm` around a generator."""
+    try:
+        return len(items) if isinstance(items, Sized) else None
+    except TypeError:  # `list` ignores it too
+        return None
 
 
 def _close(packed: Packed) -> None:

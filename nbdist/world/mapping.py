@@ -14,7 +14,7 @@ from contextlib import closing, suppress
 from html import escape
 from typing import Any, Literal, get_args
 
-from nbdist.errors import Blame, UsageError, WorkerDied, WorkerError
+from nbdist.errors import Blame, NbdistError, UsageError, WorkerDied, WorkerError
 from nbdist.output.ansi import strip
 from nbdist.output.events import Died, ItemOutcome, RankError
 from nbdist.output.wording import seconds_text
@@ -30,6 +30,11 @@ from nbdist.world.task_run import TaskRun
 log = logging.getLogger("nbdist.world")
 
 OnError = Literal["raise", "return"]
+
+WORKERS_GONE = (
+    "the workers that had the items of this World.map have ended or were restarted meanwhile; "
+    "`results` of this error has what came before."
+)
 
 BAR_AFTER = 0.5  # seconds; a shorter map shows no bar
 BAR_EVERY = 0.25  # seconds between two drawings of the bar
@@ -59,8 +64,11 @@ class ItemMap:
         self._session, self._function = session, function
         self._ranks = ranks
         self._returns_errors = on_error == "return"
-        # Functions among the items need their names of `__main__` on the ranks too.
-        functions = tuple(filter(callable, items)) if isinstance(items, list | tuple) else ()
+        # Functions among the items, and the items' classes, need names of `__main__` there too.
+        functions: tuple[Any, ...] = ()
+        if isinstance(items, list | tuple):
+            kinds = {kind for kind in map(type, items) if kind.__module__ == "__main__"}
+            functions = (*filter(callable, items), *kinds)
         names = remote_call.names_of_call(session.namespace, function, functions, {})
         self._values: dict[str, Any] = {"call": (function, (), {}), "names": names}
         self._queue = ItemQueue(
@@ -98,14 +106,20 @@ class ItemMap:
         try:
             while not queue.is_done:
                 queue.begin_round()
-                before = queue.done
+                before = queue.done + queue.deaths
                 running = yield from self._run_task(bar)
-                self._check(running, has_progress=queue.done > before)
+                self._check(running, has_progress=queue.done + queue.deaths > before)
         except GeneratorExit:
             raise
         except BaseException as error:  # KeyboardInterrupt after Stop too
+            shown: BaseException = error
+            if isinstance(error, StopIteration):  # a generator cannot raise StopIteration
+                shown = NbdistError(str(error))
+                shown.__notes__ = getattr(error, "__notes__", [])
             with suppress(AttributeError, TypeError):  # a user's class can refuse attributes
-                error.results = {**queue.results}  # type: ignore[attr-defined]
+                shown.results = {**queue.results}  # type: ignore[attr-defined]
+            if shown is not error:
+                raise shown from None
             raise
         finally:
             queue.end()
@@ -120,6 +134,7 @@ class ItemMap:
             arguments = {
                 "title": remote_call.title_of(self._function),
                 "packed": payloads,
+                "outdated": remote_call.outdated_names(session, self._values["names"]),
                 "returns_errors": self._returns_errors,
                 "is_elsewhere": session.is_elsewhere,
             }
@@ -129,15 +144,23 @@ class ItemMap:
             try:
                 for _ in remote_call.following(session, running):
                     yield from self._pop_done(running)
+                    self._check_has_workers(running)
                     bar.show(queue)
                 yield from self._pop_done(running)
             except BaseException:  # the caller has left its loop, or Stop came between two steps
                 queue.end()
-                session.interrupt()
-                "outdated": remote_call.outdated_names(session, self._values["names"]),
-                session.wait(running)
+                # Not another task, and not workers that have ended.
+                if session.running is running and session.state.has_workers:
+                    session.interrupt()
+                    session.wait(running)
                 raise
         return running
+
+    def _check_has_workers(self, running: TaskRun) -> None:
+        """Raise UsageError if the caller has ended or restarted workers while it had an index."""
+        is_current = self._session.running is running and self._session.state.has_workers
+        if running.unfinished and not is_current:
+            raise UsageError(WORKERS_GONE)
 
     def _pop_done(self, running: TaskRun) -> Iterator[int]:
         """Yield the indices of items that were done since the last call.
@@ -166,7 +189,7 @@ class ItemMap:
             index = next(iter(queue.gave_up), None)
         errors = running.transcript.errors.values()
         are_deaths = bool(errors) and all(isinstance(each, Died) for each in errors)
-        can_go_on = index is None and (has_progress or queue.gave_up) and session.state.has_workers
+        can_go_on = index is None and has_progress and session.state.has_workers
         if are_deaths and can_go_on and not running.stops:
             session.mark_reported(running.recovered_ranks)
             log.warning("%s Its items were given to other ranks.", running.recovery_text)

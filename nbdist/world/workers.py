@@ -97,6 +97,7 @@ class Workers:
         self.shows_widgets = False
         self.lost: AgentLost | None = None
         self.running: TaskRun | None = None
+        self.is_reading_items = False  # True while the user's iterable gives items of `World.map`
         self.kernel_exiting = threading.Event()
         self.link_or_none: Link | None = None  # see `link`, which raises errors instead
         self._remembered = HandoverState()

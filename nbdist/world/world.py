@@ -385,8 +385,8 @@ class World:
             ranks: by default all; see `World`.
             rank: one rank instead of `ranks`.
             as_completed: return an iterator that yields results as they come, in any order.  While
-                the loop's body runs, ranks finish what they have and get no further items.  Leaving
-                the loop interrupts the ranks.
+                the loop's body runs, ranks finish what they have and get no further items.  The
+                body cannot use the world meanwhile.  Leaving the loop interrupts the ranks.
             on_error: "raise" ends the map with the first exception of the function, whose attribute
                 `results` has the results so far by index.  With "return" the exceptions stand among
                 the results in place of values.
@@ -398,9 +398,10 @@ class World:
             UsageError: an item, or a result, cannot be pickled, or has more than 32 MiB and goes to
                 or comes from another machine.
         """
+        session = self._started
         selects = ranks is not None or rank is not None
-        on = self._started.select_ranks(ranks, rank) if selects else None
-        item_map = ItemMap(self.session, function, items, on, on_error)
+        on = session.select_ranks(ranks, rank) if selects else None
+        item_map = ItemMap(session, function, items, on, on_error)
         return item_map.as_completed() if as_completed else item_map.results()
 
     def run_script(

@@ -61,6 +61,9 @@ def test_calls_wait_for_the_job(two: Notebook) -> None:
     waited = two.run("print(world.gather('late'))")
     assert waited.streams == ["[5, 6]\n"]
     assert any("Waiting for `job`" in text for text in waited.drawn)
+    two.value("job.done() or job.wait()")
+    begin(two, "import time; time.sleep(1)")
+    assert two.value("world.map(abs, [-1, 2])") == [1, 2]
     sleep(two)
     assert two.value("len(world.status()), len(world.stacks(rank=0)), job.done()") == (2, 1, False)
     stop = two.stop_at("Waiting for `job` (running for ")

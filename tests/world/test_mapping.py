@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
@@ -14,7 +15,7 @@ import numpy as np
 import psutil
 import pytest
 
-from nbdist.errors import UsageError, WorkerDied, WorkerError, WorldBusy
+from nbdist.errors import NbdistError, UsageError, WorkerDied, WorkerError, WorldBusy
 from nbdist.world.states import WorldState
 from nbdist.world.world import World
 from tests.waiting import once, press_stop, wait_until
@@ -64,12 +65,14 @@ def test_the_function_and_the_items_bring_the_names_that_they_use(world: World) 
     """Names of `__main__` are sent with the function, and with functions among the items."""
     names = world.session.namespace
     source = "FACTOR = 3\ndef times(x): return x * FACTOR\ndef two(): return FACTOR - 1\n"
+    source += "class Item:\n    def times(self, x): return x * FACTOR\n"
     exec(source, names)
     try:
         assert world.map(names["times"], [1, 2]) == [3, 6]
         assert world.map(lambda each: each(), [names["two"], names["two"]]) == [2, 2]
+        assert world.map(lambda each: each.times(2), [names["Item"]()]) == [6]
     finally:
-        for name in ("FACTOR", "times", "two"):
+        for name in ("FACTOR", "times", "two", "Item"):
             del names[name]
     assert world.execute("'FACTOR' in globals()").by_rank == dict.fromkeys(range(3), False)
 
@@ -250,3 +253,84 @@ def _target(link: Path) -> str:
         return os.readlink(link)
     except OSError:
         return ""
+
+
+def test_items_can_come_from_an_iterable_without_a_length(world: World) -> None:
+    """Some classes have `__len__` and raise TypeError there, such as `tqdm` around a generator."""
+
+    class Stream:
+        def __len__(self) -> int:
+            raise TypeError("no length")
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(5))
+
+    assert world.map(square, Stream()) == [0, 1, 4, 9, 16]
+
+
+def test_items_that_come_from_the_world_itself_are_refused(world: World) -> None:
+    """An iterable of items cannot use the world, which is busy: one line says what to do."""
+    first = world.map(square, range(3), as_completed=True)
+    with pytest.raises(UsageError, match=r"make a list of the items first"):
+        world.map(square, first)
+    with pytest.raises(UsageError, match=r"make a list of the items first"):
+        world.map(square, (world.run(rank_of, 0)[0] for _ in range(3)))
+    assert world.map(square, [5]) == [25]
+
+
+def test_a_stop_iteration_of_the_function_names_its_item(world: World) -> None:
+    """Generators cannot raise StopIteration: the map raises NbdistError with the same words."""
+
+    def end(number: int) -> int:
+        if number == 1:
+            next(iter(()))
+        return number
+
+    for as_completed in (True, False):
+        with pytest.raises(NbdistError, match=r"StopIteration\. It had item 1 of 3") as caught:
+            list(world.map(end, range(3), as_completed=as_completed))  # type: ignore[call-overload]
+        assert 1 not in caught.value.results  # type: ignore[attr-defined]
+
+
+def test_items_that_kill_all_ranks_at_once_are_tried_again(world: World) -> None:
+    """The first item of each rank kills the rank: the others still run, and the errors come."""
+    die = lambda number: os._exit(3) if number < 3 else number  # noqa: E731
+    returned: list[Any] = world.map(die, range(6), on_error="return")
+    assert [type(each) for each in returned[:3]] == [WorkerDied] * 3
+    assert returned[3:] == [3, 4, 5]
+
+
+@pytest.mark.parametrize("is_read", [True, False], ids=["read", "closed"])
+def test_an_iterator_ends_when_the_workers_have_ended(world: World, is_read: bool) -> None:  # noqa: FBT001
+    """After a restart an open iterator raises one line; to close it does not wait for ranks."""
+    for end in (world.restart, world.shutdown):
+        values: Any = world.map(sleep, itertools.repeat(0.01), as_completed=True)
+        assert next(values) == 0.01
+        end()
+        if is_read:
+            with pytest.raises(UsageError, match="have ended or were restarted meanwhile"):
+                list(values)
+        values.close()
+    world.start()
+    assert world.map(square, [5]) == [25]
+
+
+def test_closing_an_iterator_leaves_another_task_alone(world: World) -> None:
+    """If the ranks have left the map and run another task, the task is not interrupted."""
+    values: Any = world.map(sleep, itertools.repeat(0.01), as_completed=True)
+    assert next(values) == 0.01
+    wait_until(lambda: world.session.receive_waiting() or not world.session.unfinished)
+    running = world.session.submit(world.session.task("import time; time.sleep(1)"))
+    values.close()
+    world.session.wait(running)
+    world.session.check(running)
+
+
+@pytest.mark.world
+def test_a_map_starts_the_workers() -> None:
+    """As any other call, a map starts the workers of a world that never had any."""
+    world = World(n=1)
+    try:
+        assert world.map(square, [5]) == [25]
+    finally:
+        world.shutdown()
