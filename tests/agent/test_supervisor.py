@@ -134,13 +134,14 @@ def test_ranks_that_do_not_answer_are_stopped_too() -> None:
 
 async def test_a_stop_that_crosses_a_timeout_is_no_second_stop() -> None:
     """The first Stop of a notebook that has not heard of a timeout interrupts no rank again."""
-    supervision = Supervision(lambda _: None, lambda _: None)
+    has_decided = asyncio.Event()
+    supervision = Supervision(lambda _: None, lambda _: has_decided.set())
     supervision.receive(RunTask("id", (0, 1), b"", rules=Rules(2, timeout=0.0)))
     assert not supervision.is_repeated(Interrupt((0,)))
     await asyncio.sleep(0)
     supervision.report(Located({0: WAITS, 1: WAITS}))
-    while not supervision.is_repeated(Interrupt((0,))):
-        await asyncio.sleep(0)
+    await has_decided.wait()
+    assert supervision.is_repeated(Interrupt((0,)))
     assert not supervision.is_repeated(Interrupt((0,), 2))
     assert not supervision.is_repeated(Interrupt((5,)))
     supervision.close()
