@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-import pytest
 
 from tests.waiting import SOON
 
@@ -222,5 +221,7 @@ def complain(before: Traces, where: str, told: set[str]) -> None:
             told.update(left)
             doing = "; ".join([f"after {seconds:.1f} s", *map(_doing, pids)])
             lines = "".join(f"  {line}\n" for line in left)
+            import pytest  # not at the top: `python -m tests.faults.actions` has no pytest
+
             pytest.fail(f"left behind by {where}:\n{lines}({doing})", pytrace=False)
         time.sleep(POLL_SECONDS)

@@ -5,7 +5,6 @@ The site is built once, which takes 6 s of a processor.
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from bs4 import BeautifulSoup, Tag
 
 import nbdist
 from nbdist import errors
-from tests.browser.conftest import BROWSER_FLAGS, BROWSERS
+from tests.browser.conftest import Lab
 from tests.sources import PACKAGE
 
 if TYPE_CHECKING:
@@ -107,18 +106,13 @@ def test_code_of_distributed_cells_is_highlighted(site: Path) -> None:
     assert [each.get_text() for each in first.select("span.nb")] == ["print"]
 
 
-@pytest.fixture(scope="module")
-def page(site: Path) -> Iterator[Page]:
-    """A page of headless Chromium."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    path = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if path is None:
-        pytest.skip("no browser is on PATH (apt-get install chromium)")
-    with (
-        playwright.sync_playwright() as started,
-        started.chromium.launch(executable_path=path, args=[*BROWSER_FLAGS]) as browser,
-    ):
-        yield browser.new_page(viewport={"width": 1280, "height": 900})
+@pytest.fixture
+def page(jupyter: Lab) -> Iterator[Page]:
+    """A new page of the browser of all tests: a process can have only one."""
+    browser = jupyter.page.context.browser
+    assert browser is not None
+    with browser.new_page(viewport={"width": 1280, "height": 900}) as page:
+        yield page
 
 
 CUT_OFF = """() => [...document.querySelectorAll("article table")].filter(

@@ -43,7 +43,7 @@ def test_magics_name_the_hosts_of_ranks(sshd: Sshd, hosts: list[Host], tmp_path:
         # A page's message to a widget reaches the rank.
         cell = "%%distributed -r 1\nimport ipywidgets\nslider = ipywidgets.IntSlider()\nslider"
         outcome = notebook.run(cell)
-        (name,) = (each["data"][WIDGET]["model_id"] for each in outcome.displays[2:])
+        (name,) = (each["data"][WIDGET]["model_id"] for each in outcome.displays[1:])
         Page(notebook).send(name, method="update", state={"value": 5}, buffer_paths=[])
         value = "%%distributed -r 1\nprint(slider.value)"
         wait_until(lambda: body(notebook.run(value))[-1] == "5", "the slider has moved")

@@ -299,6 +299,14 @@ class Notebook:
                 if all(each in content["data"]["text/plain"] for each in texts):
                     return content
 
+    def next_printed(self, text: str) -> str:
+        """Wait for the next printed text that has this text in it, also while no cell runs."""
+        deadline = time.monotonic() + SOON
+        while True:
+            message = self.client.get_iopub_msg(timeout=deadline - time.monotonic())
+            if message["msg_type"] == "stream" and text in (printed := message["content"]["text"]):
+                return str(printed)
+
     def value(self, expression: str) -> Any:
         """Return the value of an expression in the notebook, which is sent as its `repr`."""
         outcome = self.run(expression)
