@@ -220,8 +220,10 @@ class Interrupter:
     ) -> Iterator[Coroutine[Any, Any, None]]:
         """Send SIGINT to `ranks`; yield coroutines that the caller must run concurrently.
 
-        The caller must exhaust the generator, because the signals are sent during the iteration.
-        Ranks that `have_stopped` get no SIGINT: they have raised KeyboardInterrupt at their step.
+        The coroutines watch the interrupted ranks: they abort collectives in which a rank waits,
+        and kill a rank that is stuck.  The caller must exhaust the generator, because the signals
+        are sent during the iteration.  The ranks in `have_stopped` get no SIGINT, because they have
+        raised KeyboardInterrupt at the common step; only their prompts for input are refused.
         """
         for rank in ranks:
             if rank in have_stopped:

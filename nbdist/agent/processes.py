@@ -59,7 +59,7 @@ class Children:
         self.before_reap: Callable[[], None] = lambda: None
 
     def attach(self) -> None:
-        """Begin to reap; needs the running event loop."""
+        """Reap children on each SIGCHLD from now on; must be called in the running event loop."""
         asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._reap)
 
     def expect(self, pid: int, on_exit: OnExit) -> None:

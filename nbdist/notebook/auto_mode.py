@@ -67,8 +67,10 @@ CELLS_HERE = {
 }
 """Cell magics that always run in the notebook, by the reason."""
 
-WRAPPING_MAGICS = ("time", "capture")  # cell magics that run in the notebook if all lines below do
-OWN_SETTINGS = re.compile(r"\s*(NbDist\b|$)")  # arguments of `%config` for the notebook only
+# Cell magics that run in the notebook if all other lines of the cell run there, else on the ranks.
+WRAPPING_MAGICS = ("time", "capture")
+# The arguments with which `%config` runs only in the notebook: nbdist's own settings, or none.
+OWN_SETTINGS = re.compile(r"\s*(NbDist\b|$)")
 
 _TARGETS = {
     name: place

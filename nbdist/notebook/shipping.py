@@ -241,7 +241,11 @@ class Plan:
             self._notify(name, f"`{name}`: {OLD_IN_FUNCTIONS}; `%dist_push {name}` sends it")
 
     def _is_others(self, name: str) -> bool:
-        """Return True for a name of which the ranks use their own value in any case."""
+        """Return True if the variable of this name belongs to the ranks, so that it is not sent.
+
+        That is each name which all workers have of their own, such as `rank`, which holds a
+        gathered value, or which a task has bound on a rank after the notebook did.
+        """
         is_own = name in WORKERS_OWN or name in WORKERS_MODULES or name in self._gathered
         return is_own or bool(self._table.ranks_that_own(name))
 

@@ -227,7 +227,10 @@ def final_layout(
 
 
 def _is_below(group: AlikeRanks) -> bool:
-    """Return True if ranks that succeeded have only outputs that the page shows below the panel."""
+    """Return True if the ranks have succeeded and the page shows all their outputs below the panel.
+
+    A panel cannot show such outputs (`is_page_only`).  Return False for ranks without outputs.
+    """
     if group.shown.state != "ok" or not (pieces := group.shown.visible_pieces):
         return False
     return all(isinstance(each, RichDisplay) and is_page_only(each.display.data) for each in pieces)

@@ -31,7 +31,8 @@ MAX_LINE_LENGTH = 16_000_000
 KEEP_CHARACTERS = 48_000_000
 _LONGEST_ESCAPE = 4096
 _LONGEST_JUMP = 10_000
-# So many rows at the end may still change, as nested progress bars do.
+# So many of the newest rows are expected to change, as nested progress bars do.  An older row can
+# change too, but then `key` must compute the digest of all kept rows again.
 _UNSETTLED = 64
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
@@ -570,7 +571,10 @@ class Screen:
         return new
 
     def forget(self, count: int) -> None:
-        """Drop the `count` oldest rows that can still be read, but only above the cursor's row."""
+        """Drop the oldest `count` of the rows that can still be read.
+
+        The cursor's row and the rows below it always stay, so fewer rows may be dropped.
+        """
         self._drop(self.dropped - self._first + count)
 
     def _drop(self, count: int) -> None:

@@ -289,7 +289,7 @@ class Blocks:
         return None
 
     def get_exact(self, start: int, size: int, device: str) -> MemoryBlock | None:
-        """Return the block of exactly these bytes of memory; None if there is none."""
+        """Return the block that begins at `start` and has `size` bytes; None if there is none."""
         block = self.find_containing(start, start + size, start, device)
         return block if block is not None and block.size == size else None
 

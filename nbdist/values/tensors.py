@@ -179,7 +179,11 @@ class TensorReducer:
         return PickleBuffer(memory)
 
     def _on_host(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return a copy on the CPU, from a GPU in pinned memory if possible, which is faster."""
+        """Return a copy on the CPU.
+
+        Up to `PINNED_MOST` bytes are copied from a GPU to pinned memory if possible, which is
+        faster.
+        """
         if flat.device.type != "cuda" or flat.numel() > PINNED_MOST:
             return flat.cpu()
         try:

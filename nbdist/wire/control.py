@@ -173,7 +173,10 @@ class StopAtStep(NamedTuple):
 
 
 class ReleaseSteps(NamedTuple):
-    """Let a held task go on; answered by `StepCount`."""
+    """Cancel `HoldSteps` and `StopAtStep`, so that the task goes on past every step.
+
+    In the answer, a `StepCount`, `has_stopped` is True if `StopAtStep` had stopped the task before.
+    """
 
     task_id: str
 

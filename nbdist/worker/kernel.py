@@ -344,7 +344,10 @@ class WorkerApp(IPKernelApp):
         self.patch_io()
 
     def init_poller(self) -> None:
-        """Start no thread that watches the parent: Linux kills workers, see `die_with_parent`."""
+        """Start no thread that polls for the parent's exit: Linux kills the worker at that exit.
+
+        `die_with_parent` asks Linux to do so.
+        """
 
     def init_code(self) -> None:
         """Run no start-up files: the notebook runs them, and sends the variables that they bind."""

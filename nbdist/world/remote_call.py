@@ -163,7 +163,8 @@ TRACEBACK_HEAD = "Traceback (most recent call last)"
 def pop_selection(function: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Remove the arguments `ranks` and `rank` of `World.run` from `kwargs`, and return them.
 
-    Raises UsageError for an argument that may be meant for the function.
+    Raises UsageError if the function can take an argument of the same name too: then nobody can
+    tell whether the argument selects ranks or is meant for the function.
     """
     selection: dict[str, Any] = {
         name: kwargs.pop(name) for name in ("ranks", "rank") if name in kwargs

@@ -350,8 +350,9 @@ def save(
 ) -> Snapshot:
     """Write variables of each rank to a new snapshot; see `World.snapshot`.
 
-    By default the variables are all that cells have bound or changed on the rank.  Raises
-    UsageError if files cannot be written or a variable is on no rank; then no snapshot is left.
+    By default the variables are all that cells have bound or changed on the rank, without those
+    that cannot be pickled.  Raises UsageError, and leaves no snapshot, if files cannot be written,
+    if one of `names` is on no rank or cannot be pickled, or if there is no variable to write.
     """
     name = store.default_name if name is None else name
     if names is None:

@@ -98,7 +98,8 @@ def _run_here(line: MagicCall, running: TaskRun) -> BaseException | None:
     """
     ran: Any = line.pool.shell.run_cell(line.cell)
     if world := line.pool.world:
-        # Names that ranks have bound stay the ranks' own, although the cell binds them here too.
+        # The cell has bound the same names on the ranks and here.  Record that these variables
+        # belong to the ranks: otherwise later cells would get the notebook's values instead.
         for track in running.transcript:
             for name in track.done.bound if track.done else ():
                 world.session.names.record_gathered(name, (track.rank,))

@@ -58,7 +58,9 @@ STEP_CODE = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
 
 TABLES = (
     *("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag"),
-    "pg_flight_recorder_hooks",  # from torch 2.15 on; a hook ends when nothing refers to it
+    # From torch 2.15 on.  A hook records the collectives of its group with nccl, but only while
+    # anything refers to the hook.
+    "pg_flight_recorder_hooks",
 )
 """Tables in which torch keeps something for each group."""
 

@@ -428,7 +428,11 @@ class TorchRendezvous:
         self._kept: list[Any] = []
 
     def join(self, generation: int, size: int) -> Any:
-        """Return the store of this generation once all ranks have come.  Raises NoStore."""
+        """Wait until `size` ranks have joined, and return the store that they share.
+
+        Each `generation`, in which the world's group is formed once, has a rendezvous of its own.
+        Raises NoStore, also if ranks do not join in time.
+        """
         # Imported here: few worlds need it, and the import takes its time.
         from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
 

@@ -280,10 +280,11 @@ def call(
     packed: Mapping[int, Payload],
     outdated: Mapping[int, Sequence[str]],
 ) -> Any:
-    """Call a function of the notebook, with its arguments and the names that it uses.
+    """Call a function of the notebook with its arguments.
 
-    `packed` has all of these by rank; the names are those of the caller's `__main__`.  `outdated`
-    has by rank the names that the rank has from the caller, with a value from before.
+    `packed` has by rank the function, the arguments, and the variables of the caller's `__main__`
+    that the function uses.  `outdated` has by rank the names whose values on the rank are older
+    than the caller's: during the call the rank uses the caller's values.
     """
     function, args, kwargs = _receive_call(context, title, packed, outdated)
     with _as_in_a_cell(context):
